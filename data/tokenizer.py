@@ -1,0 +1,44 @@
+"""The tokenisers: "gpt2" (50257 tokens) and "bytes" (257 tokens, needs no download).
+
+Both are tiktoken `Encoding`s: `encode_ordinary(text)`, `decode(tokens)`, `n_vocab`, `eot_token`.
+"""
+
+from __future__ import annotations
+
+import tiktoken
+
+from config import UserError
+
+TOKENIZERS = ("bytes", "gpt2")
+
+
+def get_tokenizer(name: str) -> tiktoken.Encoding:
+    """The tokeniser called "gpt2" or "bytes".
+
+    gpt2 is fetched once by tiktoken (1.5 MB) and kept in the folder that TIKTOKEN_CACHE_DIR names.
+
+    Raises:
+        UserError: an unknown name, or gpt2's files can neither be found nor fetched.
+    """
+    if name == "bytes":
+        return _bytes_encoding()
+    if name != "gpt2":
+        raise UserError(f"tokenizer {name!r}: expected one of {', '.join(TOKENIZERS)}")
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except (OSError, ValueError, ImportError) as e:  # requests' exceptions are OSErrors
+        reason = " ".join(str(e).split())[:160]
+        raise UserError(
+            f"tokenizer 'gpt2': its files could not be fetched ({type(e).__name__}: {reason}); set "
+            "TIKTOKEN_CACHE_DIR to a folder that has them, or use the tokenizer 'bytes'"
+        ) from None
+
+
+def _bytes_encoding() -> tiktoken.Encoding:
+    return tiktoken.Encoding(
+        "bytes",
+        pat_str=r"[\s\S]{1,64}",  # any cut will do: there are no merges
+        mergeable_ranks={bytes([i]): i for i in range(256)},
+        special_tokens={"<|endoftext|>": 256},
+        explicit_n_vocab=257,
+    )

@@ -1,0 +1,581 @@
+"""data/: the shard format and its damages, batches as pure functions, tokenisers, the Python corpus."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from config import UserError  # noqa: E402
+from data import python_source, shards  # noqa: E402
+from data.shards import (  # noqa: E402
+    TokenStream,
+    dataset_info,
+    open_shard,
+    train_batch,
+    val_batch,
+    val_windows,
+    write_shard,
+)
+from data.tokenizer import get_tokenizer  # noqa: E402
+
+needs_gpt2 = pytest.mark.skipif(
+    "TIKTOKEN_CACHE_DIR" not in os.environ, reason="TIKTOKEN_CACHE_DIR is not set: gpt2 needs its files"
+)
+LENGTHS = (7, 1, 50, 3, 40)  # shard sizes of `stream`: 101 tokens, shorter and longer than a window
+
+
+def write_train(folder: Path, parts: list[np.ndarray], first: int = 1) -> None:
+    for i, part in enumerate(parts):
+        write_shard(folder / f"toy_train_{first + i:06d}.bin", part)
+
+
+@pytest.fixture
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 50257, sum(LENGTHS))
+
+
+@pytest.fixture
+def stream(tmp_path: Path, tokens: np.ndarray) -> TokenStream:
+    write_train(tmp_path, np.split(tokens, np.cumsum(LENGTHS)[:-1]))
+    return TokenStream(tmp_path, "train")
+
+
+def one_line(error: pytest.ExceptionInfo[UserError], *parts: object) -> None:
+    message = str(error.value)
+    assert "\n" not in message
+    for part in parts:
+        assert str(part) in message
+
+
+# ---------------------------------------------------------------- format
+
+
+def test_shard_round_trip_and_layout(tmp_path: Path) -> None:
+    path = tmp_path / "toy_val_000000.bin"
+    sha256 = write_shard(path, [0, 1, 258, 65535])
+    raw = path.read_bytes()
+    assert len(raw) == 1024 + 8
+    assert list(np.frombuffer(raw[:1024], "<i4")) == [20240520, 1, 4] + [0] * 253
+    assert raw[1024:] == b"\x00\x00\x01\x00\x02\x01\xff\xff"
+    assert sha256 == hashlib.sha256(raw).hexdigest()
+    assert open_shard(path, 65536).tolist() == [0, 1, 258, 65535]
+    assert os.listdir(tmp_path) == [path.name]  # no temporary file is left
+
+
+@pytest.mark.parametrize("bad", [-1, 65536, 2**31])
+def test_write_refuses_what_is_no_uint16(tmp_path: Path, bad: int) -> None:
+    path = tmp_path / "toy_val_000000.bin"
+    write_shard(path, [1, 2])
+    with pytest.raises(UserError) as error:
+        write_shard(path, np.array([0, bad, 5], dtype=np.int64))
+    one_line(error, path, f"token {bad} does not fit")
+    assert open_shard(path, 10).tolist() == [1, 2]  # the old file is untouched
+
+
+def test_write_refuses_floats_none_and_missing_folders(tmp_path: Path) -> None:
+    for tokens, part in ((np.array([1.5]), "float64"), ([], "0 tokens")):
+        with pytest.raises(UserError) as error:
+            write_shard(tmp_path / "toy_val_000000.bin", tokens)
+        one_line(error, tmp_path / "toy_val_000000.bin", part)
+    with pytest.raises(UserError) as error:
+        write_shard(tmp_path / "none" / "toy_val_000000.bin", [1])
+    one_line(error, "cannot be written")
+
+
+def _header(magic: int = 20240520, version: int = 1, count: int = 4) -> bytes:
+    return np.array([magic, version, count] + [0] * 253, dtype="<i4").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (b"", ["empty file"]),
+        (b"x" * 100, ["100 bytes", "too short"]),
+        (_header(magic=20240801) + bytes(8), ["magic number 20240801", "expected 20240520"]),
+        (_header(version=2) + bytes(8), ["version 2", "expected 1"]),
+        (_header(count=0), ["counts 0 tokens"]),
+        (_header(count=-3), ["counts -3 tokens"]),
+        (_header() + bytes(6), ["truncated", "1030 bytes", "expected 1032"]),
+        (_header() + bytes(9), ["trailing bytes", "1033 bytes", "expected 1032"]),
+        (_header() + b"\x00\x00" * 3 + b"\x01\x01", ["token 257 at position 3", "size 257"]),
+    ],
+)
+def test_every_damage_is_named(tmp_path: Path, content: bytes, parts: list[str]) -> None:
+    path = tmp_path / "toy_train_000001.bin"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        open_shard(path, 257)
+    one_line(error, path, *parts)
+
+
+def test_unreadable_shards_are_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent.bin", tmp_path):
+        with pytest.raises(UserError) as error:
+            open_shard(path, 257)
+        one_line(error, path, "cannot be read")
+
+
+def test_a_large_shard_is_sampled_at_both_ends(tmp_path: Path) -> None:
+    path = tmp_path / "toy_train_000001.bin"
+    for position in (0, 99_999):
+        tokens = np.zeros(100_000, dtype=np.int64)
+        tokens[position] = 300
+        write_shard(path, tokens)
+        with pytest.raises(UserError) as error:
+            open_shard(path, 257)
+        one_line(error, f"token 300 at position {position}")
+
+
+def test_missing_data_says_how_to_prepare_it(tmp_path: Path) -> None:
+    for folder in (tmp_path / "none", tmp_path):
+        with pytest.raises(UserError) as error:
+            TokenStream(folder, "train")
+        one_line(error, folder, "data/python_source.py", "data/fineweb.py")
+
+
+def test_gaps_and_mixtures_are_refused(tmp_path: Path) -> None:
+    write_shard(tmp_path / "toy_val_000000.bin", [1])
+    write_train(tmp_path, [np.array([i]) for i in range(4)])
+    assert TokenStream(tmp_path, "train").n_tokens == 4
+    for index in (1, 2):
+        path = tmp_path / f"toy_train_{index:06d}.bin"
+        path.unlink()
+        with pytest.raises(UserError) as error:
+            TokenStream(tmp_path, "train")
+        one_line(error, path, "missing")
+        write_shard(path, [9])
+    write_shard(tmp_path / "other_train_000005.bin", [1])
+    with pytest.raises(UserError) as error:
+        TokenStream(tmp_path, "train")
+    one_line(error, tmp_path, "other, toy")
+    (tmp_path / "other_train_000005.bin").rename(tmp_path / "toy_train_5.bin")
+    with pytest.raises(UserError) as error:
+        TokenStream(tmp_path, "train")
+    one_line(error, "toy_train_5.bin", "expected a name like")
+
+
+def test_several_val_shards_before_train(tmp_path: Path) -> None:
+    write_shard(tmp_path / "toy_val_000000.bin", [1])
+    write_shard(tmp_path / "toy_val_000001.bin", [2])
+    write_train(tmp_path, [np.array([3]), np.array([4])], first=2)
+    assert TokenStream(tmp_path, "val").read(0, 2).tolist() == [1, 2]
+    assert TokenStream(tmp_path, "train").read(0, 2).tolist() == [3, 4]
+
+
+# ---------------------------------------------------------------- dataset.json
+
+
+def make_dataset(folder: Path) -> None:
+    shards.begin_dataset(folder)
+    info = {"dataset": "toy", "tokenizer": "bytes", "vocab_size": 257, "source": "test", "splits": {}}
+    files = []
+    for index, split in enumerate(("val", "train")):
+        writer = shards.ShardWriter(folder, "toy", split, 4, len(files))
+        writer.add([1 + index, 2, 3])
+        writer.add(np.arange(7))
+        writer.close()
+        files += writer.files
+        counts = {"tokens": writer.n_tokens, "documents": 2, "shards": len(writer.files)}
+        info["splits"][split] = counts | {"sha256": writer.sha256()}  # type: ignore[index]
+    shards.finish_dataset(folder, info | {"shards": files})
+
+
+def test_dataset_info_round_trip_and_default(tmp_path: Path) -> None:
+    assert dataset_info(tmp_path) == {"tokenizer": "gpt2", "vocab_size": 50257}
+    make_dataset(tmp_path)
+    info = dataset_info(tmp_path)
+    assert (info["format_version"], info["dataset"], info["vocab_size"]) == (1, "toy", 257)
+    assert [(f["file"], f["tokens"]) for f in info["shards"][:3]] == [
+        ("toy_val_000000.bin", 4),
+        ("toy_val_000001.bin", 4),
+        ("toy_val_000002.bin", 2),
+    ]
+    stream = TokenStream(tmp_path, "val")
+    assert stream.vocab_size == 257
+    all_tokens = stream.read(0, stream.n_tokens)
+    assert all_tokens.tolist() == [1, 2, 3, 0, 1, 2, 3, 4, 5, 6]
+    assert hashlib.sha256(all_tokens.astype("<u2").tobytes()).hexdigest() == info["splits"]["val"]["sha256"]
+
+
+def test_shards_must_be_those_in_dataset_json(tmp_path: Path) -> None:
+    make_dataset(tmp_path)
+    last = tmp_path / "toy_train_000005.bin"
+    last.unlink()  # no gap in the numbers
+    with pytest.raises(UserError) as error:
+        TokenStream(tmp_path, "train")
+    one_line(error, last, "missing")
+    write_shard(last, [1])
+    with pytest.raises(UserError) as error:
+        TokenStream(tmp_path, "train")
+    one_line(error, last, "1 tokens", "lists 2")
+    write_shard(last, [1, 2])
+    write_shard(tmp_path / "toy_train_000006.bin", [1])
+    with pytest.raises(UserError) as error:
+        TokenStream(tmp_path, "train")
+    one_line(error, "toy_train_000006.bin", "not listed")
+
+
+def test_unfinished_dataset_is_refused(tmp_path: Path) -> None:
+    make_dataset(tmp_path)
+    shards.begin_dataset(tmp_path)
+    with pytest.raises(UserError) as error:
+        TokenStream(tmp_path, "train")
+    one_line(error, tmp_path, "did not finish")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "parts"),
+    [
+        ("vocab_size", "257", ["vocab_size", "'257'", "integer"]),
+        ("vocab_size", 10**6, ["vocab_size", "65536"]),
+        ("tokenizer", 3, ["tokenizer", "string"]),
+        ("format_version", 2, ["format_version", "expected 1"]),
+        ("shards", [{"file": "a"}], ["shards.0.tokens", "missing"]),
+        ("splits", [], ["splits", "dictionary"]),
+    ],
+)
+def test_damaged_dataset_json_is_named(tmp_path: Path, key: str, value: object, parts: list[str]) -> None:
+    make_dataset(tmp_path)
+    path = tmp_path / "dataset.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(UserError) as error:
+        dataset_info(tmp_path)
+    one_line(error, path, *parts)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00"])
+def test_dataset_json_that_is_no_object(tmp_path: Path, text: str) -> None:
+    (tmp_path / "dataset.json").write_text(text)
+    with pytest.raises(UserError) as error:
+        dataset_info(tmp_path)
+    one_line(error, tmp_path / "dataset.json")
+
+
+# ---------------------------------------------------------------- stream
+
+
+def test_reads_cross_shards_and_wrap(stream: TokenStream, tokens: np.ndarray) -> None:
+    endless = np.concatenate([tokens] * 4)
+    assert stream.n_tokens == 101 and type(stream.n_tokens) is int
+    for start in range(101):
+        for length in (0, 1, 2, 45, 101, 250):
+            got = stream.read(start, length)
+            assert got.dtype == np.int64 and got.shape == (length,)
+            np.testing.assert_array_equal(got, endless[start : start + length])
+    np.testing.assert_array_equal(stream.read(101 * 10**15 + 5, 3), tokens[5:8])
+
+
+def test_counts_beyond_int32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """103 shards of 10^8 tokens, faked: sums of numpy int32 would be negative."""
+    size = 10**8
+    write_train(tmp_path, [np.array([1])] * 103)
+    huge = iter(np.broadcast_to(np.uint16(i), (size,)) for i in range(103))
+    monkeypatch.setattr(shards, "open_shard", lambda path, vocab_size: next(huge))
+    stream = TokenStream(tmp_path, "train")
+    assert stream.n_tokens == 103 * size
+    assert stream.read(102 * size - 2, 4).tolist() == [101, 101, 102, 102]
+    assert stream.read(103 * size - 1, 2).tolist() == [102, 0]
+    x, _ = train_batch(stream, 10**6, 512, 1024, "sequential", 0, 511, 1)
+    assert x[0, 0] == ((10**6 * 512 + 511) * 1024) % (103 * size) // size
+
+
+# ---------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize("order", ["sequential", "shuffled"])
+def test_batch_does_not_depend_on_history_or_world_size(stream: TokenStream, order: str) -> None:
+    n_seq, seq_len = 12, 9
+    whole = {s: train_batch(stream, s, n_seq, seq_len, order, 7) for s in range(6)}  # type: ignore[arg-type]
+    fresh = TokenStream(stream.folder, "train")
+    for step in (5, 0, 3):
+        for world in (1, 2, 3, 4):
+            share = n_seq // world
+            parts = [
+                train_batch(fresh, step, n_seq, seq_len, order, 7, rank * share, share)  # type: ignore[arg-type]
+                for rank in range(world)
+            ]
+            for i in (0, 1):
+                np.testing.assert_array_equal(np.concatenate([p[i] for p in parts]), whole[step][i])
+    x, y = whole[0]
+    assert x.shape == y.shape == (12, 9) and x.dtype == y.dtype == np.int64
+    assert not np.shares_memory(x, y)
+    np.testing.assert_array_equal(x[:, 1:], y[:, :-1])
+
+
+def test_sequential_is_the_stream_without_dropped_tails(stream: TokenStream, tokens: np.ndarray) -> None:
+    x, y = zip(*(train_batch(stream, s, 5, 9, "sequential", 0) for s in range(20)), strict=True)
+    endless = np.concatenate([tokens] * 10)  # 20 steps of 45 tokens
+    np.testing.assert_array_equal(np.concatenate(x).ravel(), endless[:900])
+    np.testing.assert_array_equal(np.concatenate(y).ravel(), endless[1:901])
+
+
+def test_shuffled_is_a_permutation_of_windows_per_epoch(tmp_path: Path) -> None:
+    write_train(tmp_path, [np.arange(60), np.arange(60, 115)])
+    stream = TokenStream(tmp_path, "train")  # 11 windows of 10, a tail of 5; token = position
+
+    def starts(seed: int) -> np.ndarray:
+        rows = [train_batch(stream, s, 3, 10, "shuffled", seed) for s in range(44)]
+        x, y = (np.concatenate(part) for part in zip(*rows, strict=True))
+        np.testing.assert_array_equal(x, x[:, :1] + np.arange(10))
+        np.testing.assert_array_equal(y, x + 1)
+        return x[:, 0].reshape(12, 11)  # (epoch, place); batches of 3 run across epoch ends
+
+    epochs = starts(0)
+    assert all(sorted(epoch) == list(range(0, 110, 10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 12
+    assert not np.array_equal(epochs, starts(1))
+    assert not np.array_equal(epochs, starts(2**40))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 16, 17, 64, 65, 1000, 4097])
+def test_permutation_is_exact(n: int) -> None:
+    images = [shards._permute(np.arange(n), n, seed, epoch) for seed in (0, 2**62) for epoch in (0, 1, 2)]
+    for image in images:
+        assert sorted(image.tolist()) == list(range(n))
+    if n >= 16:
+        assert len({tuple(image) for image in images}) == 6
+    some = np.array([n - 1, 0])  # any subset, in any order, has the same images
+    np.testing.assert_array_equal(shards._permute(some, n, 0, 1), images[1][some])
+
+
+def test_permutation_is_unbiased() -> None:
+    """Where place 3 of 10 goes over 4000 epochs; and neighbours do not stay neighbours."""
+    counts = np.bincount([shards._permute(np.array([3]), 10, 0, e)[0] for e in range(4000)], minlength=10)
+    assert (np.abs(counts - 400) < 5 * 20).all()  # 5 standard deviations
+    image = shards._permute(np.arange(10**5), 10**5, 0, 0)
+    assert (np.abs(np.diff(image)) == 1).sum() < 20  # 2 are expected by chance
+    assert abs(np.corrcoef(np.arange(10**5), image)[0, 1]) < 0.02
+
+
+def test_permutation_is_fixed_forever() -> None:
+    """Runs are compared across versions of numpy and of this repo: the order must not change."""
+    assert shards._permute(np.arange(10), 10, 1337, 0).tolist() == [9, 5, 0, 8, 3, 7, 1, 2, 4, 6]
+
+
+def test_batches_refuse_what_is_out_of_range(stream: TokenStream) -> None:
+    for first, count in ((-1, 1), (0, 5), (4, 1)):
+        with pytest.raises(ValueError, match="out of range"):
+            train_batch(stream, 0, 4, 9, "sequential", 0, first, count)
+    with pytest.raises(ValueError, match="random"):
+        train_batch(stream, 0, 4, 9, "random", 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="beyond"):
+        val_batch(stream, 11, 1, 9)
+
+
+def test_val_windows_are_the_same_tokens_at_every_length(stream: TokenStream, tokens: np.ndarray) -> None:
+    for seq_len in (1, 2, 5, 10, 20, 40):
+        n = val_windows(stream, 80, seq_len)
+        assert n * seq_len == 80
+        batches = [val_batch(stream, i, min(3, n - i), seq_len) for i in range(0, n, 3)]
+        np.testing.assert_array_equal(np.concatenate([x.ravel() for x, _ in batches]), tokens[:80])
+        np.testing.assert_array_equal(np.concatenate([y.ravel() for _, y in batches]), tokens[1:81])
+    assert val_windows(stream, 10**9, 10) == 10  # 101 tokens are 100 predictions
+    assert val_windows(stream, 10**9, 50) == 2
+    assert val_windows(stream, 99, 50) == 1
+
+
+def test_too_short_for_one_window(stream: TokenStream) -> None:
+    assert val_windows(stream, 1000, 100) == 1
+    for call in (
+        lambda: val_windows(stream, 1000, 101),
+        lambda: val_batch(stream, 0, 1, 101),
+        lambda: train_batch(stream, 0, 1, 101, "sequential", 0),
+        lambda: train_batch(stream, 0, 1, 101, "shuffled", 0),
+    ):
+        with pytest.raises(UserError) as error:
+            call()
+        one_line(error, stream.folder, "101 tokens", "window of length 101")
+    with pytest.raises(UserError) as error:
+        val_windows(stream, 9, 10)
+    one_line(error, stream.folder, "9 tokens", "window of 10")
+
+
+# ---------------------------------------------------------------- tokenisers
+
+
+def test_bytes_tokenizer() -> None:
+    encoding = get_tokenizer("bytes")
+    assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
+    for text in ("", "a" * 1000, "\r\n\t\x00", "é漢🎉" * 50, "x<|endoftext|>y"):
+        assert encoding.encode_ordinary(text) == list(text.encode())
+        assert encoding.decode(encoding.encode_ordinary(text)) == text
+    assert encoding.decode([256]) == "<|endoftext|>"
+
+
+@needs_gpt2
+def test_gpt2_tokenizer() -> None:
+    encoding = get_tokenizer("gpt2")
+    assert (encoding.n_vocab, encoding.eot_token) == (50257, 50256)
+    assert encoding.encode_ordinary("Hello world") == [15496, 995]
+    assert 50256 not in encoding.encode_ordinary("<|endoftext|>")
+
+
+def test_tokenizer_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError) as error:
+        get_tokenizer("gpt3")
+    one_line(error, "'gpt3'", "bytes, gpt2")
+
+    def unreachable(name: str) -> None:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr("tiktoken.get_encoding", unreachable)
+    with pytest.raises(UserError) as error:
+        get_tokenizer("gpt2")
+    one_line(error, "TIKTOKEN_CACHE_DIR", "no route to host")
+
+
+# ---------------------------------------------------------------- the Python corpus
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """20 documents of 30 to 40,000 bytes, and what must be left out."""
+    root = tmp_path / "lib"
+    rng = np.random.default_rng(1)
+    for i in range(20):
+        path = root / f"package{i % 3}" / f"module{i}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        body = "".join(f"x{n} = '<|endoftext|> é'\r\n" for n in rng.integers(0, 999, 1 + i * i * 4))
+        path.write_bytes(f"# {i}\n{body}".encode())
+    (root / "copy.py").write_bytes((root / "package0" / "module0.py").read_bytes())
+    (root / "empty.py").write_bytes(b"")
+    (root / "latin1.py").write_bytes(b"# \xe9\n")
+    (root / "data.txt").write_text("no python")
+    (root / "_sysconfigdata_x.py").write_text("generated")
+    for folder in ("test", "package0/tests", "site-packages", "__pycache__", "config-3.11"):
+        (root / folder).mkdir()
+        (root / folder / "a.py").write_text("left out")
+    return root
+
+
+def documents_of(folder: Path, split: str, tokenizer: str) -> list[str]:
+    encoding, stream = get_tokenizer(tokenizer), TokenStream(folder, split)
+    tokens = stream.read(0, stream.n_tokens)
+    ends = np.flatnonzero(tokens == encoding.eot_token)
+    assert ends[0] == 0
+    return [encoding.decode(part[1:].tolist()) for part in np.split(tokens, ends[1:])]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=needs_gpt2)])
+def test_corpus_is_the_sources_split_by_file(sources: Path, tmp_path: Path, tokenizer: str) -> None:
+    out = tmp_path / "out"
+    info = python_source.build({"": sources}, out, tokenizer, shard_size=10_000, val_fraction=0.2)
+    val, train = documents_of(out, "val", tokenizer), documents_of(out, "train", tokenizer)
+    expected = [path.read_bytes().decode() for path in sources.glob("package?/*.py")]
+    assert sorted(val + train) == sorted(expected) and len(expected) == 20
+    n_bytes = {"val": sum(map(len, val)), "train": sum(map(len, train))}
+    assert 0.1 < n_bytes["val"] / sum(n_bytes.values()) <= 0.2
+    assert len(val) >= 2 and train != sorted(train)
+    assert info == dataset_info(out)
+    for split, texts in (("val", val), ("train", train)):
+        counts = info["splits"][split]
+        stream = TokenStream(out, split)
+        assert (counts["tokens"], counts["documents"]) == (stream.n_tokens, len(texts))
+        assert counts["shards"] == len(list(out.glob(f"python_{split}_*.bin"))) > 1
+    for entry in info["shards"]:
+        raw = (out / entry["file"]).read_bytes()
+        assert hashlib.sha256(raw).hexdigest() == entry["sha256"]
+        assert len(raw) == 1024 + 2 * entry["tokens"]
+
+
+def test_corpus_is_the_same_for_any_shard_size(sources: Path, tmp_path: Path) -> None:
+    infos = [python_source.build({"": sources}, tmp_path / f"{n}", shard_size=n) for n in (999, 10**8)]
+    for split in ("val", "train"):
+        assert len({info["splits"][split]["sha256"] for info in infos}) == 1
+
+
+def test_corpus_is_reused_or_built_anew(
+    sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+
+    def build(shard_size: int = 50_000) -> str:
+        python_source.build({"": sources}, out, shard_size=shard_size)
+        return capsys.readouterr().out
+
+    assert "written" in build()
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    again = build()
+    assert again.count("\n") == 1 and "nothing to do" in again
+    shard = out / "python_train_000002.bin"
+    shard.write_bytes(before[shard.name][:-2])
+    assert f"building anew: {shard}: truncated" in build()
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+    (out / "dataset.json").unlink()  # as after an interrupted run
+    (out / "dataset.unfinished").touch()
+    assert "did not finish" in build()
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+    assert "made with shard_size = 50000, now 60000" in build(60_000)
+    assert "nothing to do" in build(60_000)
+
+
+def test_corpus_spares_another_dataset(sources: Path, tmp_path: Path) -> None:
+    make_dataset(tmp_path / "toy")
+    with pytest.raises(UserError) as error:
+        python_source.build({"": sources}, tmp_path / "toy")
+    one_line(error, tmp_path / "toy", "another dataset")
+    assert TokenStream(tmp_path / "toy", "train").n_tokens == 10
+
+
+def test_corpus_without_sources(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        python_source.build({"": tmp_path / "none"}, tmp_path / "out")
+    one_line(error, tmp_path / "none", "no such folder")
+    (tmp_path / "lib").mkdir()
+    with pytest.raises(UserError) as error:
+        python_source.build({"": tmp_path / "lib"}, tmp_path / "out")
+    one_line(error, "0 Python files")
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "python311.zip"))
+    with pytest.raises(UserError) as error:
+        python_source.source_roots(False)
+    one_line(error, tmp_path / "python311.zip")
+
+
+def run_script(*args: str) -> subprocess.CompletedProcess[str]:
+    script = str(ROOT / "data" / "python_source.py")
+    return subprocess.run([sys.executable, script, *args], capture_output=True, text=True, cwd="/")
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["--tokenizer", "gpt3"], "'gpt3'"),
+        (["--shard-size", "0"], "whole number from 1"),
+        (["--val-fraction", "1.5"], "between 0 and 1"),
+        (["--shard", "5"], "--shard"),
+        (["--out", __file__], "expected a folder"),
+    ],
+)
+def test_wrong_options_are_one_line(args: list[str], part: str) -> None:
+    result = run_script(*args)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert part in result.stderr
+
+
+def test_real_corpus(tmp_path: Path) -> None:
+    """The script itself, from another folder, on this Python's library."""
+    result = run_script("--out", str(tmp_path / "out"))
+    assert (result.returncode, result.stderr) == (0, "")  # no progress bar: stderr is no terminal
+    train, val = TokenStream(tmp_path / "out", "train"), TokenStream(tmp_path / "out", "val")
+    assert train.n_tokens > 5_000_000
+    assert val.n_tokens > 300_000
+    sizes = [len(text) for text in documents_of(tmp_path / "out", "val", "bytes")]
+    assert min(sizes) < 16_384 and max(sizes) > 65_536
+    assert 0.03 < val.n_tokens / (val.n_tokens + train.n_tokens) <= 0.051
