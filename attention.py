@@ -1,0 +1,785 @@
+"""The attention normalisers, each defined once as a row-wise function, and the engines that run them.
+
+    normaliser = make_normaliser(AttentionConfig(normaliser="lssa", reweight_p=15), 12, 64, 1024)
+    weights = normaliser.weights(q, k)         # the definition, dense (B, H, Tq, Tk)
+    out = attend(q, k, v, normaliser)          # the same weights times v, in O(T) memory
+
+To add a normaliser, write one function of the scores and register it:
+
+    @register("my_relu", sums_to_one=True)
+    def my_relu(x: Tensor, rows: Rows) -> Tensor:
+        \"\"\"relu(x) / sum relu(x). (Me, 2026, eq. 1)\"\"\"
+        return l1_normalise(torch.relu(x))
+
+`x` (..., R, K) are the scores of R query rows against K keys, -inf where a key is hidden from a row
+(causal mask); the result must be 0 there. `rows` holds what else a formula may use: n, the number of
+keys that each row sees; the training length; the config's options. Name it in a config file and it
+trains, evaluates and is picked up by the tests.
+
+Papers: LSSAR (Gao, Spratling, Letizia: "Softplus Attention with Re-weighting Boosts Length
+Extrapolation in Large Language Models", arXiv 2501.13428), SSMax (Nakanishi: "Scalable-Softmax Is
+Superior for Attention", arXiv 2501.19399), NormSoftmax (Jiang et al., COINS 2023).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from config import AttentionConfig, UserError
+
+Engine = Literal["auto", "dense", "rows", "sdpa"]
+
+# ---------------------------------------------------------------------------------------------------
+# What a row-wise function may use
+# ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the formulas know about a block of R query rows besides its scores."""
+
+    n: Tensor  # (R, 1) float: number of keys each row sees
+    n_keys: int  # L, all keys of this call (Tk); the last row sees them all
+    train_len: int
+    head_dim: int
+    options: AttentionConfig
+    learned: dict[str, Tensor] = field(default_factory=dict)  # name -> (H, 1, 1), or (train_len,)
+
+    def visible(self, x: Tensor) -> Tensor:
+        """(R, K) bool: which keys each row sees."""
+        return torch.arange(x.shape[-1], device=x.device) < self.n
+
+    def hide(self, x: Tensor) -> Tensor:
+        """x with 0 at the hidden keys."""
+        return torch.where(self.visible(x), x, 0.0)
+
+    def softmax(self, x: Tensor) -> Tensor:
+        """softmax over the visible keys, for x that is finite at the hidden ones.
+
+        What divides x by a function of x needs it: the gradient of -inf / t is not a number.
+        """
+        return torch.where(self.visible(x), x, -math.inf).softmax(-1)
+
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and population variance of x over the visible keys, each (..., R, 1)."""
+        mean = self.hide(x).sum(-1, keepdim=True) / self.n
+        return mean, self.hide(x - mean).square().sum(-1, keepdim=True) / self.n
+
+
+class L1Normalise(torch.autograd.Function):
+    """s / sum |s| by row; a row without mass stays 0. One fused backward: (g - sign(s) sum(g a)) / Z."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor, signed: bool) -> Tensor:
+        z = (s.abs() if signed else s).sum(-1, keepdim=True)
+        # Below the smallest normal number's neighbourhood 1/z overflows: such a row has no mass.
+        inverse = torch.where(z > 1e8 * torch.finfo(s.dtype).tiny, 1 / z, 0.0)
+        a = s * inverse
+        ctx.save_for_backward(a, inverse)
+        ctx.signed = signed
+        return a
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        a, inverse = ctx.saved_tensors
+        mean = (grads[0] * a).sum(-1, keepdim=True)
+        if ctx.signed:
+            mean = mean * a.sign()
+        return (grads[0] - mean) * inverse, None
+
+
+class IntegerPower(torch.autograd.Function):
+    """t^p for t >= 0 and an integer p >= 1 by repeated squaring: exact at 0, 4x faster than pow.
+
+    The derivative p t^(p-1) at p = 1 is the indicator t > 0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, p: int) -> Tensor:
+        lower = (t > 0).to(t.dtype) if p == 1 else _power(t, p - 1)
+        ctx.save_for_backward(lower)
+        ctx.p = p
+        return lower * t
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (lower,) = ctx.saved_tensors
+        return grads[0] * lower * ctx.p, None
+
+
+def _power(t: Tensor, p: int) -> Tensor:
+    result = None
+    while p:
+        if p & 1:
+            result = t if result is None else result * t
+        p >>= 1
+        if p:
+            t = t * t
+    assert result is not None
+    return result
+
+
+def l1_normalise(s: Tensor, signed: bool = False) -> Tensor:
+    """s / sum |s| over the last axis; rows of zeros stay zeros."""
+    return L1Normalise.apply(s, signed)
+
+
+def reweight(a: Tensor, rows: Rows, p: int) -> Tensor:
+    """The sharpening of LSSAR: l1-norm of ReLU(n A - O)^p, O = 0 in rows n <= 3, else 1.
+
+    (LSSAR paper, eq. 5 and note 2.) `a` (..., R, K) >= 0 with rows that sum to one.
+
+    Two rules keep it finite and exact for every p and length; neither changes the formula:
+    - r = ReLU(n A - O) is divided by its row maximum before the power: l1 undoes any row factor, and
+      (n A - 1)^p alone overflows float32 from p = 10 at 16K keys on.
+    - Since sum(n A - 1) = 0, a row without positive entries is uniform and its signs are rounding
+      noise. Where max(n A) - 1 <= 1e-5, O = 0 as in the first rows: the row stays uniform.
+    """
+    peak = rows.n * a.detach().amax(-1, keepdim=True)
+    offset = ((rows.n > 3) & (peak - 1 > 1e-5)).to(a.dtype)
+    r_max = peak - offset
+    scale = torch.where(r_max > 0, 1 / r_max, 0.0)  # a row of zeros stays one
+    t = torch.relu(a * (rows.n * scale) - offset * scale)
+    return l1_normalise(IntegerPower.apply(t, p))
+
+
+# ---------------------------------------------------------------------------------------------------
+# The registry
+# ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A registered normaliser: weights = rows_fn(x), x = factor * <q, k>."""
+
+    rows_fn: Callable[[Tensor, Rows], Tensor]
+    factor: Callable[[Rows], Tensor | float]  # a number, (R, 1) or (H, R, 1)
+    cosine: bool  # l2-normalise q and k first
+    options: tuple[str, ...]  # the AttentionConfig fields it reads
+    sums_to_one: Callable[[AttentionConfig], bool]  # rows >= 0 and sum to one: may be re-weighted
+    learned: Callable[[AttentionConfig, int, int], dict[str, Tensor]]  # (options, n_head, train_len)
+    # For a softmax whose temperature depends on the scores: that temperature from q and k in O(T).
+    softmax_factor: Callable[[Tensor, Tensor, Rows], Tensor] | None
+
+
+NORMALISERS: dict[str, Spec] = {}
+
+
+def register(
+    name: str,
+    *,
+    factor: Callable[[Rows], Tensor | float] = lambda rows: rows.head_dim**-0.5,
+    cosine: bool = False,
+    options: tuple[str, ...] = (),
+    sums_to_one: bool | Callable[[AttentionConfig], bool] = False,
+    learned: Callable[[AttentionConfig, int, int], dict[str, Tensor]] = lambda options, n_head, t: {},
+    softmax_factor: Callable[[Tensor, Tensor, Rows], Tensor] | None = None,
+) -> Callable[[Callable[[Tensor, Rows], Tensor]], Callable[[Tensor, Rows], Tensor]]:
+    """Make a row-wise function available as `attention.normaliser = "<name>"`. Fields: see `Spec`."""
+
+    def add(rows_fn: Callable[[Tensor, Rows], Tensor]) -> Callable[[Tensor, Rows], Tensor]:
+        can_sum = sums_to_one if callable(sums_to_one) else lambda options: bool(sums_to_one)
+        NORMALISERS[name] = Spec(rows_fn, factor, cosine, options, can_sum, learned, softmax_factor)
+        return rows_fn
+
+    return add
+
+
+# ---------------------------------------------------------------------------------------------------
+# Softmax and its relatives
+# ---------------------------------------------------------------------------------------------------
+
+
+@register("softmax", sums_to_one=True)
+def softmax(x: Tensor, rows: Rows) -> Tensor:
+    """softmax(x), x = q.k / sqrt(d)."""
+    return x.softmax(-1)
+
+
+@register("softmax_inverse")
+def softmax_inverse(x: Tensor, rows: Rows) -> Tensor:
+    """-softmax(x). (LSSAR paper, Table 1)"""
+    return -x.softmax(-1)
+
+
+@register("softmax_recentred")
+def softmax_recentred(x: Tensor, rows: Rows) -> Tensor:
+    """softmax(x) - 1/n, its row mean over the visible keys; rows n <= 3 untouched. (LSSAR, Table 1)"""
+    a = x.softmax(-1)
+    return torch.where(rows.visible(x) & (rows.n > 3), a - 1 / rows.n, a)
+
+
+@register("softmax_recentred_l1")
+def softmax_recentred_l1(x: Tensor, rows: Rows) -> Tensor:
+    """(softmax(x) - 1/n) / sum |softmax(x) - 1/n|; rows n <= 3 untouched. (LSSAR, Table 1, note 1)
+
+    A uniform row (n max A - 1 <= 1e-5) would be rounding noise blown up to norm one: untouched too.
+    """
+    a = x.softmax(-1)
+    centred = rows.visible(x) & (rows.n > 3) & (rows.n * a.detach().amax(-1, keepdim=True) - 1 > 1e-5)
+    return l1_normalise(torch.where(centred, a - 1 / rows.n, a), signed=True)
+
+
+def _ssmax_factor(rows: Rows) -> Tensor | float:
+    s = rows.learned.get("s", 1.0)
+    b = rows.learned.get("b", 0.0)
+    return (s * rows.n.log() + b) * rows.head_dim**-0.5  # (H, R, 1) or (R, 1)
+
+
+def _ssmax_learned(options: AttentionConfig, n_head: int, train_len: int) -> dict[str, Tensor]:
+    learned = {}
+    if options.scale != "one":
+        learned["s"] = torch.full((n_head,), options.scale_init or 1.0)
+    if options.bias:
+        learned["b"] = torch.zeros(n_head)
+    return learned
+
+
+@register(
+    "ssmax",
+    factor=_ssmax_factor,
+    options=("scale", "scale_init", "bias"),
+    sums_to_one=True,
+    learned=_ssmax_learned,
+)
+def ssmax(x: Tensor, rows: Rows) -> Tensor:
+    """softmax((s ln n + b) q.k / sqrt(d)); s learned per layer and head, or 1. (SSMax, eq. 2, 4, 11)"""
+    return x.softmax(-1)
+
+
+def _ssmax_pn_factor(rows: Rows) -> Tensor:
+    if rows.n_keys > rows.train_len:
+        raise UserError(
+            f"ssmax_pn: {rows.n_keys} keys, but its p_n was learned for at most "
+            f"train.seq_len = {rows.train_len}"
+        )
+    p_n = rows.learned["p_n"][rows.n.long() - 1]  # (R, 1)
+    return (rows.learned["s"] * p_n + rows.learned["b"]) * rows.head_dim**-0.5  # (H, R, 1)
+
+
+def _ssmax_pn_learned(options: AttentionConfig, n_head: int, train_len: int) -> dict[str, Tensor]:
+    s = torch.full((n_head,), options.scale_init or 1.0)
+    return {"s": s, "b": torch.zeros(n_head), "p_n": torch.ones(train_len)}
+
+
+@register(
+    "ssmax_pn",
+    factor=_ssmax_pn_factor,
+    options=("scale_init",),
+    sums_to_one=True,
+    learned=_ssmax_pn_learned,
+)
+def ssmax_pn(x: Tensor, rows: Rows) -> Tensor:
+    """softmax((s p_n + b) q.k / sqrt(d)), p_n one learned vector for all layers. (SSMax, eq. 3)"""
+    return x.softmax(-1)
+
+
+def _norm_softmax_temperature(mean: Tensor, var: Tensor, rows: Rows) -> Tensor:
+    """tau min(sigma, gamma) and its variants from the moments of a row, (..., R, 1)."""
+    options = rows.options
+    # Row 1, or identical keys: sigma is 0 or rounding noise, softmax is uniform at any temperature.
+    eps = 8 * torch.finfo(var.dtype).eps
+    spread = var > eps**2 * (1 + mean.square())
+    sigma = torch.where(spread, torch.where(spread, var, 1.0).sqrt(), 1.0)
+    tau = options.tau or 1.0
+    if options.variant == "affine":
+        return tau * sigma / rows.learned["w"]
+    gamma = norm_softmax_gamma(options, rows.head_dim)
+    if options.variant == "inverse":
+        return tau * sigma.clamp_min(gamma)
+    return tau * sigma.clamp_max(gamma)
+
+
+def norm_softmax_gamma(options: AttentionConfig, head_dim: int) -> float:
+    """gamma as a number: given, inf, or gamma_factor * sqrt(d) (the default, sqrt(d))."""
+    if isinstance(options.gamma, float):
+        return options.gamma
+    return math.inf if options.gamma == "inf" else (options.gamma_factor or 1.0) * math.sqrt(head_dim)
+
+
+def _norm_softmax_learned(options: AttentionConfig, n_head: int, train_len: int) -> dict[str, Tensor]:
+    return {"w": torch.ones(n_head)} if options.variant == "affine" else {}
+
+
+@register(
+    "norm_softmax",
+    factor=lambda rows: 1.0,
+    options=("gamma", "gamma_factor", "tau", "variant"),
+    sums_to_one=True,
+    learned=_norm_softmax_learned,
+    softmax_factor=lambda q, k, rows: 1 / _norm_softmax_temperature(*score_moments(q, k, rows), rows),
+)
+def norm_softmax(x: Tensor, rows: Rows) -> Tensor:
+    """softmax(x / (tau min(sigma(x), gamma))), x = q.k, sigma = population deviation of the visible x.
+
+    (NormSoftmax, eq. 4-6; eq. 29 and Table 1 for the variants: affine f1 = w x / (tau sigma) with w
+    learned per head, inverse f2 = x / (tau max(sigma, gamma)).)
+    """
+    x = rows.hide(x)
+    return rows.softmax(x / _norm_softmax_temperature(*rows.moments(x), rows))
+
+
+def _logit_norm_temperature(mean: Tensor, var: Tensor, rows: Rows) -> Tensor:
+    """tau ||x||_2 from the moments of a row: ||x||^2 = n (var + mean^2), (..., R, 1)."""
+    square = rows.n * (var + mean.square())
+    nonzero = square > 0
+    norm = torch.where(nonzero, torch.where(nonzero, square, 1.0).sqrt(), 1.0)
+    return norm * (rows.options.tau or rows.n**-0.5)
+
+
+@register(
+    "logit_norm",
+    factor=lambda rows: 1.0,
+    options=("tau",),
+    sums_to_one=True,
+    softmax_factor=lambda q, k, rows: 1 / _logit_norm_temperature(*score_moments(q, k, rows), rows),
+)
+def logit_norm(x: Tensor, rows: Rows) -> Tensor:
+    """softmax(x / (tau ||x||_2)), x = q.k, tau = n^(-1/2) unless given. (NormSoftmax, eq. 8)"""
+    x = rows.hide(x)
+    return rows.softmax(x / _logit_norm_temperature(*rows.moments(x), rows))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Elementwise functions with or without l1
+# ---------------------------------------------------------------------------------------------------
+
+# phi(-inf) = 0 for the first group; the second is evaluated at 0 for hidden keys, where it is 0.
+POSITIVE_PHI: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    "softplus": F.softplus,
+    "sigmoid": torch.sigmoid,
+    "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x).square(),
+    "relu6": F.relu6,
+}
+SIGNED_PHI: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "gelu": F.gelu,
+    "mish": F.mish,
+}
+
+
+def _l1_of_positive(phi: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """phi(x) / sum phi(x) for phi = softplus or sigmoid, also where phi underflows.
+
+    Both tend to e^x: in a row whose largest score is below -40 they equal it to the last digit, and
+    e^(x - max) gives the same normalised row without leaving the number range.
+    """
+    peak = x.detach().amax(-1, keepdim=True)
+    return l1_normalise(torch.where(peak < -40, torch.exp(x - peak), phi(x)))
+
+
+def _phi_sums_to_one(options: AttentionConfig) -> bool:
+    return (options.phi or "softplus") in POSITIVE_PHI and options.l1 is not False
+
+
+@register("phi", options=("phi", "l1"), sums_to_one=_phi_sums_to_one)
+def phi(x: Tensor, rows: Rows) -> Tensor:
+    """phi(x) over the visible keys; with l1 divided by sum |phi(x)|. (LSSAR, eq. 3, Tables 2 and 3)"""
+    name, l1 = rows.options.phi or "softplus", rows.options.l1 is not False
+    if name == "exp" and l1:
+        return x.softmax(-1)  # the same, without overflow
+    if name in ("softplus", "sigmoid") and l1:
+        return _l1_of_positive(POSITIVE_PHI[name], x)
+    if name in SIGNED_PHI:
+        a = SIGNED_PHI[name](rows.hide(x))
+        return l1_normalise(a, signed=True) if l1 else a
+    a = POSITIVE_PHI[name](x)
+    return l1_normalise(a) if l1 else a
+
+
+@register("lssa", cosine=True, factor=lambda rows: math.log(rows.head_dim) * rows.n.log(), sums_to_one=True)
+def lssa(x: Tensor, rows: Rows) -> Tensor:
+    """softplus(x) / sum softplus(x), x = ln d ln n cos(q, k). (LSSAR, eq. 4)"""
+    return l1_normalise(F.softplus(x))
+
+
+@register("sigmoid", options=("bias", "l1"), sums_to_one=lambda options: bool(options.l1))
+def sigmoid(x: Tensor, rows: Rows) -> Tensor:
+    """sigmoid(x - ln L), L the training length, all keys, or n; with l1 divided by the row sum.
+
+    (Ramapuram et al. 2024; LSSAR, Table 4.) With bias = "log_len" a row's weights depend on keys that
+    it does not see, through their number.
+    """
+    match rows.options.bias or "log_n":
+        case "log_train_len":
+            z = x - math.log(rows.train_len)
+        case "log_len":
+            z = x - math.log(rows.n_keys)
+        case _:
+            z = x - rows.n.log()
+    return _l1_of_positive(torch.sigmoid, z) if rows.options.l1 else torch.sigmoid(z)
+
+
+@register("relu_wortsman", options=("divide_by",))
+def relu_wortsman(x: Tensor, rows: Rows) -> Tensor:
+    """relu(x) / L, L the training length (or n). (Wortsman et al. 2023)"""
+    return torch.relu(x) / (rows.n if rows.options.divide_by == "n" else rows.train_len)
+
+
+@register("relu_li", sums_to_one=True)
+def relu_li(x: Tensor, rows: Rows) -> Tensor:
+    """relu(x) / sum relu(x). (Li et al. 2022)"""
+    return l1_normalise(torch.relu(x))
+
+
+@register("relu_shen", options=("gamma",))
+def relu_shen(x: Tensor, rows: Rows) -> Tensor:
+    """relu(x) / (gamma sqrt(n / 2)). (Shen et al. 2023)"""
+    gamma = rows.options.gamma if isinstance(rows.options.gamma, float) else 1.0
+    return torch.relu(x) / (gamma * (rows.n / 2).sqrt())
+
+
+# ---------------------------------------------------------------------------------------------------
+# The normaliser as a module, and the choice of options
+# ---------------------------------------------------------------------------------------------------
+
+
+class Normaliser(nn.Module):
+    """A registered normaliser with its options and learned parameters (`s`, `b`, `p_n`, `w`, if any)."""
+
+    def __init__(self, options: AttentionConfig, n_head: int, head_dim: int, train_len: int):
+        super().__init__()
+        self.options, self.spec = options, NORMALISERS[options.normaliser]
+        self.head_dim, self.train_len = head_dim, train_len
+        self.learned_names = []
+        for name, value in self.spec.learned(options, n_head, train_len).items():
+            self.register_parameter(name, nn.Parameter(value))
+            self.learned_names.append(name)
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        """The dense weights, by definition.
+
+        Args:
+            q, k: (B, H, Tq, D) and (B, H, Tk, D) after RoPE; the queries are the last Tq positions.
+        Returns:
+            (B, H, Tq, Tk) in float32 (float64 for float64 inputs), 0 at keys after the query.
+        """
+        q, k, rows = self.prepare(q, k)
+        x = q @ k.mT  # (B, H, Tq, Tk)
+        return self.rows_fn(x.masked_fill(~rows.visible(x), -math.inf), rows)
+
+    def rows_fn(self, x: Tensor, rows: Rows) -> Tensor:
+        """Scores (..., R, K), -inf at hidden keys, to weights: the formula, then the re-weighting."""
+        a = self.spec.rows_fn(x, rows)
+        return a if self.options.reweight_p is None else reweight(a, rows, self.options.reweight_p)
+
+    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Rows]:
+        """q and k in float32 (or float64), rescaled so that their products are the scores."""
+        if q.shape[-2] > k.shape[-2]:
+            raise ValueError(f"{q.shape[-2]} queries for {k.shape[-2]} keys: expected at most as many")
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        rows = self.rows(q.shape[-2], k.shape[-2], dtype, q.device)
+        q, k = q.to(dtype), k.to(dtype)
+        if self.spec.cosine:
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        return q * self.spec.factor(rows), k, rows
+
+    def rows(self, n_queries: int, n_keys: int, dtype: torch.dtype, device: torch.device) -> Rows:
+        """The `Rows` of the last n_queries of n_keys positions."""
+        n = torch.arange(n_keys - n_queries + 1, n_keys + 1, dtype=dtype, device=device)[:, None]
+        return Rows(n, n_keys, self.train_len, self.head_dim, self.options, self.learned(dtype))
+
+    def learned(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Learned parameters, those per head as (H, 1, 1) to broadcast against (B, H, R, K)."""
+        values = {name: getattr(self, name).to(dtype) for name in self.learned_names}
+        return {name: v if name == "p_n" else v[:, None, None] for name, v in values.items()}
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether the weights are a softmax over rescaled queries: what the sdpa engine can run."""
+        return supports_sdpa(self.options)
+
+
+def make_normaliser(options: AttentionConfig, n_head: int, head_dim: int, train_len: int) -> Normaliser:
+    """Build the normaliser named in `options`.
+
+    Args:
+        n_head, head_dim: of the attention layer that it serves.
+        train_len: training length in tokens (L in the formulas that use it).
+    """
+    return Normaliser(options, n_head, head_dim, train_len)
+
+
+def supports_sdpa(options: AttentionConfig) -> bool:
+    """Whether the sdpa engine can run this normaliser."""
+    spec = NORMALISERS[options.normaliser]
+    plain = spec.rows_fn in (softmax, ssmax, ssmax_pn)
+    return (plain or spec.softmax_factor is not None) and options.reweight_p is None
+
+
+def config_problems(options: AttentionConfig) -> list[str]:
+    """What is wrong with an [attention] section, one 'key = value: expected ...' line each."""
+    spec = NORMALISERS.get(options.normaliser)
+    if spec is None:
+        near = difflib.get_close_matches(options.normaliser, NORMALISERS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(NORMALISERS)}"
+        return [f"normaliser = {options.normaliser!r}: unknown; {hint}"]
+    problems = []
+    common = {"normaliser", "engine", "compile_rows", "reweight_p"}
+    for key, value in options:
+        if value is not None and key not in common and key not in spec.options:
+            reads = f"it reads {', '.join(spec.options)}" if spec.options else "it has no options"
+            problems.append(f"{key} = {value!r}: {options.normaliser} does not use it ({reads})")
+    problems += _value_problems(options)
+    if options.reweight_p is not None and not spec.sums_to_one(options):
+        problems.append(
+            f"reweight_p = {options.reweight_p}: re-weighting needs rows that are non-negative and sum to "
+            f"one, which {options.normaliser} with these options does not give"
+        )
+    if options.engine == "sdpa" and not supports_sdpa(options):
+        problems.append(
+            f"engine = 'sdpa': {options.normaliser}{' with reweight_p' if options.reweight_p else ''} is "
+            "not a softmax over rescaled queries; expected auto, rows or dense"
+        )
+    return problems
+
+
+def _value_problems(options: AttentionConfig) -> list[str]:
+    """Values that are legal for the key, but not for this normaliser or beside another key."""
+    problems, name = [], options.normaliser
+    if name == "sigmoid" and isinstance(options.bias, bool):
+        problems.append(f"bias = {options.bias}: sigmoid expects log_train_len, log_len or log_n")
+    if name == "ssmax" and isinstance(options.bias, str):
+        problems.append(f"bias = {options.bias!r}: ssmax expects true or false")
+    if isinstance(options.gamma, float) and options.gamma <= 0:
+        problems.append(f"gamma = {options.gamma}: expected a number above 0")
+    if name == "relu_shen" and isinstance(options.gamma, str):
+        problems.append(f"gamma = {options.gamma!r}: relu_shen expects a number")
+    if options.gamma_factor is not None and options.gamma not in (None, "sqrt_d"):
+        problems.append(f"gamma_factor = {options.gamma_factor}: only goes with gamma = 'sqrt_d'")
+    if options.variant == "affine" and (options.gamma, options.gamma_factor) != (None, None):
+        problems.append("variant = 'affine': w x / sigma has no gamma; remove gamma and gamma_factor")
+    if options.scale == "one" and options.scale_init is not None:
+        problems.append(f"scale_init = {options.scale_init}: only goes with scale = 'learned'")
+    return problems
+
+
+# ---------------------------------------------------------------------------------------------------
+# The engines
+# ---------------------------------------------------------------------------------------------------
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser, engine: Engine = "auto") -> Tensor:
+    """Causal attention: normaliser.weights(q, k) @ v.
+
+    Args:
+        q: (B, H, Tq, D) after RoPE, the last Tq of the Tk positions.
+        k, v: (B, H, Tk, D).
+        engine: "dense" holds (Tq, Tk); "rows" works in blocks of rows and recomputes them in backward;
+            "sdpa" is torch's fused softmax attention; "auto" is sdpa where the normaliser allows it,
+            else rows.
+    Returns:
+        (B, H, Tq, D) in v's type. Scores and weights are float32 (float64 for float64 inputs).
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        match choose_engine(normaliser, engine):
+            case "dense":
+                weights = normaliser.weights(q, k)
+                return (weights @ v.to(weights.dtype)).to(v.dtype)
+            case "sdpa":
+                return _attend_sdpa(q, k, v, normaliser)
+            case _:
+                return _attend_rows(q, k, v, normaliser)
+
+
+def choose_engine(normaliser: Normaliser, engine: Engine) -> Engine:
+    """The engine that attend() will use: resolves "auto", refuses sdpa for what is not a softmax."""
+    if engine == "auto":
+        return "sdpa" if normaliser.is_softmax else "rows"
+    if engine == "sdpa" and not normaliser.is_softmax:
+        raise UserError(f"engine = 'sdpa': {normaliser.options.normaliser} is not a softmax")
+    return engine
+
+
+def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser) -> Tensor:
+    """Softmax over q times a per-row factor, by F.scaled_dot_product_attention."""
+    n_queries, n_keys = q.shape[-2], k.shape[-2]
+    factor: Tensor | float
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    rows = normaliser.rows(n_queries, n_keys, dtype, q.device)
+    if normaliser.spec.softmax_factor is None:
+        factor = normaliser.spec.factor(rows)
+    else:
+        factor = normaliser.spec.softmax_factor(q.to(dtype), k.to(dtype), rows)
+    scale = 1.0
+    if isinstance(factor, float):
+        scale = factor
+    else:
+        q = (q * factor).to(k.dtype)
+    mask = None
+    if 1 < n_queries < n_keys:  # is_causal would align the queries with the first keys
+        mask = torch.arange(n_keys, device=q.device) < rows.n
+    # Not the bare comparison: under torch.compile it is symbolic, and is_causal must be a plain bool.
+    causal = True if n_queries == n_keys and n_queries > 1 else False  # noqa: SIM210
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+
+
+@torch.compiler.disable  # its backward runs autograd, which a compiled model cannot trace
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser) -> Tensor:
+    dtype = v.dtype
+    q, k, rows = normaliser.prepare(q, k)
+    # A block's function must not hold `rows.learned` itself: their gradients go through the arguments.
+    out = RowBlocks.apply(q, k, v.to(q.dtype), normaliser, rows, *rows.learned.values())
+    return out.to(dtype)
+
+
+class RowBlocks(torch.autograd.Function):
+    """Attention in blocks of query rows, each against the keys it sees; O(block * T) memory.
+
+    Nothing of size (T, T) is kept: backward computes the scores and weights of each block again, with
+    autograd through the row-wise function alone.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser, rows: Rows, *learned: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, *learned)
+        ctx.normaliser, ctx.rows = normaliser, rows
+        rows_fn = _rows_function(normaliser)
+        out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
+        for batch, block, keys in row_blocks(q, k):
+            x, rows_here = _block_scores(q, k, rows, batch, block, keys)
+            out[batch, :, block] = rows_fn(x, rows_here) @ v[batch, :, keys]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, *learned = ctx.saved_tensors
+        normaliser, rows, do = ctx.normaliser, ctx.rows, grads[0]
+        rows_fn = _rows_function(normaliser)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        learned = [t.detach().requires_grad_(t.requires_grad) for t in learned]
+        inputs = [t for t in learned if t.requires_grad]
+        d_inputs = [torch.zeros_like(t) for t in inputs]
+        rows = Rows(rows.n, rows.n_keys, rows.train_len, rows.head_dim, rows.options,
+                    dict(zip(rows.learned, learned, strict=True)))  # fmt: skip
+        for batch, block, keys in row_blocks(q, k):
+            x, rows_here = _block_scores(q, k, rows, batch, block, keys)
+            d_out = do[batch, :, block]
+            with torch.enable_grad():
+                weights = rows_fn(x.requires_grad_(), rows_here)
+            d_weights = d_out @ v[batch, :, keys].mT
+            dx, *d_block = torch.autograd.grad(weights, [x, *inputs], d_weights, allow_unused=True)
+            dq[batch, :, block] = dx @ k[batch, :, keys]
+            dk[batch, :, keys] += dx.mT @ q[batch, :, block]
+            dv[batch, :, keys] += weights.detach().mT @ d_out
+            for total, part in zip(d_inputs, d_block, strict=True):
+                if part is not None:
+                    total += part
+        by_input = iter(d_inputs)
+        return dq, dk, dv, None, None, *(next(by_input) if t.requires_grad else None for t in learned)
+
+
+def row_blocks(q: Tensor, k: Tensor) -> list[tuple[slice, slice, slice]]:
+    """The (batch, query, key) slices that the rows engine visits: all keys up to the block's last row.
+
+    Blocks are small enough for a CPU's cache (2 MB of scores) or a few hundred MB on a GPU.
+    """
+    n_batch, n_head, n_queries = q.shape[:3]
+    n_keys = k.shape[-2]
+    n_rows, budget = (64, 2**19) if q.device.type == "cpu" else (256, 2**26)
+    blocks = []
+    for start in range(0, n_queries, n_rows):
+        stop = min(start + n_rows, n_queries)
+        last_key = n_keys - n_queries + stop
+        n_sequences = max(1, budget // (n_head * n_rows * last_key))
+        for first in range(0, n_batch, n_sequences):
+            blocks.append((slice(first, first + n_sequences), slice(start, stop), slice(last_key)))
+    return blocks
+
+
+def _block_scores(
+    q: Tensor, k: Tensor, rows: Rows, batch: slice, block: slice, keys: slice
+) -> tuple[Tensor, Rows]:
+    """A block's scores with -inf at hidden keys, and its `Rows`."""
+    x = q[batch, :, block] @ k[batch, :, keys].mT  # (b, H, R, K)
+    n_rows = x.shape[-2]
+    # Only the last R keys are hidden from any row of the block.
+    future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=x.device).triu(1)
+    x[..., -n_rows:].masked_fill_(future, -math.inf)
+    here = Rows(rows.n[block], rows.n_keys, rows.train_len, rows.head_dim, rows.options, rows.learned)
+    return x, here
+
+
+def _rows_function(normaliser: Normaliser) -> Callable[[Tensor, Rows], Tensor]:
+    if not normaliser.options.compile_rows:
+        return normaliser.rows_fn
+    return partial(_compiled_rows(), normaliser)
+
+
+@cache
+def _compiled_rows() -> Callable[[Normaliser, Tensor, Rows], Tensor]:
+    return torch.compile(Normaliser.rows_fn, dynamic=True)
+
+
+def score_moments(q: Tensor, k: Tensor, rows: Rows, chunk: int = 64) -> tuple[Tensor, Tensor]:
+    """Mean and population variance of each row's visible scores q.k, in O(T) memory.
+
+    var = q' Cov(k) q over the visible keys: prefix sums of the chunks' means and covariances, merged
+    by Chan's formula, plus the row's own chunk directly. (E[x^2] - E[x]^2 would lose all digits when
+    keys share a mean.)
+
+    Args:
+        q, k: (B, H, T, D) float32 or float64. With fewer queries than keys (decoding), the scores are
+            computed directly.
+    Returns:
+        mean, var: each (B, H, T, 1).
+    """
+    if q.shape[-2] < k.shape[-2]:
+        return rows.moments(q @ k.mT)
+    length = q.shape[-2]
+    n_chunks = math.ceil(length / chunk)
+    pad = (0, 0, 0, n_chunks * chunk - length)
+    q = F.pad(q, pad).unflatten(-2, (n_chunks, chunk))  # (B, H, C, c, D)
+    k = F.pad(k, pad).unflatten(-2, (n_chunks, chunk))
+
+    # Everything before the row's chunk: n_a keys with mean score mean_a and variance var_a.
+    k_mean, k_scatter, n_a = _prefix_moments(k)
+    mean_a = (q @ k_mean[..., None]).squeeze(-1)  # (B, H, C, c)
+    var_a = ((q @ k_scatter) * q).sum(-1) / n_a.clamp_min(1)
+    # The row's own chunk up to itself: n_b keys.
+    x = q @ k.mT  # (B, H, C, c, c)
+    own = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
+    n_b = torch.arange(1, chunk + 1, dtype=q.dtype, device=q.device)  # (c,)
+    mean_b = torch.where(own, x, 0.0).sum(-1) / n_b
+    var_b = torch.where(own, x - mean_b[..., None], 0.0).square().sum(-1) / n_b
+
+    n = n_a + n_b
+    delta = mean_b - mean_a
+    mean = mean_a + delta * n_b / n
+    var = (n_a * var_a + n_b * var_b + delta.square() * n_a * n_b / n) / n
+    return mean.flatten(-2)[..., :length, None], var.flatten(-2)[..., :length, None]
+
+
+def _prefix_moments(k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of all keys before each chunk: their mean (B, H, C, D), scatter (B, H, C, D, D), number (C, 1).
+
+    Prefixes are shifted, never `cumsum - own`: that leaks the own chunk through its rounding.
+    """
+    n_chunks, chunk = k.shape[-3:-1]
+    before = torch.arange(n_chunks, dtype=k.dtype, device=k.device)[:, None] * chunk  # (C, 1)
+    sums = k.sum(-2)  # (B, H, C, D)
+    mean = _exclusive_cumsum(sums, -2) / before.clamp_min(1)
+    own_mean = sums / chunk
+    centred = k - own_mean[..., None, :]
+    shift = own_mean - mean
+    weight = (before * chunk / (before + chunk))[..., None]  # (C, 1, 1)
+    scatter = centred.mT @ centred + weight * shift[..., :, None] * shift[..., None, :]
+    return mean, _exclusive_cumsum(scatter, -3), before
+
+
+def _exclusive_cumsum(t: Tensor, dim: int) -> Tensor:
+    zeros = torch.zeros_like(t.narrow(dim, 0, 1))
+    return torch.cat([zeros, t.narrow(dim, 0, t.shape[dim] - 1).cumsum(dim)], dim)
