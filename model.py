@@ -1,0 +1,382 @@
+"""GPT: a pre-norm decoder with rotary positions, and attention by whatever normaliser the config names.
+
+GPT-2 (Radford et al. 2019) with RoPE (Su et al. 2021) instead of learned positions. The config's options
+make it the model of the SSMax paper as well: RMSNorm, SwiGLU, no biases, untied embeddings.
+
+    model = GPT(load_config("configs/gpt2_124m.toml"))
+    loss = model(tokens, targets)                              # mean cross-entropy in nats
+    losses = model.token_losses(tokens, targets, rope=RopeScaling("ntk"))   # (B, T), any length
+    text = model.generate(prompt, 100, temperature=0.8, top_k=50)
+
+The positions live in cos/sin tables that each forward pass computes anew from the training base: no
+table outlives a length, and none is in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attention import attend, make_normaliser
+from config import Config, ModelConfig, UserError
+
+RopeKind = Literal["none", "ntk", "theta", "linear", "yarn"]
+
+INIT_STD = 0.02
+NORM_EPS = 1e-5
+YARN_BETA_FAST, YARN_BETA_SLOW = 32.0, 1.0
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How RoPE's frequencies change for sequences longer than the training length (see `rope_tables`).
+
+    Args:
+        kind: none, ntk, theta, linear or yarn.
+        theta: the base that replaces the training base; for kind theta, and only there.
+        length: the sequence length T to scale for; None: the positions present, cache + tokens. When
+            one sequence is fed in several pieces, name its final length, or the pieces disagree.
+    Raises:
+        UserError: unknown kind, missing or superfluous theta, length < 1.
+    """
+
+    kind: RopeKind = "none"
+    theta: float | None = None
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(RopeKind):
+            raise UserError(f"RoPE scaling {self.kind!r}: expected one of {', '.join(get_args(RopeKind))}")
+        if self.kind == "theta" and not (self.theta is not None and 0 < self.theta < math.inf):
+            raise UserError(f"RoPE scaling theta = {self.theta}: expected a positive number, the new base")
+        if self.kind != "theta" and self.theta is not None:
+            raise UserError(f"RoPE scaling theta = {self.theta}: only read by kind theta, not by {self.kind}")
+        if self.length is not None and self.length < 1:
+            raise UserError(f"RoPE scaling length = {self.length}: expected at least 1")
+
+
+UNSCALED = RopeScaling()
+
+
+def rope_tables(
+    head_dim: int,
+    n_positions: int,
+    theta: float,
+    scaling: RopeScaling,
+    train_len: int,
+    device: torch.device | str | None = None,
+    start: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of the angles m·w_i, for positions m and frequencies w_i = theta^(-2i/d), i < d/2.
+
+    RoPE is Su et al. 2021 (arXiv 2104.09864), eq. 14-15. With T the length to scale for and
+    s = T / train_len, the scalings are (ntk, linear, yarn: only if s > 1, else none)
+
+        none    w_i
+        ntk     base theta·s^(d/(d-2))     "NTK-aware", bloc97 2023; YaRN paper, Definition 1
+        theta   base scaling.theta         Xiong et al. 2023 (arXiv 2309.16039); SSMax uses 500000
+        linear  w_i / s                    position interpolation m/s, Chen et al. 2023 (arXiv 2306.15595)
+        yarn    (1-g)·w_i/s + g·w_i        Peng et al. 2023 (arXiv 2309.00071), Definitions 2 and 3
+
+    where yarn's g rises linearly from 0 to 1 as the turns over the training length,
+    r_i = train_len·w_i / 2π, go from 1 to 32; it also multiplies cos and sin by 0.1·ln s + 1. (The authors'
+    code ramps over the index i between rounded ends instead; this is the formula in the paper.)
+
+    Args:
+        start: leave out the positions before this one (those already in a KV cache).
+    Returns:
+        cos, sin: (n_positions - start, head_dim / 2) float32, computed in float64: at position 131072 a
+        float32 angle is off by up to 5e-3.
+    Raises:
+        UserError: ntk with head_dim = 2, whose exponent is infinite.
+    """
+    length = n_positions if scaling.length is None else scaling.length
+    s = max(length / train_len, 1.0)
+    if scaling.kind == "theta" and scaling.theta is not None:
+        theta = scaling.theta
+    elif scaling.kind == "ntk" and s > 1:
+        if head_dim <= 2:
+            raise UserError(f"RoPE scaling ntk: s^(d/(d-2)) needs a head size d above 2, got {head_dim}")
+        theta = theta * s ** (head_dim / (head_dim - 2))
+
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
+    freqs = theta**-exponents  # (D/2,)
+    amplitude = 1.0
+    if scaling.kind == "linear":
+        freqs = freqs / s
+    elif scaling.kind == "yarn" and s > 1:
+        turns = train_len * freqs / (2 * math.pi)
+        g = ((turns - YARN_BETA_SLOW) / (YARN_BETA_FAST - YARN_BETA_SLOW)).clamp(0, 1)
+        freqs = (1 - g) * freqs / s + g * freqs
+        amplitude = 0.1 * math.log(s) + 1
+
+    positions = torch.arange(start, n_positions, dtype=torch.float64, device=device)
+    angles = positions[:, None] * freqs  # (T, D/2)
+    return (amplitude * angles.cos()).float(), (amplitude * angles.sin()).float()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (x_i, x_{i + D/2}) by its position's angle.
+
+    Pairs are halves, not neighbours: a fixed permutation of RoPE as published, the same to a trained model.
+
+    Args:
+        x: (B, H, T, D). cos, sin: (T, D/2) float32.
+    Returns:
+        (B, H, T, D) in x's dtype, computed in float32.
+    """
+    a, b = x.float().chunk(2, dim=-1)  # (B, H, T, D/2) each
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class KVCache:
+    """The keys (after RoPE) and values of every layer so far. For inference: it is written in place.
+
+    Room for `max_length` positions is allocated at a layer's first use, in the keys' and values' dtype.
+    """
+
+    def __init__(self, n_layer: int, max_length: int) -> None:
+        self.max_length = max_length
+        self.length = 0  # advanced by GPT once all layers have appended
+        self.keys: list[Tensor | None] = [None] * n_layer
+        self.values: list[Tensor | None] = [None] * n_layer
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store (B, H, T, D) behind the positions present; return all of them: (B, H, length + T, D)."""
+        end = self.length + k.shape[2]
+        if end > self.max_length:
+            raise ValueError(f"KVCache: {end} positions do not fit in max_length = {self.max_length}")
+        keys, values = self.keys[layer], self.values[layer]
+        if keys is None or values is None:
+            B, H, _, D = k.shape
+            keys = self.keys[layer] = k.new_empty(B, H, self.max_length, D)
+            values = self.values[layer] = v.new_empty(B, H, self.max_length, D)
+        keys[:, :, self.length : end] = k
+        values[:, :, self.length : end] = v
+        return keys[:, :, :end], values[:, :, :end]
+
+
+def make_linear(n_in: int, n_out: int, bias: bool, std: float = INIT_STD) -> nn.Linear:
+    """A linear layer with weights from N(0, std²) and zero bias."""
+    layer = nn.Linear(n_in, n_out, bias=bias)
+    nn.init.normal_(layer.weight, std=std)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def residual_std(config: ModelConfig) -> float:
+    """Init of the layers that write to the residual stream: 2·n_layer of them add up (GPT-2, section 2.3)."""
+    return INIT_STD / math.sqrt(2 * config.n_layer)
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.n_embd, eps=NORM_EPS)
+    return nn.LayerNorm(config.n_embd, eps=NORM_EPS, bias=config.bias)
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention with RoPE and the config's normaliser."""
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        m = config.model
+        self.layer, self.n_head, self.head_dim = layer, m.n_head, m.head_dim
+        self.engine = config.attention.engine
+        self.qkv = make_linear(m.n_embd, 3 * m.n_embd, m.bias)
+        self.normaliser = make_normaliser(config.attention, m.n_head, m.head_dim, config.train.seq_len)
+        self.out = make_linear(m.n_embd, m.n_embd, m.bias, residual_std(m))
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, C) to q and k after RoPE, and v: (B, H, T, D) each."""
+        B, T, _ = x.shape
+        qkv = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim)  # (B, T, 3, H, D)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
+        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
+        q, k, v = self.project(x, cos, sin)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        y = attend(q, k, v, self.normaliser, engine=self.engine)  # (B, H, T, D)
+        return self.out(y.transpose(1, 2).flatten(2))  # (B, T, C)
+
+
+class MLP(nn.Module):
+    """GELU (GPT-2's tanh approximation) or SwiGLU (Shazeer 2020): down(silu(gate x) · up x)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden = config.mlp_hidden or 4 * config.n_embd
+        self.gate = make_linear(config.n_embd, hidden, config.bias) if config.mlp == "swiglu" else None
+        self.up = make_linear(config.n_embd, hidden, config.bias)
+        self.down = make_linear(hidden, config.n_embd, config.bias, residual_std(config))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config.model)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = make_norm(config.model)
+        self.mlp = MLP(config.model)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, cache)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def share_p_n(blocks: list[Block]) -> None:
+    """ssmax_pn has one p_n for all layers and heads (SSMax eq. 3): tie every block's to the first's."""
+    first = blocks[0].attention.normaliser
+    if hasattr(first, "p_n"):
+        for block in blocks[1:]:
+            block.attention.normaliser.p_n = first.p_n
+
+
+class GPT(nn.Module):
+    """The whole model: embedding, blocks, final norm, output layer.
+
+    Token ids are not checked: an id that is out of range fails in the embedding (on CUDA, asynchronously).
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        m = config.model
+        self.config = config
+        self.padded_vocab = 128 * math.ceil(m.vocab_size / 128)  # whole tiles for the largest matmul
+        self.embedding = nn.Embedding(self.padded_vocab, m.n_embd)
+        nn.init.normal_(self.embedding.weight, std=INIT_STD)
+        blocks = [Block(config, layer) for layer in range(m.n_layer)]
+        share_p_n(blocks)
+        self.blocks = nn.ModuleList(blocks)
+        self.final_norm = make_norm(m)
+        self.lm_head = make_linear(m.n_embd, self.padded_vocab, bias=False)
+        if m.tie_embeddings:
+            self.lm_head.weight = self.embedding.weight
+
+    def rope(self, n_positions: int, scaling: RopeScaling, start: int = 0) -> tuple[Tensor, Tensor]:
+        """`rope_tables` for this model, on its device."""
+        m, device = self.config.model, self.embedding.weight.device
+        train_len = self.config.train.seq_len
+        return rope_tables(m.head_dim, n_positions, m.rope_theta, scaling, train_len, device, start)
+
+    def hidden(self, tokens: Tensor, rope: RopeScaling, cache: KVCache | None = None) -> Tensor:
+        """The final norm's output, (B, T, C), for tokens (B, T) that follow what is in the cache."""
+        start = 0 if cache is None else cache.length
+        cos, sin = self.rope(start + tokens.shape[1], rope, start)  # (T, D/2) each
+        x = self.embedding(tokens)  # (B, T, C)
+        for block in self.blocks:
+            x = block(x, cos, sin, cache)
+        if cache is not None:
+            cache.length += tokens.shape[1]
+        return self.final_norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., C) to (..., vocab_size) in float32: the padding's columns are cut off, never predicted."""
+        return self.lm_head(hidden)[..., : self.config.model.vocab_size].float()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        rope: RopeScaling = UNSCALED,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Loss with targets, logits without.
+
+        Args:
+            tokens: (B, T) int64; with a cache, those that follow its content.
+            targets: (B, T) int64, the token after each; -100 leaves a position out of the mean.
+            rope: see `rope_tables`.
+            cache: read and extended; inference only.
+        Returns:
+            The mean cross-entropy in nats, a float32 scalar; or logits, (B, T, vocab_size) float32.
+        """
+        logits = self.logits(self.hidden(tokens, rope, cache))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def token_losses(
+        self, tokens: Tensor, targets: Tensor, *, rope: RopeScaling = UNSCALED, chunk: int = 1024
+    ) -> Tensor:
+        """Each position's cross-entropy in nats, (B, T) float32 (0 where the target is -100).
+
+        Logits exist for `chunk` positions at a time: (T, V) at T = 16384 would take 3.3 GB a row.
+        """
+        hidden = self.hidden(tokens, rope)  # (B, T, C)
+        losses = []
+        for h, t in zip(hidden.split(chunk, dim=1), targets.split(chunk, dim=1), strict=True):
+            loss = F.cross_entropy(self.logits(h).flatten(0, 1), t.flatten(), reduction="none")
+            losses.append(loss.view(t.shape))  # (B, chunk)
+        return torch.cat(losses, dim=1)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        n_new: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+        rope: RopeScaling = UNSCALED,
+    ) -> Tensor:
+        """Sample n_new tokens after each row of `tokens`; temperature 0 takes the likeliest.
+
+        Args:
+            tokens: (B, T) int64, T >= 1.
+            top_k: sample from the k likeliest tokens only.
+            generator: source of randomness, on the model's device.
+            rope: scaled for the final length T + n_new unless it names a length.
+        Returns:
+            (B, T + n_new) int64.
+        Raises:
+            UserError: an empty prompt, n_new < 0, temperature < 0 or top_k < 1.
+        """
+        T = tokens.shape[1]
+        if T < 1 or n_new < 0:
+            raise UserError(f"generate: prompt of {T} tokens, {n_new} new ones: expected >= 1 and >= 0")
+        if not temperature >= 0 or (top_k is not None and top_k < 1):
+            raise UserError(f"generate: temperature {temperature}, top_k {top_k}: expected >= 0 and >= 1")
+        rope = replace(rope, length=rope.length or T + n_new)
+        cache = KVCache(self.config.model.n_layer, T + n_new)
+        out = [tokens]
+        for _ in range(n_new):
+            # Only what the cache lacks goes in, and only the last position becomes logits.
+            logits = self.logits(self.hidden(out[-1], rope, cache)[:, -1])  # (B, V)
+            out.append(sample(logits, temperature, top_k, generator))
+        return torch.cat(out, dim=1)
+
+    def n_params(self, non_embedding: bool = False) -> int:
+        """Number of parameters, shared ones once; non_embedding: without embedding and output layer."""
+        vocab = {id(self.embedding.weight), id(self.lm_head.weight)} if non_embedding else set()
+        return sum(p.numel() for p in self.parameters() if id(p) not in vocab)
+
+
+def sample(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> Tensor:
+    """One token for each row of logits (B, V): (B, 1) int64."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    # The largest logit is subtracted first, so that a tiny temperature cannot overflow.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    return torch.multinomial(logits.softmax(dim=-1), num_samples=1, generator=generator)

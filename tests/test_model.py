@@ -1,0 +1,450 @@
+"""model.py: sizes, init, RoPE and its scalings, causality, KV cache, losses, generation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from config import AttentionConfig, Config, ModelConfig, TrainConfig, UserError
+from model import GPT, KVCache, RopeScaling, apply_rope, rope_tables
+
+TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 61}
+LSSAR = {"normaliser": "lssa", "reweight_p": 15}
+
+
+def make_config(attention: dict | None = None, seq_len: int = 16, **model) -> Config:
+    return Config(
+        name="test",
+        model=ModelConfig(**(TINY | model)),
+        attention=AttentionConfig(**(attention or {})),
+        train=TrainConfig(seq_len=seq_len, batch_tokens=seq_len, micro_batch=1, val_tokens=seq_len),
+    )
+
+
+def make_gpt(attention: dict | None = None, seq_len: int = 16, std: float | None = None, **model) -> GPT:
+    """A tiny model; with `std`, matrices large enough that attention and positions move the logits."""
+    torch.manual_seed(0)
+    gpt = GPT(make_config(attention, seq_len, **model))
+    if std is not None:
+        for p in gpt.parameters():
+            if p.dim() == 2:
+                torch.nn.init.normal_(p, std=std)
+    return gpt
+
+
+def random_tokens(B: int, T: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(TINY["vocab_size"], (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+# ---- sizes and init ----
+
+
+def test_n_params_gpt2_124m():
+    # One block: two LayerNorms 2·2·768                                         3,072
+    #            qkv 768·2304 + 2304, out 768·768 + 768             1,771,776 + 590,592
+    #            up 768·3072 + 3072, down 3072·768 + 768          2,362,368 + 2,360,064
+    #            together                                                    7,087,872
+    # 12 blocks + final norm 2·768                     85,054,464 + 1,536 = 85,056,000
+    # Embedding = output layer, 50257 padded to 393·128 = 50304: 50304·768 = 38,633,472
+    with torch.device("meta"):
+        gpt = GPT(Config(name="gpt2"))
+    assert gpt.padded_vocab == 50304
+    assert gpt.n_params(non_embedding=True) == 85_056_000
+    assert gpt.n_params() == 123_689_472
+
+
+def test_n_params_ssmax_base():
+    # One block: two RMSNorms 2·768                                             1,536
+    #            qkv 768·2304, out 768·768                        1,769,472 + 589,824
+    #            gate, up, down 3·768·2048                                   4,718,592
+    #            together                                                    7,079,424
+    # 12 blocks + final norm 768                          84,953,088 + 768 = 84,953,856
+    # Embedding and output layer 2·50304·768                               = 77,266,944
+    model = ModelConfig(norm="rmsnorm", mlp="swiglu", mlp_hidden=2048, bias=False, tie_embeddings=False)
+    with torch.device("meta"):
+        gpt = GPT(Config(name="ssmax-base", model=model))
+        with_s = GPT(Config(name="ssmax", model=model, attention=AttentionConfig(normaliser="ssmax")))
+    assert gpt.n_params(non_embedding=True) == 84_953_856
+    assert gpt.n_params() == 162_220_800
+    assert with_s.n_params() == 162_220_800 + 12 * 12  # one s for each layer and head
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_init(mlp, tie):
+    gpt = make_gpt(n_layer=4, n_embd=128, vocab_size=1000, mlp=mlp, tie_embeddings=tie)
+    seen = 0
+    for name, p in gpt.named_parameters():
+        if p.dim() == 2:
+            residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+            std = 0.02 / math.sqrt(2 * 4) if residual else 0.02
+            assert abs(p.std().item() / std - 1) < 0.03, name
+            assert abs(p.mean().item()) < 4 * std / math.sqrt(p.numel()), name
+            seen += residual
+        elif name.endswith("bias"):
+            assert (p == 0).all(), name
+        else:
+            assert "norm" in name and (p == 1).all(), name
+    assert seen == 8
+
+
+def test_init_leaves_normalisers_alone():
+    gpt = make_gpt({"normaliser": "ssmax", "scale_init": 0.43, "bias": True})
+    for block in gpt.blocks:
+        assert torch.equal(block.attention.normaliser.s, torch.full((2,), 0.43))
+        assert torch.equal(block.attention.normaliser.b, torch.zeros(2))
+
+
+def test_ssmax_pn_shares_one_vector():
+    gpt = make_gpt({"normaliser": "ssmax_pn"}, n_layer=3)
+    vectors = [block.attention.normaliser.p_n for block in gpt.blocks]
+    assert all(p is vectors[0] for p in vectors) and torch.equal(vectors[0], torch.ones(16))
+    assert gpt.n_params() == make_gpt(n_layer=3).n_params() + 16 + 3 * 2 * 2  # p_n once; s, b per head
+    gpt(random_tokens(2, 16), random_tokens(2, 16, seed=2)).backward()
+    assert vectors[0].grad is not None and vectors[0].grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("tie", [True, False])
+def test_every_option_trains(norm, mlp, bias, tie):
+    gpt = make_gpt(norm=norm, mlp=mlp, bias=bias, tie_embeddings=tie)
+    loss = gpt(random_tokens(2, 16), random_tokens(2, 16, seed=2))
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert abs(loss.item() - math.log(61)) < 0.1  # at init every token is about equally likely
+    for name, p in gpt.named_parameters():
+        assert p.grad is not None and p.grad.isfinite().all(), name
+    assert (gpt.lm_head.weight is gpt.embedding.weight) == tie
+    biases = [name for name, _ in gpt.named_parameters() if name.endswith("bias")]
+    assert bool(biases) == bias and gpt.lm_head.bias is None
+
+
+def test_autocast_keeps_float32_weights_and_loss():
+    gpt = make_gpt()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = gpt(random_tokens(2, 16), random_tokens(2, 16, seed=2))
+        out = gpt.generate(random_tokens(2, 4), 4)
+    assert loss.dtype == torch.float32 and abs(loss.item() - math.log(61)) < 0.1
+    assert gpt.embedding.weight.dtype == torch.float32 and out.shape == (2, 8)
+
+
+# ---- the whole model against a plain one ----
+
+
+def plain_forward(gpt: GPT, tokens: torch.Tensor) -> torch.Tensor:
+    """(T,) to logits (T, V): the model written down once more, head by head, softmax attention only."""
+    m, w = gpt.config.model, gpt.state_dict()
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+    def norm(x, name):
+        if m.norm == "rmsnorm":
+            return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+        return x * w[f"{name}.weight"] + w.get(f"{name}.bias", 0)
+
+    def mlp(x, name):
+        h = linear(x, f"{name}.up")
+        if m.mlp == "swiglu":
+            gate = linear(x, f"{name}.gate")
+            return linear(gate * gate.sigmoid() * h, f"{name}.down")
+        gelu = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+        return linear(gelu, f"{name}.down")
+
+    x = w["embedding.weight"][tokens]
+    T, d = len(tokens), m.head_dim
+    future = torch.ones(T, T, dtype=torch.bool).triu(1)
+    for i in range(m.n_layer):
+        q, k, v = linear(norm(x, f"blocks.{i}.attention_norm"), f"blocks.{i}.attention.qkv").split(
+            m.n_embd, -1
+        )
+        heads = []
+        for h in range(m.n_head):
+            mine = slice(h * d, (h + 1) * d)
+            scores = (rotate(q[:, mine]) @ rotate(k[:, mine]).T / math.sqrt(d)).float()
+            heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[:, mine])
+        x = x + linear(torch.cat(heads, -1), f"blocks.{i}.attention.out")
+        x = x + mlp(norm(x, f"blocks.{i}.mlp_norm"), f"blocks.{i}.mlp")
+    return linear(norm(x, "final_norm"), "lm_head")[:, : m.vocab_size]
+
+
+def rotate(x: torch.Tensor, theta: float = 10000.0, start: int = 0) -> torch.Tensor:
+    """RoPE as multiplication of complex numbers by e^(i m w), (T, D), in float64."""
+    T, D = x.shape
+    z = torch.complex(x[:, : D // 2].double(), x[:, D // 2 :].double())
+    w = [theta ** (-2 * i / D) for i in range(D // 2)]
+    turn = torch.tensor(
+        [[complex(math.cos(m * wi), math.sin(m * wi)) for wi in w] for m in range(start, start + T)]
+    )
+    z = z * turn.to(torch.complex128)
+    return torch.cat((z.real, z.imag), -1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"norm": "rmsnorm", "mlp": "swiglu", "mlp_hidden": 48, "bias": False, "tie_embeddings": False}],
+)
+def test_forward_matches_plain_model(options):
+    gpt = make_gpt(std=0.2, **options)
+    with torch.no_grad():
+        for p in gpt.parameters():
+            if p.dim() == 1:  # zeros and ones would hide a missing bias or norm weight
+                p.add_(torch.randn_like(p), alpha=0.1)
+        tokens = random_tokens(2, 16)
+        expected = torch.stack([plain_forward(gpt, row) for row in tokens])
+        torch.testing.assert_close(gpt(tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+# ---- RoPE ----
+
+
+@pytest.mark.parametrize("start", [0, 131000])
+def test_rope_matches_complex_reference(start):
+    T, D = 72, 64
+    x = torch.randn(T, D, generator=torch.Generator().manual_seed(0))
+    cos, sin = rope_tables(D, start + T, 10000.0, RopeScaling(), 1024, "cpu", start)
+    assert cos.shape == sin.shape == (T, D // 2) and cos.dtype == sin.dtype == torch.float32
+    error = apply_rope(x[None, None], cos, sin)[0, 0] - rotate(x, start=start)
+    assert error.abs().max() < 2e-6
+
+
+def test_rope_start_is_a_slice():
+    whole = rope_tables(8, 20, 10000.0, RopeScaling("ntk"), 10)
+    part = rope_tables(8, 20, 10000.0, RopeScaling("ntk"), 10, start=13)
+    assert all(torch.equal(w[13:], p) for w, p in zip(whole, part, strict=True))
+
+
+def test_rope_scores_depend_on_distance_only():
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 1, 64, generator=generator).expand(1, 1, 40, 64) for _ in range(2))
+    tables = (rope_tables(64, s + 40, 10000.0, RopeScaling(), 1024, start=s) for s in (0, 131032))
+    near, far = (apply_rope(q, *t)[0, 0] @ apply_rope(k, *t)[0, 0].T for t in tables)  # (40, 40)
+    for distance in range(-39, 40):
+        assert near.diagonal(distance).max() - near.diagonal(distance).min() < 2e-5
+    torch.testing.assert_close(near, far, atol=2e-5, rtol=0)
+    assert near[0].std() > 0.1
+
+
+def test_rope_keeps_dtype():
+    cos, sin = rope_tables(8, 5, 10000.0, RopeScaling(), 16)
+    x = torch.randn(2, 3, 5, 8)
+    half = apply_rope(x.bfloat16(), cos, sin)
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half, apply_rope(x.bfloat16().float(), cos, sin).bfloat16())
+
+
+# With d = 4 and base 10000 the frequencies are 1 and 0.01; s = T / train_len = 4 throughout.
+#   ntk: base 10000·4^(4/2) = 160000, so 160000^(-1/2) = 0.0025: the lowest frequency is interpolated.
+#   theta: 500000^(-1/2) = 0.00141421.
+#   yarn, train_len 1024: turns 1024/2π = 162.97 > 32 keeps 1; 10.24/2π = 1.62975 gives
+#     g = 0.62975/31 = 0.0203144 and 0.0025 + 0.0075·g = 0.00265236.
+#   yarn, train_len 64: turns 64/2π = 10.18592, g = 9.18592/31 = 0.2963199, 0.25 + 0.75·g = 0.4722399;
+#     0.64/2π = 0.102 < 1 interpolates fully: 0.0025.
+#   yarn's amplitude: 0.1·ln 4 + 1 = 1.1386294.
+SCALED = [
+    (RopeScaling("none"), 1024, (1.0, 0.01), 1.0),
+    (RopeScaling("ntk"), 1024, (1.0, 0.0025), 1.0),
+    (RopeScaling("theta", theta=500000.0), 1024, (1.0, 0.00141421356), 1.0),
+    (RopeScaling("linear"), 1024, (0.25, 0.0025), 1.0),
+    (RopeScaling("yarn"), 1024, (1.0, 0.00265236), 1.1386294),
+    (RopeScaling("yarn"), 64, (0.4722399, 0.0025), 1.1386294),
+]
+
+
+@pytest.mark.parametrize("by_length", [False, True])
+@pytest.mark.parametrize("scaling,train_len,freqs,amplitude", SCALED)
+def test_rope_scaling_by_hand(scaling, train_len, freqs, amplitude, by_length):
+    n_positions = 4 * train_len
+    if by_length:  # the length to scale for, with fewer positions present
+        scaling, n_positions = RopeScaling(scaling.kind, scaling.theta, length=4 * train_len), 2
+    cos, sin = rope_tables(4, n_positions, 10000.0, scaling, train_len)
+    assert cos.shape == (n_positions, 2)
+    torch.testing.assert_close(torch.atan2(sin[1], cos[1]), torch.tensor(freqs), rtol=2e-6, atol=0)
+    norm = torch.hypot(cos, sin)
+    torch.testing.assert_close(norm, torch.full_like(norm, amplitude), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["ntk", "linear", "yarn"])
+@pytest.mark.parametrize("length", [7, 16])
+def test_rope_no_scaling_up_to_train_len(kind, length):
+    for scaling in (RopeScaling(kind), RopeScaling(kind, length=length)):
+        tables = rope_tables(8, length, 10000.0, scaling, 16)
+        plain = rope_tables(8, length, 10000.0, RopeScaling(), 16)
+        assert all(torch.equal(a, b) for a, b in zip(tables, plain, strict=True))
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ({"kind": "ntx"}, "'ntx'.*expected one of none, ntk"),
+        ({"kind": "theta"}, "theta = None"),
+        ({"kind": "theta", "theta": 0.0}, "theta = 0.0"),
+        ({"kind": "theta", "theta": math.nan}, "theta = nan"),
+        ({"kind": "ntk", "theta": 5e5}, "only read by kind theta"),
+        ({"kind": "ntk", "length": 0}, "length = 0"),
+    ],
+)
+def test_rope_scaling_errors(arguments, message):
+    with pytest.raises(UserError, match=message):
+        RopeScaling(**arguments)
+
+
+def test_rope_ntk_needs_two_frequencies():
+    with pytest.raises(UserError, match="head size d above 2, got 2"):
+        rope_tables(2, 32, 10000.0, RopeScaling("ntk"), 16)
+    rope_tables(2, 16, 10000.0, RopeScaling("ntk"), 16)  # s = 1: not scaled
+
+
+@pytest.mark.parametrize("kind", ["none", "ntk", "linear", "yarn"])
+def test_lengths_do_not_influence_each_other(kind):
+    gpt, rope = make_gpt(std=0.2), RopeScaling(kind)
+    short, long = random_tokens(1, 16), random_tokens(1, 64)
+    with torch.no_grad():
+        first_short, first_long = gpt(short, rope=rope), gpt(long, rope=rope)
+        fresh_long = make_gpt(std=0.2)(long, rope=rope)
+        assert torch.equal(gpt(short, rope=rope), first_short)
+        assert torch.equal(fresh_long, first_long)
+        if kind != "none":
+            assert (gpt(long) - first_long).abs().max() > 1e-2  # scaling does reach the logits
+
+
+def test_state_dict_holds_no_rope_state():
+    gpt = make_gpt(bias=False)
+    before = set(gpt.state_dict())
+    gpt(random_tokens(1, 40), rope=RopeScaling("ntk"))
+    block = ["attention_norm", "attention.qkv", "attention.out", "mlp_norm", "mlp.up", "mlp.down"]
+    expected = {f"blocks.{i}.{name}.weight" for i in range(2) for name in block}
+    expected |= {"embedding.weight", "final_norm.weight", "lm_head.weight"}
+    assert before == set(gpt.state_dict()) == expected
+    assert not list(gpt.buffers())
+
+
+# ---- causality, cache, losses, generation ----
+
+
+@pytest.mark.parametrize("attention", [{}, LSSAR])
+def test_causality(attention):
+    gpt = make_gpt(attention, std=0.2)
+    tokens = random_tokens(2, 33)
+    with torch.no_grad():
+        before = gpt(tokens)
+        for t in (1, 20, 32):
+            changed = tokens.clone()
+            changed[:, t] = (changed[:, t] + 1) % 61
+            after = gpt(changed)
+            assert (after[:, :t] - before[:, :t]).abs().max() <= 1e-6
+            assert ((after[:, t:] - before[:, t:]).abs().amax(dim=(0, 2)) > 1e-3).all()
+
+
+@pytest.mark.parametrize("attention", [{}, LSSAR])
+@pytest.mark.parametrize("pieces", [[1] * 24, [10] + [1] * 14, [7, 9, 8], [24]])
+def test_cache_equals_uncached(attention, pieces):
+    gpt = make_gpt(attention, std=0.2)
+    tokens, rope = random_tokens(2, 24), RopeScaling("ntk", length=24)
+    cache = KVCache(n_layer=2, max_length=24)
+    with torch.no_grad():
+        expected = gpt(tokens, rope=rope)
+        logits = [gpt(piece, rope=rope, cache=cache) for piece in tokens.split(pieces, dim=1)]
+    assert cache.length == 24
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-4, rtol=0)
+
+
+def test_cache_overflow():
+    cache = KVCache(n_layer=2, max_length=4)
+    with torch.no_grad(), pytest.raises(ValueError, match="5 positions do not fit in max_length = 4"):
+        make_gpt()(random_tokens(1, 5), cache=cache)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 1024])
+def test_token_losses_equal_forward(chunk):
+    gpt, rope = make_gpt(std=0.2), RopeScaling("ntk")
+    tokens, targets = random_tokens(2, 40), random_tokens(2, 40, seed=2)
+    targets[:, :5] = -100
+    losses = gpt.token_losses(tokens, targets, rope=rope, chunk=chunk)
+    assert losses.shape == (2, 40) and losses.dtype == torch.float32 and not losses.requires_grad
+    assert (losses[:, :5] == 0).all()
+    expected = gpt(tokens, targets, rope=rope)
+    torch.testing.assert_close(losses[:, 5:].mean(), expected, atol=1e-6, rtol=1e-6)
+    logits = gpt(tokens, rope=rope)
+    one = F.cross_entropy(logits[1, 30], targets[1, 30])
+    torch.testing.assert_close(losses[1, 30], one, atol=1e-5, rtol=1e-5)
+
+
+def test_token_losses_hold_one_chunk_of_logits(monkeypatch):
+    gpt, sizes = make_gpt(), []
+    original = gpt.logits
+    monkeypatch.setattr(gpt, "logits", lambda h: sizes.append(h.shape[1]) or original(h))
+    gpt.token_losses(random_tokens(1, 40), random_tokens(1, 40), chunk=16)
+    assert sizes == [16, 16, 8]
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_padding_is_never_predicted(tie):
+    gpt = make_gpt(tie_embeddings=tie)
+    tokens, targets = random_tokens(2, 16), random_tokens(2, 16, seed=2)
+    before = gpt(tokens, targets)
+    with torch.no_grad():
+        gpt.lm_head.weight[61:] = 100 * gpt.hidden(tokens, RopeScaling())[0, -1]
+    assert gpt.padded_vocab == 128 and gpt(tokens).shape == (2, 16, 61)
+    assert torch.equal(gpt(tokens, targets), before)
+    out = gpt.generate(tokens, 20, generator=torch.Generator().manual_seed(0))
+    assert out.max() < 61
+
+
+@pytest.mark.parametrize("attention", [{}, LSSAR])
+def test_generate_greedy(attention):
+    gpt, rope = make_gpt(attention, std=0.2), RopeScaling("ntk")
+    prompt = random_tokens(2, 6)
+    out = gpt.generate(prompt, 20, temperature=0, rope=rope)
+    assert torch.equal(out, gpt.generate(prompt, 20, temperature=0, rope=rope))
+    assert torch.equal(out, gpt.generate(prompt, 20, top_k=1, rope=rope))
+    slow = prompt  # the whole sequence again for each token, scaled for the final length
+    for _ in range(20):
+        logits = gpt(slow, rope=RopeScaling("ntk", length=26))[:, -1]
+        slow = torch.cat((slow, logits.argmax(-1, keepdim=True)), dim=1)
+    assert torch.equal(out, slow)
+
+
+def test_generate_sampling():
+    gpt, prompt = make_gpt(std=0.2), random_tokens(1, 6).expand(64, 6)
+
+    def run(seed, **options):
+        return gpt.generate(prompt, 3, generator=torch.Generator().manual_seed(seed), **options)
+
+    assert torch.equal(run(0), run(0)) and not torch.equal(run(0), run(1))
+    with torch.no_grad():
+        likeliest = gpt(prompt)[0, -1].topk(3).indices
+    assert torch.isin(run(0, top_k=3, temperature=5.0)[:, 6], likeliest).all()
+    assert len(run(0, top_k=3, temperature=5.0)[:, 6].unique()) == 3
+    cold = run(0, temperature=1e-30)  # must not overflow
+    assert torch.equal(cold, run(0, temperature=0))
+    assert torch.equal(gpt.generate(prompt, 0), prompt)
+    assert run(0, top_k=1000).shape == (64, 9)
+
+
+@pytest.mark.parametrize(
+    "length,n_new,options", [(0, 1, {}), (3, -1, {}), (3, 1, {"temperature": -1.0}), (3, 1, {"top_k": 0})]
+)
+def test_generate_errors(length, n_new, options):
+    with pytest.raises(UserError, match="generate: "):
+        make_gpt().generate(random_tokens(1, length), n_new, **options)
+
+
+def test_training_lowers_the_loss():
+    gpt = make_gpt()
+    tokens = random_tokens(4, 17)
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        loss = gpt(tokens[:, :-1], tokens[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 1.0 < losses[0]
