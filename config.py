@@ -10,19 +10,34 @@ each, naming the file or override, the key, its value and what was expected.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 
 class UserError(ValueError):
     """A mistake in the user's input: its message is shown as it is, without a traceback."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """For the scripts' own options: the docstring as it is in --help, a wrong option as a UserError."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
 
 
 class Section(BaseModel):
@@ -420,12 +435,12 @@ def _explain(error: ValidationError, sources: dict[str, str], path: str) -> tupl
     for e in error.errors(include_url=False):
         if e["type"] == "value_error":  # from our own validators: complete messages
             messages = str(e["ctx"]["error"]).split("\n")
-            lines += [f"{sources.get(message.split(' ')[0], path)}: {message}" for message in messages]
+            lines += [f"{_source(message.split(' ')[0], sources, path)}: {message}" for message in messages]
             continue
         loc = [str(part) for part in e["loc"]]
         dotted = ".".join(loc[:2] if loc[0] in SECTIONS else loc[:1])  # without pydantic's union tags
         keys.append(dotted)
-        head = f"{sources.get(dotted, path)}: {dotted} = {_short(e['input'])}: "
+        head = f"{_source(dotted, sources, path)}: {dotted} = {_short(e['input'])}: "
         if e["type"] == "extra_forbidden":
             lines.append(f"{head}unknown key; {_nearest(dotted)}")
         else:
@@ -434,6 +449,12 @@ def _explain(error: ValidationError, sources: dict[str, str], path: str) -> tupl
             expected.setdefault(head, []).append(what)
     lines += [f"{head}expected {' or '.join(dict.fromkeys(what))}" for head, what in expected.items()]
     return lines, keys
+
+
+def _source(dotted: str, sources: dict[str, str], path: str) -> str:
+    """Where a key, or the first key of a section, was written."""
+    inside = (source for key, source in sources.items() if key.startswith(f"{dotted}."))
+    return sources.get(dotted) or next(inside, path)
 
 
 def _short(value: Any) -> str:

@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import tiktoken
 from tqdm import tqdm
@@ -39,7 +39,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from config import UserError, run_main  # noqa: E402
+from config import ArgumentParser, UserError, run_main  # noqa: E402
 from data.shards import (  # noqa: E402
     INFO_NAME,
     MAX_TOKENS,
@@ -290,13 +290,6 @@ def _print_summary(out: Path, info: dict[str, Any], n_bytes: int, skipped: Count
     print(f"written  {out}")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a wrong option as one line (argparse would print its usage as well)."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
-
 def _shard_size(text: str) -> int:
     value = int(text) if text.isdecimal() else 0
     if not 1 <= value <= MAX_TOKENS:
@@ -315,11 +308,7 @@ def _val_fraction(text: str) -> float:
 
 
 def _parse_args() -> argparse.Namespace:
-    parser = _Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ArgumentParser(__doc__)
     parser.add_argument(
         "--tokenizer",
         choices=TOKENIZERS,
