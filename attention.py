@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -283,20 +283,24 @@ def ssmax_pn(x: Tensor, rows: Rows) -> Tensor:
     return x.softmax(-1)
 
 
-def _norm_softmax_temperature(mean: Tensor, var: Tensor, rows: Rows) -> Tensor:
-    """tau min(sigma, gamma) and its variants from the moments of a row, (..., R, 1)."""
+def _norm_softmax_factor(mean: Tensor, var: Tensor, rows: Rows) -> Tensor:
+    """1 / (tau min(sigma, gamma)) and its variants from the moments of a row, (..., R, 1).
+
+    0, which makes the row uniform, where sigma is 0 (row 1, identical keys) or so small against the
+    mean score that it is the rounding of equal scores.
+    """
     options = rows.options
-    # Row 1, or identical keys: sigma is 0 or rounding noise, softmax is uniform at any temperature.
-    eps = 8 * torch.finfo(var.dtype).eps
-    spread = var > eps**2 * (1 + mean.square())
-    sigma = torch.where(spread, torch.where(spread, var, 1.0).sqrt(), 1.0)
+    noise = 64 * torch.finfo(var.dtype).eps
+    spread = var > noise**2 * mean.square() + torch.finfo(var.dtype).tiny
+    sigma = torch.where(spread, var, 1.0).sqrt()
     tau = options.tau or 1.0
     if options.variant == "affine":
-        return tau * sigma / rows.learned["w"]
-    gamma = norm_softmax_gamma(options, rows.head_dim)
-    if options.variant == "inverse":
-        return tau * sigma.clamp_min(gamma)
-    return tau * sigma.clamp_max(gamma)
+        factor = rows.learned["w"] / (tau * sigma)
+    else:
+        gamma = norm_softmax_gamma(options, rows.head_dim)
+        bounded = sigma.clamp_min(gamma) if options.variant == "inverse" else sigma.clamp_max(gamma)
+        factor = 1 / (tau * bounded)
+    return torch.where(spread, factor, 0.0)
 
 
 def norm_softmax_gamma(options: AttentionConfig, head_dim: int) -> float:
@@ -316,7 +320,7 @@ def _norm_softmax_learned(options: AttentionConfig, n_head: int, train_len: int)
     options=("gamma", "gamma_factor", "tau", "variant"),
     sums_to_one=True,
     learned=_norm_softmax_learned,
-    softmax_factor=lambda q, k, rows: 1 / _norm_softmax_temperature(*score_moments(q, k, rows), rows),
+    softmax_factor=lambda q, k, rows: _norm_softmax_factor(*score_moments(q, k, rows), rows),
 )
 def norm_softmax(x: Tensor, rows: Rows) -> Tensor:
     """softmax(x / (tau min(sigma(x), gamma))), x = q.k, sigma = population deviation of the visible x.
@@ -325,15 +329,15 @@ def norm_softmax(x: Tensor, rows: Rows) -> Tensor:
     learned per head, inverse f2 = x / (tau max(sigma, gamma)).)
     """
     x = rows.hide(x)
-    return rows.softmax(x / _norm_softmax_temperature(*rows.moments(x), rows))
+    return rows.softmax(x * _norm_softmax_factor(*rows.moments(x), rows))
 
 
-def _logit_norm_temperature(mean: Tensor, var: Tensor, rows: Rows) -> Tensor:
-    """tau ||x||_2 from the moments of a row: ||x||^2 = n (var + mean^2), (..., R, 1)."""
+def _logit_norm_factor(mean: Tensor, var: Tensor, rows: Rows) -> Tensor:
+    """1 / (tau ||x||_2) from the moments of a row: ||x||^2 = n (var + mean^2), (..., R, 1)."""
     square = rows.n * (var + mean.square())
-    nonzero = square > 0
-    norm = torch.where(nonzero, torch.where(nonzero, square, 1.0).sqrt(), 1.0)
-    return norm * (rows.options.tau or rows.n**-0.5)
+    nonzero = square > torch.finfo(var.dtype).tiny
+    norm = torch.where(nonzero, square, 1.0).sqrt()
+    return torch.where(nonzero, 1 / (norm * (rows.options.tau or rows.n**-0.5)), 0.0)
 
 
 @register(
@@ -341,22 +345,28 @@ def _logit_norm_temperature(mean: Tensor, var: Tensor, rows: Rows) -> Tensor:
     factor=lambda rows: 1.0,
     options=("tau",),
     sums_to_one=True,
-    softmax_factor=lambda q, k, rows: 1 / _logit_norm_temperature(*score_moments(q, k, rows), rows),
+    softmax_factor=lambda q, k, rows: _logit_norm_factor(*score_moments(q, k, rows), rows),
 )
 def logit_norm(x: Tensor, rows: Rows) -> Tensor:
     """softmax(x / (tau ||x||_2)), x = q.k, tau = n^(-1/2) unless given. (NormSoftmax, eq. 8)"""
     x = rows.hide(x)
-    return rows.softmax(x / _logit_norm_temperature(*rows.moments(x), rows))
+    return rows.softmax(x * _logit_norm_factor(*rows.moments(x), rows))
 
 
 # ---------------------------------------------------------------------------------------------------
 # Elementwise functions with or without l1
 # ---------------------------------------------------------------------------------------------------
 
+
+def softplus(x: Tensor) -> Tensor:
+    """ln(1 + e^x). Above the threshold torch returns x; its own, 20, is off by 2e-9."""
+    return F.softplus(x, threshold=40.0)
+
+
 # phi(-inf) = 0 for the first group; the second is evaluated at 0 for hidden keys, where it is 0.
 POSITIVE_PHI: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
-    "softplus": F.softplus,
+    "softplus": softplus,
     "sigmoid": torch.sigmoid,
     "relu": torch.relu,
     "relu2": lambda x: torch.relu(x).square(),
@@ -401,7 +411,7 @@ def phi(x: Tensor, rows: Rows) -> Tensor:
 @register("lssa", cosine=True, factor=lambda rows: math.log(rows.head_dim) * rows.n.log(), sums_to_one=True)
 def lssa(x: Tensor, rows: Rows) -> Tensor:
     """softplus(x) / sum softplus(x), x = ln d ln n cos(q, k). (LSSAR, eq. 4)"""
-    return l1_normalise(F.softplus(x))
+    return l1_normalise(softplus(x))
 
 
 @register("sigmoid", options=("bias", "l1"), sums_to_one=lambda options: bool(options.l1))
@@ -465,9 +475,10 @@ class Normaliser(nn.Module):
         Returns:
             (B, H, Tq, Tk) in float32 (float64 for float64 inputs), 0 at keys after the query.
         """
-        q, k, rows = self.prepare(q, k)
-        x = q @ k.mT  # (B, H, Tq, Tk)
-        return self.rows_fn(x.masked_fill(~rows.visible(x), -math.inf), rows)
+        with torch.autocast(q.device.type, enabled=False):
+            q, k, rows = self.prepare(q, k)
+            x = q @ k.mT  # (B, H, Tq, Tk)
+            return self.rows_fn(x.masked_fill(~rows.visible(x), -math.inf), rows)
 
     def rows_fn(self, x: Tensor, rows: Rows) -> Tensor:
         """Scores (..., R, K), -inf at hidden keys, to weights: the formula, then the re-weighting."""
@@ -476,8 +487,6 @@ class Normaliser(nn.Module):
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Rows]:
         """q and k in float32 (or float64), rescaled so that their products are the scores."""
-        if q.shape[-2] > k.shape[-2]:
-            raise ValueError(f"{q.shape[-2]} queries for {k.shape[-2]} keys: expected at most as many")
         dtype = torch.promote_types(q.dtype, torch.float32)
         rows = self.rows(q.shape[-2], k.shape[-2], dtype, q.device)
         q, k = q.to(dtype), k.to(dtype)
@@ -487,6 +496,8 @@ class Normaliser(nn.Module):
 
     def rows(self, n_queries: int, n_keys: int, dtype: torch.dtype, device: torch.device) -> Rows:
         """The `Rows` of the last n_queries of n_keys positions."""
+        if n_queries > n_keys:
+            raise ValueError(f"{n_queries} queries for {n_keys} keys: expected at most as many")
         n = torch.arange(n_keys - n_queries + 1, n_keys + 1, dtype=dtype, device=device)[:, None]
         return Rows(n, n_keys, self.train_len, self.head_dim, self.options, self.learned(dtype))
 
@@ -565,6 +576,13 @@ def _value_problems(options: AttentionConfig) -> list[str]:
     return problems
 
 
+def describe_attention(options: AttentionConfig) -> str:
+    """The [attention] section in a few words: 'lssa (reweight_p = 15)'."""
+    values = options.model_dump(exclude_none=True, exclude={"normaliser", "engine", "compile_rows"})
+    listed = ", ".join(f"{key} = {value}" for key, value in values.items())
+    return options.normaliser + (f" ({listed})" if listed else "")
+
+
 # ---------------------------------------------------------------------------------------------------
 # The engines
 # ---------------------------------------------------------------------------------------------------
@@ -595,6 +613,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser, engine: Engi
 
 def choose_engine(normaliser: Normaliser, engine: Engine) -> Engine:
     """The engine that attend() will use: resolves "auto", refuses sdpa for what is not a softmax."""
+    if engine not in get_args(Engine):
+        raise ValueError(f"engine = {engine!r}: expected one of {', '.join(get_args(Engine))}")
     if engine == "auto":
         return "sdpa" if normaliser.is_softmax else "rows"
     if engine == "sdpa" and not normaliser.is_softmax:

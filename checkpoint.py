@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict[str,
     try:
         state = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such checkpoint") from None
+        raise UserError(f"{path}: no such run folder or checkpoint") from None
     except pickle.UnpicklingError:
         raise UserError(
             f"{path}: not a checkpoint of this repo (it is not plain tensors and values)"
@@ -104,7 +105,7 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict[str,
 def load_newest(run_dir: Path, device: torch.device | str = "cpu") -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that loads, or None where there is none at all.
 
-    A damaged one is named on stdout and the one before it is used.
+    A damaged one is named on stderr and the one before it is used.
 
     Raises:
         UserError: there are checkpoints, but none loads.
@@ -114,7 +115,8 @@ def load_newest(run_dir: Path, device: torch.device | str = "cpu") -> tuple[Path
         try:
             return path, load_checkpoint(path, device)
         except UserError as e:
-            print(f"warning: {e}; trying the one before it", flush=True)
+            if os.environ.get("RANK", "0") == "0":
+                print(f"warning: {e}; trying the one before it", file=sys.stderr, flush=True)
     if paths:
         raise UserError(f"{run_dir / 'checkpoints'}: none of the {len(paths)} checkpoints loads")
     return None

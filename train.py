@@ -14,19 +14,16 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from attention import choose_engine
+from attention import choose_engine, describe_attention
 from checkpoint import load_newest, load_parameters, save_checkpoint
 from config import (
     Config,
@@ -39,6 +36,7 @@ from config import (
     to_toml,
 )
 from data.shards import TokenStream, train_batch, val_batch, val_windows
+from distributed import World, join_world
 from model import GPT
 
 # What may differ between a run and its resumption: it changes neither the model nor the loss curve.
@@ -56,58 +54,13 @@ FREE_KEYS = (
 )
 
 
-@dataclass(frozen=True)
-class World:
-    """This process among the processes of the run."""
-
-    rank: int
-    size: int
-    device: torch.device
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The tensor summed over all processes, in place."""
-        if self.size > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
-
 def main() -> None:
     args = sys.argv[1:]
     if not args or "-h" in args or "--help" in args:
         config_help("train.py CONFIG.toml", __doc__ or "")
     config = load_config(args[0], args[1:])
-    world = start_world(config)
-    try:
+    with join_world(config.train.device) as world:
         Trainer(config, world).run()
-    finally:
-        if world.size > 1:
-            dist.destroy_process_group()
-
-
-def start_world(config: Config) -> World:
-    """Join the other processes if torchrun started us; pick the device."""
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    wanted = config.train.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("train.device = 'cuda': this machine has no CUDA device; expected cpu or auto")
-    use_cuda = torch.cuda.is_available() and wanted != "cpu"
-    if use_cuda and local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"torchrun started {local_rank + 1} or more processes on a machine with "
-            f"{torch.cuda.device_count()} GPUs; expected --nproc_per_node={torch.cuda.device_count()}"
-        )
-    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = True
-    if size > 1:
-        dist.init_process_group("nccl" if use_cuda else "gloo")
-    return World(rank, size, device)
 
 
 class Trainer:
@@ -222,8 +175,7 @@ class Trainer:
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             self.step, self.val_loss = state["step"], state["val_loss"]
-        if self.world.size > 1:
-            dist.barrier()  # every rank has read the folder before rank 0 writes to it
+        self.world.wait_for_all()  # every rank has read the folder before rank 0 writes to it
         log = RunLog(self.config, self.world, self.step)
         if found is not None:
             log.say(f"resumed from {found[0]}: {self.step} of {self.config.train.max_steps} steps done")
@@ -251,7 +203,7 @@ class Trainer:
             f"{config.model.n_head} heads, width {config.model.n_embd}"
         )
         log.say(
-            f"attention {describe_attention(config)}, engine "
+            f"attention {describe_attention(config.attention)}, engine "
             f"{choose_engine(normaliser, config.attention.engine)}"  # type: ignore[arg-type]
         )
         log.say(f"data     {config.data.dir}: {tokens:,} training tokens ({epochs:.2f} epochs)")
@@ -260,13 +212,6 @@ class Trainer:
             f"{self.per_rank // self.micro} micro-batches x {self.micro} sequences x "
             f"{config.train.seq_len} on {self.world.device.type}, {config.train.dtype}"
         )
-
-
-def describe_attention(config: Config) -> str:
-    """The [attention] section in a few words: 'lssa (reweight_p = 15)'."""
-    options = config.attention.model_dump(exclude_none=True, exclude={"normaliser", "engine", "compile_rows"})
-    listed = ", ".join(f"{key} = {value}" for key, value in options.items())
-    return config.attention.normaliser + (f" ({listed})" if listed else "")
 
 
 def open_streams(config: Config) -> tuple[TokenStream, TokenStream]:

@@ -178,7 +178,7 @@ def test_several_val_shards_before_train(tmp_path: Path) -> None:
 def make_dataset(folder: Path) -> None:
     shards.begin_dataset(folder)
     info = {"dataset": "toy", "tokenizer": "bytes", "vocab_size": 257, "source": "test", "splits": {}}
-    files = []
+    files: list[dict] = []
     for index, split in enumerate(("val", "train")):
         writer = shards.ShardWriter(folder, "toy", split, 4, len(files))
         writer.add([1 + index, 2, 3])

@@ -16,8 +16,9 @@ from attention import NORMALISERS
 from checkpoint import find_checkpoints, load_checkpoint, load_model, load_newest
 from config import Config, OptimizerConfig, UserError, load_config
 from data.shards import TokenStream, train_batch, val_batch, write_shard
+from distributed import World
 from model import GPT
-from train import Trainer, World, check_same_config, lr_factor, make_optimizers, split_batch
+from train import Trainer, check_same_config, lr_factor, make_optimizers, split_batch
 
 ROOT = Path(__file__).parents[1]
 CPU = World(0, 1, torch.device("cpu"))
@@ -189,7 +190,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_used(
         )
     found = load_newest(run)
     assert found is not None and found[0] == previous
-    assert str(newest) in capsys.readouterr().out
+    assert str(newest) in capsys.readouterr().err
     shutil.rmtree(previous.parent)
     previous.parent.mkdir()
     (previous.parent / "step_000006.pt").write_bytes(b"x")
