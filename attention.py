@@ -164,6 +164,9 @@ class Spec:
     rows_fn: Callable[[Tensor, Rows], Tensor]
     factor: Callable[[Rows], Tensor | float]  # a number, (R, 1) or (H, R, 1)
     cosine: bool  # l2-normalise q and k first
+    # Subtract the first key from all: softmax and sigma do not see a row-wise shift of the scores, but
+    # their rounding does, most of all where keys are nearly equal.
+    centre_keys: bool
     options: tuple[str, ...]  # the AttentionConfig fields it reads
     sums_to_one: Callable[[AttentionConfig], bool]  # rows >= 0 and sum to one: may be re-weighted
     learned: Callable[[AttentionConfig, int, int], dict[str, Tensor]]  # (options, n_head, train_len)
@@ -179,6 +182,7 @@ def register(
     *,
     factor: Callable[[Rows], Tensor | float] = lambda rows: rows.head_dim**-0.5,
     cosine: bool = False,
+    centre_keys: bool = False,
     options: tuple[str, ...] = (),
     sums_to_one: bool | Callable[[AttentionConfig], bool] = False,
     learned: Callable[[AttentionConfig, int, int], dict[str, Tensor]] = lambda options, n_head, t: {},
@@ -188,7 +192,9 @@ def register(
 
     def add(rows_fn: Callable[[Tensor, Rows], Tensor]) -> Callable[[Tensor, Rows], Tensor]:
         can_sum = sums_to_one if callable(sums_to_one) else lambda options: bool(sums_to_one)
-        NORMALISERS[name] = Spec(rows_fn, factor, cosine, options, can_sum, learned, softmax_factor)
+        NORMALISERS[name] = Spec(
+            rows_fn, factor, cosine, centre_keys, options, can_sum, learned, softmax_factor
+        )
         return rows_fn
 
     return add
@@ -286,12 +292,10 @@ def ssmax_pn(x: Tensor, rows: Rows) -> Tensor:
 def _norm_softmax_factor(mean: Tensor, var: Tensor, rows: Rows) -> Tensor:
     """1 / (tau min(sigma, gamma)) and its variants from the moments of a row, (..., R, 1).
 
-    0, which makes the row uniform, where sigma is 0 (row 1, identical keys) or so small against the
-    mean score that it is the rounding of equal scores.
+    0, which makes the row uniform, where sigma is 0: row 1, identical keys.
     """
     options = rows.options
-    noise = 64 * torch.finfo(var.dtype).eps
-    spread = var > noise**2 * mean.square() + torch.finfo(var.dtype).tiny
+    spread = var > torch.finfo(var.dtype).tiny
     sigma = torch.where(spread, var, 1.0).sqrt()
     tau = options.tau or 1.0
     if options.variant == "affine":
@@ -320,6 +324,7 @@ def _norm_softmax_learned(options: AttentionConfig, n_head: int, train_len: int)
     options=("gamma", "gamma_factor", "tau", "variant"),
     sums_to_one=True,
     learned=_norm_softmax_learned,
+    centre_keys=True,
     softmax_factor=lambda q, k, rows: _norm_softmax_factor(*score_moments(q, k, rows), rows),
 )
 def norm_softmax(x: Tensor, rows: Rows) -> Tensor:
@@ -487,12 +492,19 @@ class Normaliser(nn.Module):
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Rows]:
         """q and k in float32 (or float64), rescaled so that their products are the scores."""
+        q, k, rows = self.as_float(q, k)
+        return q * self.spec.factor(rows), k, rows
+
+    def as_float(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Rows]:
+        """q and k in float32 (or float64), normalised or centred if the formula wants it."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         rows = self.rows(q.shape[-2], k.shape[-2], dtype, q.device)
         q, k = q.to(dtype), k.to(dtype)
         if self.spec.cosine:
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-        return q * self.spec.factor(rows), k, rows
+        if self.spec.centre_keys:
+            k = k - k[..., :1, :]
+        return q, k, rows
 
     def rows(self, n_queries: int, n_keys: int, dtype: torch.dtype, device: torch.device) -> Rows:
         """The `Rows` of the last n_queries of n_keys positions."""
@@ -571,6 +583,8 @@ def _value_problems(options: AttentionConfig) -> list[str]:
         problems.append(f"gamma_factor = {options.gamma_factor}: only goes with gamma = 'sqrt_d'")
     if options.variant == "affine" and (options.gamma, options.gamma_factor) != (None, None):
         problems.append("variant = 'affine': w x / sigma has no gamma; remove gamma and gamma_factor")
+    if options.variant == "inverse" and options.gamma == "inf":
+        problems.append("gamma = 'inf': with variant = 'inverse' every row would be uniform")
     if options.scale == "one" and options.scale_init is not None:
         problems.append(f"scale_init = {options.scale_init}: only goes with scale = 'learned'")
     return problems
@@ -625,18 +639,17 @@ def choose_engine(normaliser: Normaliser, engine: Engine) -> Engine:
 def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser) -> Tensor:
     """Softmax over q times a per-row factor, by F.scaled_dot_product_attention."""
     n_queries, n_keys = q.shape[-2], k.shape[-2]
-    factor: Tensor | float
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    rows = normaliser.rows(n_queries, n_keys, dtype, q.device)
-    if normaliser.spec.softmax_factor is None:
-        factor = normaliser.spec.factor(rows)
-    else:
-        factor = normaliser.spec.softmax_factor(q.to(dtype), k.to(dtype), rows)
+    spec = normaliser.spec
+    rows = normaliser.rows(n_queries, n_keys, torch.promote_types(q.dtype, torch.float32), q.device)
+    factor = None if spec.softmax_factor else spec.factor(rows)
     scale = 1.0
     if isinstance(factor, float):
         scale = factor
     else:
-        q = (q * factor).to(k.dtype)
+        q_float, k_float, _ = normaliser.as_float(q, k)
+        if spec.softmax_factor:
+            factor = spec.softmax_factor(q_float, k_float, rows)
+        q, k = (q_float * factor).to(v.dtype), k_float.to(v.dtype)
     mask = None
     if 1 < n_queries < n_keys:  # is_causal would align the queries with the first keys
         mask = torch.arange(n_keys, device=q.device) < rows.n

@@ -18,6 +18,7 @@ import os
 import pickle
 import re
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,9 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict[str,
         UserError: not there, damaged, or not a checkpoint of this format.
     """
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
+            if archive.testzip() is not None:
+                raise ValueError("checksum mismatch")
         state = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such run folder or checkpoint") from None
@@ -90,7 +94,7 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict[str,
         raise UserError(
             f"{path}: not a checkpoint of this repo (it is not plain tensors and values)"
         ) from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as e:
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise UserError(f"{path}: damaged or unreadable checkpoint ({reason})") from None
     if not isinstance(state, dict) or KEYS - state.keys():

@@ -131,6 +131,7 @@ BAD_ATTENTION = [
     ('normaliser = "norm_softmax"\ngamma = -1.0', "attention.gamma = -1.0: expected a number above 0"),
     ('normaliser = "norm_softmax"\ngamma = 1.0\ngamma_factor = 2.0', "attention.gamma_factor = 2.0"),
     ('normaliser = "norm_softmax"\nvariant = "affine"\ngamma = 1.0', "attention.variant = 'affine'"),
+    ('normaliser = "norm_softmax"\nvariant = "inverse"\ngamma = "inf"', "attention.gamma = 'inf'"),
     ('normaliser = "ssmax"\nscale = "one"\nscale_init = 0.2', "attention.scale_init = 0.2"),
     ('normaliser = "lssa"\nengine = "sdpa"', "attention.engine = 'sdpa': lssa is not a softmax"),
     ('normaliser = "softmax"\nreweight_p = 3\nengine = "sdpa"', "attention.engine = 'sdpa'"),

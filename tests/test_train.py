@@ -167,7 +167,7 @@ def test_resumed_run_is_the_same_run(config_path: Path, capsys: pytest.CaptureFi
     assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
 
 
-@pytest.mark.parametrize("damage", ["truncated", "zeros", "random", "empty", "folder", "pickle"])
+@pytest.mark.parametrize("damage", ["truncated", "zeros", "random", "bit", "empty", "folder", "pickle"])
 def test_a_damaged_newest_checkpoint_is_named_and_the_previous_used(
     config_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ):
@@ -185,6 +185,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_used(
                 "truncated": content[: len(content) // 2],
                 "zeros": bytes(len(content)),
                 "random": np.random.default_rng(0).bytes(len(content)),
+                "bit": content[:9000] + bytes([content[9000] ^ 1]) + content[9001:],
                 "empty": b"",
             }[damage]
         )

@@ -1,0 +1,236 @@
+"""Attention weights the slow way: one row at a time, in float64, each formula as its paper prints it.
+
+    reference_weights(cfg, q, k, train_len, params)  ->  (B, H, Tq, Tk) float64
+
+It shares no code with attention.py. Every function below sees one query `q` (D,), the keys that this
+query may see `k` (n, D), and nothing else, so causality, the meaning of n and the rows of a KV cache
+need no mask. All of it is made of differentiable torch operations: gradients can be compared too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+UNIFORM = 1e-5  # DESIGN, fact 2: a row whose largest n A - 1 is at most this is uniform up to rounding
+
+
+@dataclass
+class Row:
+    """One query, its n visible keys, and what else a formula may name."""
+
+    q: Tensor  # (D,)
+    k: Tensor  # (n, D)
+    length: int  # Tk, the number of keys that exist at all
+    train_len: int
+    params: dict[str, Tensor]  # learned parameters of this row's head: scalars, and p_n (train_len,)
+
+    @property
+    def n(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def raw(self) -> Tensor:  # summed in the same order for every key: equal keys, equal scores
+        return (self.k * self.q).sum(-1)
+
+    @property
+    def x(self) -> Tensor:
+        return self.raw / math.sqrt(self.q.shape[0])
+
+
+def reference_weights(
+    cfg: Any, q: Tensor, k: Tensor, train_len: int, params: dict[str, Tensor] | None = None
+) -> Tensor:
+    """Dense weights of a causal attention whose queries are the last Tq of Tk positions.
+
+    Args:
+        cfg: an AttentionConfig, or anything with its attributes.
+        q: (B, H, Tq, D). k: (B, H, Tk, D). Any dtype; converted to float64.
+        train_len: the training length.
+        params: the normaliser's learned parameters by name: `s`, `b`, `w` (H,), `p_n` (train_len,).
+    Returns:
+        (B, H, Tq, Tk) float64, zeros above the diagonal.
+    Raises:
+        NotImplementedError: for a normaliser without a formula here.
+    """
+    if cfg.normaliser not in FORMULAS:
+        raise NotImplementedError(f"tests/reference.py has no formula for {cfg.normaliser}")
+    q, k = q.double(), k.double()
+    params = {name: p.double() for name, p in (params or {}).items()}
+    (batch, n_head, len_q, _), len_k = q.shape, k.shape[2]
+    rows = []
+    for b in range(batch):
+        for h in range(n_head):
+            of_head = {name: p if name == "p_n" else p[h] for name, p in params.items()}
+            for r in range(len_q):
+                n = len_k - len_q + r + 1
+                row = Row(q[b, h, r], k[b, h, :n], len_k, train_len, of_head)
+                a = FORMULAS[cfg.normaliser](row, cfg)
+                if cfg.reweight_p is not None:
+                    a = reweight(a, cfg.reweight_p)
+                rows.append(torch.cat([a, a.new_zeros(len_k - n)]))
+    return torch.stack(rows).view(batch, n_head, len_q, len_k)
+
+
+def reweight(a: Tensor, p: int) -> Tensor:
+    """ReLU(A n - O)^p, then l1 (LSSAR eq. 5). O = 0 in rows n <= 3 (note 2) and in uniform rows, else 1."""
+    n = a.shape[0]
+    r = torch.relu(n * a - (0 if n <= 3 else 1))
+    if r.max() <= UNIFORM:
+        r = n * a
+    if r.max() == 0:
+        return torch.zeros_like(a)
+    return l1((r / r.max().detach()) ** p)  # the l1 cancels the divisor, so that no power overflows
+
+
+def l1(a: Tensor) -> Tensor:
+    """A / sum |A|; a row of zeros stays one."""
+    total = a.abs().sum()
+    return torch.zeros_like(a) if total == 0 else a / total
+
+
+def exp_l1(z: Tensor) -> Tensor:
+    """The softmax of one row."""
+    e = torch.exp(z - z.max().detach())
+    return e / e.sum()
+
+
+def _softmax(row: Row, cfg: Any) -> Tensor:
+    """softmax(q k / sqrt d): Vaswani 2017 eq. 1."""
+    return exp_l1(row.x)
+
+
+def _softmax_inverse(row: Row, cfg: Any) -> Tensor:
+    """-softmax(x): LSSAR Table 1."""
+    return -exp_l1(row.x)
+
+
+def _softmax_recentred(row: Row, cfg: Any) -> Tensor:
+    """softmax(x) - its mean over the visible keys, except in rows n <= 3: LSSAR Table 1, note 1."""
+    a = exp_l1(row.x)
+    return a if row.n <= 3 else a - a.sum() / row.n
+
+
+def _softmax_recentred_l1(row: Row, cfg: Any) -> Tensor:
+    """The same, divided by sum |A|: LSSAR Table 1."""
+    return l1(_softmax_recentred(row, cfg))
+
+
+def log_1p_exp(x: Tensor) -> Tensor:
+    return torch.logaddexp(x, torch.zeros_like(x))
+
+
+def logistic(x: Tensor) -> Tensor:
+    return torch.exp(-log_1p_exp(-x))
+
+
+PHI: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    "identity": lambda x: x,
+    "relu": lambda x: x * (x > 0),
+    "relu2": lambda x: (x * (x > 0)) ** 2,
+    "relu6": lambda x: x * (x > 0) * (x < 6) + 6.0 * (x >= 6),
+    "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
+    "sigmoid": logistic,
+    "softplus": log_1p_exp,
+    "mish": lambda x: x * torch.tanh(log_1p_exp(x)),
+}
+
+
+def _phi(row: Row, cfg: Any) -> Tensor:
+    """A = phi(x), then A / sum |A|: LSSAR eq. 3, Tables 2 and 3."""
+    a = PHI[cfg.phi or "softplus"](row.x)
+    return l1(a) if cfg.l1 in (None, True) else a
+
+
+def _lssa(row: Row, cfg: Any) -> Tensor:
+    """softplus(ln d ln n q^ k^), then l1, with q^ and k^ of length 1: LSSAR eq. 4."""
+    q = row.q / row.q.norm()
+    k = row.k / row.k.norm(dim=-1, keepdim=True)
+    return l1(log_1p_exp(math.log(row.q.shape[0]) * math.log(row.n) * (k * q).sum(-1)))
+
+
+def _sigmoid(row: Row, cfg: Any) -> Tensor:
+    """sigma(x - ln L): Ramapuram 2024 eq. 3 with b = -ln L; with l1: LSSAR Table 4."""
+    count = {"log_train_len": row.train_len, "log_len": row.length, "log_n": row.n}[cfg.bias or "log_n"]
+    a = logistic(row.x - math.log(count))
+    return l1(a) if cfg.l1 else a
+
+
+def _relu_wortsman(row: Row, cfg: Any) -> Tensor:
+    """relu(x) / L: Wortsman 2023."""
+    return PHI["relu"](row.x) / (row.n if cfg.divide_by == "n" else row.train_len)
+
+
+def _relu_li(row: Row, cfg: Any) -> Tensor:
+    """relu(x) / sum relu(x): Li 2022."""
+    return l1(PHI["relu"](row.x))
+
+
+def _relu_shen(row: Row, cfg: Any) -> Tensor:
+    """relu(x) / (gamma sqrt(n / 2)): Shen 2023."""
+    gamma = 1.0 if cfg.gamma is None else cfg.gamma
+    return PHI["relu"](row.x) / (gamma * math.sqrt(row.n / 2))
+
+
+def _ssmax(row: Row, cfg: Any) -> Tensor:
+    """softmax((s ln n + b) x): SSMax eq. 2 and 4; s = 1 is its variant (c), b its variant (d), eq. 11."""
+    s = 1.0 if cfg.scale == "one" else row.params["s"]
+    b = row.params["b"] if cfg.bias else 0.0
+    return exp_l1((s * math.log(row.n) + b) * row.x)
+
+
+def _ssmax_pn(row: Row, cfg: Any) -> Tensor:
+    """softmax((s p_n + b) x): SSMax eq. 3; p_n is learned for every n up to the training length."""
+    s, b, p_n = row.params["s"], row.params["b"], row.params["p_n"][row.n - 1]
+    return exp_l1((s * p_n + b) * row.x)
+
+
+def _norm_softmax(row: Row, cfg: Any) -> Tensor:
+    """softmax(x / (tau min(sigma, gamma))), x = q k unscaled: NormSoftmax eq. 4-6.
+
+    Table 1's f1 (eq. 29) is w x / (tau sigma), f2 is x / (tau max(sigma, gamma)). sigma is the population
+    standard deviation of x over the visible keys; where it is 0, the row is uniform.
+    """
+    x, n = row.raw, row.n
+    if bool((x == x[0]).all()):
+        return torch.full_like(x, 1 / n) + 0 * x  # + 0 x: the zero gradient
+    tau = 1.0 if cfg.tau is None else cfg.tau
+    sigma = (((x - x.sum() / n) ** 2).sum() / n) ** 0.5
+    if cfg.variant == "affine":
+        return exp_l1(row.params["w"] * x / (tau * sigma))
+    if cfg.gamma in (None, "sqrt_d"):
+        gamma = (1.0 if cfg.gamma_factor is None else cfg.gamma_factor) * math.sqrt(row.q.shape[0])
+    else:
+        gamma = math.inf if cfg.gamma == "inf" else cfg.gamma
+    keep_sigma = sigma > gamma if cfg.variant == "inverse" else sigma < gamma
+    return exp_l1(x / (tau * (sigma if keep_sigma else gamma)))
+
+
+def _logit_norm(row: Row, cfg: Any) -> Tensor:
+    """softmax(x / (tau |x|_2)), x = q k unscaled, |x| over the visible keys: NormSoftmax eq. 8."""
+    tau = row.n**-0.5 if cfg.tau is None else cfg.tau
+    return exp_l1(row.raw / (tau * (row.raw**2).sum() ** 0.5))
+
+
+FORMULAS: dict[str, Callable[[Row, Any], Tensor]] = {
+    "softmax": _softmax,
+    "softmax_inverse": _softmax_inverse,
+    "softmax_recentred": _softmax_recentred,
+    "softmax_recentred_l1": _softmax_recentred_l1,
+    "phi": _phi,
+    "lssa": _lssa,
+    "sigmoid": _sigmoid,
+    "relu_wortsman": _relu_wortsman,
+    "relu_li": _relu_li,
+    "relu_shen": _relu_shen,
+    "ssmax": _ssmax,
+    "ssmax_pn": _ssmax_pn,
+    "norm_softmax": _norm_softmax,
+    "logit_norm": _logit_norm,
+}
