@@ -26,7 +26,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Literal, get_args
 
@@ -641,13 +641,12 @@ def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser) -> Ten
     n_queries, n_keys = q.shape[-2], k.shape[-2]
     spec = normaliser.spec
     rows = normaliser.rows(n_queries, n_keys, torch.promote_types(q.dtype, torch.float32), q.device)
-    factor = None if spec.softmax_factor else spec.factor(rows)
     scale = 1.0
-    if isinstance(factor, float):
+    if spec.softmax_factor is None and isinstance(factor := spec.factor(rows), float):
         scale = factor
     else:
         q_float, k_float, _ = normaliser.as_float(q, k)
-        if spec.softmax_factor:
+        if spec.softmax_factor is not None:
             factor = spec.softmax_factor(q_float, k_float, rows)
         q, k = (q_float * factor).to(v.dtype), k_float.to(v.dtype)
     mask = None
@@ -689,15 +688,19 @@ class RowBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        q = ctx.saved_tensors[0]
+        with torch.autocast(q.device.type, enabled=False):  # a caller may run backward inside autocast
+            return RowBlocks._backward(ctx, grads[0])
+
+    @staticmethod
+    def _backward(ctx: Any, do: Tensor) -> Any:
         q, k, v, *learned = ctx.saved_tensors
-        normaliser, rows, do = ctx.normaliser, ctx.rows, grads[0]
-        rows_fn = _rows_function(normaliser)
+        rows_fn = _rows_function(ctx.normaliser)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         learned = [t.detach().requires_grad_(t.requires_grad) for t in learned]
         inputs = [t for t in learned if t.requires_grad]
         d_inputs = [torch.zeros_like(t) for t in inputs]
-        rows = Rows(rows.n, rows.n_keys, rows.train_len, rows.head_dim, rows.options,
-                    dict(zip(rows.learned, learned, strict=True)))  # fmt: skip
+        rows = replace(ctx.rows, learned=dict(zip(ctx.rows.learned, learned, strict=True)))
         for batch, block, keys in row_blocks(q, k):
             x, rows_here = _block_scores(q, k, rows, batch, block, keys)
             d_out = do[batch, :, block]
@@ -742,8 +745,7 @@ def _block_scores(
     # Only the last R keys are hidden from any row of the block.
     future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=x.device).triu(1)
     x[..., -n_rows:].masked_fill_(future, -math.inf)
-    here = Rows(rows.n[block], rows.n_keys, rows.train_len, rows.head_dim, rows.options, rows.learned)
-    return x, here
+    return x, replace(rows, n=rows.n[block])
 
 
 def _rows_function(normaliser: Normaliser) -> Callable[[Tensor, Rows], Tensor]:

@@ -313,6 +313,9 @@ def run_main(main: Callable[[], None]) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def _read_file(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -124,8 +124,9 @@ class Trainer:
                     count=self.micro,
                 )
             )
-            with self.sync_gradients(i == n_micro - 1), self.autocast():
-                loss = self.model(x, y) / n_micro
+            with self.sync_gradients(i == n_micro - 1):
+                with self.autocast():
+                    loss = self.model(x, y) / n_micro
                 loss.backward()
             total += loss.detach()
         clip = config.train.grad_clip or math.inf

@@ -359,6 +359,17 @@ def test_autocast_leaves_scores_in_float32(options):
         assert_close(got, want, inputs, 1e-5, engine)
 
 
+def test_backward_inside_autocast_is_in_float32():
+    q, k, v, do = draw(70, 70, 32)
+    normaliser = make(AttentionConfig(normaliser="lssa", reweight_p=15), 2, 32, train_len=300)
+    for t in (q, k, v):
+        t.requires_grad_()
+    want = torch.autograd.grad(attend(q, k, v, normaliser, "rows"), [q, k, v], do)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = torch.autograd.grad(attend(q, k, v, normaliser, "rows"), [q, k, v], do)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("options", BIG, ids=case_id)
 def test_autocast_leaves_weights_in_float32(options):
     q, k, _, _ = draw(70, 70, 32)
