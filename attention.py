@@ -33,6 +33,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from config import AttentionConfig, UserError
 
@@ -89,6 +90,7 @@ class L1Normalise(torch.autograd.Function):
         return a
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         a, inverse = ctx.saved_tensors
         mean = (grads[0] * a).sum(-1, keepdim=True)
@@ -111,19 +113,21 @@ class IntegerPower(torch.autograd.Function):
         return lower * t
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (lower,) = ctx.saved_tensors
         return grads[0] * lower * ctx.p, None
 
 
 def _power(t: Tensor, p: int) -> Tensor:
-    result = None
+    """t^p, p >= 1, in two new tensors: allocating one for each product costs more than the product."""
+    result, square = None, t
     while p:
         if p & 1:
-            result = t if result is None else result * t
+            result = square.clone() if result is None else result.mul_(square)
         p >>= 1
         if p:
-            t = t * t
+            square = t * t if square is t else square.mul_(square)
     assert result is not None
     return result
 
@@ -144,12 +148,52 @@ def reweight(a: Tensor, rows: Rows, p: int) -> Tensor:
     - Since sum(n A - 1) = 0, a row without positive entries is uniform and its signs are rounding
       noise. Where max(n A) - 1 <= 1e-5, O = 0 as in the first rows: the row stays uniform.
     """
-    peak = rows.n * a.detach().amax(-1, keepdim=True)
-    offset = ((rows.n > 3) & (peak - 1 > 1e-5)).to(a.dtype)
-    r_max = peak - offset
-    scale = torch.where(r_max > 0, 1 / r_max, 0.0)  # a row of zeros stays one
+    offset, scale = _offset_and_scale(rows.n * a.detach().amax(-1, keepdim=True), rows.n)
     t = torch.relu(a * (rows.n * scale) - offset * scale)
     return l1_normalise(IntegerPower.apply(t, p))
+
+
+def _offset_and_scale(peak: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+    """O and 1 / r_max of each row from its largest n A, each (..., R, 1)."""
+    offset = ((n > 3) & (peak - 1 > 1e-5)).to(peak.dtype)
+    r_max = peak - offset
+    return offset, torch.where(r_max > 0, 1 / r_max, 0.0)  # a row of zeros stays one
+
+
+class SharpenedPhi(torch.autograd.Function):
+    """reweight(l1_normalise(phi(x))) in one piece: the fast twin of those two, for phi > 0.
+
+    With s = phi(x), Z = sum s, t = ReLU(c s - e) (c = n / (Z r_max), e = O / r_max), b = t^p, W = sum b and
+    weights C = b / W, the gradients are  g = p c t^(p-1) (dC - sum dC C) / W  with respect to s at fixed
+    Z, and through Z  ds = g - sum(g s) / Z,  dx = ds phi'(x). Row factors like r_max cancel.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, n: Tensor, p: int, phi: Callable[[Tensor], Tensor], d_phi: Callable[..., Tensor]
+    ) -> Tensor:
+        s = phi(x)
+        z = s.sum(-1, keepdim=True)
+        offset, scale = _offset_and_scale(n * s.amax(-1, keepdim=True) / z, n)
+        c = n * scale / z
+        t = (s * c).sub_(offset * scale).relu_()
+        lower = (t > 0).to(t.dtype) if p == 1 else _power(t, p - 1)
+        weights = t.mul_(lower)
+        w = weights.sum(-1, keepdim=True)
+        weights.div_(w)
+        ctx.save_for_backward(x, s, lower, weights, z, p * c / w)
+        ctx.d_phi = d_phi
+        return weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, s, lower, weights, z, factor = ctx.saved_tensors
+        g = grads[0] * weights
+        g = torch.sub(grads[0], g.sum(-1, keepdim=True), out=g)  # in the same memory
+        g.mul_(lower).mul_(factor)
+        g.sub_((g * s).sum(-1, keepdim=True) / z)
+        return g.mul_(ctx.d_phi(x)), None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -167,9 +211,13 @@ class Spec:
     # Subtract the first key from all: softmax and sigma do not see a row-wise shift of the scores, but
     # their rounding does, most of all where keys are nearly equal.
     centre_keys: bool
+    softmax: bool  # rows_fn is softmax(x): the sdpa engine can run it
     options: tuple[str, ...]  # the AttentionConfig fields it reads
     sums_to_one: Callable[[AttentionConfig], bool]  # rows >= 0 and sum to one: may be re-weighted
     learned: Callable[[AttentionConfig, int, int], dict[str, Tensor]]  # (options, n_head, train_len)
+    # phi and its derivative, where rows_fn is l1_normalise(phi(x)) with phi > 0 that never underflows:
+    # re-weighting then runs in one piece (`SharpenedPhi`).
+    phi: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None
     # For a softmax whose temperature depends on the scores: that temperature from q and k in O(T).
     softmax_factor: Callable[[Tensor, Tensor, Rows], Tensor] | None
 
@@ -183,9 +231,11 @@ def register(
     factor: Callable[[Rows], Tensor | float] = lambda rows: rows.head_dim**-0.5,
     cosine: bool = False,
     centre_keys: bool = False,
+    softmax: bool = False,
     options: tuple[str, ...] = (),
     sums_to_one: bool | Callable[[AttentionConfig], bool] = False,
     learned: Callable[[AttentionConfig, int, int], dict[str, Tensor]] = lambda options, n_head, t: {},
+    phi: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None,
     softmax_factor: Callable[[Tensor, Tensor, Rows], Tensor] | None = None,
 ) -> Callable[[Callable[[Tensor, Rows], Tensor]], Callable[[Tensor, Rows], Tensor]]:
     """Make a row-wise function available as `attention.normaliser = "<name>"`. Fields: see `Spec`."""
@@ -193,7 +243,7 @@ def register(
     def add(rows_fn: Callable[[Tensor, Rows], Tensor]) -> Callable[[Tensor, Rows], Tensor]:
         can_sum = sums_to_one if callable(sums_to_one) else lambda options: bool(sums_to_one)
         NORMALISERS[name] = Spec(
-            rows_fn, factor, cosine, centre_keys, options, can_sum, learned, softmax_factor
+            rows_fn, factor, cosine, centre_keys, softmax, options, can_sum, learned, phi, softmax_factor
         )
         return rows_fn
 
@@ -205,7 +255,7 @@ def register(
 # ---------------------------------------------------------------------------------------------------
 
 
-@register("softmax", sums_to_one=True)
+@register("softmax", softmax=True, sums_to_one=True)
 def softmax(x: Tensor, rows: Rows) -> Tensor:
     """softmax(x), x = q.k / sqrt(d)."""
     return x.softmax(-1)
@@ -254,6 +304,7 @@ def _ssmax_learned(options: AttentionConfig, n_head: int, train_len: int) -> dic
     "ssmax",
     factor=_ssmax_factor,
     options=("scale", "scale_init", "bias"),
+    softmax=True,
     sums_to_one=True,
     learned=_ssmax_learned,
 )
@@ -281,6 +332,7 @@ def _ssmax_pn_learned(options: AttentionConfig, n_head: int, train_len: int) -> 
     "ssmax_pn",
     factor=_ssmax_pn_factor,
     options=("scale_init",),
+    softmax=True,
     sums_to_one=True,
     learned=_ssmax_pn_learned,
 )
@@ -292,18 +344,18 @@ def ssmax_pn(x: Tensor, rows: Rows) -> Tensor:
 def _norm_softmax_factor(mean: Tensor, var: Tensor, rows: Rows) -> Tensor:
     """1 / (tau min(sigma, gamma)) and its variants from the moments of a row, (..., R, 1).
 
-    0, which makes the row uniform, where sigma is 0: row 1, identical keys.
+    0, which makes the row uniform, where it would be 1 / 0: row 1, identical keys.
     """
     options = rows.options
+    tau, gamma = options.tau or 1.0, norm_softmax_gamma(options, rows.head_dim)
     spread = var > torch.finfo(var.dtype).tiny
     sigma = torch.where(spread, var, 1.0).sqrt()
-    tau = options.tau or 1.0
+    if options.variant == "inverse":
+        return 1 / (tau * torch.where(spread, sigma, 0.0).clamp_min(gamma))
     if options.variant == "affine":
         factor = rows.learned["w"] / (tau * sigma)
     else:
-        gamma = norm_softmax_gamma(options, rows.head_dim)
-        bounded = sigma.clamp_min(gamma) if options.variant == "inverse" else sigma.clamp_max(gamma)
-        factor = 1 / (tau * bounded)
+        factor = 1 / (tau * sigma.clamp_max(gamma))
     return torch.where(spread, factor, 0.0)
 
 
@@ -413,7 +465,13 @@ def phi(x: Tensor, rows: Rows) -> Tensor:
     return l1_normalise(a) if l1 else a
 
 
-@register("lssa", cosine=True, factor=lambda rows: math.log(rows.head_dim) * rows.n.log(), sums_to_one=True)
+@register(
+    "lssa",
+    cosine=True,
+    factor=lambda rows: math.log(rows.head_dim) * rows.n.log(),
+    sums_to_one=True,
+    phi=(softplus, torch.sigmoid),
+)
 def lssa(x: Tensor, rows: Rows) -> Tensor:
     """softplus(x) / sum softplus(x), x = ln d ln n cos(q, k). (LSSAR, eq. 4)"""
     return l1_normalise(softplus(x))
@@ -487,8 +545,11 @@ class Normaliser(nn.Module):
 
     def rows_fn(self, x: Tensor, rows: Rows) -> Tensor:
         """Scores (..., R, K), -inf at hidden keys, to weights: the formula, then the re-weighting."""
+        p = self.options.reweight_p
+        if p is not None and self.spec.phi is not None:
+            return SharpenedPhi.apply(x, rows.n, p, *self.spec.phi)
         a = self.spec.rows_fn(x, rows)
-        return a if self.options.reweight_p is None else reweight(a, rows, self.options.reweight_p)
+        return a if p is None else reweight(a, rows, p)
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Rows]:
         """q and k in float32 (or float64), rescaled so that their products are the scores."""
@@ -518,11 +579,6 @@ class Normaliser(nn.Module):
         values = {name: getattr(self, name).to(dtype) for name in self.learned_names}
         return {name: v if name == "p_n" else v[:, None, None] for name, v in values.items()}
 
-    @property
-    def is_softmax(self) -> bool:
-        """Whether the weights are a softmax over rescaled queries: what the sdpa engine can run."""
-        return supports_sdpa(self.options)
-
 
 def make_normaliser(options: AttentionConfig, n_head: int, head_dim: int, train_len: int) -> Normaliser:
     """Build the normaliser named in `options`.
@@ -537,8 +593,7 @@ def make_normaliser(options: AttentionConfig, n_head: int, head_dim: int, train_
 def supports_sdpa(options: AttentionConfig) -> bool:
     """Whether the sdpa engine can run this normaliser."""
     spec = NORMALISERS[options.normaliser]
-    plain = spec.rows_fn in (softmax, ssmax, ssmax_pn)
-    return (plain or spec.softmax_factor is not None) and options.reweight_p is None
+    return (spec.softmax or spec.softmax_factor is not None) and options.reweight_p is None
 
 
 def config_problems(options: AttentionConfig) -> list[str]:
@@ -630,8 +685,8 @@ def choose_engine(normaliser: Normaliser, engine: Engine) -> Engine:
     if engine not in get_args(Engine):
         raise ValueError(f"engine = {engine!r}: expected one of {', '.join(get_args(Engine))}")
     if engine == "auto":
-        return "sdpa" if normaliser.is_softmax else "rows"
-    if engine == "sdpa" and not normaliser.is_softmax:
+        return "sdpa" if supports_sdpa(normaliser.options) else "rows"
+    if engine == "sdpa" and not supports_sdpa(normaliser.options):
         raise UserError(f"engine = 'sdpa': {normaliser.options.normaliser} is not a softmax")
     return engine
 
@@ -687,6 +742,7 @@ class RowBlocks(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q = ctx.saved_tensors[0]
         with torch.autocast(q.device.type, enabled=False):  # a caller may run backward inside autocast

@@ -8,6 +8,7 @@ A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of
     model       parameters by their plain names (never torch.compile's or DDP's prefixes)
     optimizers  the optimisers' states
     val_loss    the newest validation loss, or None
+    data        {"tokenizer": name, "train": fingerprint, "val": fingerprint} (see `TokenStream`)
 
 It holds tensors and plain values only and is read with `weights_only`: loading one runs no code.
 """
@@ -19,17 +20,18 @@ import pickle
 import re
 import sys
 import zipfile
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from config import Config, UserError, config_from_dict
+from config import Config, UserError, atomic_file, config_from_dict
 from model import GPT
 
 FORMAT = 1
-KEYS = {"format", "step", "config", "model", "optimizers", "val_loss"}
+KEYS = {"format", "step", "config", "model", "optimizers", "val_loss", "data"}
 
 
 def save_checkpoint(run_dir: Path, state: dict[str, Any], keep_last: int) -> Path:
@@ -38,33 +40,18 @@ def save_checkpoint(run_dir: Path, state: dict[str, Any], keep_last: int) -> Pat
     Raises:
         UserError: the disk refused; checkpoints already there are untouched.
     """
-    folder = run_dir / "checkpoints"
-    path = folder / f"step_{state['step']:06d}.pt"
-    temporary = path.with_suffix(".tmp")
+    path = run_dir / "checkpoints" / f"step_{state['step']:06d}.pt"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as f:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as f:
             torch.save({"format": FORMAT, **state}, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-        sync_folder(folder)
+        older = [old for old in find_checkpoints(run_dir) if old.name < path.name]
+        for old in older[keep_last - 1 :]:
+            old.unlink()
     # torch's zip writer answers a full disk with a RuntimeError of its own.
     except (OSError, RuntimeError) as e:
-        temporary.unlink(missing_ok=True)
         raise UserError(f"{path}: the checkpoint could not be written: {e}") from None
-    for old in find_checkpoints(run_dir)[keep_last:]:
-        old.unlink()
     return path
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename inside `folder` survive a power cut."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def find_checkpoints(run_dir: Path) -> list[Path]:
@@ -94,7 +81,7 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict[str,
         raise UserError(
             f"{path}: not a checkpoint of this repo (it is not plain tensors and values)"
         ) from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as e:
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise UserError(f"{path}: damaged or unreadable checkpoint ({reason})") from None
     if not isinstance(state, dict) or KEYS - state.keys():
@@ -120,17 +107,24 @@ def load_newest(run_dir: Path, device: torch.device | str = "cpu") -> tuple[Path
             return path, load_checkpoint(path, device)
         except UserError as e:
             if os.environ.get("RANK", "0") == "0":
-                print(f"warning: {e}; trying the one before it", file=sys.stderr, flush=True)
+                print(f"warning: {e}; skipped", file=sys.stderr, flush=True)
     if paths:
         raise UserError(f"{run_dir / 'checkpoints'}: none of the {len(paths)} checkpoints loads")
     return None
 
 
-def load_model(source: str | Path, device: torch.device | str = "cpu") -> tuple[GPT, Config, int]:
+class Trained(NamedTuple):
+    """A model as a checkpoint holds it, in eval mode."""
+
+    model: GPT
+    config: Config
+    step: int
+    tokenizer: str
+
+
+def load_model(source: str | Path, device: torch.device | str = "cpu") -> Trained:
     """A trained model for evaluation, from a run folder (its newest checkpoint) or one checkpoint file.
 
-    Returns:
-        The model in eval mode, its config, the number of steps it was trained.
     Raises:
         UserError: nothing there, or nothing that loads.
     """
@@ -145,7 +139,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> tuple[
     config = config_from_dict(state["config"], str(path))
     model = GPT(config)
     load_parameters(model, state["model"], path)
-    return model.to(device).eval(), config, state["step"]
+    return Trained(model.to(device).eval(), config, state["step"], state["data"]["tokenizer"])
 
 
 def load_parameters(model: nn.Module, parameters: dict[str, Any], path: Path) -> None:

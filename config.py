@@ -15,15 +15,47 @@ import difflib
 import os
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, BinaryIO, Literal, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 
 class UserError(ValueError):
     """A mistake in the user's input: its message is shown as it is, without a traceback."""
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that appears under its name when it is complete and on the disk, or not at all.
+
+    Raises:
+        UserError: the disk refused.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+        if os.name == "posix":  # elsewhere a folder cannot be opened; there the rename is all we get
+            folder = os.open(path.parent, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
+    except OSError as e:
+        raise UserError(f"{path}: cannot be written: {e.strerror or e}") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
+    """The parts, one after the other, as a file that is whole or not there (see `atomic_file`)."""
+    with atomic_file(path) as f:
+        f.writelines(parts)
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -155,7 +187,9 @@ class TrainConfig(Section):
     max_steps: int = Field(18865, ge=1, description="Optimiser steps of the whole run.")
     seq_len: int = Field(1024, ge=2, description="Training length T in tokens.")
     batch_tokens: int = Field(524288, ge=2, description="Tokens of one optimiser step, over all processes.")
-    micro_batch: int = Field(32, ge=1, description="Sequences of one forward pass of one process.")
+    micro_batch: int = Field(
+        32, ge=1, description="At most so many sequences in one forward pass of one process."
+    )
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="Autocast type of the forward pass; weights stay float32."
     )
@@ -175,10 +209,10 @@ class TrainConfig(Section):
                 f"train.batch_tokens = {self.batch_tokens}: expected a multiple of "
                 f"train.seq_len = {self.seq_len}"
             )
-        elif (self.batch_tokens // self.seq_len) % self.micro_batch:
+        elif (n_seq := self.batch_tokens // self.seq_len) % min(self.micro_batch, n_seq):
             problems.append(
-                f"train.micro_batch = {self.micro_batch}: expected a divisor of the "
-                f"{self.batch_tokens // self.seq_len} sequences in a step (batch_tokens / seq_len)"
+                f"train.micro_batch = {self.micro_batch}: expected a divisor of the {n_seq} sequences in a "
+                "step (batch_tokens / seq_len), or more than them"
             )
         if self.val_tokens < self.seq_len:
             problems.append(
@@ -200,7 +234,9 @@ class OptimizerConfig(Section):
     beta1: float = Field(0.9, ge=0, lt=1, description="adamw: decay of the first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="adamw: decay of the second moment.")
     momentum: float = Field(0.95, ge=0, lt=1, description="muon, sgd: momentum.")
-    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay, on matrices only.")
+    weight_decay: float = Field(
+        0.1, ge=0, description="Weight decay, on matrices only (decoupled in adamw and muon)."
+    )
     schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
         "cosine", description="Shape after warm-up. wsd: constant, then linear over the last decay_fraction."
     )
@@ -213,7 +249,7 @@ class LogConfig(Section):
     """What a run leaves behind."""
 
     dir: str = Field("runs", description="Run folders are made here, as <dir>/<name>.")
-    every: int = Field(10, ge=1, description="Steps between progress lines and metrics.jsonl entries.")
+    every: int = Field(10, ge=1, description="Steps between progress lines; metrics.jsonl has every step.")
     wandb: bool = Field(False, description="Also log to Weights & Biases.")
     wandb_project: str = Field("attention-normalisers", description="W&B project.")
 
@@ -235,10 +271,16 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.optimizer.warmup_steps > self.train.max_steps:
+        steps, max_steps = self.optimizer.warmup_steps, self.train.max_steps
+        if steps > max_steps:
             raise ValueError(
-                f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: expected at most "
-                f"train.max_steps = {self.train.max_steps}"
+                f"optimizer.warmup_steps = {steps}: expected at most train.max_steps = {max_steps}"
+            )
+        decay = self.optimizer.decay_fraction
+        if self.optimizer.schedule == "wsd" and steps + decay * max_steps > max_steps:
+            raise ValueError(
+                f"optimizer.decay_fraction = {decay}: expected at most {1 - steps / max_steps:.4g}, "
+                "the share of the steps after warm-up"
             )
         return self
 
@@ -291,13 +333,31 @@ def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     return {key: (a.get(key), b.get(key)) for key in a | b if a.get(key) != b.get(key)}
 
 
-def config_help(prog: str, description: str) -> None:
-    """Print every key of the config with its meaning and default, and exit with status 0."""
-    import tyro
+def config_from_command_line(script: str, description: str | None) -> Config:
+    """The `Config` that `script CONFIG.toml [--section.key value ...]` asks for.
 
-    tyro.cli(
-        Config, prog=prog, description=description, args=["--help"], config=(tyro.conf.FlagConversionOff,)
-    )
+    With --help it prints every key with its meaning and its value (that of the file, if one is named)
+    and exits with status 0.
+
+    Raises:
+        UserError: no config file, or a problem with it or with an override.
+    """
+    args = sys.argv[1:]
+    named = bool(args) and not args[0].startswith("-")
+    if "-h" in args or "--help" in args:
+        import tyro
+
+        tyro.cli(
+            Config,
+            prog=f"{script} {args[0] if named else 'CONFIG.toml'}",
+            description=description,
+            default=load_config(args[0]) if named else None,
+            args=["--help"],
+            config=(tyro.conf.FlagConversionOff,),
+        )
+    if not named:
+        raise UserError(f"expected a config file: {script} configs/lssar.toml (or --help)")
+    return load_config(args[0], args[1:])
 
 
 def run_main(main: Callable[[], None]) -> None:
@@ -379,11 +439,16 @@ def _parse_overrides(args: list[str]) -> list[tuple[str, Any]]:
             if not rest or rest[0].startswith("--"):
                 raise UserError(f"{arg}: expected a value after it")
             text = rest.pop(0)
-        pairs.append((key.replace("-", "_"), _parse_value(text)))
+        key = key.replace("-", "_")
+        pairs.append((key, _parse_value(key, text)))
     return pairs
 
 
-def _parse_value(text: str) -> Any:
+def _parse_value(key: str, text: str) -> Any:
+    section, _, name = key.rpartition(".")
+    field = SECTIONS.get(section, Config).model_fields.get(name)
+    if field is not None and field.annotation is str:
+        return text  # a run may be called 7 or 2024-11-20
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
     try:
@@ -446,6 +511,8 @@ def _explain(error: ValidationError, sources: dict[str, str], path: str) -> tupl
         head = f"{_source(dotted, sources, path)}: {dotted} = {_short(e['input'])}: "
         if e["type"] == "extra_forbidden":
             lines.append(f"{head}unknown key; {_nearest(dotted)}")
+        elif e["type"] == "string_pattern_mismatch":
+            lines.append(f"{head}expected letters, digits and . _ = + - alone; choose another --name")
         else:
             what = e["msg"].removeprefix("Input should be ").removeprefix("a valid ")
             what = "a section" if e["type"] == "model_type" else what
@@ -467,6 +534,8 @@ def _short(value: Any) -> str:
 def _nearest(dotted: str) -> str:
     """What the writer of an unknown key may have meant."""
     *section, key = dotted.split(".")
+    if dotted == "base":
+        return "a base is named in a config file"
     for name, cls in SECTIONS.items():
         if key in cls.model_fields:
             return f"did you mean {name}.{key}?"
@@ -486,10 +555,7 @@ SECTIONS: dict[str, type[Section]] = {
 
 
 def main() -> None:
-    args = sys.argv[1:]
-    if not args or "-h" in args or "--help" in args:
-        config_help("config.py CONFIG.toml", __doc__ or "")
-    print(to_toml(load_config(args[0], args[1:])), end="")
+    print(to_toml(config_from_command_line("config.py", __doc__)), end="")
 
 
 if __name__ == "__main__":

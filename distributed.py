@@ -39,10 +39,6 @@ class World:
             dist.all_reduce(ends, dist.ReduceOp.MAX)
         return bool(ends[0] == -ends[1])
 
-    def wait_for_all(self) -> None:
-        if self.size > 1:
-            dist.barrier()
-
 
 @contextmanager
 def join_world(device: str) -> Iterator[World]:
@@ -58,10 +54,11 @@ def join_world(device: str) -> Iterator[World]:
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device cuda: this machine has no CUDA device; expected cpu or auto")
     use_cuda = torch.cuda.is_available() and device != "cpu"
-    if use_cuda and local_rank >= torch.cuda.device_count():
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if use_cuda and here > torch.cuda.device_count():
         raise UserError(
-            "torchrun started more processes than this machine has GPUs; expected "
-            f"--nproc_per_node={torch.cuda.device_count()} at most"
+            f"torchrun started {here} processes on a machine with {torch.cuda.device_count()} GPUs; "
+            "expected --nproc_per_node to be at most that"
         )
     if use_cuda:
         torch.cuda.set_device(local_rank)

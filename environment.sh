@@ -20,7 +20,10 @@ environment() {
         exit 2
     fi
     echo "environment: installing $1 into .venv (a few minutes the first time) ..."
-    [ -x $PYTHON ] || python3 -m venv .venv
+    $PYTHON -m pip --version > /dev/null 2>&1 || python3 -m venv --clear .venv || {
+        echo "error: python3 -m venv failed (on Debian: apt install python3-venv)" >&2
+        exit 2
+    }
     $PYTHON -m pip install --quiet --disable-pip-version-check -r "$1" || {
         echo "error: pip could not install $1 (its message is above)" >&2
         exit 2

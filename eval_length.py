@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 from attention import describe_attention
 from checkpoint import load_model
-from config import ArgumentParser, Config, UserError, run_main
+from config import ArgumentParser, Config, UserError, run_main, write_atomically
 from data.shards import TokenStream, val_batch, val_windows
 from distributed import World, join_world
 from model import GPT, RopeKind, RopeScaling
@@ -133,7 +133,7 @@ def open_runs(sources: list[str], data_dir: str | None) -> list[Run]:
     for path, output, label in zip(paths, outputs, labels, strict=True):
         if outputs.count(output) > 1:
             raise UserError(f"{path}: given twice")
-        _, config, _ = load_model(path)  # not kept: ten models may not fit in memory
+        config = load_model(path).config  # not the model: ten models may not fit in memory
         stream = open_validation(config, data_dir)
         if not os.access(output.parent, os.W_OK):
             raise UserError(f"{output.parent}: cannot be written; the results go there")
@@ -165,11 +165,11 @@ def open_validation(config: Config, data_dir: str | None) -> TokenStream:
         UserError: missing, damaged, or tokens that the model does not know.
     """
     stream = TokenStream(data_dir or config.data.dir, "val")
+    stream.check_model(config.model.vocab_size)
     known, found = config.model.vocab_size, stream.vocab_size
     # A model may have a few rows more than its tokeniser has tokens, but if the numbers are far apart
     # the tokens of --data mean something else to it, and it would score noise.
-    other_tokeniser = data_dir is not None and math.ceil(known / 128) != math.ceil(found / 128)
-    if found > known or other_tokeniser:
+    if data_dir is not None and math.ceil(known / 128) != math.ceil(found / 128):
         raise UserError(
             f"{stream.folder}: tokenised with {found} tokens, but {config.name} has "
             f"model.vocab_size = {known}; expected the same tokeniser"
@@ -220,7 +220,7 @@ def choose_picture(out: str | None, runs: list[Run]) -> Path | None:
 
 def evaluate(run: Run, plan: Plan, world: World) -> dict[str, Any]:
     """All lengths of one run: what eval_length.json holds. Every process gets the same."""
-    model, config, step = load_model(run.source, world.device)
+    model, config, step, _ = load_model(run.source, world.device)
     if not world.agree(step):
         raise UserError(f"{run.source}: got a new checkpoint while it was read; try again")
     avoid_dense(model)
@@ -244,6 +244,7 @@ def evaluate(run: Run, plan: Plan, world: World) -> dict[str, Any]:
         "data": {
             "dir": str(run.stream.folder),
             "split": run.stream.split,
+            "fingerprint": run.stream.fingerprint,
             "tokenizer": run.stream.info["tokenizer"],
             "tokens": n_blocks * longest,
             "blocks": n_blocks,
@@ -451,21 +452,6 @@ def format_table(rows: list[list[str]], n_left: int = 2) -> str:
 
 def write_json(result: dict[str, Any], path: Path) -> None:
     write_atomically(path, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The file is either whole or as it was.
-
-    Raises:
-        UserError: the disk refused.
-    """
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError as e:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written: {e.strerror}") from None
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:

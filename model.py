@@ -84,8 +84,9 @@ def rope_tables(
         yarn    (1-g)·w_i/s + g·w_i        Peng et al. 2023 (arXiv 2309.00071), Definitions 2 and 3
 
     where yarn's g rises linearly from 0 to 1 as the turns over the training length,
-    r_i = train_len·w_i / 2π, go from 1 to 32; it also multiplies cos and sin by 0.1·ln s + 1. (The authors'
-    code ramps over the index i between rounded ends instead; this is the formula in the paper.)
+    r_i = train_len·w_i / 2π, go from 1 to 32; it also multiplies cos and sin by 0.1·ln s + 1,
+    which lssa, normalising q and k, does not see. (The authors' code ramps over the index i between rounded
+    ends instead; this is the formula in the paper.)
 
     Args:
         start: leave out the positions before this one (those already in a KV cache).

@@ -15,7 +15,6 @@ import torch
 
 from checkpoint import load_model
 from config import ArgumentParser, run_main
-from data.shards import dataset_info
 from data.tokenizer import get_tokenizer
 from model import RopeKind, RopeScaling
 
@@ -38,8 +37,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, config, _ = load_model(args.run, device)
-    tokenizer = get_tokenizer(dataset_info(config.data.dir)["tokenizer"])
+    model, _, _, tokenizer_name = load_model(args.run, device)
+    tokenizer = get_tokenizer(tokenizer_name)
     prompt = [tokenizer.eot_token, *tokenizer.encode_ordinary(args.prompt)]
     tokens = model.generate(
         torch.tensor([prompt], device=device),

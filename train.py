@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node=8 train.py configs/lssar.toml  # 8 GPUs
     python train.py configs/lssar.toml --attention.reweight-p 3 --name lssar_p3
 
-Writes runs/<name>/: config.toml (resolved; `train.py runs/<name>/config.toml` replays it),
+Writes runs/<name>/: config.toml (resolved; `train.py runs/<name>/config.toml --name again` replays it),
 metrics.jsonl (one JSON object a line: each step's loss, lr, grad_norm; val_loss where validated) and
 checkpoints/. The same command, run again, goes on from the newest checkpoint.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,11 @@ from config import (
     OptimizerConfig,
     UserError,
     changed_keys,
-    config_help,
-    load_config,
+    config_from_command_line,
+    config_from_dict,
     run_main,
     to_toml,
+    write_atomically,
 )
 from data.shards import TokenStream, train_batch, val_batch, val_windows
 from distributed import World, join_world
@@ -50,15 +50,12 @@ FREE_KEYS = (
     "train.val_every",
     "attention.engine",
     "attention.compile_rows",
-    "data.dir",
+    "data.dir",  # its content is compared instead
 )
 
 
 def main() -> None:
-    args = sys.argv[1:]
-    if not args or "-h" in args or "--help" in args:
-        config_help("train.py CONFIG.toml", __doc__ or "")
-    config = load_config(args[0], args[1:])
+    config = config_from_command_line("train.py", __doc__)
     with join_world(config.train.device) as world:
         Trainer(config, world).run()
 
@@ -92,17 +89,18 @@ class Trainer:
             loss, grad_norm, lr = self.train_step()
             self.step += 1
             log.add_step(self.step, loss, grad_norm, lr)
-            last = self.step == config.max_steps
-            if self.step % self.config.log.every == 0 or last:
-                log.flush(self.step)
-            if self.step % config.val_every == 0 or last:
-                log.flush(self.step)
+            validate, save = self.is_due(config.val_every), self.is_due(config.checkpoint_every)
+            if self.is_due(self.config.log.every) or validate or save:
+                log.flush(self.step)  # before saving: what a checkpoint has seen is in metrics.jsonl
+            if validate:
                 self.val_loss = self.validate()
                 log.add_validation(self.step, self.val_loss)
-            if self.step % config.checkpoint_every == 0 or last:
-                log.flush(self.step)  # first: what a checkpoint has seen is in metrics.jsonl
+            if save:
                 self.save(log)
         log.close()
+
+    def is_due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.config.train.max_steps
 
     def train_step(self) -> tuple[Tensor, Tensor, float]:
         """One optimiser step. Returns this process's mean loss, the gradient norm, the learning rate."""
@@ -147,7 +145,7 @@ class Trainer:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=enabled)
 
     def to_device(self, *arrays: Any) -> list[Tensor]:
-        return [torch.from_numpy(a).to(self.world.device, non_blocking=True) for a in arrays]
+        return [torch.from_numpy(a).to(self.world.device) for a in arrays]
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -168,15 +166,16 @@ class Trainer:
     def open_run(self) -> RunLog:
         """The run folder: made, or checked and resumed from its newest checkpoint."""
         run_dir = self.config.run_dir
-        check_same_config(run_dir, self.config)
         found = load_newest(run_dir, "cpu")
         if found is not None:
             path, state = found
+            check_same_run(path, state, self.config, self.data_info())
             load_parameters(self.raw_model, state["model"], path)
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             self.step, self.val_loss = state["step"], state["val_loss"]
-        self.world.wait_for_all()  # every rank has read the folder before rank 0 writes to it
+        if not self.world.agree(self.step):
+            raise UserError(f"{run_dir}: the processes see different checkpoints; expected one folder")
         log = RunLog(self.config, self.world, self.step)
         if found is not None:
             log.say(f"resumed from {found[0]}: {self.step} of {self.config.train.max_steps} steps done")
@@ -190,9 +189,18 @@ class Trainer:
                 "model": self.raw_model.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "val_loss": self.val_loss,
+                "data": self.data_info(),
             }
             path = save_checkpoint(self.config.run_dir, state, self.config.train.keep_last)
             log.say(f"saved {path}")
+            log.restart_clock()
+
+    def data_info(self) -> dict[str, str]:
+        return {
+            "tokenizer": self.train_stream.info["tokenizer"],
+            "train": self.train_stream.fingerprint,
+            "val": self.val_stream.fingerprint,
+        }
 
     def describe(self, log: RunLog) -> None:
         config, tokens = self.config, self.train_stream.n_tokens
@@ -207,7 +215,13 @@ class Trainer:
             f"attention {describe_attention(config.attention)}, engine "
             f"{choose_engine(normaliser, config.attention.engine)}"  # type: ignore[arg-type]
         )
-        log.say(f"data     {config.data.dir}: {tokens:,} training tokens ({epochs:.2f} epochs)")
+        n_val = config.train.seq_len * val_windows(
+            self.val_stream, config.train.val_tokens, config.train.seq_len
+        )
+        log.say(
+            f"data     {config.data.dir}: {tokens:,} training tokens ({epochs:.2f} epochs), "
+            f"validation on {n_val:,}"
+        )
         log.say(
             f"step     {config.train.batch_tokens:,} tokens = {self.world.size} processes x "
             f"{self.per_rank // self.micro} micro-batches x {self.micro} sequences x "
@@ -219,11 +233,7 @@ def open_streams(config: Config) -> tuple[TokenStream, TokenStream]:
     """Training and validation tokens, checked against the model's vocabulary."""
     streams = TokenStream(config.data.dir, "train"), TokenStream(config.data.dir, "val")
     for stream in streams:
-        if stream.vocab_size > config.model.vocab_size:
-            raise UserError(
-                f"model.vocab_size = {config.model.vocab_size}: {config.data.dir} was tokenised with "
-                f"{stream.vocab_size} tokens; expected at least that many"
-            )
+        stream.check_model(config.model.vocab_size)
     val_windows(streams[1], config.train.val_tokens, config.train.seq_len)  # raises if it is too short
     return streams
 
@@ -246,19 +256,25 @@ def split_batch(config: Config, n_processes: int) -> tuple[int, int]:
     return per_rank, micro
 
 
-def check_same_config(run_dir: Path, config: Config) -> None:
-    """A run folder belongs to one config: resuming with another would mix two runs in one curve."""
-    path = run_dir / "config.toml"
-    if not path.exists():
-        return
-    changed = {
-        key: values
-        for key, values in changed_keys(load_config(path), config).items()
+def check_same_run(path: Path, state: dict[str, Any], config: Config, data: dict[str, str]) -> None:
+    """Resuming with another config or corpus would mix two runs in one curve.
+
+    Raises:
+        UserError: naming what differs between the checkpoint and now.
+    """
+    changed = changed_keys(config_from_dict(state["config"], str(path)), config)
+    found = [
+        f"{key} was {old!r}, now {new!r}"
+        for key, (old, new) in changed.items()
         if not key.startswith(FREE_KEYS)
-    }
-    if changed and (run_dir / "checkpoints").exists():
-        listed = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
-        raise UserError(f"{run_dir}: holds a run with another config ({listed}): choose another --name")
+    ]
+    found += [
+        f"data: {key} was {state['data'][key]}, now {data[key]}"
+        for key in data
+        if state["data"][key] != data[key]
+    ]
+    if found:
+        raise UserError(f"{config.run_dir}: holds another run ({'; '.join(found)}): choose another --name")
 
 
 def make_optimizers(model: GPT, config: OptimizerConfig, device: torch.device) -> list[torch.optim.Optimizer]:
@@ -343,11 +359,14 @@ class RunLog:
         run_dir = config.run_dir
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / "config.toml").write_text(to_toml(config))
         except OSError as e:
-            raise UserError(f"{run_dir}: the run folder cannot be written: {e.strerror}") from None
+            raise UserError(f"{run_dir}: the run folder cannot be made: {e.strerror}") from None
         self.metrics = run_dir / "metrics.jsonl"
-        self.metrics.write_text("".join(lines_up_to(self.metrics, step)))
+        if step == 0 and self.metrics.exists():
+            old = self.metrics.rename(run_dir / "metrics.jsonl.old")
+            self.say(f"{run_dir} has no checkpoint: starting from step 0, its metrics are now {old.name}")
+        write_atomically(run_dir / "config.toml", to_toml(config).encode())
+        write_atomically(self.metrics, "".join(lines_up_to(self.metrics, step)).encode())
         if config.log.wandb:
             import wandb
 
@@ -390,16 +409,22 @@ class RunLog:
         )
 
     def add_validation(self, step: int, val_loss: float) -> None:
-        """Record a validation; the time since the last flush went into it, not into training."""
         self.write([{"step": step, "val_loss": val_loss}])
         self.say(f"step {step:>{len(str(self.config.train.max_steps))}} | validation loss {val_loss:.4f}")
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """The time since the last flush was not training."""
         self.flushed_time = time.time()
 
     def write(self, records: list[dict[str, Any]]) -> None:
         if not self.world.is_main:
             return
-        with open(self.metrics, "a") as f:
-            f.writelines(json.dumps(record) + "\n" for record in records)
+        try:
+            with open(self.metrics, "a") as f:
+                f.writelines(json.dumps(record) + "\n" for record in records)
+        except OSError as e:
+            raise UserError(f"{self.metrics}: cannot be written: {e.strerror}") from None
         if self.wandb is not None:
             for record in records:
                 self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from config import UserError
+from config import UserError, write_atomically
 
 HEADER_BYTES = 1024  # 256 int32
 MAGIC = 20240520
@@ -39,7 +39,7 @@ MAX_TOKENS = 2**31 - 1  # of one shard: the header's count is an int32
 INFO_NAME = "dataset.json"
 INFO_VERSION = 1
 UNFINISHED_NAME = "dataset.unfinished"
-HOW_TO_PREPARE = "prepare data with `python data/python_source.py` or `python data/fineweb.py`"
+HOW_TO_PREPARE = "prepare data with `python data/python_source.py`, or see README.md for FineWeb"
 FEISTEL_ROUNDS = 8
 
 
@@ -65,7 +65,7 @@ def write_shard(path: str | Path, tokens: Sequence[int] | np.ndarray) -> str:
     header[:3] = MAGIC, VERSION, len(array)
     digest = hashlib.sha256(header.tobytes())
     digest.update(array.data)
-    _write_atomically(path, header.data, array.data)
+    write_atomically(path, header.data, array.data)
     return digest.hexdigest()
 
 
@@ -139,7 +139,7 @@ def finish_dataset(folder: str | Path, info: dict[str, Any]) -> None:
     """Write dataset.json, last of all, and take the mark of `begin_dataset` away."""
     info = _check_info({"format_version": INFO_VERSION} | info, Path(folder) / INFO_NAME)
     text = json.dumps(info, indent=2, ensure_ascii=False) + "\n"
-    _write_atomically(Path(folder) / INFO_NAME, text.encode())
+    write_atomically(Path(folder) / INFO_NAME, text.encode())
     (Path(folder) / UNFINISHED_NAME).unlink(missing_ok=True)
 
 
@@ -153,28 +153,6 @@ def _as_uint16(tokens: Sequence[int] | np.ndarray, path: Path) -> np.ndarray:
         if not 0 <= token <= 65535:
             raise UserError(f"{path}: token {token} does not fit uint16: expected 0 to 65535")
     return np.ascontiguousarray(array, TOKEN)
-
-
-def _write_atomically(path: Path, *parts: bytes | memoryview) -> None:
-    temp = path.with_name(f".{path.name}.tmp")
-    try:
-        try:
-            with open(temp, "wb") as f:
-                for part in parts:
-                    f.write(part)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(temp, path)
-        finally:
-            temp.unlink(missing_ok=True)
-        if os.name == "posix":  # elsewhere a folder cannot be opened; there the rename is all we get
-            fd = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-    except OSError as e:
-        raise UserError(f"{path}: cannot be written: {e.strerror}") from None
 
 
 # ---------------------------------------------------------------- opening
@@ -337,6 +315,23 @@ class TokenStream:
             filled += len(part)
             position = (position + len(part)) % self.n_tokens
         return out
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells this token stream from others: its sha256 from dataset.json, else its length."""
+        split = self.info.get("splits", {}).get(self.split)
+        return f"sha256 {split['sha256']}" if split else f"{self.n_tokens} tokens"
+
+    def check_model(self, vocab_size: int) -> None:
+        """
+        Raises:
+            UserError: the stream has tokens that a model with so many does not know.
+        """
+        if self.vocab_size > vocab_size:
+            raise UserError(
+                f"model.vocab_size = {vocab_size}: {self.folder} was tokenised with {self.vocab_size} "
+                "tokens; expected at least that many"
+            )
 
     def _check_listed(self, paths: list[Path]) -> None:
         """The shards are those in dataset.json: a lost last shard would silently change the stream."""

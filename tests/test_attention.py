@@ -644,6 +644,24 @@ def test_identical_keys_are_a_uniform_row(dtype, head_dim, scale):
                     assert error <= 1e-5, f"{engine}, {variant}, T = {t}: {error:.2e}"
 
 
+@pytest.mark.parametrize("p", [1, 15, 100])
+@pytest.mark.parametrize("keys", ["random", "one sharp", "equal"])
+def test_reweighting_is_finite_and_exact_at_131072_keys(p, keys):
+    """Past 131072 keys and p = 100 the formula as written overflows even float64's range."""
+    q, k, v, do = draw(3, 131072, 16, n_head=1)
+    if keys == "one sharp":
+        k[:, :, 77] = 8 * q[:, :, 0]
+    if keys == "equal":
+        k = k[:, :, :1].expand_as(k).contiguous()
+    cfg = AttentionConfig(normaliser="lssa", reweight_p=p)
+    normaliser = make(cfg, 1, 16, 1024)
+    got = run("rows", normaliser, q, k, v, do)
+    assert all(g.isfinite().all() for g in got.values())
+    weights, exact = normaliser.weights(q, k), normaliser.weights(q.double(), k.double())
+    assert (weights.sum(-1) - 1).abs().max() <= 1e-5
+    assert (weights - exact).abs().sum(-1).max() <= 1e-3  # l1 distance of whole rows
+
+
 # 8. A KV cache changes nothing.
 
 

@@ -140,7 +140,7 @@ def test_missing_data_says_how_to_prepare_it(tmp_path: Path) -> None:
     for folder in (tmp_path / "none", tmp_path):
         with pytest.raises(UserError) as error:
             TokenStream(folder, "train")
-        one_line(error, folder, "data/python_source.py", "data/fineweb.py")
+        one_line(error, folder, "data/python_source.py", "README.md")
 
 
 def test_gaps_and_mixtures_are_refused(tmp_path: Path) -> None:

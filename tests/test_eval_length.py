@@ -49,7 +49,12 @@ def make_run(runs: Path, name: str, data: Path, step: int = 7, **attention: obje
 
 
 def save_run(folder: Path, config: Config, model: GPT, step: int) -> None:
-    state = {"step": step, "config": config.model_dump(), "model": model.state_dict()}
+    state = {
+        "step": step,
+        "config": config.model_dump(),
+        "model": model.state_dict(),
+        "data": {"tokenizer": "toy"},
+    }
     save_checkpoint(folder, {**state, "optimizers": [], "val_loss": None}, keep_last=9)
 
 
@@ -86,7 +91,7 @@ def spawn(*args: object, processes: int = 1) -> subprocess.CompletedProcess[str]
 
 def direct_losses(run: Path, data: Path, length: int, rope: RopeKind) -> torch.Tensor:
     """Losses of all scored tokens in stream order, (N,) float64, from full logits, window by window."""
-    model, _, _ = load_model(run)
+    model = load_model(run).model
     stream, losses = TokenStream(data, "val"), []
     for window in range(N_BLOCKS * 64 // length):
         x, y = map(torch.from_numpy, val_batch(stream, window, 1, length))
@@ -134,7 +139,7 @@ def test_same_targets_have_windows_that_end_with_the_block(
     """By the definition: the last T tokens of each block as a window of their own."""
     run = make_run(tmp_path / "runs", "a", data)
     call(monkeypatch, run, "--lengths", 16, 32, 64)
-    model, _, _ = load_model(run)
+    model = load_model(run).model
     tokens = torch.from_numpy(TokenStream(data, "val").read(0, N_BLOCKS * 64 + 1))
     for row in read(run / "eval_length.json")["lengths"]:
         length, means = row["length"], []
@@ -240,7 +245,7 @@ def test_a_loss_that_is_not_finite_is_said(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "runs", "a", data)
-    model, config, step = load_model(run)
+    model, config, step, _ = load_model(run)
     with torch.no_grad():
         model.get_parameter("final_norm.weight").fill_(math.nan)
     save_run(run, config, model, step)

@@ -18,7 +18,7 @@ from config import Config, OptimizerConfig, UserError, load_config
 from data.shards import TokenStream, train_batch, val_batch, write_shard
 from distributed import World
 from model import GPT
-from train import Trainer, check_same_config, lr_factor, make_optimizers, split_batch
+from train import Trainer, lr_factor, make_optimizers, split_batch
 
 ROOT = Path(__file__).parents[1]
 CPU = World(0, 1, torch.device("cpu"))
@@ -201,9 +201,36 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_used(
 
 def test_another_config_in_the_same_folder_is_refused(config_path: Path):
     run = train(config_path)
-    check_same_config(run, load_config(config_path, ["--train.micro-batch", "2", "--log.every", "1"]))
+    assert train(config_path, "--train.micro-batch", "2", "--log.every", "1") == run
     with pytest.raises(UserError, match=r"optimizer.lr was 0.01, now 0.02.*choose another --name"):
         train(config_path, "--optimizer.lr", "0.02")
+
+
+def test_another_corpus_is_refused(config_path: Path, data_dir: Path, tmp_path: Path):
+    train(config_path)
+    other = shutil.copytree(data_dir, tmp_path / "other")
+    info = json.loads((other / "dataset.json").read_text())
+    info["splits"]["train"]["sha256"] = "f00"
+    (other / "dataset.json").write_text(json.dumps(info))
+    with pytest.raises(UserError, match="data: train was sha256 , now sha256 f00"):
+        train(config_path, "--data.dir", str(other))
+
+
+def test_a_run_without_checkpoints_keeps_its_old_metrics(config_path: Path):
+    run = train(config_path)
+    old = (run / "metrics.jsonl").read_text()
+    shutil.rmtree(run / "checkpoints")
+    train(config_path)
+    assert (run / "metrics.jsonl.old").read_text() == old
+    assert list(metrics(run, "loss")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_pruning_spares_the_new_checkpoint_when_a_later_one_is_damaged(config_path: Path):
+    run = train(config_path)
+    (run / "checkpoints" / "step_000099.pt").write_bytes(b"damaged")
+    (run / "checkpoints" / "step_000006.pt").unlink()
+    train(config_path, "--train.keep-last", "1")
+    assert {path.name for path in find_checkpoints(run)} == {"step_000099.pt", "step_000006.pt"}
 
 
 @pytest.mark.parametrize("normaliser", NORMALISERS)
