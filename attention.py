@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Literal, get_args
@@ -38,6 +38,7 @@ from torch.autograd.function import once_differentiable
 from config import AttentionConfig, UserError
 
 Engine = Literal["auto", "dense", "rows", "sdpa"]
+PhiPair = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]  # phi and its derivative
 
 # ---------------------------------------------------------------------------------------------------
 # What a row-wise function may use
@@ -169,31 +170,48 @@ class SharpenedPhi(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, n: Tensor, p: int, phi: Callable[[Tensor], Tensor], d_phi: Callable[..., Tensor]
-    ) -> Tensor:
-        s = phi(x)
-        z = s.sum(-1, keepdim=True)
-        offset, scale = _offset_and_scale(n * s.amax(-1, keepdim=True) / z, n)
-        c = n * scale / z
-        t = (s * c).sub_(offset * scale).relu_()
-        lower = (t > 0).to(t.dtype) if p == 1 else _power(t, p - 1)
-        weights = t.mul_(lower)
-        w = weights.sum(-1, keepdim=True)
-        weights.div_(w)
-        ctx.save_for_backward(x, s, lower, weights, z, p * c / w)
-        ctx.d_phi = d_phi
+    def forward(ctx: Any, x: Tensor, n: Tensor, p: int, phi: PhiPair) -> Tensor:
+        weights, *saved = sharpened_phi(x, n, p, phi)
+        ctx.save_for_backward(x, weights, *saved)
+        ctx.phi = phi
         return weights
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, s, lower, weights, z, factor = ctx.saved_tensors
-        g = grads[0] * weights
-        g = torch.sub(grads[0], g.sum(-1, keepdim=True), out=g)  # in the same memory
-        g.mul_(lower).mul_(factor)
-        g.sub_((g * s).sum(-1, keepdim=True) / z)
-        return g.mul_(ctx.d_phi(x)), None, None, None, None
+        x, weights, *saved = ctx.saved_tensors
+        return sharpened_phi_grad(grads[0], x, weights, saved, ctx.phi), None, None, None
+
+
+def sharpened_phi(x: Tensor, n: Tensor, p: int, phi: PhiPair) -> tuple[Tensor, ...]:
+    """The weights, and what their gradient needs besides x: s, t^(p-1), Z, p c / W (see `SharpenedPhi`)."""
+    s = phi[0](x)
+    z = s.sum(-1, keepdim=True)
+    offset, scale = _offset_and_scale(n * s.amax(-1, keepdim=True) / z, n)
+    c = n * scale / z
+    t = (s * c).sub_(offset * scale).relu_()
+    lower = (t > 0).to(t.dtype) if p == 1 else _power(t, p - 1)
+    weights = t.mul_(lower)
+    w = weights.sum(-1, keepdim=True)
+    return weights.div_(w), s, lower, z, p * c / w
+
+
+def sharpened_phi_grad(
+    d_weights: Tensor, x: Tensor, weights: Tensor, saved: list[Tensor], phi: PhiPair
+) -> Tensor:
+    """dx from what `sharpened_phi` returned."""
+    s, lower, z, factor = saved
+    g = d_weights * weights
+    g = torch.sub(d_weights, g.sum(-1, keepdim=True), out=g)  # in the same memory
+    g.mul_(lower).mul_(factor)
+    g.sub_((g * s).sum(-1, keepdim=True) / z)
+    return g.mul_(phi[1](x))
+
+
+def sharpened_phi_vjp(x: Tensor, n: Tensor, p: int, phi: PhiPair, d_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and dx in one function without autograd: when compiled, nothing in between is stored."""
+    weights, *saved = sharpened_phi(x, n, p, phi)
+    return weights, sharpened_phi_grad(d_weights, x, weights, saved, phi)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -217,7 +235,7 @@ class Spec:
     learned: Callable[[AttentionConfig, int, int], dict[str, Tensor]]  # (options, n_head, train_len)
     # phi and its derivative, where rows_fn is l1_normalise(phi(x)) with phi > 0 that never underflows:
     # re-weighting then runs in one piece (`SharpenedPhi`).
-    phi: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None
+    phi: PhiPair | None
     # For a softmax whose temperature depends on the scores: that temperature from q and k in O(T).
     softmax_factor: Callable[[Tensor, Tensor, Rows], Tensor] | None
 
@@ -235,7 +253,7 @@ def register(
     options: tuple[str, ...] = (),
     sums_to_one: bool | Callable[[AttentionConfig], bool] = False,
     learned: Callable[[AttentionConfig, int, int], dict[str, Tensor]] = lambda options, n_head, t: {},
-    phi: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None,
+    phi: PhiPair | None = None,
     softmax_factor: Callable[[Tensor, Tensor, Rows], Tensor] | None = None,
 ) -> Callable[[Callable[[Tensor, Rows], Tensor]], Callable[[Tensor, Rows], Tensor]]:
     """Make a row-wise function available as `attention.normaliser = "<name>"`. Fields: see `Spec`."""
@@ -547,9 +565,23 @@ class Normaliser(nn.Module):
         """Scores (..., R, K), -inf at hidden keys, to weights: the formula, then the re-weighting."""
         p = self.options.reweight_p
         if p is not None and self.spec.phi is not None:
-            return SharpenedPhi.apply(x, rows.n, p, *self.spec.phi)
+            return SharpenedPhi.apply(x, rows.n, p, self.spec.phi)
         a = self.spec.rows_fn(x, rows)
         return a if p is None else reweight(a, rows, p)
+
+    def rows_vjp(
+        self, x: Tensor, rows: Rows, d_weights: Tensor, learned: list[Tensor]
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
+        """rows_fn's weights, and the gradients of sum(weights * d_weights) by x and by `learned`."""
+        p, compiled = self.options.reweight_p, self.options.compile_rows
+        if p is not None and self.spec.phi is not None:
+            vjp = _compiled(sharpened_phi_vjp) if compiled else sharpened_phi_vjp
+            weights, dx = vjp(x, rows.n, p, self.spec.phi, d_weights)
+            return weights, dx, [None] * len(learned)
+        with torch.enable_grad():
+            weights = _rows_function(self)(x.requires_grad_(), rows)
+        dx, *d_learned = torch.autograd.grad(weights, [x, *learned], d_weights, allow_unused=True)
+        return weights.detach(), dx, d_learned
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Rows]:
         """q and k in float32 (or float64), rescaled so that their products are the scores."""
@@ -751,7 +783,6 @@ class RowBlocks(torch.autograd.Function):
     @staticmethod
     def _backward(ctx: Any, do: Tensor) -> Any:
         q, k, v, *learned = ctx.saved_tensors
-        rows_fn = _rows_function(ctx.normaliser)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         learned = [t.detach().requires_grad_(t.requires_grad) for t in learned]
         inputs = [t for t in learned if t.requires_grad]
@@ -760,13 +791,11 @@ class RowBlocks(torch.autograd.Function):
         for batch, block, keys in row_blocks(q, k):
             x, rows_here = _block_scores(q, k, rows, batch, block, keys)
             d_out = do[batch, :, block]
-            with torch.enable_grad():
-                weights = rows_fn(x.requires_grad_(), rows_here)
             d_weights = d_out @ v[batch, :, keys].mT
-            dx, *d_block = torch.autograd.grad(weights, [x, *inputs], d_weights, allow_unused=True)
+            weights, dx, d_block = ctx.normaliser.rows_vjp(x, rows_here, d_weights, inputs)
             dq[batch, :, block] = dx @ k[batch, :, keys]
             dk[batch, :, keys] += dx.mT @ q[batch, :, block]
-            dv[batch, :, keys] += weights.detach().mT @ d_out
+            dv[batch, :, keys] += weights.mT @ d_out
             for total, part in zip(d_inputs, d_block, strict=True):
                 if part is not None:
                     total += part
@@ -807,12 +836,12 @@ def _block_scores(
 def _rows_function(normaliser: Normaliser) -> Callable[[Tensor, Rows], Tensor]:
     if not normaliser.options.compile_rows:
         return normaliser.rows_fn
-    return partial(_compiled_rows(), normaliser)
+    return partial(_compiled(Normaliser.rows_fn), normaliser)
 
 
 @cache
-def _compiled_rows() -> Callable[[Normaliser, Tensor, Rows], Tensor]:
-    return torch.compile(Normaliser.rows_fn, dynamic=True)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
 
 
 def score_moments(q: Tensor, k: Tensor, rows: Rows, chunk: int = 64) -> tuple[Tensor, Tensor]:

@@ -177,7 +177,7 @@ class Trainer:
         if not self.world.agree(self.step):
             raise UserError(f"{run_dir}: the processes see different checkpoints; expected one folder")
         log = RunLog(self.config, self.world, self.step)
-        if found is not None:
+        if found is not None and self.step < self.config.train.max_steps:
             log.say(f"resumed from {found[0]}: {self.step} of {self.config.train.max_steps} steps done")
         return log
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,17 @@ from pydantic import ValidationError
 from reference import FORMULAS, PHI, UNIFORM, reference_weights
 from torch import Tensor
 
-from attention import NORMALISERS, Normaliser, attend, config_problems, make_normaliser, supports_sdpa
+from attention import (
+    NORMALISERS,
+    Normaliser,
+    attend,
+    config_problems,
+    l1_normalise,
+    make_normaliser,
+    reweight,
+    softplus,
+    supports_sdpa,
+)
 from config import AttentionConfig, UserError
 
 torch.set_num_threads(1)
@@ -660,6 +671,37 @@ def test_reweighting_is_finite_and_exact_at_131072_keys(p, keys):
     weights, exact = normaliser.weights(q, k), normaliser.weights(q.double(), k.double())
     assert (weights.sum(-1) - 1).abs().max() <= 1e-5
     assert (weights - exact).abs().sum(-1).max() <= 1e-3  # l1 distance of whole rows
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 15, 100])
+def test_fused_reweighting_is_its_slow_twin(p):
+    """SharpenedPhi against reweight(l1_normalise(softplus(x))), which autograd differentiates."""
+    for t in (1, 3, 4, 70):
+        q, k, v, do = draw(t, t, 16)
+        normaliser = make(AttentionConfig(normaliser="lssa", reweight_p=p), 2, 16, 300)
+
+        def slow(q, k, v):
+            q, k, rows = normaliser.prepare(q, k)  # noqa: B023
+            x = (q @ k.mT).masked_fill(~rows.visible(q @ k.mT), -math.inf)
+            return reweight(l1_normalise(softplus(x)), rows, p) @ v
+
+        q, k, v = (t.double().requires_grad_() for t in (q, k, v))
+        want = torch.autograd.grad((slow(q, k, v) * do).sum(), [q, k, v])
+        for engine in ("dense", "rows"):
+            got = torch.autograd.grad((attend(q, k, v, normaliser, engine) * do).sum(), [q, k, v])
+            for a, b in zip(got, want, strict=True):
+                assert (a - b).norm() <= 1e-12 + 1e-10 * b.norm(), engine
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler")
+def test_compiled_rows_equal_eager_ones():
+    for options in ({"normaliser": "lssa", "reweight_p": 15}, {"normaliser": "relu_li", "reweight_p": 3}):
+        for t in (70, 129):  # the second length must not need a specialised graph to be right
+            inputs = draw(t, t, 32)
+            eager = make(AttentionConfig(**options), 2, 32, 300)
+            compiled = make(AttentionConfig(**options, compile_rows=True), 2, 32, 300)
+            want, got = (run("rows", normaliser, *inputs) for normaliser in (eager, compiled))
+            assert_close(got, want, inputs, 1e-5, f"compiled {options}, T = {t}")
 
 
 # 8. A KV cache changes nothing.
