@@ -196,6 +196,10 @@ def sharpened_phi(x: Tensor, n: Tensor, p: int, phi: PhiPair) -> tuple[Tensor, .
     return weights.div_(w), s, lower, z, p * c / w
 
 
+def sharpened_weights(x: Tensor, n: Tensor, p: int, phi: PhiPair) -> Tensor:
+    return sharpened_phi(x, n, p, phi)[0]
+
+
 def sharpened_phi_grad(
     d_weights: Tensor, x: Tensor, weights: Tensor, saved: list[Tensor], phi: PhiPair
 ) -> Tensor:
@@ -834,8 +838,13 @@ def _block_scores(
 
 
 def _rows_function(normaliser: Normaliser) -> Callable[[Tensor, Rows], Tensor]:
+    """normaliser.rows_fn, compiled if its options say so."""
+    p, phi = normaliser.options.reweight_p, normaliser.spec.phi
     if not normaliser.options.compile_rows:
         return normaliser.rows_fn
+    if p is not None and phi is not None:
+        # Bare tensors: checking a module and a dataclass for changes costs a call more than its arithmetic.
+        return lambda x, rows: _compiled(sharpened_weights)(x, rows.n, p, phi)
     return partial(_compiled(Normaliser.rows_fn), normaliser)
 
 
