@@ -26,7 +26,7 @@ $PYTHON train.py configs/demo_softmax.toml --name ${prefix}_softmax ${steps[@]+"
 echo "== 4/5  train LSSAR, p = 15 -> $lssar"
 $PYTHON train.py configs/demo_lssar.toml --name ${prefix}_lssar ${steps[@]+"${steps[@]}"}
 echo "== 5/5  validation loss at 1x to 16x the training length -> $picture"
-if [ "$picture" -nt $softmax/checkpoints ] && [ "$picture" -nt $lssar/checkpoints ]; then
+if [ -s runs/$prefix.txt ] && [ "$picture" -nt $softmax/checkpoints ] && [ "$picture" -nt $lssar/checkpoints ]; then
     cat runs/$prefix.txt
 else
     $PYTHON eval_length.py $softmax $lssar --tokens $eval_tokens --out "$picture" | tee runs/$prefix.txt
