@@ -57,7 +57,7 @@ class Rows:
     learned: dict[str, Tensor] = field(default_factory=dict)  # name -> (H, 1, 1), or (train_len,)
 
     def visible(self, x: Tensor) -> Tensor:
-        """(R, K) bool: which keys each row sees."""
+        """(R, K) bool: which of the K keys of x (..., K) each row sees."""
         return torch.arange(x.shape[-1], device=x.device) < self.n
 
     def hide(self, x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class IntegerPower(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, p: int) -> Tensor:
-        lower = (t > 0).to(t.dtype) if p == 1 else _power(t, p - 1)
+        lower = _power_below(t, p)
         ctx.save_for_backward(lower)
         ctx.p = p
         return lower * t
@@ -133,6 +133,11 @@ def _power(t: Tensor, p: int) -> Tensor:
     return result
 
 
+def _power_below(t: Tensor, p: int) -> Tensor:
+    """t^(p-1) for t >= 0, such that t times it is t^p and p times it the derivative: at p = 1, t > 0."""
+    return (t > 0).to(t.dtype) if p == 1 else _power(t, p - 1)
+
+
 def l1_normalise(s: Tensor, signed: bool = False) -> Tensor:
     """s / sum |s| over the last axis; rows of zeros stay zeros."""
     return L1Normalise.apply(s, signed)
@@ -154,9 +159,14 @@ def reweight(a: Tensor, rows: Rows, p: int) -> Tensor:
     return l1_normalise(IntegerPower.apply(t, p))
 
 
+def _has_contrast(peak: Tensor, n: Tensor) -> Tensor:
+    """Which rows, by their largest n A, are neither among the first three nor uniform up to rounding."""
+    return (n > 3) & (peak - 1 > 1e-5)
+
+
 def _offset_and_scale(peak: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
     """O and 1 / r_max of each row from its largest n A, each (..., R, 1)."""
-    offset = ((n > 3) & (peak - 1 > 1e-5)).to(peak.dtype)
+    offset = _has_contrast(peak, n).to(peak.dtype)
     r_max = peak - offset
     return offset, torch.where(r_max > 0, 1 / r_max, 0.0)  # a row of zeros stays one
 
@@ -190,7 +200,7 @@ def sharpened_phi(x: Tensor, n: Tensor, p: int, phi: PhiPair) -> tuple[Tensor, .
     offset, scale = _offset_and_scale(n * s.amax(-1, keepdim=True) / z, n)
     c = n * scale / z
     t = (s * c).sub_(offset * scale).relu_()
-    lower = (t > 0).to(t.dtype) if p == 1 else _power(t, p - 1)
+    lower = _power_below(t, p)
     weights = t.mul_(lower)
     w = weights.sum(-1, keepdim=True)
     return weights.div_(w), s, lower, z, p * c / w
@@ -303,7 +313,7 @@ def softmax_recentred_l1(x: Tensor, rows: Rows) -> Tensor:
     A uniform row (n max A - 1 <= 1e-5) would be rounding noise blown up to norm one: untouched too.
     """
     a = x.softmax(-1)
-    centred = rows.visible(x) & (rows.n > 3) & (rows.n * a.detach().amax(-1, keepdim=True) - 1 > 1e-5)
+    centred = rows.visible(x) & _has_contrast(rows.n * a.detach().amax(-1, keepdim=True), rows.n)
     return l1_normalise(torch.where(centred, a - 1 / rows.n, a), signed=True)
 
 
@@ -565,11 +575,17 @@ class Normaliser(nn.Module):
             x = q @ k.mT  # (B, H, Tq, Tk)
             return self.rows_fn(x.masked_fill(~rows.visible(x), -math.inf), rows)
 
+    @property
+    def sharpened(self) -> tuple[int, PhiPair] | None:
+        """p and phi where formula and re-weighting run in one piece (`SharpenedPhi`)."""
+        p, phi = self.options.reweight_p, self.spec.phi
+        return None if p is None or phi is None else (p, phi)
+
     def rows_fn(self, x: Tensor, rows: Rows) -> Tensor:
         """Scores (..., R, K), -inf at hidden keys, to weights: the formula, then the re-weighting."""
+        if self.sharpened is not None:
+            return SharpenedPhi.apply(x, rows.n, *self.sharpened)
         p = self.options.reweight_p
-        if p is not None and self.spec.phi is not None:
-            return SharpenedPhi.apply(x, rows.n, p, self.spec.phi)
         a = self.spec.rows_fn(x, rows)
         return a if p is None else reweight(a, rows, p)
 
@@ -577,10 +593,9 @@ class Normaliser(nn.Module):
         self, x: Tensor, rows: Rows, d_weights: Tensor, learned: list[Tensor]
     ) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
         """rows_fn's weights, and the gradients of sum(weights * d_weights) by x and by `learned`."""
-        p, compiled = self.options.reweight_p, self.options.compile_rows
-        if p is not None and self.spec.phi is not None:
-            vjp = _compiled(sharpened_phi_vjp) if compiled else sharpened_phi_vjp
-            weights, dx = vjp(x, rows.n, p, self.spec.phi, d_weights)
+        if self.sharpened is not None:
+            vjp = _compiled(sharpened_phi_vjp) if self.options.compile_rows else sharpened_phi_vjp
+            weights, dx = vjp(x, rows.n, *self.sharpened, d_weights)
             return weights, dx, [None] * len(learned)
         with torch.enable_grad():
             weights = _rows_function(self)(x.requires_grad_(), rows)
@@ -589,25 +604,27 @@ class Normaliser(nn.Module):
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Rows]:
         """q and k in float32 (or float64), rescaled so that their products are the scores."""
-        q, k, rows = self.as_float(q, k)
+        rows = self.rows(q, k)
+        q, k = self.as_float(q, k)
         return q * self.spec.factor(rows), k, rows
 
-    def as_float(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Rows]:
+    def as_float(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q and k in float32 (or float64), normalised or centred if the formula wants it."""
         dtype = torch.promote_types(q.dtype, torch.float32)
-        rows = self.rows(q.shape[-2], k.shape[-2], dtype, q.device)
         q, k = q.to(dtype), k.to(dtype)
         if self.spec.cosine:
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         if self.spec.centre_keys:
             k = k - k[..., :1, :]
-        return q, k, rows
+        return q, k
 
-    def rows(self, n_queries: int, n_keys: int, dtype: torch.dtype, device: torch.device) -> Rows:
-        """The `Rows` of the last n_queries of n_keys positions."""
+    def rows(self, q: Tensor, k: Tensor) -> Rows:
+        """The `Rows` of queries (..., Tq, D) that are the last of the keys' (..., Tk, D) positions."""
+        n_queries, n_keys = q.shape[-2], k.shape[-2]
+        dtype = torch.promote_types(q.dtype, torch.float32)
         if n_queries > n_keys:
             raise ValueError(f"{n_queries} queries for {n_keys} keys: expected at most as many")
-        n = torch.arange(n_keys - n_queries + 1, n_keys + 1, dtype=dtype, device=device)[:, None]
+        n = torch.arange(n_keys - n_queries + 1, n_keys + 1, dtype=dtype, device=q.device)[:, None]
         return Rows(n, n_keys, self.train_len, self.head_dim, self.options, self.learned(dtype))
 
     def learned(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -731,18 +748,18 @@ def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser) -> Ten
     """Softmax over q times a per-row factor, by F.scaled_dot_product_attention."""
     n_queries, n_keys = q.shape[-2], k.shape[-2]
     spec = normaliser.spec
-    rows = normaliser.rows(n_queries, n_keys, torch.promote_types(q.dtype, torch.float32), q.device)
+    rows = normaliser.rows(q, k)
     scale = 1.0
     if spec.softmax_factor is None and isinstance(factor := spec.factor(rows), float):
         scale = factor
     else:
-        q_float, k_float, _ = normaliser.as_float(q, k)
+        q_float, k_float = normaliser.as_float(q, k)
         if spec.softmax_factor is not None:
             factor = spec.softmax_factor(q_float, k_float, rows)
         q, k = (q_float * factor).to(v.dtype), k_float.to(v.dtype)
     mask = None
     if 1 < n_queries < n_keys:  # is_causal would align the queries with the first keys
-        mask = torch.arange(n_keys, device=q.device) < rows.n
+        mask = rows.visible(k.mT)
     # Not the bare comparison: under torch.compile it is symbolic, and is_causal must be a plain bool.
     causal = True if n_queries == n_keys and n_queries > 1 else False  # noqa: SIM210
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
@@ -752,7 +769,7 @@ def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser) -> Ten
 def _attend_rows(q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser) -> Tensor:
     dtype = v.dtype
     q, k, rows = normaliser.prepare(q, k)
-    # A block's function must not hold `rows.learned` itself: their gradients go through the arguments.
+    # What the formulas learn is passed once more, as arguments: only through these do gradients return.
     out = RowBlocks.apply(q, k, v.to(q.dtype), normaliser, rows, *rows.learned.values())
     return out.to(dtype)
 
@@ -839,12 +856,11 @@ def _block_scores(
 
 def _rows_function(normaliser: Normaliser) -> Callable[[Tensor, Rows], Tensor]:
     """normaliser.rows_fn, compiled if its options say so."""
-    p, phi = normaliser.options.reweight_p, normaliser.spec.phi
     if not normaliser.options.compile_rows:
         return normaliser.rows_fn
-    if p is not None and phi is not None:
+    if (sharpened := normaliser.sharpened) is not None:
         # Bare tensors: checking a module and a dataclass for changes costs a call more than its arithmetic.
-        return lambda x, rows: _compiled(sharpened_weights)(x, rows.n, p, phi)
+        return lambda x, rows: _compiled(sharpened_weights)(x, rows.n, *sharpened)
     return partial(_compiled(Normaliser.rows_fn), normaliser)
 
 

@@ -64,8 +64,8 @@ def find_checkpoints(run_dir: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Read one checkpoint file.
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Read one checkpoint file into main memory.
 
     Raises:
         UserError: not there, damaged, or not a checkpoint of this format.
@@ -74,7 +74,7 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict[str,
         with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
             if archive.testzip() is not None:
                 raise ValueError("checksum mismatch")
-        state = torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such run folder or checkpoint") from None
     except pickle.UnpicklingError:
@@ -93,7 +93,7 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict[str,
     return state
 
 
-def load_newest(run_dir: Path, device: torch.device | str = "cpu") -> tuple[Path, dict[str, Any]] | None:
+def load_newest(run_dir: Path) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that loads, or None where there is none at all.
 
     A damaged one is named on stderr and the one before it is used.
@@ -104,7 +104,7 @@ def load_newest(run_dir: Path, device: torch.device | str = "cpu") -> tuple[Path
     paths = find_checkpoints(run_dir)
     for path in paths:
         try:
-            return path, load_checkpoint(path, device)
+            return path, load_checkpoint(path)
         except UserError as e:
             if os.environ.get("RANK", "0") == "0":
                 print(f"warning: {e}; skipped", file=sys.stderr, flush=True)
@@ -130,12 +130,12 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Traine
     """
     path = Path(source)
     if path.is_dir():
-        found = load_newest(path, "cpu")
+        found = load_newest(path)
         if found is None:
             raise UserError(f"{path}: no checkpoint in {path / 'checkpoints'}; train.py writes them there")
         path, state = found
     else:
-        state = load_checkpoint(path, "cpu")
+        state = load_checkpoint(path)
     config = config_from_dict(state["config"], str(path))
     model = GPT(config)
     load_parameters(model, state["model"], path)

@@ -308,8 +308,7 @@ def block_losses(model: GPT, stream: TokenStream, block: int, plan: Plan, length
         torch.from_numpy(a).to(model.embedding.weight.device)  # (W, T)
         for a in val_batch(stream, block * n_windows, n_windows, length)
     )
-    enabled = model.config.train.dtype == "bfloat16"
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=enabled):
+    with model.autocast():
         chunk = max(1, LOGITS_AT_ONCE // n_windows)
         return model.token_losses(x, y, rope=plan.scaling(length), chunk=chunk)
 

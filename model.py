@@ -284,6 +284,11 @@ class GPT(nn.Module):
             cache.length += tokens.shape[1]
         return self.final_norm(x)
 
+    def autocast(self) -> torch.autocast:
+        """The precision that the config trains in, for every forward pass that should give its losses."""
+        enabled = self.config.train.dtype == "bfloat16"
+        return torch.autocast(self.embedding.weight.device.type, torch.bfloat16, enabled=enabled)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) to (..., vocab_size) in float32: the padding's columns are cut off, never predicted."""
         return self.lm_head(hidden)[..., : self.config.model.vocab_size].float()

@@ -123,7 +123,7 @@ class Trainer:
                 )
             )
             with self.sync_gradients(i == n_micro - 1):
-                with self.autocast():
+                with self.raw_model.autocast():
                     loss = self.model(x, y) / n_micro
                 loss.backward()
             total += loss.detach()
@@ -140,10 +140,6 @@ class Trainer:
             return contextlib.nullcontext()
         return self.model.no_sync()
 
-    def autocast(self) -> torch.autocast:
-        enabled = self.config.train.dtype == "bfloat16"
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=enabled)
-
     def to_device(self, *arrays: Any) -> list[Tensor]:
         return [torch.from_numpy(a).to(self.world.device) for a in arrays]
 
@@ -158,7 +154,7 @@ class Trainer:
         for first in range(self.world.rank * self.micro, n_windows, self.world.size * self.micro):
             count = min(self.micro, n_windows - first)
             x, y = self.to_device(*val_batch(self.val_stream, first, count, config.seq_len))
-            with self.autocast():
+            with self.raw_model.autocast():
                 total += model(x, y).double() * count
         model.train()
         return self.world.sum(total).item() / n_windows
@@ -166,7 +162,7 @@ class Trainer:
     def open_run(self) -> RunLog:
         """The run folder: made, or checked and resumed from its newest checkpoint."""
         run_dir = self.config.run_dir
-        found = load_newest(run_dir, "cpu")
+        found = load_newest(run_dir)
         if found is not None:
             path, state = found
             check_same_run(path, state, self.config, self.data_info())
