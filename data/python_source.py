@@ -256,13 +256,12 @@ def _write_splits(
     n_bytes = sum(document.n_bytes for documents in splits.values() for document in documents)
     with tqdm(total=n_bytes, unit="B", unit_scale=True, desc="tokenising", disable=None) as bar:
         for split, documents in splits.items():
-            writer = ShardWriter(out, DATASET, split, shard_size, index)
-            for document in documents:
-                tokens = [encoding.eot_token, *encoding.encode_ordinary(document.text)]
-                writer.add(tokens)
-                n_long += len(tokens) if len(tokens) >= LONG_DOCUMENT else 0
-                bar.update(document.n_bytes)
-            writer.close()
+            with ShardWriter(out, DATASET, split, shard_size, index) as writer:
+                for document in documents:
+                    tokens = [encoding.eot_token, *encoding.encode_ordinary(document.text)]
+                    writer.add(tokens)
+                    n_long += len(tokens) if len(tokens) >= LONG_DOCUMENT else 0
+                    bar.update(document.n_bytes)
             index = writer.index
             info["shards"] += writer.files
             info["splits"][split] = {

@@ -1,5 +1,8 @@
 """Token shards: the file format, writing, and reading as one stream of batches.
 
+    python data/shards.py info data/python_bytes      # what is in a dataset, and how long its documents are
+    python data/shards.py verify data/python_bytes    # read every byte, compare with dataset.json
+
 A prepared dataset is a folder, for example `data/fineweb10B`:
 
     fineweb_val_000000.bin      {dataset}_{split}_{index:06d}.bin, the index counts over both splits
@@ -20,16 +23,24 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
+import mmap
 import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tqdm import tqdm
 
-from config import UserError, write_atomically
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from config import UserError, atomic_file, run_main, write_atomically  # noqa: E402
 
 HEADER_BYTES = 1024  # 256 int32
 MAGIC = 20240520
@@ -39,8 +50,14 @@ MAX_TOKENS = 2**31 - 1  # of one shard: the header's count is an int32
 INFO_NAME = "dataset.json"
 INFO_VERSION = 1
 UNFINISHED_NAME = "dataset.unfinished"
-HOW_TO_PREPARE = "prepare data with `python data/python_source.py`, or see README.md for FineWeb"
+MANIFEST_NAME = "manifest.jsonl"  # data/fineweb.py: which rows of the input each shard ends at
+HOW_TO_PREPARE = (
+    "prepare data with `python data/fineweb.py`, or with `python data/python_source.py` for a small corpus "
+    "(see README.md)"
+)
 FEISTEL_ROUNDS = 8
+PERMUTED_AT_ONCE = 1024  # windows: a Feistel network on a few at a time is all overhead
+SHARD_NAME = re.compile(r"(?P<dataset>.+)_(?P<split>[^_]+)_(?P<index>[0-9]{6})\.bin")
 
 
 # ---------------------------------------------------------------- writing
@@ -61,29 +78,49 @@ def write_shard(path: str | Path, tokens: Sequence[int] | np.ndarray) -> str:
     array = _as_uint16(tokens, path)
     if not 1 <= len(array) <= MAX_TOKENS:
         raise UserError(f"{path}: {len(array)} tokens: expected 1 to {MAX_TOKENS} in a shard")
-    header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
-    header[:3] = MAGIC, VERSION, len(array)
-    digest = hashlib.sha256(header.tobytes())
+    header = _header(len(array))
+    digest = hashlib.sha256(header)
     digest.update(array.data)
-    write_atomically(path, header.data, array.data)
+    write_atomically(path, header, array.data)
     return digest.hexdigest()
 
 
 class ShardWriter:
     """Cuts a stream of tokens into shards `{dataset}_{split}_{index:06d}.bin` of `shard_size` tokens.
 
-    `add()` documents, then `close()` once. `files` lists what was written as dataset.json wants it;
-    `n_tokens` and `sha256()` describe the stream so far.
+    A context manager: `add()` documents; its end writes the last, shorter shard. A shard is written as its
+    tokens come, so that memory stays flat, and appears under its name when it is full; after an exception
+    the one in hand is thrown away.
+
+    Attributes:
+        files: the shards written, as dataset.json lists them.
+        n_tokens: of the stream so far.
+        room: tokens until the shard in hand is full.
+        index: of the shard in hand.
     """
 
     def __init__(self, folder: str | Path, dataset: str, split: str, shard_size: int, index: int) -> None:
         self.folder, self.dataset, self.split = Path(folder), dataset, split
-        self.shard_size, self.index = shard_size, index  # index: of the next shard
-        self.n_tokens = 0
+        self.shard_size, self.index = shard_size, index
+        self.n_tokens, self.room = 0, shard_size
         self.files: list[dict[str, Any]] = []
-        self._parts: list[np.ndarray] = []
-        self._pending = 0
-        self._digest = hashlib.sha256()
+        self._digest = hashlib.sha256()  # of the stream
+        self._file_digest = hashlib.sha256()  # of the shard in hand
+        self._file: BinaryIO | None = None
+        self._opened = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if exception[0] is None:
+            self.close()
+        self._opened.__exit__(*exception)
+
+    def close(self) -> None:
+        """Write the last, shorter shard, if there is one."""
+        if self._file is not None:
+            self._finish_shard()
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Append tokens (n,). Raises UserError as `write_shard` does."""
@@ -91,16 +128,31 @@ class ShardWriter:
         self._digest.update(rest.data)
         self.n_tokens += len(rest)
         while len(rest):
-            part, rest = np.split(rest, [self.shard_size - self._pending])
-            self._parts.append(part)
-            self._pending += len(part)
-            if self._pending == self.shard_size:
-                self._flush()
+            part, rest = rest[: self.room], rest[self.room :]
+            self._write(part)
+            if not self.room:
+                self._finish_shard()
 
-    def close(self) -> None:
-        """Write the last, shorter shard."""
-        if self._pending:
-            self._flush()
+    def adopt(self, entry: dict[str, Any]) -> None:
+        """Go on after a shard that an interrupted run has written, given as `files` lists it.
+
+        Raises:
+            UserError: naming the shard, if it is not, byte for byte, what was written.
+        """
+        path = self._path()
+        tokens = open_shard(path, 65536)
+        with open(path, "rb") as f:
+            digest, stream = hashlib.sha256(f.read(HEADER_BYTES)), self._digest.copy()
+        for start in range(0, len(tokens), 2**23):
+            digest.update(tokens[start : start + 2**23].data)
+            stream.update(tokens[start : start + 2**23].data)
+            _forget(tokens)
+        if (path.name, len(tokens), digest.hexdigest()) != (entry["file"], entry["tokens"], entry["sha256"]):
+            raise UserError(f"{path}: not the {entry['tokens']} tokens of sha256 {entry['sha256'][:8]}...")
+        self.files.append({key: entry[key] for key in ("file", "tokens", "sha256")})
+        self._digest = stream
+        self.n_tokens += len(tokens)
+        self.index += 1
 
     def sha256(self) -> str:
         """The sha256 in hex of the stream's tokens as little-endian uint16, whatever the shard size."""
@@ -109,11 +161,34 @@ class ShardWriter:
     def _path(self) -> Path:
         return self.folder / f"{self.dataset}_{self.split}_{self.index:06d}.bin"
 
-    def _flush(self) -> None:
-        path = self._path()
-        sha256 = write_shard(path, np.concatenate(self._parts))
-        self.files.append({"file": path.name, "tokens": self._pending, "sha256": sha256})
-        self._parts, self._pending = [], 0
+    def _write(self, tokens: np.ndarray) -> None:
+        try:
+            if self._file is None:
+                self._file = self._opened.enter_context(atomic_file(self._path()))
+                header = _header(self.shard_size)
+                self._file_digest = hashlib.sha256(header)
+                self._file.write(header)
+            self._file.write(tokens.data)
+        except OSError:
+            self._opened.__exit__(*sys.exc_info())  # atomic_file cleans up and names the shard
+        self._file_digest.update(tokens.data)
+        self.room -= len(tokens)
+
+    def _finish_shard(self) -> None:
+        path, n_tokens = self._path(), self.shard_size - self.room
+        assert self._file is not None
+        try:
+            if self.room:  # the last shard: now its size is known
+                self._file.seek(0)
+                self._file.write(_header(n_tokens))
+                self._file.flush()
+                with open(self._file.name, "rb") as f:
+                    self._file_digest = hashlib.file_digest(f, "sha256")
+        except OSError:
+            self._opened.__exit__(*sys.exc_info())
+        self._opened.close()
+        self.files.append({"file": path.name, "tokens": n_tokens, "sha256": self._file_digest.hexdigest()})
+        self._file, self.room = None, self.shard_size
         self.index += 1
 
 
@@ -141,6 +216,52 @@ def finish_dataset(folder: str | Path, info: dict[str, Any]) -> None:
     text = json.dumps(info, indent=2, ensure_ascii=False) + "\n"
     write_atomically(Path(folder) / INFO_NAME, text.encode())
     (Path(folder) / UNFINISHED_NAME).unlink(missing_ok=True)
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Make the folder and hold it: two processes that write the same shards would spoil both.
+
+    Raises:
+        UserError: another process holds it, or it cannot be made.
+    """
+    import fcntl
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = os.open(folder, os.O_RDONLY)
+    except OSError as e:
+        raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go by the system, however we end
+        except BlockingIOError:
+            raise UserError(f"{folder}: another process is preparing it") from None
+        yield
+    finally:
+        os.close(held)
+
+
+def progress_bar(what: str, total: int, unit: str, initial: int = 0, leave: bool = True) -> tqdm:
+    """A tqdm bar; where nobody watches, in a log file, it speaks once a minute."""
+    watched = sys.stderr.isatty()
+    return tqdm(
+        total=total,
+        initial=initial,
+        desc=what,
+        unit=unit,
+        unit_scale=True,
+        dynamic_ncols=True,
+        mininterval=0.5 if watched else 60,
+        delay=0 if watched else 60,
+        leave=leave,
+    )  # fmt: skip
+
+
+def _header(n_tokens: int) -> bytes:
+    header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
+    header[:3] = MAGIC, VERSION, n_tokens
+    return header.tobytes()
 
 
 def _as_uint16(tokens: Sequence[int] | np.ndarray, path: Path) -> np.ndarray:
@@ -173,7 +294,7 @@ def open_shard(path: str | Path, vocab_size: int) -> np.memmap:
             header = f.read(HEADER_BYTES)
     except OSError as e:
         raise UserError(f"{path}: cannot be read as a shard: {e.strerror}") from None
-    n_tokens = _check_header(path, header, size)
+    n_tokens = check_header(path, header, size)
     try:
         tokens = np.memmap(path, dtype=TOKEN, mode="r", offset=HEADER_BYTES, shape=(n_tokens,))
     except (OSError, ValueError) as e:
@@ -186,10 +307,11 @@ def open_shard(path: str | Path, vocab_size: int) -> np.memmap:
             f"{path}: token {tokens[bad[0]]} at position {bad[0]}: expected tokens below the vocabulary "
             f"size {vocab_size}"
         )
+    _forget(tokens)  # the kernel maps whole neighbourhoods of what was looked at
     return tokens
 
 
-def _check_header(path: str | Path, header: bytes, size: int) -> int:
+def check_header(path: str | Path, header: bytes, size: int) -> int:
     """The shard's token count, once the header and the file's size agree."""
     if size == 0:
         raise UserError(f"{path}: empty file: expected a {HEADER_BYTES}-byte header and tokens")
@@ -248,11 +370,21 @@ def dataset_info(folder: str | Path) -> dict[str, Any]:
     Raises:
         UserError: no such folder, its preparation did not finish, or a dataset.json that is damaged.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such data folder; {HOW_TO_PREPARE}")
+    folder = data_folder(folder)
     if (folder / UNFINISHED_NAME).exists():
         raise UserError(f"{folder}: its preparation did not finish; run the script that prepares it again")
+    return read_info(folder)
+
+
+def data_folder(folder: str | Path) -> Path:
+    folder = Path(folder)
+    if not folder.is_dir():
+        what = "a file: expected a data folder" if folder.exists() else "no such data folder"
+        raise UserError(f"{folder}: {what}; {HOW_TO_PREPARE}")
+    return folder
+
+
+def read_info(folder: Path) -> dict[str, Any]:
     path = folder / INFO_NAME
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -283,7 +415,7 @@ class TokenStream:
     Attributes:
         folder, split: where it was read from.
         info: what `dataset_info` says; vocab_size is taken from there.
-        n_tokens: length of the stream.
+        n_tokens, n_shards: length of the stream, and into how many files it is cut.
     Raises:
         UserError: one line, for a missing folder, no shards, a missing or foreign shard, a damaged one.
     """
@@ -292,12 +424,12 @@ class TokenStream:
         self.folder, self.split = Path(folder), split
         self.info = dataset_info(folder)
         self.vocab_size: int = self.info["vocab_size"]
-        paths = _find_shards(self.folder, split)
+        paths = find_shards(self.folder, split)
         self._shards = [open_shard(path, self.vocab_size) for path in paths]
         self._starts = [0]  # Python ints: as numpy int32 their sum overflows at 103 shards of 10^8
         for shard in self._shards:
             self._starts.append(self._starts[-1] + len(shard))
-        self.n_tokens = self._starts[-1]
+        self.n_tokens, self.n_shards = self._starts[-1], len(self._shards)
         if "shards" in self.info:
             self._check_listed(paths)
 
@@ -312,6 +444,7 @@ class TokenStream:
             offset = position - self._starts[i]
             part = self._shards[i][offset : offset + length - filled]
             out[filled : filled + len(part)] = part
+            _forget(self._shards[i])
             filled += len(part)
             position = (position + len(part)) % self.n_tokens
         return out
@@ -337,7 +470,7 @@ class TokenStream:
         """The shards are those in dataset.json: a lost last shard would silently change the stream."""
         found = {path.name: len(shard) for path, shard in zip(paths, self._shards, strict=True)}
         every = {entry["file"]: entry["tokens"] for entry in self.info["shards"]}
-        listed = {name: n for name, n in every.items() if _name_parts(Path(name), self.split)}
+        listed = {name: n for name, n in every.items() if name_parts(Path(name), self.split)}
         for name in sorted(found.keys() | listed.keys()):
             if name not in found:
                 raise UserError(f"{self.folder / name}: missing: {INFO_NAME} lists it")
@@ -349,17 +482,17 @@ class TokenStream:
                 )
 
 
-def _name_parts(path: Path, split: str) -> tuple[str, int] | None:
+def name_parts(path: Path, split: str) -> tuple[str, int] | None:
     """(dataset, index) of a shard's name, None if it is of another split or no shard."""
     match = re.fullmatch(rf"(.+)_{re.escape(split)}_(\d{{6}})\.bin", path.name)
     return (match[1], int(match[2])) if match else None
 
 
-def _find_shards(folder: Path, split: str) -> list[Path]:
+def find_shards(folder: Path, split: str) -> list[Path]:
     """The split's shards in index order; refuses gaps and a mix of datasets."""
     found: dict[int, Path] = {}
     for path in sorted(folder.glob(f"*_{split}_*.bin")):
-        parts = _name_parts(path, split)
+        parts = name_parts(path, split)
         if parts is None:
             raise UserError(f"{path}: expected a name like fineweb_{split}_000001.bin")
         if parts[1] in found:
@@ -380,6 +513,16 @@ def _find_shards(folder: Path, split: str) -> list[Path]:
             missing = folder / f"{name}_{split}_{index:06d}.bin"
             raise UserError(f"{missing}: missing, though shard {last:06d} is there: expected no gaps")
     return [found[index] for index in sorted(found)]
+
+
+def _forget(shard: np.ndarray) -> None:
+    """Leave a shard's pages to the page cache alone, where the next reader finds them.
+
+    Else every page ever read counts as resident memory of this process, and of each of its siblings: 20 GB
+    a rank after an epoch of FineWeb-10B, for which batch schedulers kill jobs.
+    """
+    if isinstance(shard.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        shard.base.madvise(mmap.MADV_DONTNEED)
 
 
 # ---------------------------------------------------------------- batches
@@ -424,10 +567,11 @@ def train_batch(
     if order != "shuffled":
         raise ValueError(f"order = {order!r}: expected sequential or shuffled")
 
-    rows = np.empty((count, seq_len + 1), dtype=np.int64)
+    x, y = np.empty((count, seq_len), np.int64), np.empty((count, seq_len), np.int64)
     for row, shuffled in enumerate(_shuffled_windows(window, count, stream.n_tokens // seq_len, seed)):
-        rows[row] = stream.read(shuffled * seq_len, seq_len + 1)
-    return rows[:, :-1].copy(), rows[:, 1:].copy()
+        tokens = stream.read(shuffled * seq_len, seq_len + 1)
+        x[row], y[row] = tokens[:-1], tokens[1:]
+    return x, y
 
 
 def val_windows(stream: TokenStream, n_tokens: int, seq_len: int) -> int:
@@ -478,9 +622,16 @@ def _shuffled_windows(window: int, count: int, n_windows: int, seed: int) -> lis
     shuffled: list[int] = []
     while len(shuffled) < count:
         epoch, place = divmod(window + len(shuffled), n_windows)
-        places = np.arange(place, min(n_windows, place + count - len(shuffled)))
-        shuffled += _permute(places, n_windows, seed, epoch).tolist()
+        chunk, first = divmod(place, PERMUTED_AT_ONCE)
+        permuted = _permuted_chunk(chunk, n_windows, seed, epoch)
+        shuffled += permuted[first : first + count - len(shuffled)].tolist()
     return shuffled
+
+
+@lru_cache(maxsize=4)  # of 8 KB each; the next micro-batches want the same chunk
+def _permuted_chunk(chunk: int, n_windows: int, seed: int, epoch: int) -> np.ndarray:
+    start = chunk * PERMUTED_AT_ONCE
+    return _permute(np.arange(start, min(n_windows, start + PERMUTED_AT_ONCE)), n_windows, seed, epoch)
 
 
 def _permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
@@ -510,3 +661,9 @@ def _feistel(x: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
     return (left << shift) | right
+
+
+if __name__ == "__main__":
+    from data.check import main
+
+    run_main(main)

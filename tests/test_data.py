@@ -180,10 +180,9 @@ def make_dataset(folder: Path) -> None:
     info = {"dataset": "toy", "tokenizer": "bytes", "vocab_size": 257, "source": "test", "splits": {}}
     files: list[dict] = []
     for index, split in enumerate(("val", "train")):
-        writer = shards.ShardWriter(folder, "toy", split, 4, len(files))
-        writer.add([1 + index, 2, 3])
-        writer.add(np.arange(7))
-        writer.close()
+        with shards.ShardWriter(folder, "toy", split, 4, len(files)) as writer:
+            writer.add([1 + index, 2, 3])
+            writer.add(np.arange(7))
         files += writer.files
         counts = {"tokens": writer.n_tokens, "documents": 2, "shards": len(writer.files)}
         info["splits"][split] = counts | {"sha256": writer.sha256()}  # type: ignore[index]
