@@ -1,16 +1,19 @@
-"""Checkpoints: written atomically, found newest first, loaded safely.
+"""Checkpoints: written atomically in the background, found newest first, loaded safely.
 
 A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of
 
-    format      1
+    format      2
     step        optimiser steps done
     config      the run's resolved config, as a dict
     model       parameters by their plain names (never torch.compile's or DDP's prefixes)
     optimizers  the optimisers' states
-    val_loss    the newest validation loss, or None
+    validation  {"step", "loss", "best", "best_step"}: the newest one and the best so far, None before any
+    guard       recent losses and gradient norms (see `train.Guard`)
+    rng         torch's random states of each process
     data        {"tokenizer": name, "train": fingerprint, "val": fingerprint} (see `TokenStream`)
 
 It holds tensors and plain values only and is read with `weights_only`: loading one runs no code.
+`checkpoints/best.pt` is the one with the best validation loss, under a second name.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import shutil
 import sys
+import threading
 import zipfile
 import zlib
 from pathlib import Path
@@ -30,11 +35,73 @@ from torch import nn
 from config import Config, UserError, atomic_file, config_from_dict
 from model import GPT
 
-FORMAT = 1
-KEYS = {"format", "step", "config", "model", "optimizers", "val_loss", "data"}
+FORMAT = 2
+KEYS = {"format", "step", "config", "model", "optimizers", "validation", "guard", "rng", "data"}
 
 
-def save_checkpoint(run_dir: Path, state: dict[str, Any], keep_last: int) -> Path:
+class CheckpointWriter:
+    """Writes a run's checkpoints in a background thread: training waits for the copy of the tensors only.
+
+    Args:
+        keep_last: how many of the newest to keep.
+        keep_every: those of steps that it divides are kept, too; None: no such.
+    """
+
+    def __init__(self, run_dir: Path, keep_last: int, keep_every: int | None) -> None:
+        self.run_dir, self.keep_last, self.keep_every = run_dir, keep_last, keep_every
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, state: dict[str, Any], is_best: bool) -> None:
+        """Copy the state and begin to write it, once the one before is written."""
+        self.finish()
+        copied = in_main_memory(state)
+
+        def write() -> None:
+            try:
+                save_checkpoint(self.run_dir, copied, self.keep_last, self.keep_every, is_best)
+            except BaseException as e:  # for the thread that trains
+                self._error = e
+
+        self._thread = threading.Thread(target=write, daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises UserError if a write has failed."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def finish(self) -> None:
+        """Wait until all is written. Raises UserError if that failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+
+def in_main_memory(value: Any, copies: dict[Any, torch.Tensor] | None = None) -> Any:
+    """A copy of nested dicts and lists of tensors that later steps do not change.
+
+    Args:
+        copies: made so far, so that tied weights stay one.
+    """
+    copies = {} if copies is None else copies
+    if isinstance(value, torch.Tensor):
+        key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+        if not value.numel() or key not in copies:
+            copies[key] = value.detach().to("cpu", copy=True)
+        return copies[key]
+    if isinstance(value, dict):
+        return {key: in_main_memory(item, copies) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(in_main_memory(item, copies) for item in value)
+    return value
+
+
+def save_checkpoint(
+    run_dir: Path, state: dict[str, Any], keep_last: int, keep_every: int | None = None, is_best: bool = False
+) -> Path:
     """Write `checkpoints/step_<step>.pt` so that it is either whole or absent; delete old ones.
 
     Raises:
@@ -43,15 +110,37 @@ def save_checkpoint(run_dir: Path, state: dict[str, Any], keep_last: int) -> Pat
     path = run_dir / "checkpoints" / f"step_{state['step']:06d}.pt"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():  # no file can take its place
+            path.rename(path.with_name(f"{path.name}.folder"))
         with atomic_file(path) as f:
             torch.save({"format": FORMAT, **state}, f)
-        older = [old for old in find_checkpoints(run_dir) if old.name < path.name]
+        if is_best:
+            link(path, path.with_name("best.pt"))
+        older = [old for old in find_checkpoints(run_dir) if old.name < path.name and old.is_file()]
         for old in older[keep_last - 1 :]:
-            old.unlink()
+            if not keep_every or int(old.stem[5:]) % keep_every:
+                old.unlink()
     # torch's zip writer answers a full disk with a RuntimeError of its own.
     except (OSError, RuntimeError) as e:
         raise UserError(f"{path}: the checkpoint could not be written: {e}") from None
     return path
+
+
+def link(path: Path, name: Path) -> None:
+    """Give a file a second name, at once: a reader finds the old file or the new one."""
+    temporary = name.with_name(f".{name.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(path, temporary)
+    except OSError:  # a file system without links
+        shutil.copyfile(path, temporary)
+    os.replace(temporary, name)
+
+
+def clear_unfinished(run_dir: Path) -> None:
+    """Remove what a run that was killed in the midst of a write has left."""
+    for path in (run_dir / "checkpoints").glob(".*.tmp"):
+        path.unlink(missing_ok=True)
 
 
 def find_checkpoints(run_dir: Path) -> list[Path]:
@@ -84,12 +173,12 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise UserError(f"{path}: damaged or unreadable checkpoint ({reason})") from None
+    if isinstance(state, dict) and state.get("format", FORMAT) != FORMAT:
+        raise UserError(f"{path}: checkpoint format {state['format']!r}, expected {FORMAT}")
     if not isinstance(state, dict) or KEYS - state.keys():
         raise UserError(
             f"{path}: not a checkpoint of this repo (expected the keys {', '.join(sorted(KEYS))})"
         )
-    if state["format"] != FORMAT:
-        raise UserError(f"{path}: checkpoint format {state['format']!r}, expected {FORMAT}")
     return state
 
 

@@ -14,6 +14,7 @@ import argparse
 import difflib
 import os
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -200,6 +201,17 @@ class TrainConfig(Section):
     val_tokens: int = Field(10_485_760, ge=2, description="Validation tokens, from the val shard's start.")
     checkpoint_every: int = Field(500, ge=1, description="Steps between checkpoints (always the last).")
     keep_last: int = Field(2, ge=1, description="How many of the newest checkpoints to keep.")
+    keep_every: int | None = Field(
+        None, ge=1, description="Also keep checkpoints of steps that this divides; unset: no such."
+    )
+    on_bad_step: Literal["stop", "skip"] = Field(
+        "stop", description="A loss or gradient norm that is not finite stops the run, or is skipped."
+    )
+    max_skips: int = Field(10, ge=1, description="Steps skipped in a row after which the run stops.")
+    outlier_z: float | None = Field(
+        None, gt=0, description="Skip steps whose loss or gradient norm lies so many deviations above the "
+        "mean of the last 128; unset: none."
+    )  # fmt: skip
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -363,13 +375,17 @@ def config_from_command_line(script: str, description: str | None) -> Config:
 def run_main(main: Callable[[], None]) -> None:
     """Run a script's main(): a user's mistake is printed as it is, exit status 2, no traceback.
 
-    Under torchrun one process per machine prints.
+    Under torchrun the first process of a machine speaks for those that fail alike: the others wait a little
+    before they speak, and torchrun ends them meanwhile.
     """
     try:
         main()
     except UserError as e:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("\n".join(f"error: {line}" for line in str(e).splitlines()), file=sys.stderr)
+        who = ""
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(3)
+            who = f"rank {os.environ.get('RANK')}: "
+        print("\n".join(f"error: {who}{line}" for line in str(e).splitlines()), file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

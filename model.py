@@ -373,6 +373,23 @@ class GPT(nn.Module):
         vocab = {id(self.embedding.weight), id(self.lm_head.weight)} if non_embedding else set()
         return sum(p.numel() for p in self.parameters() if id(p) not in vocab)
 
+    def flops_per_token(self) -> float:
+        """FLOPs of forward and backward per training token: what MFU counts (PaLM, appendix B, causal).
+
+        6 for each weight that is multiplied with, and 6 T C in each layer's attention: two products of T/2
+        visible keys on average forward, four backward. Re-weighting and l1 add no products; NormSoftmax's
+        deviation takes q Cov(k) q and the building of Cov(k). What is computed twice to save memory, and
+        elementwise work, does not count.
+        """
+        m, seq_len = self.config.model, self.config.train.seq_len
+        weights = sum(p.numel() for p in self.parameters() if p.ndim >= 2)
+        if not m.tie_embeddings:
+            weights -= self.embedding.weight.numel()  # looked up, not multiplied with
+        attention = 6 * seq_len * m.n_embd
+        if self.config.attention.normaliser == "norm_softmax":
+            attention += 3 * 2 * 2 * m.head_dim * m.n_embd
+        return 6.0 * weights + m.n_layer * attention
+
 
 def sample(
     logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None

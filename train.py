@@ -3,18 +3,25 @@
     python train.py configs/demo_lssar.toml                               # one process, CPU or one GPU
     torchrun --standalone --nproc_per_node=8 train.py configs/lssar.toml  # 8 GPUs
     python train.py configs/lssar.toml --attention.reweight-p 3 --name lssar_p3
+    python train.py configs/lssar.toml --dry-run                          # sizes, memory, speed; no run
+    python train.py configs/lssar.toml --profile 5                        # also trace 5 steps
 
 Writes runs/<name>/: config.toml (resolved; `train.py runs/<name>/config.toml --name again` replays it),
-metrics.jsonl (one JSON object a line: each step's loss, lr, grad_norm; val_loss where validated) and
-checkpoints/. The same command, run again, goes on from the newest checkpoint.
+metrics.jsonl (a line for each step), starts.jsonl (commit, versions, hardware) and checkpoints/. The same
+command, run again, goes on from the newest checkpoint. SIGTERM, Ctrl-C and SIGUSR1 finish the step and save;
+a second Ctrl-C does not wait.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import gc
 import math
-import time
+import statistics
+import sys
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +30,24 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from attention import choose_engine, describe_attention
-from checkpoint import load_newest, load_parameters, save_checkpoint
+from checkpoint import CheckpointWriter, clear_unfinished, link, load_newest, load_parameters
 from config import (
     Config,
     OptimizerConfig,
+    TrainConfig,
     UserError,
     changed_keys,
     config_from_command_line,
     config_from_dict,
     run_main,
-    to_toml,
-    write_atomically,
 )
 from data.shards import TokenStream, train_batch, val_batch, val_windows
-from distributed import World, join_world
+from distributed import StopSignals, World, join_world
 from model import GPT
+from run_log import DryLog, RunLog, duration, peak_memory
 
-# What may differ between a run and its resumption: it changes neither the model nor the loss curve.
+# What may differ between a run and its resumption: it changes neither the model nor, unless a step goes
+# wrong, the loss curve.
 FREE_KEYS = (
     "log.",
     "train.micro_batch",
@@ -47,17 +55,47 @@ FREE_KEYS = (
     "train.compile",
     "train.checkpoint_every",
     "train.keep_last",
+    "train.keep_every",
     "train.val_every",
+    "train.on_bad_step",
+    "train.max_skips",
+    "train.outlier_z",
     "attention.engine",
     "attention.compile_rows",
     "data.dir",  # its content is compared instead
 )
+DRY_STEPS = 4  # of --dry-run; the first is not timed
+GUARD_WINDOW = 128  # steps that an outlier is compared with
 
 
 def main() -> None:
+    dry_run, profiled = take_flags(sys.argv)
     config = config_from_command_line("train.py", __doc__)
     with join_world(config.train.device) as world:
-        Trainer(config, world).run()
+        trainer = Trainer(config, world)
+        if dry_run:
+            trainer.dry_run()
+        else:
+            trainer.run(profiled)
+
+
+def take_flags(argv: list[str]) -> tuple[bool, int]:
+    """Take `--dry-run` and `--profile N` out of the command line: they are no part of the config."""
+    if "-h" in argv or "--help" in argv:
+        return False, 0
+    dry_run = "--dry-run" in argv
+    if dry_run:
+        argv.remove("--dry-run")
+    i = next((i for i, arg in enumerate(argv) if arg.partition("=")[0] == "--profile"), None)
+    if i is None:
+        return dry_run, 0
+    number = argv[i].partition("=")[2] if "=" in argv[i] else (argv[i + 1 : i + 2] or [""])[0]
+    if not number.isdecimal() or int(number) < 1:
+        raise UserError(f"--profile {number}: expected how many steps to trace, from 1 on")
+    if dry_run:
+        raise UserError("--profile: not together with --dry-run")
+    del argv[i : i + (1 if "=" in argv[i] else 2)]
+    return dry_run, int(number)
 
 
 class Trainer:
@@ -71,68 +109,160 @@ class Trainer:
         self.raw_model = GPT(config).to(world.device)  # plain parameter names, for checkpoints
         self.model: nn.Module = self.raw_model
         compile = config.train.compile
-        if compile is True or (compile == "auto" and world.device.type == "cuda"):
+        self.compiled = compile is True or (compile == "auto" and world.device.type == "cuda")
+        if self.compiled:
             self.model = torch.compile(self.model)  # type: ignore[assignment]
         if world.size > 1:
             self.model = DistributedDataParallel(self.model)
         self.optimizers = make_optimizers(self.raw_model, config.optimizer, world.device)
+        self.flops_per_step = self.raw_model.flops_per_token() * config.train.batch_tokens
+        self.guard = Guard(config.train)
         self.step = 0
-        self.val_loss: float | None = None
+        self.validation: dict[str, Any] = {"step": 0, "loss": None, "best": None, "best_step": None}
+        self.loader = ThreadPoolExecutor(1)
+        self.next_batch: tuple[int, Future[list[tuple[Tensor, Tensor]]]] | None = None
+        self.stop = StopSignals()
 
-    def run(self) -> None:
+    def run(self, profiled: int = 0) -> None:
+        """Train until max_steps or until a signal asks to stop."""
         config, log = self.config.train, self.open_run()
-        if self.step == config.max_steps:
-            log.say(f"finished: {self.config.run_dir} already has its {config.max_steps} steps")
+        writer = CheckpointWriter(self.config.run_dir, config.keep_last, config.keep_every)
+        if self.step == config.max_steps and self.is_validated():
+            log.close(f"finished: {self.config.run_dir} already has its {config.max_steps} steps")
             return
         self.describe(log)
-        while self.step < config.max_steps:
-            loss, grad_norm, lr = self.train_step()
-            self.step += 1
-            log.add_step(self.step, loss, grad_norm, lr)
+        with self.stop, no_collections(), profiler(profiled, self.config.run_dir, self.world) as profile:
+            try:
+                stopped = self.loop(log, writer, profile)
+            except KeyboardInterrupt:
+                raise  # at once
+            except BaseException:
+                writer.finish()  # a checkpoint that is being written is worth some seconds
+                raise
+            writer.finish()
+        if stopped:
+            log.close(
+                f"stopped by {stopped} after step {self.step} of {config.max_steps}, saved: "
+                "the same command goes on"
+            )
+        else:
+            log.close(f"finished in {duration(log.seconds())}: {self.config.run_dir}")
+
+    def loop(self, log: RunLog, writer: CheckpointWriter, profile: Any) -> str | None:
+        """The steps. Returns the name of the signal that ended them early, if one did."""
+        config, stopped = self.config.train, None
+        if not self.is_validated():  # a stop came before it was done
+            stopped = self.validate(log)
+            if not stopped:
+                self.save(log, writer)
+            log.clock.restart()
+        while not stopped and self.step < config.max_steps:
+            stopped = self.train_step(log)
+            profile.step()
+            writer.check()
             validate, save = self.is_due(config.val_every), self.is_due(config.checkpoint_every)
-            if self.is_due(self.config.log.every) or validate or save:
-                log.flush(self.step)  # before saving: what a checkpoint has seen is in metrics.jsonl
-            if validate:
-                self.val_loss = self.validate()
-                log.add_validation(self.step, self.val_loss)
-            if save:
-                self.save(log)
-        log.close()
+            if self.is_due(self.config.log.every) or validate or save or stopped:
+                log.flush()  # before saving: what a checkpoint has seen is in metrics.jsonl
+            if validate and not stopped:
+                stopped = self.validate(log)
+            if save or stopped or self.is_best():
+                self.save(log, writer)
+            if validate or save:
+                gc.collect()
+                log.clock.restart()
+        return stopped
 
     def is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.train.max_steps
 
-    def train_step(self) -> tuple[Tensor, Tensor, float]:
-        """One optimiser step. Returns this process's mean loss, the gradient norm, the learning rate."""
-        config = self.config
+    def is_best(self) -> bool:
+        """Whether this step has the best validation loss so far."""
+        return self.validation["best_step"] == self.step
+
+    def is_validated(self) -> bool:
+        return (
+            self.step == 0
+            or not self.is_due(self.config.train.val_every)
+            or self.validation["step"] == self.step
+        )
+
+    def train_step(self, log: RunLog) -> str | None:
+        """One step: forward and backward, the decision to take it, the optimiser.
+
+        Returns:
+            The name of a signal that came to any process, if one did.
+        Raises:
+            UserError: the step is bad and the config says not to skip it, or not so many in a row.
+        """
+        config, clock = self.config, log.clock
+        clock.mark("other")
         lr = set_learning_rates(self.optimizers, config.optimizer, self.step, config.train.max_steps)
-        n_micro = self.per_rank // self.micro
-        first = self.world.rank * self.per_rank
-        total = torch.zeros((), device=self.world.device)
-        for i in range(n_micro):
-            x, y = self.to_device(
-                *train_batch(
-                    self.train_stream,
-                    self.step,
-                    n_seq=self.per_rank * self.world.size,
-                    seq_len=config.train.seq_len,
-                    order=config.data.order,
-                    seed=config.seed,
-                    first=first + i * self.micro,
-                    count=self.micro,
-                )
-            )
-            with self.sync_gradients(i == n_micro - 1):
-                with self.raw_model.autocast():
-                    loss = self.model(x, y) / n_micro
-                loss.backward()
-            total += loss.detach()
+        batch = self.take_batch()
+        clock.mark("data")
+        loss = self.forward_backward(batch)
         clip = config.train.grad_clip or math.inf
         grad_norm = nn.utils.clip_grad_norm_(self.raw_model.parameters(), clip)
+        # The one wait of a step: nobody takes a step that any process finds bad.
+        signal_number = self.stop.number
+        values = self.world.gather(torch.stack([loss, grad_norm, torch.full_like(loss, signal_number)]))
+        losses, norms = values[:, 0].tolist(), values[:, 1].tolist()
+        clock.mark("forward_backward")
+        reason = self.guard.judge(losses, norms)
+        if not reason:
+            for optimizer in self.optimizers:
+                optimizer.step()
         for optimizer in self.optimizers:
-            optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return total, grad_norm, lr
+        self.step += 1
+        clock.mark("optimizer")
+        clock.n_steps += 1
+        log.add_step(self.step, statistics.fmean(losses), norms[0], lr, reason)
+        if reason:
+            self.refuse_or_go_on(log, reason)
+        return self.stop.name_of(int(values[:, 2].max()))
+
+    def forward_backward(self, batch: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Accumulate the gradient of this process's micro-batches; their mean loss."""
+        total = torch.zeros((), device=self.world.device)
+        for i, (x, y) in enumerate(batch):
+            x, y = (t.to(self.world.device, non_blocking=True) for t in (x, y))
+            with self.sync_gradients(i == len(batch) - 1):
+                with self.raw_model.autocast():
+                    loss = self.model(x, y) / len(batch)
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def take_batch(self) -> list[tuple[Tensor, Tensor]]:
+        """The micro-batches (x, y) of this step; those of the next are read in the background meanwhile."""
+        if self.next_batch is None or self.next_batch[0] != self.step:
+            self.next_batch = (self.step, self.loader.submit(self.read_batch, self.step))
+        batch = self.next_batch[1].result()
+        self.next_batch = (self.step + 1, self.loader.submit(self.read_batch, self.step + 1))
+        return batch
+
+    def read_batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        config = self.config
+        first = self.world.rank * self.per_rank
+        batch = []
+        for i in range(first, first + self.per_rank, self.micro):
+            x, y = train_batch(
+                self.train_stream,
+                step,
+                n_seq=self.per_rank * self.world.size,
+                seq_len=config.train.seq_len,
+                order=config.data.order,
+                seed=config.seed,
+                first=i,
+                count=self.micro,
+            )
+            batch.append((self.pinned(x), self.pinned(y)))
+        return batch
+
+    def pinned(self, array: Any) -> Tensor:
+        """Page-locked where a GPU is to fetch it: else the copy would make the host wait."""
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self.world.device.type == "cuda" else tensor
 
     def sync_gradients(self, now: bool) -> contextlib.AbstractContextManager[Any]:
         """DDP averages gradients in the last backward of a step only."""
@@ -140,24 +270,64 @@ class Trainer:
             return contextlib.nullcontext()
         return self.model.no_sync()
 
-    def to_device(self, *arrays: Any) -> list[Tensor]:
-        return [torch.from_numpy(a).to(self.world.device) for a in arrays]
+    def refuse_or_go_on(self, log: RunLog, reason: str) -> None:
+        """After a bad step: stop, or say that it was skipped."""
+        config, n_seq = self.config.train, self.per_rank * self.world.size
+        first = (self.step - 1) * n_seq
+        where = (
+            f"step {self.step}: {reason}, on sequences {first} to {first + n_seq - 1} of the data in "
+            f"{self.config.data.order} order, {self.per_rank} a rank"
+        )
+        log.flush()
+        if config.on_bad_step == "stop" and not self.guard.is_outlier:
+            raise UserError(
+                f'{where}: stopped, the last checkpoint is untouched (train.on_bad_step = "skip" leaves such '
+                "steps out)"
+            )
+        if self.guard.skipped >= config.max_skips:
+            raise UserError(
+                f"{where}: stopped after {self.guard.skipped} such steps in a row (train.max_skips)"
+            )
+        log.say(f"{where}: skipped")
 
     @torch.no_grad()
-    def validate(self) -> float:
-        """Mean loss of the first val_tokens of the validation stream, shared by all processes."""
+    def validate(self, log: RunLog) -> str | None:
+        """Mean loss of the first val_tokens of the validation stream, shared by all processes.
+
+        Returns:
+            The name of a signal that came meanwhile: then there is no result.
+        """
         config = self.config.train
         n_windows = val_windows(self.val_stream, config.val_tokens, config.seq_len)
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        stopped = None
         model.eval()
-        for first in range(self.world.rank * self.micro, n_windows, self.world.size * self.micro):
-            count = min(self.micro, n_windows - first)
-            x, y = self.to_device(*val_batch(self.val_stream, first, count, config.seq_len))
-            with self.raw_model.autocast():
-                total += model(x, y).double() * count
+        for start in range(0, n_windows, self.world.size * self.micro):
+            first = start + self.world.rank * self.micro
+            count = max(0, min(self.micro, n_windows - first))
+            if count:
+                batch = val_batch(self.val_stream, first, count, config.seq_len)
+                x, y = (torch.from_numpy(a).to(self.world.device) for a in batch)
+                with self.raw_model.autocast():
+                    total += model(x, y).double() * count
+            stopped = self.any_stop()
+            if stopped:
+                break
         model.train()
-        return self.world.sum(total).item() / n_windows
+        if not stopped:
+            loss = self.world.sum(total).item() / n_windows
+            best = self.validation["best"]
+            self.validation |= {"step": self.step, "loss": loss}
+            if math.isfinite(loss) and (best is None or loss < best):
+                self.validation |= {"best": loss, "best_step": self.step}
+            log.add_validation(self.step, loss)
+        return stopped
+
+    def any_stop(self) -> str | None:
+        """The name of a signal that came to any process."""
+        number = torch.tensor([self.stop.number], device=self.world.device)
+        return self.stop.name_of(int(self.world.gather(number).max()))
 
     def open_run(self) -> RunLog:
         """The run folder: made, or checked and resumed from its newest checkpoint."""
@@ -169,27 +339,35 @@ class Trainer:
             load_parameters(self.raw_model, state["model"], path)
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
-            self.step, self.val_loss = state["step"], state["val_loss"]
+            self.step, self.validation = state["step"], state["validation"]
+            self.guard.load_state_dict(state["guard"])
+            if len(state["rng"]) == self.world.size:
+                set_rng(state["rng"][self.world.rank])
         if not self.world.agree(self.step):
             raise UserError(f"{run_dir}: the processes see different checkpoints; expected one folder")
-        log = RunLog(self.config, self.world, self.step)
+        if self.world.is_main:
+            clear_unfinished(run_dir)
+            if found is not None and self.is_best():
+                link(found[0], found[0].with_name("best.pt"))  # a kill may have come before that
+        log = RunLog(self.config, self.world, self.step, self.validation["step"], self.flops_per_step)
         if found is not None and self.step < self.config.train.max_steps:
             log.say(f"resumed from {found[0]}: {self.step} of {self.config.train.max_steps} steps done")
         return log
 
-    def save(self, log: RunLog) -> None:
+    def save(self, log: RunLog, writer: CheckpointWriter) -> None:
+        rng = self.world.gather_objects(get_rng(self.world.device))
         if self.world.is_main:
             state = {
                 "step": self.step,
                 "config": self.config.model_dump(),
                 "model": self.raw_model.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-                "val_loss": self.val_loss,
+                "validation": self.validation,
+                "guard": self.guard.state_dict(),
+                "rng": rng,
                 "data": self.data_info(),
             }
-            path = save_checkpoint(self.config.run_dir, state, self.config.train.keep_last)
-            log.say(f"saved {path}")
-            log.restart_clock()
+            writer.save(state, self.is_best())
 
     def data_info(self) -> dict[str, str]:
         return {
@@ -199,6 +377,7 @@ class Trainer:
         }
 
     def describe(self, log: RunLog) -> None:
+        """What is about to happen, on the console."""
         config, tokens = self.config, self.train_stream.n_tokens
         normaliser = self.raw_model.blocks[0].attention.normaliser  # type: ignore[union-attr, operator]
         epochs = config.train.max_steps * config.train.batch_tokens / tokens
@@ -223,6 +402,137 @@ class Trainer:
             f"{self.per_rank // self.micro} micro-batches x {self.micro} sequences x "
             f"{config.train.seq_len} on {self.world.device.type}, {config.train.dtype}"
         )
+        if self.compiled:
+            log.say("compiling the model: the first step takes a minute or more")
+
+    def dry_run(self) -> None:
+        """Say what a run would take, after a few steps that leave nothing behind."""
+        config = self.config
+        log = DryLog(config, self.world, self.flops_per_step)
+        self.describe(log)
+        with self.stop:
+            for i in range(DRY_STEPS):
+                if self.train_step(log):
+                    raise KeyboardInterrupt
+                if i == 0:
+                    log.clock.restart()
+        seconds = (
+            log.clock.report(config.train.batch_tokens, self.flops_per_step, self.world.size)["step_ms"]
+            / 1000
+        )
+        n_params = self.raw_model.n_params()
+        bytes_each = {"adamw": 16, "muon": 16, "sgd": 12}[config.optimizer.name]
+        shard = self.train_stream.n_tokens / self.train_stream.n_shards
+        log.say(
+            f"memory   {n_params * bytes_each / 1e9:.2f} GB for weights, gradients and optimiser; "
+            f"{peak_memory(self.world.device) / 1e9:.2f} GB at the peak of {DRY_STEPS} steps, in one process"
+        )
+        log.say(f"shards   {shard / config.train.batch_tokens:,.1f} steps to a shard of {shard:,.0f} tokens")
+        log.say(
+            f"time     {seconds:.3g} s a step: {duration(1000 * seconds)} for 1000 steps, "
+            f"{duration(config.train.max_steps * seconds)} for all {config.train.max_steps}"
+        )
+
+
+class Guard:
+    """Finds the steps that must not be taken.
+
+    A loss or a gradient norm that is not finite is bad. With `outlier_z`, so is one that lies more than so
+    many standard deviations above the mean of the last GUARD_WINDOW steps taken (as in llm.c), from the
+    moment there are so many.
+
+    Attributes:
+        skipped: bad steps in a row.
+        is_outlier: what was wrong with the last of them, was finite.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.outlier_z = config.outlier_z
+        self.recent: dict[str, deque[float]] = {
+            "loss": deque(maxlen=GUARD_WINDOW),
+            "gradient norm": deque(maxlen=GUARD_WINDOW),
+        }
+        self.skipped, self.is_outlier = 0, False
+
+    def judge(self, losses: list[float], norms: list[float]) -> str:
+        """What is wrong with a step of which each process has a loss and a gradient norm; "" for nothing."""
+        reason = self._reason(losses, norms)
+        self.skipped = self.skipped + 1 if reason else 0
+        if not reason:
+            self.recent["loss"].append(statistics.fmean(losses))
+            self.recent["gradient norm"].append(norms[0])
+        return reason
+
+    def _reason(self, losses: list[float], norms: list[float]) -> str:
+        for what, values in (("loss", losses), ("gradient norm", norms)):
+            for rank, value in enumerate(values):
+                if not math.isfinite(value):
+                    self.is_outlier = False
+                    return f"{what} {value} on rank {rank}"
+        for what, value in (("loss", statistics.fmean(losses)), ("gradient norm", norms[0])):
+            recent = self.recent[what]
+            if self.outlier_z and len(recent) == GUARD_WINDOW:
+                deviation = statistics.stdev(recent)
+                z = (value - statistics.fmean(recent)) / deviation if deviation else 0.0
+                if z > self.outlier_z:
+                    self.is_outlier = True
+                    return f"{what} {value:.4g}, {z:.1f} deviations above the last {GUARD_WINDOW}"
+        return ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"skipped": self.skipped, **{what: list(values) for what, values in self.recent.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.skipped = state["skipped"]
+        for what, values in self.recent.items():
+            values.extend(state[what])
+
+
+def get_rng(device: torch.device) -> dict[str, Tensor]:
+    """torch's random state. Nothing draws from it after initialisation today; a dropout would."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """Keep the garbage collector out of the steps: a rank that collects makes all the others wait."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextlib.contextmanager
+def profiler(n_steps: int, run_dir: Path, world: World) -> Iterator[Any]:
+    """torch's profiler over `n_steps` steps after two that warm up, on the main process; 0: none."""
+    if not n_steps or not world.is_main:
+        yield NoProfile()
+        return
+    path = run_dir / "profile.json.gz"
+
+    def write(profile: Any) -> None:
+        profile.export_chrome_trace(str(path))
+        print(f"wrote {path}: {n_steps} steps, for https://ui.perfetto.dev or chrome://tracing", flush=True)
+
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=n_steps, repeat=1)
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profile:
+        yield profile
+
+
+class NoProfile:
+    def step(self) -> None:
+        pass
 
 
 def open_streams(config: Config) -> tuple[TokenStream, TokenStream]:
@@ -337,127 +647,6 @@ def set_learning_rates(
         for group in optimizer.param_groups:
             group["lr"] = factor * group["peak_lr"]
     return factor * config.lr
-
-
-class RunLog:
-    """metrics.jsonl, config.toml, the console and W&B, written by the main process.
-
-    Losses stay on the device until a flush, so that logging does not make every step wait for the GPU.
-    """
-
-    def __init__(self, config: Config, world: World, step: int):
-        self.config, self.world = config, world
-        self.pending: list[tuple[int, Tensor, Tensor, float]] = []
-        self.started, self.flushed_step, self.flushed_time = time.time(), step, time.time()
-        self.wandb: Any = None
-        if not world.is_main:
-            return
-        run_dir = config.run_dir
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise UserError(f"{run_dir}: the run folder cannot be made: {e.strerror}") from None
-        self.metrics = run_dir / "metrics.jsonl"
-        if step == 0 and self.metrics.exists():
-            old = self.metrics.rename(run_dir / "metrics.jsonl.old")
-            self.say(f"{run_dir} has no checkpoint: starting from step 0, its metrics are now {old.name}")
-        write_atomically(run_dir / "config.toml", to_toml(config).encode())
-        write_atomically(self.metrics, "".join(lines_up_to(self.metrics, step)).encode())
-        if config.log.wandb:
-            import wandb
-
-            self.wandb = wandb.init(
-                project=config.log.wandb_project,
-                name=config.name,
-                id=config.name,
-                resume="allow",
-                dir=str(run_dir),
-                config=config.model_dump(),
-            )
-
-    def say(self, text: str) -> None:
-        if self.world.is_main:
-            print(text, flush=True)
-
-    def add_step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
-        self.pending.append((step, loss, grad_norm, lr))
-
-    def flush(self, step: int) -> None:
-        """Average the pending losses over processes, write one line each, print the newest."""
-        if not self.pending:
-            return
-        losses = self.world.sum(torch.stack([loss for _, loss, _, _ in self.pending])) / self.world.size
-        norms = torch.stack([grad_norm for _, _, grad_norm, _ in self.pending])
-        rows = zip(self.pending, losses.tolist(), norms.tolist(), strict=True)
-        records = [{"step": s, "loss": loss, "lr": lr, "grad_norm": n} for (s, _, _, lr), loss, n in rows]
-        seconds = max(time.time() - self.flushed_time, 1e-9)
-        n_steps = step - self.flushed_step
-        rate = n_steps * self.config.train.batch_tokens / seconds
-        records[-1]["tokens_per_s"] = round(rate)
-        self.write(records)
-        self.pending, self.flushed_step = [], step
-        self.flushed_time = time.time()
-        last, max_steps = records[-1], self.config.train.max_steps
-        left = (max_steps - step) * seconds / n_steps
-        self.say(
-            f"step {step:>{len(str(max_steps))}}/{max_steps} | loss {last['loss']:.4f} | lr {last['lr']:.2e} "
-            f"| grad norm {last['grad_norm']:.2f} | {short(rate)} tokens/s | {duration(left)} left"
-        )
-
-    def add_validation(self, step: int, val_loss: float) -> None:
-        self.write([{"step": step, "val_loss": val_loss}])
-        self.say(f"step {step:>{len(str(self.config.train.max_steps))}} | validation loss {val_loss:.4f}")
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        """The time since the last flush was not training."""
-        self.flushed_time = time.time()
-
-    def write(self, records: list[dict[str, Any]]) -> None:
-        if not self.world.is_main:
-            return
-        try:
-            with open(self.metrics, "a") as f:
-                f.writelines(json.dumps(record) + "\n" for record in records)
-        except OSError as e:
-            raise UserError(f"{self.metrics}: cannot be written: {e.strerror}") from None
-        if self.wandb is not None:
-            for record in records:
-                self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
-
-    def close(self) -> None:
-        self.say(f"finished in {duration(time.time() - self.started)}: {self.config.run_dir}")
-        if self.wandb is not None:
-            self.wandb.finish()
-
-
-def lines_up_to(metrics: Path, step: int) -> list[str]:
-    """The lines of a metrics.jsonl that a run resumed at `step` keeps; later ones will come again."""
-    if not metrics.exists():
-        return []
-    kept = []
-    for line in metrics.read_text().splitlines(keepends=True):
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue  # cut short when the run was killed
-    return kept
-
-
-def short(number: float) -> str:
-    """1234567 -> '1.23M'."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """3725 -> '1h02m'."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s"
 
 
 if __name__ == "__main__":

@@ -21,13 +21,15 @@ import torch
 from attention import describe_attention
 from config import ArgumentParser, load_config, run_main
 from distributed import join_world
+from run_log import DryLog
 from train import Trainer
 
 
 def timed_step(trainer: Trainer) -> float:
     start = time.perf_counter()
-    loss, _, _ = trainer.train_step()
-    loss.item()  # waits for the GPU
+    trainer.train_step(DryLog(trainer.config, trainer.world, trainer.flops_per_step))
+    if trainer.world.device.type == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 

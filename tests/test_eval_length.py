@@ -55,7 +55,8 @@ def save_run(folder: Path, config: Config, model: GPT, step: int) -> None:
         "model": model.state_dict(),
         "data": {"tokenizer": "toy"},
     }
-    save_checkpoint(folder, {**state, "optimizers": [], "val_loss": None}, keep_last=9)
+    state |= {"optimizers": [], "validation": {}, "guard": {}, "rng": []}
+    save_checkpoint(folder, state, keep_last=9)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from config import Config, OptimizerConfig, UserError, load_config
 from data.shards import TokenStream, train_batch, val_batch, write_shard
 from distributed import World
 from model import GPT
+from run_log import DryLog
 from train import Trainer, lr_factor, make_optimizers, split_batch
 
 ROOT = Path(__file__).parents[1]
@@ -128,16 +129,18 @@ def test_first_loss_and_gradient_are_those_of_the_whole_batch(config_path: Path)
     loss = reference(torch.from_numpy(x), torch.from_numpy(y))
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in reference.parameters() if p.grad is not None]).norm()
-    got_loss, got_norm, _ = trainer.train_step()
-    assert got_loss.item() == pytest.approx(loss.item(), rel=1e-6)
-    assert got_norm.item() == pytest.approx(norm.item(), rel=1e-5)
+    log = DryLog(config, CPU, trainer.flops_per_step)
+    trainer.train_step(log)
+    assert log.pending[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert log.pending[0]["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
 
 
 def test_validation_is_the_mean_over_the_first_val_tokens(config_path: Path):
     trainer = Trainer(load_config(config_path), CPU)
     x, y = val_batch(trainer.val_stream, 0, 40, 16)
     losses = trainer.raw_model.token_losses(torch.from_numpy(x), torch.from_numpy(y))
-    assert trainer.validate() == pytest.approx(losses.mean().item(), rel=1e-6)
+    trainer.validate(DryLog(trainer.config, CPU, trainer.flops_per_step))
+    assert trainer.validation["loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("processes", [2])

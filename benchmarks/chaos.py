@@ -1,0 +1,169 @@
+"""Kill a training run at random moments, again and again: its curve must be that of a run left alone.
+
+    python benchmarks/chaos.py                      # 20 SIGKILLs, with one process and with two
+    python benchmarks/chaos.py --kills 3            # as in CI
+
+Every second kill waits for the beginning of a checkpoint's write and strikes in its midst. With two
+processes one rank is killed, and `torchrun --max-restarts` brings the run back by itself. Then the newest
+checkpoint is damaged in five ways: the one before it must be used, and said so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from config import ArgumentParser, UserError, run_main  # noqa: E402
+
+OVERRIDES = [  # a small model, short steps and many checkpoints
+    *("--model.n-layer", "2", "--train.max-steps", "150", "--train.seq-len", "64"),
+    *("--train.batch-tokens", "1024", "--train.micro-batch", "8", "--train.val-tokens", "4096"),
+    *("--train.val-every", "20", "--train.checkpoint-every", "5", "--train.keep-last", "3"),
+    *("--optimizer.warmup-steps", "10", "--log.every", "5"),
+]
+KEPT = ("step", "loss", "lr", "grad_norm", "val_loss", "skipped")  # of a metrics line: not the clock's
+
+
+def start(folder: Path, name: str, processes: int) -> subprocess.Popen[bytes]:
+    """A run in a process group of its own; what it says goes to `<name>.log`."""
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        command += ["--max-restarts=100", "--monitor-interval=0.1"]
+    command += ["train.py", "configs/demo_lssar.toml", "--name", name, "--log.dir", str(folder), *OVERRIDES]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    with open(folder / f"{name}.log", "ab") as log:
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
+
+
+def curve(run: Path) -> list[dict[str, Any]]:
+    """What metrics.jsonl says that does not depend on the clock."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in KEPT if key in line} for line in lines]
+
+
+def alone(folder: Path, processes: int) -> tuple[list[dict[str, Any]], float]:
+    """The curve of a run left alone, and how long it took."""
+    began = time.monotonic()
+    name = f"alone{processes}"
+    if start(folder, name, processes).wait(timeout=600):
+        raise UserError(f"the run left alone failed:\n{(folder / f'{name}.log').read_text()[-2000:]}")
+    return curve(folder / name), time.monotonic() - began
+
+
+def ranks(process: subprocess.Popen[bytes], processes: int) -> list[int]:
+    """The processes that train: torchrun's children, or the run itself."""
+    if processes == 1:
+        return [process.pid]
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def writing(run: Path) -> bool:
+    """Whether a checkpoint is being written."""
+    return any((run / "checkpoints").glob(".step_*.tmp"))
+
+
+def strike(
+    process: subprocess.Popen[bytes], processes: int, run: Path, patience: float, in_write: bool
+) -> bool:
+    """Kill one rank at a random moment, or as soon as a checkpoint's write has begun; False: too late."""
+    end = time.monotonic() + patience
+    while process.poll() is None and time.monotonic() < end:
+        if in_write and writing(run):
+            break
+        time.sleep(0.0005 if in_write else 0.01)
+    if process.poll() is not None:
+        return False
+    try:
+        os.kill(random.choice(ranks(process, processes)), signal.SIGKILL)
+    except (ProcessLookupError, FileNotFoundError, IndexError):  # it ends, or has not begun
+        return False
+    return True
+
+
+def chaos(folder: Path, processes: int, kills: int) -> None:
+    expected, seconds = alone(folder, processes)
+    random.seed(processes)
+    done, in_writes, rounds = 0, 0, 0
+    while done < kills:
+        rounds += 1
+        name = f"killed{processes}-{rounds}"
+        run, process = folder / name, start(folder, name, processes)
+        while process.poll() is None or process.returncode:
+            in_write = done % 2 == 1
+            patience = random.uniform(0.3, 0.9) * seconds
+            struck = done < kills and strike(process, processes, run, patience, in_write)
+            done += struck
+            in_writes += struck and in_write and writing(run)
+            if processes == 1 or done >= kills:
+                process.wait(timeout=600)
+            if process.poll():
+                if not struck or processes > 1:  # torchrun is to bring it back by itself
+                    raise UserError(f"{run}: failed by itself; see {folder / f'{name}.log'}")
+                process = start(folder, name, processes)
+        said = (folder / f"{name}.log").read_text()
+        same = curve(run) == expected
+        print(
+            f"{processes} process(es): {done} kills, {in_writes} left a checkpoint half written, resumed "
+            f"{said.count('resumed from')} times: {'the same curve' if same else 'ANOTHER CURVE'}",
+            flush=True,
+        )
+        if not same or "Traceback" in said and processes == 1:
+            raise UserError(f"{run}: not the curve of the run left alone; see {folder / f'{name}.log'}")
+
+
+def damages(folder: Path) -> None:
+    """The newest checkpoint damaged: the previous one is used, and said."""
+    expected = curve(folder / "alone1")
+    for what in ("truncated", "zeros", "random", "empty", "a folder"):
+        runs = folder / f"damaged-{what.split()[-1]}"
+        run = runs / "alone1"
+        shutil.copytree(folder / "alone1", run)
+        newest = max(run.glob("checkpoints/step_*.pt"))
+        content = newest.read_bytes()
+        size = len(content)
+        newest.unlink()  # not written over: best.pt may be the same file
+        if what == "a folder":
+            newest.mkdir()
+        else:
+            bad = {"truncated": content[: size // 2], "zeros": bytes(size), "random": random.randbytes(size)}
+            newest.write_bytes(bad.get(what, b""))
+        status = start(runs, "alone1", 1).wait(timeout=600)
+        said = (runs / "alone1.log").read_text()
+        good = (
+            status == 0 and f"{newest}: damaged" in said and "resumed from" in said and curve(run) == expected
+        )
+        print(
+            f"newest checkpoint {what}: {'named, the one before used, the same curve' if good else 'NOT MET'}"
+        )
+        if not good:
+            raise UserError(f"{run}: exit status {status}, said {said[-500:]}")
+
+
+def main() -> None:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("--kills", type=int, default=20, help="for each number of processes (default: 20)")
+    args = parser.parse_args()
+    if not (ROOT / "data" / "python_bytes").is_dir():
+        raise UserError("data/python_bytes: no such data; run python data/python_source.py first")
+    folder = Path(tempfile.mkdtemp())  # stays if something fails
+    for processes in (1, 2):
+        chaos(folder, processes, args.kills)
+    damages(folder)
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    run_main(main)
