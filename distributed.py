@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Self
 
 import torch
@@ -18,7 +19,11 @@ from torch import Tensor
 from config import UserError
 
 # What gloo and NCCL say when the process at the other end is gone.
-LOST = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError", "remote process exited")
+LOST = (
+    *("Connection closed by peer", "Connection reset by peer", "connectFullMesh failed", "Timed out waiting"),
+    *("ncclRemoteError", "remote process exited"),
+)
+GLOO_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
@@ -86,9 +91,12 @@ def join_world(device: str) -> Iterator[World]:
         )
     if use_cuda:
         torch.cuda.set_device(local_rank)
-    if size > 1:
-        dist.init_process_group("nccl" if use_cuda else "gloo")
     try:
+        if size > 1:
+            # gloo waits half an hour by default for a process that has died while all were being connected.
+            dist.init_process_group(
+                "nccl" if use_cuda else "gloo", timeout=None if use_cuda else GLOO_TIMEOUT
+            )
         yield World(rank, size, torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"))
     except RuntimeError as e:
         if size > 1 and any(words in str(e) for words in LOST):

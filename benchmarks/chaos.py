@@ -71,8 +71,12 @@ def ranks(process: subprocess.Popen[bytes], processes: int) -> list[int]:
 
 
 def writing(run: Path) -> bool:
-    """Whether a checkpoint is being written."""
-    return any((run / "checkpoints").glob(".step_*.tmp"))
+    """Whether a checkpoint is being written, now: killed writes have left older files."""
+    try:
+        ages = [time.time() - path.stat().st_mtime for path in (run / "checkpoints").glob(".step_*.tmp")]
+    except FileNotFoundError:
+        return False
+    return any(age < 0.2 for age in ages)
 
 
 def strike(
