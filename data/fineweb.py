@@ -577,12 +577,7 @@ def _info(cutter: ShardCutter, manifest: Manifest, vocab_size: int) -> dict[str,
     header = manifest.header or {}
     documents = [shard["documents"] for shard in manifest.shards]
     splits = {
-        split: {
-            "tokens": writer.n_tokens,
-            "documents": sum(documents[:1] if split == "val" else documents[1:]),
-            "shards": len(writer.files),
-            "sha256": writer.sha256(),
-        }
+        split: writer.counts(sum(documents[:1] if split == "val" else documents[1:]))
         for split, writer in cutter.splits.items()
     }
     return {

@@ -124,12 +124,7 @@ def _pretokenized_info(dataset: HubDataset, wanted: list[HubFile], out: Path) ->
             writer.adopt({"file": file.name, "tokens": len(tokens), "sha256": sha256})
             documents += int(np.count_nonzero(tokens == 50256))
         shards += writer.files
-        splits[split] = {
-            "tokens": writer.n_tokens,
-            "documents": documents,
-            "shards": len(writer.files),
-            "sha256": writer.sha256(),
-        }
+        splits[split] = writer.counts(documents)
     return {
         "dataset": "fineweb",
         "tokenizer": "gpt2",

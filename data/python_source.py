@@ -264,12 +264,7 @@ def _write_splits(
                     bar.update(document.n_bytes)
             index = writer.index
             info["shards"] += writer.files
-            info["splits"][split] = {
-                "tokens": writer.n_tokens,
-                "documents": len(documents),
-                "shards": len(writer.files),
-                "sha256": writer.sha256(),
-            }
+            info["splits"][split] = writer.counts(len(documents))
     return n_long
 
 

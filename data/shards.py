@@ -158,6 +158,15 @@ class ShardWriter:
         """The sha256 in hex of the stream's tokens as little-endian uint16, whatever the shard size."""
         return self._digest.hexdigest()
 
+    def counts(self, documents: int) -> dict[str, Any]:
+        """What dataset.json says of the stream as a split, which `documents` documents begin in."""
+        return {
+            "tokens": self.n_tokens,
+            "documents": documents,
+            "shards": len(self.files),
+            "sha256": self.sha256(),
+        }
+
     def _path(self) -> Path:
         return self.folder / f"{self.dataset}_{self.split}_{self.index:06d}.bin"
 
