@@ -25,6 +25,8 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -37,7 +39,7 @@ from torch.autograd.function import once_differentiable
 
 from config import AttentionConfig, UserError
 
-Engine = Literal["auto", "dense", "rows", "sdpa"]
+Engine = Literal["auto", "dense", "rows", "sdpa", "triton"]
 PhiPair = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]  # phi and its derivative
 
 # ---------------------------------------------------------------------------------------------------
@@ -234,6 +236,17 @@ def sharpened_phi_vjp(x: Tensor, n: Tensor, p: int, phi: PhiPair, d_weights: Ten
 
 
 @dataclass(frozen=True)
+class Fused:
+    """A normaliser in the terms of attention_triton.py: phi(x + shift), over sum |phi| (l1) or `divisor`."""
+
+    phi: str
+    l1: bool = True
+    shift: Tensor | None = None  # (R, 1)
+    divisor: Tensor | float = 1.0  # (R, 1)
+    bounded: bool = False  # |x| < 60 at every length: no row of phi can underflow
+
+
+@dataclass(frozen=True)
 class Spec:
     """A registered normaliser: weights = rows_fn(x), x = factor * <q, k>."""
 
@@ -252,6 +265,7 @@ class Spec:
     phi: PhiPair | None
     # For a softmax whose temperature depends on the scores: that temperature from q and k in O(T).
     softmax_factor: Callable[[Tensor, Tensor, Rows], Tensor] | None
+    fused: Callable[[Rows], Fused] | None  # what the triton engine computes; None: it cannot
 
 
 NORMALISERS: dict[str, Spec] = {}
@@ -269,13 +283,24 @@ def register(
     learned: Callable[[AttentionConfig, int, int], dict[str, Tensor]] = lambda options, n_head, t: {},
     phi: PhiPair | None = None,
     softmax_factor: Callable[[Tensor, Tensor, Rows], Tensor] | None = None,
+    fused: Callable[[Rows], Fused] | None = None,
 ) -> Callable[[Callable[[Tensor, Rows], Tensor]], Callable[[Tensor, Rows], Tensor]]:
     """Make a row-wise function available as `attention.normaliser = "<name>"`. Fields: see `Spec`."""
 
     def add(rows_fn: Callable[[Tensor, Rows], Tensor]) -> Callable[[Tensor, Rows], Tensor]:
         can_sum = sums_to_one if callable(sums_to_one) else lambda options: bool(sums_to_one)
         NORMALISERS[name] = Spec(
-            rows_fn, factor, cosine, centre_keys, softmax, options, can_sum, learned, phi, softmax_factor
+            rows_fn,
+            factor,
+            cosine,
+            centre_keys,
+            softmax,
+            options,
+            can_sum,
+            learned,
+            phi,
+            softmax_factor,
+            fused,
         )
         return rows_fn
 
@@ -287,7 +312,7 @@ def register(
 # ---------------------------------------------------------------------------------------------------
 
 
-@register("softmax", softmax=True, sums_to_one=True)
+@register("softmax", softmax=True, sums_to_one=True, fused=lambda rows: Fused("exp"))
 def softmax(x: Tensor, rows: Rows) -> Tensor:
     """softmax(x), x = q.k / sqrt(d)."""
     return x.softmax(-1)
@@ -339,6 +364,7 @@ def _ssmax_learned(options: AttentionConfig, n_head: int, train_len: int) -> dic
     softmax=True,
     sums_to_one=True,
     learned=_ssmax_learned,
+    fused=lambda rows: Fused("exp"),
 )
 def ssmax(x: Tensor, rows: Rows) -> Tensor:
     """softmax((s ln n + b) q.k / sqrt(d)); s learned per layer and head, or 1. (SSMax, eq. 2, 4, 11)"""
@@ -367,6 +393,7 @@ def _ssmax_pn_learned(options: AttentionConfig, n_head: int, train_len: int) -> 
     softmax=True,
     sums_to_one=True,
     learned=_ssmax_pn_learned,
+    fused=lambda rows: Fused("exp"),
 )
 def ssmax_pn(x: Tensor, rows: Rows) -> Tensor:
     """softmax((s p_n + b) q.k / sqrt(d)), p_n one learned vector for all layers. (SSMax, eq. 3)"""
@@ -410,6 +437,7 @@ def _norm_softmax_learned(options: AttentionConfig, n_head: int, train_len: int)
     learned=_norm_softmax_learned,
     centre_keys=True,
     softmax_factor=lambda q, k, rows: _norm_softmax_factor(*score_moments(q, k, rows), rows),
+    fused=lambda rows: Fused("exp"),
 )
 def norm_softmax(x: Tensor, rows: Rows) -> Tensor:
     """softmax(x / (tau min(sigma(x), gamma))), x = q.k, sigma = population deviation of the visible x.
@@ -435,6 +463,7 @@ def _logit_norm_factor(mean: Tensor, var: Tensor, rows: Rows) -> Tensor:
     options=("tau",),
     sums_to_one=True,
     softmax_factor=lambda q, k, rows: _logit_norm_factor(*score_moments(q, k, rows), rows),
+    fused=lambda rows: Fused("exp"),
 )
 def logit_norm(x: Tensor, rows: Rows) -> Tensor:
     """softmax(x / (tau ||x||_2)), x = q.k, tau = n^(-1/2) unless given. (NormSoftmax, eq. 8)"""
@@ -482,7 +511,12 @@ def _phi_sums_to_one(options: AttentionConfig) -> bool:
     return (options.phi or "softplus") in POSITIVE_PHI and options.l1 is not False
 
 
-@register("phi", options=("phi", "l1"), sums_to_one=_phi_sums_to_one)
+@register(
+    "phi",
+    options=("phi", "l1"),
+    sums_to_one=_phi_sums_to_one,
+    fused=lambda rows: Fused(rows.options.phi or "softplus", rows.options.l1 is not False),
+)
 def phi(x: Tensor, rows: Rows) -> Tensor:
     """phi(x) over the visible keys; with l1 divided by sum |phi(x)|. (LSSAR, eq. 3, Tables 2 and 3)"""
     name, l1 = rows.options.phi or "softplus", rows.options.l1 is not False
@@ -503,46 +537,72 @@ def phi(x: Tensor, rows: Rows) -> Tensor:
     factor=lambda rows: math.log(rows.head_dim) * rows.n.log(),
     sums_to_one=True,
     phi=(softplus, torch.sigmoid),
+    fused=lambda rows: Fused("softplus", bounded=True),
 )
 def lssa(x: Tensor, rows: Rows) -> Tensor:
     """softplus(x) / sum softplus(x), x = ln d ln n cos(q, k). (LSSAR, eq. 4)"""
     return l1_normalise(softplus(x))
 
 
-@register("sigmoid", options=("bias", "l1"), sums_to_one=lambda options: bool(options.l1))
+def _sigmoid_bias(rows: Rows) -> Tensor | float:
+    match rows.options.bias or "log_n":
+        case "log_train_len":
+            return math.log(rows.train_len)
+        case "log_len":
+            return math.log(rows.n_keys)
+        case _:
+            return rows.n.log()
+
+
+@register(
+    "sigmoid",
+    options=("bias", "l1"),
+    sums_to_one=lambda options: bool(options.l1),
+    fused=lambda rows: Fused("sigmoid", bool(rows.options.l1), shift=rows.n * 0 - _sigmoid_bias(rows)),
+)
 def sigmoid(x: Tensor, rows: Rows) -> Tensor:
     """sigmoid(x - ln L), L the training length, all keys, or n; with l1 divided by the row sum.
 
     (Ramapuram et al. 2024; LSSAR, Table 4.) With bias = "log_len" a row's weights depend on keys that
     it does not see, through their number.
     """
-    match rows.options.bias or "log_n":
-        case "log_train_len":
-            z = x - math.log(rows.train_len)
-        case "log_len":
-            z = x - math.log(rows.n_keys)
-        case _:
-            z = x - rows.n.log()
+    z = x - _sigmoid_bias(rows)
     return _l1_of_positive(torch.sigmoid, z) if rows.options.l1 else torch.sigmoid(z)
 
 
-@register("relu_wortsman", options=("divide_by",))
+def _wortsman_divisor(rows: Rows) -> Tensor | float:
+    return rows.n if rows.options.divide_by == "n" else rows.train_len
+
+
+@register(
+    "relu_wortsman",
+    options=("divide_by",),
+    fused=lambda rows: Fused("relu", False, divisor=_wortsman_divisor(rows)),
+)
 def relu_wortsman(x: Tensor, rows: Rows) -> Tensor:
     """relu(x) / L, L the training length (or n). (Wortsman et al. 2023)"""
-    return torch.relu(x) / (rows.n if rows.options.divide_by == "n" else rows.train_len)
+    return torch.relu(x) / _wortsman_divisor(rows)
 
 
-@register("relu_li", sums_to_one=True)
+@register("relu_li", sums_to_one=True, fused=lambda rows: Fused("relu"))
 def relu_li(x: Tensor, rows: Rows) -> Tensor:
     """relu(x) / sum relu(x). (Li et al. 2022)"""
     return l1_normalise(torch.relu(x))
 
 
-@register("relu_shen", options=("gamma",))
+def _shen_divisor(rows: Rows) -> Tensor:
+    gamma = rows.options.gamma if isinstance(rows.options.gamma, float) else 1.0
+    return gamma * (rows.n / 2).sqrt()
+
+
+@register(
+    "relu_shen",
+    options=("gamma",),
+    fused=lambda rows: Fused("relu", False, divisor=_shen_divisor(rows)),
+)
 def relu_shen(x: Tensor, rows: Rows) -> Tensor:
     """relu(x) / (gamma sqrt(n / 2)). (Shen et al. 2023)"""
-    gamma = rows.options.gamma if isinstance(rows.options.gamma, float) else 1.0
-    return torch.relu(x) / (gamma * (rows.n / 2).sqrt())
+    return torch.relu(x) / _shen_divisor(rows)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -556,8 +616,9 @@ class Normaliser(nn.Module):
     def __init__(self, options: AttentionConfig, n_head: int, head_dim: int, train_len: int):
         super().__init__()
         self.options, self.spec = options, NORMALISERS[options.normaliser]
-        self.head_dim, self.train_len = head_dim, train_len
+        self.n_head, self.head_dim, self.train_len = n_head, head_dim, train_len
         self.learned_names = []
+        self.key = (options, n_head, head_dim, train_len)  # all that it was made from
         for name, value in self.spec.learned(options, n_head, train_len).items():
             self.register_parameter(name, nn.Parameter(value))
             self.learned_names.append(name)
@@ -649,6 +710,11 @@ def supports_sdpa(options: AttentionConfig) -> bool:
     return (spec.softmax or spec.softmax_factor is not None) and options.reweight_p is None
 
 
+def supports_triton(options: AttentionConfig) -> bool:
+    """Whether the triton engine can run this normaliser."""
+    return NORMALISERS[options.normaliser].fused is not None
+
+
 def config_problems(options: AttentionConfig) -> list[str]:
     """What is wrong with an [attention] section, one 'key = value: expected ...' line each."""
     spec = NORMALISERS.get(options.normaliser)
@@ -672,6 +738,11 @@ def config_problems(options: AttentionConfig) -> list[str]:
         problems.append(
             f"engine = 'sdpa': {options.normaliser}{' with reweight_p' if options.reweight_p else ''} is "
             "not a softmax over rescaled queries; expected auto, rows or dense"
+        )
+    if options.engine == "triton" and not supports_triton(options):
+        problems.append(
+            f"engine = 'triton': {options.normaliser} is not phi(x) over its row sum or a fixed number; "
+            "expected auto, rows or dense"
         )
     return problems
 
@@ -717,31 +788,139 @@ def attend(q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser, engine: Engi
         q: (B, H, Tq, D) after RoPE, the last Tq of the Tk positions.
         k, v: (B, H, Tk, D).
         engine: "dense" holds (Tq, Tk); "rows" works in blocks of rows and recomputes them in backward;
-            "sdpa" is torch's fused softmax attention; "auto" is sdpa where the normaliser allows it,
-            else rows.
+            "sdpa" is torch's fused softmax attention; "triton" is our fused kernels (CUDA); "auto": see
+            `choose_engine`, whose result to pass when this call is compiled.
     Returns:
         (B, H, Tq, D) in v's type. Scores and weights are float32 (float64 for float64 inputs).
     """
     with torch.autocast(q.device.type, enabled=False):
-        match choose_engine(normaliser, engine):
+        match choose_engine(normaliser, engine, q.device, v.dtype):
             case "dense":
                 weights = normaliser.weights(q, k)
                 return (weights @ v.to(weights.dtype)).to(v.dtype)
             case "sdpa":
                 return _attend_sdpa(q, k, v, normaliser)
+            case "triton":
+                return _attend_triton(q, k, v, normaliser)
             case _:
                 return _attend_rows(q, k, v, normaliser)
 
 
-def choose_engine(normaliser: Normaliser, engine: Engine) -> Engine:
-    """The engine that attend() will use: resolves "auto", refuses sdpa for what is not a softmax."""
+CPU = torch.device("cpu")
+
+
+def choose_engine(
+    normaliser: Normaliser, engine: Engine, device: torch.device = CPU, dtype: torch.dtype = torch.float32
+) -> Engine:
+    """The engine that attend() will use for inputs on this device and of this type.
+
+    "auto" is sdpa where the normaliser allows it; else, on CUDA, triton if `fused_problem` finds none
+    (a warning says what it found); else rows.
+
+    Raises:
+        UserError: for an engine that cannot run this normaliser there.
+    """
     if engine not in get_args(Engine):
         raise ValueError(f"engine = {engine!r}: expected one of {', '.join(get_args(Engine))}")
+    options = normaliser.options
+    if engine == "auto" and supports_sdpa(options):
+        return "sdpa"
     if engine == "auto":
-        return "sdpa" if supports_sdpa(normaliser.options) else "rows"
-    if engine == "sdpa" and not supports_sdpa(normaliser.options):
-        raise UserError(f"engine = 'sdpa': {normaliser.options.normaliser} is not a softmax")
+        fits = supports_triton(options) and normaliser.head_dim <= 128 and dtype != torch.float64
+        if device.type != "cuda" or not fits:
+            return "rows"
+        # A compiled caller has asked before, or takes the kernels on trust: the check cannot be traced.
+        traced = torch.compiler.is_compiling()
+        return "triton" if traced or fused_problem(*normaliser.key, device, dtype) is None else "rows"
+    if engine == "sdpa" and not supports_sdpa(options):
+        raise UserError(f"engine = 'sdpa': {options.normaliser} is not a softmax")
+    if engine == "triton" and not supports_triton(options):
+        raise UserError(f"engine = 'triton': {options.normaliser} is not one of its functions")
+    if engine == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UserError(f"engine = 'triton': needs a CUDA device, found {device.type}; expected auto or rows")
     return engine
+
+
+# The largest relative error of o, dq, dk and dv at which the kernels are trusted. Only the rounding of
+# weights and of their gradients to the inputs' type is in it; a miscompiled kernel is off by far more.
+FUSED_TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 5e-4}
+
+
+@cache
+def fused_problem(
+    options: AttentionConfig,
+    n_head: int,
+    head_dim: int,
+    train_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> str | None:
+    """What is wrong with the fused kernels for this normaliser here: None, or one line, also a warning."""
+    try:
+        error = fused_error(make_normaliser(options, n_head, head_dim, train_len).to(device), device, dtype)
+    except Exception as e:  # whatever a missing or unfit compiler raises: rows can do the work
+        problem = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}"
+    else:
+        if error <= FUSED_TOLERANCE[dtype]:
+            return None
+        problem = f"relative error {error:.1e}, expected at most {FUSED_TOLERANCE[dtype]:.0e}"
+    warnings.warn(
+        f"fused attention failed its self-check, using engine rows instead: {problem}", stacklevel=3
+    )
+    return problem
+
+
+def fused_error(normaliser: Normaliser, device: torch.device, dtype: torch.dtype) -> float:
+    """The triton engine's largest relative error (by norm) of o, dq, dk, dv against float64 weights.
+
+    Both sides get the same q and k, rounded as the kernels want them, so that re-weighting does not
+    magnify that rounding into the result.
+    """
+    g = torch.Generator().manual_seed(0)
+    length = min(200, normaliser.train_len)  # ssmax_pn has no p_n beyond
+    shape = (1, normaliser.n_head, length, normaliser.head_dim)
+    q, k, v, do = (torch.randn(shape, generator=g).to(device, dtype) for _ in range(4))
+    with torch.no_grad():
+        q, k, factor = _fused_inputs(q, k, v, normaliser)
+        rows = normaliser.rows(q.double(), k.double())
+    with torch.enable_grad():
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = _run_fused(inputs[0], inputs[1], inputs[2], factor, normaliser)
+        got = [out, *torch.autograd.grad(out, inputs, do)]
+        inputs = [t.detach().double().requires_grad_() for t in (q, k, v)]
+        x = inputs[0] @ inputs[1].mT * factor[..., None].double()
+        out = normaliser.rows_fn(x.masked_fill(~rows.visible(x), -math.inf), rows) @ inputs[2]
+        want = [out, *torch.autograd.grad(out, inputs, do.double())]
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in zip(got, want, strict=True))
+
+
+def _attend_triton(q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser) -> Tensor:
+    q, k, factor = _fused_inputs(q, k, v, normaliser)
+    return _run_fused(q, k, v, factor, normaliser)
+
+
+def _fused_inputs(q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k as the kernels want them, in v's type, and the factor of their products (B, H, Tq), float32."""
+    spec, rows = normaliser.spec, normaliser.rows(q, k)
+    factor = spec.factor(rows)
+    if spec.cosine or spec.centre_keys or spec.softmax_factor is not None:
+        q, k = normaliser.as_float(q, k)
+        factor = factor if spec.softmax_factor is None else spec.softmax_factor(q, k, rows)
+    factor = torch.as_tensor(factor, dtype=torch.float32, device=q.device)
+    factor = factor if factor.dim() == 0 else factor.squeeze(-1)  # (R, 1), (H, R, 1) or (B, H, R, 1)
+    return q.to(v.dtype), k.to(v.dtype), factor.expand(q.shape[:-1])
+
+
+def _run_fused(q: Tensor, k: Tensor, v: Tensor, factor: Tensor, normaliser: Normaliser) -> Tensor:
+    from attention_triton import phi_attention
+
+    assert normaliser.spec.fused is not None
+    fused = normaliser.spec.fused(normaliser.rows(q, k))
+    shift = None if fused.shift is None else fused.shift.squeeze(-1)
+    p = normaliser.options.reweight_p
+    out = phi_attention(q, k, v, factor, shift, phi=fused.phi, l1=fused.l1, p=p, bounded=fused.bounded)
+    plain = isinstance(fused.divisor, float) and fused.divisor == 1.0
+    return out if plain else (out / fused.divisor).to(out.dtype)
 
 
 def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser) -> Tensor:

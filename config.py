@@ -124,8 +124,10 @@ class AttentionConfig(Section):
     """
 
     normaliser: str = Field("softmax", description="How scores become weights: a name from attention.py.")
-    engine: Literal["auto", "dense", "rows", "sdpa"] = Field(
-        "auto", description="auto: sdpa where the normaliser allows it, else rows. dense holds (T, T)."
+    engine: Literal["auto", "dense", "rows", "sdpa", "triton"] = Field(
+        "auto",
+        description="auto: sdpa where the normaliser allows it, else triton (fused kernels) on CUDA if they "
+        "pass a check, else rows. dense holds (T, T).",
     )
     compile_rows: bool = Field(
         False, description="torch.compile the rows engine (on CPU this needs a C++ compiler)."
