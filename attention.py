@@ -30,7 +30,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -814,8 +814,8 @@ def choose_engine(
 ) -> Engine:
     """The engine that attend() will use for inputs on this device and of this type.
 
-    "auto" is sdpa where the normaliser allows it; else, on CUDA, triton if `fused_problem` finds none
-    (a warning says what it found); else rows.
+    "auto" is sdpa where the normaliser allows it; else, on CUDA, triton if `check_fused` finds no
+    problem (a warning says which); else rows.
 
     Raises:
         UserError: for an engine that cannot run this normaliser there.
@@ -831,7 +831,7 @@ def choose_engine(
             return "rows"
         # A compiled caller has asked before, or takes the kernels on trust: the check cannot be traced.
         traced = torch.compiler.is_compiling()
-        return "triton" if traced or fused_problem(*normaliser.key, device, dtype) is None else "rows"
+        return "triton" if traced or check_fused(*normaliser.key, device, dtype).problem is None else "rows"
     if engine == "sdpa" and not supports_sdpa(options):
         raise UserError(f"engine = 'sdpa': {options.normaliser} is not a softmax")
     if engine == "triton" and not supports_triton(options):
@@ -846,38 +846,51 @@ def choose_engine(
 FUSED_TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 5e-4}
 
 
+class FusedCheck(NamedTuple):
+    error: float  # largest relative error
+    problem: str | None  # one line where it is too large, or the kernels do not run at all
+
+
 @cache
-def fused_problem(
+def check_fused(
     options: AttentionConfig,
     n_head: int,
     head_dim: int,
     train_len: int,
     device: torch.device,
     dtype: torch.dtype,
-) -> str | None:
-    """What is wrong with the fused kernels for this normaliser here: None, or one line, also a warning."""
+) -> FusedCheck:
+    """Whether the fused kernels can be trusted with this normaliser here; warns, once, if not."""
+    error = math.inf
     try:
         error = fused_error(make_normaliser(options, n_head, head_dim, train_len).to(device), device, dtype)
     except Exception as e:  # whatever a missing or unfit compiler raises: rows can do the work
         problem = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}"
     else:
         if error <= FUSED_TOLERANCE[dtype]:
-            return None
+            return FusedCheck(error, None)
         problem = f"relative error {error:.1e}, expected at most {FUSED_TOLERANCE[dtype]:.0e}"
     warnings.warn(
-        f"fused attention failed its self-check, using engine rows instead: {problem}", stacklevel=3
+        f"fused attention failed its self-check, engine auto takes rows instead: {problem}", stacklevel=3
     )
-    return problem
+    return FusedCheck(error, problem)
 
 
-def fused_error(normaliser: Normaliser, device: torch.device, dtype: torch.dtype) -> float:
+def describe_engine(normaliser: Normaliser, engine: Engine, device: torch.device, dtype: torch.dtype) -> str:
+    """The engine's name; for the fused kernels also how far off their self-check found them."""
+    if engine != "triton":
+        return engine
+    return f"triton (self-check: relative error {check_fused(*normaliser.key, device, dtype).error:.1e})"
+
+
+def fused_error(normaliser: Normaliser, device: torch.device, dtype: torch.dtype, length: int = 200) -> float:
     """The triton engine's largest relative error (by norm) of o, dq, dk, dv against float64 weights.
 
     Both sides get the same q and k, rounded as the kernels want them, so that re-weighting does not
     magnify that rounding into the result.
     """
     g = torch.Generator().manual_seed(0)
-    length = min(200, normaliser.train_len)  # ssmax_pn has no p_n beyond
+    length = min(length, normaliser.train_len)  # ssmax_pn has no p_n beyond
     shape = (1, normaliser.n_head, length, normaliser.head_dim)
     q, k, v, do = (torch.randn(shape, generator=g).to(device, dtype) for _ in range(4))
     with torch.no_grad():
@@ -889,9 +902,14 @@ def fused_error(normaliser: Normaliser, device: torch.device, dtype: torch.dtype
         got = [out, *torch.autograd.grad(out, inputs, do)]
         inputs = [t.detach().double().requires_grad_() for t in (q, k, v)]
         x = inputs[0] @ inputs[1].mT * factor[..., None].double()
-        out = normaliser.rows_fn(x.masked_fill(~rows.visible(x), -math.inf), rows) @ inputs[2]
+        x = x.masked_fill(~rows.visible(x), -math.inf)
+        # Where the factor is softmax_factor, x is scaled already.
+        a = normaliser.spec.rows_fn(x, rows) if normaliser.spec.softmax_factor is None else x.softmax(-1)
+        p = normaliser.options.reweight_p
+        out = (a if p is None else reweight(a, rows, p)) @ inputs[2]
         want = [out, *torch.autograd.grad(out, inputs, do.double())]
-    return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in zip(got, want, strict=True))
+    errors = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in zip(got, want, strict=True)]
+    return max(float(error.detach()) for error in errors)
 
 
 def _attend_triton(q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser) -> Tensor:

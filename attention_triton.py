@@ -763,8 +763,8 @@ LAUNCHES: dict[int, dict[str, dict[int, Launch]]] = {
 # float32 tiles are twice as large, and each product of theirs is three of tf32 parts.
 LAUNCHES_32: dict[str, dict[int, Launch]] = {
     "forward": {64: Launch(64, 32, 4, 2), 128: Launch(64, 32, 4, 2)},
-    "backward_q": {64: Launch(64, 32, 4, 1), 128: Launch(64, 16, 4, 1)},
-    "backward_kv": {64: Launch(32, 64, 4, 1), 128: Launch(16, 64, 4, 1)},
+    "backward_q": {64: Launch(64, 32, 4, 1), 128: Launch(32, 32, 4, 1)},
+    "backward_kv": {64: Launch(32, 64, 4, 1), 128: Launch(32, 32, 4, 1)},
 }
 DECODE_KEYS = 64  # keys of a tile when decoding
 MAX_SPLITS = 64

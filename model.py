@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention import attend, make_normaliser
+from attention import Engine, attend, choose_engine, describe_engine, make_normaliser
 from config import Config, ModelConfig, UserError
 
 RopeKind = Literal["none", "ntk", "theta", "linear", "yarn"]
@@ -189,7 +189,7 @@ class Attention(nn.Module):
         super().__init__()
         m = config.model
         self.layer, self.n_head, self.head_dim = layer, m.n_head, m.head_dim
-        self.engine = config.attention.engine
+        self.engine: Engine = config.attention.engine
         self.qkv = make_linear(m.n_embd, 3 * m.n_embd, m.bias)
         self.normaliser = make_normaliser(config.attention, m.n_head, m.head_dim, config.train.seq_len)
         self.out = make_linear(m.n_embd, m.n_embd, m.bias, residual_std(m))
@@ -288,6 +288,21 @@ class GPT(nn.Module):
         """The precision that the config trains in, for every forward pass that should give its losses."""
         enabled = self.config.train.dtype == "bfloat16"
         return torch.autocast(self.embedding.weight.device.type, torch.bfloat16, enabled=enabled)
+
+    def fix_engine(self) -> str:
+        """Choose the attention engine for this device and precision now, since compiled code cannot.
+
+        Returns:
+            Its name, and how far the fused kernels were off where it is they.
+        Raises:
+            UserError: for an engine that cannot run here.
+        """
+        device = self.embedding.weight.device
+        dtype = torch.bfloat16 if self.config.train.dtype == "bfloat16" else torch.float32
+        for block in self.blocks:
+            attention: Attention = block.attention  # type: ignore[assignment]
+            attention.engine = choose_engine(attention.normaliser, attention.engine, device, dtype)
+        return describe_engine(attention.normaliser, attention.engine, device, dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) to (..., vocab_size) in float32: the padding's columns are cut off, never predicted."""

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from attention import choose_engine, describe_attention
+from attention import describe_attention
 from checkpoint import CheckpointWriter, clear_unfinished, link, load_newest, load_parameters
 from config import (
     Config,
@@ -107,6 +107,7 @@ class Trainer:
         self.per_rank, self.micro = split_batch(config, world.size)
         torch.manual_seed(config.seed)
         self.raw_model = GPT(config).to(world.device)  # plain parameter names, for checkpoints
+        self.engine = self.raw_model.fix_engine()
         self.model: nn.Module = self.raw_model
         compile = config.train.compile
         self.compiled = compile is True or (compile == "auto" and world.device.type == "cuda")
@@ -379,17 +380,13 @@ class Trainer:
     def describe(self, log: RunLog) -> None:
         """What is about to happen, on the console."""
         config, tokens = self.config, self.train_stream.n_tokens
-        normaliser = self.raw_model.blocks[0].attention.normaliser  # type: ignore[union-attr, operator]
         epochs = config.train.max_steps * config.train.batch_tokens / tokens
         log.say(f"run      {config.run_dir}")
         log.say(
             f"model    {self.raw_model.n_params() / 1e6:.2f}M parameters, {config.model.n_layer} layers, "
             f"{config.model.n_head} heads, width {config.model.n_embd}"
         )
-        log.say(
-            f"attention {describe_attention(config.attention)}, engine "
-            f"{choose_engine(normaliser, config.attention.engine)}"  # type: ignore[arg-type]
-        )
+        log.say(f"attention {describe_attention(config.attention)}, engine {self.engine}")
         n_val = config.train.seq_len * val_windows(
             self.val_stream, config.train.val_tokens, config.train.seq_len
         )

@@ -1,0 +1,184 @@
+"""Compile every attention kernel for real GPUs on a machine without one, and print what came out.
+
+    python benchmarks/kernels.py                             # sm_80, sm_90, sm_100, head_dim 64 and 128
+    python benchmarks/kernels.py --arch 90 --head-dim 64 --p 3
+
+LSSAR's kernels (phi = softplus, l1, a power) with the launch table's block sizes. Columns: registers a
+thread, bytes spilled to local memory, shared memory of a block against what the architecture allows, and
+instructions per score in each loop with matrix products (forward: the pass for Z, on whole and on diagonal
+tiles, then the pass for o; backward_q: whole and diagonal; backward_kv: diagonal and whole), counted in
+the machine code: without a GPU the best guide to a kernel's speed. Exit status 1 if a kernel needs more
+shared memory than there is, lost its loops, or, for 16-bit inputs on sm_90 at head_dim 64, spills.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from config import ArgumentParser, UserError, run_main
+
+KERNELS = ("forward", "backward_q", "backward_kv", "decode_sums", "decode")
+SHARED_LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}  # KB a block may have (CUDA C++ guide, table 27)
+FLOATS = ("factor_ptr", "shift_ptr", "stats_ptr", "row_grads_ptr", "sums_ptr", "parts_ptr", "totals_ptr")
+MATRIX_OPS = re.compile(r"HGMMA|HMMA|UTC\w*MMA")
+INSTRUCTION = re.compile(
+    r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);", re.MULTILINE
+)
+
+
+class Compiled(NamedTuple):
+    registers: int
+    spilled: int  # bytes
+    shared: int  # bytes
+    per_score: list[float]
+
+
+def signature(kernel: Any, form: Any, launch: Any) -> tuple[dict, dict, dict]:
+    """Argument types, constants and alignments of a kernel, by the names of its arguments."""
+    import attention_triton as at
+
+    types: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    aligned: dict[tuple[int, ...], Any] = {}
+    values = {"F": form, "BM": launch.rows, "BN": launch.keys, "SPLITS": at.MAX_SPLITS}
+    values["BN"] = values["BN"] if "BM" in kernel.arg_names else at.DECODE_KEYS
+    of_inputs = "*bf16" if form.fast else "*fp32"
+    for i, name in enumerate(kernel.arg_names):
+        if name.endswith("_ptr"):
+            types[name] = "*fp32" if name in FLOATS else of_inputs
+            aligned[(i,)] = [["tt.divisibility", 16]]
+        elif name.endswith("_strides"):
+            types[name] = ("i32", "i32", "i32")
+            aligned |= {(i, axis): [["tt.divisibility", 16]] for axis in range(3)}
+        elif name in values:
+            types[name], constants[(i,)] = "constexpr", values[name]
+        else:
+            types[name] = "i32"
+    return types, constants, aligned
+
+
+def compile_kernel(name: str, dtype: str, head_dim: int, arch: int, p: int) -> Compiled:
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    import attention_triton as at
+
+    torch_dtype = getattr(torch, dtype)
+    form = at.make_form("softplus", True, p, True, False, torch_dtype, head_dim)
+    decoding = name.startswith("decode")
+    launch = (
+        at.Launch(1, at.DECODE_KEYS, 4, 3) if decoding else at.launch_of(name, form, torch_dtype, arch // 10)
+    )
+    kernel = getattr(at, f"_{name}")
+    types, constants, aligned = signature(kernel, form, launch)
+    compiled = triton.compile(
+        ASTSource(kernel, types, constants, aligned),
+        target=GPUTarget("cuda", arch, 32),
+        options={} if decoding else at.launch_options(launch),
+    )
+    scores = launch.rows * launch.keys / launch.warps / 32
+    return read_cubin(compiled.asm["cubin"], compiled.metadata.shared, scores)
+
+
+def read_cubin(cubin: bytes, shared: int, scores: float) -> Compiled:
+    """Registers and spills from the resource table, loops with matrix products from the disassembly."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        table, code = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", table)
+    assert usage is not None, table
+    return Compiled(int(usage[1]), int(usage[2]), shared, loops(code, scores))
+
+
+def loops(code: str, scores: float) -> list[float]:
+    """Instructions of each innermost loop with matrix products, over the scores a thread computes in it."""
+    lines = [(int(m[1], 16), m[2], m[3]) for m in INSTRUCTION.finditer(code)]
+    at = {address: i for i, (address, _, _) in enumerate(lines)}
+    found = []
+    for i, (address, op, rest) in enumerate(lines):
+        target = re.search(r"0x([0-9a-f]+)", rest) if op.startswith("BRA") else None
+        if target is None or int(target[1], 16) >= address or int(target[1], 16) not in at:
+            continue
+        body = lines[at[int(target[1], 16)] : i + 1]
+        if any(MATRIX_OPS.match(op) for _, op, _ in body):
+            found.append(len(body) / scores)
+    return found
+
+
+def row(case: tuple[str, str, int, int, int]) -> tuple[str, str | None]:
+    """One line of the table, and what is wrong with this kernel."""
+    name, dtype, head_dim, arch, p = case
+    result = compile_kernel(*case)
+    limit = SHARED_LIMITS.get(arch, 99)
+    problem, n_loops = None, {"forward": 4, "backward_q": 2, "backward_kv": 2}.get(name, 0)
+    if len(result.per_score) < n_loops:
+        problem = f"{name} {dtype} sm_{arch} head_dim {head_dim}: {len(result.per_score)} loops left"
+    if result.shared > limit * 1024:
+        problem = f"{name} {dtype} sm_{arch} head_dim {head_dim}: {result.shared} bytes of shared memory"
+    if result.spilled and (dtype, arch, head_dim) == ("bfloat16", 90, 64):
+        problem = f"{name} {dtype} sm_{arch} head_dim {head_dim}: spills {result.spilled} bytes"
+    per_score = " ".join(f"{x:.1f}" for x in result.per_score[:n_loops])  # then waits or "-"
+    return (
+        f"| sm_{arch:<3} | {dtype:8} | {head_dim:3} | {name:11} | {result.registers:4} | {result.spilled:5} "
+        f"| {result.shared / 1024:6.1f} of {limit} | {per_score:23} |"
+    ), problem
+
+
+def main() -> None:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100], help="80 is sm_80, ...")
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+    parser.add_argument(
+        "--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"]
+    )
+    parser.add_argument("--p", type=int, default=15, help="power of the re-weighting, 0: none (default: 15)")
+    args = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise UserError("TRITON_INTERPRET = 1: interpreted kernels cannot be compiled; unset it")
+    import torch
+    import triton
+
+    cases = [
+        (name, dtype, head_dim, arch, args.p)
+        for arch in args.arch
+        for dtype in args.dtype
+        for head_dim in args.head_dim
+        for name in KERNELS
+    ]
+    print(f"triton {triton.__version__}, torch {torch.__version__}, LSSAR p = {args.p}\n")
+    print(
+        "| arch   | inputs   |   d | kernel      | regs | spill | shared KB      | instr. per score        |"
+    )
+    print(
+        "|--------|----------|----:|-------------|-----:|------:|---------------:|-------------------------|"
+    )
+    problems = []
+    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for line, problem in pool.map(row, cases):
+            print(line, flush=True)
+            problems += [problem] if problem else []
+    if problems:
+        print("\n" + "\n".join(problems), file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,370 @@
+"""Proofs for attention_triton.py, by Triton's interpreter on the CPU, against float64 dense weights.
+
+    python -m pytest tests/test_attention_triton.py -n 2
+
+That every kernel also compiles for real GPUs, and how, is benchmarks/kernels.py's to show; what only a
+GPU can, benchmarks/gpu.sh's.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
+
+import pytest
+import torch
+import torch._dynamo
+from test_attention import CASES, PHIS, assert_close, case_id, draw, exactly, make, run
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import attention
+from attention import (
+    attend,
+    check_fused,
+    choose_engine,
+    fused_error,
+    make_normaliser,
+    supports_triton,
+)
+from config import AttentionConfig, UserError
+
+pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
+
+import attention_triton
+from attention_triton import INTERPRETED, phi_attention
+
+torch.set_num_threads(1)
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED, reason="triton was imported before TRITON_INTERPRET was set"),
+    # numpy's, where the kernels divide by zero and select the other branch
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+REPO = Path(__file__).resolve().parents[1]
+LSSAR = AttentionConfig(normaliser="lssa", reweight_p=15)
+
+PHI_CASES = [
+    AttentionConfig(normaliser="phi", phi=phi, l1=l1, reweight_p=p)
+    for phi in PHIS
+    for l1 in (True, False)
+    for p in ((None, 1, 3, 15, 50) if l1 and phi not in ("identity", "gelu", "mish") else (None,))
+]
+OTHERS = [c.values[0] for c in CASES if c.values[0].normaliser != "phi" and supports_triton(c.values[0])]
+
+
+def ids(cfg: AttentionConfig) -> str:
+    return case_id(cfg.model_dump(exclude_none=True, exclude={"engine", "compile_rows"}))
+
+
+def agree(cfg: AttentionConfig, shape: tuple[int, int], head_dim: int, n_head: int = 1) -> None:
+    """o and all gradients within 2e-5 of float64.
+
+    Twice that where up to 3 keys and p = 50 leave one key with its whole row: the gradient vanishes, and
+    what remains is D = do.o and dC = do.v, equal but rounded apart, times p.
+    """
+    inputs = draw(*shape, head_dim, n_head=n_head)
+    normaliser = make(cfg, n_head, head_dim, train_len=300)
+    want = exactly(normaliser, *inputs)
+    tolerance = 4e-5 if shape[0] <= 3 and cfg.reweight_p == 50 else 2e-5
+    assert_close(run("triton", normaliser, *inputs), want, inputs, tolerance, f"T = {shape}")
+
+
+# 1. The kernels are the formulas.
+
+
+@pytest.mark.parametrize("cfg", PHI_CASES, ids=ids)
+def test_every_phi_and_power(cfg):
+    for shape in [(1, 1), (3, 3), (37, 37), (128, 128), (257, 257), (130, 150)]:
+        agree(cfg, shape, 16)
+
+
+@pytest.mark.parametrize("cfg", OTHERS, ids=ids)
+def test_every_other_normaliser(cfg):
+    for shape in [(37, 37), (7, 33)]:
+        agree(cfg, shape, 32, n_head=2)
+
+
+@pytest.mark.parametrize("head_dim", [16, 20, 64, 80, 128])
+def test_head_sizes(head_dim):
+    agree(LSSAR, (150, 150), head_dim)
+
+
+@pytest.mark.parametrize("p", [1, 2, 7, 64, 99, 100])
+def test_any_power(p):
+    agree(AttentionConfig(normaliser="lssa", reweight_p=p), (70, 70), 32)
+
+
+def test_batches_and_heads():
+    cfg, normaliser = LSSAR, make(LSSAR, 3, 16, train_len=300)
+    inputs = draw(40, 45, 16, batch=2, n_head=3)
+    assert_close(run("triton", normaliser, *inputs), exactly(normaliser, *inputs), inputs, 2e-5, str(cfg))
+
+
+def test_float16():
+    """Off by float16's rounding of weights and of their gradients, not by more."""
+    for cfg in (LSSAR, AttentionConfig(normaliser="lssa"), AttentionConfig(normaliser="sigmoid", l1=True)):
+        assert fused_error(make(cfg, 2, 64, 300), torch.device("cpu"), torch.float16) < 2e-3
+
+
+# 2. Rows that break naive code.
+
+
+def scored(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of 16 dimensions in which query i's score with key j is scores[j], before any factor."""
+    g = torch.Generator().manual_seed(0)
+    n = len(scores)
+    q, k = torch.zeros(1, 1, n, 16), torch.zeros(1, 1, n, 16)
+    q[..., 0], k[..., 0] = 1.0, scores
+    return q, k, torch.randn(1, 1, n, 16, generator=g)
+
+
+EXTREMES = {
+    "one key holds the row": torch.tensor([50.0] + [0.0] * 69),
+    "equal keys": torch.ones(70),
+    "far below zero": -90 - torch.arange(70.0) % 7,
+    "below what float32 can hold": -200 - torch.arange(70.0) % 5,
+    "some rows far below": torch.cat([torch.full((40,), -95.0), torch.zeros(30)]),
+    "nothing above zero": -torch.ones(70),
+}
+
+
+@pytest.mark.parametrize("scores", EXTREMES.values(), ids=EXTREMES)
+@pytest.mark.parametrize("p", [None, 1, 15, 100])
+@pytest.mark.parametrize("phi", ["softplus", "sigmoid", "relu", "exp"])
+def test_extreme_rows_are_finite_and_right(phi, p, scores):
+    cfg = AttentionConfig(normaliser="phi", phi=phi, l1=True, reweight_p=p)
+    normaliser = make_normaliser(cfg, 1, 16, 300)
+    q, k, v = scored(scores * 4)  # x = q k / sqrt(16)
+    do = torch.randn(v.shape, generator=torch.Generator().manual_seed(1))
+    got, want = run("triton", normaliser, q, k, v, do), exactly(normaliser, q, k, v, do)
+    # What must vanish in exact numbers is left as rounding, of dC - D, times p and the keys.
+    noise = 1e-6 * (p or 1) * max(1, k.abs().max())
+    for name, t in want.items():
+        assert got[name].isfinite().all(), name
+        assert (got[name] - t).abs().max() <= 2e-5 * t.abs().max() + noise, name
+
+
+def test_causal():
+    """What comes after a row changes no bit of it."""
+    q, k, v, _ = draw(150, 150, 16)
+    before = attend(q, k, v, make(LSSAR, 2, 16, 300), "triton")
+    for t in (k, v, q):
+        t[:, :, 97:] = 7.0
+    after = attend(q, k, v, make(LSSAR, 2, 16, 300), "triton")
+    assert torch.equal(before[:, :, :97], after[:, :, :97])
+    assert not torch.equal(before[:, :, 97:], after[:, :, 97:])
+
+
+def test_gradients_are_the_same_bits_each_time():
+    normaliser, inputs = make(LSSAR, 2, 16, 300), draw(200, 200, 16)
+    first, second = run("triton", normaliser, *inputs), run("triton", normaliser, *inputs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# 3. In a model: strides, compilation, checkpointing, decoding.
+
+
+def test_any_strides():
+    """q, k, v as the model has them, views of one projection, and an expanded gradient."""
+    normaliser = make(LSSAR, 2, 16, 300)
+    qkv = torch.randn(2, 40, 3, 2, 16, generator=torch.Generator().manual_seed(0))
+    views = [t.detach().requires_grad_() for t in qkv.permute(2, 0, 3, 1, 4)]
+    copies = [t.detach().contiguous().requires_grad_() for t in views]
+    assert not views[0].is_contiguous()
+    grads = []
+    for inputs in (views, copies):
+        o = phi_attention(*inputs, torch.tensor(2.0), phi="softplus", l1=True, p=3)
+        grads.append([o, *torch.autograd.grad(o.sum(), inputs)])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert grads[0][0].transpose(1, 2).is_contiguous()  # as the output projection wants it
+    assert normaliser.weights(*views[:2]).shape == (2, 2, 40, 40)
+
+
+def test_compiles_without_a_graph_break_for_all_lengths():
+    normaliser = make(AttentionConfig(normaliser="ssmax", bias=True, reweight_p=3), 2, 16, 300)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, normaliser, "triton") * 2
+
+    compiled = torch.compile(fn, backend=counter, fullgraph=True, dynamic=True)
+    for t in (40, 51, 70):
+        q, k, v, do = draw(t, t, 16)
+        inputs = [x.requires_grad_() for x in (q, k, v)] + [normaliser.s, normaliser.b]
+        got = torch.autograd.grad(compiled(q, k, v), inputs, do)
+        want = torch.autograd.grad(fn(q, k, v), inputs, do)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    assert counter.frame_count == 1
+
+
+def test_operators_keep_torchs_rules():
+    """Schemas, fake tensors, autograd registration: torch's own checks of custom operators."""
+    q, k, v, _ = draw(20, 24, 16)
+    factor = torch.rand(1, 2, 20, requires_grad=True)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    args = (*inputs, factor, None, "softplus", True, 3, False)
+    torch.library.opcheck(torch.ops.phi_attention.forward.default, args)
+    one = (
+        q[:, :, :1].detach(),
+        k.detach(),
+        v.detach(),
+        factor[..., :1].detach(),
+        None,
+        "relu",
+        True,
+        0,
+        False,
+    )
+    torch.library.opcheck(torch.ops.phi_attention.decode.default, one, test_utils="test_faketensor")
+
+
+def test_activation_checkpointing_changes_nothing():
+    normaliser = make(LSSAR, 2, 16, 300)
+    q, k, v, do = draw(40, 40, 16)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, normaliser, "triton")
+
+    plain = torch.autograd.grad(fn(*inputs), inputs, do)
+    again = torch.autograd.grad(checkpoint(fn, *inputs, use_reentrant=False), inputs, do)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+@pytest.mark.parametrize("cfg", [LSSAR, *PHI_CASES, *OTHERS], ids=ids)
+def test_decoding_splits_the_keys(cfg):
+    normaliser = make(cfg, 2, 20, train_len=1100)
+    for n_keys in (1, 5, 64, 300):
+        q, k, v, _ = draw(1, n_keys, 20, batch=2)
+        with torch.no_grad():
+            got = attend(q, k, v, normaliser, "triton")
+            want = attend(q.double(), k.double(), v.double(), make(cfg, 2, 20, 1100).double(), "dense")
+        assert got.shape == want.shape
+        assert (got - want).norm() <= 2e-5 * want.norm(), f"{n_keys} keys"
+
+
+def test_decoding_low_rows(monkeypatch):
+    """A row far below zero whose splits differ, and the path itself: one query without a graph."""
+    cfg = AttentionConfig(normaliser="phi", phi="softplus", reweight_p=3)
+    q, k, v = scored(torch.cat([torch.full((100,), -4 * 95.0), torch.full((100,), -4 * 92.0)]))
+    normaliser = make_normaliser(cfg, 1, 16, 300)
+    monkeypatch.setattr(attention_triton, "_forward_op", None)
+    with torch.no_grad():
+        got = attend(q[:, :, -1:], k, v, normaliser, "triton")
+        want = attend(*(t.double() for t in (q[:, :, -1:], k, v)), normaliser, "dense")
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_empty_batch():
+    q, k, v, _ = draw(5, 5, 16)
+    out = attend(q[:0], k[:0], v[:0], make(LSSAR, 2, 16, 300), "triton")
+    assert out.shape == (0, 2, 5, 16)
+
+
+# 4. The choice of engine.
+
+CUDA = torch.device("cuda", 0)
+
+
+def lssar() -> Any:
+    return make_normaliser(LSSAR, 2, 16, 300)
+
+
+def test_auto_on_cuda(monkeypatch):
+    def verdict(problem: str | None) -> None:
+        monkeypatch.setattr(attention, "check_fused", lambda *key: attention.FusedCheck(0.001, problem))
+
+    verdict(None)
+    assert choose_engine(lssar(), "auto", CUDA, torch.bfloat16) == "triton"
+    assert choose_engine(lssar(), "auto") == "rows"
+    assert choose_engine(lssar(), "auto", CUDA, torch.float64) == "rows"
+    assert choose_engine(make_normaliser(LSSAR, 2, 256, 300), "auto", CUDA, torch.bfloat16) == "rows"
+    inverse = make_normaliser(AttentionConfig(normaliser="softmax_inverse"), 2, 16, 300)
+    assert choose_engine(inverse, "auto", CUDA, torch.bfloat16) == "rows"
+    assert choose_engine(make_normaliser(AttentionConfig(), 2, 16, 300), "auto", CUDA) == "sdpa"
+    described = attention.describe_engine(lssar(), "triton", CUDA, torch.bfloat16)
+    assert described == "triton (self-check: relative error 1.0e-03)"
+    verdict("no")
+    assert choose_engine(lssar(), "auto", CUDA, torch.bfloat16) == "rows"
+
+
+def check(cfg: AttentionConfig) -> attention.FusedCheck:
+    check_fused.cache_clear()
+    return check_fused(cfg, 2, 16, 300, torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("cfg", [LSSAR, *OTHERS[::6]], ids=ids)
+def test_self_check_passes(cfg):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="fused")
+        result = check(cfg)
+    assert result.problem is None and result.error < 5e-5
+
+
+@pytest.mark.parametrize("fault", ["wrong", "raises"])
+def test_self_check_finds_faults(monkeypatch, fault):
+    right = attention_triton.phi_attention
+
+    def phi_attention(*args: Any, **kwargs: Any) -> Tensor:
+        if fault == "raises":
+            raise RuntimeError("PTX was compiled with an unsupported toolchain\nand more lines")
+        return right(*args, **{**kwargs, "p": kwargs["p"] + 1})
+
+    monkeypatch.setattr(attention_triton, "phi_attention", phi_attention)
+    with pytest.warns(UserWarning, match="failed its self-check, engine auto takes rows instead: ") as caught:
+        result = check(LSSAR)
+    check_fused.cache_clear()
+    assert result.problem is not None and "\n" not in str(caught[0].message)
+    assert ("toolchain" in result.problem) if fault == "raises" else (result.error > 0.01)
+
+
+def test_engine_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(UserError, match="engine = 'triton': needs a CUDA device, found cpu"):
+        choose_engine(lssar(), "triton")
+    inverse = make_normaliser(AttentionConfig(normaliser="softmax_inverse"), 2, 16, 300)
+    with pytest.raises(UserError, match="engine = 'triton': softmax_inverse is not"):
+        choose_engine(inverse, "triton", CUDA)
+    with pytest.raises(ValueError, match="softmax_inverse is not phi"):
+        AttentionConfig(normaliser="softmax_inverse", engine="triton")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"phi": "tanh"}, "phi = 'tanh': expected one of exp, softplus"),
+        ({"p": 0}, "p = 0 with phi = softplus"),
+        ({"p": 3, "phi": "gelu"}, "p = 3 with phi = gelu"),
+        ({"q": torch.zeros(1, 1, 9, 16)}, "9 queries for 8 keys"),
+        ({"q": torch.zeros(1, 1, 8, 16, dtype=torch.float64)}, "types torch.float64"),
+        ({"v": torch.zeros(1, 1, 7, 16)}, "shapes"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value.split(":")[0],
+)
+def test_arguments_are_checked(change, message):
+    same = torch.zeros(1, 1, 8, 16)
+    arguments: dict[str, Any] = {"q": same, "k": same, "v": same, "phi": "softplus", "l1": True} | change
+    with pytest.raises(ValueError, match=message):
+        phi_attention(factor=torch.tensor(1.0), **arguments)
+
+
+# 5. Compiled ahead of time.
+
+
+def test_kernels_compile_without_spills():
+    """cubins for sm_90 at head_dim 64: in a process of its own, where nothing is interpreted."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "benchmarks/kernels.py", "--arch", "90", "--head-dim", "64"]
+    result = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("| sm_90  |") == 10  # five kernels, two types
