@@ -30,6 +30,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from types import FunctionType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -176,58 +177,50 @@ def _offset_and_scale(peak: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
 class SharpenedPhi(torch.autograd.Function):
     """reweight(l1_normalise(phi(x))) in one piece: the fast twin of those two, for phi > 0.
 
-    With s = phi(x), Z = sum s, t = ReLU(c s - e) (c = n / (Z r_max), e = O / r_max), b = t^p, W = sum b and
-    weights C = b / W, the gradients are  g = p c t^(p-1) (dC - sum dC C) / W  with respect to s at fixed
-    Z, and through Z  ds = g - sum(g s) / Z,  dx = ds phi'(x). Row factors like r_max cancel.
+    With s = phi(x), Z = sum s, t = ReLU(c s - e) (c = n / (Z r_max), e = O / r_max) the weights are
+    C = t^p / sum t^p. Dividing c and e by (sum t^p)^(1/p) makes that C = t^p, and those two numbers a row
+    and D = sum C dC are all that backward needs: with h = t^(p-1) (dC - D) and m = O / n sum h,
+    dx = p c phi'(x) (h - m). m is how s enters through Z. (attention_triton.py computes the same.)
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, n: Tensor, p: int, phi: PhiPair) -> Tensor:
-        weights, *saved = sharpened_phi(x, n, p, phi)
-        ctx.save_for_backward(x, weights, *saved)
-        ctx.phi = phi
+        weights, c, e = sharpened_phi(x, n, p, phi)
+        ctx.save_for_backward(x, n, weights, c, e)
+        ctx.p, ctx.phi = p, phi
         return weights
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, weights, *saved = ctx.saved_tensors
-        return sharpened_phi_grad(grads[0], x, weights, saved, ctx.phi), None, None, None
+        x, n, weights, c, e = ctx.saved_tensors
+        delta = (grads[0] * weights).sum(-1, keepdim=True)
+        return sharpened_phi_vjp(x, n, ctx.p, ctx.phi, c, e, grads[0], delta)[1], None, None, None
 
 
-def sharpened_phi(x: Tensor, n: Tensor, p: int, phi: PhiPair) -> tuple[Tensor, ...]:
-    """The weights, and what their gradient needs besides x: s, t^(p-1), Z, p c / W (see `SharpenedPhi`)."""
+def sharpened_phi(x: Tensor, n: Tensor, p: int, phi: PhiPair) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights, and c and e of their rows (see `SharpenedPhi`)."""
     s = phi[0](x)
     z = s.sum(-1, keepdim=True)
     offset, scale = _offset_and_scale(n * s.amax(-1, keepdim=True) / z, n)
-    c = n * scale / z
-    t = (s * c).sub_(offset * scale).relu_()
+    c, e = n * scale / z, offset * scale
+    t = s.mul_(c).sub_(e).relu_()
+    weights = _power_below(t, p).mul_(t)
+    w = weights.sum(-1, keepdim=True)
+    root = w.pow(-1 / p)
+    return weights.div_(w), c * root, e * root
+
+
+def sharpened_phi_vjp(
+    x: Tensor, n: Tensor, p: int, phi: PhiPair, c: Tensor, e: Tensor, d_weights: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The weights again, and dx, from what `sharpened_phi` returned and D = `delta` (..., R, 1)."""
+    t = phi[0](x).mul_(c).sub_(e).relu_()
     lower = _power_below(t, p)
     weights = t.mul_(lower)
-    w = weights.sum(-1, keepdim=True)
-    return weights.div_(w), s, lower, z, p * c / w
-
-
-def sharpened_weights(x: Tensor, n: Tensor, p: int, phi: PhiPair) -> Tensor:
-    return sharpened_phi(x, n, p, phi)[0]
-
-
-def sharpened_phi_grad(
-    d_weights: Tensor, x: Tensor, weights: Tensor, saved: list[Tensor], phi: PhiPair
-) -> Tensor:
-    """dx from what `sharpened_phi` returned."""
-    s, lower, z, factor = saved
-    g = d_weights * weights
-    g = torch.sub(d_weights, g.sum(-1, keepdim=True), out=g)  # in the same memory
-    g.mul_(lower).mul_(factor)
-    g.sub_((g * s).sum(-1, keepdim=True) / z)
-    return g.mul_(phi[1](x))
-
-
-def sharpened_phi_vjp(x: Tensor, n: Tensor, p: int, phi: PhiPair, d_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights and dx in one function without autograd: when compiled, nothing in between is stored."""
-    weights, *saved = sharpened_phi(x, n, p, phi)
-    return weights, sharpened_phi_grad(d_weights, x, weights, saved, phi)
+    h = (d_weights - delta).mul_(lower)
+    mean = torch.where(e > 0, h.sum(-1, keepdim=True) / n, 0.0)
+    return weights, h.sub_(mean).mul_(p * c).mul_(phi[1](x))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -650,16 +643,37 @@ class Normaliser(nn.Module):
         a = self.spec.rows_fn(x, rows)
         return a if p is None else reweight(a, rows, p)
 
-    def rows_vjp(
-        self, x: Tensor, rows: Rows, d_weights: Tensor, learned: list[Tensor]
+    def block_weights(self, x: Tensor, rows: Rows) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """rows_fn's weights, compiled if the options say so, and what `block_vjp` wants kept of them."""
+        compiled = self.options.compile_rows
+        if self.sharpened is None:
+            rows_fn = partial(_compiled(Normaliser.rows_fn, self.options.reweight_p), self)
+            return (rows_fn if compiled else self.rows_fn)(x, rows), ()
+        fn = _compiled(sharpened_phi, self.options.reweight_p) if compiled else sharpened_phi
+        weights, c, e = fn(x, rows.n, *self.sharpened)
+        return weights, (c, e)
+
+    def block_vjp(
+        self,
+        x: Tensor,
+        rows: Rows,
+        kept: tuple[Tensor, ...],
+        d_weights: Tensor,
+        delta: Tensor,
+        learned: list[Tensor],
     ) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
-        """rows_fn's weights, and the gradients of sum(weights * d_weights) by x and by `learned`."""
+        """The weights, and the gradients of sum(weights * d_weights) by x and by `learned`.
+
+        delta (..., R, 1): the rows' sum of weights * d_weights.
+        """
         if self.sharpened is not None:
-            vjp = _compiled(sharpened_phi_vjp) if self.options.compile_rows else sharpened_phi_vjp
-            weights, dx = vjp(x, rows.n, *self.sharpened, d_weights)
+            vjp: Any = sharpened_phi_vjp
+            if self.options.compile_rows:
+                vjp = _compiled(vjp, self.options.reweight_p)
+            weights, dx = vjp(x, rows.n, *self.sharpened, *kept, d_weights, delta)
             return weights, dx, [None] * len(learned)
         with torch.enable_grad():
-            weights = _rows_function(self)(x.requires_grad_(), rows)
+            weights, _ = self.block_weights(x.requires_grad_(), rows)
         dx, *d_learned = torch.autograd.grad(weights, [x, *learned], d_weights, allow_unused=True)
         return weights.detach(), dx, d_learned
 
@@ -982,13 +996,15 @@ class RowBlocks(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser, rows: Rows, *learned: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(q, k, v, *learned)
-        ctx.normaliser, ctx.rows = normaliser, rows
-        rows_fn = _rows_function(normaliser)
         out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
+        ctx.kept = []  # by block
         for batch, block, keys in row_blocks(q, k):
             x, rows_here = _block_scores(q, k, rows, batch, block, keys)
-            out[batch, :, block] = rows_fn(x, rows_here) @ v[batch, :, keys]
+            weights, kept = normaliser.block_weights(x, rows_here)
+            out[batch, :, block] = weights @ v[batch, :, keys]
+            ctx.kept.append(kept)
+        ctx.save_for_backward(q, k, v, out, *learned)
+        ctx.normaliser, ctx.rows = normaliser, rows
         return out
 
     @staticmethod
@@ -1000,20 +1016,24 @@ class RowBlocks(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, do: Tensor) -> Any:
-        q, k, v, *learned = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        q, k, v, out, *learned = ctx.saved_tensors
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
         learned = [t.detach().requires_grad_(t.requires_grad) for t in learned]
         inputs = [t for t in learned if t.requires_grad]
         d_inputs = [torch.zeros_like(t) for t in inputs]
         rows = replace(ctx.rows, learned=dict(zip(ctx.rows.learned, learned, strict=True)))
-        for batch, block, keys in row_blocks(q, k):
+        delta = (do * out).sum(-1, keepdim=True)  # (B, H, Tq, 1)
+        for (batch, block, keys), kept in zip(row_blocks(q, k), ctx.kept, strict=True):
             x, rows_here = _block_scores(q, k, rows, batch, block, keys)
             d_out = do[batch, :, block]
             d_weights = d_out @ v[batch, :, keys].mT
-            weights, dx, d_block = ctx.normaliser.rows_vjp(x, rows_here, d_weights, inputs)
+            weights, dx, d_block = ctx.normaliser.block_vjp(
+                x, rows_here, kept, d_weights, delta[batch, :, block], inputs
+            )
             dq[batch, :, block] = dx @ k[batch, :, keys]
-            dk[batch, :, keys] += dx.mT @ q[batch, :, block]
-            dv[batch, :, keys] += weights.mT @ d_out
+            _add_product(dk[batch, :, keys], dx.mT, q[batch, :, block])
+            _add_product(dv[batch, :, keys], weights.mT, d_out)
             for total, part in zip(d_inputs, d_block, strict=True):
                 if part is not None:
                     total += part
@@ -1051,19 +1071,23 @@ def _block_scores(
     return x, replace(rows, n=rows.n[block])
 
 
-def _rows_function(normaliser: Normaliser) -> Callable[[Tensor, Rows], Tensor]:
-    """normaliser.rows_fn, compiled if its options say so."""
-    if not normaliser.options.compile_rows:
-        return normaliser.rows_fn
-    if (sharpened := normaliser.sharpened) is not None:
-        # Bare tensors: checking a module and a dataclass for changes costs a call more than its arithmetic.
-        return lambda x, rows: _compiled(sharpened_weights)(x, rows.n, *sharpened)
-    return partial(_compiled(Normaliser.rows_fn), normaliser)
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b in place, without a temporary of total's size; total is a slice of a (B, H, K, D)."""
+    total.view(-1, *total.shape[2:]).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+def _compiled(function: Callable[..., Any], p: int | None) -> Callable[..., Any]:
+    """The function compiled for lengths of any size and one power.
+
+    torch.compile keeps what it compiled with a function's code, and silently gives up, for good, after eight
+    variants. Each power unrolls to another variant: a copy of the code for each has room for all.
+    """
+    code = function.__code__.replace(co_name=f"{function.__name__}_p{p}")
+    copied = FunctionType(
+        code, function.__globals__, code.co_name, function.__defaults__, function.__closure__
+    )
+    return torch.compile(copied, dynamic=True)
 
 
 def score_moments(q: Tensor, k: Tensor, rows: Rows, chunk: int = 64) -> tuple[Tensor, Tensor]:
