@@ -6,7 +6,7 @@ make it the model of the SSMax paper as well: RMSNorm, SwiGLU, no biases, untied
     model = GPT(load_config("configs/gpt2_124m.toml"))
     loss = model(tokens, targets)                              # mean cross-entropy in nats
     losses = model.token_losses(tokens, targets, rope=RopeScaling("ntk"))   # (B, T), any length
-    text = model.generate(prompt, 100, temperature=0.8, top_k=50)
+    text = model.generate(prompt, 100, temperature=0.8, top_k=50)        # with a KV cache
 
 The positions live in cos/sin tables that each forward pass computes anew from the training base: no
 table outlives a length, and none is in a checkpoint.
@@ -15,8 +15,9 @@ table outlives a length, and none is in a checkpoint.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -332,41 +333,52 @@ class GPT(nn.Module):
         return torch.cat(losses, dim=1)
 
     @torch.no_grad()
-    def generate(
+    def stream(
         self,
         tokens: Tensor,
         n_new: int,
         *,
         temperature: float = 1.0,
         top_k: int | None = None,
+        top_p: float | None = None,
         generator: torch.Generator | None = None,
         rope: RopeScaling = UNSCALED,
-    ) -> Tensor:
-        """Sample n_new tokens after each row of `tokens`; temperature 0 takes the likeliest.
+        use_cache: bool = True,
+    ) -> Iterator[Tensor]:
+        """Sample n_new tokens after each row of `tokens`, one at a time; temperature 0 takes the likeliest.
 
         Args:
-            tokens: (B, T) int64, T >= 1.
+            tokens: (B, T) int64, T >= 1. Rows are of one length: in a padded one, n would count the padding.
             top_k: sample from the k likeliest tokens only.
+            top_p: sample from the fewest tokens that together have this probability (Holtzman et al. 2020).
             generator: source of randomness, on the model's device.
             rope: scaled for the final length T + n_new unless it names a length.
-        Returns:
-            (B, T + n_new) int64.
+            use_cache: False computes the whole sequence again for each token, as does a model that is not
+                `cacheable`.
+        Yields:
+            (B, 1) int64, n_new times.
         Raises:
-            UserError: an empty prompt, n_new < 0, temperature < 0 or top_k < 1.
+            UserError: an empty prompt, n_new < 0, temperature < 0, top_k < 1, top_p outside (0, 1].
         """
         T = tokens.shape[1]
-        if T < 1 or n_new < 0:
-            raise UserError(f"generate: prompt of {T} tokens, {n_new} new ones: expected >= 1 and >= 0")
-        if not temperature >= 0 or (top_k is not None and top_k < 1):
-            raise UserError(f"generate: temperature {temperature}, top_k {top_k}: expected >= 0 and >= 1")
+        check_sampling(T, n_new, temperature, top_k, top_p)
         rope = replace(rope, length=rope.length or T + n_new)
-        cache = KVCache(self.config.model.n_layer, T + n_new)
-        out = [tokens]
+        cache = KVCache(self.config.model.n_layer, T + n_new) if use_cache and self.cacheable else None
         for _ in range(n_new):
-            # Only what the cache lacks goes in, and only the last position becomes logits.
-            logits = self.logits(self.hidden(out[-1], rope, cache)[:, -1])  # (B, V)
-            out.append(sample(logits, temperature, top_k, generator))
-        return torch.cat(out, dim=1)
+            logits = self.logits(self.hidden(tokens, rope, cache)[:, -1])  # (B, V)
+            new = sample(logits, temperature, top_k, top_p, generator)
+            yield new
+            tokens = torch.cat((tokens, new), dim=1) if cache is None else new
+
+    def generate(self, tokens: Tensor, n_new: int, **options: Any) -> Tensor:
+        """`stream`'s arguments; all of it at once, (B, T + n_new) int64."""
+        return torch.cat([tokens, *self.stream(tokens, n_new, **options)], dim=1)
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether a position's output is final: not if a row's weights depend on the number of all keys."""
+        options = self.config.attention
+        return not (options.normaliser == "sigmoid" and options.bias == "log_len")
 
     def n_params(self, non_embedding: bool = False) -> int:
         """Number of parameters, shared ones once; non_embedding: without embedding and output layer."""
@@ -391,8 +403,24 @@ class GPT(nn.Module):
         return 6.0 * weights + m.n_layer * attention
 
 
+def check_sampling(
+    length: int, n_new: int, temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    """Raises UserError for what `GPT.stream` cannot do."""
+    if length < 1 or n_new < 0:
+        raise UserError(f"generate: prompt of {length} tokens, {n_new} new ones: expected >= 1 and >= 0")
+    if not temperature >= 0 or (top_k is not None and top_k < 1):
+        raise UserError(f"generate: temperature {temperature}, top_k {top_k}: expected >= 0 and >= 1")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"generate: top_p {top_p}: expected above 0 and at most 1")
+
+
 def sample(
-    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """One token for each row of logits (B, V): (B, 1) int64."""
     if temperature == 0:
@@ -401,5 +429,9 @@ def sample(
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < kth, -math.inf)
     # The largest logit is subtracted first, so that a tiny temperature cannot overflow.
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
-    return torch.multinomial(logits.softmax(dim=-1), num_samples=1, generator=generator)
+    probs = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
+    if top_p is not None:
+        ranked, order = probs.sort(dim=-1, descending=True)
+        outside = ranked.cumsum(dim=-1) - ranked >= top_p  # likelier ones have it all; never the first
+        probs = probs.masked_fill(outside.scatter(-1, order, outside), 0.0)
+    return torch.multinomial(probs, num_samples=1, generator=generator)

@@ -48,12 +48,12 @@ def make_run(runs: Path, name: str, data: Path, step: int = 7, **attention: obje
     return runs / name
 
 
-def save_run(folder: Path, config: Config, model: GPT, step: int) -> None:
+def save_run(folder: Path, config: Config, model: GPT, step: int, tokenizer: str = "toy") -> None:
     state = {
         "step": step,
         "config": config.model_dump(),
         "model": model.state_dict(),
-        "data": {"tokenizer": "toy"},
+        "data": {"tokenizer": tokenizer},
     }
     state |= {"optimizers": [], "validation": {}, "guard": {}, "rng": []}
     save_checkpoint(folder, state, keep_last=9)
