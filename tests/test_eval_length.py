@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import eval_length  # noqa: E402
-from checkpoint import load_model, save_checkpoint  # noqa: E402
+from checkpoint import load_model, read_config, save_checkpoint  # noqa: E402
 from config import Config, UserError, config_from_dict  # noqa: E402
 from data.shards import TokenStream, val_batch, write_shard  # noqa: E402
 from model import GPT, RopeKind, RopeScaling  # noqa: E402
@@ -204,6 +204,40 @@ def test_buckets(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) ->
             expected = by_position[bucket["from"] : bucket["to"]].mean().item()
             assert bucket["loss"] == pytest.approx(expected, rel=1e-5)
         assert row["buckets"][-1]["to"] == row["length"]
+
+
+def test_per_position(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of the longest window, with errors over its blocks; their mean is the loss."""
+    assert eval_length.part_edges(20000)[:3] == [0, 100, 200] and eval_length.part_edges(20000)[-1] == 20000
+    monkeypatch.setattr(eval_length, "POSITION_PARTS", 6)  # 64 does not divide: parts of 10 and 11
+    runs = tmp_path / "runs"
+    a, b = make_run(runs, "a", data), make_run(runs, "b", data, normaliser="ssmax_pn")
+    call(monkeypatch, a, b, "--lengths", 32, 64, "--per-position")
+    by_block = direct_losses(a, data, 64, "ntk").view(N_BLOCKS, 64)
+    short, long = read(a / "eval_length.json")["lengths"]
+    assert "positions" not in short and len(long["positions"]) == 6
+    for part in long["positions"]:
+        means = by_block[:, part["from"] : part["to"]].mean(1)
+        assert part["loss"] == pytest.approx(means.mean().item(), rel=1e-5)
+        assert part["stderr"] == pytest.approx(means.std().item() / N_BLOCKS**0.5, rel=1e-5)
+    total = sum(part["loss"] * (part["to"] - part["from"]) for part in long["positions"])
+    assert total / 64 == pytest.approx(long["loss"])
+    for folder in (a, runs):
+        assert (folder / "eval_length_position.png").read_bytes().startswith(b"\x89PNG")
+    assert not (b / "eval_length_position.png").exists()  # it was refused there
+
+
+def test_configs_are_read_without_tensors(tmp_path: Path, data: Path) -> None:
+    """What checks all runs first does not read their gigabytes; what loads a model sees every damage."""
+    run = make_run(tmp_path / "runs", "a", data)
+    path = run / "checkpoints" / "step_000007.pt"
+    whole = path.read_bytes()
+    weights = load_model(run).model.state_dict()["final_norm.weight"].numpy().tobytes()
+    at = whole.index(weights)
+    path.write_bytes(whole[:at] + bytes(4) + whole[at + 4 :])
+    assert read_config(run).name == "a"
+    with pytest.raises(UserError, match="none of the 1 checkpoints loads"):
+        load_model(run)
 
 
 def test_several_runs_defaults_and_refused_lengths(
