@@ -262,6 +262,9 @@ class LogConfig(Section):
 
     dir: str = Field("runs", description="Run folders are made here, as <dir>/<name>.")
     every: int = Field(10, ge=1, description="Steps between progress lines; metrics.jsonl has every step.")
+    attention_every: int | None = Field(
+        None, ge=1, description="Steps between measurements of each layer's score deviation and entropy."
+    )
     wandb: bool = Field(False, description="Also log to Weights & Biases.")
     wandb_project: str = Field("attention-normalisers", description="W&B project.")
 

@@ -13,7 +13,7 @@ the longest length, and each block into windows of length T, for each T. It repo
                    most of them at positions that training never had: both are in this number.
     same targets   mean over the last tokens of each block only (as many as the training length), predicted
                    from windows of length T that all end there: context is the only thing that changes.
-    per position   loss by place in the window, in buckets that double; with --per-position also in 200 equal
+    per position   loss by place in the window, in buckets that double; with --per-position also in 100 equal
                    parts of the longest window, as a curve with its standard error (SSMax, Figure 5).
 
 The standard error is that of the mean over blocks: neighbouring tokens are too alike to count one by one.
@@ -61,7 +61,7 @@ from evaluation import (
 from model import GPT, RopeKind, RopeScaling
 
 FIRST_BUCKET = 128  # positions; each further bucket reaches twice as far
-POSITION_PARTS = 200  # points of the --per-position curve
+POSITION_PARTS = 100  # points of the --per-position curve
 LOGITS_AT_ONCE = 1024  # positions whose logits exist together: 0.2 GB for GPT-2's vocabulary
 MEANING = {
     "loss": "mean cross-entropy in nats over all tokens; the same tokens at every length",

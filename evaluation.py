@@ -253,7 +253,7 @@ def evaluate_all(
     picture: Path | None,
     evaluate: Callable[[Run], dict[str, Any]],
     report: Callable[[list[dict[str, Any]]], str],
-    plot: Callable[[list[dict[str, Any]], Path], None],
+    plot: Callable[[list[dict[str, Any]], Path], object],
 ) -> None:
     """Each run's result to its .json and .png, then all of them to the console and the picture.
 

@@ -2,7 +2,8 @@
 
 config.toml      the resolved config; `train.py` takes it like any other
 metrics.jsonl    a line for each step: step, loss, lr, grad_norm; where one was printed also tokens_per_s,
-                 step_ms and its parts, mfu, memory_gb; {"step", "val_loss"} where it was validated
+                 step_ms and its parts, mfu, memory_gb; every log.attention_every steps score_std and entropy,
+                 {"layer_0": ...} each; {"step", "val_loss"} where it was validated
 starts.jsonl     a line for each start: time, step, command, git commit, versions, hardware
 wandb_id         with log.wandb: the W&B run that a resumed run goes on with
 """
@@ -62,6 +63,10 @@ class RunLog:
     def add_step(self, step: int, loss: float, grad_norm: float, lr: float, skipped: str = "") -> None:
         record = {"step": step, "loss": finite(loss), "lr": lr, "grad_norm": finite(grad_norm)}
         self.pending.append(record | ({"skipped": skipped} if skipped else {}))
+
+    def add_to_step(self, values: dict[str, Any]) -> None:
+        """More about the step that was added last."""
+        self.pending[-1] |= values
 
     def flush(self) -> None:
         """Write the pending records, force them to the disk, print the newest."""

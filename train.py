@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from attention import choose_engine, describe_attention
+from attention_statistics import STATISTICS, model_statistics
 from checkpoint import CheckpointWriter, clear_unfinished, link, load_newest, load_parameters
 from config import (
     Config,
@@ -44,7 +45,7 @@ from config import (
 from data.shards import TokenStream, train_batch, val_batch, val_windows
 from distributed import StopSignals, World, join_world
 from model import GPT
-from run_log import DryLog, RunLog, duration, peak_memory
+from run_log import DryLog, RunLog, duration, finite, peak_memory
 
 # What may differ between a run and its resumption: it changes neither the model nor, unless a step goes
 # wrong, the loss curve.
@@ -65,6 +66,7 @@ FREE_KEYS = (
     "data.dir",  # its content is compared instead
 )
 DRY_STEPS = 4  # of --dry-run; the first is not timed
+ATTENTION_ROWS = 64  # the last ones of a sequence, whose statistics log.attention_every asks for
 GUARD_WINDOW = 128  # steps that an outlier is compared with
 
 
@@ -159,6 +161,8 @@ class Trainer:
         while not stopped and self.step < config.max_steps:
             stopped = self.train_step(log)
             profile.step()
+            if self.config.log.attention_every and self.step % self.config.log.attention_every == 0:
+                self.measure_attention(log)
             writer.check()
             validate, save = self.is_due(config.val_every), self.is_due(config.checkpoint_every)
             if self.is_due(self.config.log.every) or validate or save or stopped:
@@ -323,6 +327,18 @@ class Trainer:
                 self.validation |= {"best": loss, "best_step": self.step}
             log.add_validation(self.step, loss)
         return stopped
+
+    def measure_attention(self, log: RunLog) -> None:
+        """Each layer's score deviation and entropy, on the first validation tokens, by the main process."""
+        if not self.world.is_main:
+            return
+        tokens = torch.from_numpy(self.val_stream.read(0, self.config.train.seq_len))[None]
+        with self.raw_model.autocast():
+            values = model_statistics(self.raw_model, tokens.to(self.world.device), n_rows=ATTENTION_ROWS)
+        by_layer = values.mean((0, 2)).T.tolist()  # (S, n_layer)
+        for name, layers in zip(STATISTICS, by_layer, strict=True):
+            if name in ("score_std", "entropy"):
+                log.add_to_step({name: {f"layer_{i}": finite(value) for i, value in enumerate(layers)}})
 
     def any_stop(self) -> str | None:
         """The name of a signal that came to any process."""
