@@ -1,6 +1,7 @@
 """What the attention weights of a trained model look like, layer by layer and head by head.
 
-    values = model_statistics(model, tokens, n_rows=128)     # (B, n_layer, n_head, len(STATISTICS))
+    values = model_statistics(model, tokens, n_rows=128)        # (B, n_layer, n_head, len(STATISTICS))
+    mass = attention_mass(model, token, rope, cache, where)     # (B, n_layer, n_head)
 
 Of a row with weights A over its n visible keys, p = |A| / sum |A| (A itself, for a softmax). Everything is
 computed from the normaliser's own definition, in blocks of rows: O(block * T) memory.
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attention import Normaliser, Rows, l1_normalise, row_blocks
-from model import GPT, UNSCALED, RopeScaling
+from model import GPT, UNSCALED, KVCache, RopeScaling
 
 TINY = 2.0**-16
 STATISTICS = {
@@ -81,3 +82,26 @@ def row_statistics(x: Tensor, weights: Tensor, rows: Rows) -> Tensor:
         "tiny": (rows.visible(p) & (p < TINY)).sum(-1) / n,
     }
     return torch.stack([values[name] for name in STATISTICS], dim=-1)
+
+
+@torch.no_grad()
+def attention_mass(model: GPT, token: Tensor, rope: RopeScaling, cache: KVCache, where: Tensor) -> Tensor:
+    """How much of p the next token's row gives to some keys, in each layer and head.
+
+    Args:
+        token: (B, 1) int64, what follows the cache's content; the cache is left as if it had not come.
+        where: (B, n) bool, of the n = cache.length + 1 keys.
+    Returns:
+        (B, n_layer, n_head) float32.
+    """
+    cos, sin = model.rope(cache.length + 1, rope, cache.length)
+    x = model.embedding(token)  # (B, 1, C)
+    layers = []
+    for i, block in enumerate(model.blocks):
+        q, k, v = block.attention.project(block.attention_norm(x), cos, sin)  # type: ignore[union-attr, operator]
+        keys, _ = cache.append(i, k, v)
+        weights = block.attention.normaliser.weights(q, keys)[:, :, 0]  # type: ignore[union-attr, operator]
+        p = l1_normalise(weights.abs())  # (B, H, n)
+        layers.append((p * where[:, None]).sum(-1))
+        x = block(x, cos, sin, cache)
+    return torch.stack(layers, dim=1)

@@ -31,11 +31,14 @@ from config import ArgumentParser, UserError, run_main
 from data.shards import TokenStream, val_windows
 from distributed import World, join_world
 from evaluation import (
+    MARKERS,
     Run,
     add_arguments,
     choose_picture,
+    describe_rope,
     evaluate_all,
     format_table,
+    mark_training_length,
     mean_and_stderr,
     open_runs,
     open_validation,
@@ -43,6 +46,7 @@ from evaluation import (
     progress,
     save_figure,
     short,
+    token_axis,
     whole_number,
     with_stderr,
 )
@@ -146,7 +150,7 @@ def report(results: list[dict[str, Any]]) -> str:
     data = results[0]["data"]
     parts = [
         f"The last {data['rows']} rows of {data['blocks']} blocks of {data['block_length']} tokens of "
-        f"{data['dir']}, in windows of each length; RoPE scaling {results[0]['rope']['kind']}.\n"
+        f"{data['dir']}, in windows of each length; RoPE scaling {describe_rope(results[0])}.\n"
         "Means over layers and heads, ± standard error over blocks."
     ]
     for name, meaning in STATISTICS.items():
@@ -176,9 +180,9 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     for i, name in enumerate(STATISTICS):
         draw_curves(grid[0, i], layer_curves(alone, name) if alone else run_curves(results, name))
         grid[0, i].set_title(name)
+        mark_training_length(grid[0, i], results)
         if alone:
             draw_heat_maps(grid[1:, i], alone, name)
-    mark_training_length(grid[0], results)
     if alone:
         figure.suptitle(f"{alone['run']}: {alone['normaliser']}, step {alone['step']}")
     handles, labels = grid[0, 0].get_legend_handles_labels()
@@ -216,22 +220,11 @@ def run_curves(results: list[dict[str, Any]], name: str) -> list[Curve]:
 
 def draw_curves(axes: Any, curves: list[Curve]) -> None:
     for i, (label, lengths, values, errors) in enumerate(curves):
-        marker, color = "osD^vP*Xph<>"[i % 12], f"C{i % 10}"
+        marker, color = MARKERS[i % len(MARKERS)], f"C{i % 10}"
         axes.errorbar(lengths, values, errors, color=color, marker=marker, markersize=4, label=label)
-    axes.set_xscale("log", base=2)
-    lengths = sorted({length for _, xs, _, _ in curves for length in xs})
-    axes.set_xticks(lengths, [short(length) for length in lengths])
-    axes.set_xticks([], minor=True)
+    token_axis(axes, sorted({length for _, xs, _, _ in curves for length in xs}))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("window length (tokens)")
-    axes.grid(alpha=0.3)
-
-
-def mark_training_length(panels: Any, results: list[dict[str, Any]]) -> None:
-    for axes in panels:
-        for i, train_len in enumerate({result["train_len"] for result in results}):
-            label = None if i else "training length"
-            axes.axvline(train_len, color="0.4", linestyle="--", linewidth=1, label=label)
 
 
 def draw_heat_maps(panels: Any, result: dict[str, Any], name: str) -> None:

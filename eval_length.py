@@ -43,11 +43,14 @@ from config import ArgumentParser, UserError, run_main
 from data.shards import TokenStream, val_batch, val_windows
 from distributed import World, join_world
 from evaluation import (
+    MARKERS,
     Run,
     add_arguments,
     choose_picture,
+    describe_rope,
     evaluate_all,
     format_table,
+    mark_training_length,
     mean_and_stderr,
     open_runs,
     open_validation,
@@ -55,6 +58,7 @@ from evaluation import (
     progress,
     save_figure,
     short,
+    token_axis,
     whole_number,
     with_stderr,
 )
@@ -364,9 +368,7 @@ def plot_positions(results: list[dict[str, Any]], path: Path) -> None:
         axes.plot(middle, loss, color=f"C{i % 10}", label=f"{result['run']}: {result['normaliser']}")
         low, high = ([x + sign * e for x, e in zip(loss, error, strict=True)] for sign in (-1, 1))
         axes.fill_between(middle, low, high, color=f"C{i % 10}", alpha=0.2, linewidth=0)
-    for i, train_len in enumerate({result["train_len"] for result in results}):
-        label = None if i else "training length"
-        axes.axvline(train_len, color="0.4", linestyle="--", linewidth=1, label=label)
+    mark_training_length(axes, results)
     blocks, length = results[0]["data"]["blocks"], results[0]["data"]["block_length"]
     axes.set_title(f"Means over {blocks} windows in {len(part_edges(length)) - 1} parts, ± standard error")
     axes.set_xlabel(f"position in the window (tokens), RoPE scaling {describe_rope(results[0])}")
@@ -375,11 +377,6 @@ def plot_positions(results: list[dict[str, Any]], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     save_figure(figure, path)
-
-
-def describe_rope(result: dict[str, Any]) -> str:
-    rope = result["rope"]
-    return rope["kind"] + (f" = {rope['theta']:g}" if rope["theta"] else "")
 
 
 def plot_lengths(results: list[dict[str, Any]], path: Path) -> None:
@@ -409,8 +406,8 @@ def draw_panel(axes: Any, results: list[dict[str, Any]], value: str, error: str)
                 [row["length"] for row in rows],
                 [row[value] for row in rows],
                 [row[error] or 0.0 for row in rows],
-                color=f"C{i % 10}",  # ten colours; the markers go on telling runs apart
-                marker="osD^vP*Xph<>"[i % 12],
+                color=f"C{i % 10}",
+                marker=MARKERS[i % len(MARKERS)],
                 markersize=5,
                 capsize=3,
                 linewidth=1.8,
@@ -418,14 +415,8 @@ def draw_panel(axes: Any, results: list[dict[str, Any]], value: str, error: str)
                 label=f"{result['run']}: {result['normaliser']}",
             )
         )
-    for train_len in {result["train_len"] for result in results}:
-        line = axes.axvline(train_len, color="0.4", linestyle="--", linewidth=1, label="training length")
-    axes.set_xscale("log", base=2)
-    lengths = [row["length"] for row in results[0]["lengths"]]
-    axes.set_xticks(lengths, [short(length) for length in lengths])
-    axes.set_xticks([], minor=True)
-    axes.grid(alpha=0.3)
-    return [*handles, line]
+    token_axis(axes, [row["length"] for row in results[0]["lengths"]])
+    return [*handles, mark_training_length(axes, results)]
 
 
 # ---------------------------------------------------------------- command line

@@ -31,6 +31,7 @@ from data.shards import TokenStream
 from distributed import World
 from model import RopeKind, RopeScaling
 
+MARKERS = "osD^vP*Xph<>"  # tell runs apart where the ten colours are used up
 PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -214,6 +215,19 @@ def mean_and_stderr(values: Tensor) -> tuple[float, float | None]:
     return values.mean().item(), stderr
 
 
+def proportion(successes: int, n: int) -> dict[str, float]:
+    """The share with its 95 % confidence interval (Wilson 1927), which also says something at 0 and 1."""
+    share, z2 = successes / n, 1.959964**2
+    centre, scale = (share + z2 / (2 * n)) / (1 + z2 / n), 1 / (1 + z2 / n)
+    half = scale * math.sqrt(z2 * share * (1 - share) / n + z2 * z2 / (4 * n * n))
+    return {"share": share, "low": max(0.0, centre - half), "high": min(1.0, centre + half)}
+
+
+def percent(value: dict[str, float]) -> str:
+    """A `proportion` as '62.5 % [54.0, 70.2]'."""
+    return f"{100 * value['share']:.1f} % [{100 * value['low']:.1f}, {100 * value['high']:.1f}]"
+
+
 def with_stderr(mean: float, stderr: float | None) -> str:
     return f"{mean:.4f} ±{stderr:.4f}" if stderr is not None else f"{mean:.4f} ±-"
 
@@ -235,6 +249,28 @@ def format_table(rows: list[list[str]], n_left: int = 2) -> str:
 def short(length: int) -> str:
     """2048 -> '2K'; 128 stays."""
     return f"{length // 1024}K" if length % 1024 == 0 else str(length)
+
+
+def describe_rope(result: dict[str, Any]) -> str:
+    """'ntk', 'theta = 500000'."""
+    rope = result["rope"]
+    return rope["kind"] + (f" = {rope['theta']:g}" if rope["theta"] else "")
+
+
+def mark_training_length(axes: Any, results: list[dict[str, Any]]) -> Any:
+    """A vertical line at each training length, one of them labelled; returns the last."""
+    for i, train_len in enumerate({result["train_len"] for result in results}):
+        label = None if i else "training length"
+        line = axes.axvline(train_len, color="0.4", linestyle="--", linewidth=1, label=label)
+    return line
+
+
+def token_axis(axes: Any, lengths: list[int]) -> None:
+    """A logarithmic x axis with the lengths as its only ticks."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [short(length) for length in lengths])
+    axes.set_xticks([], minor=True)
+    axes.grid(alpha=0.3)
 
 
 def write_json(result: dict[str, Any], path: Path) -> None:
