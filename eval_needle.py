@@ -377,14 +377,14 @@ def draw_heat_map(axes: Any, result: dict[str, Any], name: str) -> None:
 
 
 def draw_accuracy(axes: Any, results: list[dict[str, Any]], name: str) -> None:
-    """All depths of a length together."""
+    """The mean over depths, with the interval of one depth: the depths of a sample are not independent."""
     for i, result in enumerate(results):
         lengths, shares, low, high = [], [], [], []
         for length in result["lengths"]:
             cells = [cell for cell in result["cells"] if cell["length"] == length and cell["reason"] is None]
             if cells:
-                n = result["samples"]
-                value = proportion(round(sum(c[name]["share"] for c in cells) * n), n * len(cells))
+                mean = sum(cell[name]["share"] for cell in cells) / len(cells)
+                value = proportion(mean * result["samples"], result["samples"])
                 lengths.append(length)
                 shares.append(value["share"])
                 low.append(max(0.0, value["share"] - value["low"]))
@@ -394,7 +394,7 @@ def draw_accuracy(axes: Any, results: list[dict[str, Any]], name: str) -> None:
     mark_training_length(axes, results)
     token_axis(axes, results[0]["lengths"])
     axes.set_ylim(-0.03, 1.03)
-    axes.set_xlabel("length (tokens), all depths")
+    axes.set_xlabel("length (tokens), mean over depths")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
 
@@ -414,6 +414,7 @@ def draw_ranks(axes: Any, results: list[dict[str, Any]]) -> None:
         "needle score by rank of the head" + (f", at {short(longest)}" if len(results) > 1 else "")
     )
     axes.set_xlabel("rank of the head")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("attention mass on the digits, mean")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, title="length" if len(results) == 1 else None)

@@ -215,7 +215,7 @@ def mean_and_stderr(values: Tensor) -> tuple[float, float | None]:
     return values.mean().item(), stderr
 
 
-def proportion(successes: int, n: int) -> dict[str, float]:
+def proportion(successes: float, n: int) -> dict[str, float]:
     """The share with its 95 % confidence interval (Wilson 1927), which also says something at 0 and 1."""
     share, z2 = successes / n, 1.959964**2
     centre, scale = (share + z2 / (2 * n)) / (1 + z2 / n), 1 / (1 + z2 / n)
