@@ -19,7 +19,8 @@ The blocks are the same at every length, so what one length adds to another is k
 alone: `change` in the JSON is that difference to the shortest length, with its own (paired) error.
 
 Writes eval_length.json and eval_length.png into the run folder (for one checkpoint file:
-eval_length_<its name>, in its run's folder); several runs get one more picture, with all curves.
+eval_length_<its name>, in its run's folder); several runs get one more picture, with all curves. With
+--tag none they are called eval_length_none, and stand beside those of another call.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -99,9 +101,9 @@ class Plan:
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs = open_runs(args.runs, args.data)
+        runs = open_runs(args.runs, args.data, args.tag)
         plan = make_plan(args, runs)
-        picture = choose_picture(args.out, runs)
+        picture = choose_picture(args.out, runs, args.tag)
         results = []
         for run in runs:
             results.append(evaluate(run, plan, world))
@@ -119,7 +121,7 @@ def main() -> None:
 # ---------------------------------------------------------------- what to evaluate
 
 
-def open_runs(sources: list[str], data_dir: str | None) -> list[Run]:
+def open_runs(sources: list[str], data_dir: str | None, tag: str | None = None) -> list[Run]:
     """Check every source and its data before the first is evaluated: that may take hours.
 
     Raises:
@@ -137,7 +139,8 @@ def open_runs(sources: list[str], data_dir: str | None) -> list[Run]:
         stream = open_validation(config, data_dir)
         if not os.access(output.parent, os.W_OK):
             raise UserError(f"{output.parent}: cannot be written; the results go there")
-        runs.append(Run(path, label if labels.count(label) == 1 else str(path), config, stream, output))
+        name = label if labels.count(label) == 1 else str(path)
+        runs.append(Run(path, name, config, stream, with_tag(output, tag)))
     return runs
 
 
@@ -148,6 +151,11 @@ def output_of(source: Path) -> Path:
         return source / "eval_length"
     folder = source.parent.parent if source.parent.name == "checkpoints" else source.parent
     return folder / f"eval_length_{source.stem}"
+
+
+def with_tag(path: Path, tag: str | None) -> Path:
+    """eval_length -> eval_length_<tag>, whatever follows it."""
+    return path.with_name(path.name.replace("eval_length", f"eval_length_{tag}", 1)) if tag else path
 
 
 def label_of(source: Path, output: Path) -> str:
@@ -198,7 +206,7 @@ def make_plan(args: argparse.Namespace, runs: list[Run]) -> Plan:
     return plan
 
 
-def choose_picture(out: str | None, runs: list[Run]) -> Path | None:
+def choose_picture(out: str | None, runs: list[Run], tag: str | None = None) -> Path | None:
     """Where the picture with all curves goes; None: nowhere, a single run has its own."""
     if out is not None:
         path = Path(out)
@@ -212,7 +220,8 @@ def choose_picture(out: str | None, runs: list[Run]) -> Path | None:
     folders = [run.output.parent for run in runs]
     common = Path(os.path.commonpath(folders))
     # Two checkpoints of one run: eval_length.png there is the picture of the run itself.
-    return common / ("eval_length_all.png" if common in folders else "eval_length.png")
+    name = "eval_length_all.png" if common in folders else "eval_length.png"
+    return with_tag(common / name, tag)
 
 
 # ---------------------------------------------------------------- evaluation
@@ -549,7 +558,10 @@ def parse_args() -> argparse.Namespace:
         metavar="FILE",
         help="picture with all curves (default for several runs: eval_length.png in the folder above them)",
     )
+    parser.add_argument("--tag", metavar="WORD", help="part of the results' names: eval_length_WORD.json")
     args = parser.parse_args()
+    if args.tag and not re.fullmatch(r"[\w.+-]+", args.tag):
+        raise UserError(f"--tag {args.tag}: expected letters, digits and . _ + - alone")
     if args.rope == "theta" and args.rope_theta is None:
         raise UserError("--rope theta needs --rope-theta, the new base (500000 in the SSMax paper)")
     RopeScaling(args.rope, args.rope_theta)  # raises if the two do not fit
