@@ -26,16 +26,18 @@ import sys
 import threading
 import zipfile
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from config import Config, UserError, atomic_file, config_from_dict
+from config import Config, UserError, atomic_file, changed_keys, config_from_dict
 from model import GPT
 
 FORMAT = 2
+UNTOLD = ("name", "init_from", "log.")  # of the changes that a run starts with
 KEYS = {"format", "step", "config", "model", "optimizers", "validation", "guard", "rng", "data"}
 
 
@@ -247,6 +249,63 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Traine
     model = GPT(config)
     load_parameters(model, state["model"], path)
     return Trained(model.to(device).eval(), config, state["step"], state["data"]["tokenizer"])
+
+
+def take_over(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
+    """Start from another run's weights: copy each parameter that both have, bit for bit; leave the others.
+
+    Args:
+        model: freshly initialised; its config may differ from the source's in any section.
+        source: run folder (its newest checkpoint) or checkpoint file.
+        tokenizer: of the data to train on.
+    Returns:
+        The account for the console: what is taken over, what is new, what is dropped.
+    Raises:
+        UserError: nothing there, another tokeniser, or a parameter of another shape, by its name.
+    """
+    old = load_model(source)
+    if old.tokenizer != tokenizer:
+        raise UserError(
+            f"init_from = {str(source)!r}: trained on tokens of {old.tokenizer}, the data has {tokenizer}"
+        )
+    theirs, mine = old.model.state_dict(), model.state_dict()
+    problems = [
+        f"{any_layer(name)} is {tuple(mine[name].shape)} here, {tuple(theirs[name].shape)} there"
+        for name in mine
+        if name in theirs and mine[name].shape != theirs[name].shape
+    ]
+    tied = model.config.model.tie_embeddings
+    if tied and not torch.equal(theirs["lm_head.weight"], theirs["embedding.weight"]):
+        problems.append("lm_head.weight is tied to the embedding here, not there")
+    changed = changed_keys(old.config, model.config)
+    differences = [f"{key} {was!r} -> {now!r}" for key, (was, now) in changed.items()]
+    if problems:
+        reasons = [text for text in differences if text.startswith(("model.", "train.seq_len"))]
+        raise UserError(
+            f"init_from = {str(source)!r}: does not fit: {'; '.join(dict.fromkeys(problems))} "
+            f"({', '.join(reasons)})"
+        )
+    taken = {name: theirs[name] for name in mine if name in theirs}
+    model.load_state_dict(taken, strict=False)
+    n_values = sum({mine[name].data_ptr(): mine[name].numel() for name in taken}.values())  # tied ones once
+    told = [text for text in differences if not text.startswith(UNTOLD)]
+    return [
+        f"init_from {source}, step {old.step}",
+        f"  taken over  {len(taken)} tensors, {n_values:,} values",
+        f"  new         {listed(mine, theirs)}; the optimiser's state",
+        f"  dropped     {listed(theirs, mine)}",
+        f"  changed     {', '.join(told) or 'nothing'}",
+    ]
+
+
+def listed(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> str:
+    """The names that only `some` has, those that differ in the layer's number as one."""
+    counts = Counter(any_layer(name) for name in some if name not in others)
+    return ", ".join(f"{name} ({n} tensors)" if n > 1 else name for name, n in counts.items()) or "nothing"
+
+
+def any_layer(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def load_parameters(model: nn.Module, parameters: dict[str, Any], path: Path) -> None:

@@ -70,10 +70,10 @@ class Plan:
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs = open_runs(args.runs, "diagnose")
+        runs = open_runs(args.runs, args.name)
         streams = {run: open_validation(run.config, args.data) for run in runs}
         plan = make_plan(args, streams)
-        picture = choose_picture(args.out, runs, "diagnose")
+        picture = choose_picture(args.out, runs, args.name)
         evaluate_all(runs, world, picture, lambda run: evaluate(run, streams[run], plan, world), report, plot)
 
 
@@ -275,7 +275,7 @@ def parse_args() -> argparse.Namespace:
         metavar="N",
         help="at most the first N validation tokens, in whole blocks (default: %(default)s)",
     )
-    return parse_arguments(parser)
+    return parse_arguments(parser, "diagnose")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ The blocks are the same at every length, so what one length adds to another is k
 alone: `change` in the JSON is that difference to the shortest length, with its own (paired) error.
 
 Writes eval_length.json and eval_length.png into the run folder (for one checkpoint file:
-eval_length_<its name>, in its run's folder); several runs get one more picture, with all curves. The picture
-of --per-position is beside it, eval_length_position.png.
+eval_length_<its name>, in its run's folder); several runs get one more picture, with all curves. The
+picture of --per-position is beside it, eval_length_position.png. With --tag none they are called
+eval_length_none, and stand beside those of another call.
 """
 
 from __future__ import annotations
@@ -104,10 +105,10 @@ class Plan:
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs = open_runs(args.runs, "eval_length")
+        runs = open_runs(args.runs, args.name)
         streams = {run: open_validation(run.config, args.data) for run in runs}
         plan = make_plan(args, streams)
-        picture = choose_picture(args.out, runs, "eval_length")
+        picture = choose_picture(args.out, runs, args.name)
         evaluate_all(runs, world, picture, lambda run: evaluate(run, streams[run], plan, world), report, plot)
 
 
@@ -444,7 +445,7 @@ def parse_args() -> argparse.Namespace:
         action="store_true",
         help="also a curve of the loss by position in windows of the longest length",
     )
-    return parse_arguments(parser)
+    return parse_arguments(parser, "eval_length")
 
 
 if __name__ == "__main__":

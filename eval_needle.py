@@ -88,10 +88,10 @@ class Trial:
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs = open_runs(args.runs, "eval_needle")
+        runs = open_runs(args.runs, args.name)
         haystacks = {run: open_haystack(run, args) for run in runs}
         lengths = choose_lengths(args, haystacks)
-        picture = choose_picture(args.out, runs, "eval_needle")
+        picture = choose_picture(args.out, runs, args.name)
 
         def evaluate_run(run: Run) -> dict[str, Any]:
             return evaluate(run, haystacks[run], lengths, args, world)
@@ -465,7 +465,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--haystack", metavar="DIR", help=".txt files (default: the validation text)")
     parser.add_argument("--seed", type=int, default=0, help="of texts, cities and numbers (default: 0)")
-    return parse_arguments(parser)
+    return parse_arguments(parser, "eval_needle")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def open_runs(sources: list[str], name: str) -> list[Run]:
     """Check every source before the first is evaluated: that may take hours.
 
     Args:
-        name: of the results, e.g. "eval_length".
+        name: of the results, e.g. "eval_length" or "eval_length_none".
     Raises:
         UserError: a source that does not load or is given twice, a folder that cannot be written.
     """
@@ -183,10 +184,15 @@ def add_arguments(parser: ArgumentParser, rope: RopeKind = "ntk", data: bool = T
         metavar="FILE",
         help="picture of all runs (default for several: <script>.png in the folder above them)",
     )
+    parser.add_argument("--tag", metavar="WORD", help="part of the results' names: <script>_WORD.json")
 
 
-def parse_arguments(parser: ArgumentParser) -> argparse.Namespace:
+def parse_arguments(parser: ArgumentParser, script: str) -> argparse.Namespace:
+    """The command line; `name` in it is that of the results, <script> or <script>_<tag>."""
     args = parser.parse_args()
+    if args.tag and not re.fullmatch(r"[\w.+-]+", args.tag):
+        raise UserError(f"--tag {args.tag}: expected letters, digits and . _ + - alone")
+    args.name = f"{script}_{args.tag}" if args.tag else script
     if args.rope == "theta" and args.rope_theta is None:
         raise UserError("--rope theta needs --rope-theta, the new base (500000 in the SSMax paper)")
     RopeScaling(args.rope, args.rope_theta)  # raises if the two do not fit

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention import attend, make_normaliser
-from config import Config, ModelConfig, UserError
+from config import Config, ModelConfig, TrainConfig, UserError
 
 RopeKind = Literal["none", "ntk", "theta", "linear", "yarn"]
 
@@ -247,6 +247,26 @@ def share_p_n(blocks: list[Block]) -> None:
             block.attention.normaliser.p_n = first.p_n
 
 
+def scale_logits(z: Tensor, config: TrainConfig) -> Tensor:
+    """The logits z, (..., V), divided as `train.loss` says before the softmax of the cross-entropy.
+
+        softmax       z
+        norm_softmax  z / (tau min(sigma, gamma)), sigma = population deviation over the vocabulary
+        logit_norm    z / (tau ||z||_2), tau = V^(-1/2) unless given
+
+    (NormSoftmax, eq. 4-6 and 8, with the vocabulary in the place of the keys.)
+    """
+    tiny = torch.finfo(z.dtype).tiny  # equal logits stay equal, with gradient 0
+    if config.loss == "norm_softmax":
+        sigma = z.var(-1, correction=0, keepdim=True).clamp_min(tiny).sqrt()
+        gamma = config.loss_gamma if isinstance(config.loss_gamma, float) else math.inf
+        return z / (sigma.clamp_max(gamma) * (config.loss_tau or 1.0))
+    if config.loss == "logit_norm":
+        norm = z.square().sum(-1, keepdim=True).clamp_min(tiny).sqrt()
+        return z / (norm * (config.loss_tau or z.shape[-1] ** -0.5))
+    return z
+
+
 class GPT(nn.Module):
     """The whole model: embedding, blocks, final norm, output layer.
 
@@ -290,9 +310,13 @@ class GPT(nn.Module):
         enabled = self.config.train.dtype == "bfloat16"
         return torch.autocast(self.embedding.weight.device.type, torch.bfloat16, enabled=enabled)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def plain_logits(self, hidden: Tensor) -> Tensor:
         """(..., C) to (..., vocab_size) in float32: the padding's columns are cut off, never predicted."""
         return self.lm_head(hidden)[..., : self.config.model.vocab_size].float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`plain_logits` as the training loss takes them: their softmax is what the model predicts."""
+        return scale_logits(self.plain_logits(hidden), self.config.train)
 
     def forward(
         self,
@@ -301,6 +325,7 @@ class GPT(nn.Module):
         *,
         rope: RopeScaling = UNSCALED,
         cache: KVCache | None = None,
+        plain: bool = False,
     ) -> Tensor:
         """Loss with targets, logits without.
 
@@ -309,10 +334,12 @@ class GPT(nn.Module):
             targets: (B, T) int64, the token after each; -100 leaves a position out of the mean.
             rope: see `rope_tables`.
             cache: read and extended; inference only.
+            plain: leave out what train.loss does to the logits.
         Returns:
             The mean cross-entropy in nats, a float32 scalar; or logits, (B, T, vocab_size) float32.
         """
-        logits = self.logits(self.hidden(tokens, rope, cache))
+        hidden = self.hidden(tokens, rope, cache)
+        logits = self.plain_logits(hidden) if plain else self.logits(hidden)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -3,7 +3,9 @@
 config.toml      the resolved config; `train.py` takes it like any other
 metrics.jsonl    a line for each step: step, loss, lr, grad_norm; where one was printed also tokens_per_s,
                  step_ms and its parts, mfu, memory_gb; every log.attention_every steps score_std and entropy,
-                 {"layer_0": ...} each; {"step", "val_loss"} where it was validated
+                 {"layer_0": ...} each; {"step", "val_loss"} where it was validated, with "val_cross_entropy",
+                 that of the bare logits, if train.loss is not softmax
+init_from.txt    with init_from: what was taken over, what is new, what was dropped
 starts.jsonl     a line for each start: time, step, command, git commit, versions, hardware
 wandb_id         with log.wandb: the W&B run that a resumed run goes on with
 """
@@ -44,7 +46,7 @@ class RunLog:
         self.metrics = run_dir / "metrics.jsonl"
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            if step == 0 and self.metrics.exists():
+            if step == 0 and val_step < 0 and self.metrics.exists():
                 old = self.metrics.rename(run_dir / "metrics.jsonl.old")
                 self.say(f"{run_dir} has no checkpoint: starting from step 0, its metrics are now {old.name}")
             write_atomically(run_dir / "config.toml", to_toml(config).encode())
@@ -88,9 +90,18 @@ class RunLog:
         ]
         self.say(" | ".join(cells))
 
-    def add_validation(self, step: int, val_loss: float) -> None:
-        self.write([{"step": step, "val_loss": finite(val_loss)}])
-        self.say(f"step {step:>{len(str(self.config.train.max_steps))}} | validation loss {val_loss:.4f}")
+    def add_validation(self, step: int, val_loss: float, plain: float | None = None) -> None:
+        record = {"step": step, "val_loss": finite(val_loss)}
+        text = f"step {step:>{len(str(self.config.train.max_steps))}} | validation loss {val_loss:.4f}"
+        if plain is not None:
+            record["val_cross_entropy"] = finite(plain)
+            text += f" | cross-entropy of the bare logits {plain:.4f}"
+        self.write([record])
+        self.say(text)
+
+    def write_file(self, name: str, lines: list[str]) -> None:
+        if self.world.is_main:
+            write_atomically(self.config.run_dir / name, "\n".join([*lines, ""]).encode())
 
     def write(self, records: list[dict[str, Any]]) -> None:
         if not self.world.is_main:

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attention import choose_engine, describe_attention
 from attention_statistics import STATISTICS, model_statistics
-from checkpoint import CheckpointWriter, clear_unfinished, link, load_newest, load_parameters
+from checkpoint import CheckpointWriter, clear_unfinished, link, load_newest, load_parameters, take_over
 from config import (
     Config,
     OptimizerConfig,
@@ -120,7 +120,7 @@ class Trainer:
         self.flops_per_step = self.raw_model.flops_per_token() * config.train.batch_tokens
         self.guard = Guard(config.train)
         self.step = 0
-        self.validation: dict[str, Any] = {"step": 0, "loss": None, "best": None, "best_step": None}
+        self.validation: dict[str, Any] = {"step": -1, "loss": None, "best": None, "best_step": None}
         self.loader = ThreadPoolExecutor(1)
         self.next_batch: tuple[int, Future[list[tuple[Tensor, Tensor]]]] | None = None
         self.stop = StopSignals()
@@ -185,7 +185,7 @@ class Trainer:
 
     def is_validated(self) -> bool:
         return (
-            self.step == 0
+            self.step == 0 < self.config.train.max_steps
             or not self.is_due(self.config.train.val_every)
             or self.validation["step"] == self.step
         )
@@ -252,7 +252,7 @@ class Trainer:
         for i in range(first, first + self.per_rank, self.micro):
             x, y = train_batch(
                 self.train_stream,
-                step,
+                config.data.skip_steps + step,
                 n_seq=self.per_rank * self.world.size,
                 seq_len=config.train.seq_len,
                 order=config.data.order,
@@ -304,7 +304,8 @@ class Trainer:
         config = self.config.train
         n_windows = val_windows(self.val_stream, config.val_tokens, config.seq_len)
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        # The loss, and the cross-entropy of the logits as they are.
+        totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         stopped = None
         model.eval()
         for start in range(0, n_windows, self.world.size * self.micro):
@@ -314,18 +315,20 @@ class Trainer:
                 batch = val_batch(self.val_stream, first, count, config.seq_len)
                 x, y = (torch.from_numpy(a).to(self.world.device) for a in batch)
                 with self.raw_model.autocast():
-                    total += model(x, y).double() * count
+                    totals[0] += model(x, y).double() * count
+                    if config.loss != "softmax":
+                        totals[1] += model(x, y, plain=True).double() * count
             stopped = self.any_stop()
             if stopped:
                 break
         model.train()
         if not stopped:
-            loss = self.world.sum(total).item() / n_windows
+            loss, plain = (self.world.sum(totals) / n_windows).tolist()
             best = self.validation["best"]
             self.validation |= {"step": self.step, "loss": loss}
             if math.isfinite(loss) and (best is None or loss < best):
                 self.validation |= {"best": loss, "best_step": self.step}
-            log.add_validation(self.step, loss)
+            log.add_validation(self.step, loss, plain if config.loss != "softmax" else None)
         return stopped
 
     def measure_attention(self, log: RunLog) -> None:
@@ -359,6 +362,7 @@ class Trainer:
             self.guard.load_state_dict(state["guard"])
             if len(state["rng"]) == self.world.size:
                 set_rng(state["rng"][self.world.rank])
+        account = [] if found is not None else self.initialise()
         if not self.world.agree(self.step):
             raise UserError(f"{run_dir}: the processes see different checkpoints; expected one folder")
         if self.world.is_main:
@@ -368,7 +372,15 @@ class Trainer:
         log = RunLog(self.config, self.world, self.step, self.validation["step"], self.flops_per_step)
         if found is not None and self.step < self.config.train.max_steps:
             log.say(f"resumed from {found[0]}: {self.step} of {self.config.train.max_steps} steps done")
+        if account:
+            log.say("\n".join(account))
+            log.write_file("init_from.txt", account)
         return log
+
+    def initialise(self) -> list[str]:
+        """Take over the weights that init_from names, if it names any; returns the account of it."""
+        source = self.config.init_from
+        return take_over(self.raw_model, source, self.train_stream.info["tokenizer"]) if source else []
 
     def save(self, log: RunLog, writer: CheckpointWriter) -> None:
         rng = self.world.gather_objects(get_rng(self.world.device))
@@ -425,6 +437,7 @@ class Trainer:
         """Say what a run would take, after a few steps that leave nothing behind."""
         config = self.config
         log = DryLog(config, self.world, self.flops_per_step)
+        log.say("\n".join(["dry run: nothing is written", *self.initialise()]))
         self.describe(log)
         with self.stop:
             for i in range(DRY_STEPS):

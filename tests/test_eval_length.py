@@ -208,7 +208,7 @@ def test_buckets(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_per_position(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of the longest window, with errors over its blocks; their mean is the loss."""
-    assert eval_length.part_edges(20000)[:3] == [0, 100, 200] and eval_length.part_edges(20000)[-1] == 20000
+    assert eval_length.part_edges(20000)[:3] == [0, 200, 400] and eval_length.part_edges(20000)[-1] == 20000
     monkeypatch.setattr(eval_length, "POSITION_PARTS", 6)  # 64 does not divide: parts of 10 and 11
     runs = tmp_path / "runs"
     a, b = make_run(runs, "a", data), make_run(runs, "b", data, normaliser="ssmax_pn")
