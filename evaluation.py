@@ -143,6 +143,8 @@ def open_validation(config: Config, data_dir: str | None) -> TokenStream:
     """
     stream = TokenStream(data_dir or config.data.dir, "val")
     stream.check_model(config.model.vocab_size)
+    if stream.mask is not None:
+        raise UserError(f"{stream.folder}: made for fine-tuning, no running text; expected other --data")
     known, found = config.model.vocab_size, stream.vocab_size
     # A model may have a few rows more than its tokeniser has tokens, but if the numbers are far apart
     # the tokens of --data mean something else to it, and it would score noise.

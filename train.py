@@ -42,7 +42,7 @@ from config import (
     config_from_dict,
     run_main,
 )
-from data.shards import TokenStream, train_batch, val_batch, val_windows
+from data.shards import IGNORED, TokenStream, train_batch, val_batch, val_windows
 from distributed import StopSignals, World, join_world
 from model import GPT
 from run_log import DryLog, RunLog, duration, finite, peak_memory
@@ -226,16 +226,29 @@ class Trainer:
         return self.stop.name_of(int(values[:, 2].max()))
 
     def forward_backward(self, batch: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Accumulate the gradient of this process's micro-batches; their mean loss."""
+        """Accumulate the gradient of this process's micro-batches; their mean loss.
+
+        With a mask each micro-batch weighs as much as its share of the step's targets, so that the mean over
+        processes is that over all targets.
+        """
+        shares = self.shares_of_targets(batch)
         total = torch.zeros((), device=self.world.device)
-        for i, (x, y) in enumerate(batch):
+        for i, ((x, y), share) in enumerate(zip(batch, shares, strict=True)):
             x, y = (t.to(self.world.device, non_blocking=True) for t in (x, y))
             with self.sync_gradients(i == len(batch) - 1):
                 with self.raw_model.autocast():
-                    loss = self.model(x, y) / len(batch)
+                    loss = self.model(x, y) * share
                 loss.backward()
             total += loss.detach()
         return total
+
+    def shares_of_targets(self, batch: list[tuple[Tensor, Tensor]]) -> list[float]:
+        """The weight of each micro-batch's mean loss; 1 in sum over processes is their number."""
+        if self.train_stream.mask is None:
+            return [1 / len(batch)] * len(batch)
+        counts = torch.tensor([int((y != IGNORED).sum()) for _, y in batch], device=self.world.device)
+        n_targets = int(self.world.gather(counts.sum()[None]).sum())
+        return [count * self.world.size / n_targets for count in counts.tolist()]
 
     def take_batch(self) -> list[tuple[Tensor, Tensor]]:
         """The micro-batches (x, y) of this step; those of the next are read in the background meanwhile."""
@@ -304,8 +317,8 @@ class Trainer:
         config = self.config.train
         n_windows = val_windows(self.val_stream, config.val_tokens, config.seq_len)
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        # The loss, and the cross-entropy of the logits as they are.
-        totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        # Sums of the loss and of the cross-entropy of the logits as they are, and the number of targets.
+        totals = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         stopped = None
         model.eval()
         for start in range(0, n_windows, self.world.size * self.micro):
@@ -315,15 +328,18 @@ class Trainer:
                 batch = val_batch(self.val_stream, first, count, config.seq_len)
                 x, y = (torch.from_numpy(a).to(self.world.device) for a in batch)
                 with self.raw_model.autocast():
-                    totals[0] += model(x, y).double() * count
+                    n_targets = (y != IGNORED).sum()
+                    totals[0] += model(x, y).double() * n_targets
                     if config.loss != "softmax":
-                        totals[1] += model(x, y, plain=True).double() * count
+                        totals[1] += model(x, y, plain=True).double() * n_targets
+                    totals[2] += n_targets
             stopped = self.any_stop()
             if stopped:
                 break
         model.train()
         if not stopped:
-            loss, plain = (self.world.sum(totals) / n_windows).tolist()
+            loss_sum, plain_sum, n_targets = self.world.sum(totals).tolist()
+            loss, plain = loss_sum / n_targets, plain_sum / n_targets
             best = self.validation["best"]
             self.validation |= {"step": self.step, "loss": loss}
             if math.isfinite(loss) and (best is None or loss < best):
@@ -569,6 +585,12 @@ def open_streams(config: Config) -> tuple[TokenStream, TokenStream]:
     streams = TokenStream(config.data.dir, "train"), TokenStream(config.data.dir, "val")
     for stream in streams:
         stream.check_model(config.model.vocab_size)
+        length = stream.info.get("sequence_length", config.train.seq_len)
+        if length != config.train.seq_len:
+            raise UserError(
+                f"train.seq_len = {config.train.seq_len}: {stream.folder} has sequences of {length} tokens; "
+                "expected that length"
+            )
     val_windows(streams[1], config.train.val_tokens, config.train.seq_len)  # raises if it is too short
     return streams
 
