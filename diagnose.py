@@ -171,7 +171,7 @@ def report(results: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
+def plot(results: list[dict[str, Any]], path: Path) -> list[Path]:
     """Curves against length, a panel for each statistic; for one run also heat-maps of layers and heads."""
     alone = results[0] if len(results) == 1 else None
     n_rows = 3 if alone else 1
@@ -187,7 +187,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         figure.suptitle(f"{alone['run']}: {alone['normaliser']}, step {alone['step']}")
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
-    save_figure(figure, path)
+    return save_figure(figure, path)
 
 
 def finished(result: dict[str, Any]) -> list[dict[str, Any]]:

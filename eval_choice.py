@@ -271,7 +271,7 @@ def report(results: list[dict[str, Any]]) -> str:
     return f"{head}.\n\n{format_table(rows)}\n"
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
+def plot(results: list[dict[str, Any]], path: Path) -> list[Path]:
     """A bar for each run and measure, with its interval."""
     figure = Figure(figsize=(7, 1.8 + 0.7 * len(results)), layout="constrained")
     axes = figure.subplots()
@@ -290,7 +290,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel(f"accuracy on {results[0]['task']} ({results[0]['items']} items), 95 % interval")
     axes.legend(frameon=False)
-    save_figure(figure, path)
+    return save_figure(figure, path)
 
 
 def parse_args() -> argparse.Namespace:

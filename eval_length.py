@@ -350,14 +350,15 @@ def bucket_table(results: list[dict[str, Any]]) -> str:
 # ---------------------------------------------------------------- pictures
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
+def plot(results: list[dict[str, Any]], path: Path) -> list[Path]:
     """The picture of all lengths, and that of --per-position where results have it."""
-    plot_lengths(results, path)
+    written = plot_lengths(results, path)
     if any("positions" in result["lengths"][-1] for result in results):
-        plot_positions(results, path.with_name(f"{path.stem}_position{path.suffix}"))
+        written += plot_positions(results, path.with_name(f"{path.stem}_position{path.suffix}"))
+    return written
 
 
-def plot_positions(results: list[dict[str, Any]], path: Path) -> None:
+def plot_positions(results: list[dict[str, Any]], path: Path) -> list[Path]:
     """Loss against the position in the longest window, with a band of one standard error."""
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
@@ -377,10 +378,10 @@ def plot_positions(results: list[dict[str, Any]], path: Path) -> None:
     axes.set_xlim(0, length)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    save_figure(figure, path)
+    return save_figure(figure, path)
 
 
-def plot_lengths(results: list[dict[str, Any]], path: Path) -> None:
+def plot_lengths(results: list[dict[str, Any]], path: Path) -> list[Path]:
     """Loss against length: all tokens on the left, the same targets on the right."""
     figure = Figure(figsize=(11, 4.5 + 0.2 * (len(results) // 3)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
@@ -394,7 +395,7 @@ def plot_lengths(results: list[dict[str, Any]], path: Path) -> None:
     for axes in (left, right):
         axes.set_xlabel(f"window length (tokens), RoPE scaling {scaling}")
     figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(handles)), frameon=False)
-    save_figure(figure, path)
+    return save_figure(figure, path)
 
 
 def draw_panel(axes: Any, results: list[dict[str, Any]], value: str, error: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
     python eval_needle.py runs/ssmax --lengths 1000 2000 5000 10000 --rope theta --rope-theta 500000
     python eval_needle.py runs/softmax runs/ssmax runs/lssar --samples 100
+    python eval_needle.py runs/sft --data data/fineweb10B                 # fine-tuned on other data than text
     python eval_needle.py runs/ssmax --haystack essays/                   # a folder of .txt files
     torchrun --standalone --nproc_per_node=8 eval_needle.py runs/ssmax
 
@@ -339,7 +340,7 @@ def ranked_heads(result: dict[str, Any], length: int) -> list[tuple[str, float]]
     return sorted(named, key=lambda pair: -pair[1])
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
+def plot(results: list[dict[str, Any]], path: Path) -> list[Path]:
     """One run: accuracy by length and depth; several: by length. Below, ranked heads and single trials."""
     figure = Figure(figsize=(14, 8), layout="constrained")
     halves: Any = figure.subfigures(2, 1)
@@ -356,7 +357,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     draw_trials(trials, results)
     titles = [f"{result['run']}: {result['normaliser']}, step {result['step']}" for result in results]
     figure.suptitle("\n".join([*titles, f"RoPE scaling {describe_rope(results[0])}"]), fontsize=10)
-    save_figure(figure, path)
+    return save_figure(figure, path)
 
 
 def draw_heat_map(axes: Any, result: dict[str, Any], name: str) -> None:

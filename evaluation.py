@@ -285,10 +285,12 @@ def write_json(result: dict[str, Any], path: Path) -> None:
     write_atomically(path, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
 
 
-def save_figure(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> list[Path]:
+    """Returns [path], for `evaluate_all`."""
     content = io.BytesIO()
     figure.savefig(content, format=path.suffix[1:], dpi=150)
     write_atomically(path, content.getvalue())
+    return [path]
 
 
 def evaluate_all(
@@ -297,24 +299,22 @@ def evaluate_all(
     picture: Path | None,
     evaluate: Callable[[Run], dict[str, Any]],
     report: Callable[[list[dict[str, Any]]], str],
-    plot: Callable[[list[dict[str, Any]], Path], object],
+    plot: Callable[[list[dict[str, Any]], Path], list[Path]],
 ) -> None:
     """Each run's result to its .json and .png, then all of them to the console and the picture.
 
     Args:
         evaluate: called in every process.
-        report, plot: called in the main process.
+        report, plot: called in the main process; plot returns the files that it wrote.
     """
-    results = []
+    results, written = [], []
     for run in runs:
         results.append(evaluate(run))
         if world.is_main:  # at once: a later run may fail
             write_json(results[-1], run.file(".json"))
-            plot(results[-1:], run.file(".png"))
-    if not world.is_main:
-        return
-    print(report(results))
-    if picture is not None:
-        plot(results, picture)
-    written = [run.file(suffix) for run in runs for suffix in (".json", ".png")]
-    print("\n".join(f"wrote {path}" for path in [*written, picture] if path is not None))
+            written += [run.file(".json"), *plot(results[-1:], run.file(".png"))]
+    if world.is_main:
+        print(report(results))
+        if picture is not None:
+            written += plot(results, picture)
+        print("\n".join(f"wrote {path}" for path in written))
