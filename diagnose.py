@@ -17,6 +17,7 @@ and the longest length) into the run folder; several runs get one more picture, 
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,17 +175,20 @@ def report(results: list[dict[str, Any]]) -> str:
 def plot(results: list[dict[str, Any]], path: Path) -> list[Path]:
     """Curves against length, a panel for each statistic; for one run also heat-maps of layers and heads."""
     alone = results[0] if len(results) == 1 else None
-    n_rows = 3 if alone else 1
-    figure = Figure(figsize=(3.2 * len(STATISTICS), 3.2 * n_rows + 0.4), layout="constrained")
-    grid = figure.subplots(n_rows, len(STATISTICS), squeeze=False)
-    for i, name in enumerate(STATISTICS):
-        draw_curves(grid[0, i], layer_curves(alone, name) if alone else run_curves(results, name))
-        grid[0, i].set_title(name)
-        mark_training_length(grid[0, i], results)
+    n_rows, n_columns = (3, len(STATISTICS)) if alone else (2, math.ceil(len(STATISTICS) / 2))
+    figure = Figure(figsize=(3.2 * n_columns, 3.2 * n_rows + 0.4), layout="constrained")
+    grid = figure.subplots(n_rows, n_columns)
+    for i, (name, axes) in enumerate(zip(STATISTICS, grid.flat, strict=False)):
+        draw_curves(axes, layer_curves(alone, name) if alone else run_curves(results, name))
+        axes.set_title(name)
+        mark_training_length(axes, results)
         if alone:
             draw_heat_maps(grid[1:, i], alone, name)
     if alone:
         figure.suptitle(f"{alone['run']}: {alone['normaliser']}, step {alone['step']}")
+    else:
+        for axes in grid.flat[len(STATISTICS) :]:
+            axes.axis("off")
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
     return save_figure(figure, path)
