@@ -7,7 +7,7 @@ A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of
     config      the run's resolved config, as a dict
     model       parameters by their plain names (never torch.compile's or DDP's prefixes)
     optimizers  the optimisers' states
-    validation  {"step", "loss", "best", "best_step"}: the newest one and the best so far, None before any
+    validation  {"step", "loss", "best", "best_step"}: the newest one and the best so far; -1, None before any
     guard       recent losses and gradient norms (see `train.Guard`)
     rng         torch's random states of each process
     data        {"tokenizer": name, "train": fingerprint, "val": fingerprint} (see `TokenStream`)

@@ -42,6 +42,7 @@ from config import (
     write_atomically,
 )
 from model import GPT, RopeKind
+from run_log import read_metrics
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 FACTORS = (1, 2, 4, 8, 16)  # times the training length
@@ -221,9 +222,7 @@ def read_run(folder: Path) -> Run | None:
     """A run, or None with a word on the console if it is not finished."""
     config = load_config(folder / "config.toml")
     validations, evaluations = [], {}
-    metrics = folder / "metrics.jsonl"
-    for line in metrics.read_text().splitlines() if metrics.exists() else []:
-        record = json.loads(line)
+    for record in read_metrics(folder):
         if record.get("val_loss") is not None:
             validations.append((record["step"], record["val_loss"]))
     if not validations or validations[-1][0] != config.train.max_steps:

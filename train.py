@@ -421,7 +421,8 @@ class Trainer:
         """Say what a run would take, after a few steps that leave nothing behind."""
         config = self.config
         log = DryLog(config, self.world, self.flops_per_step)
-        log.say("\n".join(["dry run: nothing is written", *self.initialise()]))
+        for line in self.initialise():
+            log.say(line)
         self.describe(log)
         with self.stop:
             for i in range(DRY_STEPS):

@@ -140,12 +140,16 @@ def test_list_and_mistakes(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     call(monkeypatch, path, "--list", "--tag", "x")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and "s_normaliser=lssa_seed=1_x" in lines[2] and "to run" in lines[2]
+    call(monkeypatch, path, "--list", "--seed", "7")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("/")[-1].split()[0] for line in lines] == ["s_normaliser=softmax", "s_normaliser=lssa"]
     mistakes: list[tuple[list[object], str]] = [
         ([], "expected config files"),
         ([path, "--index", "4"], "--index 4: expected 0 to 3"),
         ([path, "--train.max_step", "4"], "did you mean train.max_steps"),
         ([path, path], "two runs would be called"),
         ([path, "--nproc", "0"], "--nproc 0"),
+        ([path, "--name", "x"], "expected --tag WORD"),
     ]
     for args, expected in mistakes:
         with pytest.raises(UserError, match=expected):
@@ -230,6 +234,8 @@ def test_tables_match_runs_by_what_they_are(tmp_path: Path, capsys: pytest.Captu
     make_run(tmp_path, "bold", [9.0] * 5, "--optimizer.weight-decay", "0.0")
     make_run(tmp_path, "stale", [7.0] * 5, "--attention.normaliser", "relu_li", step=2)
     (tmp_path / "p15/metrics.jsonl").write_text('{"step": 2, "val_loss": 4.0}\n')
+    with open(tmp_path / "any1/metrics.jsonl", "a") as f:
+        f.write('{"step": 3, "val')  # cut short by a kill
     ours = Ours(read_runs([str(tmp_path)]))
     assert "left out" in capsys.readouterr().out
     text = paper_table(report.TABLES["lssar"][3], ours)
