@@ -19,6 +19,7 @@ import gc
 import math
 import statistics
 import sys
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -294,14 +295,15 @@ class Trainer:
     def validate(self, log: RunLog) -> str | None:
         """Mean loss of the first val_tokens of the validation stream, shared by all processes.
 
+        With another train.loss than softmax also the cross-entropy of the bare logits.
+
         Returns:
             The name of a signal that came meanwhile: then there is no result.
         """
         config = self.config.train
         n_windows = val_windows(self.val_stream, config.val_tokens, config.seq_len)
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        # The loss, and the cross-entropy of the logits as they are.
-        totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        total, plain_total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         stopped = None
         model.eval()
         for start in range(0, n_windows, self.world.size * self.micro):
@@ -311,20 +313,22 @@ class Trainer:
                 batch = val_batch(self.val_stream, first, count, config.seq_len)
                 x, y = (torch.from_numpy(a).to(self.world.device) for a in batch)
                 with self.raw_model.autocast():
-                    totals[0] += model(x, y).double() * count
+                    total += model(x, y).double() * count
                     if config.loss != "softmax":
-                        totals[1] += model(x, y, plain=True).double() * count
+                        plain_total += model(x, y, plain=True).double() * count
             stopped = self.any_stop()
             if stopped:
                 break
         model.train()
         if not stopped:
-            loss, plain = (self.world.sum(totals) / n_windows).tolist()
+            loss, plain = self.world.sum(total).item() / n_windows, None
+            if config.loss != "softmax":
+                plain = self.world.sum(plain_total).item() / n_windows
             best = self.validation["best"]
             self.validation |= {"step": self.step, "loss": loss}
             if math.isfinite(loss) and (best is None or loss < best):
                 self.validation |= {"best": loss, "best_step": self.step}
-            log.add_validation(self.step, loss, plain if config.loss != "softmax" else None)
+            log.add_validation(self.step, loss, plain)
         return stopped
 
     def any_stop(self) -> str | None:
@@ -347,7 +351,8 @@ class Trainer:
             if len(state["rng"]) == self.world.size:
                 set_rng(state["rng"][self.world.rank])
         account = [] if found is not None else self.initialise()
-        if not self.world.agree(self.step):
+        told = zlib.crc32("\n".join(account).encode())
+        if not (self.world.agree(self.step) and self.world.agree(told)):
             raise UserError(f"{run_dir}: the processes see different checkpoints; expected one folder")
         if self.world.is_main:
             clear_unfinished(run_dir)
