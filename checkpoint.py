@@ -7,7 +7,7 @@ A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of
     config      the run's resolved config, as a dict
     model       parameters by their plain names (never torch.compile's or DDP's prefixes)
     optimizers  the optimisers' states
-    validation  {"step", "loss", "best", "best_step"}: the newest one and the best so far, None before any
+    validation  {"step", "loss", "best", "best_step"}: the newest one and the best so far; -1, None before any
     guard       recent losses and gradient norms (see `train.Guard`)
     rng         torch's random states of each process
     data        {"tokenizer": name, "train": fingerprint, "val": fingerprint} (see `TokenStream`)
@@ -254,12 +254,15 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Traine
 def take_over(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     """Start from another run's weights: copy each parameter that both have, bit for bit; leave the others.
 
+    By section of the config: [model] must fit, [attention] may add and drop parameters, [data] must have the
+    same tokeniser; [train], [optimizer] and the count of steps begin anew.
+
     Args:
-        model: freshly initialised; its config may differ from the source's in any section.
+        model: freshly initialised.
         source: run folder (its newest checkpoint) or checkpoint file.
         tokenizer: of the data to train on.
     Returns:
-        The account for the console: what is taken over, what is new, what is dropped.
+        The account for the console: what is taken over, new, dropped and changed.
     Raises:
         UserError: nothing there, another tokeniser, or a parameter of another shape, by its name.
     """
@@ -269,33 +272,37 @@ def take_over(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
             f"init_from = {str(source)!r}: trained on tokens of {old.tokenizer}, the data has {tokenizer}"
         )
     theirs, mine = old.model.state_dict(), model.state_dict()
-    problems = [
-        f"{any_layer(name)} is {tuple(mine[name].shape)} here, {tuple(theirs[name].shape)} there"
-        for name in mine
-        if name in theirs and mine[name].shape != theirs[name].shape
-    ]
-    tied = model.config.model.tie_embeddings
-    if tied and not torch.equal(theirs["lm_head.weight"], theirs["embedding.weight"]):
-        problems.append("lm_head.weight is tied to the embedding here, not there")
     changed = changed_keys(old.config, model.config)
-    differences = [f"{key} {was!r} -> {now!r}" for key, (was, now) in changed.items()]
-    if problems:
-        reasons = [text for text in differences if text.startswith(("model.", "train.seq_len"))]
+    changes = [
+        f"{key} {was!r} -> {now!r}" for key, (was, now) in changed.items() if not key.startswith(UNTOLD)
+    ]
+    if problems := misfits(mine, theirs, model.config.model.tie_embeddings):
+        shapes = [text for text in changes if text.startswith(("model.", "train.seq_len"))]
         raise UserError(
-            f"init_from = {str(source)!r}: does not fit: {'; '.join(dict.fromkeys(problems))} "
-            f"({', '.join(reasons)})"
+            f"init_from = {str(source)!r}: does not fit: {'; '.join(problems)} ({', '.join(shapes)})"
         )
     taken = {name: theirs[name] for name in mine if name in theirs}
     model.load_state_dict(taken, strict=False)
     n_values = sum({mine[name].data_ptr(): mine[name].numel() for name in taken}.values())  # tied ones once
-    told = [text for text in differences if not text.startswith(UNTOLD)]
     return [
         f"init_from {source}, step {old.step}",
         f"  taken over  {len(taken)} tensors, {n_values:,} values",
         f"  new         {listed(mine, theirs)}; the optimiser's state",
         f"  dropped     {listed(theirs, mine)}",
-        f"  changed     {', '.join(told) or 'nothing'}",
+        f"  changed     {', '.join(changes) or 'nothing'}",
     ]
+
+
+def misfits(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tied: bool) -> list[str]:
+    """Why the parameters in `theirs` cannot become those of the same name in `mine`; tied: embeddings."""
+    problems = [
+        f"{any_layer(name)} is {tuple(mine[name].shape)} here, {tuple(theirs[name].shape)} there"
+        for name in mine
+        if name in theirs and mine[name].shape != theirs[name].shape
+    ]
+    if tied and not torch.equal(theirs["lm_head.weight"], theirs["embedding.weight"]):
+        problems.append("lm_head.weight is tied to the embedding here, not there")
+    return list(dict.fromkeys(problems))
 
 
 def listed(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> str:

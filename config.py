@@ -363,16 +363,20 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     return _validate(values, sources, str(path))
 
 
-def expand_sweep(path: str | Path) -> list[list[str]]:
+def expand_sweep(path: str | Path, overrides: list[str] | None = None) -> list[list[str]]:
     """The overrides of each run that a file's [sweep] describes; without a [sweep], none for one run.
 
     Several keys give their product, the last one fastest. A run is called <file's stem>_<key>=<value>.
 
+    Args:
+        overrides: keys that they set are not swept.
     Raises:
         UserError: the file cannot be read, or a key has no list of values.
     """
     path = Path(path)
     sweep = _read_file(path, ())[0].get("sweep", {})
+    for key, _ in _parse_overrides(overrides or []):
+        sweep.pop(key, None)
     runs = []
     for values in itertools.product(*sweep.values()):
         chosen = dict(zip(sweep, values, strict=True))

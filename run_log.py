@@ -21,6 +21,7 @@ import secrets
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,15 @@ def lines_up_to(metrics: Path, step: int, val_step: int) -> list[str]:
         except (ValueError, KeyError, TypeError):
             continue  # cut short when the run was killed
     return kept
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl, but for a line that was cut short; none if it is not there."""
+    path, records = run_dir / "metrics.jsonl", []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records
 
 
 def finite(value: float) -> float | None:

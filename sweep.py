@@ -28,6 +28,7 @@ import torch
 from checkpoint import find_checkpoints
 from config import ArgumentParser, Config, UserError, changed_keys, expand_sweep, load_config, run_main
 from distributed import StopSignals
+from run_log import read_metrics
 
 HERE = Path(__file__).resolve().parent
 EVALUATIONS = (("ntk", None), ("none", "none"))  # --rope, --tag
@@ -52,8 +53,8 @@ class Job:
             for key in changed_keys(load_config(run_dir / "config.toml"), self.config)
         ):
             return False  # train.py knows whether the two may be mixed
-        last = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()[-1:]]
-        return bool(last) and "val_loss" in last[0] and last[0]["step"] == max_steps
+        last = (read_metrics(run_dir) or [{}])[-1]
+        return "val_loss" in last and last["step"] == max_steps
 
     def is_evaluated(self, tag: str | None) -> bool:
         path = self.config.run_dir / (f"eval_length_{tag}.json" if tag else "eval_length.json")
@@ -78,7 +79,10 @@ def main() -> None:
     with StopSignals() as stop:
         for i, job in enumerate(jobs):
             print(f"== {i + 1}/{len(jobs)}  {job.config.run_dir}", flush=True)
-            failure = run_job(job, args, stop)
+            try:
+                failure = run_job(job, args, stop)
+            except UserError as e:  # a run folder that cannot be read: the others may be fine
+                failure = str(e)
             if stop.number:
                 print(f"stopped by {stop.name_of(stop.number)}: the same command goes on")
                 return
@@ -97,9 +101,13 @@ def make_jobs(configs: list[str], overrides: list[str], tag: str | None) -> list
     Raises:
         UserError: a config with a problem; two runs of one name.
     """
+    if any(text.partition("=")[0] == "--name" for text in overrides):
+        raise UserError(
+            "--name: the runs are called after their files; expected --tag WORD, added to each name"
+        )
     jobs: dict[Path, Job] = {}
     for path in configs:
-        for chosen in expand_sweep(path):
+        for chosen in expand_sweep(path, overrides):
             name = (chosen[-1] if chosen else Path(path).stem) + (f"_{tag}" if tag else "")
             arguments = [path, *chosen[:-2], *overrides, "--name", name]
             config = load_config(path, arguments[1:])
@@ -173,7 +181,11 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help="processes of a run (default: the GPUs of this machine, or 1)",
     )
     parser.add_argument(
-        "--eval-tokens", type=whole_number, default=1_048_576, metavar="N", help="(default: %(default)s)"
+        "--eval-tokens",
+        type=whole_number,
+        default=1_048_576,
+        metavar="N",
+        help="tokens that each evaluation scores (default: %(default)s)",
     )
     parser.add_argument("--tag", metavar="WORD", help="added to the names of all runs")
     first = next((i for i, arg in enumerate(argv) if arg.startswith("-")), len(argv))

@@ -19,6 +19,7 @@ import gc
 import math
 import statistics
 import sys
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -311,14 +312,16 @@ class Trainer:
     def validate(self, log: RunLog) -> str | None:
         """Mean loss of the first val_tokens of the validation stream, shared by all processes.
 
+        With another train.loss than softmax also the cross-entropy of the bare logits.
+
         Returns:
             The name of a signal that came meanwhile: then there is no result.
         """
         config = self.config.train
         n_windows = val_windows(self.val_stream, config.val_tokens, config.seq_len)
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        # Sums of the loss and of the cross-entropy of the logits as they are, and the number of targets.
-        totals = torch.zeros(3, dtype=torch.float64, device=self.world.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.world.device)
+        total, plain_total, n_targets = sums  # views
         stopped = None
         model.eval()
         for start in range(0, n_windows, self.world.size * self.micro):
@@ -328,23 +331,24 @@ class Trainer:
                 batch = val_batch(self.val_stream, first, count, config.seq_len)
                 x, y = (torch.from_numpy(a).to(self.world.device) for a in batch)
                 with self.raw_model.autocast():
-                    n_targets = (y != IGNORED).sum()
-                    totals[0] += model(x, y).double() * n_targets
+                    n = (y != IGNORED).sum()
+                    n_targets += n
+                    total += model(x, y).double() * n
                     if config.loss != "softmax":
-                        totals[1] += model(x, y, plain=True).double() * n_targets
-                    totals[2] += n_targets
+                        plain_total += model(x, y, plain=True).double() * n
             stopped = self.any_stop()
             if stopped:
                 break
         model.train()
         if not stopped:
-            loss_sum, plain_sum, n_targets = self.world.sum(totals).tolist()
-            loss, plain = loss_sum / n_targets, plain_sum / n_targets
+            self.world.sum(sums)
+            loss = (total / n_targets).item()
+            plain = (plain_total / n_targets).item() if config.loss != "softmax" else None
             best = self.validation["best"]
             self.validation |= {"step": self.step, "loss": loss}
             if math.isfinite(loss) and (best is None or loss < best):
                 self.validation |= {"best": loss, "best_step": self.step}
-            log.add_validation(self.step, loss, plain if config.loss != "softmax" else None)
+            log.add_validation(self.step, loss, plain)
         return stopped
 
     def measure_attention(self, log: RunLog) -> None:
@@ -379,7 +383,8 @@ class Trainer:
             if len(state["rng"]) == self.world.size:
                 set_rng(state["rng"][self.world.rank])
         account = [] if found is not None else self.initialise()
-        if not self.world.agree(self.step):
+        told = zlib.crc32("\n".join(account).encode())
+        if not (self.world.agree(self.step) and self.world.agree(told)):
             raise UserError(f"{run_dir}: the processes see different checkpoints; expected one folder")
         if self.world.is_main:
             clear_unfinished(run_dir)
@@ -453,7 +458,8 @@ class Trainer:
         """Say what a run would take, after a few steps that leave nothing behind."""
         config = self.config
         log = DryLog(config, self.world, self.flops_per_step)
-        log.say("\n".join(["dry run: nothing is written", *self.initialise()]))
+        for line in self.initialise():
+            log.say(line)
         self.describe(log)
         with self.stop:
             for i in range(DRY_STEPS):
