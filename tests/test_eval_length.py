@@ -276,6 +276,14 @@ def test_one_checkpoint_file(tmp_path: Path, data: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "eval_length_alone.json").exists() and (tmp_path / "curve.svg").exists()
 
 
+def test_a_tag_is_part_of_the_names(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = tmp_path / "runs"
+    a, b = make_run(runs, "a", data), make_run(runs, "b", data)
+    call(monkeypatch, a, b / "checkpoints" / "step_000007.pt", "--lengths", 16, "--tag", "none")
+    assert (a / "eval_length_none.json").exists() and (b / "eval_length_none_step_000007.png").exists()
+    assert (runs / "eval_length_none.png").exists() and not (a / "eval_length.json").exists()
+
+
 def test_a_loss_that_is_not_finite_is_said(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -333,6 +341,7 @@ def test_exit_status_and_one_line(tmp_path: Path) -> None:
         (["{run}", "--rope", "alibi"], "invalid choice"),
         (["{run}", "--data", "{tmp}/none"], "no such data folder"),
         (["{run}", "--data", "{tmp}/gpt2"], "tokenised with 50257 tokens"),
+        (["{run}", "--tag", "a/b"], "--tag a/b: expected letters"),
         (["{run}", "--out", "curve.txt"], "ends in .png"),
         (["{run}", "--out", "{tmp}/none/curve.png"], "no folder"),
     ],
