@@ -35,6 +35,7 @@ from evaluation import (
     MARKERS,
     Run,
     add_arguments,
+    choose_lengths,
     choose_picture,
     describe_rope,
     evaluate_all,
@@ -75,13 +76,13 @@ def main() -> None:
         streams = {run: open_validation(run.config, args.data) for run in runs}
         plan = make_plan(args, streams)
         picture = choose_picture(args.out, runs, args.name)
-        evaluate_all(runs, world, picture, lambda run: evaluate(run, streams[run], plan, world), report, plot)
+        evaluate_all(
+            runs, world, picture, lambda run: evaluate(run, streams[run], plan, args, world), report, plot
+        )
 
 
 def make_plan(args: argparse.Namespace, streams: dict[Run, TokenStream]) -> Plan:
-    train_lens = [run.config.train.seq_len for run in streams]
-    chosen = args.lengths or [factor * train_len for train_len in train_lens for factor in (1, 2, 4, 8, 16)]
-    lengths = sorted(set(chosen))
+    lengths = choose_lengths(args.lengths, streams, (1, 2, 4, 8, 16))
     rows = args.rows or max(1, min(128, lengths[0] // 2))
     if rows > lengths[0]:
         raise UserError(f"--rows {rows}: expected at most the shortest length, {lengths[0]}")
@@ -94,7 +95,9 @@ def make_plan(args: argparse.Namespace, streams: dict[Run, TokenStream]) -> Plan
 # ---------------------------------------------------------------- evaluation
 
 
-def evaluate(run: Run, stream: TokenStream, plan: Plan, world: World) -> dict[str, Any]:
+def evaluate(
+    run: Run, stream: TokenStream, plan: Plan, args: argparse.Namespace, world: World
+) -> dict[str, Any]:
     """All lengths of one run: what diagnose.json holds. Every process gets the same."""
     model, _, step, _ = run.load(world)
     n_blocks = plan.n_blocks(stream)
@@ -102,8 +105,7 @@ def evaluate(run: Run, stream: TokenStream, plan: Plan, world: World) -> dict[st
     with progress(run.label, mine * sum(plan.lengths), "tok", world) as bar:
         lengths = [at_length(model, stream, plan, length, world, bar) for length in plan.lengths]
     return {
-        **run.describe(step),
-        "rope": {"kind": plan.rope, "theta": plan.rope_theta},
+        **run.describe(step, args),
         "data": {"dir": str(stream.folder), "split": stream.split, "fingerprint": stream.fingerprint,
                  "blocks": n_blocks, "block_length": plan.lengths[-1], "rows": plan.rows},
         "lengths": lengths,

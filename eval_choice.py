@@ -194,8 +194,7 @@ def evaluate(run: Run, task: Task, args: argparse.Namespace, world: World) -> di
     outcomes = world.sum(outcomes).cpu()
     n = len(rows)
     result = {
-        **run.describe(step),
-        "rope": {"kind": args.rope, "theta": args.rope_theta},
+        **run.describe(step, args),
         "task": task.name,
         "source_of_task": task.source,
         "kind": task.kind,

@@ -47,6 +47,7 @@ from evaluation import (
     MARKERS,
     Run,
     add_arguments,
+    choose_lengths,
     choose_picture,
     describe_rope,
     evaluate_all,
@@ -109,7 +110,9 @@ def main() -> None:
         streams = {run: open_validation(run.config, args.data) for run in runs}
         plan = make_plan(args, streams)
         picture = choose_picture(args.out, runs, args.name)
-        evaluate_all(runs, world, picture, lambda run: evaluate(run, streams[run], plan, world), report, plot)
+        evaluate_all(
+            runs, world, picture, lambda run: evaluate(run, streams[run], plan, args, world), report, plot
+        )
 
 
 # ---------------------------------------------------------------- what to evaluate
@@ -121,16 +124,14 @@ def make_plan(args: argparse.Namespace, streams: dict[Run, TokenStream]) -> Plan
     Raises:
         UserError: lengths that do not divide the longest; a stream too short for one longest window.
     """
-    train_lens = [run.config.train.seq_len for run in streams]
-    chosen = args.lengths or [factor * train_len for train_len in train_lens for factor in (1, 2, 4, 8, 16)]
-    lengths = sorted(set(chosen))
+    lengths = choose_lengths(args.lengths, streams, (1, 2, 4, 8, 16))
     for length in lengths:
         if lengths[-1] % length:
             raise UserError(
                 f"--lengths {' '.join(map(str, lengths))}: {length} does not divide the longest; expected "
                 "divisors of it, so that every length scores the same tokens"
             )
-    same_target_tokens = min(*train_lens, lengths[0])
+    same_target_tokens = min(lengths[0], *(run.config.train.seq_len for run in streams))
     plan = Plan(lengths, args.tokens, same_target_tokens, args.rope, args.rope_theta, args.per_position)
     for stream in streams.values():
         plan.n_blocks(stream)  # raises if there is none
@@ -140,7 +141,9 @@ def make_plan(args: argparse.Namespace, streams: dict[Run, TokenStream]) -> Plan
 # ---------------------------------------------------------------- evaluation
 
 
-def evaluate(run: Run, stream: TokenStream, plan: Plan, world: World) -> dict[str, Any]:
+def evaluate(
+    run: Run, stream: TokenStream, plan: Plan, args: argparse.Namespace, world: World
+) -> dict[str, Any]:
     """All lengths of one run: what eval_length.json holds. Every process gets the same."""
     model, _, step, _ = run.load(world)
     n_blocks, longest = plan.n_blocks(stream), plan.longest
@@ -148,8 +151,7 @@ def evaluate(run: Run, stream: TokenStream, plan: Plan, world: World) -> dict[st
     with progress(run.label, len(plan.lengths) * mine * longest, "tok", world) as bar:
         scores = [score_length(model, stream, plan, length, world, bar) for length in plan.lengths]
     return {
-        **run.describe(step),
-        "rope": {"kind": plan.rope, "theta": plan.rope_theta},
+        **run.describe(step, args),
         "data": {
             "dir": str(stream.folder),
             "split": stream.split,

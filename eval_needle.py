@@ -46,6 +46,7 @@ from evaluation import (
     MARKERS,
     Run,
     add_arguments,
+    choose_lengths,
     choose_picture,
     describe_rope,
     evaluate_all,
@@ -91,7 +92,10 @@ def main() -> None:
     with join_world(args.device) as world:
         runs = open_runs(args.runs, args.name)
         haystacks = {run: open_haystack(run, args) for run in runs}
-        lengths = choose_lengths(args, haystacks)
+        lengths = choose_lengths(args.lengths, runs, (1, 2, 4, 8))
+        for haystack in haystacks.values():
+            for length in lengths:
+                make_trial(haystack, length, 50, args.seed, 0)  # raises if it does not fit
         picture = choose_picture(args.out, runs, args.name)
 
         def evaluate_run(run: Run) -> dict[str, Any]:
@@ -134,16 +138,6 @@ def open_haystack(run: Run, args: argparse.Namespace) -> Haystack:
     return Haystack(
         lambda start, length: tokens[start : start + length], len(tokens), tokenizer, args.haystack
     )
-
-
-def choose_lengths(args: argparse.Namespace, haystacks: dict[Run, Haystack]) -> list[int]:
-    """Lengths that the task fits into, in ascending order."""
-    train_lens = [run.config.train.seq_len for run in haystacks]
-    lengths = sorted(set(args.lengths or [f * train_len for train_len in train_lens for f in (1, 2, 4, 8)]))
-    for haystack in haystacks.values():
-        for length in lengths:
-            make_trial(haystack, length, 50, args.seed, 0)  # raises if it does not
-    return lengths
 
 
 def draw_numbers(rng: np.random.Generator) -> list[str]:
@@ -199,8 +193,7 @@ def evaluate(
                 cells.append(run_cell(model, haystack, length, depth, args, world))
                 bar.update(mine * length)
     return {
-        **run.describe(step),
-        "rope": {"kind": args.rope, "theta": args.rope_theta},
+        **run.describe(step, args),
         "haystack": haystack.source,
         "samples": args.samples,
         "seed": args.seed,

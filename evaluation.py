@@ -14,7 +14,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,7 +65,7 @@ class Run:
                 block.attention.engine = "auto"  # type: ignore[union-attr]
         return trained
 
-    def describe(self, step: int) -> dict[str, Any]:
+    def describe(self, step: int, args: argparse.Namespace) -> dict[str, Any]:
         """What every result's JSON begins with."""
         return {
             "run": self.label,
@@ -74,6 +74,7 @@ class Run:
             "normaliser": describe_attention(self.config.attention),
             "train_len": self.config.train.seq_len,
             "dtype": self.config.train.dtype,
+            "rope": {"kind": args.rope, "theta": args.rope_theta},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "torch": torch.__version__,
         }
@@ -205,6 +206,12 @@ def whole_number(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least 1")
     return int(text)
+
+
+def choose_lengths(given: list[int] | None, runs: Iterable[Run], factors: Sequence[int]) -> list[int]:
+    """The lengths that were given, or else multiples of the runs' training lengths, in ascending order."""
+    train_lens = {run.config.train.seq_len for run in runs}
+    return sorted(set(given or [factor * train_len for train_len in train_lens for factor in factors]))
 
 
 # ---------------------------------------------------------------- results

@@ -160,37 +160,33 @@ def build(
         "sequence_length": seq_len, "splits": {}, "shards": [],
     }  # fmt: skip
     masks: dict[str, list[np.ndarray]] = {}
-    index = 0
     for split, questions in splits.items():
-        rows = masks[f"{split}mask"] = []
-        with (
-            ShardWriter(out, DATASET, split, SHARD_SIZE, index) as writer,
-            progress_bar(split, len(questions), "questions", leave=False) as bar,
-        ):
+        with progress_bar(split, len(questions), "questions", leave=False) as bar:
+            rows = []
             for question in questions:
-                sequence = make_sequence(question, tokenizer, seq_len)
-                if sequence is not None:
-                    writer.add(sequence[0])
-                    rows.append(sequence[1])
+                rows.append(make_sequence(question, tokenizer, seq_len))
                 bar.update()
-        n = len(rows)
-        if not n:
+        kept = [row for row in rows if row is not None]
+        if not kept:
             raise UserError(f"{source}: {split}: no question fits --seq-len {seq_len}")
-        index = writer.index
-        info["shards"] += writer.files
-        info["splits"][split] = writer.counts(2 * n)  # to data/check.py the zeros are a document, too
-        print(
-            f"{split:6} {n:,} questions in sequences of {seq_len} tokens, {len(questions) - n:,} were longer"
-        )
-    for split, rows in masks.items():
-        with ShardWriter(out, DATASET, split, SHARD_SIZE, index) as writer:
-            for mask in rows:
-                writer.add(mask)
-        index = writer.index
-        info["shards"] += writer.files
-        info["splits"][split] = writer.counts(0)
+        masks[f"{split}mask"] = [mask for _, mask in kept]
+        # To data/check.py the zeros after an end-of-text are a document, too.
+        write_split(out, info, split, [tokens for tokens, _ in kept], documents=2 * len(kept))
+        n, longer = len(kept), len(rows) - len(kept)
+        print(f"{split:6} {n:,} questions in sequences of {seq_len} tokens, {longer:,} were longer")
+    for split, rows_of_mask in masks.items():
+        write_split(out, info, split, rows_of_mask, documents=0)
     finish_dataset(out, info)
     print(f"written {out}")
+
+
+def write_split(out: Path, info: dict[str, Any], split: str, rows: list[np.ndarray], documents: int) -> None:
+    """Write a split's shards after those that `info` has, and enter them there."""
+    with ShardWriter(out, DATASET, split, SHARD_SIZE, index=len(info["shards"])) as writer:
+        for row in rows:
+            writer.add(row)
+    info["shards"] += writer.files
+    info["splits"][split] = writer.counts(documents)
 
 
 def parse_args() -> argparse.Namespace:
