@@ -7,7 +7,7 @@ A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of
     config      the run's resolved config, as a dict
     model       parameters by their plain names (never torch.compile's or DDP's prefixes)
     optimizers  the optimisers' states
-    validation  {"step", "loss", "best", "best_step"}: the newest one and the best so far, None before any
+    validation  {"step", "loss", "best", "best_step"}: the newest one and the best so far; -1, None before any
     guard       recent losses and gradient norms (see `train.Guard`)
     rng         torch's random states of each process
     data        {"tokenizer": name, "train": fingerprint, "val": fingerprint} (see `TokenStream`)
@@ -26,16 +26,18 @@ import sys
 import threading
 import zipfile
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from config import Config, UserError, atomic_file, config_from_dict
+from config import Config, UserError, atomic_file, changed_keys, config_from_dict
 from model import GPT
 
 FORMAT = 2
+UNTOLD = ("name", "init_from", "log.")  # of the changes that a run starts with
 KEYS = {"format", "step", "config", "model", "optimizers", "validation", "guard", "rng", "data"}
 
 
@@ -153,17 +155,19 @@ def find_checkpoints(run_dir: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
     """Read one checkpoint file into main memory.
 
+    Args:
+        lazily: leave tensors on the disk until they are used, and their checksums alone.
     Raises:
         UserError: not there, damaged, or not a checkpoint of this format.
     """
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
-            if archive.testzip() is not None:
+            if not lazily and archive.testzip() is not None:
                 raise ValueError("checksum mismatch")
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except FileNotFoundError:
         raise UserError(f"{path}: no such run folder or checkpoint") from None
     except pickle.UnpicklingError:
@@ -182,18 +186,20 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
-def load_newest(run_dir: Path) -> tuple[Path, dict[str, Any]] | None:
+def load_newest(run_dir: Path, lazily: bool = False) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that loads, or None where there is none at all.
 
     A damaged one is named on stderr and the one before it is used.
 
+    Args:
+        lazily: see `load_checkpoint`.
     Raises:
         UserError: there are checkpoints, but none loads.
     """
     paths = find_checkpoints(run_dir)
     for path in paths:
         try:
-            return path, load_checkpoint(path)
+            return path, load_checkpoint(path, lazily)
         except UserError as e:
             if os.environ.get("RANK", "0") == "0":
                 print(f"warning: {e}; skipped", file=sys.stderr, flush=True)
@@ -211,24 +217,102 @@ class Trained(NamedTuple):
     tokenizer: str
 
 
+def load_source(source: str | Path, lazily: bool = False) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint that a run folder (its newest) or one checkpoint file names.
+
+    Raises:
+        UserError: nothing there, or nothing that loads.
+    """
+    path = Path(source)
+    if not path.is_dir():
+        return path, load_checkpoint(path, lazily)
+    found = load_newest(path, lazily)
+    if found is None:
+        raise UserError(f"{path}: no checkpoint in {path / 'checkpoints'}; train.py writes them there")
+    return found
+
+
+def read_config(source: str | Path) -> Config:
+    """The config of a run folder's newest checkpoint or of one checkpoint file, without its tensors."""
+    path, state = load_source(source, lazily=True)
+    return config_from_dict(state["config"], str(path))
+
+
 def load_model(source: str | Path, device: torch.device | str = "cpu") -> Trained:
     """A trained model for evaluation, from a run folder (its newest checkpoint) or one checkpoint file.
 
     Raises:
         UserError: nothing there, or nothing that loads.
     """
-    path = Path(source)
-    if path.is_dir():
-        found = load_newest(path)
-        if found is None:
-            raise UserError(f"{path}: no checkpoint in {path / 'checkpoints'}; train.py writes them there")
-        path, state = found
-    else:
-        state = load_checkpoint(path)
+    path, state = load_source(source)
     config = config_from_dict(state["config"], str(path))
     model = GPT(config)
     load_parameters(model, state["model"], path)
     return Trained(model.to(device).eval(), config, state["step"], state["data"]["tokenizer"])
+
+
+def take_over(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
+    """Start from another run's weights: copy each parameter that both have, bit for bit; leave the others.
+
+    By section of the config: [model] must fit, [attention] may add and drop parameters, [data] must have the
+    same tokeniser; [train], [optimizer] and the count of steps begin anew.
+
+    Args:
+        model: freshly initialised.
+        source: run folder (its newest checkpoint) or checkpoint file.
+        tokenizer: of the data to train on.
+    Returns:
+        The account for the console: what is taken over, new, dropped and changed.
+    Raises:
+        UserError: nothing there, another tokeniser, or a parameter of another shape, by its name.
+    """
+    old = load_model(source)
+    if old.tokenizer != tokenizer:
+        raise UserError(
+            f"init_from = {str(source)!r}: trained on tokens of {old.tokenizer}, the data has {tokenizer}"
+        )
+    theirs, mine = old.model.state_dict(), model.state_dict()
+    changed = changed_keys(old.config, model.config)
+    changes = [
+        f"{key} {was!r} -> {now!r}" for key, (was, now) in changed.items() if not key.startswith(UNTOLD)
+    ]
+    if problems := misfits(mine, theirs, model.config.model.tie_embeddings):
+        shapes = [text for text in changes if text.startswith(("model.", "train.seq_len"))]
+        raise UserError(
+            f"init_from = {str(source)!r}: does not fit: {'; '.join(problems)} ({', '.join(shapes)})"
+        )
+    taken = {name: theirs[name] for name in mine if name in theirs}
+    model.load_state_dict(taken, strict=False)
+    n_values = sum({mine[name].data_ptr(): mine[name].numel() for name in taken}.values())  # tied ones once
+    return [
+        f"init_from {source}, step {old.step}",
+        f"  taken over  {len(taken)} tensors, {n_values:,} values",
+        f"  new         {listed(mine, theirs)}; the optimiser's state",
+        f"  dropped     {listed(theirs, mine)}",
+        f"  changed     {', '.join(changes) or 'nothing'}",
+    ]
+
+
+def misfits(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tied: bool) -> list[str]:
+    """Why the parameters in `theirs` cannot become those of the same name in `mine`; tied: embeddings."""
+    problems = [
+        f"{any_layer(name)} is {tuple(mine[name].shape)} here, {tuple(theirs[name].shape)} there"
+        for name in mine
+        if name in theirs and mine[name].shape != theirs[name].shape
+    ]
+    if tied and not torch.equal(theirs["lm_head.weight"], theirs["embedding.weight"]):
+        problems.append("lm_head.weight is tied to the embedding here, not there")
+    return list(dict.fromkeys(problems))
+
+
+def listed(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> str:
+    """The names that only `some` has, those that differ in the layer's number as one."""
+    counts = Counter(any_layer(name) for name in some if name not in others)
+    return ", ".join(f"{name} ({n} tensors)" if n > 1 else name for name, n in counts.items()) or "nothing"
+
+
+def any_layer(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def load_parameters(model: nn.Module, parameters: dict[str, Any], path: Path) -> None:

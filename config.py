@@ -4,15 +4,22 @@
     python config.py --help                                        # every key, its meaning, its default
 
 A file may start with `base = "other.toml"` (relative to itself, any depth) and then lists only what
-it changes. Files are data: nothing in them is executed. Every problem is reported at once, one line
-each, naming the file or override, the key, its value and what was expected.
+it changes. A file with a [sweep] section describes several runs, one for each combination of its values:
+
+    [sweep]
+    "attention.reweight_p" = [1, 3, 15]
+
+Files are data: nothing in them is executed. Every problem is reported at once, one line each, naming the
+file or override, the key, its value and what was expected.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import os
+import re
 import sys
 import time
 import tomllib
@@ -182,12 +189,21 @@ class DataConfig(Section):
     order: Literal["sequential", "shuffled"] = Field(
         "sequential", description="Windows in stream order, or in a permutation fixed by the seed."
     )
+    skip_steps: int = Field(
+        0,
+        ge=0,
+        description="Batches left out at the start: those that the run of init_from has seen.",
+    )
 
 
 class TrainConfig(Section):
     """How long, how much at a time, on what."""
 
-    max_steps: int = Field(18865, ge=1, description="Optimiser steps of the whole run.")
+    max_steps: int = Field(
+        18865,
+        ge=0,
+        description="Optimiser steps of the whole run; 0 (with init_from): none, as it is.",
+    )
     seq_len: int = Field(1024, ge=2, description="Training length T in tokens.")
     batch_tokens: int = Field(524288, ge=2, description="Tokens of one optimiser step, over all processes.")
     micro_batch: int = Field(
@@ -199,6 +215,15 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one.")
     compile: Literal["auto"] | bool = Field("auto", description="torch.compile the model; auto: on cuda.")
     grad_clip: float = Field(1.0, ge=0, description="Largest gradient norm; 0: no clipping.")
+    loss: Literal["softmax", "norm_softmax", "logit_norm"] = Field(
+        "softmax", description="How logits become the probabilities of the cross-entropy (NormSoftmax paper)."
+    )
+    loss_gamma: float | Literal["inf"] | None = Field(
+        None, description="loss norm_softmax: upper bound of the logits' deviation; unset: inf."
+    )
+    loss_tau: float | None = Field(
+        None, gt=0, description="Temperature. norm_softmax: unset 1. logit_norm: unset vocab_size^(-1/2)."
+    )
     val_every: int = Field(250, ge=1, description="Steps between validations (always after the last step).")
     val_tokens: int = Field(10_485_760, ge=2, description="Validation tokens, from the val shard's start.")
     checkpoint_every: int = Field(500, ge=1, description="Steps between checkpoints (always the last).")
@@ -232,6 +257,12 @@ class TrainConfig(Section):
             problems.append(
                 f"train.val_tokens = {self.val_tokens}: expected at least train.seq_len = {self.seq_len}"
             )
+        if self.loss_gamma is not None and self.loss != "norm_softmax":
+            problems.append(f"train.loss_gamma = {self.loss_gamma!r}: only read by train.loss = norm_softmax")
+        if isinstance(self.loss_gamma, float) and self.loss_gamma <= 0:
+            problems.append(f"train.loss_gamma = {self.loss_gamma}: expected a number above 0")
+        if self.loss_tau is not None and self.loss == "softmax":
+            problems.append(f"train.loss_tau = {self.loss_tau}: not read by train.loss = softmax")
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -264,18 +295,24 @@ class LogConfig(Section):
 
     dir: str = Field("runs", description="Run folders are made here, as <dir>/<name>.")
     every: int = Field(10, ge=1, description="Steps between progress lines; metrics.jsonl has every step.")
+    attention_every: int | None = Field(
+        None, ge=1, description="Steps between measurements of each layer's score deviation and entropy."
+    )
     wandb: bool = Field(False, description="Also log to Weights & Biases.")
     wandb_project: str = Field("attention-normalisers", description="W&B project.")
 
 
 class Config(Section):
-    """A whole run. `base` and `name` are not inherited; `name` is the file's stem unless given."""
+    """A whole run. `base`, `name` and [sweep] are not inherited; `name` is the file's stem unless given."""
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$",
         description="Name of the run and of its folder; unset: the config file's stem.",
     )
     seed: int = Field(1337, ge=0, lt=2**63, description="Seed of initialisation and data order.")
+    init_from: str | None = Field(
+        None, description="Run folder or checkpoint whose weights this run starts from; unset: random ones."
+    )
     model: ModelConfig = ModelConfig()
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
     data: DataConfig = DataConfig()
@@ -286,6 +323,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         steps, max_steps = self.optimizer.warmup_steps, self.train.max_steps
+        if max_steps == 0 and self.init_from is None:
+            raise ValueError("train.max_steps = 0: expected at least 1, or a run named by init_from")
         if steps > max_steps:
             raise ValueError(
                 f"optimizer.warmup_steps = {steps}: expected at most train.max_steps = {max_steps}"
@@ -309,16 +348,45 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     Args:
         path: a TOML file.
         overrides: what follows it on the command line; `--a.b-c 1`, `--a.b_c=1`, values as in TOML
-            (quotes around strings may be left out).
+            (quotes around strings may be left out). They choose a value for each key of a [sweep].
     Raises:
         UserError: one line for each problem found.
     """
     path = Path(path)
     values, sources = _read_file(path, ())
+    sweep = values.pop("sweep", {})
     values.setdefault("name", path.stem)
     for key, value in _parse_overrides(overrides or []):
         _put(values, key.split("."), value, "command line", sources)
+        sweep.pop(key, None)
+    if sweep:
+        options = " ".join(f"--{key} ..." for key in sweep)
+        raise UserError(f"{path}: describes a sweep: python sweep.py {path}, or choose one run by {options}")
     return _validate(values, sources, str(path))
+
+
+def expand_sweep(path: str | Path, overrides: list[str] | None = None) -> list[list[str]]:
+    """The overrides of each run that a file's [sweep] describes; without a [sweep], none for one run.
+
+    Several keys give their product, the last one fastest. A run is called <file's stem>_<key>=<value>.
+
+    Args:
+        overrides: keys that they set are not swept.
+    Raises:
+        UserError: the file cannot be read, or a key has no list of values.
+    """
+    path = Path(path)
+    sweep = _read_file(path, ())[0].get("sweep", {})
+    for key, _ in _parse_overrides(overrides or []):
+        sweep.pop(key, None)
+    runs = []
+    for values in itertools.product(*sweep.values()):
+        chosen = dict(zip(sweep, values, strict=True))
+        overrides = [text for key, value in chosen.items() for text in (f"--{key}", _toml_value(value))]
+        parts = [f"{key.rpartition('.')[2]}={value}" for key, value in chosen.items()]
+        name = re.sub(r"[^A-Za-z0-9._=+-]", "-", "_".join([path.stem, *parts]))
+        runs.append([*overrides, "--name", name] if sweep else [])
+    return runs
 
 
 def config_from_dict(values: dict[str, Any], source: str) -> Config:
@@ -413,6 +481,7 @@ def _read_file(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict
         raise UserError(f"{path}: not valid TOML: {e}") from None
 
     base = own.pop("base", None)
+    sweep = own.pop("sweep", {})
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if base is not None:
@@ -420,8 +489,16 @@ def _read_file(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict
             raise UserError(f"{path}: base = {base!r}: expected the name of a config file")
         values, sources = _read_file(path.parent / base, (*seen, path.resolve()))
         values.pop("name", None)
+        values.pop("sweep", None)
     for key, value in _flatten(own).items():
         _put(values, key.split("."), value, str(path), sources)
+    if not isinstance(sweep, dict):
+        raise UserError(f"{path}: sweep = {sweep!r}: expected a section")
+    for key, value in _flatten(sweep).items():
+        if not isinstance(value, list) or not value:
+            raise UserError(f"{path}: sweep: {key} = {value!r}: expected a list of values")
+    if sweep:
+        values["sweep"] = _flatten(sweep)
     return values, sources
 
 
@@ -465,7 +542,7 @@ def _parse_overrides(args: list[str]) -> list[tuple[str, Any]]:
 def _parse_value(key: str, text: str) -> Any:
     section, _, name = key.rpartition(".")
     field = SECTIONS.get(section, Config).model_fields.get(name)
-    if field is not None and field.annotation is str:
+    if field is not None and field.annotation is str and not text.startswith('"'):
         return text  # a run may be called 7 or 2024-11-20
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]

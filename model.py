@@ -6,7 +6,7 @@ make it the model of the SSMax paper as well: RMSNorm, SwiGLU, no biases, untied
     model = GPT(load_config("configs/gpt2_124m.toml"))
     loss = model(tokens, targets)                              # mean cross-entropy in nats
     losses = model.token_losses(tokens, targets, rope=RopeScaling("ntk"))   # (B, T), any length
-    text = model.generate(prompt, 100, temperature=0.8, top_k=50)
+    text = model.generate(prompt, 100, temperature=0.8, top_k=50)        # with a KV cache
 
 The positions live in cos/sin tables that each forward pass computes anew from the training base: no
 table outlives a length, and none is in a checkpoint.
@@ -15,15 +15,16 @@ table outlives a length, and none is in a checkpoint.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention import Engine, attend, choose_engine, describe_engine, make_normaliser
-from config import Config, ModelConfig, UserError
+from config import Config, ModelConfig, TrainConfig, UserError
 
 RopeKind = Literal["none", "ntk", "theta", "linear", "yarn"]
 
@@ -246,6 +247,26 @@ def share_p_n(blocks: list[Block]) -> None:
             block.attention.normaliser.p_n = first.p_n
 
 
+def scale_logits(z: Tensor, config: TrainConfig) -> Tensor:
+    """The logits z, (..., V), divided as `train.loss` says before the softmax of the cross-entropy.
+
+        softmax       z
+        norm_softmax  z / (tau min(sigma, gamma)), sigma = population deviation over the vocabulary
+        logit_norm    z / (tau ||z||_2), tau = V^(-1/2) unless given
+
+    (NormSoftmax, eq. 4-6 and 8, with the vocabulary in the place of the keys.)
+    """
+    tiny = torch.finfo(z.dtype).tiny  # equal logits stay equal, with gradient 0
+    if config.loss == "norm_softmax":
+        sigma = z.var(-1, correction=0, keepdim=True).clamp_min(tiny).sqrt()
+        gamma = config.loss_gamma if isinstance(config.loss_gamma, float) else math.inf
+        return z / (sigma.clamp_max(gamma) * (config.loss_tau or 1.0))
+    if config.loss == "logit_norm":
+        norm = z.square().sum(-1, keepdim=True).clamp_min(tiny).sqrt()
+        return z / (norm * (config.loss_tau or z.shape[-1] ** -0.5))
+    return z
+
+
 class GPT(nn.Module):
     """The whole model: embedding, blocks, final norm, output layer.
 
@@ -304,9 +325,13 @@ class GPT(nn.Module):
             attention.engine = choose_engine(attention.normaliser, attention.engine, device, dtype)
         return describe_engine(attention.normaliser, attention.engine, device, dtype)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def plain_logits(self, hidden: Tensor) -> Tensor:
         """(..., C) to (..., vocab_size) in float32: the padding's columns are cut off, never predicted."""
         return self.lm_head(hidden)[..., : self.config.model.vocab_size].float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`plain_logits` as the training loss takes them: their softmax is what the model predicts."""
+        return scale_logits(self.plain_logits(hidden), self.config.train)
 
     def forward(
         self,
@@ -315,6 +340,7 @@ class GPT(nn.Module):
         *,
         rope: RopeScaling = UNSCALED,
         cache: KVCache | None = None,
+        plain: bool = False,
     ) -> Tensor:
         """Loss with targets, logits without.
 
@@ -323,10 +349,12 @@ class GPT(nn.Module):
             targets: (B, T) int64, the token after each; -100 leaves a position out of the mean.
             rope: see `rope_tables`.
             cache: read and extended; inference only.
+            plain: leave out what train.loss does to the logits.
         Returns:
             The mean cross-entropy in nats, a float32 scalar; or logits, (B, T, vocab_size) float32.
         """
-        logits = self.logits(self.hidden(tokens, rope, cache))
+        hidden = self.hidden(tokens, rope, cache)
+        logits = self.plain_logits(hidden) if plain else self.logits(hidden)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -347,41 +375,52 @@ class GPT(nn.Module):
         return torch.cat(losses, dim=1)
 
     @torch.no_grad()
-    def generate(
+    def stream(
         self,
         tokens: Tensor,
         n_new: int,
         *,
         temperature: float = 1.0,
         top_k: int | None = None,
+        top_p: float | None = None,
         generator: torch.Generator | None = None,
         rope: RopeScaling = UNSCALED,
-    ) -> Tensor:
-        """Sample n_new tokens after each row of `tokens`; temperature 0 takes the likeliest.
+        use_cache: bool = True,
+    ) -> Iterator[Tensor]:
+        """Sample n_new tokens after each row of `tokens`, one at a time; temperature 0 takes the likeliest.
 
         Args:
-            tokens: (B, T) int64, T >= 1.
+            tokens: (B, T) int64, T >= 1. Rows are of one length: in a padded one, n would count the padding.
             top_k: sample from the k likeliest tokens only.
+            top_p: sample from the fewest tokens that together have this probability (Holtzman et al. 2020).
             generator: source of randomness, on the model's device.
             rope: scaled for the final length T + n_new unless it names a length.
-        Returns:
-            (B, T + n_new) int64.
+            use_cache: False computes the whole sequence again for each token, as does a model that is not
+                `cacheable`.
+        Yields:
+            (B, 1) int64, n_new times.
         Raises:
-            UserError: an empty prompt, n_new < 0, temperature < 0 or top_k < 1.
+            UserError: an empty prompt, n_new < 0, temperature < 0, top_k < 1, top_p outside (0, 1].
         """
         T = tokens.shape[1]
-        if T < 1 or n_new < 0:
-            raise UserError(f"generate: prompt of {T} tokens, {n_new} new ones: expected >= 1 and >= 0")
-        if not temperature >= 0 or (top_k is not None and top_k < 1):
-            raise UserError(f"generate: temperature {temperature}, top_k {top_k}: expected >= 0 and >= 1")
+        check_sampling(T, n_new, temperature, top_k, top_p)
         rope = replace(rope, length=rope.length or T + n_new)
-        cache = KVCache(self.config.model.n_layer, T + n_new)
-        out = [tokens]
+        cache = KVCache(self.config.model.n_layer, T + n_new) if use_cache and self.cacheable else None
         for _ in range(n_new):
-            # Only what the cache lacks goes in, and only the last position becomes logits.
-            logits = self.logits(self.hidden(out[-1], rope, cache)[:, -1])  # (B, V)
-            out.append(sample(logits, temperature, top_k, generator))
-        return torch.cat(out, dim=1)
+            logits = self.logits(self.hidden(tokens, rope, cache)[:, -1])  # (B, V)
+            new = sample(logits, temperature, top_k, top_p, generator)
+            yield new
+            tokens = torch.cat((tokens, new), dim=1) if cache is None else new
+
+    def generate(self, tokens: Tensor, n_new: int, **options: Any) -> Tensor:
+        """`stream`'s arguments; all of it at once, (B, T + n_new) int64."""
+        return torch.cat([tokens, *self.stream(tokens, n_new, **options)], dim=1)
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether a position's output is final: not if a row's weights depend on the number of all keys."""
+        options = self.config.attention
+        return not (options.normaliser == "sigmoid" and options.bias == "log_len")
 
     def n_params(self, non_embedding: bool = False) -> int:
         """Number of parameters, shared ones once; non_embedding: without embedding and output layer."""
@@ -406,8 +445,24 @@ class GPT(nn.Module):
         return 6.0 * weights + m.n_layer * attention
 
 
+def check_sampling(
+    length: int, n_new: int, temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    """Raises UserError for what `GPT.stream` cannot do."""
+    if length < 1 or n_new < 0:
+        raise UserError(f"generate: prompt of {length} tokens, {n_new} new ones: expected >= 1 and >= 0")
+    if not temperature >= 0 or (top_k is not None and top_k < 1):
+        raise UserError(f"generate: temperature {temperature}, top_k {top_k}: expected >= 0 and >= 1")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"generate: top_p {top_p}: expected above 0 and at most 1")
+
+
 def sample(
-    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """One token for each row of logits (B, V): (B, 1) int64."""
     if temperature == 0:
@@ -416,5 +471,9 @@ def sample(
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < kth, -math.inf)
     # The largest logit is subtracted first, so that a tiny temperature cannot overflow.
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
-    return torch.multinomial(logits.softmax(dim=-1), num_samples=1, generator=generator)
+    probs = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
+    if top_p is not None:
+        ranked, order = probs.sort(dim=-1, descending=True)
+        outside = ranked.cumsum(dim=-1) - ranked >= top_p  # likelier ones have it all; never the first
+        probs = probs.masked_fill(outside.scatter(-1, order, outside), 0.0)
+    return torch.multinomial(probs, num_samples=1, generator=generator)

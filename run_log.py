@@ -2,7 +2,10 @@
 
 config.toml      the resolved config; `train.py` takes it like any other
 metrics.jsonl    a line for each step: step, loss, lr, grad_norm; where one was printed also tokens_per_s,
-                 step_ms and its parts, mfu, memory_gb; {"step", "val_loss"} where it was validated
+                 step_ms and its parts, mfu, memory_gb; every log.attention_every steps score_std and entropy,
+                 {"layer_0": ...} each; {"step", "val_loss"} where it was validated, with "val_cross_entropy",
+                 that of the bare logits, if train.loss is not softmax
+init_from.txt    with init_from: what was taken over, what is new, what was dropped
 starts.jsonl     a line for each start: time, step, command, git commit, versions, hardware
 wandb_id         with log.wandb: the W&B run that a resumed run goes on with
 """
@@ -18,6 +21,7 @@ import secrets
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +47,7 @@ class RunLog:
         self.metrics = run_dir / "metrics.jsonl"
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            if step == 0 and self.metrics.exists():
+            if step == 0 and val_step < 0 and self.metrics.exists():
                 old = self.metrics.rename(run_dir / "metrics.jsonl.old")
                 self.say(f"{run_dir} has no checkpoint: starting from step 0, its metrics are now {old.name}")
             write_atomically(run_dir / "config.toml", to_toml(config).encode())
@@ -62,6 +66,10 @@ class RunLog:
     def add_step(self, step: int, loss: float, grad_norm: float, lr: float, skipped: str = "") -> None:
         record = {"step": step, "loss": finite(loss), "lr": lr, "grad_norm": finite(grad_norm)}
         self.pending.append(record | ({"skipped": skipped} if skipped else {}))
+
+    def add_to_step(self, values: dict[str, Any]) -> None:
+        """More about the step that was added last."""
+        self.pending[-1] |= values
 
     def flush(self) -> None:
         """Write the pending records, force them to the disk, print the newest."""
@@ -83,9 +91,18 @@ class RunLog:
         ]
         self.say(" | ".join(cells))
 
-    def add_validation(self, step: int, val_loss: float) -> None:
-        self.write([{"step": step, "val_loss": finite(val_loss)}])
-        self.say(f"step {step:>{len(str(self.config.train.max_steps))}} | validation loss {val_loss:.4f}")
+    def add_validation(self, step: int, val_loss: float, plain: float | None = None) -> None:
+        record = {"step": step, "val_loss": finite(val_loss)}
+        text = f"step {step:>{len(str(self.config.train.max_steps))}} | validation loss {val_loss:.4f}"
+        if plain is not None:
+            record["val_cross_entropy"] = finite(plain)
+            text += f" | cross-entropy of the bare logits {plain:.4f}"
+        self.write([record])
+        self.say(text)
+
+    def write_file(self, name: str, lines: list[str]) -> None:
+        if self.world.is_main:
+            write_atomically(self.config.run_dir / name, "\n".join([*lines, ""]).encode())
 
     def write(self, records: list[dict[str, Any]]) -> None:
         if not self.world.is_main:
@@ -248,6 +265,15 @@ def lines_up_to(metrics: Path, step: int, val_step: int) -> list[str]:
         except (ValueError, KeyError, TypeError):
             continue  # cut short when the run was killed
     return kept
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl, but for a line that was cut short; none if it is not there."""
+    path, records = run_dir / "metrics.jsonl", []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records
 
 
 def finite(value: float) -> float | None:

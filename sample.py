@@ -1,57 +1,143 @@
-"""Continue a prompt with a trained model.
+"""Continue prompts with a trained model, with a KV cache.
 
     python sample.py runs/demo_lssar --prompt "def "
-    python sample.py runs/demo_softmax --tokens 2000 --temperature 0.7 --top-k 40 --rope ntk
+    python sample.py runs/demo_softmax --prompt "class " "import " --samples 3 --tokens 100 --top-p 0.9
+    python sample.py runs/demo_lssar --prompt-file start.py --tokens 4000 --rope ntk --greedy
+    torchrun --standalone --nproc_per_node=8 sample.py runs/lssar --prompt-file prompts/*.txt --samples 64
 
-Prints the prompt and its continuation.
+Prints the prompt and its continuation up to the end of the document; a single one as it comes, several
+when all are done, each under a line that names it. The number of tokens per second goes to stderr.
+
+The samples of a prompt are one batch, different prompts are not: in a padded batch n, the number of keys that
+a query sees, would be wrong. Prompt i is sampled with seed + i, so it does not depend on the others. RoPE is
+scaled, past the training length, for the final length: prompt and all new tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import codecs
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import get_args
 
+import tiktoken
 import torch
 
 from checkpoint import load_model
-from config import ArgumentParser, run_main
+from config import ArgumentParser, UserError, run_main
 from data.tokenizer import get_tokenizer
-from model import RopeKind, RopeScaling
+from distributed import World, join_world
+from model import GPT, RopeKind, RopeScaling
+
+
+def main() -> None:
+    args = parse_args()
+    prompts = read_prompts(args)
+    with join_world(args.device) as world:
+        model, _, _, tokenizer_name = load_model(args.run, world.device)
+        tokenizer = get_tokenizer(tokenizer_name)
+        if len(prompts) * args.samples == 1:
+            if world.is_main:
+                print_as_it_comes(model, tokenizer, prompts[0], args)
+        else:
+            print_all(model, tokenizer, prompts, args, world)
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    prompts = list(args.prompt or [])
+    for path in args.prompt_file or []:
+        try:
+            prompts.append(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as e:
+            raise UserError(f"--prompt-file {path}: cannot be read as UTF-8 text: {e}") from None
+    return prompts or ["\n"]
+
+
+def new_tokens(
+    model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str], i: int, args: argparse.Namespace
+) -> Iterator[list[int]]:
+    """The next token of each sample of prompt i, until all have ended."""
+    device = model.embedding.weight.device
+    prompt = torch.tensor([tokenizer.eot_token, *tokenizer.encode_ordinary(prompts[i])], device=device)
+    running = torch.ones(args.samples, dtype=torch.bool, device=device)
+    with model.autocast():
+        for new in model.stream(
+            prompt.repeat(args.samples, 1),
+            args.tokens,
+            temperature=0.0 if args.greedy else args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            generator=torch.Generator(device).manual_seed(args.seed + i),
+            rope=RopeScaling(args.rope, args.rope_theta),
+            use_cache=not args.no_cache,
+        ):
+            running &= new[:, 0] != tokenizer.eot_token
+            if not running.any():
+                return
+            yield new[:, 0].tolist()
+
+
+def print_as_it_comes(
+    model: GPT, tokenizer: tiktoken.Encoding, prompt: str, args: argparse.Namespace
+) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may be several tokens
+    start, n = time.perf_counter(), 0
+    print(prompt, end="", flush=True)
+    for (token,) in new_tokens(model, tokenizer, [prompt], 0, args):
+        print(decoder.decode(tokenizer.decode_single_token_bytes(token)), end="", flush=True)
+        n += 1
+    print(decoder.decode(b"", final=True))
+    print_speed(n, time.perf_counter() - start)
+
+
+def print_all(
+    model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str], args: argparse.Namespace, world: World
+) -> None:
+    """Every process takes its share of the prompts."""
+    start, texts, n = time.perf_counter(), {}, 0
+    for i in range(world.rank, len(prompts), world.size):
+        steps = list(new_tokens(model, tokenizer, prompts, i, args))
+        n += len(steps) * args.samples
+        for j in range(args.samples):
+            tokens = [step[j] for step in steps]
+            end = tokens.index(tokenizer.eot_token) if tokenizer.eot_token in tokens else len(tokens)
+            texts[i, j] = prompts[i] + tokenizer.decode(tokens[:end])
+    every = world.gather_objects((texts, n))
+    if world.is_main:
+        for (i, j), text in sorted(item for texts, _ in every for item in texts.items()):
+            print(f"--- prompt {i + 1}, sample {j + 1}\n{text}")
+        print_speed(sum(n for _, n in every), time.perf_counter() - start)
+
+
+def print_speed(n: int, seconds: float) -> None:
+    print(f"{n} tokens in {seconds:.2f} s: {n / seconds:.1f} tokens/s", file=sys.stderr)
 
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     parser.add_argument("run", help="run folder (its newest checkpoint) or one checkpoint file")
-    parser.add_argument("--prompt", default="\n", help="text to continue (default: a line break)")
-    parser.add_argument("--tokens", type=int, default=500, help="new tokens (default: 500)")
+    parser.add_argument("--prompt", nargs="+", metavar="TEXT", help="to continue (default: a line break)")
+    parser.add_argument("--prompt-file", nargs="+", metavar="FILE", help="the whole text of each is a prompt")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="of each prompt (default: 1)")
+    parser.add_argument("--tokens", type=int, default=500, metavar="N", help="new tokens (default: 500)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: 0.8)")
+    parser.add_argument("--greedy", action="store_true", help="the same as --temperature 0")
     parser.add_argument("--top-k", type=int, default=50, help="sample from the k likeliest (default: 50)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
+    parser.add_argument("--top-p", type=float, help="sample from the fewest that have this probability")
+    parser.add_argument("--seed", type=int, default=0, help="of the first prompt's sampling (default: 0)")
     parser.add_argument(
         "--rope", choices=get_args(RopeKind), default="none", help="RoPE scaling past the training length"
     )
-    parser.add_argument("--rope-theta", type=float, help="new base, for --rope theta")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, _, _, tokenizer_name = load_model(args.run, device)
-    tokenizer = get_tokenizer(tokenizer_name)
-    prompt = [tokenizer.eot_token, *tokenizer.encode_ordinary(args.prompt)]
-    tokens = model.generate(
-        torch.tensor([prompt], device=device),
-        args.tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        generator=torch.Generator(device).manual_seed(args.seed),
-        rope=RopeScaling(args.rope, args.rope_theta),
-    )
-    text = tokens[0, 1:].tolist()
-    # A document ends at the first end-of-text after the prompt.
-    end = text.index(tokenizer.eot_token) if tokenizer.eot_token in text else len(text)
-    print(tokenizer.decode(text[:end]))
+    parser.add_argument("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
+    parser.add_argument("--no-cache", action="store_true", help="compute all again for each token: slow")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
+    args = parser.parse_args()
+    if args.samples < 1:
+        raise UserError(f"--samples {args.samples}: expected at least 1")
+    return args
 
 
 if __name__ == "__main__":

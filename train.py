@@ -19,6 +19,7 @@ import gc
 import math
 import statistics
 import sys
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +31,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from attention import describe_attention
-from checkpoint import CheckpointWriter, clear_unfinished, link, load_newest, load_parameters
+from attention_statistics import STATISTICS, model_statistics
+from checkpoint import CheckpointWriter, clear_unfinished, link, load_newest, load_parameters, take_over
 from config import (
     Config,
     OptimizerConfig,
@@ -41,10 +43,10 @@ from config import (
     config_from_dict,
     run_main,
 )
-from data.shards import TokenStream, train_batch, val_batch, val_windows
+from data.shards import IGNORED, TokenStream, train_batch, val_batch, val_windows
 from distributed import StopSignals, World, join_world
 from model import GPT
-from run_log import DryLog, RunLog, duration, peak_memory
+from run_log import DryLog, RunLog, duration, finite, peak_memory
 
 # What may differ between a run and its resumption: it changes neither the model nor, unless a step goes
 # wrong, the loss curve.
@@ -65,6 +67,7 @@ FREE_KEYS = (
     "data.dir",  # its content is compared instead
 )
 DRY_STEPS = 4  # of --dry-run; the first is not timed
+ATTENTION_ROWS = 64  # the last ones of a sequence, whose statistics log.attention_every asks for
 GUARD_WINDOW = 128  # steps that an outlier is compared with
 
 
@@ -119,7 +122,7 @@ class Trainer:
         self.flops_per_step = self.raw_model.flops_per_token() * config.train.batch_tokens
         self.guard = Guard(config.train)
         self.step = 0
-        self.validation: dict[str, Any] = {"step": 0, "loss": None, "best": None, "best_step": None}
+        self.validation: dict[str, Any] = {"step": -1, "loss": None, "best": None, "best_step": None}
         self.loader = ThreadPoolExecutor(1)
         self.next_batch: tuple[int, Future[list[tuple[Tensor, Tensor]]]] | None = None
         self.stop = StopSignals()
@@ -160,6 +163,8 @@ class Trainer:
         while not stopped and self.step < config.max_steps:
             stopped = self.train_step(log)
             profile.step()
+            if self.config.log.attention_every and self.step % self.config.log.attention_every == 0:
+                self.measure_attention(log)
             writer.check()
             validate, save = self.is_due(config.val_every), self.is_due(config.checkpoint_every)
             if self.is_due(self.config.log.every) or validate or save or stopped:
@@ -182,7 +187,7 @@ class Trainer:
 
     def is_validated(self) -> bool:
         return (
-            self.step == 0
+            self.step == 0 < self.config.train.max_steps
             or not self.is_due(self.config.train.val_every)
             or self.validation["step"] == self.step
         )
@@ -223,16 +228,29 @@ class Trainer:
         return self.stop.name_of(int(values[:, 2].max()))
 
     def forward_backward(self, batch: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Accumulate the gradient of this process's micro-batches; their mean loss."""
+        """Accumulate the gradient of this process's micro-batches; their mean loss.
+
+        With a mask each micro-batch weighs as much as its share of the step's targets, so that the mean over
+        processes is that over all targets.
+        """
+        shares = self.shares_of_targets(batch)
         total = torch.zeros((), device=self.world.device)
-        for i, (x, y) in enumerate(batch):
+        for i, ((x, y), share) in enumerate(zip(batch, shares, strict=True)):
             x, y = (t.to(self.world.device, non_blocking=True) for t in (x, y))
             with self.sync_gradients(i == len(batch) - 1):
                 with self.raw_model.autocast():
-                    loss = self.model(x, y) / len(batch)
+                    loss = self.model(x, y) * share
                 loss.backward()
             total += loss.detach()
         return total
+
+    def shares_of_targets(self, batch: list[tuple[Tensor, Tensor]]) -> list[float]:
+        """The weight of each micro-batch's mean loss; 1 in sum over processes is their number."""
+        if self.train_stream.mask is None:
+            return [1 / len(batch)] * len(batch)
+        counts = torch.tensor([int((y != IGNORED).sum()) for _, y in batch], device=self.world.device)
+        n_targets = int(self.world.gather(counts.sum()[None]).sum())
+        return [count * self.world.size / n_targets for count in counts.tolist()]
 
     def take_batch(self) -> list[tuple[Tensor, Tensor]]:
         """The micro-batches (x, y) of this step; those of the next are read in the background meanwhile."""
@@ -249,7 +267,7 @@ class Trainer:
         for i in range(first, first + self.per_rank, self.micro):
             x, y = train_batch(
                 self.train_stream,
-                step,
+                config.data.skip_steps + step,
                 n_seq=self.per_rank * self.world.size,
                 seq_len=config.train.seq_len,
                 order=config.data.order,
@@ -295,13 +313,16 @@ class Trainer:
     def validate(self, log: RunLog) -> str | None:
         """Mean loss of the first val_tokens of the validation stream, shared by all processes.
 
+        With another train.loss than softmax also the cross-entropy of the bare logits.
+
         Returns:
             The name of a signal that came meanwhile: then there is no result.
         """
         config = self.config.train
         n_windows = val_windows(self.val_stream, config.val_tokens, config.seq_len)
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.world.device)
+        total, plain_total, n_targets = sums  # views
         stopped = None
         model.eval()
         for start in range(0, n_windows, self.world.size * self.micro):
@@ -311,19 +332,37 @@ class Trainer:
                 batch = val_batch(self.val_stream, first, count, config.seq_len)
                 x, y = (torch.from_numpy(a).to(self.world.device) for a in batch)
                 with self.raw_model.autocast():
-                    total += model(x, y).double() * count
+                    n = (y != IGNORED).sum()
+                    n_targets += n
+                    total += model(x, y).double() * n
+                    if config.loss != "softmax":
+                        plain_total += model(x, y, plain=True).double() * n
             stopped = self.any_stop()
             if stopped:
                 break
         model.train()
         if not stopped:
-            loss = self.world.sum(total).item() / n_windows
+            self.world.sum(sums)
+            loss = (total / n_targets).item()
+            plain = (plain_total / n_targets).item() if config.loss != "softmax" else None
             best = self.validation["best"]
             self.validation |= {"step": self.step, "loss": loss}
             if math.isfinite(loss) and (best is None or loss < best):
                 self.validation |= {"best": loss, "best_step": self.step}
-            log.add_validation(self.step, loss)
+            log.add_validation(self.step, loss, plain)
         return stopped
+
+    def measure_attention(self, log: RunLog) -> None:
+        """Each layer's score deviation and entropy, on the first validation tokens, by the main process."""
+        if not self.world.is_main:
+            return
+        tokens = torch.from_numpy(self.val_stream.read(0, self.config.train.seq_len))[None]
+        with self.raw_model.autocast():
+            values = model_statistics(self.raw_model, tokens.to(self.world.device), n_rows=ATTENTION_ROWS)
+        by_layer = values.mean((0, 2)).T.tolist()  # (S, n_layer)
+        for name, layers in zip(STATISTICS, by_layer, strict=True):
+            if name in ("score_std", "entropy"):
+                log.add_to_step({name: {f"layer_{i}": finite(value) for i, value in enumerate(layers)}})
 
     def any_stop(self) -> str | None:
         """The name of a signal that came to any process."""
@@ -344,7 +383,9 @@ class Trainer:
             self.guard.load_state_dict(state["guard"])
             if len(state["rng"]) == self.world.size:
                 set_rng(state["rng"][self.world.rank])
-        if not self.world.agree(self.step):
+        account = [] if found is not None else self.initialise()
+        told = zlib.crc32("\n".join(account).encode())
+        if not (self.world.agree(self.step) and self.world.agree(told)):
             raise UserError(f"{run_dir}: the processes see different checkpoints; expected one folder")
         if self.world.is_main:
             clear_unfinished(run_dir)
@@ -353,7 +394,15 @@ class Trainer:
         log = RunLog(self.config, self.world, self.step, self.validation["step"], self.flops_per_step)
         if found is not None and self.step < self.config.train.max_steps:
             log.say(f"resumed from {found[0]}: {self.step} of {self.config.train.max_steps} steps done")
+        if account:
+            log.say("\n".join(account))
+            log.write_file("init_from.txt", account)
         return log
+
+    def initialise(self) -> list[str]:
+        """Take over the weights that init_from names, if it names any; returns the account of it."""
+        source = self.config.init_from
+        return take_over(self.raw_model, source, self.train_stream.info["tokenizer"]) if source else []
 
     def save(self, log: RunLog, writer: CheckpointWriter) -> None:
         rng = self.world.gather_objects(get_rng(self.world.device))
@@ -406,6 +455,8 @@ class Trainer:
         """Say what a run would take, after a few steps that leave nothing behind."""
         config = self.config
         log = DryLog(config, self.world, self.flops_per_step)
+        for line in self.initialise():
+            log.say(line)
         self.describe(log)
         with self.stop:
             for i in range(DRY_STEPS):
@@ -537,6 +588,12 @@ def open_streams(config: Config) -> tuple[TokenStream, TokenStream]:
     streams = TokenStream(config.data.dir, "train"), TokenStream(config.data.dir, "val")
     for stream in streams:
         stream.check_model(config.model.vocab_size)
+        length = stream.info.get("sequence_length", config.train.seq_len)
+        if length != config.train.seq_len:
+            raise UserError(
+                f"train.seq_len = {config.train.seq_len}: {stream.folder} has sequences of {length} tokens; "
+                "expected that length"
+            )
     val_windows(streams[1], config.train.val_tokens, config.train.seq_len)  # raises if it is too short
     return streams
 

@@ -14,6 +14,9 @@ A shard is llm.c's: a header of 256 little-endian int32 (magic 20240520, version
 then the tokens as little-endian uint16. `<|endoftext|>` stands before each document; documents run across
 shard ends. A split is the concatenation of its shards in index order, read as one endless stream.
 
+A split may have a mask, the split `{split}mask` of as many "tokens": 1 for each token that counts in the loss
+and 0 for the others (data/squad.py). Batches name the others -100.
+
 A batch is a pure function of its arguments (`train_batch`, `val_batch`): there is no loader state to
 save, and any number of processes reads the same global batch, each its own rows.
 """
@@ -51,6 +54,7 @@ INFO_NAME = "dataset.json"
 INFO_VERSION = 1
 UNFINISHED_NAME = "dataset.unfinished"
 MANIFEST_NAME = "manifest.jsonl"  # data/fineweb.py: which rows of the input each shard ends at
+IGNORED = -100  # a target that counts in no loss
 HOW_TO_PREPARE = (
     "prepare data with `python data/fineweb.py`, or with `python data/python_source.py` for a small corpus "
     "(see README.md)"
@@ -425,6 +429,7 @@ class TokenStream:
         folder, split: where it was read from.
         info: what `dataset_info` says; vocab_size is taken from there.
         n_tokens, n_shards: length of the stream, and into how many files it is cut.
+        mask: the stream of its mask, None without.
     Raises:
         UserError: one line, for a missing folder, no shards, a missing or foreign shard, a damaged one.
     """
@@ -441,6 +446,8 @@ class TokenStream:
         self.n_tokens, self.n_shards = self._starts[-1], len(self._shards)
         if "shards" in self.info:
             self._check_listed(paths)
+        has_mask = f"{split}mask" in self.info.get("splits", {})
+        self.mask = TokenStream(folder, f"{split}mask") if has_mask else None
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) as (length,) int64, wrapping around the stream's end."""
@@ -560,7 +567,7 @@ def train_batch(
         seed: of the permutations, >= 0; sequential order ignores it.
         first, count: the slice for one process and micro-batch; count None: all that follow.
     Returns:
-        x, y, both (count, T) int64; y is x one token later in the stream.
+        x, y, both (count, T) int64; y is x one token later in the stream, -100 where the mask is 0.
     Raises:
         UserError: the stream is too short for one window.
     """
@@ -572,14 +579,13 @@ def train_batch(
     _check_length(stream, seq_len)
     window = step * n_seq + first
     if order == "sequential":
-        return _split_windows(stream.read(window * seq_len, count * seq_len + 1), seq_len)
+        return _read_windows(stream, window, count, seq_len)
     if order != "shuffled":
         raise ValueError(f"order = {order!r}: expected sequential or shuffled")
 
     x, y = np.empty((count, seq_len), np.int64), np.empty((count, seq_len), np.int64)
     for row, shuffled in enumerate(_shuffled_windows(window, count, stream.n_tokens // seq_len, seed)):
-        tokens = stream.read(shuffled * seq_len, seq_len + 1)
-        x[row], y[row] = tokens[:-1], tokens[1:]
+        x[row : row + 1], y[row : row + 1] = _read_windows(stream, shuffled, 1, seq_len)
     return x, y
 
 
@@ -602,14 +608,14 @@ def val_batch(stream: TokenStream, first: int, count: int, seq_len: int) -> tupl
     """Windows [first, first + count), consecutive from the stream's start.
 
     Returns:
-        x, y, both (count, T) int64; y is x one token later. The tokens, in order, are the same for every T.
+        x, y, as `train_batch` does. The tokens, in order, are the same for every T.
     Raises:
         UserError: the stream is too short for one window.
     """
     _check_length(stream, seq_len)
     if first < 0 or count < 0 or (first + count) * seq_len >= stream.n_tokens:
         raise ValueError(f"windows [{first}, {first + count}) of {seq_len}: beyond {stream.n_tokens} tokens")
-    return _split_windows(stream.read(first * seq_len, count * seq_len + 1), seq_len)
+    return _read_windows(stream, first, count, seq_len)
 
 
 def _check_length(stream: TokenStream, seq_len: int) -> None:
@@ -620,9 +626,14 @@ def _check_length(stream: TokenStream, seq_len: int) -> None:
         )
 
 
-def _split_windows(tokens: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+def _read_windows(stream: TokenStream, first: int, count: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Consecutive windows of the endless stream: x, y, both (count, T) int64, y masked."""
+    tokens = stream.read(first * seq_len, count * seq_len + 1)
     x = tokens[:-1].reshape(-1, seq_len)  # (count * T + 1,) -> (count, T)
     y = tokens[1:].reshape(-1, seq_len).copy()  # a copy: else x and y would share memory
+    if stream.mask is not None:
+        counts = stream.mask.read(first * seq_len + 1, count * seq_len).reshape(-1, seq_len)
+        y[counts == 0] = IGNORED
     return x, y
 
 

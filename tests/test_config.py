@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from config import Config, UserError, changed_keys, config_from_dict, load_config, to_toml
+from config import Config, UserError, changed_keys, config_from_dict, expand_sweep, load_config, to_toml
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
@@ -21,10 +21,11 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_loads_and_replays(path: Path, tmp_path: Path):
-    config = load_config(path)
-    assert config.name == path.stem
-    assert load_config(write(tmp_path, "other_name.toml", to_toml(config))) == config
-    assert config_from_dict(config.model_dump(), "a checkpoint") == config
+    for chosen in expand_sweep(path):
+        config = load_config(path, chosen)
+        assert config.name == path.stem if not chosen else config.name.startswith(f"{path.stem}_")
+        assert load_config(write(tmp_path, "other_name.toml", to_toml(config))) == config
+        assert config_from_dict(config.model_dump(), "a checkpoint") == config
 
 
 def test_base_recipe_is_the_designs():

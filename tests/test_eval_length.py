@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import eval_length  # noqa: E402
-from checkpoint import load_model, save_checkpoint  # noqa: E402
+from checkpoint import load_model, read_config, save_checkpoint  # noqa: E402
 from config import Config, UserError, config_from_dict  # noqa: E402
 from data.shards import TokenStream, val_batch, write_shard  # noqa: E402
 from model import GPT, RopeKind, RopeScaling  # noqa: E402
@@ -48,12 +48,12 @@ def make_run(runs: Path, name: str, data: Path, step: int = 7, **attention: obje
     return runs / name
 
 
-def save_run(folder: Path, config: Config, model: GPT, step: int) -> None:
+def save_run(folder: Path, config: Config, model: GPT, step: int, tokenizer: str = "toy") -> None:
     state = {
         "step": step,
         "config": config.model_dump(),
         "model": model.state_dict(),
-        "data": {"tokenizer": "toy"},
+        "data": {"tokenizer": tokenizer},
     }
     state |= {"optimizers": [], "validation": {}, "guard": {}, "rng": []}
     save_checkpoint(folder, state, keep_last=9)
@@ -206,6 +206,40 @@ def test_buckets(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert row["buckets"][-1]["to"] == row["length"]
 
 
+def test_per_position(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of the longest window, with errors over its blocks; their mean is the loss."""
+    assert eval_length.part_edges(20000)[:3] == [0, 200, 400] and eval_length.part_edges(20000)[-1] == 20000
+    monkeypatch.setattr(eval_length, "POSITION_PARTS", 6)  # 64 does not divide: parts of 10 and 11
+    runs = tmp_path / "runs"
+    a, b = make_run(runs, "a", data), make_run(runs, "b", data, normaliser="ssmax_pn")
+    call(monkeypatch, a, b, "--lengths", 32, 64, "--per-position")
+    by_block = direct_losses(a, data, 64, "ntk").view(N_BLOCKS, 64)
+    short, long = read(a / "eval_length.json")["lengths"]
+    assert "positions" not in short and len(long["positions"]) == 6
+    for part in long["positions"]:
+        means = by_block[:, part["from"] : part["to"]].mean(1)
+        assert part["loss"] == pytest.approx(means.mean().item(), rel=1e-5)
+        assert part["stderr"] == pytest.approx(means.std().item() / N_BLOCKS**0.5, rel=1e-5)
+    total = sum(part["loss"] * (part["to"] - part["from"]) for part in long["positions"])
+    assert total / 64 == pytest.approx(long["loss"])
+    for folder in (a, runs):
+        assert (folder / "eval_length_position.png").read_bytes().startswith(b"\x89PNG")
+    assert not (b / "eval_length_position.png").exists()  # it was refused there
+
+
+def test_configs_are_read_without_tensors(tmp_path: Path, data: Path) -> None:
+    """What checks all runs first does not read their gigabytes; what loads a model sees every damage."""
+    run = make_run(tmp_path / "runs", "a", data)
+    path = run / "checkpoints" / "step_000007.pt"
+    whole = path.read_bytes()
+    weights = load_model(run).model.state_dict()["final_norm.weight"].numpy().tobytes()
+    at = whole.index(weights)
+    path.write_bytes(whole[:at] + bytes(4) + whole[at + 4 :])
+    assert read_config(run).name == "a"
+    with pytest.raises(UserError, match="none of the 1 checkpoints loads"):
+        load_model(run)
+
+
 def test_several_runs_defaults_and_refused_lengths(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,6 +274,14 @@ def test_one_checkpoint_file(tmp_path: Path, data: Path, monkeypatch: pytest.Mon
     alone.write_bytes(old.read_bytes())
     call(monkeypatch, alone, "--lengths", 16, "--out", tmp_path / "curve.svg")
     assert (tmp_path / "eval_length_alone.json").exists() and (tmp_path / "curve.svg").exists()
+
+
+def test_a_tag_is_part_of_the_names(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = tmp_path / "runs"
+    a, b = make_run(runs, "a", data), make_run(runs, "b", data)
+    call(monkeypatch, a, b / "checkpoints" / "step_000007.pt", "--lengths", 16, "--tag", "none")
+    assert (a / "eval_length_none.json").exists() and (b / "eval_length_none_step_000007.png").exists()
+    assert (runs / "eval_length_none.png").exists() and not (a / "eval_length.json").exists()
 
 
 def test_a_loss_that_is_not_finite_is_said(
@@ -299,6 +341,7 @@ def test_exit_status_and_one_line(tmp_path: Path) -> None:
         (["{run}", "--rope", "alibi"], "invalid choice"),
         (["{run}", "--data", "{tmp}/none"], "no such data folder"),
         (["{run}", "--data", "{tmp}/gpt2"], "tokenised with 50257 tokens"),
+        (["{run}", "--tag", "a/b"], "--tag a/b: expected letters"),
         (["{run}", "--out", "curve.txt"], "ends in .png"),
         (["{run}", "--out", "{tmp}/none/curve.png"], "no folder"),
     ],

@@ -429,7 +429,15 @@ def test_generate_sampling():
 
 
 @pytest.mark.parametrize(
-    "length,n_new,options", [(0, 1, {}), (3, -1, {}), (3, 1, {"temperature": -1.0}), (3, 1, {"top_k": 0})]
+    "length,n_new,options",
+    [
+        (0, 1, {}),
+        (3, -1, {}),
+        (3, 1, {"temperature": -1.0}),
+        (3, 1, {"top_k": 0}),
+        (3, 1, {"top_p": 0.0}),
+        (3, 1, {"top_p": 1.5}),
+    ],
 )
 def test_generate_errors(length, n_new, options):
     with pytest.raises(UserError, match="generate: "):

@@ -1,0 +1,162 @@
+"""sample.py and the generation in model.py: the KV cache against no cache, for every normaliser."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_attention import each_case
+from test_eval_length import save_run
+from test_model import make_gpt, random_tokens
+
+import sample
+from config import AttentionConfig, UserError
+from data.tokenizer import get_tokenizer
+from model import GPT, KVCache, RopeScaling
+
+torch.set_num_threads(1)
+
+
+def options_of(cfg: AttentionConfig) -> dict[str, Any]:
+    return cfg.model_dump(exclude_none=True)
+
+
+def stepwise_logits(gpt: GPT, tokens: torch.Tensor, rope: RopeScaling, n_prompt: int) -> torch.Tensor:
+    """Logits of each position from n_prompt - 1 on as generation computes them, with the cache."""
+    cache = KVCache(gpt.config.model.n_layer, tokens.shape[1])
+    pieces = [tokens[:, :n_prompt], *tokens[:, n_prompt:].split(1, dim=1)]
+    with torch.no_grad():
+        return torch.stack([gpt(piece, rope=rope, cache=cache)[:, -1] for piece in pieces], dim=1)
+
+
+@each_case
+def test_cached_logits_equal_uncached(cfg: AttentionConfig) -> None:
+    """A batch of two, fed as generation does, to 1.5 x the training length with RoPE scaled for the end."""
+    learned_to_its_length = cfg.normaliser == "ssmax_pn"
+    gpt = make_gpt(options_of(cfg), seq_len=36 if learned_to_its_length else 24, std=0.2)
+    tokens, rope = random_tokens(2, 36), RopeScaling("ntk", length=36)
+    with torch.no_grad():
+        expected = gpt(tokens, rope=rope)[:, 6:]
+    cached = stepwise_logits(gpt, tokens, rope, n_prompt=7)
+    error = (cached - expected).abs().max().item()
+    if gpt.cacheable:
+        assert error <= 1e-4
+    else:  # its rows depend on the number of all keys: this is why generate() does not cache it
+        assert error > 1e-3
+
+
+@each_case
+def test_generation_is_the_same_without_cache(cfg: AttentionConfig) -> None:
+    gpt = make_gpt(options_of(cfg), std=0.2)
+    prompt, options = random_tokens(3, 5), {"temperature": 0.0, "rope": RopeScaling("ntk")}
+    n_new = 11 if cfg.normaliser == "ssmax_pn" else 19  # up to, or past the training length of 16
+    cached = gpt.generate(prompt, n_new, **options)
+    assert torch.equal(cached, gpt.generate(prompt, n_new, use_cache=False, **options))
+
+
+def test_a_batch_is_its_rows() -> None:
+    gpt = make_gpt({"normaliser": "lssa", "reweight_p": 3}, std=0.2)
+    prompts = random_tokens(3, 6)
+    together = gpt.generate(prompts, 12, temperature=0)
+    for row, prompt in zip(together, prompts, strict=True):
+        assert torch.equal(row, gpt.generate(prompt[None], 12, temperature=0)[0])
+
+
+def test_top_p_takes_the_fewest_that_have_the_mass() -> None:
+    gpt, prompt = make_gpt(std=0.05), random_tokens(1, 6).expand(2000, 6)
+    with torch.no_grad():
+        probs, order = gpt(prompt[:1])[0, -1].softmax(-1).sort(descending=True)
+    for top_p in (0.02, 0.3, 0.7):
+        n = int((probs.cumsum(0) < top_p).sum()) + 1
+        new = gpt.generate(prompt, 1, top_p=top_p, generator=torch.Generator().manual_seed(0))[:, -1]
+        assert set(new.tolist()) <= set(order[:n].tolist())
+        if n <= 30:
+            assert set(new.tolist()) == set(order[:n].tolist())
+    everything = gpt.generate(prompt, 1, top_p=1.0, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(everything, gpt.generate(prompt, 1, generator=torch.Generator().manual_seed(0)))
+
+
+# ---- the script ----
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    gpt = make_gpt({"normaliser": "lssa", "reweight_p": 3}, std=0.2, vocab_size=257)
+    save_run(tmp_path / "run", gpt.config, gpt, step=1, tokenizer="bytes")
+    return tmp_path / "run"
+
+
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, args), "--device", "cpu"])
+    sample.main()
+    captured = capsys.readouterr()
+    assert captured.err.strip().endswith("tokens/s")
+    return captured.out
+
+
+def test_streamed_text_is_the_batch_text(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "prompt.txt").write_text("é!", encoding="utf-8")
+    ask = (run, "--tokens", 40, "--rope", "ntk", "--greedy")
+    alone = [call(monkeypatch, capsys, *ask, "--prompt", "ab")]
+    alone.append(call(monkeypatch, capsys, *ask, "--prompt-file", tmp_path / "prompt.txt"))
+    assert alone[1].startswith("é!")
+    both = call(monkeypatch, capsys, *ask, "--prompt", "ab", "--prompt-file", tmp_path / "prompt.txt")
+    assert both == f"--- prompt 1, sample 1\n{alone[0]}--- prompt 2, sample 1\n{alone[1]}"
+    assert alone[0] == call(monkeypatch, capsys, *ask, "--prompt", "ab", "--no-cache")
+    assert alone[0] == call(monkeypatch, capsys, *ask, "--prompt", "ab", "--seed", 9)
+
+
+def test_seeds(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def texts(*args: object) -> list[str]:
+        out = call(monkeypatch, capsys, run, "--tokens", 30, *args)
+        return out.split("--- prompt ")[1:]
+
+    first, second = texts("--prompt", "ab", "ab", "--seed", 5)
+    assert first[len("1, sample 1") :] != second[len("2, sample 1") :]
+    (again, *_) = texts("--prompt", "ab", "xyz", "--seed", 5)
+    assert again == first
+    shifted = texts("--prompt", "xyz", "ab", "--seed", 4)
+    assert shifted[1][1:] == first[1:]
+    three = texts("--prompt", "ab", "--samples", 3)
+    assert len({text[len("1, sample 1") :] for text in three}) == 3
+
+
+def test_a_sample_ends_with_the_document(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows that go on after others have ended do not bring text back to those."""
+    eot = get_tokenizer("bytes").eot_token
+    steps = [[97, 98], [eot, 99], [100, 101], [102, eot], [103, 104]]
+
+    def stream(self: GPT, tokens: torch.Tensor, n_new: int, **options: Any) -> Any:
+        assert tokens[:, 0].eq(eot).all() and options["top_k"] == 50
+        return (torch.tensor(step)[:, None] for step in steps)
+
+    monkeypatch.setattr(GPT, "stream", stream)
+    out = call(monkeypatch, capsys, run, "--prompt", ">", "--samples", 2)
+    assert out == "--- prompt 1, sample 1\n>a\n--- prompt 1, sample 2\n>bce\n"
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--samples", "0"], "--samples 0: expected at least 1"),
+        (["--top-p", "0"], "top_p 0.0: expected above 0"),
+        (["--rope", "theta"], "theta = None"),
+        (["--prompt-file", "none.txt"], "--prompt-file none.txt: cannot be read"),
+    ],
+)
+def test_bad_input(
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    args: list[str],
+    message: str,
+) -> None:
+    with pytest.raises(UserError, match=message):
+        call(monkeypatch, capsys, run, *args)

@@ -1,0 +1,233 @@
+"""data/squad.py, and training on what counts alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from fake_hub import FakeHub
+from test_train import CPU, ROOT, metrics, run_script, train
+from torch.nn import functional as F
+
+from config import UserError, load_config
+from data import squad
+from data.check import main as check_main
+from data.shards import IGNORED, TokenStream, train_batch, val_batch
+from data.tokenizer import get_tokenizer
+from evaluation import open_validation
+from train import Trainer
+
+torch.set_num_threads(1)
+BYTES = get_tokenizer("bytes")
+
+
+def article(title: str, n: int) -> dict[str, Any]:
+    """A paragraph with n questions that have answers and one that has none."""
+    qas = [
+        {"question": f"What is {title} {i}?", "answers": [{"text": f"{title}{'!' * i}"}, {"text": "no"}]}
+        for i in range(n)
+    ]
+    paragraph = {"context": f"All about {title}.", "qas": [*qas, {"question": "Why?", "answers": []}]}
+    return {"title": title, "paragraphs": [paragraph]}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "squad.json"
+    path.write_text(json.dumps({"data": [article(f"t{i}", 3) for i in range(20)]}), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    prepare(monkeypatch, "--train", source, "--out", tmp_path / "squad")
+    return tmp_path / "squad"
+
+
+def prepare(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
+    ask = ["squad.py", "--tokenizer", "bytes", "--seq-len", "64", *map(str, args)]
+    monkeypatch.setattr(sys, "argv", ask)
+    squad.main()
+
+
+def test_sequences_and_masks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tenth article is held out; what counts is the first answer and the end-of-text."""
+    for split, titles in (("val", [0, 10]), ("train", [i for i in range(20) if i not in (0, 10)])):
+        stream = TokenStream(folder, split)
+        assert stream.n_tokens == 64 * 3 * len(titles) and stream.mask is not None
+        rows = stream.read(0, stream.n_tokens).reshape(-1, 64)
+        masks = stream.mask.read(0, stream.n_tokens).reshape(-1, 64)
+        for k, (row, mask) in enumerate(zip(rows.tolist(), masks, strict=True)):
+            title, i = f"t{titles[k // 3]}", k % 3
+            answer = f" {title}{'!' * i}"
+            prompt = f"All about {title}.\n\nQuestion: What is {title} {i}?\nAnswer:"
+            end = 1 + len(prompt) + len(answer)
+            assert row[0] == row[end] == BYTES.eot_token and not any(row[end + 1 :])
+            assert BYTES.decode(row[1:end]) == prompt + answer
+            assert mask.nonzero()[0].tolist() == list(range(1 + len(prompt), end + 1))
+    monkeypatch.setattr(sys, "argv", ["shards.py", "verify", str(folder)])
+    check_main()
+
+
+def test_batches_name_what_does_not_count(folder: Path) -> None:
+    """Targets are those of the same stream without its mask, or -100."""
+    stream = TokenStream(folder, "train")
+    assert stream.mask is not None
+    plain = TokenStream(folder, "train")
+    plain.mask = None
+    for order in ("sequential", "shuffled"):
+        x, y = train_batch(stream, 5, 16, 64, order, seed=1)
+        x_plain, y_plain = train_batch(plain, 5, 16, 64, order, seed=1)
+        np.testing.assert_array_equal(x, x_plain)
+        counted = y != IGNORED
+        np.testing.assert_array_equal(y[counted], y_plain[counted])
+        for row, targets in zip(counted, y, strict=True):  # " t7!" and the end, one run without a gap
+            (places,) = row.nonzero()
+            assert len(places) == places[-1] - places[0] + 1 and targets[places[-1]] == BYTES.eot_token
+            assert BYTES.decode(targets[places[:-1]].tolist()).startswith(" t")
+    x, y = val_batch(stream, 0, 2, 64)
+    assert ((y != IGNORED).sum(1) == [len(" t1") + 1, len(" t1!") + 1]).all()
+
+
+def test_too_long_ones_are_counted(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    articles = [article("a", 2), article("b" * 30, 2), article("c", 2)]
+    (tmp_path / "val.json").write_text(json.dumps({"data": articles}))
+    prepare(monkeypatch, "--train", source, "--val", tmp_path / "val.json", "--out", tmp_path / "out")
+    assert "val    4 questions in sequences of 64 tokens, 2 were longer" in capsys.readouterr().out
+    assert TokenStream(tmp_path / "out", "train").n_tokens == 60 * 64
+
+
+def test_from_the_hub(tmp_path: Path) -> None:
+    repo = tmp_path / "repo" / "squad_v2"
+    repo.mkdir(parents=True)
+    for name, n in (("train", 5), ("validation", 2)):
+        rows = [
+            {"title": "t", "context": f"{name} {i}", "question": "q?", "answers": {"text": ["a"] * (i > 0)}}
+            for i in range(n + 1)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), repo / f"{name}-00000-of-00001.parquet")
+    with FakeHub({squad.HUB_NAME: tmp_path / "repo"}) as hub:
+        env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+        command = [sys.executable, "data/squad.py", "--tokenizer", "bytes", "--seq-len", "64"]
+        command += ["--out", str(tmp_path / "out")]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    train, val = TokenStream(tmp_path / "out", "train"), TokenStream(tmp_path / "out", "val")
+    assert (train.n_tokens, val.n_tokens) == (5 * 64, 2 * 64)
+    assert BYTES.decode(val.read(1, 12).tolist()) == "validation 1"
+    assert not (tmp_path / "out" / "download").exists()
+
+
+@pytest.mark.parametrize(
+    "text, args, message",
+    [
+        ("{", [], "not of SQuAD's schema.*JSONDecodeError"),
+        ('{"data": [{"paragraphs": [{"qas": [{}]}]}]}', [], "not of SQuAD's schema.*'answers'"),
+        ('{"data": []}', [], "val: no question fits --seq-len 64"),
+        ('{"data": []}', ["--val", "none.json"], "none.json: cannot be read"),
+        ("{}", ["--seq-len", "3"], "--seq-len 3: expected at least 8"),
+    ],
+)
+def test_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, args: list[str], message: str
+) -> None:
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        prepare(monkeypatch, "--train", tmp_path / "bad.json", "--out", tmp_path / "out", *args)
+    with pytest.raises(UserError):  # nobody trains on what was not finished
+        TokenStream(tmp_path / "out", "train")
+
+
+# ---- training ----
+
+
+@pytest.fixture
+def config_path(tmp_path: Path, folder: Path) -> Path:
+    path = tmp_path / "sft.toml"
+    path.write_text(
+        f"""
+[model]
+n_layer = 2
+n_head = 2
+n_embd = 32
+vocab_size = 257
+[data]
+dir = "{folder}"
+order = "shuffled"
+[train]
+max_steps = 30
+seq_len = 64
+batch_tokens = 512
+micro_batch = 8
+dtype = "float32"
+val_every = 30
+val_tokens = 320
+[optimizer]
+lr = 1e-2
+warmup_steps = 2
+[log]
+dir = "{tmp_path / "runs"}"
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+def answer_loss(trainer: Trainer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The mean over all targets that count, from full logits."""
+    logits = trainer.raw_model(x)
+    return F.cross_entropy(logits[y != IGNORED], y[y != IGNORED])
+
+
+def test_loss_is_the_mean_over_answers(config_path: Path) -> None:
+    """Of the whole step, also when its micro-batches have different numbers of targets; gradients, too."""
+    gradients = []
+    for micro in ("8", "2", "1"):
+        trainer = Trainer(load_config(config_path, ["--train.micro-batch", micro]), CPU)
+        x, y = map(torch.from_numpy, train_batch(trainer.train_stream, 0, 8, 64, "shuffled", seed=1337))
+        expected = answer_loss(trainer, x, y)
+        loss = trainer.forward_backward(trainer.read_batch(0))
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        gradients.append(trainer.raw_model.embedding.weight.grad)
+        (wanted,) = torch.autograd.grad(expected, trainer.raw_model.embedding.weight)
+        torch.testing.assert_close(gradients[-1], wanted, atol=1e-6, rtol=1e-4)
+
+
+def test_training_lowers_it_and_validates_on_it(config_path: Path) -> None:
+    run = train(config_path)
+    loss = metrics(run, "loss")
+    assert loss[30] < 0.5 * loss[1]
+    trainer = Trainer(load_config(run / "config.toml"), CPU)
+    trainer.open_run()
+    x, y = map(torch.from_numpy, val_batch(trainer.val_stream, 0, 5, 64))
+    with torch.no_grad():
+        expected = answer_loss(trainer, x, y).item()
+    assert metrics(run, "val_loss")[30] == pytest.approx(expected, rel=1e-5)
+
+
+def test_processes_change_nothing(config_path: Path) -> None:
+    alone = metrics(train(config_path, "--name", "one", "--train.max-steps", "4"), "loss")
+    options = ("--name", "two", "--train.max-steps", "4", "--train.micro-batch", "2", "--train.device", "cpu")
+    done = run_script(config_path, *options, processes=2)
+    assert done.returncode == 0, done.stderr
+    together = metrics(load_config(config_path, ["--name", "two"]).run_dir, "loss")
+    assert together == pytest.approx(alone, rel=1e-4)
+
+
+def test_refusals(config_path: Path, folder: Path) -> None:
+    with pytest.raises(UserError, match="train.seq_len = 32: .* has sequences of 64 tokens"):
+        Trainer(load_config(config_path, ["--train.seq-len", "32"]), CPU)
+    with pytest.raises(UserError, match="made for fine-tuning, no running text"):
+        open_validation(load_config(config_path), None)
+    assert load_config("configs/ssmax_paper/sft.toml").train.max_steps == 10 * (86_821 // 128)
