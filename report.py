@@ -504,7 +504,8 @@ def draw_positions(groups: list[Group], rope: str, title: str, path: Path) -> bo
     figure, axes = new_axes(title, f"position, windows of 16x, RoPE {rope}", "loss (nats per token)", 5.5)
     groups = [group for group in groups if group.values(rope, 16)]
     for i, group in enumerate(groups):
-        buckets = [run.evaluations[rope]["lengths"][-1]["buckets"] for run in group.runs]
+        runs = [run for run in group.runs if run.loss(rope, 16) is not None]  # not all may be evaluated
+        buckets = [run.evaluations[rope]["lengths"][-1]["buckets"] for run in runs]
         places = [f"{bucket['from']}-{bucket['to'] - 1}" for bucket in buckets[0]]
         means = [statistics.fmean(b["loss"] for b in at) for at in zip(*buckets, strict=True)]
         axes.plot(places, means, label=name_of(group), **style(i))
