@@ -462,14 +462,14 @@ def draw_powers(ours: Ours, scale: str, rope: str, path: Path) -> bool:
     figure, axes = new_axes(
         f"LSSAR, Figure 2 (scale {scale}, RoPE {rope})", "re-weighting power p", "loss (nats per token)"
     )
-    n_powers = 0
+    powers: set[int] = set()
     for name, dashes in zip(FIGURE2, ("-", "--"), strict=True):
-        by_power = {}
+        by_power: dict[int, Group] = {}
         for row in read_rows(*FIGURE2[name].split("/")):
             for group in ours.of(row):
                 if group.scale == scale and group.values(rope, 1):
-                    by_power[row.config.attention.reweight_p] = group
-        n_powers = max(n_powers, len(by_power))
+                    by_power[row.config.attention.reweight_p or 0] = group
+        powers |= by_power.keys()
         for i, factor in enumerate(FACTORS):
             known = {p: group.values(rope, factor) for p, group in by_power.items()}
             means = {p: statistics.fmean(values) for p, values in known.items() if values}
@@ -477,9 +477,11 @@ def draw_powers(ours: Ours, scale: str, rope: str, path: Path) -> bool:
                 label = f"{name}, {factor}x"
                 axes.plot([*means], [*means.values()], linestyle=dashes, label=label, **style(i))
     axes.set_xscale("log")
-    if n_powers > 1:
+    axes.set_xticks(sorted(powers), map(str, sorted(powers)))
+    axes.set_xticks([], minor=True)
+    if len(powers) > 1:
         save(figure, path)
-    return n_powers > 1
+    return len(powers) > 1
 
 
 def draw_learning(groups: list[Group], title: str, path: Path) -> bool:
@@ -502,11 +504,11 @@ def draw_positions(groups: list[Group], rope: str, title: str, path: Path) -> bo
     figure, axes = new_axes(title, f"position, windows of 16x, RoPE {rope}", "loss (nats per token)", 5.5)
     groups = [group for group in groups if group.values(rope, 16)]
     for i, group in enumerate(groups):
-        buckets = [run.evaluations[rope]["lengths"][-1]["buckets"] for run in group.runs]
-        middles = [(bucket["from"] + bucket["to"]) / 2 for bucket in buckets[0]]
+        runs = [run for run in group.runs if run.loss(rope, 16) is not None]  # not all may be evaluated
+        buckets = [run.evaluations[rope]["lengths"][-1]["buckets"] for run in runs]
+        places = [f"{bucket['from']}-{bucket['to'] - 1}" for bucket in buckets[0]]
         means = [statistics.fmean(b["loss"] for b in at) for at in zip(*buckets, strict=True)]
-        axes.plot(middles, means, label=name_of(group), **style(i))
-    axes.set_xscale("log", base=2)
+        axes.plot(places, means, label=name_of(group), **style(i))
     if groups:
         save(figure, path)
     return bool(groups)

@@ -249,6 +249,14 @@ def test_tables_match_runs_by_what_they_are(tmp_path: Path, capsys: pytest.Captu
     assert cells(robust, "no_weight_decay_normaliser=softmax")[1][2] == "9.0000"
 
 
+def test_pictures_of_runs_of_which_one_is_not_evaluated(tmp_path: Path):
+    for seed in (1, 2):
+        make_run(tmp_path, f"any{seed}", [2.0] * 4 + [3.0], "--seed", str(seed))
+    (tmp_path / "any2/eval_length.json").unlink()
+    drawn, _ = report.draw_all(Ours(read_runs([str(tmp_path)])), ["lssar"], tmp_path)
+    assert drawn.keys() >= {"lssar_figure1_A_ntk.png", "positions_A_ntk.png"}
+
+
 def test_a_scale_is_never_another_one(tmp_path: Path):
     make_run(tmp_path, "a", [2.0] * 5)
     make_run(tmp_path, "b", [3.0] * 5, "--model.n-layer", "2")
