@@ -2,8 +2,8 @@
 
     python -m pytest tests/test_attention_triton.py -n 2
 
-That every kernel also compiles for real GPUs, and how, is benchmarks/kernels.py's to show; what only a
-GPU can, benchmarks/gpu.sh's.
+conftest.py sets TRITON_INTERPRET. That every kernel also compiles for real GPUs, and how, is
+benchmarks/kernels.py's to show; what only a GPU can, benchmarks/gpu.sh's.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
-
-os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
 
 import pytest
 import torch

@@ -275,14 +275,23 @@ def test_a_kill_before_best_was_linked_is_made_good(config_path: Path):
     assert load_checkpoint(best)["step"] == 12
 
 
+def validate_to(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
+    """Make the run's validations come out as these losses."""
+    left = iter(losses)
+
+    def summed(world: World, sums: torch.Tensor) -> torch.Tensor:
+        total, _, n_targets = sums
+        total.copy_(next(left) * n_targets)
+        return sums
+
+    monkeypatch.setattr(World, "sum", summed)
+
+
 def test_a_validation_that_is_not_finite_is_never_the_best(
     config_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     trainer = trainer_of(config_path)
-    losses = iter([math.nan, 2.0, 2.5])
-    monkeypatch.setattr(
-        trainer.world.__class__, "sum", lambda self, t: torch.tensor(next(losses) * 20, dtype=torch.float64)
-    )
+    validate_to(monkeypatch, [math.nan, 2.0, 2.5])
     trainer.run()
     assert trainer.validation["best_step"] == 8
     steps = [path.name for path in find_checkpoints(trainer.config.run_dir)]
@@ -299,10 +308,7 @@ def test_what_is_kept(config_path: Path):
 
 def test_the_best_checkpoint_is_kept_apart(config_path: Path, monkeypatch: pytest.MonkeyPatch):
     trainer = trainer_of(config_path, "--train.keep-last", "1")
-    losses = iter([3.0, 2.0, 2.5])
-    monkeypatch.setattr(
-        trainer.world.__class__, "sum", lambda self, t: torch.tensor(next(losses) * 20, dtype=torch.float64)
-    )
+    validate_to(monkeypatch, [3.0, 2.0, 2.5])
     trainer.run()
     best = load_checkpoint(trainer.config.run_dir / "checkpoints" / "best.pt")
     assert best["step"] == 8 and best["validation"] == {"step": 8, "loss": 2.0, "best": 2.0, "best_step": 8}

@@ -157,6 +157,18 @@ def test_processes_give_the_same_losses_as_one(config_path: Path, processes: int
     assert load_model(together)[0].state_dict().keys() == load_model(alone)[0].state_dict().keys()
 
 
+def test_fused_engine_in_two_processes(config_path: Path):
+    """The Triton kernels (interpreted here: conftest.py) under DistributedDataParallel, against `rows`."""
+    pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
+    flags = ["--attention.normaliser", "lssa", "--attention.reweight-p", "3", "--train.max-steps", "2"]
+    flags += ["--train.micro-batch", "8", "--train.val-tokens", "16", "--train.batch-tokens", "256"]
+    want = train(config_path, *flags, "--name", "rows")
+    result = run_script(config_path, *flags, "--attention.engine", "triton", "--name", "fused", processes=2)
+    assert result.returncode == 0, result.stderr
+    assert "engine triton (self-check: relative error" in result.stdout
+    assert metrics(want.parent / "fused", "loss") == pytest.approx(metrics(want, "loss"), rel=1e-5)
+
+
 def test_resumed_run_is_the_same_run(config_path: Path, capsys: pytest.CaptureFixture[str]):
     whole = train(config_path, "--name", "whole")
     resumed = train(config_path, "--name", "resumed")
