@@ -2,13 +2,15 @@
 
     python benchmarks/kernels.py                             # sm_80, sm_90, sm_100, head_dim 64 and 128
     python benchmarks/kernels.py --arch 90 --head-dim 64 --p 3
+    python benchmarks/kernels.py --arch 90 --head-dim 64 --dtype bfloat16 --all-forms
 
-LSSAR's kernels (phi = softplus, l1, a power) with the launch table's block sizes. Columns: registers a
-thread, bytes spilled to local memory, shared memory of a block against what the architecture allows, and
-instructions per score in each loop with matrix products (forward: the pass for Z, on whole and on diagonal
-tiles, then the pass for o; backward_q: whole and diagonal; backward_kv: diagonal and whole), counted in
-the machine code: without a GPU the best guide to a kernel's speed. Exit status 1 if a kernel needs more
-shared memory than there is, lost its loops, or, for 16-bit inputs on sm_90 at head_dim 64, spills.
+LSSAR's kernels (phi = softplus, l1, a power), or those of every phi with and without l1, power and shift,
+with the launch table's block sizes. Columns: registers a thread, bytes spilled to local memory, shared
+memory of a block against what the architecture allows, and instructions per score in each loop with matrix
+products (forward: the pass for Z, on whole and on diagonal tiles, then the pass for o; backward_q: whole
+and diagonal; backward_kv: diagonal and whole), counted in the machine code: without a GPU the best guide to
+a kernel's speed. Exit status 1 if a kernel needs more shared memory than there is, lost its loops, or, one
+of LSSAR for 16-bit inputs on sm_90 at head_dim 64, spills.
 """
 
 from __future__ import annotations
@@ -66,7 +68,37 @@ def signature(kernel: Any, form: Any, launch: Any) -> tuple[dict, dict, dict]:
     return types, constants, aligned
 
 
-def compile_kernel(name: str, dtype: str, head_dim: int, arch: int, p: int) -> Compiled:
+class Case(NamedTuple):
+    kernel: str
+    dtype: str
+    head_dim: int
+    arch: int
+    # of attention_triton.Form
+    phi: str
+    l1: bool
+    p: int
+    bounded: bool
+    biased: bool
+
+    def __str__(self) -> str:
+        form = f"{self.phi}, l1 = {self.l1}, p = {self.p}, biased = {self.biased}"
+        return f"{self.kernel} {self.dtype} sm_{self.arch} head_dim {self.head_dim} ({form})"
+
+
+def all_forms() -> list[tuple[str, bool, int, bool, bool]]:
+    """Every phi with and without l1, a power where it may have one, a shift where a normaliser has one."""
+    from attention_triton import PHIS
+
+    return [
+        (phi, l1, p, False, biased)
+        for phi in PHIS
+        for l1 in (True, False)
+        for p in ((0, 3) if l1 and phi not in ("gelu", "mish", "identity") else (0,))
+        for biased in ((False, True) if phi == "sigmoid" else (False,))
+    ]
+
+
+def compile_kernel(case: Case) -> Compiled:
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -74,17 +106,17 @@ def compile_kernel(name: str, dtype: str, head_dim: int, arch: int, p: int) -> C
 
     import attention_triton as at
 
-    torch_dtype = getattr(torch, dtype)
-    form = at.make_form("softplus", True, p, True, False, torch_dtype, head_dim)
-    decoding = name.startswith("decode")
-    launch = (
-        at.Launch(1, at.DECODE_KEYS, 4, 3) if decoding else at.launch_of(name, form, torch_dtype, arch // 10)
-    )
-    kernel = getattr(at, f"_{name}")
+    dtype = getattr(torch, case.dtype)
+    form = at.make_form(case.phi, case.l1, case.p, case.bounded, case.biased, dtype, case.head_dim)
+    decoding = case.kernel.startswith("decode")
+    launch = at.Launch(1, at.DECODE_KEYS, 4, 3)
+    if not decoding:
+        launch = at.launch_of(case.kernel, form, dtype, case.arch // 10)
+    kernel = getattr(at, f"_{case.kernel}")
     types, constants, aligned = signature(kernel, form, launch)
     compiled = triton.compile(
         ASTSource(kernel, types, constants, aligned),
-        target=GPUTarget("cuda", arch, 32),
+        target=GPUTarget("cuda", case.arch, 32),
         options={} if decoding else at.launch_options(launch),
     )
     scores = launch.rows * launch.keys / launch.warps / 32
@@ -123,22 +155,23 @@ def loops(code: str, scores: float) -> list[float]:
     return found
 
 
-def row(case: tuple[str, str, int, int, int]) -> tuple[str, str | None]:
+def row(case: Case) -> tuple[str, str | None]:
     """One line of the table, and what is wrong with this kernel."""
-    name, dtype, head_dim, arch, p = case
-    result = compile_kernel(*case)
-    limit = SHARED_LIMITS.get(arch, 99)
-    problem, n_loops = None, {"forward": 4, "backward_q": 2, "backward_kv": 2}.get(name, 0)
-    if len(result.per_score) < n_loops:
-        problem = f"{name} {dtype} sm_{arch} head_dim {head_dim}: {len(result.per_score)} loops left"
+    result = compile_kernel(case)
+    limit = SHARED_LIMITS.get(case.arch, 99)
+    problem, n_loops = None, {"forward": 4, "backward_q": 2, "backward_kv": 2}.get(case.kernel, 0)
+    if len(result.per_score) < n_loops - 2 * (case.kernel == "forward" and not case.p):
+        problem = f"{case}: {len(result.per_score)} loops left"
     if result.shared > limit * 1024:
-        problem = f"{name} {dtype} sm_{arch} head_dim {head_dim}: {result.shared} bytes of shared memory"
-    if result.spilled and (dtype, arch, head_dim) == ("bfloat16", 90, 64):
-        problem = f"{name} {dtype} sm_{arch} head_dim {head_dim}: spills {result.spilled} bytes"
-    per_score = " ".join(f"{x:.1f}" for x in result.per_score[:n_loops])  # then waits or "-"
+        problem = f"{case}: {result.shared} bytes of shared memory"
+    if result.spilled and case.bounded and (case.dtype, case.arch, case.head_dim) == ("bfloat16", 90, 64):
+        problem = f"{case}: spills {result.spilled} bytes"
+    per_score = " ".join(f"{x:.1f}" for x in result.per_score[:n_loops])  # what follows are waits
+    phi = f"{case.phi}{' l1' * case.l1}{' shift' * case.biased}" + (f" p={case.p}" if case.p else "")
     return (
-        f"| sm_{arch:<3} | {dtype:8} | {head_dim:3} | {name:11} | {result.registers:4} | {result.spilled:5} "
-        f"| {result.shared / 1024:6.1f} of {limit} | {per_score:23} |"
+        f"| sm_{case.arch:<3} | {case.dtype:8} | {case.head_dim:3} | {phi:17} | {case.kernel:11} "
+        f"| {result.registers:4} | {result.spilled:5} | {result.shared / 1024:6.1f} of {limit} "
+        f"| {per_score:23} |"
     ), problem
 
 
@@ -150,26 +183,35 @@ def main() -> None:
         "--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"]
     )
     parser.add_argument("--p", type=int, default=15, help="power of the re-weighting, 0: none (default: 15)")
+    parser.add_argument("--all-forms", action="store_true", help="instead of LSSAR's alone")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise UserError("TRITON_INTERPRET = 1: interpreted kernels cannot be compiled; unset it")
     import torch
     import triton
 
+    forms = all_forms() if args.all_forms else [("softplus", True, args.p, True, False)]
     cases = [
-        (name, dtype, head_dim, arch, args.p)
+        Case(kernel, dtype, head_dim, arch, *form)
         for arch in args.arch
         for dtype in args.dtype
         for head_dim in args.head_dim
-        for name in KERNELS
+        for form in forms
+        for kernel in KERNELS
     ]
-    print(f"triton {triton.__version__}, torch {torch.__version__}, LSSAR p = {args.p}\n")
-    print(
-        "| arch   | inputs   |   d | kernel      | regs | spill | shared KB      | instr. per score        |"
+    print(f"triton {triton.__version__}, torch {torch.__version__}\n")
+    head = (
+        "arch  ",
+        "inputs  ",
+        "  d",
+        f"{'form':17}",
+        f"{'kernel':11}",
+        "regs",
+        "spill",
+        f"{'shared KB':13}",
     )
-    print(
-        "|--------|----------|----:|-------------|-----:|------:|---------------:|-------------------------|"
-    )
+    print(f"| {' | '.join(head)} | {'instructions per score':23} |")
+    print(f"|{'|'.join('-' * (len(title) + 2) for title in head)}|{'-' * 25}|")
     problems = []
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         for line, problem in pool.map(row, cases):

@@ -366,3 +366,35 @@ def test_kernels_compile_without_spills():
     result = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("| sm_90  |") == 10  # five kernels, two types
+
+
+ONE_KERNEL_FOR_ALL_LENGTHS = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class Device:  # an H100, as far as the compiler asks
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+driver.set_active(Device())
+import attention_triton as at
+
+form = at.make_form("softplus", True, 15, True, False, torch.bfloat16, 64)
+launch = at.launch_of("forward", form, torch.bfloat16, 9)
+for T in (64, 100, 257, 1, 4096):
+    q, k, v = torch.empty(2, T, 3, 4, 64, dtype=torch.bfloat16).permute(2, 0, 3, 1, 4)
+    factor, stats, o = torch.empty(2, 4, T), torch.empty(4, 2, 4, T), at._new_output(q)
+    args = (q, k, v, factor, factor, o, stats, *at._strides(q, k, v, o), *at._sizes(q, k), form)
+    at._forward.warmup(*args, launch.rows, launch.keys, grid=(1,), **at.launch_options(launch))
+print(len(at._forward.device_caches[0][0]), "compiled")
+"""
+
+
+def test_no_length_compiles_anew():
+    """Through Triton's own just-in-time path, up to the launch."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", ONE_KERNEL_FOR_ALL_LENGTHS]
+    result = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=120)
+    assert result.stdout == "1 compiled\n", result.stdout + result.stderr
