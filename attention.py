@@ -877,7 +877,9 @@ def check_fused(
     """Whether the fused kernels can be trusted with this normaliser here; warns, once, if not."""
     error = math.inf
     try:
-        error = fused_error(make_normaliser(options, n_head, head_dim, train_len).to(device), device, dtype)
+        with torch.inference_mode(False):  # an evaluation may be the first to ask
+            normaliser = make_normaliser(options, n_head, head_dim, train_len).to(device)
+            error = fused_error(normaliser, device, dtype)
     except Exception as e:  # whatever a missing or unfit compiler raises: rows can do the work
         problem = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}"
     else:

@@ -10,3 +10,4 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Triton reads this when it is imported, and torch may import it with any test file: the kernels then run
 # on the CPU, for test_attention_triton.py. Nothing else here uses Triton.
 os.environ["TRITON_INTERPRET"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # and all else too, wherever the tests run: no compiler for GPUs now

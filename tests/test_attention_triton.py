@@ -309,6 +309,11 @@ def test_self_check_passes(cfg):
     assert result.problem is None and result.error < 5e-5
 
 
+def test_self_check_in_an_evaluation():
+    with torch.inference_mode():
+        assert check(LSSAR).problem is None
+
+
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
 def test_self_check_finds_faults(monkeypatch, fault):
     right = attention_triton.phi_attention
