@@ -910,11 +910,11 @@ def fused_error(normaliser: Normaliser, device: torch.device, dtype: torch.dtype
     shape = (1, normaliser.n_head, length, normaliser.head_dim)
     q, k, v, do = (torch.randn(shape, generator=g).to(device, dtype) for _ in range(4))
     with torch.no_grad():
-        q, k, factor = _fused_inputs(q, k, v, normaliser)
+        q, k, factor, fused_rows = _fused_inputs(q, k, v, normaliser)
         rows = normaliser.rows(q.double(), k.double())
     with torch.enable_grad():
         inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = _run_fused(inputs[0], inputs[1], inputs[2], factor, normaliser)
+        out = _run_fused(inputs[0], inputs[1], inputs[2], factor, fused_rows, normaliser)
         got = [out, *torch.autograd.grad(out, inputs, do)]
         inputs = [t.detach().double().requires_grad_() for t in (q, k, v)]
         x = inputs[0] @ inputs[1].mT * factor[..., None].double()
@@ -929,12 +929,14 @@ def fused_error(normaliser: Normaliser, device: torch.device, dtype: torch.dtype
 
 
 def _attend_triton(q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser) -> Tensor:
-    q, k, factor = _fused_inputs(q, k, v, normaliser)
-    return _run_fused(q, k, v, factor, normaliser)
+    q, k, factor, rows = _fused_inputs(q, k, v, normaliser)
+    return _run_fused(q, k, v, factor, rows, normaliser)
 
 
-def _fused_inputs(q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k as the kernels want them, in v's type, and the factor of their products (B, H, Tq), float32."""
+def _fused_inputs(
+    q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser
+) -> tuple[Tensor, Tensor, Tensor, Rows]:
+    """q and k as the kernels want them, in v's type; their products' float32 factor (B, H, Tq); the rows."""
     spec, rows = normaliser.spec, normaliser.rows(q, k)
     factor = spec.factor(rows)
     if spec.cosine or spec.centre_keys or spec.softmax_factor is not None:
@@ -942,14 +944,14 @@ def _fused_inputs(q: Tensor, k: Tensor, v: Tensor, normaliser: Normaliser) -> tu
         factor = factor if spec.softmax_factor is None else spec.softmax_factor(q, k, rows)
     factor = torch.as_tensor(factor, dtype=torch.float32, device=q.device)
     factor = factor if factor.dim() == 0 else factor.squeeze(-1)  # (R, 1), (H, R, 1) or (B, H, R, 1)
-    return q.to(v.dtype), k.to(v.dtype), factor.expand(q.shape[:-1])
+    return q.to(v.dtype), k.to(v.dtype), factor.expand(q.shape[:-1]), rows
 
 
-def _run_fused(q: Tensor, k: Tensor, v: Tensor, factor: Tensor, normaliser: Normaliser) -> Tensor:
+def _run_fused(q: Tensor, k: Tensor, v: Tensor, factor: Tensor, rows: Rows, normaliser: Normaliser) -> Tensor:
     from attention_triton import phi_attention
 
     assert normaliser.spec.fused is not None
-    fused = normaliser.spec.fused(normaliser.rows(q, k))
+    fused = normaliser.spec.fused(rows)
     shift = None if fused.shift is None else fused.shift.squeeze(-1)
     p = normaliser.options.reweight_p
     out = phi_attention(q, k, v, factor, shift, phi=fused.phi, l1=fused.l1, p=p, bounded=fused.bounded)

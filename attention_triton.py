@@ -45,6 +45,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 PHIS = ("exp", "softplus", "sigmoid", "relu", "relu2", "relu6", "gelu", "mish", "identity")
 MAX_HEAD_DIM = 128
+SIGNED = ("gelu", "mish", "identity")
 N_STATS = 4  # floats that forward leaves for each row: c', e', total shift of the score, low
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -81,7 +82,7 @@ class Form:
 
     @property
     def signed(self) -> bool:
-        return self.phi in ("gelu", "mish", "identity")
+        return self.phi in SIGNED
 
     @property
     def online(self) -> bool:
@@ -315,6 +316,13 @@ def _store_tile(base, index, n, stride, values, F: tl.constexpr):
 
 
 @triton.jit
+def _program(n_parts, n_head):
+    """Which part of which head this program works on: (part, batch * n_head + head, batch, head)."""
+    row = (tl.program_id(0) // n_parts).to(tl.int64)
+    return tl.program_id(0) % n_parts, row, row // n_head, row % n_head
+
+
+@triton.jit
 def _matrix(pointer, strides, batch, head):
     """Where the (T, D) matrix of one batch element and head begins."""
     return pointer + batch * strides[0] + head * strides[1]
@@ -397,10 +405,8 @@ def _forward(
 ):  # fmt: skip
     """o, and c', e', shift and low of each row."""
     n_blocks = tl.cdiv(n_queries, BM)
-    block = n_blocks - 1 - tl.program_id(0) % n_blocks  # those with most keys first
-    row = (tl.program_id(0) // n_blocks).to(tl.int64)
-    batch = row // n_head
-    head = row % n_head
+    part, row, batch, head = _program(n_blocks, n_head)
+    block = n_blocks - 1 - part  # those with most keys first
     k_ptr = _matrix(k_ptr, k_strides, batch, head)
     v_ptr = _matrix(v_ptr, v_strides, batch, head)
     i = block * BM + tl.arange(0, BM)
@@ -493,10 +499,8 @@ def _backward_q(
 ):  # fmt: skip
     """dq; and of each row d factor, D, and what `_add_dkv` multiplies h by and subtracts."""
     n_blocks = tl.cdiv(n_queries, BM)
-    block = n_blocks - 1 - tl.program_id(0) % n_blocks
-    row = (tl.program_id(0) // n_blocks).to(tl.int64)
-    batch = row // n_head
-    head = row % n_head
+    part, row, batch, head = _program(n_blocks, n_head)
+    block = n_blocks - 1 - part
     k_ptr = _matrix(k_ptr, k_strides, batch, head)
     v_ptr = _matrix(v_ptr, v_strides, batch, head)
     i = block * BM + tl.arange(0, BM)
@@ -595,10 +599,7 @@ def _backward_kv(
 ):  # fmt: skip
     """dk and dv, after `_backward_q` has written what it needs of the rows."""
     n_blocks = tl.cdiv(n_keys, BN)
-    block = tl.program_id(0) % n_blocks
-    row = (tl.program_id(0) // n_blocks).to(tl.int64)
-    batch = row // n_head
-    head = row % n_head
+    block, row, batch, head = _program(n_blocks, n_head)
     j = block * BN + tl.arange(0, BN)
     k = _tile(_matrix(k_ptr, k_strides, batch, head), j, n_keys, k_strides[2], True, F)
     v = _tile(_matrix(v_ptr, v_strides, batch, head), j, n_keys, v_strides[2], True, F)
@@ -630,6 +631,14 @@ def _backward_kv(
 
 
 @triton.jit
+def _one_query(q_ptr, F: tl.constexpr):
+    """The only query of a head, (BD,) in float32."""
+    BD: tl.constexpr = F.bd
+    d = tl.arange(0, BD)
+    return tl.load(q_ptr + d, mask=d < F.d, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _row_scores(q, k_ptr, k_stride, j, stop, factor, shift, F: tl.constexpr):
     """y (BN,) of one query q (BD,) in float32; -inf from key `stop` on."""
     k = _tile(k_ptr, j, stop, k_stride, True, F)
@@ -643,12 +652,9 @@ def _decode_sums(
     F: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Both results of `_sums` for one split of the keys."""
-    row = (tl.program_id(0) // n_splits).to(tl.int64)
-    split = tl.program_id(0) % n_splits
-    k_ptr = _matrix(k_ptr, k_strides, row // n_head, row % n_head)
-    one = tl.zeros([1], tl.int32)
-    q = _tile(_matrix(q_ptr, q_strides, row // n_head, row % n_head), one, 1, q_strides[2], True, F)
-    q = tl.sum(q.to(tl.float32), 0)  # (BD,)
+    split, row, batch, head = _program(n_splits, n_head)
+    k_ptr = _matrix(k_ptr, k_strides, batch, head)
+    q = _one_query(_matrix(q_ptr, q_strides, batch, head), F)
     factor = tl.load(factor_ptr + row) * F.unit
     shift = tl.load(shift_ptr) * F.unit if F.biased else 0.0
     total = 0.0
@@ -679,17 +685,14 @@ def _decode(
     F: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """sum w v (D,) and sum |w| over one split of the keys; SPLITS: the power of two above n_splits."""
-    row = (tl.program_id(0) // n_splits).to(tl.int64)
-    split = tl.program_id(0) % n_splits
-    k_ptr = _matrix(k_ptr, k_strides, row // n_head, row % n_head)
-    v_ptr = _matrix(v_ptr, v_strides, row // n_head, row % n_head)
-    one = tl.zeros([1], tl.int32)
-    q = _tile(_matrix(q_ptr, q_strides, row // n_head, row % n_head), one, 1, q_strides[2], True, F)
-    q = tl.sum(q.to(tl.float32), 0)
+    split, row, batch, head = _program(n_splits, n_head)
+    k_ptr = _matrix(k_ptr, k_strides, batch, head)
+    v_ptr = _matrix(v_ptr, v_strides, batch, head)
+    q = _one_query(_matrix(q_ptr, q_strides, batch, head), F)
     factor = tl.load(factor_ptr + row) * F.unit
     shift = tl.zeros([1], tl.float32)
     if F.biased:
-        shift = tl.load(shift_ptr + one) * F.unit
+        shift += tl.load(shift_ptr) * F.unit
     c = tl.full([1], 1.0, tl.float32)
     e = tl.zeros([1], tl.float32)
     low = tl.zeros([1], tl.float32)
@@ -841,7 +844,7 @@ def phi_attention(
 def _check(q: Tensor, k: Tensor, v: Tensor, phi: str, l1: bool, p: int | None) -> None:
     if phi not in PHIS:
         raise ValueError(f"phi = {phi!r}: expected one of {', '.join(PHIS)}")
-    if p is not None and (p < 1 or not l1 or phi in ("gelu", "mish", "identity")):
+    if p is not None and (p < 1 or not l1 or phi in SIGNED):
         raise ValueError(f"p = {p} with phi = {phi}, l1 = {l1}: expected p >= 1, l1 and a phi >= 0")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(

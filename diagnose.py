@@ -35,6 +35,7 @@ from evaluation import (
     MARKERS,
     Run,
     add_arguments,
+    add_lengths,
     choose_lengths,
     choose_picture,
     describe_rope,
@@ -261,13 +262,7 @@ def parse_args() -> argparse.Namespace:
         ["p = |A| / sum |A| over the n visible keys, the weights of a softmax:", *listed]
     )
     add_arguments(parser)
-    parser.add_argument(
-        "--lengths",
-        nargs="+",
-        type=whole_number,
-        metavar="T",
-        help="window lengths (default: 1, 2, 4, 8, 16 x the training length)",
-    )
+    add_lengths(parser, "window lengths (default: 1, 2, 4, 8, 16 x the training length)")
     parser.add_argument(
         "--rows",
         type=whole_number,

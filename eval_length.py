@@ -47,6 +47,7 @@ from evaluation import (
     MARKERS,
     Run,
     add_arguments,
+    add_lengths,
     choose_lengths,
     choose_picture,
     describe_rope,
@@ -429,12 +430,8 @@ def draw_panel(axes: Any, results: list[dict[str, Any]], value: str, error: str)
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     add_arguments(parser)
-    parser.add_argument(
-        "--lengths",
-        nargs="+",
-        type=whole_number,
-        metavar="T",
-        help="window lengths, divisors of the longest (default: 1, 2, 4, 8, 16 x the training length)",
+    add_lengths(
+        parser, "window lengths, divisors of the longest (default: 1, 2, 4, 8, 16 x the training length)"
     )
     parser.add_argument(
         "--tokens",

@@ -46,6 +46,7 @@ from evaluation import (
     MARKERS,
     Run,
     add_arguments,
+    add_lengths,
     choose_lengths,
     choose_picture,
     describe_rope,
@@ -438,13 +439,7 @@ def draw_trials(axes: Any, results: list[dict[str, Any]]) -> None:
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     add_arguments(parser)
-    parser.add_argument(
-        "--lengths",
-        nargs="+",
-        type=whole_number,
-        metavar="T",
-        help="of the whole sequence with the answer (default: 1, 2, 4, 8 x the training length)",
-    )
+    add_lengths(parser, "of the whole sequence with the answer (default: 1, 2, 4, 8 x the training length)")
     parser.add_argument(
         "--depths",
         nargs="+",

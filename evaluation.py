@@ -190,6 +190,11 @@ def add_arguments(parser: ArgumentParser, rope: RopeKind = "ntk", data: bool = T
     parser.add_argument("--tag", metavar="WORD", help="part of the results' names: <script>_WORD.json")
 
 
+def add_lengths(parser: ArgumentParser, help: str) -> None:
+    """--lengths, with what they are lengths of and the default."""
+    parser.add_argument("--lengths", nargs="+", type=whole_number, metavar="T", help=help)
+
+
 def parse_arguments(parser: ArgumentParser, script: str) -> argparse.Namespace:
     """The command line; `name` in it is that of the results, <script> or <script>_<tag>."""
     args = parser.parse_args()
