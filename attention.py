@@ -38,7 +38,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from config import AttentionConfig, UserError
+from config import AttentionConfig
+from infra.cli import UserError
 
 Engine = Literal["auto", "dense", "rows", "sdpa", "triton"]
 PhiPair = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]  # phi and its derivative
@@ -948,7 +949,7 @@ def _fused_inputs(
 
 
 def _run_fused(q: Tensor, k: Tensor, v: Tensor, factor: Tensor, rows: Rows, normaliser: Normaliser) -> Tensor:
-    from attention_triton import phi_attention
+    from engines.fused_kernels import phi_attention
 
     assert normaliser.spec.fused is not None
     fused = normaliser.spec.fused(rows)

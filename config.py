@@ -18,66 +18,15 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
-import os
 import re
 import sys
-import time
 import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-
-class UserError(ValueError):
-    """A mistake in the user's input: its message is shown as it is, without a traceback."""
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that appears under its name when it is complete and on the disk, or not at all.
-
-    Raises:
-        UserError: the disk refused.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-        if os.name == "posix":  # elsewhere a folder cannot be opened; there the rename is all we get
-            folder = os.open(path.parent, os.O_RDONLY)
-            os.fsync(folder)
-            os.close(folder)
-    except OSError as e:
-        raise UserError(f"{path}: cannot be written: {e.strerror or e}") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
-    """The parts, one after the other, as a file that is whole or not there (see `atomic_file`)."""
-    with atomic_file(path) as f:
-        f.writelines(parts)
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """For the scripts' own options: the docstring as it is in --help, a wrong option as a UserError."""
-
-    def __init__(self, description: str | None) -> None:
-        super().__init__(
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
+from infra.cli import ArgumentParser, UserError, run_main
 
 
 class Section(BaseModel):
@@ -415,53 +364,44 @@ def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     return {key: (a.get(key), b.get(key)) for key in a | b if a.get(key) != b.get(key)}
 
 
-def config_from_command_line(script: str, description: str | None) -> Config:
-    """The `Config` that `script CONFIG.toml [--section.key value ...]` asks for.
+def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespace]:
+    """`script CONFIG.toml [--section.key value ...] [the parser's own flags]`.
 
-    With --help it prints every key with its meaning and its value (that of the file, if one is named)
-    and exits with status 0.
+    --help prints the parser's flags, then every key of the config with its type, its value (that of the file,
+    if one is named) and its meaning, and exits with status 0.
 
+    Returns:
+        The config, and the values of the parser's own flags.
     Raises:
         UserError: no config file, or a problem with it or with an override.
     """
-    args = sys.argv[1:]
-    named = bool(args) and not args[0].startswith("-")
-    if "-h" in args or "--help" in args:
-        import tyro
-
-        tyro.cli(
-            Config,
-            prog=f"{script} {args[0] if named else 'CONFIG.toml'}",
-            description=description,
-            default=load_config(args[0]) if named else None,
-            args=["--help"],
-            config=(tyro.conf.FlagConversionOff,),
-        )
-    if not named:
-        raise UserError(f"expected a config file: {script} configs/lssar.toml (or --help)")
-    return load_config(args[0], args[1:])
+    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the config file")
+    parser.usage = "%(prog)s CONFIG.toml [--section.key VALUE ...] [options]"
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        named = [arg for arg in sys.argv[1:2] if not arg.startswith("-")]
+        print(parser.format_help() + "\n" + describe_keys(load_config(*named) if named else None))
+        sys.exit(0)
+    args, overrides = parser.parse_known_args()
+    if args.config is None or not sys.argv[1:2] or sys.argv[1].startswith("-"):
+        raise UserError(f"expected a config file: {parser.prog} configs/lssar.toml (or --help)")
+    return load_config(args.config, overrides), args
 
 
-def run_main(main: Callable[[], None]) -> None:
-    """Run a script's main(): a user's mistake is printed as it is, exit status 2, no traceback.
-
-    Under torchrun the first process of a machine speaks for those that fail alike: the others wait a little
-    before they speak, and torchrun ends them meanwhile.
-    """
-    try:
-        main()
-    except UserError as e:
-        who = ""
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(3)
-            who = f"rank {os.environ.get('RANK')}: "
-        print("\n".join(f"error: {who}{line}" for line in str(e).splitlines()), file=sys.stderr, flush=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of our output left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+def describe_keys(config: Config | None) -> str:
+    """Every key as "--section.key  TYPE = VALUE" and, below it, its meaning; without a config the defaults."""
+    lines = ["config keys (in the file, or as options):"]
+    sections = {"": Config, **SECTIONS}
+    for section, cls in sections.items():
+        values = (config if not section else getattr(config, section)) if config else None
+        for name, field in cls.model_fields.items():
+            if name in SECTIONS:
+                continue
+            default = None if field.is_required() else field.get_default(call_default_factory=True)
+            value = default if values is None else getattr(values, name)
+            kind = str(field.annotation).removeprefix("<class '").removesuffix("'>").replace("typing.", "")
+            option = f"--{section}.{name}" if section else f"--{name}"
+            lines.append(f"\n  {option.replace('_', '-')}  {kind} = {value!r}\n      {field.description}")
+    return "\n".join(lines)
 
 
 def _read_file(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -650,7 +590,7 @@ SECTIONS: dict[str, type[Section]] = {
 
 
 def main() -> None:
-    print(to_toml(config_from_command_line("config.py", __doc__)), end="")
+    print(to_toml(parse_command_line(ArgumentParser(__doc__))[0]), end="")
 
 
 if __name__ == "__main__":

@@ -40,10 +40,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from config import ArgumentParser, UserError, run_main
 from data.shards import TokenStream, val_batch, val_windows
-from distributed import World, join_world
-from evaluation import (
+from evals.common import (
     MARKERS,
     Run,
     add_arguments,
@@ -65,6 +63,8 @@ from evaluation import (
     whole_number,
     with_stderr,
 )
+from infra.cli import ArgumentParser, UserError, run_main
+from infra.distributed import World, join_world
 from model import GPT, RopeKind, RopeScaling
 
 FIRST_BUCKET = 128  # positions; each further bucket reaches twice as far

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention import Engine, attend, choose_engine, describe_engine, make_normaliser
-from config import Config, ModelConfig, TrainConfig, UserError
+from config import Config, ModelConfig, TrainConfig
+from infra.cli import UserError
 
 RopeKind = Literal["none", "ntk", "theta", "linear", "yarn"]
 

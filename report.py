@@ -30,19 +30,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from attention import norm_softmax_gamma
-from checkpoint import load_model
-from config import (
-    ArgumentParser,
-    Config,
-    UserError,
-    atomic_file,
-    expand_sweep,
-    load_config,
-    run_main,
-    write_atomically,
-)
+from config import Config, expand_sweep, load_config
+from infra.cli import ArgumentParser, UserError, run_main
+from infra.files import atomic_file, write_atomically
 from model import GPT, RopeKind
-from run_log import read_metrics
+from training.checkpoint import load_model
+from training.run_log import read_metrics
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 FACTORS = (1, 2, 4, 8, 16)  # times the training length

@@ -26,11 +26,11 @@ from typing import get_args
 import tiktoken
 import torch
 
-from checkpoint import load_model
-from config import ArgumentParser, UserError, run_main
 from data.tokenizer import get_tokenizer
-from distributed import World, join_world
+from infra.cli import ArgumentParser, UserError, run_main
+from infra.distributed import World, join_world
 from model import GPT, RopeKind, RopeScaling
+from training.checkpoint import load_model
 
 
 def main() -> None:

@@ -25,10 +25,11 @@ from signal import SIGTERM
 
 import torch
 
-from checkpoint import find_checkpoints
-from config import ArgumentParser, Config, UserError, changed_keys, expand_sweep, load_config, run_main
-from distributed import StopSignals
-from run_log import read_metrics
+from config import Config, changed_keys, expand_sweep, load_config
+from infra.cli import ArgumentParser, UserError, run_main
+from infra.distributed import StopSignals
+from training.checkpoint import find_checkpoints
+from training.run_log import read_metrics
 
 HERE = Path(__file__).resolve().parent
 EVALUATIONS = (("ntk", None), ("none", "none"))  # --rope, --tag

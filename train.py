@@ -18,7 +18,6 @@ import contextlib
 import gc
 import math
 import statistics
-import sys
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -31,22 +30,28 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from attention import describe_attention
-from attention_statistics import STATISTICS, model_statistics
-from checkpoint import CheckpointWriter, clear_unfinished, link, load_newest, load_parameters, take_over
 from config import (
     Config,
     OptimizerConfig,
     TrainConfig,
-    UserError,
     changed_keys,
-    config_from_command_line,
     config_from_dict,
-    run_main,
+    parse_command_line,
 )
 from data.shards import IGNORED, TokenStream, train_batch, val_batch, val_windows
-from distributed import StopSignals, World, join_world
+from evals.attention_statistics import STATISTICS, model_statistics
+from infra.cli import ArgumentParser, UserError, positive_int, run_main
+from infra.distributed import StopSignals, World, join_world
 from model import GPT
-from run_log import DryLog, RunLog, duration, finite, peak_memory
+from training.checkpoint import (
+    CheckpointWriter,
+    clear_unfinished,
+    link,
+    load_newest,
+    load_parameters,
+    take_over,
+)
+from training.run_log import DryLog, RunLog, duration, finite, peak_memory
 
 # What may differ between a run and its resumption: it changes neither the model nor, unless a step goes
 # wrong, the loss curve.
@@ -72,33 +77,18 @@ GUARD_WINDOW = 128  # steps that an outlier is compared with
 
 
 def main() -> None:
-    dry_run, profiled = take_flags(sys.argv)
-    config = config_from_command_line("train.py", __doc__)
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("--dry-run", action="store_true", help="print sizes, memory and speed; no run")
+    parser.add_argument("--profile", type=positive_int, default=0, metavar="N", help="also trace N steps")
+    config, args = parse_command_line(parser)
+    if args.dry_run and args.profile:
+        raise UserError("--profile: not together with --dry-run")
     with join_world(config.train.device) as world:
         trainer = Trainer(config, world)
-        if dry_run:
+        if args.dry_run:
             trainer.dry_run()
         else:
-            trainer.run(profiled)
-
-
-def take_flags(argv: list[str]) -> tuple[bool, int]:
-    """Take `--dry-run` and `--profile N` out of the command line: they are no part of the config."""
-    if "-h" in argv or "--help" in argv:
-        return False, 0
-    dry_run = "--dry-run" in argv
-    if dry_run:
-        argv.remove("--dry-run")
-    i = next((i for i, arg in enumerate(argv) if arg.partition("=")[0] == "--profile"), None)
-    if i is None:
-        return dry_run, 0
-    number = argv[i].partition("=")[2] if "=" in argv[i] else (argv[i + 1 : i + 2] or [""])[0]
-    if not number.isdecimal() or int(number) < 1:
-        raise UserError(f"--profile {number}: expected how many steps to trace, from 1 on")
-    if dry_run:
-        raise UserError("--profile: not together with --dry-run")
-    del argv[i : i + (1 if "=" in argv[i] else 2)]
-    return dry_run, int(number)
+            trainer.run(args.profile)
 
 
 class Trainer:

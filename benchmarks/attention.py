@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from attention import attend, make_normaliser
-from config import ArgumentParser, AttentionConfig, run_main
+from config import AttentionConfig
+from infra.cli import ArgumentParser, run_main
 
 LSSAR = AttentionConfig(normaliser="lssa", reweight_p=15)
 CASES: dict[str, tuple[AttentionConfig, str]] = {

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from config import ArgumentParser, UserError, run_main  # noqa: E402
+from infra.cli import ArgumentParser, UserError, run_main  # noqa: E402
 
 OVERRIDES = [  # a small model, short steps and many checkpoints
     *("--model.n-layer", "2", "--train.max-steps", "150", "--train.seq-len", "64"),

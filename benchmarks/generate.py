@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from attention import describe_attention
-from config import ArgumentParser, load_config, run_main
+from config import load_config
+from infra.cli import ArgumentParser, run_main
 from model import GPT, KVCache, RopeScaling
 
 

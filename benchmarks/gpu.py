@@ -31,10 +31,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import attention_triton
 from attention import attend, fused_error, make_normaliser
-from attention_triton import Launch
-from config import ArgumentParser, AttentionConfig, Config, UserError, config_from_dict, run_main
+from config import AttentionConfig, Config, config_from_dict
+from engines import fused_kernels as attention_triton
+from engines.fused_kernels import Launch
+from infra.cli import ArgumentParser, UserError, run_main
 from model import GPT
 
 LSSA = AttentionConfig(normaliser="lssa")

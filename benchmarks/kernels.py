@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from config import ArgumentParser, UserError, run_main
+from infra.cli import ArgumentParser, UserError, run_main
 
 KERNELS = ("forward", "backward_q", "backward_kv", "decode_sums", "decode")
 SHARED_LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}  # KB a block may have (CUDA C++ guide, table 27)
@@ -87,7 +87,7 @@ class Case(NamedTuple):
 
 def all_forms() -> list[tuple[str, bool, int, bool, bool]]:
     """Every phi with and without l1, a power where it may have one, a shift where a normaliser has one."""
-    from attention_triton import PHIS
+    from engines.fused_kernels import PHIS
 
     return [
         (phi, l1, p, False, biased)
@@ -99,12 +99,11 @@ def all_forms() -> list[tuple[str, bool, int, bool, bool]]:
 
 
 def compile_kernel(case: Case) -> Compiled:
+    import attention_triton as at
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-
-    import attention_triton as at
 
     dtype = getattr(torch, case.dtype)
     form = at.make_form(case.phi, case.l1, case.p, case.bounded, case.biased, dtype, case.head_dim)

@@ -23,12 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from checkpoint import CheckpointWriter
-from config import ArgumentParser, Config, load_config, run_main
+from config import Config, load_config
 from data.shards import train_batch
-from distributed import World, join_world
-from run_log import RunLog
+from infra.cli import ArgumentParser, run_main
+from infra.distributed import World, join_world
 from train import Trainer, no_collections, set_learning_rates
+from training.checkpoint import CheckpointWriter
+from training.run_log import RunLog
 
 BLOCK = 50
 

@@ -42,10 +42,10 @@ import tiktoken
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from config import ArgumentParser, UserError, run_main  # noqa: E402
 from data.fineweb import n_cores  # noqa: E402
 from data.shards import TokenStream, train_batch, write_shard  # noqa: E402
 from data.tokenizer import get_tokenizer  # noqa: E402
+from infra.cli import ArgumentParser, UserError, run_main  # noqa: E402
 
 SHARD_SIZE = 10**8  # the default of fineweb.py
 N_SHARDS, SHARD_TOKENS = 20, 10_000_000  # of the reading part

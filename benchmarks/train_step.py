@@ -19,10 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from attention import describe_attention
-from config import ArgumentParser, load_config, run_main
-from distributed import join_world
-from run_log import DryLog
+from config import load_config
+from infra.cli import ArgumentParser, run_main
+from infra.distributed import join_world
 from train import Trainer
+from training.run_log import DryLog
 
 
 def timed_step(trainer: Trainer) -> float:

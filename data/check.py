@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from config import ArgumentParser, UserError
 from data.shards import (
     HEADER_BYTES,
     HOW_TO_PREPARE,
@@ -38,6 +37,7 @@ from data.shards import (
     read_info,
 )
 from data.tokenizer import get_tokenizer
+from infra.cli import ArgumentParser, UserError
 
 LONG = (1024, 4096, 16384)  # tokens; documents at least so long are counted
 CHUNK_TOKENS = 2**21  # read at a time

@@ -17,8 +17,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from config import UserError
 from data.hub import Download, HubDataset, HubFile, clear_downloads, remove_downloads
+from infra.cli import UserError
 
 BLOCK_BYTES = 2**20  # of text
 BYTES_PER_TOKEN = 4.5  # of web text in GPT-2's BPE; for estimates

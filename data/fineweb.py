@@ -45,7 +45,6 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from config import ArgumentParser, UserError, run_main, write_atomically  # noqa: E402
 from data.documents import (  # noqa: E402
     BLOCK_BYTES,
     BYTES_PER_TOKEN,
@@ -71,6 +70,8 @@ from data.shards import (  # noqa: E402
     progress_bar,
 )
 from data.tokenizer import TOKENIZERS, get_tokenizer  # noqa: E402
+from infra.cli import ArgumentParser, UserError, run_main  # noqa: E402
+from infra.files import write_atomically  # noqa: E402
 
 BLOCKS_AHEAD = 4  # per worker: enough to work on while a shard is forced to disk
 UNREAD = {  # options that would be silently ignored

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from config import UserError
+from infra.cli import UserError
 
 TRIES = 8
 LONGEST_WAIT = 60.0  # seconds; the tries wait 1 + 2 + 4 + ... + 60: together about two minutes

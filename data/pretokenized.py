@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from config import UserError, atomic_file
 from data.hub import Download, HubDataset, HubFile, clear_downloads, damage, remove_downloads
 from data.shards import (
     MANIFEST_NAME,
@@ -29,6 +28,8 @@ from data.shards import (
     open_shard,
     progress_bar,
 )
+from infra.cli import UserError
+from infra.files import atomic_file
 
 PRETOKENIZED = "kjj0/fineweb10B-gpt2"
 PARALLEL_DOWNLOADS = 8

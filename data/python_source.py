@@ -39,7 +39,6 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from config import ArgumentParser, UserError, run_main  # noqa: E402
 from data.shards import (  # noqa: E402
     INFO_NAME,
     MAX_TOKENS,
@@ -51,6 +50,7 @@ from data.shards import (  # noqa: E402
     finish_dataset,
 )
 from data.tokenizer import TOKENIZERS, get_tokenizer  # noqa: E402
+from infra.cli import ArgumentParser, UserError, run_main  # noqa: E402
 
 DATASET = "python"
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}

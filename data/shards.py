@@ -43,7 +43,8 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from config import UserError, atomic_file, run_main, write_atomically  # noqa: E402
+from infra.cli import UserError, run_main  # noqa: E402
+from infra.files import atomic_file, write_atomically  # noqa: E402
 
 HEADER_BYTES = 1024  # 256 int32
 MAGIC = 20240520

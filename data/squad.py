@@ -35,11 +35,11 @@ import tiktoken
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from config import ArgumentParser, UserError, run_main  # noqa: E402
 from data.hub import Download, HubDataset, remove_downloads  # noqa: E402
 from data.prompts import question_prompt  # noqa: E402
 from data.shards import ShardWriter, begin_dataset, finish_dataset, only_one, progress_bar  # noqa: E402
 from data.tokenizer import TOKENIZERS, get_tokenizer  # noqa: E402
+from infra.cli import ArgumentParser, UserError, run_main  # noqa: E402
 
 DATASET = "squad"
 HUB_NAME, HUB_FOLDER = "rajpurkar/squad_v2", "squad_v2"

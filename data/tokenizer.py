@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tiktoken
 
-from config import UserError
+from infra.cli import UserError
 
 TOKENIZERS = ("bytes", "gpt2")
 

@@ -1,13 +1,81 @@
-"""What all tests need."""
+"""The tiny dataset and config that tests train on, and the environment that all tests need."""
+
+from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
 
 # A shell that starts the tests in the background makes them, and what they start, ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Triton reads this when it is imported, and torch may import it with any test file: the kernels then run
-# on the CPU, for test_attention_triton.py. Nothing else here uses Triton.
+# Read when Triton is imported, which torch may do in any test file: the kernels then run on the CPU
+# (tests/engines/test_fused.py). Nothing else in the tests uses Triton.
 os.environ["TRITON_INTERPRET"] = "1"
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # and all else too, wherever the tests run: no compiler for GPUs now
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+VOCAB = 64
+TINY = """
+[model]
+n_layer = 2
+n_head = 2
+n_embd = 32
+vocab_size = {vocab}
+[data]
+dir = "{data}"
+[train]
+max_steps = 12
+seq_len = 16
+batch_tokens = 128
+micro_batch = 4
+dtype = "float32"
+val_every = 4
+val_tokens = 320
+checkpoint_every = 3
+keep_last = 20
+[optimizer]
+lr = 1e-2
+warmup_steps = 2
+[log]
+dir = "{runs}"
+every = 2
+"""
+
+
+def make_dataset(folder: Path, n_val: int = 1000, n_train: int = 5500, vocab: int = VOCAB) -> Path:
+    """A prepared dataset with something to learn: each token mostly determines the next."""
+    from data.shards import ShardWriter, begin_dataset, finish_dataset
+
+    rng = np.random.default_rng(0)
+    follower = rng.permutation(vocab)
+    begin_dataset(folder)
+    splits, shards = {}, []
+    for split, n in (("val", n_val), ("train", n_train)):
+        tokens = [0]
+        while len(tokens) < n:
+            tokens.append(int(follower[tokens[-1]] if rng.random() < 0.9 else rng.integers(vocab)))
+        with ShardWriter(folder, "tiny", split, 3000, len(shards)) as writer:
+            writer.add(tokens)
+        splits[split] = writer.counts(1)
+        shards += writer.files
+    info = {"dataset": "tiny", "tokenizer": "bytes", "vocab_size": vocab, "source": "a test"}
+    finish_dataset(folder, info | {"splits": splits, "shards": shards})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1,000 validation and 5,500 training tokens below `VOCAB`; read-only: shared by all tests."""
+    return make_dataset(tmp_path_factory.mktemp("tiny") / "data")
+
+
+@pytest.fixture
+def tiny_config(tmp_path: Path, tiny_dataset: Path) -> Path:
+    """A config file that trains 12 steps in a fraction of a second, into tmp_path/runs/tiny."""
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY.format(vocab=VOCAB, data=tiny_dataset, runs=tmp_path / "runs"))
+    return path

@@ -33,7 +33,8 @@ from attention import (
     softplus,
     supports_sdpa,
 )
-from config import AttentionConfig, UserError
+from config import AttentionConfig
+from infra.cli import UserError
 
 torch.set_num_threads(1)
 

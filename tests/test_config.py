@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from config import Config, UserError, changed_keys, config_from_dict, expand_sweep, load_config, to_toml
+from config import Config, changed_keys, config_from_dict, expand_sweep, load_config, to_toml
+from infra.cli import UserError
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))

@@ -18,10 +18,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import eval_length  # noqa: E402
-from checkpoint import load_model, read_config, save_checkpoint  # noqa: E402
-from config import Config, UserError, config_from_dict  # noqa: E402
+from config import Config, config_from_dict  # noqa: E402
 from data.shards import TokenStream, val_batch, write_shard  # noqa: E402
+from infra.cli import UserError  # noqa: E402
 from model import GPT, RopeKind, RopeScaling  # noqa: E402
+from training.checkpoint import load_model, read_config, save_checkpoint  # noqa: E402
 
 TRAIN_LEN, VOCAB = 16, 50
 LENGTHS = [8, 16, 32, 64]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from config import AttentionConfig, Config, ModelConfig, TrainConfig, UserError
+from config import AttentionConfig, Config, ModelConfig, TrainConfig
+from infra.cli import UserError
 from model import GPT, KVCache, RopeScaling, apply_rope, rope_tables
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 61}

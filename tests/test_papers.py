@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from checkpoint import find_checkpoints, load_checkpoint, load_model
-from config import TrainConfig, UserError, expand_sweep, load_config
+from config import TrainConfig, expand_sweep, load_config
 from data.shards import write_shard
-from distributed import World
+from infra.cli import UserError
+from infra.distributed import World
 from model import GPT, scale_logits
-from run_log import DryLog
 from train import Trainer
+from training.checkpoint import find_checkpoints, load_checkpoint, load_model
+from training.run_log import DryLog
 
 ROOT = Path(__file__).parents[1]
 CPU = World(0, 1, torch.device("cpu"))

@@ -13,8 +13,9 @@ from test_eval_length import save_run
 from test_model import make_gpt, random_tokens
 
 import sample
-from config import AttentionConfig, UserError
+from config import AttentionConfig
 from data.tokenizer import get_tokenizer
+from infra.cli import UserError
 from model import GPT, KVCache, RopeScaling
 
 torch.set_num_threads(1)

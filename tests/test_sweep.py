@@ -18,9 +18,10 @@ import torch
 
 import report
 import sweep
-from config import UserError, load_config, to_toml
+from config import load_config, to_toml
 from data.shards import write_shard
-from distributed import StopSignals
+from infra.cli import UserError
+from infra.distributed import StopSignals
 from report import FACTORS, Ours, Run, experiment, fit_log, paper_table, read_rows, read_runs
 
 ROOT = Path(__file__).parents[1]

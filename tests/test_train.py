@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from attention import NORMALISERS
-from checkpoint import find_checkpoints, load_checkpoint, load_model, load_newest
-from config import Config, OptimizerConfig, UserError, load_config
+from config import Config, OptimizerConfig, load_config
 from data.shards import TokenStream, train_batch, val_batch, write_shard
-from distributed import World
+from infra.cli import UserError
+from infra.distributed import World
 from model import GPT
-from run_log import DryLog
 from train import Trainer, lr_factor, make_optimizers, split_batch
+from training.checkpoint import find_checkpoints, load_checkpoint, load_model, load_newest
+from training.run_log import DryLog
 
 ROOT = Path(__file__).parents[1]
 CPU = World(0, 1, torch.device("cpu"))

@@ -11,14 +11,15 @@ import pytest
 import torch
 from test_eval_length import read, save_run
 
-import eval_needle
-from attention_statistics import attention_mass
-from checkpoint import load_model
-from config import Config, UserError, config_from_dict
+from config import Config, config_from_dict
 from data.shards import finish_dataset, write_shard
 from data.tokenizer import get_tokenizer
-from evaluation import proportion
+from evals import needle as eval_needle
+from evals.attention_statistics import attention_mass
+from evals.common import proportion
+from infra.cli import UserError
 from model import GPT, KVCache, RopeScaling
+from training.checkpoint import load_model
 
 torch.set_num_threads(1)
 

@@ -26,16 +26,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from fake_hub import COMMIT, FakeHub, Fault  # noqa: E402
 
-from config import UserError  # noqa: E402
 from data import hub as hub_module  # noqa: E402
 from data.check import verify  # noqa: E402
 from data.hub import HubFile, damage, with_retries  # noqa: E402
 from data.shards import TokenStream, open_shard, write_shard  # noqa: E402
+from infra.cli import UserError  # noqa: E402
 
 FINEWEB, EDU, GPT2 = "HuggingFaceFW/fineweb", "HuggingFaceFW/fineweb-edu", "kjj0/fineweb10B-gpt2"
 FILES = [f"sample/10BT/000_{i:05}.parquet" for i in range(3)]
@@ -49,7 +49,7 @@ WRAPPER = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from data import documents, fineweb, hub, pretokenized
-from config import run_main
+from infra.cli import run_main
 if __name__ == "__main__":
     real_sleep = time.sleep
     time.sleep = lambda seconds: real_sleep(seconds / 50)

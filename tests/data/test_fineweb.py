@@ -34,14 +34,14 @@ import pyarrow.parquet as pq
 import pytest
 import tiktoken
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import config  # noqa: E402
-from config import UserError  # noqa: E402
 from data import documents, fineweb, shards  # noqa: E402
 from data.documents import LocalFiles  # noqa: E402
 from data.shards import TokenStream, dataset_info  # noqa: E402
+from infra.cli import UserError  # noqa: E402
 
 needs_gpt2 = pytest.mark.skipif(
     "TIKTOKEN_CACHE_DIR" not in os.environ, reason="TIKTOKEN_CACHE_DIR is not set: gpt2 needs its files"
@@ -1116,7 +1116,7 @@ def test_a_disk_that_refuses(
     expected = Expected(small)
     build(small, tmp_path / "reference")
     reference = contents(tmp_path / "reference")
-    real = config.atomic_file
+    real = __import__("infra.files").files.atomic_file
 
     class Full:
         """A file that takes so many bytes, all shards together, and then no more."""

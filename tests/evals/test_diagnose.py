@@ -15,12 +15,11 @@ from test_eval_length import N_BLOCKS, data, make_run, read
 from test_model import make_gpt, random_tokens
 from test_train import config_path, data_dir, metrics, train
 
-import attention_statistics
-import diagnose
-from attention_statistics import STATISTICS, layer_statistics
-from checkpoint import load_model
 from config import AttentionConfig
+from evals import attention_statistics, diagnose
+from evals.attention_statistics import STATISTICS, layer_statistics
 from model import RopeScaling
+from training.checkpoint import load_model
 
 torch.set_num_threads(1)
 __all__ = ["config_path", "data", "data_dir"]  # fixtures

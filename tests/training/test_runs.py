@@ -18,16 +18,17 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
-from checkpoint import CheckpointWriter, find_checkpoints, in_main_memory, load_checkpoint
-from config import TrainConfig, UserError, load_config
+from config import TrainConfig, load_config
 from data.shards import write_shard
-from distributed import StopSignals, World
+from infra.cli import UserError
+from infra.distributed import StopSignals, World
 from model import GPT
-from run_log import DryLog, lines_up_to
 from train import GUARD_WINDOW, Guard, Trainer, take_flags
+from training import checkpoint
+from training.checkpoint import CheckpointWriter, find_checkpoints, in_main_memory, load_checkpoint
+from training.run_log import DryLog, lines_up_to
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CPU = World(0, 1, torch.device("cpu"))
 CONFIG = """
 [model]
@@ -414,7 +415,7 @@ BROKEN = """
 import math, sys
 sys.path.insert(0, {root!r})
 import train
-from config import UserError, run_main
+from infra.cli import UserError, run_main
 
 forward = train.Trainer.forward_backward
 

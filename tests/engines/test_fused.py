@@ -32,12 +32,13 @@ from attention import (
     make_normaliser,
     supports_triton,
 )
-from config import AttentionConfig, UserError
+from config import AttentionConfig
+from infra.cli import UserError
 
 pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
 
-import attention_triton
-from attention_triton import INTERPRETED, phi_attention
+from engines import fused_kernels as attention_triton
+from engines.fused_kernels import INTERPRETED, phi_attention
 
 torch.set_num_threads(1)
 pytestmark = [
@@ -46,7 +47,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 LSSAR = AttentionConfig(normaliser="lssa", reweight_p=15)
 
 PHI_CASES = [
@@ -384,7 +385,7 @@ class Device:  # an H100, as far as the compiler asks
     def get_current_stream(self, device): return 0
 
 driver.set_active(Device())
-import attention_triton as at
+from engines import fused_kernels as at
 
 form = at.make_form("softplus", True, 15, True, False, torch.bfloat16, 64)
 launch = at.launch_of("forward", form, torch.bfloat16, 9)

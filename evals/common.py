@@ -26,11 +26,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attention import describe_attention
-from checkpoint import Trained, load_model, read_config
-from config import ArgumentParser, Config, UserError, write_atomically
+from config import Config
 from data.shards import TokenStream
-from distributed import World
+from infra.cli import ArgumentParser, UserError
+from infra.distributed import World
+from infra.files import write_atomically
 from model import RopeKind, RopeScaling
+from training.checkpoint import Trained, load_model, read_config
 
 MARKERS = "osD^vP*Xph<>"  # tell runs apart where the ten colours are used up
 PICTURES = (".png", ".pdf", ".svg")

@@ -28,8 +28,10 @@ from typing import Any
 import numpy
 import torch
 
-from config import Config, UserError, to_toml, write_atomically
-from distributed import World
+from config import Config, to_toml
+from infra.cli import UserError
+from infra.distributed import World
+from infra.files import write_atomically
 
 
 class RunLog:

@@ -37,12 +37,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from attention_statistics import attention_mass
-from config import ArgumentParser, UserError, run_main
 from data.prompts import question_prompt
 from data.tokenizer import get_tokenizer
-from distributed import World, join_world
-from evaluation import (
+from evals.attention_statistics import attention_mass
+from evals.common import (
     MARKERS,
     Run,
     add_arguments,
@@ -64,6 +62,8 @@ from evaluation import (
     token_axis,
     whole_number,
 )
+from infra.cli import ArgumentParser, UserError, run_main
+from infra.distributed import World, join_world
 from model import GPT, KVCache, RopeScaling
 
 CITIES = (

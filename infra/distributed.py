@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from config import UserError
+from infra.cli import UserError
 
 # What gloo and NCCL say when the process at the other end is gone.
 LOST = (

@@ -27,11 +27,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from attention_statistics import STATISTICS, model_statistics
-from config import ArgumentParser, UserError, run_main
 from data.shards import TokenStream, val_windows
-from distributed import World, join_world
-from evaluation import (
+from evals.attention_statistics import STATISTICS, model_statistics
+from evals.common import (
     MARKERS,
     Run,
     add_arguments,
@@ -53,6 +51,8 @@ from evaluation import (
     whole_number,
     with_stderr,
 )
+from infra.cli import ArgumentParser, UserError, run_main
+from infra.distributed import World, join_world
 from model import GPT, RopeKind, RopeScaling
 
 

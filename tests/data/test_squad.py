@@ -18,12 +18,13 @@ from fake_hub import FakeHub
 from test_train import CPU, ROOT, metrics, run_script, train
 from torch.nn import functional as F
 
-from config import UserError, load_config
+from config import load_config
 from data import squad
 from data.check import main as check_main
 from data.shards import IGNORED, TokenStream, train_batch, val_batch
 from data.tokenizer import get_tokenizer
-from evaluation import open_validation
+from evals.common import open_validation
+from infra.cli import UserError
 from train import Trainer
 
 torch.set_num_threads(1)

@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from config import UserError  # noqa: E402
 from data import python_source, shards  # noqa: E402
 from data.shards import (  # noqa: E402
     TokenStream,
@@ -27,6 +26,7 @@ from data.shards import (  # noqa: E402
     write_shard,
 )
 from data.tokenizer import get_tokenizer  # noqa: E402
+from infra.cli import UserError  # noqa: E402
 
 needs_gpt2 = pytest.mark.skipif(
     "TIKTOKEN_CACHE_DIR" not in os.environ, reason="TIKTOKEN_CACHE_DIR is not set: gpt2 needs its files"

@@ -13,9 +13,9 @@ import torch
 from test_eval_length import save_run
 from test_model import make_gpt
 
-import export
-from config import UserError
 from data.tokenizer import get_tokenizer
+from hub import export
+from infra.cli import UserError
 from model import GPT
 
 torch.set_num_threads(1)

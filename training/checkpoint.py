@@ -33,7 +33,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from config import Config, UserError, atomic_file, changed_keys, config_from_dict
+from config import Config, changed_keys, config_from_dict
+from infra.cli import UserError
+from infra.files import atomic_file
 from model import GPT
 
 FORMAT = 2

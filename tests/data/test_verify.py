@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from config import UserError  # noqa: E402
 from data import check, shards  # noqa: E402
 from data.check import survey, verify  # noqa: E402
 from data.shards import begin_dataset, finish_dataset, write_shard  # noqa: E402
+from infra.cli import UserError  # noqa: E402
 
 EOT = 256  # of the bytes tokeniser
 

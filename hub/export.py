@@ -28,10 +28,12 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from checkpoint import load_model
-from config import ArgumentParser, Config, UserError, run_main, write_atomically
+from config import Config
 from data.tokenizer import get_tokenizer
+from infra.cli import ArgumentParser, UserError, run_main
+from infra.files import write_atomically
 from model import GPT, NORM_EPS
+from training.checkpoint import load_model
 
 END = "<|endoftext|>"
 

@@ -1,0 +1,60 @@
+"""What every command shares: errors a user can mend, the argument parser, and how a command ends."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+
+class UserError(ValueError):
+    """A mistake in the user's input. Its message is printed without a traceback, exit status 2."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse with the script's docstring unwrapped in --help, and bad options raised as `UserError`."""
+
+    def __init__(self, description: str | None, prog: str | None = None) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def positive_int(text: str) -> int:
+    """An argparse type: an integer >= 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer, at least 1")
+    return int(text)
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run a script's main(). A `UserError` is printed as "error: ..." lines, exit status 2, no traceback.
+
+    Under torchrun local rank 0 prints the error; the other ranks wait 3 s, by when torchrun has killed them
+    if they failed alike.
+    """
+    try:
+        main()
+    except UserError as e:
+        prefix = ""
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(3)
+            prefix = f"rank {os.environ.get('RANK')}: "
+        print(
+            "\n".join(f"error: {prefix}{line}" for line in str(e).splitlines()), file=sys.stderr, flush=True
+        )
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # stdout was closed early, e.g. by `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

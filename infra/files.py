@@ -1,0 +1,82 @@
+"""Files that are whole or absent: atomic writes, JSON, JSON lines, and a lock on a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from infra.cli import UserError
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A binary file that appears under its name once it is complete and on disk, or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+        if os.name == "posix":  # other systems cannot open folders; the rename has to suffice there
+            folder = os.open(path.parent, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
+    except OSError as e:
+        raise UserError(f"{path}: cannot be written: {e.strerror or e}") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
+    """The concatenated parts as an `atomic_file`."""
+    with atomic_file(path) as f:
+        f.writelines(parts)
+
+
+def write_json(value: Any, path: Path, indent: int = 1) -> None:
+    """Raises ValueError for NaN and infinity, which JSON does not have."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    write_atomically(path, f"{text}\n".encode())
+
+
+def read_jsonl(path: Path) -> list[Any]:
+    """The records of a JSON-lines file, without a line that was truncated by a kill; [] if it is absent."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records
+
+
+@contextmanager
+def exclusive_lock(folder: Path) -> Iterator[None]:
+    """Make the folder and lock it: concurrent writers would corrupt its files.
+
+    Raises:
+        UserError: another process holds the lock, or the folder cannot be made.
+    """
+    import fcntl
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as e:
+        raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system on exit or kill
+        except BlockingIOError:
+            raise UserError(f"{folder}: another process is preparing it") from None
+        yield
+    finally:
+        os.close(descriptor)
