@@ -37,7 +37,9 @@ def make_normaliser(options: AttentionConfig, n_head: int, head_dim: int, train_
         n_head, head_dim: of the attention layer that it serves.
         train_len: training length in tokens (L in the formulas that use it).
     """
-    return NormaliserModule(options.definition, options.reweight_p, n_head, head_dim, train_len)
+    normaliser = NormaliserModule(options.definition, options.reweight_p, n_head, head_dim, train_len)
+    normaliser.compile_rows = options.compile_rows
+    return normaliser
 
 
 def attend(
@@ -46,7 +48,6 @@ def attend(
     v: Tensor,
     normaliser: NormaliserModule,
     engine: Engine = "auto",
-    compile_rows: bool = False,
 ) -> Tensor:
     """Causal attention: normaliser.weights(q, k) @ v.
 
@@ -55,7 +56,6 @@ def attend(
         k, v: (B, H, Tk, D).
         engine: see the top of this file. "auto" is resolved at each call; a model resolves it once
             (`resolve_engine`).
-        compile_rows: torch.compile the formulas of the rows engine.
     Returns:
         (B, H, Tq, D) in v's type. Scores and weights are float32 (float64 for float64 inputs).
     Raises:
@@ -73,7 +73,7 @@ def attend(
                 from engines import fused  # needs Triton, which not every platform has
 
                 return fused.run(q, k, v, normaliser)
-        return blockwise.run(q, k, v, normaliser, compile_rows)
+        return blockwise.run(q, k, v, normaliser)
 
 
 def resolve_engine(

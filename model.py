@@ -88,7 +88,6 @@ class Attention(nn.Module):
         m = config.model
         self.layer, self.n_head, self.head_dim = layer, m.n_head, m.head_dim
         self.engine: Engine = config.attention.engine  # resolved by GPT
-        self.compile_rows = config.attention.compile_rows
         self.qkv = make_linear(m.n_embd, 3 * m.n_embd, m.bias)
         self.normaliser = make_normaliser(config.attention, m.n_head, m.head_dim, config.train.seq_len)
         self.out = make_linear(m.n_embd, m.n_embd, m.bias, residual_std(m))
@@ -103,7 +102,7 @@ class Attention(nn.Module):
         q, k, v = self.project(x, cos, sin)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        y = attend(q, k, v, self.normaliser, self.engine, self.compile_rows)  # (B, H, T, D)
+        y = attend(q, k, v, self.normaliser, self.engine)  # (B, H, T, D)
         return self.out(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
@@ -171,7 +170,7 @@ class GPT(nn.Module):
     Token ids are not checked: an id that is out of range fails in the embedding (on CUDA, asynchronously).
     """
 
-    def __init__(self, config: Config, device: torch.device | str = "cpu") -> None:
+    def __init__(self, config: Config, device: torch.device | str | None = None) -> None:
         super().__init__()
         m = config.model
         self.config = config
@@ -185,7 +184,8 @@ class GPT(nn.Module):
         self.lm_head = make_linear(m.n_embd, self.padded_vocab, bias=False)
         if m.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
-        self.to(device)  # after the initialisation, which draws the same numbers for every device
+        if device is not None:  # moved after the initialisation: it draws the same numbers for every device
+            self.to(device)
         self.engine_description = self._resolve_engine()
 
     def _resolve_engine(self) -> str:

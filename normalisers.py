@@ -20,7 +20,7 @@ Most normalisers are one family, whose parts are keys of their own and whose nam
 Any normaliser with non-negative rows that sum to one can be re-weighted (`reweight_p`, see `reweight`): LSSAR
 is `lssa` with `reweight_p`. The engines (engines/) compute the same weights without the (T, T) matrix.
 
-Papers: LSSAR (Gao, Spratling, Letizia: "Softplus Attention with Re-weighting Boosts Length Extrapolation in
+Papers: LSSAR (Gao and Spratling: "Softplus Attention with Re-weighting Boosts Length Extrapolation in
 Large Language Models", arXiv 2501.13428), SSMax (Nakanishi: "Scalable-Softmax Is Superior for Attention",
 arXiv 2501.19399), NormSoftmax (Jiang et al.: "NormSoftmax: Normalizing the Input of Softmax", COINS 2023).
 """
@@ -609,6 +609,7 @@ class NormaliserModule(nn.Module):
         super().__init__()
         self.definition, self.reweight_p = definition, reweight_p
         self.n_head, self.head_dim, self.train_len = n_head, head_dim, train_len
+        self.compile_rows = False  # for the rows engine: torch.compile the formula
         self.learned_names = []
         for name, value in definition.learned(n_head, train_len).items():
             self.register_parameter(name, nn.Parameter(value))

@@ -1,7 +1,7 @@
 """Time and peak memory of the attention engines, as ratios to SDPA's softmax in the same run.
 
-    python benchmarks/attention.py                           # T = 1024, 4096, 16384 on CPU, 1 thread
-    python benchmarks/attention.py --lengths 1024 --repeats 9
+    python -m benchmarks.attention                           # T = 1024, 4096, 16384 on CPU, 1 thread
+    python -m benchmarks.attention --lengths 1024 --repeats 9
 
 Every row is measured side by side with the softmax baseline: in each repeat both run in turn, and the
 ratio is taken within the repeat; the table shows the median of those ratios. Memory is the peak of
@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from attention import attend, make_normaliser
 from config import AttentionConfig

@@ -1,9 +1,9 @@
 """The fused kernels on a GPU: correctness, speed and memory, as tables. Run it by benchmarks/gpu.sh.
 
-    python benchmarks/gpu.py                                 # all of it
-    python benchmarks/gpu.py --only correct kernels --lengths 4096 --head-dims 64
-    python benchmarks/gpu.py --tune                          # and other block sizes
-    TRITON_INTERPRET=1 python benchmarks/gpu.py --smoke      # on a CPU: does this script run at all?
+    python -m benchmarks.gpu                                 # all of it
+    python -m benchmarks.gpu --only correct kernels --lengths 4096 --head-dims 64
+    python -m benchmarks.gpu --tune                          # and other block sizes
+    TRITON_INTERPRET=1 python -m benchmarks.gpu --smoke      # on a CPU: does this script run at all?
 
 Kernel times are medians of CUDA-event timings at 65,536 tokens in 768 dimensions (12 heads of 64, or 6 of
 128), bfloat16, causal, each row measured in turn with FlashAttention's softmax; ratios are taken within a
@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,12 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from attention import attend, fused_error, make_normaliser
+from attention import attend, make_normaliser
 from config import AttentionConfig, Config, config_from_dict
-from engines import fused_kernels as attention_triton
-from engines.fused_kernels import Launch
+from engines import fused
+from engines.fused import Launch, fused_error
 from infra.cli import ArgumentParser, UserError, run_main
 from model import GPT
 
@@ -121,7 +117,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, p: int = 15) -> Tensor:
     return (b / b.sum(-1, keepdim=True)).to(v.dtype) @ v
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, p: int | None) -> Tensor:
+def flex(q: Tensor, k: Tensor, v: Tensor, p: int) -> Tensor:
     """LSSA as one FlexAttention call; with p, LSSAR as two: the first for each row's Z."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -138,7 +134,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, p: int | None) -> Tensor:
         return log_softplus(x, i)
 
     mask = create_block_mask(causal, None, None, length, length, device=str(q.device))
-    if p is None:
+    if not p:
         return compiled_flex()(q, k, v, score_mod=first, block_mask=mask, scale=1.0)
     _, lse = compiled_flex()(q, k, v, score_mod=first, block_mask=mask, scale=1.0, return_lse=True)
 
@@ -183,7 +179,7 @@ def cases(length: int, head_dim: int, smoke: bool) -> dict[str, tuple[Callable[.
     if length <= 4096:
         found["LSSAR naive"] = (naive, 4)
     if not smoke and length in FLEX_LENGTHS:
-        found["LSSA FlexAttention"] = (lambda q, k, v: flex(q, k, v, None), 1)
+        found["LSSA FlexAttention"] = (lambda q, k, v: flex(q, k, v, 0), 1)
         found["LSSAR FlexAttention, 2 calls"] = (lambda q, k, v: flex(q, k, v, 15), 1)
     return found
 
@@ -212,7 +208,7 @@ def correct(bench: Bench, head_dims: list[int]) -> None:
                 for dtype, length in ((bench.dtype, 200), (bench.dtype, 1000), (torch.float32, 200))
                 if not bench.smoke or length == 200
             ]
-            name = f"{option.phi or option.normaliser} p = {option.reweight_p or '-'}"
+            name = f"{option.normaliser} p = {option.reweight_p or '-'}"
             print(f"| {name} | {head_dim} | {' | '.join(f'{e:.1e}' for e in errors)} |", flush=True)
             worst = max(worst, *errors[:-1])
     target("largest 16-bit error", worst, 0.02)
@@ -278,8 +274,8 @@ def gpt(attention: dict[str, Any], length: int, smoke: bool) -> Config:
 def stepper(bench: Bench, attention: dict[str, Any], length: int, batch: int) -> Callable[[], object]:
     """One training step of the 124M model (forward, backward, AdamW), compiled, on random tokens."""
     config = gpt(attention, length, bench.smoke)
-    model = GPT(config).to(bench.device)
-    print(f"engine {model.fix_engine()}", flush=True)
+    model = GPT(config, bench.device)
+    print(f"engine {model.engine_description}", flush=True)
     compiled: Any = model if bench.smoke else torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not bench.smoke)
     tokens = torch.randint(config.model.vocab_size, (batch, length + 1), device=bench.device)
@@ -349,7 +345,7 @@ def tune(bench: Bench, head_dims: list[int]) -> None:
     """Other launch configurations, one kernel at a time, the others as in the table."""
     print("\n## Launch configurations: ms of forward, or forward + backward, T = 4096\n")
     major = torch.cuda.get_device_capability()[0]
-    table = attention_triton.LAUNCHES[min(major, max(attention_triton.LAUNCHES))]
+    table = fused.LAUNCHES[min(major, max(fused.LAUNCHES))]
     candidates = {
         "forward": [Launch(m, n, m // 16, s, r)
                     for m in (64, 128) for n in (64, 128) for s in (2, 3) for r in (128, 168, 255)],
@@ -392,7 +388,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="also time other block sizes")
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU, with TRITON_INTERPRET=1")
     args = parser.parse_args()
-    if args.smoke != attention_triton.INTERPRETED:
+    if args.smoke != fused.INTERPRETED:
         raise UserError("--smoke and TRITON_INTERPRET=1 go together; expected both or neither")
     if not args.smoke and not torch.cuda.is_available():
         raise UserError("no CUDA device; expected one (or TRITON_INTERPRET=1 and --smoke)")

@@ -3,9 +3,9 @@
 # correctness, speed against FlashAttention, FlexAttention and plain PyTorch, a whole training step, memory.
 #
 #   benchmarks/gpu.sh                    the tables of benchmarks/RESULTS.md
-#   benchmarks/gpu.sh --tune             also times other block sizes than attention_triton.LAUNCHES
+#   benchmarks/gpu.sh --tune             also times other block sizes than engines.fused.LAUNCHES
 #
-# Needs torch with CUDA and Triton, numpy, pydantic and tyro; $PYTHON names the interpreter.
+# Needs torch with CUDA and Triton, numpy, and pydantic; $PYTHON names the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec "${PYTHON:-python3}" benchmarks/gpu.py "$@"
+exec "${PYTHON:-python3}" -m benchmarks.gpu "$@"

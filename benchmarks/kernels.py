@@ -1,8 +1,8 @@
 """Compile every attention kernel for real GPUs on a machine without one, and print what came out.
 
-    python benchmarks/kernels.py                             # sm_80, sm_90, sm_100, head_dim 64 and 128
-    python benchmarks/kernels.py --arch 90 --head-dim 64 --p 3
-    python benchmarks/kernels.py --arch 90 --head-dim 64 --dtype bfloat16 --all-forms
+    python -m benchmarks.kernels                             # sm_80, sm_90, sm_100, head_dim 64 and 128
+    python -m benchmarks.kernels --arch 90 --head-dim 64 --p 3
+    python -m benchmarks.kernels --arch 90 --head-dim 64 --dtype bfloat16 --all-forms
 
 LSSAR's kernels (phi = softplus, l1, a power), or those of every phi with and without l1, power and shift,
 with the launch table's block sizes. Columns: registers a thread, bytes spilled to local memory, shared
@@ -24,8 +24,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from infra.cli import ArgumentParser, UserError, run_main
 
 KERNELS = ("forward", "backward_q", "backward_kv", "decode_sums", "decode")
@@ -46,7 +44,7 @@ class Compiled(NamedTuple):
 
 def signature(kernel: Any, form: Any, launch: Any) -> tuple[dict, dict, dict]:
     """Argument types, constants and alignments of a kernel, by the names of its arguments."""
-    import attention_triton as at
+    from engines import fused as at
 
     types: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
@@ -99,11 +97,12 @@ def all_forms() -> list[tuple[str, bool, int, bool, bool]]:
 
 
 def compile_kernel(case: Case) -> Compiled:
-    import attention_triton as at
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    from engines import fused as at
 
     dtype = getattr(torch, case.dtype)
     form = at.make_form(case.phi, case.l1, case.p, case.bounded, case.biased, dtype, case.head_dim)

@@ -22,13 +22,13 @@ from normalisers import NormaliserModule, Phi, RowContext, offset_and_scale, sof
 
 
 @torch.compiler.disable  # its backward runs autograd, which a compiled model cannot trace
-def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, compiled: bool = False) -> Tensor:
-    """`attention.attend` by blocks of rows; (B, H, Tq, D) in v's type. compiled: by torch.compile."""
+def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule) -> Tensor:
+    """`attention.attend` by blocks of rows; (B, H, Tq, D) in v's type."""
     dtype = v.dtype
     q, k, context = normaliser.prepare(q, k)
     q, k = q.contiguous(), k.contiguous()  # once, instead of in each block's product
     # Learned parameters are passed explicitly: autograd tracks only the arguments of apply().
-    formula, learned = BlockFormula(normaliser, compiled), context.learned.values()
+    formula, learned = BlockFormula(normaliser), context.learned.values()
     return RowBlocks.apply(q, k, v.to(q.dtype), formula, context, *learned).to(dtype)
 
 
@@ -131,14 +131,14 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 class BlockFormula:
     """A block's weights and their vector-Jacobian product: by autograd, or in closed form for LSSAR."""
 
-    def __init__(self, normaliser: NormaliserModule, compiled: bool) -> None:
+    def __init__(self, normaliser: NormaliserModule) -> None:
         definition = normaliser.definition
         self.normaliser, self.p = normaliser, normaliser.reweight_p
         self.closed_form = (
             bool(self.p) and isinstance(definition, Phi) and definition.phi == "softplus"
             and definition.bounded and definition.sums_to_one
         )  # fmt: skip
-        self.compile = partial(_compiled, p=self.p) if compiled else lambda function: function
+        self.compile = partial(_compiled, p=self.p) if normaliser.compile_rows else lambda function: function
 
     def weights(self, x: Tensor, context: RowContext) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The weights (..., R, K), and what `vjp` needs of them."""

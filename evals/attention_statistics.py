@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from engines.blockwise import query_blocks
-from normalisers import NormaliserModule, RowContext, l1_normalise
 from model import GPT, KVCache
+from normalisers import NormaliserModule, RowContext, l1_normalise
 from positions import UNSCALED, RopeScaling
 
 TINY = 2.0**-16

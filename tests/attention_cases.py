@@ -137,17 +137,12 @@ def draw(
     return q, k, v, do
 
 
-def run(
-    engine: Any, normaliser: NormaliserModule, q, k, v, do, autocast: bool = False, compile_rows: bool = False
-) -> dict[str, Tensor]:
+def run(engine: Any, normaliser: NormaliserModule, q, k, v, do, autocast: bool = False) -> dict[str, Tensor]:
     """o and every gradient of (o * do).sum(), with an engine or with weights given as a function."""
     q, k, v = (t.detach().clone().requires_grad_() for t in (q, k, v))
     params = dict(normaliser.named_parameters())
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        if callable(engine):
-            o = engine(q, k, params) @ v
-        else:
-            o = attend(q, k, v, normaliser, engine, compile_rows)
+        o = engine(q, k, params) @ v if callable(engine) else attend(q, k, v, normaliser, engine)
     inputs = {"dq": q, "dk": k, "dv": v, **{f"d{name}": p for name, p in params.items()}}
     grads = torch.autograd.grad(o, list(inputs.values()), do, allow_unused=True, materialize_grads=True)
     return {"o": o.detach(), **dict(zip(inputs, grads, strict=True))}

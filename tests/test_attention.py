@@ -357,7 +357,7 @@ def test_reweighting_is_finite_and_exact_at_131072_keys(p, keys):
 
 @pytest.mark.parametrize("p", [1, 2, 3, 15, 100])
 def test_the_closed_form_is_its_slow_twin(p):
-    """The rows engine's closed form for LSSAR against autograd through reweight(l1_normalise(softplus(x)))."""
+    """The closed form of the rows engine against autograd through reweight(l1_normalise(softplus(x)))."""
     for t in (1, 3, 4, 70):
         q, k, v, do = draw(t, t, 16)
         normaliser = make(AttentionConfig(normaliser="lssa", reweight_p=p), 2, 16, 300)
@@ -380,9 +380,9 @@ def test_compiled_rows_equal_eager_ones():
     for options in ({"normaliser": "lssa", "reweight_p": 15}, {"normaliser": "relu_li", "reweight_p": 3}):
         for t in (70, 129):  # the second length must not need a specialised graph to be right
             inputs = draw(t, t, 32)
-            normaliser = make(AttentionConfig(**options), 2, 32, 300)
-            want = run("rows", normaliser, *inputs)
-            got = run("rows", normaliser, *inputs, compile_rows=True)
+            eager = make(AttentionConfig(**options), 2, 32, 300)
+            compiled = make(AttentionConfig(**options, compile_rows=True), 2, 32, 300)
+            want, got = (run("rows", normaliser, *inputs) for normaliser in (eager, compiled))
             assert_close(got, want, inputs, 1e-5, f"compiled {options}, T = {t}")
 
 

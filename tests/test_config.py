@@ -90,11 +90,13 @@ BAD_OVERRIDES = [
     ("--model.n_layers 3", "did you mean model.n_layer?"),
     ("--model.dropout 0.1", "expected one of n_layer"),
     ("--attention.normaliser softmaxx", "did you mean softmax?"),
-    ("--attention.normaliser zzz", "expected one of softmax"),
+    ("--attention.normaliser zzz", "expected one of phi, softmax"),
     ("--attention.normalizer lssa", "did you mean attention.normaliser?"),
-    ("--attention.reweight_p 0", "greater than or equal to 1"),
+    ("--attention.reweight_p 257", "less than or equal to 256"),
+    ("--attention.reweight_p -1", "greater than or equal to 0"),
+    ("--model.n_embd 1000000000000", "less than or equal to 65536"),
     ("--attention.reweight_p 2.5", "integer"),
-    ("--attention.tau 2.0", "softmax does not use it"),
+    ("--attention.tau 2.0", "unknown key; expected one of normaliser"),
     ("--attention.engine flash", "'auto'"),
     ("--train.lr 0.1", "did you mean optimizer.lr?"),
     ("--train.batch_tokens 1000", "multiple of train.seq_len = 1024"),
@@ -129,20 +131,32 @@ def test_bad_values_give_one_line(override: str, expected: str):
 
 
 BAD_ATTENTION = [
-    ('normaliser = "lssa"\nphi = "relu"', "attention.phi = 'relu': lssa does not use it"),
-    ('normaliser = "phi"\nphi = "gelu"\nreweight_p = 3', "attention.reweight_p = 3: re-weighting needs rows"),
+    ('normaliser = "lssa"\ngamma = 2.0', "attention.gamma = 2.0: unknown key; expected one of"),
+    (
+        'normaliser = "phi"\nphi = "gelu"\nreweight_p = 3',
+        "attention.reweight_p = 3: re-weighting needs non-negative rows",
+    ),
     ('normaliser = "phi"\nphi = "exp"\nl1 = false\nreweight_p = 3', "attention.reweight_p = 3"),
     ('normaliser = "sigmoid"\nreweight_p = 3', "attention.reweight_p = 3"),
     ('normaliser = "softmax_inverse"\nreweight_p = 3', "attention.reweight_p = 3"),
-    ('normaliser = "sigmoid"\nbias = true', "attention.bias = True: sigmoid expects log_train_len"),
-    ('normaliser = "ssmax"\nbias = "log_n"', "attention.bias = 'log_n': ssmax expects true or false"),
-    ('normaliser = "relu_shen"\ngamma = "inf"', "attention.gamma = 'inf': relu_shen expects a number"),
+    (
+        'normaliser = "sigmoid"\nbias = true',
+        "attention.bias = true: the learned b of SSMax needs a length_scale",
+    ),
+    (
+        'normaliser = "ssmax"\nbias = "log_n"',
+        "attention.bias = 'log_n': cancels in a softmax; expected true or false",
+    ),
+    ('normaliser = "relu_shen"\ngamma = "inf"', "attention.gamma = 'inf': expected number"),
     ('normaliser = "norm_softmax"\ngamma = -1.0', "attention.gamma = -1.0: expected a number above 0"),
     ('normaliser = "norm_softmax"\ngamma = 1.0\ngamma_factor = 2.0', "attention.gamma_factor = 2.0"),
     ('normaliser = "norm_softmax"\nvariant = "affine"\ngamma = 1.0', "attention.variant = 'affine'"),
     ('normaliser = "norm_softmax"\nvariant = "inverse"\ngamma = "inf"', "attention.gamma = 'inf'"),
     ('normaliser = "ssmax"\nscale = "one"\nscale_init = 0.2', "attention.scale_init = 0.2"),
-    ('normaliser = "lssa"\nengine = "sdpa"', "attention.engine = 'sdpa': lssa is not a softmax"),
+    (
+        'normaliser = "lssa"\nengine = "sdpa"',
+        "attention.engine = 'sdpa': lssa with these options is not a softmax",
+    ),
     ('normaliser = "softmax"\nreweight_p = 3\nengine = "sdpa"', "attention.engine = 'sdpa'"),
 ]
 

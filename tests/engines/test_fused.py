@@ -1,9 +1,6 @@
-"""Proofs for attention_triton.py, by Triton's interpreter on the CPU, against float64 dense weights.
+"""The fused kernels, by Triton's interpreter on the CPU (conftest.py), against float64 dense weights.
 
-    python -m pytest tests/test_attention_triton.py -n 2
-
-conftest.py sets TRITON_INTERPRET. That every kernel also compiles for real GPUs, and how, is
-benchmarks/kernels.py's to show; what only a GPU can, benchmarks/gpu.sh's.
+benchmarks/kernels.py compiles every kernel for real GPUs; benchmarks/gpu.sh measures on one.
 """
 
 from __future__ import annotations
@@ -18,27 +15,20 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from test_attention import CASES, PHIS, assert_close, case_id, draw, exactly, make, run
+from attention_cases import CASES, PHIS, assert_close, case_id, draw, exactly, make, run
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import attention
-from attention import (
-    attend,
-    check_fused,
-    choose_engine,
-    fused_error,
-    make_normaliser,
-    supports_triton,
-)
+from attention import attend, make_normaliser, resolve_engine
 from config import AttentionConfig
 from infra.cli import UserError
 
 pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
 
-from engines import fused_kernels as attention_triton
-from engines.fused_kernels import INTERPRETED, phi_attention
+from engines import fused
+from engines.fused import INTERPRETED, fused_error, phi_attention
 
 torch.set_num_threads(1)
 pytestmark = [
@@ -54,13 +44,14 @@ PHI_CASES = [
     AttentionConfig(normaliser="phi", phi=phi, l1=l1, reweight_p=p)
     for phi in PHIS
     for l1 in (True, False)
-    for p in ((None, 1, 3, 15, 50) if l1 and phi not in ("identity", "gelu", "mish") else (None,))
+    for p in ((0, 1, 3, 15, 50) if l1 and phi not in ("identity", "gelu", "mish") else (0,))
 ]
-OTHERS = [c.values[0] for c in CASES if c.values[0].normaliser != "phi" and supports_triton(c.values[0])]
+OTHERS = [c.values[0] for c in CASES if c.values[0].normaliser != "phi" and c.values[0].definition.is_fusible]
 
 
 def ids(cfg: AttentionConfig) -> str:
-    return case_id(cfg.model_dump(exclude_none=True, exclude={"engine", "compile_rows"}))
+    options = {"normaliser": cfg.normaliser} | cfg.definition.model_dump(exclude_defaults=True)
+    return case_id(options | {"p": cfg.reweight_p})
 
 
 def agree(cfg: AttentionConfig, shape: tuple[int, int], head_dim: int, n_head: int = 1) -> None:
@@ -136,7 +127,7 @@ EXTREMES = {
 
 
 @pytest.mark.parametrize("scores", EXTREMES.values(), ids=EXTREMES)
-@pytest.mark.parametrize("p", [None, 1, 15, 100])
+@pytest.mark.parametrize("p", [0, 1, 15, 100])
 @pytest.mark.parametrize("phi", ["softplus", "sigmoid", "relu", "exp"])
 def test_extreme_rows_are_finite_and_right(phi, p, scores):
     cfg = AttentionConfig(normaliser="phi", phi=phi, l1=True, reweight_p=p)
@@ -257,7 +248,7 @@ def test_decoding_low_rows(monkeypatch):
     cfg = AttentionConfig(normaliser="phi", phi="softplus", reweight_p=3)
     q, k, v = scored(torch.cat([torch.full((100,), -4 * 95.0), torch.full((100,), -4 * 92.0)]))
     normaliser = make_normaliser(cfg, 1, 16, 300)
-    monkeypatch.setattr(attention_triton, "_forward_op", None)
+    monkeypatch.setattr(fused, "_forward_op", None)
     with torch.no_grad():
         got = attend(q[:, :, -1:], k, v, normaliser, "triton")
         want = attend(*(t.double() for t in (q[:, :, -1:], k, v)), normaliser, "dense")
@@ -272,7 +263,7 @@ def test_empty_batch():
 
 # 4. The choice of engine.
 
-CUDA = torch.device("cuda", 0)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def lssar() -> Any:
@@ -280,26 +271,28 @@ def lssar() -> Any:
 
 
 def test_auto_on_cuda(monkeypatch):
-    def verdict(problem: str | None) -> None:
-        monkeypatch.setattr(attention, "check_fused", lambda *key: attention.FusedCheck(0.001, problem))
+    def verdict(problem: str) -> None:
+        monkeypatch.setattr(fused, "self_check", lambda *key: fused.SelfCheck(0.001, problem))
 
-    verdict(None)
-    assert choose_engine(lssar(), "auto", CUDA, torch.bfloat16) == "triton"
-    assert choose_engine(lssar(), "auto") == "rows"
-    assert choose_engine(lssar(), "auto", CUDA, torch.float64) == "rows"
-    assert choose_engine(make_normaliser(LSSAR, 2, 256, 300), "auto", CUDA, torch.bfloat16) == "rows"
+    verdict("")
+    assert resolve_engine(lssar(), "auto", CUDA, torch.bfloat16) == "triton"
+    assert resolve_engine(lssar(), "auto", CPU, torch.float32) == "rows"
+    assert resolve_engine(lssar(), "auto", CUDA, torch.float64) == "rows"
+    assert resolve_engine(make_normaliser(LSSAR, 2, 256, 300), "auto", CUDA, torch.bfloat16) == "rows"
     inverse = make_normaliser(AttentionConfig(normaliser="softmax_inverse"), 2, 16, 300)
-    assert choose_engine(inverse, "auto", CUDA, torch.bfloat16) == "rows"
-    assert choose_engine(make_normaliser(AttentionConfig(), 2, 16, 300), "auto", CUDA) == "sdpa"
+    assert resolve_engine(inverse, "auto", CUDA, torch.bfloat16) == "rows"
+    assert (
+        resolve_engine(make_normaliser(AttentionConfig(), 2, 16, 300), "auto", CUDA, torch.float32) == "sdpa"
+    )
     described = attention.describe_engine(lssar(), "triton", CUDA, torch.bfloat16)
     assert described == "triton (self-check: relative error 1.0e-03)"
     verdict("no")
-    assert choose_engine(lssar(), "auto", CUDA, torch.bfloat16) == "rows"
+    assert resolve_engine(lssar(), "auto", CUDA, torch.bfloat16) == "rows"
 
 
-def check(cfg: AttentionConfig) -> attention.FusedCheck:
-    check_fused.cache_clear()
-    return check_fused(cfg, 2, 16, 300, torch.device("cpu"), torch.float32)
+def check(cfg: AttentionConfig) -> fused.SelfCheck:
+    fused._self_check.cache_clear()
+    return fused.self_check(make_normaliser(cfg, 2, 16, 300), CPU, torch.float32)
 
 
 @pytest.mark.parametrize("cfg", [LSSAR, *OTHERS[::6]], ids=ids)
@@ -307,39 +300,39 @@ def test_self_check_passes(cfg):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="fused")
         result = check(cfg)
-    assert result.problem is None and result.error < 5e-5
+    assert not result.problem and result.error < 5e-5
 
 
 def test_self_check_in_an_evaluation():
     with torch.inference_mode():
-        assert check(LSSAR).problem is None
+        assert not check(LSSAR).problem
 
 
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
 def test_self_check_finds_faults(monkeypatch, fault):
-    right = attention_triton.phi_attention
+    right = fused.phi_attention
 
     def phi_attention(*args: Any, **kwargs: Any) -> Tensor:
         if fault == "raises":
             raise RuntimeError("PTX was compiled with an unsupported toolchain\nand more lines")
         return right(*args, **{**kwargs, "p": kwargs["p"] + 1})
 
-    monkeypatch.setattr(attention_triton, "phi_attention", phi_attention)
+    monkeypatch.setattr(fused, "phi_attention", phi_attention)
     with pytest.warns(UserWarning, match="failed its self-check, engine auto takes rows instead: ") as caught:
         result = check(LSSAR)
-    check_fused.cache_clear()
-    assert result.problem is not None and "\n" not in str(caught[0].message)
+    fused._self_check.cache_clear()
+    assert result.problem and "\n" not in str(caught[0].message)
     assert ("toolchain" in result.problem) if fault == "raises" else (result.error > 0.01)
 
 
 def test_engine_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(UserError, match="engine = 'triton': needs a CUDA device, found cpu"):
-        choose_engine(lssar(), "triton")
+        resolve_engine(lssar(), "triton", CPU, torch.float32)
     inverse = make_normaliser(AttentionConfig(normaliser="softmax_inverse"), 2, 16, 300)
-    with pytest.raises(UserError, match="engine = 'triton': softmax_inverse is not"):
-        choose_engine(inverse, "triton", CUDA)
-    with pytest.raises(ValueError, match="softmax_inverse is not phi"):
+    with pytest.raises(UserError, match="engine = 'triton': softmax_inverse"):
+        resolve_engine(inverse, "triton", CUDA, torch.float32)
+    with pytest.raises(ValueError, match="softmax_inverse with these options is not phi"):
         AttentionConfig(normaliser="softmax_inverse", engine="triton")
 
 
@@ -347,7 +340,7 @@ def test_engine_refused(monkeypatch):
     ("change", "message"),
     [
         ({"phi": "tanh"}, "phi = 'tanh': expected one of exp, softplus"),
-        ({"p": 0}, "p = 0 with phi = softplus"),
+        ({"p": -1}, "p = -1 with phi = softplus"),
         ({"p": 3, "phi": "gelu"}, "p = 3 with phi = gelu"),
         ({"q": torch.zeros(1, 1, 9, 16)}, "9 queries for 8 keys"),
         ({"q": torch.zeros(1, 1, 8, 16, dtype=torch.float64)}, "types torch.float64"),
@@ -368,7 +361,7 @@ def test_arguments_are_checked(change, message):
 def test_kernels_compile_without_spills():
     """cubins for sm_90 at head_dim 64: in a process of its own, where nothing is interpreted."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "benchmarks/kernels.py", "--arch", "90", "--head-dim", "64"]
+    command = [sys.executable, "-m", "benchmarks.kernels", "--arch", "90", "--head-dim", "64"]
     result = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("| sm_90  |") == 10  # five kernels, two types
@@ -385,7 +378,7 @@ class Device:  # an H100, as far as the compiler asks
     def get_current_stream(self, device): return 0
 
 driver.set_active(Device())
-from engines import fused_kernels as at
+from engines import fused as at
 
 form = at.make_form("softplus", True, 15, True, False, torch.bfloat16, 64)
 launch = at.launch_of("forward", form, torch.bfloat16, 9)
