@@ -117,7 +117,7 @@ def convert_model(model: GPT, architecture: str, eot_token: int) -> Any:
         "rope_parameters": rope,
     }
     if architecture == "llama":
-        options = {"rms_norm_eps": NORM_EPS, "attention_bias": m.bias, "mlp_bias": m.bias}
+        options: dict[str, Any] = {"rms_norm_eps": NORM_EPS, "attention_bias": m.bias, "mlp_bias": m.bias}
         converted = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, **options))
         tensors = llama_tensors(model)
     else:
