@@ -33,8 +33,10 @@ def new_axes(title: str, xlabel: str, ylabel: str, height: float = 4.5) -> tuple
 def with_legend(figure: Figure) -> Figure | None:
     """A legend below the axes; None if nothing is drawn."""
     n = len(figure.axes[0].get_legend_handles_labels()[1])
-    figure.legend(loc="outside lower center", ncols=min(max(n, 1), 3), frameon=False)
-    return figure if n else None
+    if not n:
+        return None
+    figure.legend(loc="outside lower center", ncols=min(n, 3), frameon=False)
+    return figure
 
 
 def style(i: int) -> dict[str, Any]:
