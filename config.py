@@ -27,6 +27,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from infra.cli import ArgumentParser, UserError, run_main
+from normalisers import NORMALISERS, Normaliser
 
 
 class Section(BaseModel):
@@ -35,18 +36,31 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def free(default: Any, **options: Any) -> Any:
+    """A field that may differ when a run resumes: it changes neither the model nor the loss curve."""
+    return Field(default, json_schema_extra={"may_change": True}, **options)
+
+
 class ModelConfig(Section):
     """The transformer."""
 
-    n_layer: int = Field(12, ge=1, description="Number of transformer blocks.")
-    n_head: int = Field(12, ge=1, description="Attention heads per block.")
-    n_embd: int = Field(768, ge=1, description="Width of the residual stream.")
+    n_layer: int = Field(12, ge=1, le=1024, description="Number of transformer blocks.")
+    n_head: int = Field(12, ge=1, le=1024, description="Attention heads per block.")
+    n_embd: int = Field(768, ge=1, le=65536, description="Width of the residual stream.")
     vocab_size: int = Field(
-        50257, ge=2, description="Tokens of the tokeniser; padded to a multiple of 128 inside the model."
+        50257,
+        ge=2,
+        le=65536,
+        description="Tokens of the tokeniser; padded to a multiple of 128 in the model.",
     )
     norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="Normalisation layer.")
     mlp: Literal["gelu", "swiglu"] = Field("gelu", description="Feed-forward block.")
-    mlp_hidden: int | None = Field(None, ge=1, description="Hidden width of the MLP; unset: 4 * n_embd.")
+    gelu: Literal["tanh", "exact"] = Field(
+        "tanh",
+        description="GPT-2's tanh approximation, or erf, 2.5 to 4 times faster on a CPU. They differ by up "
+        "to 5e-4: evaluate a checkpoint with its own.",
+    )
+    mlp_hidden: int = Field(0, ge=0, le=2**20, description="Hidden width of the MLP; 0: 4 * n_embd.")
     bias: bool = Field(True, description="Biases in the linear layers and in LayerNorm.")
     tie_embeddings: bool = Field(True, description="Share the token embedding with the output layer.")
     rope_theta: float = Field(10000.0, gt=0, description="Base of the rotary position embedding.")
@@ -69,79 +83,82 @@ class ModelConfig(Section):
         return self
 
 
-Phi = Literal["exp", "identity", "relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish"]
+class OptionErrors(ValueError):
+    """Problems with a normaliser's options, as `_problems` returns them."""
+
+    def __init__(self, problems: list[tuple[str, str]]) -> None:
+        super().__init__("\n".join(text for _, text in problems))
+        self.problems = problems
 
 
 class AttentionConfig(Section):
-    """The attention normaliser and the engine that runs it.
+    """The attention normaliser, its options (fields of its class in normalisers.py), and its engine."""
 
-    Keys below `engine` and `compile_rows` are options of particular normalisers (README, "Normalisers");
-    one that the chosen normaliser does not read is an error.
-    """
+    model_config = ConfigDict(extra="allow")  # checked against the class, below
 
-    normaliser: str = Field("softmax", description="How scores become weights: a name from attention.py.")
-    engine: Literal["auto", "dense", "rows", "sdpa", "triton"] = Field(
+    normaliser: str = Field(
+        "softmax",
+        description="The formula: a name from normalisers.py, whose options are keys here.",
+    )
+    reweight_p: int = Field(
+        0, ge=0, le=256, description="Power p of the LSSAR re-weighting ReLU(n A - O)^p; 0: no re-weighting."
+    )
+    engine: Literal["auto", "dense", "rows", "sdpa", "triton"] = free(
         "auto",
         description="auto: sdpa where the normaliser allows it, else triton (fused kernels) on CUDA if they "
         "pass a check, else rows. dense holds (T, T).",
     )
-    compile_rows: bool = Field(
+    compile_rows: bool = free(
         False, description="torch.compile the rows engine (on CPU this needs a C++ compiler)."
     )
-    reweight_p: int | None = Field(
-        None, ge=1, description="Power p of the LSSAR re-weighting ReLU(A n - O)^p; unset: no re-weighting."
-    )
-    phi: Phi | None = Field(None, description="phi: the elementwise function; unset: softplus.")
-    l1: bool | None = Field(
-        None, description="phi, sigmoid: divide rows by their l1 norm; unset: phi true, sigmoid false."
-    )
-    bias: bool | Literal["log_train_len", "log_len", "log_n"] | None = Field(
-        None,
-        description="sigmoid: what is subtracted from the scores (unset: log_n). "
-        "ssmax: true adds the learned bias b (unset: false).",
-    )
-    scale: Literal["learned", "one"] | None = Field(
-        None, description="ssmax: s learned per layer and head, or fixed to 1; unset: learned."
-    )
-    scale_init: float | None = Field(None, gt=0, description="ssmax, ssmax_pn: initial value of s; unset: 1.")
-    divide_by: Literal["train_len", "n"] | None = Field(
-        None, description="relu_wortsman: the divisor, training length or visible keys; unset: train_len."
-    )
-    gamma: float | Literal["sqrt_d", "inf"] | None = Field(
-        None,
-        description="norm_softmax: upper bound of the score deviation (unset: sqrt_d). "
-        "relu_shen: a number (unset: 1).",
-    )
-    gamma_factor: float | None = Field(
-        None, gt=0, description="norm_softmax: multiplies gamma = sqrt_d; unset: 1."
-    )
-    tau: float | None = Field(
-        None, gt=0, description="Temperature. norm_softmax: unset 1. logit_norm: unset n^(-1/2)."
-    )
-    variant: Literal["standard", "affine", "inverse"] | None = Field(
-        None, description="norm_softmax: standard, affine (f1: w x / sigma), inverse (f2: max(sigma, gamma))."
-    )
+
+    @property
+    def definition(self) -> Normaliser:
+        """The normaliser's class with its options."""
+        return NORMALISERS[self.normaliser].model_validate(self.model_extra)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        from attention import config_problems  # here, because attention.py imports this file
-
-        if problems := config_problems(self):
-            raise ValueError("\n".join(f"attention.{problem}" for problem in problems))
+        cls = NORMALISERS.get(self.normaliser)
+        if cls is None:
+            hint = _suggest(self.normaliser, list(NORMALISERS))
+            raise ValueError(f"attention.normaliser = {self.normaliser!r}: unknown; {hint}")
+        try:
+            definition = cls.model_validate(self.model_extra)
+        except ValidationError as e:
+            raise OptionErrors(_problems(e, "attention", cls)) from None
+        problems = []
+        if self.reweight_p and not definition.sums_to_one:
+            problems.append(
+                f"attention.reweight_p = {self.reweight_p}: re-weighting needs non-negative rows that "
+                f"sum to one, which {self.normaliser} with these options does not give"
+            )
+        if self.engine == "sdpa" and (self.reweight_p or not definition.is_rescaled_softmax):
+            problems.append(
+                f"attention.engine = 'sdpa': {self.normaliser} with these options is not a softmax over "
+                "rescaled queries; expected auto, rows or dense"
+            )
+        if self.engine == "triton" and not definition.is_fusible:
+            problems.append(
+                f"attention.engine = 'triton': {self.normaliser} with these options is not phi(x) over its "
+                "row sum or a fixed number; expected auto, rows or dense"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        assert self.model_extra is not None
+        self.model_extra.update(definition.model_dump())  # a resolved config states every option
         return self
 
 
 class DataConfig(Section):
     """Where the tokens come from and in which order."""
 
-    dir: str = Field("data/fineweb10B", description="Folder of prepared shards (data/*.py make them).")
+    dir: str = free("data/fineweb10B", description="Folder of prepared shards (`python -m data.fineweb`).")
     order: Literal["sequential", "shuffled"] = Field(
         "sequential", description="Windows in stream order, or in a permutation fixed by the seed."
     )
     skip_steps: int = Field(
-        0,
-        ge=0,
-        description="Batches left out at the start: those that the run of init_from has seen.",
+        0, ge=0, description="Batches left out at the start, e.g. those that the run of init_from has seen."
     )
 
 
@@ -151,42 +168,42 @@ class TrainConfig(Section):
     max_steps: int = Field(
         18865,
         ge=0,
-        description="Optimiser steps of the whole run; 0 (with init_from): none, as it is.",
+        description="Optimiser steps of the whole run; 0: evaluate the init_from weights untrained.",
     )
     seq_len: int = Field(1024, ge=2, description="Training length T in tokens.")
     batch_tokens: int = Field(524288, ge=2, description="Tokens of one optimiser step, over all processes.")
-    micro_batch: int = Field(
-        32, ge=1, description="At most so many sequences in one forward pass of one process."
+    micro_batch: int = free(
+        32,
+        ge=1,
+        description="Sequences in one forward pass of one process, at most: halve it when out of memory.",
     )
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="Autocast type of the forward pass; weights stay float32."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one.")
-    compile: Literal["auto"] | bool = Field("auto", description="torch.compile the model; auto: on cuda.")
+    device: Literal["auto", "cpu", "cuda"] = free("auto", description="auto: cuda where there is one.")
+    compile: Literal["auto"] | bool = free("auto", description="torch.compile the model; auto: on cuda.")
     grad_clip: float = Field(1.0, ge=0, description="Largest gradient norm; 0: no clipping.")
     loss: Literal["softmax", "norm_softmax", "logit_norm"] = Field(
         "softmax", description="How logits become the probabilities of the cross-entropy (NormSoftmax paper)."
     )
-    loss_gamma: float | Literal["inf"] | None = Field(
-        None, description="loss norm_softmax: upper bound of the logits' deviation; unset: inf."
+    loss_gamma: float | Literal["inf"] = Field(
+        "inf", description="norm_softmax: upper bound of the logits' standard deviation."
     )
-    loss_tau: float | None = Field(
-        None, gt=0, description="Temperature. norm_softmax: unset 1. logit_norm: unset vocab_size^(-1/2)."
+    loss_tau: float | Literal["auto"] = Field(
+        "auto", description="Temperature. auto: 1 for norm_softmax, vocab_size^(-1/2) for logit_norm."
     )
-    val_every: int = Field(250, ge=1, description="Steps between validations (always after the last step).")
+    val_every: int = free(250, ge=1, description="Steps between validations (always after the last step).")
     val_tokens: int = Field(10_485_760, ge=2, description="Validation tokens, from the val shard's start.")
-    checkpoint_every: int = Field(500, ge=1, description="Steps between checkpoints (always the last).")
-    keep_last: int = Field(2, ge=1, description="How many of the newest checkpoints to keep.")
-    keep_every: int | None = Field(
-        None, ge=1, description="Also keep checkpoints of steps that this divides; unset: no such."
-    )
-    on_bad_step: Literal["stop", "skip"] = Field(
+    checkpoint_every: int = free(500, ge=1, description="Steps between checkpoints (always the last).")
+    keep_last: int = free(2, ge=1, description="Newest checkpoints to keep.")
+    keep_every: int = free(0, ge=0, description="Also keep checkpoints of multiples of this step; 0: none.")
+    on_bad_step: Literal["stop", "skip"] = free(
         "stop", description="A loss or gradient norm that is not finite stops the run, or is skipped."
     )
-    max_skips: int = Field(10, ge=1, description="Steps skipped in a row after which the run stops.")
-    outlier_z: float | None = Field(
-        None, gt=0, description="Skip steps whose loss or gradient norm lies so many deviations above the "
-        "mean of the last 128; unset: none."
+    max_skips: int = free(10, ge=1, description="Consecutive skipped steps after which the run stops.")
+    outlier_z: float = free(
+        0.0, ge=0, description="Skip steps whose loss or gradient norm is this many standard deviations "
+        "above the mean of the last 128; 0: never.",
     )  # fmt: skip
 
     @model_validator(mode="after")
@@ -206,12 +223,14 @@ class TrainConfig(Section):
             problems.append(
                 f"train.val_tokens = {self.val_tokens}: expected at least train.seq_len = {self.seq_len}"
             )
-        if self.loss_gamma is not None and self.loss != "norm_softmax":
+        if self.loss_gamma != "inf" and self.loss != "norm_softmax":
             problems.append(f"train.loss_gamma = {self.loss_gamma!r}: only read by train.loss = norm_softmax")
-        if isinstance(self.loss_gamma, float) and self.loss_gamma <= 0:
-            problems.append(f"train.loss_gamma = {self.loss_gamma}: expected a number above 0")
-        if self.loss_tau is not None and self.loss == "softmax":
+        if self.loss_tau != "auto" and self.loss == "softmax":
             problems.append(f"train.loss_tau = {self.loss_tau}: not read by train.loss = softmax")
+        for key in ("loss_gamma", "loss_tau"):
+            value = getattr(self, key)
+            if isinstance(value, float) and value <= 0:
+                problems.append(f"train.{key} = {value}: expected a number above 0")
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -240,27 +259,27 @@ class OptimizerConfig(Section):
 
 
 class LogConfig(Section):
-    """What a run leaves behind."""
+    """What a run records."""
 
-    dir: str = Field("runs", description="Run folders are made here, as <dir>/<name>.")
-    every: int = Field(10, ge=1, description="Steps between progress lines; metrics.jsonl has every step.")
-    attention_every: int | None = Field(
-        None, ge=1, description="Steps between measurements of each layer's score deviation and entropy."
-    )
-    wandb: bool = Field(False, description="Also log to Weights & Biases.")
-    wandb_project: str = Field("attention-normalisers", description="W&B project.")
+    dir: str = free("runs", description="Run folders are made here, as <dir>/<name>.")
+    every: int = free(10, ge=1, description="Steps between progress lines; metrics.jsonl has every step.")
+    attention_every: int = free(
+        0, ge=0, description="Steps between measurements of each layer's score standard deviation and "
+        "entropy; 0: never.",
+    )  # fmt: skip
+    wandb: bool = free(False, description="Also log to Weights & Biases.")
+    wandb_project: str = free("attention-normalisers", description="W&B project.")
 
 
 class Config(Section):
-    """A whole run. `base`, `name` and [sweep] are not inherited; `name` is the file's stem unless given."""
+    """A whole run. `base`, `name` and [sweep] are not inherited; `name` defaults to the file's stem."""
 
     name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$",
-        description="Name of the run and of its folder; unset: the config file's stem.",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$", description="Name of the run and of its folder."
     )
     seed: int = Field(1337, ge=0, lt=2**63, description="Seed of initialisation and data order.")
-    init_from: str | None = Field(
-        None, description="Run folder or checkpoint whose weights this run starts from; unset: random ones."
+    init_from: str = Field(
+        "", description="Run folder or checkpoint whose weights this run starts from; empty: random weights."
     )
     model: ModelConfig = ModelConfig()
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
@@ -272,7 +291,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         steps, max_steps = self.optimizer.warmup_steps, self.train.max_steps
-        if max_steps == 0 and self.init_from is None:
+        if max_steps == 0 and not self.init_from:
             raise ValueError("train.max_steps = 0: expected at least 1, or a run named by init_from")
         if steps > max_steps:
             raise ValueError(
@@ -289,6 +308,26 @@ class Config(Section):
     @property
     def run_dir(self) -> Path:
         return Path(self.log.dir) / self.name
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": ModelConfig,
+    "attention": AttentionConfig,
+    "data": DataConfig,
+    "train": TrainConfig,
+    "optimizer": OptimizerConfig,
+    "log": LogConfig,
+}
+
+
+def may_change_on_resume(key: str) -> bool:
+    """Whether a dotted key may differ between a run and its resumption (`free` fields)."""
+    section, _, name = key.rpartition(".")
+    field = SECTIONS.get(section, Config).model_fields.get(name)
+    return field is not None and bool(field.json_schema_extra)
+
+
+# ---------------------------------------------------------------- reading and writing
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
@@ -350,7 +389,7 @@ def config_from_dict(values: dict[str, Any], source: str) -> Config:
 def to_toml(config: Config) -> str:
     """The resolved config as a TOML file that `load_config` reads back to an equal `Config`."""
     lines, sections = [], []
-    for key, value in config.model_dump(exclude_none=True).items():
+    for key, value in config.model_dump().items():
         if isinstance(value, dict):
             sections += ["", f"[{key}]", *(f"{k} = {_toml_value(v)}" for k, v in value.items())]
         else:
@@ -378,8 +417,8 @@ def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespa
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the config file")
     parser.usage = "%(prog)s CONFIG.toml [--section.key VALUE ...] [options]"
     if {"-h", "--help"} & set(sys.argv[1:]):
-        named = [arg for arg in sys.argv[1:2] if not arg.startswith("-")]
-        print(parser.format_help() + "\n" + describe_keys(load_config(*named) if named else None))
+        named = len(sys.argv) > 2 and not sys.argv[1].startswith("-")
+        print(parser.format_help() + "\n" + describe_keys(load_config(sys.argv[1]) if named else None))
         sys.exit(0)
     args, overrides = parser.parse_known_args()
     if args.config is None or not sys.argv[1:2] or sys.argv[1].startswith("-"):
@@ -388,9 +427,9 @@ def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespa
 
 
 def describe_keys(config: Config | None) -> str:
-    """Every key as "--section.key  TYPE = VALUE" and, below it, its meaning; without a config the defaults."""
+    """Each key as "--section.key  TYPE = VALUE" and its meaning; values of the config, or the defaults."""
     lines = ["config keys (in the file, or as options):"]
-    sections = {"": Config, **SECTIONS}
+    sections: dict[str, type[Section]] = {"": Config, **SECTIONS}
     for section, cls in sections.items():
         values = (config if not section else getattr(config, section)) if config else None
         for name, field in cls.model_fields.items():
@@ -532,28 +571,36 @@ def _without(values: dict[str, Any], keys: list[str]) -> dict[str, Any]:
 
 def _explain(error: ValidationError, sources: dict[str, str], path: str) -> tuple[list[str], list[str]]:
     """One line for each problem (source, key, value, what was expected); the keys that are wrong alone."""
-    lines: list[str] = []
-    expected: dict[str, list[str]] = {}  # a union yields one error per alternative: join them
-    keys: list[str] = []
+    lines, keys = [], []
+    for key, text in _problems(error, "", Config):
+        lines.append(f"{_source(text.split(' ')[0], sources, path)}: {text}")
+        keys += [key] if key else []
+    return lines, keys
+
+
+def _problems(error: ValidationError, section: str, cls: type[BaseModel]) -> list[tuple[str, str]]:
+    """(dotted key, "key = value: expected ...") of each problem; no key where several keys disagree."""
+    found: list[tuple[str, str]] = []
+    expected: dict[tuple[str, str], list[str]] = {}  # a union yields one error per alternative: join them
+    prefix = f"{section}." if section else ""
     for e in error.errors(include_url=False):
         if e["type"] == "value_error":  # from our own validators: complete messages
-            messages = str(e["ctx"]["error"]).split("\n")
-            lines += [f"{_source(message.split(' ')[0], sources, path)}: {message}" for message in messages]
+            cause = e["ctx"]["error"]
+            inner = cause.problems if isinstance(cause, OptionErrors) else None
+            found += inner or [("", prefix + line) for line in str(cause).split("\n")]
             continue
-        loc = [str(part) for part in e["loc"]]
-        dotted = ".".join(loc[:2] if loc[0] in SECTIONS else loc[:1])  # without pydantic's union tags
-        keys.append(dotted)
-        head = f"{_source(dotted, sources, path)}: {dotted} = {_short(e['input'])}: "
+        loc = [str(part) for part in e["loc"]]  # without pydantic's union tags:
+        key = prefix + ".".join(loc[:2] if not section and loc[0] in SECTIONS else loc[:1])
+        head = f"{key} = {'a section' if isinstance(e['input'], dict) else repr(e['input'])}: "
         if e["type"] == "extra_forbidden":
-            lines.append(f"{head}unknown key; {_nearest(dotted)}")
+            found.append((key, f"{head}unknown key; {_nearest(key, cls)}"))
         elif e["type"] == "string_pattern_mismatch":
-            lines.append(f"{head}expected letters, digits and . _ = + - alone; choose another --name")
+            found.append((key, f"{head}expected letters, digits and . _ = + - alone; choose another --name"))
         else:
             what = e["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-            what = "a section" if e["type"] == "model_type" else what
-            expected.setdefault(head, []).append(what)
-    lines += [f"{head}expected {' or '.join(dict.fromkeys(what))}" for head, what in expected.items()]
-    return lines, keys
+            expected.setdefault((key, head), []).append("a section" if e["type"] == "model_type" else what)
+    joined = {at: " or ".join(dict.fromkeys(what)) for at, what in expected.items()}
+    return found + [(key, f"{head}expected {what}") for (key, head), what in joined.items()]
 
 
 def _source(dotted: str, sources: dict[str, str], path: str) -> str:
@@ -562,31 +609,22 @@ def _source(dotted: str, sources: dict[str, str], path: str) -> str:
     return sources.get(dotted) or next(inside, path)
 
 
-def _short(value: Any) -> str:
-    return "a section" if isinstance(value, dict) else repr(value)
-
-
-def _nearest(dotted: str) -> str:
-    """What the writer of an unknown key may have meant."""
+def _nearest(dotted: str, cls: type[BaseModel]) -> str:
+    """What the writer of an unknown key may have meant; cls: the normaliser's class in [attention]."""
     *section, key = dotted.split(".")
     if dotted == "base":
         return "a base is named in a config file"
-    for name, cls in SECTIONS.items():
-        if key in cls.model_fields:
+    for name, other in SECTIONS.items():
+        if key in other.model_fields:
             return f"did you mean {name}.{key}?"
-    names = list(SECTIONS[section[0]].model_fields) if section else ["base", *Config.model_fields]
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
-    return f"did you mean {'.'.join([*section, near[0]])}?" if near else f"expected one of {', '.join(names)}"
+    names = list((SECTIONS[section[0]] if section else Config).model_fields)
+    names += list(cls.model_fields) if section == ["attention"] else [] if section else ["base"]
+    return _suggest(key, names, ".".join([*section, ""]))
 
 
-SECTIONS: dict[str, type[Section]] = {
-    "model": ModelConfig,
-    "attention": AttentionConfig,
-    "data": DataConfig,
-    "train": TrainConfig,
-    "optimizer": OptimizerConfig,
-    "log": LogConfig,
-}
+def _suggest(word: str, names: list[str], prefix: str = "") -> str:
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return f"did you mean {prefix}{near[0]}?" if near else f"expected one of {', '.join(names)}"
 
 
 def main() -> None:

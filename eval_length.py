@@ -65,7 +65,8 @@ from evals.common import (
 )
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import World, join_world
-from model import GPT, RopeKind, RopeScaling
+from model import GPT
+from positions import RopeKind, RopeScaling
 
 FIRST_BUCKET = 128  # positions; each further bucket reaches twice as far
 POSITION_PARTS = 100  # points of the --per-position curve

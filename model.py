@@ -16,125 +16,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention import Engine, attend, choose_engine, describe_engine, make_normaliser
+from attention import Engine, attend, describe_engine, make_normaliser, resolve_engine
 from config import Config, ModelConfig, TrainConfig
 from infra.cli import UserError
-
-RopeKind = Literal["none", "ntk", "theta", "linear", "yarn"]
+from normalisers import Phi
+from positions import UNSCALED, RopeScaling, apply_rope, rope_tables
 
 INIT_STD = 0.02
 NORM_EPS = 1e-5
-YARN_BETA_FAST, YARN_BETA_SLOW = 32.0, 1.0
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How RoPE's frequencies change for sequences longer than the training length (see `rope_tables`).
-
-    Args:
-        kind: none, ntk, theta, linear or yarn.
-        theta: the base that replaces the training base; for kind theta, and only there.
-        length: the sequence length T to scale for; None: the positions present, cache + tokens. When
-            one sequence is fed in several pieces, name its final length, or the pieces disagree.
-    Raises:
-        UserError: unknown kind, missing or superfluous theta, length < 1.
-    """
-
-    kind: RopeKind = "none"
-    theta: float | None = None
-    length: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(RopeKind):
-            raise UserError(f"RoPE scaling {self.kind!r}: expected one of {', '.join(get_args(RopeKind))}")
-        if self.kind == "theta" and not (self.theta is not None and 0 < self.theta < math.inf):
-            raise UserError(f"RoPE scaling theta = {self.theta}: expected a positive number, the new base")
-        if self.kind != "theta" and self.theta is not None:
-            raise UserError(f"RoPE scaling theta = {self.theta}: only read by kind theta, not by {self.kind}")
-        if self.length is not None and self.length < 1:
-            raise UserError(f"RoPE scaling length = {self.length}: expected at least 1")
-
-
-UNSCALED = RopeScaling()
-
-
-def rope_tables(
-    head_dim: int,
-    n_positions: int,
-    theta: float,
-    scaling: RopeScaling,
-    train_len: int,
-    device: torch.device | str | None = None,
-    start: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angles m·w_i, for positions m and frequencies w_i = theta^(-2i/d), i < d/2.
-
-    RoPE is Su et al. 2021 (arXiv 2104.09864), eq. 14-15. With T the length to scale for and
-    s = T / train_len, the scalings are (ntk, linear, yarn: only if s > 1, else none)
-
-        none    w_i
-        ntk     base theta·s^(d/(d-2))     "NTK-aware", bloc97 2023; YaRN paper, Definition 1
-        theta   base scaling.theta         Xiong et al. 2023 (arXiv 2309.16039); SSMax uses 500000
-        linear  w_i / s                    position interpolation m/s, Chen et al. 2023 (arXiv 2306.15595)
-        yarn    (1-g)·w_i/s + g·w_i        Peng et al. 2023 (arXiv 2309.00071), Definitions 2 and 3
-
-    where yarn's g rises linearly from 0 to 1 as the turns over the training length,
-    r_i = train_len·w_i / 2π, go from 1 to 32; it also multiplies cos and sin by 0.1·ln s + 1,
-    which lssa, normalising q and k, does not see. (The authors' code ramps over the index i between rounded
-    ends instead; this is the formula in the paper.)
-
-    Args:
-        start: leave out the positions before this one (those already in a KV cache).
-    Returns:
-        cos, sin: (n_positions - start, head_dim / 2) float32, computed in float64: at position 131072 a
-        float32 angle is off by up to 5e-3.
-    Raises:
-        UserError: ntk with head_dim = 2, whose exponent is infinite.
-    """
-    length = n_positions if scaling.length is None else scaling.length
-    s = max(length / train_len, 1.0)
-    if scaling.kind == "theta" and scaling.theta is not None:
-        theta = scaling.theta
-    elif scaling.kind == "ntk" and s > 1:
-        if head_dim <= 2:
-            raise UserError(f"RoPE scaling ntk: s^(d/(d-2)) needs a head size d above 2, got {head_dim}")
-        theta = theta * s ** (head_dim / (head_dim - 2))
-
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
-    freqs = theta**-exponents  # (D/2,)
-    amplitude = 1.0
-    if scaling.kind == "linear":
-        freqs = freqs / s
-    elif scaling.kind == "yarn" and s > 1:
-        turns = train_len * freqs / (2 * math.pi)
-        g = ((turns - YARN_BETA_SLOW) / (YARN_BETA_FAST - YARN_BETA_SLOW)).clamp(0, 1)
-        freqs = (1 - g) * freqs / s + g * freqs
-        amplitude = 0.1 * math.log(s) + 1
-
-    positions = torch.arange(start, n_positions, dtype=torch.float64, device=device)
-    angles = positions[:, None] * freqs  # (T, D/2)
-    return (amplitude * angles.cos()).float(), (amplitude * angles.sin()).float()
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x_i, x_{i + D/2}) by its position's angle.
-
-    Pairs are halves, not neighbours: a fixed permutation of RoPE as published, the same to a trained model.
-
-    Args:
-        x: (B, H, T, D). cos, sin: (T, D/2) float32.
-    Returns:
-        (B, H, T, D) in x's dtype, computed in float32.
-    """
-    a, b = x.float().chunk(2, dim=-1)  # (B, H, T, D/2) each
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 class KVCache:
@@ -191,7 +87,8 @@ class Attention(nn.Module):
         super().__init__()
         m = config.model
         self.layer, self.n_head, self.head_dim = layer, m.n_head, m.head_dim
-        self.engine: Engine = config.attention.engine
+        self.engine: Engine = config.attention.engine  # resolved by GPT
+        self.compile_rows = config.attention.compile_rows
         self.qkv = make_linear(m.n_embd, 3 * m.n_embd, m.bias)
         self.normaliser = make_normaliser(config.attention, m.n_head, m.head_dim, config.train.seq_len)
         self.out = make_linear(m.n_embd, m.n_embd, m.bias, residual_std(m))
@@ -207,23 +104,24 @@ class Attention(nn.Module):
         q, k, v = self.project(x, cos, sin)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        y = attend(q, k, v, self.normaliser, engine=self.engine)  # (B, H, T, D)
+        y = attend(q, k, v, self.normaliser, self.engine, self.compile_rows)  # (B, H, T, D)
         return self.out(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
 class MLP(nn.Module):
-    """GELU (GPT-2's tanh approximation) or SwiGLU (Shazeer 2020): down(silu(gate x) · up x)."""
+    """GELU (exact, or GPT-2's tanh approximation) or SwiGLU (Shazeer 2020): down(silu(gate x) · up x)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden = config.mlp_hidden or 4 * config.n_embd
+        self.gelu = "tanh" if config.gelu == "tanh" else "none"  # torch's names
         self.gate = make_linear(config.n_embd, hidden, config.bias) if config.mlp == "swiglu" else None
         self.up = make_linear(config.n_embd, hidden, config.bias)
         self.down = make_linear(hidden, config.n_embd, config.bias, residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.down(F.gelu(self.up(x), approximate="tanh"))
+            return self.down(F.gelu(self.up(x), approximate=self.gelu))
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
@@ -253,7 +151,7 @@ def scale_logits(z: Tensor, config: TrainConfig) -> Tensor:
 
         softmax       z
         norm_softmax  z / (tau min(sigma, gamma)), sigma = population deviation over the vocabulary
-        logit_norm    z / (tau ||z||_2), tau = V^(-1/2) unless given
+        logit_norm    z / (tau ||z||_2), tau = V^(-1/2) if auto
 
     (NormSoftmax, eq. 4-6 and 8, with the vocabulary in the place of the keys.)
     """
@@ -261,10 +159,10 @@ def scale_logits(z: Tensor, config: TrainConfig) -> Tensor:
     if config.loss == "norm_softmax":
         sigma = z.var(-1, correction=0, keepdim=True).clamp_min(tiny).sqrt()
         gamma = config.loss_gamma if isinstance(config.loss_gamma, float) else math.inf
-        return z / (sigma.clamp_max(gamma) * (config.loss_tau or 1.0))
+        return z / (sigma.clamp_max(gamma) * (config.loss_tau if config.loss_tau != "auto" else 1.0))
     if config.loss == "logit_norm":
         norm = z.square().sum(-1, keepdim=True).clamp_min(tiny).sqrt()
-        return z / (norm * (config.loss_tau or z.shape[-1] ** -0.5))
+        return z / (norm * (config.loss_tau if config.loss_tau != "auto" else z.shape[-1] ** -0.5))
     return z
 
 
@@ -274,7 +172,7 @@ class GPT(nn.Module):
     Token ids are not checked: an id that is out of range fails in the embedding (on CUDA, asynchronously).
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, device: torch.device | str = "cpu") -> None:
         super().__init__()
         m = config.model
         self.config = config
@@ -288,6 +186,21 @@ class GPT(nn.Module):
         self.lm_head = make_linear(m.n_embd, self.padded_vocab, bias=False)
         if m.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
+        self.to(device)  # after the initialisation, which draws the same numbers for every device
+        self.engine_description = self._resolve_engine()
+
+    def _resolve_engine(self) -> str:
+        """Choose the attention engine once, for this device and precision; compiled code could not.
+
+        Raises:
+            UserError: for an engine that cannot run here.
+        """
+        device = self.embedding.weight.device
+        dtype = torch.bfloat16 if self.config.train.dtype == "bfloat16" else torch.float32
+        for block in self.blocks:
+            attention: Attention = block.attention  # type: ignore[assignment]
+            attention.engine = resolve_engine(attention.normaliser, attention.engine, device, dtype)
+        return describe_engine(attention.normaliser, attention.engine, device, dtype)
 
     def rope(self, n_positions: int, scaling: RopeScaling, start: int = 0) -> tuple[Tensor, Tensor]:
         """`rope_tables` for this model, on its device."""
@@ -311,28 +224,13 @@ class GPT(nn.Module):
         enabled = self.config.train.dtype == "bfloat16"
         return torch.autocast(self.embedding.weight.device.type, torch.bfloat16, enabled=enabled)
 
-    def fix_engine(self) -> str:
-        """Choose the attention engine for this device and precision now, since compiled code cannot.
-
-        Returns:
-            Its name, and how far the fused kernels were off where it is they.
-        Raises:
-            UserError: for an engine that cannot run here.
-        """
-        device = self.embedding.weight.device
-        dtype = torch.bfloat16 if self.config.train.dtype == "bfloat16" else torch.float32
-        for block in self.blocks:
-            attention: Attention = block.attention  # type: ignore[assignment]
-            attention.engine = choose_engine(attention.normaliser, attention.engine, device, dtype)
-        return describe_engine(attention.normaliser, attention.engine, device, dtype)
-
-    def plain_logits(self, hidden: Tensor) -> Tensor:
+    def unscaled_logits(self, hidden: Tensor) -> Tensor:
         """(..., C) to (..., vocab_size) in float32: the padding's columns are cut off, never predicted."""
         return self.lm_head(hidden)[..., : self.config.model.vocab_size].float()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`plain_logits` as the training loss takes them: their softmax is what the model predicts."""
-        return scale_logits(self.plain_logits(hidden), self.config.train)
+        """`unscaled_logits` as the training loss takes them: their softmax is what the model predicts."""
+        return scale_logits(self.unscaled_logits(hidden), self.config.train)
 
     def forward(
         self,
@@ -341,7 +239,7 @@ class GPT(nn.Module):
         *,
         rope: RopeScaling = UNSCALED,
         cache: KVCache | None = None,
-        plain: bool = False,
+        unscaled: bool = False,
     ) -> Tensor:
         """Loss with targets, logits without.
 
@@ -350,12 +248,12 @@ class GPT(nn.Module):
             targets: (B, T) int64, the token after each; -100 leaves a position out of the mean.
             rope: see `rope_tables`.
             cache: read and extended; inference only.
-            plain: leave out what train.loss does to the logits.
+            unscaled: leave out what train.loss does to the logits.
         Returns:
             The mean cross-entropy in nats, a float32 scalar; or logits, (B, T, vocab_size) float32.
         """
         hidden = self.hidden(tokens, rope, cache)
-        logits = self.plain_logits(hidden) if plain else self.logits(hidden)
+        logits = self.unscaled_logits(hidden) if unscaled else self.logits(hidden)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -387,6 +285,7 @@ class GPT(nn.Module):
         generator: torch.Generator | None = None,
         rope: RopeScaling = UNSCALED,
         use_cache: bool = True,
+        n_tokens: int = 0,
     ) -> Iterator[Tensor]:
         """Sample n_new tokens after each row of `tokens`, one at a time; temperature 0 takes the likeliest.
 
@@ -398,6 +297,7 @@ class GPT(nn.Module):
             rope: scaled for the final length T + n_new unless it names a length.
             use_cache: False computes the whole sequence again for each token, as does a model that is not
                 `cacheable`.
+            n_tokens: draw ids below this only (the tokeniser's, where the model has more rows); 0: all.
         Yields:
             (B, 1) int64, n_new times.
         Raises:
@@ -408,7 +308,7 @@ class GPT(nn.Module):
         rope = replace(rope, length=rope.length or T + n_new)
         cache = KVCache(self.config.model.n_layer, T + n_new) if use_cache and self.cacheable else None
         for _ in range(n_new):
-            logits = self.logits(self.hidden(tokens, rope, cache)[:, -1])  # (B, V)
+            logits = self.logits(self.hidden(tokens, rope, cache)[:, -1])[:, : n_tokens or None]  # (B, V)
             new = sample(logits, temperature, top_k, top_p, generator)
             yield new
             tokens = torch.cat((tokens, new), dim=1) if cache is None else new
@@ -420,8 +320,8 @@ class GPT(nn.Module):
     @property
     def cacheable(self) -> bool:
         """Whether a position's output is final: not if a row's weights depend on the number of all keys."""
-        options = self.config.attention
-        return not (options.normaliser == "sigmoid" and options.bias == "log_len")
+        definition = self.config.attention.definition
+        return not (isinstance(definition, Phi) and definition.bias == "log_len")
 
     def n_params(self, non_embedding: bool = False) -> int:
         """Number of parameters, shared ones once; non_embedding: without embedding and output layer."""
@@ -433,15 +333,15 @@ class GPT(nn.Module):
 
         6 for each weight that is multiplied with, and 6 T C in each layer's attention: two products of T/2
         visible keys on average forward, four backward. Re-weighting and l1 add no products; NormSoftmax's
-        deviation takes q Cov(k) q and the building of Cov(k). What is computed twice to save memory, and
-        elementwise work, does not count.
+        standard deviation takes q Cov(k) q and the building of Cov(k). Recomputation and elementwise work do
+        not count.
         """
         m, seq_len = self.config.model, self.config.train.seq_len
         weights = sum(p.numel() for p in self.parameters() if p.ndim >= 2)
         if not m.tie_embeddings:
             weights -= self.embedding.weight.numel()  # looked up, not multiplied with
         attention = 6 * seq_len * m.n_embd
-        if self.config.attention.normaliser == "norm_softmax":
+        if self.config.attention.definition.adaptive:
             attention += 3 * 2 * 2 * m.head_dim * m.n_embd
         return 6.0 * weights + m.n_layer * attention
 

@@ -29,7 +29,8 @@ import torch
 from data.tokenizer import get_tokenizer
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import World, join_world
-from model import GPT, RopeKind, RopeScaling
+from model import GPT
+from positions import RopeKind, RopeScaling
 from training.checkpoint import load_model
 
 

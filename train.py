@@ -99,8 +99,8 @@ class Trainer:
         self.train_stream, self.val_stream = open_streams(config)
         self.per_rank, self.micro = split_batch(config, world.size)
         torch.manual_seed(config.seed)
-        self.raw_model = GPT(config).to(world.device)  # plain parameter names, for checkpoints
-        self.engine = self.raw_model.fix_engine()
+        self.raw_model = GPT(config, world.device)  # plain parameter names, for checkpoints
+        self.engine = self.raw_model.engine_description
         self.model: nn.Module = self.raw_model
         compile = config.train.compile
         self.compiled = compile is True or (compile == "auto" and world.device.type == "cuda")
@@ -326,7 +326,7 @@ class Trainer:
                     n_targets += n
                     total += model(x, y).double() * n
                     if config.loss != "softmax":
-                        plain_total += model(x, y, plain=True).double() * n
+                        plain_total += model(x, y, unscaled=True).double() * n
             stopped = self.any_stop()
             if stopped:
                 break

@@ -25,7 +25,8 @@ import torch
 from attention import describe_attention
 from config import load_config
 from infra.cli import ArgumentParser, run_main
-from model import GPT, KVCache, RopeScaling
+from model import GPT, KVCache
+from positions import RopeScaling
 
 
 def milliseconds(step: Callable[[], object], repeats: int) -> float:

@@ -14,8 +14,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attention import Normaliser, Rows, l1_normalise, row_blocks
-from model import GPT, UNSCALED, KVCache, RopeScaling
+from engines.blockwise import query_blocks
+from normalisers import NormaliserModule, RowContext, l1_normalise
+from model import GPT, KVCache
+from positions import UNSCALED, RopeScaling
 
 TINY = 2.0**-16
 STATISTICS = {
@@ -51,20 +53,20 @@ def model_statistics(
     return torch.stack(layers, dim=1)
 
 
-def layer_statistics(normaliser: Normaliser, q: Tensor, k: Tensor) -> Tensor:
+def layer_statistics(normaliser: NormaliserModule, q: Tensor, k: Tensor) -> Tensor:
     """(B, H, Tq, D) and (B, H, Tk, D) after RoPE, the last Tq positions, to (B, H, len(STATISTICS))."""
     with torch.autocast(q.device.type, enabled=False):
         q, k, rows = normaliser.prepare(q, k)
         total = q.new_zeros(*q.shape[:2], len(STATISTICS))
-        for batch, block, keys in row_blocks(q, k):
+        for batch, block, keys in query_blocks(q, k):
             x = q[batch, :, block] @ k[batch, :, keys].mT  # (b, H, R, K)
             here = replace(rows, n=rows.n[block])
-            weights = normaliser.rows_fn(x.masked_fill(~here.visible(x), -torch.inf), here)
+            weights = normaliser.row_weights(x.masked_fill(~here.visible(x), -torch.inf), here)
             total[batch] += row_statistics(x, weights, here).sum(-2)
         return total / q.shape[-2]
 
 
-def row_statistics(x: Tensor, weights: Tensor, rows: Rows) -> Tensor:
+def row_statistics(x: Tensor, weights: Tensor, rows: RowContext) -> Tensor:
     """Finite scores and weights (..., R, K) to STATISTICS, (..., R, len(STATISTICS)).
 
     A row without any weight has entropy 0 and 0 effective keys.

@@ -31,7 +31,7 @@ from data.shards import TokenStream
 from infra.cli import ArgumentParser, UserError
 from infra.distributed import World
 from infra.files import write_atomically
-from model import RopeKind, RopeScaling
+from positions import RopeKind, RopeScaling
 from training.checkpoint import Trained, load_model, read_config
 
 MARKERS = "osD^vP*Xph<>"  # tell runs apart where the ten colours are used up

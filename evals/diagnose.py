@@ -53,7 +53,8 @@ from evals.common import (
 )
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import World, join_world
-from model import GPT, RopeKind, RopeScaling
+from model import GPT
+from positions import RopeKind, RopeScaling
 
 
 @dataclass(frozen=True)

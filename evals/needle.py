@@ -64,7 +64,8 @@ from evals.common import (
 )
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import World, join_world
-from model import GPT, KVCache, RopeScaling
+from model import GPT, KVCache
+from positions import RopeScaling
 
 CITIES = (
     *("Amsterdam", "Athens", "Bangkok", "Berlin", "Bogota", "Cairo", "Chicago", "Delhi", "Dublin", "Havana"),

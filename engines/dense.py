@@ -1,0 +1,13 @@
+"""The dense engine: the definition, with the whole (Tq, Tk) matrix in memory. For tests and diagnostics."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from normalisers import NormaliserModule
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule) -> Tensor:
+    """`attention.attend` by definition; (B, H, Tq, D) in v's type."""
+    weights = normaliser.weights(q, k)
+    return (weights @ v.to(weights.dtype)).to(v.dtype)

@@ -1,0 +1,432 @@
+"""The triton engine: fused CUDA kernels for phi-attention, with or without l1 and re-weighting.
+
+    out = run(q, k, v, normaliser)                                         # what `attend` calls
+    o = phi_attention(q, k, v, factor, phi="softplus", l1=True, p=15)      # LSSAR on prepared q and k
+
+The kernels are in fused_kernels.py, with the mathematics of forward and backward. This file chooses block
+sizes, launches them as custom operators (so that autograd and torch.compile see one operation), and checks
+them against float64 weights before a run relies on them.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+from engines.fused_kernels import (
+    LN2,
+    MAX_HEAD_DIM,
+    N_STATS,
+    PHIS,
+    SIGNED,
+    Form,
+    _backward_kv,
+    _backward_q,
+    _decode,
+    _decode_sums,
+    _forward,
+)
+from engines.sdpa import score_moments
+from normalisers import Normaliser, NormaliserModule, Phi, RowContext, reweight
+
+# The largest relative error of o, dq, dk and dv at which the kernels are trusted. Only the rounding of
+# weights and of their gradients to the inputs' type is in it; a miscompiled kernel is off by far more.
+TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 5e-4}
+
+# ---------------------------------------------------------------- the engine
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule) -> Tensor:
+    """`attention.attend` by the fused kernels; (B, H, Tq, D) in v's type."""
+    q, k, factor, context = fused_inputs(q, k, v, normaliser)
+    return run_prepared(q, k, v, factor, context, normaliser)
+
+
+def fused_inputs(
+    q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule
+) -> tuple[Tensor, Tensor, Tensor, RowContext]:
+    """q and k as the kernels take them, in v's type; their products' float32 factor (B, H, Tq); the rows."""
+    definition, context = normaliser.definition, normaliser.context(q, k)
+    if definition.scores == "cosine" or definition.centre_keys or definition.adaptive:
+        q, k = normaliser.as_float(q, k)
+    if definition.adaptive:
+        factor: Any = definition.inverse_temperature(*score_moments(q, k, context), context)
+    else:
+        factor = definition.factor(context)
+    factor = torch.as_tensor(factor, dtype=torch.float32, device=q.device)
+    factor = factor if factor.dim() == 0 else factor.squeeze(-1)  # (R, 1), (H, R, 1) or (B, H, R, 1)
+    return q.to(v.dtype), k.to(v.dtype), factor.expand(q.shape[:-1]), context
+
+
+def run_prepared(
+    q: Tensor, k: Tensor, v: Tensor, factor: Tensor, context: RowContext, normaliser: NormaliserModule
+) -> Tensor:
+    definition, p = normaliser.definition, normaliser.reweight_p
+    if not isinstance(definition, Phi):  # a softmax with its own temperature
+        return phi_attention(q, k, v, factor, phi="exp", l1=True, p=p)
+    shift = None
+    if isinstance(definition.bias, str):
+        shift = (context.n * 0 + definition.shift(context)).squeeze(-1)
+    l1, bounded = definition.l1, definition.bounded
+    out = phi_attention(q, k, v, factor, shift, phi=definition.phi, l1=l1, p=p, bounded=bounded)
+    divisor = definition.divisor(context)
+    return out if isinstance(divisor, float) and divisor == 1.0 else (out / divisor).to(out.dtype)
+
+
+# ---------------------------------------------------------------- the self-check
+
+
+class SelfCheck(NamedTuple):
+    error: float  # largest relative error
+    problem: str  # one line where it is too large, or the kernels do not run at all; else empty
+
+
+def self_check(normaliser: NormaliserModule, device: torch.device, dtype: torch.dtype) -> SelfCheck:
+    """Whether the fused kernels can be trusted with this normaliser here; warns, once, if not."""
+    n = normaliser
+    return _self_check(n.definition, n.reweight_p, n.n_head, n.head_dim, n.train_len, device, dtype)
+
+
+@cache
+def _self_check(
+    definition: Normaliser, reweight_p: int, n_head: int, head_dim: int, train_len: int,
+    device: torch.device, dtype: torch.dtype,
+) -> SelfCheck:  # fmt: skip
+    error = math.inf
+    try:
+        with torch.inference_mode(False):  # an evaluation may be the first caller
+            normaliser = NormaliserModule(definition, reweight_p, n_head, head_dim, train_len).to(device)
+            error = fused_error(normaliser, device, dtype)
+    except Exception as e:  # whatever a missing or unfit compiler raises: the rows engine replaces it
+        problem = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}"
+    else:
+        if error <= TOLERANCE[dtype]:
+            return SelfCheck(error, "")
+        problem = f"relative error {error:.1e}, expected at most {TOLERANCE[dtype]:.0e}"
+    warnings.warn(
+        f"fused attention failed its self-check, engine auto takes rows instead: {problem}", stacklevel=3
+    )
+    return SelfCheck(error, problem)
+
+
+def fused_error(
+    normaliser: NormaliserModule, device: torch.device, dtype: torch.dtype, length: int = 200
+) -> float:
+    """The engine's largest relative error (by norm) of o, dq, dk, dv against float64 weights.
+
+    Both sides get the same q and k, rounded as the kernels take them, so that re-weighting does not amplify
+    that rounding.
+    """
+    g = torch.Generator().manual_seed(0)
+    length = min(length, normaliser.train_len)  # ssmax_pn has no p_n beyond
+    shape = (1, normaliser.n_head, length, normaliser.head_dim)
+    q, k, v, do = (torch.randn(shape, generator=g).to(device, dtype) for _ in range(4))
+    with torch.no_grad():
+        q, k, factor, context = fused_inputs(q, k, v, normaliser)
+        context64 = normaliser.context(q.double(), k.double())
+    with torch.enable_grad():
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = run_prepared(inputs[0], inputs[1], inputs[2], factor, context, normaliser)
+        got = [out, *torch.autograd.grad(out, inputs, do)]
+        inputs = [t.detach().double().requires_grad_() for t in (q, k, v)]
+        x = inputs[0] @ inputs[1].mT * factor[..., None].double()
+        x = x.masked_fill(~context64.visible(x), -math.inf)
+        out = scaled_weights(normaliser, x, context64) @ inputs[2]
+        want = [out, *torch.autograd.grad(out, inputs, do.double())]
+    errors = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in zip(got, want, strict=True)]
+    return max(float(error.detach()) for error in errors)
+
+
+def scaled_weights(normaliser: NormaliserModule, x: Tensor, context: RowContext) -> Tensor:
+    """`row_weights` of scores that an adaptive temperature has scaled already."""
+    if not normaliser.definition.adaptive:
+        return normaliser.row_weights(x, context)
+    a = x.softmax(-1)
+    return reweight(a, context.n, normaliser.reweight_p) if normaliser.reweight_p else a
+
+
+# ---------------------------------------------------------------- launching
+
+
+class Launch(NamedTuple):
+    """Block sizes and what the compiler makes of them."""
+
+    rows: int  # BM, query rows of a tile
+    keys: int  # BN
+    warps: int
+    stages: int  # depth of the software pipeline that loads tiles ahead
+    registers: int = 255  # at most, per thread
+
+
+# One table for all processes, by compute capability (major), kernel and padded head_dim: nothing is tuned
+# at run time, so no rank and no restart can pick other blocks, and with them other roundings.
+# `benchmarks/kernels.py` compiles every entry and prints registers, spills, shared memory and
+# instructions per score, by which these were chosen; `benchmarks/gpu.py --tune` times alternatives on a
+# GPU. Tiles are 128 long on the side that stays, which halves the traffic from the L2 cache.
+LAUNCHES: dict[int, dict[str, dict[int, Launch]]] = {
+    8: {
+        "forward": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2)},
+        "backward_q": {64: Launch(128, 32, 8, 2), 128: Launch(64, 32, 8, 2)},
+        "backward_kv": {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2)},
+    },
+    9: {
+        "forward": {64: Launch(128, 64, 8, 3, 128), 128: Launch(128, 64, 8, 2)},
+        "backward_q": {64: Launch(128, 64, 8, 2), 128: Launch(128, 32, 8, 2)},
+        "backward_kv": {64: Launch(64, 128, 8, 2), 128: Launch(32, 128, 8, 2)},
+    },
+    10: {
+        "forward": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2)},
+        "backward_q": {64: Launch(128, 64, 8, 2), 128: Launch(128, 32, 8, 2)},
+        "backward_kv": {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2)},
+    },
+}
+# float32 tiles are twice as large, and each product of theirs is three of tf32 parts.
+LAUNCHES_32: dict[str, dict[int, Launch]] = {
+    "forward": {64: Launch(64, 32, 4, 2), 128: Launch(64, 32, 4, 2)},
+    "backward_q": {64: Launch(64, 32, 4, 1), 128: Launch(32, 32, 4, 1)},
+    "backward_kv": {64: Launch(32, 64, 4, 1), 128: Launch(32, 32, 4, 1)},
+}
+DECODE_KEYS = 64  # keys of a tile when decoding
+MAX_SPLITS = 64
+INTERPRETED = isinstance(_forward, InterpretedFunction)  # TRITON_INTERPRET=1
+
+
+def launch_of(kernel: str, form: Form, dtype: torch.dtype, major: int) -> Launch:
+    """The table's entry for a GPU of compute capability `major`.x (newer ones: the newest known)."""
+    table = LAUNCHES_32 if dtype == torch.float32 else LAUNCHES[min(major, max(LAUNCHES))]
+    return table[kernel][64 if form.bd <= 64 else 128]
+
+
+def launch_options(launch: Launch) -> dict[str, int]:
+    return {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": launch.registers}
+
+
+def make_form(
+    phi: str, l1: bool, p: int, bounded: bool, biased: bool, dtype: torch.dtype, head_dim: int
+) -> Form:
+    precision = "ieee" if INTERPRETED else "tf32x3"
+    bd = max(16, triton.next_power_of_2(head_dim))
+    return Form(phi, l1, p, bounded, biased, dtype != torch.float32, precision, head_dim, bd)
+
+
+def _launch(kernel: Any, of: str, n_positions: int, q: Tensor, form: Form, *args: Any) -> None:
+    """One program for each head and block of `n_positions`: query rows, or keys for backward_kv."""
+    major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 9
+    launch = launch_of(of, form, q.dtype, major)
+    block = launch.keys if of == "backward_kv" else launch.rows
+    grid = (triton.cdiv(n_positions, block) * q.shape[0] * q.shape[1],)
+    with torch.cuda.device_of(q):
+        kernel[grid](*args, form, launch.rows, launch.keys, **launch_options(launch))
+
+
+def phi_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    factor: Tensor,
+    shift: Tensor | None = None,
+    *,
+    phi: str,
+    l1: bool,
+    p: int = 0,
+    bounded: bool = False,
+) -> Tensor:
+    """Causal attention with weights from phi(factor * q.k + shift), see the top of fused_kernels.py.
+
+    Args:
+        q: (B, H, Tq, D), the last Tq of the Tk positions; any strides, best with D contiguous.
+        k, v: (B, H, Tk, D), of the same type: float32, float16 or bfloat16; D <= 128.
+        factor: expands to (B, H, Tq); gradients flow through it.
+        shift: (Tq,) added to the scores, a constant.
+        phi: one of PHIS.
+        l1: divide rows by sum |phi|.
+        p: power of the re-weighting, which needs l1 and a phi that is not negative; 0: none.
+        bounded: |x| < 60, so that no row of phi = softplus or sigmoid underflows: saves a check.
+    Returns:
+        (B, H, Tq, D) in the inputs' type. Scores and sums are float32; weights are rounded to the
+        inputs' type where they meet v. float16 overflows where weights without l1 exceed 65504.
+    Raises:
+        ValueError: for arguments outside these.
+    """
+    _check(q, k, v, phi, l1, p)
+    factor = factor.to(torch.float32).expand(q.shape[:-1]).contiguous()
+    if shift is not None:
+        shift = shift.to(torch.float32).contiguous()
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, factor))
+    if q.shape[-2] == 1 and not needs_grad:
+        return _decode_op(q, k, v, factor, shift, phi, l1, p, bounded)
+    return _forward_op(q, k, v, factor, shift, phi, l1, p, bounded)[0]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, phi: str, l1: bool, p: int) -> None:
+    if phi not in PHIS:
+        raise ValueError(f"phi = {phi!r}: expected one of {', '.join(PHIS)}")
+    if p and (p < 0 or not l1 or phi in SIGNED):
+        raise ValueError(f"p = {p} with phi = {phi}, l1 = {l1}: expected p >= 1, l1 and a phi >= 0")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"q, k, v of types {q.dtype}, {k.dtype}, {v.dtype}: expected one of float32, float16, bfloat16"
+        )
+    if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}: expected q (B, H, "
+                         "Tq, D), k and v (B, H, Tk, D)")  # fmt: skip
+    if q.shape[-2] > k.shape[-2] or q.shape[-1] > MAX_HEAD_DIM:
+        raise ValueError(
+            f"{q.shape[-2]} queries for {k.shape[-2]} keys, head size {q.shape[-1]}: expected no more "
+            f"queries than keys, and head size <= {MAX_HEAD_DIM}"
+        )
+
+
+def _rows_contiguous(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _new_output(q: Tensor) -> Tensor:
+    """(B, H, T, D) laid out as (B, T, H, D), as the model's next step wants it."""
+    B, H, T, D = q.shape
+    return q.new_empty(B, T, H, D).transpose(1, 2)
+
+
+def _sizes(q: Tensor, k: Tensor) -> tuple[int, int, int]:
+    return q.shape[1], q.shape[2], k.shape[2]
+
+
+def _strides(*tensors: Tensor) -> list[tuple[int, ...]]:
+    return [t.stride()[:3] for t in tensors]
+
+
+_FORM_ARGS = "str phi, bool l1, int p, bool bounded"
+
+
+@torch.library.custom_op(
+    "phi_attention::forward",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor factor, Tensor? shift, {_FORM_ARGS}) -> (Tensor, Tensor)",
+)
+def _forward_op(
+    q: Tensor, k: Tensor, v: Tensor, factor: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int,
+    bounded: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o and the rows' statistics (4, B, H, Tq)."""
+    o, stats = _new_output(q), factor.new_empty(N_STATS, *q.shape[:3])
+    if q.numel() == 0:
+        return o, stats
+    q, k, v = map(_rows_contiguous, (q, k, v))
+    form = make_form(phi, l1, p, bounded, shift is not None, q.dtype, q.shape[-1])
+    _launch(
+        _forward, "forward", q.shape[2], q, form,
+        q, k, v, factor, factor if shift is None else shift, o, stats, *_strides(q, k, v, o), *_sizes(q, k),
+    )  # fmt: skip
+    return o, stats
+
+
+@_forward_op.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, factor: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int,
+    bounded: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _new_output(q), factor.new_empty(N_STATS, *q.shape[:3])
+
+
+@torch.library.custom_op(
+    "phi_attention::backward",
+    mutates_args=(),
+    schema="(Tensor do, Tensor q, Tensor k, Tensor v, Tensor factor, Tensor o, Tensor stats, "
+    f"{_FORM_ARGS}, bool biased) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward_op(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor, o: Tensor, stats: Tensor, phi: str, l1: bool,
+    p: int, bounded: bool, biased: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, d factor (B, H, Tq)."""
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    row_grads = factor.new_empty(4, *q.shape[:3])
+    if q.numel() == 0:
+        return dq, dk.zero_(), dv.zero_(), row_grads[0].clone()
+    do, q, k, v = map(_rows_contiguous, (do, q, k, v))
+    form = make_form(phi, l1, p, bounded, biased, q.dtype, q.shape[-1])
+    _launch(
+        _backward_q, "backward_q", q.shape[2], q, form,
+        q, k, v, o, do, factor, stats, dq, row_grads, *_strides(q, k, v, o, do, dq), *_sizes(q, k),
+    )  # fmt: skip
+    _launch(
+        _backward_kv, "backward_kv", k.shape[2], q, form,
+        q, k, v, do, factor, stats, row_grads, dk, dv, *_strides(q, k, v, do, dk, dv), *_sizes(q, k),
+    )  # fmt: skip
+    return dq, dk, dv, row_grads[0].clone()
+
+
+@_backward_op.register_fake
+def _(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor, o: Tensor, stats: Tensor, phi: str, l1: bool,
+    p: int, bounded: bool, biased: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(factor)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, factor, shift, *ctx.form = inputs
+    ctx.biased = shift is not None
+    ctx.save_for_backward(q, k, v, factor, *output)
+
+
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    dq, dk, dv, d_factor = _backward_op(grads[0], *ctx.saved_tensors, *ctx.form, ctx.biased)
+    return dq, dk, dv, d_factor, None, None, None, None, None
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op(
+    "phi_attention::decode",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor factor, Tensor? shift, {_FORM_ARGS}) -> Tensor",
+)
+def _decode_op(
+    q: Tensor, k: Tensor, v: Tensor, factor: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int,
+    bounded: bool,
+) -> Tensor:  # fmt: skip
+    """o of one query a head, without a graph: the keys are split over enough programs to fill the GPU."""
+    B, H, _, D = q.shape
+    o = _new_output(q)
+    if q.numel() == 0:
+        return o
+    q, k, v = map(_rows_contiguous, (q, k, v))
+    form = make_form(phi, l1, p, bounded, shift is not None, q.dtype, D)
+    n_keys, n_rows = k.shape[2], B * H
+    n_processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
+    n_tiles = triton.cdiv(n_keys, DECODE_KEYS)
+    n_splits = min(n_tiles, MAX_SPLITS, triton.cdiv(4 * n_processors, n_rows))
+    per_split = triton.cdiv(n_tiles, n_splits) * DECODE_KEYS
+    sums = factor.new_empty(n_rows, 4, n_splits)
+    parts, totals = factor.new_empty(n_rows, n_splits, D), factor.new_empty(n_rows, n_splits)
+    no_shift = factor if shift is None else shift
+    tail = (H, n_keys, n_splits, per_split, form, DECODE_KEYS)
+    grid = (n_rows * n_splits,)
+    with torch.cuda.device_of(q):
+        if form.p or form.safe or form.online:
+            _decode_sums[grid](q, k, factor, no_shift, sums, *_strides(q, k), *tail)
+        _decode[grid](q, k, v, factor, no_shift, sums, parts, totals, *_strides(q, k, v), *tail, MAX_SPLITS)
+    total = totals.sum(-1, keepdim=True)  # (B H, 1)
+    if l1:
+        scale = torch.where(total > 0, 1 / total, 0.0)
+    else:
+        scale = torch.full_like(total, LN2.value if phi == "softplus" else 1.0)
+    o.copy_((parts.sum(1) * scale).view(B, H, 1, D))
+    return o
+
+
+@_decode_op.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, factor: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int,
+    bounded: bool,
+) -> Tensor:  # fmt: skip
+    return _new_output(q)

@@ -1,0 +1,126 @@
+"""RoPE and its scalings beyond the training length.
+
+    cos, sin = rope_tables(head_dim, n_positions, theta, RopeScaling("ntk"), train_len)
+    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+
+The tables are computed anew by each forward pass from the training base: none outlives a length, and none is
+in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from infra.cli import UserError
+
+RopeKind = Literal["none", "ntk", "theta", "linear", "yarn"]
+
+YARN_BETA_FAST, YARN_BETA_SLOW = 32.0, 1.0
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How RoPE's frequencies change for sequences longer than the training length (see `rope_tables`).
+
+    Args:
+        kind: none, ntk, theta, linear or yarn.
+        theta: the base that replaces the training base; for kind theta, and only there.
+        length: the sequence length T to scale for; None: the positions present, cache + tokens. When
+            one sequence is fed in several pieces, name its final length, or the pieces disagree.
+    Raises:
+        UserError: unknown kind, missing or superfluous theta, length < 1.
+    """
+
+    kind: RopeKind = "none"
+    theta: float | None = None
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(RopeKind):
+            raise UserError(f"RoPE scaling {self.kind!r}: expected one of {', '.join(get_args(RopeKind))}")
+        if self.kind == "theta" and not (self.theta is not None and 0 < self.theta < math.inf):
+            raise UserError(f"RoPE scaling theta = {self.theta}: expected a positive number, the new base")
+        if self.kind != "theta" and self.theta is not None:
+            raise UserError(f"RoPE scaling theta = {self.theta}: only read by kind theta, not by {self.kind}")
+        if self.length is not None and self.length < 1:
+            raise UserError(f"RoPE scaling length = {self.length}: expected at least 1")
+
+
+UNSCALED = RopeScaling()
+
+
+def rope_tables(
+    head_dim: int,
+    n_positions: int,
+    theta: float,
+    scaling: RopeScaling,
+    train_len: int,
+    device: torch.device | str | None = None,
+    start: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of the angles m·w_i, for positions m and frequencies w_i = theta^(-2i/d), i < d/2.
+
+    RoPE is Su et al. 2021 (arXiv 2104.09864), eq. 14-15. With T the length to scale for and
+    s = T / train_len, the scalings are (ntk, linear, yarn: only if s > 1, else none)
+
+        none    w_i
+        ntk     base theta·s^(d/(d-2))     "NTK-aware", bloc97 2023; YaRN paper, Definition 1
+        theta   base scaling.theta         Xiong et al. 2023 (arXiv 2309.16039); SSMax uses 500000
+        linear  w_i / s                    position interpolation m/s, Chen et al. 2023 (arXiv 2306.15595)
+        yarn    (1-g)·w_i/s + g·w_i        Peng et al. 2023 (arXiv 2309.00071), Definitions 2 and 3
+
+    where yarn's g rises linearly from 0 to 1 as the turns over the training length,
+    r_i = train_len·w_i / 2π, go from 1 to 32; it also multiplies cos and sin by 0.1·ln s + 1,
+    which lssa, normalising q and k, does not see. (The authors' code ramps over the index i between rounded
+    ends instead; this is the formula in the paper.)
+
+    Args:
+        start: leave out the positions before this one (those already in a KV cache).
+    Returns:
+        cos, sin: (n_positions - start, head_dim / 2) float32, computed in float64: at position 131072 a
+        float32 angle is off by up to 5e-3.
+    Raises:
+        UserError: ntk with head_dim = 2, whose exponent is infinite.
+    """
+    length = n_positions if scaling.length is None else scaling.length
+    s = max(length / train_len, 1.0)
+    if scaling.kind == "theta" and scaling.theta is not None:
+        theta = scaling.theta
+    elif scaling.kind == "ntk" and s > 1:
+        if head_dim <= 2:
+            raise UserError(f"RoPE scaling ntk: s^(d/(d-2)) needs a head size d above 2, got {head_dim}")
+        theta = theta * s ** (head_dim / (head_dim - 2))
+
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
+    freqs = theta**-exponents  # (D/2,)
+    amplitude = 1.0
+    if scaling.kind == "linear":
+        freqs = freqs / s
+    elif scaling.kind == "yarn" and s > 1:
+        turns = train_len * freqs / (2 * math.pi)
+        g = ((turns - YARN_BETA_SLOW) / (YARN_BETA_FAST - YARN_BETA_SLOW)).clamp(0, 1)
+        freqs = (1 - g) * freqs / s + g * freqs
+        amplitude = 0.1 * math.log(s) + 1
+
+    positions = torch.arange(start, n_positions, dtype=torch.float64, device=device)
+    angles = positions[:, None] * freqs  # (T, D/2)
+    return (amplitude * angles.cos()).float(), (amplitude * angles.sin()).float()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (x_i, x_{i + D/2}) by its position's angle.
+
+    Pairs are halves, not neighbours: a fixed permutation of RoPE as published, the same to a trained model.
+
+    Args:
+        x: (B, H, T, D). cos, sin: (T, D/2) float32.
+    Returns:
+        (B, H, T, D) in x's dtype, computed in float32.
+    """
+    a, b = x.float().chunk(2, dim=-1)  # (B, H, T, D/2) each
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
