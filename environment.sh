@@ -23,8 +23,9 @@ environment() {
 install_with_uv() {
     command -v uv > /dev/null || return 1
     [ -x $PYTHON ] || uv venv --quiet --python '>=3.11' .venv || return 1
-    # uv does not read pip's variables; pip takes the best version of all indexes, uv must be told to.
-    UV_EXTRA_INDEX_URL=${UV_EXTRA_INDEX_URL:-${PIP_EXTRA_INDEX_URL:-}} UV_INDEX_STRATEGY=unsafe-best-match \
+    # uv ignores pip's settings: pass on those that choose a build of torch, and compare all indexes as pip does.
+    UV_EXTRA_INDEX_URL=${UV_EXTRA_INDEX_URL:-${PIP_EXTRA_INDEX_URL:-}} \
+        UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}} UV_INDEX_STRATEGY=unsafe-best-match \
         uv pip install --quiet --python $PYTHON -r "$1" || {
         echo "environment: uv could not install $1 (its message is above); trying pip" >&2
         return 1

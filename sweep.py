@@ -25,7 +25,7 @@ from signal import SIGTERM
 
 import torch
 
-from config import Config, changed_keys, expand_sweep, load_config
+from config import Config, changed_keys, expand_sweep, load_config, may_change_on_resume
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import StopSignals
 from infra.files import read_jsonl
@@ -50,8 +50,8 @@ class Job:
         if not checkpoints or int(checkpoints[0].stem[5:]) != max_steps:
             return False
         changed = changed_keys(load_config(run_dir / "config.toml"), self.config)
-        if any(not key.startswith("log.") for key in changed):
-            return False  # train.py decides which keys may differ
+        if not all(map(may_change_on_resume, changed)):
+            return False  # train.py names the difference
         last = (read_jsonl(run_dir / "metrics.jsonl") or [{}])[-1]
         return "val_loss" in last and last["step"] == max_steps
 

@@ -12,15 +12,13 @@ with softmax attention do:
     Llama      norm = rmsnorm, mlp = swiglu: the SSMax paper's model
     GPT-NeoX   norm = layernorm, mlp = gelu: this repo's base, without parallel residuals, RoPE on whole heads
 
-Other combinations of norm and mlp, other normalisers and other losses have no counterpart: load those with
-`training.checkpoint.load_model`. The padding of the vocabulary is dropped. In training every document began
-with <|endoftext|>: start prompts with it. Writes config.json, generation_config.json, model.safetensors,
-tokenizer.json and tokenizer_config.json into a new folder.
+Other norms, normalisers and losses have no counterpart: `training.checkpoint.load_model` loads those. The
+padding of the vocabulary is dropped. In training every document began with <|endoftext|>: start prompts with
+it. Writes config.json, model.safetensors, tokenizer.json and tokenizer_config.json into a new folder.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,12 @@ import tiktoken
 import torch
 from torch import Tensor
 
+from attention import describe_attention
 from config import Config
 from data.tokenizer import get_tokenizer
 from infra.cli import ArgumentParser, UserError, run_main
 from model import GPT, NORM_EPS
+from normalisers import Softmax
 from training.checkpoint import load_model
 
 END = "<|endoftext|>"
@@ -39,7 +39,11 @@ CHECK_TEXT = "def naïve(x): return 'It\\'s 1234567'  # 日本語\n\n\tx  += 1"
 
 
 def main() -> None:
-    args = parse_args()
+    parser = ArgumentParser(__doc__, prog="python -m hub.export")
+    parser.add_argument("run", help="run folder (its newest checkpoint) or one checkpoint file")
+    parser.add_argument("out", help="new folder to write")
+    parser.add_argument("--check", action="store_true", help="load it with transformers and compare logits")
+    args = parser.parse_args()
     model, config, step, tokenizer_name = load_model(args.run)
     tokenizer, out = get_tokenizer(tokenizer_name), Path(args.out)
     architecture = choose_architecture(config)
@@ -63,9 +67,10 @@ def choose_architecture(config: Config) -> str:
         UserError: transformers has no architecture that computes what this model does.
     """
     m, a = config.model, config.attention
-    if a.normaliser != "softmax" or a.reweight_p:
-        name = a.normaliser + (f" with reweight_p = {a.reweight_p}" if a.reweight_p else "")
-        raise UserError(f"attention.normaliser = {name}: transformers has softmax attention only")
+    if a.definition != Softmax() or a.reweight_p:
+        raise UserError(
+            f"attention is {describe_attention(a)}: transformers has plain softmax attention only"
+        )
     if config.train.loss != "softmax":
         raise UserError(f"train.loss = {config.train.loss}: transformers has softmax over the logits only")
     match m.norm, m.mlp:
@@ -121,7 +126,8 @@ def convert_model(model: GPT, architecture: str, eot_token: int) -> Any:
         converted = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, **options))
         tensors = llama_tensors(model)
     else:
-        options = {"hidden_act": "gelu_new", "layer_norm_eps": NORM_EPS, "use_parallel_residual": False}
+        act = {"tanh": "gelu_new", "exact": "gelu"}[m.gelu]
+        options = {"hidden_act": act, "layer_norm_eps": NORM_EPS, "use_parallel_residual": False}
         converted = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**common, **options))
         tensors = neox_tensors(model)
     tensors["lm_head.weight"] = model.state_dict()["lm_head.weight"][: m.vocab_size]
@@ -205,14 +211,6 @@ def check(out: Path, model: GPT, tokenizer: tiktoken.Encoding) -> float:
     m, length = model.config.model, model.config.train.seq_len
     x = torch.randint(m.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     return (theirs(x).logits - model(x)).abs().max().item()
-
-
-def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__, prog="python -m hub.export")
-    parser.add_argument("run", help="run folder (its newest checkpoint) or one checkpoint file")
-    parser.add_argument("out", help="new folder to write")
-    parser.add_argument("--check", action="store_true", help="load it with transformers and compare logits")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ from config import Config, load_config
 from infra.cli import UserError
 from infra.files import read_jsonl
 from model import GPT
+from normalisers import NormSoftmax
 from papers.tables import TableRow
 
 FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length
@@ -46,8 +46,8 @@ class FinishedRun:
 
     @cached_property
     def n_params(self) -> int:
-        with torch.device("meta"):
-            return GPT(self.config).n_params()
+        with torch.device("meta"):  # no memory, no initialisation
+            return GPT(self.config, device="meta").n_params()
 
 
 def scale_of(config: Config, steps_before: int = 0) -> str:
@@ -65,18 +65,15 @@ def scale_of(config: Config, steps_before: int = 0) -> str:
 def experiment_of(config: Config) -> str:
     """Attention, loss, kind of optimiser and of start: what rows of a paper differ in, at any scale."""
     a, t, o = config.attention, config.train, config.optimizer
-    attention = a.model_dump(exclude_none=True, exclude={"engine", "compile_rows"})
-    if a.normaliser == "norm_softmax":  # gamma = sqrt_d is a number; tau = 1 is the default
-        attention["tau"] = attention.get("tau", 1.0)
-        gamma, factor = attention.pop("gamma", "sqrt_d"), attention.pop("gamma_factor", 1.0)
-        if a.variant != "affine":
-            gamma = factor * math.sqrt(config.model.head_dim) if gamma == "sqrt_d" else float(gamma)
-            attention["gamma"] = str(gamma)
+    attention = a.model_dump(exclude={"engine", "compile_rows"})
+    if isinstance(a.definition, NormSoftmax):  # sqrt_d is a number, too
+        attention["gamma"] = str(a.definition.gamma_number(config.model.head_dim))
+        attention.pop("gamma_factor")
     if config.init_from:
         attention.pop("scale_init", None)  # depends on the length
-    is_norm = t.loss == "norm_softmax"
+    tau = 1.0 if (t.loss, t.loss_tau) == ("norm_softmax", "auto") else t.loss_tau
     rest = {
-        "loss": (t.loss, t.loss_gamma or "inf", t.loss_tau or 1.0) if is_norm else (t.loss, t.loss_tau),
+        "loss": (t.loss, t.loss_gamma, tau),
         "optimizer": (o.name, t.max_steps > 0 and o.warmup_steps == 0, o.weight_decay == 0),
         "start": (bool(config.init_from), t.max_steps == 0),
     }

@@ -9,32 +9,35 @@ from typing import Any
 
 import pytest
 import torch
-from test_eval_length import save_run
-from test_model import make_gpt
 
+from config import load_config
 from data.tokenizer import get_tokenizer
 from hub import export
 from infra.cli import UserError
+from model import GPT
+from training.checkpoint import save_checkpoint
 
-LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "mlp_hidden": 48}
-OPTIONS = [
-    pytest.param({**family, "bias": bias, "tie_embeddings": tie}, id=f"{name} bias={bias} tie={tie}")
-    for name, family in (("llama", LLAMA), ("neox", {}))
-    for bias in (True, False)
-    for tie in (True, False)
-]
+FAMILIES = {
+    "llama": ["--model.norm", "rmsnorm", "--model.mlp", "swiglu", "--model.mlp-hidden", "48"],
+    "neox": ["--model.gelu", "tanh"],
+    "neox exact": ["--model.gelu", "exact"],
+}
 
 
-def make_run(folder: Path, **options: Any) -> Path:
-    """A run whose norms and biases, too, are away from their initial values."""
-    attention = options.pop("attention", {})
-    gpt = make_gpt(attention, seq_len=32, std=0.2, vocab_size=257, rope_theta=5000.0, **options)
+def make_run(tiny_config: Path, *overrides: str) -> Path:
+    """A run with random weights, norms and biases too."""
+    config = load_config(
+        tiny_config, ["--model.vocab-size", "257", "--model.rope-theta", "5000.0", *overrides]
+    )
+    torch.manual_seed(0)
+    model = GPT(config)
     with torch.no_grad():
-        for p in gpt.parameters():
-            if p.ndim == 1:
-                p.add_(0.3 * torch.randn(p.shape))
-    save_run(folder / "run", gpt.config, gpt, step=1, tokenizer="bytes")
-    return folder / "run"
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn(p.shape))
+    empty: dict[str, Any] = {"optimizers": [], "validation": {}, "guard": {}, "rng": []}
+    state = {"step": 1, "config": config.model_dump(), "model": model.state_dict()} | empty
+    save_checkpoint(config.run_dir, state | {"data": {"tokenizer": "bytes"}}, keep_last=1)
+    return config.run_dir
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
@@ -42,19 +45,22 @@ def call(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
     export.main()
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("tie", ["true", "false"])
+@pytest.mark.parametrize("bias", ["true", "false"])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_transformers_gives_the_same_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: Any
+    family: list[str], bias: str, tie: str, tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     """Loading is strict, so equal logits also mean that each weight is written, and written once."""
     pytest.importorskip("transformers")
-    out = tmp_path / "out"
-    call(monkeypatch, make_run(tmp_path, **options), out, "--check")
+    out = tiny_config.with_name("out")
+    run = make_run(tiny_config, *family, "--model.bias", bias, "--model.tie-embeddings", tie)
+    call(monkeypatch, run, out, "--check")
     assert float(capsys.readouterr().out.split("between the logits: ")[1]) <= 1e-4
     files = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert files <= {path.name for path in out.iterdir()}
     config = json.loads((out / "config.json").read_text())
-    assert config["vocab_size"] == 257 and config["tie_word_embeddings"] == options["tie_embeddings"]
+    assert config["vocab_size"] == 257 and config["tie_word_embeddings"] == (tie == "true")
     assert config["rope_parameters"]["rope_theta"] == 5000.0
 
 
@@ -76,29 +82,27 @@ def test_exported_tokenizer_gives_the_same_tokens(name: str, tmp_path: Path):
     assert theirs.bos_token_id == theirs.eos_token_id == ours.eot_token
 
 
-def test_one_line_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_one_line_without_transformers(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    run = make_run(tmp_path)
-    with pytest.raises(UserError, match="^[a-z]+ is not installed: pip install -r requirements-hub.txt$"):
-        call(monkeypatch, run, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    run, out = make_run(tiny_config), tiny_config.with_name("out")
+    with pytest.raises(UserError, match="^transformers is not installed: pip install -r requirements-hub"):
+        call(monkeypatch, run, out)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    ("overrides", "message"),
     [
-        ({"attention": {"normaliser": "ssmax"}}, "attention.normaliser = ssmax"),
-        ({"attention": {"reweight_p": 3}}, "softmax with reweight_p = 3"),
-        ({"norm": "rmsnorm"}, "model.norm = rmsnorm, model.mlp = gelu: expected rmsnorm and swiglu"),
+        ("--attention.normaliser ssmax", "attention is ssmax.*: transformers has plain softmax"),
+        ("--attention.reweight-p 3", "reweight_p = 3"),
+        ("--attention.scores cosine", "scores = cosine"),
+        ("--model.norm rmsnorm", "model.norm = rmsnorm, model.mlp = gelu: expected rmsnorm and swiglu"),
+        ("--train.loss logit_norm", "train.loss = logit_norm"),
     ],
 )
-def test_models_without_a_counterpart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
-):
-    run = make_run(tmp_path, **options)
+def test_models_without_a_counterpart(overrides: str, message: str, tiny_config: Path):
     with pytest.raises(UserError, match=message):
-        call(monkeypatch, run, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        export.choose_architecture(load_config(tiny_config, overrides.split()))
 
 
 def test_only_a_new_folder_is_written(tmp_path: Path):
