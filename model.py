@@ -27,7 +27,7 @@ from attention import Engine, attend, describe_engine, make_normaliser, resolve_
 from config import Config, ModelConfig, TrainConfig
 from infra.cli import UserError
 from normalisers import Phi
-from positions import UNSCALED, RopeScaling, apply_rope, rope_tables
+from positions import UNSCALED, RopeScaling, SplitAndRotate, rope_tables
 
 INIT_STD = 0.02
 NORM_EPS = 1e-5
@@ -97,8 +97,7 @@ class Attention(nn.Module):
         """(B, T, C) to q and k after RoPE, and v: (B, H, T, D) each."""
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim)  # (B, T, 3, H, D)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
-        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+        return SplitAndRotate.apply(qkv, cos, sin)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
         q, k, v = self.project(x, cos, sin)
@@ -226,7 +225,10 @@ class GPT(nn.Module):
 
     def unscaled_logits(self, hidden: Tensor) -> Tensor:
         """(..., C) to (..., vocab_size) in float32: the padding's columns are cut off, never predicted."""
-        return self.lm_head(hidden)[..., : self.config.model.vocab_size].float()
+        vocab_size = self.config.model.vocab_size
+        if hidden.device.type == "cpu":  # padding serves a GPU's tiles only
+            return F.linear(hidden, self.lm_head.weight[:vocab_size]).float()
+        return self.lm_head(hidden)[..., :vocab_size].float()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`unscaled_logits` as the training loss takes them: their softmax is what the model predicts."""

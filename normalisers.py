@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from infra.cli import UserError
 
@@ -77,10 +78,26 @@ class RowContext:
 
 def l1_normalise(s: Tensor) -> Tensor:
     """s / sum |s| over the last axis; rows of zeros stay zeros."""
-    z = s.abs().sum(-1, keepdim=True)
-    # 1 / z overflows just above the smallest normal number: such a row has no mass.
-    has_mass = z > 1e8 * torch.finfo(s.dtype).tiny
-    return s * torch.where(has_mass, 1 / torch.where(has_mass, z, 1.0), 0.0)
+    return L1Normalise.apply(s)
+
+
+class L1Normalise(torch.autograd.Function):
+    """Its backward, (g - sign(s) sum(g a)) / Z, is exactly 0 where one key has the whole row."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor) -> Tensor:
+        z = s.abs().sum(-1, keepdim=True)
+        # 1 / z overflows just above the smallest normal number: such a row has no mass.
+        inverse = torch.where(z > 1e8 * torch.finfo(s.dtype).tiny, 1 / z, 0.0)
+        a = s * inverse
+        ctx.save_for_backward(a, inverse)
+        return a
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        a, inverse = ctx.saved_tensors
+        return (grads[0] - a.sign() * (grads[0] * a).sum(-1, keepdim=True)) * inverse
 
 
 # ---------------------------------------------------------------- re-weighting (LSSAR)

@@ -26,6 +26,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, compiled:
     """`attention.attend` by blocks of rows; (B, H, Tq, D) in v's type. compiled: by torch.compile."""
     dtype = v.dtype
     q, k, context = normaliser.prepare(q, k)
+    q, k = q.contiguous(), k.contiguous()  # once, instead of in each block's product
     # Learned parameters are passed explicitly: autograd tracks only the arguments of apply().
     formula, learned = BlockFormula(normaliser, compiled), context.learned.values()
     return RowBlocks.apply(q, k, v.to(q.dtype), formula, context, *learned).to(dtype)

@@ -2,7 +2,7 @@
 
     reference_weights(cfg, q, k, train_len, params)  ->  (B, H, Tq, Tk) float64
 
-It shares no code with attention.py. Every function below sees one query `q` (D,), the keys that this
+It shares no code with normalisers.py. Every function below sees one query `q` (D,), the keys that this
 query may see `k` (n, D), and nothing else, so causality, the meaning of n and the rows of a KV cache
 need no mask. All of it is made of differentiable torch operations: gradients can be compared too.
 """
@@ -52,7 +52,7 @@ def reference_weights(
         cfg: an AttentionConfig, or anything with its attributes.
         q: (B, H, Tq, D). k: (B, H, Tk, D). Any dtype; converted to float64.
         train_len: the training length.
-        params: the normaliser's learned parameters by name: `s`, `b`, `w` (H,), `p_n` (train_len,).
+        params: the normaliser's learned parameters by name: `s`, `b`, `sink`, `w` (H,), `p_n` (train_len,).
     Returns:
         (B, H, Tq, Tk) float64, zeros above the diagonal.
     Raises:
@@ -71,7 +71,7 @@ def reference_weights(
                 n = len_k - len_q + r + 1
                 row = Row(q[b, h, r], k[b, h, :n], len_k, train_len, of_head)
                 a = FORMULAS[cfg.normaliser](row, cfg)
-                if cfg.reweight_p is not None:
+                if cfg.reweight_p:
                     a = reweight(a, cfg.reweight_p)
                 rows.append(torch.cat([a, a.new_zeros(len_k - n)]))
     return torch.stack(rows).view(batch, n_head, len_q, len_k)
@@ -98,11 +98,6 @@ def exp_l1(z: Tensor) -> Tensor:
     """The softmax of one row."""
     e = torch.exp(z - z.max().detach())
     return e / e.sum()
-
-
-def _softmax(row: Row, cfg: Any) -> Tensor:
-    """softmax(q k / sqrt d): Vaswani 2017 eq. 1."""
-    return exp_l1(row.x)
 
 
 def _softmax_inverse(row: Row, cfg: Any) -> Tensor:
@@ -142,23 +137,45 @@ PHI: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _phi(row: Row, cfg: Any) -> Tensor:
-    """A = phi(x), then A / sum |A|: LSSAR eq. 3, Tables 2 and 3."""
-    a = PHI[cfg.phi or "softplus"](row.x)
-    return l1(a) if cfg.l1 in (None, True) else a
+def _score(row: Row, cfg: Any) -> Tensor:
+    """q k, or q^ k^ with q^ and k^ of length 1, times the scale, the length scale and s and b (DESIGN, 3)."""
+    d, n = row.q.shape[0], row.n
+    if cfg.scores == "cosine":
+        product = (row.k / row.k.norm(dim=-1, keepdim=True) * (row.q / row.q.norm())).sum(-1)
+        natural = product
+    else:
+        product, natural = row.raw, row.x
+    g = {
+        "none": 1.0,
+        "ln_n": math.log(n),
+        "sqrt_2ln_n": math.sqrt(2 * math.log(n)),
+        "log_train_len_n": max(1.0, math.log(n) / math.log(row.train_len)),
+        "llama4": 1 + 0.1 * math.log(n // 8192 + 1),
+    }[cfg.length_scale]
+    b = row.params["b"] if cfg.bias is True else 0.0
+    if cfg.scale == "learned":
+        return (row.params["s"] * g + b) * natural
+    if cfg.scale == "one":
+        return (g + b) * natural
+    scale = {"rsqrt_d": 1 / math.sqrt(d), "sqrt_d": math.sqrt(d), "ln_d": math.log(d)}.get(
+        cfg.scale, cfg.scale
+    )
+    return scale * g * product
 
 
-def _lssa(row: Row, cfg: Any) -> Tensor:
-    """softplus(ln d ln n q^ k^), then l1, with q^ and k^ of length 1: LSSAR eq. 4."""
-    q = row.q / row.q.norm()
-    k = row.k / row.k.norm(dim=-1, keepdim=True)
-    return l1(log_1p_exp(math.log(row.q.shape[0]) * math.log(row.n) * (k * q).sum(-1)))
-
-
-def _sigmoid(row: Row, cfg: Any) -> Tensor:
-    """sigma(x - ln L): Ramapuram 2024 eq. 3 with b = -ln L; with l1: LSSAR Table 4."""
-    count = {"log_train_len": row.train_len, "log_len": row.length, "log_n": row.n}[cfg.bias or "log_n"]
-    a = logistic(row.x - math.log(count))
+def _family(row: Row, cfg: Any) -> Tensor:
+    """phi(score - bias) over its sum, a sink included: Vaswani 2017 eq. 1 (softmax), LSSAR eq. 3 (phi) and 4
+    (lssa), SSMax eq. 2 and 4, Ramapuram 2024 eq. 3 (sigmoid, bias -ln L), Li 2022 (relu over its sum)."""
+    x = _score(row, cfg)
+    if isinstance(cfg.bias, str):
+        x = x - math.log({"log_train_len": row.train_len, "log_len": row.length, "log_n": row.n}[cfg.bias])
+    if cfg.sink != "none":
+        sink = row.params["sink"] if cfg.sink == "learned" else torch.zeros((), dtype=x.dtype)
+        a = PHI[cfg.phi](x)
+        return a / (a.abs().sum() + torch.exp(sink))
+    if cfg.phi == "exp" and cfg.l1:
+        return exp_l1(x)
+    a = PHI[cfg.phi](x)
     return l1(a) if cfg.l1 else a
 
 
@@ -167,22 +184,9 @@ def _relu_wortsman(row: Row, cfg: Any) -> Tensor:
     return PHI["relu"](row.x) / (row.n if cfg.divide_by == "n" else row.train_len)
 
 
-def _relu_li(row: Row, cfg: Any) -> Tensor:
-    """relu(x) / sum relu(x): Li 2022."""
-    return l1(PHI["relu"](row.x))
-
-
 def _relu_shen(row: Row, cfg: Any) -> Tensor:
     """relu(x) / (gamma sqrt(n / 2)): Shen 2023."""
-    gamma = 1.0 if cfg.gamma is None else cfg.gamma
-    return PHI["relu"](row.x) / (gamma * math.sqrt(row.n / 2))
-
-
-def _ssmax(row: Row, cfg: Any) -> Tensor:
-    """softmax((s ln n + b) x): SSMax eq. 2 and 4; s = 1 is its variant (c), b its variant (d), eq. 11."""
-    s = 1.0 if cfg.scale == "one" else row.params["s"]
-    b = row.params["b"] if cfg.bias else 0.0
-    return exp_l1((s * math.log(row.n) + b) * row.x)
+    return PHI["relu"](row.x) / (cfg.gamma * math.sqrt(row.n / 2))
 
 
 def _ssmax_pn(row: Row, cfg: Any) -> Tensor:
@@ -197,15 +201,18 @@ def _norm_softmax(row: Row, cfg: Any) -> Tensor:
     Table 1's f1 (eq. 29) is w x / (tau sigma), f2 is x / (tau max(sigma, gamma)). sigma is the population
     standard deviation of x over the visible keys; where it is 0, the row is uniform.
     """
-    x, n = row.raw, row.n
+    n = row.n
+    x = row.raw
+    if cfg.scores == "cosine":
+        x = x / (row.q.norm() * row.k.norm(dim=-1))
     if bool((x == x[0]).all()):
         return torch.full_like(x, 1 / n) + 0 * x  # + 0 x: the zero gradient
-    tau = 1.0 if cfg.tau is None else cfg.tau
+    tau = cfg.tau
     sigma = (((x - x.sum() / n) ** 2).sum() / n) ** 0.5
     if cfg.variant == "affine":
         return exp_l1(row.params["w"] * x / (tau * sigma))
-    if cfg.gamma in (None, "sqrt_d"):
-        gamma = (1.0 if cfg.gamma_factor is None else cfg.gamma_factor) * math.sqrt(row.q.shape[0])
+    if cfg.gamma == "sqrt_d":
+        gamma = cfg.gamma_factor * math.sqrt(row.q.shape[0])
     else:
         gamma = math.inf if cfg.gamma == "inf" else cfg.gamma
     keep_sigma = sigma > gamma if cfg.variant == "inverse" else sigma < gamma
@@ -214,22 +221,18 @@ def _norm_softmax(row: Row, cfg: Any) -> Tensor:
 
 def _logit_norm(row: Row, cfg: Any) -> Tensor:
     """softmax(x / (tau |x|_2)), x = q k unscaled, |x| over the visible keys: NormSoftmax eq. 8."""
-    tau = row.n**-0.5 if cfg.tau is None else cfg.tau
+    tau = row.n**-0.5 if cfg.tau == "rsqrt_n" else cfg.tau
     return exp_l1(row.raw / (tau * (row.raw**2).sum() ** 0.5))
 
 
+FAMILY = ("softmax", "phi", "lssa", "sigmoid", "relu_li", "ssmax")
 FORMULAS: dict[str, Callable[[Row, Any], Tensor]] = {
-    "softmax": _softmax,
+    **{name: _family for name in FAMILY},
     "softmax_inverse": _softmax_inverse,
     "softmax_recentred": _softmax_recentred,
     "softmax_recentred_l1": _softmax_recentred_l1,
-    "phi": _phi,
-    "lssa": _lssa,
-    "sigmoid": _sigmoid,
     "relu_wortsman": _relu_wortsman,
-    "relu_li": _relu_li,
     "relu_shen": _relu_shen,
-    "ssmax": _ssmax,
     "ssmax_pn": _ssmax_pn,
     "norm_softmax": _norm_softmax,
     "logit_norm": _logit_norm,

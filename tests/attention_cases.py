@@ -1,0 +1,197 @@
+"""Every normaliser with each of its options, and how tests call and compare them.
+
+A normaliser that is registered but not listed is added with its default options, so that most tests cover it
+at once (the comparison with reference.py needs a formula there).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+import torch
+from reference import FORMULAS, reference_weights
+from torch import Tensor
+
+from attention import attend, make_normaliser
+from config import AttentionConfig
+from normalisers import NORMALISERS, NormaliserModule, PhiName
+
+torch.set_num_threads(1)
+
+PHIS = get_args(PhiName)
+BIASES = ("log_train_len", "log_len", "log_n")
+
+PLAIN: list[dict[str, Any]] = [
+    *({"normaliser": name} for name in ("softmax", "softmax_inverse", "softmax_recentred")),
+    *({"normaliser": name} for name in ("softmax_recentred_l1", "phi", "lssa", "sigmoid", "relu_wortsman")),
+    *({"normaliser": name} for name in ("relu_li", "relu_shen", "ssmax", "ssmax_pn", "norm_softmax")),
+    {"normaliser": "logit_norm"},
+    *({"normaliser": "phi", "phi": phi, "l1": l1} for phi in PHIS for l1 in (True, False)),
+    *({"normaliser": "sigmoid", "bias": bias, "l1": l1} for bias in BIASES for l1 in (True, False)),
+    *({"normaliser": "relu_wortsman", "divide_by": by} for by in ("train_len", "n")),
+    {"normaliser": "relu_shen", "gamma": 2.5},
+    {"normaliser": "ssmax", "scale_init": 0.43},
+    {"normaliser": "ssmax", "scale": "one"},
+    {"normaliser": "ssmax", "scale": "learned", "bias": True},
+    {"normaliser": "ssmax", "scale": "one", "bias": True},
+    {"normaliser": "ssmax_pn", "scale_init": 0.7},
+    {"normaliser": "norm_softmax", "variant": "standard", "gamma": 2.0},
+    {"normaliser": "norm_softmax", "gamma": "sqrt_d", "gamma_factor": 0.5},
+    {"normaliser": "norm_softmax", "gamma_factor": 2.0, "tau": 0.5},
+    {"normaliser": "norm_softmax", "gamma": "inf"},
+    {"normaliser": "norm_softmax", "variant": "affine"},
+    {"normaliser": "norm_softmax", "variant": "affine", "tau": 2.0},
+    {"normaliser": "norm_softmax", "variant": "inverse"},
+    {"normaliser": "norm_softmax", "variant": "inverse", "gamma": 3.0, "tau": 0.8},
+    {"normaliser": "norm_softmax", "variant": "inverse", "gamma_factor": 2.0},
+    {"normaliser": "logit_norm", "tau": 0.25},
+    # The family's independent keys.
+    {"normaliser": "softmax", "scores": "cosine", "scale": "sqrt_d"},  # QK-norm
+    {"normaliser": "softmax", "scores": "cosine", "scale": "learned", "scale_init": 4.0},
+    {"normaliser": "softmax", "scores": "cosine", "scale": "ln_d", "length_scale": "ln_n"},
+    {"normaliser": "softmax", "scale": 0.3},
+    {"normaliser": "softmax", "scale": "one", "length_scale": "ln_n", "bias": True},
+    *(
+        {"normaliser": "softmax", "length_scale": scale}
+        for scale in ("sqrt_2ln_n", "log_train_len_n", "llama4")
+    ),
+    *({"normaliser": "softmax", "sink": sink} for sink in ("one", "learned")),
+    {"normaliser": "lssa", "sink": "learned"},
+    {"normaliser": "lssa", "scores": "dot", "scale": "rsqrt_d", "length_scale": "none"},
+    {"normaliser": "lssa", "scale": "learned", "scale_init": 3.0},
+    {"normaliser": "lssa", "phi": "sigmoid", "length_scale": "log_train_len_n"},
+    {"normaliser": "ssmax", "scores": "cosine", "scale_init": 2.0},
+    {"normaliser": "phi", "phi": "relu2", "scores": "cosine", "bias": "log_n"},
+    {"normaliser": "norm_softmax", "scores": "cosine"},
+]
+REWEIGHTED: list[dict[str, Any]] = [
+    {**options, "reweight_p": p}
+    for p in (1, 3, 15)
+    for options in (
+        {"normaliser": "softmax"},
+        {"normaliser": "lssa"},
+        {"normaliser": "phi", "phi": "exp"},
+        {"normaliser": "phi", "phi": "relu2"},
+        {"normaliser": "phi", "phi": "softplus"},
+        {"normaliser": "sigmoid", "l1": True},
+        {"normaliser": "sigmoid", "bias": "log_len", "l1": True},
+        {"normaliser": "relu_li"},
+        {"normaliser": "ssmax", "bias": True},
+        {"normaliser": "ssmax_pn"},
+        {"normaliser": "norm_softmax"},
+        {"normaliser": "norm_softmax", "variant": "affine"},
+        {"normaliser": "logit_norm"},
+        {"normaliser": "softmax", "scores": "cosine", "scale": "ln_d", "length_scale": "ln_n"},
+        {"normaliser": "lssa", "scale": "learned"},
+    )
+]
+LISTED = {options["normaliser"] for options in PLAIN}
+OPTIONS = [*PLAIN, *({"normaliser": name} for name in NORMALISERS if name not in LISTED), *REWEIGHTED]
+
+
+def case_id(options: dict[str, Any]) -> str:
+    rest = [f"{key}={value}" for key, value in options.items() if key != "normaliser"]
+    return " ".join([options["normaliser"], *rest]).replace(" ", "-")
+
+
+CASES = [pytest.param(AttentionConfig(**options), id=case_id(options)) for options in OPTIONS]
+each_case = pytest.mark.parametrize("cfg", CASES)
+
+
+def has_sdpa(cfg: AttentionConfig) -> bool:
+    return cfg.definition.is_rescaled_softmax and not cfg.reweight_p
+
+
+def engines(cfg: AttentionConfig) -> list[str]:
+    return ["dense", "rows", "sdpa"] if has_sdpa(cfg) else ["dense", "rows"]
+
+
+def is_normalised(cfg: AttentionConfig) -> bool:
+    """Whether rows have a scale of their own: sum |A| = 1, or a softmax with something subtracted."""
+    d = cfg.definition
+    return d.adaptive or cfg.normaliser.startswith("softmax_") or bool(getattr(d, "l1", False))
+
+
+def make(cfg: AttentionConfig, n_head: int, head_dim: int, train_len: int, seed: int = 0) -> NormaliserModule:
+    """A normaliser whose learned parameters are away from their initial values, different in every head."""
+    normaliser = make_normaliser(cfg, n_head=n_head, head_dim=head_dim, train_len=train_len)
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in sorted(normaliser.named_parameters()):
+            low = -0.3 if name == "b" else 0.5
+            p.copy_(low + torch.rand(p.shape, generator=g))
+    return normaliser
+
+
+def draw(
+    len_q: int, len_k: int, head_dim: int, batch: int = 1, n_head: int = 2, seed: int = 0, dtype=torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the gradient of o, all N(0, 1)."""
+    g = torch.Generator().manual_seed(1000 * len_q + len_k + seed)
+    shapes = [(batch, n_head, t, head_dim) for t in (len_q, len_k, len_k, len_q)]
+    q, k, v, do = (torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes)
+    return q, k, v, do
+
+
+def run(
+    engine: Any, normaliser: NormaliserModule, q, k, v, do, autocast: bool = False, compile_rows: bool = False
+) -> dict[str, Tensor]:
+    """o and every gradient of (o * do).sum(), with an engine or with weights given as a function."""
+    q, k, v = (t.detach().clone().requires_grad_() for t in (q, k, v))
+    params = dict(normaliser.named_parameters())
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        if callable(engine):
+            o = engine(q, k, params) @ v
+        else:
+            o = attend(q, k, v, normaliser, engine, compile_rows)
+    inputs = {"dq": q, "dk": k, "dv": v, **{f"d{name}": p for name, p in params.items()}}
+    grads = torch.autograd.grad(o, list(inputs.values()), do, allow_unused=True, materialize_grads=True)
+    return {"o": o.detach(), **dict(zip(inputs, grads, strict=True))}
+
+
+def exactly(normaliser: NormaliserModule, *inputs: Tensor) -> dict[str, Tensor]:
+    """`run` in float64 on the same numbers; equal to the reference by the first tests of section 2."""
+    return run("dense", copy.deepcopy(normaliser).double(), *(t.double() for t in inputs))
+
+
+def assert_close(got, want, inputs: tuple[Tensor, ...], tolerance: float, label: str) -> None:
+    """Norm of the error over norm of the exact value, for o and each gradient.
+
+    Some gradients are sums that cancel, so that their own norm is no measure of their rounding:
+    - dq or dk may vanish, exactly (equal keys) or nearly (at most 3 rows, where one key may take each
+      row whole): held against the largest gradient;
+    - a learned parameter's is a sum over all rows, of the terms q dq: held against 10 % of sum |q dq|
+      where that is larger.
+    """
+    assert got.keys() == want.keys()
+    exact = {name: t.double() for name, t in want.items()}
+    largest = max(t.norm() for name, t in exact.items() if name != "o")
+    few = inputs[0].shape[2] <= 3
+    terms = (inputs[0].double() * exact["dq"]).abs().sum()
+    bad = {}
+    for name, t in exact.items():
+        scale = t.norm()
+        if name in ("dq", "dk") and (few or scale <= 1e-9 * largest):
+            scale = largest
+        if name not in ("o", "dq", "dk", "dv"):
+            scale = torch.maximum(scale, largest if few else 0.1 * terms)
+        error = float((got[name].double() - t).norm() / scale.clamp(min=1e-30))
+        if not error <= tolerance:
+            bad[name] = f"{error:.2e}"
+    assert not bad, f"{label}: relative errors {bad} above {tolerance}"
+
+
+def formula(cfg: AttentionConfig, train_len: int) -> Callable[..., Tensor]:
+    if cfg.normaliser not in FORMULAS:
+        pytest.skip(f"tests/reference.py has no formula for {cfg.normaliser}")
+    return lambda q, k, params: reference_weights(cfg, q, k, train_len, params)
+
+
+def scores_to_qk(x: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k (1, 1, T, T) whose scores q k / sqrt d are the given x (T, T)."""
+    d = x.shape[-1]
+    return x[None, None], math.sqrt(d) * torch.eye(d, dtype=x.dtype)[None, None]

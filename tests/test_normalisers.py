@@ -1,0 +1,283 @@
+"""The normalisers are their papers' formulas: against reference.py, written independently of them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import CASES, PHIS, case_id, draw, each_case, formula, is_normalised, make, scores_to_qk
+from pydantic import ValidationError
+from reference import FORMULAS, PHI, UNIFORM
+from torch import Tensor
+
+from attention import make_normaliser
+from config import AttentionConfig
+from normalisers import NORMALISERS, NormaliserModule
+
+# 1. The dense weights are the formulas.
+
+
+def test_every_registered_normaliser_is_a_case():
+    assert {cfg.values[0].normaliser for cfg in CASES} == set(NORMALISERS)
+    assert set(NORMALISERS) >= set(FORMULAS)
+    assert set(PHIS) == set(PHI)
+
+
+SHAPES = [(t, t) for t in (1, 2, 3, 4, 5, 33, 129)] + [(1, 33), (7, 33)]
+
+
+def row_errors(cfg: AttentionConfig, q: Tensor, k: Tensor, normaliser: NormaliserModule) -> Tensor:
+    """Each row's largest error; relative to the row's largest weight where rows are not normalised."""
+    got = normaliser.weights(q, k)
+    want = formula(cfg, 160)(q, k, dict(normaliser.named_parameters()))
+    assert got.dtype == q.dtype and got.shape == want.shape
+    future = torch.ones(got.shape[2:], dtype=torch.bool).triu(got.shape[3] - got.shape[2] + 1)
+    assert (got[..., future] == 0).all()
+    return row_distance(cfg, got, want)
+
+
+def row_distance(cfg: AttentionConfig, got: Tensor, want: Tensor) -> Tensor:
+    distance = (got.double() - want).abs().amax(-1)
+    return distance if is_normalised(cfg) else distance / want.abs().amax(-1).clamp(min=1e-30)
+
+
+def rounding_response(cfg: AttentionConfig, q: Tensor, k: Tensor, normaliser: NormaliserModule) -> Tensor:
+    """How far exact weights move, by row, when every number in q and k moves by half a float32 ulp.
+
+    No float32 code can be expected below a few times this: it cannot tell those inputs apart.
+    """
+    g = torch.Generator().manual_seed(0)
+    exact = copy.deepcopy(normaliser).double()
+
+    def moved(t: Tensor) -> Tensor:
+        return t.double() * (1 + 2.0**-24 * (2 * torch.randint(0, 2, t.shape, generator=g) - 1))
+
+    want = exact.weights(q.double(), k.double())
+    return torch.stack([row_distance(cfg, exact.weights(moved(q), moved(k)), want) for _ in range(8)]).amax(0)
+
+
+def is_ill_conditioned(cfg: AttentionConfig) -> bool:
+    """Where 1e-6 is beyond float32, because the formula magnifies the rounding of its scores.
+
+    reweight_p: by p n A / (n A - 1). ssmax, norm_softmax with a small gamma: by the low temperature.
+    Rows that are not normalised, and signed phi: relatively, where all scores of a short row are near
+    a zero of phi.
+    """
+    return (
+        cfg.reweight_p > 1
+        or getattr(cfg, "length_scale", "") == "ln_n"
+        or getattr(cfg, "gamma", None) == 2.0
+        or not is_normalised(cfg)
+        or getattr(cfg, "phi", "") in ("identity", "gelu", "mish")
+    )
+
+
+@pytest.mark.parametrize("head_dim", [16, 64])
+@each_case
+def test_weights_are_the_formula_float32(cfg, head_dim):
+    for shape in SHAPES:
+        q, k, _, _ = draw(*shape, head_dim)
+        normaliser = make(cfg, 2, head_dim, train_len=160)
+        error = row_errors(cfg, q, k, normaliser)
+        tolerance = torch.tensor(1e-6, dtype=torch.float64)
+        if error.max() > tolerance and is_ill_conditioned(cfg):
+            tolerance = tolerance + 16 * rounding_response(cfg, q, k, normaliser)
+        assert (error <= tolerance).all(), f"T = {shape}: {error.max():.2e}"
+
+
+@pytest.mark.parametrize("head_dim", [16, 64])
+@each_case
+def test_weights_are_the_formula_float64(cfg, head_dim):
+    for shape in [*((t, t) for t in (1, 2, 3, 4, 5, 33)), (7, 129)]:
+        q, k, _, _ = draw(*shape, head_dim, dtype=torch.float64)
+        error = row_errors(cfg, q, k, make(cfg, 2, head_dim, train_len=160).double())
+        assert error.max() <= 1e-12, f"T = {shape}: {error.max():.2e}"
+
+
+@each_case
+def test_weights_are_the_formula_at_large_scores(cfg):
+    q, k, _, _ = draw(33, 33, 16, dtype=torch.float64)
+    error = row_errors(cfg, 8 * q, k, make(cfg, 2, 16, train_len=160).double())
+    assert error.max() <= 1e-12, f"{error.max():.2e}"
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1e3, 1e6])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"normaliser": "norm_softmax", "gamma": "inf"},
+        {"normaliser": "norm_softmax", "variant": "affine"},
+        {"normaliser": "logit_norm"},
+        {"normaliser": "lssa"},
+    ],
+    ids=case_id,
+)
+def test_normalised_scores_have_no_scale(options, scale):
+    """These formulas do not change when all queries are multiplied by a number."""
+    cfg = AttentionConfig(**options)
+    q, k, _, _ = draw(33, 33, 64)
+    error = row_errors(cfg, scale * q, k, make(cfg, 2, 64, train_len=160))
+    assert error.max() <= 1e-6, f"{error.max():.2e}"
+
+
+@each_case
+def test_learned_parameters(cfg):
+    normaliser = make_normaliser(cfg, n_head=3, head_dim=16, train_len=20)
+    got = {name: (tuple(p.shape), p.unique().tolist()) for name, p in normaliser.named_parameters()}
+    want: dict[str, Any] = {}
+    if getattr(cfg, "scale", "") == "learned":
+        want |= {"s": ((3,), pytest.approx([cfg.scale_init]))}
+    if getattr(cfg, "bias", False) is True:
+        want |= {"b": ((3,), [0.0])}
+    if getattr(cfg, "sink", "") == "learned":
+        want |= {"sink": ((3,), [0.0])}
+    if cfg.normaliser == "ssmax_pn":
+        want |= {"b": ((3,), [0.0]), "p_n": ((20,), [1.0])}
+    if getattr(cfg, "variant", "") == "affine":
+        want = {"w": ((3,), [1.0])}
+    if cfg.normaliser in FORMULAS:
+        assert got == want
+
+
+# 2. The rules of the re-weighting.
+
+
+def reweighted_softmax(x: Tensor, p: int) -> tuple[Tensor, Tensor]:
+    """Softmax weights of the scores x (T, T) before and after re-weighting."""
+    q, k = scores_to_qk(x)
+    configs = (AttentionConfig(reweight_p=p), AttentionConfig())
+    after, before = (make_normaliser(cfg, 1, x.shape[-1], 64).weights(q, k)[0, 0] for cfg in configs)
+    return before, after
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 5])
+def test_reweighting_is_the_naive_formula(p):
+    torch.manual_seed(p)
+    a, got = reweighted_softmax(torch.randn(40, 40, dtype=torch.float64), p)
+    n = torch.arange(1.0, 41, dtype=torch.float64)[:, None]
+    b = torch.relu(a * n - (n > 3).double()) ** p
+    assert (got - b / b.sum(-1, keepdim=True)).abs().max() <= 1e-13
+
+
+@pytest.mark.parametrize("p", [1, 3, 15])
+def test_first_three_rows_subtract_nothing(p):
+    torch.manual_seed(p)
+    a, got = reweighted_softmax(torch.randn(6, 6, dtype=torch.float64), p)
+    for i in range(3):
+        assert (got[i] - a[i] ** p / (a[i] ** p).sum()).abs().max() <= 1e-15
+    assert (got[:3][a[:3] > 0] > 0).all()
+    assert ((got[3:] > 0) == (a[3:] * torch.tensor([[4.0], [5], [6]]) > 1)).all()
+
+
+@pytest.mark.parametrize("p", [1, 15])
+def test_uniform_rule_has_its_threshold(p):
+    """A row just under it keeps all its keys; just over it, the one key above the mean takes all."""
+    for excess, uniform in [(0.0, True), (0.99 * UNIFORM, True), (1.01 * UNIFORM, False)]:
+        t = 8
+        x = torch.zeros(t, t, dtype=torch.float64)
+        a = (1 + excess) / t  # softmax weight of key 0 in the last row; the others share the rest
+        x[-1, 0] = math.log(a / ((1 - a) / (t - 1)))
+        _, got = reweighted_softmax(x, p)
+        want = torch.full((t,), 1 / t) if uniform else torch.eye(t)[0]
+        assert (got[-1] - want).abs().max() <= 2 * p * UNIFORM / t, excess
+
+
+# 3. What is rejected.
+
+
+def problems(**options: Any) -> str:
+    """What AttentionConfig says to options that it rejects; empty for those that it takes."""
+    try:
+        AttentionConfig(**options)
+    except ValidationError as e:
+        return str(e)
+    return ""
+
+
+OPTIONS = {"gamma": 2.0, "divide_by": "n", "variant": "inverse", "tau": 0.5, "sink": "one", "phi": "relu"}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_an_option_that_is_not_read_is_rejected(name, option):
+    found = problems(normaliser=name, **{option: OPTIONS[option]})
+    known = option in NORMALISERS[name].model_fields
+    assert not found or ("sink" in found and known) if known else f"attention.{option} = " in found
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"normaliser": "sigmoid", "bias": True}, "bias"),
+        ({"normaliser": "softmax", "bias": True}, "bias"),
+        ({"normaliser": "sigmoid", "sink": "one"}, "sink"),
+        ({"normaliser": "lssa", "scale": -2.0}, "scale"),
+        ({"normaliser": "lssa", "scale_init": 2.0}, "scale_init"),
+        ({"normaliser": "softmax", "sink": "one", "reweight_p": 3}, "reweight_p"),
+        ({"normaliser": "relu_shen", "l1": True}, "l1"),
+        ({"normaliser": "lssa", "reweight_p": 257}, "reweight_p"),
+        ({"normaliser": "ssmax", "bias": "log_n"}, "bias"),
+        ({"normaliser": "relu_shen", "gamma": "sqrt_d"}, "gamma"),
+        ({"normaliser": "relu_shen", "gamma": "inf"}, "gamma"),
+        ({"normaliser": "relu_shen", "gamma": 0.0}, "gamma"),
+        ({"normaliser": "norm_softmax", "gamma": -1.0}, "gamma"),
+        ({"normaliser": "norm_softmax", "gamma": 2.0, "gamma_factor": 2.0}, "gamma_factor"),
+        ({"normaliser": "norm_softmax", "variant": "affine", "gamma": 2.0}, "gamma"),
+        ({"normaliser": "ssmax", "scale": "one", "scale_init": 0.5}, "scale_init"),
+    ],
+)
+def test_an_option_without_meaning_is_rejected(options, named):
+    assert named in problems(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"normaliser": "softmax_inverse"},
+        {"normaliser": "softmax_recentred"},
+        {"normaliser": "softmax_recentred_l1"},
+        *({"normaliser": "phi", "phi": phi} for phi in ("identity", "gelu", "mish")),
+        {"normaliser": "phi", "phi": "softplus", "l1": False},
+        {"normaliser": "sigmoid"},
+        {"normaliser": "sigmoid", "l1": False},
+        {"normaliser": "relu_wortsman"},
+        {"normaliser": "relu_shen"},
+    ],
+    ids=case_id,
+)
+def test_reweighting_needs_rows_that_sum_to_one(options):
+    assert "reweight_p" in problems(**options, reweight_p=3)
+
+
+def test_an_unknown_normaliser_gets_a_near_match():
+    found = problems(normaliser="norm_sofmax")
+    assert "norm_sofmax" in found and "norm_softmax" in found
+
+
+def test_every_problem_is_reported():
+    found = problems(normaliser="softmax", gamma=2.0, tau=2.0)
+    assert "attention.gamma" in found and "attention.tau" in found
+
+
+def test_a_resolved_config_states_every_option():
+    cfg = AttentionConfig(normaliser="lssa", reweight_p=15)
+    assert cfg.model_dump()["length_scale"] == "ln_n"
+    assert AttentionConfig(**cfg.model_dump()) == cfg
+
+
+def test_names_are_presets():
+    """A preset and its parts spelled out are the same weights."""
+    ssmax = AttentionConfig(normaliser="ssmax", scale="one")
+    parts = AttentionConfig(normaliser="phi", phi="exp", scale="one", length_scale="ln_n")
+    q, k, _, _ = draw(9, 9, 16)
+    a, b = (make_normaliser(cfg, 2, 16, 64).weights(q, k) for cfg in (ssmax, parts))
+    assert torch.equal(a, b)
+    lssa = AttentionConfig(normaliser="lssa")
+    parts = AttentionConfig(
+        normaliser="softmax", phi="softplus", scores="cosine", scale="ln_d", length_scale="ln_n"
+    )
+    a, b = (make_normaliser(cfg, 2, 16, 64).weights(q, k) for cfg in (lssa, parts))
+    assert torch.equal(a, b)
