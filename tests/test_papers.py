@@ -1,5 +1,5 @@
-"""The papers' experiments through train.py: every config loads and trains, models have the papers' sizes,
-init_from copies weights, and the losses of the NormSoftmax paper are what their formulas say."""
+"""The papers' experiments through train.py: every config trains, models have the papers' sizes, init_from
+copies weights, and the losses of the NormSoftmax paper are what their formulas say."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from model import GPT, scale_logits
 from training.checkpoint import find_checkpoints, load_checkpoint, load_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-FILES = sorted(CONFIGS.rglob("*.toml"))
-EXPERIMENTS = [path for path in FILES if path.parent != CONFIGS]
+EXPERIMENTS = sorted(CONFIGS.glob("*/*.toml"))
 BASES = {True: "softmax.toml", False: "ssmax_paper/a_softmax_162m.toml"}  # embeddings are tied: file
 TINY = {
     "model.n_layer": "2", "model.n_head": "2", "model.n_embd": "32", "model.vocab_size": "64",
@@ -64,13 +63,6 @@ def softmax_runs(folder: Path) -> dict[bool, Path]:
     return {
         tied: run_train(CONFIGS / file, tiny(folder, name=f"source_{tied}")) for tied, file in BASES.items()
     }
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_every_config_loads(path: Path):
-    """Each run that the file describes, under a name of its own."""
-    runs = expand_sweep(path)
-    assert len({load_config(path, chosen).run_dir for chosen in runs}) == len(runs)
 
 
 @pytest.mark.slow

@@ -101,6 +101,13 @@ def test_all_runs_but_the_finished_ones_and_on_after_a_failure(
     assert "4 of 4 runs are trained and evaluated" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("folder", ["lssar_paper", "ssmax_paper", "normsoftmax_paper", "small"])
+def test_every_run_of_a_folder_has_a_name_of_its_own(folder: str):
+    """make_jobs loads each run of each [sweep] and rejects two of one name."""
+    files = sorted(map(str, (CONFIGS / folder).glob("*.toml")))
+    assert len(sweep.make_jobs(files, [], None)) >= len(files) > 5
+
+
 def test_another_config_under_the_same_name_is_left_to_train(path: Path, monkeypatch: pytest.MonkeyPatch):
     """train.py names the difference; skipping would present the old run as the new one."""
     FakeTorchrun(monkeypatch)
@@ -263,7 +270,7 @@ def test_scales_stay_apart(tmp_path: Path):
     assert "This is the LSSAR paper's model" in report.scales_text(RunIndex([base]))
 
 
-def test_every_row_is_another_experiment():
+def test_every_row_is_another_experiment() -> None:
     """Else one run would be in two rows of a table that mean different things."""
     tables = read_tables()
     assert tuple(tables) == PAPERS and tuple(sorted(read_published())) == tuple(sorted(PAPERS))
@@ -290,5 +297,4 @@ def test_fit_of_p_n_finds_its_own_formula():
     p_n = 0.7 * n.log() - 0.2
     p_n[0] = 1.0  # never trained
     assert fit_log(p_n) == pytest.approx((0.7, -0.2, 1.0), rel=1e-9)
-    noisy = p_n + 0.1 * torch.sin(n)
-    assert fit_log(noisy)[2] < 1
+    assert fit_log(p_n + 0.1 * torch.sin(n))[2] < 1
