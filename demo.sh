@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# The whole path on two CPU cores: install, prepare a corpus, train softmax and LSSAR, and compare
-# their loss from 1x to 16x the training length.
+# Install, prepare a corpus, train softmax and LSSAR, and compare their loss at 1x to 16x the training length.
 #
-#   ./demo.sh           about 8 minutes after the installation
+#   ./demo.sh           about nine and a half minutes on two CPU cores, after installation
 #   ./demo.sh --quick   under 2 minutes: the same steps with barely trained models (for CI)
 #
-# Run again, it reuses what is finished; remove runs/demo* or runs/quick* to start over.
+# A second call reuses finished steps; remove runs/demo* or runs/quick* to start over.
 set -euo pipefail
 cd "$(dirname "$0")"
 . ./environment.sh
@@ -20,7 +19,7 @@ softmax=runs/${prefix}_softmax lssar=runs/${prefix}_lssar picture=runs/$prefix.p
 echo "== 1/5  environment"
 environment requirements.txt
 echo "== 2/5  corpus: the Python standard library's sources, as bytes -> data/python_bytes"
-$PYTHON data/python_source.py
+$PYTHON -m data.python_source
 echo "== 3/5  train softmax attention -> $softmax"
 $PYTHON train.py configs/demo_softmax.toml --name ${prefix}_softmax ${steps[@]+"${steps[@]}"}
 echo "== 4/5  train LSSAR, p = 15 -> $lssar"

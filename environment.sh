@@ -1,11 +1,11 @@
-# Sourced by demo.sh and test.sh: makes $PYTHON an interpreter with what the requirements file $1 lists.
+# Sourced by demo.sh and test.sh: makes $PYTHON an interpreter with the requirements in file $1.
 #
-# By default that is ./.venv, made with python3 and the package index. To use an interpreter of your own,
-# with whatever it has installed, export PYTHON first: nothing is installed then.
+# By default .venv, made by uv where that is installed, else by python3 -m venv and pip. An exported $PYTHON is
+# used unchanged: nothing is installed.
 
 environment() {
     if [ -n "${PYTHON:-}" ]; then
-        echo "environment: $PYTHON (from \$PYTHON, used as it is)"
+        echo "environment: $PYTHON (from \$PYTHON, used unchanged)"
         return
     fi
     local wanted stamp=.venv/.installed-$1
@@ -15,11 +15,28 @@ environment() {
         echo "environment: .venv, complete"
         return
     fi
+    echo "environment: installing $1 into .venv (a few minutes the first time) ..."
+    install_with_uv "$1" || install_with_pip "$1"
+    echo "$wanted" > "$stamp"
+}
+
+install_with_uv() {
+    command -v uv > /dev/null || return 1
+    [ -x $PYTHON ] || uv venv --quiet --python '>=3.11' .venv || return 1
+    # uv ignores pip's settings: pass on those that choose a build of torch, and compare all indexes as pip does.
+    UV_EXTRA_INDEX_URL=${UV_EXTRA_INDEX_URL:-${PIP_EXTRA_INDEX_URL:-}} \
+        UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}} UV_INDEX_STRATEGY=unsafe-best-match \
+        uv pip install --quiet --python $PYTHON -r "$1" || {
+        echo "environment: uv could not install $1 (its message is above); trying pip" >&2
+        return 1
+    }
+}
+
+install_with_pip() {
     if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
         echo "error: python3 is $(python3 --version 2>&1 || true); expected Python 3.11 or newer" >&2
         exit 2
     fi
-    echo "environment: installing $1 into .venv (a few minutes the first time) ..."
     $PYTHON -m pip --version > /dev/null 2>&1 || python3 -m venv --clear .venv || {
         echo "error: python3 -m venv failed (on Debian: apt install python3-venv)" >&2
         exit 2
@@ -28,5 +45,4 @@ environment() {
         echo "error: pip could not install $1 (its message is above)" >&2
         exit 2
     }
-    echo "$wanted" > "$stamp"
 }

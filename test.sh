@@ -1,14 +1,21 @@
 #!/usr/bin/env bash
-# Everything that must hold before a commit: formatting, lint, types, the whole test suite.
+# The checks before a commit: lint, formatting, types, the direction of imports, tests.
 #
-#   ./test.sh                       all of it
-#   ./test.sh tests/test_data.py    arguments go to pytest
+#   ./test.sh                         all but the tests marked slow
+#   ./test.sh --all                   slow tests, too (CI)
+#   ./test.sh tests/test_sweep.py     other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "$0")"
 . ./environment.sh
 
+tests=(-m "not slow")
+if [ "${1:-}" = --all ]; then
+    shift
+    tests=()
+fi
 environment requirements-dev.txt
 $PYTHON -m ruff check .
 $PYTHON -m ruff format --check .
 $PYTHON -m mypy
-OMP_NUM_THREADS=1 $PYTHON -m pytest -n 2 "$@"
+$PYTHON -m tach check
+OMP_NUM_THREADS=1 $PYTHON -m pytest -n 2 ${tests[@]+"${tests[@]}"} "$@"

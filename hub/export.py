@@ -1,26 +1,24 @@
-"""Write a trained softmax model in the form that `transformers` loads: safetensors, config, tokeniser.
+"""Export a trained softmax model to transformers: config, safetensors weights, tokenizer.
 
-    python export.py runs/softmax exported/softmax
-    python export.py runs/a_softmax_162m exported/llama --check      # compares logits; needs transformers
+    python -m hub.export runs/softmax exported/softmax
+    python -m hub.export runs/a_softmax_162m exported/llama --check     # reloads it and compares logits
 
     model = transformers.AutoModelForCausalLM.from_pretrained("exported/softmax")
     tokenizer = transformers.AutoTokenizer.from_pretrained("exported/softmax")
 
-Two architectures there compute exactly what ours do with softmax attention:
+Needs `pip install -r requirements-hub.txt`. Two architectures of transformers compute exactly what our models
+with softmax attention do:
 
     Llama      norm = rmsnorm, mlp = swiglu: the SSMax paper's model
     GPT-NeoX   norm = layernorm, mlp = gelu: this repo's base, without parallel residuals, RoPE on whole heads
 
-Other combinations of norm and mlp, the other normalisers and train.loss = norm_softmax or logit_norm have no
-counterpart: `checkpoint.load_model` loads those. The vocabulary's padding is cut off. Documents began with
-<|endoftext|> in training: begin with it there, too. Writes into a new folder config.json, model.safetensors,
-tokenizer.json and tokenizer_config.json.
+Other norms, normalisers and losses have no counterpart: `training.checkpoint.load_model` loads those. The
+padding of the vocabulary is dropped. In training every document began with <|endoftext|>: start prompts with
+it. Writes config.json, model.safetensors, tokenizer.json and tokenizer_config.json into a new folder.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -28,44 +26,36 @@ import tiktoken
 import torch
 from torch import Tensor
 
+from attention import describe_attention
 from config import Config
 from data.tokenizer import get_tokenizer
 from infra.cli import ArgumentParser, UserError, run_main
-from infra.files import write_atomically
 from model import GPT, NORM_EPS
+from normalisers import Softmax
 from training.checkpoint import load_model
 
 END = "<|endoftext|>"
+CHECK_TEXT = "def naïve(x): return 'It\\'s 1234567'  # 日本語\n\n\tx  += 1"
 
 
 def main() -> None:
-    args = parse_args()
+    parser = ArgumentParser(__doc__, prog="python -m hub.export")
+    parser.add_argument("run", help="run folder (its newest checkpoint) or one checkpoint file")
+    parser.add_argument("out", help="new folder to write")
+    parser.add_argument("--check", action="store_true", help="load it with transformers and compare logits")
+    args = parser.parse_args()
     model, config, step, tokenizer_name = load_model(args.run)
-    tokenizer = get_tokenizer(tokenizer_name)
+    tokenizer, out = get_tokenizer(tokenizer_name), Path(args.out)
     architecture = choose_architecture(config)
-    out = Path(args.out)
+    converted = convert_model(model, architecture, tokenizer.eot_token)
+    fast_tokenizer = convert_tokenizer(tokenizer, config.train.seq_len)
     make_folder(out)
-    if architecture == "llama":
-        values, tensors = llama_config(config), llama_tensors(model)
-    else:
-        values, tensors = neox_config(config), neox_tensors(model)
-    common = {
-        "vocab_size": config.model.vocab_size,
-        "hidden_size": config.model.n_embd,
-        "intermediate_size": config.model.mlp_hidden or 4 * config.model.n_embd,
-        "num_hidden_layers": config.model.n_layer,
-        "num_attention_heads": config.model.n_head,
-        "max_position_embeddings": config.train.seq_len,
-        "tie_word_embeddings": config.model.tie_embeddings,
-        "bos_token_id": tokenizer.eot_token,
-        "eos_token_id": tokenizer.eot_token,
-        "torch_dtype": "float32",
-    }
-    write_json(out / "config.json", common | values)
-    write_safetensors(out / "model.safetensors", tensors)
-    write_json(out / "tokenizer.json", tokenizer_json(tokenizer))
-    write_json(out / "tokenizer_config.json", tokenizer_config(config))
-    print(f"{args.run}, step {step} -> {out}: {values['architectures'][0]}, {model.n_params():,} parameters")
+    try:
+        converted.save_pretrained(out)
+        fast_tokenizer.save_pretrained(out)
+    except OSError as e:
+        raise UserError(f"{out}: cannot be written: {e.strerror or e}") from None
+    print(f"{args.run}, step {step} -> {out}: {type(converted).__name__}, {model.n_params():,} parameters")
     if args.check:
         print(f"largest difference between the logits: {check(out, model, tokenizer):.1e}")
 
@@ -77,9 +67,10 @@ def choose_architecture(config: Config) -> str:
         UserError: transformers has no architecture that computes what this model does.
     """
     m, a = config.model, config.attention
-    if a.normaliser != "softmax" or a.reweight_p is not None:
-        name = a.normaliser + ("" if a.reweight_p is None else f" with reweight_p = {a.reweight_p}")
-        raise UserError(f"attention.normaliser = {name}: transformers has softmax attention only")
+    if a.definition != Softmax() or a.reweight_p:
+        raise UserError(
+            f"attention is {describe_attention(a)}: transformers has plain softmax attention only"
+        )
     if config.train.loss != "softmax":
         raise UserError(f"train.loss = {config.train.loss}: transformers has softmax over the logits only")
     match m.norm, m.mlp:
@@ -93,40 +84,64 @@ def choose_architecture(config: Config) -> str:
     )
 
 
+def import_transformers() -> Any:
+    """The optional dependency. Raises UserError where it is not installed."""
+    try:
+        import transformers
+    except ImportError as e:
+        raise UserError(f"{e.name} is not installed: pip install -r requirements-hub.txt") from None
+    return transformers
+
+
 def make_folder(out: Path) -> None:
+    """Raises UserError: it cannot be created, or has files."""
     try:
         out.mkdir(parents=True)
     except FileExistsError:
         if not out.is_dir() or any(out.iterdir()):
             raise UserError(f"{out}: exists; expected a new folder") from None
     except OSError as e:
-        raise UserError(f"{out}: cannot be made: {e.strerror}") from None
+        raise UserError(f"{out}: cannot be created: {e.strerror}") from None
 
 
-# ---------------------------------------------------------------- the two architectures
-
-
-def llama_config(config: Config) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "num_key_value_heads": config.model.n_head,
-        "rms_norm_eps": NORM_EPS,
-        "rope_theta": config.model.rope_theta,
-        "attention_bias": config.model.bias,
-        "mlp_bias": config.model.bias,
+def convert_model(model: GPT, architecture: str, eot_token: int) -> Any:
+    """A LlamaForCausalLM or GPTNeoXForCausalLM with the weights of `model`, in float32."""
+    transformers = import_transformers()
+    m = model.config.model
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": m.rope_theta, "partial_rotary_factor": 1.0}
+    common = {
+        "vocab_size": m.vocab_size,
+        "hidden_size": m.n_embd,
+        "intermediate_size": m.mlp_hidden or 4 * m.n_embd,
+        "num_hidden_layers": m.n_layer,
+        "num_attention_heads": m.n_head,
+        "max_position_embeddings": model.config.train.seq_len,
+        "tie_word_embeddings": m.tie_embeddings,
+        "bos_token_id": eot_token,
+        "eos_token_id": eot_token,
+        "rope_parameters": rope,
     }
+    if architecture == "llama":
+        options: dict[str, Any] = {"rms_norm_eps": NORM_EPS, "attention_bias": m.bias, "mlp_bias": m.bias}
+        converted = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, **options))
+        tensors = llama_tensors(model)
+    else:
+        act = {"tanh": "gelu_new", "exact": "gelu"}[m.gelu]
+        options = {"hidden_act": act, "layer_norm_eps": NORM_EPS, "use_parallel_residual": False}
+        converted = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**common, **options))
+        tensors = neox_tensors(model)
+    tensors["lm_head.weight"] = model.state_dict()["lm_head.weight"][: m.vocab_size]
+    converted.load_state_dict(tensors)  # strict: every parameter exactly once
+    return converted
 
 
 def llama_tensors(model: GPT) -> dict[str, Tensor]:
+    """The parameters under Llama's names, without the output layer."""
     m, ours = model.config.model, model.state_dict()
     tensors = {
         "model.embed_tokens.weight": ours["embedding.weight"][: m.vocab_size],
         "model.norm.weight": ours["final_norm.weight"],
     }
-    if not m.tie_embeddings:
-        tensors["lm_head.weight"] = ours["lm_head.weight"][: m.vocab_size]
     for i in range(m.n_layer):
         here, there = f"blocks.{i}", f"model.layers.{i}"
         tensors[f"{there}.input_layernorm.weight"] = ours[f"{here}.attention_norm.weight"]
@@ -141,25 +156,10 @@ def llama_tensors(model: GPT) -> dict[str, Tensor]:
     return tensors
 
 
-def neox_config(config: Config) -> dict[str, Any]:
-    return {
-        "architectures": ["GPTNeoXForCausalLM"],
-        "model_type": "gpt_neox",
-        "hidden_act": "gelu_new",
-        "layer_norm_eps": NORM_EPS,
-        "rotary_emb_base": config.model.rope_theta,
-        "rotary_pct": 1.0,
-        "use_parallel_residual": False,
-        "attention_bias": True,
-    }
-
-
 def neox_tensors(model: GPT) -> dict[str, Tensor]:
-    """GPT-NeoX always has biases: zeros where ours has none. Its q, k, v stand together head by head."""
+    """The same under GPT-NeoX's names: its biases are zero where ours has none, its q, k, v by head."""
     m, ours = model.config.model, model.state_dict()
     tensors = {"gpt_neox.embed_in.weight": ours["embedding.weight"][: m.vocab_size]}
-    if not m.tie_embeddings:
-        tensors["embed_out.weight"] = ours["lm_head.weight"][: m.vocab_size]
 
     def copy(there: str, here: str) -> None:
         weight = ours[f"{here}.weight"]
@@ -184,92 +184,16 @@ def neox_tensors(model: GPT) -> dict[str, Tensor]:
     return tensors
 
 
-# ---------------------------------------------------------------- files
+def convert_tokenizer(tokenizer: tiktoken.Encoding, max_length: int) -> Any:
+    """The tiktoken encoding as a fast tokenizer of transformers."""
+    transformers = import_transformers()
+    from transformers.convert_slow_tokenizer import TikTokenConverter
 
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    write_atomically(path, (json.dumps(values, indent=1, ensure_ascii=False) + "\n").encode())
-
-
-def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """float32 tensors in the safetensors format: the header's size, a JSON header, the data."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    parts, end = [], 0
-    for name, tensor in tensors.items():
-        data = tensor.float().contiguous().numpy().astype("<f4").tobytes()
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [end, end + len(data)]}
-        parts.append(data)
-        end += len(data)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the data is aligned
-    write_atomically(path, len(text).to_bytes(8, "little"), text, *parts)
-
-
-def tokenizer_json(tokenizer: tiktoken.Encoding) -> dict[str, Any]:
-    """A byte-level BPE as the `tokenizers` library reads it."""
-    ranks = {tokenizer.decode_single_token_bytes(i): i for i in range(tokenizer.n_vocab - 1)}
-    merges = [split_last(token, ranks) for token in ranks if len(token) > 1]
-    letters = byte_letters()
-
-    def spell(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
-
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    end = {"id": tokenizer.eot_token, "content": END, "single_word": False, "lstrip": False, "rstrip": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [end | {"normalized": False, "special": True}],
-        "normalizer": None,
-        "pre_tokenizer": level,
-        "post_processor": None,
-        "decoder": level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "vocab": {spell(token): i for token, i in ranks.items()} | {END: tokenizer.eot_token},
-            "merges": [f"{spell(a)} {spell(b)}" for a, b in merges],
-        },
-    }
-
-
-def split_last(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The two tokens that the merge making this one joins: BPE with the merges before it."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        pairs = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:], strict=False)]
-        i = pairs.index(min(pairs))
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return parts[0], parts[1]
-
-
-def byte_letters() -> dict[int, str]:
-    """GPT-2's printable letter for each byte: itself, or one from 256 on."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-
-def tokenizer_config(config: Config) -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": config.train.seq_len,
-        "bos_token": END,
-        "eos_token": END,
-        "clean_up_tokenization_spaces": False,
-    }
-
-
-# ---------------------------------------------------------------- proof
+    converter = TikTokenConverter(pattern=tokenizer._pat_str, extra_special_tokens=[END])
+    converter.load_tiktoken_bpe = lambda _: tokenizer._mergeable_ranks  # from memory, not from a file
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=converter.converted(), bos_token=END, eos_token=END, model_max_length=max_length
+    )
 
 
 @torch.no_grad()
@@ -277,28 +201,16 @@ def check(out: Path, model: GPT, tokenizer: tiktoken.Encoding) -> float:
     """The largest difference between the exported model's logits and ours, on random tokens.
 
     Raises:
-        UserError: transformers is not installed, or its tokeniser gives other tokens.
+        UserError: the exported tokenizer gives other tokens than ours.
     """
-    try:
-        import transformers
-    except ImportError:
-        raise UserError("--check: transformers is not installed") from None
+    transformers = import_transformers()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
-    text = "def naïve(x): return 'It\\'s 1234567'  # 日本語\n\n\tx  += 1"
-    tokens = transformers.AutoTokenizer.from_pretrained(out).encode(text)
-    if tokens != tokenizer.encode_ordinary(text):
-        raise UserError(f"{out}: transformers' tokeniser gives other tokens than ours")
+    tokens = transformers.AutoTokenizer.from_pretrained(out).encode(CHECK_TEXT)
+    if tokens != tokenizer.encode_ordinary(CHECK_TEXT):
+        raise UserError(f"{out}: transformers' tokenizer gives other tokens than ours")
     m, length = model.config.model, model.config.train.seq_len
     x = torch.randint(m.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     return (theirs(x).logits - model(x)).abs().max().item()
-
-
-def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("run", help="run folder (its newest checkpoint) or one checkpoint file")
-    parser.add_argument("out", help="new folder to write")
-    parser.add_argument("--check", action="store_true", help="load it with transformers and compare logits")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

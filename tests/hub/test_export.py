@@ -1,4 +1,4 @@
-"""export.py: the files against the model, and against transformers where that is installed."""
+"""hub/export.py against transformers: the same logits, the same tokens; errors in one line."""
 
 from __future__ import annotations
 
@@ -7,127 +7,106 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from test_eval_length import save_run
-from test_model import make_gpt
 
+from config import load_config
 from data.tokenizer import get_tokenizer
 from hub import export
 from infra.cli import UserError
 from model import GPT
+from training.checkpoint import save_checkpoint
 
-torch.set_num_threads(1)
-LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "mlp_hidden": 48}
-OPTIONS = [
-    pytest.param({**family, "bias": bias, "tie_embeddings": tie}, id=f"{name} bias={bias} tie={tie}")
-    for name, family in (("llama", LLAMA), ("neox", {}))
-    for bias in (True, False)
-    for tie in (True, False)
-]
+FAMILIES = {
+    "llama": ["--model.norm", "rmsnorm", "--model.mlp", "swiglu", "--model.mlp-hidden", "48"],
+    "neox": ["--model.gelu", "tanh"],
+    "neox exact": ["--model.gelu", "exact"],
+}
 
 
-def make_run(folder: Path, **options: Any) -> tuple[Path, GPT]:
-    """A run whose norms and biases, too, are away from their initial values."""
-    attention = options.pop("attention", {})
-    gpt = make_gpt(attention, seq_len=32, std=0.2, vocab_size=257, rope_theta=5000.0, **options)
+def make_run(tiny_config: Path, *overrides: str) -> Path:
+    """A run with random weights, norms and biases too."""
+    config = load_config(
+        tiny_config, ["--model.vocab-size", "257", "--model.rope-theta", "5000.0", *overrides]
+    )
+    torch.manual_seed(0)
+    model = GPT(config)
     with torch.no_grad():
-        for p in gpt.parameters():
-            if p.ndim == 1:
-                p.add_(0.3 * torch.randn(p.shape))
-    save_run(folder / "run", gpt.config, gpt, step=1, tokenizer="bytes")
-    return folder / "run", gpt
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn(p.shape))
+    empty: dict[str, Any] = {"optimizers": [], "validation": {}, "guard": {}, "rng": []}
+    state = {"step": 1, "config": config.model_dump(), "model": model.state_dict()} | empty
+    save_checkpoint(config.run_dir, state | {"data": {"tokenizer": "bytes"}}, keep_last=1)
+    return config.run_dir
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["export.py", *map(str, args)])
+    monkeypatch.setattr(sys, "argv", ["export", *map(str, args)])
     export.main()
 
 
-def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """By the format's description: u64 size, JSON header, then data at the offsets given."""
-    content = path.read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    assert start % 8 == 0
-    header = json.loads(content[8:start])
-    assert header.pop("__metadata__") == {"format": "pt"}
-    tensors, end = {}, 0
-    for name, entry in header.items():
-        assert entry["dtype"] == "F32" and entry["data_offsets"][0] == end
-        end = entry["data_offsets"][1]
-        data = np.frombuffer(content[start:][slice(*entry["data_offsets"])], "<f4")
-        tensors[name] = torch.from_numpy(data.reshape(entry["shape"]).copy())
-    assert start + end == len(content)
-    return tensors
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_every_weight_is_written_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    run, gpt = make_run(tmp_path, **options)
-    call(monkeypatch, run, tmp_path / "out")
-    tensors = read_safetensors(tmp_path / "out" / "model.safetensors")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["vocab_size"] == 257 and config["tie_word_embeddings"] == options["tie_embeddings"]
-    written = torch.cat([t.ravel() for t in tensors.values()]).sort().values
-    kept = [p[:257] if p.shape[0] == gpt.padded_vocab else p for p in gpt.parameters()]
-    ours = torch.cat([p.detach().ravel() for p in kept]).sort().values
-    if not options["bias"] and config["model_type"] == "gpt_neox":
-        written = written[written != 0]  # its biases
-    assert torch.equal(written, ours)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("tie", ["true", "false"])
+@pytest.mark.parametrize("bias", ["true", "false"])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_transformers_gives_the_same_logits(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: dict[str, Any],
-) -> None:
+    family: list[str], bias: str, tie: str, tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    """Loading is strict, so equal logits also mean that each weight is written, and written once."""
     pytest.importorskip("transformers")
-    run, _ = make_run(tmp_path, **options)
-    call(monkeypatch, run, tmp_path / "out", "--check")
-    out = capsys.readouterr().out
-    assert float(out.split("between the logits: ")[1]) <= 1e-4
+    out = tiny_config.with_name("out")
+    run = make_run(tiny_config, *family, "--model.bias", bias, "--model.tie-embeddings", tie)
+    call(monkeypatch, run, out, "--check")
+    assert float(capsys.readouterr().out.split("between the logits: ")[1]) <= 1e-4
+    files = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert files <= {path.name for path in out.iterdir()}
+    config = json.loads((out / "config.json").read_text())
+    assert config["vocab_size"] == 257 and config["tie_word_embeddings"] == (tie == "true")
+    assert config["rope_parameters"]["rope_theta"] == 5000.0
 
 
-def test_the_merge_that_made_a_token() -> None:
-    ranks = {b"a": 0, b"b": 1, b"c": 2, b"ab": 3, b"bc": 4, b"abc": 5, b"abab": 6}
-    assert export.split_last(b"ab", ranks) == (b"a", b"b")
-    assert export.split_last(b"abc", ranks) == (b"ab", b"c")  # ab was there before bc
-    assert export.split_last(b"abab", ranks) == (b"ab", b"ab")
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_exported_tokenizer_gives_the_same_tokens(name: str, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    try:
+        ours = get_tokenizer(name)
+    except UserError:
+        pytest.skip("GPT-2's vocabulary is not at hand")
+    export.convert_tokenizer(ours, 1_000_000).save_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert len(theirs) == ours.n_vocab
+    source = Path(__file__).parents[2].joinpath("config.py").read_text() + export.CHECK_TEXT
+    odd = bytes(range(256)).decode("latin-1") + "  \r\n\t ß 日本語 🙂 ½ " + "a" * 300
+    for text in (source, odd):
+        assert theirs.encode(text) == ours.encode_ordinary(text)
+        assert theirs.decode(theirs.encode(text), clean_up_tokenization_spaces=False) == text
+    assert theirs.bos_token_id == theirs.eos_token_id == ours.eot_token
 
 
-def test_tokenizer_file() -> None:
-    tokenizer = get_tokenizer("bytes")
-    model = export.tokenizer_json(tokenizer)["model"]
-    letters = export.byte_letters()
-    assert len(set(letters.values())) == 256 and all(len(letter) == 1 for letter in letters.values())
-    assert letters[ord("A")] == "A" and letters[ord(" ")] == "Ġ" and letters[ord("\n")] == "Ċ"
-    assert model["vocab"] == {letters[i]: i for i in range(256)} | {"<|endoftext|>": 256}
-    assert model["merges"] == []
+def test_one_line_without_transformers(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    run, out = make_run(tiny_config), tiny_config.with_name("out")
+    with pytest.raises(UserError, match="^transformers is not installed: pip install -r requirements-hub"):
+        call(monkeypatch, run, out)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    ("overrides", "message"),
     [
-        ({"attention": {"normaliser": "ssmax"}}, "attention.normaliser = ssmax"),
-        ({"attention": {"reweight_p": 3}}, "softmax with reweight_p = 3"),
-        ({"norm": "rmsnorm"}, "model.norm = rmsnorm, model.mlp = gelu: expected rmsnorm and swiglu"),
+        ("--attention.normaliser ssmax", "attention is ssmax.*: transformers has plain softmax"),
+        ("--attention.reweight-p 3", "reweight_p = 3"),
+        ("--attention.scores cosine", "scores = cosine"),
+        ("--model.norm rmsnorm", "model.norm = rmsnorm, model.mlp = gelu: expected rmsnorm and swiglu"),
+        ("--train.loss logit_norm", "train.loss = logit_norm"),
     ],
 )
-def test_what_does_not_match_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
-) -> None:
-    run, _ = make_run(tmp_path, **options)
+def test_models_without_a_counterpart(overrides: str, message: str, tiny_config: Path):
     with pytest.raises(UserError, match=message):
-        call(monkeypatch, run, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        export.choose_architecture(load_config(tiny_config, overrides.split()))
 
 
-def test_a_folder_with_something_in_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, _ = make_run(tmp_path)
+def test_only_a_new_folder_is_written(tmp_path: Path):
+    export.make_folder(tmp_path / "a" / "b")
+    (tmp_path / "a" / "file").touch()
     with pytest.raises(UserError, match="exists; expected a new folder"):
-        call(monkeypatch, run, run)
+        export.make_folder(tmp_path / "a")

@@ -1,0 +1,170 @@
+"""The report's figures: LSSAR's Figures 1 and 2, SSMax's p_n, each scale's learning curves and positions.
+
+A figure is None where the runs have nothing to draw.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from papers.runs import FACTORS, FinishedRun, Group, RunIndex
+from papers.tables import read_rows
+from training.checkpoint import load_model
+
+LOSS = "loss (nats per token)"
+MARKERS = "osD^vP*Xph<>"  # the ten colours repeat
+
+
+def new_axes(title: str, xlabel: str, ylabel: str, height: float = 4.5) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(8, height), layout="constrained")
+    axes = figure.subplots()
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def with_legend(figure: Figure) -> Figure | None:
+    """A legend below the axes; None if nothing is drawn."""
+    n = len(figure.axes[0].get_legend_handles_labels()[1])
+    if not n:
+        return None
+    figure.legend(loc="outside lower center", ncols=min(n, 3), frameon=False)
+    return figure
+
+
+def style(i: int) -> dict[str, Any]:
+    return {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "markersize": 4, "linewidth": 1.5}
+
+
+def length_figure(groups: list[Group], rope: str, title: str) -> Figure | None:
+    """Loss against length, mean and standard deviation over seeds (LSSAR, Figure 1)."""
+    figure, axes = new_axes(title, f"length (tokens), RoPE scaling {rope}", LOSS)
+    axes.set_xscale("log", base=2)
+    for i, group in enumerate(group for group in groups if group.losses(rope, 1)):
+        lengths = [factor * group.runs[0].config.train.seq_len for factor in FACTORS]
+        known = {n: x for n, f in zip(lengths, FACTORS, strict=True) if (x := group.losses(rope, f))}
+        means = [statistics.fmean(losses) for losses in known.values()]
+        spread = [statistics.stdev(losses) if len(losses) > 1 else 0.0 for losses in known.values()]
+        axes.errorbar([*known], means, spread, capsize=3, label=group.name, **style(i))
+        axes.set_xticks(lengths, map(str, lengths))
+    return with_legend(figure)
+
+
+def powers_figure(index: RunIndex, scale: str, rope: str, title: str) -> Figure | None:
+    """Loss at each length against the power p (LSSAR, Figure 2). None: fewer than two powers."""
+    figure, axes = new_axes(f"{title}, RoPE {rope}", "re-weighting power p", LOSS)
+    powers: set[int] = set()
+    for name, linestyle in (("LSSA", "-"), ("softmax", "--")):
+        by_power = {
+            row.config.attention.reweight_p or 0: group
+            for row in read_rows("lssar_paper", f"figure2_{name.lower()}")
+            for group in index.of_row(row)
+            if group.scale == scale and group.losses(rope, 1)
+        }
+        powers |= by_power.keys()
+        for i, factor in enumerate(FACTORS):
+            known = {p: losses for p, group in by_power.items() if (losses := group.losses(rope, factor))}
+            means = [statistics.fmean(losses) for losses in known.values()]
+            if means:
+                axes.plot([*known], means, linestyle=linestyle, label=f"{name}, {factor}x", **style(i))
+    axes.set_xscale("log")
+    axes.set_xticks(sorted(powers), map(str, sorted(powers)))
+    axes.set_xticks([], minor=True)
+    return with_legend(figure) if len(powers) > 1 else None
+
+
+def learning_figure(groups: list[Group], title: str) -> Figure | None:
+    """Validation loss against step, mean over seeds."""
+    figure, axes = new_axes(title, "step", f"validation {LOSS}", 5.5)
+    for i, group in enumerate(g for g in groups if all(len(run.validations) > 1 for run in g.runs)):
+        curves = [dict(run.validations) for run in group.runs]
+        steps = [step for step in curves[0] if all(step in curve for curve in curves)]
+        means = [statistics.fmean(curve[step] for curve in curves) for step in steps]
+        axes.plot([group.runs[0].steps_before + s for s in steps], means, label=group.name, **style(i))
+    return with_legend(figure)
+
+
+def positions_figure(groups: list[Group], rope: str, title: str) -> Figure | None:
+    """Loss by position in the longest window, mean over seeds."""
+    figure, axes = new_axes(title, f"position, windows of 16x, RoPE {rope}", LOSS, 5.5)
+    for i, group in enumerate(group for group in groups if group.losses(rope, 16)):
+        runs = [run for run in group.runs if run.loss(rope, 16) is not None]  # not all may be evaluated
+        buckets = [run.evaluations[rope]["lengths"][-1]["buckets"] for run in runs]
+        places = [f"{bucket['from']}-{bucket['to'] - 1}" for bucket in buckets[0]]
+        means = [statistics.fmean(b["loss"] for b in at) for at in zip(*buckets, strict=True)]
+        axes.plot(places, means, label=group.name, **style(i))
+    return with_legend(figure)
+
+
+@dataclass(frozen=True)
+class LogFit:
+    """A run's learned p_n, (T,), and its least-squares fit a1 ln n + a2 (SSMax, Section 2.1)."""
+
+    run: FinishedRun
+    p_n: Tensor
+    a1: float
+    a2: float
+    r2: float
+
+    def __str__(self) -> str:
+        return f"{self.a1:.4f} ln n + {self.a2:.4f}, R² = {self.r2:.3f}"
+
+
+def fit_p_n(run: FinishedRun) -> LogFit:
+    parameters = dict(load_model(run.folder).model.named_parameters())
+    p_n = parameters["blocks.0.attention.normaliser.p_n"].detach().double()
+    return LogFit(run, p_n, *fit_log(p_n))
+
+
+def fit_log(p_n: Tensor) -> tuple[float, float, float]:
+    """a1, a2, R². n = 1 is left out: a single key has no gradient."""
+    x = torch.arange(2, len(p_n) + 1, dtype=p_n.dtype).log()
+    y = p_n[1:]
+    a1 = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
+    a2 = y.mean() - a1 * x.mean()
+    residual = (y - a1 * x - a2).square().sum() / (y - y.mean()).square().sum()
+    return a1.item(), a2.item(), 1 - residual.item()
+
+
+def p_n_figure(fit: LogFit, title: str) -> Figure | None:
+    n = torch.arange(1, len(fit.p_n) + 1)
+    figure, axes = new_axes(title, "n, visible keys", "p_n")
+    axes.plot(n, fit.p_n, ".", markersize=4, label="learned p_n")
+    axes.plot(n, fit.a1 * n.log() + fit.a2, label=str(fit))
+    return with_legend(figure)
+
+
+def all_figures(
+    index: RunIndex, papers: list[str], fits: list[LogFit]
+) -> Iterator[tuple[str, str, Figure | None]]:
+    """(file name, caption, figure) by scale and RoPE scaling."""
+    for scale in index.letters.values():
+        groups, at = index.at_scale(scale), f"(scale {scale})"
+        for rope in index.ropes:
+            file, with_rope = f"{scale}_{rope.replace(' = ', '')}.png", f"{at}, RoPE {rope}"
+            if "lssar" in papers:
+                rows = read_rows("lssar_paper", "table4_softmax table4_lssa_p15")
+                pair = [group for row in rows for group in index.of_row(row) if group.scale == scale]
+                title = "LSSAR, Figure 1: softmax and LSSAR"
+                yield (
+                    f"lssar_figure1_{file}",
+                    f"{title} {with_rope}",
+                    length_figure(pair, rope, f"{title} {at}"),
+                )
+                title = "LSSAR, Figure 2: the power p"
+                figure = powers_figure(index, scale, rope, f"{title} {at}")
+                yield f"lssar_figure2_{file}", f"{title} {with_rope}", figure
+            title = f"Loss by position in windows of 16x {with_rope}"
+            yield f"positions_{file}", title, positions_figure(groups, rope, f"Loss by position {at}")
+        title = f"Validation loss during training {at}"
+        yield f"learning_{scale}.png", title, learning_figure(groups, f"Learning curves {at}")
+        for fit in (fit for fit in fits if index.letters[fit.run.scale] == scale):
+            title = f"SSMax, Section 2.1: p_n {at}"
+            yield f"ssmax_p_n_{scale}_{fit.run.config.name}.png", f"{title}: {fit}", p_n_figure(fit, title)

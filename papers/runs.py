@@ -1,0 +1,174 @@
+"""Finished runs, grouped by experiment and scale: the runs that belong to a row of a paper."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config import Config, load_config
+from infra.cli import UserError
+from infra.files import read_jsonl
+from model import GPT
+from normalisers import NormSoftmax
+from papers.tables import TableRow
+
+FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    folder: Path
+    config: Config
+    validations: list[tuple[int, float]]  # (step, loss)
+    evaluations: dict[str, dict[str, Any]]  # RoPE scaling -> the result of eval_length.py
+    steps_before: int  # of the run named by init_from
+
+    def loss(self, rope: str, factor: int) -> float | None:
+        """At `factor` times the training length, over all tokens."""
+        for row in self.evaluations.get(rope, {"lengths": []})["lengths"]:
+            if row["length"] == factor * self.config.train.seq_len and row["reason"] is None:
+                return row["loss"]
+        return None
+
+    @cached_property
+    def experiment(self) -> str:
+        return experiment_of(self.config)
+
+    @cached_property
+    def scale(self) -> str:
+        return scale_of(self.config, self.steps_before)
+
+    @cached_property
+    def n_params(self) -> int:
+        with torch.device("meta"):  # no memory, no initialisation
+            return GPT(self.config, device="meta").n_params()
+
+
+def scale_of(config: Config, steps_before: int = 0) -> str:
+    """Size of the model, length and amount of training: losses compare within one scale only."""
+    m, t = config.model, config.train
+    steps = steps_before + t.max_steps
+    kind = f"{m.norm}, {m.mlp}, {'tied' if m.tie_embeddings else 'untied'} embeddings"
+    return (
+        f"{m.n_layer} layers, {m.n_head} heads of {m.head_dim}, {kind}, vocabulary {m.vocab_size}; "
+        f"T = {t.seq_len}; {steps:,} steps of {t.batch_tokens:,} tokens "
+        f"({steps * t.batch_tokens / 1e6:,.1f}M) from {config.data.dir}"
+    )
+
+
+def experiment_of(config: Config) -> str:
+    """Attention, loss, kind of optimiser and of start: what rows of a paper differ in, at any scale."""
+    a, t, o = config.attention, config.train, config.optimizer
+    attention = a.model_dump(exclude={"engine", "compile_rows"})
+    if isinstance(a.definition, NormSoftmax):  # sqrt_d is a number, too
+        attention["gamma"] = str(a.definition.gamma_number(config.model.head_dim))
+        attention.pop("gamma_factor")
+    if config.init_from:
+        attention.pop("scale_init", None)  # depends on the length
+    tau = 1.0 if (t.loss, t.loss_tau) == ("norm_softmax", "auto") else t.loss_tau
+    rest = {
+        "loss": (t.loss, t.loss_gamma, tau),
+        "optimizer": (o.name, t.max_steps > 0 and o.warmup_steps == 0, o.weight_decay == 0),
+        "start": (bool(config.init_from), t.max_steps == 0),
+    }
+    return json.dumps(attention | rest, sort_keys=True)
+
+
+def read_runs(sources: list[str]) -> list[FinishedRun]:
+    """The finished runs among the folders, or in them; prints which ones it skips.
+
+    Raises:
+        UserError: there are none, or a run folder cannot be read.
+    """
+    folders: list[Path] = []
+    for source in map(Path, sources):
+        inner = sorted(path.parent for path in source.glob("*/config.toml"))
+        if (source / "config.toml").is_file():
+            folders.append(source)
+        elif inner:
+            folders += inner
+        elif not source.exists():
+            raise UserError(f"{source}: no such run folder")
+    runs = [run for folder in dict.fromkeys(folders) if (run := read_run(folder)) is not None]
+    if not runs:
+        raise UserError(f"{' '.join(sources)}: no finished run in these folders; train.py makes them")
+    return runs
+
+
+def read_run(folder: Path) -> FinishedRun | None:
+    """None, with a line on the console, if the run is not finished."""
+    config = load_config(folder / "config.toml")
+    records = read_jsonl(folder / "metrics.jsonl")
+    validations = [(r["step"], r["val_loss"]) for r in records if r.get("val_loss") is not None]
+    if not validations or validations[-1][0] != config.train.max_steps:
+        print(f"skipped: {folder} is not finished")
+        return None
+    evaluations = {}
+    for path in sorted(folder.glob("eval_length*.json")):
+        result = json.loads(path.read_text())
+        if result["step"] == config.train.max_steps:
+            rope = result["rope"]
+            evaluations[rope["kind"] + (f" = {rope['theta']:g}" if rope["theta"] else "")] = result
+    summary = folder / "init_from.txt"
+    before = re.search(r", step (\d+)$", summary.read_text(), re.MULTILINE) if summary.exists() else None
+    return FinishedRun(folder, config, validations, evaluations, int(before[1]) if before else 0)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one experiment at one scale: they differ in their seed."""
+
+    scale: str  # its letter
+    runs: list[FinishedRun]
+
+    @property
+    def name(self) -> str:
+        """The name of the first run, without its seed."""
+        return re.sub(r"_?seed=?\d+", "", self.runs[0].config.name)
+
+    def losses(self, rope: str, factor: int) -> list[float]:
+        """Of the runs that were evaluated at `factor` times the training length."""
+        return [loss for run in self.runs if (loss := run.loss(rope, factor)) is not None]
+
+    def increases(self, rope: str) -> list[float]:
+        """Loss at 16x minus loss at 1x, of the runs that have both."""
+        pairs = [(run.loss(rope, 1), run.loss(rope, 16)) for run in self.runs]
+        return [b - a for a, b in pairs if a is not None and b is not None]
+
+
+class RunIndex:
+    """All runs, grouped by scale and experiment.
+
+    Attributes:
+        letters: scale -> its letter, A for the one with the most runs.
+        ropes: the RoPE scalings that runs were evaluated with.
+    """
+
+    def __init__(self, runs: list[FinishedRun]) -> None:
+        self.runs = runs
+        scales = sorted({run.scale for run in runs}, key=lambda s: -sum(run.scale == s for run in runs))
+        self.letters = {scale: chr(ord("A") + i) if i < 26 else f"S{i}" for i, scale in enumerate(scales)}
+        self.ropes = sorted({rope for run in runs for rope in run.evaluations})
+        self.groups: dict[tuple[str, str], Group] = {}
+        for run in runs:
+            key = (self.letters[run.scale], run.experiment)
+            self.groups.setdefault(key, Group(key[0], [])).runs.append(run)
+
+    def of_row(self, row: TableRow) -> list[Group]:
+        """The groups that belong to a row of a paper, one for each scale."""
+        wanted = experiment_of(row.config)
+        return [
+            group
+            for (_, name), group in sorted(self.groups.items())
+            if name == wanted
+            and all(getattr(group.runs[0].config.model, k) == v for k, v in row.model_keys.items())
+        ]
+
+    def at_scale(self, letter: str) -> list[Group]:
+        return [group for group in self.groups.values() if group.scale == letter]
