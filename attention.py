@@ -22,8 +22,8 @@ from torch import Tensor
 
 from config import AttentionConfig
 from engines import blockwise, dense, sdpa
+from engines.base import NormaliserModule
 from infra.cli import UserError
-from normalisers import NormaliserModule
 
 Engine = Literal["auto", "dense", "rows", "sdpa", "triton"]
 

@@ -130,8 +130,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class SplitAndRotate(torch.autograd.Function):
     """A fused projection, (B, T, 3, H, D), to q and k after RoPE, and v: (B, H, T, D) each.
 
-    The same as `apply_rope` on views of it, in fewer passes over memory: backward, the rotation by the opposite
-    angle, writes into the projection's gradient directly instead of stacking three.
+    The same as `apply_rope` on views of it, in fewer passes over memory: backward, the rotation by the
+    opposite angle, writes into the projection's gradient directly instead of stacking three.
     """
 
     @staticmethod

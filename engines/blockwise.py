@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from normalisers import NormaliserModule, Phi, RowContext, offset_and_scale, softplus
+from engines.base import NormaliserModule
+from normalisers import Phi, RowContext, offset_and_scale, softplus
 
 
 @torch.compiler.disable  # its backward runs autograd, which a compiled model cannot trace

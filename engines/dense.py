@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from normalisers import NormaliserModule
+from engines.base import NormaliserModule
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule) -> Tensor:

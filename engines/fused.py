@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
+from engines.base import NormaliserModule
 from engines.fused_kernels import (
     LN2,
     MAX_HEAD_DIM,
@@ -34,7 +35,7 @@ from engines.fused_kernels import (
     _forward,
 )
 from engines.sdpa import score_moments
-from normalisers import Normaliser, NormaliserModule, Phi, RowContext, reweight
+from normalisers import Normaliser, Phi, RowContext, reweight
 
 # The largest relative error of o, dq, dk and dv at which the kernels are trusted. Only the rounding of
 # weights and of their gradients to the inputs' type is in it; a miscompiled kernel is off by far more.

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normalisers import NormaliserModule, RowContext
+from engines.base import NormaliserModule
+from normalisers import RowContext
 
 CHUNK = 64  # keys whose moments are merged at once
 

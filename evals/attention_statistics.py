@@ -14,9 +14,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engines.base import NormaliserModule
 from engines.blockwise import query_blocks
 from model import GPT, KVCache
-from normalisers import NormaliserModule, RowContext, l1_normalise
+from normalisers import RowContext, l1_normalise
 from positions import UNSCALED, RopeScaling
 
 TINY = 2.0**-16

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from attention import attend, make_normaliser
 from config import AttentionConfig
-from normalisers import NORMALISERS, NormaliserModule, PhiName
+from engines.base import NormaliserModule
+from normalisers import NORMALISERS, PhiName
 
 torch.set_num_threads(1)
 

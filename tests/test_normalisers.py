@@ -15,7 +15,8 @@ from torch import Tensor
 
 from attention import make_normaliser
 from config import AttentionConfig
-from normalisers import NORMALISERS, NormaliserModule
+from engines.base import NormaliserModule
+from normalisers import NORMALISERS
 
 # 1. The dense weights are the formulas.
 

@@ -1,0 +1,82 @@
+"""A normaliser with its parameters, as the layers of a model own it and every engine receives it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from normalisers import Normaliser, RowContext, reweight
+
+
+class NormaliserModule(nn.Module):
+    """A normaliser for one attention layer, with its learned parameters (`s`, `b`, `sink`, `w`, `p_n`).
+
+    Args:
+        definition: the formula and its options.
+        reweight_p: power of the re-weighting; 0: none.
+        n_head, head_dim: of the layer.
+        train_len: training length in tokens (L in the formulas that use it).
+    """
+
+    def __init__(
+        self, definition: Normaliser, reweight_p: int, n_head: int, head_dim: int, train_len: int
+    ) -> None:
+        super().__init__()
+        self.definition, self.reweight_p = definition, reweight_p
+        self.n_head, self.head_dim, self.train_len = n_head, head_dim, train_len
+        self.compile_rows = False  # for the rows engine: torch.compile the formula
+        self.learned_names = []
+        for name, value in definition.learned(n_head, train_len).items():
+            self.register_parameter(name, nn.Parameter(value))
+            self.learned_names.append(name)
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        """The dense weights, by definition.
+
+        Args:
+            q, k: (B, H, Tq, D) and (B, H, Tk, D) after RoPE; the queries are the last Tq positions.
+        Returns:
+            (B, H, Tq, Tk) in float32 (float64 for float64 inputs), 0 at keys after the query.
+        """
+        with torch.autocast(q.device.type, enabled=False):
+            q, k, context = self.prepare(q, k)
+            x = q @ k.mT  # (B, H, Tq, Tk)
+            return self.row_weights(x.masked_fill(~context.visible(x), -math.inf), context)
+
+    def row_weights(self, x: Tensor, context: RowContext) -> Tensor:
+        """Scores (..., R, K), -inf at hidden keys, to weights: the formula, then the re-weighting."""
+        a = self.definition.weights(x, context)
+        return reweight(a, context.n, self.reweight_p) if self.reweight_p else a
+
+    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, RowContext]:
+        """q and k in float32 (or float64), rescaled so that their products are the scores."""
+        context = self.context(q, k)
+        q, k = self.as_float(q, k)
+        return q * self.definition.factor(context), k, context
+
+    def as_float(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k in float32 (or float64), l2-normalised or centred as the formula needs."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        q, k = q.to(dtype), k.to(dtype)
+        if self.definition.scores == "cosine":
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        if self.definition.centre_keys:
+            k = k - k[..., :1, :]
+        return q, k
+
+    def context(self, q: Tensor, k: Tensor) -> RowContext:
+        """The `RowContext` of queries (..., Tq, D) that are the last of the Tk positions of the keys."""
+        n_queries, n_keys = q.shape[-2], k.shape[-2]
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        if n_queries > n_keys:
+            raise ValueError(f"{n_queries} queries for {n_keys} keys: expected at most as many")
+        n = torch.arange(n_keys - n_queries + 1, n_keys + 1, dtype=dtype, device=q.device)[:, None]
+        return RowContext(n, n_keys, self.train_len, self.head_dim, self.learned(dtype))
+
+    def learned(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Learned parameters, those per head as (H, 1, 1) to broadcast against (B, H, R, K)."""
+        values = {name: getattr(self, name).to(dtype) for name in self.learned_names}
+        return {name: v if name == "p_n" else v[:, None, None] for name, v in values.items()}
