@@ -43,7 +43,6 @@ from evals.common import (
     EvaluatedRun,
     Rejection,
     add_arguments,
-    choose_picture,
     mean_and_stderr,
     open_blocks,
     open_runs,
@@ -82,10 +81,9 @@ MEANING = {
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs = open_runs(args.runs, args.name)
+        runs, picture = open_runs(args)
         blocks = open_blocks(args, runs)
         n_same = count_same_targets(blocks[0].lengths, runs)
-        picture = choose_picture(args.out, runs, args.name)
         results, written = [], []
         for run, cut in zip(runs, blocks, strict=True):
             model, step = run.load(world)

@@ -387,6 +387,7 @@ class GPT(nn.Module):
         generator: torch.Generator | None = None,
         rope: RopeScaling = UNSCALED,
         use_cache: bool = True,
+        n_tokens: int = 0,
     ) -> Iterator[Tensor]:
         """Sample n_new tokens after each row of `tokens`, one at a time; temperature 0 takes the likeliest.
 
@@ -398,6 +399,8 @@ class GPT(nn.Module):
             rope: scaled for the final length T + n_new unless it names a length.
             use_cache: False computes the whole sequence again for each token, as does a model that is not
                 `cacheable`.
+            n_tokens: draw ids below this only, for a tokeniser with fewer tokens than the model has rows;
+                0: any.
         Yields:
             (B, 1) int64, n_new times.
         Raises:
@@ -409,7 +412,7 @@ class GPT(nn.Module):
         cache = KVCache(self.config.model.n_layer, T + n_new) if use_cache and self.cacheable else None
         for _ in range(n_new):
             logits = self.logits(self.hidden(tokens, rope, cache)[:, -1])  # (B, V)
-            new = sample(logits, temperature, top_k, top_p, generator)
+            new = sample(logits[:, : n_tokens or None], temperature, top_k, top_p, generator)
             yield new
             tokens = torch.cat((tokens, new), dim=1) if cache is None else new
 

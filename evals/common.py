@@ -79,16 +79,16 @@ class EvaluatedRun:
         }
 
 
-def open_runs(sources: list[str], name: str) -> list[EvaluatedRun]:
-    """Check every source without loading its tensors: ten models may not fit in memory.
+def open_runs(args: argparse.Namespace) -> tuple[list[EvaluatedRun], Path | None]:
+    """Check every source, without its tensors: ten models may not fit in memory.
 
-    Args:
-        name: of the results, e.g. "eval_length" or "eval_length_none".
+    Returns:
+        The runs, and the path of the figure with all of them; None: a single run already has its own.
     Raises:
         UserError: a source does not load or is given twice, or its folder cannot be written.
     """
-    paths = [Path(source) for source in sources]
-    named = [name_results(path, name) for path in paths]
+    paths = [Path(source) for source in args.runs]
+    named = [name_results(path, args.name) for path in paths]
     labels, outputs = [label for label, _ in named], [output for _, output in named]
     runs = []
     for path, (label, output) in zip(paths, named, strict=True):
@@ -98,7 +98,12 @@ def open_runs(sources: list[str], name: str) -> list[EvaluatedRun]:
         if not os.access(output.parent, os.W_OK):
             raise UserError(f"{output.parent}: cannot be written; the results go there")
         runs.append(EvaluatedRun(path, label if labels.count(label) == 1 else str(path), config, output))
-    return runs
+    if args.out is None and len(runs) > 1:
+        folders = [output.parent for output in outputs]
+        common = Path(os.path.commonpath(folders))
+        # Two checkpoints of one run: <name>.png there is the figure of the run itself.
+        return runs, common / f"{args.name}{'_all' if common in folders else ''}.png"
+    return runs, Path(args.out) if args.out else None
 
 
 def name_results(source: Path, name: str) -> tuple[str, Path]:
@@ -113,23 +118,6 @@ def name_results(source: Path, name: str) -> tuple[str, Path]:
         return source.stem, source.with_name(f"{name}_{source.stem}")
     folder = source.parent.parent
     return f"{folder.name}/{source.stem}", folder / f"{name}_{source.stem}"
-
-
-def choose_picture(out: str | None, runs: list[EvaluatedRun], name: str) -> Path | None:
-    """Path of the figure with all runs. None: a single run already has its own."""
-    if out is not None:
-        path = Path(out)
-        if path.suffix not in FIGURE_SUFFIXES:
-            raise UserError(f"--out {out}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}")
-        if not path.parent.is_dir():
-            raise UserError(f"--out {out}: no folder {path.parent}")
-        return path
-    if len(runs) == 1:
-        return None
-    folders = [run.output.parent for run in runs]
-    common = Path(os.path.commonpath(folders))
-    # Two checkpoints of one run: <name>.png there is the figure of the run itself.
-    return common / (f"{name}_all.png" if common in folders else f"{name}.png")
 
 
 def open_validation(config: Config, data_dir: str | None) -> TokenStream:
@@ -213,7 +201,7 @@ def parse_arguments(parser: ArgumentParser, script: str) -> argparse.Namespace:
     """The command line. Adds `name`, of the results, and `rope_scaling`.
 
     Raises:
-        UserError: a bad option, a bad --tag, --rope and --rope-theta that do not fit together.
+        UserError: a bad option, --rope and --rope-theta that do not fit together.
     """
     args = parser.parse_args()
     if args.tag and not re.fullmatch(r"[\w.+-]+", args.tag):
@@ -222,6 +210,10 @@ def parse_arguments(parser: ArgumentParser, script: str) -> argparse.Namespace:
     if args.rope == "theta" and args.rope_theta is None:
         raise UserError("--rope theta needs --rope-theta, the new base (500000 in the SSMax paper)")
     args.rope_scaling = RopeScaling(args.rope, args.rope_theta)
+    if args.out is not None and Path(args.out).suffix not in FIGURE_SUFFIXES:
+        raise UserError(f"--out {args.out}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}")
+    if args.out is not None and not Path(args.out).parent.is_dir():
+        raise UserError(f"--out {args.out}: no folder {Path(args.out).parent}")
     return args
 
 
@@ -235,10 +227,10 @@ def choose_lengths(given: list[int] | None, runs: list[EvaluatedRun], factors: S
 
 
 class Rejection:
-    """Context manager: turns a UserError into `reason`, for a length that the model cannot compute.
+    """Context manager: records a UserError as `reason`, for a length that the model cannot compute.
 
-    Example: ssmax_pn, whose p_n ends at the training length. Every rank then still joins the all-reduce that
-    follows, also a rank without items, where nothing was raised.
+    Example: ssmax_pn, whose p_n ends at the training length. All ranks then still join the next all-reduce;
+    on a rank without items nothing was raised.
     """
 
     reason: str | None = None

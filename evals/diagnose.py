@@ -30,7 +30,6 @@ from evals.common import (
     Blocks,
     Rejection,
     add_arguments,
-    choose_picture,
     mean_and_stderr,
     open_blocks,
     open_runs,
@@ -50,10 +49,9 @@ MEANING = STATISTICS | {"heads": "for each layer, for each head", "mean": "over 
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs = open_runs(args.runs, args.name)
+        runs, picture = open_runs(args)
         blocks = open_blocks(args, runs)
         n_rows = choose_rows(args.rows, blocks[0].lengths)
-        picture = choose_picture(args.out, runs, args.name)
         results, written = [], []
         for run, cut in zip(runs, blocks, strict=True):
             model, step = run.load(world)

@@ -19,7 +19,7 @@ class Curve(NamedTuple):
     """Values over lengths."""
 
     label: str
-    lengths: list[int]
+    lengths: list[float]
     values: list[float]
     errors: Any  # of each value; or (below, above)
 

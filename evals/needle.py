@@ -7,11 +7,11 @@
     torchrun --standalone --nproc_per_node=8 -m evals.needle runs/ssmax
 
 A text contains, at 10, 30, 50, 70 or 90 % of it, "The special magic {city} number is: {seven digits}.". The
-question and the beginning of its answer follow the text. A length includes all of it and the answer. Reported:
+question and the beginning of its answer follow the text; lengths include all of it and the answer. Reported:
 
     number         share of samples whose greedy answer is the whole number
     first digit    share whose answer begins with the right digit
-    choice         share in which the number is likelier than nine others of the same distribution; chance is
+    choice         share in which the number is likelier than nine others of the same distribution: chance is
                    10 %, and a model needs no fine-tuning to beat it
     needle score   attention mass on the number's digits in the row that predicts the first of them, for each
                    layer and head (Section 3.4): heads ranked (Figure 7), and the best head's in each trial,
@@ -29,6 +29,7 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +47,6 @@ from evals.common import (
     Rejection,
     add_arguments,
     choose_lengths,
-    choose_picture,
     open_runs,
     open_validation,
     parse_arguments,
@@ -65,6 +65,7 @@ CITIES = (
     *("Oslo", "Paris", "Prague", "Rome", "Seoul", "Sydney", "Tokyo", "Toronto", "Vienna", "Warsaw"),
 )
 MEASURES = ("number", "first_digit", "choice")
+DEPTHS = [10, 30, 50, 70, 90]
 N_CHOICES = 10
 ANSWER_TOKENS = 8  # room for seven digits
 TOKENS_AT_ONCE = 65536  # of one batch
@@ -74,13 +75,12 @@ MAX_TRIALS = 100  # of a length, whose outcomes are listed one by one
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs = open_runs(args.runs, args.name)
+        runs, picture = open_runs(args)
         haystacks = [open_haystack(run, args) for run in runs]
         lengths = choose_lengths(args.lengths, runs, (1, 2, 4, 8))
         for haystack in haystacks:
             for length in lengths:
                 make_trial(haystack, length, 50, args.seed, 0)  # raises if it does not fit
-        picture = choose_picture(args.out, runs, args.name)
         results, written = [], []
         for run, haystack in zip(runs, haystacks, strict=True):
             model, step = run.load(world)
@@ -121,7 +121,7 @@ def open_haystack(run: EvaluatedRun, args: argparse.Namespace) -> Haystack:
     """The validation text, or the .txt files of --haystack, in the run's tokens.
 
     Raises:
-        UserError: bad data, no .txt files, or a model without a KV cache.
+        UserError: bad data or no .txt files.
     """
     stream = open_validation(run.config, args.data)
     tokenizer = get_tokenizer(stream.info["tokenizer"])
@@ -196,16 +196,12 @@ def score(
     """
     if not model.cacheable:
         raise UserError(f"{label}: expected a model with a KV cache; sigmoid with bias = log_len has none")
+    zeros = partial(torch.zeros, args.samples, dtype=torch.float64, device=world.device)
     m, share, cells = model.config.model, range(world.rank, args.samples, world.size), []
     with token_bar(label, len(share) * len(args.depths) * sum(lengths), world) as bar:
         for length, depth in ((length, depth) for length in lengths for depth in args.depths):
-            rope = RopeScaling(args.rope, args.rope_theta, length)
-            shapes = (len(MEASURES),), (m.n_layer, m.n_head)
-            outcomes, needle_scores = (
-                torch.zeros(args.samples, *shape, dtype=torch.float64, device=world.device)
-                for shape in shapes
-            )
-            batch = max(1, TOKENS_AT_ONCE // length)
+            batch, rope = max(1, TOKENS_AT_ONCE // length), RopeScaling(args.rope, args.rope_theta, length)
+            outcomes, needle_scores = zeros(len(MEASURES)), zeros(m.n_layer, m.n_head)
             with Rejection() as rejection, model.autocast():
                 for part in (share[i : i + batch] for i in range(0, len(share), batch)):
                     trials = [make_trial(haystack, length, depth, args.seed, i) for i in part]
@@ -226,10 +222,8 @@ def run_trials(
     n = prompt.shape[1]
     cache = KVCache(model.config.model.n_layer, n + ANSWER_TOKENS)
     model.hidden(prompt[:, :-1], rope, cache)
-    digits = torch.tensor(
-        [[i in trial.digits for i in range(n)] for trial in trials], device=device
-    )  # (B, P)
-    needle_scores = attention_mass(model, prompt[:, -1:], rope, cache, digits)
+    where = torch.tensor([[i in t.digits for i in range(n)] for t in trials], device=device)  # (B, P)
+    needle_scores = attention_mass(model, prompt[:, -1:], rope, cache, where)
     first = model.logits(model.hidden(prompt[:, -1:], rope, cache)[:, -1])  # (B, V)
     answers = [tokenizer.decode(a).strip() for a in greedy(model, first, rope, cache, tokenizer.n_vocab)]
     choices = [[trial.choices[i] for trial in trials] for i in range(N_CHOICES)]
@@ -300,17 +294,16 @@ def percent(value: dict[str, float]) -> str:
     return f"{100 * value['share']:.1f} % [{100 * value['low']:.1f}, {100 * value['high']:.1f}]"
 
 
-def cells_of(result: dict[str, Any], **keys: int) -> list[dict[str, Any]]:
-    """The cells with these values of length or depth."""
-    return [cell for cell in result["cells"] if all(cell[key] == value for key, value in keys.items())]
+def finished_cells(result: dict[str, Any], length: int) -> list[dict[str, Any]]:
+    """The cells of a length, one for each depth; none if the model rejected it."""
+    return [cell for cell in result["cells"] if cell["length"] == length and cell["reason"] is None]
 
 
 def ranked_heads(result: dict[str, Any], length: int) -> list[float]:
     """Each head's needle score, mean over depths, in descending order."""
-    scores = [cell["needle_score"] for cell in cells_of(result, length=length) if cell["reason"] is None]
-    if not scores:
-        return []
-    return torch.tensor(scores).mean(0).flatten().sort(descending=True).values.tolist()
+    cells = finished_cells(result, length)
+    scores = torch.tensor([cell["needle_score"] for cell in cells])  # (n_depths, n_layer, n_head)
+    return scores.mean(0).flatten().sort(descending=True).values.tolist() if cells else []
 
 
 def tables(results: list[dict[str, Any]]) -> str:
@@ -324,7 +317,8 @@ def tables(results: list[dict[str, Any]]) -> str:
         rows = [["run", "depth", *lengths]]
         for result in results:
             for depth in result["depths"]:
-                shares = [percent(c[name]) if name in c else "-" for c in cells_of(result, depth=depth)]
+                cells = [cell for cell in result["cells"] if cell["depth"] == depth]
+                shares = [percent(cell[name]) if name in cell else "-" for cell in cells]
                 rows.append([result["run"], f"{depth} %", *shares])
         parts.append(f"{name.replace('_', ' ')}\n{format_table(rows)}")
     rows = [["run", "normaliser", *lengths]]
@@ -341,7 +335,7 @@ def tables(results: list[dict[str, Any]]) -> str:
 def plot(results: list[dict[str, Any]], path: Path) -> Path:
     """One run: shares by length and depth; several: by length. Below, ranked heads and single trials."""
     figure = Figure(figsize=(14, 8), layout="constrained")
-    above, below = figure.subfigures(2, 1)
+    above, below = figure.subfigures(2, 1).flat  # type: ignore[union-attr]
     for axes, name in zip(above.subplots(1, 3, sharey=True), MEASURES, strict=True):
         axes.set_title(f"{name.replace('_', ' ')}: share of samples, 95 % interval")
         if len(results) == 1:
@@ -378,17 +372,17 @@ def draw_heat_map(axes: Any, result: dict[str, Any], name: str) -> None:
 def draw_shares(axes: Any, results: list[dict[str, Any]], name: str) -> None:
     """Means over depths, with the interval of one depth: the depths of a sample are not independent."""
     curves = []
+    n = results[0]["samples"]
     for i, result in enumerate(results):
-        lengths, values, low, high = [], [], [], []
-        for length in result["lengths"]:
-            shares = [c[name]["share"] for c in cells_of(result, length=length) if c["reason"] is None]
-            if shares:
-                value = proportion(sum(shares) / len(shares) * result["samples"], result["samples"])
-                lengths.append(length * 1.02**i)  # sideways, so that equal shares do not cover each other
-                values.append(value["share"])
-                low.append(max(0.0, value["share"] - value["low"]))
-                high.append(max(0.0, value["high"] - value["share"]))
-        curves.append(Curve(result["run"], lengths, values, (low, high)))
+        cells = {length: finished_cells(result, length) for length in result["lengths"]}
+        means = {
+            length: proportion(n * sum(cell[name]["share"] for cell in found) / len(found), n)
+            for length, found in cells.items()
+            if found
+        }
+        x = [length * 1.02**i for length in means]  # sideways: equal shares would cover each other
+        errors = [[abs(mean[end] - mean["share"]) for mean in means.values()] for end in ("low", "high")]
+        curves.append(Curve(result["run"], x, [mean["share"] for mean in means.values()], errors))
     draw_curves(axes, curves, results[0]["lengths"], results)
     axes.set_ylim(-0.03, 1.03)
     axes.set_xlabel("length (tokens), mean over depths")
@@ -397,28 +391,27 @@ def draw_shares(axes: Any, results: list[dict[str, Any]], name: str) -> None:
 
 def draw_ranks(axes: Any, results: list[dict[str, Any]]) -> None:
     """Figure 7: heads by descending needle score; a line for each length, or for each run."""
-    longest, title = results[0]["lengths"][-1], "needle score by rank of the head"
-    if len(results) == 1:
+    longest, alone = results[0]["lengths"][-1], len(results) == 1
+    lines = {result["run"]: ranked_heads(result, longest) for result in results}
+    if alone:
         lines = {format_length(n): ranked_heads(results[0], n) for n in results[0]["lengths"]}
-    else:
-        lines = {result["run"]: ranked_heads(result, longest) for result in results}
-        title += f", at {format_length(longest)}"
     for i, (label, scores) in enumerate(lines.items()):
         axes.plot(range(1, len(scores) + 1), scores, f"-{MARKERS[i % len(MARKERS)]}", ms=4, label=label)
-    axes.set_title(title)
+    at = "" if alone else f", at {format_length(longest)}"
+    axes.set_title(f"needle score by rank of the head{at}")
     axes.set_xlabel("rank of the head")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("attention mass on the digits, mean")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, title="length" if len(results) == 1 else None)
+    axes.legend(frameon=False, title="length" if alone else None)
 
 
 def draw_trials(axes: Any, results: list[dict[str, Any]]) -> None:
     """Figure 8: the best head's needle score in single trials at the longest length, marked by outcome."""
     longest = results[0]["lengths"][-1]
     for i, result in enumerate(results):
-        cells = [cell for cell in cells_of(result, length=longest) if cell["reason"] is None]
-        trials = sorted((t for cell in cells for t in cell["trials"]), key=lambda t: -t["top_score"])
+        trials = [trial for cell in finished_cells(result, longest) for trial in cell["trials"]]
+        trials.sort(key=lambda trial: -trial["top_score"])
         for outcome, marker, word in ((True, "o", "found"), (False, "x", "not found")):
             points = {j + 1: t["top_score"] for j, t in enumerate(trials) if t["number"] == outcome}
             label = f"{result['run']}: {word} ({len(points)})"
@@ -436,16 +429,8 @@ def draw_trials(axes: Any, results: list[dict[str, Any]]) -> None:
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__, prog="python -m evals.needle")
     add_arguments(parser, "of the whole sequence with the answer (default: 1, 2, 4, 8 x the training length)")
-    add = parser.add_argument
-    add(
-        "--depths",
-        nargs="+",
-        type=int,
-        choices=range(101),
-        metavar="PERCENT",
-        default=[10, 30, 50, 70, 90],
-        help="positions of the needle in the text (default: 10 30 50 70 90)",
-    )
+    add, help = parser.add_argument, "positions of the needle in the text (default: 10 30 50 70 90)"
+    add("--depths", nargs="+", type=int, choices=range(101), default=DEPTHS, metavar="PERCENT", help=help)
     add("--samples", type=positive_int, default=1000, metavar="N", help="of each cell (default: %(default)s)")
     add("--haystack", metavar="DIR", help=".txt files (default: the validation text)")
     add("--seed", type=int, default=0, help="of texts, cities and numbers (default: 0)")
