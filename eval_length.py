@@ -99,8 +99,6 @@ def main() -> None:
 
 
 # ---------------------------------------------------------------- windows
-
-
 def count_same_targets(lengths: list[int], runs: list[EvaluatedRun]) -> int:
     """How many of a block's last tokens windows of every length can predict, at trained positions.
 
@@ -132,8 +130,6 @@ def part_edges(length: int) -> list[int]:
 
 
 # ---------------------------------------------------------------- score
-
-
 class Score(NamedTuple):
     """Sums of losses at one length, over all ranks."""
 
@@ -184,8 +180,6 @@ def block_sums(losses: Tensor, n_same: int) -> Tensor:
 
 
 # ---------------------------------------------------------------- summary
-
-
 def summarise(scores: list[Score], blocks: Blocks, n_same: int, per_position: bool) -> dict[str, Any]:
     """Means and standard errors, finite numbers only: what eval_length.json holds besides the run's keys."""
     shortest, entries = None, []
@@ -231,8 +225,6 @@ def summarise_parts(by_part: Tensor, length: int) -> list[dict[str, Any]]:
 
 
 # ---------------------------------------------------------------- tables
-
-
 def tables(results: list[dict[str, Any]]) -> str:
     """All tables as text, each with a line that describes it."""
     span, block = results[0]["same_target_tokens"], results[0]["data"]["block_length"]
@@ -276,8 +268,6 @@ def bucket_table(results: list[dict[str, Any]]) -> str:
 
 
 # ---------------------------------------------------------------- figures
-
-
 def plot(results: list[dict[str, Any]], path: Path) -> list[Path]:
     """The figure of all lengths, and that of --per-position where results have it."""
     written = [plot_lengths(results, path)]
@@ -326,8 +316,6 @@ def plot_positions(results: list[dict[str, Any]], path: Path) -> Path:
 
 
 # ---------------------------------------------------------------- command line
-
-
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     add_arguments(parser, "divisors of the longest (default: 1, 2, 4, 8, 16 x the training length)")

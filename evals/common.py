@@ -36,8 +36,6 @@ FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 
 
 # ---------------------------------------------------------------- runs
-
-
 @dataclass(frozen=True)
 class EvaluatedRun:
     """A model to evaluate and where its results go."""
@@ -182,8 +180,6 @@ def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Bloc
 
 
 # ---------------------------------------------------------------- command line
-
-
 def add_arguments(parser: ArgumentParser, lengths_help: str) -> None:
     """The options of every evaluation."""
     add = parser.add_argument
@@ -224,8 +220,6 @@ def choose_lengths(given: list[int] | None, runs: list[EvaluatedRun], factors: S
 
 
 # ---------------------------------------------------------------- scores
-
-
 class Rejection:
     """Context manager: records a UserError as `reason`, for a length that the model cannot compute.
 

@@ -67,8 +67,6 @@ def main() -> None:
 
 
 # ---------------------------------------------------------------- score
-
-
 def choose_rows(given: int | None, lengths: list[int]) -> int:
     """The number of last rows in each block. Raises UserError if the shortest window has fewer."""
     n_rows = given or max(1, min(128, lengths[0] // 2))
@@ -104,8 +102,6 @@ def score(
 
 
 # ---------------------------------------------------------------- summary and tables
-
-
 def summarise(scores: list[Score], blocks: Blocks, n_rows: int) -> dict[str, Any]:
     """What diagnose.json holds besides the run's keys: means by head, and over all heads with their error."""
     entries = []
@@ -139,8 +135,6 @@ def table(results: list[dict[str, Any]], name: str) -> str:
 
 
 # ---------------------------------------------------------------- figures
-
-
 def plot(results: list[dict[str, Any]], path: Path) -> Path:
     return plot_layers(results[0], path) if len(results) == 1 else plot_runs(results, path)
 
@@ -206,8 +200,6 @@ def save_with_legend(figure: Figure, path: Path) -> Path:
 
 
 # ---------------------------------------------------------------- command line
-
-
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__, prog="python -m evals.diagnose")
     listed = [f"  {name:18}{meaning}" for name, meaning in STATISTICS.items()]

@@ -96,8 +96,6 @@ def main() -> None:
 
 
 # ---------------------------------------------------------------- task
-
-
 @dataclass(frozen=True)
 class Haystack:
     """A long text as tokens, and their tokeniser."""
@@ -174,8 +172,6 @@ def make_trial(haystack: Haystack, length: int, depth: int, seed: int, index: in
 
 
 # ---------------------------------------------------------------- score
-
-
 class Cell(NamedTuple):
     """All samples at one length and depth, over all ranks; float64 on the CPU."""
 
@@ -261,8 +257,6 @@ def log_likelihood(
 
 
 # ---------------------------------------------------------------- summary and tables
-
-
 def summarise(
     cells: list[Cell], haystack: Haystack, lengths: list[int], args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -330,8 +324,6 @@ def tables(results: list[dict[str, Any]]) -> str:
 
 
 # ---------------------------------------------------------------- figures
-
-
 def plot(results: list[dict[str, Any]], path: Path) -> Path:
     """One run: shares by length and depth; several: by length. Below, ranked heads and single trials."""
     figure = Figure(figsize=(14, 8), layout="constrained")
@@ -424,8 +416,6 @@ def draw_trials(axes: Any, results: list[dict[str, Any]]) -> None:
 
 
 # ---------------------------------------------------------------- command line
-
-
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__, prog="python -m evals.needle")
     add_arguments(parser, "of the whole sequence with the answer (default: 1, 2, 4, 8 x the training length)")
