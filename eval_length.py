@@ -50,14 +50,7 @@ from evals.common import (
     token_bar,
 )
 from evals.figures import draw_curves, length_curves, mark_training_length, save_figure
-from evals.tables import (
-    format_length,
-    format_rope,
-    format_stderr,
-    format_table,
-    length_table,
-    list_rejections,
-)
+from evals.tables import format_length, format_rope, format_stderr, format_table, length_table, rejections
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world
 from infra.files import write_json
@@ -82,13 +75,13 @@ def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
         runs, picture = open_runs(args)
-        blocks = open_blocks(args, runs)
-        n_same = count_same_targets(blocks[0].lengths, runs)
+        all_blocks = open_blocks(args, runs)
+        n_same = count_same_targets(all_blocks[0].lengths, runs)
         results, written = [], []
-        for run, cut in zip(runs, blocks, strict=True):
+        for run, blocks in zip(runs, all_blocks, strict=True):
             model, step = run.load(world)
-            scores = score(model, cut, n_same, args.rope_scaling, run.label, world)
-            results.append(run.describe(step, args) | summarise(scores, cut, n_same, args.per_position))
+            scores = score(model, blocks, n_same, args.rope_scaling, run.label, world)
+            results.append(run.describe(step, args) | summarise(scores, blocks, n_same, args.per_position))
             if world.is_main:  # at once: a later run may fail
                 write_json(results[-1], run.file(".json"))
                 written += [run.file(".json"), *plot(results[-1:], run.file(".png"))]
@@ -100,7 +93,7 @@ def main() -> None:
 
 # ---------------------------------------------------------------- windows
 def count_same_targets(lengths: list[int], runs: list[EvaluatedRun]) -> int:
-    """How many of a block's last tokens windows of every length can predict, at trained positions.
+    """The number of last tokens of a block that count as same targets: at most a training length.
 
     Raises:
         UserError: a length does not divide the longest.
@@ -239,17 +232,13 @@ def tables(results: list[dict[str, Any]]) -> str:
         f"Loss by position in windows of {block} tokens.",
         bucket_table(results),
     ]
-    return "\n\n".join(parts + list_rejections(results)) + "\n"
+    return "\n\n".join(parts + rejections(results)) + "\n"
 
 
 def describe_data(results: list[dict[str, Any]]) -> str:
     """The scored tokens; run by run where they differ."""
-    texts = [
-        "Scored: the first {tokens:,} tokens of {dir} ({split}), {blocks} blocks of {block_length}".format(
-            **result["data"]
-        )
-        for result in results
-    ]
+    text = "Scored: the first {tokens:,} tokens of {dir} ({split}), {blocks} blocks of {block_length}"
+    texts = [text.format(**result["data"]) for result in results]
     if len(set(texts)) == 1:
         return f"{texts[0]}."
     listed = [f"{text}: {result['run']}." for text, result in zip(texts, results, strict=True)]

@@ -31,7 +31,6 @@ from infra.distributed import World
 from model import GPT, RopeKind, RopeScaling
 from training.checkpoint import load_model, read_config
 
-MARKERS = "osD^vP*Xph<>"  # distinguish runs beyond the ten colours
 FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 
 

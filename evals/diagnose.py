@@ -37,7 +37,7 @@ from evals.common import (
     token_bar,
 )
 from evals.figures import Curve, draw_curves, length_curves, save_figure
-from evals.tables import format_length, format_rope, format_stderr, length_table, list_rejections
+from evals.tables import format_length, format_rope, format_stderr, length_table, rejections
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world
 from infra.files import write_json
@@ -50,13 +50,13 @@ def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
         runs, picture = open_runs(args)
-        blocks = open_blocks(args, runs)
-        n_rows = choose_rows(args.rows, blocks[0].lengths)
+        all_blocks = open_blocks(args, runs)
+        n_rows = choose_rows(args.rows, all_blocks[0].lengths)
         results, written = [], []
-        for run, cut in zip(runs, blocks, strict=True):
+        for run, blocks in zip(runs, all_blocks, strict=True):
             model, step = run.load(world)
-            scores = score(model, cut, n_rows, args.rope_scaling, run.label, world)
-            results.append(run.describe(step, args) | summarise(scores, cut, n_rows))
+            scores = score(model, blocks, n_rows, args.rope_scaling, run.label, world)
+            results.append(run.describe(step, args) | summarise(scores, blocks, n_rows))
             if world.is_main:  # at once: a later run may fail
                 write_json(results[-1], run.file(".json"))
                 written += [run.file(".json"), plot(results[-1:], run.file(".png"))]
@@ -127,7 +127,7 @@ def tables(results: list[dict[str, Any]]) -> str:
         "Means over layers and heads, ± standard error over blocks."
     ]
     parts += [f"{name}: {meaning}\n{table(results, name)}" for name, meaning in STATISTICS.items()]
-    return "\n\n".join(parts + list_rejections(results)) + "\n"
+    return "\n\n".join(parts + rejections(results)) + "\n"
 
 
 def table(results: list[dict[str, Any]], name: str) -> str:

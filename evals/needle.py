@@ -53,7 +53,7 @@ from evals.common import (
     token_bar,
 )
 from evals.figures import MARKERS, Curve, draw_curves, save_figure
-from evals.tables import format_length, format_rope, format_table, list_rejections
+from evals.tables import format_length, format_rope, format_table, rejections
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world
 from infra.files import write_json
@@ -320,7 +320,7 @@ def tables(results: list[dict[str, Any]]) -> str:
         best = [ranked_heads(result, length)[:1] for length in result["lengths"]]
         rows.append([result["run"], result["normaliser"], *(f"{s[0]:.4f}" if s else "-" for s in best)])
     parts.append(f"needle score of the best head, mean over all samples\n{format_table(rows)}")
-    return "\n\n".join(parts + list_rejections(results, "cells")) + "\n"
+    return "\n\n".join(parts + rejections(results, "cells")) + "\n"
 
 
 # ---------------------------------------------------------------- figures

@@ -47,7 +47,7 @@ def length_table(results: list[dict[str, Any]], cell: Callable[[dict[str, Any]],
     return format_table(rows)
 
 
-def list_rejections(results: list[dict[str, Any]], key: str = "lengths") -> list[str]:
+def rejections(results: list[dict[str, Any]], key: str = "lengths") -> list[str]:
     """A paragraph with the reason of each entry without numbers, if there are any."""
     lines = []
     for result in results:

@@ -21,7 +21,7 @@ import eval_length
 from config import Config, config_from_dict
 from data.shards import TokenStream, val_batch, write_shard
 from evals.common import Blocks
-from infra.cli import UserError
+from infra.cli import UserError, run_main
 from model import GPT, RopeKind, RopeScaling
 from training.checkpoint import load_model, read_config, save_checkpoint
 
@@ -75,12 +75,6 @@ def read(path: Path) -> dict:
 
 def lengths_of(run: Path) -> list[dict]:
     return read(run / "eval_length.json")["lengths"]
-
-
-def spawn(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *map(str, args), "--device", "cpu"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
 
 
 def close(expected: float) -> object:
@@ -280,8 +274,10 @@ def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
     args = (a, b, "--lengths", 16, 64)
     evaluate(*args)
     one = [lengths_of(run) for run in (a, b)]
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    done = spawn(*launcher, ROOT / "eval_length.py", *args)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launcher, ROOT / "eval_length.py", *args, "--device", "cpu"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == capsys.readouterr().out
     two = [lengths_of(run) for run in (a, b)]
@@ -291,10 +287,13 @@ def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
             assert x[key] == pytest.approx(y[key], abs=1e-6)
 
 
-def test_exit_status_and_one_line(tmp_path):
-    done = spawn(ROOT / "eval_length.py", tmp_path / "none")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+def test_exit_status_and_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["eval_length.py", str(tmp_path / "none")])
+    with pytest.raises(SystemExit) as raised:
+        run_main(eval_length.main)
+    out, err = capsys.readouterr()
+    assert raised.value.code == 2 and out == ""
+    assert err.startswith("error: ") and len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
