@@ -184,7 +184,7 @@ def add_arguments(parser: ArgumentParser, lengths_help: str) -> None:
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="run folders or checkpoint files, first")
     add("--lengths", nargs="+", type=positive_int, metavar="T", help=lengths_help)
-    add("--rope", choices=get_args(RopeKind), default="ntk", help="scaling past the training length (ntk)")
+    add("--rope", choices=get_args(RopeKind), default="ntk", help="RoPE scaling (default: ntk)")
     add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
     add("--data", metavar="DIR", help="dataset folder (default: that of each run's config)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
