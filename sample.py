@@ -5,12 +5,12 @@
     python sample.py runs/demo_lssar --prompt-file start.py --tokens 4000 --rope ntk --greedy
     torchrun --standalone --nproc_per_node=8 sample.py runs/lssar --prompt-file prompts/*.txt --samples 64
 
-Prints the prompt and its continuation up to the end of the document; a single one as it comes, several
-when all are done, each under a line that names it. The number of tokens per second goes to stderr.
+Prints each prompt and its continuation up to the end of the document: a single one token by token, several
+at the end, each under a line that names it. The number of tokens per second goes to stderr.
 
-The samples of a prompt are one batch, different prompts are not: in a padded batch n, the number of keys that
-a query sees, would be wrong. Prompt i is sampled with seed + i, so it does not depend on the others. RoPE is
-scaled, past the training length, for the final length: prompt and all new tokens.
+The samples of a prompt form a batch. Prompts do not: padding would change n, the number of keys that a query
+sees. Prompt i is sampled with seed + i, independent of the other prompts. Past the training length RoPE is
+scaled for the final length: prompt and all new tokens.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ def main() -> None:
     with join_world(args.device) as world:
         model, _, _, tokenizer_name = load_model(args.run, world.device)
         tokenizer = get_tokenizer(tokenizer_name)
-        if len(prompts) * args.samples == 1:
-            if world.is_main:
-                print_as_it_comes(model, tokenizer, prompts[0], args)
-        else:
+        if len(prompts) * args.samples > 1:
             print_all(model, tokenizer, prompts, args, world)
+        elif world.is_main:
+            print_stream(model, tokenizer, prompts[0], args)
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -57,23 +56,24 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     return prompts or ["\n"]
 
 
-def new_tokens(
-    model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str], i: int, args: argparse.Namespace
+def sample_tokens(
+    model: GPT, tokenizer: tiktoken.Encoding, prompt: str, seed: int, args: argparse.Namespace
 ) -> Iterator[list[int]]:
-    """The next token of each sample of prompt i, until all have ended."""
+    """The next token of each sample of the prompt, until all samples have ended."""
     device = model.embedding.weight.device
-    prompt = torch.tensor([tokenizer.eot_token, *tokenizer.encode_ordinary(prompts[i])], device=device)
+    tokens = torch.tensor([tokenizer.eot_token, *tokenizer.encode_ordinary(prompt)], device=device)
     running = torch.ones(args.samples, dtype=torch.bool, device=device)
     with model.autocast():
         for new in model.stream(
-            prompt.repeat(args.samples, 1),
+            tokens.repeat(args.samples, 1),
             args.tokens,
             temperature=0.0 if args.greedy else args.temperature,
             top_k=args.top_k,
             top_p=args.top_p,
-            generator=torch.Generator(device).manual_seed(args.seed + i),
+            generator=torch.Generator(device).manual_seed(seed),
             rope=RopeScaling(args.rope, args.rope_theta),
             use_cache=not args.no_cache,
+            n_tokens=tokenizer.n_vocab,
         ):
             running &= new[:, 0] != tokenizer.eot_token
             if not running.any():
@@ -81,13 +81,12 @@ def new_tokens(
             yield new[:, 0].tolist()
 
 
-def print_as_it_comes(
-    model: GPT, tokenizer: tiktoken.Encoding, prompt: str, args: argparse.Namespace
-) -> None:
+def print_stream(model: GPT, tokenizer: tiktoken.Encoding, prompt: str, args: argparse.Namespace) -> None:
+    """Print the only sample as it is computed."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may be several tokens
     start, n = time.perf_counter(), 0
     print(prompt, end="", flush=True)
-    for (token,) in new_tokens(model, tokenizer, [prompt], 0, args):
+    for (token,) in sample_tokens(model, tokenizer, prompt, args.seed, args):
         print(decoder.decode(tokenizer.decode_single_token_bytes(token)), end="", flush=True)
         n += 1
     print(decoder.decode(b"", final=True))
@@ -97,20 +96,20 @@ def print_as_it_comes(
 def print_all(
     model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str], args: argparse.Namespace, world: World
 ) -> None:
-    """Every process takes its share of the prompts."""
+    """Sample this rank's share of the prompts; rank 0 prints all."""
     start, texts, n = time.perf_counter(), {}, 0
     for i in range(world.rank, len(prompts), world.size):
-        steps = list(new_tokens(model, tokenizer, prompts, i, args))
+        steps = list(sample_tokens(model, tokenizer, prompts[i], args.seed + i, args))
         n += len(steps) * args.samples
         for j in range(args.samples):
             tokens = [step[j] for step in steps]
             end = tokens.index(tokenizer.eot_token) if tokenizer.eot_token in tokens else len(tokens)
             texts[i, j] = prompts[i] + tokenizer.decode(tokens[:end])
-    every = world.gather_objects((texts, n))
+    gathered = world.gather_objects((texts, n))
     if world.is_main:
-        for (i, j), text in sorted(item for texts, _ in every for item in texts.items()):
+        for (i, j), text in sorted(item for texts, _ in gathered for item in texts.items()):
             print(f"--- prompt {i + 1}, sample {j + 1}\n{text}")
-        print_speed(sum(n for _, n in every), time.perf_counter() - start)
+        print_speed(sum(n for _, n in gathered), time.perf_counter() - start)
 
 
 def print_speed(n: int, seconds: float) -> None:
@@ -119,22 +118,21 @@ def print_speed(n: int, seconds: float) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
-    parser.add_argument("run", help="run folder (its newest checkpoint) or one checkpoint file")
-    parser.add_argument("--prompt", nargs="+", metavar="TEXT", help="to continue (default: a line break)")
-    parser.add_argument("--prompt-file", nargs="+", metavar="FILE", help="the whole text of each is a prompt")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="of each prompt (default: 1)")
-    parser.add_argument("--tokens", type=int, default=500, metavar="N", help="new tokens (default: 500)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: 0.8)")
-    parser.add_argument("--greedy", action="store_true", help="the same as --temperature 0")
-    parser.add_argument("--top-k", type=int, default=50, help="sample from the k likeliest (default: 50)")
-    parser.add_argument("--top-p", type=float, help="sample from the fewest that have this probability")
-    parser.add_argument("--seed", type=int, default=0, help="of the first prompt's sampling (default: 0)")
-    parser.add_argument(
-        "--rope", choices=get_args(RopeKind), default="none", help="RoPE scaling past the training length"
-    )
-    parser.add_argument("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
-    parser.add_argument("--no-cache", action="store_true", help="compute all again for each token: slow")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
+    add, rope_help = parser.add_argument, "RoPE scaling past the training length (default: none)"
+    add("run", help="run folder (its newest checkpoint) or one checkpoint file")
+    add("--prompt", nargs="+", metavar="TEXT", help="texts to continue (default: a line break)")
+    add("--prompt-file", nargs="+", metavar="FILE", help="files to continue, each as one prompt")
+    add("--samples", type=int, default=1, metavar="N", help="of each prompt (default: 1)")
+    add("--tokens", type=int, default=500, metavar="N", help="new tokens (default: 500)")
+    add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
+    add("--greedy", action="store_true", help="the same as --temperature 0")
+    add("--top-k", type=int, default=50, help="sample from the k likeliest tokens (default: 50)")
+    add("--top-p", type=float, help="sample from the fewest tokens that have this probability")
+    add("--seed", type=int, default=0, help="of the first prompt (default: 0)")
+    add("--rope", choices=get_args(RopeKind), default="none", help=rope_help)
+    add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
+    add("--no-cache", action="store_true", help="recompute all positions for each token: slow")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     args = parser.parse_args()
     if args.samples < 1:
         raise UserError(f"--samples {args.samples}: expected at least 1")

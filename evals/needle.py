@@ -1,19 +1,18 @@
-"""Needle in a haystack: can a model still find a number in a long context (SSMax, Section 3.3)?
+"""Needle in a haystack: does a model still find a number in a long context (SSMax, Section 3.3)?
 
-    python eval_needle.py runs/ssmax --lengths 1000 2000 5000 10000 --rope theta --rope-theta 500000
-    python eval_needle.py runs/softmax runs/ssmax runs/lssar --samples 100
-    python eval_needle.py runs/sft --data data/fineweb10B                 # fine-tuned on other data than text
-    python eval_needle.py runs/ssmax --haystack essays/                   # a folder of .txt files
-    torchrun --standalone --nproc_per_node=8 eval_needle.py runs/ssmax
+    python -m evals.needle runs/ssmax --lengths 1000 2000 5000 10000 --rope theta --rope-theta 500000
+    python -m evals.needle runs/softmax runs/ssmax runs/lssar --samples 100
+    python -m evals.needle runs/sft --data data/fineweb10B                # fine-tuned: no text of its own
+    python -m evals.needle runs/ssmax --haystack essays/                  # a folder of .txt files
+    torchrun --standalone --nproc_per_node=8 -m evals.needle runs/ssmax
 
-Somewhere in a text (at 10, 30, 50, 70, 90 % of it) stands "The special magic {city} number is: {seven
-digits}."; after the text come the question for it and the beginning of the answer. A length is that of the
-whole, with the answer. It reports
+A text contains, at 10, 30, 50, 70 or 90 % of it, "The special magic {city} number is: {seven digits}.". The
+question and the beginning of its answer follow the text; lengths include all of it and the answer. Reported:
 
     number         share of samples whose greedy answer is the whole number
     first digit    share whose answer begins with the right digit
-    choice         share in which the number is likelier than nine others, drawn alike: chance is 10 %, and
-                   it takes no fine-tuning to beat that
+    choice         share in which the number is likelier than nine others of the same distribution: chance is
+                   10 %, and a model needs no fine-tuning to beat it
     needle score   attention mass on the number's digits in the row that predicts the first of them, for each
                    layer and head (Section 3.4): heads ranked (Figure 7), and the best head's in each trial,
                    marked by its outcome (Figure 8)
@@ -21,15 +20,18 @@ whole, with the answer. It reports
 with 95 % confidence intervals (Wilson). Sample i has the same text, city and number in every cell and for
 every run of the same tokeniser. The paper multiplies RoPE's base by 50: `--rope theta --rope-theta 500000`.
 
-Writes eval_needle.json and eval_needle.png into the run folder; several runs get one more picture.
+Writes eval_needle.json and eval_needle.png into the run folder; several runs get one more figure.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -41,29 +43,20 @@ from data.prompts import question_prompt
 from data.tokenizer import get_tokenizer
 from evals.attention_statistics import attention_mass
 from evals.common import (
-    MARKERS,
-    Run,
+    EvaluatedRun,
+    Rejection,
     add_arguments,
-    add_lengths,
     choose_lengths,
-    choose_picture,
-    describe_rope,
-    evaluate_all,
-    format_table,
-    mark_training_length,
     open_runs,
     open_validation,
     parse_arguments,
-    percent,
-    progress,
-    proportion,
-    save_figure,
-    short,
-    token_axis,
-    whole_number,
+    token_bar,
 )
-from infra.cli import ArgumentParser, UserError, run_main
+from evals.figures import MARKERS, Curve, draw_curves, save_figure
+from evals.tables import format_length, format_rope, format_table, rejections
+from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world
+from infra.files import write_json
 from model import GPT, KVCache
 from positions import RopeScaling
 
@@ -73,58 +66,62 @@ CITIES = (
     *("Oslo", "Paris", "Prague", "Rome", "Seoul", "Sydney", "Tokyo", "Toronto", "Vienna", "Warsaw"),
 )
 MEASURES = ("number", "first_digit", "choice")
+DEPTHS = [10, 30, 50, 70, 90]
 N_CHOICES = 10
 ANSWER_TOKENS = 8  # room for seven digits
 TOKENS_AT_ONCE = 65536  # of one batch
-MAX_TRIALS = 100  # of a length, whose outcomes are kept one by one
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One prompt and what is asked of it."""
-
-    prompt: list[int]  # all but the first token of the number
-    digits: range  # the positions of the needle's digits
-    number: str
-    choices: list[list[int]]  # tokens of N_CHOICES numbers, the right one first
+MAX_TRIALS = 100  # of a length, whose outcomes are listed one by one
 
 
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs = open_runs(args.runs, args.name)
-        haystacks = {run: open_haystack(run, args) for run in runs}
+        runs, picture = open_runs(args)
+        haystacks = [open_haystack(run, args) for run in runs]
         lengths = choose_lengths(args.lengths, runs, (1, 2, 4, 8))
-        for haystack in haystacks.values():
+        for haystack in haystacks:
             for length in lengths:
                 make_trial(haystack, length, 50, args.seed, 0)  # raises if it does not fit
-        picture = choose_picture(args.out, runs, args.name)
+        results, written = [], []
+        for run, haystack in zip(runs, haystacks, strict=True):
+            model, step = run.load(world)
+            cells = score(model, haystack, lengths, args, run.label, world)
+            results.append(run.describe(step, args) | summarise(cells, haystack, lengths, args))
+            if world.is_main:  # at once: a later run may fail
+                write_json(results[-1], run.file(".json"))
+                written += [run.file(".json"), plot(results[-1:], run.file(".png"))]
+        if world.is_main:
+            print(tables(results))
+            written += [plot(results, picture)] if picture else []
+            print("\n".join(f"wrote {path}" for path in written))
 
-        def evaluate_run(run: Run) -> dict[str, Any]:
-            return evaluate(run, haystacks[run], lengths, args, world)
 
-        evaluate_all(runs, world, picture, evaluate_run, report, plot)
-
-
-# ---------------------------------------------------------------- the task
-
-
+# ---------------------------------------------------------------- task
 @dataclass(frozen=True)
 class Haystack:
-    """A long text as tokens, and the tokeniser that made them."""
+    """A long text as tokens, and their tokeniser."""
 
-    tokens: Any  # a numpy array or a TokenStream's read
+    read: Callable[[int, int], np.ndarray]  # (start, length) -> (length,)
     n_tokens: int
     tokenizer: tiktoken.Encoding
     source: str
 
-    def read(self, start: int, length: int) -> list[int]:
-        start %= max(1, self.n_tokens - length)
-        return self.tokens(start, length).tolist()
+
+class Trial(NamedTuple):
+    """One prompt and its answer."""
+
+    prompt: list[int]  # all but the first token of the number
+    digits: range  # positions of the needle's digits
+    number: str
+    choices: list[list[int]]  # tokens of N_CHOICES numbers, the right one first
 
 
-def open_haystack(run: Run, args: argparse.Namespace) -> Haystack:
-    """The validation text, or the .txt files of --haystack, in the run's tokens."""
+def open_haystack(run: EvaluatedRun, args: argparse.Namespace) -> Haystack:
+    """The validation text, or the .txt files of --haystack, in the run's tokens.
+
+    Raises:
+        UserError: bad data or no .txt files.
+    """
     stream = open_validation(run.config, args.data)
     tokenizer = get_tokenizer(stream.info["tokenizer"])
     if args.haystack is None:
@@ -137,9 +134,7 @@ def open_haystack(run: Run, args: argparse.Namespace) -> Haystack:
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"--haystack {args.haystack}: cannot be read as UTF-8 text: {e}") from None
     tokens = np.array(tokenizer.encode_ordinary(text))
-    return Haystack(
-        lambda start, length: tokens[start : start + length], len(tokens), tokenizer, args.haystack
-    )
+    return Haystack(lambda start, n: tokens[start : start + n], len(tokens), tokenizer, args.haystack)
 
 
 def draw_numbers(rng: np.random.Generator) -> list[str]:
@@ -169,74 +164,49 @@ def make_trial(haystack: Haystack, length: int, depth: int, seed: int, index: in
             f"--lengths {length}: expected at least {length - room + 1}, for needle and question, and "
             f"at most the {haystack.n_tokens} tokens of {haystack.source}"
         )
-    text = haystack.read(int(rng.integers(2**40)), room)
-    cut = room * depth // 100
+    start = int(rng.integers(2**40)) % max(1, haystack.n_tokens - room)
+    text, cut = haystack.read(start, room).tolist(), room * depth // 100
     prompt = [haystack.tokenizer.eot_token, *text[:cut], *before]
     digits = range(len(prompt) + lead, len(prompt) + len(needle_number))
     prompt += [*needle_number, *after, *text[cut:], *ask]
     return Trial(prompt, digits, numbers[0], [answer[lead:] for answer in answers])
 
 
-# ---------------------------------------------------------------- evaluation
+# ---------------------------------------------------------------- score
+class Cell(NamedTuple):
+    """All samples at one length and depth, over all ranks; float64 on the CPU."""
+
+    length: int
+    depth: int
+    outcomes: Tensor  # (n_samples, len(MEASURES)), 0 or 1
+    needle_scores: Tensor  # (n_samples, n_layer, n_head)
+    reason: str | None  # the model rejected the length
 
 
-def evaluate(
-    run: Run, haystack: Haystack, lengths: list[int], args: argparse.Namespace, world: World
-) -> dict[str, Any]:
-    """All cells of one run: what eval_needle.json holds. Every process gets the same."""
-    model, _, step, _ = run.load(world)
+def score(
+    model: GPT, haystack: Haystack, lengths: list[int], args: argparse.Namespace, label: str, world: World
+) -> list[Cell]:
+    """A cell for each length and depth, the same on every rank; each rank takes its share of the samples.
+
+    Raises:
+        UserError: a model without a KV cache.
+    """
     if not model.cacheable:
-        raise UserError(f"{run.source}: needs a model that can be cached; sigmoid with bias = log_len cannot")
-    mine = len(range(world.rank, args.samples, world.size))
-    with progress(run.label, mine * len(args.depths) * sum(lengths), "tok", world) as bar:
-        cells = []
-        for length in lengths:
-            for depth in args.depths:
-                cells.append(run_cell(model, haystack, length, depth, args, world))
-                bar.update(mine * length)
-    return {
-        **run.describe(step, args),
-        "haystack": haystack.source,
-        "samples": args.samples,
-        "seed": args.seed,
-        "lengths": lengths,
-        "depths": args.depths,
-        "cells": cells,
-    }
-
-
-def run_cell(
-    model: GPT, haystack: Haystack, length: int, depth: int, args: argparse.Namespace, world: World
-) -> dict[str, Any]:
-    """All samples at one length and depth; this process takes its share of them."""
-    m = model.config.model
-    outcomes = torch.zeros(args.samples, len(MEASURES), dtype=torch.float64, device=world.device)
-    scores = torch.zeros(args.samples, m.n_layer, m.n_head, dtype=torch.float64, device=world.device)
-    rope, reason = RopeScaling(args.rope, args.rope_theta, length), None
-    batch = max(1, TOKENS_AT_ONCE // length)
-    try:
-        mine = list(range(world.rank, args.samples, world.size))
-        for start in range(0, len(mine), batch):
-            here = mine[start : start + batch]
-            trials = [make_trial(haystack, length, depth, args.seed, i) for i in here]
-            with model.autocast():
-                outcomes[here], scores[here] = run_trials(model, trials, rope, haystack.tokenizer)
-    except UserError as e:  # ssmax_pn has no p_n beyond its training length
-        reason = str(e)
-    # Also when refused: a process without samples waits here.
-    outcomes, scores = world.sum(outcomes).cpu(), world.sum(scores).cpu()
-    cell: dict[str, Any] = {"length": length, "depth": depth, "reason": reason}
-    if reason is not None:
-        return cell
-    shares = {name: proportion(int(outcomes[:, i].sum()), args.samples) for i, name in enumerate(MEASURES)}
-    n_kept = max(1, MAX_TRIALS // len(args.depths))
-    top = scores.flatten(1).amax(1)[:n_kept].tolist()
-    return cell | shares | {
-        "needle_score": scores.mean(0).tolist(),
-        "trials": [
-            {"top_score": t, "number": bool(o)} for t, o in zip(top, outcomes[:, 0].tolist(), strict=False)
-        ],
-    }  # fmt: skip
+        raise UserError(f"{label}: expected a model with a KV cache; sigmoid with bias = log_len has none")
+    zeros = partial(torch.zeros, args.samples, dtype=torch.float64, device=world.device)
+    m, share, cells = model.config.model, range(world.rank, args.samples, world.size), []
+    with token_bar(label, len(share) * len(args.depths) * sum(lengths), world) as bar:
+        for length, depth in ((length, depth) for length in lengths for depth in args.depths):
+            batch, rope = max(1, TOKENS_AT_ONCE // length), RopeScaling(args.rope, args.rope_theta, length)
+            outcomes, needle_scores = zeros(len(MEASURES)), zeros(m.n_layer, m.n_head)
+            with Rejection() as rejection, model.autocast():
+                for part in (share[i : i + batch] for i in range(0, len(share), batch)):
+                    trials = [make_trial(haystack, length, depth, args.seed, i) for i in part]
+                    outcomes[part], needle_scores[part] = run_trials(model, trials, rope, haystack.tokenizer)
+            bar.update(len(share) * length)
+            totals = world.sum(outcomes).cpu(), world.sum(needle_scores).cpu()
+            cells.append(Cell(length, depth, *totals, rejection.reason))
+    return cells
 
 
 @torch.no_grad()
@@ -249,32 +219,26 @@ def run_trials(
     n = prompt.shape[1]
     cache = KVCache(model.config.model.n_layer, n + ANSWER_TOKENS)
     model.hidden(prompt[:, :-1], rope, cache)
-    positions = torch.arange(n, device=device)
-    digits = torch.stack(
-        [(positions >= t.digits.start) & (positions < t.digits.stop) for t in trials]
-    )  # (B, P)
-    scores = attention_mass(model, prompt[:, -1:], rope, cache, digits)
+    where = torch.tensor([[i in t.digits for i in range(n)] for t in trials], device=device)  # (B, P)
+    needle_scores = attention_mass(model, prompt[:, -1:], rope, cache, where)
     first = model.logits(model.hidden(prompt[:, -1:], rope, cache)[:, -1])  # (B, V)
-    outcomes = torch.zeros(len(trials), len(MEASURES), dtype=torch.float64, device=device)
-    for row, trial, tokens in zip(outcomes, trials, greedy(model, first, rope, cache), strict=True):
-        answer = tokenizer.decode(tokens).strip()
-        row[0] = answer[: len(trial.number)] == trial.number
-        row[1] = answer[:1] == trial.number[0]
-    likelihoods = torch.stack(
-        [
-            log_likelihood(model, first, [trial.choices[i] for trial in trials], rope, cache, n)
-            for i in range(N_CHOICES)
-        ]
-    )  # (N_CHOICES, B)
-    outcomes[:, 2] = (likelihoods[0] > likelihoods[1:].amax(0)).double()
-    return outcomes, scores.double()
+    answers = [tokenizer.decode(a).strip() for a in greedy(model, first, rope, cache, tokenizer.n_vocab)]
+    choices = [[trial.choices[i] for trial in trials] for i in range(N_CHOICES)]
+    likelihoods = torch.stack([log_likelihood(model, first, tokens, rope, cache, n) for tokens in choices])
+    outcomes = [
+        [answer.startswith(trial.number) for answer, trial in zip(answers, trials, strict=True)],
+        [answer[:1] == trial.number[0] for answer, trial in zip(answers, trials, strict=True)],
+        (likelihoods[0] > likelihoods[1:].amax(0)).tolist(),
+    ]
+    return torch.tensor(outcomes, dtype=torch.float64, device=device).T, needle_scores.double()
 
 
-def greedy(model: GPT, logits: Tensor, rope: RopeScaling, cache: KVCache) -> list[list[int]]:
-    """The likeliest ANSWER_TOKENS tokens of each row, the first by `logits` (B, V)."""
-    new = [logits.argmax(-1, keepdim=True)]
+def greedy(model: GPT, logits: Tensor, rope: RopeScaling, cache: KVCache, n_tokens: int) -> list[list[int]]:
+    """The likeliest ANSWER_TOKENS tokens of each row, of ids below n_tokens; the first by logits (B, V)."""
+    new = [logits[:, :n_tokens].argmax(-1, keepdim=True)]
     while len(new) < ANSWER_TOKENS:
-        new.append(model.logits(model.hidden(new[-1], rope, cache)[:, -1]).argmax(-1, keepdim=True))
+        logits = model.logits(model.hidden(new[-1], rope, cache)[:, -1])
+        new.append(logits[:, :n_tokens].argmax(-1, keepdim=True))
     return torch.cat(new, dim=1).tolist()
 
 
@@ -293,141 +257,159 @@ def log_likelihood(
     return (each * (torch.arange(longest, device=first.device) < lengths)).sum(1)
 
 
-# ---------------------------------------------------------------- tables and pictures
+# ---------------------------------------------------------------- summary and tables
+def summarise(
+    cells: list[Cell], haystack: Haystack, lengths: list[int], args: argparse.Namespace
+) -> dict[str, Any]:
+    """What eval_needle.json holds besides the run's keys: for each cell shares, scores and single trials."""
+    entries, n_listed = [], max(1, MAX_TRIALS // len(args.depths))
+    for length, depth, outcomes, needle_scores, reason in cells:
+        entry: dict[str, Any] = {"length": length, "depth": depth, "reason": reason}
+        if reason is None:
+            for i, name in enumerate(MEASURES):
+                entry[name] = proportion(int(outcomes[:, i].sum()), args.samples)
+            entry["needle_score"] = needle_scores.mean(0).tolist()
+            pairs = zip(needle_scores.flatten(1).amax(1).tolist(), outcomes[:, 0].tolist(), strict=True)
+            entry["trials"] = [{"top_score": top, "number": bool(found)} for top, found in pairs][:n_listed]
+        entries.append(entry)
+    task = {"haystack": haystack.source, "samples": args.samples, "seed": args.seed}
+    return task | {"lengths": lengths, "depths": args.depths, "cells": entries}
 
 
-def report(results: list[dict[str, Any]]) -> str:
+def proportion(successes: float, n: int) -> dict[str, float]:
+    """The share with its 95 % confidence interval (Wilson 1927), which is not empty at 0 and 1 either."""
+    share, z2 = successes / n, 1.959964**2
+    centre, scale = (share + z2 / (2 * n)) / (1 + z2 / n), 1 / (1 + z2 / n)
+    half = scale * math.sqrt(z2 * share * (1 - share) / n + z2 * z2 / (4 * n * n))
+    return {"share": share, "low": max(0.0, centre - half), "high": min(1.0, centre + half)}
+
+
+def percent(value: dict[str, float]) -> str:
+    """A `proportion` as '62.5 % [54.0, 70.2]'."""
+    return f"{100 * value['share']:.1f} % [{100 * value['low']:.1f}, {100 * value['high']:.1f}]"
+
+
+def finished_cells(result: dict[str, Any], length: int) -> list[dict[str, Any]]:
+    """The cells of a length, one for each depth; none if the model rejected it."""
+    return [cell for cell in result["cells"] if cell["length"] == length and cell["reason"] is None]
+
+
+def ranked_heads(result: dict[str, Any], length: int) -> list[float]:
+    """Each head's needle score, mean over depths, in descending order."""
+    cells = finished_cells(result, length)
+    scores = torch.tensor([cell["needle_score"] for cell in cells])  # (n_depths, n_layer, n_head)
+    return scores.mean(0).flatten().sort(descending=True).values.tolist() if cells else []
+
+
+def tables(results: list[dict[str, Any]]) -> str:
     """For each measure a table: runs and depths down, lengths across."""
-    first = results[0]
+    first, lengths = results[0], [str(length) for length in results[0]["lengths"]]
     parts = [
         f"{first['samples']} samples a cell, haystack {first['haystack']}, RoPE scaling "
-        f"{describe_rope(first)}; 95 % confidence intervals."
+        f"{format_rope(first)}; 95 % confidence intervals."
     ]
     for name in MEASURES:
-        rows = [["run", "depth", *(str(length) for length in first["lengths"])]]
+        rows = [["run", "depth", *lengths]]
         for result in results:
             for depth in result["depths"]:
                 cells = [cell for cell in result["cells"] if cell["depth"] == depth]
                 shares = [percent(cell[name]) if name in cell else "-" for cell in cells]
                 rows.append([result["run"], f"{depth} %", *shares])
         parts.append(f"{name.replace('_', ' ')}\n{format_table(rows)}")
-    rows = [["run", "normaliser", *(str(length) for length in first["lengths"])]]
+    rows = [["run", "normaliser", *lengths]]
     for result in results:
-        best = [max((s for _, s in ranked_heads(result, n)), default=None) for n in result["lengths"]]
-        rows.append([result["run"], result["normaliser"], *("-" if s is None else f"{s:.4f}" for s in best)])
+        best = [ranked_heads(result, length)[:1] for length in result["lengths"]]
+        rows.append([result["run"], result["normaliser"], *(f"{s[0]:.4f}" if s else "-" for s in best)])
     parts.append(f"needle score of the best head, mean over all samples\n{format_table(rows)}")
-    parts += [
-        f"{result['run']} at {cell['length']}, {cell['depth']} %: no result: {cell['reason']}"
-        for result in results
-        for cell in result["cells"]
-        if cell["reason"] is not None
-    ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts + rejections(results, "cells")) + "\n"
 
 
-def ranked_heads(result: dict[str, Any], length: int) -> list[tuple[str, float]]:
-    """(layer.head, needle score) from the highest on, means over depths."""
-    cells = [cell for cell in result["cells"] if cell["length"] == length and cell["reason"] is None]
-    if not cells:
-        return []
-    mean = torch.tensor([cell["needle_score"] for cell in cells]).mean(0)  # (n_layer, n_head)
-    named = [(f"{i}.{j}", mean[i, j].item()) for i in range(mean.shape[0]) for j in range(mean.shape[1])]
-    return sorted(named, key=lambda pair: -pair[1])
-
-
-def plot(results: list[dict[str, Any]], path: Path) -> list[Path]:
-    """One run: accuracy by length and depth; several: by length. Below, ranked heads and single trials."""
+# ---------------------------------------------------------------- figures
+def plot(results: list[dict[str, Any]], path: Path) -> Path:
+    """One run: shares by length and depth; several: by length. Below, ranked heads and single trials."""
     figure = Figure(figsize=(14, 8), layout="constrained")
-    halves: Any = figure.subfigures(2, 1)
-    above, below = halves
-    panels = above.subplots(1, 3, sharey=True)
-    for axes, name in zip(panels, MEASURES, strict=True):
+    above, below = figure.subfigures(2, 1).flat  # type: ignore[union-attr]
+    for axes, name in zip(above.subplots(1, 3, sharey=True), MEASURES, strict=True):
         axes.set_title(f"{name.replace('_', ' ')}: share of samples, 95 % interval")
         if len(results) == 1:
             draw_heat_map(axes, results[0], name)
         else:
-            draw_accuracy(axes, results, name)
+            draw_shares(axes, results, name)
+        axes.label_outer()
     ranks, trials = below.subplots(1, 2)
     draw_ranks(ranks, results)
     draw_trials(trials, results)
     titles = [f"{result['run']}: {result['normaliser']}, step {result['step']}" for result in results]
-    figure.suptitle("\n".join([*titles, f"RoPE scaling {describe_rope(results[0])}"]), fontsize=10)
+    figure.suptitle("\n".join([*titles, f"RoPE scaling {format_rope(results[0])}"]), fontsize=10)
     return save_figure(figure, path)
 
 
 def draw_heat_map(axes: Any, result: dict[str, Any], name: str) -> None:
+    """Shares by length and depth, with their intervals as text; white where the length was rejected."""
     lengths, depths = result["lengths"], result["depths"]
-    shares = torch.full((len(depths), len(lengths)), torch.nan)
+    shares = np.full((len(depths), len(lengths)), np.nan)
     for cell in result["cells"]:
         if cell["reason"] is None:
             i, j, value = depths.index(cell["depth"]), lengths.index(cell["length"]), cell[name]
             shares[i, j] = value["share"]
             text = f"{100 * value['share']:.0f} %\n[{100 * value['low']:.0f}, {100 * value['high']:.0f}]"
-            dark = value["share"] < 0.5
-            axes.text(j, i, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
-    axes.imshow(shares.numpy(), vmin=0, vmax=1, aspect="auto")
-    axes.set_xticks(range(len(lengths)), [short(length) for length in lengths])
+            color = "white" if value["share"] < 0.5 else "black"
+            axes.text(j, i, text, ha="center", va="center", fontsize=8, color=color)
+    axes.imshow(shares, vmin=0, vmax=1, aspect="auto")
+    axes.set_xticks(range(len(lengths)), [format_length(length) for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths])
     axes.set_xlabel("length (tokens)")
     axes.set_ylabel("depth of the needle")
 
 
-def draw_accuracy(axes: Any, results: list[dict[str, Any]], name: str) -> None:
-    """The mean over depths, with the interval of one depth: the depths of a sample are not independent."""
+def draw_shares(axes: Any, results: list[dict[str, Any]], name: str) -> None:
+    """Means over depths, with the interval of one depth: the depths of a sample are not independent."""
+    curves = []
+    n = results[0]["samples"]
     for i, result in enumerate(results):
-        lengths, shares, low, high = [], [], [], []
-        for length in result["lengths"]:
-            cells = [cell for cell in result["cells"] if cell["length"] == length and cell["reason"] is None]
-            if cells:
-                mean = sum(cell[name]["share"] for cell in cells) / len(cells)
-                value = proportion(mean * result["samples"], result["samples"])
-                lengths.append(length)
-                shares.append(value["share"])
-                low.append(max(0.0, value["share"] - value["low"]))
-                high.append(max(0.0, value["high"] - value["share"]))
-        marker = MARKERS[i % len(MARKERS)]
-        axes.errorbar(lengths, shares, (low, high), marker=marker, capsize=3, label=result["run"])
-    mark_training_length(axes, results)
-    token_axis(axes, results[0]["lengths"])
+        cells = {length: finished_cells(result, length) for length in result["lengths"]}
+        means = {
+            length: proportion(n * sum(cell[name]["share"] for cell in found) / len(found), n)
+            for length, found in cells.items()
+            if found
+        }
+        x = [length * 1.02**i for length in means]  # sideways: equal shares would cover each other
+        errors = [[abs(mean[end] - mean["share"]) for mean in means.values()] for end in ("low", "high")]
+        curves.append(Curve(result["run"], x, [mean["share"] for mean in means.values()], errors))
+    draw_curves(axes, curves, results[0]["lengths"], results)
     axes.set_ylim(-0.03, 1.03)
     axes.set_xlabel("length (tokens), mean over depths")
-    axes.grid(alpha=0.3)
     axes.legend(frameon=False)
 
 
 def draw_ranks(axes: Any, results: list[dict[str, Any]]) -> None:
-    """Figure 7: heads from the highest needle score on; a line for each length, or for each run."""
-    longest = results[0]["lengths"][-1]
-    lines = [(result["run"], ranked_heads(result, longest)) for result in results]
-    if len(results) == 1:
-        lines = [(short(n), ranked_heads(results[0], n)) for n in results[0]["lengths"]]
-    for i, (label, ranked) in enumerate(lines):
-        scores = [score for _, score in ranked]
-        axes.plot(
-            range(1, len(scores) + 1), scores, marker=MARKERS[i % len(MARKERS)], markersize=4, label=label
-        )
-    axes.set_title(
-        "needle score by rank of the head" + (f", at {short(longest)}" if len(results) > 1 else "")
-    )
+    """Figure 7: heads by descending needle score; a line for each length, or for each run."""
+    longest, alone = results[0]["lengths"][-1], len(results) == 1
+    lines = {result["run"]: ranked_heads(result, longest) for result in results}
+    if alone:
+        lines = {format_length(n): ranked_heads(results[0], n) for n in results[0]["lengths"]}
+    for i, (label, scores) in enumerate(lines.items()):
+        axes.plot(range(1, len(scores) + 1), scores, f"-{MARKERS[i % len(MARKERS)]}", ms=4, label=label)
+    at = "" if alone else f", at {format_length(longest)}"
+    axes.set_title(f"needle score by rank of the head{at}")
     axes.set_xlabel("rank of the head")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("attention mass on the digits, mean")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, title="length" if len(results) == 1 else None)
+    axes.legend(frameon=False, title="length" if alone else None)
 
 
 def draw_trials(axes: Any, results: list[dict[str, Any]]) -> None:
     """Figure 8: the best head's needle score in single trials at the longest length, marked by outcome."""
     longest = results[0]["lengths"][-1]
     for i, result in enumerate(results):
-        cells = [cell for cell in result["cells"] if cell["length"] == longest and cell["reason"] is None]
-        trials = sorted((t for cell in cells for t in cell["trials"]), key=lambda t: -t["top_score"])
+        trials = [trial for cell in finished_cells(result, longest) for trial in cell["trials"]]
+        trials.sort(key=lambda trial: -trial["top_score"])
         for outcome, marker, word in ((True, "o", "found"), (False, "x", "not found")):
-            points = [(j + 1, t["top_score"]) for j, t in enumerate(trials) if t["number"] == outcome]
-            x, y = zip(*points, strict=True) if points else ((), ())
+            points = {j + 1: t["top_score"] for j, t in enumerate(trials) if t["number"] == outcome}
             label = f"{result['run']}: {word} ({len(points)})"
-            axes.scatter(x, y, marker=marker, s=18, color=f"C{i % 10}", label=label)
-    axes.set_title(f"best head's needle score in single trials at {short(longest)}")
+            axes.scatter(points.keys(), points.values(), marker=marker, s=18, color=f"C{i % 10}", label=label)
+    axes.set_title(f"best head's needle score in single trials at {format_length(longest)}")
     axes.set_xlabel("trial, ranked by score")
     axes.set_ylabel("attention mass on the digits")
     axes.grid(alpha=0.3)
@@ -435,26 +417,14 @@ def draw_trials(axes: Any, results: list[dict[str, Any]]) -> None:
 
 
 # ---------------------------------------------------------------- command line
-
-
 def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__)
-    add_arguments(parser)
-    add_lengths(parser, "of the whole sequence with the answer (default: 1, 2, 4, 8 x the training length)")
-    parser.add_argument(
-        "--depths",
-        nargs="+",
-        type=int,
-        choices=range(101),
-        metavar="PERCENT",
-        default=[10, 30, 50, 70, 90],
-        help="where in the text the needle stands (default: 10 30 50 70 90)",
-    )
-    parser.add_argument(
-        "--samples", type=whole_number, default=1000, metavar="N", help="of each cell (default: %(default)s)"
-    )
-    parser.add_argument("--haystack", metavar="DIR", help=".txt files (default: the validation text)")
-    parser.add_argument("--seed", type=int, default=0, help="of texts, cities and numbers (default: 0)")
+    parser = ArgumentParser(__doc__, prog="python -m evals.needle")
+    add_arguments(parser, "of the whole sequence with the answer (default: 1, 2, 4, 8 x the training length)")
+    add, help = parser.add_argument, "positions of the needle in the text (default: 10 30 50 70 90)"
+    add("--depths", nargs="+", type=int, choices=range(101), default=DEPTHS, metavar="PERCENT", help=help)
+    add("--samples", type=positive_int, default=1000, metavar="N", help="of each cell (default: %(default)s)")
+    add("--haystack", metavar="DIR", help=".txt files (default: the validation text)")
+    add("--seed", type=int, default=0, help="of texts, cities and numbers (default: 0)")
     return parse_arguments(parser, "eval_needle")
 
 

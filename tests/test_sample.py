@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from test_attention import each_case
+from attention_cases import each_case
 from test_eval_length import save_run
 from test_model import make_gpt, random_tokens
 
 import sample
-from config import AttentionConfig
 from data.tokenizer import get_tokenizer
 from infra.cli import UserError
-from model import GPT, KVCache, RopeScaling
+from model import GPT, KVCache
+from positions import RopeScaling
 
 torch.set_num_threads(1)
-
-
-def options_of(cfg: AttentionConfig) -> dict[str, Any]:
-    return cfg.model_dump(exclude_none=True)
 
 
 def stepwise_logits(gpt: GPT, tokens: torch.Tensor, rope: RopeScaling, n_prompt: int) -> torch.Tensor:
@@ -34,10 +29,10 @@ def stepwise_logits(gpt: GPT, tokens: torch.Tensor, rope: RopeScaling, n_prompt:
 
 
 @each_case
-def test_cached_logits_equal_uncached(cfg: AttentionConfig) -> None:
+def test_cached_logits_equal_uncached(cfg):
     """A batch of two, fed as generation does, to 1.5 x the training length with RoPE scaled for the end."""
     learned_to_its_length = cfg.normaliser == "ssmax_pn"
-    gpt = make_gpt(options_of(cfg), seq_len=36 if learned_to_its_length else 24, std=0.2)
+    gpt = make_gpt(cfg.model_dump(), seq_len=36 if learned_to_its_length else 24, std=0.2)
     tokens, rope = random_tokens(2, 36), RopeScaling("ntk", length=36)
     with torch.no_grad():
         expected = gpt(tokens, rope=rope)[:, 6:]
@@ -50,15 +45,15 @@ def test_cached_logits_equal_uncached(cfg: AttentionConfig) -> None:
 
 
 @each_case
-def test_generation_is_the_same_without_cache(cfg: AttentionConfig) -> None:
-    gpt = make_gpt(options_of(cfg), std=0.2)
+def test_generation_is_the_same_without_cache(cfg):
+    gpt = make_gpt(cfg.model_dump(), std=0.2)
     prompt, options = random_tokens(3, 5), {"temperature": 0.0, "rope": RopeScaling("ntk")}
     n_new = 11 if cfg.normaliser == "ssmax_pn" else 19  # up to, or past the training length of 16
     cached = gpt.generate(prompt, n_new, **options)
     assert torch.equal(cached, gpt.generate(prompt, n_new, use_cache=False, **options))
 
 
-def test_a_batch_is_its_rows() -> None:
+def test_a_batch_equals_its_rows():
     gpt = make_gpt({"normaliser": "lssa", "reweight_p": 3}, std=0.2)
     prompts = random_tokens(3, 6)
     together = gpt.generate(prompts, 12, temperature=0)
@@ -66,7 +61,7 @@ def test_a_batch_is_its_rows() -> None:
         assert torch.equal(row, gpt.generate(prompt[None], 12, temperature=0)[0])
 
 
-def test_top_p_takes_the_fewest_that_have_the_mass() -> None:
+def test_top_p_takes_the_fewest_that_have_the_mass():
     gpt, prompt = make_gpt(std=0.05), random_tokens(1, 6).expand(2000, 6)
     with torch.no_grad():
         probs, order = gpt(prompt[:1])[0, -1].softmax(-1).sort(descending=True)
@@ -86,36 +81,58 @@ def test_top_p_takes_the_fewest_that_have_the_mass() -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     gpt = make_gpt({"normaliser": "lssa", "reweight_p": 3}, std=0.2, vocab_size=257)
-    save_run(tmp_path / "run", gpt.config, gpt, step=1, tokenizer="bytes")
+    save_run(tmp_path / "run", gpt.config, gpt, step=1)
     return tmp_path / "run"
 
 
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: object) -> str:
-    monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, args), "--device", "cpu"])
-    sample.main()
-    captured = capsys.readouterr()
-    assert captured.err.strip().endswith("tokens/s")
-    return captured.out
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """sample.py with these arguments, in this process; returns stdout."""
+
+    def main(*args: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, args), "--device", "cpu"])
+        sample.main()
+        captured = capsys.readouterr()
+        assert captured.err.strip().endswith("tokens/s")
+        return captured.out
+
+    return main
 
 
-def test_streamed_text_is_the_batch_text(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def prefer_untokenised(gpt: GPT) -> GPT:
+    """At every position ids from 257 on, which the bytes tokeniser does not have, get the largest logits."""
+    with torch.no_grad():
+        gpt.get_parameter("final_norm.weight").zero_()
+        gpt.get_parameter("final_norm.bias").fill_(1.0)
+        gpt.lm_head.weight[257:] = 1.0
+    return gpt
+
+
+@pytest.mark.parametrize("how", [["--greedy"], ["--temperature", 1.0], ["--samples", 2, "--top-p", 0.9]])
+def test_only_tokens_of_the_tokeniser_are_drawn(tmp_path, call, how):
+    """From a model with more rows (model.vocab_size) than its tokeniser has tokens."""
+    gpt = prefer_untokenised(make_gpt(vocab_size=400, tie_embeddings=False))
+    prompt = random_tokens(1, 5)
+    assert gpt.generate(prompt, 8)[:, 5:].min() >= 257
+    assert gpt.generate(prompt, 8, n_tokens=257)[:, 5:].max() < 257
+    save_run(tmp_path / "run", gpt.config, gpt, step=1)
+    assert call(tmp_path / "run", "--prompt", "ab", "--tokens", 20, *how).count("ab") >= 1
+
+
+def test_streamed_text_is_the_batch_text(run, call, tmp_path):
     (tmp_path / "prompt.txt").write_text("é!", encoding="utf-8")
     ask = (run, "--tokens", 40, "--rope", "ntk", "--greedy")
-    alone = [call(monkeypatch, capsys, *ask, "--prompt", "ab")]
-    alone.append(call(monkeypatch, capsys, *ask, "--prompt-file", tmp_path / "prompt.txt"))
+    alone = [call(*ask, "--prompt", "ab"), call(*ask, "--prompt-file", tmp_path / "prompt.txt")]
     assert alone[1].startswith("é!")
-    both = call(monkeypatch, capsys, *ask, "--prompt", "ab", "--prompt-file", tmp_path / "prompt.txt")
+    both = call(*ask, "--prompt", "ab", "--prompt-file", tmp_path / "prompt.txt")
     assert both == f"--- prompt 1, sample 1\n{alone[0]}--- prompt 2, sample 1\n{alone[1]}"
-    assert alone[0] == call(monkeypatch, capsys, *ask, "--prompt", "ab", "--no-cache")
-    assert alone[0] == call(monkeypatch, capsys, *ask, "--prompt", "ab", "--seed", 9)
+    assert alone[0] == call(*ask, "--prompt", "ab", "--no-cache")
+    assert alone[0] == call(*ask, "--prompt", "ab", "--seed", 9)
 
 
-def test_seeds(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_seeds(run, call):
     def texts(*args: object) -> list[str]:
-        out = call(monkeypatch, capsys, run, "--tokens", 30, *args)
-        return out.split("--- prompt ")[1:]
+        return call(run, "--tokens", 30, *args).split("--- prompt ")[1:]
 
     first, second = texts("--prompt", "ab", "ab", "--seed", 5)
     assert first[len("1, sample 1") :] != second[len("2, sample 1") :]
@@ -127,19 +144,17 @@ def test_seeds(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert len({text[len("1, sample 1") :] for text in three}) == 3
 
 
-def test_a_sample_ends_with_the_document(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Rows that go on after others have ended do not bring text back to those."""
+def test_a_sample_ends_with_the_document(run, call, monkeypatch):
+    """Text after a row's end is cut, though the rows beside it continue."""
     eot = get_tokenizer("bytes").eot_token
     steps = [[97, 98], [eot, 99], [100, 101], [102, eot], [103, 104]]
 
-    def stream(self: GPT, tokens: torch.Tensor, n_new: int, **options: Any) -> Any:
+    def stream(self, tokens, n_new, **options):
         assert tokens[:, 0].eq(eot).all() and options["top_k"] == 50
         return (torch.tensor(step)[:, None] for step in steps)
 
     monkeypatch.setattr(GPT, "stream", stream)
-    out = call(monkeypatch, capsys, run, "--prompt", ">", "--samples", 2)
+    out = call(run, "--prompt", ">", "--samples", 2)
     assert out == "--- prompt 1, sample 1\n>a\n--- prompt 1, sample 2\n>bce\n"
 
 
@@ -152,12 +167,6 @@ def test_a_sample_ends_with_the_document(
         (["--prompt-file", "none.txt"], "--prompt-file none.txt: cannot be read"),
     ],
 )
-def test_bad_input(
-    run: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    args: list[str],
-    message: str,
-) -> None:
+def test_bad_input(run, call, args, message):
     with pytest.raises(UserError, match=message):
-        call(monkeypatch, capsys, run, *args)
+        call(run, *args)

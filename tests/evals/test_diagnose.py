@@ -1,28 +1,29 @@
-"""attention_statistics.py against the dense weights' own statistics, diagnose.py, and what training logs."""
+"""Attention statistics against those of the dense weights, in evals/diagnose.py and in training logs."""
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from test_attention import draw, each_case, make
+from attention_cases import draw, each_case, make
 from test_eval_length import N_BLOCKS, data, make_run, read
 from test_model import make_gpt, random_tokens
-from test_train import config_path, data_dir, metrics, train
 
+import model
+import train
 from config import AttentionConfig
+from data.shards import TokenStream
 from evals import attention_statistics, diagnose
-from evals.attention_statistics import STATISTICS, layer_statistics
-from model import RopeScaling
+from evals.attention_statistics import STATISTICS, layer_statistics, model_statistics
+from infra.files import read_jsonl
+from positions import RopeScaling
 from training.checkpoint import load_model
 
 torch.set_num_threads(1)
-__all__ = ["config_path", "data", "data_dir"]  # fixtures
+__all__ = ["data"]  # a fixture
+NAMES = list(STATISTICS)
 
 
 def from_dense(weights: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -51,116 +52,101 @@ def from_dense(weights: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 @each_case
 @pytest.mark.parametrize("len_q", [8, 21])
-def test_statistics_are_those_of_the_dense_weights(
-    cfg: AttentionConfig, len_q: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_are_those_of_the_dense_weights(cfg, len_q, monkeypatch):
     """In blocks of 7 rows and the keys that they see, sequence by sequence."""
     normaliser = make(cfg, n_head=2, head_dim=8, train_len=24)
     q, k, _, _ = draw(len_q, 21, head_dim=8, batch=2)
-    q = 4 * q  # so that small weights are there to be counted
+    q = 4 * q  # gives small weights for `tiny` to count
     blocks = [(slice(b, b + 1), slice(i, min(i + 7, len_q)), slice(21 - len_q + min(i + 7, len_q)))
               for b in range(2) for i in range(0, len_q, 7)]  # fmt: skip
-    monkeypatch.setattr(attention_statistics, "row_blocks", lambda q, k: blocks)
+    monkeypatch.setattr(attention_statistics, "query_blocks", lambda q, k: blocks)
     with torch.no_grad():
-        found = layer_statistics(normaliser, q, k)
+        found = layer_statistics(normaliser, q, k).double()
         prepared_q, prepared_k, _ = normaliser.prepare(q, k)
         expected = from_dense(normaliser.weights(q, k), prepared_q @ prepared_k.mT)
-    names = list(STATISTICS)
-    exact = names.index("tiny")
-    torch.testing.assert_close(found.double()[..., :exact], expected[..., :exact], atol=2e-4, rtol=2e-4)
+    tiny = NAMES.index("tiny")
+    torch.testing.assert_close(found[..., :tiny], expected[..., :tiny], atol=2e-4, rtol=2e-4)
     # A weight within rounding of the threshold may fall on either side.
-    torch.testing.assert_close(found.double()[..., exact], expected[..., exact], atol=0.02, rtol=0)
+    torch.testing.assert_close(found[..., tiny], expected[..., tiny], atol=0.02, rtol=0)
 
 
-def test_known_rows() -> None:
+def test_known_rows():
     """Uniform rows: entropy ln n, n keys; and rows on one key."""
     normaliser = make(AttentionConfig(), n_head=1, head_dim=4, train_len=8)
     k = torch.zeros(1, 1, 6, 4)
-    names = list(STATISTICS)
-    uniform = dict(zip(names, layer_statistics(normaliser, torch.ones(1, 1, 1, 4), k)[0, 0], strict=True))
+    uniform = dict(zip(NAMES, layer_statistics(normaliser, torch.ones(1, 1, 1, 4), k)[0, 0], strict=True))
     assert uniform["entropy"] == pytest.approx(math.log(6)) and uniform["effective_keys"] == pytest.approx(6)
     assert uniform["relative_entropy"] == pytest.approx(1)
     assert uniform["first_token"] == uniform["largest"] == pytest.approx(1 / 6)
     assert uniform["score_std"] == uniform["tiny"] == 0
     k[:, :, 0] = 100.0
-    sink = dict(zip(names, layer_statistics(normaliser, torch.ones(1, 1, 1, 4), k)[0, 0], strict=True))
+    sink = dict(zip(NAMES, layer_statistics(normaliser, torch.ones(1, 1, 1, 4), k)[0, 0], strict=True))
     assert sink["entropy"] == 0 and sink["effective_keys"] == sink["first_token"] == sink["largest"] == 1
     assert sink["tiny"] == pytest.approx(5 / 6)
     assert sink["score_std"] == pytest.approx(200 * math.sqrt(5) / 6)
 
 
-def test_layers_see_what_the_model_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch.no_grad()
+def test_layers_see_what_the_model_computes(monkeypatch):
     """Each layer's q and k are those of the model's own forward pass, at any length."""
     gpt = make_gpt({"normaliser": "lssa"}, std=0.2)
-    tokens, rope = random_tokens(2, 40), RopeScaling("ntk")
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    tokens, rope, seen, real = random_tokens(2, 40), RopeScaling("ntk"), [], model.attend
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any):
+    def attend(q, k, v, *args, **options):
         seen.append((q, k))
         return real(q, k, v, *args, **options)
 
-    import model
-
-    real = model.attend
     monkeypatch.setattr(model, "attend", attend)
-    with torch.no_grad():
-        gpt(tokens, rope=rope)
+    gpt(tokens, rope=rope)
     expected = [
         layer_statistics(block.attention.normaliser, q[:, :, -5:], k)
         for block, (q, k) in zip(gpt.blocks, list(seen), strict=True)
     ]
-    with torch.no_grad():
-        found = attention_statistics.model_statistics(gpt, tokens, rope, n_rows=5)
-    torch.testing.assert_close(found, torch.stack(expected, 1))
+    torch.testing.assert_close(model_statistics(gpt, tokens, rope, n_rows=5), torch.stack(expected, 1))
 
 
-# ---- the script ----
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["diagnose.py", *map(str, args), "--device", "cpu"])
-    diagnose.main()
-
-
-def test_script(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_script(tmp_path, data, monkeypatch, capsys):
     runs = tmp_path / "runs"
     a = make_run(runs, "a", data, normaliser="lssa", reweight_p=3)
     b = make_run(runs, "b", data, normaliser="ssmax_pn")
-    call(monkeypatch, a, b, "--lengths", 16, 64, "--rows", 8)
-    model = diagnose.open_runs([str(a)], "diagnose")[0].load(diagnose.World(0, 1, torch.device("cpu"))).model
-    tokens = torch.from_numpy(diagnose.TokenStream(data, "val").read(0, 64 * N_BLOCKS)).view(-1, 64)
-    result = read(a / "diagnose.json")
-    for row, length in zip(result["lengths"], (16, 64), strict=True):
-        expected = attention_statistics.model_statistics(
-            model, tokens[:, -length:], RopeScaling("ntk"), n_rows=8
-        ).mean(0)
-        for i, name in enumerate(STATISTICS):
-            assert torch.tensor(row["heads"][name]).shape == (2, 2)
-            torch.testing.assert_close(
-                torch.tensor(row["heads"][name]), expected[..., i], atol=1e-5, rtol=1e-5
-            )
-            assert row["mean"][name] == pytest.approx(expected[..., i].mean().item(), rel=1e-4, abs=1e-6)
-            assert row["stderr"][name] >= 0
-    refused = read(b / "diagnose.json")["lengths"]
-    assert refused[0]["reason"] is None and "64 keys" in refused[1]["reason"]
-    for picture in (a / "diagnose.png", b / "diagnose.png", runs / "diagnose.png"):
-        assert picture.read_bytes().startswith(b"\x89PNG")
+    args = [a, b, "--lengths", 16, 64, "--rows", 8, "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["diagnose", *map(str, args)])
+    diagnose.main()
+    gpt = load_model(a).model
+    tokens = torch.from_numpy(TokenStream(data, "val").read(0, 64 * N_BLOCKS)).view(-1, 64)
+    for row, length in zip(read(a / "diagnose.json")["lengths"], (16, 64), strict=True):
+        values = model_statistics(gpt, tokens[:, -length:], RopeScaling("ntk"), n_rows=8)
+        for name, expected in zip(NAMES, values.unbind(-1), strict=True):  # (N_BLOCKS, layers, heads)
+            heads = torch.tensor(row["heads"][name])
+            assert heads.shape == (2, 2)
+            torch.testing.assert_close(heads, expected.mean(0), atol=1e-5, rtol=1e-5)
+            means = expected.mean((1, 2))
+            assert row["mean"][name] == pytest.approx(means.mean().item(), rel=1e-4, abs=1e-6)
+            error = means.std().item() / N_BLOCKS**0.5
+            assert row["stderr"][name] == pytest.approx(error, rel=1e-3, abs=1e-6)
+    rejected = read(b / "diagnose.json")["lengths"]
+    assert rejected[0]["reason"] is None and "64 keys" in rejected[1]["reason"]
+    for figure in (a / "diagnose.png", b / "diagnose.png", runs / "diagnose.png"):
+        assert figure.read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     assert all(text in out for text in STATISTICS.values()) and "b at 64: no result" in out
 
 
-def test_training_logs_each_layer(config_path: Path) -> None:
+def test_training_logs_each_layer(tiny_config, monkeypatch):
     """In the lines of the steps that attention_every divides; the losses are those of a run without."""
-    plain = train(config_path, "--name", "plain", "--train.max-steps", "4")
-    run = train(config_path, "--train.max-steps", "4", "--log.attention-every", "2", "--log.every", "3")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    logged = {line["step"]: line for line in lines if "loss" in line}
-    assert [step for step, line in logged.items() if "entropy" in line] == [2, 4]
-    n_layer = len(load_model(run).model.blocks)
+
+    def logged(name, *overrides):
+        args = [tiny_config, "--name", name, "--train.max-steps", 4, "--train.device", "cpu", *overrides]
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, args)])
+        train.main()
+        lines = read_jsonl(tiny_config.parent / "runs" / name / "metrics.jsonl")
+        return {line["step"]: line for line in lines if "loss" in line}
+
+    without = logged("without", "--log.every", 1)
+    lines = logged("with", "--log.attention-every", 2, "--log.every", 3)
+    assert [step for step, line in lines.items() if "entropy" in line] == [2, 4]
     for step in (2, 4):
         for name in ("score_std", "entropy"):
-            assert list(logged[step][name]) == [f"layer_{i}" for i in range(n_layer)]
-            assert all(value > 0 for value in logged[step][name].values())
-    assert metrics(run, "loss") == metrics(plain, "loss")
+            assert list(lines[step][name]) == ["layer_0", "layer_1"]
+            assert all(value > 0 for value in lines[step][name].values())
+    assert all(line["loss"] == without[step]["loss"] for step, line in lines.items())

@@ -1,8 +1,7 @@
-"""eval_needle.py on a model built by hand to copy the needle, so that every number is known."""
+"""evals/needle.py on a model built by hand to copy the needle, so that every number is known."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -10,15 +9,18 @@ import numpy as np
 import pytest
 import torch
 from test_eval_length import read, save_run
+from test_model import make_gpt, random_tokens
+from test_sample import prefer_untokenised
 
 from config import Config, config_from_dict
 from data.shards import finish_dataset, write_shard
 from data.tokenizer import get_tokenizer
-from evals import needle as eval_needle
+from evals import needle
 from evals.attention_statistics import attention_mass
-from evals.common import proportion
+from evals.needle import proportion
 from infra.cli import UserError
-from model import GPT, KVCache, RopeScaling
+from model import GPT, KVCache
+from positions import RopeScaling
 from training.checkpoint import load_model
 
 torch.set_num_threads(1)
@@ -29,16 +31,16 @@ WIDTH, HEAD = 64, 32
 OWN, BEFORE, COPIED = 0, 16, 32  # where in the residual stream: own byte, byte before, byte to come
 
 
-def copying_config(folder: Path, name: str = "copy") -> Config:
+def copying_config(folder: Path, **sections: dict) -> Config:
     values = {
-        "name": name,
+        "name": "copy",
         "model": {"n_layer": 2, "n_head": 2, "n_embd": WIDTH, "vocab_size": 257, "norm": "rmsnorm",
                   "tie_embeddings": False, "rope_theta": 1e100},
         "data": {"dir": str(folder / "data")},
         "train": {"seq_len": 256, "batch_tokens": 256, "micro_batch": 1, "dtype": "float32"},
         "log": {"dir": str(folder / "runs")},
     }  # fmt: skip
-    return config_from_dict(values, "test")
+    return config_from_dict(values | sections, "test")
 
 
 def copying_model(config):
@@ -82,154 +84,150 @@ def copying_model(config):
 
 def distinct_digits(rng: np.random.Generator) -> list[str]:
     """Numbers in which a digit tells the next one: what an induction head can copy."""
-    return ["".join(map(str, rng.permutation(np.arange(1, 10))[:7])) for _ in range(eval_needle.N_CHOICES)]
+    return ["".join(map(str, rng.permutation(np.arange(1, 10))[:7])) for _ in range(needle.N_CHOICES)]
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder with the copying model, and a haystack of letters without digits."""
-    text = np.random.default_rng(0).choice(np.frombuffer(b"abcdefgh .,", np.uint8), 5000)
     (tmp_path / "data").mkdir()
+    text = np.random.default_rng(0).choice(np.frombuffer(b"abcdefgh .,", np.uint8), 5000)
     sha = write_shard(tmp_path / "data" / "toy_val_000000.bin", text.astype(np.int64))
     shards = [{"file": "toy_val_000000.bin", "tokens": len(text), "sha256": sha}]
     info = {"dataset": "toy", "tokenizer": "bytes", "vocab_size": 257, "source": "test", "splits": {}}
     finish_dataset(tmp_path / "data", info | {"shards": shards})
     config = copying_config(tmp_path)
     save_run(tmp_path / "runs" / "copy", config, copying_model(config), step=3, tokenizer="bytes")
-    monkeypatch.setattr(eval_needle, "draw_numbers", distinct_digits)
+    monkeypatch.setattr(needle, "draw_numbers", distinct_digits)
     return tmp_path / "runs" / "copy"
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["eval_needle.py", *map(str, args), "--device", "cpu"])
-    eval_needle.main()
+@pytest.fixture
+def evaluate(monkeypatch):
+    """evals/needle.py with these arguments, in this process."""
+
+    def call(*args: object) -> None:
+        monkeypatch.setattr(sys, "argv", ["needle", *map(str, args), "--device", "cpu"])
+        needle.main()
+
+    return call
 
 
-def test_a_model_that_copies_finds_the_needle(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    call(monkeypatch, run, "--lengths", 256, 600, "--samples", 5, "--depths", 10, 90)
-    result = read(run / "eval_needle.json")
-    assert [(cell["length"], cell["depth"]) for cell in result["cells"]] == [
-        (256, 10),
-        (256, 90),
-        (600, 10),
-        (600, 90),
-    ]
-    for cell in result["cells"]:
-        for name in eval_needle.MEASURES:
-            assert cell[name] == proportion(5, 5)
+def test_a_model_that_copies_finds_the_needle(run, evaluate, capsys):
+    evaluate(run, "--lengths", 256, 600, "--samples", 5, "--depths", 10, 90)
+    cells = read(run / "eval_needle.json")["cells"]
+    assert [(cell["length"], cell["depth"]) for cell in cells] == [(256, 10), (256, 90), (600, 10), (600, 90)]
+    for cell in cells:
+        assert all(cell[name] == proportion(5, 5) for name in needle.MEASURES)
         score = torch.tensor(cell["needle_score"])  # layer 1 head 0 looks at the needle's first digit
         assert score.shape == (2, 2) and score[1, 0] > 0.999
         assert score[0, 0] < 1e-3  # layer 0 head 0 looks at the byte before
+        assert len(cell["trials"]) == 5
         assert all(trial["number"] and trial["top_score"] > 0.999 for trial in cell["trials"])
     assert (run / "eval_needle.png").read_bytes().startswith(b"\x89PNG")
-    out = capsys.readouterr().out
-    assert "100.0 % [56.6, 100.0]" in out
+    assert "100.0 % [56.6, 100.0]" in capsys.readouterr().out
 
 
-def test_a_model_that_copies_the_wrong_digits_does_not(run, monkeypatch):
+def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate):
     """Every digit but the first comes out as 0: the first digit is right, the number is not."""
     model, config, step, _ = load_model(run)
     with torch.no_grad():
         second = model.blocks[1].attention
-        weights = model.lm_head.weight
         second.out.weight.zero_()
         second.out.weight[COPIED : COPIED + 11, :11] = torch.eye(11)
-        # After a digit (no longer after a space) the output's 0 is raised above what is copied.
-        weights[ord("0"), OWN + 1 : OWN + 11] = 500.0
-    save_run(run, config, model, step, tokenizer="bytes")
-    call(monkeypatch, run, "--lengths", 256, "--samples", 4, "--depths", 50)
+        # After a digit (no longer after a space) the output's 0 is raised above the copied digit.
+        model.lm_head.weight[ord("0"), OWN + 1 : OWN + 11] = 500.0
+    save_run(run, config, model, step)
+    evaluate(run, "--lengths", 256, "--samples", 4, "--depths", 50)
     (cell,) = read(run / "eval_needle.json")["cells"]
     assert cell["first_digit"] == proportion(4, 4) and cell["number"] == proportion(0, 4)
     assert not any(trial["number"] for trial in cell["trials"]) and cell["trials"][0]["top_score"] > 0.999
 
 
-def test_trials_are_what_they_say(run: Path) -> None:
+def test_trials_follow_their_definition():
     tokenizer = get_tokenizer("bytes")
     text = np.frombuffer(b"abcd" * 1000, np.uint8)
-    haystack = eval_needle.Haystack(lambda start, n: text[start : start + n], len(text), tokenizer, "test")
+    haystack = needle.Haystack(lambda start, n: text[start : start + n], len(text), tokenizer, "test")
     for depth in (0, 10, 50, 100):
-        trial = eval_needle.make_trial(haystack, 400, depth, seed=0, index=7)
-        assert len(trial.prompt) == 400 - eval_needle.ANSWER_TOKENS and trial.prompt[0] == tokenizer.eot_token
+        trial = needle.make_trial(haystack, 400, depth, seed=0, index=7)
+        assert len(trial.prompt) == 400 - needle.ANSWER_TOKENS and trial.prompt[0] == tokenizer.eot_token
         words = tokenizer.decode(trial.prompt[1:])
         statement = words[words.index("The special") :]
         city = statement.split()[3]
-        assert city in eval_needle.CITIES
+        assert city in needle.CITIES
         assert statement.startswith(f"The special magic {city} number is: {trial.number}.\n")
         question = f"\n\nQuestion: What is the special magic {city} number?\n"
         assert words.endswith(f"{question}Answer: The special magic {city} number is: ")
         digits = tokenizer.decode([trial.prompt[i] for i in trial.digits])
         assert digits == trial.number == tokenizer.decode(trial.choices[0])
-        assert len({*map(tuple, trial.choices)}) == eval_needle.N_CHOICES
-        before, after = (
-            words.index("\nThe special"),
-            words.index("\n\nQuestion") - words.index(trial.number) - 9,
-        )
+        assert len({*map(tuple, trial.choices)}) == needle.N_CHOICES
+        before = words.index("\nThe special")
+        after = words.index("\n\nQuestion") - words.index(trial.number) - 9
         assert before == (before + after) * depth // 100
-        again = eval_needle.make_trial(haystack, 400, depth, seed=0, index=7)
-        assert again == trial != eval_needle.make_trial(haystack, 400, depth, seed=0, index=8)
+        again = needle.make_trial(haystack, 400, depth, seed=0, index=7)
+        assert again == trial != needle.make_trial(haystack, 400, depth, seed=0, index=8)
 
 
-def test_attention_mass_is_that_of_the_dense_weights(run: Path) -> None:
-    """Of the row that the model's own forward pass has last; and the cache goes on as if nothing had been."""
-    from test_model import make_gpt, random_tokens
-
+@torch.no_grad()
+def test_attention_mass_is_that_of_the_dense_weights():
+    """Of the last row of the model's own forward pass; the cache then continues unchanged."""
     gpt = make_gpt({"normaliser": "lssa", "reweight_p": 3}, std=0.2)
     tokens, rope = random_tokens(2, 20), RopeScaling("ntk", length=20)
     where = torch.rand(2, 20, generator=torch.Generator().manual_seed(0)) < 0.5
     cache = KVCache(2, 20)
-    with torch.no_grad():
-        gpt(tokens[:, :-1], rope=rope, cache=cache)
-        mass = attention_mass(gpt, tokens[:, -1:], rope, cache, where)
-        assert cache.length == 19
-        cos, sin = gpt.rope(20, rope)
-        x = gpt.embedding(tokens)
-        for i, block in enumerate(gpt.blocks):
-            q, k, _ = block.attention.project(block.attention_norm(x), cos, sin)
-            last = block.attention.normaliser.weights(q, k)[:, :, -1]  # (B, H, T)
-            torch.testing.assert_close(mass[:, i], (last * where[:, None]).sum(-1), atol=1e-5, rtol=1e-4)
-            x = block(x, cos, sin)
-        last = gpt(tokens[:, -1:], rope=rope, cache=cache)[:, -1]
-        torch.testing.assert_close(last, gpt(tokens, rope=rope)[:, -1], atol=1e-4, rtol=0)
+    gpt(tokens[:, :-1], rope=rope, cache=cache)
+    mass = attention_mass(gpt, tokens[:, -1:], rope, cache, where)
+    assert cache.length == 19
+    cos, sin = gpt.rope(20, rope)
+    x = gpt.embedding(tokens)
+    for i, block in enumerate(gpt.blocks):
+        q, k, _ = block.attention.project(block.attention_norm(x), cos, sin)
+        last = block.attention.normaliser.weights(q, k)[:, :, -1]  # (B, H, T)
+        torch.testing.assert_close(mass[:, i], (last * where[:, None]).sum(-1), atol=1e-5, rtol=1e-4)
+        x = block(x, cos, sin)
+    last = gpt(tokens[:, -1:], rope=rope, cache=cache)[:, -1]
+    torch.testing.assert_close(last, gpt(tokens, rope=rope)[:, -1], atol=1e-4, rtol=0)
 
 
-def test_likelihoods_are_those_of_whole_sequences(run: Path) -> None:
+@torch.no_grad()
+def test_likelihoods_are_those_of_whole_sequences():
     """Answers of different lengths after one cached prompt, against the model run on each sequence."""
-    from test_model import make_gpt, random_tokens
-
     gpt, rope = make_gpt(std=0.2), RopeScaling("ntk", length=20)
     prompt, answers = random_tokens(2, 12), [[3, 4, 5], [7]]
     cache = KVCache(2, 20)
-    with torch.no_grad():
-        first = gpt(prompt, rope=rope, cache=cache)[:, -1]
-        eval_needle.greedy(gpt, first, rope, cache)  # leaves the cache longer
-        found = eval_needle.log_likelihood(gpt, first, answers, rope, cache, 12)
-        for row, answer, value in zip(prompt, answers, found, strict=True):
-            whole = torch.tensor([row.tolist() + answer])
-            logs = gpt(whole, rope=rope)[0].log_softmax(-1)
-            expected = sum(logs[11 + i, token] for i, token in enumerate(answer))
-            assert value.item() == pytest.approx(expected.item(), abs=1e-4)
+    first = gpt(prompt, rope=rope, cache=cache)[:, -1]
+    needle.greedy(gpt, first, rope, cache, 61)  # leaves the cache longer
+    found = needle.log_likelihood(gpt, first, answers, rope, cache, 12)
+    for row, answer, value in zip(prompt, answers, found, strict=True):
+        logs = gpt(torch.tensor([row.tolist() + answer]), rope=rope)[0].log_softmax(-1)
+        expected = sum(logs[11 + i, token] for i, token in enumerate(answer))
+        assert value.item() == pytest.approx(expected.item(), abs=1e-4)
 
 
-def test_wilson_interval() -> None:
+@torch.no_grad()
+def test_answers_are_tokens_of_the_tokeniser():
+    """Of a model with more rows than its tokeniser has tokens, which prefers those rows."""
+    gpt, rope = prefer_untokenised(make_gpt(vocab_size=400, tie_embeddings=False)), RopeScaling()
+    cache = KVCache(2, 20)
+    first = gpt(random_tokens(2, 12), rope=rope, cache=cache)[:, -1]
+    assert first.argmax(-1).min() >= 257
+    assert max(map(max, needle.greedy(gpt, first, rope, cache, 257))) < 257
+
+
+def test_wilson_interval():
     """Values from Wilson's formula worked out with pencil: z = 1.96, 8 of 10 and the ends."""
     assert proportion(8, 10)["low"] == pytest.approx(0.4902, abs=1e-4)
     assert proportion(8, 10)["high"] == pytest.approx(0.9433, abs=1e-4)
     assert proportion(0, 10) == {"share": 0.0, "low": 0.0, "high": pytest.approx(0.2775, abs=1e-4)}
 
 
-def test_several_runs_and_a_folder_of_texts(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    values = json.loads(copying_config(tmp_path, "short").model_dump_json())
-    values["attention"]["normaliser"] = "ssmax_pn"
-    config = config_from_dict(values, "test")
+def test_several_runs_and_a_folder_of_texts(run, tmp_path, evaluate, capsys):
+    config = copying_config(tmp_path, attention={"normaliser": "ssmax_pn"})
     other = tmp_path / "runs" / "short"
-    save_run(other, config, GPT(config), step=1, tokenizer="bytes")
+    save_run(other, config, GPT(config), step=1)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("She sells sea shells. " * 60)
-    call(monkeypatch, run, other, "--haystack", tmp_path / "texts", "--lengths", 256, 300, "--samples", 2)
+    evaluate(run, other, "--haystack", tmp_path / "texts", "--lengths", 256, 300, "--samples", 2)
     cells = read(other / "eval_needle.json")["cells"]
     assert [cell["reason"] is None for cell in cells] == [True] * 5 + [False] * 5
     assert all(cell["number"] == proportion(2, 2) for cell in read(run / "eval_needle.json")["cells"])
@@ -246,6 +244,6 @@ def test_several_runs_and_a_folder_of_texts(
         (["--depths", "101"], "invalid choice: 101"),
     ],
 )
-def test_bad_input(run: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str) -> None:
+def test_bad_input(run, evaluate, args, message):
     with pytest.raises(UserError, match=message):
-        call(monkeypatch, run, *args)
+        evaluate(run, *args)
