@@ -28,7 +28,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.shards import TokenStream, val_windows
-from evals.attention_statistics import STATISTICS, model_statistics
 from evals.common import (
     MARKERS,
     Run,
@@ -54,6 +53,7 @@ from evals.common import (
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import World, join_world
 from model import GPT, RopeKind, RopeScaling
+from training.attention_statistics import STATISTICS, model_statistics
 
 
 @dataclass(frozen=True)

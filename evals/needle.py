@@ -39,7 +39,6 @@ from torch import Tensor
 
 from data.prompts import question_prompt
 from data.tokenizer import get_tokenizer
-from evals.attention_statistics import attention_mass
 from evals.common import (
     MARKERS,
     Run,
@@ -65,6 +64,7 @@ from evals.common import (
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import World, join_world
 from model import GPT, KVCache, RopeScaling
+from training.attention_statistics import attention_mass
 
 CITIES = (
     *("Amsterdam", "Athens", "Bangkok", "Berlin", "Bogota", "Cairo", "Chicago", "Delhi", "Dublin", "Havana"),
