@@ -12,12 +12,16 @@ import torch
 
 @contextmanager
 def manual_gc() -> Iterator[None]:
-    """Disable automatic garbage collection: a rank that collects within a step delays all others."""
-    gc.collect()
+    """Collect garbage only on gc.collect(): a rank that collects within a step delays all others.
+
+    What exists before the loop is frozen: scanning all of torch's objects takes 0.1 s and more.
+    """
     gc.disable()
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         gc.enable()
 
 

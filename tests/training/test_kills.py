@@ -85,7 +85,7 @@ def wait_for_checkpoint(folder: Path) -> None:
 
 def test_a_killed_run_resumes_to_the_same_curve(tiny_config: Path):
     """SIGKILL at a random moment after the first checkpoint; benchmarks/chaos.py does it at length."""
-    flags = ["--train.max-steps", "400", "--train.keep-last", "2"]
+    flags = ["--train.max-steps", "120", "--train.checkpoint-every", "20", "--train.val-every", "120"]
     whole, killed = run(tiny_config, *flags, "--name", "whole"), tiny_config.parent / "runs" / "killed"
     process = start(tiny_config, *flags, "--name", "killed")
     wait_for_checkpoint(killed)
