@@ -37,7 +37,6 @@ from training.optim import make_optimizers, set_learning_rates
 from training.run_log import RunLog, format_duration
 from training.runtime import manual_gc, profiler
 from training.state import TrainState, init_from_run
-from training.summary import describe_costs, describe_run
 from training.validation import measure_attention, validate
 
 DRY_STEPS = 4  # of --dry-run; the first is not timed
@@ -69,15 +68,15 @@ def build(config: Config, world: World) -> TrainState:
     torch.manual_seed(config.seed)
     raw_model = GPT(config).to(world.device)
     engine = raw_model.fix_engine()
-    model: nn.Module = raw_model
     compile = config.train.compile
-    if compile is True or (compile == "auto" and world.device.type == "cuda"):
-        model = torch.compile(model)  # type: ignore[assignment]
-    if world.size > 1:
-        model = DistributedDataParallel(model)
+    compiles = compile is True or (compile == "auto" and world.device.type == "cuda")
+    local_model: Any = torch.compile(raw_model) if compiles else raw_model
+    model = DistributedDataParallel(local_model) if world.size > 1 else local_model
     optimizers = make_optimizers(raw_model, config.optimizer, world.device)
-    guard = Guard(config.train)
-    return TrainState(config, world, batches, val_stream, raw_model, model, engine, optimizers, guard)
+    return TrainState(
+        config, world, batches, val_stream, raw_model, local_model, model, engine, optimizers,
+        guard=Guard(config.train),
+    )  # fmt: skip
 
 
 def start_or_resume(state: TrainState) -> RunLog:
@@ -104,8 +103,8 @@ def start_or_resume(state: TrainState) -> RunLog:
         remove_partial_files(config.run_dir)
         if found is not None and state.is_best:  # a killed run may not have made this link
             link(found[0], found[0].with_name("best.pt"))
-    log = RunLog(config, world, state.flops_per_step)
-    log.open_folder(state.step, state.validation["step"])
+    log = RunLog(state)
+    log.open_folder()
     if found is not None and state.step < config.train.max_steps:
         log.print(f"resumed from {found[0]}: {state.step} of {config.train.max_steps} steps done")
     if init_summary:
@@ -115,17 +114,17 @@ def start_or_resume(state: TrainState) -> RunLog:
 
 def dry_run(state: TrainState) -> None:
     """Train DRY_STEPS steps without a run folder; print sizes, memory and speed."""
-    config, log = state.config, RunLog(state.config, state.world, state.flops_per_step)
+    config, log = state.config, RunLog(state)
     if config.init_from:
         log.print(*init_from_run(state.raw_model, config.init_from, state.data_info()["tokenizer"]))
-    log.print(*describe_run(state))
+    log.describe_run()
     with state.stop:
         for i in range(DRY_STEPS):
             if train_step(state, log):
                 raise KeyboardInterrupt
             if i == 0:
                 log.clock.restart()
-    log.print(*describe_costs(state, seconds=log.clock.report()["step_ms"] / 1000))
+    log.describe_costs()
 
 
 # ---------------------------------------------------------------- the loop
@@ -137,7 +136,7 @@ def train(state: TrainState, log: RunLog, n_profiled: int = 0) -> None:
     if state.step == config.max_steps and not state.needs_validation:
         log.close(f"finished: {run_dir} already has its {config.max_steps} steps")
         return
-    log.print(*describe_run(state))
+    log.describe_run()
     began, attention_every = time.monotonic(), state.config.log.attention_every
     writer = CheckpointWriter(run_dir, config.keep_last, config.keep_every)
     profile = profiler(n_profiled * state.world.is_main, run_dir / "profile.json.gz")
@@ -205,7 +204,7 @@ def train_step(state: TrainState, log: RunLog) -> str | None:
     state.step += 1
     clock.mark("optimizer")
     clock.n_steps += 1
-    log.add_step(state.step, statistics.fmean(losses), norms[0], lr, bad)
+    log.add_step(statistics.fmean(losses), norms[0], lr, bad)
     if bad:
         log.flush()
         where = f"step {state.step}: {bad}, on {state.batches.describe(state.step - 1)}"

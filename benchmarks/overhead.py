@@ -65,8 +65,8 @@ def plain(config: Config, world: World) -> Callable[[], None]:
 
 def quiet_log(state: TrainState) -> RunLog:
     """A log that writes its files but prints nothing."""
-    log = RunLog(state.config, state.world, state.flops_per_step)
-    log.open_folder(0, 0)
+    log = RunLog(state)
+    log.open_folder()
     log.print = lambda *lines: None  # type: ignore[method-assign]
     return log
 
@@ -99,11 +99,11 @@ def parts(config: Config, world: World) -> dict[str, Callable[[], object]]:
         state.step += 1
 
     def record() -> None:
-        log.add_step(1, 3.0, 1.0, 1e-3)
+        log.add_step(3.0, 1.0, 1e-3)
         log.clock.mark("data")
 
     def flush() -> None:
-        log.add_step(1, 3.0, 1.0, 1e-3)
+        log.add_step(3.0, 1.0, 1e-3)
         log.flush()
 
     return {

@@ -29,7 +29,7 @@ from training.state import TrainState
 
 def timed_step(state: TrainState) -> float:
     start = time.perf_counter()
-    train.train_step(state, RunLog(state.config, state.world, state.flops_per_step))
+    train.train_step(state, RunLog(state))
     if state.world.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start

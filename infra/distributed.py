@@ -23,7 +23,9 @@ PEER_EXITED = (
     *("Connection closed by peer", "Connection reset by peer", "connectFullMesh failed", "Timed out waiting"),
     *("ncclRemoteError", "remote process exited"),
 )
-GLOO_TIMEOUT = timedelta(seconds=60)  # default: 30 minutes for a process that exits while others connect
+# gloo's default is 30 minutes. It waits five times its timeout for a process that exits while others connect.
+GLOO_TIMEOUT = timedelta(seconds=60)
+_KEPT_GROUPS: list[Any] = []  # process groups kept until the interpreter exits (see `join_world`)
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,10 @@ def join_world(device: str) -> Iterator[World]:
             raise UserError(f"another process exited ({reason}): see its error message") from None
         raise
     finally:
-        if size > 1:
+        if dist.is_initialized():
+            # If DDP's reducer held the last reference, it would free the group while holding the GIL, and
+            # wait for gloo's threads, which need the GIL to free the tensors of the last collective.
+            _KEPT_GROUPS.append(dist.group.WORLD)
             dist.destroy_process_group()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import CPU, build, metrics, resume, run, run_script
+from launch import build, metrics, resume, run, run_script
 
 import train
 from attention import NORMALISERS
@@ -43,7 +43,7 @@ def test_accumulated_step_is_that_of_the_whole_batch(tiny_config: Path):
     loss = reference(torch.from_numpy(x), torch.from_numpy(y))
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in reference.parameters() if p.grad is not None]).norm()
-    log = RunLog(state.config, CPU, state.flops_per_step)
+    log = RunLog(state)
     train.train_step(state, log)
     assert log.pending[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert log.pending[0]["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
@@ -53,7 +53,7 @@ def test_validation_is_the_mean_over_the_first_val_tokens(tiny_config: Path):
     state = build(tiny_config)
     x, y = val_batch(state.val_stream, 0, 20, 16)
     losses = state.raw_model.token_losses(torch.from_numpy(x), torch.from_numpy(y))
-    assert validate(state, RunLog(state.config, CPU, 1.0)) is None
+    assert validate(state, RunLog(state)) is None
     assert state.validation["loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
 
 

@@ -44,11 +44,8 @@ KEYS = {"format", "step", "config", "model", "optimizers", "validation", "guard"
 class CheckpointWriter:
     """Writes a run's checkpoints in a background thread: training waits only for the copy of the tensors.
 
-    Leaving its with block waits for the write in progress, except after KeyboardInterrupt.
-
-    Args:
-        keep_last: how many of the newest to keep.
-        keep_every: also keep those of steps that it divides; 0 or None: no others.
+    Leaving its with block waits for the write in progress, except after KeyboardInterrupt. keep_last and
+    keep_every are as in [train].
     """
 
     def __init__(self, run_dir: Path, keep_last: int, keep_every: int | None) -> None:
@@ -160,10 +157,8 @@ def find_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
-    """Read one checkpoint file into host memory.
+    """Read one checkpoint file into host memory; lazily: tensors when they are used, without checksums.
 
-    Args:
-        lazily: read tensors when they are used, and skip their checksums.
     Raises:
         UserError: absent, damaged, or not a checkpoint of this format.
     """
@@ -191,8 +186,6 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
 def load_newest(run_dir: Path, lazily: bool = False) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that loads, or None if there are none; damaged ones are reported on stderr.
 
-    Args:
-        lazily: see `load_checkpoint`.
     Raises:
         UserError: there are checkpoints, but none loads.
     """

@@ -59,10 +59,8 @@ class Guard:
         return found
 
     def handle_bad_step(self, where: str) -> str:
-        """The line to log about a step that `check` has rejected.
+        """The line to log about a step that `check` has rejected; where: step, reason and data.
 
-        Args:
-            where: step, reason and data.
         Raises:
             UserError: the config does not skip such steps, or not that many in a row.
         """

@@ -28,10 +28,15 @@ from typing import Any
 import numpy
 import torch
 
+from attention import describe_attention
 from config import Config, to_toml
+from data.shards import val_windows
 from infra.cli import UserError
 from infra.distributed import World
 from infra.files import read_jsonl, write_atomically
+from training.state import TrainState
+
+BYTES_PER_PARAMETER = {"adamw": 16, "muon": 16, "sgd": 12}  # weights, gradients and optimiser state
 
 
 class RunLog:
@@ -40,22 +45,22 @@ class RunLog:
     Records wait for a `flush`. Before `open_folder` (in a dry run) nothing is written to disk.
     """
 
-    def __init__(self, config: Config, world: World, flops_per_step: float) -> None:
-        self.config, self.world = config, world
+    def __init__(self, state: TrainState) -> None:
+        self.state, self.config, self.world = state, state.config, state.world
         self.pending: list[dict[str, Any]] = []
-        self.clock = Clock(world, config.train.batch_tokens, flops_per_step)
+        self.clock = Clock(state.world, state.config.train.batch_tokens, state.raw_model.flops_per_token())
         self.metrics: Path | None = None
         self.wandb: Any = None
 
-    def open_folder(self, step: int, val_step: int) -> None:
-        """Make the run folder; drop the metrics after `step`, and after the validation at `val_step`.
+    def open_folder(self) -> None:
+        """Make the run folder; drop metrics of steps and validations after those in the state.
 
         Raises:
             UserError: it cannot be written.
         """
         if not self.world.is_main:
             return
-        run_dir = self.config.run_dir
+        run_dir, step, val_step = self.config.run_dir, self.state.step, self.state.validation["step"]
         self.metrics = path = run_dir / "metrics.jsonl"
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -75,8 +80,8 @@ class RunLog:
         if self.world.is_main:
             print(*lines, sep="\n", flush=True)
 
-    def add_step(self, step: int, loss: float, grad_norm: float, lr: float, skipped: str = "") -> None:
-        record = {"step": step, "loss": finite(loss), "lr": lr, "grad_norm": finite(grad_norm)}
+    def add_step(self, loss: float, grad_norm: float, lr: float, skipped: str = "") -> None:
+        record = {"step": self.state.step, "loss": finite(loss), "lr": lr, "grad_norm": finite(grad_norm)}
         self.pending.append(record | ({"skipped": skipped} if skipped else {}))
 
     def flush(self) -> None:
@@ -99,9 +104,10 @@ class RunLog:
         ]
         self.print(" | ".join(cells))
 
-    def add_validation(self, step: int, val_loss: float, unscaled: float | None = None) -> None:
-        record = {"step": step, "val_loss": finite(val_loss)}
-        text = f"step {step:>{len(str(self.config.train.max_steps))}} | validation loss {val_loss:.4f}"
+    def add_validation(self, val_loss: float, unscaled: float | None = None) -> None:
+        record = {"step": self.state.step, "val_loss": finite(val_loss)}
+        width = len(str(self.config.train.max_steps))
+        text = f"step {self.state.step:>{width}} | validation loss {val_loss:.4f}"
         if unscaled is not None:
             record["val_cross_entropy"] = finite(unscaled)
             text += f" | cross-entropy of the unscaled logits {unscaled:.4f}"
@@ -133,6 +139,38 @@ class RunLog:
         if self.wandb is not None:
             self.wandb.finish()
 
+    def describe_run(self) -> None:
+        """Print model, attention, data and step, a line each."""
+        config, world, batches = self.config, self.world, self.state.batches
+        model, train, n_tokens = config.model, config.train, batches.stream.n_tokens
+        n_val = train.seq_len * val_windows(self.state.val_stream, train.val_tokens, train.seq_len)
+        epochs, n_micro = train.max_steps * train.batch_tokens / n_tokens, batches.per_rank // batches.micro
+        compiled = self.state.local_model is not self.state.raw_model
+        self.print(
+            f"run      {config.run_dir}",
+            f"model    {self.state.raw_model.n_params() / 1e6:.2f}M parameters, {model.n_layer} layers, "
+            f"{model.n_head} heads, width {model.n_embd}",
+            f"attention {describe_attention(config.attention)}, engine {self.state.engine}",
+            f"data     {config.data.dir}: {n_tokens:,} training tokens ({epochs:.2f} epochs), "
+            f"validation on {n_val:,}",
+            f"step     {train.batch_tokens:,} tokens = {world.size} processes x {n_micro} micro-batches x "
+            f"{batches.micro} sequences x {train.seq_len} on {world.device.type}, {train.dtype}",
+            *(["compiling the model: the first step takes a minute or more"] if compiled else []),
+        )
+
+    def describe_costs(self) -> None:
+        """Print the memory and time of a run whose steps are like those since the clock was restarted."""
+        train, stream = self.config.train, self.state.batches.stream
+        n_bytes = self.state.raw_model.n_params() * BYTES_PER_PARAMETER[self.config.optimizer.name]
+        shard, seconds = stream.n_tokens / stream.n_shards, self.clock.report()["step_ms"] / 1000
+        self.print(
+            f"memory   {n_bytes / 1e9:.2f} GB for weights, gradients and optimiser; "
+            f"{peak_memory(self.world.device) / 1e9:.2f} GB at the peak, in one process",
+            f"shards   {shard / train.batch_tokens:,.1f} steps to a shard of {shard:,.0f} tokens",
+            f"time     {seconds:.3g} s a step: {format_duration(1000 * seconds)} for 1000 steps, "
+            f"{format_duration(train.max_steps * seconds)} for all {train.max_steps}",
+        )
+
 
 class Clock:
     """Where a step's time goes: data, forward and backward, optimiser, other.
@@ -141,8 +179,8 @@ class Clock:
     where the host next waits: in the next step's forward and backward.
     """
 
-    def __init__(self, world: World, tokens_per_step: int, flops_per_step: float) -> None:
-        self.world, self.tokens_per_step, self.flops_per_step = world, tokens_per_step, flops_per_step
+    def __init__(self, world: World, tokens_per_step: int, flops_per_token: float) -> None:
+        self.world, self.tokens_per_step, self.flops_per_token = world, tokens_per_step, flops_per_token
         self.restart()
 
     def restart(self) -> None:
@@ -163,10 +201,11 @@ class Clock:
         seconds = max(time.perf_counter() - self.began, 1e-9) / n_steps
         parts = {name: total / n_steps for name, total in self.parts.items() if name != "other"}
         parts |= {"other": seconds - sum(parts.values())}
-        record: dict[str, Any] = {"tokens_per_s": round(self.tokens_per_step / seconds)}
+        tokens_per_s = self.tokens_per_step / seconds
+        record: dict[str, Any] = {"tokens_per_s": round(tokens_per_s)}
         record |= {f"{name}_ms": round(1000 * s, 2) for name, s in ({"step": seconds} | parts).items()}
         if peak := peak_flops(self.world.device):
-            record["mfu"] = round(self.flops_per_step / seconds / (peak * self.world.size), 4)
+            record["mfu"] = round(self.flops_per_token * tokens_per_s / (peak * self.world.size), 4)
         record["memory_gb"] = round(peak_memory(self.world.device) / 1e9, 3)
         self.restart()
         return record

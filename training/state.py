@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from config import Config, changed_keys, config_from_dict
 from data.shards import TokenStream
@@ -37,7 +36,7 @@ class TrainState:
     """The parts of a run.
 
     Attributes:
-        raw_model, model: the same parameters, with plain names and as compiled and wrapped for training.
+        raw_model, local_model, model: the same parameters: with plain names, compiled, and under DDP.
         engine: the attention engine, for the log.
         step: optimiser steps done, skipped ones included.
         validation: the newest and the best one (see `training.checkpoint`).
@@ -48,6 +47,7 @@ class TrainState:
     batches: BatchLoader
     val_stream: TokenStream
     raw_model: GPT
+    local_model: nn.Module
     model: nn.Module
     engine: str
     optimizers: list[torch.optim.Optimizer]
@@ -57,15 +57,6 @@ class TrainState:
     validation: dict[str, Any] = field(
         default_factory=lambda: {"step": -1, "loss": None, "best": None, "best_step": None}
     )
-
-    @property
-    def flops_per_step(self) -> float:
-        return self.raw_model.flops_per_token() * self.config.train.batch_tokens
-
-    @property
-    def is_compiled(self) -> bool:
-        model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        return model is not self.raw_model
 
     def is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.train.max_steps
@@ -93,10 +84,7 @@ class TrainState:
         return {"tokenizer": train.info["tokenizer"], "train": train.fingerprint, "val": val.fingerprint}
 
     def to_checkpoint(self) -> dict[str, Any]:
-        """What `training.checkpoint` writes. A collective: it gathers the RNG state of every rank.
-
-        Today only initialisation draws random numbers; dropout would.
-        """
+        """What `training.checkpoint` writes. A collective: it gathers the RNG state of every rank."""
         rng = {"cpu": torch.get_rng_state()}
         if self.world.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.world.device)
@@ -112,11 +100,7 @@ class TrainState:
         }
 
     def restore(self, path: Path, checkpoint: dict[str, Any]) -> None:
-        """Continue from a checkpoint of this run.
-
-        Raises:
-            UserError: it is from another run (see `check_same_run`), or does not fit its own config.
-        """
+        """Continue from a checkpoint of this run (UserError if it is another's: `check_same_run`)."""
         check_same_run(path, checkpoint, self.config, self.data_info())
         load_parameters(self.raw_model, checkpoint["model"], path)
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
@@ -133,10 +117,8 @@ class TrainState:
 def check_same_run(path: Path, checkpoint: dict[str, Any], config: Config, data: dict[str, str]) -> None:
     """Resuming with another config or corpus would mix two runs in one curve.
 
-    Args:
-        data: see `TrainState.data_info`.
     Raises:
-        UserError: with every difference between the checkpoint and now.
+        UserError: with every difference between the checkpoint and the current config and `data_info`.
     """
     changed = changed_keys(config_from_dict(checkpoint["config"], str(path)), config)
     changed = {key: values for key, values in changed.items() if not key.startswith(FREE_KEYS)}

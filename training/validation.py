@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from data.shards import IGNORED, val_batch, val_windows
 from training.attention_statistics import STATISTICS, model_statistics
@@ -24,7 +23,7 @@ def validate(state: TrainState, log: RunLog) -> str | None:
     """
     config, world, micro = state.config.train, state.world, state.batches.micro
     n_windows = val_windows(state.val_stream, config.val_tokens, config.seq_len)
-    model = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
+    model = state.local_model
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)
     total, unscaled_total, n_targets = sums  # views
     stopped = None
@@ -46,7 +45,7 @@ def validate(state: TrainState, log: RunLog) -> str | None:
     if not stopped:
         loss, unscaled = (world.sum(sums)[:2] / n_targets).tolist()
         state.record_validation(loss)
-        log.add_validation(state.step, loss, unscaled if config.loss != "softmax" else None)
+        log.add_validation(loss, unscaled if config.loss != "softmax" else None)
     return stopped
 
 

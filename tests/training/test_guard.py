@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launch import CPU, break_at, build, patched_script, records, resume, start
+from launch import break_at, build, patched_script, records, resume, start
 
 import train
 from config import TrainConfig
@@ -76,7 +76,7 @@ def test_a_nan_stops_the_run_before_the_update(tiny_config: Path, monkeypatch: p
 
 def test_a_skipped_step_changes_nothing(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
     state = build(tiny_config, "--train.on-bad-step", "skip")
-    log = RunLog(state.config, CPU, 1.0)
+    log = RunLog(state)
     train.train_step(state, log)
 
     def tensors() -> Any:
