@@ -1,11 +1,11 @@
-"""Kill a training run at random moments, again and again: its curve must be that of a run left alone.
+"""Kill a training run at random moments, again and again: its curve must be that of an undisturbed run.
 
     python benchmarks/chaos.py                      # 20 SIGKILLs, with one process and with two
     python benchmarks/chaos.py --kills 3            # as in CI
 
-Every second kill waits for the beginning of a checkpoint's write and strikes in its midst. With two
-processes one rank is killed, and `torchrun --max-restarts` brings the run back by itself. Then the newest
-checkpoint is damaged in five ways: the one before it must be used, and said so.
+Every second kill waits until a checkpoint is being written. With two processes one rank is killed, and
+`torchrun --max-restarts` restarts the run. Then the newest checkpoint is damaged in five ways: it must be
+reported and the previous one used.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ OVERRIDES = [  # a small model, short steps and many checkpoints
     *("--train.val-every", "20", "--train.checkpoint-every", "5", "--train.keep-last", "3"),
     *("--optimizer.warmup-steps", "10", "--log.every", "5"),
 ]
-KEPT = ("step", "loss", "lr", "grad_norm", "val_loss", "skipped")  # of a metrics line: not the clock's
+KEPT = ("step", "loss", "lr", "grad_norm", "val_loss", "skipped")  # the keys that no clock changes
 
 
 def start(folder: Path, name: str, processes: int) -> subprocess.Popen[bytes]:
-    """A run in a process group of its own; what it says goes to `<name>.log`."""
+    """A run in its own process group; its output goes to `<name>.log`."""
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
@@ -49,29 +49,29 @@ def start(folder: Path, name: str, processes: int) -> subprocess.Popen[bytes]:
 
 
 def curve(run: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl says that does not depend on the clock."""
+    """metrics.jsonl without what depends on the clock."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: line[key] for key in KEPT if key in line} for line in lines]
 
 
-def alone(folder: Path, processes: int) -> tuple[list[dict[str, Any]], float]:
-    """The curve of a run left alone, and how long it took."""
+def undisturbed(folder: Path, processes: int) -> tuple[list[dict[str, Any]], float]:
+    """The curve of an undisturbed run, and how long it took."""
     began = time.monotonic()
-    name = f"alone{processes}"
+    name = f"undisturbed{processes}"
     if start(folder, name, processes).wait(timeout=600):
-        raise UserError(f"the run left alone failed:\n{(folder / f'{name}.log').read_text()[-2000:]}")
+        raise UserError(f"the undisturbed run failed:\n{(folder / f'{name}.log').read_text()[-2000:]}")
     return curve(folder / name), time.monotonic() - began
 
 
 def ranks(process: subprocess.Popen[bytes], processes: int) -> list[int]:
-    """The processes that train: torchrun's children, or the run itself."""
+    """The ids of the training processes: torchrun's children, or the run itself."""
     if processes == 1:
         return [process.pid]
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 def writing(run: Path) -> bool:
-    """Whether a checkpoint is being written, now: killed writes have left older files."""
+    """Whether a checkpoint is being written now; killed writes have left older files."""
     try:
         ages = [time.time() - path.stat().st_mtime for path in (run / "checkpoints").glob(".step_*.tmp")]
     except FileNotFoundError:
@@ -79,10 +79,10 @@ def writing(run: Path) -> bool:
     return any(age < 0.2 for age in ages)
 
 
-def strike(
+def kill_one(
     process: subprocess.Popen[bytes], processes: int, run: Path, patience: float, in_write: bool
 ) -> bool:
-    """Kill one rank at a random moment, or as soon as a checkpoint's write has begun; False: too late."""
+    """Kill one rank after `patience` seconds, or during the next write of a checkpoint; False: too late."""
     end = time.monotonic() + patience
     while process.poll() is None and time.monotonic() < end:
         if in_write and writing(run):
@@ -92,13 +92,13 @@ def strike(
         return False
     try:
         os.kill(random.choice(ranks(process, processes)), signal.SIGKILL)
-    except (ProcessLookupError, FileNotFoundError, IndexError):  # it ends, or has not begun
+    except (ProcessLookupError, FileNotFoundError, IndexError):  # it has ended, or not started
         return False
     return True
 
 
 def chaos(folder: Path, processes: int, kills: int) -> None:
-    expected, seconds = alone(folder, processes)
+    expected, seconds = undisturbed(folder, processes)
     random.seed(processes)
     done, in_writes, rounds = 0, 0, 0
     while done < kills:
@@ -108,52 +108,51 @@ def chaos(folder: Path, processes: int, kills: int) -> None:
         while process.poll() is None or process.returncode:
             in_write = done % 2 == 1
             patience = random.uniform(0.3, 0.9) * seconds
-            struck = done < kills and strike(process, processes, run, patience, in_write)
-            done += struck
-            in_writes += struck and in_write and writing(run)
+            killed = done < kills and kill_one(process, processes, run, patience, in_write)
+            done += killed
+            in_writes += killed and in_write and writing(run)
             if processes == 1 or done >= kills:
                 process.wait(timeout=600)
             if process.poll():
-                if not struck or processes > 1:  # torchrun is to bring it back by itself
-                    raise UserError(f"{run}: failed by itself; see {folder / f'{name}.log'}")
+                if not killed or processes > 1:  # torchrun must restart it
+                    raise UserError(f"{run}: failed without a kill; see {folder / f'{name}.log'}")
                 process = start(folder, name, processes)
-        said = (folder / f"{name}.log").read_text()
+        output = (folder / f"{name}.log").read_text()
         same = curve(run) == expected
         print(
-            f"{processes} process(es): {done} kills, {in_writes} left a checkpoint half written, resumed "
-            f"{said.count('resumed from')} times: {'the same curve' if same else 'ANOTHER CURVE'}",
+            f"{processes} process(es): {done} kills, {in_writes} left a partial checkpoint, resumed "
+            f"{output.count('resumed from')} times: {'the same curve' if same else 'ANOTHER CURVE'}",
             flush=True,
         )
-        if not same or "Traceback" in said and processes == 1:
-            raise UserError(f"{run}: not the curve of the run left alone; see {folder / f'{name}.log'}")
+        if not same or "Traceback" in output and processes == 1:
+            raise UserError(f"{run}: not the curve of the undisturbed run; see {folder / f'{name}.log'}")
 
 
 def damages(folder: Path) -> None:
-    """The newest checkpoint damaged: the previous one is used, and said."""
-    expected = curve(folder / "alone1")
+    """A damaged newest checkpoint is reported, and the previous one used."""
+    expected = curve(folder / "undisturbed1")
     for what in ("truncated", "zeros", "random", "empty", "a folder"):
         runs = folder / f"damaged-{what.split()[-1]}"
-        run = runs / "alone1"
-        shutil.copytree(folder / "alone1", run)
+        run = runs / "undisturbed1"
+        shutil.copytree(folder / "undisturbed1", run)
         newest = max(run.glob("checkpoints/step_*.pt"))
         content = newest.read_bytes()
         size = len(content)
-        newest.unlink()  # not written over: best.pt may be the same file
+        newest.unlink()  # not overwritten: best.pt may be the same file
         if what == "a folder":
             newest.mkdir()
         else:
             bad = {"truncated": content[: size // 2], "zeros": bytes(size), "random": random.randbytes(size)}
             newest.write_bytes(bad.get(what, b""))
-        status = start(runs, "alone1", 1).wait(timeout=600)
-        said = (runs / "alone1.log").read_text()
-        good = (
-            status == 0 and f"{newest}: damaged" in said and "resumed from" in said and curve(run) == expected
-        )
+        status = start(runs, "undisturbed1", 1).wait(timeout=600)
+        output = (runs / "undisturbed1.log").read_text()
+        reported = f"{newest}: damaged" in output and "resumed from" in output
+        good = status == 0 and reported and curve(run) == expected
         print(
-            f"newest checkpoint {what}: {'named, the one before used, the same curve' if good else 'NOT MET'}"
+            f"newest checkpoint {what}: {'reported, the previous used, the same curve' if good else 'FAILED'}"
         )
         if not good:
-            raise UserError(f"{run}: exit status {status}, said {said[-500:]}")
+            raise UserError(f"{run}: exit status {status}, output {output[-500:]}")
 
 
 def main() -> None:
@@ -161,8 +160,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="for each number of processes (default: 20)")
     args = parser.parse_args()
     if not (ROOT / "data" / "python_bytes").is_dir():
-        raise UserError("data/python_bytes: no such data; run python data/python_source.py first")
-    folder = Path(tempfile.mkdtemp())  # stays if something fails
+        raise UserError("data/python_bytes: no such data; run python -m data.python_source first")
+    folder = Path(tempfile.mkdtemp())  # kept if something fails
     for processes in (1, 2):
         chaos(folder, processes, args.kills)
     damages(folder)

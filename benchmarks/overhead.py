@@ -5,9 +5,10 @@
 
 Takes in turn, in blocks of 50 steps in one process,
   plain       read, forward, backward, clip, optimiser step: no log, no guard, no checkpoint
-  train.py    the same steps as train.py takes them: guard, metrics.jsonl, a line each log.every steps
-  + saving    the same with a checkpoint after 25 of the 50, in the background; its end is waited for
-and reports the ratios of the times. The quotient of one plain loop over another shows the noise.
+  train.py    the same steps as train.py takes them: guard, metrics.jsonl, a line every log.every steps
+  + saving    the same with a checkpoint after 25 of the 50, in the background, until it is written
+and prints the ratios of the times. The ratio of two plain loops is the noise. A second table has the time of
+each part of a step that is not the model's or the optimiser's, measured alone.
 """
 
 from __future__ import annotations
@@ -23,69 +24,112 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+import train
 from config import Config, load_config
 from data.shards import train_batch
-from infra.cli import ArgumentParser, run_main
+from infra.cli import ArgumentParser, positive_int, run_main
 from infra.distributed import World, join_world
-from train import Trainer, no_collections, set_learning_rates
 from training.checkpoint import CheckpointWriter
+from training.optim import set_learning_rates
 from training.run_log import RunLog
+from training.runtime import manual_gc
+from training.state import TrainState
 
 BLOCK = 50
 
 
 def plain(config: Config, world: World) -> Callable[[], None]:
-    trainer = Trainer(config, world)
-    model, train = trainer.model, config.train
+    state = train.build(config, world)
+    model, batches = state.model, state.batches
 
     def step() -> None:
-        set_learning_rates(trainer.optimizers, config.optimizer, trainer.step, train.max_steps)
-        n_micro = trainer.per_rank // trainer.micro
+        set_learning_rates(state.optimizers, config.optimizer, state.step, config.train.max_steps)
+        n_micro = batches.per_rank // batches.micro
         for i in range(n_micro):
-            batch = train_batch(
-                trainer.train_stream, trainer.step, trainer.per_rank, train.seq_len, config.data.order,
-                config.seed, i * trainer.micro, trainer.micro,
+            arrays = train_batch(
+                batches.stream, state.step, batches.per_rank, config.train.seq_len, config.data.order,
+                config.seed, i * batches.micro, batches.micro,
             )  # fmt: skip
-            x, y = (torch.from_numpy(a).to(world.device) for a in batch)
-            with trainer.raw_model.autocast():
+            x, y = (torch.from_numpy(a).to(world.device) for a in arrays)
+            with state.raw_model.autocast():
                 loss = model(x, y) / n_micro
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip)
-        for optimizer in trainer.optimizers:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip)
+        for optimizer in state.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        trainer.step += 1
+        state.step += 1
 
     return step
 
 
+def quiet_log(state: TrainState) -> RunLog:
+    """A log that writes its files but prints nothing."""
+    log = RunLog(state)
+    log.open_folder()
+    log.print = lambda *lines: None  # type: ignore[method-assign]
+    return log
+
+
 def guarded(config: Config, world: World, save: bool) -> Callable[[], None]:
-    trainer = Trainer(config, world)
-    log = RunLog(config, world, 0, 0, trainer.flops_per_step)
-    log.say = lambda text: None  # type: ignore[method-assign]
-    writer = CheckpointWriter(config.run_dir, 2, None)
+    state = train.build(config, world)
+    log, writer = quiet_log(state), CheckpointWriter(config.run_dir, 2, 0)
 
     def step() -> None:
-        trainer.train_step(log)
+        train.train_step(state, log)
         writer.check()
-        if trainer.step % config.log.every == 0:
+        if state.is_due(config.log.every):
             log.flush()
-        if save and trainer.step % BLOCK == BLOCK // 2:
-            trainer.save(log, writer)
-        if trainer.step % BLOCK == 0:
+        if save and state.step % BLOCK == BLOCK // 2:
+            train.save(state, writer)
+        if state.step % BLOCK == 0:
             writer.finish()
 
     return step
 
 
+def parts(config: Config, world: World) -> dict[str, Callable[[], object]]:
+    """What train.py does in each step around the model and the optimiser."""
+    state = train.build(config, world)
+    log, values = quiet_log(state), torch.rand(3)
+    state.batches.take(0)
+
+    def take_batch() -> None:
+        state.batches.take(state.step)
+        state.step += 1
+
+    def record() -> None:
+        log.add_step(3.0, 1.0, 1e-3)
+        log.clock.mark("data")
+
+    def flush() -> None:
+        log.add_step(3.0, 1.0, 1e-3)
+        log.flush()
+
+    return {
+        "learning rates": lambda: set_learning_rates(state.optimizers, config.optimizer, 5, 1000),
+        "read a batch (in the background)": lambda: state.batches.read(3),
+        "take a batch that is being read": take_batch,
+        "gather loss, norm, signal": lambda: world.gather(values).T.tolist(),
+        "guard": lambda: state.guard.check([3.0], [1.0]),
+        "record a step": record,
+        "flush (every log.every steps)": flush,
+    }
+
+
+def print_table(head: str, rows: list[list[str]]) -> None:
+    n = head.count("|") - 2
+    print("\n".join([head, "|---" + n * "|---:" + "|", *(f"| {' | '.join(row)} |" for row in rows)]))
+
+
 def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("config", nargs="?", default="configs/demo_softmax.toml")
-    parser.add_argument("--steps", type=int, default=200, help="of each (default: %(default)s)")
+    parser.add_argument("--steps", type=positive_int, default=200, help="of each (default: %(default)s)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        configs = [load_config(args.config, ["--log.dir", folder, "--name", name]) for name in "abcd"]
-        with join_world(configs[0].train.device) as world, no_collections():
+        configs = [load_config(args.config, ["--log.dir", folder, "--name", name]) for name in "abcde"]
+        with join_world(configs[0].train.device) as world, manual_gc():
             ways = {
                 "plain": plain(configs[0], world),
                 "plain again": plain(configs[1], world),
@@ -101,14 +145,28 @@ def main() -> None:
                     if world.device.type == "cuda":
                         torch.cuda.synchronize()
                     times[name] += [time.perf_counter() - start] if block else []
-    n_blocks, n_threads = args.steps // BLOCK, torch.get_num_threads()
-    print(f"{args.config}, {n_blocks} blocks of {BLOCK} steps of each in turn, {n_threads} threads\n")
-    print("| | mean ms a step | total time over plain | median of the blocks' ratios |")
-    print("|---|---:|---:|---:|")
+            costs = {name: timed(part) for name, part in parts(configs[4], world).items()}
+    n_threads, step_ms = torch.get_num_threads(), 1000 * statistics.fmean(times["plain"]) / BLOCK
+    print(f"{args.config}, {args.steps // BLOCK} blocks of {BLOCK} steps of each, {n_threads} threads\n")
+    rows = []
     for name, own in times.items():
         ratio = statistics.median(a / b for a, b in zip(own, times["plain"], strict=True))
-        total = sum(own) / sum(times["plain"])
-        print(f"| {name} | {1000 * statistics.fmean(own) / BLOCK:.1f} | {total:.3f} | {ratio:.3f} |")
+        total, mean = sum(own) / sum(times["plain"]), 1000 * statistics.fmean(own) / BLOCK
+        rows.append([name, f"{mean:.1f}", f"{total:.3f}", f"{ratio:.3f}"])
+    print_table("| | mean ms a step | total time over plain | median of the blocks' ratios |", rows)
+    print()
+    rows = [[name, f"{ms:.3f}", f"{ms / step_ms:.2%}"] for name, ms in costs.items()]
+    print_table("| part | ms, alone | share of a plain step |", rows)
+
+
+def timed(part: Callable[[], object], n: int = 200) -> float:
+    """Median milliseconds of a call."""
+    times = []
+    for _ in range(n):
+        start = time.perf_counter()
+        part()
+        times.append(time.perf_counter() - start)
+    return 1000 * statistics.median(times)
 
 
 if __name__ == "__main__":

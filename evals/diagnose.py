@@ -7,8 +7,8 @@
 The validation text is cut into blocks of the longest length. The statistics are means over the last rows
 (queries) of each block, in windows of each length that all end there: the same queries, with more context.
 They measure how wide the scores are, how concentrated the weights, and how much goes to the first token
-(NormSoftmax, Figures 2a and 4; the attention sink). --help lists them, evals/attention_statistics.py has the
-formulas.
+(NormSoftmax, Figures 2a and 4; the attention sink). --help lists them; training/attention_statistics.py
+has the formulas.
 
 Writes diagnose.json and diagnose.png (curves for each layer; heat maps of layers and heads at the shortest
 and the longest length) into the run folder; several runs get one more figure, with a curve for each.
@@ -25,7 +25,6 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from evals.attention_statistics import STATISTICS, model_statistics
 from evals.common import (
     Blocks,
     Rejection,
@@ -43,6 +42,7 @@ from infra.distributed import World, join_world
 from infra.files import write_json
 from model import GPT
 from positions import RopeScaling
+from training.attention_statistics import STATISTICS, model_statistics
 
 MEANING = STATISTICS | {"heads": "for each layer, for each head", "mean": "over layers and heads"}
 

@@ -41,7 +41,6 @@ from torch import Tensor
 
 from data.prompts import question_prompt
 from data.tokenizer import get_tokenizer
-from evals.attention_statistics import attention_mass
 from evals.common import (
     EvaluatedRun,
     Rejection,
@@ -59,6 +58,7 @@ from infra.distributed import World, join_world
 from infra.files import write_json
 from model import GPT, KVCache
 from positions import RopeScaling
+from training.attention_statistics import attention_mass
 
 CITIES = (
     *("Amsterdam", "Athens", "Bangkok", "Berlin", "Bogota", "Cairo", "Chicago", "Delhi", "Dublin", "Havana"),

@@ -1,4 +1,4 @@
-"""This process among the processes that torchrun started, or alone, and the signals that ask it to stop."""
+"""This process among those that torchrun started, or alone, and the signals that ask it to stop."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from torch import Tensor
 
 from infra.cli import UserError
 
-# What gloo and NCCL say when the process at the other end is gone.
-LOST = (
+# Parts of gloo's and NCCL's messages when a peer process has exited.
+PEER_EXITED = (
     *("Connection closed by peer", "Connection reset by peer", "connectFullMesh failed", "Timed out waiting"),
     *("ncclRemoteError", "remote process exited"),
 )
+# gloo's default is 30 minutes. It waits five times its timeout for a process that exits while others connect.
 GLOO_TIMEOUT = timedelta(seconds=60)
+_KEPT_GROUPS: list[Any] = []  # process groups kept until the interpreter exits (see `join_world`)
 
 
 @dataclass(frozen=True)
 class World:
-    """Rank, number of processes, and the device that this one computes on."""
+    """Rank, number of processes, and the device of this process."""
 
     rank: int
     size: int
@@ -45,7 +47,7 @@ class World:
         return tensor
 
     def gather(self, values: Tensor) -> Tensor:
-        """The values (k,) of every process, as (size, k) float64 in main memory: one collective, one wait."""
+        """The values (k,) of every process, as (size, k) float64 in host memory: one collective, one sync."""
         mine = values.double()
         if self.size == 1:
             return mine[None].cpu()
@@ -54,14 +56,14 @@ class World:
         return torch.stack(every).cpu()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """A picklable value of every process, in the order of ranks."""
+        """A picklable value of every process, by rank."""
         every = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(every, value)
         return every
 
     def agree(self, number: int) -> bool:
-        """Whether all processes name the same number."""
+        """Whether all processes pass the same number."""
         ends = torch.tensor([number, -number], device=self.device)
         if self.size > 1:
             dist.all_reduce(ends, dist.ReduceOp.MAX)
@@ -70,61 +72,58 @@ class World:
 
 @contextmanager
 def join_world(device: str) -> Iterator[World]:
-    """Join the other processes, if torchrun started us, for the length of a with block.
+    """Join the processes that torchrun started, if it did, for the duration of a with block.
 
     Args:
-        device: "cpu", "cuda", or "auto": cuda where there is one.
+        device: "cpu", "cuda", or "auto": cuda if available.
     Raises:
-        UserError: no CUDA device though one was asked for, or fewer than processes; another process ended
-            while this one waited for it.
+        UserError: no CUDA device, or fewer than processes; another process exited during a collective.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device cuda: this machine has no CUDA device; expected cpu or auto")
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     use_cuda = torch.cuda.is_available() and device != "cpu"
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if use_cuda and here > torch.cuda.device_count():
+    if device == "cuda" and not use_cuda:
+        raise UserError("device cuda: this machine has no CUDA device; expected cpu or auto")
+    if use_cuda and local_size > torch.cuda.device_count():
         raise UserError(
-            f"torchrun started {here} processes on a machine with {torch.cuda.device_count()} GPUs; "
+            f"torchrun started {local_size} processes on a machine with {torch.cuda.device_count()} GPUs; "
             "expected --nproc_per_node to be at most that"
         )
     if use_cuda:
         torch.cuda.set_device(local_rank)
     try:
         if size > 1:
-            # gloo waits half an hour by default for a process that has died while all were being connected.
-            dist.init_process_group(
-                "nccl" if use_cuda else "gloo", timeout=None if use_cuda else GLOO_TIMEOUT
-            )
+            backend, timeout = ("nccl", None) if use_cuda else ("gloo", GLOO_TIMEOUT)
+            dist.init_process_group(backend, timeout=timeout)
         yield World(rank, size, torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"))
     except RuntimeError as e:
-        if size > 1 and any(words in str(e) for words in LOST):
+        if size > 1 and any(words in str(e) for words in PEER_EXITED):
             reason = str(e).strip().splitlines()[0][-160:]
-            raise UserError(
-                f"another process has ended ({reason}); what it said before is the cause"
-            ) from None
+            raise UserError(f"another process exited ({reason}): see its error message") from None
         raise
     finally:
-        if size > 1:
+        if dist.is_initialized():
+            # If DDP's reducer held the last reference, it would free the group while holding the GIL, and
+            # wait for gloo's threads, which need the GIL to free the tensors of the last collective.
+            _KEPT_GROUPS.append(dist.group.WORLD)
             dist.destroy_process_group()
 
 
 class StopSignals:
-    """SIGTERM, SIGINT and SIGUSR1 (SLURM's warning) as a wish to stop, for the length of a with block.
+    """Records SIGTERM, SIGINT and SIGUSR1 (SLURM's warning) for the duration of a with block.
 
-    A second SIGINT, a second or more after the first, stops at once, by KeyboardInterrupt: torchrun forwards
-    Ctrl-C to processes that the terminal may have told already. torchrun does not forward SIGUSR1.
+    A second SIGINT raises KeyboardInterrupt if it arrives a second or more after the first: torchrun forwards
+    Ctrl-C to processes that may have received it from the terminal. torchrun does not forward SIGUSR1.
 
     Attributes:
-        number: of the signal that came, or 0.
+        number: of the first signal received, or 0.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self.number = 0
-        self._interrupted: float | None = None  # when the first SIGINT came
+        self._interrupted: float | None = None  # time of the first SIGINT
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -143,6 +142,10 @@ class StopSignals:
                 raise KeyboardInterrupt
             self._interrupted = self._interrupted or now
         self.number = self.number or number
+
+    def on_any_rank(self, world: World) -> str | None:
+        """The name of a signal that any process received, if one did: one collective, one sync."""
+        return self.name_of(int(world.gather(torch.tensor([self.number], device=world.device)).max()))
 
     @staticmethod
     def name_of(number: int) -> str | None:

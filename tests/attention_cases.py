@@ -151,7 +151,8 @@ def run(engine: Any, normaliser: NormaliserModule, q, k, v, do, autocast: bool =
 
 def exactly(normaliser: NormaliserModule, *inputs: Tensor) -> dict[str, Tensor]:
     """`run` in float64 on the same numbers; equal to the reference by the first tests of section 2."""
-    return run("dense", copy.deepcopy(normaliser).double(), *(t.double() for t in inputs))
+    q, k, v, do = (t.double() for t in inputs)
+    return run("dense", copy.deepcopy(normaliser).double(), q, k, v, do)
 
 
 def assert_close(got, want, inputs: tuple[Tensor, ...], tolerance: float, label: str) -> None:

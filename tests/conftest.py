@@ -53,7 +53,8 @@ def make_dataset(folder: Path, n_val: int = 1000, n_train: int = 5500, vocab: in
     rng = np.random.default_rng(0)
     follower = rng.permutation(vocab)
     begin_dataset(folder)
-    splits, shards = {}, []
+    splits: dict[str, object] = {}
+    shards: list[dict[str, object]] = []
     for split, n in (("val", n_val), ("train", n_train)):
         tokens = [0]
         while len(tokens) < n:

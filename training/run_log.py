@@ -1,13 +1,13 @@
-"""What a run leaves behind besides checkpoints, written by the main process.
+"""The log of a run, written by rank 0 to its folder.
 
 config.toml      the resolved config; `train.py` takes it like any other
-metrics.jsonl    a line for each step: step, loss, lr, grad_norm; where one was printed also tokens_per_s,
-                 step_ms and its parts, mfu, memory_gb; every log.attention_every steps score_std and entropy,
-                 {"layer_0": ...} each; {"step", "val_loss"} where it was validated, with "val_cross_entropy",
-                 that of the bare logits, if train.loss is not softmax
-init_from.txt    with init_from: what was taken over, what is new, what was dropped
-starts.jsonl     a line for each start: time, step, command, git commit, versions, hardware
-wandb_id         with log.wandb: the W&B run that a resumed run goes on with
+metrics.jsonl    a line per step: step, loss, lr, grad_norm; where one was printed also tokens_per_s, step_ms
+                 and its parts, mfu, memory_gb; every log.attention_every steps score_std and entropy,
+                 {"layer_0": ...} each; {"step", "val_loss"} per validation, with "val_cross_entropy", that
+                 of the unscaled logits, if train.loss is not softmax
+init_from.txt    with init_from: what was copied, what is new, what was dropped
+starts.jsonl     a line per start: time, step, command, git commit, versions, hardware
+wandb_id         with log.wandb: the W&B run, which a resumed run continues
 """
 
 from __future__ import annotations
@@ -21,97 +21,111 @@ import secrets
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
+from attention import describe_attention
 from config import Config, to_toml
+from data.shards import val_windows
 from infra.cli import UserError
 from infra.distributed import World
-from infra.files import write_atomically
+from infra.files import read_jsonl, write_atomically
+from training.state import TrainState
+
+BYTES_PER_PARAMETER = {"adamw": 16, "muon": 16, "sgd": 12}  # weights, gradients and optimiser state
 
 
 class RunLog:
-    """metrics.jsonl, the console and W&B. Records wait for a `flush`; only the main process writes."""
+    """metrics.jsonl, the console and W&B; only rank 0 prints and writes.
 
-    def __init__(self, config: Config, world: World, step: int, val_step: int, flops_per_step: float):
-        self.config, self.world, self.flops_per_step = config, world, flops_per_step
+    Records wait for a `flush`. Before `open_folder` (in a dry run) nothing is written to disk.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self.state, self.config, self.world = state, state.config, state.world
         self.pending: list[dict[str, Any]] = []
-        self.clock = Clock(world.device)
-        self.started = time.time()
+        self.clock = Clock(state.world, state.config.train.batch_tokens, state.raw_model.flops_per_token())
+        self.metrics: Path | None = None
         self.wandb: Any = None
-        if not world.is_main:
+
+    def open_folder(self) -> None:
+        """Make the run folder; drop metrics of steps and validations after those in the state.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        if not self.world.is_main:
             return
-        run_dir = config.run_dir
-        self.metrics = run_dir / "metrics.jsonl"
+        run_dir, step, val_step = self.config.run_dir, self.state.step, self.state.validation["step"]
+        self.metrics = path = run_dir / "metrics.jsonl"
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            if step == 0 and val_step < 0 and self.metrics.exists():
-                old = self.metrics.rename(run_dir / "metrics.jsonl.old")
-                self.say(f"{run_dir} has no checkpoint: starting from step 0, its metrics are now {old.name}")
-            write_atomically(run_dir / "config.toml", to_toml(config).encode())
-            write_atomically(self.metrics, "".join(lines_up_to(self.metrics, step, val_step)).encode())
+            if step == 0 and val_step < 0 and path.exists():
+                old = path.rename(run_dir / "metrics.jsonl.old")
+                self.print(f"{run_dir} has no checkpoint: starting at step 0, its metrics are now {old.name}")
+            write_atomically(run_dir / "config.toml", to_toml(self.config).encode())
+            write_atomically(path, to_jsonl(records_up_to(read_jsonl(path), step, val_step)).encode())
             with open(run_dir / "starts.jsonl", "a") as f:
-                f.write(json.dumps(start_record(world, step)) + "\n")
+                f.write(to_jsonl([start_record(self.world, step)]))
         except OSError as e:
             raise UserError(f"{run_dir}: the run folder cannot be written: {e.strerror}") from None
-        if config.log.wandb:
-            self.wandb = open_wandb(config)
+        if self.config.log.wandb:
+            self.wandb = open_wandb(self.config)
 
-    def say(self, text: str) -> None:
+    def print(self, *lines: str) -> None:
         if self.world.is_main:
-            print(text, flush=True)
+            print(*lines, sep="\n", flush=True)
 
-    def add_step(self, step: int, loss: float, grad_norm: float, lr: float, skipped: str = "") -> None:
-        record = {"step": step, "loss": finite(loss), "lr": lr, "grad_norm": finite(grad_norm)}
+    def add_step(self, loss: float, grad_norm: float, lr: float, skipped: str = "") -> None:
+        record = {"step": self.state.step, "loss": finite(loss), "lr": lr, "grad_norm": finite(grad_norm)}
         self.pending.append(record | ({"skipped": skipped} if skipped else {}))
 
-    def add_to_step(self, values: dict[str, Any]) -> None:
-        """More about the step that was added last."""
-        self.pending[-1] |= values
-
     def flush(self) -> None:
-        """Write the pending records, force them to the disk, print the newest."""
+        """Write the pending records, sync them to disk, print the newest."""
         if not self.pending:
             return
         last, max_steps = self.pending[-1], self.config.train.max_steps
-        last |= self.clock.report(self.config.train.batch_tokens, self.flops_per_step, self.world.size)
-        self.write(self.pending)
-        step, self.pending = last["step"], []
-        left = duration((max_steps - step) * last["step_ms"] / 1000)
+        last |= self.clock.report()
+        self._write(self.pending)
+        self.pending = []
+        loss, norm, step = last["loss"], last["grad_norm"], last["step"]
         cells = [
             f"step {step:>{len(str(max_steps))}}/{max_steps}",
-            f"loss {last['loss']:.4f}" if last["loss"] is not None else "loss not finite",
+            f"loss {loss:.4f}" if loss is not None else "loss not finite",
             f"lr {last['lr']:.2e}",
-            f"grad norm {last['grad_norm']:.2f}" if last["grad_norm"] is not None else "grad norm not finite",
-            f"{short(last['tokens_per_s'])} tokens/s",
+            f"grad norm {norm:.2f}" if norm is not None else "grad norm not finite",
+            f"{last['tokens_per_s']:,} tokens/s",
             *([f"mfu {last['mfu']:.1%}"] if "mfu" in last else []),
-            f"{left} left",
+            f"{format_duration((max_steps - step) * last['step_ms'] / 1000)} left",
         ]
-        self.say(" | ".join(cells))
+        self.print(" | ".join(cells))
 
-    def add_validation(self, step: int, val_loss: float, plain: float | None = None) -> None:
-        record = {"step": step, "val_loss": finite(val_loss)}
-        text = f"step {step:>{len(str(self.config.train.max_steps))}} | validation loss {val_loss:.4f}"
-        if plain is not None:
-            record["val_cross_entropy"] = finite(plain)
-            text += f" | cross-entropy of the bare logits {plain:.4f}"
-        self.write([record])
-        self.say(text)
+    def add_validation(self, val_loss: float, unscaled: float | None = None) -> None:
+        record = {"step": self.state.step, "val_loss": finite(val_loss)}
+        width = len(str(self.config.train.max_steps))
+        text = f"step {self.state.step:>{width}} | validation loss {val_loss:.4f}"
+        if unscaled is not None:
+            record["val_cross_entropy"] = finite(unscaled)
+            text += f" | cross-entropy of the unscaled logits {unscaled:.4f}"
+        self._write([record])
+        self.print(text)
 
-    def write_file(self, name: str, lines: list[str]) -> None:
-        if self.world.is_main:
-            write_atomically(self.config.run_dir / name, "\n".join([*lines, ""]).encode())
+    def add_init_summary(self, lines: list[str]) -> None:
+        """Print what init_from copied, and write it to init_from.txt."""
+        self.print(*lines)
+        if self.metrics is not None:
+            write_atomically(self.metrics.with_name("init_from.txt"), "\n".join([*lines, ""]).encode())
 
-    def write(self, records: list[dict[str, Any]]) -> None:
-        if not self.world.is_main:
+    def _write(self, records: list[dict[str, Any]]) -> None:
+        if self.metrics is None:
             return
         try:
             with open(self.metrics, "a") as f:
-                f.writelines(json.dumps(record) + "\n" for record in records)
+                f.write(to_jsonl(records))
                 f.flush()
                 os.fsync(f.fileno())
         except OSError as e:
@@ -120,70 +134,86 @@ class RunLog:
             for record in records:
                 self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
 
-    def seconds(self) -> float:
-        return time.time() - self.started
-
     def close(self, text: str) -> None:
-        self.say(text)
+        self.print(text)
         if self.wandb is not None:
             self.wandb.finish()
 
+    def describe_run(self) -> None:
+        """Print model, attention, data and step, a line each."""
+        config, world, batches = self.config, self.world, self.state.batches
+        model, train, n_tokens = config.model, config.train, batches.stream.n_tokens
+        n_val = train.seq_len * val_windows(self.state.val_stream, train.val_tokens, train.seq_len)
+        epochs, n_micro = train.max_steps * train.batch_tokens / n_tokens, batches.per_rank // batches.micro
+        compiled = self.state.local_model is not self.state.raw_model
+        self.print(
+            f"run      {config.run_dir}",
+            f"model    {self.state.raw_model.n_params() / 1e6:.2f}M parameters, {model.n_layer} layers, "
+            f"{model.n_head} heads, width {model.n_embd}",
+            f"attention {describe_attention(config.attention)}, engine {self.state.raw_model.engine_description}",
+            f"data     {config.data.dir}: {n_tokens:,} training tokens ({epochs:.2f} epochs), "
+            f"validation on {n_val:,}",
+            f"step     {train.batch_tokens:,} tokens = {world.size} processes x {n_micro} micro-batches x "
+            f"{batches.micro} sequences x {train.seq_len} on {world.device.type}, {train.dtype}",
+            *(["compiling the model: the first step takes a minute or more"] if compiled else []),
+        )
 
-class DryLog(RunLog):
-    """A log that leaves nothing behind."""
-
-    def __init__(self, config: Config, world: World, flops_per_step: float):
-        self.config, self.world, self.flops_per_step = config, world, flops_per_step
-        self.pending, self.clock, self.wandb = [], Clock(world.device), None
-
-    def write(self, records: list[dict[str, Any]]) -> None:
-        pass
+    def describe_costs(self) -> None:
+        """Print the memory and time of a run whose steps are like those since the clock was restarted."""
+        train, stream = self.config.train, self.state.batches.stream
+        n_bytes = self.state.raw_model.n_params() * BYTES_PER_PARAMETER[self.config.optimizer.name]
+        shard, seconds = stream.n_tokens / stream.n_shards, self.clock.report()["step_ms"] / 1000
+        self.print(
+            f"memory   {n_bytes / 1e9:.2f} GB for weights, gradients and optimiser; "
+            f"{peak_memory(self.world.device) / 1e9:.2f} GB at the peak, in one process",
+            f"shards   {shard / train.batch_tokens:,.1f} steps to a shard of {shard:,.0f} tokens",
+            f"time     {seconds:.3g} s a step: {format_duration(1000 * seconds)} for 1000 steps, "
+            f"{format_duration(train.max_steps * seconds)} for all {train.max_steps}",
+        )
 
 
 class Clock:
-    """Where a step's time goes: data, forward and backward, optimiser, and the rest.
+    """Where a step's time goes: data, forward and backward, optimiser, other.
 
-    Work on a GPU is waited for only where the step waits anyway (for the decision whether to take it), so
-    the optimiser's kernels count where their end is waited for: at the next step's forward and backward.
+    GPU work is timed only where the step syncs anyway (for the guard), so the optimiser's kernels count
+    where the host next waits: in the next step's forward and backward.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, world: World, tokens_per_step: int, flops_per_token: float) -> None:
+        self.world, self.tokens_per_step, self.flops_per_token = world, tokens_per_step, flops_per_token
         self.restart()
 
     def restart(self) -> None:
-        """What has passed since the last step was not training."""
+        """Exclude the time since the last step: it was not training."""
         self.parts = {"data": 0.0, "forward_backward": 0.0, "optimizer": 0.0}
         self.n_steps = 0
         self.began = self.last = time.perf_counter()
 
     def mark(self, part: str) -> None:
-        """The time since the last mark went into `part`."""
+        """Add the time since the last mark to `part`."""
         now = time.perf_counter()
-        if part in self.parts:
-            self.parts[part] += now - self.last
+        self.parts[part] = self.parts.get(part, 0.0) + now - self.last
         self.last = now
 
-    def report(self, tokens_per_step: int, flops_per_step: float, n_processes: int) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """Means over the steps since the last report."""
-        seconds = max(time.perf_counter() - self.began, 1e-9) / max(1, self.n_steps)
-        parts = {f"{name}_ms": 1000 * total / max(1, self.n_steps) for name, total in self.parts.items()}
-        parts["other_ms"] = 1000 * seconds - sum(parts.values())
-        record = {"tokens_per_s": round(tokens_per_step / seconds), "step_ms": 1000 * seconds} | parts
-        record = {key: round(value, 2) for key, value in record.items()}
-        peak = peak_flops(self.device)
-        if peak:
-            record["mfu"] = round(flops_per_step / seconds / (peak * n_processes), 4)
-        record["memory_gb"] = round(peak_memory(self.device) / 1e9, 3)
+        n_steps = max(1, self.n_steps)
+        seconds = max(time.perf_counter() - self.began, 1e-9) / n_steps
+        parts = {name: total / n_steps for name, total in self.parts.items() if name != "other"}
+        parts |= {"other": seconds - sum(parts.values())}
+        tokens_per_s = self.tokens_per_step / seconds
+        record: dict[str, Any] = {"tokens_per_s": round(tokens_per_s)}
+        record |= {f"{name}_ms": round(1000 * s, 2) for name, s in ({"step": seconds} | parts).items()}
+        if peak := peak_flops(self.world.device):
+            record["mfu"] = round(self.flops_per_token * tokens_per_s / (peak * self.world.size), 4)
+        record["memory_gb"] = round(peak_memory(self.world.device) / 1e9, 3)
         self.restart()
         return record
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 matrix-multiplication FLOP/s from the maker's data sheet; None: not in this list."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    """Dense bf16 matrix-multiplication FLOP/s from the data sheet; None for a device not in this list."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     sheets = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
     return next((flops for key, flops in sheets.items() if key in name), None)
 
@@ -196,19 +226,15 @@ def peak_memory(device: torch.device) -> int:
 
 
 def start_record(world: World, step: int) -> dict[str, Any]:
-    """What one would want to know of a start when its run looks odd a month later."""
+    """What explains a start later: command, commit, versions, hardware."""
     gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": step,
         "command": sys.orig_argv,
         "commit": git_commit(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "numpy": numpy.__version__,
-        },
+        "versions": versions | {"cuda": torch.version.cuda, "numpy": numpy.__version__},
         "host": platform.node(),
         "device": gpu or platform.processor() or platform.machine(),
         "processes": world.size,
@@ -218,23 +244,19 @@ def start_record(world: World, step: int) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """The commit of the code, with "+" if files differ from it; None outside a git checkout."""
-    here = Path(__file__).resolve().parent
+    """The commit of the code, with "+" if tracked files differ from it; None outside a git checkout."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"],
-            cwd=here, capture_output=True, text=True, check=True, timeout=10,
-        ).stdout.strip()  # fmt: skip
+        output = subprocess.check_output(
+            command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, timeout=10
+        )
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit + ("+" if changed else "")
+    return output.decode().strip()
 
 
 def open_wandb(config: Config) -> Any:
-    """The W&B run that belongs to this run folder, new or resumed."""
+    """The W&B run of this run folder, new or resumed."""
     import wandb
 
     path = config.run_dir / "wandb_id"
@@ -250,49 +272,20 @@ def open_wandb(config: Config) -> Any:
     )
 
 
-def lines_up_to(metrics: Path, step: int, val_step: int) -> list[str]:
-    """The lines of a metrics.jsonl that a run resumed at `step` keeps; later ones will come again.
-
-    Args:
-        val_step: of the newest validation that the checkpoint knows of.
-    """
-    if not metrics.exists():
-        return []
-    kept = []
-    for line in metrics.read_text().splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-            if record["step"] <= (val_step if "val_loss" in record else step):
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue  # cut short when the run was killed
-    return kept
+def records_up_to(records: list[dict[str, Any]], step: int, val_step: int) -> list[dict[str, Any]]:
+    """The metrics that a run resumed at `step` keeps, its newest validation being that of `val_step`."""
+    return [record for record in records if record["step"] <= (val_step if "val_loss" in record else step)]
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The records of a run's metrics.jsonl, but for a line that was cut short; none if it is not there."""
-    path, records = run_dir / "metrics.jsonl", []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with suppress(ValueError):
-            records.append(json.loads(line))
-    return records
+def to_jsonl(records: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def finite(value: float) -> float | None:
-    """JSON has no NaN."""
+    """None for NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
-def short(number: float) -> str:
-    """1234567 -> '1.23M'."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """3725 -> '1h02m'."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s"
+def format_duration(seconds: float) -> str:
+    """3725 -> '1:02:05'."""
+    return str(timedelta(seconds=round(seconds)))

@@ -15,10 +15,11 @@ import model
 import train
 from config import AttentionConfig
 from data.shards import TokenStream
-from evals import attention_statistics, diagnose
-from evals.attention_statistics import STATISTICS, layer_statistics, model_statistics
+from evals import diagnose
 from infra.files import read_jsonl
 from positions import RopeScaling
+from training import attention_statistics
+from training.attention_statistics import STATISTICS, layer_statistics, model_statistics
 from training.checkpoint import load_model
 
 torch.set_num_threads(1)

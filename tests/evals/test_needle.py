@@ -16,11 +16,11 @@ from config import Config, config_from_dict
 from data.shards import finish_dataset, write_shard
 from data.tokenizer import get_tokenizer
 from evals import needle
-from evals.attention_statistics import attention_mass
 from evals.needle import proportion
 from infra.cli import UserError
 from model import GPT, KVCache
 from positions import RopeScaling
+from training.attention_statistics import attention_mass
 from training.checkpoint import load_model
 
 torch.set_num_threads(1)

@@ -1,0 +1,164 @@
+"""Checkpoint files: complete or absent, found when damaged, written while training goes on."""
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from launch import break_at, build, curve, resume, run
+
+from infra.cli import UserError
+from training import checkpoint
+from training.checkpoint import (
+    CheckpointWriter,
+    copy_to_cpu,
+    find_checkpoints,
+    load_checkpoint,
+    load_newest,
+    read_config,
+    save_checkpoint,
+)
+
+torch.set_num_threads(1)
+
+
+def damage(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    path.unlink()  # not overwritten: best.pt may be the same file
+    if how == "folder":
+        path.mkdir()
+    elif how == "pickle":  # an object of a class: not plain tensors and values
+        torch.save({"format": Path()}, path)
+    else:
+        size, middle = len(content), len(content) // 2
+        bad = {
+            "truncated": content[:middle],
+            "zeros": bytes(size),
+            "random": np.random.default_rng(0).bytes(size),
+            "bit": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+            "empty": b"",
+        }
+        path.write_bytes(bad[how])
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory, tiny_dataset: Path) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    weights = torch.arange(30000.0)
+    state = {key: {} for key in checkpoint.KEYS} | {"format": checkpoint.FORMAT, "model": {"w": weights}}
+    for step in (3, 6):
+        save_checkpoint(folder, state | {"step": step}, keep_last=2)
+    return folder
+
+
+@pytest.mark.parametrize("how", ["truncated", "zeros", "random", "bit", "empty", "folder", "pickle"])
+def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_used(
+    two_checkpoints: Path, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+):
+    folder = shutil.copytree(two_checkpoints, tmp_path / "run")
+    newest, previous = find_checkpoints(folder)
+    damage(newest, how)
+    found = load_newest(folder)
+    assert found is not None and found[0] == previous and found[1]["step"] == 3
+    assert f"warning: {newest}: " in capsys.readouterr().err
+    previous.unlink()
+    with pytest.raises(UserError, match="none of the 1 checkpoints loads"):
+        load_newest(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [({"format": 1}, "checkpoint format 1, expected 2"), ({"step": 1}, "expected the keys config, data")],
+)
+def test_other_files_are_rejected(tmp_path: Path, content: dict[str, Any], expected: str):
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(UserError, match=expected):
+        load_checkpoint(tmp_path / "x.pt")
+    with pytest.raises(UserError, match="no checkpoint in"):
+        read_config(tmp_path)
+
+
+def test_a_damaged_run_resumes_to_the_same_curve(tiny_config: Path, capsys: pytest.CaptureFixture[str]):
+    folder = run(tiny_config)
+    expected, newest = curve(folder), find_checkpoints(folder)[0]
+    damage(newest, "folder")
+    run(tiny_config)
+    assert f"warning: {newest}: damaged" in capsys.readouterr().err
+    assert curve(folder) == expected and newest.is_file()
+
+
+def test_training_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The file has the state at `save`, whatever happens to the tensors meanwhile."""
+    may_write = threading.Event()
+    monkeypatch.setattr(
+        checkpoint, "save_checkpoint", lambda *args: may_write.wait(20) and save_checkpoint(*args)
+    )
+    writer, weight = CheckpointWriter(tmp_path, keep_last=2, keep_every=None), torch.ones(3)
+    writer.save({key: {} for key in checkpoint.KEYS} | {"format": 2, "step": 1, "model": weight}, False)
+    weight.zero_()  # the next step
+    assert not find_checkpoints(tmp_path)
+    may_write.set()
+    writer.finish()
+    assert torch.equal(load_checkpoint(find_checkpoints(tmp_path)[0])["model"], torch.ones(3))
+
+
+def test_copies_share_nothing_but_tied_weights():
+    tensor = torch.ones(2)
+    copied = copy_to_cpu({"a": [tensor, (tensor.detach(), 3)], "b": "text"})
+    tensor.zero_()
+    assert copied["a"][0].tolist() == [1, 1] and copied["a"][0] is copied["a"][1][0]
+    assert copied["a"][1][1] == 3 and copied["b"] == "text"
+
+
+@pytest.mark.parametrize("error", [UserError("No space left on device"), MemoryError("no memory")])
+def test_a_failed_write_ends_the_run_with_the_reason(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+):
+    def full(run_dir: Path, state: dict[str, Any], *args: Any) -> None:
+        if state["step"] == 6:
+            raise error
+        save_checkpoint(run_dir, state, *args)
+
+    state = build(tiny_config, "--train.val-every", "100")
+    monkeypatch.setattr(checkpoint, "save_checkpoint", full)
+    with pytest.raises(type(error), match=str(error)):
+        resume(state)
+    assert state.step < 12
+    assert [path.name for path in find_checkpoints(state.config.run_dir)] == ["step_000003.pt"]
+
+
+def test_a_write_in_progress_is_finished_when_the_run_fails(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+):
+    slow = threading.Event()  # never set
+    monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *args: slow.wait(0.5) or save_checkpoint(*args))
+    break_at({4}, monkeypatch)
+    state = build(tiny_config)
+    with pytest.raises(UserError, match="step 4: loss nan"):
+        resume(state)
+    assert find_checkpoints(state.config.run_dir)[0].name == "step_000003.pt"
+
+
+def test_what_is_kept(tiny_config: Path):
+    flags = ["--train.keep-last", "1", "--train.keep-every", "6", "--train.val-every", "100"]
+    folder = run(tiny_config, *flags)
+    assert [path.stem for path in find_checkpoints(folder)] == ["step_000012", "step_000006"]
+
+
+def test_pruning_spares_the_new_checkpoint_when_a_later_one_is_damaged(tiny_config: Path):
+    folder = run(tiny_config)
+    (folder / "checkpoints" / "step_000099.pt").write_bytes(b"damaged")
+    (folder / "checkpoints" / "step_000012.pt").unlink()
+    run(tiny_config, "--train.keep-last", "1")
+    assert {path.name for path in find_checkpoints(folder)} == {"step_000099.pt", "step_000012.pt"}
+
+
+def test_leftovers_of_a_killed_write_are_removed(tiny_config: Path):
+    folder = run(tiny_config, "--train.max-steps", "6")
+    (folder / "checkpoints" / ".step_000009.pt.tmp").write_bytes(b"half")
+    find_checkpoints(folder)[0].unlink()
+    run(tiny_config, "--train.max-steps", "6")
+    assert not list((folder / "checkpoints").glob(".*"))

@@ -1,0 +1,45 @@
+"""Batches: split over processes and micro-batches, read ahead, from shards that are whole."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from launch import build
+
+from config import load_config
+from data.shards import TokenStream, train_batch
+from infra.cli import UserError
+from infra.distributed import World
+from training.loader import BatchLoader, split_batch
+
+
+def test_ranks_and_micro_batches_are_slices_of_the_batch(tiny_config: Path, tiny_dataset: Path):
+    """In any order of steps, with or without the prefetched one."""
+    config = load_config(tiny_config, ["--train.micro-batch", "2", "--data.skip-steps", "5"])
+    stream = TokenStream(tiny_dataset, "train")
+    loaders = [BatchLoader(stream, config, World(rank, 2, torch.device("cpu"))) for rank in (0, 1)]
+    for step in (0, 1, 7, 2):
+        parts = [pair for loader in loaders for pair in loader.take(step)]
+        assert [x.shape for x, _ in parts] == [(2, 16)] * 4
+        x, y = train_batch(stream, 5 + step, 8, 16, "sequential", config.seed)
+        assert torch.equal(torch.cat([x for x, _ in parts]), torch.from_numpy(x))
+        assert torch.equal(torch.cat([y for _, y in parts]), torch.from_numpy(y))
+
+
+def test_batch_that_cannot_be_split(tiny_config: Path):
+    config = load_config(tiny_config, ["--train.batch-tokens", "256"])
+    assert split_batch(config, 2) == (8, 4) and split_batch(config, 16) == (1, 1)
+    with pytest.raises(UserError, match="train.batch_tokens = 256: 16 sequences cannot be shared by 3"):
+        split_batch(config, 3)
+    config = load_config(tiny_config, ["--train.batch-tokens", "192", "--train.micro-batch", "4"])
+    with pytest.raises(UserError, match="train.micro_batch = 4: expected a divisor of the 6"):
+        split_batch(config, 2)
+
+
+def test_a_broken_shard_is_named(tiny_config: Path, tiny_dataset: Path, tmp_path: Path):
+    broken = shutil.copytree(tiny_dataset, tmp_path / "broken")
+    shard = next(broken.glob("*train*.bin"))
+    shard.write_bytes(shard.read_bytes()[:-2])
+    with pytest.raises(UserError, match=str(shard)):
+        build(tiny_config, "--data.dir", str(broken))

@@ -1,0 +1,47 @@
+"""Parameter groups and learning-rate schedules."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import OptimizerConfig, load_config
+from model import GPT
+from training.optim import lr_factor, make_optimizers, set_learning_rates
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_every_parameter_is_in_one_group(optimizer: str, tied: str, tiny_config: Path):
+    flags = ["--optimizer.name", optimizer, "--model.tie_embeddings", tied]
+    config = load_config(tiny_config, [*flags, "--attention.normaliser", "ssmax"])
+    model = GPT(config)
+    optimizers = make_optimizers(model, config.optimizer, torch.device("cpu"))
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    ids = [id(p) for group in groups for p in group["params"]]
+    assert len(ids) == len(set(ids)) and set(ids) == {id(p) for p in model.parameters()}
+    for group in groups:
+        assert all((p.ndim >= 2) == (group["weight_decay"] > 0) for p in group["params"])
+    if optimizer == "muon":
+        hidden = {id(p) for name, p in model.named_parameters() if "blocks." in name and p.ndim >= 2}
+        assert {id(p) for p in optimizers[1].param_groups[0]["params"]} == hidden
+    assert set_learning_rates(optimizers, config.optimizer, 0, 12) == 0.005  # half of the warm-up
+    assert all(group["lr"] == 0.5 * group["peak_lr"] for group in groups)
+
+
+def factors(schedule: str, **keys: float) -> list[float]:
+    config = OptimizerConfig(schedule=schedule, warmup_steps=10, **keys)  # type: ignore[arg-type]
+    return [lr_factor(config, step, 110) for step in range(110)]
+
+
+def test_schedules():
+    for schedule in ("constant", "cosine", "linear", "wsd"):
+        assert factors(schedule)[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+        assert factors(schedule)[10] == 1
+    assert factors("constant")[-1] == 1
+    assert factors("cosine")[60] == pytest.approx(0.5)
+    assert factors("cosine", min_lr_ratio=0.2)[60] == pytest.approx(0.6)
+    assert factors("linear")[35] == pytest.approx(0.75)
+    wsd = factors("wsd", decay_fraction=0.2)
+    assert wsd[88] == 1 and wsd[99] == pytest.approx(0.5)
+    assert 0 < factors("cosine")[-1] < factors("linear")[-1] < 0.02

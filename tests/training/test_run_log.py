@@ -1,0 +1,72 @@
+"""metrics.jsonl, starts.jsonl and the W&B run of a folder."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from launch import curve, metrics, patched_script, records, run, start
+
+from infra.files import read_jsonl
+from training.run_log import format_duration, records_up_to
+
+torch.set_num_threads(1)
+
+
+def test_starts_and_timing(tiny_config: Path):
+    folder = run(tiny_config, "--train.max-steps", "4")
+    (first,) = read_jsonl(folder / "starts.jsonl")
+    assert first["step"] == 0 and first["processes"] == 1 and first["versions"]["torch"] == torch.__version__
+    assert isinstance(first["command"], list) and len(first["commit"] or "0" * 40) in (40, 41)
+    timed = [r for r in records(folder) if "step_ms" in r]
+    assert [r["step"] for r in timed] == [2, 3, 4]  # every second one, and each that is saved
+    for r in timed:
+        parts = sum(r[f"{part}_ms"] for part in ("data", "forward_backward", "optimizer", "other"))
+        assert parts == pytest.approx(r["step_ms"], abs=0.05)
+        assert r["tokens_per_s"] == pytest.approx(128 / (r["step_ms"] / 1000), rel=0.01)
+        assert r["memory_gb"] > 0
+
+
+def test_a_run_without_checkpoints_keeps_its_old_metrics(tiny_config: Path):
+    folder = run(tiny_config, "--train.max-steps", "6")
+    old = (folder / "metrics.jsonl").read_text()
+    shutil.rmtree(folder / "checkpoints")
+    run(tiny_config, "--train.max-steps", "6")
+    assert (folder / "metrics.jsonl.old").read_text() == old
+    assert list(metrics(folder, "loss")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_lines_of_a_killed_run_are_not_doubled(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1.0}\nnot json\n{"step": 3}\n{"st')
+    lines = read_jsonl(path)
+    assert records_up_to(lines, 2, 0) == [{"step": 1}, {"step": 2}]
+    assert records_up_to(lines, 2, 2) == [{"step": 1}, {"step": 2}, {"step": 2, "val_loss": 1.0}]
+
+
+def test_durations():
+    assert [format_duration(seconds) for seconds in (5.4, 3725, 200000)] == [
+        "0:00:05",
+        "1:02:05",
+        "2 days, 7:33:20",
+    ]
+
+
+@pytest.mark.slow
+def test_wandb_offline_logs_and_resumes_the_same_run(tiny_config: Path, tmp_path: Path):
+    """With the real package, without a network."""
+    pytest.importorskip("wandb")
+    folder, ids = tmp_path / "runs" / "tiny", []
+    stop = patched_script(tmp_path, "os.kill(os.getpid(), 15)")
+    for script in (stop, "train.py"):
+        process = start(
+            tiny_config, "--log.wandb", "true", script=script, WANDB_MODE="offline", WANDB_SILENT="true"
+        )
+        _, stderr = process.communicate(timeout=120)
+        assert process.returncode == 0, stderr
+        ids.append((folder / "wandb_id").read_text())
+    assert ids[0] == ids[1]
+    runs = sorted((folder / "wandb").glob("offline-run-*"))
+    assert len(runs) == 2 and all(path.name.endswith(ids[0]) for path in runs)
+    assert curve(folder)[-1][0] == 12 and json.loads((folder / "starts.jsonl").read_text().splitlines()[1])

@@ -1,0 +1,91 @@
+"""Resuming: bit for bit the same run, never another one; and which checkpoint is the best."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from launch import build, curve, records, resume, run
+
+from infra.cli import UserError
+from infra.distributed import World
+from training.checkpoint import find_checkpoints, load_checkpoint
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("flags", [[], ["--optimizer.name", "muon", "--data.order", "shuffled"]])
+def test_a_resumed_run_is_the_same_run(
+    tiny_config: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+):
+    whole, resumed = (run(tiny_config, *flags, "--name", name) for name in ("whole", "resumed"))
+    for path in find_checkpoints(resumed)[:2]:
+        path.unlink()  # as if killed after step 8: metrics are ahead of the checkpoint
+    assert find_checkpoints(resumed)[0].name == "step_000008.pt"
+    capsys.readouterr()
+    run(tiny_config, *flags, "--name", "resumed")
+    assert "resumed from" in capsys.readouterr().out
+    assert curve(whole) == curve(resumed)
+    a, b = (load_checkpoint(find_checkpoints(folder)[0]) for folder in (whole, resumed))
+    for key in ("model", "optimizers", "guard", "rng"):
+        torch.testing.assert_close(a[key], b[key], rtol=0, atol=0)
+
+
+def test_another_config_in_the_same_folder_is_rejected(tiny_config: Path):
+    folder = run(tiny_config)
+    assert run(tiny_config, "--train.micro-batch", "2", "--log.every", "1") == folder
+    with pytest.raises(UserError, match=r"optimizer.lr was 0.01, now 0.02.*choose another --name"):
+        run(tiny_config, "--optimizer.lr", "0.02")
+
+
+def test_another_corpus_is_rejected(tiny_config: Path, tiny_dataset: Path, tmp_path: Path):
+    run(tiny_config)
+    other = shutil.copytree(tiny_dataset, tmp_path / "other")
+    info = json.loads((other / "dataset.json").read_text())
+    info["splits"]["train"]["sha256"] = "f00"
+    (other / "dataset.json").write_text(json.dumps(info))
+    with pytest.raises(UserError, match="data: train was sha256 .*, now sha256 f00"):
+        run(tiny_config, "--data.dir", str(other))
+
+
+def validate_to(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
+    """Make the run's validations result in these losses."""
+    left = iter(losses)
+
+    def summed(world: World, sums: torch.Tensor) -> torch.Tensor:
+        sums[0] = next(left) * sums[2]  # loss sum, sum of unscaled losses, number of targets
+        return sums
+
+    monkeypatch.setattr(World, "sum", summed)
+
+
+def test_the_best_checkpoint_is_kept_apart(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+    state = build(tiny_config, "--train.keep-last", "1")
+    validate_to(monkeypatch, [3.0, 2.0, 2.5])
+    best = load_checkpoint(resume(state) / "checkpoints" / "best.pt")
+    assert best["step"] == 8 and best["validation"] == {"step": 8, "loss": 2.0, "best": 2.0, "best_step": 8}
+    assert state.validation == {"step": 12, "loss": 2.5, "best": 2.0, "best_step": 8}
+
+
+def test_a_validation_that_is_not_finite_is_never_the_best(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+):
+    state = build(tiny_config)
+    validate_to(monkeypatch, [math.nan, 2.0, 2.5])
+    folder = resume(state)
+    assert state.validation["best_step"] == 8
+    assert [path.name for path in find_checkpoints(folder)] == [
+        f"step_{step:06d}.pt" for step in (12, 9, 8, 6, 3)
+    ]
+    assert [r["val_loss"] for r in records(folder) if "val_loss" in r] == [None, 2.0, 2.5]
+
+
+def test_a_kill_before_best_was_linked_is_repaired(tiny_config: Path):
+    folder = run(tiny_config)
+    best, newest = folder / "checkpoints" / "best.pt", find_checkpoints(folder)[0]
+    assert load_checkpoint(best)["step"] == load_checkpoint(newest)["validation"]["best_step"] == 12
+    best.unlink()
+    run(tiny_config)
+    assert load_checkpoint(best)["step"] == 12

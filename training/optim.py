@@ -1,0 +1,72 @@
+"""Optimisers, their parameter groups, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Muon, Optimizer
+
+from config import OptimizerConfig
+
+
+def make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.device) -> list[Optimizer]:
+    """The optimisers, with weight decay on matrices only and each group's peak learning rate as `peak_lr`.
+
+    muon updates the matrices of the blocks; adamw updates the embedding, the output layer and all vectors.
+    """
+    parameters = dict(model.named_parameters())  # tied ones once
+    in_muon = {
+        name
+        for name, p in parameters.items()
+        if config.name == "muon" and p.ndim >= 2 and name.startswith("blocks.")
+    }
+    matrices = [p for name, p in parameters.items() if p.ndim >= 2 and name not in in_muon]
+    vectors = [p for p in parameters.values() if p.ndim < 2]
+    decay, momentum = config.weight_decay, config.momentum
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizers: list[Optimizer]
+    if config.name == "sgd":
+        optimizers = [SGD(groups, lr=config.lr, momentum=momentum)]
+    else:
+        betas = (config.beta1, config.beta2)
+        optimizers = [AdamW(groups, lr=config.lr, betas=betas, fused=device.type == "cuda")]
+    if in_muon:
+        hidden = [parameters[name] for name in parameters if name in in_muon]
+        optimizers.append(Muon(hidden, lr=config.muon_lr, momentum=momentum, weight_decay=decay))
+    all_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    grouped = sorted(id(p) for group in all_groups for p in group["params"])
+    assert grouped == sorted(map(id, parameters.values())), "every parameter is in exactly one optimiser"
+    for group in all_groups:
+        group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def lr_factor(config: OptimizerConfig, step: int, max_steps: int) -> float:
+    """Learning rate over its peak at step 0, 1, ... max_steps - 1."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    low = config.min_lr_ratio
+    progress = (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps)
+    match config.schedule:
+        case "constant":
+            return 1.0
+        case "cosine":
+            return low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2
+        case "linear":
+            return 1 - (1 - low) * progress
+        case "wsd":
+            decay_steps = config.decay_fraction * max_steps
+            return 1 - (1 - low) * max(0.0, (step - max_steps + decay_steps) / decay_steps)
+
+
+def set_learning_rates(
+    optimizers: list[Optimizer], config: OptimizerConfig, step: int, max_steps: int
+) -> float:
+    """Set every group's learning rate for a step; returns that of the main optimiser."""
+    factor = lr_factor(config, step, max_steps)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = factor * group["peak_lr"]
+    return factor * config.lr

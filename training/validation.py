@@ -1,0 +1,62 @@
+"""What a run measures on the validation stream: its loss, and with log.attention_every its attention."""
+
+from __future__ import annotations
+
+import torch
+
+from data.shards import IGNORED, val_batch, val_windows
+from training.attention_statistics import STATISTICS, model_statistics
+from training.run_log import RunLog, finite
+from training.state import TrainState
+
+ATTENTION_ROWS = 64  # the last rows of a sequence, for log.attention_every
+
+
+@torch.no_grad()
+def validate(state: TrainState, log: RunLog) -> str | None:
+    """Mean loss of the first val_tokens of the validation stream, shared by all processes.
+
+    With another train.loss than softmax also the cross-entropy of the unscaled logits.
+
+    Returns:
+        The name of a signal that any rank received meanwhile: then there is no result.
+    """
+    config, world, micro = state.config.train, state.world, state.batches.micro
+    n_windows = val_windows(state.val_stream, config.val_tokens, config.seq_len)
+    model = state.local_model
+    sums = torch.zeros(3, dtype=torch.float64, device=world.device)
+    total, unscaled_total, n_targets = sums  # views
+    stopped = None
+    model.eval()
+    for start in range(0, n_windows, world.size * micro):
+        first = start + world.rank * micro
+        if first < n_windows:
+            batch = val_batch(state.val_stream, first, min(micro, n_windows - first), config.seq_len)
+            x, y = (torch.from_numpy(a).to(world.device) for a in batch)  # (micro, T) each
+            with state.raw_model.autocast():
+                n = (y != IGNORED).sum()
+                n_targets += n
+                total += model(x, y).double() * n
+                if config.loss != "softmax":
+                    unscaled_total += model(x, y, unscaled=True).double() * n
+        if stopped := state.stop.on_any_rank(world):
+            break
+    model.train()
+    if not stopped:
+        loss, unscaled = (world.sum(sums)[:2] / n_targets).tolist()
+        state.record_validation(loss)
+        log.add_validation(loss, unscaled if config.loss != "softmax" else None)
+    return stopped
+
+
+def measure_attention(state: TrainState, log: RunLog) -> None:
+    """Add each layer's score_std and entropy on the first validation tokens to the step's record."""
+    if not state.world.is_main:
+        return
+    tokens = torch.from_numpy(state.val_stream.read(0, state.config.train.seq_len))[None]
+    with state.raw_model.autocast():
+        values = model_statistics(state.raw_model, tokens.to(state.world.device), n_rows=ATTENTION_ROWS)
+    by_layer = values.mean((0, 2)).T.tolist()  # (S, n_layer)
+    for name, layers in zip(STATISTICS, by_layer, strict=True):
+        if name in ("score_std", "entropy"):
+            log.pending[-1][name] = {f"layer_{i}": finite(value) for i, value in enumerate(layers)}
