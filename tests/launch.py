@@ -26,7 +26,7 @@ def build(path: Path, *overrides: str) -> TrainState:
 
 
 def resume(state: TrainState, n_profiled: int = 0) -> Path:
-    """Train in this process, from the newest checkpoint if there is one; returns the run folder."""
+    """Train from the newest checkpoint or from scratch; returns the run folder."""
     train.train(state, train.start_or_resume(state), n_profiled)
     return state.config.run_dir
 
