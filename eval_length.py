@@ -40,7 +40,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from data.shards import TokenStream, val_batch, val_windows
+from data.batches import val_batch, val_windows
+from data.dataset import TokenStream
 from evals.common import (
     MARKERS,
     Run,

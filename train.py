@@ -38,7 +38,8 @@ from config import (
     config_from_dict,
     parse_command_line,
 )
-from data.shards import IGNORED, TokenStream, train_batch, val_batch, val_windows
+from data.batches import train_batch, val_batch, val_windows
+from data.dataset import IGNORED, TokenStream
 from evals.attention_statistics import STATISTICS, model_statistics
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import StopSignals, World, join_world

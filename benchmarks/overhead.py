@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from config import Config, load_config
-from data.shards import train_batch
+from data.batches import train_batch
 from infra.cli import ArgumentParser, run_main
 from infra.distributed import World, join_world
 from train import Trainer, no_collections, set_learning_rates

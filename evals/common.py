@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from attention import describe_attention
 from config import Config
-from data.shards import TokenStream
+from data.dataset import TokenStream
 from infra.cli import ArgumentParser, UserError
 from infra.distributed import World
 from infra.files import write_atomically

@@ -27,7 +27,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from data.shards import TokenStream, val_windows
+from data.batches import val_windows
+from data.dataset import TokenStream
 from evals.attention_statistics import STATISTICS, model_statistics
 from evals.common import (
     MARKERS,

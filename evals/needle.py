@@ -37,7 +37,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from data.prompts import question_prompt
+from data.squad import question_prompt
 from data.tokenizer import get_tokenizer
 from evals.attention_statistics import attention_mass
 from evals.common import (

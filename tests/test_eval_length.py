@@ -19,7 +19,9 @@ sys.path.insert(0, str(ROOT))
 
 import eval_length  # noqa: E402
 from config import Config, config_from_dict  # noqa: E402
-from data.shards import TokenStream, val_batch, write_shard  # noqa: E402
+from data.batches import val_batch  # noqa: E402
+from data.dataset import TokenStream  # noqa: E402
+from data.shards import write_shard  # noqa: E402
 from infra.cli import UserError  # noqa: E402
 from model import GPT, RopeKind, RopeScaling  # noqa: E402
 from training.checkpoint import load_model, read_config, save_checkpoint  # noqa: E402

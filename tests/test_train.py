@@ -14,7 +14,9 @@ import torch
 
 from attention import NORMALISERS
 from config import Config, OptimizerConfig, load_config
-from data.shards import TokenStream, train_batch, val_batch, write_shard
+from data.batches import train_batch, val_batch
+from data.dataset import TokenStream
+from data.shards import write_shard
 from infra.cli import UserError
 from infra.distributed import World
 from model import GPT

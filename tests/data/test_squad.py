@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from fake_hub import FakeHub
-from test_train import CPU, ROOT, metrics, run_script, train
+from test_train import CPU, metrics, run_script, train
 from torch.nn import functional as F
 
 from config import load_config
 from data import squad
-from data.check import main as check_main
-from data.shards import IGNORED, TokenStream, train_batch, val_batch
+from data.batches import train_batch, val_batch
+from data.dataset import IGNORED, TokenStream
 from data.tokenizer import get_tokenizer
+from data.verify import Verification
 from evals.common import open_validation
 from infra.cli import UserError
 from train import Trainer
@@ -60,7 +56,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
     squad.main()
 
 
-def test_sequences_and_masks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_and_masks(folder: Path) -> None:
     """Every tenth article is held out; what counts is the first answer and the end-of-text."""
     for split, titles in (("val", [0, 10]), ("train", [i for i in range(20) if i not in (0, 10)])):
         stream = TokenStream(folder, split)
@@ -75,8 +71,7 @@ def test_sequences_and_masks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
             assert row[0] == row[end] == BYTES.eot_token and not any(row[end + 1 :])
             assert BYTES.decode(row[1:end]) == prompt + answer
             assert mask.nonzero()[0].tolist() == list(range(1 + len(prompt), end + 1))
-    monkeypatch.setattr(sys, "argv", ["shards.py", "verify", str(folder)])
-    check_main()
+    assert Verification(folder).problems == []
 
 
 def test_batches_name_what_does_not_count(folder: Path) -> None:
@@ -109,25 +104,27 @@ def test_too_long_ones_are_counted(
     assert TokenStream(tmp_path / "out", "train").n_tokens == 60 * 64
 
 
-def test_from_the_hub(tmp_path: Path) -> None:
-    repo = tmp_path / "repo" / "squad_v2"
-    repo.mkdir(parents=True)
-    for name, n in (("train", 5), ("validation", 2)):
-        rows = [
-            {"title": "t", "context": f"{name} {i}", "question": "q?", "answers": {"text": ["a"] * (i > 0)}}
-            for i in range(n + 1)
-        ]
-        pq.write_table(pa.Table.from_pylist(rows), repo / f"{name}-00000-of-00001.parquet")
-    with FakeHub({squad.HUB_NAME: tmp_path / "repo"}) as hub:
-        env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
-        command = [sys.executable, "data/squad.py", "--tokenizer", "bytes", "--seq-len", "64"]
-        command += ["--out", str(tmp_path / "out")]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+def test_from_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows(name: str, n: int) -> list[dict[str, Any]]:
+        texts: list[list[str]] = [[], *[["a", "b"]] * n]
+        common = {"title": "t", "question": "q?"}
+        return [common | {"context": f"{name} {i}", "answers": {"text": t}} for i, t in enumerate(texts)]
+
+    found = {"train": rows("train", 5), "validation": rows("validation", 2)}
+    monkeypatch.setattr("datasets.load_dataset", lambda name: found if "squad_v2" in name else {})
+    prepare(monkeypatch, "--out", tmp_path / "out")
     train, val = TokenStream(tmp_path / "out", "train"), TokenStream(tmp_path / "out", "val")
     assert (train.n_tokens, val.n_tokens) == (5 * 64, 2 * 64)
     assert BYTES.decode(val.read(1, 12).tolist()) == "validation 1"
-    assert not (tmp_path / "out" / "download").exists()
+
+    def unreachable(name: str) -> None:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    with pytest.raises(UserError, match="no route to host.*--train train-v2.0.json"):
+        prepare(monkeypatch, "--out", tmp_path / "other")
 
 
 @pytest.mark.parametrize(

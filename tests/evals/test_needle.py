@@ -12,7 +12,8 @@ import torch
 from test_eval_length import read, save_run
 
 from config import Config, config_from_dict
-from data.shards import finish_dataset, write_shard
+from data.dataset import finish_dataset
+from data.shards import write_shard
 from data.tokenizer import get_tokenizer
 from evals import needle as eval_needle
 from evals.attention_statistics import attention_mass
