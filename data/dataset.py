@@ -253,7 +253,16 @@ def find_shards(folder: Path, split: str) -> list[Path]:
     return [found[index] for index in sorted(found)]
 
 
-# ---------------------------------------------------------------- progress
+# ---------------------------------------------------------------- printing
+
+
+def print_splits(info: dict[str, Any]) -> None:
+    """A line per split of dataset.json's content."""
+    for name, split in info["splits"].items():
+        print(
+            f"{name:8} {split['tokens']:,} {info['tokenizer']} tokens, {split['documents']:,} documents, "
+            f"{split['shards']} shards, sha256 {split['sha256']}"
+        )
 
 
 def progress_bar(what: str, total: int | None, unit: str, initial: int = 0, leave: bool = True) -> tqdm:

@@ -46,6 +46,7 @@ from data.dataset import (
     begin_dataset,
     dataset_info,
     finish_dataset,
+    print_splits,
     progress_bar,
 )
 from data.documents import (
@@ -146,34 +147,21 @@ class Manifest:
     """manifest.jsonl: one line on the input and the options, then one per finished shard.
 
     A shard's line has its file, tokens and sha256, the documents that begin in it, where the next shard
-    begins (`next`: a Cursor), and counts of the rows skipped or repaired so far. Lines are appended and
-    forced to disk; a damaged line, such as one truncated by a crash, does not count.
+    begins (`next`: a Cursor), and counts of the rows skipped or repaired so far. Damaged lines do not count.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / MANIFEST_NAME
         records = [record for record in read_jsonl(self.path) if isinstance(record, dict)]
         headers = [record for record in records if record.keys() >= {"source", "options", "files"}]
-        self.header: dict[str, Any] | None = headers[0] if headers else None
+        self.header: dict[str, Any] = headers[0] if headers else {}
         self.shards = [record for record in records if record.keys() >= SHARD_KEYS]
-        if self.shards and self.header is None:
+        if self.shards and not self.header:
             raise UserError(f"{self.path}: damaged: delete {folder} to start over")
 
-    def restart(self, header: dict[str, Any], shards: list[dict[str, Any]]) -> None:
-        """Rewrite the file with these shards."""
-        self.header, self.shards = header, shards
-        lines = [json.dumps(value) + "\n" for value in (header, *shards)]
+    def save(self) -> None:
+        lines = [json.dumps(value) + "\n" for value in (self.header, *self.shards)]
         write_atomically(self.path, "".join(lines).encode())
-
-    def append(self, shard: dict[str, Any]) -> None:
-        try:
-            with open(self.path, "ab") as f:
-                f.write(json.dumps(shard).encode() + b"\n")
-                f.flush()
-                os.fsync(f.fileno())
-        except OSError as e:
-            raise UserError(f"{self.path}: cannot be written: {e.strerror}") from None
-        self.shards.append(shard)
 
 
 class ShardCutter:
@@ -205,34 +193,33 @@ class ShardCutter:
         return self.splits["train" if self.splits["val"].files else "val"]
 
     def adopt(self, shard: dict[str, Any]) -> None:
-        """Continue after a shard of the manifest. Raises UserError naming it if it is damaged."""
+        """Continue after a shard of an earlier run. Raises UserError naming it if it is damaged."""
         self._writer.adopt(shard)
+        self._manifest.shards.append(shard)
         self.cursor = Cursor(*shard["next"])
         self.notes = Counter(shard["rows"])
 
     def add(self, block: Block, encoded: Tokens) -> None:
         """Append a block's documents, the first from the cursor on, up to --max-tokens."""
-        tokens, start = encoded.tokens, 0
-        for i, length in enumerate(encoded.lengths.tolist()):
-            row, at = block.row + i, 0
-            if (block.input, row) == self.cursor[:2]:
-                at = self.cursor.token
+        start = 0
+        rows = zip(encoded.lengths.tolist(), encoded.notes, strict=True)
+        for row, (length, note) in enumerate(rows, block.row):
+            at = self.cursor.token if (block.input, row) == self.cursor[:2] else 0
+            document, start = encoded.tokens[start : start + length], start + length
             self._documents += length > 0 and at == 0
-            while at < length:
-                writer = self._writer
-                self._check_space(writer)
-                to = min(length, at + writer.room, at + self._max_tokens - self.n_tokens)
-                writer.add(tokens[start + at : start + to])
+            while at < length and not self.is_complete:
+                if self._writer.room == self.shard_size:
+                    self._check_space()
+                to = min(length, at + self._writer.room, at + self._max_tokens - self.n_tokens)
+                self._writer.add(document[at:to])
                 at = to
                 if at < length:
                     self._move_to(Cursor(block.input, row, at))
-                if at < length and self.is_complete:
-                    return
-            self.notes.update([SKIPPED[note]] if (note := encoded.notes[i]) else [])
-            self._move_to(Cursor(block.input, row + 1))
+            if at == length:
+                self.notes.update([SKIPPED[note]] if note else [])
+                self._move_to(Cursor(block.input, row + 1))
             if self.is_complete:
                 return
-            start += length
 
     def finish(self) -> None:
         """Write the last, shorter shard. Raises UserError if there are no training tokens."""
@@ -247,17 +234,19 @@ class ShardCutter:
         self._move_to(self.cursor)
 
     def _move_to(self, cursor: Cursor) -> None:
-        """Set the cursor; if that finished a shard, record it."""
+        """Set the cursor; if a shard was finished since the last call, record it."""
         self.cursor = cursor
         files = [file for writer in self.splits.values() for file in writer.files]
         if len(files) > len(self._manifest.shards):
-            documents, self._documents = self._documents, 0
             rows = dict(sorted(self.notes.items()))
-            self._manifest.append(files[-1] | {"documents": documents, "next": cursor, "rows": rows})
+            shard = files[-1] | {"documents": self._documents, "next": cursor, "rows": rows}
+            self._manifest.shards.append(shard)
+            self._manifest.save()
+            self._documents = 0
 
-    def _check_space(self, writer: ShardWriter) -> None:
-        need = 2 * min(self.shard_size, self._max_tokens - self.n_tokens)
-        if writer.room == self.shard_size and (free := shutil.disk_usage(self.folder).free) < need:
+    def _check_space(self) -> None:
+        free, need = shutil.disk_usage(self.folder).free, 2 * min(self.shard_size, self._max_tokens)
+        if free < need:
             raise UserError(
                 f"{self.folder}: {free / 1e9:.2f} GB free: expected {need / 1e9:.2f} GB for the next shard; "
                 "make room and run the same command again (or choose --out on another disk)"
@@ -284,22 +273,19 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
             print(f"{out}: finished before; nothing to do (`python -m data.verify verify {out}` checks it)")
             return info
         begin_dataset(out)
-        cutter = ShardCutter(out, manifest, options)
-        _adopt(out, cutter, manifest, header)
+        cutter = _resume(out, manifest, header, options)
         if not cutter.is_complete:
             _tokenise_all(source, cutter, options, workers)
         documents = [shard["documents"] for shard in manifest.shards]
+        val, train = cutter.splits["val"], cutter.splits["train"]
         info = {
             "dataset": options["dataset"],
             "tokenizer": options["tokenizer"],
             "vocab_size": vocab_size,
             "source": header["source"],
             "rows": dict(sorted(cutter.notes.items())),
-            "splits": {
-                split: writer.counts(sum(documents[:1] if split == "val" else documents[1:]))
-                for split, writer in cutter.splits.items()
-            },
-            "shards": [file for writer in cutter.splits.values() for file in writer.files],
+            "splits": {"val": val.counts(documents[0]), "train": train.counts(sum(documents[1:]))},
+            "shards": val.files + train.files,
         }
         finish_dataset(out, info)
     return dataset_info(out)
@@ -314,7 +300,7 @@ def _check_same(out: Path, manifest: Manifest, header: dict[str, Any]) -> None:
             raise UserError(
                 f"{out}: holds {path.name}, which this command did not write: choose another --out"
             )
-    if manifest.header is None or not manifest.shards:
+    if not manifest.shards:
         return
     old, new = manifest.header["options"], header["options"]
     hint = "give what it was begun with, another --out, or delete it to start over"
@@ -338,23 +324,21 @@ def _finished(out: Path) -> dict[str, Any] | None:
         return None
 
 
-def _adopt(out: Path, cutter: ShardCutter, manifest: Manifest, header: dict[str, Any]) -> None:
+def _resume(out: Path, manifest: Manifest, header: dict[str, Any], options: dict[str, Any]) -> ShardCutter:
     """Keep the finished shards up to the first damaged one; remove everything else of this dataset."""
-    shards, manifest.shards = manifest.shards, []
-    with tqdm(shards, desc="checking what is there", unit="shard", leave=False, disable=None) as bar:
-        for shard in bar:
-            try:
-                cutter.adopt(shard)
-            except UserError as e:
-                bar.write(f"made again from here on: {e}", file=sys.stderr)
-                break
-            manifest.shards.append(shard)
-    manifest.restart(header, manifest.shards)
+    shards, manifest.shards, manifest.header = manifest.shards, [], header
+    cutter = ShardCutter(out, manifest, options)
+    try:
+        for shard in tqdm(shards, desc="checking what is there", unit="shard", leave=False, disable=None):
+            cutter.adopt(shard)
+    except UserError as e:
+        print(f"made again from here on: {e}", file=sys.stderr)
+    manifest.save()
     kept = {shard["file"] for shard in manifest.shards}
-    dataset = header["options"]["dataset"]
-    for path in (*out.glob(f"{dataset}_*.bin"), *out.glob(f".{dataset}_*.bin.tmp")):
+    for path in (*out.glob(f"{options['dataset']}_*.bin"), *out.glob(f".{options['dataset']}_*.bin.tmp")):
         if path.name not in kept:
             path.unlink()
+    return cutter
 
 
 def _tokenise_all(source: Source, cutter: ShardCutter, options: dict[str, Any], workers: int) -> None:
@@ -389,10 +373,8 @@ def _terminate(signum: int, frame: Any) -> NoReturn:
     raise Terminated
 
 
-def _shard_size(text: str) -> int:
-    if positive_int(text.replace("_", "")) > MAX_TOKENS:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected at most {MAX_TOKENS}")
-    return int(text)
+def _count(text: str) -> int:
+    return positive_int(text.replace("_", ""))
 
 
 def n_cores() -> int:
@@ -410,11 +392,11 @@ def _parse_args() -> argparse.Namespace:
     add("--revision", metavar="REV", help="branch, tag or commit on the hub (default: main)")
     add("--files", nargs="+", metavar="PATTERN", help="tokenise local files instead, in order of their paths")
     add("--pretokenized", action="store_true", help="fetch the ready shards of kjj0/fineweb10B-gpt2 instead")
-    add("--shards", type=positive_int, metavar="N", help="--pretokenized: training shards (default: all)")
+    add("--shards", type=_count, metavar="N", help="--pretokenized: training shards (default: all)")
     add("--out", type=Path, metavar="DIR", help="folder to write (default: data/fineweb10B and so on)")
-    add("--shard-size", type=_shard_size, metavar="N", help="tokens per shard (default: 10^8)")
-    add("--max-tokens", type=positive_int, metavar="N", help="stop after N tokens (default: all)")
-    add("--workers", type=positive_int, metavar="N", help=f"processes (default: the cores, {n_cores()})")
+    add("--shard-size", type=_count, metavar="N", help="tokens per shard (default: 10^8)")
+    add("--max-tokens", type=_count, metavar="N", help="stop after N tokens (default: all)")
+    add("--workers", type=_count, metavar="N", help=f"processes (default: the cores, {n_cores()})")
     add("--tokenizer", choices=TOKENIZERS, help="(default: gpt2)")
     args = parser.parse_args()
     for mode, unused in UNUSED.items():
@@ -424,6 +406,8 @@ def _parse_args() -> argparse.Namespace:
     if args.shards and not args.pretokenized:
         parser.error("--shards: only with --pretokenized")
     args.shard_size = args.shard_size or 10**8
+    if args.shard_size > MAX_TOKENS:
+        parser.error(f"--shard-size {args.shard_size}: expected at most {MAX_TOKENS}")
     if args.max_tokens and args.max_tokens <= args.shard_size:
         parser.error(
             f"--max-tokens {args.max_tokens}: expected more than --shard-size {args.shard_size}, "
@@ -446,7 +430,7 @@ def _build(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     label = re.sub(r"[^A-Za-z0-9-]+", "-", Path(repo).name)  # no "_", which separates the split
     default = re.sub(r"^fineweb-sample-(\d+)BT$", r"fineweb\1B", f"{label}-{name}" if name else label)
     out = args.out or DATA / default
-    begun = (Manifest(out).header or {}).get("options", {})
+    begun = Manifest(out).header.get("options", {})
     revision = args.revision or "main"
     same = (begun.get("repo"), begun.get("revision")) == (repo, revision)
     commit = begun.get("commit") if same else None  # a resumed run stays at its commit
@@ -467,16 +451,14 @@ def main() -> None:
         print(
             "stopped; finished shards stay: run the same command again to resume", file=sys.stderr, flush=True
         )
-        leave = os._exit if args.pretokenized else sys.exit  # at once: downloads may be under way
-        leave(143 if isinstance(e, Terminated) else 130)
+        status = 143 if isinstance(e, Terminated) else 130
+        if args.pretokenized:
+            os._exit(status)  # at once: threads may be downloading
+        sys.exit(status)
     print(f"source   {info['source']}")
     if info["rows"]:
         print(f"rows     {', '.join(f'{n:,} {note}' for note, n in sorted(info['rows'].items()))}")
-    for name, split in info["splits"].items():
-        print(
-            f"{name:8} {split['tokens']:,} {info['tokenizer']} tokens, {split['documents']:,} documents, "
-            f"{split['shards']} shards, sha256 {split['sha256']}"
-        )
+    print_splits(info)
     print(f"folder   {out}")
 
 

@@ -36,6 +36,7 @@ from data.dataset import (
     begin_dataset,
     dataset_info,
     finish_dataset,
+    print_splits,
     progress_bar,
 )
 from data.shards import MAX_TOKENS, ShardWriter
@@ -240,11 +241,7 @@ def _print_summary(out: Path, info: dict[str, Any], n_bytes: int, skipped: Count
     left_out = ", ".join(f"{n} {reason}" for reason, n in sorted(skipped.items())) or "none"
     print(f"source   {info['source']}")
     print(f"files    {n_files}, {n_bytes / 1e6:.2f} MB; skipped: {left_out}")
-    for name, split in splits.items():
-        print(
-            f"{name:8} {split['tokens']:,} {info['tokenizer']} tokens, {split['documents']} documents, "
-            f"{split['shards']} shards, sha256 {split['sha256']}"
-        )
+    print_splits(info)
     print(f"long     {n_long / n_tokens:.0%} of tokens in documents of {LONG_DOCUMENT:,} tokens or more")
     print(f"written  {out}")
 
