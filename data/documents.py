@@ -1,10 +1,10 @@
 """Documents of a text dataset: rows read from local files or the hub in blocks, and the tokens of a block.
 
-`datasets` reads parquet files and the hub. JSON lines are read here: its JSON reader stops at the first byte
-that is not UTF-8 and at half a surrogate pair, which are repaired and counted here.
+`datasets` reads the hub. Local files are read here: its parquet reader holds a whole row group in memory, and
+its JSON reader stops at the first byte that is not UTF-8, which is repaired and counted here.
 
 Nothing is decoded while reading; that is the workers' task. Memory is bounded by the longest documents, not
-by files or row groups.
+by files (on the hub by a row group).
 """
 
 from __future__ import annotations
@@ -105,38 +105,45 @@ def hub_dataset(
         name: its configuration, or None.
         commit: the commit of an interrupted run, or None: the newest of `revision`.
     """
-    if not Path(repo).is_dir():
-        commit = commit or _newest_commit(repo, revision)
+    is_local = Path(repo).is_dir()
+    commit = commit or (None if is_local else _newest_commit(repo, revision))
     settings = {"repo": repo, "name": name, "split": split, "column": column, "revision": revision}
     billions = re.search(r"(\d+)BT", name or "")  # FineWeb's samples are named after their size
     n_tokens = int(billions[1]) * 10**9 if billions else None
 
     def open_inputs() -> list[Input]:
+        if not is_local:
+            _check_online(repo)
         with naming(repo):
             stream = _open_stream(repo, split, column, name=name, revision=commit)
         n = stream.num_shards
         return [
-            Input(f"{repo}, file {i + 1} of {n}", None, partial(_read_stream, stream.shard(n, i)))
-            for i in range(n)
+            Input(f"{repo}, file {i + 1} of {n}", None, partial(_read_stream, stream, i)) for i in range(n)
         ]
 
     description = " ".join(filter(None, (repo, name, split, commit and f"at commit {commit}")))
     return Source(description, settings | {"commit": commit}, [], n_tokens, open_inputs)
 
 
-def _newest_commit(dataset: str, revision: str) -> str:
-    from huggingface_hub import HfApi, constants
+def _check_online(repo: str) -> None:
+    from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         raise UserError(
-            f"{dataset}: HF_HUB_OFFLINE is set: expected --files 'DIR/**/*.parquet' (with a network, "
-            f"`hf download {dataset} --repo-type dataset --local-dir DIR` fetches them)"
+            f"{repo}: HF_HUB_OFFLINE is set: expected --files 'DIR/**/*.parquet' (with a network, "
+            f"`hf download {repo} --repo-type dataset --local-dir DIR` fetches them)"
         )
+
+
+def _newest_commit(repo: str, revision: str) -> str:
+    from huggingface_hub import HfApi
+
+    _check_online(repo)
     try:
-        return str(HfApi().dataset_info(dataset, revision=revision, timeout=10).sha)
+        return str(HfApi().dataset_info(repo, revision=revision, timeout=10).sha)
     except Exception as e:  # which library's errors these are depends on huggingface_hub's version
         raise UserError(
-            f"{dataset} at {revision}: cannot be found on the hub ({brief(e)}); without a network, --files "
+            f"{repo} at {revision}: cannot be found on the hub ({brief(e)}); without a network, --files "
             "'DIR/**/*.parquet' reads local files"
         ) from None
 
@@ -144,39 +151,58 @@ def _newest_commit(dataset: str, revision: str) -> str:
 # ---------------------------------------------------------------- reading
 
 
-def _open_stream(path: str, split: str, column: str, **options: Any) -> Any:
+def _open_stream(repo: str, split: str, column: str, **options: Any) -> Any:
     """A `datasets.IterableDataset` of the text column alone, as Arrow tables."""
     import datasets
 
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # errors are raised as well
-    builder = datasets.load_dataset_builder(path, **options)
-    if hasattr(builder.config, "batch_size"):  # parquet: else whole row groups are read
-        builder.config.batch_size = BATCH_ROWS
+    builder = datasets.load_dataset_builder(repo, **options)
     stream = builder.as_streaming_dataset(split)
-    names = stream.column_names
-    if names is not None and column not in names:
-        raise UserError(f"{path}: no column {column}: expected one of {', '.join(names)[:200]}")
+    if stream.column_names is not None:
+        _check_column(column, stream.column_names)
     if hasattr(builder.config, "columns"):  # parquet: the other columns are not even fetched
         builder.config.columns = [column]
         stream = builder.as_streaming_dataset(split)
     return stream.select_columns([column]).with_format("arrow")
 
 
-def _read_stream(stream: Any, first: int) -> Generator[Rows]:
-    import pyarrow as pa
-
-    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    with closing(stream.skip(first).iter(BATCH_ROWS)) as tables:
+def _read_stream(stream: Any, index: int, first: int) -> Generator[Rows]:
+    part = stream.shard(stream.num_shards, index)
+    with closing(part.skip(first).iter(BATCH_ROWS)) as tables:
         for table in tables:
-            column = table.column(0)
-            if not any(kind(column.type) for kind in kinds):
-                raise UserError(f"column {table.column_names[0]} is {column.type}: expected strings")
-            # As binary: a string column may hold invalid UTF-8; it has not been checked so far.
-            yield column.cast(pa.large_binary()).to_pylist()
+            yield _as_bytes(table.column(0))
 
 
 def _read_parquet(path: Path, column: str, first: int) -> Generator[Rows]:
-    yield from _read_stream(_open_stream("parquet", "train", column, data_files=[str(path)]), first)
+    """By pyarrow: `datasets` holds a whole row group in memory, and reads all rows before `first`."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
+        _check_column(column, file.schema_arrow.names)
+        for group in range(file.num_row_groups):
+            n_rows = file.metadata.row_group(group).num_rows
+            if first < n_rows:
+                for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[column]):
+                    yield _as_bytes(batch.column(0).slice(first))
+                    first = max(0, first - len(batch))
+            else:
+                first -= n_rows
+
+
+def _check_column(column: str, names: list[str]) -> None:
+    if column not in names:
+        raise UserError(f"no column {column}: expected one of {', '.join(names)[:200]}")
+
+
+def _as_bytes(column: Any) -> Rows:
+    """An Arrow column of strings, as binary: a string column may hold invalid UTF-8, not checked so far."""
+    import pyarrow as pa
+
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    if not any(kind(column.type) for kind in kinds):
+        raise UserError(f"a column of {column.type}: expected strings")
+    rows: Rows = column.cast(pa.large_binary()).to_pylist()
+    return rows
 
 
 def _read_lines(path: Path, first: int) -> Generator[Rows]:
@@ -208,13 +234,9 @@ def read_blocks(source: Source, start: Cursor) -> Generator[Block]:
     """
     inputs = source.open()
     for index in range(start.input, len(inputs)):
-        name, key, first = (
-            inputs[index].name,
-            inputs[index].json_key,
-            start.row if index == start.input else 0,
-        )
-        block = Block(index, first, [], name, key)
-        with naming(name), closing(inputs[index].read(first)) as batches:
+        file, first = inputs[index], start.row if index == start.input else 0
+        block = Block(index, first, [], file.name, file.json_key)
+        with naming(file.name), closing(file.read(first)) as batches:
             for rows in batches:
                 block.rows.extend(rows)
                 if block.n_bytes >= BLOCK_BYTES:

@@ -533,7 +533,7 @@ def test_inputs_that_cannot_be_read(tmp_path: Path, small: Corpus, inline: None)
         shutil.rmtree(out)
     for table, parts in (
         ({"content": ["x"], "url": ["y"]}, ["no column text", "content, url"]),
-        ({"text": [1, 2]}, ["column text is int64", "expected strings"]),
+        ({"text": [1, 2]}, ["a column of int64", "expected strings"]),
         ({"nested": [{"text": "x"}]}, ["no column text", "nested"]),
     ):
         pq.write_table(pa.table(table), bad)
@@ -597,12 +597,9 @@ def test_too_little_text(tmp_path: Path, inline: None) -> None:
 
 def test_odd_file_names(tmp_path: Path, inline: None) -> None:
     """Brackets, and on Linux names that are not UTF-8."""
-    folder = tmp_path / "in"
-    corpus = texts_corpus(folder, "bracket" * 30, name="c[1].jsonl")
-    with suppress(OSError):
-        rows = [plain("x" * 150, True)]
-        path = write(Path(os.fsdecode(os.fsencode(folder) + b"/d\xe9.jsonl")), rows)
-        corpus = Corpus([*corpus.paths, path], [*corpus.files, rows])
+    odd = os.fsdecode(b"d\xe9.jsonl")
+    files = {f"c[1].{kind}": [plain("x" * 150, kind == "jsonl")] for kind in ("jsonl", "parquet")}
+    corpus = make_corpus(tmp_path / "in", files | {odd: [plain("y" * 150, True)]})
     build(corpus, tmp_path / "out")
     Expected(corpus).check(tmp_path / "out")
 
@@ -789,7 +786,7 @@ def workers_of(pid: int) -> list[int]:
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
             found += map(int, path.read_text().split())
-    return [child for child in found if b"loky" in read_command(child)]
+    return [child for child in found if b"LokyProcess" in read_command(child)]
 
 
 def read_command(pid: int) -> bytes:
