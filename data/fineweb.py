@@ -34,8 +34,9 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from loky import BrokenProcessPool, ProcessPoolExecutor
 from tqdm import tqdm
@@ -50,7 +51,6 @@ from data.dataset import (
     progress_bar,
 )
 from data.documents import (
-    BLOCK_BYTES,
     SKIPPED,
     Block,
     Cursor,
@@ -120,24 +120,18 @@ def tokenised_blocks(
     blocks: Iterator[Block], pool: ProcessPoolExecutor, workers: int, tokenizer: str, folder: Path
 ) -> Iterator[tuple[Block, Tokens]]:
     """Each block, without its rows, and its tokens, in order, while the workers encode the next ones."""
-    pending: deque[tuple[Block, int, Path, Future[None]]] = deque()
-
-    def first() -> tuple[Block, Tokens]:
-        block, _, path, future = pending.popleft()
-        future.result()
-        tokens = pickle.loads(path.read_bytes())
-        path.unlink()
-        return block, tokens
-
-    for number, block in enumerate(blocks):
-        path = folder / str(number)
-        path.write_bytes(pickle.dumps(block))
-        future = pool.submit(tokenise_file, path, tokenizer)
-        pending.append((block._replace(rows=[]), block.n_bytes, path, future))
-        while sum(n_bytes for _, n_bytes, _, _ in pending) > BLOCKS_AHEAD * BLOCK_BYTES * workers:
-            yield first()
-    while pending:
-        yield first()
+    pending: deque[tuple[Block, Path, Future[None]]] = deque()
+    for number, block in enumerate(chain(blocks, [None] * BLOCKS_AHEAD * workers)):
+        if block is not None:
+            path = folder / str(number)
+            path.write_bytes(pickle.dumps(block))
+            future = pool.submit(tokenise_file, path, tokenizer)
+            pending.append((block._replace(rows=[]), path, future))
+        if pending and (block is None or len(pending) > BLOCKS_AHEAD * workers):
+            first, path, future = pending.popleft()
+            future.result()
+            yield first, pickle.loads(path.read_bytes())
+            path.unlink()
 
 
 # ---------------------------------------------------------------- shards
@@ -365,14 +359,6 @@ def _tokenise_all(source: Source, cutter: ShardCutter, options: dict[str, Any], 
 # ---------------------------------------------------------------- command line
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM."""
-
-
-def _terminate(signum: int, frame: Any) -> NoReturn:
-    raise Terminated
-
-
 def _count(text: str) -> int:
     return positive_int(text.replace("_", ""))
 
@@ -440,21 +426,16 @@ def _build(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
 
 def main() -> None:
     args = _parse_args()
-    signal.signal(signal.SIGTERM, _terminate)
     try:
         if args.pretokenized:
             out = args.out or DATA / "fineweb10B"
             info = fetch_pretokenized(out, args.shards)
         else:
             out, info = _build(args)
-    except KeyboardInterrupt as e:
-        print(
-            "stopped; finished shards stay: run the same command again to resume", file=sys.stderr, flush=True
-        )
-        status = 143 if isinstance(e, Terminated) else 130
-        if args.pretokenized:
-            os._exit(status)  # at once: threads may be downloading
-        sys.exit(status)
+    except KeyboardInterrupt:
+        print("stopped; run the same command again to resume after the finished shards", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(130)  # at once: threads may be downloading
     print(f"source   {info['source']}")
     if info["rows"]:
         print(f"rows     {', '.join(f'{n:,} {note}' for note, n in sorted(info['rows'].items()))}")

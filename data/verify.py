@@ -136,23 +136,16 @@ def _print_info(folder: Path) -> None:
 
 def _print_peeks(folder: Path, surveys: dict[str, Survey]) -> None:
     """The beginning of the first document of each split, or why it cannot be shown."""
-    try:
-        encoding = get_tokenizer(dataset_info(folder)["tokenizer"])
-    except UserError as e:
-        print(f"not shown: {e}")
-        return
     for split, s in surveys.items():
-        if not s.documents:
-            print(f"{split:8}no document begins in this split")
-            continue
         stream = TokenStream(folder, split)
         wanted = 1 + 4 * PEEK_CHARACTERS  # a character is at most 4 tokens, as UTF-8 has at most 4 bytes
         tokens = stream.read(s.head, min(wanted, stream.n_tokens - s.head))[1:]
         ends = np.flatnonzero(tokens == stream.vocab_size - 1)
         try:
+            encoding = get_tokenizer(stream.info["tokenizer"])
             text = encoding.decode(tokens[: ends[0] if len(ends) else None].tolist())
-        except KeyError as e:
-            print(f"{split:8}not shown: the tokeniser {encoding.name} has no token {e}")
+        except (UserError, KeyError) as e:  # KeyError: a token that the tokeniser does not have
+            print(f"{split:8}not shown: {e}")
             continue
         more = "..." if len(text) > PEEK_CHARACTERS else ""
         print(f"{split:8}{text[:PEEK_CHARACTERS]!r}{more}")  # repr: one line, no control characters
