@@ -37,7 +37,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from data.shards import val_batch
+from data.batches import val_batch
 from evals.common import (
     Blocks,
     EvaluatedRun,

@@ -26,7 +26,7 @@ import torch
 
 import train
 from config import Config, load_config
-from data.shards import train_batch
+from data.batches import train_batch
 from infra.cli import ArgumentParser, positive_int, run_main
 from infra.distributed import World, join_world
 from training.checkpoint import CheckpointWriter

@@ -1,20 +1,20 @@
-"""How fast documents become shards, how fast batches come out of them, and what both cost in memory.
+"""Speed and memory of turning documents into shards and of reading batches, and resuming after kills.
 
-    python benchmarks/tokenization.py web_sample.parquet     # any parquet file with a text column
+    python -m benchmarks.tokenization web_sample.parquet     # any parquet file with a text column
 
 Writing: the file's rows, repeated to --tokens, through
-  one process    a loop over tiktoken's encode_ordinary, nothing written: the floor
+  one process    a loop over tiktoken's encode_ordinary, nothing written: the reference
   usual recipe   multiprocessing.Pool.imap over rows, chunksize 16, lists of tokens handed to the writer
-  fineweb.py     `data/fineweb.py --files`, everything included: start-up, hashing, fsync
+  data.fineweb   `python -m data.fineweb --files`, everything included: start-up, hashing, fsync
 each in turn, --rounds times, with as many processes as there are cores. Memory is the peak over time of
 the process tree's proportional set size (PSS: shared pages are counted once).
 
-Reading: batches at T = 1024 out of 20 shards, 10^5 of them in each order.
+Reading: batches at T = 1024 out of 20 shards, --batches of them in each order.
 
-Stopping: fineweb.py killed by SIGKILL at --kills random moments and started again each time; every file it
-leaves must be, byte for byte, that of a run left alone.
+Stopping: data.fineweb killed by SIGKILL at --kills random moments and started again each time; every file it
+leaves must be, byte for byte, that of an uninterrupted run.
 
-(Not called tokenize.py: scripts in this folder would then import it instead of Python's own `tokenize`.)
+Prints Markdown tables for benchmarks/RESULTS.md. (Not called tokenize.py: that is a module of Python's.)
 """
 
 from __future__ import annotations
@@ -39,16 +39,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tiktoken
 
+from data.batches import train_batch
+from data.dataset import TokenStream
+from data.fineweb import n_cores
+from data.shards import write_shard
+from data.tokenizer import get_tokenizer
+from infra.cli import ArgumentParser, UserError, run_main
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from data.fineweb import n_cores  # noqa: E402
-from data.shards import TokenStream, train_batch, write_shard  # noqa: E402
-from data.tokenizer import get_tokenizer  # noqa: E402
-from infra.cli import ArgumentParser, UserError, run_main  # noqa: E402
-
-SHARD_SIZE = 10**8  # the default of fineweb.py
+SHARD_SIZE = 10**8  # the default of data.fineweb
 N_SHARDS, SHARD_TOKENS = 20, 10_000_000  # of the reading part
+
+
+# ---------------------------------------------------------------- writing
 
 
 def rows(path: Path) -> Iterator[str]:
@@ -88,7 +91,7 @@ def commands(path: Path, out: Path) -> dict[str, list[str]]:
     return {
         "one process": [sys.executable, "-c", call.format("one_process"), str(path), str(out)],
         "usual recipe": [sys.executable, "-c", call.format("usual_recipe"), str(path), str(out)],
-        "fineweb.py": [sys.executable, "data/fineweb.py", "--files", str(path), "--out", str(out)],
+        "data.fineweb": [sys.executable, "-m", "data.fineweb", "--files", str(path), "--out", str(out)],
     }
 
 
@@ -139,7 +142,7 @@ def measure(command: list[str], out: Path) -> tuple[float, int]:
 
 
 def repeated(path: Path, n_tokens: int, folder: Path) -> tuple[Path, int]:
-    """A parquet file with the rows of `path` over and over, and how many tokens it has."""
+    """A parquet file with the rows of `path` repeated, and its number of tokens."""
     texts = list(rows(path))
     encoding = get_tokenizer("gpt2")
     once = sum(1 + len(tokens) for tokens in encoding.encode_ordinary_batch(texts, num_threads=n_cores()))
@@ -163,7 +166,7 @@ def writing(path: Path, n_tokens: int, rounds: int, folder: Path) -> None:
     shutil.rmtree(out)
     big.unlink()
     print(f"{n_tokens:,} tokens, {n_bytes / 1e6:.0f} MB of parquet, {n_cores()} cores, {rounds} rounds\n")
-    print("| | M tokens/s | time: floor over it | usual recipe over it | peak memory, MB |")
+    print("| | M tokens/s | one process' time over it | usual recipe's time over it | peak memory, MB |")
     print("|---|---:|---:|---:|---:|")
     for name, results in taken.items():
         rate = n_tokens / statistics.median(seconds for seconds, _ in results) / 1e6
@@ -173,29 +176,27 @@ def writing(path: Path, n_tokens: int, rounds: int, folder: Path) -> None:
         ]
         cells = [f"{statistics.median(r):.2f} ({min(r):.2f}-{max(r):.2f})" for r in ratios]
         peak = max(peak for _, peak in results) / 1e6
-        print(f"| {name} | {rate:.2f} | {cells[0]} | {cells[1]} | {peak:.0f} |")
+        print(f"| {name} | {rate:.2f} | {cells[0]} | {cells[1]} | {peak:.0f} |", flush=True)
+
+
+# ---------------------------------------------------------------- stopping and reading
 
 
 def stopping(path: Path, kills: int, folder: Path) -> None:
     big, n_tokens = repeated(path, 10_000_000, folder)
     print(f"\n{n_tokens:,} tokens in shards of 200,000, killed at random moments")
-    command = [
-        sys.executable,
-        str(ROOT / "data" / "fineweb.py"),
-        "--files",
-        str(big),
-        "--shard-size",
-        "200000",
-    ]
+    fineweb = [sys.executable, "-m", "data.fineweb", "--files", str(big), "--shard-size", "200000"]
+    alone = folder / "alone"
     start = time.perf_counter()
-    subprocess.run([*command, "--out", str(folder / "alone")], check=True, capture_output=True)
+    subprocess.run([*fineweb, "--out", str(alone)], check=True, capture_output=True, cwd=ROOT)
     whole = time.perf_counter() - start
-    rng, killed, shards = np.random.default_rng(0), 0, []
+    rng, killed = np.random.default_rng(0), 0
     while killed < kills:
-        out = folder / f"stopped{killed}"
+        out, shards = folder / f"stopped{killed}", []
+        command = [*fineweb, "--out", str(out)]
         finished = False
         while not finished and killed < kills:
-            process = subprocess.Popen([*command, "--out", str(out)], stdout=-3, stderr=-3)
+            process = subprocess.Popen(command, stdout=-3, stderr=-3, cwd=ROOT)
             try:
                 finished = process.wait(timeout=rng.uniform(0.3, 0.8) * whole) == 0
             except subprocess.TimeoutExpired:
@@ -203,24 +204,21 @@ def stopping(path: Path, kills: int, folder: Path) -> None:
                 process.wait()
                 killed += 1
                 shards.append(len(list(out.glob("*.bin"))))
-        subprocess.run([*command, "--out", str(out)], check=True, capture_output=True)
-        same = digests(out) == digests(folder / "alone")
-        print(f"{killed} kills so far, after {shards} shards: {'the same bytes' if same else 'DIFFERENT'}")
-        shards = []
-        if not same:
-            raise UserError(f"{out}: not what {folder / 'alone'} has")
+        subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+        if digests(out) != digests(alone):
+            raise UserError(f"{out}: not the bytes of {alone}")
+        print(f"{killed} kills so far, after {shards} shards: the same bytes", flush=True)
 
 
 def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-def resident() -> dict[str, float]:
+def resident() -> str:
     """MB of anonymous and of file-backed memory of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return {
-        key: int(line.split()[1]) / 1e3 for line in lines for key in ("RssAnon", "RssFile") if key in line
-    }
+    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    found = {line[0]: int(line[1]) / 1e3 for line in lines if line[0] in ("RssAnon:", "RssFile:")}
+    return f"{found['RssAnon:']:.0f} + {found['RssFile:']:.0f}"
 
 
 def reading(n_batches: int, folder: Path) -> None:
@@ -241,24 +239,17 @@ def reading(n_batches: int, folder: Path) -> None:
         for step in range(n_batches):
             train_batch(stream, step, n_seq, 1024, order, seed=1)
         rate = n_batches * n_seq * 1024 / (time.perf_counter() - start) / 1e6
-        memory = [f"{m['RssAnon']:.0f} + {m['RssFile']:.0f}" for m in (before, resident())]
-        print(f"| {order} | {n_seq} | {rate:.0f} | {memory[0]} | {memory[1]} |", flush=True)
+        print(f"| {order} | {n_seq} | {rate:.0f} | {before} | {resident()} |", flush=True)
 
 
 def main() -> None:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("parquet", type=Path, help="documents in a column named text")
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=110_000_000,
-        help="at least so many, more than a shard (default: %(default)s)",
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument(
-        "--batches", type=int, default=100_000, help="of the reading part (default: %(default)s)"
-    )
-    parser.add_argument("--kills", type=int, default=20, help="of the stopping part (default: %(default)s)")
+    parser = ArgumentParser(__doc__, prog="python -m benchmarks.tokenization")
+    add = parser.add_argument
+    add("parquet", type=Path, help="documents in a column named text")
+    add("--tokens", type=int, default=110_000_000, help="at least, more than a shard (default: %(default)s)")
+    add("--rounds", type=int, default=3, help="default: %(default)s")
+    add("--batches", type=int, default=100_000, help="of the reading part (default: %(default)s)")
+    add("--kills", type=int, default=20, help="of the stopping part (default: %(default)s)")
     args: argparse.Namespace = parser.parse_args()
     if not args.parquet.is_file():
         raise UserError(f"{args.parquet}: no such file")

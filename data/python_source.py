@@ -1,22 +1,20 @@
-"""Prepare the corpus that is everywhere: the sources of Python's own standard library.
+"""Prepare a corpus that needs no download: the sources of Python's own standard library.
 
-    python data/python_source.py                       # bytes tokeniser -> data/python_bytes, no download
-    python data/python_source.py --tokenizer gpt2      # -> data/python_gpt2
-    python data/python_source.py --site-packages       # installed packages too
+    python -m data.python_source                       # bytes tokeniser -> data/python_bytes
+    python -m data.python_source --tokenizer gpt2      # -> data/python_gpt2
+    python -m data.python_source --site-packages       # installed packages too
 
-About 12 MB of real text with many long files. It takes every .py file below the standard library except
-tests (folders named test, tests, idle_test: three times as much again), and what is
-generated when Python is built (config-*, _sysconfigdata*). Skipped and counted: empty files, files that
-are not UTF-8, copies of another file. The corpus differs between Python versions: the sha256 printed at
-the end, also in dataset.json, tells whether two are the same.
+About 12 MB of text with many long files: every .py file of the standard library except tests (folders named
+test, tests, idle_test: three times as much again) and files generated when Python is built (config-*,
+_sysconfigdata*). Skipped and counted: empty files, files that are not UTF-8, copies of another file. The
+corpus differs between Python versions; the sha256 printed at the end, also in dataset.json, identifies it.
 
-Whole files are held out for validation, chosen by a hash of their relative path, as many of the short as
-of the long ones by bytes. Documents are ordered by that hash, not by folder, so neighbouring windows are
-not all of one package. `<|endoftext|>` stands before each document.
+Whole files are held out for validation, chosen by a hash of their relative path, the same share of the bytes
+of short and of long ones. Documents are ordered by that hash, not by folder, so neighbouring windows are not
+all of one package. `<|endoftext|>` precedes each document.
 
-Writes python_val_000000.bin, python_train_000001.bin, ... (format: data/shards.py), and last of all
-dataset.json. Run again, it leaves a finished folder as it is, and builds anew what is damaged or was made
-with other options.
+Writes python_val_000000.bin, python_train_000001.bin, ... (format: data/shards.py), and at the end
+dataset.json. A finished folder is left unchanged; what is damaged or was made with other options is rebuilt.
 """
 
 from __future__ import annotations
@@ -25,32 +23,25 @@ import argparse
 import hashlib
 import os
 import platform
-import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import tiktoken
-from tqdm import tqdm
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from data.shards import (  # noqa: E402
+from data.dataset import (
     INFO_NAME,
-    MAX_TOKENS,
     UNFINISHED_NAME,
-    ShardWriter,
     TokenStream,
     begin_dataset,
     dataset_info,
     finish_dataset,
+    print_splits,
+    progress_bar,
 )
-from data.tokenizer import TOKENIZERS, get_tokenizer  # noqa: E402
-from infra.cli import ArgumentParser, UserError, run_main  # noqa: E402
+from data.shards import MAX_TOKENS, ShardWriter
+from data.tokenizer import TOKENIZERS, get_tokenizer
+from infra.cli import ArgumentParser, UserError, positive_int, run_main
 
 DATASET = "python"
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -58,20 +49,19 @@ LONG_DOCUMENT = 16384  # tokens; for the summary
 SIZE_CLASSES = (16 * 1024, 64 * 1024)  # bytes; the validation split takes its share of each class
 
 
-@dataclass(frozen=True)
-class Document:
-    name: str  # path relative to its root, with "/", on any platform
+class Document(NamedTuple):
+    name: str  # path relative to its root, with "/" on any platform
     text: str
     n_bytes: int
 
     @property
     def rank(self) -> str:
-        """Orders documents and chooses the held-out ones: fixed by the name alone."""
+        """Orders documents and chooses the held-out ones; depends on the name alone."""
         return hashlib.sha256(self.name.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def source_roots(site_packages: bool) -> dict[str, Path]:
-    """Folders to read, by the prefix that their files' names get.
+    """Folders to read, by the prefix of their files' names.
 
     Raises:
         UserError: this Python has no folder of library sources.
@@ -89,7 +79,7 @@ def source_roots(site_packages: bool) -> dict[str, Path]:
 
 
 def collect(roots: dict[str, Path]) -> tuple[list[Document], Counter[str]]:
-    """All documents below the roots, sorted by name, and how many files were skipped for which reason.
+    """All documents below the roots, sorted by name, and the number of skipped files by reason.
 
     Raises:
         UserError: a root does not exist.
@@ -130,9 +120,9 @@ def _python_files(root: Path) -> Iterator[tuple[str, Path]]:
 def split_documents(documents: list[Document], val_fraction: float) -> dict[str, list[Document]]:
     """{"val": ..., "train": ...}, each in hash order; val has about `val_fraction` of the bytes.
 
-    In each size class, files are held out in hash order as long as they fit into the class's share. So
-    one very long file cannot be most of the split, and long files, which length extrapolation is
-    measured on, are not left to chance.
+    In each size class, files are held out in hash order as long as they fit into the class's share. So one
+    very long file cannot be most of the split, and the long files, on which length extrapolation is measured,
+    are not left to chance.
 
     Raises:
         UserError: fewer than two documents.
@@ -166,14 +156,14 @@ def build(
     shard_size: int = 10**8,
     val_fraction: float = 0.05,
 ) -> dict[str, Any]:
-    """Make the dataset in folder `out`, or find it finished there; returns what dataset.json holds.
+    """Make the dataset in folder `out`, or find it finished there; returns the content of dataset.json.
 
     Args:
         roots: folders of sources by the prefix of their files' names; see `source_roots`.
         shard_size: tokens per shard.
         val_fraction: share of the bytes held out, in (0, 1).
     Raises:
-        UserError: no sources, an unknown tokeniser, a folder that cannot be written or is another's.
+        UserError: no sources, an unknown tokeniser, a folder that cannot be written or has another dataset.
     """
     out = Path(out)
     encoding = get_tokenizer(tokenizer)
@@ -186,41 +176,41 @@ def build(
     finished = _finished(out, settings)
     if finished is not None:
         python = finished.get("python", "?")
-        print(f"{out}: finished before, from Python {python}; nothing to do (delete it to build it anew)")
+        print(f"{out}: finished before, from Python {python}; nothing to do (delete it to rebuild it)")
         return finished
     documents, skipped = collect(roots)
     splits = split_documents(documents, val_fraction)
     begin_dataset(out)
     for stale in out.glob(f"{DATASET}_*_*.bin"):
         stale.unlink()
-    info = _new_info(encoding, settings)
-    n_long = _write_splits(out, splits, encoding, shard_size, info)
+    python = platform.python_version()
+    packages = " and installed packages" if settings["site_packages"] else ""
+    info: dict[str, Any] = {
+        "dataset": DATASET, "tokenizer": tokenizer, "vocab_size": encoding.n_vocab,
+        "source": f"Python {python} library sources{packages}", "python": python, "settings": settings,
+        "splits": {}, "shards": [],
+    }  # fmt: skip
+    n_long = 0
+    for split, members in splits.items():
+        with (
+            ShardWriter(out, DATASET, split, shard_size, len(info["shards"])) as writer,
+            progress_bar(split, sum(document.n_bytes for document in members), "B") as bar,
+        ):
+            for document in members:
+                tokens = [encoding.eot_token, *encoding.encode_ordinary(document.text)]
+                writer.add(tokens)
+                n_long += len(tokens) if len(tokens) >= LONG_DOCUMENT else 0
+                bar.update(document.n_bytes)
+        info["shards"] += writer.files
+        info["splits"][split] = writer.counts(len(members))
     finish_dataset(out, info)
     _print_summary(out, info, sum(document.n_bytes for document in documents), skipped, n_long)
     return dataset_info(out)
 
 
-def _new_info(encoding: tiktoken.Encoding, settings: dict[str, Any]) -> dict[str, Any]:
-    """dataset.json before anything is written."""
-    python = platform.python_version()
-    packages = " and installed packages" if settings["site_packages"] else ""
-    return {
-        "dataset": DATASET,
-        "tokenizer": settings["tokenizer"],
-        "vocab_size": encoding.n_vocab,
-        "source": f"Python {python} library sources{packages}",
-        "python": python,
-        "settings": settings,
-        "splits": {},
-        "shards": [],
-    }
-
-
 def _finished(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """dataset.json of a folder that is complete and was made with these settings, else None."""
-    if not out.exists():
-        return None
-    if not out.is_dir():
+    """The content of dataset.json if the folder is complete and was made with these settings, else None."""
+    if out.exists() and not out.is_dir():
         raise UserError(f"{out}: expected a folder or nothing there")
     foreign = [path.name for path in out.glob("*.bin") if not path.name.startswith(f"{DATASET}_")]
     if foreign:
@@ -232,63 +222,28 @@ def _finished(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
         for split in ("val", "train"):
             TokenStream(out, split)
     except UserError as e:
-        print(f"building anew: {e}")
+        print(f"rebuilding: {e}")
         return None
     if info.get("dataset") != DATASET:
         raise UserError(f"{out}: holds another dataset: choose another folder with --out")
     for key, value in settings.items():
         made_with = info.get("settings", {}).get(key)
         if made_with != value:
-            print(f"{out}: building anew: made with {key} = {made_with}, now {value}")
+            print(f"{out}: rebuilding: made with {key} = {made_with}, now {value}")
             return None
     return info
-
-
-def _write_splits(
-    out: Path,
-    splits: dict[str, list[Document]],
-    encoding: tiktoken.Encoding,
-    shard_size: int,
-    info: dict[str, Any],
-) -> int:
-    """Tokenise and write; fills info's "splits" and "shards". Returns the tokens in long documents."""
-    n_long = index = 0
-    n_bytes = sum(document.n_bytes for documents in splits.values() for document in documents)
-    with tqdm(total=n_bytes, unit="B", unit_scale=True, desc="tokenising", disable=None) as bar:
-        for split, documents in splits.items():
-            with ShardWriter(out, DATASET, split, shard_size, index) as writer:
-                for document in documents:
-                    tokens = [encoding.eot_token, *encoding.encode_ordinary(document.text)]
-                    writer.add(tokens)
-                    n_long += len(tokens) if len(tokens) >= LONG_DOCUMENT else 0
-                    bar.update(document.n_bytes)
-            index = writer.index
-            info["shards"] += writer.files
-            info["splits"][split] = writer.counts(len(documents))
-    return n_long
 
 
 def _print_summary(out: Path, info: dict[str, Any], n_bytes: int, skipped: Counter[str], n_long: int) -> None:
     splits = info["splits"]
     n_tokens = sum(split["tokens"] for split in splits.values())
+    n_files = sum(split["documents"] for split in splits.values())
     left_out = ", ".join(f"{n} {reason}" for reason, n in sorted(skipped.items())) or "none"
     print(f"source   {info['source']}")
-    n_files = sum(split["documents"] for split in splits.values())
     print(f"files    {n_files}, {n_bytes / 1e6:.2f} MB; skipped: {left_out}")
-    for name, split in splits.items():
-        print(
-            f"{name:8} {split['tokens']:,} {info['tokenizer']} tokens, {split['documents']} documents, "
-            f"{split['shards']} shards, sha256 {split['sha256']}"
-        )
+    print_splits(info)
     print(f"long     {n_long / n_tokens:.0%} of tokens in documents of {LONG_DOCUMENT:,} tokens or more")
     print(f"written  {out}")
-
-
-def _shard_size(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if not 1 <= value <= MAX_TOKENS:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1 to {MAX_TOKENS}")
-    return value
 
 
 def _val_fraction(text: str) -> float:
@@ -301,40 +256,24 @@ def _val_fraction(text: str) -> float:
     return value
 
 
-def _parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument(
-        "--tokenizer",
-        choices=TOKENIZERS,
-        default="bytes",
-        help="bytes: 257 tokens, no download; gpt2: 50257 tokens (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--out", metavar="DIR", help="folder to write (default: data/python_<tokenizer> in this repo)"
-    )
-    parser.add_argument(
-        "--site-packages", action="store_true", help="take the installed packages' sources too"
-    )
-    parser.add_argument(
-        "--shard-size",
-        metavar="N",
-        type=_shard_size,
-        default=10**8,
-        help="tokens per shard (default: %(default)s)",
-    )
-    parser.add_argument(
+def main() -> None:
+    parser = ArgumentParser(__doc__, prog="python -m data.python_source")
+    add = parser.add_argument
+    add("--tokenizer", choices=TOKENIZERS, default="bytes", help="gpt2 needs a download (default: bytes)")
+    add("--out", type=Path, metavar="DIR", help="folder to write (default: data/python_<tokenizer>)")
+    add("--site-packages", action="store_true", help="take the installed packages' sources too")
+    add("--shard-size", metavar="N", type=positive_int, default=10**8, help="tokens (default: %(default)s)")
+    add(
         "--val-fraction",
         metavar="F",
         type=_val_fraction,
         default=0.05,
-        help="share of the text held out for validation, in whole files (default: %(default)s)",
+        help="held out (default: %(default)s)",
     )
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = _parse_args()
-    out = Path(args.out) if args.out else ROOT / "data" / f"python_{args.tokenizer}"
+    args = parser.parse_args()
+    if args.shard_size > MAX_TOKENS:
+        parser.error(f"--shard-size {args.shard_size}: expected at most {MAX_TOKENS}")
+    out = args.out or Path(__file__).parent / f"python_{args.tokenizer}"
     build(source_roots(args.site_packages), out, args.tokenizer, args.shard_size, args.val_fraction)
 
 

@@ -5,6 +5,7 @@ Both are tiktoken `Encoding`s: `encode_ordinary(text)`, `decode(tokens)`, `n_voc
 
 from __future__ import annotations
 
+import numpy as np
 import tiktoken
 
 from infra.cli import UserError
@@ -15,10 +16,10 @@ TOKENIZERS = ("bytes", "gpt2")
 def get_tokenizer(name: str) -> tiktoken.Encoding:
     """The tokeniser called "gpt2" or "bytes".
 
-    gpt2 is fetched once by tiktoken (1.5 MB) and kept in the folder that TIKTOKEN_CACHE_DIR names.
+    tiktoken downloads gpt2 once (1.5 MB) and keeps it in the folder that TIKTOKEN_CACHE_DIR names.
 
     Raises:
-        UserError: an unknown name, or gpt2's files can neither be found nor fetched.
+        UserError: an unknown name, or gpt2's files are neither cached nor can be downloaded.
     """
     if name == "bytes":
         return _bytes_encoding()
@@ -42,3 +43,18 @@ def _bytes_encoding() -> tiktoken.Encoding:
         special_tokens={"<|endoftext|>": 256},
         explicit_n_vocab=257,
     )
+
+
+def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
+    """The tokens of `encode_ordinary`, (n,) uint16, without a list of Python integers.
+
+    Text that overflows the stack of tiktoken's regex engine, such as a million spaces and a word, is encoded
+    in halves: the tokens decode to the same text.
+    """
+    try:
+        return encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+    except ValueError:
+        if len(text) < 2:
+            raise
+        half = len(text) // 2
+        return np.concatenate([encode(encoding, text[:half]), encode(encoding, text[half:])])

@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 from attention import describe_attention
 from config import Config
-from data.shards import TokenStream, val_windows
+from data.batches import val_windows
+from data.dataset import TokenStream
 from infra.cli import ArgumentParser, UserError, positive_int
 from infra.distributed import World
 from model import GPT

@@ -39,7 +39,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from data.prompts import question_prompt
+from data.squad import question_prompt
 from data.tokenizer import get_tokenizer
 from evals.common import (
     EvaluatedRun,

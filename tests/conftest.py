@@ -48,7 +48,8 @@ every = 2
 
 def make_dataset(folder: Path, n_val: int = 1000, n_train: int = 5500, vocab: int = VOCAB) -> Path:
     """A prepared dataset with something to learn: each token mostly determines the next."""
-    from data.shards import ShardWriter, begin_dataset, finish_dataset
+    from data.dataset import begin_dataset, finish_dataset
+    from data.shards import ShardWriter
 
     rng = np.random.default_rng(0)
     follower = rng.permutation(vocab)

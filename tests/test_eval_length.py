@@ -19,7 +19,9 @@ from torch.nn import functional as F
 
 import eval_length
 from config import Config, config_from_dict
-from data.shards import TokenStream, val_batch, write_shard
+from data.batches import val_batch
+from data.dataset import TokenStream
+from data.shards import write_shard
 from evals.common import Blocks
 from infra.cli import UserError, run_main
 from model import GPT

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 import train
 from config import TrainConfig, expand_sweep, load_config
-from data.shards import TokenStream, train_batch
+from data.batches import train_batch
+from data.dataset import TokenStream
 from infra.cli import UserError
 from infra.files import read_jsonl
 from model import GPT, scale_logits

@@ -12,7 +12,7 @@ from launch import build, metrics, resume, run, run_script
 
 import train
 from config import load_config
-from data.shards import train_batch, val_batch
+from data.batches import train_batch, val_batch
 from infra.cli import UserError
 from infra.distributed import join_world
 from normalisers import NORMALISERS

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from config import Config
-from data.shards import IGNORED, TokenStream, train_batch, val_windows
+from data.batches import train_batch, val_windows
+from data.dataset import IGNORED, TokenStream
 from infra.cli import UserError
 from infra.distributed import World
 

@@ -30,7 +30,7 @@ import torch
 
 from attention import describe_attention
 from config import Config, to_toml
-from data.shards import val_windows
+from data.batches import val_windows
 from infra.cli import UserError
 from infra.distributed import World
 from infra.files import read_jsonl, write_atomically
@@ -150,7 +150,8 @@ class RunLog:
             f"run      {config.run_dir}",
             f"model    {self.state.raw_model.n_params() / 1e6:.2f}M parameters, {model.n_layer} layers, "
             f"{model.n_head} heads, width {model.n_embd}",
-            f"attention {describe_attention(config.attention)}, engine {self.state.raw_model.engine_description}",
+            f"attention {describe_attention(config.attention)}, "
+            f"engine {self.state.raw_model.engine_description}",
             f"data     {config.data.dir}: {n_tokens:,} training tokens ({epochs:.2f} epochs), "
             f"validation on {n_val:,}",
             f"step     {train.batch_tokens:,} tokens = {world.size} processes x {n_micro} micro-batches x "

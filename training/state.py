@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from config import Config, changed_keys, config_from_dict, may_change_on_resume
-from data.shards import TokenStream
+from data.dataset import TokenStream
 from infra.cli import UserError
 from infra.distributed import StopSignals, World
 from model import GPT

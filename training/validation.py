@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from data.shards import IGNORED, val_batch, val_windows
+from data.batches import val_batch, val_windows
+from data.dataset import IGNORED
 from training.attention_statistics import STATISTICS, model_statistics
 from training.run_log import RunLog, finite
 from training.state import TrainState

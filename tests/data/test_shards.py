@@ -1,36 +1,22 @@
-"""data/: the shard format and its damages, batches as pure functions, tokenisers, the Python corpus."""
+"""Shards and their damages, dataset.json, the token stream, batches as pure functions."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from data import batches, dataset
+from data.batches import train_batch, val_batch, val_windows
+from data.dataset import TokenStream, begin_dataset, dataset_info, finish_dataset
+from data.shards import ShardWriter, open_shard, write_shard
+from infra.cli import UserError
 
-from data import python_source, shards  # noqa: E402
-from data.shards import (  # noqa: E402
-    TokenStream,
-    dataset_info,
-    open_shard,
-    train_batch,
-    val_batch,
-    val_windows,
-    write_shard,
-)
-from data.tokenizer import get_tokenizer  # noqa: E402
-from infra.cli import UserError  # noqa: E402
-
-needs_gpt2 = pytest.mark.skipif(
-    "TIKTOKEN_CACHE_DIR" not in os.environ, reason="TIKTOKEN_CACHE_DIR is not set: gpt2 needs its files"
-)
 LENGTHS = (7, 1, 50, 3, 40)  # shard sizes of `stream`: 101 tokens, shorter and longer than a window
 
 
@@ -140,7 +126,7 @@ def test_missing_data_says_how_to_prepare_it(tmp_path: Path) -> None:
     for folder in (tmp_path / "none", tmp_path):
         with pytest.raises(UserError) as error:
             TokenStream(folder, "train")
-        one_line(error, folder, "data/python_source.py", "README.md")
+        one_line(error, folder, "data.python_source", "README.md")
 
 
 def test_gaps_and_mixtures_are_refused(tmp_path: Path) -> None:
@@ -176,17 +162,16 @@ def test_several_val_shards_before_train(tmp_path: Path) -> None:
 
 
 def make_dataset(folder: Path) -> None:
-    shards.begin_dataset(folder)
-    info = {"dataset": "toy", "tokenizer": "bytes", "vocab_size": 257, "source": "test", "splits": {}}
-    files: list[dict] = []
+    begin_dataset(folder)
+    info: dict[str, Any] = {"dataset": "toy", "tokenizer": "bytes", "vocab_size": 257, "source": "test"}
+    info |= {"splits": {}, "shards": []}
     for index, split in enumerate(("val", "train")):
-        with shards.ShardWriter(folder, "toy", split, 4, len(files)) as writer:
+        with ShardWriter(folder, "toy", split, 4, len(info["shards"])) as writer:
             writer.add([1 + index, 2, 3])
             writer.add(np.arange(7))
-        files += writer.files
-        counts = {"tokens": writer.n_tokens, "documents": 2, "shards": len(writer.files)}
-        info["splits"][split] = counts | {"sha256": writer.sha256()}  # type: ignore[index]
-    shards.finish_dataset(folder, info | {"shards": files})
+        info["shards"] += writer.files
+        info["splits"][split] = writer.counts(2)
+    finish_dataset(folder, info)
 
 
 def test_dataset_info_round_trip_and_default(tmp_path: Path) -> None:
@@ -226,7 +211,7 @@ def test_shards_must_be_those_in_dataset_json(tmp_path: Path) -> None:
 
 def test_unfinished_dataset_is_refused(tmp_path: Path) -> None:
     make_dataset(tmp_path)
-    shards.begin_dataset(tmp_path)
+    begin_dataset(tmp_path)
     with pytest.raises(UserError) as error:
         TokenStream(tmp_path, "train")
     one_line(error, tmp_path, "did not finish")
@@ -279,7 +264,7 @@ def test_counts_beyond_int32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     size = 10**8
     write_train(tmp_path, [np.array([1])] * 103)
     huge = iter(np.broadcast_to(np.uint16(i), (size,)) for i in range(103))
-    monkeypatch.setattr(shards, "open_shard", lambda path, vocab_size: next(huge))
+    monkeypatch.setattr(dataset, "open_shard", lambda path, vocab_size: next(huge))
     stream = TokenStream(tmp_path, "train")
     assert stream.n_tokens == 103 * size
     assert stream.read(102 * size - 2, 4).tolist() == [101, 101, 102, 102]
@@ -338,27 +323,27 @@ def test_shuffled_is_a_permutation_of_windows_per_epoch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 16, 17, 64, 65, 1000, 4097])
 def test_permutation_is_exact(n: int) -> None:
-    images = [shards._permute(np.arange(n), n, seed, epoch) for seed in (0, 2**62) for epoch in (0, 1, 2)]
+    images = [batches._permute(np.arange(n), n, seed, epoch) for seed in (0, 2**62) for epoch in (0, 1, 2)]
     for image in images:
         assert sorted(image.tolist()) == list(range(n))
     if n >= 16:
         assert len({tuple(image) for image in images}) == 6
     some = np.array([n - 1, 0])  # any subset, in any order, has the same images
-    np.testing.assert_array_equal(shards._permute(some, n, 0, 1), images[1][some])
+    np.testing.assert_array_equal(batches._permute(some, n, 0, 1), images[1][some])
 
 
 def test_permutation_is_unbiased() -> None:
     """Where place 3 of 10 goes over 4000 epochs; and neighbours do not stay neighbours."""
-    counts = np.bincount([shards._permute(np.array([3]), 10, 0, e)[0] for e in range(4000)], minlength=10)
+    counts = np.bincount([batches._permute(np.array([3]), 10, 0, e)[0] for e in range(4000)], minlength=10)
     assert (np.abs(counts - 400) < 5 * 20).all()  # 5 standard deviations
-    image = shards._permute(np.arange(10**5), 10**5, 0, 0)
+    image = batches._permute(np.arange(10**5), 10**5, 0, 0)
     assert (np.abs(np.diff(image)) == 1).sum() < 20  # 2 are expected by chance
     assert abs(np.corrcoef(np.arange(10**5), image)[0, 1]) < 0.02
 
 
 def test_permutation_is_fixed_forever() -> None:
     """Runs are compared across versions of numpy and of this repo: the order must not change."""
-    assert shards._permute(np.arange(10), 10, 1337, 0).tolist() == [9, 5, 0, 8, 3, 7, 1, 2, 4, 6]
+    assert batches._permute(np.arange(10), 10, 1337, 0).tolist() == [9, 5, 0, 8, 3, 7, 1, 2, 4, 6]
 
 
 def test_batches_refuse_what_is_out_of_range(stream: TokenStream) -> None:
@@ -397,184 +382,3 @@ def test_too_short_for_one_window(stream: TokenStream) -> None:
     with pytest.raises(UserError) as error:
         val_windows(stream, 9, 10)
     one_line(error, stream.folder, "9 tokens", "window of 10")
-
-
-# ---------------------------------------------------------------- tokenisers
-
-
-def test_bytes_tokenizer() -> None:
-    encoding = get_tokenizer("bytes")
-    assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
-    for text in ("", "a" * 1000, "\r\n\t\x00", "é漢🎉" * 50, "x<|endoftext|>y"):
-        assert encoding.encode_ordinary(text) == list(text.encode())
-        assert encoding.decode(encoding.encode_ordinary(text)) == text
-    assert encoding.decode([256]) == "<|endoftext|>"
-
-
-@needs_gpt2
-def test_gpt2_tokenizer() -> None:
-    encoding = get_tokenizer("gpt2")
-    assert (encoding.n_vocab, encoding.eot_token) == (50257, 50256)
-    assert encoding.encode_ordinary("Hello world") == [15496, 995]
-    assert 50256 not in encoding.encode_ordinary("<|endoftext|>")
-
-
-def test_tokenizer_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError) as error:
-        get_tokenizer("gpt3")
-    one_line(error, "'gpt3'", "bytes, gpt2")
-
-    def unreachable(name: str) -> None:
-        raise ConnectionError("no route\nto host")
-
-    monkeypatch.setattr("tiktoken.get_encoding", unreachable)
-    with pytest.raises(UserError) as error:
-        get_tokenizer("gpt2")
-    one_line(error, "TIKTOKEN_CACHE_DIR", "no route to host")
-
-
-# ---------------------------------------------------------------- the Python corpus
-
-
-@pytest.fixture
-def sources(tmp_path: Path) -> Path:
-    """20 documents of 30 to 40,000 bytes, and what must be left out."""
-    root = tmp_path / "lib"
-    rng = np.random.default_rng(1)
-    for i in range(20):
-        path = root / f"package{i % 3}" / f"module{i}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        body = "".join(f"x{n} = '<|endoftext|> é'\r\n" for n in rng.integers(0, 999, 1 + i * i * 4))
-        path.write_bytes(f"# {i}\n{body}".encode())
-    (root / "copy.py").write_bytes((root / "package0" / "module0.py").read_bytes())
-    (root / "empty.py").write_bytes(b"")
-    (root / "latin1.py").write_bytes(b"# \xe9\n")
-    (root / "data.txt").write_text("no python")
-    (root / "_sysconfigdata_x.py").write_text("generated")
-    for folder in ("test", "package0/tests", "site-packages", "__pycache__", "config-3.11"):
-        (root / folder).mkdir()
-        (root / folder / "a.py").write_text("left out")
-    return root
-
-
-def documents_of(folder: Path, split: str, tokenizer: str) -> list[str]:
-    encoding, stream = get_tokenizer(tokenizer), TokenStream(folder, split)
-    tokens = stream.read(0, stream.n_tokens)
-    ends = np.flatnonzero(tokens == encoding.eot_token)
-    assert ends[0] == 0
-    return [encoding.decode(part[1:].tolist()) for part in np.split(tokens, ends[1:])]
-
-
-@pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=needs_gpt2)])
-def test_corpus_is_the_sources_split_by_file(sources: Path, tmp_path: Path, tokenizer: str) -> None:
-    out = tmp_path / "out"
-    info = python_source.build({"": sources}, out, tokenizer, shard_size=10_000, val_fraction=0.2)
-    val, train = documents_of(out, "val", tokenizer), documents_of(out, "train", tokenizer)
-    expected = [path.read_bytes().decode() for path in sources.glob("package?/*.py")]
-    assert sorted(val + train) == sorted(expected) and len(expected) == 20
-    n_bytes = {"val": sum(map(len, val)), "train": sum(map(len, train))}
-    assert 0.1 < n_bytes["val"] / sum(n_bytes.values()) <= 0.2
-    assert len(val) >= 2 and train != sorted(train)
-    assert info == dataset_info(out)
-    for split, texts in (("val", val), ("train", train)):
-        counts = info["splits"][split]
-        stream = TokenStream(out, split)
-        assert (counts["tokens"], counts["documents"]) == (stream.n_tokens, len(texts))
-        assert counts["shards"] == len(list(out.glob(f"python_{split}_*.bin"))) > 1
-    for entry in info["shards"]:
-        raw = (out / entry["file"]).read_bytes()
-        assert hashlib.sha256(raw).hexdigest() == entry["sha256"]
-        assert len(raw) == 1024 + 2 * entry["tokens"]
-
-
-def test_corpus_is_the_same_for_any_shard_size(sources: Path, tmp_path: Path) -> None:
-    infos = [python_source.build({"": sources}, tmp_path / f"{n}", shard_size=n) for n in (999, 10**8)]
-    for split in ("val", "train"):
-        assert len({info["splits"][split]["sha256"] for info in infos}) == 1
-
-
-def test_corpus_is_reused_or_built_anew(
-    sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-
-    def build(shard_size: int = 50_000) -> str:
-        python_source.build({"": sources}, out, shard_size=shard_size)
-        return capsys.readouterr().out
-
-    assert "written" in build()
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    again = build()
-    assert again.count("\n") == 1 and "nothing to do" in again
-    shard = out / "python_train_000002.bin"
-    shard.write_bytes(before[shard.name][:-2])
-    assert f"building anew: {shard}: truncated" in build()
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
-    (out / "dataset.json").unlink()  # as after an interrupted run
-    (out / "dataset.unfinished").touch()
-    assert "did not finish" in build()
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
-    assert "made with shard_size = 50000, now 60000" in build(60_000)
-    assert "nothing to do" in build(60_000)
-
-
-def test_corpus_spares_another_dataset(sources: Path, tmp_path: Path) -> None:
-    make_dataset(tmp_path / "toy")
-    with pytest.raises(UserError) as error:
-        python_source.build({"": sources}, tmp_path / "toy")
-    one_line(error, tmp_path / "toy", "another dataset")
-    assert TokenStream(tmp_path / "toy", "train").n_tokens == 10
-
-
-def test_corpus_without_sources(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as error:
-        python_source.build({"": tmp_path / "none"}, tmp_path / "out")
-    one_line(error, tmp_path / "none", "no such folder")
-    (tmp_path / "lib").mkdir()
-    with pytest.raises(UserError) as error:
-        python_source.build({"": tmp_path / "lib"}, tmp_path / "out")
-    one_line(error, "0 Python files")
-    assert not (tmp_path / "out").exists()
-
-
-def test_missing_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "python311.zip"))
-    with pytest.raises(UserError) as error:
-        python_source.source_roots(False)
-    one_line(error, tmp_path / "python311.zip")
-
-
-def run_script(*args: str) -> subprocess.CompletedProcess[str]:
-    script = str(ROOT / "data" / "python_source.py")
-    return subprocess.run([sys.executable, script, *args], capture_output=True, text=True, cwd="/")
-
-
-@pytest.mark.parametrize(
-    ("args", "part"),
-    [
-        (["--tokenizer", "gpt3"], "'gpt3'"),
-        (["--shard-size", "0"], "whole number from 1"),
-        (["--val-fraction", "1.5"], "between 0 and 1"),
-        (["--shard", "5"], "--shard"),
-        (["--out", __file__], "expected a folder"),
-    ],
-)
-def test_wrong_options_are_one_line(args: list[str], part: str) -> None:
-    result = run_script(*args)
-    assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-    assert part in result.stderr
-
-
-def test_real_corpus(tmp_path: Path) -> None:
-    """The script itself, from another folder, on this Python's library."""
-    result = run_script("--out", str(tmp_path / "out"))
-    assert (result.returncode, result.stderr) == (0, "")  # no progress bar: stderr is no terminal
-    train, val = TokenStream(tmp_path / "out", "train"), TokenStream(tmp_path / "out", "val")
-    assert train.n_tokens > 5_000_000
-    assert val.n_tokens > 300_000
-    sizes = [len(text) for text in documents_of(tmp_path / "out", "val", "bytes")]
-    assert min(sizes) < 16_384 and max(sizes) > 65_536
-    assert 0.03 < val.n_tokens / (val.n_tokens + train.n_tokens) <= 0.051

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from fake_hub import FakeHub
-from test_train import CPU, ROOT, metrics, run_script, train
+from launch import build, metrics, run, run_script
 from torch.nn import functional as F
 
 from config import load_config
 from data import squad
-from data.check import main as check_main
-from data.shards import IGNORED, TokenStream, train_batch, val_batch
+from data.batches import train_batch, val_batch
+from data.dataset import IGNORED, TokenStream
 from data.tokenizer import get_tokenizer
+from data.verify import Verification
 from evals.common import open_validation
 from infra.cli import UserError
-from train import Trainer
+from train import forward_backward, start_or_resume
+from training.state import TrainState
 
 torch.set_num_threads(1)
 BYTES = get_tokenizer("bytes")
@@ -60,7 +57,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
     squad.main()
 
 
-def test_sequences_and_masks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_and_masks(folder: Path) -> None:
     """Every tenth article is held out; what counts is the first answer and the end-of-text."""
     for split, titles in (("val", [0, 10]), ("train", [i for i in range(20) if i not in (0, 10)])):
         stream = TokenStream(folder, split)
@@ -75,8 +72,7 @@ def test_sequences_and_masks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
             assert row[0] == row[end] == BYTES.eot_token and not any(row[end + 1 :])
             assert BYTES.decode(row[1:end]) == prompt + answer
             assert mask.nonzero()[0].tolist() == list(range(1 + len(prompt), end + 1))
-    monkeypatch.setattr(sys, "argv", ["shards.py", "verify", str(folder)])
-    check_main()
+    assert Verification(folder).problems == []
 
 
 def test_batches_name_what_does_not_count(folder: Path) -> None:
@@ -109,25 +105,27 @@ def test_too_long_ones_are_counted(
     assert TokenStream(tmp_path / "out", "train").n_tokens == 60 * 64
 
 
-def test_from_the_hub(tmp_path: Path) -> None:
-    repo = tmp_path / "repo" / "squad_v2"
-    repo.mkdir(parents=True)
-    for name, n in (("train", 5), ("validation", 2)):
-        rows = [
-            {"title": "t", "context": f"{name} {i}", "question": "q?", "answers": {"text": ["a"] * (i > 0)}}
-            for i in range(n + 1)
-        ]
-        pq.write_table(pa.Table.from_pylist(rows), repo / f"{name}-00000-of-00001.parquet")
-    with FakeHub({squad.HUB_NAME: tmp_path / "repo"}) as hub:
-        env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
-        command = [sys.executable, "data/squad.py", "--tokenizer", "bytes", "--seq-len", "64"]
-        command += ["--out", str(tmp_path / "out")]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+def test_from_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows(name: str, n: int) -> list[dict[str, Any]]:
+        texts: list[list[str]] = [[], *[["a", "b"]] * n]
+        common = {"title": "t", "question": "q?"}
+        return [common | {"context": f"{name} {i}", "answers": {"text": t}} for i, t in enumerate(texts)]
+
+    found = {"train": rows("train", 5), "validation": rows("validation", 2)}
+    monkeypatch.setattr("datasets.load_dataset", lambda name: found if "squad_v2" in name else {})
+    prepare(monkeypatch, "--out", tmp_path / "out")
     train, val = TokenStream(tmp_path / "out", "train"), TokenStream(tmp_path / "out", "val")
     assert (train.n_tokens, val.n_tokens) == (5 * 64, 2 * 64)
     assert BYTES.decode(val.read(1, 12).tolist()) == "validation 1"
-    assert not (tmp_path / "out" / "download").exists()
+
+    def unreachable(name: str) -> None:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    with pytest.raises(UserError, match="no route to host.*--train train-v2.0.json"):
+        prepare(monkeypatch, "--out", tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -185,9 +183,9 @@ dir = "{tmp_path / "runs"}"
     return path
 
 
-def answer_loss(trainer: Trainer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def answer_loss(state: TrainState, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """The mean over all targets that count, from full logits."""
-    logits = trainer.raw_model(x)
+    logits = state.raw_model(x)
     return F.cross_entropy(logits[y != IGNORED], y[y != IGNORED])
 
 
@@ -195,30 +193,30 @@ def test_loss_is_the_mean_over_answers(config_path: Path) -> None:
     """Of the whole step, also when its micro-batches have different numbers of targets; gradients, too."""
     gradients = []
     for micro in ("8", "2", "1"):
-        trainer = Trainer(load_config(config_path, ["--train.micro-batch", micro]), CPU)
-        x, y = map(torch.from_numpy, train_batch(trainer.train_stream, 0, 8, 64, "shuffled", seed=1337))
-        expected = answer_loss(trainer, x, y)
-        loss = trainer.forward_backward(trainer.read_batch(0))
+        state = build(config_path, "--train.micro-batch", micro)
+        x, y = map(torch.from_numpy, train_batch(state.batches.stream, 0, 8, 64, "shuffled", seed=1337))
+        expected = answer_loss(state, x, y)
+        loss = forward_backward(state, state.batches.read(0))
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-        gradients.append(trainer.raw_model.embedding.weight.grad)
-        (wanted,) = torch.autograd.grad(expected, trainer.raw_model.embedding.weight)
+        gradients.append(state.raw_model.embedding.weight.grad)
+        (wanted,) = torch.autograd.grad(expected, state.raw_model.embedding.weight)
         torch.testing.assert_close(gradients[-1], wanted, atol=1e-6, rtol=1e-4)
 
 
 def test_training_lowers_it_and_validates_on_it(config_path: Path) -> None:
-    run = train(config_path)
-    loss = metrics(run, "loss")
+    run_dir = run(config_path)
+    loss = metrics(run_dir, "loss")
     assert loss[30] < 0.5 * loss[1]
-    trainer = Trainer(load_config(run / "config.toml"), CPU)
-    trainer.open_run()
-    x, y = map(torch.from_numpy, val_batch(trainer.val_stream, 0, 5, 64))
+    state = build(run_dir / "config.toml")
+    start_or_resume(state)
+    x, y = map(torch.from_numpy, val_batch(state.val_stream, 0, 5, 64))
     with torch.no_grad():
-        expected = answer_loss(trainer, x, y).item()
-    assert metrics(run, "val_loss")[30] == pytest.approx(expected, rel=1e-5)
+        expected = answer_loss(state, x, y).item()
+    assert metrics(run_dir, "val_loss")[30] == pytest.approx(expected, rel=1e-5)
 
 
 def test_processes_change_nothing(config_path: Path) -> None:
-    alone = metrics(train(config_path, "--name", "one", "--train.max-steps", "4"), "loss")
+    alone = metrics(run(config_path, "--name", "one", "--train.max-steps", "4"), "loss")
     options = ("--name", "two", "--train.max-steps", "4", "--train.micro-batch", "2", "--train.device", "cpu")
     done = run_script(config_path, *options, processes=2)
     assert done.returncode == 0, done.stderr
@@ -228,7 +226,7 @@ def test_processes_change_nothing(config_path: Path) -> None:
 
 def test_refusals(config_path: Path, folder: Path) -> None:
     with pytest.raises(UserError, match="train.seq_len = 32: .* has sequences of 64 tokens"):
-        Trainer(load_config(config_path, ["--train.seq-len", "32"]), CPU)
+        build(config_path, "--train.seq-len", "32")
     with pytest.raises(UserError, match="made for fine-tuning, no running text"):
         open_validation(load_config(config_path), None)
     assert load_config("configs/ssmax_paper/sft.toml").train.max_steps == 10 * (86_821 // 128)

@@ -14,7 +14,7 @@ from test_model import make_gpt, random_tokens
 import model
 import train
 from config import AttentionConfig
-from data.shards import TokenStream
+from data.dataset import TokenStream
 from evals import diagnose
 from infra.files import read_jsonl
 from positions import RopeScaling

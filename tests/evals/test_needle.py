@@ -13,7 +13,8 @@ from test_model import make_gpt, random_tokens
 from test_sample import prefer_untokenised
 
 from config import Config, config_from_dict
-from data.shards import finish_dataset, write_shard
+from data.dataset import finish_dataset
+from data.shards import write_shard
 from data.tokenizer import get_tokenizer
 from evals import needle
 from evals.needle import proportion

@@ -8,7 +8,8 @@ import torch
 from launch import build
 
 from config import load_config
-from data.shards import TokenStream, train_batch
+from data.batches import train_batch
+from data.dataset import TokenStream
 from infra.cli import UserError
 from infra.distributed import World
 from training.loader import BatchLoader, split_batch

@@ -1,0 +1,155 @@
+"""Batches: pure functions of (stream, step, seed).
+
+There is no loader state to save, and any number of processes reads the same global batch, each its own rows.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+
+from data.dataset import IGNORED, TokenStream
+from infra.cli import UserError
+
+FEISTEL_ROUNDS = 8
+PERMUTED_AT_ONCE = 1024  # windows: a Feistel network on a few at a time is all overhead
+
+
+def train_batch(
+    stream: TokenStream,
+    step: int,
+    n_seq: int,
+    seq_len: int,
+    order: Literal["sequential", "shuffled"],
+    seed: int,
+    first: int = 0,
+    count: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [first, first + count) of the `n_seq` sequences of a step: a pure function of the arguments.
+
+    Sequence i of step s is window w = s * n_seq + i.
+    sequential: it starts at token w * seq_len of the endless stream, so nothing is dropped at its end.
+    shuffled: an epoch is the n_tokens // seq_len whole windows of the stream, in a permutation of its own.
+
+    Args:
+        step: from 0.
+        n_seq: sequences of the step over all processes.
+        seq_len: T, in tokens.
+        seed: of the permutations, >= 0; sequential order ignores it.
+        first, count: the slice for one process and micro-batch; count None: all that follow.
+    Returns:
+        x, y, both (count, T) int64; y is x one token later in the stream, -100 where the mask is 0.
+    Raises:
+        UserError: the stream is too short for one window.
+    """
+    count = n_seq - first if count is None else count
+    if step < 0 or seq_len < 1 or count < 0 or not 0 <= first <= first + count <= n_seq:
+        raise ValueError(
+            f"step {step}, seq_len {seq_len}, rows [{first}, {first + count}) of {n_seq}: out of range"
+        )
+    _check_length(stream, seq_len)
+    window = step * n_seq + first
+    if order == "sequential":
+        return _read_windows(stream, window, count, seq_len)
+    if order != "shuffled":
+        raise ValueError(f"order = {order!r}: expected sequential or shuffled")
+    x, y = np.empty((count, seq_len), np.int64), np.empty((count, seq_len), np.int64)
+    for row, shuffled in enumerate(_shuffled_windows(window, count, stream.n_tokens // seq_len, seed)):
+        x[row : row + 1], y[row : row + 1] = _read_windows(stream, shuffled, 1, seq_len)
+    return x, y
+
+
+def val_windows(stream: TokenStream, n_tokens: int, seq_len: int) -> int:
+    """How many windows of `seq_len` predictions fit the first `n_tokens` predictions of the stream.
+
+    Fewer if the stream is shorter: its first token is not predicted. To score exactly the same tokens at
+    several lengths, ask for an `n_tokens` that all of them divide and the stream holds.
+
+    Raises:
+        UserError: not even one window fits.
+    """
+    _check_length(stream, seq_len)
+    if n_tokens < seq_len:
+        raise UserError(f"{n_tokens} tokens of {stream.folder}: expected at least one window of {seq_len}")
+    return min(n_tokens, stream.n_tokens - 1) // seq_len
+
+
+def val_batch(stream: TokenStream, first: int, count: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Windows [first, first + count), consecutive from the stream's start.
+
+    Returns:
+        x, y, as `train_batch` does. The tokens, in order, are the same for every T.
+    Raises:
+        UserError: the stream is too short for one window.
+    """
+    _check_length(stream, seq_len)
+    if first < 0 or count < 0 or (first + count) * seq_len >= stream.n_tokens:
+        raise ValueError(f"windows [{first}, {first + count}) of {seq_len}: beyond {stream.n_tokens} tokens")
+    return _read_windows(stream, first, count, seq_len)
+
+
+def _check_length(stream: TokenStream, seq_len: int) -> None:
+    if stream.n_tokens < seq_len + 1:
+        raise UserError(
+            f"{stream.folder}: the {stream.split} split has {stream.n_tokens} tokens: expected at least "
+            f"{seq_len + 1} for one window of length {seq_len}"
+        )
+
+
+def _read_windows(stream: TokenStream, first: int, count: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Consecutive windows of the endless stream: x, y, both (count, T) int64, y masked."""
+    tokens = stream.read(first * seq_len, count * seq_len + 1)
+    x = tokens[:-1].reshape(-1, seq_len)  # (count * T + 1,) -> (count, T)
+    y = tokens[1:].reshape(-1, seq_len).copy()  # a copy: else x and y would share memory
+    if stream.mask is not None:
+        counts = stream.mask.read(first * seq_len + 1, count * seq_len).reshape(-1, seq_len)
+        y[counts == 0] = IGNORED
+    return x, y
+
+
+def _shuffled_windows(window: int, count: int, n_windows: int, seed: int) -> list[int]:
+    """The windows of the stream at places [window, window + count) of the shuffled order."""
+    shuffled: list[int] = []
+    while len(shuffled) < count:
+        epoch, place = divmod(window + len(shuffled), n_windows)
+        chunk, first = divmod(place, PERMUTED_AT_ONCE)
+        permuted = _permuted_chunk(chunk, n_windows, seed, epoch)
+        shuffled += permuted[first : first + count - len(shuffled)].tolist()
+    return shuffled
+
+
+@lru_cache(maxsize=4)  # of 8 KB each; the next micro-batches want the same chunk
+def _permuted_chunk(chunk: int, n_windows: int, seed: int, epoch: int) -> np.ndarray:
+    start = chunk * PERMUTED_AT_ONCE
+    return _permute(np.arange(start, min(n_windows, start + PERMUTED_AT_ONCE)), n_windows, seed, epoch)
+
+
+def _permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
+    """Images of `index` (k,) under a permutation of range(n) that (seed, epoch) fixes, in O(k) memory.
+
+    A Feistel network permutes the smallest 2^(2 * half) >= n; where that leads out of range(n), walk on
+    along the cycle until it comes back: again a permutation, after less than 4 walks on average.
+    """
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    # The seed last: it may fill two 32-bit words, and then (seed, epoch) would be ambiguous.
+    keys = np.random.SeedSequence([epoch, seed]).generate_state(FEISTEL_ROUNDS, np.uint64)
+    image = index.astype(np.uint64)
+    outside = np.arange(len(index))
+    while len(outside):
+        walked = _feistel(image[outside], half, keys)
+        image[outside] = walked
+        outside = outside[walked >= n]
+    return image.astype(np.int64)
+
+
+def _feistel(x: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
+    shift, mask = np.uint64(half), np.uint64(2**half - 1)
+    left, right = x >> shift, x & mask
+    for key in keys:
+        mixed = right ^ key  # splitmix64's finaliser; uint64 products wrap
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
+    return (left << shift) | right
