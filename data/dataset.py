@@ -154,7 +154,7 @@ class TokenStream:
 
     Attributes:
         folder, split: where it is read from.
-        info: the `dataset_info`; vocab_size is taken from there.
+        info: the `dataset_info`; vocab_size is one of its keys.
         n_tokens, n_shards: length of the stream, and the number of its files.
         mask: the stream of its mask, or None.
     Raises:

@@ -352,6 +352,8 @@ def _tokenise_all(source: Source, cutter: ShardCutter, options: dict[str, Any], 
                 if cutter.is_complete:
                     break
             cutter.finish()
+    except OSError as e:  # of the files in `folder`, also in a worker
+        raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

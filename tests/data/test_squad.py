@@ -144,7 +144,7 @@ def test_bad_input(
     (tmp_path / "bad.json").write_text(text)
     with pytest.raises(UserError, match=message):
         prepare(monkeypatch, "--train", tmp_path / "bad.json", "--out", tmp_path / "out", *args)
-    with pytest.raises(UserError):  # nobody trains on what was not finished
+    with pytest.raises(UserError):  # an unfinished dataset cannot be trained on
         TokenStream(tmp_path / "out", "train")
 
 

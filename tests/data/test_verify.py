@@ -311,7 +311,7 @@ def test_info_shows_what_is_there(tmp_path: Path) -> None:
 
 def test_info_needs_no_vocabulary_files(dataset: Path, tmp_path: Path) -> None:
     edit_info(dataset, "tokenizer", value="gpt2")
-    proxy = "http://127.0.0.1:9"  # nobody answers
+    proxy = "http://127.0.0.1:9"  # closed
     result = run("info", dataset, TIKTOKEN_CACHE_DIR=str(tmp_path), HTTPS_PROXY=proxy, https_proxy=proxy)
     assert (result.returncode, result.stderr) == (0, "")
     assert "not shown: tokenizer 'gpt2'" in result.stdout
