@@ -42,13 +42,7 @@ def make_normaliser(options: AttentionConfig, n_head: int, head_dim: int, train_
     return normaliser
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    normaliser: NormaliserModule,
-    engine: Engine = "auto",
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, engine: Engine = "auto") -> Tensor:
     """Causal attention: normaliser.weights(q, k) @ v.
 
     Args:

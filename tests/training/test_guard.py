@@ -94,10 +94,7 @@ ERROR = "raise UserError('data/x.bin: cannot be read')", "rank 1: data/x.bin: ca
 
 @pytest.mark.parametrize(
     ("what", "expected"),
-    [
-        ("loss = loss * math.nan", "step 5: loss nan on rank 1"),
-        pytest.param(*ERROR, marks=pytest.mark.slow),
-    ],
+    [("loss = loss * math.nan", "step 5: loss nan on rank 1"), pytest.param(*ERROR, marks=pytest.mark.slow)],
 )
 def test_what_happens_on_one_rank_ends_all(tiny_config: Path, tmp_path: Path, what: str, expected: str):
     process = start(tiny_config, script=patched_script(tmp_path, what, rank=1), processes=2)
