@@ -136,10 +136,9 @@ class SplitAndRotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        cos, sin = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]  # (T, 1, D)
         ctx.save_for_backward(cos, sin)
-        qk = qkv[:, :, :2].flatten(2, 3)  # (B, T, 2H, D)
-        rotated = _rotate(qk, cos, sin).to(qkv.dtype).unflatten(2, (2, -1))
+        rotated = qkv.new_empty(*qkv.shape[:2], 2, *qkv.shape[3:])  # (B, T, 2, H, D)
+        _rotate((qkv[:, :, 0], qkv[:, :, 1]), cos, sin, out=rotated)
         q, k = rotated.permute(2, 0, 3, 1, 4)
         return q, k, qkv[:, :, 2].transpose(1, 2)
 
@@ -149,17 +148,21 @@ class SplitAndRotate(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         dq, dk, dv = (d.transpose(1, 2) for d in grads)  # (B, T, H, D) each
         d_qkv = dv.new_empty(*dv.shape[:2], 3, *dv.shape[2:])
-        for i, d in enumerate((dq, dk)):
-            _rotate(d, cos, -sin, out=d_qkv[:, :, i])
+        _rotate((dq, dk), cos, -sin, out=d_qkv)
         d_qkv[:, :, 2] = dv
         return d_qkv, None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
-    """x * cos + swapped halves of x * sin, in float32; x (B, T, H, D), cos and sin (T, 1, D)."""
-    half = x.shape[-1] // 2
-    y = out if out is not None and out.dtype == torch.float32 else x.new_empty(x.shape, dtype=torch.float32)
-    torch.mul(x, cos, out=y)
-    y[..., :half].addcmul_(x[..., half:], sin[..., :half])
-    y[..., half:].addcmul_(x[..., :half], sin[..., half:])
-    return y if out is None or y is out else out.copy_(y)
+def _rotate(pair: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    """out[:, :, i] = pair[i] * cos + swapped halves of pair[i] * sin, in float32; pair (B, T, H, D) each."""
+    n_head, half = out.shape[3], out.shape[4] // 2
+    cos, sin = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]  # (T, 1, D)
+    if out.device.type == "cpu":  # a broadcast over heads would cut the vectorised loops to D elements
+        cos, sin = (t.expand(-1, n_head, -1).contiguous() for t in (cos, sin))
+    for i, x in enumerate(pair):
+        y = out[:, :, i] if out.dtype == torch.float32 else x.new_empty(x.shape, dtype=torch.float32)
+        torch.mul(x, cos, out=y)
+        y[..., :half].addcmul_(x[..., half:], sin[..., :half])
+        y[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        if out.dtype != torch.float32:
+            out[:, :, i] = y
