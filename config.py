@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
+import json
 import re
 import sys
 import tomllib
@@ -84,11 +85,7 @@ class ModelConfig(Section):
 
 
 class OptionErrors(ValueError):
-    """Problems with a normaliser's options, as `_problems` returns them."""
-
-    def __init__(self, problems: list[tuple[str, str]]) -> None:
-        super().__init__("\n".join(text for _, text in problems))
-        self.problems = problems
+    """Problems with a normaliser's options, as `_problems` returns them: its only argument."""
 
 
 class AttentionConfig(Section):
@@ -328,6 +325,8 @@ def may_change_on_resume(key: str) -> bool:
 
 # ---------------------------------------------------------------- reading and writing
 
+Values = dict[str, tuple[Any, str]]  # dotted key -> (value, the file or "command line" that it is from)
+
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read a config file with its bases, apply `--section.key value` overrides, validate.
@@ -340,16 +339,14 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         UserError: one line for each problem found.
     """
     path = Path(path)
-    values, sources = _read_file(path, ())
-    sweep = values.pop("sweep", {})
-    values.setdefault("name", path.stem)
-    for key, value in _parse_overrides(overrides or []):
-        _put(values, key.split("."), value, "command line", sources)
-        sweep.pop(key, None)
-    if sweep:
-        options = " ".join(f"--{key} ..." for key in sweep)
+    values, sweep = _read_file(path, ())
+    values.setdefault("name", (path.stem, str(path)))
+    chosen = _parse_overrides(overrides or [])
+    values |= {key: (value, "command line") for key, value in chosen.items()}
+    if left := sweep.keys() - chosen.keys():
+        options = " ".join(f"--{key} ..." for key in sorted(left))
         raise UserError(f"{path}: describes a sweep: python sweep.py {path}, or choose one run by {options}")
-    return _validate(values, sources, str(path))
+    return _validate(values, str(path))
 
 
 def expand_sweep(path: str | Path, overrides: list[str] | None = None) -> list[list[str]]:
@@ -362,17 +359,15 @@ def expand_sweep(path: str | Path, overrides: list[str] | None = None) -> list[l
     Raises:
         UserError: the file cannot be read, or a key has no list of values.
     """
-    path = Path(path)
-    sweep = _read_file(path, ())[0].get("sweep", {})
-    for key, _ in _parse_overrides(overrides or []):
-        sweep.pop(key, None)
+    path, chosen = Path(path), _parse_overrides(overrides or [])
+    sweep = {key: values for key, values in _read_file(path, ())[1].items() if key not in chosen}
     runs = []
     for values in itertools.product(*sweep.values()):
-        chosen = dict(zip(sweep, values, strict=True))
-        overrides = [text for key, value in chosen.items() for text in (f"--{key}", _toml_value(value))]
-        parts = [f"{key.rpartition('.')[2]}={value}" for key, value in chosen.items()]
+        pairs = list(zip(sweep, values, strict=True))
+        parts = [f"{key.rpartition('.')[2]}={value}" for key, value in pairs]
         name = re.sub(r"[^A-Za-z0-9._=+-]", "-", "_".join([path.stem, *parts]))
-        runs.append([*overrides, "--name", name] if sweep else [])
+        run = [text for key, value in pairs for text in (f"--{key}", _toml_value(value))]
+        runs.append([*run, "--name", name] if sweep else [])
     return runs
 
 
@@ -382,7 +377,7 @@ def config_from_dict(values: dict[str, Any], source: str) -> Config:
     Raises:
         UserError: naming `source`, for each key that this version of the code does not accept.
     """
-    return _validate(values, {}, source)
+    return _validate({key: (value, source) for key, value in _flatten(values).items()}, source)
 
 
 def to_toml(config: Config) -> str:
@@ -405,8 +400,8 @@ def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespace]:
     """`script CONFIG.toml [--section.key value ...] [the parser's own flags]`.
 
-    --help prints the parser's flags, then every key of the config with its type, its value (that of the file,
-    if one is named) and its meaning, and exits with status 0.
+    --help prints the parser's flags, then every key with its type, its value (that of the file, if one is
+    named) and its meaning, and exits with status 0.
 
     Returns:
         The config, and the values of the parser's own flags.
@@ -415,35 +410,37 @@ def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespa
     """
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the config file")
     parser.usage = "%(prog)s CONFIG.toml [--section.key VALUE ...] [options]"
+    named = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
     if {"-h", "--help"} & set(sys.argv[1:]):
-        named = len(sys.argv) > 2 and not sys.argv[1].startswith("-")
-        print(parser.format_help() + "\n" + describe_keys(load_config(sys.argv[1]) if named else None))
+        config = load_config(sys.argv[1]) if named else Config(name="CONFIG")
+        print(f"{parser.format_help()}\n{describe_keys(config)}")
         sys.exit(0)
     args, overrides = parser.parse_known_args()
-    if args.config is None or not sys.argv[1:2] or sys.argv[1].startswith("-"):
+    if not named:
         raise UserError(f"expected a config file: {parser.prog} configs/lssar.toml (or --help)")
     return load_config(args.config, overrides), args
 
 
-def describe_keys(config: Config | None) -> str:
-    """Each key as "--section.key  TYPE = VALUE" and its meaning; values of the config, or the defaults."""
-    lines = ["config keys (in the file, or as options):"]
+def describe_keys(config: Config) -> str:
+    """Each key as "--section.key  TYPE = VALUE" and its meaning, the normaliser's options included."""
+    lines = ["config keys (in the file, or as options) and their values:"]
     sections: dict[str, type[Section]] = {"": Config, **SECTIONS}
     for section, cls in sections.items():
-        values = (config if not section else getattr(config, section)) if config else None
-        for name, field in cls.model_fields.items():
-            if name in SECTIONS:
-                continue
-            default = None if field.is_required() else field.get_default(call_default_factory=True)
-            value = default if values is None else getattr(values, name)
-            kind = str(field.annotation).removeprefix("<class '").removesuffix("'>").replace("typing.", "")
-            option = f"--{section}.{name}" if section else f"--{name}"
-            lines.append(f"\n  {option.replace('_', '-')}  {kind} = {value!r}\n      {field.description}")
+        values = getattr(config, section) if section else config
+        fields = {**cls.model_fields}
+        if isinstance(values, AttentionConfig):
+            fields |= type(values.definition).model_fields
+        for name, field in fields.items():
+            if name not in SECTIONS:
+                option = f"--{section}.{name}".replace("--.", "--").replace("_", "-")
+                kind = re.sub(r"<class '(\w+)'>|typing\.", r"\1", str(field.annotation))
+                meaning = field.description or NORMALISERS["phi"].model_fields[name].description
+                lines.append(f"\n  {option}  {kind} = {getattr(values, name)!r}\n      {meaning}")
     return "\n".join(lines)
 
 
-def _read_file(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-    """A file's values on top of its bases', and for each dotted key the file it came from."""
+def _read_file(path: Path, seen: tuple[Path, ...]) -> tuple[Values, dict[str, list[Any]]]:
+    """A file's values on top of its bases', and its own [sweep]."""
     if path.resolve() in seen:
         chain = " -> ".join(str(p.name) for p in (*seen, path.resolve()))
         raise UserError(f"{path}: base files form a cycle: {chain}")
@@ -458,51 +455,45 @@ def _read_file(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UserError(f"{path}: not valid TOML: {e}") from None
 
-    base = own.pop("base", None)
-    sweep = own.pop("sweep", {})
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
+    base, sweep = own.pop("base", None), own.pop("sweep", {})
+    values: Values = {}
     if base is not None:
         if not isinstance(base, str):
             raise UserError(f"{path}: base = {base!r}: expected the name of a config file")
-        values, sources = _read_file(path.parent / base, (*seen, path.resolve()))
+        values, _ = _read_file(path.parent / base, (*seen, path.resolve()))
         values.pop("name", None)
-        values.pop("sweep", None)
-    for key, value in _flatten(own).items():
-        _put(values, key.split("."), value, str(path), sources)
+    values |= {key: (value, str(path)) for key, value in _flatten(own).items()}
     if not isinstance(sweep, dict):
         raise UserError(f"{path}: sweep = {sweep!r}: expected a section")
-    for key, value in _flatten(sweep).items():
+    sweep = _flatten(sweep)
+    for key, value in sweep.items():
         if not isinstance(value, list) or not value:
             raise UserError(f"{path}: sweep: {key} = {value!r}: expected a list of values")
-    if sweep:
-        values["sweep"] = _flatten(sweep)
-    return values, sources
+    return values, sweep
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
 
 
-def _put(values: dict[str, Any], keys: list[str], value: Any, source: str, sources: dict[str, str]) -> None:
-    """Set values[a][b] = value. What stands in the way is left for validation to name."""
-    sources[".".join(keys)] = source
-    for key in keys[:-1]:
-        inner = values.setdefault(key, {})
-        if not isinstance(inner, dict):
-            inner = values[key] = {}
-        values = inner
-    values[keys[-1]] = value
+def _nest(values: Values) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, (value, _) in values.items():
+        *sections, name = key.split(".")
+        inner = nested
+        for section in sections:
+            if not isinstance(inner.get(section), dict):  # overwritten; validation reports it
+                inner[section] = {}
+            inner = inner[section]
+        inner[name] = value
+    return nested
 
 
-def _parse_overrides(args: list[str]) -> list[tuple[str, Any]]:
-    pairs, rest = [], list(args)
+def _parse_overrides(args: list[str]) -> dict[str, Any]:
+    values, rest = {}, list(args)
     while rest:
         arg = rest.pop(0)
         if not arg.startswith("--") or len(arg) == 2:
@@ -513,8 +504,8 @@ def _parse_overrides(args: list[str]) -> list[tuple[str, Any]]:
                 raise UserError(f"{arg}: expected a value after it")
             text = rest.pop(0)
         key = key.replace("-", "_")
-        pairs.append((key, _parse_value(key, text)))
-    return pairs
+        values[key] = _parse_value(key, text)
+    return values
 
 
 def _parse_value(key: str, text: str) -> Any:
@@ -522,59 +513,41 @@ def _parse_value(key: str, text: str) -> Any:
     field = SECTIONS.get(section, Config).model_fields.get(name)
     if field is not None and field.annotation is str and not text.startswith('"'):
         return text  # a run may be called 7 or 2024-11-20
-    if text in ("True", "False", "None"):
-        return {"True": True, "False": False, "None": None}[text]
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
 
 
 def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
+    if isinstance(value, bool | str):  # in these two JSON is TOML
+        return json.dumps(value, ensure_ascii=False)
     return repr(value)
 
 
-def _validate(values: dict[str, Any], sources: dict[str, str], path: str) -> Config:
+# ---------------------------------------------------------------- every problem at once
+
+
+def _validate(values: Values, path: str) -> Config:
     """The `Config`, or a UserError with every problem: those of single keys, then, with the offending
     keys taken out, those between keys."""
-    lines: list[str] = []
-    bad: list[str] = []
+    lines: dict[str, None] = {}
     while True:
         try:
-            config = Config.model_validate(values)
+            config = Config.model_validate(_nest(values))
             break
         except ValidationError as e:
-            found, keys = _explain(e, sources, path)
-            lines += [line for line in found if not any(f"{key} " in line for key in bad)]
-            if not keys:
+            bad = []
+            for key, text in _problems(e, "", Config):
+                lines[f"{_source(text.split(' ')[0], values, path)}: {text}"] = None
+                bad += [key] if key else []
+            if not bad:
                 break
-            bad += keys
-            values = _without(values, keys)
+            values = {k: v for k, v in values.items() if not any(f"{k}.".startswith(f"{b}.") for b in bad)}
+            values.setdefault("name", ("unnamed", path))
     if lines:
-        raise UserError("\n".join(dict.fromkeys(lines)))
+        raise UserError("\n".join(lines))
     return config
-
-
-def _without(values: dict[str, Any], keys: list[str]) -> dict[str, Any]:
-    kept: dict[str, Any] = {"name": "unnamed"}
-    for key, value in _flatten(values).items():
-        if not any(key == bad or key.startswith(f"{bad}.") for bad in keys):
-            _put(kept, key.split("."), value, "", {})
-    return kept
-
-
-def _explain(error: ValidationError, sources: dict[str, str], path: str) -> tuple[list[str], list[str]]:
-    """One line for each problem (source, key, value, what was expected); the keys that are wrong alone."""
-    lines, keys = [], []
-    for key, text in _problems(error, "", Config):
-        lines.append(f"{_source(text.split(' ')[0], sources, path)}: {text}")
-        keys += [key] if key else []
-    return lines, keys
 
 
 def _problems(error: ValidationError, section: str, cls: type[BaseModel]) -> list[tuple[str, str]]:
@@ -585,7 +558,7 @@ def _problems(error: ValidationError, section: str, cls: type[BaseModel]) -> lis
     for e in error.errors(include_url=False):
         if e["type"] == "value_error":  # from our own validators: complete messages
             cause = e["ctx"]["error"]
-            inner = cause.problems if isinstance(cause, OptionErrors) else None
+            inner = cause.args[0] if isinstance(cause, OptionErrors) else None
             found += inner or [("", prefix + line) for line in str(cause).split("\n")]
             continue
         loc = [str(part) for part in e["loc"]]  # without pydantic's union tags:
@@ -602,10 +575,10 @@ def _problems(error: ValidationError, section: str, cls: type[BaseModel]) -> lis
     return found + [(key, f"{head}expected {what}") for (key, head), what in joined.items()]
 
 
-def _source(dotted: str, sources: dict[str, str], path: str) -> str:
+def _source(dotted: str, values: Values, path: str) -> str:
     """Where a key, or the first key of a section, was written."""
-    inside = (source for key, source in sources.items() if key.startswith(f"{dotted}."))
-    return sources.get(dotted) or next(inside, path)
+    keys = [dotted] if dotted in values else [key for key in values if key.startswith(f"{dotted}.")]
+    return values[keys[0]][1] if keys else path
 
 
 def _nearest(dotted: str, cls: type[BaseModel]) -> str:
