@@ -531,22 +531,26 @@ def _toml_value(value: Any) -> str:
 def _validate(values: Values, path: str) -> Config:
     """The `Config`, or a UserError with every problem: those of single keys, then, with the offending
     keys taken out, those between keys."""
-    lines: dict[str, None] = {}
+    lines: list[str] = []
+    bad: list[str] = []
     while True:
         try:
             config = Config.model_validate(_nest(values))
             break
         except ValidationError as e:
-            bad = []
-            for key, text in _problems(e, "", Config):
-                lines[f"{_source(text.split(' ')[0], values, path)}: {text}"] = None
-                bad += [key] if key else []
-            if not bad:
+            found = _problems(e, "", Config)
+            lines += [
+                f"{_source(text.split(' ')[0], values, path)}: {text}"
+                for _, text in found
+                if not any(f"{key} " in text for key in bad)  # a problem with the default in its place
+            ]
+            bad += [key for key, _ in found if key]
+            if not any(key for key, _ in found):
                 break
             values = {k: v for k, v in values.items() if not any(f"{k}.".startswith(f"{b}.") for b in bad)}
             values.setdefault("name", ("unnamed", path))
     if lines:
-        raise UserError("\n".join(lines))
+        raise UserError("\n".join(dict.fromkeys(lines)))
     return config
 
 
