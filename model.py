@@ -148,7 +148,7 @@ def scale_logits(z: Tensor, config: TrainConfig) -> Tensor:
     """The logits z, (..., V), divided as `train.loss` says before the softmax of the cross-entropy.
 
         softmax       z
-        norm_softmax  z / (tau min(sigma, gamma)), sigma = population deviation over the vocabulary
+        norm_softmax  z / (tau min(sigma, gamma)), sigma = population standard deviation over the vocabulary
         logit_norm    z / (tau ||z||_2), tau = V^(-1/2) if auto
 
     (NormSoftmax, eq. 4-6 and 8, with the vocabulary in the place of the keys.)

@@ -82,7 +82,7 @@ def sample_tokens(
 
 
 def print_stream(model: GPT, tokenizer: tiktoken.Encoding, prompt: str, args: argparse.Namespace) -> None:
-    """Print the only sample as it is computed."""
+    """Print the only sample, token by token."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may be several tokens
     start, n = time.perf_counter(), 0
     print(prompt, end="", flush=True)

@@ -84,7 +84,7 @@ def copying_model(config):
 
 
 def distinct_digits(rng: np.random.Generator) -> list[str]:
-    """Numbers in which a digit tells the next one: what an induction head can copy."""
+    """Numbers in which a digit determines the next one: what an induction head can copy."""
     return ["".join(map(str, rng.permutation(np.arange(1, 10))[:7])) for _ in range(needle.N_CHOICES)]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoint files: complete or absent, found when damaged, written while training goes on."""
+"""Checkpoint files: complete or absent, found when damaged, written while training continues."""
 
 import shutil
 import threading
