@@ -71,7 +71,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_used(
 def test_a_damaged_run_resumes_to_the_same_curve(tiny_config: Path, capsys: pytest.CaptureFixture[str]):
     folder = run(tiny_config)
     expected, newest = curve(folder), find_checkpoints(folder)[0]
-    damage(newest, "folder")
+    damage(newest, "truncated")
     run(tiny_config)
     assert f"warning: {newest}: damaged" in capsys.readouterr().err
     assert curve(folder) == expected and newest.is_file()
@@ -89,7 +89,7 @@ def test_training_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest
     """The file has the state at `save`, whatever happens to the tensors meanwhile."""
     may_write = threading.Event()
     delay_writes(monkeypatch, may_write, 20)
-    writer, weight = CheckpointWriter(tmp_path, keep_last=2, keep_every=None), torch.ones(3)
+    writer, weight = CheckpointWriter(tmp_path, keep_last=2, keep_every=0), torch.ones(3)
     writer.save({key: {} for key in checkpoint.KEYS} | {"format": 2, "step": 1, "model": weight}, False)
     weight.zero_()  # the next step
     assert not find_checkpoints(tmp_path)

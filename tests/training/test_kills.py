@@ -68,7 +68,6 @@ def test_a_second_ctrl_c_does_not_wait():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)  # the same one, from torchrun and from the terminal
         assert stop.number == signal.SIGINT
-        assert stop._interrupted is not None
         stop._interrupted -= 2
         os.kill(os.getpid(), signal.SIGINT)
 

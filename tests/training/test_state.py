@@ -46,7 +46,7 @@ def test_another_corpus_is_rejected(tiny_config: Path, tiny_dataset: Path, tmp_p
     info = json.loads((other / "dataset.json").read_text())
     info["splits"]["train"]["sha256"] = "f00"
     (other / "dataset.json").write_text(json.dumps(info))
-    with pytest.raises(UserError, match="data: train was sha256 .*, now sha256 f00"):
+    with pytest.raises(UserError, match="data: train was 'sha256 .*', now 'sha256 f00'"):
         run(tiny_config, "--data.dir", str(other))
 
 
