@@ -100,7 +100,13 @@ def dry_run(state: TrainState) -> None:
                 raise KeyboardInterrupt
             if i == 0:
                 log.clock.restart()
-    log.describe_costs()
+    report, max_steps = log.clock.report(), config.train.max_steps
+    seconds = report["step_ms"] / 1000
+    log.print(
+        f"memory   {report['memory_gb']:.2f} GB at the peak, in one process",
+        f"time     {seconds:.3g} s a step: {format_duration(1000 * seconds)} for 1000 steps, "
+        f"{format_duration(max_steps * seconds)} for all {max_steps}",
+    )
 
 
 @contextmanager

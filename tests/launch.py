@@ -19,6 +19,7 @@ from training.state import TrainState
 
 ROOT = Path(__file__).parents[1]
 CPU = World(0, 1, torch.device("cpu"))
+torch.set_num_threads(1)
 
 
 def build(path: Path, *overrides: str) -> TrainState:

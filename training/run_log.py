@@ -148,16 +148,6 @@ class RunLog:
         if self.state.local_model is not raw_model:
             self.print("compiling the model: the first step takes a minute or more")
 
-    def describe_costs(self) -> None:
-        """Print the memory and time of a run whose steps are like those since the clock was restarted."""
-        report, max_steps = self.clock.report(), self.config.train.max_steps
-        seconds = report["step_ms"] / 1000
-        self.print(
-            f"memory   {report['memory_gb']:.2f} GB at the peak, in one process",
-            f"time     {seconds:.3g} s a step: {format_duration(1000 * seconds)} for 1000 steps, "
-            f"{format_duration(max_steps * seconds)} for all {max_steps}",
-        )
-
 
 class Clock:
     """Where a step's time goes: data, forward and backward, optimiser, other.
@@ -215,13 +205,14 @@ def peak_memory(device: torch.device) -> int:
 def start_record(world: World, step: int) -> dict[str, Any]:
     """What explains a start later: command, commit, versions, hardware."""
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "numpy": numpy.__version__}
+    versions["python"] = platform.python_version()
     gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": step,
         "command": sys.orig_argv,
         "commit": git_commit(),
-        "versions": {"python": platform.python_version()} | versions,
+        "versions": versions,
         "host": platform.node(),
         "device": gpu or platform.processor() or platform.machine(),
         "processes": world.size,
@@ -248,9 +239,8 @@ def open_wandb(config: Config) -> Any:
     path = config.run_dir / "wandb_id"
     if not path.exists():
         write_atomically(path, secrets.token_hex(4).encode())
-    wandb_id = path.read_text().strip()
     return wandb.init(
-        project=config.log.wandb_project, name=config.name, id=wandb_id, resume="allow",
+        project=config.log.wandb_project, name=config.name, id=path.read_text().strip(), resume="allow",
         dir=str(config.run_dir), config=config.model_dump(),
     )  # fmt: skip
 

@@ -88,8 +88,17 @@ class TrainState:
         }
 
     def restore(self, path: Path, checkpoint: dict[str, Any]) -> None:
-        """Continue from a checkpoint of this run (UserError if it is another's: `check_same_run`)."""
-        check_same_run(path, checkpoint, self.config, self.data_info())
+        """Continue from a checkpoint of this run.
+
+        Raises UserError: with every difference in config and data; another run's curve would go on here.
+        """
+        data, before = self.data_info(), checkpoint["data"]
+        changed = changed_keys(config_from_dict(checkpoint["config"], str(path)), self.config)
+        changed = {key: values for key, values in changed.items() if not may_change_on_resume(key)}
+        changed |= {f"data: {key}": (before[key], data[key]) for key in data if before[key] != data[key]}
+        if changed:
+            found = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
+            raise UserError(f"{path.parents[1]}: holds another run ({found}): choose another --name")
         load_parameters(self.raw_model, checkpoint["model"], path)
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -102,31 +111,13 @@ class TrainState:
                 torch.cuda.set_rng_state(rng["cuda"])
 
 
-def check_same_run(path: Path, checkpoint: dict[str, Any], config: Config, data: dict[str, str]) -> None:
-    """Resuming with another config or corpus would mix two runs in one curve.
-
-    Raises UserError: with every difference between the checkpoint and the current config and `data_info`.
-    """
-    changed = changed_keys(config_from_dict(checkpoint["config"], str(path)), config)
-    changed = {key: values for key, values in changed.items() if not may_change_on_resume(key)}
-    before = checkpoint["data"]
-    changed |= {f"data: {key}": (before[key], data[key]) for key in data if before[key] != data[key]}
-    if changed:
-        found = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
-        raise UserError(f"{config.run_dir}: holds another run ({found}): choose another --name")
-
-
 def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     """Copy each parameter that another run's model shares, bit for bit; leave the others.
 
-    By section of the config: [model] must fit, [attention] may add and drop parameters, [data] must have the
-    same tokeniser; [train], [optimizer] and the step count start afresh.
+    [model] must fit, [attention] may add and drop parameters, the data to train on must have the same
+    `tokenizer`. source: a run folder (its newest checkpoint) or a checkpoint file.
 
-    Args:
-        model: freshly initialised.
-        source: run folder (its newest checkpoint) or checkpoint file.
-        tokenizer: of the data to train on.
-    Returns: The summary for the log: what is copied, new, dropped and changed.
+    Returns: the summary for the log: what is copied, new, dropped and changed.
     Raises UserError: nothing there, another tokeniser, or a parameter of another shape, with its name.
     """
     old = load_model(source)

@@ -1,11 +1,9 @@
 """Batches: split over processes and micro-batches, read ahead, from shards that are whole."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from launch import build
 
 from config import load_config
 from data.batches import train_batch
@@ -38,11 +36,3 @@ def test_batch_that_cannot_be_split(tiny_config: Path, tiny_dataset: Path):
     config = load_config(tiny_config, ["--train.batch-tokens", "192", "--train.micro-batch", "4"])
     with pytest.raises(UserError, match="by 2 processes in micro-batches of train.micro_batch = 4"):
         BatchLoader(stream, config, World(0, 2, torch.device("cpu")))
-
-
-def test_a_broken_shard_is_named(tiny_config: Path, tiny_dataset: Path, tmp_path: Path):
-    broken = shutil.copytree(tiny_dataset, tmp_path / "broken")
-    shard = next(broken.glob("*train*.bin"))
-    shard.write_bytes(shard.read_bytes()[:-2])
-    with pytest.raises(UserError, match=str(shard)):
-        build(tiny_config, "--data.dir", str(broken))
