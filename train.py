@@ -12,30 +12,25 @@ run again, resumes from the newest checkpoint. SIGTERM, Ctrl-C and SIGUSR1 finis
 Ctrl-C stops at once.
 """
 
-from __future__ import annotations
-
-import contextlib
 import gc
 import math
 import statistics
 import time
 import zlib
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from config import Config, parse_command_line
+from config import parse_command_line
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
-from infra.distributed import World, join_world
-from model import GPT
-from training.checkpoint import CheckpointWriter, link, load_newest, remove_partial_files
-from training.guard import Guard
-from training.loader import Batch, BatchLoader, open_streams
-from training.optim import make_optimizers, set_learning_rates
+from infra.distributed import join_world
+from training.checkpoint import CheckpointWriter, link, load_newest
+from training.loader import Batch
+from training.optim import set_learning_rates
 from training.run_log import RunLog, format_duration
-from training.runtime import manual_gc, profiler
 from training.state import TrainState, init_from_run
 from training.validation import measure_attention, validate
 
@@ -50,39 +45,23 @@ def main() -> None:
     if args.dry_run and args.profile:
         raise UserError("--profile: not together with --dry-run")
     with join_world(config.train.device) as world:
-        state = build(config, world)
+        state = TrainState(config, world)
         if args.dry_run:
             dry_run(state)
         else:
             log = start_or_resume(state)
+            gc.freeze()  # scanning all of torch's objects takes 0.1 s and more,
+            gc.disable()  # and a rank that collects garbage within a step delays all others
             train(state, log, n_profiled=args.profile)
 
 
-# ---------------------------------------------------------------- before the loop
-
-
-def build(config: Config, world: World) -> TrainState:
-    """Data, model and optimisers, from the config and its seed."""
-    train_stream, val_stream = open_streams(config)
-    batches = BatchLoader(train_stream, config, world)
-    torch.manual_seed(config.seed)
-    raw_model = GPT(config, world.device)
-    compile = config.train.compile
-    compiles = compile is True or (compile == "auto" and world.device.type == "cuda")
-    local_model: Any = torch.compile(raw_model) if compiles else raw_model
-    model = DistributedDataParallel(local_model) if world.size > 1 else local_model
-    optimizers = make_optimizers(raw_model, config.optimizer, world.device)
-    return TrainState(
-        config, world, batches, val_stream, raw_model, local_model, model, optimizers,
-        guard=Guard(config.train),
-    )  # fmt: skip
+# ---------------------------------------------------------------- around the loop
 
 
 def start_or_resume(state: TrainState) -> RunLog:
     """Set the weights that the run starts from, and open its folder.
 
-    Raises:
-        UserError: the folder holds another run, init_from does not fit, or ranks see different files.
+    Raises UserError: the folder holds another run, init_from does not fit, or ranks see different files.
     """
     config, world = state.config, state.world
     # The weights come from the first of these that there is:
@@ -95,19 +74,17 @@ def start_or_resume(state: TrainState) -> RunLog:
         state.restore(*found)
     elif config.init_from:
         init_summary = init_from_run(state.raw_model, config.init_from, state.data_info()["tokenizer"])
-    init_checksum = zlib.crc32("\n".join(init_summary).encode())  # all ranks must see the same source
-    if not (world.agree(state.step) and world.agree(init_checksum)):
+    if not world.agree(zlib.crc32(repr([state.step, init_summary]).encode())):
         raise UserError(f"{config.run_dir}: the processes see different checkpoints; expected one folder")
     if world.is_main:
-        remove_partial_files(config.run_dir)
+        for partial in config.run_dir.glob("checkpoints/.*.tmp"):  # of a killed write
+            partial.unlink()
         if found is not None and state.is_best:  # a killed run may not have made this link
             link(found[0], found[0].with_name("best.pt"))
     log = RunLog(state)
-    log.open_folder()
+    log.open_folder(init_summary)
     if found is not None and state.step < config.train.max_steps:
         log.print(f"resumed from {found[0]}: {state.step} of {config.train.max_steps} steps done")
-    if init_summary:
-        log.add_init_summary(init_summary)
     return log
 
 
@@ -123,7 +100,29 @@ def dry_run(state: TrainState) -> None:
                 raise KeyboardInterrupt
             if i == 0:
                 log.clock.restart()
-    log.describe_costs()
+    report, max_steps = log.clock.report(), config.train.max_steps
+    seconds = report["step_ms"] / 1000
+    log.print(
+        f"memory   {report['memory_gb']:.2f} GB at the peak, in one process",
+        f"time     {seconds:.3g} s a step: {format_duration(1000 * seconds)} for 1000 steps, "
+        f"{format_duration(max_steps * seconds)} for all {max_steps}",
+    )
+
+
+@contextmanager
+def profiler(n_steps: int, path: Path) -> Iterator[Callable[[], None]]:
+    """Trace `n_steps` steps after two of warm-up (0: none) to `path`; yields what to call after a step."""
+    if not n_steps:
+        yield lambda: None
+        return
+
+    def write(profile: torch.profiler.profile) -> None:
+        profile.export_chrome_trace(str(path))
+        print(f"wrote {path}: {n_steps} steps, for https://ui.perfetto.dev or chrome://tracing", flush=True)
+
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=n_steps, repeat=1)
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profile:
+        yield profile.step
 
 
 # ---------------------------------------------------------------- the loop
@@ -138,8 +137,8 @@ def train(state: TrainState, log: RunLog, n_profiled: int = 0) -> None:
     log.describe_run()
     began, attention_every = time.monotonic(), state.config.log.attention_every
     writer = CheckpointWriter(run_dir, config.keep_last, config.keep_every)
-    profile = profiler(n_profiled * state.world.is_main, run_dir / "profile.json.gz")
-    with state.stop, manual_gc(), profile as after_step, writer:
+    n_traced = n_profiled if state.world.is_main else 0
+    with state.stop, profiler(n_traced, run_dir / "profile.json.gz") as after_step, writer:
         stopped = None
         if state.needs_validation:  # the run was stopped before this validation was done
             stopped = validate(state, log)
@@ -178,10 +177,8 @@ def train(state: TrainState, log: RunLog, n_profiled: int = 0) -> None:
 def train_step(state: TrainState, log: RunLog) -> str | None:
     """One step: forward and backward, the guard, the optimiser.
 
-    Returns:
-        The name of a signal that any rank received, if one did.
-    Raises:
-        UserError: the step is bad and the config does not skip it (see `Guard`).
+    Returns: The name of a signal that any rank received, if one did.
+    Raises UserError: the step is bad and the config does not skip it (see `Guard`).
     """
     config, clock = state.config, log.clock
     clock.mark("other")
@@ -217,19 +214,13 @@ def forward_backward(state: TrainState, batch: Batch) -> Tensor:
     weights = state.batches.loss_weights(batch)
     for i, ((x, y), weight) in enumerate(zip(batch, weights, strict=True)):
         x, y = (t.to(state.world.device, non_blocking=True) for t in (x, y))  # (micro, T) each
-        with sync_gradients(state.model, i == len(batch) - 1):
-            with state.raw_model.autocast():
-                loss = state.model(x, y) * weight
-            loss.backward()
+        if state.world.size > 1:  # DDP averages gradients in the last backward of a step only
+            state.model.require_backward_grad_sync = i == len(batch) - 1
+        with state.raw_model.autocast():
+            loss = state.model(x, y) * weight
+        loss.backward()
         total += loss.detach()
     return total
-
-
-def sync_gradients(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
-    """DDP averages gradients in the last backward of a step only."""
-    if last or not isinstance(model, DistributedDataParallel):
-        return contextlib.nullcontext()
-    return model.no_sync()
 
 
 def save(state: TrainState, writer: CheckpointWriter) -> None:

@@ -7,12 +7,10 @@ Takes in turn, in blocks of 50 steps in one process,
   plain       read, forward, backward, clip, optimiser step: no log, no guard, no checkpoint
   train.py    the same steps as train.py takes them: guard, metrics.jsonl, a line every log.every steps
   + saving    the same with a checkpoint after 25 of the 50, in the background, until it is written
-and prints the ratios of the times. The ratio of two plain loops is the noise. A second table has the time of
-each part of a step that is not the model's or the optimiser's, measured alone.
+and prints the ratios of the times. The ratio of two plain loops is the noise.
 """
 
-from __future__ import annotations
-
+import gc
 import statistics
 import sys
 import tempfile
@@ -32,14 +30,13 @@ from infra.distributed import World, join_world
 from training.checkpoint import CheckpointWriter
 from training.optim import set_learning_rates
 from training.run_log import RunLog
-from training.runtime import manual_gc
 from training.state import TrainState
 
 BLOCK = 50
 
 
 def plain(config: Config, world: World) -> Callable[[], None]:
-    state = train.build(config, world)
+    state = TrainState(config, world)
     model, batches = state.model, state.batches
 
     def step() -> None:
@@ -63,17 +60,11 @@ def plain(config: Config, world: World) -> Callable[[], None]:
     return step
 
 
-def quiet_log(state: TrainState) -> RunLog:
-    """A log that writes its files but prints nothing."""
-    log = RunLog(state)
-    log.open_folder()
-    log.print = lambda *lines: None  # type: ignore[method-assign]
-    return log
-
-
 def guarded(config: Config, world: World, save: bool) -> Callable[[], None]:
-    state = train.build(config, world)
-    log, writer = quiet_log(state), CheckpointWriter(config.run_dir, 2, 0)
+    state = TrainState(config, world)
+    log, writer = RunLog(state), CheckpointWriter(config.run_dir, 2, 0)
+    log.open_folder([])
+    log.print = lambda *lines: None  # type: ignore[method-assign]
 
     def step() -> None:
         train.train_step(state, log)
@@ -88,48 +79,15 @@ def guarded(config: Config, world: World, save: bool) -> Callable[[], None]:
     return step
 
 
-def parts(config: Config, world: World) -> dict[str, Callable[[], object]]:
-    """What train.py does in each step around the model and the optimiser."""
-    state = train.build(config, world)
-    log, values = quiet_log(state), torch.rand(3)
-    state.batches.take(0)
-
-    def take_batch() -> None:
-        state.batches.take(state.step)
-        state.step += 1
-
-    def record() -> None:
-        log.add_step(3.0, 1.0, 1e-3)
-        log.clock.mark("data")
-
-    def flush() -> None:
-        log.add_step(3.0, 1.0, 1e-3)
-        log.flush()
-
-    return {
-        "learning rates": lambda: set_learning_rates(state.optimizers, config.optimizer, 5, 1000),
-        "read a batch (in the background)": lambda: state.batches.read(3),
-        "take a batch that is being read": take_batch,
-        "gather loss, norm, signal": lambda: world.gather(values).T.tolist(),
-        "guard": lambda: state.guard.check([3.0], [1.0]),
-        "record a step": record,
-        "flush (every log.every steps)": flush,
-    }
-
-
-def print_table(head: str, rows: list[list[str]]) -> None:
-    n = head.count("|") - 2
-    print("\n".join([head, "|---" + n * "|---:" + "|", *(f"| {' | '.join(row)} |" for row in rows)]))
-
-
 def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("config", nargs="?", default="configs/demo_softmax.toml")
     parser.add_argument("--steps", type=positive_int, default=200, help="of each (default: %(default)s)")
     args = parser.parse_args()
+    gc.disable()  # as in train.py
     with tempfile.TemporaryDirectory() as folder:
-        configs = [load_config(args.config, ["--log.dir", folder, "--name", name]) for name in "abcde"]
-        with join_world(configs[0].train.device) as world, manual_gc():
+        configs = [load_config(args.config, ["--log.dir", folder, "--name", name]) for name in "abcd"]
+        with join_world(configs[0].train.device) as world:
             ways = {
                 "plain": plain(configs[0], world),
                 "plain again": plain(configs[1], world),
@@ -145,28 +103,13 @@ def main() -> None:
                     if world.device.type == "cuda":
                         torch.cuda.synchronize()
                     times[name] += [time.perf_counter() - start] if block else []
-            costs = {name: timed(part) for name, part in parts(configs[4], world).items()}
-    n_threads, step_ms = torch.get_num_threads(), 1000 * statistics.fmean(times["plain"]) / BLOCK
+    n_threads = torch.get_num_threads()
     print(f"{args.config}, {args.steps // BLOCK} blocks of {BLOCK} steps of each, {n_threads} threads\n")
-    rows = []
+    print("| | mean ms a step | total time over plain | median of the blocks' ratios |\n|---|---:|---:|---:|")
     for name, own in times.items():
         ratio = statistics.median(a / b for a, b in zip(own, times["plain"], strict=True))
         total, mean = sum(own) / sum(times["plain"]), 1000 * statistics.fmean(own) / BLOCK
-        rows.append([name, f"{mean:.1f}", f"{total:.3f}", f"{ratio:.3f}"])
-    print_table("| | mean ms a step | total time over plain | median of the blocks' ratios |", rows)
-    print()
-    rows = [[name, f"{ms:.3f}", f"{ms / step_ms:.2%}"] for name, ms in costs.items()]
-    print_table("| part | ms, alone | share of a plain step |", rows)
-
-
-def timed(part: Callable[[], object], n: int = 200) -> float:
-    """Median milliseconds of a call."""
-    times = []
-    for _ in range(n):
-        start = time.perf_counter()
-        part()
-        times.append(time.perf_counter() - start)
-    return 1000 * statistics.median(times)
+        print(f"| {name} | {mean:.1f} | {total:.3f} | {ratio:.3f} |")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ Both models are in one process and take their steps alternately, so that a drift
 ratio is the median over the pairs. Data must be prepared (python -m data.python_source).
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time
@@ -49,7 +47,7 @@ def main() -> None:
         overrides = ["--train.seq_len", str(args.seq_len), "--train.micro_batch", "1"]
     configs = [load_config(path, overrides) for path in args.configs]
     with join_world(configs[0].train.device) as world:
-        states = [train.build(config, world) for config in configs]
+        states = [TrainState(config, world) for config in configs]
         for state in states:
             timed_step(state), timed_step(state)  # warm-up, and compilation
         times = [[timed_step(state) for state in states] for _ in range(args.steps)]

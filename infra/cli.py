@@ -1,7 +1,5 @@
 """What every command shares: errors a user can mend, the argument parser, and how a command ends."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -18,12 +16,8 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse with the script's docstring unwrapped in --help, and bad options raised as `UserError`."""
 
     def __init__(self, description: str | None, prog: str | None = None) -> None:
-        super().__init__(
-            prog=prog,
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        unwrapped = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, description=description, formatter_class=unwrapped, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
@@ -45,13 +39,11 @@ def run_main(main: Callable[[], None]) -> None:
     try:
         main()
     except UserError as e:
-        prefix = ""
+        prefix = "error: "
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(3)
-            prefix = f"rank {os.environ.get('RANK')}: "
-        print(
-            "\n".join(f"error: {prefix}{line}" for line in str(e).splitlines()), file=sys.stderr, flush=True
-        )
+            prefix += f"rank {os.environ.get('RANK')}: "
+        print("\n".join(prefix + line for line in str(e).splitlines()), file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

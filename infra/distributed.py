@@ -1,10 +1,7 @@
 """This process among those that torchrun started, or alone, and the signals that ask it to stop."""
 
-from __future__ import annotations
-
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,12 +45,10 @@ class World:
 
     def gather(self, values: Tensor) -> Tensor:
         """The values (k,) of every process, as (size, k) float64 in host memory: one collective, one sync."""
-        mine = values.double()
-        if self.size == 1:
-            return mine[None].cpu()
-        every = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(every, mine)
-        return torch.stack(every).cpu()
+        every = values.double().repeat(self.size, 1)
+        if self.size > 1:
+            dist.all_gather(list(every), every[self.rank].clone())
+        return every.cpu()
 
     def gather_objects(self, value: Any) -> list[Any]:
         """A picklable value of every process, by rank."""
@@ -63,11 +58,8 @@ class World:
         return every
 
     def agree(self, number: int) -> bool:
-        """Whether all processes pass the same number."""
-        ends = torch.tensor([number, -number], device=self.device)
-        if self.size > 1:
-            dist.all_reduce(ends, dist.ReduceOp.MAX)
-        return bool(ends[0] == -ends[1])
+        """Whether all processes pass the same number, below 2^53."""
+        return len(self.gather(torch.tensor([number], device=self.device)).unique()) == 1
 
 
 @contextmanager
@@ -76,18 +68,16 @@ def join_world(device: str) -> Iterator[World]:
 
     Args:
         device: "cpu", "cuda", or "auto": cuda if available.
-    Raises:
-        UserError: no CUDA device, or fewer than processes; another process exited during a collective.
+    Raises UserError: no CUDA device, or fewer than processes; another process exited during a collective.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     use_cuda = torch.cuda.is_available() and device != "cpu"
     if device == "cuda" and not use_cuda:
         raise UserError("device cuda: this machine has no CUDA device; expected cpu or auto")
-    if use_cuda and local_size > torch.cuda.device_count():
+    if use_cuda and local_size > (n := torch.cuda.device_count()):
         raise UserError(
-            f"torchrun started {local_size} processes on a machine with {torch.cuda.device_count()} GPUs; "
-            "expected --nproc_per_node to be at most that"
+            f"torchrun --nproc_per_node={local_size}: expected at most {n}, the number of GPUs here"
         )
     if use_cuda:
         torch.cuda.set_device(local_rank)
@@ -123,12 +113,10 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.number = 0
-        self._interrupted: float | None = None  # time of the first SIGINT
-        self._before: dict[signal.Signals, Any] = {}
+        self._interrupted = 0.0  # time of the first SIGINT
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # others cannot set handlers
-            self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -136,12 +124,11 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: Any) -> None:
-        if number == signal.SIGINT:
-            now = time.monotonic()
-            if self._interrupted is not None and now - self._interrupted > 1:
-                raise KeyboardInterrupt
-            self._interrupted = self._interrupted or now
         self.number = self.number or number
+        if number == signal.SIGINT:
+            self._interrupted = self._interrupted or time.monotonic()
+            if time.monotonic() - self._interrupted > 1:
+                raise KeyboardInterrupt
 
     def on_any_rank(self, world: World) -> str | None:
         """The name of a signal that any process received, if one did: one collective, one sync."""

@@ -1,7 +1,6 @@
 """Files that are whole or absent: atomic writes, JSON, JSON lines, and a lock on a folder."""
 
-from __future__ import annotations
-
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -16,8 +15,7 @@ from infra.cli import UserError
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A binary file that appears under its name once it is complete and on disk, or not at all.
 
-    Raises:
-        UserError: it cannot be written.
+    Raises UserError: it cannot be written.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -26,10 +24,9 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
-        if os.name == "posix":  # other systems cannot open folders; the rename has to suffice there
-            folder = os.open(path.parent, os.O_RDONLY)
-            os.fsync(folder)
-            os.close(folder)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
     except OSError as e:
         raise UserError(f"{path}: cannot be written: {e.strerror or e}") from None
     finally:
@@ -62,21 +59,17 @@ def read_jsonl(path: Path) -> list[Any]:
 def exclusive_lock(folder: Path) -> Iterator[None]:
     """Make the folder and lock it: concurrent writers would corrupt its files.
 
-    Raises:
-        UserError: another process holds the lock, or the folder cannot be made.
+    Raises UserError: another process holds the lock, or the folder cannot be made.
     """
-    import fcntl
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system on exit or kill
+    except BlockingIOError:
+        raise UserError(f"{folder}: another process is preparing it") from None
     except OSError as e:
         raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system on exit or kill
-        except BlockingIOError:
-            raise UserError(f"{folder}: another process is preparing it") from None
         yield
     finally:
         os.close(descriptor)

@@ -19,10 +19,11 @@ from training.state import TrainState
 
 ROOT = Path(__file__).parents[1]
 CPU = World(0, 1, torch.device("cpu"))
+torch.set_num_threads(1)
 
 
 def build(path: Path, *overrides: str) -> TrainState:
-    return train.build(load_config(path, list(overrides)), CPU)
+    return TrainState(load_config(path, list(overrides)), CPU)
 
 
 def resume(state: TrainState, n_profiled: int = 0) -> Path:

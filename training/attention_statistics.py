@@ -7,8 +7,6 @@ A row with weights A over its n visible keys has p = |A| / sum |A| (A itself, fo
 those of the normaliser's definition, in blocks of rows: O(block * T) memory.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -36,8 +34,7 @@ STATISTICS = {
 def model_statistics(model: GPT, tokens: Tensor, rope: RopeScaling = UNSCALED, n_rows: int = 0) -> Tensor:
     """STATISTICS of tokens (B, T), as means over their last `n_rows` rows, 0: all.
 
-    Returns:
-        (B, n_layer, n_head, len(STATISTICS)) float32.
+    Returns: (B, n_layer, n_head, len(STATISTICS)) float32.
     """
     cos, sin = model.rope(tokens.shape[1], rope)
     x, layers = model.embedding(tokens), []  # (B, T, C)
@@ -88,8 +85,7 @@ def attention_mass(model: GPT, token: Tensor, rope: RopeScaling, cache: KVCache,
     Args:
         token: (B, 1) int64, the token after the cached ones; the cache's length does not change.
         where: (B, n) bool, of the n = cache.length + 1 keys.
-    Returns:
-        (B, n_layer, n_head) float32.
+    Returns: (B, n_layer, n_head) float32.
     """
     cos, sin = model.rope(cache.length + 1, rope, cache.length)
     x, layers = model.embedding(token), []  # (B, 1, C)

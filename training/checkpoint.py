@@ -16,17 +16,14 @@ It holds tensors and plain values only and is read with `weights_only`: loading 
 `checkpoints/best.pt` is the one with the lowest validation loss, under a second name.
 """
 
-from __future__ import annotations
-
 import os
-import pickle
-import re
 import shutil
 import sys
 import threading
 import zipfile
 import zlib
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -39,6 +36,16 @@ from model import GPT
 
 FORMAT = 2
 KEYS = {"format", "step", "config", "model", "optimizers", "validation", "guard", "rng", "data"}
+UNREADABLE = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    KeyError,
+    UnpicklingError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 class CheckpointWriter:
@@ -48,24 +55,24 @@ class CheckpointWriter:
     keep_every are as in [train].
     """
 
-    def __init__(self, run_dir: Path, keep_last: int, keep_every: int | None) -> None:
+    def __init__(self, run_dir: Path, keep_last: int, keep_every: int) -> None:
         self.run_dir, self.keep_last, self.keep_every = run_dir, keep_last, keep_every
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._thread = threading.Thread()
+        self._error: Exception | None = None
 
     def save(self, state: dict[str, Any], is_best: bool) -> None:
         """Wait for the previous write, copy the state, start writing the copy."""
         self.finish()
         arguments = copy_to_cpu(state), self.keep_last, self.keep_every, is_best
-
-        def write() -> None:
-            try:
-                save_checkpoint(self.run_dir, *arguments)
-            except BaseException as e:  # `check` raises it in the training thread
-                self._error = e
-
-        self._thread = threading.Thread(target=write, daemon=True)  # a second Ctrl-C does not wait for it
+        # A daemon: a second Ctrl-C does not wait for it.
+        self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
+
+    def _write(self, *arguments: Any) -> None:
+        try:
+            save_checkpoint(self.run_dir, *arguments)
+        except Exception as e:  # `check` raises it in the training thread
+            self._error = e
 
     def check(self) -> None:
         """Raises the error of a failed write, once (UserError: see `save_checkpoint`)."""
@@ -75,7 +82,7 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Wait for the write in progress, then `check`."""
-        if self._thread is not None:
+        if self._thread.ident is not None:
             self._thread.join()
         self.check()
 
@@ -103,28 +110,24 @@ def copy_to_cpu(value: Any, copies: dict[Any, torch.Tensor] | None = None) -> An
 
 
 def save_checkpoint(
-    run_dir: Path, state: dict[str, Any], keep_last: int, keep_every: int | None = None, is_best: bool = False
+    run_dir: Path, state: dict[str, Any], keep_last: int, keep_every: int = 0, is_best: bool = False
 ) -> Path:
     """Write `checkpoints/step_<step>.pt` so that it is either complete or absent; delete old ones.
 
-    Raises:
-        UserError: it cannot be written; existing checkpoints are unchanged.
+    Raises UserError: it cannot be written; existing checkpoints are unchanged.
     """
     path = run_dir / "checkpoints" / f"step_{state['step']:06d}.pt"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():  # a file cannot replace a folder
-            path.rename(path.with_name(f"{path.name}.folder"))
         with atomic_file(path) as f:
             torch.save({"format": FORMAT, **state}, f)
         if is_best:
             link(path, path.with_name("best.pt"))
-        older = [old for old in find_checkpoints(run_dir) if old.name < path.name and old.is_file()]
+        older = [old for old in find_checkpoints(run_dir) if step_of(old) < state["step"]]
         for old in older[keep_last - 1 :]:
-            if not keep_every or int(old.stem[5:]) % keep_every:
+            if not keep_every or step_of(old) % keep_every:
                 old.unlink()
-    # torch's zip writer reports a full disk as a RuntimeError.
-    except (OSError, RuntimeError) as e:
+    except (OSError, RuntimeError) as e:  # RuntimeError: a full disk, in torch's zip writer
         raise UserError(f"{path}: the checkpoint could not be written: {e}") from None
     return path
 
@@ -140,27 +143,20 @@ def link(path: Path, name: Path) -> None:
     os.replace(temporary, name)
 
 
-def remove_partial_files(run_dir: Path) -> None:
-    """Remove what a run killed during a write has left."""
-    for path in (run_dir / "checkpoints").glob(".*.tmp"):
-        path.unlink(missing_ok=True)
+def step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))
 
 
 def find_checkpoints(run_dir: Path) -> list[Path]:
     """The run's checkpoint files, newest first."""
-    found = [
-        (int(match[1]), path)
-        for path in (run_dir / "checkpoints").glob("step_*.pt")
-        if (match := re.fullmatch(r"step_(\d{6,})\.pt", path.name))
-    ]
-    return [path for _, path in sorted(found, reverse=True)]
+    paths = (run_dir / "checkpoints").glob("step_*.pt")
+    return sorted((path for path in paths if path.stem[5:].isdecimal()), key=step_of, reverse=True)
 
 
 def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
     """Read one checkpoint file into host memory; lazily: tensors when they are used, without checksums.
 
-    Raises:
-        UserError: absent, damaged, or not a checkpoint of this format.
+    Raises UserError: absent, damaged, or not a checkpoint of this format.
     """
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load does not check the checksums
@@ -169,25 +165,19 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except FileNotFoundError:
         raise UserError(f"{path}: no such run folder or checkpoint") from None
-    except pickle.UnpicklingError:
-        what = "it is not plain tensors and values"
-        raise UserError(f"{path}: not a checkpoint of this repo ({what})") from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as e:
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+    except UNREADABLE as e:
+        reason = next(iter(str(e).strip().splitlines()), type(e).__name__)
         raise UserError(f"{path}: damaged or unreadable checkpoint ({reason})") from None
-    if isinstance(state, dict) and state.get("format", FORMAT) != FORMAT:
-        raise UserError(f"{path}: checkpoint format {state['format']!r}, expected {FORMAT}")
-    if not isinstance(state, dict) or KEYS - state.keys():
-        keys = ", ".join(sorted(KEYS))
-        raise UserError(f"{path}: not a checkpoint of this repo (expected the keys {keys})")
+    if not isinstance(state, dict) or state.get("format") != FORMAT or KEYS - state.keys():
+        expected = f"expected format {FORMAT} and the keys {', '.join(sorted(KEYS))}"
+        raise UserError(f"{path}: not a checkpoint of this version ({expected})")
     return state
 
 
 def load_newest(run_dir: Path, lazily: bool = False) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that loads, or None if there are none; damaged ones are reported on stderr.
 
-    Raises:
-        UserError: there are checkpoints, but none loads.
+    Raises UserError: there are checkpoints, but none loads.
     """
     paths = find_checkpoints(run_dir)
     for path in paths:
@@ -213,8 +203,7 @@ class Trained(NamedTuple):
 def load_source(source: str | Path, lazily: bool = False) -> tuple[Path, dict[str, Any]]:
     """The newest checkpoint of a run folder, or one checkpoint file.
 
-    Raises:
-        UserError: nothing there, or nothing that loads.
+    Raises UserError: nothing there, or nothing that loads.
     """
     path = Path(source)
     found = load_newest(path, lazily) if path.is_dir() else (path, load_checkpoint(path, lazily))
@@ -241,11 +230,9 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Traine
 def load_parameters(model: nn.Module, parameters: dict[str, Any], path: Path) -> None:
     """Copy a checkpoint's parameters into the model.
 
-    Raises:
-        UserError: a parameter is missing, unknown, or of another shape.
+    Raises UserError: a parameter is missing, unknown, or of another shape.
     """
     try:
         model.load_state_dict(parameters)
     except RuntimeError as e:
-        lines = [line.strip() for line in str(e).splitlines()[1:]]
-        raise UserError(f"{path}: does not fit its config: {' '.join(lines)}") from None
+        raise UserError(f"{path}: does not fit its config: {' '.join(str(e).split())}") from None

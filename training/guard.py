@@ -1,7 +1,5 @@
 """Steps that must not be taken: losses and gradient norms that are not finite, or outliers."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque
@@ -26,27 +24,26 @@ class Guard:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.recent: dict[str, deque[float]] = {
-            what: deque(maxlen=WINDOW) for what in ("loss", "gradient norm")
-        }
+        self.recent = {what: deque[float](maxlen=WINDOW) for what in ("loss", "gradient norm")}
         self.n_rejected, self.is_outlier = 0, False
 
     def check(self, losses: list[float], norms: list[float]) -> str:
         """Why a step is bad, given the loss and the gradient norm of each rank; "" if it is good."""
         means = {"loss": statistics.fmean(losses), "gradient norm": norms[0]}
-        not_finite = [
+        found = [
             f"{what} {value} on rank {rank}"
             for what, values in (("loss", losses), ("gradient norm", norms))
             for rank, value in enumerate(values)
             if not math.isfinite(value)
         ]
-        outliers = [] if not_finite else self._outliers(means)
-        self.is_outlier = bool(outliers)
-        self.n_rejected = self.n_rejected + 1 if not_finite or outliers else 0
-        if not self.n_rejected:
-            for what, value in means.items():
-                self.recent[what].append(value)
-        return next(iter(not_finite + outliers), "")
+        self.is_outlier = not found and bool(found := self._outliers(means))
+        if found:
+            self.n_rejected += 1
+            return found[0]
+        self.n_rejected = 0
+        for what, value in means.items():
+            self.recent[what].append(value)
+        return ""
 
     def _outliers(self, means: dict[str, float]) -> list[str]:
         found = []
@@ -61,8 +58,7 @@ class Guard:
     def handle_bad_step(self, where: str) -> str:
         """The line to log about a step that `check` has rejected; where: step, reason and data.
 
-        Raises:
-            UserError: the config does not skip such steps, or not that many in a row.
+        Raises UserError: the config does not skip such steps, or not that many in a row.
         """
         if self.config.on_bad_step == "stop" and not self.is_outlier:
             hint = '(train.on_bad_step = "skip" skips such steps)'
@@ -72,7 +68,7 @@ class Guard:
         return f"{where}: skipped"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"skipped": self.n_rejected, **{what: list(values) for what, values in self.recent.items()}}
+        return {"skipped": self.n_rejected} | {what: list(values) for what, values in self.recent.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.n_rejected = state["skipped"]

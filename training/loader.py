@@ -1,7 +1,5 @@
 """Batches for the training loop: a step's micro-batches, the next step's read in the background."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -19,54 +17,38 @@ Batch = list[tuple[Tensor, Tensor]]  # micro-batches x, y: (micro, T) int64 each
 def open_streams(config: Config) -> tuple[TokenStream, TokenStream]:
     """Training and validation tokens.
 
-    Raises:
-        UserError: the data does not fit the model's vocabulary, train.seq_len or train.val_tokens.
+    Raises UserError: the data does not fit the model's vocabulary, train.seq_len or train.val_tokens.
     """
-    streams = TokenStream(config.data.dir, "train"), TokenStream(config.data.dir, "val")
-    for stream in streams:
-        stream.check_model(config.model.vocab_size)
-        length = stream.info.get("sequence_length", config.train.seq_len)
-        if length != config.train.seq_len:
-            raise UserError(
-                f"train.seq_len = {config.train.seq_len}: {stream.folder} has sequences of {length} tokens; "
-                "expected that length"
-            )
-    val_windows(streams[1], config.train.val_tokens, config.train.seq_len)  # raises if it is too short
-    return streams
-
-
-def split_batch(config: Config, n_processes: int) -> tuple[int, int]:
-    """Sequences per step of each process, and sequences per forward pass.
-
-    Raises:
-        UserError: they do not divide the batch.
-    """
-    n_seq = config.train.batch_tokens // config.train.seq_len
-    if n_seq % n_processes:
+    seq_len = config.train.seq_len
+    train, val = TokenStream(config.data.dir, "train"), TokenStream(config.data.dir, "val")
+    train.check_model(config.model.vocab_size)
+    length = train.info.get("sequence_length", seq_len)
+    if length != seq_len:
         raise UserError(
-            f"train.batch_tokens = {config.train.batch_tokens}: {n_seq} sequences cannot be shared by "
-            f"{n_processes} processes; expected a multiple"
+            f"train.seq_len = {seq_len}: {train.folder} has sequences of {length} tokens; expected that"
         )
-    per_rank = n_seq // n_processes
-    micro = min(config.train.micro_batch, per_rank)
-    if per_rank % micro:
-        raise UserError(
-            f"train.micro_batch = {config.train.micro_batch}: expected a divisor of the {per_rank} "
-            f"sequences that each of {n_processes} processes has in a step"
-        )
-    return per_rank, micro
+    val_windows(val, config.train.val_tokens, seq_len)  # raises if it is too short
+    return train, val
 
 
 class BatchLoader:
     """The micro-batches of this process, which depend on the config and the step only.
 
     Attributes:
-        per_rank, micro: see `split_batch`.
+        n_seq, per_rank, micro: sequences of a step, those of this process, and those of a forward pass.
+    Raises UserError: the processes and micro-batches do not divide the batch.
     """
 
     def __init__(self, stream: TokenStream, config: Config, world: World) -> None:
         self.stream, self.config, self.world = stream, config, world
-        self.per_rank, self.micro = split_batch(config, world.size)
+        self.n_seq = config.train.batch_tokens // config.train.seq_len
+        self.per_rank = self.n_seq // world.size
+        self.micro = min(config.train.micro_batch, self.per_rank)
+        if self.n_seq % (world.size * max(1, self.micro)):
+            raise UserError(
+                f"train.batch_tokens = {config.train.batch_tokens}: {self.n_seq} sequences cannot be shared "
+                f"by {world.size} processes in micro-batches of train.micro_batch = {self.micro}"
+            )
         self._thread = ThreadPoolExecutor(1)
         self._prefetched: dict[int, Future[Batch]] = {}
 
@@ -79,11 +61,10 @@ class BatchLoader:
     def read(self, step: int) -> Batch:
         """The micro-batches of a step, page-locked for a GPU: their copy then does not block the host."""
         config, on_gpu = self.config, self.world.device.type == "cuda"
-        n_seq, begin = self.per_rank * self.world.size, self.per_rank * self.world.rank
-        batch = []
+        begin, batch = self.per_rank * self.world.rank, []
         for first in range(begin, begin + self.per_rank, self.micro):
             arrays = train_batch(
-                self.stream, config.data.skip_steps + step, n_seq, config.train.seq_len,
+                self.stream, config.data.skip_steps + step, self.n_seq, config.train.seq_len,
                 config.data.order, config.seed, first, count=self.micro,
             )  # fmt: skip
             x, y = (torch.from_numpy(a) for a in arrays)
@@ -103,6 +84,5 @@ class BatchLoader:
 
     def describe(self, step: int) -> str:
         """Where a step's batch is in the data, for messages."""
-        n_seq, order = self.per_rank * self.world.size, self.config.data.order
-        last = (step + 1) * n_seq - 1
-        return f"sequences {step * n_seq} to {last} of the data in {order} order, {self.per_rank} per rank"
+        first, last = step * self.n_seq, (step + 1) * self.n_seq - 1
+        return f"sequences {first} to {last} of the data in {self.config.data.order} order"

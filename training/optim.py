@@ -1,7 +1,5 @@
 """Optimisers, their parameter groups, and the learning-rate schedule."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -16,28 +14,23 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.dev
 
     muon updates the matrices of the blocks; adamw updates the embedding, the output layer and all vectors.
     """
-    parameters = dict(model.named_parameters())  # tied ones once
-    in_muon = {
-        name
-        for name, p in parameters.items()
-        if config.name == "muon" and p.ndim >= 2 and name.startswith("blocks.")
-    }
-    matrices = [p for name, p in parameters.items() if p.ndim >= 2 and name not in in_muon]
-    vectors = [p for p in parameters.values() if p.ndim < 2]
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim >= 2}  # tied ones once
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    hidden = [matrices.pop(name) for name in list(matrices) if config.name == "muon" and "blocks." in name]
     decay, momentum = config.weight_decay, config.momentum
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": [*matrices.values()], "weight_decay": decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     optimizers: list[Optimizer]
     if config.name == "sgd":
         optimizers = [SGD(groups, lr=config.lr, momentum=momentum)]
     else:
         betas = (config.beta1, config.beta2)
         optimizers = [AdamW(groups, lr=config.lr, betas=betas, fused=device.type == "cuda")]
-    if in_muon:
-        hidden = [parameters[name] for name in parameters if name in in_muon]
+    if hidden:
         optimizers.append(Muon(hidden, lr=config.muon_lr, momentum=momentum, weight_decay=decay))
     all_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    grouped = sorted(id(p) for group in all_groups for p in group["params"])
-    assert grouped == sorted(map(id, parameters.values())), "every parameter is in exactly one optimiser"
     for group in all_groups:
         group["peak_lr"] = group["lr"]
     return optimizers

@@ -4,16 +4,13 @@ config.toml      the resolved config; `train.py` takes it like any other
 metrics.jsonl    a line per step: step, loss, lr, grad_norm; where one was printed also tokens_per_s, step_ms
                  and its parts, mfu, memory_gb; every log.attention_every steps score_std and entropy,
                  {"layer_0": ...} each; {"step", "val_loss"} per validation, with "val_cross_entropy", that
-                 of the unscaled logits, if train.loss is not softmax
+                 of the unscaled logits, if train.loss is not softmax; null: NaN or infinity
 init_from.txt    with init_from: what was copied, what is new, what was dropped
 starts.jsonl     a line per start: time, step, command, git commit, versions, hardware
 wandb_id         with log.wandb: the W&B run, which a resumed run continues
 """
 
-from __future__ import annotations
-
 import json
-import math
 import os
 import platform
 import resource
@@ -21,6 +18,7 @@ import secrets
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,8 +34,6 @@ from infra.distributed import World
 from infra.files import read_jsonl, write_atomically
 from training.state import TrainState
 
-BYTES_PER_PARAMETER = {"adamw": 16, "muon": 16, "sgd": 12}  # weights, gradients and optimiser state
-
 
 class RunLog:
     """metrics.jsonl, the console and W&B; only rank 0 prints and writes.
@@ -48,15 +44,17 @@ class RunLog:
     def __init__(self, state: TrainState) -> None:
         self.state, self.config, self.world = state, state.config, state.world
         self.pending: list[dict[str, Any]] = []
-        self.clock = Clock(state.world, state.config.train.batch_tokens, state.raw_model.flops_per_token())
+        self.clock = Clock(state)
         self.metrics: Path | None = None
         self.wandb: Any = None
 
-    def open_folder(self) -> None:
+    def open_folder(self, init_summary: list[str]) -> None:
         """Make the run folder; drop metrics of steps and validations after those in the state.
 
-        Raises:
-            UserError: it cannot be written.
+        Args:
+            init_summary: what init_from copied, for init_from.txt and the console.
+
+        Raises UserError: it cannot be written.
         """
         if not self.world.is_main:
             return
@@ -71,6 +69,9 @@ class RunLog:
             write_atomically(path, to_jsonl(records_up_to(read_jsonl(path), step, val_step)).encode())
             with open(run_dir / "starts.jsonl", "a") as f:
                 f.write(to_jsonl([start_record(self.world, step)]))
+            if init_summary:
+                write_atomically(run_dir / "init_from.txt", "\n".join([*init_summary, ""]).encode())
+                self.print(*init_summary)
         except OSError as e:
             raise UserError(f"{run_dir}: the run folder cannot be written: {e.strerror}") from None
         if self.config.log.wandb:
@@ -81,7 +82,7 @@ class RunLog:
             print(*lines, sep="\n", flush=True)
 
     def add_step(self, loss: float, grad_norm: float, lr: float, skipped: str = "") -> None:
-        record = {"step": self.state.step, "loss": finite(loss), "lr": lr, "grad_norm": finite(grad_norm)}
+        record = {"step": self.state.step, "loss": loss, "lr": lr, "grad_norm": grad_norm}
         self.pending.append(record | ({"skipped": skipped} if skipped else {}))
 
     def flush(self) -> None:
@@ -92,33 +93,23 @@ class RunLog:
         last |= self.clock.report()
         self._write(self.pending)
         self.pending = []
-        loss, norm, step = last["loss"], last["grad_norm"], last["step"]
-        cells = [
-            f"step {step:>{len(str(max_steps))}}/{max_steps}",
-            f"loss {loss:.4f}" if loss is not None else "loss not finite",
-            f"lr {last['lr']:.2e}",
-            f"grad norm {norm:.2f}" if norm is not None else "grad norm not finite",
-            f"{last['tokens_per_s']:,} tokens/s",
-            *([f"mfu {last['mfu']:.1%}"] if "mfu" in last else []),
-            f"{format_duration((max_steps - step) * last['step_ms'] / 1000)} left",
-        ]
-        self.print(" | ".join(cells))
+        left = format_duration((max_steps - last["step"]) * last["step_ms"] / 1000)
+        mfu = f" | mfu {last['mfu']:.1%}" if "mfu" in last else ""
+        self.print(
+            f"step {last['step']:>{len(str(max_steps))}}/{max_steps} | loss {last['loss']:.4f} | "
+            f"lr {last['lr']:.2e} | grad norm {last['grad_norm']:.2f} | "
+            f"{last['tokens_per_s']:,} tokens/s{mfu} | {left} left"
+        )
 
     def add_validation(self, val_loss: float, unscaled: float | None = None) -> None:
-        record = {"step": self.state.step, "val_loss": finite(val_loss)}
+        record = {"step": self.state.step, "val_loss": val_loss}
         width = len(str(self.config.train.max_steps))
         text = f"step {self.state.step:>{width}} | validation loss {val_loss:.4f}"
         if unscaled is not None:
-            record["val_cross_entropy"] = finite(unscaled)
+            record["val_cross_entropy"] = unscaled
             text += f" | cross-entropy of the unscaled logits {unscaled:.4f}"
         self._write([record])
         self.print(text)
-
-    def add_init_summary(self, lines: list[str]) -> None:
-        """Print what init_from copied, and write it to init_from.txt."""
-        self.print(*lines)
-        if self.metrics is not None:
-            write_atomically(self.metrics.with_name("init_from.txt"), "\n".join([*lines, ""]).encode())
 
     def _write(self, records: list[dict[str, Any]]) -> None:
         if self.metrics is None:
@@ -130,9 +121,8 @@ class RunLog:
                 os.fsync(f.fileno())
         except OSError as e:
             raise UserError(f"{self.metrics}: cannot be written: {e.strerror}") from None
-        if self.wandb is not None:
-            for record in records:
-                self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+        for record in records if self.wandb is not None else []:
+            self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
 
     def close(self, text: str) -> None:
         self.print(text)
@@ -141,36 +131,22 @@ class RunLog:
 
     def describe_run(self) -> None:
         """Print model, attention, data and step, a line each."""
-        config, world, batches = self.config, self.world, self.state.batches
+        config, raw_model, batches = self.config, self.state.raw_model, self.state.batches
         model, train, n_tokens = config.model, config.train, batches.stream.n_tokens
         n_val = train.seq_len * val_windows(self.state.val_stream, train.val_tokens, train.seq_len)
         epochs, n_micro = train.max_steps * train.batch_tokens / n_tokens, batches.per_rank // batches.micro
-        compiled = self.state.local_model is not self.state.raw_model
         self.print(
             f"run      {config.run_dir}",
-            f"model    {self.state.raw_model.n_params() / 1e6:.2f}M parameters, {model.n_layer} layers, "
+            f"model    {raw_model.n_params() / 1e6:.2f}M parameters, {model.n_layer} layers, "
             f"{model.n_head} heads, width {model.n_embd}",
-            f"attention {describe_attention(config.attention)}, "
-            f"engine {self.state.raw_model.engine_description}",
+            f"attention {describe_attention(config.attention)}, engine {raw_model.engine_description}",
             f"data     {config.data.dir}: {n_tokens:,} training tokens ({epochs:.2f} epochs), "
             f"validation on {n_val:,}",
-            f"step     {train.batch_tokens:,} tokens = {world.size} processes x {n_micro} micro-batches x "
-            f"{batches.micro} sequences x {train.seq_len} on {world.device.type}, {train.dtype}",
-            *(["compiling the model: the first step takes a minute or more"] if compiled else []),
+            f"step     {train.batch_tokens:,} tokens = {self.world.size} processes x {n_micro} micro-batches "
+            f"x {batches.micro} sequences x {train.seq_len} on {self.world.device.type}, {train.dtype}",
         )
-
-    def describe_costs(self) -> None:
-        """Print the memory and time of a run whose steps are like those since the clock was restarted."""
-        train, stream = self.config.train, self.state.batches.stream
-        n_bytes = self.state.raw_model.n_params() * BYTES_PER_PARAMETER[self.config.optimizer.name]
-        shard, seconds = stream.n_tokens / stream.n_shards, self.clock.report()["step_ms"] / 1000
-        self.print(
-            f"memory   {n_bytes / 1e9:.2f} GB for weights, gradients and optimiser; "
-            f"{peak_memory(self.world.device) / 1e9:.2f} GB at the peak, in one process",
-            f"shards   {shard / train.batch_tokens:,.1f} steps to a shard of {shard:,.0f} tokens",
-            f"time     {seconds:.3g} s a step: {format_duration(1000 * seconds)} for 1000 steps, "
-            f"{format_duration(train.max_steps * seconds)} for all {train.max_steps}",
-        )
+        if self.state.local_model is not raw_model:
+            self.print("compiling the model: the first step takes a minute or more")
 
 
 class Clock:
@@ -180,31 +156,31 @@ class Clock:
     where the host next waits: in the next step's forward and backward.
     """
 
-    def __init__(self, world: World, tokens_per_step: int, flops_per_token: float) -> None:
-        self.world, self.tokens_per_step, self.flops_per_token = world, tokens_per_step, flops_per_token
+    def __init__(self, state: TrainState) -> None:
+        self.world, self.tokens_per_step = state.world, state.config.train.batch_tokens
+        self.flops_per_token = state.raw_model.flops_per_token()
         self.restart()
 
     def restart(self) -> None:
         """Exclude the time since the last step: it was not training."""
-        self.parts = {"data": 0.0, "forward_backward": 0.0, "optimizer": 0.0}
+        self.parts = {"data": 0.0, "forward_backward": 0.0, "optimizer": 0.0, "other": 0.0}
         self.n_steps = 0
         self.began = self.last = time.perf_counter()
 
     def mark(self, part: str) -> None:
         """Add the time since the last mark to `part`."""
         now = time.perf_counter()
-        self.parts[part] = self.parts.get(part, 0.0) + now - self.last
+        self.parts[part] += now - self.last
         self.last = now
 
     def report(self) -> dict[str, Any]:
         """Means over the steps since the last report."""
-        n_steps = max(1, self.n_steps)
-        seconds = max(time.perf_counter() - self.began, 1e-9) / n_steps
-        parts = {name: total / n_steps for name, total in self.parts.items() if name != "other"}
-        parts |= {"other": seconds - sum(parts.values())}
-        tokens_per_s = self.tokens_per_step / seconds
+        self.mark("other")
+        n_steps, seconds = max(1, self.n_steps), max(self.last - self.began, 1e-9)
+        tokens_per_s = self.n_steps * self.tokens_per_step / seconds
         record: dict[str, Any] = {"tokens_per_s": round(tokens_per_s)}
-        record |= {f"{name}_ms": round(1000 * s, 2) for name, s in ({"step": seconds} | parts).items()}
+        for name, total in ({"step": seconds} | self.parts).items():
+            record[f"{name}_ms"] = round(1000 * total / n_steps, 2)
         if peak := peak_flops(self.world.device):
             record["mfu"] = round(self.flops_per_token * tokens_per_s / (peak * self.world.size), 4)
         record["memory_gb"] = round(peak_memory(self.world.device) / 1e9, 3)
@@ -228,14 +204,15 @@ def peak_memory(device: torch.device) -> int:
 
 def start_record(world: World, step: int) -> dict[str, Any]:
     """What explains a start later: command, commit, versions, hardware."""
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "numpy": numpy.__version__}
+    versions["python"] = platform.python_version()
     gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": step,
         "command": sys.orig_argv,
         "commit": git_commit(),
-        "versions": versions | {"cuda": torch.version.cuda, "numpy": numpy.__version__},
+        "versions": versions,
         "host": platform.node(),
         "device": gpu or platform.processor() or platform.machine(),
         "processes": world.size,
@@ -247,13 +224,12 @@ def start_record(world: World, step: int) -> dict[str, Any]:
 def git_commit() -> str | None:
     """The commit of the code, with "+" if tracked files differ from it; None outside a git checkout."""
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-    try:
-        output = subprocess.check_output(
-            command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, timeout=10
+    with suppress(OSError, subprocess.SubprocessError):
+        result = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
         )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return output.decode().strip()
+        return result.stdout.strip() or None
+    return None
 
 
 def open_wandb(config: Config) -> Any:
@@ -264,13 +240,9 @@ def open_wandb(config: Config) -> Any:
     if not path.exists():
         write_atomically(path, secrets.token_hex(4).encode())
     return wandb.init(
-        project=config.log.wandb_project,
-        name=config.name,
-        id=path.read_text().strip(),
-        resume="allow",
-        dir=str(config.run_dir),
-        config=config.model_dump(),
-    )
+        project=config.log.wandb_project, name=config.name, id=path.read_text().strip(), resume="allow",
+        dir=str(config.run_dir), config=config.model_dump(),
+    )  # fmt: skip
 
 
 def records_up_to(records: list[dict[str, Any]], step: int, val_step: int) -> list[dict[str, Any]]:
@@ -279,12 +251,9 @@ def records_up_to(records: list[dict[str, Any]], step: int, val_step: int) -> li
 
 
 def to_jsonl(records: list[dict[str, Any]]) -> str:
-    return "".join(json.dumps(record) + "\n" for record in records)
-
-
-def finite(value: float) -> float | None:
-    """None for NaN and infinity, which JSON does not have."""
-    return value if math.isfinite(value) else None
+    """A line per record, with null for NaN and infinity, which JSON does not have."""
+    without_nan = (json.loads(json.dumps(record), parse_constant=lambda name: None) for record in records)
+    return "".join(json.dumps(record) + "\n" for record in without_nan)
 
 
 def format_duration(seconds: float) -> str:

@@ -1,32 +1,29 @@
 """The state of a run: what it starts from, what changes from step to step, what a checkpoint saves."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from config import Config, changed_keys, config_from_dict, may_change_on_resume
-from data.dataset import TokenStream
 from infra.cli import UserError
 from infra.distributed import StopSignals, World
 from model import GPT
 from training.checkpoint import load_model, load_parameters
 from training.guard import Guard
-from training.loader import BatchLoader
+from training.loader import BatchLoader, open_streams
+from training.optim import make_optimizers
 
 UNREPORTED_KEYS = ("name", "init_from", "log.")  # config changes not printed at init_from
 
 
-@dataclass
 class TrainState:
-    """The parts of a run.
+    """The parts of a run, built from the config and its seed.
 
     Attributes:
         raw_model, local_model, model: the same parameters: with plain names, compiled, and under DDP.
@@ -34,20 +31,20 @@ class TrainState:
         validation: the newest and the best one (see `training.checkpoint`).
     """
 
-    config: Config
-    world: World
-    batches: BatchLoader
-    val_stream: TokenStream
-    raw_model: GPT
-    local_model: nn.Module
-    model: nn.Module
-    optimizers: list[torch.optim.Optimizer]
-    guard: Guard
-    stop: StopSignals = field(default_factory=StopSignals)
-    step: int = 0
-    validation: dict[str, Any] = field(
-        default_factory=lambda: {"step": -1, "loss": None, "best": None, "best_step": None}
-    )
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        train_stream, self.val_stream = open_streams(config)
+        self.batches = BatchLoader(train_stream, config, world)
+        torch.manual_seed(config.seed)
+        self.raw_model = GPT(config, world.device)
+        compiles = config.train.compile
+        if compiles == "auto":
+            compiles = world.device.type == "cuda"
+        self.local_model: Any = torch.compile(self.raw_model) if compiles else self.raw_model
+        self.model: Any = DistributedDataParallel(self.local_model) if world.size > 1 else self.local_model
+        self.optimizers = make_optimizers(self.raw_model, config.optimizer, world.device)
+        self.guard, self.stop, self.step = Guard(config.train), StopSignals(), 0
+        self.validation: dict[str, Any] = {"step": -1, "loss": None, "best": None, "best_step": None}
 
     def is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.train.max_steps
@@ -91,8 +88,17 @@ class TrainState:
         }
 
     def restore(self, path: Path, checkpoint: dict[str, Any]) -> None:
-        """Continue from a checkpoint of this run (UserError if it is another's: `check_same_run`)."""
-        check_same_run(path, checkpoint, self.config, self.data_info())
+        """Continue from a checkpoint of this run.
+
+        Raises UserError: with every difference in config and data; another run's curve would go on here.
+        """
+        data, before = self.data_info(), checkpoint["data"]
+        changed = changed_keys(config_from_dict(checkpoint["config"], str(path)), self.config)
+        changed = {key: values for key, values in changed.items() if not may_change_on_resume(key)}
+        changed |= {f"data: {key}": (before[key], data[key]) for key in data if before[key] != data[key]}
+        if changed:
+            found = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
+            raise UserError(f"{path.parents[1]}: holds another run ({found}): choose another --name")
         load_parameters(self.raw_model, checkpoint["model"], path)
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -105,48 +111,37 @@ class TrainState:
                 torch.cuda.set_rng_state(rng["cuda"])
 
 
-def check_same_run(path: Path, checkpoint: dict[str, Any], config: Config, data: dict[str, str]) -> None:
-    """Resuming with another config or corpus would mix two runs in one curve.
-
-    Raises:
-        UserError: with every difference between the checkpoint and the current config and `data_info`.
-    """
-    changed = changed_keys(config_from_dict(checkpoint["config"], str(path)), config)
-    changed = {key: values for key, values in changed.items() if not may_change_on_resume(key)}
-    found = [f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items()]
-    before = checkpoint["data"]
-    found += [f"data: {key} was {before[key]}, now {data[key]}" for key in data if before[key] != data[key]]
-    if found:
-        raise UserError(f"{config.run_dir}: holds another run ({'; '.join(found)}): choose another --name")
-
-
 def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     """Copy each parameter that another run's model shares, bit for bit; leave the others.
 
-    By section of the config: [model] must fit, [attention] may add and drop parameters, [data] must have the
-    same tokeniser; [train], [optimizer] and the step count start afresh.
+    [model] must fit, [attention] may add and drop parameters, the data to train on must have the same
+    `tokenizer`. source: a run folder (its newest checkpoint) or a checkpoint file.
 
-    Args:
-        model: freshly initialised.
-        source: run folder (its newest checkpoint) or checkpoint file.
-        tokenizer: of the data to train on.
-    Returns:
-        The summary for the log: what is copied, new, dropped and changed.
-    Raises:
-        UserError: nothing there, another tokeniser, or a parameter of another shape, with its name.
+    Returns: the summary for the log: what is copied, new, dropped and changed.
+    Raises UserError: nothing there, another tokeniser, or a parameter of another shape, with its name.
     """
     old = load_model(source)
     prefix = f"init_from = {str(source)!r}"
     if old.tokenizer != tokenizer:
         raise UserError(f"{prefix}: trained on tokens of {old.tokenizer}, the data has {tokenizer}")
     theirs, ours = old.model.state_dict(), model.state_dict()
-    changed = changed_keys(old.config, model.config)
-    changed = {key: values for key, values in changed.items() if not key.startswith(UNREPORTED_KEYS)}
-    changes = [f"{key} {was!r} -> {now!r}" for key, (was, now) in changed.items()]
-    if problems := shape_mismatches(ours, theirs, model.config.model.tie_embeddings):
+    changes = [
+        f"{key} {was!r} -> {now!r}"
+        for key, (was, now) in changed_keys(old.config, model.config).items()
+        if not key.startswith(UNREPORTED_KEYS)
+    ]
+    copied = {name: theirs[name] for name in ours if name in theirs}
+    problems = {
+        f"{any_layer(name)} is {tuple(ours[name].shape)} here, {tuple(tensor.shape)} there": None
+        for name, tensor in copied.items()
+        if ours[name].shape != tensor.shape
+    }
+    tied = model.config.model.tie_embeddings
+    if tied and not torch.equal(theirs["lm_head.weight"], theirs["embedding.weight"]):
+        problems["lm_head.weight is tied to the embedding here, not there"] = None
+    if problems:
         shapes = [text for text in changes if text.startswith(("model.", "train.seq_len"))]
         raise UserError(f"{prefix}: does not fit: {'; '.join(problems)} ({', '.join(shapes)})")
-    copied = {name: theirs[name] for name in ours if name in theirs}
     model.load_state_dict(copied, strict=False)
     n_values = sum({ours[name].data_ptr(): ours[name].numel() for name in copied}.values())  # tied ones once
     return [
@@ -156,15 +151,6 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
         f"  dropped     {missing_names(theirs, ours)}",
         f"  changed     {', '.join(changes) or 'nothing'}",
     ]
-
-
-def shape_mismatches(ours: dict[str, Tensor], theirs: dict[str, Tensor], tied: bool) -> list[str]:
-    """Why the parameters in `theirs` cannot be copied to `ours`; tied: our output layer is the embedding."""
-    shapes = {name: (tuple(ours[name].shape), tuple(theirs[name].shape)) for name in ours if name in theirs}
-    found = [f"{any_layer(name)} is {a} here, {b} there" for name, (a, b) in shapes.items() if a != b]
-    if tied and not torch.equal(theirs["lm_head.weight"], theirs["embedding.weight"]):
-        found.append("lm_head.weight is tied to the embedding here, not there")
-    return list(dict.fromkeys(found))
 
 
 def missing_names(some: dict[str, Tensor], others: dict[str, Tensor]) -> str:

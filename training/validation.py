@@ -1,13 +1,11 @@
 """What a run measures on the validation stream: its loss, and with log.attention_every its attention."""
 
-from __future__ import annotations
-
 import torch
 
 from data.batches import val_batch, val_windows
 from data.dataset import IGNORED
 from training.attention_statistics import STATISTICS, model_statistics
-from training.run_log import RunLog, finite
+from training.run_log import RunLog
 from training.state import TrainState
 
 ATTENTION_ROWS = 64  # the last rows of a sequence, for log.attention_every
@@ -19,16 +17,12 @@ def validate(state: TrainState, log: RunLog) -> str | None:
 
     With another train.loss than softmax also the cross-entropy of the unscaled logits.
 
-    Returns:
-        The name of a signal that any rank received meanwhile: then there is no result.
+    Returns: The name of a signal that any rank received meanwhile: then there is no result.
     """
-    config, world, micro = state.config.train, state.world, state.batches.micro
+    config, world, model, micro = state.config.train, state.world, state.local_model, state.batches.micro
     n_windows = val_windows(state.val_stream, config.val_tokens, config.seq_len)
-    model = state.local_model
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)
     total, unscaled_total, n_targets = sums  # views
-    stopped = None
-    model.eval()
     for start in range(0, n_windows, world.size * micro):
         first = start + world.rank * micro
         if first < n_windows:
@@ -41,13 +35,11 @@ def validate(state: TrainState, log: RunLog) -> str | None:
                 if config.loss != "softmax":
                     unscaled_total += model(x, y, unscaled=True).double() * n
         if stopped := state.stop.on_any_rank(world):
-            break
-    model.train()
-    if not stopped:
-        loss, unscaled = (world.sum(sums)[:2] / n_targets).tolist()
-        state.record_validation(loss)
-        log.add_validation(loss, unscaled if config.loss != "softmax" else None)
-    return stopped
+            return stopped
+    loss, unscaled = (world.sum(sums)[:2] / n_targets).tolist()
+    state.record_validation(loss)
+    log.add_validation(loss, unscaled if config.loss != "softmax" else None)
+    return None
 
 
 def measure_attention(state: TrainState, log: RunLog) -> None:
@@ -60,4 +52,4 @@ def measure_attention(state: TrainState, log: RunLog) -> None:
     by_layer = values.mean((0, 2)).T.tolist()  # (S, n_layer)
     for name, layers in zip(STATISTICS, by_layer, strict=True):
         if name in ("score_std", "entropy"):
-            log.pending[-1][name] = {f"layer_{i}": finite(value) for i, value in enumerate(layers)}
+            log.pending[-1][name] = {f"layer_{i}": value for i, value in enumerate(layers)}

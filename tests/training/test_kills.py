@@ -15,8 +15,6 @@ from infra.distributed import StopSignals, World
 from training.checkpoint import find_checkpoints, load_checkpoint
 from training.state import TrainState
 
-torch.set_num_threads(1)
-
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_finishes_the_step_saves_and_the_same_command_resumes(
@@ -68,7 +66,6 @@ def test_a_second_ctrl_c_does_not_wait():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)  # the same one, from torchrun and from the terminal
         assert stop.number == signal.SIGINT
-        assert stop._interrupted is not None
         stop._interrupted -= 2
         os.kill(os.getpid(), signal.SIGINT)
 

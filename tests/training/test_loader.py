@@ -1,18 +1,16 @@
 """Batches: split over processes and micro-batches, read ahead, from shards that are whole."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from launch import build
 
 from config import load_config
 from data.batches import train_batch
 from data.dataset import TokenStream
 from infra.cli import UserError
 from infra.distributed import World
-from training.loader import BatchLoader, split_batch
+from training.loader import BatchLoader
 
 
 def test_ranks_and_micro_batches_are_slices_of_the_batch(tiny_config: Path, tiny_dataset: Path):
@@ -28,19 +26,13 @@ def test_ranks_and_micro_batches_are_slices_of_the_batch(tiny_config: Path, tiny
         assert torch.equal(torch.cat([y for _, y in parts]), torch.from_numpy(y))
 
 
-def test_batch_that_cannot_be_split(tiny_config: Path):
+def test_batch_that_cannot_be_split(tiny_config: Path, tiny_dataset: Path):
+    stream = TokenStream(tiny_dataset, "train")
     config = load_config(tiny_config, ["--train.batch-tokens", "256"])
-    assert split_batch(config, 2) == (8, 4) and split_batch(config, 16) == (1, 1)
+    loaders = [BatchLoader(stream, config, World(0, n, torch.device("cpu"))) for n in (2, 16)]
+    assert [(loader.per_rank, loader.micro) for loader in loaders] == [(8, 4), (1, 1)]
     with pytest.raises(UserError, match="train.batch_tokens = 256: 16 sequences cannot be shared by 3"):
-        split_batch(config, 3)
+        BatchLoader(stream, config, World(0, 3, torch.device("cpu")))
     config = load_config(tiny_config, ["--train.batch-tokens", "192", "--train.micro-batch", "4"])
-    with pytest.raises(UserError, match="train.micro_batch = 4: expected a divisor of the 6"):
-        split_batch(config, 2)
-
-
-def test_a_broken_shard_is_named(tiny_config: Path, tiny_dataset: Path, tmp_path: Path):
-    broken = shutil.copytree(tiny_dataset, tmp_path / "broken")
-    shard = next(broken.glob("*train*.bin"))
-    shard.write_bytes(shard.read_bytes()[:-2])
-    with pytest.raises(UserError, match=str(shard)):
-        build(tiny_config, "--data.dir", str(broken))
+    with pytest.raises(UserError, match="by 2 processes in micro-batches of train.micro_batch = 4"):
+        BatchLoader(stream, config, World(0, 2, torch.device("cpu")))

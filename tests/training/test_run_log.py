@@ -10,8 +10,6 @@ from launch import curve, metrics, patched_script, records, run, start
 from infra.files import read_jsonl
 from training.run_log import records_up_to
 
-torch.set_num_threads(1)
-
 
 def test_starts_and_timing(tiny_config: Path):
     folder = run(tiny_config, "--train.max-steps", "4")
