@@ -1,7 +1,7 @@
 """Kill a training run at random moments, again and again: its curve must be that of an undisturbed run.
 
-    python benchmarks/chaos.py                      # 20 SIGKILLs, with one process and with two
-    python benchmarks/chaos.py --kills 3            # as in CI
+    python -m benchmarks.chaos                      # 20 SIGKILLs, with one process and with two
+    python -m benchmarks.chaos --kills 3            # as in CI
 
 Every second kill waits until a checkpoint is being written. With two processes one rank is killed, and
 `torchrun --max-restarts` restarts the run.
@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
-from infra.cli import ArgumentParser, UserError, run_main  # noqa: E402
+from infra.cli import ArgumentParser, UserError, run_main
 
 OVERRIDES = [  # a small model, short steps and many checkpoints
     *("--model.n-layer", "2", "--train.max-steps", "150", "--train.seq-len", "64"),

@@ -1,7 +1,7 @@
 """What safety costs: train.py's steps against the plainest correct loop with the same model code.
 
-    python benchmarks/overhead.py                          # the demo's model on CPU, 200 steps of each
-    python benchmarks/overhead.py configs/softmax.toml --steps 100
+    python -m benchmarks.overhead                          # the demo's model on CPU, 200 steps of each
+    python -m benchmarks.overhead configs/softmax.toml --steps 100
 
 Takes in turn, in blocks of 50 steps in one process,
   plain       read, forward, backward, clip, optimiser step: no log, no guard, no checkpoint
@@ -12,13 +12,9 @@ and prints the ratios of the times. The ratio of two plain loops is the noise.
 
 import gc
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 

@@ -1,18 +1,14 @@
 """Tokens per second of whole training steps, softmax and LSSAR in turn in one run.
 
-    python benchmarks/train_step.py                                   # the demo's model on CPU
-    python benchmarks/train_step.py configs/softmax.toml configs/lssar.toml --steps 20
+    python -m benchmarks.train_step                                   # the demo's model on CPU
+    python -m benchmarks.train_step configs/softmax.toml configs/lssar.toml --steps 20
 
 Both models are in one process and take their steps alternately, so that a drifting machine slows both; the
 ratio is the median over the pairs. Data must be prepared (python -m data.python_source).
 """
 
 import statistics
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 

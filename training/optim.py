@@ -2,14 +2,13 @@
 
 import math
 
-import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from config import OptimizerConfig
 
 
-def make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.device) -> list[Optimizer]:
+def make_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer]:
     """The optimisers, with weight decay on matrices only and each group's peak learning rate as `peak_lr`.
 
     muon updates the matrices of the blocks; adamw updates the embedding, the output layer and all vectors.
@@ -27,10 +26,12 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig, device: torch.dev
         optimizers = [SGD(groups, lr=config.lr, momentum=momentum)]
     else:
         betas = (config.beta1, config.beta2)
-        optimizers = [AdamW(groups, lr=config.lr, betas=betas, fused=device.type == "cuda")]
+        optimizers = [AdamW(groups, lr=config.lr, betas=betas, fused=True)]
     if hidden:
         optimizers.append(Muon(hidden, lr=config.muon_lr, momentum=momentum, weight_decay=decay))
     all_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    grouped = [id(p) for group in all_groups for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters())  # each in exactly one group
     for group in all_groups:
         group["peak_lr"] = group["lr"]
     return optimizers

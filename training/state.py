@@ -42,7 +42,7 @@ class TrainState:
             compiles = world.device.type == "cuda"
         self.local_model: Any = torch.compile(self.raw_model) if compiles else self.raw_model
         self.model: Any = DistributedDataParallel(self.local_model) if world.size > 1 else self.local_model
-        self.optimizers = make_optimizers(self.raw_model, config.optimizer, world.device)
+        self.optimizers = make_optimizers(self.raw_model, config.optimizer)
         self.guard, self.stop, self.step = Guard(config.train), StopSignals(), 0
         self.validation: dict[str, Any] = {"step": -1, "loss": None, "best": None, "best_step": None}
 

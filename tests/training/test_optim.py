@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from config import OptimizerConfig, load_config
 from model import GPT
@@ -16,7 +15,7 @@ def test_every_parameter_is_in_one_group(optimizer: str, tied: str, tiny_config:
     flags = ["--optimizer.name", optimizer, "--model.tie_embeddings", tied]
     config = load_config(tiny_config, [*flags, "--attention.normaliser", "ssmax"])
     model = GPT(config)
-    optimizers = make_optimizers(model, config.optimizer, torch.device("cpu"))
+    optimizers = make_optimizers(model, config.optimizer)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     ids = [id(p) for group in groups for p in group["params"]]
     assert len(ids) == len(set(ids)) and set(ids) == {id(p) for p in model.parameters()}
