@@ -19,10 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-
 from infra.cli import ArgumentParser, UserError, run_main
 
+ROOT = Path(__file__).resolve().parents[1]
 OVERRIDES = [  # a small model, short steps and many checkpoints
     *("--model.n-layer", "2", "--train.max-steps", "150", "--train.seq-len", "64"),
     *("--train.batch-tokens", "1024", "--train.micro-batch", "8", "--train.val-tokens", "4096"),
