@@ -22,8 +22,9 @@ from config import Config, config_from_dict
 from data.batches import val_batch
 from data.dataset import TokenStream
 from data.shards import write_shard
-from evals.common import Blocks
+from evals.common import Blocks, EvaluatedRun
 from infra.cli import UserError, run_main
+from infra.distributed import World
 from model import GPT
 from positions import RopeKind, RopeScaling
 from training.checkpoint import load_model, read_config, save_checkpoint
@@ -206,14 +207,14 @@ def test_configs_are_read_without_tensors(tmp_path, data):
 
 def test_a_finished_run_is_written_before_the_next_fails(tmp_path, data, evaluate, monkeypatch):
     a, b = (make_run(tmp_path / "runs", name, data) for name in "ab")
-    real = eval_length.score
+    load = EvaluatedRun.load
 
-    def score(model: GPT, blocks: Blocks, n_same: int, rope: RopeScaling, label: str, world: object) -> list:
-        if label == "b":
+    def fail(run: EvaluatedRun, world: World) -> tuple[GPT, int]:
+        if run.label == "b":
             raise UserError("b fails")
-        return real(model, blocks, n_same, rope, label, world)
+        return load(run, world)
 
-    monkeypatch.setattr(eval_length, "score", score)
+    monkeypatch.setattr(EvaluatedRun, "load", fail)
     with pytest.raises(UserError, match="b fails"):
         evaluate(a, b, "--lengths", 16)
     assert (a / "eval_length.json").exists() and (a / "eval_length.png").exists()
@@ -266,8 +267,8 @@ def test_a_loss_that_is_not_finite(tmp_path, data, evaluate, capsys):
     save_run(run, config, model, step)
     evaluate(run, "--lengths", 16, 32)
     rows = lengths_of(run)
-    assert [row["reason"] for row in rows] == ["the loss is not finite"] * 2
-    assert "a at 16: no result: the loss is not finite" in capsys.readouterr().out
+    assert [row["reason"] for row in rows] == ["the model computed NaN or infinity"] * 2
+    assert "a at 16: no result: the model computed NaN or infinity" in capsys.readouterr().out
 
 
 def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
@@ -313,15 +314,15 @@ def test_exit_status_and_one_line(tmp_path, monkeypatch, capsys):
         (["{run}", "--lengths", "24", "64"], "24 does not divide the longest"),
         (["{run}", "--lengths", "0"], "'0': expected an integer, at least 1"),
         (["{run}", "--lengths", "1e3"], "'1e3': expected an integer"),
-        (["{run}", "--rope", "theta"], "needs --rope-theta"),
+        (["{run}", "--rope", "theta"], "theta = None: expected a positive number"),
         (["{run}", "--rope", "theta", "--rope-theta", "-1"], "expected a positive number"),
         (["{run}", "--rope-theta", "500000"], "only read by kind theta"),
         (["{run}", "--rope", "alibi"], "invalid choice"),
         (["{run}", "--data", "{tmp}/none"], "no such data folder"),
         (["{run}", "--data", "{tmp}/gpt2"], "tokenised with 50257 tokens"),
         (["{run}", "--tag", "a/b"], "--tag a/b: expected only letters"),
-        (["{run}", "--out", "curve.txt"], "ends in .png"),
-        (["{run}", "--out", "{tmp}/none/curve.png"], "no folder"),
+        (["{run}", "--out", "curve.txt"], "expected .png, .pdf, .svg in a folder that exists"),
+        (["{run}", "--out", "{tmp}/none/curve.png"], "in a folder that exists"),
     ],
 )
 def test_bad_input(tmp_path, data, evaluate, args, message):
