@@ -161,7 +161,7 @@ def test_a_sample_ends_with_the_document(run, call, monkeypatch):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--samples", "0"], "--samples 0: expected at least 1"),
+        (["--samples", "0"], "--samples: .0.: expected an integer, at least 1"),
         (["--top-p", "0"], "top_p 0.0: expected above 0"),
         (["--rope", "theta"], "theta = None"),
         (["--prompt-file", "none.txt"], "--prompt-file none.txt: cannot be read"),
