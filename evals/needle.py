@@ -28,7 +28,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +53,7 @@ CITIES = (
     *("Helsinki", "Jakarta", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Madrid", "Manila", "Nairobi"),
     *("Oslo", "Paris", "Prague", "Rome", "Seoul", "Sydney", "Tokyo", "Toronto", "Vienna", "Warsaw"),
 )
+Share = dict[str, float]  # see `proportion`
 MEASURES = ("number", "first_digit", "choice")
 DEPTHS = [10, 30, 50, 70, 90]
 N_CHOICES = 10
@@ -75,11 +76,8 @@ def main() -> None:
             model, step = run.load(world)
             if not model.cacheable:
                 raise UserError(f"{run.label}: needs a KV cache, which sigmoid with bias = log_len has not")
-            cells = {
-                (length, depth): score(model, haystack, length, depth, args, world)
-                for length in lengths
-                for depth in args.depths
-            }
+            where = product(lengths, args.depths)
+            cells = {at: score(model, haystack, *at, args, world) for at in where}
             if world.is_main:  # at once: a later run may fail
                 results.append(run.write(summarise(cells, model, haystack, args), step, args))
                 plot(results[-1:], run.file(".png"))
@@ -249,7 +247,7 @@ def summarise(
     return task | {"lengths": lengths, "depths": args.depths, "cells": entries}
 
 
-def proportion(successes: float, n: int) -> dict[str, float]:
+def proportion(successes: float, n: int) -> Share:
     """The share with its 95 % confidence interval (Wilson 1927), which is not empty at 0 and 1 either."""
     share, z2 = successes / n, 1.959964**2
     centre, scale = (share + z2 / (2 * n)) / (1 + z2 / n), 1 / (1 + z2 / n)
@@ -257,7 +255,7 @@ def proportion(successes: float, n: int) -> dict[str, float]:
     return {"share": share, "low": max(0.0, centre - half), "high": min(1.0, centre + half)}
 
 
-def percent(value: dict[str, float], digits: int = 1) -> str:
+def percent(value: Share, digits: int = 1) -> str:
     """A `proportion` as '62.5 % [54.0, 70.2]'."""
     share, low, high = (f"{100 * value[key]:.{digits}f}" for key in ("share", "low", "high"))
     return f"{share} % [{low}, {high}]"
@@ -285,10 +283,8 @@ def tables(results: list[Result]) -> str:
     for name in MEASURES:
         rows = [["run", "depth", *map(str, lengths)]]
         for result in results:
-            for depth in result["depths"]:
-                cells = [cell for cell in result["cells"] if cell["depth"] == depth]
-                shares = [percent(cell[name]) if name in cell else "-" for cell in cells]
-                rows.append([result["run"], f"{depth} %", *shares])
+            for depth, shares in shares_by_depth(result, name).items():
+                rows.append([result["run"], depth, *(percent(share) if share else "-" for share in shares)])
         parts.append(f"{name.replace('_', ' ')}\n{output.format_table(rows)}")
     rows = [["run", "normaliser", *map(str, lengths)]]
     for result in results:
@@ -298,74 +294,71 @@ def tables(results: list[Result]) -> str:
     return "\n\n".join(parts + output.rejections(results, "cells")) + "\n"
 
 
+def shares_by_depth(result: Result, name: str) -> dict[str, list[Share | None]]:
+    """'10 %' -> a measure at each length, None where the length was rejected."""
+    return {
+        f"{depth} %": [cell.get(name) for cell in result["cells"] if cell["depth"] == depth]
+        for depth in result["depths"]
+    }
+
+
+def mean_shares(result: Result, name: str) -> list[Share | None]:
+    """Means over depths, with the interval of one depth: the depths of a sample are not independent."""
+    n, cells = result["samples"], [finished_cells(result, length) for length in result["lengths"]]
+    means = [sum(cell[name]["share"] for cell in each) / len(each) if each else None for each in cells]
+    return [None if mean is None else proportion(n * mean, n) for mean in means]
+
+
 # ---------------------------------------------------------------- figures
 def plot(results: list[Result], path: Path) -> None:
-    """One run: shares by length and depth; several: by length. Below, ranked heads and single trials."""
+    """Shares by length, and by depth or, of several runs, by run. Below, ranked heads and single trials."""
     figure = Figure(figsize=(14, 8), layout="constrained")
     above, below = figure.subfigures(2, 1).flat  # type: ignore[union-attr]
     for axes, name in zip(above.subplots(1, 3, sharey=True), MEASURES, strict=True):
-        axes.set_title(f"{name.replace('_', ' ')}: share of samples, 95 % interval")
+        rows = {result["run"]: mean_shares(result, name) for result in results}
         if len(results) == 1:
-            draw_heat_map(axes, results[0], name)
-        else:
-            draw_shares(axes, results, name)
+            rows = shares_by_depth(results[0], name)
+        draw_heat_map(axes, rows, results[0]["lengths"])
+        axes.set_title(f"{name.replace('_', ' ')}: share of samples, 95 % interval")
+        axes.set(xlabel="length (tokens)", ylabel="depth of the needle" if len(results) == 1 else "")
         axes.label_outer()
     ranks, trials = below.subplots(1, 2)
     draw_ranks(ranks, results)
     draw_trials(trials, results)
+    for axes in (ranks, trials):
+        axes.set_ylabel("attention mass on the digits")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8)
     titles = [f"{output.run_title(result)}, step {result['step']}" for result in results]
     figure.suptitle("\n".join([*titles, f"RoPE scaling {output.format_rope(results[0])}"]), fontsize=10)
     output.save_figure(figure, path)
 
 
-def draw_heat_map(axes: Any, result: Result, name: str) -> None:
-    """Shares by length and depth, with their intervals as text; white where the length was rejected."""
-    lengths, depths = result["lengths"], result["depths"]
-    shares = np.full((len(depths), len(lengths)), np.nan)
-    for cell in result["cells"]:
-        if cell["reason"] is None:
-            i, j, share = depths.index(cell["depth"]), lengths.index(cell["length"]), cell[name]["share"]
-            shares[i, j] = share
-            text = percent(cell[name], digits=0).replace("% ", "%\n")
-            color = "white" if share < 0.5 else "black"
-            axes.text(j, i, text, ha="center", va="center", fontsize=8, color=color)
-    axes.imshow(shares, vmin=0, vmax=1, aspect="auto")
+def draw_heat_map(axes: Any, rows: dict[str, list[Share | None]], lengths: list[int]) -> None:
+    """Rows by lengths, with the intervals as text; white where the length was rejected."""
+    grid = [[share["share"] if share else math.nan for share in row] for row in rows.values()]
+    axes.imshow(grid, vmin=0, vmax=1, aspect="auto")
+    for i, row in enumerate(rows.values()):
+        for j, share in enumerate(row):
+            text = percent(share, digits=0).replace("% ", "%\n") if share else ""
+            axes.text(
+                j, i, text, ha="center", va="center", fontsize=8, color="w" if grid[i][j] < 0.5 else "k"
+            )
     axes.set_xticks(range(len(lengths)), map(output.format_length, lengths))
-    axes.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths])
-    axes.set(xlabel="length (tokens)", ylabel="depth of the needle")
-
-
-def draw_shares(axes: Any, results: list[Result], name: str) -> None:
-    """Means over depths, with the interval of one depth: the depths of a sample are not independent."""
-    curves, n, lengths = [], results[0]["samples"], results[0]["lengths"]
-    for i, result in enumerate(results):
-        x, shares, errors = [], [], []
-        for length in lengths:
-            if cells := finished_cells(result, length):
-                mean = proportion(n * np.mean([cell[name]["share"] for cell in cells]), n)
-                x.append(length * 1.02**i)  # sideways: equal shares would cover each other
-                shares.append(mean["share"])
-                errors.append([abs(mean[end] - mean["share"]) for end in ("low", "high")])
-        curves.append(output.Curve(result["run"], x, shares, np.transpose(errors) if errors else None))
-    output.draw_curves(axes, curves, lengths, results)
-    axes.set(xlabel="length (tokens), mean over depths", ylim=(-0.03, 1.03))
-    axes.legend(frameon=False)
+    axes.set_yticks(range(len(rows)), rows)
 
 
 def draw_ranks(axes: Any, results: list[Result]) -> None:
     """Figure 7: heads by descending needle score; a line for each length, or for each run."""
     longest, alone = results[0]["lengths"][-1], len(results) == 1
+    lines = {result["run"]: ranked_heads(result, longest) for result in results}
     if alone:
         lines = {output.format_length(n): ranked_heads(results[0], n) for n in results[0]["lengths"]}
-    else:
-        lines = {result["run"]: ranked_heads(result, longest) for result in results}
     for marker, (label, scores) in zip(cycle(output.MARKERS), lines.items(), strict=False):
         axes.plot(range(1, len(scores) + 1), scores, f"-{marker}", ms=4, label=label)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    at = "" if alone else f", at {output.format_length(longest)}"
-    style_scores(
-        axes, f"needle score by rank of the head{at}", "rank of the head", "length" if alone else None
-    )
+    at = "by length" if alone else f"at {output.format_length(longest)}"
+    axes.set(title=f"needle score by rank of the head, {at}", xlabel="rank of the head")
 
 
 def draw_trials(axes: Any, results: list[Result]) -> None:
@@ -379,13 +372,7 @@ def draw_trials(axes: Any, results: list[Result]) -> None:
             label = f"{result['run']}: {word} ({len(points)})"
             axes.scatter(points.keys(), points.values(), marker=marker, s=18, color=f"C{i % 10}", label=label)
     title = f"best head's needle score in single trials at {output.format_length(longest)}"
-    style_scores(axes, title, "trial, ranked by score")
-
-
-def style_scores(axes: Any, title: str, xlabel: str, legend_title: str | None = None) -> None:
-    axes.set(title=title, xlabel=xlabel, ylabel="attention mass on the digits")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8, title=legend_title)
+    axes.set(title=title, xlabel="trial, ranked by score")
 
 
 # ---------------------------------------------------------------- command line
