@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import save_run
 
 from config import load_config
 from data.tokenizer import get_tokenizer
 from hub import export
 from infra.cli import UserError
 from model import GPT
-from training.checkpoint import save_checkpoint
 
 FAMILIES = {
     "llama": ["--model.norm", "rmsnorm", "--model.mlp", "swiglu", "--model.mlp-hidden", "48"],
@@ -34,28 +34,20 @@ def make_run(tiny_config: Path, *overrides: str) -> Path:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.3 * torch.randn(p.shape))
-    empty: dict[str, Any] = {"optimizers": [], "validation": {}, "guard": {}, "rng": []}
-    state = {"step": 1, "config": config.model_dump(), "model": model.state_dict()} | empty
-    save_checkpoint(config.run_dir, state | {"data": {"tokenizer": "bytes"}}, keep_last=1)
-    return config.run_dir
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["export", *map(str, args)])
-    export.main()
+    return save_run(config.run_dir, config, model)
 
 
 @pytest.mark.parametrize("tie", ["true", "false"])
 @pytest.mark.parametrize("bias", ["true", "false"])
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_transformers_gives_the_same_logits(
-    family: list[str], bias: str, tie: str, tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    family: list[str], bias: str, tie: str, tiny_config: Path, call: Any, capsys: Any
 ):
     """Loading is strict, so equal logits also mean that each weight is written, and written once."""
     pytest.importorskip("transformers")
     out = tiny_config.with_name("out")
     run = make_run(tiny_config, *family, "--model.bias", bias, "--model.tie-embeddings", tie)
-    call(monkeypatch, run, out, "--check")
+    call(export, run, out, "--check")
     assert float(capsys.readouterr().out.split("between the logits: ")[1]) <= 1e-4
     files = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert files <= {path.name for path in out.iterdir()}
@@ -82,11 +74,11 @@ def test_exported_tokenizer_gives_the_same_tokens(name: str, tmp_path: Path):
     assert theirs.bos_token_id == theirs.eos_token_id == ours.eot_token
 
 
-def test_one_line_without_transformers(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_one_line_without_transformers(tiny_config: Path, call: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     run, out = make_run(tiny_config), tiny_config.with_name("out")
     with pytest.raises(UserError, match="^transformers is not installed: pip install -r requirements-hub"):
-        call(monkeypatch, run, out)
+        call(export, run, out)
     assert not out.exists()
 
 
@@ -105,8 +97,8 @@ def test_models_without_a_counterpart(overrides: str, message: str, tiny_config:
         export.choose_architecture(load_config(tiny_config, overrides.split()))
 
 
-def test_only_a_new_folder_is_written(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_only_a_new_folder_is_written(tiny_config: Path, call: Any):
     pytest.importorskip("transformers")
     run = make_run(tiny_config)
     with pytest.raises(UserError, match="exists; expected a new folder"):
-        call(monkeypatch, run, run)
+        call(export, run, run)
