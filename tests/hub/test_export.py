@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,9 +39,7 @@ def make_run(tiny_config: Path, *overrides: str) -> Path:
 @pytest.mark.parametrize("tie", ["true", "false"])
 @pytest.mark.parametrize("bias", ["true", "false"])
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_transformers_gives_the_same_logits(
-    family: list[str], bias: str, tie: str, tiny_config: Path, call: Any, capsys: Any
-):
+def test_transformers_gives_the_same_logits(family, bias, tie, tiny_config, call, capsys):
     """Loading is strict, so equal logits also mean that each weight is written, and written once."""
     pytest.importorskip("transformers")
     out = tiny_config.with_name("out")
@@ -57,7 +54,7 @@ def test_transformers_gives_the_same_logits(
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_exported_tokenizer_gives_the_same_tokens(name: str, tmp_path: Path):
+def test_exported_tokenizer_gives_the_same_tokens(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     try:
         ours = get_tokenizer(name)
@@ -74,7 +71,7 @@ def test_exported_tokenizer_gives_the_same_tokens(name: str, tmp_path: Path):
     assert theirs.bos_token_id == theirs.eos_token_id == ours.eot_token
 
 
-def test_one_line_without_transformers(tiny_config: Path, call: Any, monkeypatch: pytest.MonkeyPatch):
+def test_one_line_without_transformers(tiny_config, call, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     run, out = make_run(tiny_config), tiny_config.with_name("out")
     with pytest.raises(UserError, match="^transformers is not installed: pip install -r requirements-hub"):
@@ -92,12 +89,12 @@ def test_one_line_without_transformers(tiny_config: Path, call: Any, monkeypatch
         ("--train.loss logit_norm", "train.loss = logit_norm"),
     ],
 )
-def test_models_without_a_counterpart(overrides: str, message: str, tiny_config: Path):
+def test_models_without_a_counterpart(overrides, message, tiny_config):
     with pytest.raises(UserError, match=message):
         export.choose_architecture(load_config(tiny_config, overrides.split()))
 
 
-def test_only_a_new_folder_is_written(tiny_config: Path, call: Any):
+def test_only_a_new_folder_is_written(tiny_config, call):
     pytest.importorskip("transformers")
     run = make_run(tiny_config)
     with pytest.raises(UserError, match="exists; expected a new folder"):
