@@ -28,32 +28,22 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from data.batches import val_batch
-from evals.common import (
-    Blocks,
-    EvaluatedRun,
-    Rejection,
-    add_arguments,
-    mean_and_stderr,
-    open_blocks,
-    open_runs,
-    parse_arguments,
-    token_bar,
-)
-from evals.figures import draw_curves, length_curves, mark_training_length, save_figure
-from evals.tables import format_length, format_rope, format_stderr, format_table, length_table, rejections
-from infra.cli import ArgumentParser, UserError, positive_int, run_main
+from evals import common, output
+from evals.common import Blocks, EvaluatedRun, mean_and_stderr
+from evals.output import Result
+from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import World, join_world
-from infra.files import write_json
 from model import GPT
 from positions import RopeScaling
 
@@ -75,21 +65,20 @@ MEANING = {
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs, picture = open_runs(args)
-        all_blocks = open_blocks(args, runs)
+        runs, picture = common.open_runs(args)
+        all_blocks = common.open_blocks(args, runs)
         n_same = count_same_targets(all_blocks[0].lengths, runs)
-        results, written = [], []
+        results = []
         for run, blocks in zip(runs, all_blocks, strict=True):
             model, step = run.load(world)
-            scores = score(model, blocks, n_same, args.rope_scaling, run.label, world)
-            results.append(run.describe(step, args) | summarise(scores, blocks, n_same, args.per_position))
+            scores = [score(model, blocks, n, n_same, args.rope_scaling, world) for n in blocks.lengths]
             if world.is_main:  # at once: a later run may fail
-                write_json(results[-1], run.file(".json"))
-                written += [run.file(".json"), *plot(results[-1:], run.file(".png"))]
+                results.append(run.write(summarise(scores, blocks, n_same, args.per_position), step, args))
+                plot(results[-1:], run.file(".png"))
         if world.is_main:
+            if picture:
+                plot(results, picture)
             print(tables(results))
-            written += plot(results, picture) if picture else []
-            print("\n".join(f"wrote {path}" for path in written))
 
 
 # ---------------------------------------------------------------- windows
@@ -124,32 +113,18 @@ def part_edges(length: int) -> list[int]:
 
 
 # ---------------------------------------------------------------- score
-class Score(NamedTuple):
-    """Sums of losses at one length, over all ranks."""
-
-    sums: Tensor  # (n_blocks, n_buckets + n_parts + 1) float64 on the CPU, see `block_sums`
-    reason: str | None  # the model rejected the length
-
-
 def score(
-    model: GPT, blocks: Blocks, n_same: int, rope: RopeScaling, label: str, world: World
-) -> list[Score]:
-    """A score for each length, the same on every rank.
+    model: GPT, blocks: Blocks, length: int, n_same: int, rope: RopeScaling, world: World
+) -> Tensor | str:
+    """The `block_sums` of every block, (n_blocks, n_sums), or why there are none (see `common.score_all`).
 
-    Each rank takes its share of the blocks. A block is always scored by one rank in one batch, so the number
-    of ranks changes nothing.
+    A block is always scored by one rank in one batch, so the number of ranks changes nothing.
     """
-    share, scores = blocks.share(world), []
-    with token_bar(label, len(share) * blocks.longest * len(blocks.lengths), world) as bar:
-        for length in blocks.lengths:
-            n_sums = len(bucket_edges(length)) + len(part_edges(length)) - 1
-            sums = torch.zeros(blocks.n_blocks, n_sums, dtype=torch.float64, device=world.device)
-            with Rejection() as rejection:
-                for block in share:
-                    sums[block] = block_sums(block_losses(model, blocks, block, length, rope), n_same)
-                    bar.update(blocks.longest)
-            scores.append(Score(world.sum(sums).cpu(), rejection.reason))
-    return scores
+
+    def sums(items: Sequence[int]) -> Tensor:
+        return torch.stack([block_sums(block_losses(model, blocks, i, length, rope), n_same) for i in items])
+
+    return common.score_all(world, f"{length} tokens", blocks.n_blocks, sums)
 
 
 def block_losses(model: GPT, blocks: Blocks, block: int, length: int, rope: RopeScaling) -> Tensor:
@@ -174,69 +149,57 @@ def block_sums(losses: Tensor, n_same: int) -> Tensor:
 
 
 # ---------------------------------------------------------------- summary
-def summarise(scores: list[Score], blocks: Blocks, n_same: int, per_position: bool) -> dict[str, Any]:
+def summarise(scores: list[Tensor | str], blocks: Blocks, n_same: int, per_position: bool) -> dict[str, Any]:
     """Means and standard errors, finite numbers only: what eval_length.json holds besides the run's keys."""
     shortest, entries = None, []
-    for length, (sums, reason) in zip(blocks.lengths, scores, strict=True):
-        n_buckets = len(bucket_edges(length)) - 1
-        total = sums[:, :n_buckets].sum(1)  # (n_blocks,)
-        if reason is None and not total.isfinite().all():
-            reason = "the loss is not finite"
-        entry: dict[str, Any] = {"length": length, "reason": reason}
-        if reason is None:
-            shortest = total if length == blocks.lengths[0] else shortest
-            entry["loss"], entry["stderr"] = mean_and_stderr(total / blocks.longest)
-            entry["perplexity"] = math.exp(entry["loss"]) if entry["loss"] < 700 else None  # exp(710) is inf
-            entry["change"], entry["change_stderr"] = None, None
-            if shortest is not None:
-                change = mean_and_stderr((total - shortest) / blocks.longest)
-                entry["change"], entry["change_stderr"] = change
-            entry["same_target_loss"], entry["same_target_stderr"] = mean_and_stderr(sums[:, -1] / n_same)
-            entry["buckets"] = summarise_buckets(sums[:, :n_buckets], length, blocks.longest // length)
-            if per_position and length == blocks.longest:
-                entry["positions"] = summarise_parts(sums[:, n_buckets:-1], length)
+    for length, sums in zip(blocks.lengths, scores, strict=True):
+        entry: dict[str, Any] = {"length": length, "reason": sums if isinstance(sums, str) else None}
         entries.append(entry)
+        if isinstance(sums, str):
+            continue
+        buckets, parts = list(pairwise(bucket_edges(length))), list(pairwise(part_edges(length)))
+        by_bucket, by_part, same = sums.split((len(buckets), len(parts), 1), dim=1)
+        total = by_bucket.sum(1)  # (n_blocks,)
+        shortest = total if length == blocks.lengths[0] else shortest
+        entry["loss"], entry["stderr"] = mean_and_stderr(total / blocks.longest)
+        entry["perplexity"] = math.exp(entry["loss"]) if entry["loss"] < 700 else None  # exp(710) is inf
+        change = None if shortest is None else mean_and_stderr((total - shortest) / blocks.longest)
+        entry["change"], entry["change_stderr"] = change or (None, None)
+        entry["same_target_loss"], entry["same_target_stderr"] = mean_and_stderr(same[:, 0] / n_same)
+        n_windows = blocks.n_blocks * blocks.longest // length
+        entry["buckets"] = [
+            {"from": i, "to": j, "loss": total / (n_windows * (j - i))}
+            for (i, j), total in zip(buckets, by_bucket.sum(0).tolist(), strict=True)
+        ]
+        if per_position and length == blocks.longest:
+            found = [mean_and_stderr(by_part[:, k] / (j - i)) for k, (i, j) in enumerate(parts)]
+            entry["positions"] = [
+                {"from": i, "to": j, "loss": loss, "stderr": stderr}
+                for (i, j), (loss, stderr) in zip(parts, found, strict=True)
+            ]
     data = {"data": blocks.describe(), "same_target_tokens": n_same}
     return data | {"lengths": entries, "meaning": MEANING}
 
 
-def summarise_buckets(by_bucket: Tensor, length: int, n_windows: int) -> list[dict[str, Any]]:
-    """Mean loss in each bucket, (n_blocks, n_buckets), over all blocks of n_windows windows."""
-    totals, edges = by_bucket.sum(0).tolist(), pairwise(bucket_edges(length))
-    return [
-        {"from": i, "to": j, "loss": total / (len(by_bucket) * n_windows * (j - i))}
-        for (i, j), total in zip(edges, totals, strict=True)
-    ]
-
-
-def summarise_parts(by_part: Tensor, length: int) -> list[dict[str, Any]]:
-    """Mean loss in each part, (n_blocks, n_parts), of windows that are a block; its error is over blocks."""
-    entries = []
-    for (i, j), sums in zip(pairwise(part_edges(length)), by_part.T, strict=True):
-        loss, stderr = mean_and_stderr(sums / (j - i))
-        entries.append({"from": i, "to": j, "loss": loss, "stderr": stderr})
-    return entries
-
-
 # ---------------------------------------------------------------- tables
-def tables(results: list[dict[str, Any]]) -> str:
+def tables(results: list[Result]) -> str:
     """All tables as text, each with a line that describes it."""
     span, block = results[0]["same_target_tokens"], results[0]["data"]["block_length"]
     parts = [
         describe_data(results),
-        f"Loss in nats over all tokens, ± standard error over blocks; RoPE {format_rope(results[0])}.",
-        length_table(results, lambda x: format_stderr(x["loss"], x["stderr"])),
+        f"Loss in nats over all tokens, ± standard error over blocks; RoPE {output.format_rope(results[0])}.",
+        output.length_table(results, itemgetter("loss", "stderr")),
         f"Same targets: loss over the last {span} tokens of each block, from windows that end there.",
-        length_table(results, lambda x: format_stderr(x["same_target_loss"], x["same_target_stderr"])),
+        output.length_table(results, itemgetter("same_target_loss", "same_target_stderr")),
         "Perplexity over all tokens.",
-        length_table(results, lambda x: f"{x['perplexity'] or math.inf:.4g}"),
+        output.length_table(results, itemgetter("perplexity", "stderr"), lambda x, _: f"{x or math.inf:.4g}"),
         f"Loss by position in windows of {block} tokens.",
         bucket_table(results),
     ]
-    return "\n\n".join(parts + rejections(results)) + "\n"
+    return "\n\n".join(parts + output.rejections(results)) + "\n"
 
 
-def describe_data(results: list[dict[str, Any]]) -> str:
+def describe_data(results: list[Result]) -> str:
     """The scored tokens; run by run where they differ."""
     text = "Scored: the first {tokens:,} tokens of {dir} ({split}), {blocks} blocks of {block_length}"
     texts = [text.format(**result["data"]) for result in results]
@@ -246,43 +209,42 @@ def describe_data(results: list[dict[str, Any]]) -> str:
     return "\n".join([*listed, "Runs that were scored on other tokens do not compare."])
 
 
-def bucket_table(results: list[dict[str, Any]]) -> str:
+def bucket_table(results: list[Result]) -> str:
     """Loss by position at the longest length."""
-    edges = bucket_edges(results[0]["data"]["block_length"])
-    rows = [["run", "normaliser", *(f"{start}-{stop - 1}" for start, stop in pairwise(edges))]]
+    edges = list(pairwise(bucket_edges(results[0]["data"]["block_length"])))
+    rows = [["run", "normaliser", *(f"{start}-{stop - 1}" for start, stop in edges)]]
     for result in results:
-        buckets = result["lengths"][-1].get("buckets") or [None] * (len(edges) - 1)
-        cells = [f"{bucket['loss']:.4f}" if bucket else "-" for bucket in buckets]
+        buckets = result["lengths"][-1].get("buckets")  # none if the length was rejected
+        cells = [f"{bucket['loss']:.4f}" for bucket in buckets] if buckets else ["-"] * len(edges)
         rows.append([result["run"], result["normaliser"], *cells])
-    return format_table(rows)
+    return output.format_table(rows)
 
 
 # ---------------------------------------------------------------- figures
-def plot(results: list[dict[str, Any]], path: Path) -> list[Path]:
+def plot(results: list[Result], path: Path) -> None:
     """The figure of all lengths, and that of --per-position where results have it."""
-    written = [plot_lengths(results, path)]
+    plot_lengths(results, path)
     if any("positions" in result["lengths"][-1] for result in results):
-        written.append(plot_positions(results, path.with_name(f"{path.stem}_position{path.suffix}")))
-    return written
+        plot_positions(results, path.with_name(f"{path.stem}_position{path.suffix}"))
 
 
-def plot_lengths(results: list[dict[str, Any]], path: Path) -> Path:
+def plot_lengths(results: list[Result], path: Path) -> None:
     """Loss against length: all tokens on the left, the same targets on the right."""
     figure = Figure(figsize=(11, 4.5 + 0.2 * (len(results) // 3)), layout="constrained")
-    panels, span = figure.subplots(1, 2, sharey=True), format_length(results[0]["same_target_tokens"])
-    titles = "All tokens", f"Same targets (last {span} tokens of each block)"
-    for axes, title, key in zip(panels, titles, ("", "same_target_"), strict=True):
-        curves = length_curves(results, itemgetter(f"{key}loss", f"{key}stderr"))
-        handles = draw_curves(axes, curves, [entry["length"] for entry in results[0]["lengths"]], results)
-        axes.set_title(title)
-        axes.set_xlabel(f"window length (tokens), RoPE scaling {format_rope(results[0])}")
-        axes.yaxis.set_tick_params(labelleft=True)
-    panels[0].set_ylabel("validation loss (nats)")
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(handles)), frameon=False)
-    return save_figure(figure, path)
+    lengths = [entry["length"] for entry in results[0]["lengths"]]
+    span = output.format_length(results[0]["same_target_tokens"])
+    titles = {"": "All tokens", "same_target_": f"Same targets (last {span} tokens of each block)"}
+    xlabel = f"window length (tokens), RoPE scaling {output.format_rope(results[0])}"
+    for axes, (key, title) in zip(figure.subplots(1, 2, sharey=True), titles.items(), strict=True):
+        curves = output.length_curves(results, itemgetter(f"{key}loss", f"{key}stderr"))
+        output.draw_curves(axes, curves, lengths, results)
+        axes.set(title=title, xlabel=xlabel, ylabel="validation loss (nats)")
+        axes.tick_params(labelleft=True)
+    output.legend_below(figure, 3)
+    output.save_figure(figure, path)
 
 
-def plot_positions(results: list[dict[str, Any]], path: Path) -> Path:
+def plot_positions(results: list[Result], path: Path) -> None:
     """Loss against the position in the longest window, with a band of one standard error."""
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
@@ -290,30 +252,29 @@ def plot_positions(results: list[dict[str, Any]], path: Path) -> Path:
         parts = result["lengths"][-1].get("positions", [])  # none if the length was rejected
         middle = [(part["from"] + part["to"]) / 2 for part in parts]
         low, high = ([part["loss"] + sign * (part["stderr"] or 0.0) for part in parts] for sign in (-1, 1))
-        (line,) = axes.plot(
-            middle, [part["loss"] for part in parts], label=f"{result['run']}: {result['normaliser']}"
-        )
+        (line,) = axes.plot(middle, [part["loss"] for part in parts], label=output.run_title(result))
         axes.fill_between(middle, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-    mark_training_length(axes, results)
+    output.mark_training_length(axes, results)
     blocks, length = results[0]["data"]["blocks"], results[0]["data"]["block_length"]
-    axes.set_title(f"Means over {blocks} windows in {len(part_edges(length)) - 1} parts, ± standard error")
-    axes.set_xlabel(f"position in the window (tokens), RoPE scaling {format_rope(results[0])}")
-    axes.set_ylabel("validation loss (nats)")
-    axes.set_xlim(0, length)
+    axes.set(
+        title=f"Means over {blocks} windows in {len(part_edges(length)) - 1} parts, ± standard error",
+        xlabel=f"position in the window (tokens), RoPE scaling {output.format_rope(results[0])}",
+        ylabel="validation loss (nats)",
+        xlim=(0, length),
+    )
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    return save_figure(figure, path)
+    output.save_figure(figure, path)
 
 
 # ---------------------------------------------------------------- command line
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
-    add_arguments(parser, "divisors of the longest (default: 1, 2, 4, 8, 16 x the training length)")
-    tokens_help = "score at most the first N validation tokens, in whole blocks (default: %(default)s)"
+    lengths_help = "divisors of the longest (default: 1, 2, 4, 8, 16 x the training length)"
+    common.add_arguments(parser, lengths_help, tokens=2**20)
     position_help = "also a curve of the loss by position in windows of the longest length"
-    parser.add_argument("--tokens", type=positive_int, default=2**20, metavar="N", help=tokens_help)
     parser.add_argument("--per-position", action="store_true", help=position_help)
-    return parse_arguments(parser, "eval_length")
+    return common.parse_arguments(parser, "eval_length")
 
 
 if __name__ == "__main__":

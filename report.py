@@ -74,10 +74,10 @@ def report_text(index: RunIndex, papers: list[str], captions: dict[str, str]) ->
         "line of the text each was read from, are in `papers/published.toml`.",
         f"## Scales\n\n{scales_text(index)}",
     ]
-    for scale in index.letters.values():
-        parts.append(
-            f"## All runs of scale {scale}, by increase of loss with length\n\n{runs_table(index, scale)}"
-        )
+    parts += [
+        f"## All runs of scale {scale}, by increase of loss with length\n\n{runs_table(index, scale)}"
+        for scale in index.letters.values()
+    ]
     parts += [f"![{caption}]({file})\n\n{caption}." for file, caption in captions.items()]
     tables, published = read_tables(), read_published()
     for paper in papers:
@@ -158,11 +158,8 @@ def final_validation(group: Group) -> str:
 
 
 def mean_and_spread(values: list[float]) -> str:
-    if not values:
-        return DASH
-    return f"{statistics.fmean(values):.4f}" + (
-        f" ±{statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    )
+    mean = f"{statistics.fmean(values):.4f}" if values else DASH
+    return f"{mean} ±{statistics.stdev(values):.4f}" if len(values) > 1 else mean
 
 
 def markdown(header: list[str], rows: Iterable[list[str]], n_left: int) -> str:

@@ -27,7 +27,7 @@ import tiktoken
 import torch
 
 from data.tokenizer import get_tokenizer
-from infra.cli import ArgumentParser, UserError, run_main
+from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world
 from model import GPT
 from positions import RopeKind, RopeScaling
@@ -122,7 +122,7 @@ def parse_args() -> argparse.Namespace:
     add("run", help="run folder (its newest checkpoint) or one checkpoint file")
     add("--prompt", nargs="+", metavar="TEXT", help="texts to continue (default: a line break)")
     add("--prompt-file", nargs="+", metavar="FILE", help="files to continue, each as one prompt")
-    add("--samples", type=int, default=1, metavar="N", help="of each prompt (default: 1)")
+    add("--samples", type=positive_int, default=1, metavar="N", help="of each prompt (default: 1)")
     add("--tokens", type=int, default=500, metavar="N", help="new tokens (default: 500)")
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     add("--greedy", action="store_true", help="the same as --temperature 0")
@@ -133,10 +133,7 @@ def parse_args() -> argparse.Namespace:
     add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
     add("--no-cache", action="store_true", help="recompute all positions for each token: slow")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
-    args = parser.parse_args()
-    if args.samples < 1:
-        raise UserError(f"--samples {args.samples}: expected at least 1")
-    return args
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ import json
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGTERM
+from typing import NamedTuple
 
 import torch
 
@@ -35,8 +35,7 @@ HERE = Path(__file__).resolve().parent
 EVALUATIONS = (("ntk", None), ("none", "none"))  # --rope, --tag
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One run: the command line of train.py, and the config that it resolves to."""
 
     arguments: list[str]
@@ -64,9 +63,9 @@ def main() -> None:
     args, overrides = parse_args(sys.argv[1:])
     jobs = make_jobs(args.configs, overrides, args.tag)
     if args.index is not None:
-        if not 0 <= args.index < len(jobs):
+        if args.index not in range(len(jobs)):
             raise UserError(
-                f"--index {args.index}: expected 0 to {len(jobs) - 1}, one of the {len(jobs)} runs"
+                f"--index {args.index}: expected 0 to {len(jobs) - 1}: there are {len(jobs)} runs"
             )
         jobs = [jobs[args.index]]
     if args.list:
@@ -108,9 +107,7 @@ def make_jobs(configs: list[str], overrides: list[str], tag: str | None) -> list
             arguments = [path, *chosen[:-2], *overrides, "--name", name]
             config = load_config(path, arguments[1:])
             if config.run_dir in jobs:
-                raise UserError(
-                    f"{path}: two runs would be called {config.run_dir}; expected different names"
-                )
+                raise UserError(f"{path}: two runs would be called {config.run_dir}; expected other names")
             jobs[config.run_dir] = Job(arguments, config)
     return list(jobs.values())
 
@@ -152,23 +149,14 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our options, and the overrides for train.py."""
     parser = ArgumentParser(__doc__)
     parser.usage = "sweep.py CONFIG.toml [CONFIG.toml ...] [options] [--section.key value ...]"
-    parser.add_argument("--index", type=int, metavar="I", help="only run number I, from 0")
-    parser.add_argument("--list", action="store_true", help="print the runs and exit")
-    parser.add_argument(
-        "--nproc",
-        type=positive_int,
-        default=max(1, torch.cuda.device_count()),
-        metavar="N",
-        help="processes of a run (default: the GPUs of this machine, or 1)",
-    )
-    parser.add_argument(
-        "--eval-tokens",
-        type=positive_int,
-        default=1_048_576,
-        metavar="N",
-        help="tokens that each evaluation scores (default: %(default)s)",
-    )
-    parser.add_argument("--tag", metavar="WORD", help="added to the names of all runs")
+    add, gpus = parser.add_argument, max(1, torch.cuda.device_count())
+    nproc_help = "processes of a run (default: the GPUs of this machine, or 1)"
+    tokens_help = "tokens that each evaluation scores (default: %(default)s)"
+    add("--index", type=int, metavar="I", help="only run number I, from 0")
+    add("--list", action="store_true", help="print the runs and exit")
+    add("--nproc", type=positive_int, default=gpus, metavar="N", help=nproc_help)
+    add("--eval-tokens", type=positive_int, default=2**20, metavar="N", help=tokens_help)
+    add("--tag", metavar="WORD", help="added to the names of all runs")
     first = next((i for i, arg in enumerate(argv) if arg.startswith("-")), len(argv))
     args, overrides = parser.parse_known_args(argv[first:])  # no override's value is taken for a file
     args.configs = argv[:first]

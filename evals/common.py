@@ -1,9 +1,8 @@
-"""Shared parts of the evaluations: runs, validation text, options, tables and figures.
+"""Shared parts of the evaluations: runs, validation text, options and scores.
 
 Each evaluation is a pipeline, score -> summary -> table, plot, that its own main() drives: every source is
 checked before the first is evaluated; each run's <script>.json and <script>.png (<script>_<checkpoint> for a
-checkpoint file) are written as soon as it is finished; several runs get one more figure. The functions here
-are leaves: they never call back into a script.
+checkpoint file) are written as soon as it is finished; several runs get one more figure.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ import argparse
 import math
 import os
 import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -29,6 +27,7 @@ from data.batches import val_windows
 from data.dataset import TokenStream
 from infra.cli import ArgumentParser, UserError, positive_int
 from infra.distributed import World
+from infra.files import write_json
 from model import GPT
 from positions import RopeKind, RopeScaling
 from training.checkpoint import load_model, read_config
@@ -63,9 +62,9 @@ class EvaluatedRun:
                 block.attention.engine = "rows"  # type: ignore[union-attr]
         return model, step
 
-    def describe(self, step: int, args: argparse.Namespace) -> dict[str, Any]:
-        """The first keys of every result's JSON."""
-        return {
+    def write(self, summary: dict[str, Any], step: int, args: argparse.Namespace) -> dict[str, Any]:
+        """Write and return the result: the keys that every evaluation has, and its summary."""
+        result = {
             "run": self.label,
             "source": str(self.source),
             "step": step,
@@ -76,6 +75,9 @@ class EvaluatedRun:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "torch": torch.__version__,
         }
+        write_json(result | summary, self.file(".json"))
+        print(f"wrote {self.file('.json')}")
+        return result | summary
 
 
 def open_runs(args: argparse.Namespace) -> tuple[list[EvaluatedRun], Path | None]:
@@ -87,22 +89,21 @@ def open_runs(args: argparse.Namespace) -> tuple[list[EvaluatedRun], Path | None
         UserError: a source does not load or is given twice, or its folder cannot be written.
     """
     paths = [Path(source) for source in args.runs]
-    named = [name_results(path, args.name) for path in paths]
-    labels, outputs = [label for label, _ in named], [output for _, output in named]
+    labels, outputs = zip(*(name_results(path, args.name) for path in paths), strict=True)
     runs = []
-    for path, (label, output) in zip(paths, named, strict=True):
+    for path, label, output in zip(paths, labels, outputs, strict=True):
         if outputs.count(output) > 1:
             raise UserError(f"{path}: given twice")
         config = read_config(path)
         if not os.access(output.parent, os.W_OK):
             raise UserError(f"{output.parent}: cannot be written; the results go there")
         runs.append(EvaluatedRun(path, label if labels.count(label) == 1 else str(path), config, output))
-    if args.out is None and len(runs) > 1:
-        folders = [output.parent for output in outputs]
-        common = Path(os.path.commonpath(folders))
-        # Two checkpoints of one run: <name>.png there is the figure of the run itself.
-        return runs, common / f"{args.name}{'_all' if common in folders else ''}.png"
-    return runs, Path(args.out) if args.out else None
+    if args.out is not None or len(runs) == 1:
+        return runs, args.out
+    folders = [output.parent for output in outputs]
+    common = Path(os.path.commonpath(folders))
+    # Two checkpoints of one run: <name>.png there is the figure of the run itself.
+    return runs, common / f"{args.name}{'_all' if common in folders else ''}.png"
 
 
 def name_results(source: Path, name: str) -> tuple[str, Path]:
@@ -119,6 +120,7 @@ def name_results(source: Path, name: str) -> tuple[str, Path]:
     return f"{folder.name}/{source.stem}", folder / f"{name}_{source.stem}"
 
 
+# ---------------------------------------------------------------- validation text
 def open_validation(config: Config, data_dir: str | None) -> TokenStream:
     """The validation tokens, checked against the model's vocabulary.
 
@@ -152,10 +154,6 @@ class Blocks:
     def longest(self) -> int:
         return self.lengths[-1]
 
-    def share(self, world: World) -> range:
-        """This rank's blocks."""
-        return range(world.rank, self.n_blocks, world.size)
-
     def describe(self) -> dict[str, Any]:
         """The key "data" of a result."""
         return {
@@ -180,9 +178,14 @@ def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Bloc
     return [Blocks(stream, lengths, val_windows(stream, args.tokens, lengths[-1])) for stream in streams]
 
 
+def choose_lengths(given: list[int] | None, runs: list[EvaluatedRun], factors: Sequence[int]) -> list[int]:
+    """The given lengths, else `factors` times each run's training length, ascending."""
+    return sorted(set(given or [factor * run.config.train.seq_len for run in runs for factor in factors]))
+
+
 # ---------------------------------------------------------------- command line
-def add_arguments(parser: ArgumentParser, lengths_help: str) -> None:
-    """The options of every evaluation."""
+def add_arguments(parser: ArgumentParser, lengths_help: str, tokens: int | None = None) -> None:
+    """The options of every evaluation, and --tokens where it has a default."""
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="run folders or checkpoint files, first")
     add("--lengths", nargs="+", type=positive_int, metavar="T", help=lengths_help)
@@ -190,8 +193,12 @@ def add_arguments(parser: ArgumentParser, lengths_help: str) -> None:
     add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
     add("--data", metavar="DIR", help="dataset folder (default: that of each run's config)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
-    add("--out", metavar="FILE", help="figure of all runs (default: <script>.png in the folder above them)")
+    out_help = "figure of all runs (default: <script>.png in the folder above them)"
+    add("--out", type=Path, metavar="FILE", help=out_help)
     add("--tag", metavar="WORD", help="part of the results' names: <script>_WORD.json")
+    if tokens is not None:
+        tokens_help = "at most the first N validation tokens, in whole blocks (default: %(default)s)"
+        add("--tokens", type=positive_int, default=tokens, metavar="N", help=tokens_help)
 
 
 def parse_arguments(parser: ArgumentParser, script: str) -> argparse.Namespace:
@@ -204,45 +211,42 @@ def parse_arguments(parser: ArgumentParser, script: str) -> argparse.Namespace:
     if args.tag and not re.fullmatch(r"[\w.+-]+", args.tag):
         raise UserError(f"--tag {args.tag}: expected only letters, digits and . _ + -")
     args.name = f"{script}_{args.tag}" if args.tag else script
-    if args.rope == "theta" and args.rope_theta is None:
-        raise UserError("--rope theta needs --rope-theta, the new base (500000 in the SSMax paper)")
     args.rope_scaling = RopeScaling(args.rope, args.rope_theta)
-    if args.out is not None and Path(args.out).suffix not in FIGURE_SUFFIXES:
-        raise UserError(f"--out {args.out}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}")
-    if args.out is not None and not Path(args.out).parent.is_dir():
-        raise UserError(f"--out {args.out}: no folder {Path(args.out).parent}")
+    if args.out and (args.out.suffix not in FIGURE_SUFFIXES or not args.out.parent.is_dir()):
+        raise UserError(f"--out {args.out}: expected {', '.join(FIGURE_SUFFIXES)} in a folder that exists")
     return args
 
 
-def choose_lengths(given: list[int] | None, runs: list[EvaluatedRun], factors: Sequence[int]) -> list[int]:
-    """The given lengths, else `factors` times each run's training length, ascending."""
-    train_lens = {run.config.train.seq_len for run in runs}
-    return sorted(set(given or [factor * train_len for train_len in train_lens for factor in factors]))
-
-
 # ---------------------------------------------------------------- scores
-class Rejection:
-    """Context manager: records a UserError as `reason`, for a length that the model cannot compute.
+def score_all(
+    world: World, label: str, n_items: int, score: Callable[[Sequence[int]], Tensor], batch: int = 1
+) -> Tensor | str:
+    """All items' scores, in order, the same on every rank; each rank takes its share of the items.
 
-    Example: ssmax_pn, whose p_n ends at the training length. All ranks then still join the next all-reduce;
-    on a rank without items nothing was raised.
+    Args:
+        score: of the items with these numbers, at most `batch`: (n, ...).
+    Returns:
+        (n_items, ...) float64 on the CPU; or why there are none: the model rejects the input (ssmax_pn, whose
+        p_n ends at the training length), or a score is not finite.
     """
-
-    reason: str | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if isinstance(error, UserError):
-            self.reason = str(error)
-        return isinstance(error, UserError)
-
-
-def token_bar(label: str, total: int, world: World) -> tqdm:
-    """Progress bar in tokens, on rank 0 if stderr is a TTY."""
-    shown = world.is_main and sys.stderr.isatty()
-    return tqdm(total=total, desc=label, unit="tok", unit_scale=True, disable=not shown)
+    share = range(world.rank, n_items, world.size)
+    rows: dict[int, Tensor] = {}
+    reason = None
+    bar = tqdm(range(0, len(share), batch), label, leave=False, disable=None if world.is_main else True)
+    try:
+        for i in bar:
+            items = share[i : i + batch]
+            rows |= zip(items, score(items).double().cpu(), strict=True)
+    except UserError as e:  # every rank still joins the collective
+        reason = str(e)
+    gathered: dict[int, Tensor] = {}
+    for theirs, why in world.gather_objects((rows, reason)):
+        gathered |= theirs
+        reason = reason or why
+    if reason is not None:
+        return reason
+    scores = torch.stack([gathered[i] for i in range(n_items)])
+    return scores if scores.isfinite().all() else "the model computed NaN or infinity"
 
 
 def mean_and_stderr(values: Tensor) -> tuple[float, float | None]:

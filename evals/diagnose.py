@@ -18,28 +18,20 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from evals.common import (
-    Blocks,
-    Rejection,
-    add_arguments,
-    mean_and_stderr,
-    open_blocks,
-    open_runs,
-    parse_arguments,
-    token_bar,
-)
-from evals.figures import Curve, draw_curves, length_curves, save_figure
-from evals.tables import format_length, format_rope, format_stderr, length_table, rejections
+from evals import common, output
+from evals.common import Blocks, mean_and_stderr
+from evals.output import Result
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world
-from infra.files import write_json
 from model import GPT
 from positions import RopeScaling
 from training.attention_statistics import STATISTICS, model_statistics
@@ -50,21 +42,20 @@ MEANING = STATISTICS | {"heads": "for each layer, for each head", "mean": "over 
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs, picture = open_runs(args)
-        all_blocks = open_blocks(args, runs)
+        runs, picture = common.open_runs(args)
+        all_blocks = common.open_blocks(args, runs)
         n_rows = choose_rows(args.rows, all_blocks[0].lengths)
-        results, written = [], []
+        results = []
         for run, blocks in zip(runs, all_blocks, strict=True):
             model, step = run.load(world)
-            scores = score(model, blocks, n_rows, args.rope_scaling, run.label, world)
-            results.append(run.describe(step, args) | summarise(scores, blocks, n_rows))
+            scores = [score(model, blocks, n, n_rows, args.rope_scaling, world) for n in blocks.lengths]
             if world.is_main:  # at once: a later run may fail
-                write_json(results[-1], run.file(".json"))
-                written += [run.file(".json"), plot(results[-1:], run.file(".png"))]
+                results.append(run.write(summarise(scores, blocks, n_rows), step, args))
+                plot_layers(results[-1], run.file(".png"))
         if world.is_main:
+            if picture:
+                plot(results, picture)
             print(tables(results))
-            written += [plot(results, picture)] if picture else []
-            print("\n".join(f"wrote {path}" for path in written))
 
 
 # ---------------------------------------------------------------- score
@@ -76,41 +67,27 @@ def choose_rows(given: int | None, lengths: list[int]) -> int:
     return n_rows
 
 
-class Score(NamedTuple):
-    """Statistics at one length, over all ranks."""
-
-    values: Tensor  # (n_blocks, n_layer, n_head, len(STATISTICS)) float64 on the CPU
-    reason: str | None  # the model rejected the length
-
-
 def score(
-    model: GPT, blocks: Blocks, n_rows: int, rope: RopeScaling, label: str, world: World
-) -> list[Score]:
-    """A score for each length, the same on every rank; each rank takes its share of the blocks."""
-    share, scores, m = blocks.share(world), [], model.config.model
-    with token_bar(label, len(share) * sum(blocks.lengths), world) as bar:
-        for length in blocks.lengths:
-            shape = blocks.n_blocks, m.n_layer, m.n_head, len(STATISTICS)
-            values = torch.zeros(shape, dtype=torch.float64, device=world.device)
-            with Rejection() as rejection, model.autocast():
-                for block in share:
-                    window = blocks.stream.read((block + 1) * blocks.longest - length, length)
-                    tokens = torch.from_numpy(window)[None].to(world.device)  # (1, T)
-                    values[block] = model_statistics(model, tokens, rope, n_rows)[0]
-                    bar.update(length)
-            scores.append(Score(world.sum(values).cpu(), rejection.reason))
-    return scores
+    model: GPT, blocks: Blocks, length: int, n_rows: int, rope: RopeScaling, world: World
+) -> Tensor | str:
+    """Statistics of every block, (n_blocks, n_layer, n_head, len(STATISTICS)), or why there are none."""
+
+    def statistics(items: Sequence[int]) -> Tensor:
+        windows = [blocks.stream.read((i + 1) * blocks.longest - length, length) for i in items]
+        with model.autocast():
+            tokens = torch.from_numpy(np.stack(windows)).to(world.device)  # (B, T)
+            return model_statistics(model, tokens, rope, n_rows)
+
+    return common.score_all(world, f"{length} tokens", blocks.n_blocks, statistics)
 
 
 # ---------------------------------------------------------------- summary and tables
-def summarise(scores: list[Score], blocks: Blocks, n_rows: int) -> dict[str, Any]:
+def summarise(scores: list[Tensor | str], blocks: Blocks, n_rows: int) -> dict[str, Any]:
     """What diagnose.json holds besides the run's keys: means by head, and over all heads with their error."""
     entries = []
-    for length, (values, reason) in zip(blocks.lengths, scores, strict=True):
-        if reason is None and not values.isfinite().all():
-            reason = "not finite"
-        entry: dict[str, Any] = {"length": length, "reason": reason}
-        if reason is None:
+    for length, values in zip(blocks.lengths, scores, strict=True):
+        entry: dict[str, Any] = {"length": length, "reason": values if isinstance(values, str) else None}
+        if not isinstance(values, str):
             entry |= {"mean": {}, "stderr": {}, "heads": {}}
             for i, name in enumerate(STATISTICS):
                 entry["mean"][name], entry["stderr"][name] = mean_and_stderr(values[..., i].mean((1, 2)))
@@ -119,85 +96,71 @@ def summarise(scores: list[Score], blocks: Blocks, n_rows: int) -> dict[str, Any
     return {"data": blocks.describe() | {"rows": n_rows}, "lengths": entries, "meaning": MEANING}
 
 
-def tables(results: list[dict[str, Any]]) -> str:
+def mean_of(name: str) -> output.Value:
+    """A statistic's mean over layers and heads, and its standard error over blocks."""
+    return lambda entry: (entry["mean"][name], entry["stderr"][name])
+
+
+def tables(results: list[Result]) -> str:
     """A table for each statistic: runs down, lengths across; means over layers and heads."""
     data = results[0]["data"]
     parts = [
         f"The last {data['rows']} rows of {data['blocks']} blocks of {data['block_length']} tokens of "
-        f"{data['dir']}, in windows of each length; RoPE scaling {format_rope(results[0])}.\n"
+        f"{data['dir']}, in windows of each length; RoPE scaling {output.format_rope(results[0])}.\n"
         "Means over layers and heads, ± standard error over blocks."
     ]
-    parts += [f"{name}: {meaning}\n{table(results, name)}" for name, meaning in STATISTICS.items()]
-    return "\n\n".join(parts + rejections(results)) + "\n"
-
-
-def table(results: list[dict[str, Any]], name: str) -> str:
-    return length_table(results, lambda entry: format_stderr(entry["mean"][name], entry["stderr"][name]))
+    for name, meaning in STATISTICS.items():
+        parts.append(f"{name}: {meaning}\n{output.length_table(results, mean_of(name))}")
+    return "\n\n".join(parts + output.rejections(results)) + "\n"
 
 
 # ---------------------------------------------------------------- figures
-def plot(results: list[dict[str, Any]], path: Path) -> Path:
-    return plot_layers(results[0], path) if len(results) == 1 else plot_runs(results, path)
-
-
-def plot_runs(results: list[dict[str, Any]], path: Path) -> Path:
+def plot(results: list[Result], path: Path) -> None:
     """A panel for each statistic: a curve for each run, means over layers and heads."""
     n_columns = math.ceil(len(STATISTICS) / 2)
     figure = Figure(figsize=(3.2 * n_columns, 6.8), layout="constrained")
     panels = figure.subplots(2, n_columns).flat
     for name, axes in zip(STATISTICS, panels, strict=False):
-        draw_statistic(axes, name, run_curves(results, name), results)
+        draw_statistic(axes, name, output.length_curves(results, mean_of(name)), results)
     for axes in panels[len(STATISTICS) :]:
         axes.axis("off")
-    return save_with_legend(figure, path)
+    output.legend_below(figure, 6)
+    output.save_figure(figure, path)
 
 
-def run_curves(results: list[dict[str, Any]], name: str) -> list[Curve]:
-    return length_curves(results, lambda entry: (entry["mean"][name], entry["stderr"][name]))
-
-
-def plot_layers(result: dict[str, Any], path: Path) -> Path:
+def plot_layers(result: Result, path: Path) -> None:
     """A column for each statistic: a curve for each layer, mean over heads, and two heat maps."""
     figure = Figure(figsize=(3.2 * len(STATISTICS), 10), layout="constrained")
     grid = figure.subplots(3, len(STATISTICS))
     entries = [entry for entry in result["lengths"] if entry["reason"] is None]
     lengths = [entry["length"] for entry in entries]
     for i, name in enumerate(STATISTICS):
-        means = [torch.tensor(entry["heads"][name]).mean(1).tolist() for entry in entries]
-        layers = zip(*means, strict=True)
-        curves = [Curve(f"layer {j}", lengths, list(layer), None) for j, layer in enumerate(layers)]
+        layers = np.array([np.mean(entry["heads"][name], axis=1) for entry in entries]).T
+        curves = [output.Curve(f"layer {j}", lengths, layer) for j, layer in enumerate(layers)]
         draw_statistic(grid[0, i], name, curves, [result])
         draw_heat_maps(grid[1:, i], name, entries)
-    figure.suptitle(f"{result['run']}: {result['normaliser']}, step {result['step']}")
-    return save_with_legend(figure, path)
+    figure.suptitle(f"{output.run_title(result)}, step {result['step']}")
+    output.legend_below(figure, 6)
+    output.save_figure(figure, path)
 
 
-def draw_statistic(axes: Any, name: str, curves: list[Curve], results: list[dict[str, Any]]) -> None:
-    draw_curves(axes, curves, [entry["length"] for entry in results[0]["lengths"]], results)
-    axes.set_title(name)
+def draw_statistic(axes: Any, name: str, curves: list[output.Curve], results: list[Result]) -> None:
+    output.draw_curves(axes, curves, [entry["length"] for entry in results[0]["lengths"]], results)
+    axes.set(title=name, xlabel="window length (tokens)")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("window length (tokens)")
 
 
 def draw_heat_maps(panels: Any, name: str, entries: list[dict[str, Any]]) -> None:
     """Layers by heads at the shortest and the longest length, on one colour scale."""
     if not entries:
         return
-    maps = torch.tensor([entry["heads"][name] for entry in (entries[0], entries[-1])])  # (2, layers, heads)
-    for axes, entry, heads in zip(panels, (entries[0], entries[-1]), maps.numpy(), strict=True):
+    maps = np.array([entry["heads"][name] for entry in (entries[0], entries[-1])])  # (2, layers, heads)
+    for axes, entry, heads in zip(panels, (entries[0], entries[-1]), maps, strict=True):
         image = axes.imshow(heads, vmin=maps.min(), vmax=maps.max(), aspect="auto", origin="lower")
-        axes.set_title(f"{name} at {format_length(entry['length'])}", fontsize=10)
-        axes.set_xlabel("head")
-        axes.set_ylabel("layer")
+        axes.set(title=f"{name} at {output.format_length(entry['length'])}", xlabel="head", ylabel="layer")
         for axis, n in zip((axes.yaxis, axes.xaxis), heads.shape, strict=True):
             axis.set_ticks(range(0, n, 1 + n // 12))
     panels[0].figure.colorbar(image, ax=panels, shrink=0.8)
-
-
-def save_with_legend(figure: Figure, path: Path) -> Path:
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
-    return save_figure(figure, path)
 
 
 # ---------------------------------------------------------------- command line
@@ -206,12 +169,12 @@ def parse_args() -> argparse.Namespace:
     listed = [f"  {name:18}{meaning}" for name, meaning in STATISTICS.items()]
     heading = "p = |A| / sum |A| over the n visible keys, the weights of a softmax:"
     parser.epilog = "\n".join([heading, *listed])
-    add_arguments(parser, "window lengths (default: 1, 2, 4, 8, 16 x the training length)")
+    common.add_arguments(
+        parser, "window lengths (default: 1, 2, 4, 8, 16 x the training length)", tokens=2**18
+    )
     rows_help = "the last N rows of each block (default: 128, or half the shortest length)"
-    tokens_help = "at most the first N validation tokens, in whole blocks (default: %(default)s)"
     parser.add_argument("--rows", type=positive_int, metavar="N", help=rows_help)
-    parser.add_argument("--tokens", type=positive_int, default=2**18, metavar="N", help=tokens_help)
-    return parse_arguments(parser, "diagnose")
+    return common.parse_arguments(parser, "diagnose")
 
 
 if __name__ == "__main__":

@@ -27,9 +27,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,21 +40,10 @@ from torch import Tensor
 
 from data.squad import question_prompt
 from data.tokenizer import get_tokenizer
-from evals.common import (
-    EvaluatedRun,
-    Rejection,
-    add_arguments,
-    choose_lengths,
-    open_runs,
-    open_validation,
-    parse_arguments,
-    token_bar,
-)
-from evals.figures import MARKERS, Curve, draw_curves, save_figure
-from evals.tables import format_length, format_rope, format_table, rejections
+from evals import common, output
+from evals.output import Result
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world
-from infra.files import write_json
 from model import GPT, KVCache
 from positions import RopeScaling
 from training.attention_statistics import attention_mass
@@ -65,6 +53,7 @@ CITIES = (
     *("Helsinki", "Jakarta", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Madrid", "Manila", "Nairobi"),
     *("Oslo", "Paris", "Prague", "Rome", "Seoul", "Sydney", "Tokyo", "Toronto", "Vienna", "Warsaw"),
 )
+Share = dict[str, float]  # see `proportion`
 MEASURES = ("number", "first_digit", "choice")
 DEPTHS = [10, 30, 50, 70, 90]
 N_CHOICES = 10
@@ -76,29 +65,30 @@ MAX_TRIALS = 100  # of a length, whose outcomes are listed one by one
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs, picture = open_runs(args)
+        runs, picture = common.open_runs(args)
         haystacks = [open_haystack(run, args) for run in runs]
-        lengths = choose_lengths(args.lengths, runs, (1, 2, 4, 8))
+        lengths = common.choose_lengths(args.lengths, runs, (1, 2, 4, 8))
         for haystack in haystacks:
             for length in lengths:
                 make_trial(haystack, length, 50, args.seed, 0)  # raises if it does not fit
-        results, written = [], []
+        results = []
         for run, haystack in zip(runs, haystacks, strict=True):
             model, step = run.load(world)
-            cells = score(model, haystack, lengths, args, run.label, world)
-            results.append(run.describe(step, args) | summarise(cells, haystack, lengths, args))
+            if not model.cacheable:
+                raise UserError(f"{run.label}: needs a KV cache, which sigmoid with bias = log_len has not")
+            where = product(lengths, args.depths)
+            cells = {at: score(model, haystack, *at, args, world) for at in where}
             if world.is_main:  # at once: a later run may fail
-                write_json(results[-1], run.file(".json"))
-                written += [run.file(".json"), plot(results[-1:], run.file(".png"))]
+                results.append(run.write(summarise(cells, model, haystack, args), step, args))
+                plot(results[-1:], run.file(".png"))
         if world.is_main:
+            if picture:
+                plot(results, picture)
             print(tables(results))
-            written += [plot(results, picture)] if picture else []
-            print("\n".join(f"wrote {path}" for path in written))
 
 
 # ---------------------------------------------------------------- task
-@dataclass(frozen=True)
-class Haystack:
+class Haystack(NamedTuple):
     """A long text as tokens, and their tokeniser."""
 
     read: Callable[[int, int], np.ndarray]  # (start, length) -> (length,)
@@ -116,13 +106,13 @@ class Trial(NamedTuple):
     choices: list[list[int]]  # tokens of N_CHOICES numbers, the right one first
 
 
-def open_haystack(run: EvaluatedRun, args: argparse.Namespace) -> Haystack:
+def open_haystack(run: common.EvaluatedRun, args: argparse.Namespace) -> Haystack:
     """The validation text, or the .txt files of --haystack, in the run's tokens.
 
     Raises:
         UserError: bad data or no .txt files.
     """
-    stream = open_validation(run.config, args.data)
+    stream = common.open_validation(run.config, args.data)
     tokenizer = get_tokenizer(stream.info["tokenizer"])
     if args.haystack is None:
         return Haystack(stream.read, stream.n_tokens, tokenizer, str(stream.folder))
@@ -173,47 +163,24 @@ def make_trial(haystack: Haystack, length: int, depth: int, seed: int, index: in
 
 
 # ---------------------------------------------------------------- score
-class Cell(NamedTuple):
-    """All samples at one length and depth, over all ranks; float64 on the CPU."""
-
-    length: int
-    depth: int
-    outcomes: Tensor  # (n_samples, len(MEASURES)), 0 or 1
-    needle_scores: Tensor  # (n_samples, n_layer, n_head)
-    reason: str | None  # the model rejected the length
-
-
 def score(
-    model: GPT, haystack: Haystack, lengths: list[int], args: argparse.Namespace, label: str, world: World
-) -> list[Cell]:
-    """A cell for each length and depth, the same on every rank; each rank takes its share of the samples.
+    model: GPT, haystack: Haystack, length: int, depth: int, args: argparse.Namespace, world: World
+) -> Tensor | str:
+    """The `run_trials` of all samples, (n_samples, n), or why there are none (see `common.score_all`)."""
+    rope = RopeScaling(args.rope, args.rope_theta, length)
 
-    Raises:
-        UserError: a model without a KV cache.
-    """
-    if not model.cacheable:
-        raise UserError(f"{label}: expected a model with a KV cache; sigmoid with bias = log_len has none")
-    zeros = partial(torch.zeros, args.samples, dtype=torch.float64, device=world.device)
-    m, share, cells = model.config.model, range(world.rank, args.samples, world.size), []
-    with token_bar(label, len(share) * len(args.depths) * sum(lengths), world) as bar:
-        for length, depth in ((length, depth) for length in lengths for depth in args.depths):
-            batch, rope = max(1, TOKENS_AT_ONCE // length), RopeScaling(args.rope, args.rope_theta, length)
-            outcomes, needle_scores = zeros(len(MEASURES)), zeros(m.n_layer, m.n_head)
-            with Rejection() as rejection, model.autocast():
-                for part in (share[i : i + batch] for i in range(0, len(share), batch)):
-                    trials = [make_trial(haystack, length, depth, args.seed, i) for i in part]
-                    outcomes[part], needle_scores[part] = run_trials(model, trials, rope, haystack.tokenizer)
-            bar.update(len(share) * length)
-            totals = world.sum(outcomes).cpu(), world.sum(needle_scores).cpu()
-            cells.append(Cell(length, depth, *totals, rejection.reason))
-    return cells
+    def outcomes(items: Sequence[int]) -> Tensor:
+        trials = [make_trial(haystack, length, depth, args.seed, i) for i in items]
+        with model.autocast():
+            return run_trials(model, trials, rope, haystack.tokenizer)
+
+    batch = max(1, TOKENS_AT_ONCE // length)
+    return common.score_all(world, f"{length} tokens, {depth} %", args.samples, outcomes, batch)
 
 
 @torch.no_grad()
-def run_trials(
-    model: GPT, trials: list[Trial], rope: RopeScaling, tokenizer: tiktoken.Encoding
-) -> tuple[Tensor, Tensor]:
-    """Outcomes (B, len(MEASURES)) and needle scores (B, n_layer, n_head) of trials of one length, float64."""
+def run_trials(model: GPT, trials: list[Trial], rope: RopeScaling, tokenizer: tiktoken.Encoding) -> Tensor:
+    """Outcomes, 0 or 1, and all heads' needle scores: (B, len(MEASURES) + n_layer * n_head) float64."""
     device = model.embedding.weight.device
     prompt = torch.tensor([trial.prompt for trial in trials], device=device)  # (B, P)
     n = prompt.shape[1]
@@ -230,7 +197,8 @@ def run_trials(
         [answer[:1] == trial.number[0] for answer, trial in zip(answers, trials, strict=True)],
         (likelihoods[0] > likelihoods[1:].amax(0)).tolist(),
     ]
-    return torch.tensor(outcomes, dtype=torch.float64, device=device).T, needle_scores.double()
+    found = torch.tensor(outcomes, dtype=torch.float64, device=device).T  # (B, len(MEASURES))
+    return torch.cat((found, needle_scores.flatten(1)), dim=1)
 
 
 def greedy(model: GPT, logits: Tensor, rope: RopeScaling, cache: KVCache, n_tokens: int) -> list[list[int]]:
@@ -259,24 +227,27 @@ def log_likelihood(
 
 # ---------------------------------------------------------------- summary and tables
 def summarise(
-    cells: list[Cell], haystack: Haystack, lengths: list[int], args: argparse.Namespace
+    cells: dict[tuple[int, int], Tensor | str], model: GPT, haystack: Haystack, args: argparse.Namespace
 ) -> dict[str, Any]:
     """What eval_needle.json holds besides the run's keys: for each cell shares, scores and single trials."""
-    entries, n_listed = [], max(1, MAX_TRIALS // len(args.depths))
-    for length, depth, outcomes, needle_scores, reason in cells:
-        entry: dict[str, Any] = {"length": length, "depth": depth, "reason": reason}
-        if reason is None:
+    entries, n_listed, m = [], max(1, MAX_TRIALS // len(args.depths)), model.config.model
+    for (length, depth), scores in cells.items():
+        entry: dict[str, Any] = {"length": length, "depth": depth}
+        entry["reason"] = scores if isinstance(scores, str) else None
+        if not isinstance(scores, str):
             for i, name in enumerate(MEASURES):
-                entry[name] = proportion(int(outcomes[:, i].sum()), args.samples)
-            entry["needle_score"] = needle_scores.mean(0).tolist()
-            pairs = zip(needle_scores.flatten(1).amax(1).tolist(), outcomes[:, 0].tolist(), strict=True)
+                entry[name] = proportion(int(scores[:, i].sum()), args.samples)
+            heads = scores[:, len(MEASURES) :]
+            entry["needle_score"] = heads.mean(0).view(m.n_layer, m.n_head).tolist()
+            pairs = zip(heads.amax(1).tolist(), scores[:, 0].tolist(), strict=True)
             entry["trials"] = [{"top_score": top, "number": bool(found)} for top, found in pairs][:n_listed]
         entries.append(entry)
     task = {"haystack": haystack.source, "samples": args.samples, "seed": args.seed}
+    lengths = list(dict.fromkeys(length for length, _ in cells))
     return task | {"lengths": lengths, "depths": args.depths, "cells": entries}
 
 
-def proportion(successes: float, n: int) -> dict[str, float]:
+def proportion(successes: float, n: int) -> Share:
     """The share with its 95 % confidence interval (Wilson 1927), which is not empty at 0 and 1 either."""
     share, z2 = successes / n, 1.959964**2
     centre, scale = (share + z2 / (2 * n)) / (1 + z2 / n), 1 / (1 + z2 / n)
@@ -284,122 +255,113 @@ def proportion(successes: float, n: int) -> dict[str, float]:
     return {"share": share, "low": max(0.0, centre - half), "high": min(1.0, centre + half)}
 
 
-def percent(value: dict[str, float]) -> str:
+def percent(value: Share, digits: int = 1) -> str:
     """A `proportion` as '62.5 % [54.0, 70.2]'."""
-    return f"{100 * value['share']:.1f} % [{100 * value['low']:.1f}, {100 * value['high']:.1f}]"
+    share, low, high = (f"{100 * value[key]:.{digits}f}" for key in ("share", "low", "high"))
+    return f"{share} % [{low}, {high}]"
 
 
-def finished_cells(result: dict[str, Any], length: int) -> list[dict[str, Any]]:
+def finished_cells(result: Result, length: int) -> list[dict[str, Any]]:
     """The cells of a length, one for each depth; none if the model rejected it."""
     return [cell for cell in result["cells"] if cell["length"] == length and cell["reason"] is None]
 
 
-def ranked_heads(result: dict[str, Any], length: int) -> list[float]:
+def ranked_heads(result: Result, length: int) -> list[float]:
     """Each head's needle score, mean over depths, in descending order."""
     cells = finished_cells(result, length)
     scores = torch.tensor([cell["needle_score"] for cell in cells])  # (n_depths, n_layer, n_head)
     return scores.mean(0).flatten().sort(descending=True).values.tolist() if cells else []
 
 
-def tables(results: list[dict[str, Any]]) -> str:
+def tables(results: list[Result]) -> str:
     """For each measure a table: runs and depths down, lengths across."""
-    first, lengths = results[0], [str(length) for length in results[0]["lengths"]]
+    first, lengths = results[0], results[0]["lengths"]
     parts = [
         f"{first['samples']} samples a cell, haystack {first['haystack']}, RoPE scaling "
-        f"{format_rope(first)}; 95 % confidence intervals."
+        f"{output.format_rope(first)}; 95 % confidence intervals."
     ]
     for name in MEASURES:
-        rows = [["run", "depth", *lengths]]
+        rows = [["run", "depth", *map(str, lengths)]]
         for result in results:
-            for depth in result["depths"]:
-                cells = [cell for cell in result["cells"] if cell["depth"] == depth]
-                shares = [percent(cell[name]) if name in cell else "-" for cell in cells]
-                rows.append([result["run"], f"{depth} %", *shares])
-        parts.append(f"{name.replace('_', ' ')}\n{format_table(rows)}")
-    rows = [["run", "normaliser", *lengths]]
+            for depth, shares in shares_by_depth(result, name).items():
+                rows.append([result["run"], depth, *(percent(share) if share else "-" for share in shares)])
+        parts.append(f"{name.replace('_', ' ')}\n{output.format_table(rows)}")
+    rows = [["run", "normaliser", *map(str, lengths)]]
     for result in results:
-        best = [ranked_heads(result, length)[:1] for length in result["lengths"]]
+        best = [ranked_heads(result, length)[:1] for length in lengths]
         rows.append([result["run"], result["normaliser"], *(f"{s[0]:.4f}" if s else "-" for s in best)])
-    parts.append(f"needle score of the best head, mean over all samples\n{format_table(rows)}")
-    return "\n\n".join(parts + rejections(results, "cells")) + "\n"
+    parts.append(f"needle score of the best head, mean over all samples\n{output.format_table(rows)}")
+    return "\n\n".join(parts + output.rejections(results, "cells")) + "\n"
+
+
+def shares_by_depth(result: Result, name: str) -> dict[str, list[Share | None]]:
+    """'10 %' -> a measure at each length, None where the length was rejected."""
+    return {
+        f"{depth} %": [cell.get(name) for cell in result["cells"] if cell["depth"] == depth]
+        for depth in result["depths"]
+    }
+
+
+def mean_shares(result: Result, name: str) -> list[Share | None]:
+    """Means over depths, with the interval of one depth: the depths of a sample are not independent."""
+    n, cells = result["samples"], [finished_cells(result, length) for length in result["lengths"]]
+    means = [sum(cell[name]["share"] for cell in each) / len(each) if each else None for each in cells]
+    return [None if mean is None else proportion(n * mean, n) for mean in means]
 
 
 # ---------------------------------------------------------------- figures
-def plot(results: list[dict[str, Any]], path: Path) -> Path:
-    """One run: shares by length and depth; several: by length. Below, ranked heads and single trials."""
+def plot(results: list[Result], path: Path) -> None:
+    """Shares by length, and by depth or, of several runs, by run. Below, ranked heads and single trials."""
     figure = Figure(figsize=(14, 8), layout="constrained")
     above, below = figure.subfigures(2, 1).flat  # type: ignore[union-attr]
     for axes, name in zip(above.subplots(1, 3, sharey=True), MEASURES, strict=True):
-        axes.set_title(f"{name.replace('_', ' ')}: share of samples, 95 % interval")
+        rows = {result["run"]: mean_shares(result, name) for result in results}
         if len(results) == 1:
-            draw_heat_map(axes, results[0], name)
-        else:
-            draw_shares(axes, results, name)
+            rows = shares_by_depth(results[0], name)
+        draw_heat_map(axes, rows, results[0]["lengths"])
+        axes.set_title(f"{name.replace('_', ' ')}: share of samples, 95 % interval")
+        axes.set(xlabel="length (tokens)", ylabel="depth of the needle" if len(results) == 1 else "")
         axes.label_outer()
     ranks, trials = below.subplots(1, 2)
     draw_ranks(ranks, results)
     draw_trials(trials, results)
-    titles = [f"{result['run']}: {result['normaliser']}, step {result['step']}" for result in results]
-    figure.suptitle("\n".join([*titles, f"RoPE scaling {format_rope(results[0])}"]), fontsize=10)
-    return save_figure(figure, path)
+    for axes in (ranks, trials):
+        axes.set_ylabel("attention mass on the digits")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8)
+    titles = [f"{output.run_title(result)}, step {result['step']}" for result in results]
+    figure.suptitle("\n".join([*titles, f"RoPE scaling {output.format_rope(results[0])}"]), fontsize=10)
+    output.save_figure(figure, path)
 
 
-def draw_heat_map(axes: Any, result: dict[str, Any], name: str) -> None:
-    """Shares by length and depth, with their intervals as text; white where the length was rejected."""
-    lengths, depths = result["lengths"], result["depths"]
-    shares = np.full((len(depths), len(lengths)), np.nan)
-    for cell in result["cells"]:
-        if cell["reason"] is None:
-            i, j, value = depths.index(cell["depth"]), lengths.index(cell["length"]), cell[name]
-            shares[i, j] = value["share"]
-            text = f"{100 * value['share']:.0f} %\n[{100 * value['low']:.0f}, {100 * value['high']:.0f}]"
-            color = "white" if value["share"] < 0.5 else "black"
-            axes.text(j, i, text, ha="center", va="center", fontsize=8, color=color)
-    axes.imshow(shares, vmin=0, vmax=1, aspect="auto")
-    axes.set_xticks(range(len(lengths)), [format_length(length) for length in lengths])
-    axes.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths])
-    axes.set_xlabel("length (tokens)")
-    axes.set_ylabel("depth of the needle")
+def draw_heat_map(axes: Any, rows: dict[str, list[Share | None]], lengths: list[int]) -> None:
+    """Rows by lengths, with the intervals as text; white where the length was rejected."""
+    grid = [[share["share"] if share else math.nan for share in row] for row in rows.values()]
+    axes.imshow(grid, vmin=0, vmax=1, aspect="auto")
+    for i, row in enumerate(rows.values()):
+        for j, share in enumerate(row):
+            text = percent(share, digits=0).replace("% ", "%\n") if share else ""
+            axes.text(
+                j, i, text, ha="center", va="center", fontsize=8, color="w" if grid[i][j] < 0.5 else "k"
+            )
+    axes.set_xticks(range(len(lengths)), map(output.format_length, lengths))
+    axes.set_yticks(range(len(rows)), rows)
 
 
-def draw_shares(axes: Any, results: list[dict[str, Any]], name: str) -> None:
-    """Means over depths, with the interval of one depth: the depths of a sample are not independent."""
-    curves = []
-    n = results[0]["samples"]
-    for i, result in enumerate(results):
-        cells = {length: finished_cells(result, length) for length in result["lengths"]}
-        means = {
-            length: proportion(n * sum(cell[name]["share"] for cell in found) / len(found), n)
-            for length, found in cells.items()
-            if found
-        }
-        x = [length * 1.02**i for length in means]  # sideways: equal shares would cover each other
-        errors = [[abs(mean[end] - mean["share"]) for mean in means.values()] for end in ("low", "high")]
-        curves.append(Curve(result["run"], x, [mean["share"] for mean in means.values()], errors))
-    draw_curves(axes, curves, results[0]["lengths"], results)
-    axes.set_ylim(-0.03, 1.03)
-    axes.set_xlabel("length (tokens), mean over depths")
-    axes.legend(frameon=False)
-
-
-def draw_ranks(axes: Any, results: list[dict[str, Any]]) -> None:
+def draw_ranks(axes: Any, results: list[Result]) -> None:
     """Figure 7: heads by descending needle score; a line for each length, or for each run."""
     longest, alone = results[0]["lengths"][-1], len(results) == 1
     lines = {result["run"]: ranked_heads(result, longest) for result in results}
     if alone:
-        lines = {format_length(n): ranked_heads(results[0], n) for n in results[0]["lengths"]}
-    for i, (label, scores) in enumerate(lines.items()):
-        axes.plot(range(1, len(scores) + 1), scores, f"-{MARKERS[i % len(MARKERS)]}", ms=4, label=label)
-    at = "" if alone else f", at {format_length(longest)}"
-    axes.set_title(f"needle score by rank of the head{at}")
-    axes.set_xlabel("rank of the head")
+        lines = {output.format_length(n): ranked_heads(results[0], n) for n in results[0]["lengths"]}
+    for marker, (label, scores) in zip(cycle(output.MARKERS), lines.items(), strict=False):
+        axes.plot(range(1, len(scores) + 1), scores, f"-{marker}", ms=4, label=label)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_ylabel("attention mass on the digits, mean")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, title="length" if alone else None)
+    at = "by length" if alone else f"at {output.format_length(longest)}"
+    axes.set(title=f"needle score by rank of the head, {at}", xlabel="rank of the head")
 
 
-def draw_trials(axes: Any, results: list[dict[str, Any]]) -> None:
+def draw_trials(axes: Any, results: list[Result]) -> None:
     """Figure 8: the best head's needle score in single trials at the longest length, marked by outcome."""
     longest = results[0]["lengths"][-1]
     for i, result in enumerate(results):
@@ -409,23 +371,22 @@ def draw_trials(axes: Any, results: list[dict[str, Any]]) -> None:
             points = {j + 1: t["top_score"] for j, t in enumerate(trials) if t["number"] == outcome}
             label = f"{result['run']}: {word} ({len(points)})"
             axes.scatter(points.keys(), points.values(), marker=marker, s=18, color=f"C{i % 10}", label=label)
-    axes.set_title(f"best head's needle score in single trials at {format_length(longest)}")
-    axes.set_xlabel("trial, ranked by score")
-    axes.set_ylabel("attention mass on the digits")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
+    title = f"best head's needle score in single trials at {output.format_length(longest)}"
+    axes.set(title=title, xlabel="trial, ranked by score")
 
 
 # ---------------------------------------------------------------- command line
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__, prog="python -m evals.needle")
-    add_arguments(parser, "of the whole sequence with the answer (default: 1, 2, 4, 8 x the training length)")
+    common.add_arguments(
+        parser, "of the whole sequence with the answer (default: 1, 2, 4, 8 x the training length)"
+    )
     add, help = parser.add_argument, "positions of the needle in the text (default: 10 30 50 70 90)"
     add("--depths", nargs="+", type=int, choices=range(101), default=DEPTHS, metavar="PERCENT", help=help)
     add("--samples", type=positive_int, default=1000, metavar="N", help="of each cell (default: %(default)s)")
     add("--haystack", metavar="DIR", help=".txt files (default: the validation text)")
     add("--seed", type=int, default=0, help="of texts, cities and numbers (default: 0)")
-    return parse_arguments(parser, "eval_needle")
+    return common.parse_arguments(parser, "eval_needle")
 
 
 if __name__ == "__main__":

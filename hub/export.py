@@ -49,8 +49,10 @@ def main() -> None:
     architecture = choose_architecture(config)
     converted = convert_model(model, architecture, tokenizer.eot_token)
     fast_tokenizer = convert_tokenizer(tokenizer, config.train.seq_len)
-    make_folder(out)
     try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise UserError(f"{out}: exists; expected a new folder")
         converted.save_pretrained(out)
         fast_tokenizer.save_pretrained(out)
     except OSError as e:
@@ -73,15 +75,13 @@ def choose_architecture(config: Config) -> str:
         )
     if config.train.loss != "softmax":
         raise UserError(f"train.loss = {config.train.loss}: transformers has softmax over the logits only")
-    match m.norm, m.mlp:
-        case "rmsnorm", "swiglu":
-            return "llama"
-        case "layernorm", "gelu":
-            return "gpt_neox"
-    raise UserError(
-        f"model.norm = {m.norm}, model.mlp = {m.mlp}: expected rmsnorm and swiglu (Llama), or layernorm and "
-        "gelu (GPT-NeoX)"
-    )
+    architectures = {("rmsnorm", "swiglu"): "llama", ("layernorm", "gelu"): "gpt_neox"}
+    if (m.norm, m.mlp) not in architectures:
+        raise UserError(
+            f"model.norm = {m.norm}, model.mlp = {m.mlp}: expected rmsnorm and swiglu (Llama), or layernorm "
+            "and gelu (GPT-NeoX)"
+        )
+    return architectures[m.norm, m.mlp]
 
 
 def import_transformers() -> Any:
@@ -93,23 +93,11 @@ def import_transformers() -> Any:
     return transformers
 
 
-def make_folder(out: Path) -> None:
-    """Raises UserError: it cannot be created, or has files."""
-    try:
-        out.mkdir(parents=True)
-    except FileExistsError:
-        if not out.is_dir() or any(out.iterdir()):
-            raise UserError(f"{out}: exists; expected a new folder") from None
-    except OSError as e:
-        raise UserError(f"{out}: cannot be created: {e.strerror}") from None
-
-
 def convert_model(model: GPT, architecture: str, eot_token: int) -> Any:
     """A LlamaForCausalLM or GPTNeoXForCausalLM with the weights of `model`, in float32."""
     transformers = import_transformers()
     m = model.config.model
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": m.rope_theta, "partial_rotary_factor": 1.0}
-    common = {
+    options: dict[str, Any] = {
         "vocab_size": m.vocab_size,
         "hidden_size": m.n_embd,
         "intermediate_size": m.mlp_hidden or 4 * m.n_embd,
@@ -119,16 +107,16 @@ def convert_model(model: GPT, architecture: str, eot_token: int) -> Any:
         "tie_word_embeddings": m.tie_embeddings,
         "bos_token_id": eot_token,
         "eos_token_id": eot_token,
-        "rope_parameters": rope,
+        "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta, "partial_rotary_factor": 1.0},
     }
     if architecture == "llama":
-        options: dict[str, Any] = {"rms_norm_eps": NORM_EPS, "attention_bias": m.bias, "mlp_bias": m.bias}
-        converted = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, **options))
+        options |= {"rms_norm_eps": NORM_EPS, "attention_bias": m.bias, "mlp_bias": m.bias}
+        converted = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
         tensors = llama_tensors(model)
     else:
         act = {"tanh": "gelu_new", "exact": "gelu"}[m.gelu]
-        options = {"hidden_act": act, "layer_norm_eps": NORM_EPS, "use_parallel_residual": False}
-        converted = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**common, **options))
+        options |= {"hidden_act": act, "layer_norm_eps": NORM_EPS, "use_parallel_residual": False}
+        converted = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**options))
         tensors = neox_tensors(model)
     tensors["lm_head.weight"] = model.state_dict()["lm_head.weight"][: m.vocab_size]
     converted.load_state_dict(tensors)  # strict: every parameter exactly once

@@ -5,10 +5,10 @@ A figure is None where the runs have nothing to draw.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
@@ -39,27 +39,29 @@ def with_legend(figure: Figure) -> Figure | None:
     return figure
 
 
-def style(i: int) -> dict[str, Any]:
-    return {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "markersize": 4, "linewidth": 1.5}
+def draw_means(axes: Any, i: int, label: str, values: dict[Any, list[float]], linestyle: str = "-") -> None:
+    """Curve i: means over seeds of the values at each x, with their standard deviation."""
+    means = [statistics.fmean(losses) for losses in values.values()]
+    spread = [statistics.stdev(losses) if len(losses) > 1 else math.nan for losses in values.values()]
+    style = {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "markersize": 4, "linewidth": 1.5}
+    axes.errorbar([*values], means, spread, capsize=3, label=label, linestyle=linestyle, **style)
 
 
 def length_figure(groups: list[Group], rope: str, title: str) -> Figure | None:
-    """Loss against length, mean and standard deviation over seeds (LSSAR, Figure 1)."""
-    figure, axes = new_axes(title, f"length (tokens), RoPE scaling {rope}", LOSS)
+    """Loss against length (LSSAR, Figure 1)."""
+    figure, axes = new_axes(title, "length (tokens)", LOSS)
     axes.set_xscale("log", base=2)
     for i, group in enumerate(group for group in groups if group.losses(rope, 1)):
         lengths = [factor * group.runs[0].config.train.seq_len for factor in FACTORS]
-        known = {n: x for n, f in zip(lengths, FACTORS, strict=True) if (x := group.losses(rope, f))}
-        means = [statistics.fmean(losses) for losses in known.values()]
-        spread = [statistics.stdev(losses) if len(losses) > 1 else 0.0 for losses in known.values()]
-        axes.errorbar([*known], means, spread, capsize=3, label=group.name, **style(i))
+        known = zip(lengths, (group.losses(rope, factor) for factor in FACTORS), strict=True)
+        draw_means(axes, i, group.name, {length: losses for length, losses in known if losses})
         axes.set_xticks(lengths, map(str, lengths))
     return with_legend(figure)
 
 
 def powers_figure(index: RunIndex, scale: str, rope: str, title: str) -> Figure | None:
     """Loss at each length against the power p (LSSAR, Figure 2). None: fewer than two powers."""
-    figure, axes = new_axes(f"{title}, RoPE {rope}", "re-weighting power p", LOSS)
+    figure, axes = new_axes(title, "re-weighting power p", LOSS)
     powers: set[int] = set()
     for name, linestyle in (("LSSA", "-"), ("softmax", "--")):
         by_power = {
@@ -71,9 +73,8 @@ def powers_figure(index: RunIndex, scale: str, rope: str, title: str) -> Figure 
         powers |= by_power.keys()
         for i, factor in enumerate(FACTORS):
             known = {p: losses for p, group in by_power.items() if (losses := group.losses(rope, factor))}
-            means = [statistics.fmean(losses) for losses in known.values()]
-            if means:
-                axes.plot([*known], means, linestyle=linestyle, label=f"{name}, {factor}x", **style(i))
+            if known:
+                draw_means(axes, i, f"{name}, {factor}x", known, linestyle)
     axes.set_xscale("log")
     axes.set_xticks(sorted(powers), map(str, sorted(powers)))
     axes.set_xticks([], minor=True)
@@ -81,30 +82,28 @@ def powers_figure(index: RunIndex, scale: str, rope: str, title: str) -> Figure 
 
 
 def learning_figure(groups: list[Group], title: str) -> Figure | None:
-    """Validation loss against step, mean over seeds."""
+    """Validation loss against step."""
     figure, axes = new_axes(title, "step", f"validation {LOSS}", 5.5)
     for i, group in enumerate(g for g in groups if all(len(run.validations) > 1 for run in g.runs)):
-        curves = [dict(run.validations) for run in group.runs]
+        before, curves = group.runs[0].steps_before, [dict(run.validations) for run in group.runs]
         steps = [step for step in curves[0] if all(step in curve for curve in curves)]
-        means = [statistics.fmean(curve[step] for curve in curves) for step in steps]
-        axes.plot([group.runs[0].steps_before + s for s in steps], means, label=group.name, **style(i))
+        draw_means(axes, i, group.name, {before + step: [curve[step] for curve in curves] for step in steps})
     return with_legend(figure)
 
 
 def positions_figure(groups: list[Group], rope: str, title: str) -> Figure | None:
-    """Loss by position in the longest window, mean over seeds."""
-    figure, axes = new_axes(title, f"position, windows of 16x, RoPE {rope}", LOSS, 5.5)
+    """Loss by position in the longest window."""
+    figure, axes = new_axes(title, "position", LOSS, 5.5)
     for i, group in enumerate(group for group in groups if group.losses(rope, 16)):
         runs = [run for run in group.runs if run.loss(rope, 16) is not None]  # not all may be evaluated
-        buckets = [run.evaluations[rope]["lengths"][-1]["buckets"] for run in runs]
-        places = [f"{bucket['from']}-{bucket['to'] - 1}" for bucket in buckets[0]]
-        means = [statistics.fmean(b["loss"] for b in at) for at in zip(*buckets, strict=True)]
-        axes.plot(places, means, label=group.name, **style(i))
+        known: dict[str, list[float]] = {}
+        for bucket in (b for run in runs for b in run.evaluations[rope]["lengths"][-1]["buckets"]):
+            known.setdefault(f"{bucket['from']}-{bucket['to'] - 1}", []).append(bucket["loss"])
+        draw_means(axes, i, group.name, known)
     return with_legend(figure)
 
 
-@dataclass(frozen=True)
-class LogFit:
+class LogFit(NamedTuple):
     """A run's learned p_n, (T,), and its least-squares fit a1 ln n + a2 (SSMax, Section 2.1)."""
 
     run: FinishedRun
@@ -146,25 +145,20 @@ def all_figures(
 ) -> Iterator[tuple[str, str, Figure | None]]:
     """(file name, caption, figure) by scale and RoPE scaling."""
     for scale in index.letters.values():
-        groups, at = index.at_scale(scale), f"(scale {scale})"
+        groups = index.at_scale(scale)
         for rope in index.ropes:
-            file, with_rope = f"{scale}_{rope.replace(' = ', '')}.png", f"{at}, RoPE {rope}"
+            file, where = f"{scale}_{rope.replace(' = ', '')}.png", f"(scale {scale}), RoPE {rope}"
             if "lssar" in papers:
                 rows = read_rows("lssar_paper", "table4_softmax table4_lssa_p15")
                 pair = [group for row in rows for group in index.of_row(row) if group.scale == scale]
-                title = "LSSAR, Figure 1: softmax and LSSAR"
-                yield (
-                    f"lssar_figure1_{file}",
-                    f"{title} {with_rope}",
-                    length_figure(pair, rope, f"{title} {at}"),
-                )
-                title = "LSSAR, Figure 2: the power p"
-                figure = powers_figure(index, scale, rope, f"{title} {at}")
-                yield f"lssar_figure2_{file}", f"{title} {with_rope}", figure
-            title = f"Loss by position in windows of 16x {with_rope}"
-            yield f"positions_{file}", title, positions_figure(groups, rope, f"Loss by position {at}")
-        title = f"Validation loss during training {at}"
-        yield f"learning_{scale}.png", title, learning_figure(groups, f"Learning curves {at}")
+                title = f"LSSAR, Figure 1: softmax and LSSAR {where}"
+                yield f"lssar_figure1_{file}", title, length_figure(pair, rope, title)
+                title = f"LSSAR, Figure 2: the power p {where}"
+                yield f"lssar_figure2_{file}", title, powers_figure(index, scale, rope, title)
+            title = f"Loss by position in windows of 16x {where}"
+            yield f"positions_{file}", title, positions_figure(groups, rope, title)
+        title = f"Validation loss during training (scale {scale})"
+        yield f"learning_{scale}.png", title, learning_figure(groups, title)
         for fit in (fit for fit in fits if index.letters[fit.run.scale] == scale):
-            title = f"SSMax, Section 2.1: p_n {at}"
+            title = f"SSMax, Section 2.1: p_n (scale {scale})"
             yield f"ssmax_p_n_{scale}_{fit.run.config.name}.png", f"{title}: {fit}", p_n_figure(fit, title)

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,10 +35,6 @@ class FinishedRun:
             if row["length"] == factor * self.config.train.seq_len and row["reason"] is None:
                 return row["loss"]
         return None
-
-    @cached_property
-    def experiment(self) -> str:
-        return experiment_of(self.config)
 
     @cached_property
     def scale(self) -> str:
@@ -88,13 +84,10 @@ def read_runs(sources: list[str]) -> list[FinishedRun]:
     """
     folders: list[Path] = []
     for source in map(Path, sources):
-        inner = sorted(path.parent for path in source.glob("*/config.toml"))
-        if (source / "config.toml").is_file():
-            folders.append(source)
-        elif inner:
-            folders += inner
-        elif not source.exists():
+        if not source.exists():
             raise UserError(f"{source}: no such run folder")
+        inner = [source] if (source / "config.toml").is_file() else sorted(source.glob("*"))
+        folders += [folder for folder in inner if (folder / "config.toml").is_file()]
     runs = [run for folder in dict.fromkeys(folders) if (run := read_run(folder)) is not None]
     if not runs:
         raise UserError(f"{' '.join(sources)}: no finished run in these folders; train.py makes them")
@@ -120,8 +113,7 @@ def read_run(folder: Path) -> FinishedRun | None:
     return FinishedRun(folder, config, validations, evaluations, int(before[1]) if before else 0)
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Runs of one experiment at one scale: they differ in their seed."""
 
     scale: str  # its letter
@@ -157,17 +149,15 @@ class RunIndex:
         self.ropes = sorted({rope for run in runs for rope in run.evaluations})
         self.groups: dict[tuple[str, str], Group] = {}
         for run in runs:
-            key = (self.letters[run.scale], run.experiment)
+            key = (self.letters[run.scale], experiment_of(run.config))
             self.groups.setdefault(key, Group(key[0], [])).runs.append(run)
 
     def of_row(self, row: TableRow) -> list[Group]:
         """The groups that belong to a row of a paper, one for each scale."""
         wanted = experiment_of(row.config)
+        groups = [group for (_, experiment), group in sorted(self.groups.items()) if experiment == wanted]
         return [
-            group
-            for (_, name), group in sorted(self.groups.items())
-            if name == wanted
-            and all(getattr(group.runs[0].config.model, k) == v for k, v in row.model_keys.items())
+            group for group in groups if row.model_keys.items() <= vars(group.runs[0].config.model).items()
         ]
 
     def at_scale(self, letter: str) -> list[Group]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from config import Config, expand_sweep, load_config
 
@@ -15,8 +14,7 @@ CONFIGS = HERE.parent / "configs"
 PAPERS = ("lssar", "ssmax", "normsoftmax")
 
 
-@dataclass(frozen=True)
-class TableRow:
+class TableRow(NamedTuple):
     """One experiment of a paper."""
 
     keys: tuple[str, ...]  # as in published.toml: the file, and the file with its swept value

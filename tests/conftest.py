@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,3 +84,24 @@ def tiny_config(tmp_path: Path, tiny_dataset: Path) -> Path:
     path = tmp_path / "tiny.toml"
     path.write_text(TINY.format(vocab=VOCAB, data=tiny_dataset, runs=tmp_path / "runs"))
     return path
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A script's main() with these arguments, in this process."""
+
+    def main(script: Any, *args: object) -> None:
+        monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, args)])
+        script.main()
+
+    return main
+
+
+def save_run(folder: Path, config: Any, model: Any, step: int = 1) -> Path:
+    """A run folder with a checkpoint of the model, whose tokens are bytes."""
+    from training.checkpoint import save_checkpoint
+
+    state = {"step": step, "config": config.model_dump(), "model": model.state_dict()}
+    state |= {"optimizers": [], "validation": {}, "guard": {}, "rng": [], "data": {"tokenizer": "bytes"}}
+    save_checkpoint(folder, state, keep_last=9)
+    return folder

@@ -66,8 +66,8 @@ def start(*args: object, script: str = "train.py", processes: int = 1, **env: An
     )  # fmt: skip
 
 
-def run_script(*args: object, processes: int = 1, **env: str) -> subprocess.CompletedProcess[str]:
-    process = start(*args, processes=processes, **env)
+def run_script(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    process = start(*args, **options)
     stdout, stderr = process.communicate(timeout=120)
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, VOCAB, make_dataset
+from conftest import TINY, VOCAB, make_dataset, save_run
+from launch import run_script
 from torch.nn import functional as F
 
 import eval_length
-from config import Config, config_from_dict
+from config import config_from_dict
 from data.batches import val_batch
 from data.dataset import TokenStream
 from data.shards import write_shard
-from evals.common import Blocks
-from infra.cli import UserError, run_main
+from evals.common import Blocks, EvaluatedRun
+from infra.cli import UserError
+from infra.distributed import World
 from model import GPT
 from positions import RopeKind, RopeScaling
-from training.checkpoint import load_model, read_config, save_checkpoint
+from training.checkpoint import load_model, read_config
 
 torch.set_num_threads(1)
 
-ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = [8, 16, 32, 64]
 N_BLOCKS = 5
 N_SCORED = N_BLOCKS * 64
@@ -51,25 +50,12 @@ def make_run(runs: Path, name: str, data: Path, step: int = 7, **attention: obje
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(10)
-    save_run(runs / name, config, model, step)
-    return runs / name
-
-
-def save_run(folder: Path, config: Config, model: GPT, step: int, tokenizer: str = "bytes") -> None:
-    state = {"step": step, "config": config.model_dump(), "model": model.state_dict()}
-    state |= {"optimizers": [], "validation": {}, "guard": {}, "rng": [], "data": {"tokenizer": tokenizer}}
-    save_checkpoint(folder, state, keep_last=9)
+    return save_run(runs / name, config, model, step)
 
 
 @pytest.fixture
-def evaluate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """eval_length.py with these arguments, in this process."""
-
-    def call(*args: object) -> None:
-        monkeypatch.setattr(sys, "argv", ["eval_length.py", *map(str, args), "--device", "cpu"])
-        eval_length.main()
-
-    return call
+def evaluate(call) -> Callable[..., None]:
+    return partial(call, eval_length, "--device", "cpu")
 
 
 def read(path: Path) -> dict:
@@ -106,9 +92,11 @@ def direct_losses(run: Path, data: Path, length: int, rope: RopeKind) -> torch.T
     [{}, {"normaliser": "lssa", "reweight_p": 3}, {"engine": "dense"}],
     ids=["sdpa", "rows", "dense"],
 )
-def test_numbers_equal_direct_computation(tmp_path, data, evaluate, attention, rope):
+def test_numbers_equal_direct_computation(tmp_path, data, evaluate, monkeypatch, attention, rope):
     run = make_run(tmp_path / "runs", "a", data, **attention)
-    evaluate(run, "--lengths", *LENGTHS, "--rope", rope)
+    with monkeypatch.context() as patch:  # weights of (T, T) are never computed, also with engine dense
+        patch.delattr("engines.base.NormaliserModule.weights")
+        evaluate(run, "--lengths", *LENGTHS, "--rope", rope)
     result = read(run / "eval_length.json")
     assert result["data"]["tokens"] == N_SCORED and result["data"]["blocks"] == N_BLOCKS
     assert result["same_target_tokens"] == 8
@@ -144,16 +132,6 @@ def test_every_target_is_scored_once_at_each_length(tmp_path, data, evaluate, mo
         n_windows = N_SCORED / row["length"]
         total = sum(b["loss"] * (b["to"] - b["from"]) * n_windows for b in row["buckets"])
         assert total == pytest.approx(positions.sum().item())
-
-
-def test_dense_is_not_used(tmp_path, data, evaluate, monkeypatch):
-    run = make_run(tmp_path / "runs", "a", data, normaliser="lssa", engine="dense")
-
-    def reject(*_: object) -> None:
-        raise AssertionError("(T, T) weights")
-
-    monkeypatch.setattr("engines.base.NormaliserModule.weights", reject)
-    evaluate(run, "--lengths", 32)
 
 
 def test_buckets(tmp_path, data, evaluate, monkeypatch):
@@ -206,14 +184,14 @@ def test_configs_are_read_without_tensors(tmp_path, data):
 
 def test_a_finished_run_is_written_before_the_next_fails(tmp_path, data, evaluate, monkeypatch):
     a, b = (make_run(tmp_path / "runs", name, data) for name in "ab")
-    real = eval_length.score
+    load = EvaluatedRun.load
 
-    def score(model: GPT, blocks: Blocks, n_same: int, rope: RopeScaling, label: str, world: object) -> list:
-        if label == "b":
+    def fail(run: EvaluatedRun, world: World) -> tuple[GPT, int]:
+        if run.label == "b":
             raise UserError("b fails")
-        return real(model, blocks, n_same, rope, label, world)
+        return load(run, world)
 
-    monkeypatch.setattr(eval_length, "score", score)
+    monkeypatch.setattr(EvaluatedRun, "load", fail)
     with pytest.raises(UserError, match="b fails"):
         evaluate(a, b, "--lengths", 16)
     assert (a / "eval_length.json").exists() and (a / "eval_length.png").exists()
@@ -266,8 +244,8 @@ def test_a_loss_that_is_not_finite(tmp_path, data, evaluate, capsys):
     save_run(run, config, model, step)
     evaluate(run, "--lengths", 16, 32)
     rows = lengths_of(run)
-    assert [row["reason"] for row in rows] == ["the loss is not finite"] * 2
-    assert "a at 16: no result: the loss is not finite" in capsys.readouterr().out
+    assert [row["reason"] for row in rows] == ["the model computed NaN or infinity"] * 2
+    assert "a at 16: no result: the model computed NaN or infinity" in capsys.readouterr().out
 
 
 def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
@@ -277,10 +255,7 @@ def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
     args = (a, b, "--lengths", 16, 64)
     evaluate(*args)
     one = [lengths_of(run) for run in (a, b)]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launcher, ROOT / "eval_length.py", *args, "--device", "cpu"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=env, timeout=120)
+    done = run_script(*args, "--device", "cpu", script="eval_length.py", processes=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout == capsys.readouterr().out
     two = [lengths_of(run) for run in (a, b)]
@@ -290,13 +265,10 @@ def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
             assert x[key] == pytest.approx(y[key], abs=1e-6)
 
 
-def test_exit_status_and_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["eval_length.py", str(tmp_path / "none")])
-    with pytest.raises(SystemExit) as raised:
-        run_main(eval_length.main)
-    out, err = capsys.readouterr()
-    assert raised.value.code == 2 and out == ""
-    assert err.startswith("error: ") and len(err.splitlines()) == 1
+def test_exit_status_and_one_line(tmp_path):
+    done = run_script(tmp_path / "none", script="eval_length.py")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -313,15 +285,15 @@ def test_exit_status_and_one_line(tmp_path, monkeypatch, capsys):
         (["{run}", "--lengths", "24", "64"], "24 does not divide the longest"),
         (["{run}", "--lengths", "0"], "'0': expected an integer, at least 1"),
         (["{run}", "--lengths", "1e3"], "'1e3': expected an integer"),
-        (["{run}", "--rope", "theta"], "needs --rope-theta"),
+        (["{run}", "--rope", "theta"], "theta = None: expected a positive number"),
         (["{run}", "--rope", "theta", "--rope-theta", "-1"], "expected a positive number"),
         (["{run}", "--rope-theta", "500000"], "only read by kind theta"),
         (["{run}", "--rope", "alibi"], "invalid choice"),
         (["{run}", "--data", "{tmp}/none"], "no such data folder"),
         (["{run}", "--data", "{tmp}/gpt2"], "tokenised with 50257 tokens"),
         (["{run}", "--tag", "a/b"], "--tag a/b: expected only letters"),
-        (["{run}", "--out", "curve.txt"], "ends in .png"),
-        (["{run}", "--out", "{tmp}/none/curve.png"], "no folder"),
+        (["{run}", "--out", "curve.txt"], "expected .png, .pdf, .svg in a folder that exists"),
+        (["{run}", "--out", "{tmp}/none/curve.png"], "in a folder that exists"),
     ],
 )
 def test_bad_input(tmp_path, data, evaluate, args, message):

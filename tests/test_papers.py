@@ -68,7 +68,7 @@ def softmax_runs(folder: Path) -> dict[bool, Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_every_config_trains(path: Path, folder: Path, softmax_runs: dict[bool, Path]):
+def test_every_config_trains(path, folder, softmax_runs):
     """The loss of the first and the last run that the file describes falls in 20 steps."""
     runs = expand_sweep(path)
     for chosen in runs[:1] if len(runs) == 1 else (runs[0], runs[-1]):
@@ -94,14 +94,14 @@ def test_every_config_trains(path: Path, folder: Path, softmax_runs: dict[bool, 
        for size, n in (("124m", 123_689_472), ("162m", 162_220_800))
        for row, more in (("a_softmax", 0), ("b_ssmax", 144), ("c_ssmax_s1", 0), ("d_ssmax_bias", 288))],
 )  # fmt: skip
-def test_parameters_of_the_papers_models(name: str, n_params: int, more: int):
+def test_parameters_of_the_papers_models(name, n_params, more):
     """124M and 162M; SSMax adds one parameter for each of 12 x 12 heads, with the bias two."""
     with torch.device("meta"):
         assert GPT(load_config(CONFIGS / name), device="meta").n_params() == n_params + more
 
 
 @pytest.mark.parametrize("name", ["ssmax_paper/f_during_pretraining_162m", "small/ssmax_f"])
-def test_scale_init_of_replaced_softmax(name: str):
+def test_scale_init_of_replaced_softmax(name):
     """SSMax (e), (f): the reciprocal of the mean of ln n."""
     config = load_config(CONFIGS / f"{name}.toml")
     mean = np.log(np.arange(1, config.train.seq_len + 1)).mean()
@@ -115,9 +115,7 @@ def parameters(run: Path) -> dict[str, torch.Tensor]:
     return load_model(run).model.state_dict()
 
 
-def test_init_from_copies_weights_bit_for_bit_and_nothing_else(
-    folder: Path, softmax_runs: dict[bool, Path], capsys: pytest.CaptureFixture[str]
-):
+def test_init_from_copies_weights_bit_for_bit_and_nothing_else(folder, softmax_runs, capsys):
     source = softmax_runs[False]
     path = CONFIGS / "ssmax_paper/e_after_pretraining_162m.toml"
     zero_steps = {"train__max_steps": "0", "optimizer__warmup_steps": "0"}
@@ -145,7 +143,7 @@ def test_init_from_copies_weights_bit_for_bit_and_nothing_else(
     assert all(torch.equal(old[name], tensor) for name, tensor in parameters(back).items())
 
 
-def test_init_from_starts_a_run_that_resumes_by_itself(folder: Path, softmax_runs: dict[bool, Path]):
+def test_init_from_starts_a_run_that_resumes_by_itself(folder, softmax_runs):
     """Step 1 is that of the other run's weights on the batch after data.skip_steps; resuming does not read
     the other run again."""
     path, source = CONFIGS / "lssar.toml", softmax_runs[True]
@@ -178,9 +176,7 @@ def test_init_from_starts_a_run_that_resumes_by_itself(folder: Path, softmax_run
         (False, {"model__tie_embeddings": "true"}, "lm_head.weight is tied to the embedding here, not there"),
     ],
 )
-def test_init_from_rejects_what_does_not_fit(
-    tied: bool, changes: dict[str, str], expected: str, folder: Path, softmax_runs: dict[bool, Path]
-):
+def test_init_from_rejects_what_does_not_fit(tied, changes, expected, folder, softmax_runs):
     changes = {"init_from": str(softmax_runs[tied]), "name": "rejected"} | changes
     with pytest.raises(UserError, match=expected) as e:
         run_train(CONFIGS / BASES[tied], tiny(folder, **changes))
@@ -195,7 +191,7 @@ def test_init_from_rejects_what_does_not_fit(
     ("gamma", "tau"),
     [(None, None), ("inf", 0.5), (2.0, 1.5), (100.0, None), ("logit_norm", None), ("logit_norm", 0.3)],
 )
-def test_scaled_logits_of_the_vocabulary(gamma: float | str | None, tau: float | None):
+def test_scaled_logits_of_the_vocabulary(gamma, tau):
     """norm_softmax: z / (tau min(sigma, gamma)); logit_norm: z / (tau |z|), tau = V^(-1/2) by default."""
     z = torch.randn(3, 5, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3 + 1
     is_norm = gamma != "logit_norm"
@@ -211,7 +207,7 @@ def test_scaled_logits_of_the_vocabulary(gamma: float | str | None, tau: float |
 
 
 @pytest.mark.parametrize("loss", ["norm_softmax", "logit_norm"])
-def test_equal_logits_have_a_uniform_distribution_and_finite_gradients(loss: str):
+def test_equal_logits_have_a_uniform_distribution_and_finite_gradients(loss):
     for value in (0.0, 7.0):
         z = torch.full((2, 9), value, requires_grad=True)
         out = F.cross_entropy(scale_logits(z, TrainConfig(loss=loss)), torch.tensor([1, 2]))  # type: ignore[arg-type]
@@ -220,7 +216,7 @@ def test_equal_logits_have_a_uniform_distribution_and_finite_gradients(loss: str
         assert z.grad.isfinite().all()
 
 
-def test_validation_reports_both_losses(folder: Path, softmax_runs: dict[bool, Path]):
+def test_validation_reports_both_losses(folder, softmax_runs):
     run = run_train(CONFIGS / "softmax.toml", tiny(folder, name="both", train__loss="norm_softmax"))
     model = load_model(run).model
     tokens = torch.from_numpy(TokenStream(folder / "data", "val").read(0, 321).astype(np.int64))
@@ -245,6 +241,6 @@ def test_validation_reports_both_losses(folder: Path, softmax_runs: dict[bool, P
         ("--train.loss norm_softmax --train.loss-gamma -1.0", "train.loss_gamma = -1.0: expected a number"),
     ],
 )  # fmt: skip
-def test_options_that_do_not_fit(overrides: str, expected: str):
+def test_options_that_do_not_fit(overrides, expected):
     with pytest.raises(UserError, match=expected):
         load_config(CONFIGS / "softmax.toml", overrides.split())

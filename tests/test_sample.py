@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from attention_cases import each_case
-from test_eval_length import save_run
+from conftest import save_run
 from test_model import make_gpt, random_tokens
 
 import sample
@@ -81,22 +80,20 @@ def test_top_p_takes_the_fewest_that_have_the_mass():
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     gpt = make_gpt({"normaliser": "lssa", "reweight_p": 3}, std=0.2, vocab_size=257)
-    save_run(tmp_path / "run", gpt.config, gpt, step=1)
-    return tmp_path / "run"
+    return save_run(tmp_path / "run", gpt.config, gpt)
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    """sample.py with these arguments, in this process; returns stdout."""
+def sampled(call, capsys):
+    """What sample.py prints with these arguments."""
 
-    def main(*args: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, args), "--device", "cpu"])
-        sample.main()
-        captured = capsys.readouterr()
-        assert captured.err.strip().endswith("tokens/s")
-        return captured.out
+    def stdout(*args: object) -> str:
+        call(sample, *args, "--device", "cpu")
+        out, err = capsys.readouterr()
+        assert err.strip().endswith("tokens/s")
+        return out
 
-    return main
+    return stdout
 
 
 def prefer_untokenised(gpt: GPT) -> GPT:
@@ -109,30 +106,30 @@ def prefer_untokenised(gpt: GPT) -> GPT:
 
 
 @pytest.mark.parametrize("how", [["--greedy"], ["--temperature", 1.0], ["--samples", 2, "--top-p", 0.9]])
-def test_only_tokens_of_the_tokeniser_are_drawn(tmp_path, call, how):
+def test_only_tokens_of_the_tokeniser_are_drawn(tmp_path, sampled, how):
     """From a model with more rows (model.vocab_size) than its tokeniser has tokens."""
     gpt = prefer_untokenised(make_gpt(vocab_size=400, tie_embeddings=False))
     prompt = random_tokens(1, 5)
     assert gpt.generate(prompt, 8)[:, 5:].min() >= 257
     assert gpt.generate(prompt, 8, n_tokens=257)[:, 5:].max() < 257
-    save_run(tmp_path / "run", gpt.config, gpt, step=1)
-    assert call(tmp_path / "run", "--prompt", "ab", "--tokens", 20, *how).count("ab") >= 1
+    run = save_run(tmp_path / "run", gpt.config, gpt)
+    assert sampled(run, "--prompt", "ab", "--tokens", 20, *how).count("ab") >= 1
 
 
-def test_streamed_text_is_the_batch_text(run, call, tmp_path):
+def test_streamed_text_is_the_batch_text(run, sampled, tmp_path):
     (tmp_path / "prompt.txt").write_text("é!", encoding="utf-8")
     ask = (run, "--tokens", 40, "--rope", "ntk", "--greedy")
-    alone = [call(*ask, "--prompt", "ab"), call(*ask, "--prompt-file", tmp_path / "prompt.txt")]
+    alone = [sampled(*ask, "--prompt", "ab"), sampled(*ask, "--prompt-file", tmp_path / "prompt.txt")]
     assert alone[1].startswith("é!")
-    both = call(*ask, "--prompt", "ab", "--prompt-file", tmp_path / "prompt.txt")
+    both = sampled(*ask, "--prompt", "ab", "--prompt-file", tmp_path / "prompt.txt")
     assert both == f"--- prompt 1, sample 1\n{alone[0]}--- prompt 2, sample 1\n{alone[1]}"
-    assert alone[0] == call(*ask, "--prompt", "ab", "--no-cache")
-    assert alone[0] == call(*ask, "--prompt", "ab", "--seed", 9)
+    assert alone[0] == sampled(*ask, "--prompt", "ab", "--no-cache")
+    assert alone[0] == sampled(*ask, "--prompt", "ab", "--seed", 9)
 
 
-def test_seeds(run, call):
+def test_seeds(run, sampled):
     def texts(*args: object) -> list[str]:
-        return call(run, "--tokens", 30, *args).split("--- prompt ")[1:]
+        return sampled(run, "--tokens", 30, *args).split("--- prompt ")[1:]
 
     first, second = texts("--prompt", "ab", "ab", "--seed", 5)
     assert first[len("1, sample 1") :] != second[len("2, sample 1") :]
@@ -144,7 +141,7 @@ def test_seeds(run, call):
     assert len({text[len("1, sample 1") :] for text in three}) == 3
 
 
-def test_a_sample_ends_with_the_document(run, call, monkeypatch):
+def test_a_sample_ends_with_the_document(run, sampled, monkeypatch):
     """Text after a row's end is cut, though the rows beside it continue."""
     eot = get_tokenizer("bytes").eot_token
     steps = [[97, 98], [eot, 99], [100, 101], [102, eot], [103, 104]]
@@ -154,19 +151,19 @@ def test_a_sample_ends_with_the_document(run, call, monkeypatch):
         return (torch.tensor(step)[:, None] for step in steps)
 
     monkeypatch.setattr(GPT, "stream", stream)
-    out = call(run, "--prompt", ">", "--samples", 2)
+    out = sampled(run, "--prompt", ">", "--samples", 2)
     assert out == "--- prompt 1, sample 1\n>a\n--- prompt 1, sample 2\n>bce\n"
 
 
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--samples", "0"], "--samples 0: expected at least 1"),
+        (["--samples", "0"], "--samples: .0.: expected an integer, at least 1"),
         (["--top-p", "0"], "top_p 0.0: expected above 0"),
         (["--rope", "theta"], "theta = None"),
         (["--prompt-file", "none.txt"], "--prompt-file none.txt: cannot be read"),
     ],
 )
-def test_bad_input(run, call, args, message):
+def test_bad_input(run, sampled, args, message):
     with pytest.raises(UserError, match=message):
-        call(run, *args)
+        sampled(run, *args)

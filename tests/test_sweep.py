@@ -39,11 +39,6 @@ def path(tiny_config: Path) -> Path:
     return path
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, args)])
-    sweep.main()
-
-
 class FakeTorchrun:
     """Replaces sweep.run: leaves the files of train.py and eval_length.py, or fails."""
 
@@ -79,12 +74,10 @@ def leave_run(config: Config) -> None:
     (config.run_dir / "metrics.jsonl").write_text(f'{{"step": {steps}, "val_loss": 4.0}}\n')
 
 
-def test_all_runs_but_the_finished_ones_and_on_after_a_failure(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_all_runs_but_the_finished_ones_and_on_after_a_failure(path, call, monkeypatch, capsys):
     fake = FakeTorchrun(monkeypatch, failing="normaliser=softmax_seed=2")
     with pytest.raises(SystemExit) as e:
-        call(monkeypatch, path, "--optimizer.lr", "0.01")
+        call(sweep, path, "--optimizer.lr", "0.01")
     out = capsys.readouterr().out
     assert e.value.code == 1 and "3 of 4 runs are trained and evaluated" in out
     run = path.parent / "runs/s_normaliser=softmax_seed=2"
@@ -96,32 +89,32 @@ def test_all_runs_but_the_finished_ones_and_on_after_a_failure(
     assert ropes == 3 * ["ntk", "none"]
 
     again = FakeTorchrun(monkeypatch)
-    call(monkeypatch, path, "--optimizer.lr", "0.01")
+    call(sweep, path, "--optimizer.lr", "0.01")
     assert again.scripts == done
     assert "4 of 4 runs are trained and evaluated" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("folder", ["lssar_paper", "ssmax_paper", "normsoftmax_paper", "small"])
-def test_every_run_of_a_folder_has_a_name_of_its_own(folder: str):
+def test_every_run_of_a_folder_has_a_name_of_its_own(folder):
     """make_jobs loads each run of each [sweep] and rejects two of one name."""
     files = sorted(map(str, (CONFIGS / folder).glob("*.toml")))
     assert len(sweep.make_jobs(files, [], None)) >= len(files) > 5
 
 
-def test_another_config_under_the_same_name_is_left_to_train(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_another_config_under_the_same_name_is_left_to_train(path, call, monkeypatch):
     """train.py names the difference; skipping would present the old run as the new one."""
     FakeTorchrun(monkeypatch)
-    call(monkeypatch, path, "--index", "3")
+    call(sweep, path, "--index", "3")
     FakeTorchrun(monkeypatch, failing="lr")
     with pytest.raises(SystemExit):
-        call(monkeypatch, path, "--index", "3", "--optimizer.lr", "0.02")
+        call(sweep, path, "--index", "3", "--optimizer.lr", "0.02")
 
 
-def test_list_and_mistakes(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    call(monkeypatch, path, "--list", "--tag", "x")
+def test_list_and_mistakes(path, call, capsys):
+    call(sweep, path, "--list", "--tag", "x")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and "s_normaliser=lssa_seed=1_x" in lines[2] and "to run" in lines[2]
-    call(monkeypatch, path, "--list", "--seed", "7")
+    call(sweep, path, "--list", "--seed", "7")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("/")[-1].split()[0] for line in lines] == ["s_normaliser=softmax", "s_normaliser=lssa"]
     mistakes: list[tuple[list[object], str]] = [
@@ -135,19 +128,18 @@ def test_list_and_mistakes(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     ]
     for args, expected in mistakes:
         with pytest.raises(UserError, match=expected):
-            call(monkeypatch, *args)
+            call(sweep, *args)
 
 
-def test_sweep_and_report_through_torchrun(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_sweep_and_report_through_torchrun(path, call, monkeypatch):
     """One run and one evaluation; then the report of the folder."""
     run = path.parent / "runs/s_normaliser=softmax_seed=1"
     monkeypatch.setattr(sweep, "EVALUATIONS", (("none", "none"),))
-    call(monkeypatch, path, "--index", 0, "--nproc", 1, "--eval-tokens", 256)
+    call(sweep, path, "--index", 0, "--nproc", 1, "--eval-tokens", 256)
     evaluation = json.loads((run / "eval_length_none.json").read_text())
     assert evaluation["rope"]["kind"] == "none" and evaluation["step"] == 12
     assert [row["length"] for row in evaluation["lengths"]] == [16, 32, 64, 128, 256]
-    monkeypatch.setattr(sys, "argv", ["report.py", str(path.parent / "runs")])
-    report.main()
+    call(report, path.parent / "runs")
     folder = path.parent / "runs/report"
     text = (folder / "report.md").read_text()
     assert "s_normaliser=softmax" in text and "Not a published scale" in text
@@ -172,7 +164,7 @@ def test_a_signal_is_forwarded_as_sigterm():
         assert stop.number == signal.SIGINT
 
 
-def test_sweep_expands_to_the_product(tmp_path: Path):
+def test_sweep_expands_to_the_product(tmp_path):
     path = tmp_path / "s.toml"
     path.write_text(
         '[sweep]\nseed = [1, 2]\n"attention.normaliser" = ["softmax", "lssa"]\n"optimizer.lr" = [1e-3]\n'
@@ -221,7 +213,7 @@ def cells(text: str, row: str) -> list[list[str]]:
     return [lines[first], *itertools.takewhile(lambda line: line and line[0] == "", lines[first + 1 :])]
 
 
-def test_rows_find_their_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_rows_find_their_runs(tmp_path, capsys):
     for seed, shift in ((1, 0.0), (2, 0.1), (3, 0.2)):
         make_run(tmp_path, f"any{seed}", [2 + shift] * 4 + [3 + shift], "--seed", str(seed))
     make_run(tmp_path, "p15", [2.0] * 5, "--attention.normaliser", "lssa", "--attention.reweight-p", "15")
@@ -246,7 +238,7 @@ def test_rows_find_their_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert accuracy[1:3] == ["paper, Table 1: CIFAR10, ViT 88.01 % test accuracy", "–"]
 
 
-def test_figures_of_seeds_of_which_one_is_not_evaluated(tmp_path: Path):
+def test_figures_of_seeds_of_which_one_is_not_evaluated(tmp_path):
     for seed in (1, 2):
         make_run(tmp_path, f"any{seed}", [2.0] * 4 + [3.0], "--seed", str(seed))
     (tmp_path / "any2/eval_length.json").unlink()
@@ -258,7 +250,7 @@ def test_figures_of_seeds_of_which_one_is_not_evaluated(tmp_path: Path):
     }  # fmt: skip
 
 
-def test_scales_stay_apart(tmp_path: Path):
+def test_scales_stay_apart(tmp_path):
     make_run(tmp_path, "a", [2.0] * 5)
     make_run(tmp_path, "b", [3.0] * 5, "--model.n-layer", "2")
     index = RunIndex(read_runs([str(tmp_path)]))

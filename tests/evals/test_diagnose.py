@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-import sys
 
 import pytest
 import torch
 from attention_cases import draw, each_case, make
+from launch import records, run
 from test_eval_length import N_BLOCKS, data, make_run, read
 from test_model import make_gpt, random_tokens
 
 import model
-import train
 from config import AttentionConfig
 from data.dataset import TokenStream
 from evals import diagnose
-from infra.files import read_jsonl
 from positions import RopeScaling
 from training import attention_statistics
 from training.attention_statistics import STATISTICS, layer_statistics, model_statistics
@@ -106,13 +104,11 @@ def test_layers_see_what_the_model_computes(monkeypatch):
     torch.testing.assert_close(model_statistics(gpt, tokens, rope, n_rows=5), torch.stack(expected, 1))
 
 
-def test_script(tmp_path, data, monkeypatch, capsys):
+def test_script(tmp_path, data, call, capsys):
     runs = tmp_path / "runs"
     a = make_run(runs, "a", data, normaliser="lssa", reweight_p=3)
     b = make_run(runs, "b", data, normaliser="ssmax_pn")
-    args = [a, b, "--lengths", 16, 64, "--rows", 8, "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["diagnose", *map(str, args)])
-    diagnose.main()
+    call(diagnose, a, b, "--lengths", 16, 64, "--rows", 8, "--device", "cpu")
     gpt = load_model(a).model
     tokens = torch.from_numpy(TokenStream(data, "val").read(0, 64 * N_BLOCKS)).view(-1, 64)
     for row, length in zip(read(a / "diagnose.json")["lengths"], (16, 64), strict=True):
@@ -133,18 +129,15 @@ def test_script(tmp_path, data, monkeypatch, capsys):
     assert all(text in out for text in STATISTICS.values()) and "b at 64: no result" in out
 
 
-def test_training_logs_each_layer(tiny_config, monkeypatch):
+def test_training_logs_each_layer(tiny_config):
     """In the lines of the steps that attention_every divides; the losses are those of a run without."""
 
     def logged(name, *overrides):
-        args = [tiny_config, "--name", name, "--train.max-steps", 4, "--train.device", "cpu", *overrides]
-        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, args)])
-        train.main()
-        lines = read_jsonl(tiny_config.parent / "runs" / name / "metrics.jsonl")
+        lines = records(run(tiny_config, "--name", name, "--train.max-steps", "4", *overrides))
         return {line["step"]: line for line in lines if "loss" in line}
 
-    without = logged("without", "--log.every", 1)
-    lines = logged("with", "--log.attention-every", 2, "--log.every", 3)
+    without = logged("without", "--log.every", "1")
+    lines = logged("with", "--log.attention-every", "2", "--log.every", "3")
     assert [step for step, line in lines.items() if "entropy" in line] == [2, 4]
     for step in (2, 4):
         for name in ("score_std", "entropy"):

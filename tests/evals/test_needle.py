@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_eval_length import read, save_run
+from conftest import save_run
+from test_eval_length import read
 from test_model import make_gpt, random_tokens
 from test_sample import prefer_untokenised
 
@@ -98,20 +99,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     info = {"dataset": "toy", "tokenizer": "bytes", "vocab_size": 257, "source": "test", "splits": {}}
     finish_dataset(tmp_path / "data", info | {"shards": shards})
     config = copying_config(tmp_path)
-    save_run(tmp_path / "runs" / "copy", config, copying_model(config), step=3, tokenizer="bytes")
     monkeypatch.setattr(needle, "draw_numbers", distinct_digits)
-    return tmp_path / "runs" / "copy"
+    return save_run(tmp_path / "runs" / "copy", config, copying_model(config))
 
 
 @pytest.fixture
-def evaluate(monkeypatch):
-    """evals/needle.py with these arguments, in this process."""
-
-    def call(*args: object) -> None:
-        monkeypatch.setattr(sys, "argv", ["needle", *map(str, args), "--device", "cpu"])
-        needle.main()
-
-    return call
+def evaluate(call):
+    return partial(call, needle, "--device", "cpu")
 
 
 def test_a_model_that_copies_finds_the_needle(run, evaluate, capsys):
@@ -224,8 +218,7 @@ def test_wilson_interval():
 
 def test_several_runs_and_a_folder_of_texts(run, tmp_path, evaluate, capsys):
     config = copying_config(tmp_path, attention={"normaliser": "ssmax_pn"})
-    other = tmp_path / "runs" / "short"
-    save_run(other, config, GPT(config), step=1)
+    other = save_run(tmp_path / "runs" / "short", config, GPT(config))
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("She sells sea shells. " * 60)
     evaluate(run, other, "--haystack", tmp_path / "texts", "--lengths", 256, 300, "--samples", 2)

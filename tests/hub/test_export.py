@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from conftest import save_run
 
 from config import load_config
 from data.tokenizer import get_tokenizer
 from hub import export
 from infra.cli import UserError
 from model import GPT
-from training.checkpoint import save_checkpoint
 
 FAMILIES = {
     "llama": ["--model.norm", "rmsnorm", "--model.mlp", "swiglu", "--model.mlp-hidden", "48"],
@@ -34,28 +33,18 @@ def make_run(tiny_config: Path, *overrides: str) -> Path:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.3 * torch.randn(p.shape))
-    empty: dict[str, Any] = {"optimizers": [], "validation": {}, "guard": {}, "rng": []}
-    state = {"step": 1, "config": config.model_dump(), "model": model.state_dict()} | empty
-    save_checkpoint(config.run_dir, state | {"data": {"tokenizer": "bytes"}}, keep_last=1)
-    return config.run_dir
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["export", *map(str, args)])
-    export.main()
+    return save_run(config.run_dir, config, model)
 
 
 @pytest.mark.parametrize("tie", ["true", "false"])
 @pytest.mark.parametrize("bias", ["true", "false"])
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_transformers_gives_the_same_logits(
-    family: list[str], bias: str, tie: str, tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-):
+def test_transformers_gives_the_same_logits(family, bias, tie, tiny_config, call, capsys):
     """Loading is strict, so equal logits also mean that each weight is written, and written once."""
     pytest.importorskip("transformers")
     out = tiny_config.with_name("out")
     run = make_run(tiny_config, *family, "--model.bias", bias, "--model.tie-embeddings", tie)
-    call(monkeypatch, run, out, "--check")
+    call(export, run, out, "--check")
     assert float(capsys.readouterr().out.split("between the logits: ")[1]) <= 1e-4
     files = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert files <= {path.name for path in out.iterdir()}
@@ -65,7 +54,7 @@ def test_transformers_gives_the_same_logits(
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_exported_tokenizer_gives_the_same_tokens(name: str, tmp_path: Path):
+def test_exported_tokenizer_gives_the_same_tokens(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     try:
         ours = get_tokenizer(name)
@@ -82,11 +71,11 @@ def test_exported_tokenizer_gives_the_same_tokens(name: str, tmp_path: Path):
     assert theirs.bos_token_id == theirs.eos_token_id == ours.eot_token
 
 
-def test_one_line_without_transformers(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_one_line_without_transformers(tiny_config, call, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     run, out = make_run(tiny_config), tiny_config.with_name("out")
     with pytest.raises(UserError, match="^transformers is not installed: pip install -r requirements-hub"):
-        call(monkeypatch, run, out)
+        call(export, run, out)
     assert not out.exists()
 
 
@@ -100,13 +89,13 @@ def test_one_line_without_transformers(tiny_config: Path, monkeypatch: pytest.Mo
         ("--train.loss logit_norm", "train.loss = logit_norm"),
     ],
 )
-def test_models_without_a_counterpart(overrides: str, message: str, tiny_config: Path):
+def test_models_without_a_counterpart(overrides, message, tiny_config):
     with pytest.raises(UserError, match=message):
         export.choose_architecture(load_config(tiny_config, overrides.split()))
 
 
-def test_only_a_new_folder_is_written(tmp_path: Path):
-    export.make_folder(tmp_path / "a" / "b")
-    (tmp_path / "a" / "file").touch()
+def test_only_a_new_folder_is_written(tiny_config, call):
+    pytest.importorskip("transformers")
+    run = make_run(tiny_config)
     with pytest.raises(UserError, match="exists; expected a new folder"):
-        export.make_folder(tmp_path / "a")
+        call(export, run, run)

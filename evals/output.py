@@ -1,0 +1,118 @@
+"""Tables and figures of the evaluations. A result is what a script writes into its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+
+from infra.files import atomic_file
+
+Result = dict[str, Any]
+Value = Callable[[dict[str, Any]], tuple[float, float | None]]  # of an entry of "lengths": mean and error
+MARKERS = "osD^vP*Xph<>"  # distinguish runs beyond the ten colours
+
+
+# ---------------------------------------------------------------- text
+def format_stderr(mean: float, stderr: float | None) -> str:
+    return f"{mean:.4f} ±{stderr:.4f}" if stderr is not None else f"{mean:.4f} ±-"
+
+
+def format_length(length: int) -> str:
+    """2048 -> '2K'; 128 -> '128'."""
+    return f"{length // 1024}K" if length % 1024 == 0 else str(length)
+
+
+def format_rope(result: Result) -> str:
+    """'ntk', 'theta = 500000'."""
+    rope = result["rope"]
+    return rope["kind"] + (f" = {rope['theta']:g}" if rope["theta"] else "")
+
+
+def run_title(result: Result) -> str:
+    return f"{result['run']}: {result['normaliser']}"
+
+
+def format_table(rows: list[list[str]]) -> str:
+    """Aligned columns, two to the left and numbers to the right; a rule below the header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in [rows[0], ["-" * width for width in widths], *rows[1:]]:
+        cells = [f"{text:{'<' if i < 2 else '>'}{widths[i]}}" for i, text in enumerate(row)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def length_table(results: list[Result], value: Value, cell: Callable[..., str] = format_stderr) -> str:
+    """Runs down, lengths across, a dash for a rejected length; `cell` formats a `value`."""
+    lengths = [str(entry["length"]) for entry in results[0]["lengths"]]
+    rows = [["run", "normaliser", "step", "trained at", *lengths]]
+    for result in results:
+        cells = [cell(*value(entry)) if entry["reason"] is None else "-" for entry in result["lengths"]]
+        rows.append([*(str(result[key]) for key in ("run", "normaliser", "step", "train_len")), *cells])
+    return format_table(rows)
+
+
+def rejections(results: list[Result], key: str = "lengths") -> list[str]:
+    """A paragraph with the reason of each entry without numbers, if there are any."""
+    lines = []
+    for result in results:
+        for entry in result[key]:
+            if entry["reason"] is not None:
+                depth = f", {entry['depth']} %" if "depth" in entry else ""
+                lines.append(f"{result['run']} at {entry['length']}{depth}: no result: {entry['reason']}")
+    return ["\n".join(lines)] if lines else []
+
+
+# ---------------------------------------------------------------- figures
+class Curve(NamedTuple):
+    """Values over lengths."""
+
+    label: str
+    lengths: list[float]
+    values: list[float]
+    errors: Any = None  # of each value; or (below, above)
+
+
+def length_curves(results: list[Result], value: Value) -> list[Curve]:
+    """A curve for each result, without its rejected lengths."""
+    curves = []
+    for result in results:
+        known = {entry["length"]: value(entry) for entry in result["lengths"] if entry["reason"] is None}
+        values, errors = [mean for mean, _ in known.values()], [error or 0.0 for _, error in known.values()]
+        curves.append(Curve(run_title(result), list(known), values, errors))
+    return curves
+
+
+def draw_curves(axes: Any, curves: list[Curve], lengths: list[int], results: list[Result]) -> None:
+    """Error bars over a logarithmic x axis with `lengths` as its only ticks."""
+    for i, (label, x, y, errors) in enumerate(curves):
+        style = {"marker": MARKERS[i % len(MARKERS)], "markersize": 5, "capsize": 3, "elinewidth": 0.8}
+        axes.errorbar(x, y, errors, label=label, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, map(format_length, lengths))
+    axes.set_xticks([], minor=True)
+    axes.grid(alpha=0.3)
+    mark_training_length(axes, results)
+
+
+def mark_training_length(axes: Any, results: list[Result]) -> None:
+    """A vertical line at each training length, one of them labelled."""
+    for i, train_len in enumerate({result["train_len"] for result in results}):
+        label = None if i else "training length"
+        axes.axvline(train_len, color="0.4", linestyle="--", linewidth=1, label=label)
+
+
+def legend_below(figure: Figure, n_columns: int) -> None:
+    """The legend of the first axes, below all axes."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    n_columns = min(n_columns, len(handles))
+    figure.legend(handles, labels, loc="outside lower center", ncols=n_columns, frameon=False)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    with atomic_file(path) as f:
+        figure.savefig(f, format=path.suffix[1:], dpi=150)
+    print(f"wrote {path}")
