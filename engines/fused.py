@@ -213,8 +213,7 @@ def make_form(
     phi: str, l1: bool, p: int, bounded: bool, biased: bool, dtype: torch.dtype, head_dim: int
 ) -> Form:
     precision = "ieee" if INTERPRETED else "tf32x3"
-    bd = max(16, triton.next_power_of_2(head_dim))
-    return Form(phi, l1, p, bounded, biased, dtype != torch.float32, precision, head_dim, bd)
+    return Form(phi, l1, p, bounded, biased, dtype != torch.float32, precision, head_dim)
 
 
 def _launch(kernel: Any, of: str, n_positions: int, q: Tensor, form: Form, *args: Any) -> None:
@@ -413,7 +412,7 @@ def _decode_op(
     tail = (H, n_keys, n_splits, per_split, form, DECODE_KEYS)
     grid = (n_rows * n_splits,)
     with torch.cuda.device_of(q):
-        if form.p or form.safe or form.online:
+        if form.two_pass:
             _decode_sums[grid](q, k, factor, no_shift, sums, *_strides(q, k), *tail)
         _decode[grid](q, k, v, factor, no_shift, sums, parts, totals, *_strides(q, k, v), *tail, MAX_SPLITS)
     total = totals.sum(-1, keepdim=True)  # (B H, 1)
