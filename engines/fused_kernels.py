@@ -69,6 +69,7 @@ class Form:
     fast: bool  # softplus to 9e-6: enough for 16-bit inputs
     precision: str  # of matrix products of float32 inputs
     d: int  # head_dim
+    wide: bool  # some matrix of a head spans more than 2^31 elements: offsets take 64 bits
 
     @property
     def bd(self) -> int:
@@ -105,7 +106,7 @@ class Form:
 
     @property
     def log2_1p(self) -> tuple[float, ...]:
-        """P of log2(1 + u) = u P(u) on [0, 1], highest power first, minimax in relative error (2e-7 and 9e-6).
+        """P of log2(1 + u) = u P(u) on [0, 1], highest power first, minimax: off by 2e-7, if fast 9e-6.
 
         The special-function unit is busy with exponentials; polynomials run beside it.
         """
@@ -328,19 +329,18 @@ def _matrix(pointer, strides, n, batch, head):
 
 @triton.jit
 def _tile_pointers(matrix, start, SIZE: tl.constexpr, CUT: tl.constexpr, form: tl.constexpr):
-    """Pointers to rows start..start + SIZE of a matrix, and which exist; CUT: some rows may be beyond its end.
-
-    start * stride exceeds 31 bits in long sequences, so that it is 64 bits wide; a tile's own extent is not.
-    """
+    """Pointers to rows start..start + SIZE of a matrix, and which exist; CUT: some may be beyond its end."""
     base, stride, n = matrix
     d = tl.arange(0, form.bd)[None, :]
-    row = tl.arange(0, SIZE)[:, None]
+    row = start + tl.arange(0, SIZE)[:, None]
     mask = tl.full([1, 1], True, tl.int1)
     if CUT:
-        mask = mask & (start + row < n)
+        mask = mask & (row < n)
     if form.d < form.bd:
         mask = mask & (d < form.d)
-    return base + tl.cast(start, tl.int64) * stride + row * stride + d, mask
+    if form.wide:
+        row = row.to(tl.int64)
+    return base + row * stride + d, mask
 
 
 @triton.jit
