@@ -218,7 +218,7 @@ LAUNCHES_32: dict[str, dict[int, Launch]] = {
 DECODE_KEYS = 64  # keys of a tile when decoding
 MAX_SPLITS = 64
 INTERPRETED = isinstance(_forward, InterpretedFunction)  # TRITON_INTERPRET=1
-UNIFORM_KEYS = 1024 if INTERPRETED else 65536  # of the self-check's row of equal keys
+UNIFORM_KEYS = 320 if INTERPRETED else 65536  # of the self-check's row of equal keys
 
 
 def launch_of(kernel: str, form: Form, dtype: torch.dtype, major: int) -> Launch:

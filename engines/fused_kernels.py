@@ -357,6 +357,31 @@ def _store_tile(matrix, start, values, form: tl.constexpr):
 
 
 @triton.jit
+def _store_rows(pointer, n_rows, inside, a, b, c, d):
+    """Four floats a row, in planes of n_rows."""
+    tl.store(pointer, a, mask=inside)
+    tl.store(pointer + n_rows, b, mask=inside)
+    tl.store(pointer + 2 * n_rows, c, mask=inside)
+    tl.store(pointer + 3 * n_rows, d, mask=inside)
+
+
+@triton.jit
+def _query_block(n_head, n_queries, n_keys, BM: tl.constexpr, BN: tl.constexpr):
+    """The rows of this program and the keys they see, blocks with most keys first.
+
+    Returns batch, head, the first row, its index among the n_rows of all heads, n_rows, and where the tiles
+    end that all rows see (`whole`), and those on the diagonal (`stop`).
+    """
+    n_blocks = tl.cdiv(n_queries, BM)
+    part, row, batch, head = _program(n_blocks, n_head)
+    start = (n_blocks - 1 - part) * BM
+    n_rows = (tl.num_programs(0) // n_blocks).to(tl.int64) * n_queries
+    whole = (n_keys - n_queries + start + 1) // BN * BN
+    stop = tl.minimum(n_keys, n_keys - n_queries + start + BM)
+    return batch, head, start, row * n_queries, n_rows, whole, stop
+
+
+@triton.jit
 def _add_product(acc, tile, b, form: tl.constexpr):
     """acc + tile b, for a float32 tile (M, N) that is rounded to b's (N, D) type."""
     return tl.dot(tile.to(b.dtype), b, acc, input_precision=form.precision)
@@ -372,23 +397,17 @@ def _forward(
     form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """o, and c', e', shift and low of each row."""
-    n_blocks = tl.cdiv(n_queries, BM)
-    part, row, batch, head = _program(n_blocks, n_head)
-    start = (n_blocks - 1 - part) * BM  # blocks with most keys first
+    batch, head, start, first_row, n_rows, whole, stop = _query_block(n_head, n_queries, n_keys, BM, BN)
     keys = _matrix(k_ptr, k_strides, n_keys, batch, head)
     values = _matrix(v_ptr, v_strides, n_keys, batch, head)
     i = start + tl.arange(0, BM)
     inside = i < n_queries
     position = n_keys - n_queries + i  # among the keys: the row sees those up to it
     q = _tile(_matrix(q_ptr, q_strides, n_queries, batch, head), start, BM, True, form)
-    factor = tl.load(factor_ptr + row * n_queries + i, mask=inside, other=0.0) * form.unit
+    factor = tl.load(factor_ptr + first_row + i, mask=inside, other=0.0) * form.unit
     shift = tl.zeros([BM], tl.float32)
     if form.biased:
         shift = tl.load(shift_ptr + i, mask=inside, other=0.0) * form.unit
-    # Tiles of keys that all rows of the block see, then those on the diagonal.
-    whole = (n_keys - n_queries + start + 1) // BN * BN
-    stop = tl.minimum(n_keys, n_keys - n_queries + start + BM)
-
     total = tl.zeros([BM], tl.float32)
     lost = tl.zeros([BM], tl.float32)
     peak = tl.zeros([BM], tl.float32)
@@ -426,12 +445,7 @@ def _forward(
             acc = _add_product(acc, weight, _tile(values, j0, BN, DIAGONAL, form), form)
     scale, c, e = _normalise(total, c, e, form)
     _store_tile(_matrix(o_ptr, o_strides, n_queries, batch, head), start, acc * scale[:, None], form)
-    n_rows = (tl.num_programs(0) // n_blocks).to(tl.int64) * n_queries
-    stats_ptr += row * n_queries + i
-    tl.store(stats_ptr, c, mask=inside)
-    tl.store(stats_ptr + n_rows, e, mask=inside)
-    tl.store(stats_ptr + 2 * n_rows, shift, mask=inside)
-    tl.store(stats_ptr + 3 * n_rows, low, mask=inside)
+    _store_rows(stats_ptr + first_row + i, n_rows, inside, c, e, shift, low)
 
 
 # ---------------------------------------------------------------- backward: BM query rows, then BN keys
@@ -444,9 +458,7 @@ def _backward_q(
     form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dq; and of each row d factor, D, and what `_backward_kv` multiplies h by and subtracts."""
-    n_blocks = tl.cdiv(n_queries, BM)
-    part, row, batch, head = _program(n_blocks, n_head)
-    start = (n_blocks - 1 - part) * BM
+    batch, head, start, first_row, n_rows, whole, stop = _query_block(n_head, n_queries, n_keys, BM, BN)
     keys = _matrix(k_ptr, k_strides, n_keys, batch, head)
     values = _matrix(v_ptr, v_strides, n_keys, batch, head)
     i = start + tl.arange(0, BM)
@@ -458,17 +470,13 @@ def _backward_q(
     if form.l1:
         o = _tile(_matrix(o_ptr, o_strides, n_queries, batch, head), start, BM, True, form)
         delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    row_factor = tl.load(factor_ptr + row * n_queries + i, mask=inside, other=0.0)
+    row_factor = tl.load(factor_ptr + first_row + i, mask=inside, other=0.0)
     factor = row_factor * form.unit
-    n_rows = (tl.num_programs(0) // n_blocks).to(tl.int64) * n_queries
-    stats_ptr += row * n_queries + i
+    stats_ptr += first_row + i
     c = tl.load(stats_ptr, mask=inside, other=0.0)
     e = tl.load(stats_ptr + n_rows, mask=inside, other=0.0)
     shift = tl.load(stats_ptr + 2 * n_rows, mask=inside, other=0.0)
     low = tl.load(stats_ptr + 3 * n_rows, mask=inside, other=0.0)
-    whole = (n_keys - n_queries + start + 1) // BN * BN
-    stop = tl.minimum(n_keys, n_keys - n_queries + start + BM)
-
     BD: tl.constexpr = form.bd
     acc = tl.zeros([BM, BD], tl.float32)  # sum h phi' k
     acc_mean = tl.zeros([BM, BD], tl.float32)  # sum phi' k
@@ -497,11 +505,7 @@ def _backward_q(
     d_factor = tl.sum(acc * q.to(tl.float32), 1)
     dq = _matrix(dq_ptr, dq_strides, n_queries, batch, head)
     _store_tile(dq, start, acc * row_factor[:, None], form)
-    row_grads_ptr += row * n_queries + i
-    tl.store(row_grads_ptr, d_factor, mask=inside)
-    tl.store(row_grads_ptr + n_rows, delta, mask=inside)
-    tl.store(row_grads_ptr + 2 * n_rows, gain, mask=inside)
-    tl.store(row_grads_ptr + 3 * n_rows, gain * mean, mask=inside)
+    _store_rows(row_grads_ptr + first_row + i, n_rows, inside, d_factor, delta, gain, gain * mean)
 
 
 @triton.jit(do_not_specialize=["n_queries", "n_keys"])
@@ -598,10 +602,7 @@ def _decode_sums(
         total, lost, peak = _add_sums(total, lost, peak, tl.where(visible, s, 0.0))
         low_total, low_peak = _add_low_sums(low_total, low_peak, y, visible)
     at = sums_ptr + (row * 4) * n_splits + split
-    tl.store(at, total)
-    tl.store(at + n_splits, peak)
-    tl.store(at + 2 * n_splits, low_total)
-    tl.store(at + 3 * n_splits, low_peak)
+    _store_rows(at, n_splits, split < n_splits, total, peak, low_total, low_peak)
 
 
 @triton.jit(do_not_specialize=["n_keys", "n_splits", "per_split"])
