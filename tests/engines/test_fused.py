@@ -68,7 +68,9 @@ def quick_first(cases: list[AttentionConfig], quick: Callable[[int, AttentionCon
 
 
 def is_representative(_: int, cfg: AttentionConfig) -> bool:
-    return cfg.reweight_p in (0, 15) or (cfg.reweight_p == 1 and cfg.definition.phi in ("softplus", "exp"))
+    definition: Any = cfg.definition
+    plain = cfg.reweight_p == 0 and (not definition.l1 or definition.phi in ("gelu", "mish", "identity"))
+    return cfg.reweight_p == 15 or plain or (cfg.reweight_p < 3 and definition.phi == "softplus")
 
 
 def agree(cfg: AttentionConfig, shape: tuple[int, int], head_dim: int, n_head: int = 1) -> None:
@@ -206,7 +208,7 @@ def test_causal():
 
 
 def test_gradients_are_the_same_bits_each_time():
-    normaliser, inputs = make(LSSAR, 2, 16, 300), draw(200, 200, 16)
+    normaliser, inputs = make(LSSAR, 2, 16, 300), draw(130, 130, 16)
     first, second = run("triton", normaliser, *inputs), run("triton", normaliser, *inputs)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -384,7 +386,10 @@ def test_self_check_in_an_evaluation():
         assert not check(LSSAR).problem
 
 
-@pytest.mark.parametrize("fault", ["wrong", "raises", "strides", "long row", "decode"])
+SLOW_FAULTS = [pytest.param(fault, marks=pytest.mark.slow) for fault in ("long row", "decode")]
+
+
+@pytest.mark.parametrize("fault", ["wrong", "raises", "strides", *SLOW_FAULTS])
 def test_self_check_finds_faults(monkeypatch, fault):
     right = fused.phi_attention
 
