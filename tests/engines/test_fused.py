@@ -173,6 +173,7 @@ def test_extreme_rows_are_finite_and_right(phi, p, scores):
         assert (got[name] - t).abs().max() <= 2e-5 * t.abs().max() + noise, name
 
 
+@pytest.mark.slow
 def test_long_row_of_equal_keys_is_uniform():
     """No offset in its statistics: a plain float32 sum of its equal tiles is off by more than 1e-5."""
     q, k = torch.ones(1, 1, 1, 16), torch.full((1, 1, 24576, 16), 1.319 / 16)
@@ -492,6 +493,7 @@ print(len(at._forward.device_caches[0][0]), "compiled")
 """
 
 
+@pytest.mark.slow
 def test_no_length_compiles_anew():
     """Through Triton's own just-in-time path, up to the launch."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
