@@ -97,6 +97,10 @@ def resolve_engine(
             return "triton" if trusted else "rows"
         case "sdpa" if not has_sdpa:
             raise UserError(f"engine = 'sdpa': {definition.name} with these options is not a softmax")
+        case "triton" if has_sdpa:
+            raise UserError(
+                f"engine = 'triton': {definition.name} without reweight_p is a softmax; expected sdpa"
+            )
         case "triton" if not definition.is_fusible:
             raise UserError(f"engine = 'triton': {definition.name} with these options has no fused form")
         case "triton" if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":

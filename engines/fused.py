@@ -24,6 +24,8 @@ from engines.base import NormaliserModule
 from engines.fused_kernels import (
     LN2,
     MAX_HEAD_DIM,
+    MAX_POWER,
+    N_ROW_GRADS,
     N_STATS,
     PHIS,
     SIGNED,
@@ -120,29 +122,48 @@ def _self_check(
 def fused_error(
     normaliser: NormaliserModule, device: torch.device, dtype: torch.dtype, length: int = 200
 ) -> float:
-    """The engine's largest relative error (by norm) of o, dq, dk, dv against float64 weights.
+    """The engine's largest relative error (by norm) against float64 weights.
+
+    Of o, dq, dk, dv and a decoded row on random inputs whose D axis is not innermost, and (but for dq) on one
+    long row of equal keys, where the rounding of its sum could pass for contrast.
+    """
+    g = torch.Generator().manual_seed(0)
+    n_head, d = normaliser.n_head, normaliser.head_dim
+    length = min(length, normaliser.train_len)  # ssmax_pn has no p_n beyond
+    q, k, v, do = (torch.randn(1, n_head, d, length, generator=g).to(device, dtype).mT for _ in range(4))
+    errors = _errors(normaliser, q, k, v, do)
+    if not normaliser.definition.adaptive:  # whose temperature is undefined where scores are equal
+        long = UNIFORM_KEYS if "p_n" not in normaliser.learned_names else length
+        v = torch.randn(1, n_head, long, d, generator=g).to(device, dtype)
+        ones = torch.full_like(v, d**-0.25)
+        o, _, *others = _errors(normaliser, ones[..., -1:, :], ones, v, v[..., -1:, :])  # dq cancels
+        errors += [o, *others]
+    return max(errors)
+
+
+def _errors(normaliser: NormaliserModule, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[float]:
+    """Of o, dq, dk, dv and the last row, decoded.
 
     Both sides get the same q and k, rounded as the kernels take them, so that re-weighting does not amplify
     that rounding.
     """
-    g = torch.Generator().manual_seed(0)
-    length = min(length, normaliser.train_len)  # ssmax_pn has no p_n beyond
-    shape = (1, normaliser.n_head, length, normaliser.head_dim)
-    q, k, v, do = (torch.randn(shape, generator=g).to(device, dtype) for _ in range(4))
     with torch.no_grad():
         q, k, factor, context = fused_inputs(q, k, v, normaliser)
         context64 = normaliser.context(q.double(), k.double())
+        last = q[..., -1:, :]
+        last_context = normaliser.context(last, k)
+        decoded = run_prepared(last, k, v, factor[..., -1:], last_context, normaliser)
     with torch.enable_grad():
         inputs = [t.detach().requires_grad_() for t in (q, k, v)]
         out = run_prepared(inputs[0], inputs[1], inputs[2], factor, context, normaliser)
-        got = [out, *torch.autograd.grad(out, inputs, do)]
+        got = [out, *torch.autograd.grad(out, inputs, do), decoded]
         inputs = [t.detach().double().requires_grad_() for t in (q, k, v)]
         x = inputs[0] @ inputs[1].mT * factor[..., None].double()
         x = x.masked_fill(~context64.visible(x), -math.inf)
         out = scaled_weights(normaliser, x, context64) @ inputs[2]
-        want = [out, *torch.autograd.grad(out, inputs, do.double())]
+        want = [out, *torch.autograd.grad(out, inputs, do.double()), out[..., -1:, :]]
     errors = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in zip(got, want, strict=True)]
-    return max(float(error.detach()) for error in errors)
+    return [float(error.detach()) for error in errors]
 
 
 def scaled_weights(normaliser: NormaliserModule, x: Tensor, context: RowContext) -> Tensor:
@@ -197,6 +218,7 @@ LAUNCHES_32: dict[str, dict[int, Launch]] = {
 DECODE_KEYS = 64  # keys of a tile when decoding
 MAX_SPLITS = 64
 INTERPRETED = isinstance(_forward, InterpretedFunction)  # TRITON_INTERPRET=1
+UNIFORM_KEYS = 320 if INTERPRETED else 65536  # of the self-check's row of equal keys
 
 
 def launch_of(kernel: str, form: Form, dtype: torch.dtype, major: int) -> Launch:
@@ -210,11 +232,11 @@ def launch_options(launch: Launch) -> dict[str, int]:
 
 
 def make_form(
-    phi: str, l1: bool, p: int, bounded: bool, biased: bool, dtype: torch.dtype, head_dim: int
-) -> Form:
+    phi: str, l1: bool, p: int, bounded: bool, biased: bool, dtype: torch.dtype, head_dim: int,
+    wide: bool = False,
+) -> Form:  # fmt: skip
     precision = "ieee" if INTERPRETED else "tf32x3"
-    bd = max(16, triton.next_power_of_2(head_dim))
-    return Form(phi, l1, p, bounded, biased, dtype != torch.float32, precision, head_dim, bd)
+    return Form(phi, l1, p, bounded, biased, dtype != torch.float32, precision, head_dim, wide)
 
 
 def _launch(kernel: Any, of: str, n_positions: int, q: Tensor, form: Form, *args: Any) -> None:
@@ -248,7 +270,8 @@ def phi_attention(
         shift: (Tq,) added to the scores, a constant.
         phi: one of PHIS.
         l1: divide rows by sum |phi|.
-        p: power of the re-weighting, which needs l1 and a phi that is not negative; 0: none.
+        p: power of the re-weighting, at most 256; it needs l1 and a phi that is not negative. 0: none,
+            which with exp and l1 is softmax and belongs to F.scaled_dot_product_attention.
         bounded: |x| < 60, so that no row of phi = softplus or sigmoid underflows: saves a check.
     Returns:
         (B, H, Tq, D) in the inputs' type. Scores and sums are float32; weights are rounded to the
@@ -269,8 +292,12 @@ def phi_attention(
 def _check(q: Tensor, k: Tensor, v: Tensor, phi: str, l1: bool, p: int) -> None:
     if phi not in PHIS:
         raise ValueError(f"phi = {phi!r}: expected one of {', '.join(PHIS)}")
-    if p and (p < 0 or not l1 or phi in SIGNED):
-        raise ValueError(f"p = {p} with phi = {phi}, l1 = {l1}: expected p >= 1, l1 and a phi >= 0")
+    if p and (not 0 < p <= MAX_POWER or not l1 or phi in SIGNED):
+        raise ValueError(
+            f"p = {p} with phi = {phi}, l1 = {l1}: expected 1 <= p <= {MAX_POWER}, l1 and a phi >= 0"
+        )
+    if phi == "exp" and l1 and not p:
+        raise ValueError("phi = exp, l1 = True, p = 0: is softmax; expected F.scaled_dot_product_attention")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(
             f"q, k, v of types {q.dtype}, {k.dtype}, {v.dtype}: expected one of float32, float16, bfloat16"
@@ -285,8 +312,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, phi: str, l1: bool, p: int) -> None:
         )
 
 
-def _rows_contiguous(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 else t.contiguous()
+def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
+    """With stride 1 along D, as the kernels assume."""
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
 
 
 def _new_output(q: Tensor) -> Tensor:
@@ -303,24 +331,22 @@ def _strides(*tensors: Tensor) -> list[tuple[int, ...]]:
     return [t.stride()[:3] for t in tensors]
 
 
-_FORM_ARGS = "str phi, bool l1, int p, bool bounded"
+def _is_wide(*tensors: Tensor) -> bool:
+    """Whether a row's offset in its head's matrix may exceed 31 bits; block sizes are at most 128."""
+    return any((t.shape[2] + 128) * t.stride(2) >= 2**31 for t in tensors)
 
 
-@torch.library.custom_op(
-    "phi_attention::forward",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor factor, Tensor? shift, {_FORM_ARGS}) -> (Tensor, Tensor)",
-)
+@torch.library.custom_op("phi_attention::forward", mutates_args=())
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, factor: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int,
     bounded: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o and the rows' statistics (4, B, H, Tq)."""
-    o, stats = _new_output(q), factor.new_empty(N_STATS, *q.shape[:3])
+    o, stats = _fake_forward(q, k, v, factor)
     if q.numel() == 0:
         return o, stats
-    q, k, v = map(_rows_contiguous, (q, k, v))
-    form = make_form(phi, l1, p, bounded, shift is not None, q.dtype, q.shape[-1])
+    q, k, v = _rows_contiguous(q, k, v)
+    form = make_form(phi, l1, p, bounded, shift is not None, q.dtype, q.shape[-1], _is_wide(q, k, v, o))
     _launch(
         _forward, "forward", q.shape[2], q, form,
         q, k, v, factor, factor if shift is None else shift, o, stats, *_strides(q, k, v, o), *_sizes(q, k),
@@ -329,30 +355,23 @@ def _forward_op(
 
 
 @_forward_op.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, factor: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int,
-    bounded: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, factor: Tensor, *form: Any) -> tuple[Tensor, Tensor]:
     return _new_output(q), factor.new_empty(N_STATS, *q.shape[:3])
 
 
-@torch.library.custom_op(
-    "phi_attention::backward",
-    mutates_args=(),
-    schema="(Tensor do, Tensor q, Tensor k, Tensor v, Tensor factor, Tensor o, Tensor stats, "
-    f"{_FORM_ARGS}, bool biased) -> (Tensor, Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("phi_attention::backward", mutates_args=())
 def _backward_op(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor, o: Tensor, stats: Tensor, phi: str, l1: bool,
     p: int, bounded: bool, biased: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, d factor (B, H, Tq)."""
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    row_grads = factor.new_empty(4, *q.shape[:3])
+    dq, dk, dv, d_factor = _fake_backward(do, q, k, v, factor)
     if q.numel() == 0:
-        return dq, dk.zero_(), dv.zero_(), row_grads[0].clone()
-    do, q, k, v = map(_rows_contiguous, (do, q, k, v))
-    form = make_form(phi, l1, p, bounded, biased, q.dtype, q.shape[-1])
+        return dq, dk.zero_(), dv.zero_(), d_factor
+    row_grads = factor.new_empty(N_ROW_GRADS, *q.shape[:3])
+    do, q, k, v = _rows_contiguous(do, q, k, v)
+    wide = _is_wide(do, q, k, v, o, dq, dk, dv)
+    form = make_form(phi, l1, p, bounded, biased, q.dtype, q.shape[-1], wide)
     _launch(
         _backward_q, "backward_q", q.shape[2], q, form,
         q, k, v, o, do, factor, stats, dq, row_grads, *_strides(q, k, v, o, do, dq), *_sizes(q, k),
@@ -361,15 +380,15 @@ def _backward_op(
         _backward_kv, "backward_kv", k.shape[2], q, form,
         q, k, v, do, factor, stats, row_grads, dk, dv, *_strides(q, k, v, do, dk, dv), *_sizes(q, k),
     )  # fmt: skip
-    return dq, dk, dv, row_grads[0].clone()
+    return dq, dk, dv, d_factor.copy_(row_grads[0])
 
 
 @_backward_op.register_fake
-def _(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor, o: Tensor, stats: Tensor, phi: str, l1: bool,
-    p: int, bounded: bool, biased: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(factor)
+def _fake_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # Not empty_like: the kernels write along D with stride 1, whatever the strides of the inputs.
+    return _new_output(q), _new_output(k), _new_output(v), torch.empty_like(factor)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -379,18 +398,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    dq, dk, dv, d_factor = _backward_op(grads[0], *ctx.saved_tensors, *ctx.form, ctx.biased)
-    return dq, dk, dv, d_factor, None, None, None, None, None
+    gradients = _backward_op(grads[0], *ctx.saved_tensors, *ctx.form, ctx.biased)
+    return *gradients, None, None, None, None, None
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op(
-    "phi_attention::decode",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor factor, Tensor? shift, {_FORM_ARGS}) -> Tensor",
-)
+@torch.library.custom_op("phi_attention::decode", mutates_args=())
 def _decode_op(
     q: Tensor, k: Tensor, v: Tensor, factor: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int,
     bounded: bool,
@@ -400,8 +415,8 @@ def _decode_op(
     o = _new_output(q)
     if q.numel() == 0:
         return o
-    q, k, v = map(_rows_contiguous, (q, k, v))
-    form = make_form(phi, l1, p, bounded, shift is not None, q.dtype, D)
+    q, k, v = _rows_contiguous(q, k, v)
+    form = make_form(phi, l1, p, bounded, shift is not None, q.dtype, D, _is_wide(k, v))
     n_keys, n_rows = k.shape[2], B * H
     n_processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
     n_tiles = triton.cdiv(n_keys, DECODE_KEYS)
@@ -413,12 +428,12 @@ def _decode_op(
     tail = (H, n_keys, n_splits, per_split, form, DECODE_KEYS)
     grid = (n_rows * n_splits,)
     with torch.cuda.device_of(q):
-        if form.p or form.safe or form.online:
+        if form.two_pass:
             _decode_sums[grid](q, k, factor, no_shift, sums, *_strides(q, k), *tail)
         _decode[grid](q, k, v, factor, no_shift, sums, parts, totals, *_strides(q, k, v), *tail, MAX_SPLITS)
     total = totals.sum(-1, keepdim=True)  # (B H, 1)
     if l1:
-        scale = torch.where(total > 0, 1 / total, 0.0)
+        scale = torch.where(total <= 0, 0.0, 1 / total)
     else:
         scale = torch.full_like(total, LN2.value if phi == "softplus" else 1.0)
     o.copy_((parts.sum(1) * scale).view(B, H, 1, D))
@@ -426,8 +441,5 @@ def _decode_op(
 
 
 @_decode_op.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, factor: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int,
-    bounded: bool,
-) -> Tensor:  # fmt: skip
+def _fake_decode(q: Tensor, *rest: Any) -> Tensor:
     return _new_output(q)
