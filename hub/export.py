@@ -178,7 +178,7 @@ def convert_tokenizer(tokenizer: tiktoken.Encoding, max_length: int) -> Any:
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     converter = TikTokenConverter(pattern=tokenizer._pat_str, extra_special_tokens=[END])
-    converter.load_tiktoken_bpe = lambda _: tokenizer._mergeable_ranks  # from memory, not from a file
+    converter.load_tiktoken_bpe = lambda _: tokenizer._mergeable_ranks  # type: ignore  # from memory, not a file
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=converter.converted(), bos_token=END, eos_token=END, model_max_length=max_length
     )
