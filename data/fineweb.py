@@ -35,6 +35,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from itertools import chain
+from multiprocessing import resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -92,12 +93,11 @@ def worker_pool(n: int) -> Iterator[ProcessPoolExecutor]:
         UserError: one of them was killed.
     """
     pool = ProcessPoolExecutor(n, initializer=_end_with_parent, initargs=(os.getpid(),))
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the processes started here
+    resource_tracker.ensure_running()  # when it starts it unblocks signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the processes started here
     try:
         pool.submit(os.getpid)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         yield pool
     except BrokenProcessPool:
         raise UserError(
@@ -437,7 +437,9 @@ def main() -> None:
     except KeyboardInterrupt:
         print("stopped; run the same command again to resume after the finished shards", file=sys.stderr)
         sys.stderr.flush()
-        os._exit(130)  # at once: threads may be downloading
+        if args.pretokenized:
+            os._exit(130)  # at once: threads may be downloading
+        sys.exit(130)
     print(f"source   {info['source']}")
     if info["rows"]:
         print(f"rows     {', '.join(f'{n:,} {note}' for note, n in sorted(info['rows'].items()))}")
