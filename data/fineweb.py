@@ -35,7 +35,9 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from itertools import chain
+from multiprocessing import resource_tracker
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from loky import BrokenProcessPool, ProcessPoolExecutor
@@ -71,7 +73,7 @@ DATA = Path(__file__).resolve().parent
 FINEWEB = "HuggingFaceFW/fineweb"
 MANIFEST_NAME = "manifest.jsonl"
 SHARD_KEYS = {"file", "tokens", "sha256", "documents", "next", "rows"}  # of its lines on shards
-BLOCKS_NAME = ".blocks"  # a folder of tokens on their way from the workers
+BLOCKS_NAME = ".blocks"  # prefix of a folder of blocks on their way to and from the workers
 BLOCKS_AHEAD = 4  # per worker: enough to work on while a shard is forced to disk
 SOURCE_OPTIONS = ("dataset", "name", "split", "column", "revision")
 UNUSED = {  # options that would be silently ignored
@@ -91,12 +93,11 @@ def worker_pool(n: int) -> Iterator[ProcessPoolExecutor]:
         UserError: one of them was killed.
     """
     pool = ProcessPoolExecutor(n, initializer=_end_with_parent, initargs=(os.getpid(),))
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the processes started here
+    resource_tracker.ensure_running()  # when it starts it unblocks signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the processes started here
     try:
         pool.submit(os.getpid)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         yield pool
     except BrokenProcessPool:
         raise UserError(
@@ -270,6 +271,8 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
         cutter = _resume(out, manifest, header, options)
         if not cutter.is_complete:
             _tokenise_all(source, cutter, options, workers)
+        for leftover in out.glob(f"{BLOCKS_NAME}*"):  # of killed runs
+            shutil.rmtree(leftover, ignore_errors=True)
         documents = [shard["documents"] for shard in manifest.shards]
         val, train = cutter.splits["val"], cutter.splits["train"]
         info = {
@@ -337,25 +340,22 @@ def _resume(out: Path, manifest: Manifest, header: dict[str, Any], options: dict
 
 def _tokenise_all(source: Source, cutter: ShardCutter, options: dict[str, Any], workers: int) -> None:
     """Everything from the cutter's cursor on, with a bar over tokens."""
-    folder = cutter.folder / BLOCKS_NAME
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
     total = min(filter(None, (source.n_tokens, options["max_tokens"])), default=None)
     bar = progress_bar(cutter.folder.name, total, "tok", cutter.n_tokens)
     blocks = read_blocks(source, cutter.cursor)
+    # A folder of its own: workers of a killed run may live, and write, for a second after it.
+    temporary = TemporaryDirectory(prefix=BLOCKS_NAME, dir=cutter.folder, ignore_cleanup_errors=True)
     try:
-        with bar, closing(blocks), worker_pool(workers) as pool:
-            for block, tokens in tokenised_blocks(blocks, pool, workers, options["tokenizer"], folder):
+        with temporary as folder, bar, closing(blocks), worker_pool(workers) as pool:
+            for block, tokens in tokenised_blocks(blocks, pool, workers, options["tokenizer"], Path(folder)):
                 cutter.add(block, tokens)
                 bar.set_postfix_str(f"{block.name.rpartition('/')[2]}, {workers} workers", refresh=False)
                 bar.update(cutter.n_tokens - bar.n)
                 if cutter.is_complete:
                     break
             cutter.finish()
-    except OSError as e:  # of the files in `folder`, also in a worker
-        raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    except OSError as e:  # of the files in `temporary`, also in a worker
+        raise UserError(f"{temporary.name}: cannot be written: {e.strerror}") from None
 
 
 # ---------------------------------------------------------------- command line
@@ -437,7 +437,9 @@ def main() -> None:
     except KeyboardInterrupt:
         print("stopped; run the same command again to resume after the finished shards", file=sys.stderr)
         sys.stderr.flush()
-        os._exit(130)  # at once: threads may be downloading
+        if args.pretokenized:
+            os._exit(130)  # at once: threads may be downloading
+        sys.exit(130)
     print(f"source   {info['source']}")
     if info["rows"]:
         print(f"rows     {', '.join(f'{n:,} {note}' for note, n in sorted(info['rows'].items()))}")
