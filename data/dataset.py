@@ -253,6 +253,17 @@ def find_shards(folder: Path, split: str) -> list[Path]:
     return [found[index] for index in sorted(found)]
 
 
+def finished_info(folder: Path) -> dict[str, Any] | None:
+    """dataset.json's content if both splits are complete; else None, and it prints why."""
+    if not (folder / INFO_NAME).exists() and not (folder / UNFINISHED_NAME).exists():
+        return None
+    try:
+        return [TokenStream(folder, split) for split in ("val", "train")][0].info
+    except UserError as e:
+        print(f"not finished: {e}")
+        return None
+
+
 # ---------------------------------------------------------------- printing
 
 

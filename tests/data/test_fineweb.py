@@ -393,7 +393,7 @@ def test_a_write_that_fails(
     with pytest.raises(UserError, match="did not finish"):
         TokenStream(tmp_path / "out", "train")
     with monkeypatch.context() as patch:
-        patch.setattr(fineweb, "tokenise_file", lambda *args: os.open("/no/such/file", os.O_RDONLY))
+        patch.setattr(fineweb, "tokenise", lambda *args: os.open("/no/such/file", os.O_RDONLY))
         refused(small, tmp_path / "out", ".blocks: cannot be written: No such file")
     usage = shutil.disk_usage(tmp_path)._replace(free=150)
     with monkeypatch.context() as patch:
