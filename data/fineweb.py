@@ -40,25 +40,8 @@ from typing import Any
 import numpy as np
 from loky import BrokenProcessPool, ProcessPoolExecutor
 
-from data.dataset import (
-    begin_dataset,
-    dataset_info,
-    finish_dataset,
-    finished_info,
-    print_splits,
-    progress_bar,
-)
-from data.documents import (
-    NOTES,
-    Block,
-    Cursor,
-    Source,
-    Tokens,
-    hub_dataset,
-    local_files,
-    read_blocks,
-    tokenise,
-)
+from data import dataset, documents
+from data.documents import Block, Cursor, Source, Tokens
 from data.pretokenized import fetch_pretokenized
 from data.shards import MAX_TOKENS, ShardWriter
 from data.tokenizer import TOKENIZERS, get_tokenizer
@@ -74,11 +57,9 @@ SHARD_KEYS = {"file", "tokens", "sha256", "documents", "next", "rows"}  # of its
 BLOCKS_NAME = ".blocks"  # a folder of blocks on their way to the workers, and of their tokens
 BLOCKS_AHEAD = 4  # per worker: enough to work on while a shard is forced to disk
 UNUSED = {  # options that would be silently ignored
-    "files": ("dataset", "name", "split", "revision", "pretokenized", "shards"),
-    "pretokenized": (
-        *("dataset", "name", "split", "column", "revision"),
-        *("shard_size", "max_tokens", "workers", "tokenizer"),
-    ),
+    "dataset": "shards",
+    "files": "dataset name split revision pretokenized shards",
+    "pretokenized": "dataset name split column revision shard_size max_tokens workers tokenizer",
 }
 
 
@@ -133,7 +114,7 @@ def tokenised_blocks(
     for number, block in enumerate(blocks):
         path = folder / str(number)
         path.write_bytes(pickle.dumps(block))
-        pending.append((path, pool.submit(tokenise, path, tokenizer)))
+        pending.append((path, pool.submit(documents.tokenise, path, tokenizer)))
         if len(pending) > ahead:
             yield result(*pending.popleft())
     while pending:
@@ -204,7 +185,7 @@ class ShardCutter:
 
         def move_to(row: int, token: int) -> None:
             self.cursor = Cursor(block.input, block.row + row, token)
-            self.rows = rows_before + Counter(NOTES[note] for note in block.notes[:row] if note)
+            self.rows = rows_before + Counter(documents.NOTES[note] for note in block.notes[:row] if note)
 
         at = self.cursor.token
         while at < len(block.tokens) and not self.is_complete:
@@ -222,12 +203,10 @@ class ShardCutter:
 
     def finish(self) -> None:
         """Write the last, shorter shard. Raises UserError if there are no training tokens."""
-        if self.n_tokens == 0:
-            raise UserError(f"{self.folder}: the input has no documents with text")
         if not self.train.n_tokens:
             raise UserError(
-                f"{self.folder}: the input has {self.n_tokens:,} tokens: expected more than one shard of "
-                f"{self.shard_size:,}, which is validation; try --shard-size {max(1, self.n_tokens // 10)}"
+                f"{self.folder}: the input has {self.n_tokens:,} tokens of text: expected more than a shard "
+                f"of {self.shard_size:,}, which is validation; try --shard-size {1 + self.n_tokens // 10}"
             )
         self._writer.flush()
         self._record_shard()
@@ -251,38 +230,33 @@ def build(source: Source, out: Path, options: Record, workers: int) -> Record:
     """Make the dataset in folder `out`, resume it, or find it finished; returns dataset.json's content.
 
     Args:
-        source: the documents.
         options: dataset, tokenizer, shard_size, max_tokens (None: all).
         workers: processes that tokenise. Their number changes only the speed.
     Raises:
         UserError: one line; finished shards stay, and the same call resumes after them.
-        KeyboardInterrupt: the same.
     """
     header = {"source": source.description, "options": options | source.settings, "files": source.files}
     with exclusive_lock(out):
         begun, shards = read_manifest(out)
         _check_same(out, begun, shards, header)
-        if shards and (info := finished_info(out)):
+        if shards and (info := dataset.finished_info(out)):
             print(f"{out}: finished before; nothing to do (`python -m data.verify verify {out}` checks it)")
             return info
-        begin_dataset(out)
+        dataset.begin_dataset(out)
         cutter = ShardCutter(out, header)
         _resume(cutter, shards)
         if not cutter.is_complete:
             _tokenise_all(source, cutter, options["tokenizer"], workers)
-        documents = [shard["documents"] for shard in cutter.shards]
-        val, train = cutter.val, cutter.train
-        info = {
-            "dataset": options["dataset"],
-            "tokenizer": options["tokenizer"],
+        val, *train = (shard["documents"] for shard in cutter.shards)
+        info = {key: options[key] for key in ("dataset", "tokenizer")} | {
             "vocab_size": get_tokenizer(options["tokenizer"]).n_vocab,
             "source": source.description,
             "rows": dict(sorted(cutter.rows.items())),
-            "splits": {"val": val.counts(documents[0]), "train": train.counts(sum(documents[1:]))},
-            "shards": val.files + train.files,
+            "splits": {"val": cutter.val.counts(val), "train": cutter.train.counts(sum(train))},
+            "shards": cutter.val.files + cutter.train.files,
         }
-        finish_dataset(out, info)
-    return dataset_info(out)
+        dataset.finish_dataset(out, info)
+    return dataset.dataset_info(out)
 
 
 def _check_same(out: Path, begun: Record, shards: list[Record], header: Record) -> None:
@@ -311,8 +285,8 @@ def _resume(cutter: ShardCutter, shards: list[Record]) -> None:
         print(f"made again from here on: {e}", file=sys.stderr)
     cutter.save_manifest()
     kept = {shard["file"] for shard in cutter.shards}
-    dataset = cutter.val.dataset
-    for path in (*cutter.folder.glob(f"{dataset}_*.bin"), *cutter.folder.glob(f".{dataset}_*.bin.tmp")):
+    name = cutter.val.dataset
+    for path in (*cutter.folder.glob(f"{name}_*.bin"), *cutter.folder.glob(f".{name}_*.bin.tmp")):
         if path.name not in kept:
             path.unlink()
 
@@ -323,8 +297,10 @@ def _tokenise_all(source: Source, cutter: ShardCutter, tokenizer: str, workers: 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     total = min(source.n_tokens or sys.maxsize, cutter.max_tokens)
-    bar = progress_bar(cutter.folder.name, total if total < sys.maxsize else None, "tok", cutter.n_tokens)
-    blocks = read_blocks(source, cutter.cursor)
+    bar = dataset.progress_bar(
+        cutter.folder.name, total if total < sys.maxsize else None, "tok", cutter.n_tokens
+    )
+    blocks = documents.read_blocks(source, cutter.cursor)
     try:
         with bar, closing(blocks), worker_pool(workers) as pool:
             for tokens in tokenised_blocks(blocks, pool, BLOCKS_AHEAD * workers, tokenizer, folder):
@@ -350,6 +326,7 @@ def n_cores() -> int:
 def _parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__, prog="python -m data.fineweb")
     add = parser.add_argument
+    n: Record = {"type": positive_int, "metavar": "N"}
     add("--dataset", metavar="REPO", help=f"a text dataset on the hub, or a folder (default: {FINEWEB})")
     add("--name", help="its configuration (default: FineWeb's sample-10BT; none for others)")
     add("--split", help="its split (default: train)")
@@ -357,50 +334,44 @@ def _parse_args() -> argparse.Namespace:
     add("--revision", metavar="REV", help="branch, tag or commit on the hub (default: main)")
     add("--files", nargs="+", metavar="PATTERN", help="tokenise local files instead, in order of their paths")
     add("--pretokenized", action="store_true", help="fetch the ready shards of kjj0/fineweb10B-gpt2 instead")
-    add("--shards", type=positive_int, metavar="N", help="--pretokenized: training shards (default: all)")
+    add("--shards", **n, help="--pretokenized: training shards (default: all)")
     add("--out", type=Path, metavar="DIR", help="folder to write (default: data/fineweb10B and so on)")
-    add("--shard-size", type=positive_int, metavar="N", help="tokens per shard (default: 10^8)")
-    add("--max-tokens", type=positive_int, metavar="N", help="stop after N tokens (default: all)")
-    add("--workers", type=positive_int, metavar="N", help=f"processes (default: the cores, {n_cores()})")
+    add("--shard-size", **n, help="tokens per shard (default: 10^8)")
+    add("--max-tokens", **n, help="stop after N tokens (default: all)")
+    add("--workers", **n, help=f"processes (default: the cores, {n_cores()})")
     add("--tokenizer", choices=TOKENIZERS, help="(default: gpt2)")
     args = parser.parse_args()
-    for mode, unused in UNUSED.items():
-        for option in unused:
-            if getattr(args, mode) and getattr(args, option):
-                parser.error(f"--{option.replace('_', '-')}: not together with --{mode}")
-    if args.shards and not args.pretokenized:
-        parser.error("--shards: only with --pretokenized")
-    args.shard_size = args.shard_size or 10**8
-    if args.shard_size > MAX_TOKENS:
-        parser.error(f"--shard-size {args.shard_size}: expected at most {MAX_TOKENS}")
-    if args.max_tokens and args.max_tokens <= args.shard_size:
-        parser.error(
-            f"--max-tokens {args.max_tokens}: expected more than --shard-size {args.shard_size}, "
-            "the first shard of which is validation"
-        )
+    mode = "files" if args.files else "pretokenized" if args.pretokenized else "dataset"
+    for option in UNUSED[mode].split():
+        if getattr(args, option):
+            parser.error(f"--{option.replace('_', '-')}: not together with --{mode}")
+    shard_size = args.shard_size = args.shard_size or 10**8
+    if shard_size > MAX_TOKENS:
+        parser.error(f"--shard-size {shard_size}: expected at most {MAX_TOKENS}")
+    if (args.max_tokens or sys.maxsize) <= shard_size:
+        parser.error(f"--max-tokens {args.max_tokens}: expected more than one shard of {shard_size}")
     return args
 
 
 def _build(args: argparse.Namespace) -> tuple[Path, Record]:
-    tokenizer, column = args.tokenizer or "gpt2", args.column or "text"
+    tokenizer, column, workers = args.tokenizer or "gpt2", args.column or "text", args.workers or n_cores()
     get_tokenizer(tokenizer)  # fails, if it must, before anything is read
     options = {"tokenizer": tokenizer, "shard_size": args.shard_size, "max_tokens": args.max_tokens}
     if args.files:
         out = args.out or DATA / "fineweb_files"
-        source = local_files(args.files, column)
-        return out, build(source, out, options | {"dataset": "fineweb"}, args.workers or n_cores())
-    repo, name = args.dataset or FINEWEB, args.name
-    if repo == FINEWEB:
-        name = name or "sample-10BT"
+        return out, build(
+            documents.local_files(args.files, column), out, options | {"dataset": "fineweb"}, workers
+        )
+    repo, revision = args.dataset or FINEWEB, args.revision or "main"
+    name = args.name or ("sample-10BT" if repo == FINEWEB else None)
     label = re.sub(r"[^A-Za-z0-9-]+", "-", Path(repo).name)  # no "_", which separates the split
     default = re.sub(r"^fineweb-sample-(\d+)BT$", r"fineweb\1B", f"{label}-{name}" if name else label)
     out = args.out or DATA / default
     begun = read_manifest(out)[0].get("options", {})
-    revision = args.revision or "main"
     same = (begun.get("repo"), begun.get("revision")) == (repo, revision)
     commit = begun.get("commit") if same else None  # a resumed run stays at its commit
-    source = hub_dataset(repo, name, args.split or "train", column, revision, commit)
-    return out, build(source, out, options | {"dataset": label}, args.workers or n_cores())
+    source = documents.hub_dataset(repo, name, args.split or "train", column, revision, commit)
+    return out, build(source, out, options | {"dataset": label}, workers)
 
 
 def main() -> None:
@@ -418,7 +389,7 @@ def main() -> None:
     print(f"source   {info['source']}")
     if info["rows"]:
         print(f"rows     {', '.join(f'{n:,} {note}' for note, n in sorted(info['rows'].items()))}")
-    print_splits(info)
+    dataset.print_splits(info)
     print(f"folder   {out}")
 
 

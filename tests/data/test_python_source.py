@@ -137,7 +137,7 @@ def test_corpus_is_reused_or_rebuilt(
     assert again.count("\n") == 1 and "nothing to do" in again
     shard = out / "python_train_000002.bin"
     shard.write_bytes(before[shard.name][:-2])
-    assert f"rebuilding: {shard}: truncated" in build()
+    assert f"not finished: {shard}: truncated" in build()
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
     (out / "dataset.json").unlink()  # as after an interrupted run
