@@ -21,6 +21,7 @@ of the input at which each shard ends), and at the end dataset.json.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import pickle
@@ -33,7 +34,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,7 @@ def worker_pool(n: int) -> Iterator[ProcessPoolExecutor]:
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the processes started here
     try:
         pool.submit(os.getpid)
-    finally:
         signal.signal(signal.SIGINT, handler)
-    try:
         yield pool
     except BrokenProcessPool:
         raise UserError(
@@ -375,15 +374,16 @@ def _build(args: argparse.Namespace) -> tuple[Path, Record]:
 
 
 def main() -> None:
-    args = _parse_args()
-    try:
+    args, info = _parse_args(), None
+    with suppress(KeyboardInterrupt):
         if args.pretokenized:
             out = args.out or DATA / "fineweb10B"
             info = fetch_pretokenized(out, args.shards)
         else:
             out, info = _build(args)
-    except KeyboardInterrupt:
+    if info is None:
         print("stopped; run the same command again to resume after the finished shards", file=sys.stderr)
+        gc.collect()  # the pool's semaphores: their tracker would warn of a leak
         sys.stderr.flush()
         os._exit(130)  # at once: threads may be downloading
     print(f"source   {info['source']}")

@@ -6,7 +6,6 @@ of the command.
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import hashlib
 import json
@@ -36,6 +35,7 @@ from data import documents, fineweb
 from data.dataset import TokenStream, dataset_info
 from data.documents import hub_dataset, local_files
 from infra.cli import UserError
+from infra.files import exclusive_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_gpt2 = pytest.mark.skipif(
@@ -61,8 +61,7 @@ ODD_PARQUET = [
     Row(b"", "", EMPTY),
     Row(b"caf\xe9 \xff\xfe!", "caf\ufffd \ufffd\ufffd!", REPAIRED),
     Row(b"\xed\xa0\x80", "\ufffd\ufffd\ufffd", REPAIRED),  # UTF-8 of half a surrogate pair
-    Row(b"\x00", "\x00"),
-    Row(b"a<|endoftext|>b", "a<|endoftext|>b"),
+    Row(b"a<|endoftext|>\x00b", "a<|endoftext|>\x00b"),
     Row("漢字🎉 e\u0301\r\n".encode(), "漢字🎉 e\u0301\r\n"),
 ]
 ODD_JSON = [
@@ -488,13 +487,9 @@ def test_foreign_shards_and_damaged_manifests_are_spared(tmp_path: Path, small: 
 
 
 def test_a_folder_in_use_is_rejected(tmp_path: Path, small: Corpus, inline: None) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    held = os.open(out, os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    refused(small, out, out, "another process")
-    assert contents(out) == {}
-    os.close(held)
+    with exclusive_lock(tmp_path / "out"):
+        refused(small, tmp_path / "out", tmp_path / "out", "another process")
+        assert contents(tmp_path / "out") == {}
 
 
 def test_inputs_that_cannot_be_read(tmp_path: Path, small: Corpus, inline: None) -> None:
@@ -535,12 +530,10 @@ def test_inputs_that_cannot_be_read(tmp_path: Path, small: Corpus, inline: None)
     ("line", "part"),
     [
         (b'{"text": "x"', "not valid JSON"),
-        (b'{"text": "x"} {"text": "y"}', "not valid JSON"),
         (b"1" * 5000, "not valid JSON"),
         (b"[" * 10**5, "not valid JSON"),
         (b'{"content": "x"}', 'a string "text"'),
         (b'{"text": ["x\\ny"]}', 'a string "text"'),
-        (b'["text"]', 'a string "text"'),
         (b"null", 'a string "text"'),
     ],
 )
@@ -695,12 +688,9 @@ def test_wrong_options_are_one_line(
         ([*files, "--dataset", "x"], "--dataset: not together with --files"),
         (["--shards", "3"], "--shards: not together with --dataset"),
         (["--pretokenized", "--shard-size", "100"], "--shard-size: not together with --pretokenized"),
-        ([*files, "--shards", "3"], "--shards: "),
         ([*files, "--max-tokens", "100", "--shard-size", "100"], "--max-tokens 100: expected more than"),
         ([*files, "--workers", "0"], "--workers"),
         ([*files, "--shard-size", str(2**31)], "2147483647"),
-        ([*files, "--max-tokens", "1e9"], "'1e9'"),
-        ([*files, "--tokenizer", "gpt3"], "'gpt3'"),
         ([*files, "--out", __file__, "--shard-size", "100", "--tokenizer", "bytes"], __file__),
     ]
     for args, part in cases:
