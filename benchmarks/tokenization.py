@@ -19,18 +19,16 @@ Prints Markdown tables for benchmarks/RESULTS.md. (Not called tokenize.py: that 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import multiprocessing
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -95,60 +93,38 @@ def commands(path: Path, out: Path) -> dict[str, list[str]]:
     }
 
 
-def proportional_size(root: int) -> int:
-    """Bytes of PSS of a process and its descendants."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
-    total, todo = 0, [root]
-    while todo:
-        process = todo.pop()
-        todo += children.get(process, [])
-        try:
-            rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
-        except OSError:
-            continue
-        total += 1024 * sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+def proportional_size(group: int) -> int:
+    """Bytes of PSS of a process group."""
+    total = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            if int(stat.read_text().rpartition(")")[2].split()[2]) == group:
+                lines = (stat.parent / "smaps_rollup").read_text().splitlines()
+                total += 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
     return total
 
 
-def measure(command: list[str], out: Path) -> tuple[float, int]:
-    """Seconds and peak bytes of one way."""
+def measure(command: list[str], out: Path) -> tuple[float, float]:
+    """Seconds and peak MB of one way."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    peak, done = 0, threading.Event()
-    start = time.perf_counter()
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.2):
-            peak = max(peak, proportional_size(process.pid))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    process.wait()
-    seconds = time.perf_counter() - start
-    done.set()
-    watcher.join()
+    peak, start = 0, time.perf_counter()
+    process = subprocess.Popen(command, cwd=ROOT, stdout=-3, stderr=-3, start_new_session=True)
+    while process.poll() is None:
+        peak = max(peak, proportional_size(process.pid))
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.2)
     if process.returncode:
         raise UserError(f"{' '.join(command)[:200]}: exit status {process.returncode}")
-    return seconds, peak
+    return time.perf_counter() - start, peak / 1e6
 
 
 def repeated(path: Path, n_tokens: int, folder: Path) -> tuple[Path, int]:
     """A parquet file with the rows of `path` repeated, and its number of tokens."""
-    texts = list(rows(path))
-    encoding = get_tokenizer("gpt2")
-    once = sum(1 + len(tokens) for tokens in encoding.encode_ordinary_batch(texts, num_threads=n_cores()))
-    times = -(-n_tokens // once)
-    big = folder / "repeated.parquet"
-    table = pa.table({"text": texts})
+    table = pa.table({"text": list(rows(path))})
+    tokens = get_tokenizer("gpt2").encode_ordinary_batch(table["text"].to_pylist(), num_threads=n_cores())
+    once = sum(map(len, tokens)) + len(tokens)
+    times, big = -(-n_tokens // once), folder / "repeated.parquet"
     with pq.ParquetWriter(big, table.schema, compression="zstd") as writer:
         for _ in range(times):
             writer.write_table(table, row_group_size=1000)
@@ -157,26 +133,18 @@ def repeated(path: Path, n_tokens: int, folder: Path) -> tuple[Path, int]:
 
 def writing(path: Path, n_tokens: int, rounds: int, folder: Path) -> None:
     big, n_tokens = repeated(path, n_tokens, folder)
-    out, n_bytes = folder / "out", big.stat().st_size
-    ways = commands(big, out)
-    taken: dict[str, list[tuple[float, int]]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, command in ways.items():
-            taken[name].append(measure(command, out))
-    shutil.rmtree(out)
-    big.unlink()
-    print(f"{n_tokens:,} tokens, {n_bytes / 1e6:.0f} MB of parquet, {n_cores()} cores, {rounds} rounds\n")
+    ways = commands(big, folder / "out")
+    taken = {name: np.empty((rounds, 2)) for name in ways}  # seconds, peak MB
+    for i, (name, command) in itertools.product(range(rounds), ways.items()):
+        taken[name][i] = measure(command, folder / "out")
+    print(f"{n_tokens:,} tokens, {n_cores()} cores, {rounds} rounds\n")
     print("| | M tokens/s | one process' time over it | usual recipe's time over it | peak memory, MB |")
     print("|---|---:|---:|---:|---:|")
-    for name, results in taken.items():
-        rate = n_tokens / statistics.median(seconds for seconds, _ in results) / 1e6
-        ratios = [
-            [other / own for (other, _), (own, _) in zip(taken[reference], results, strict=True)]
-            for reference in ("one process", "usual recipe")
-        ]
-        cells = [f"{statistics.median(r):.2f} ({min(r):.2f}-{max(r):.2f})" for r in ratios]
-        peak = max(peak for _, peak in results) / 1e6
-        print(f"| {name} | {rate:.2f} | {cells[0]} | {cells[1]} | {peak:.0f} |", flush=True)
+    for name, (seconds, peak) in ((name, results.T) for name, results in taken.items()):
+        ratios = [taken[reference][:, 0] / seconds for reference in ("one process", "usual recipe")]
+        cells = " | ".join(f"{np.median(r):.2f} ({r.min():.2f}-{r.max():.2f})" for r in ratios)
+        rate = n_tokens / np.median(seconds) / 1e6
+        print(f"| {name} | {rate:.2f} | {cells} | {peak.max():.0f} |", flush=True)
 
 
 # ---------------------------------------------------------------- stopping and reading
@@ -185,29 +153,23 @@ def writing(path: Path, n_tokens: int, rounds: int, folder: Path) -> None:
 def stopping(path: Path, kills: int, folder: Path) -> None:
     big, n_tokens = repeated(path, 10_000_000, folder)
     print(f"\n{n_tokens:,} tokens in shards of 200,000, killed at random moments")
-    fineweb = [sys.executable, "-m", "data.fineweb", "--files", str(big), "--shard-size", "200000"]
-    alone = folder / "alone"
+    fineweb = [sys.executable, "-m", "data.fineweb", "--files", str(big), "--shard-size", "200000", "--out"]
     start = time.perf_counter()
-    subprocess.run([*fineweb, "--out", str(alone)], check=True, capture_output=True, cwd=ROOT)
+    subprocess.run([*fineweb, str(folder / "alone")], check=True, capture_output=True, cwd=ROOT)
     whole = time.perf_counter() - start
     rng, killed = np.random.default_rng(0), 0
     while killed < kills:
-        out, shards = folder / f"stopped{killed}", []
-        command = [*fineweb, "--out", str(out)]
-        finished = False
-        while not finished and killed < kills:
-            process = subprocess.Popen(command, stdout=-3, stderr=-3, cwd=ROOT)
-            try:
-                finished = process.wait(timeout=rng.uniform(0.3, 0.8) * whole) == 0
+        out, finished = folder / f"stopped{killed}", False
+        while not finished:
+            limit = rng.uniform(0.3, 0.8) * whole if killed < kills else None
+            try:  # at its limit `run` sends SIGKILL
+                subprocess.run([*fineweb, str(out)], check=True, capture_output=True, cwd=ROOT, timeout=limit)
+                finished = True
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
                 killed += 1
-                shards.append(len(list(out.glob("*.bin"))))
-        subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
-        if digests(out) != digests(alone):
-            raise UserError(f"{out}: not the bytes of {alone}")
-        print(f"{killed} kills so far, after {shards} shards: the same bytes", flush=True)
+        if digests(out) != digests(folder / "alone"):
+            raise UserError(f"{out}: not the bytes of {folder / 'alone'}")
+        print(f"{killed} kills so far: the same bytes", flush=True)
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -216,9 +178,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 def resident() -> str:
     """MB of anonymous and of file-backed memory of this process."""
-    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
-    found = {line[0]: int(line[1]) / 1e3 for line in lines if line[0] in ("RssAnon:", "RssFile:")}
-    return f"{found['RssAnon:']:.0f} + {found['RssFile:']:.0f}"
+    found = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return " + ".join(f"{int(found[key].split()[0]) / 1e3:.0f}" for key in ("RssAnon", "RssFile"))
 
 
 def reading(n_batches: int, folder: Path) -> None:
@@ -250,7 +211,7 @@ def main() -> None:
     add("--rounds", type=int, default=3, help="default: %(default)s")
     add("--batches", type=int, default=100_000, help="of the reading part (default: %(default)s)")
     add("--kills", type=int, default=20, help="of the stopping part (default: %(default)s)")
-    args: argparse.Namespace = parser.parse_args()
+    args = parser.parse_args()
     if not args.parquet.is_file():
         raise UserError(f"{args.parquet}: no such file")
     with tempfile.TemporaryDirectory() as folder:

@@ -98,9 +98,8 @@ def finish_dataset(folder: str | Path, info: dict[str, Any]) -> None:
 def dataset_info(folder: str | Path) -> dict[str, Any]:
     """The content of dataset.json, or for a pretokenised download, which has none, gpt2's.
 
-    Keys: format_version, dataset, tokenizer, vocab_size, source, splits {name: {tokens, documents, shards,
-    sha256}}, shards [{file, tokens, sha256}] and what the preparing script adds. Without the file only
-    tokenizer and vocab_size.
+    Keys: those of `_DatasetInfo` and what the preparing script adds; without the file only tokenizer and
+    vocab_size.
 
     Raises:
         UserError: no such folder, its preparation did not finish, or dataset.json is damaged.
@@ -212,14 +211,13 @@ class TokenStream:
         every = {entry["file"]: entry["tokens"] for entry in self.info["shards"]}
         listed = {name: n for name, n in every.items() if split_of(name) == self.split}
         for name in sorted(found.keys() | listed.keys()):
-            if name not in found:
-                raise UserError(f"{self.folder / name}: missing: {INFO_NAME} lists it")
-            if name not in listed:
-                raise UserError(f"{self.folder / name}: not listed in {INFO_NAME}: expected no other shards")
-            if found[name] != listed[name]:
-                raise UserError(
-                    f"{self.folder / name}: {found[name]} tokens: {INFO_NAME} lists {listed[name]}"
-                )
+            path, n, expected = self.folder / name, found.get(name), listed.get(name)
+            if n is None:
+                raise UserError(f"{path}: missing: {INFO_NAME} lists it")
+            if expected is None:
+                raise UserError(f"{path}: not listed in {INFO_NAME}: expected no other shards")
+            if n != expected:
+                raise UserError(f"{path}: {n} tokens: {INFO_NAME} lists {expected}")
 
 
 def split_of(name: str) -> str | None:
@@ -253,6 +251,17 @@ def find_shards(folder: Path, split: str) -> list[Path]:
     return [found[index] for index in sorted(found)]
 
 
+def finished_info(folder: Path) -> dict[str, Any] | None:
+    """dataset.json's content if both splits are complete; else None, and it prints why."""
+    if not (folder / INFO_NAME).exists() and not (folder / UNFINISHED_NAME).exists():
+        return None
+    try:
+        return [TokenStream(folder, split) for split in ("val", "train")][0].info
+    except UserError as e:
+        print(f"not finished: {e}")
+        return None
+
+
 # ---------------------------------------------------------------- printing
 
 
@@ -267,15 +276,8 @@ def print_splits(info: dict[str, Any]) -> None:
 
 def progress_bar(what: str, total: int | None, unit: str, initial: int = 0, leave: bool = True) -> tqdm:
     """A tqdm bar on stderr; without a TTY, as in a log file, it updates once a minute."""
-    is_tty = sys.stderr.isatty()
+    mininterval, delay = (0.5, 0) if sys.stderr.isatty() else (60, 60)
     return tqdm(
-        total=total,
-        initial=initial,
-        desc=what,
-        unit=unit,
-        unit_scale=True,
-        dynamic_ncols=True,
-        mininterval=0.5 if is_tty else 60,
-        delay=0 if is_tty else 60,
-        leave=leave,
+        total=total, initial=initial, desc=what, unit=unit, leave=leave, unit_scale=True, dynamic_ncols=True,
+        mininterval=mininterval, delay=delay,
     )  # fmt: skip

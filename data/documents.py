@@ -1,10 +1,8 @@
 """Documents of a text dataset: rows read from local files or the hub in blocks, and the tokens of a block.
 
 `datasets` reads the hub. Local files are read here: its parquet reader holds a whole row group in memory, and
-its JSON reader stops at the first byte that is not UTF-8, which is repaired and counted here.
-
-Nothing is decoded while reading; that is the workers' task. Memory is bounded by the longest documents, not
-by files (on the hub by a row group).
+its JSON reader stops at the first byte that is not UTF-8, which is repaired and counted here. Workers decode
+the rows. Memory is bounded by the longest documents, not by files (on the hub by a row group).
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
 from itertools import islice
@@ -30,11 +27,27 @@ from data.shards import TOKEN
 from data.tokenizer import encode, get_tokenizer
 from infra.cli import UserError
 
-Rows = list[bytes | None]  # UTF-8 text, or lines of JSON
-
 BLOCK_BYTES = 2**20  # of text
 BATCH_ROWS = 64  # read at a time
-SKIPPED = ("", "without text", "repaired UTF-8")  # the notes on a row
+NOTES = ("", "without text", "repaired UTF-8")  # on a row
+
+
+class Input(NamedTuple):
+    """A file of rows: UTF-8 text, or lines of JSON with the text under `json_key`."""
+
+    name: str
+    json_key: str | None
+    rows: Callable[[], Iterator[bytes | None]]
+
+
+class Source(NamedTuple):
+    """Inputs in a fixed order."""
+
+    description: str  # one line for dataset.json
+    settings: dict[str, Any]  # the options that identify the source
+    files: list[str]  # a hash of each local file; empty for the hub, where a commit identifies them
+    n_tokens: int | None  # an estimate
+    open: Callable[[], list[Input]]
 
 
 class Cursor(NamedTuple):
@@ -45,27 +58,7 @@ class Cursor(NamedTuple):
     token: int = 0
 
 
-# ---------------------------------------------------------------- sources
-
-
-@dataclass(frozen=True)
-class Input:
-    """A file of rows: UTF-8 text, or JSON objects with the text under `json_key`."""
-
-    name: str
-    json_key: str | None
-    read: Callable[[int], Generator[Rows]]  # the rows from a given one on, a few at a time
-
-
-@dataclass(frozen=True)
-class Source:
-    """Inputs in a fixed order."""
-
-    description: str  # one line for dataset.json
-    settings: dict[str, Any]  # the options that identify the source
-    files: list[str]  # a hash of each local file; empty for the hub, where a commit identifies them
-    n_tokens: int | None  # an estimate
-    open: Callable[[], list[Input]]
+# ---------------------------------------------------------------- local files
 
 
 def local_files(patterns: list[str], column: str) -> Source:
@@ -73,27 +66,62 @@ def local_files(patterns: list[str], column: str) -> Source:
     names: set[str] = set()
     for pattern in patterns:  # one that the shell has expanded may contain brackets
         found = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
-        if not found:
-            raise UserError(f"--files {pattern}: no such files")
-        names.update(os.path.normpath(name) for name in found)
-    paths = [Path(name) for name in sorted(names) if not Path(name).is_dir()]
-    if not paths:
-        raise UserError(f"--files {' '.join(patterns)}: no files, folders only")
-    for path in paths:
+        files = {os.path.normpath(name) for name in found if not os.path.isdir(name)}
+        if not files:
+            raise UserError(f"--files {pattern}: no such files: expected paths or 'DIR/**/*.parquet'")
+        names |= files
+    inputs, hashes = [], []
+    for path in map(Path, sorted(names)):
+        label = os.fsencode(path).decode("utf-8", "replace")  # on Linux a path need not be UTF-8
         if not path.name.endswith((".parquet", ".jsonl", ".jsonl.gz")):
-            raise UserError(f"{path}: expected .parquet, .jsonl or .jsonl.gz")
-    first, last = _printable(Path(paths[0].name)), _printable(Path(paths[-1].name))
-    description = f"{len(paths)} local files, {first} to {last}" if len(paths) > 1 else f"local file {first}"
+            raise UserError(f"{label}: expected .parquet, .jsonl or .jsonl.gz")
+        if path.suffix == ".parquet":
+            inputs.append(Input(label, None, partial(_parquet_rows, path, column)))
+        else:
+            inputs.append(Input(label, column, partial(_lines, path)))
+        with naming(label):
+            hashes.append(_fingerprint(path))
+    first, last = (os.path.basename(inputs[i].name) for i in (0, -1))
+    description = (
+        f"{len(inputs)} local files, {first} to {last}" if len(inputs) > 1 else f"local file {first}"
+    )
+    return Source(description, {"column": column}, hashes, None, lambda: inputs)
 
-    def open_inputs() -> list[Input]:
-        return [
-            Input(_printable(path), None, partial(_read_parquet, path, column))
-            if path.suffix == ".parquet"
-            else Input(_printable(path), column, partial(_read_lines, path))
-            for path in paths
-        ]
 
-    return Source(description, {"column": column}, [_fingerprint(path) for path in paths], None, open_inputs)
+def _fingerprint(path: Path) -> str:
+    """A sha256 over a file's size, first and last 64 KB: enough to notice a change."""
+    with open(path, "rb") as f:
+        digest = sha256(str(path.stat().st_size).encode() + f.read(2**16))
+        f.seek(max(0, path.stat().st_size - 2**16))
+        digest.update(f.read())
+    return digest.hexdigest()
+
+
+def _parquet_rows(path: Path, column: str) -> Iterator[bytes | None]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
+        if column not in (names := file.schema_arrow.names):
+            raise UserError(f"no column {column}: expected one of {', '.join(names)[:200]}")
+        for batch in file.iter_batches(BATCH_ROWS, columns=[column]):
+            yield from _as_bytes(batch.column(0))
+
+
+def _lines(path: Path) -> Iterator[bytes | None]:
+    with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as lines:
+        yield from lines
+
+
+def _as_bytes(column: Any) -> list[bytes | None]:
+    """An Arrow column of strings, as binary: a string column may hold invalid UTF-8, not checked so far."""
+    import pyarrow as pa
+
+    if column.type not in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+        raise UserError(f"a column of {column.type}: expected strings")
+    return list(column.cast(pa.large_binary()).to_pylist())
+
+
+# ---------------------------------------------------------------- the hub
 
 
 def hub_dataset(
@@ -112,43 +140,23 @@ def hub_dataset(
     n_tokens = int(billions[1]) * 10**9 if billions else None
 
     def open_inputs() -> list[Input]:
-        if not is_local:
-            _check_online(repo)
         with naming(repo):
             stream = _open_stream(repo, split, column, name=name, revision=commit)
         n = stream.num_shards
         return [
-            Input(f"{repo}, file {i + 1} of {n}", None, partial(_read_stream, stream, i)) for i in range(n)
+            Input(f"{repo}, file {i + 1} of {n}", None, partial(_stream_rows, stream, i)) for i in range(n)
         ]
 
     description = " ".join(filter(None, (repo, name, split, commit and f"at commit {commit}")))
     return Source(description, settings | {"commit": commit}, [], n_tokens, open_inputs)
 
 
-def _check_online(repo: str) -> None:
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        raise UserError(
-            f"{repo}: HF_HUB_OFFLINE is set: expected --files 'DIR/**/*.parquet' (with a network, "
-            f"`hf download {repo} --repo-type dataset --local-dir DIR` fetches them)"
-        )
-
-
 def _newest_commit(repo: str, revision: str) -> str:
     from huggingface_hub import HfApi
 
-    _check_online(repo)
-    try:
+    hint = f"; `hf download {repo} --repo-type dataset --local-dir DIR`, then --files 'DIR/**/*.parquet'"
+    with naming(f"{repo} at {revision}", f"{hint} reads local files"):
         return str(HfApi().dataset_info(repo, revision=revision, timeout=10).sha)
-    except Exception as e:  # which library's errors these are depends on huggingface_hub's version
-        raise UserError(
-            f"{repo} at {revision}: cannot be found on the hub ({brief(e)}); without a network, --files "
-            "'DIR/**/*.parquet' reads local files"
-        ) from None
-
-
-# ---------------------------------------------------------------- reading
 
 
 def _open_stream(repo: str, split: str, column: str, **options: Any) -> Any:
@@ -157,59 +165,31 @@ def _open_stream(repo: str, split: str, column: str, **options: Any) -> Any:
 
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # errors are raised as well
     builder = datasets.load_dataset_builder(repo, **options)
-    stream = builder.as_streaming_dataset(split)
-    if stream.column_names is not None:
-        _check_column(column, stream.column_names)
+    stream = builder.as_streaming_dataset(split).select_columns([column])  # checks its name
     if hasattr(builder.config, "columns"):  # parquet: the other columns are not even fetched
         builder.config.columns = [column]
         stream = builder.as_streaming_dataset(split)
-    return stream.select_columns([column]).with_format("arrow")
+    return stream.with_format("arrow")
 
 
-def _read_stream(stream: Any, index: int, first: int) -> Generator[Rows]:
-    part = stream.shard(stream.num_shards, index)
-    with closing(part.skip(first).iter(BATCH_ROWS)) as tables:
-        for table in tables:
-            yield _as_bytes(table.column(0))
+def _stream_rows(stream: Any, index: int) -> Iterator[bytes | None]:
+    for table in stream.shard(stream.num_shards, index).iter(BATCH_ROWS):
+        yield from _as_bytes(table.column(0))
 
 
-def _read_parquet(path: Path, column: str, first: int) -> Generator[Rows]:
-    """By pyarrow: `datasets` holds a whole row group in memory, and reads all rows before `first`."""
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
-        _check_column(column, file.schema_arrow.names)
-        for group in range(file.num_row_groups):
-            n_rows = file.metadata.row_group(group).num_rows
-            if first < n_rows:
-                for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[column]):
-                    yield _as_bytes(batch.column(0).slice(first))
-                    first = max(0, first - len(batch))
-            else:
-                first -= n_rows
+@contextmanager
+def naming(name: str, hint: str = "") -> Iterator[None]:
+    """Errors of the libraries that read an input become one line with its name."""
+    try:
+        yield
+    except UserError as e:
+        raise UserError(str(e) if str(e).startswith(name) else f"{name}: {e}") from None
+    except Exception as e:  # which library's errors these are depends on its version
+        reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        raise UserError(f"{name}: cannot be read: {reason}{hint}") from None
 
 
-def _check_column(column: str, names: list[str]) -> None:
-    if column not in names:
-        raise UserError(f"no column {column}: expected one of {', '.join(names)[:200]}")
-
-
-def _as_bytes(column: Any) -> Rows:
-    """An Arrow column of strings, as binary: a string column may hold invalid UTF-8, not checked so far."""
-    import pyarrow as pa
-
-    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    if not any(kind(column.type) for kind in kinds):
-        raise UserError(f"a column of {column.type}: expected strings")
-    rows: Rows = column.cast(pa.large_binary()).to_pylist()
-    return rows
-
-
-def _read_lines(path: Path, first: int) -> Generator[Rows]:
-    with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as lines:
-        rest = islice(lines, first, None)
-        while batch := list(islice(rest, BATCH_ROWS)):
-            yield list[bytes | None](batch)
+# ---------------------------------------------------------------- blocks
 
 
 class Block(NamedTuple):
@@ -217,13 +197,19 @@ class Block(NamedTuple):
 
     input: int
     row: int  # of the first one
-    rows: Rows
+    rows: list[bytes | None]
     name: str  # of the input
     json_key: str | None
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(len(row) for row in self.rows if row)
+
+class Tokens(NamedTuple):
+    """The tokens of a block."""
+
+    input: int
+    row: int
+    tokens: np.ndarray  # (n,) uint16, `<|endoftext|>` first in each document
+    lengths: np.ndarray  # (rows,) int64: tokens of each row; 0 for a skipped one
+    notes: np.ndarray  # (rows,) uint8: an index of NOTES
 
 
 def read_blocks(source: Source, start: Cursor) -> Generator[Block]:
@@ -234,70 +220,33 @@ def read_blocks(source: Source, start: Cursor) -> Generator[Block]:
     """
     inputs = source.open()
     for index in range(start.input, len(inputs)):
-        file, first = inputs[index], start.row if index == start.input else 0
-        block = Block(index, first, [], file.name, file.json_key)
-        with naming(file.name), closing(file.read(first)) as batches:
-            for rows in batches:
-                block.rows.extend(rows)
-                if block.n_bytes >= BLOCK_BYTES:
-                    yield block
-                    block = block._replace(row=block.row + len(block.rows), rows=[])
-        if block.rows:
-            yield block
+        file, row = inputs[index], start.row if index == start.input else 0
+        with naming(file.name):
+            rows = islice(file.rows(), row, None)
+            while taken := _take_block(rows):
+                yield Block(index, row, taken, file.name, file.json_key)
+                row += len(taken)
 
 
-@contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Errors of the libraries that read an input become one line with its name."""
-    try:
-        yield
-    except UserError as e:
-        raise UserError(str(e) if str(e).startswith(name) else f"{name}: {e}") from None
-    except Exception as e:
-        raise UserError(f"{name}: cannot be read: {brief(e)}") from None
+def _take_block(rows: Iterator[bytes | None]) -> list[bytes | None]:
+    taken, n_bytes = [], 0
+    for row in rows:
+        taken.append(row)
+        n_bytes += len(row or b"")
+        if n_bytes >= BLOCK_BYTES:
+            break
+    return taken
 
 
-def brief(e: Exception) -> str:
-    """A library's error in one line."""
-    return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+def tokenise(path: Path, tokenizer: str) -> None:
+    """Replace a file's content, a pickled Block, by its pickled Tokens.
 
-
-def _printable(path: Path) -> str:
-    """A path as text: on Linux it need not be UTF-8."""
-    return os.fsencode(path).decode("utf-8", "replace")
-
-
-def _fingerprint(path: Path) -> str:
-    """A sha256 over a file's size, first and last 64 KB: enough to notice a change."""
-    try:
-        with open(path, "rb") as f:
-            n_bytes = os.fstat(f.fileno()).st_size
-            digest = sha256(str(n_bytes).encode() + f.read(2**16))
-            f.seek(max(0, n_bytes - 2**16))
-            digest.update(f.read())
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read: {e.strerror}") from None
-    return digest.hexdigest()
-
-
-# ---------------------------------------------------------------- tokens of a block, in a worker process
-
-
-class Tokens(NamedTuple):
-    """The tokens of a block."""
-
-    tokens: np.ndarray  # (n,) uint16, `<|endoftext|>` first in each document
-    lengths: np.ndarray  # (rows,) int64: tokens of each row; 0 for a skipped one
-    notes: np.ndarray  # (rows,) uint8: an index of SKIPPED
-
-
-def tokenise(block: Block, tokenizer: str) -> Tokens:
-    """Encode a block's documents.
+    Files, not arguments and results: a pipe would block forever if a worker were killed in mid-message.
 
     Raises:
         UserError: naming input and line, for a line that is not a JSON object with a text.
     """
-    encoding = get_tokenizer(tokenizer)
+    block, encoding = pickle.loads(path.read_bytes()), get_tokenizer(tokenizer)
     eot = np.array([encoding.eot_token], TOKEN)
     n = len(block.rows)
     parts, lengths, notes = [np.empty(0, TOKEN)], np.zeros(n, np.int64), np.zeros(n, np.uint8)
@@ -308,18 +257,10 @@ def tokenise(block: Block, tokenizer: str) -> Tokens:
             raise UserError(f"{block.name}, line {block.row + i + 1}: {e}") from None
         notes[i] = 1 if not text else 2 if repaired else 0
         if text:
-            tokens = encode(encoding, text)
-            parts += [eot, tokens]
-            lengths[i] = 1 + len(tokens)
-    return Tokens(np.concatenate(parts), lengths, notes)
-
-
-def tokenise_file(path: Path, tokenizer: str) -> None:
-    """Replace a file's content, a pickled Block, by its pickled Tokens.
-
-    Files, not arguments and results: a pipe would block forever if a worker were killed in mid-message.
-    """
-    path.write_bytes(pickle.dumps(tokenise(pickle.loads(path.read_bytes()), tokenizer)))
+            parts += [eot, encode(encoding, text)]
+            lengths[i] = 1 + len(parts[-1])
+    tokens = Tokens(block.input, block.row, np.concatenate(parts), lengths, notes)
+    path.write_bytes(pickle.dumps(tokens))
 
 
 def _text(row: bytes, json_key: str | None) -> tuple[str, bool]:
@@ -328,10 +269,8 @@ def _text(row: bytes, json_key: str | None) -> tuple[str, bool]:
         text, repaired = row.decode("utf-8"), False
     except UnicodeDecodeError:
         text, repaired = row.decode("utf-8", "replace"), True
-    if json_key is None:
-        return text, repaired
-    if not text.strip():
-        return "", repaired
+    if json_key is None or not text.strip():
+        return text if json_key is None else "", repaired
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as e:

@@ -19,7 +19,6 @@ dataset.json. A finished folder is left unchanged; what is damaged or was made w
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import platform
@@ -29,16 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.dataset import (
-    INFO_NAME,
-    UNFINISHED_NAME,
-    TokenStream,
-    begin_dataset,
-    dataset_info,
-    finish_dataset,
-    print_splits,
-    progress_bar,
-)
+from data import dataset
 from data.shards import MAX_TOKENS, ShardWriter
 from data.tokenizer import TOKENIZERS, get_tokenizer
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
@@ -130,12 +120,9 @@ def split_documents(documents: list[Document], val_fraction: float) -> dict[str,
     if len(documents) < 2:
         raise UserError(f"{len(documents)} Python files with text: expected at least 2, one for each split")
     ordered = sorted(documents, key=lambda document: document.rank)
-    classes: dict[int, list[Document]] = {}
-    for document in ordered:
-        size_class = sum(document.n_bytes >= limit for limit in SIZE_CLASSES)
-        classes.setdefault(size_class, []).append(document)
     held_out: set[str] = set()
-    for members in classes.values():
+    for size_class in range(len(SIZE_CLASSES) + 1):
+        members = [d for d in ordered if sum(d.n_bytes >= limit for limit in SIZE_CLASSES) == size_class]
         room = val_fraction * sum(document.n_bytes for document in members)
         for document in members:
             if document.n_bytes <= room:
@@ -143,10 +130,10 @@ def split_documents(documents: list[Document], val_fraction: float) -> dict[str,
                 room -= document.n_bytes
     if not held_out:  # a handful of files
         held_out.add(min(ordered, key=lambda document: document.n_bytes).name)
-    return {
-        "val": [document for document in ordered if document.name in held_out],
-        "train": [document for document in ordered if document.name not in held_out],
-    }
+    splits: dict[str, list[Document]] = {"val": [], "train": []}
+    for document in ordered:
+        splits["val" if document.name in held_out else "train"].append(document)
+    return splits
 
 
 def build(
@@ -159,7 +146,7 @@ def build(
     """Make the dataset in folder `out`, or find it finished there; returns the content of dataset.json.
 
     Args:
-        roots: folders of sources by the prefix of their files' names; see `source_roots`.
+        roots: as `source_roots` returns them.
         shard_size: tokens per shard.
         val_fraction: share of the bytes held out, in (0, 1).
     Raises:
@@ -167,20 +154,14 @@ def build(
     """
     out = Path(out)
     encoding = get_tokenizer(tokenizer)
-    settings = {
-        "tokenizer": tokenizer,
-        "shard_size": shard_size,
-        "val_fraction": val_fraction,
-        "site_packages": len(roots) > 1,
-    }
-    finished = _finished(out, settings)
-    if finished is not None:
-        python = finished.get("python", "?")
-        print(f"{out}: finished before, from Python {python}; nothing to do (delete it to rebuild it)")
+    settings = {"tokenizer": tokenizer, "shard_size": shard_size, "val_fraction": val_fraction}
+    settings["site_packages"] = len(roots) > 1
+    if finished := _finished(out, settings):
+        print(f"{out}: finished before, from {finished['source']}; nothing to do (delete it to rebuild it)")
         return finished
     documents, skipped = collect(roots)
     splits = split_documents(documents, val_fraction)
-    begin_dataset(out)
+    dataset.begin_dataset(out)
     for stale in out.glob(f"{DATASET}_*_*.bin"):
         stale.unlink()
     python = platform.python_version()
@@ -192,68 +173,41 @@ def build(
     }  # fmt: skip
     n_long = 0
     for split, members in splits.items():
-        with (
-            ShardWriter(out, DATASET, split, shard_size, len(info["shards"])) as writer,
-            progress_bar(split, sum(document.n_bytes for document in members), "B") as bar,
-        ):
+        with ShardWriter(out, DATASET, split, shard_size, len(info["shards"])) as writer:
             for document in members:
                 tokens = [encoding.eot_token, *encoding.encode_ordinary(document.text)]
                 writer.add(tokens)
                 n_long += len(tokens) if len(tokens) >= LONG_DOCUMENT else 0
-                bar.update(document.n_bytes)
         info["shards"] += writer.files
         info["splits"][split] = writer.counts(len(members))
-    finish_dataset(out, info)
+    dataset.finish_dataset(out, info)
     _print_summary(out, info, sum(document.n_bytes for document in documents), skipped, n_long)
-    return dataset_info(out)
+    return dataset.dataset_info(out)
 
 
 def _finished(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """The content of dataset.json if the folder is complete and was made with these settings, else None."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: expected a folder or nothing there")
-    foreign = [path.name for path in out.glob("*.bin") if not path.name.startswith(f"{DATASET}_")]
-    if foreign:
-        raise UserError(f"{out}: holds {foreign[0]}, another dataset: choose another folder with --out")
-    if not (out / INFO_NAME).exists() and not (out / UNFINISHED_NAME).exists():
-        return None
-    try:
-        info = dataset_info(out)
-        for split in ("val", "train"):
-            TokenStream(out, split)
-    except UserError as e:
-        print(f"rebuilding: {e}")
-        return None
-    if info.get("dataset") != DATASET:
-        raise UserError(f"{out}: holds another dataset: choose another folder with --out")
-    for key, value in settings.items():
-        made_with = info.get("settings", {}).get(key)
-        if made_with != value:
-            print(f"{out}: rebuilding: made with {key} = {made_with}, now {value}")
+    for path in out.glob("*.bin"):
+        if not path.name.startswith(f"{DATASET}_"):
+            raise UserError(f"{out}: holds {path.name}, another dataset: choose another folder with --out")
+    info = dataset.finished_info(out)
+    for key, value in settings.items() if info else ():
+        if info and info.get("settings", {}).get(key) != value:
+            print(f"{out}: rebuilding: made with {key} = {info['settings'].get(key)}, now {value}")
             return None
     return info
 
 
 def _print_summary(out: Path, info: dict[str, Any], n_bytes: int, skipped: Counter[str], n_long: int) -> None:
-    splits = info["splits"]
-    n_tokens = sum(split["tokens"] for split in splits.values())
-    n_files = sum(split["documents"] for split in splits.values())
+    n_tokens, n_files = (sum(s[key] for s in info["splits"].values()) for key in ("tokens", "documents"))
     left_out = ", ".join(f"{n} {reason}" for reason, n in sorted(skipped.items())) or "none"
     print(f"source   {info['source']}")
     print(f"files    {n_files}, {n_bytes / 1e6:.2f} MB; skipped: {left_out}")
-    print_splits(info)
+    dataset.print_splits(info)
     print(f"long     {n_long / n_tokens:.0%} of tokens in documents of {LONG_DOCUMENT:,} tokens or more")
     print(f"written  {out}")
-
-
-def _val_fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number between 0 and 1")
-    return value
 
 
 def main() -> None:
@@ -263,16 +217,12 @@ def main() -> None:
     add("--out", type=Path, metavar="DIR", help="folder to write (default: data/python_<tokenizer>)")
     add("--site-packages", action="store_true", help="take the installed packages' sources too")
     add("--shard-size", metavar="N", type=positive_int, default=10**8, help="tokens (default: %(default)s)")
-    add(
-        "--val-fraction",
-        metavar="F",
-        type=_val_fraction,
-        default=0.05,
-        help="held out (default: %(default)s)",
-    )
+    add("--val-fraction", metavar="F", type=float, default=0.05, help="held out (default: %(default)s)")
     args = parser.parse_args()
     if args.shard_size > MAX_TOKENS:
         parser.error(f"--shard-size {args.shard_size}: expected at most {MAX_TOKENS}")
+    if not 0 < args.val_fraction < 1:
+        parser.error(f"--val-fraction {args.val_fraction}: expected a number between 0 and 1")
     out = args.out or Path(__file__).parent / f"python_{args.tokenizer}"
     build(source_roots(args.site_packages), out, args.tokenizer, args.shard_size, args.val_fraction)
 

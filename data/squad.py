@@ -32,6 +32,7 @@ import numpy as np
 import tiktoken
 
 from data.dataset import begin_dataset, finish_dataset
+from data.documents import naming
 from data.shards import ShardWriter
 from data.tokenizer import TOKENIZERS, get_tokenizer
 from infra.cli import ArgumentParser, UserError, run_main
@@ -65,10 +66,9 @@ def from_files(train: Path, val: Path | None) -> tuple[dict[str, list[Question]]
     if val:
         return {"val": list(read_json(val)), "train": questions}, f"{train}, {val}"
     held_out = set(list(dict.fromkeys(q.article for q in questions))[::HELD_OUT])
-    splits = {
-        "val": [q for q in questions if q.article in held_out],
-        "train": [q for q in questions if q.article not in held_out],
-    }
+    splits: dict[str, list[Question]] = {"val": [], "train": []}
+    for question in questions:
+        splits["val" if question.article in held_out else "train"].append(question)
     return splits, str(train)
 
 
@@ -99,7 +99,8 @@ def from_hub() -> tuple[dict[str, list[Question]], str]:
     """As `from_files`, by `datasets`; offline from its cache."""
     import datasets
 
-    try:
+    hint = "; without a network give SQuAD's own files: --train train-v2.0.json --val dev-v2.0.json"
+    with naming(f"{HUB_NAME} on the hub", hint):
         found = datasets.load_dataset(HUB_NAME)
         splits = {
             split: [
@@ -109,12 +110,6 @@ def from_hub() -> tuple[dict[str, list[Question]], str]:
             ]
             for split, name in HUB_SPLITS.items()
         }
-    except Exception as e:  # which errors these are depends on the version of `datasets`
-        reason = " ".join(f"{type(e).__name__}: {e}".split())[:160]
-        raise UserError(
-            f"{HUB_NAME}: cannot be read from the hub ({reason}); without a network give SQuAD's own files: "
-            "--train train-v2.0.json --val dev-v2.0.json"
-        ) from None
     return splits, HUB_NAME
 
 

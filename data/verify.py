@@ -17,18 +17,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data.dataset import (
-    HOW_TO_PREPARE,
-    INFO_NAME,
-    UNFINISHED_NAME,
-    TokenStream,
-    check_folder,
-    dataset_info,
-    find_shards,
-    progress_bar,
-    read_info,
-    split_of,
-)
+from data import dataset
+from data.dataset import HOW_TO_PREPARE, INFO_NAME, UNFINISHED_NAME, TokenStream
 from data.shards import open_tokens
 from data.tokenizer import get_tokenizer
 from infra.cli import ArgumentParser, UserError, run_main
@@ -67,10 +57,10 @@ def survey(folder: str | Path, split: str) -> Survey:
         UserError: as `TokenStream` does; a shard that cannot be read.
     """
     stream = TokenStream(folder, split)  # checks the folder
-    paths = find_shards(stream.folder, split)
+    paths = dataset.find_shards(stream.folder, split)
     head, n_pieces = -1, 0
     long = np.zeros((len(LONG), 2), dtype=np.int64)
-    with progress_bar(f"scanning {split}", stream.n_tokens, "tok", leave=False) as bar:
+    with dataset.progress_bar(f"scanning {split}", stream.n_tokens, "tok", leave=False) as bar:
         for lengths in _piece_lengths(_split_chunks(paths, bar), stream.vocab_size - 1):
             n_pieces += len(lengths)
             for i, limit in enumerate(LONG):
@@ -107,9 +97,9 @@ def _split_chunks(paths: list[Path], bar: tqdm) -> Iterator[np.ndarray]:
 
 
 def _print_info(folder: Path) -> None:
-    info = dataset_info(folder)
+    info = dataset.dataset_info(folder)
     names = sorted((path.name for path in folder.glob("*.bin")), key=lambda name: (name[-10:], name))
-    splits = dict.fromkeys(split for name in names if (split := split_of(name)))
+    splits = dict.fromkeys(split for name in names if (split := dataset.split_of(name)))
     splits |= {split: None for split, counts in info.get("splits", {}).items() if counts["tokens"]}
     if not splits:
         raise UserError(f"{folder}: no shards named like fineweb_train_000001.bin; {HOW_TO_PREPARE}")
@@ -154,16 +144,6 @@ def _print_peeks(folder: Path, surveys: dict[str, Survey]) -> None:
 # ---------------------------------------------------------------- verify
 
 
-@dataclass
-class Count:
-    """What was read of a shard or of a split."""
-
-    shards: int = 0
-    tokens: int = 0
-    documents: int = 0
-    sha256: str = ""  # of the shard's file; of the split's tokens ("" if one of its shards is damaged)
-
-
 class Verification:
     """Every byte of a dataset, read once and compared with its dataset.json.
 
@@ -179,10 +159,10 @@ class Verification:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = check_folder(folder)
+        self.folder = dataset.check_folder(folder)
         self.problems: list[str] = []
         try:
-            self.info = read_info(self.folder)
+            self.info = dataset.read_info(self.folder)
         except UserError as e:
             self.problems.append(f"{e}; hashes and range of tokens could not be checked")
             self.info = {"vocab_size": 65536}  # all that fits uint16
@@ -199,7 +179,7 @@ class Verification:
         splits = self._shards_by_split()
         paths = [self.folder / name for name in self.found]
         size = sum(path.stat().st_size for path in paths if path.exists())  # not a dangling link
-        with progress_bar("verifying", size, "B", leave=False) as self.bar:
+        with dataset.progress_bar("verifying", size, "B", leave=False) as self.bar:
             self.counts = {split: self._check_split(split, names) for split, names in splits.items()}
 
     def _problem(self, name: str, what: str) -> None:
@@ -209,7 +189,7 @@ class Verification:
         """The shards listed and those found, in the order of the stream."""
         splits: dict[str, list[str]] = {split: [] for split in self.info.get("splits", {})}
         for name in sorted(self.found | self.listed.keys(), key=lambda name: (name[-10:], name)):
-            split = split_of(name)
+            split = dataset.split_of(name)
             if split is None or "/" in name:
                 listed = f"listed in {INFO_NAME}; " if name in self.listed else ""
                 self._problem(name, f"{listed}expected a name like fineweb_train_000001.bin")
@@ -219,75 +199,69 @@ class Verification:
                 splits.setdefault(split, []).append(name)
         for split in splits if "shards" not in self.info else ():
             try:
-                find_shards(self.folder, split)
+                dataset.find_shards(self.folder, split)
             except UserError as e:
                 self.problems.append(str(e))
         return splits
 
-    def _check_split(self, split: str, names: list[str]) -> Count:
-        count, digest, intact = Count(), hashlib.sha256(), True
+    def _check_split(self, split: str, names: list[str]) -> dict[str, Any]:
+        """Counts of what was read, with the split's sha256 if none of its shards is damaged."""
+        count: dict[str, Any] = {"shards": 0, "tokens": 0, "documents": 0}
+        digest = hashlib.sha256()
         for name in names:
-            shard = self._check_shard(name, digest)
-            intact = intact and shard is not None
-            if shard is not None:
-                count.shards += 1
-                count.tokens += shard.tokens
-                count.documents += shard.documents
+            if read := self._check_shard(name, digest):
+                count = {"shards": count["shards"] + 1, "tokens": count["tokens"] + read[0],
+                         "documents": count["documents"] + read[1]}  # fmt: skip
         if "shards" not in self.info:
             return count
-        counts = {"tokens": sum(self.listed[name]["tokens"] for name in names), "shards": len(names)}
-        if intact:
-            count.sha256 = digest.hexdigest()
-            counts |= {"documents": count.documents, "sha256": count.sha256}
         if split not in self.info["splits"]:
             self._problem(INFO_NAME, f"splits: no {split}, though shards of it are listed")
             return count
-        for key, value in counts.items():
+        listed = {"tokens": sum(self.listed[name]["tokens"] for name in names), "shards": len(names)}
+        if count["shards"] == len(names):
+            count["sha256"] = digest.hexdigest()
+            listed = count
+        for key, value in listed.items():
             found = self.info["splits"][split][key]
             if found != value:
                 self._problem(INFO_NAME, f"splits.{split}.{key} = {found!r}: the shards have {value!r}")
         return count
 
-    def _check_shard(self, name: str, stream: Any) -> Count | None:
-        """Read a shard, update the hash `stream` with its tokens, and compare; None if it is damaged."""
+    def _check_shard(self, name: str, stream: Any) -> tuple[int, int] | None:
+        """Read a shard, update the hash `stream`, and compare: its tokens and documents; None if damaged."""
+        eot, entry = self.info["vocab_size"] - 1, self.listed.get(name)
+        n_tokens, n_documents, n_bad, first_bad = 0, 0, 0, ""
         if name not in self.found:
             self._problem(name, f"missing: {INFO_NAME} lists it")
             return None
         try:
-            shard = self._read_shard(name, stream)
+            with open_tokens(self.folder / name) as (header, chunks):
+                digest = hashlib.sha256(header)
+                for chunk in chunks:
+                    if self.listed:  # else no hashes are known
+                        digest.update(chunk.data)
+                        stream.update(chunk.data)
+                    bad = np.flatnonzero(chunk > eot)
+                    if len(bad):
+                        first_bad = first_bad or f"token {chunk[bad[0]]} at position {n_tokens + bad[0]}"
+                    n_bad += len(bad)
+                    n_tokens += len(chunk)
+                    n_documents += int(np.count_nonzero(chunk == eot))
+                    self.bar.update(chunk.nbytes)
         except UserError as e:
             self.problems.append(str(e))
             return None
-        entry = self.listed.get(name)
-        if entry and shard.tokens != entry["tokens"]:
-            self._problem(name, f"{shard.tokens} tokens: {INFO_NAME} lists {entry['tokens']}")
-        elif entry and shard.sha256 != entry["sha256"]:
-            found, listed = shard.sha256[:12], entry["sha256"][:12]
-            self._problem(name, f"sha256 {found}...: {INFO_NAME} lists {listed}...")
-        else:
-            return shard
-        return None
-
-    def _read_shard(self, name: str, stream: Any) -> Count:
-        eot, shard, n_bad, first_bad = self.info["vocab_size"] - 1, Count(1), 0, ""
-        with open_tokens(self.folder / name) as (header, chunks):
-            digest = hashlib.sha256(header)
-            for chunk in chunks:
-                if self.listed:  # else no hashes are known
-                    digest.update(chunk.data)
-                    stream.update(chunk.data)
-                bad = np.flatnonzero(chunk > eot)
-                if len(bad):
-                    first_bad = first_bad or f"token {chunk[bad[0]]} at position {shard.tokens + bad[0]}"
-                    n_bad += len(bad)
-                shard.tokens += len(chunk)
-                shard.documents += int(np.count_nonzero(chunk == eot))
-                self.bar.update(chunk.nbytes)
         if n_bad:
             more = f", and {n_bad - 1:,} more" if n_bad > 1 else ""
             self._problem(name, f"{first_bad}{more}: expected tokens below the vocabulary size {eot + 1}")
-        shard.sha256 = digest.hexdigest()
-        return shard
+        if entry and n_tokens != entry["tokens"]:
+            self._problem(name, f"{n_tokens} tokens: {INFO_NAME} lists {entry['tokens']}")
+        elif entry and digest.hexdigest() != entry["sha256"]:
+            found, listed = digest.hexdigest()[:12], entry["sha256"][:12]
+            self._problem(name, f"sha256 {found}...: {INFO_NAME} lists {listed}...")
+        else:
+            return n_tokens, n_documents
+        return None
 
 
 def _print_verification(folder: Path) -> None:
@@ -295,17 +269,13 @@ def _print_verification(folder: Path) -> None:
     if result.problems:
         raise UserError("\n".join(result.problems))
     for split, count in result.counts.items():
-        sha256 = f", sha256 {count.sha256}" if count.sha256 else ""
-        print(
-            f"{split:8} {count.shards} shards, {count.tokens:,} tokens, {count.documents:,} documents{sha256}"
-        )
+        print(f"{split:8} " + ", ".join(f"{key} {value}" for key, value in count.items()))
     if "shards" not in result.info:
         print(
             f"no {INFO_NAME}, so no recorded hashes: checked that names, headers and sizes are those of "
             f"whole shards without gaps, and all tokens below gpt2's {result.info['vocab_size']}"
         )
-    n_shards = sum(count.shards for count in result.counts.values())
-    n_tokens = sum(count.tokens for count in result.counts.values())
+    n_shards, n_tokens = (sum(c[key] for c in result.counts.values()) for key in ("shards", "tokens"))
     print(f"ok: {n_shards} shards, {n_tokens:,} tokens, every byte checked")
 
 

@@ -16,7 +16,6 @@ from data import shards
 from data.dataset import begin_dataset, finish_dataset
 from data.shards import write_shard
 from data.verify import Verification, survey
-from infra.cli import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 EOT = 256  # of the bytes tokeniser
@@ -94,8 +93,7 @@ def slow_survey(tokens: list[int]) -> tuple[int, int, dict[int, tuple[int, int]]
     return len(lengths), head, long
 
 
-@pytest.mark.parametrize("shard_size", [700, 5000, 10**6])
-@pytest.mark.parametrize("chunk", [64, 1000, 2**21])
+@pytest.mark.parametrize(("shard_size", "chunk"), [(700, 64), (5000, 1000), (10**6, 2**21)])
 def test_survey_is_the_slow_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_size: int, chunk: int
 ) -> None:
@@ -121,14 +119,6 @@ def test_survey_of_a_split_inside_one_document(tmp_path: Path) -> None:
     assert s.long == {1024: (0, 5000), 4096: (0, 5000), 16384: (0, 0)}
 
 
-def test_survey_of_damage_is_one_line(dataset: Path) -> None:
-    path = train_shard(dataset, 3)
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(UserError, match="truncated") as error:
-        survey(dataset, "train")
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
-
-
 # ---------------------------------------------------------------- verify
 
 
@@ -140,9 +130,8 @@ def test_healthy_datasets_have_no_problems(dataset: Path) -> None:
     assert verify(dataset) == []
 
 
-@pytest.mark.parametrize("chunk", [64, 999])
-def test_verify_does_not_depend_on_chunks(dataset: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(shards, "CHUNK_TOKENS", chunk)
+def test_verify_does_not_depend_on_chunks(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "CHUNK_TOKENS", 999)
     assert verify(dataset) == []
     flip(train_shard(dataset, 3), 1024 + 2 * 77_777 + 1)
     assert [line.split(": ")[0] for line in verify(dataset)] == [str(train_shard(dataset, 3))] * 2
@@ -263,15 +252,6 @@ def test_listed_names_stay_inside_the_folder(dataset: Path) -> None:
     assert any(line.startswith(f"{train_shard(dataset, 3)}: not listed") for line in lines)
 
 
-def test_nothing_to_verify(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "empty").mkdir()
-    for name, part in (("none", "no such"), ("file", "a file"), ("empty", "no shards")):
-        with pytest.raises(UserError, match=part) as error:
-            verify(tmp_path / name)
-        assert str(error.value).startswith(f"{tmp_path / name}: ") and "\n" not in str(error.value)
-
-
 # ---------------------------------------------------------------- the commands
 
 
@@ -342,7 +322,6 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     for args, part in (
         ((), "command, DIR"),
         (("look", tmp_path), "'look'"),
-        (("info",), "DIR"),
         (("info", tmp_path), "no shards"),
         (("verify", tmp_path), "no shards"),
         (("info", tmp_path / "none"), "no such data folder"),
