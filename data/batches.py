@@ -61,8 +61,8 @@ def train_batch(
 def val_windows(stream: TokenStream, n_tokens: int, seq_len: int) -> int:
     """How many windows of `seq_len` predictions fit the first `n_tokens` predictions of the stream.
 
-    Fewer if the stream is shorter: its first token is not predicted. To score exactly the same tokens at
-    several lengths, ask for an `n_tokens` that all of them divide and the stream holds.
+    Fewer if the stream is shorter: its first token is not predicted. An `n_tokens` that several lengths
+    divide scores the same tokens at each.
 
     Raises:
         UserError: not even one window fits.

@@ -249,7 +249,7 @@ def tokenise(path: Path, tokenizer: str) -> None:
     block, encoding = pickle.loads(path.read_bytes()), get_tokenizer(tokenizer)
     eot = np.array([encoding.eot_token], TOKEN)
     n = len(block.rows)
-    parts, lengths, notes = [np.empty(0, TOKEN)], np.zeros(n, np.int64), np.zeros(n, np.uint8)
+    parts, lengths, notes = [eot[:0]], np.zeros(n, np.int64), np.zeros(n, np.uint8)
     for i, row in enumerate(block.rows):
         try:
             text, repaired = _text(row or b"", block.json_key)
@@ -276,12 +276,7 @@ def _text(row: bytes, json_key: str | None) -> tuple[str, bool]:
     except (ValueError, RecursionError) as e:
         raise ValueError(f"not valid JSON: {e}") from None
     found = value.get(json_key, 0) if isinstance(value, dict) else 0
-    if found is None:
-        return "", repaired
-    if not isinstance(found, str):
+    if not isinstance(found, str | None):
         raise ValueError(f'{str(value)[:60]!r}: expected an object with a string "{json_key}"')
-    try:
-        found.encode()
-    except UnicodeEncodeError:  # JSON can write half a surrogate pair
-        return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), True
-    return found, repaired
+    text = (found or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text, repaired or text != (found or "")  # JSON can write half a surrogate pair

@@ -38,7 +38,6 @@ def write_shard(path: str | Path, tokens: Sequence[int] | np.ndarray) -> str:
     """Write a shard that is either complete under its name or absent.
 
     Args:
-        path: the file to create or replace; its folder exists.
         tokens: (n,) integers, 1 <= n < 2**31, each in 0..65535.
     Returns:
         The sha256 of the file, in hex.
@@ -55,8 +54,7 @@ def write_shard(path: str | Path, tokens: Sequence[int] | np.ndarray) -> str:
 class ShardWriter:
     """Cuts a stream of tokens into shards `{dataset}_{split}_{index:06d}.bin` of `shard_size` tokens.
 
-    A context manager: `add()` documents; leaving it without an exception writes the last, shorter shard.
-    Memory holds one shard: 2 * shard_size bytes.
+    A context manager: leaving it without an exception writes the last, shorter shard. Memory holds one shard.
 
     Attributes:
         files: the finished shards, as dataset.json lists them.
@@ -210,10 +208,9 @@ def _chunks(f: BufferedReader) -> Iterator[np.ndarray]:
 
 def check_header(path: str | Path, header: bytes, size: int) -> None:
     """Raises UserError, naming what was found and expected, unless the header agrees with the file's size."""
-    if size == 0:
-        raise UserError(f"{path}: empty file: expected a {HEADER_BYTES}-byte header and tokens")
     if len(header) < HEADER_BYTES:
-        raise UserError(f"{path}: {len(header)} bytes, too short: expected a {HEADER_BYTES}-byte header")
+        what = f"{size} bytes, too short" if size else "empty file"
+        raise UserError(f"{path}: {what}: expected a {HEADER_BYTES}-byte header and tokens")
     magic, version, n_tokens = (int(n) for n in np.frombuffer(header, "<i4", count=3))
     if magic != MAGIC:
         raise UserError(f"{path}: magic number {magic}: expected {MAGIC}, an llm.c token shard")

@@ -6,6 +6,8 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,11 @@ needs_gpt2 = pytest.mark.skipif(
 )
 
 
-def one_line(error: pytest.ExceptionInfo[UserError], *parts: object) -> None:
+@contextmanager
+def one_line(*parts: object) -> Iterator[None]:
+    """The block raises a UserError of one line with these parts."""
+    with pytest.raises(UserError) as error:
+        yield
     message = str(error.value)
     assert "\n" not in message and all(str(part) in message for part in parts), message
 
@@ -49,17 +55,15 @@ def test_gpt2_tokenizer() -> None:
 
 
 def test_tokenizer_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError) as error:
+    with one_line("'gpt3'", "bytes, gpt2"):
         get_tokenizer("gpt3")
-    one_line(error, "'gpt3'", "bytes, gpt2")
 
     def unreachable(name: str) -> None:
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr("tiktoken.get_encoding", unreachable)
-    with pytest.raises(UserError) as error:
+    with one_line("TIKTOKEN_CACHE_DIR", "no route to host"):
         get_tokenizer("gpt2")
-    one_line(error, "TIKTOKEN_CACHE_DIR", "no route to host")
 
 
 # ---------------------------------------------------------------- the Python corpus
@@ -148,28 +152,24 @@ def test_corpus_is_reused_or_rebuilt(
 def test_corpus_spares_another_dataset(sources: Path, tmp_path: Path) -> None:
     toy = make_dataset(tmp_path / "toy")
     before = sorted(path.stat().st_mtime_ns for path in toy.iterdir())
-    with pytest.raises(UserError) as error:
+    with one_line(toy, "another dataset"):
         python_source.build({"": sources}, toy)
-    one_line(error, toy, "another dataset")
     assert sorted(path.stat().st_mtime_ns for path in toy.iterdir()) == before
 
 
 def test_corpus_without_sources(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as error:
+    with one_line(tmp_path / "none", "no such folder"):
         python_source.build({"": tmp_path / "none"}, tmp_path / "out")
-    one_line(error, tmp_path / "none", "no such folder")
     (tmp_path / "lib").mkdir()
-    with pytest.raises(UserError) as error:
+    with one_line("0 Python files"):
         python_source.build({"": tmp_path / "lib"}, tmp_path / "out")
-    one_line(error, "0 Python files")
     assert not (tmp_path / "out").exists()
 
 
 def test_missing_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "python311.zip"))
-    with pytest.raises(UserError) as error:
+    with one_line(tmp_path / "python311.zip"):
         python_source.source_roots(False)
-    one_line(error, tmp_path / "python311.zip")
 
 
 def run_script(*args: str) -> subprocess.CompletedProcess[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +38,13 @@ def stream(tmp_path: Path, tokens: np.ndarray) -> TokenStream:
     return TokenStream(tmp_path, "train")
 
 
-def one_line(error: pytest.ExceptionInfo[UserError], *parts: object) -> None:
+@contextmanager
+def one_line(*parts: object) -> Iterator[None]:
+    """The block raises a UserError of one line with these parts."""
+    with pytest.raises(UserError) as error:
+        yield
     message = str(error.value)
-    assert "\n" not in message
-    for part in parts:
-        assert str(part) in message
+    assert "\n" not in message and all(str(part) in message for part in parts), message
 
 
 # ---------------------------------------------------------------- format
@@ -62,20 +66,17 @@ def test_shard_round_trip_and_layout(tmp_path: Path) -> None:
 def test_write_refuses_what_is_no_uint16(tmp_path: Path, bad: int) -> None:
     path = tmp_path / "toy_val_000000.bin"
     write_shard(path, [1, 2])
-    with pytest.raises(UserError) as error:
+    with one_line(path, f"token {bad} does not fit"):
         write_shard(path, np.array([0, bad, 5], dtype=np.int64))
-    one_line(error, path, f"token {bad} does not fit")
     assert open_shard(path, 10).tolist() == [1, 2]  # the old file is untouched
 
 
 def test_write_refuses_floats_none_and_missing_folders(tmp_path: Path) -> None:
     for tokens, part in ((np.array([1.5]), "float64"), ([], "0 tokens")):
-        with pytest.raises(UserError) as error:
+        with one_line(tmp_path / "toy_val_000000.bin", part):
             write_shard(tmp_path / "toy_val_000000.bin", tokens)
-        one_line(error, tmp_path / "toy_val_000000.bin", part)
-    with pytest.raises(UserError) as error:
+    with one_line("cannot be written"):
         write_shard(tmp_path / "none" / "toy_val_000000.bin", [1])
-    one_line(error, "cannot be written")
 
 
 def _header(magic: int = 20240520, version: int = 1, count: int = 4) -> bytes:
@@ -99,16 +100,14 @@ def _header(magic: int = 20240520, version: int = 1, count: int = 4) -> bytes:
 def test_every_damage_is_named(tmp_path: Path, content: bytes, parts: list[str]) -> None:
     path = tmp_path / "toy_train_000001.bin"
     path.write_bytes(content)
-    with pytest.raises(UserError) as error:
+    with one_line(path, *parts):
         open_shard(path, 257)
-    one_line(error, path, *parts)
 
 
 def test_unreadable_shards_are_named(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.bin", tmp_path):
-        with pytest.raises(UserError) as error:
+        with one_line(path, "cannot be read"):
             open_shard(path, 257)
-        one_line(error, path, "cannot be read")
 
 
 def test_a_large_shard_is_sampled_at_both_ends(tmp_path: Path) -> None:
@@ -117,16 +116,14 @@ def test_a_large_shard_is_sampled_at_both_ends(tmp_path: Path) -> None:
         tokens = np.zeros(100_000, dtype=np.int64)
         tokens[position] = 300
         write_shard(path, tokens)
-        with pytest.raises(UserError) as error:
+        with one_line(f"token 300 at position {position}"):
             open_shard(path, 257)
-        one_line(error, f"token 300 at position {position}")
 
 
 def test_missing_data_says_how_to_prepare_it(tmp_path: Path) -> None:
     for folder in (tmp_path / "none", tmp_path):
-        with pytest.raises(UserError) as error:
+        with one_line(folder, "data.python_source", "README.md"):
             TokenStream(folder, "train")
-        one_line(error, folder, "data.python_source", "README.md")
 
 
 def test_gaps_and_mixtures_are_refused(tmp_path: Path) -> None:
@@ -136,18 +133,15 @@ def test_gaps_and_mixtures_are_refused(tmp_path: Path) -> None:
     for index in (1, 2):
         path = tmp_path / f"toy_train_{index:06d}.bin"
         path.unlink()
-        with pytest.raises(UserError) as error:
+        with one_line(path, "missing"):
             TokenStream(tmp_path, "train")
-        one_line(error, path, "missing")
         write_shard(path, [9])
     write_shard(tmp_path / "other_train_000005.bin", [1])
-    with pytest.raises(UserError) as error:
+    with one_line(tmp_path, "other, toy"):
         TokenStream(tmp_path, "train")
-    one_line(error, tmp_path, "other, toy")
     (tmp_path / "other_train_000005.bin").rename(tmp_path / "toy_train_5.bin")
-    with pytest.raises(UserError) as error:
+    with one_line("toy_train_5.bin", "expected a name like"):
         TokenStream(tmp_path, "train")
-    one_line(error, "toy_train_5.bin", "expected a name like")
 
 
 def test_several_val_shards_before_train(tmp_path: Path) -> None:
@@ -195,26 +189,22 @@ def test_shards_must_be_those_in_dataset_json(tmp_path: Path) -> None:
     make_dataset(tmp_path)
     last = tmp_path / "toy_train_000005.bin"
     last.unlink()  # no gap in the numbers
-    with pytest.raises(UserError) as error:
+    with one_line(last, "missing"):
         TokenStream(tmp_path, "train")
-    one_line(error, last, "missing")
     write_shard(last, [1])
-    with pytest.raises(UserError) as error:
+    with one_line(last, "1 tokens", "lists 2"):
         TokenStream(tmp_path, "train")
-    one_line(error, last, "1 tokens", "lists 2")
     write_shard(last, [1, 2])
     write_shard(tmp_path / "toy_train_000006.bin", [1])
-    with pytest.raises(UserError) as error:
+    with one_line("toy_train_000006.bin", "not listed"):
         TokenStream(tmp_path, "train")
-    one_line(error, "toy_train_000006.bin", "not listed")
 
 
 def test_unfinished_dataset_is_refused(tmp_path: Path) -> None:
     make_dataset(tmp_path)
     begin_dataset(tmp_path)
-    with pytest.raises(UserError) as error:
+    with one_line(tmp_path, "did not finish"):
         TokenStream(tmp_path, "train")
-    one_line(error, tmp_path, "did not finish")
 
 
 @pytest.mark.parametrize(
@@ -232,17 +222,15 @@ def test_damaged_dataset_json_is_named(tmp_path: Path, key: str, value: object, 
     make_dataset(tmp_path)
     path = tmp_path / "dataset.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    with pytest.raises(UserError) as error:
+    with one_line(path, *parts):
         dataset_info(tmp_path)
-    one_line(error, path, *parts)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00"])
 def test_dataset_json_that_is_no_object(tmp_path: Path, text: str) -> None:
     (tmp_path / "dataset.json").write_text(text)
-    with pytest.raises(UserError) as error:
+    with one_line(tmp_path / "dataset.json"):
         dataset_info(tmp_path)
-    one_line(error, tmp_path / "dataset.json")
 
 
 # ---------------------------------------------------------------- stream
@@ -367,9 +355,7 @@ def test_too_short_for_one_window(stream: TokenStream) -> None:
         lambda: train_batch(stream, 0, 1, 101, "sequential", 0),
         lambda: train_batch(stream, 0, 1, 101, "shuffled", 0),
     ):
-        with pytest.raises(UserError) as error:
+        with one_line(stream.folder, "101 tokens", "window of length 101"):
             call()
-        one_line(error, stream.folder, "101 tokens", "window of length 101")
-    with pytest.raises(UserError) as error:
+    with one_line(stream.folder, "9 tokens", "window of 10"):
         val_windows(stream, 9, 10)
-    one_line(error, stream.folder, "9 tokens", "window of 10")
