@@ -123,24 +123,19 @@ class AttentionConfig(Section):
             definition = cls.model_validate(self.model_extra)
         except ValidationError as e:
             raise OptionErrors(_problems(e, "attention", cls)) from None
-        problems = []
-        if self.reweight_p and not definition.sums_to_one:
-            problems.append(
-                f"attention.reweight_p = {self.reweight_p}: re-weighting needs non-negative rows that "
-                f"sum to one, which {self.normaliser} with these options does not give"
-            )
-        if self.engine == "sdpa" and (self.reweight_p or not definition.is_rescaled_softmax):
-            problems.append(
-                f"attention.engine = 'sdpa': {self.normaliser} with these options is not a softmax over "
-                "rescaled queries; expected auto, rows or dense"
-            )
-        if self.engine == "triton" and not definition.is_fusible:
-            problems.append(
-                f"attention.engine = 'triton': {self.normaliser} with these options is not phi(x) over its "
-                "row sum or a fixed number; expected auto, rows or dense"
-            )
-        if problems:
-            raise ValueError("\n".join(problems))
+        p, is_softmax = self.reweight_p, definition.is_rescaled_softmax and not self.reweight_p
+        name, engine = f"{self.normaliser} with these options", f"attention.engine = {self.engine!r}"
+        checks = {
+            f"attention.reweight_p = {p}: re-weighting needs non-negative rows that sum to one, which {name} "
+            "does not give": p and not definition.sums_to_one,
+            f"{engine}: {name} is not a softmax over rescaled queries; expected auto, rows or dense":
+                self.engine == "sdpa" and not is_softmax,
+            f"{engine}: {name} is not phi(x) over its row sum or a number; expected auto, rows or dense":
+                self.engine == "triton" and not definition.is_fusible,
+            f"{engine}: {name} is a softmax; expected auto or sdpa": self.engine == "triton" and is_softmax,
+        }  # fmt: skip
+        if any(checks.values()):
+            raise ValueError("\n".join(problem for problem, found in checks.items() if found))
         assert self.model_extra is not None
         self.model_extra.update(definition.model_dump())  # a resolved config states every option
         return self
@@ -198,9 +193,8 @@ class TrainConfig(Section):
     )
     max_skips: int = free(10, ge=1, description="Consecutive skipped steps after which the run stops.")
     outlier_z: float = free(
-        0.0, ge=0, description="Skip steps whose loss or gradient norm is this many standard deviations "
-        "above the mean of the last 128; 0: never.",
-    )  # fmt: skip
+        0.0, ge=0, description="Skip steps this many standard deviations above the last 128; 0: never."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -259,10 +253,7 @@ class LogConfig(Section):
 
     dir: str = free("runs", description="Run folders are made here, as <dir>/<name>.")
     every: int = free(10, ge=1, description="Steps between progress lines; metrics.jsonl has every step.")
-    attention_every: int = free(
-        0, ge=0, description="Steps between measurements of each layer's score standard deviation and "
-        "entropy; 0: never.",
-    )  # fmt: skip
+    attention_every: int = free(0, ge=0, description="Steps between attention statistics by layer; 0: never.")
     wandb: bool = free(False, description="Also log to Weights & Biases.")
     wandb_project: str = free("attention-normalisers", description="W&B project.")
 
