@@ -5,9 +5,7 @@
 
 A file may start with `base = "other.toml"` (relative to itself, any depth) and then lists only what
 it changes. A file with a [sweep] section describes several runs, one for each combination of its values:
-
-    [sweep]
-    "attention.reweight_p" = [1, 3, 15]
+`"attention.reweight_p" = [1, 3, 15]`.
 
 Files are data: nothing in them is executed. Every problem is reported at once, one line each, naming the
 file or override, the key, its value and what was expected.
