@@ -15,6 +15,7 @@ The formulas are in normalisers.py, the engines in engines/:
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Literal, get_args
 
 import torch
@@ -26,8 +27,6 @@ from engines.base import NormaliserModule
 from infra.cli import UserError
 
 Engine = Literal["auto", "dense", "rows", "sdpa", "triton"]
-
-MAX_FUSED_HEAD_DIM = 128
 
 
 def make_normaliser(options: AttentionConfig, n_head: int, head_dim: int, train_len: int) -> NormaliserModule:
@@ -87,11 +86,15 @@ def resolve_engine(
         case "auto" if has_sdpa:
             return "sdpa"
         case "auto":
-            fits = definition.is_fusible and normaliser.head_dim <= MAX_FUSED_HEAD_DIM
-            if device.type != "cuda" or not fits or dtype == torch.float64:
+            if device.type != "cuda" or not definition.is_fusible or dtype == torch.float64:
                 return "rows"
-            from engines import fused
-
+            try:
+                from engines import fused
+            except ImportError as e:  # CUDA without Triton
+                warnings.warn(f"no fused attention here, engine auto takes rows instead: {e}", stacklevel=2)
+                return "rows"
+            if normaliser.head_dim > fused.MAX_HEAD_DIM:
+                return "rows"
             # The self-check cannot be traced: a compiled caller has resolved before, or trusts the kernels.
             trusted = torch.compiler.is_compiling() or not fused.self_check(normaliser, device, dtype).problem
             return "triton" if trusted else "rows"

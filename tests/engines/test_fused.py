@@ -369,6 +369,13 @@ def test_auto_on_cuda(monkeypatch):
     assert resolve_engine(lssar(), "auto", CUDA, torch.bfloat16) == "rows"
 
 
+def test_auto_on_cuda_without_triton(monkeypatch):
+    monkeypatch.delattr("engines.fused")
+    monkeypatch.setitem(sys.modules, "engines.fused", None)
+    with pytest.warns(UserWarning, match="engine auto takes rows instead"):
+        assert resolve_engine(lssar(), "auto", CUDA, torch.bfloat16) == "rows"
+
+
 def check(cfg: AttentionConfig) -> fused.SelfCheck:
     fused._self_check.cache_clear()
     return fused.self_check(make_normaliser(cfg, 2, 16, 300), CPU, torch.float32)
