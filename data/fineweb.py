@@ -47,7 +47,7 @@ from data import dataset, documents
 from data.documents import Block, Cursor, Source, Tokens
 from data.pretokenized import fetch_pretokenized
 from data.shards import MAX_TOKENS, ShardWriter
-from data.tokenizer import TOKENIZERS, get_tokenizer
+from data.tokenizer import TOKENIZERS
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.files import exclusive_lock, read_jsonl, write_atomically
 
@@ -253,7 +253,7 @@ def build(source: Source, out: Path, options: Record, workers: int) -> Record:
             shutil.rmtree(leftover, ignore_errors=True)
         val, *train = (shard["documents"] for shard in cutter.shards)
         info = {key: options[key] for key in ("dataset", "tokenizer")} | {
-            "vocab_size": get_tokenizer(options["tokenizer"]).n_vocab,
+            "vocab_size": TOKENIZERS[options["tokenizer"]],
             "source": source.description,
             "rows": dict(sorted(cutter.rows.items())),
             "splits": {"val": cutter.val.counts(val), "train": cutter.train.counts(sum(train))},
@@ -356,7 +356,6 @@ def _parse_args() -> argparse.Namespace:
 
 def _build(args: argparse.Namespace) -> tuple[Path, Record]:
     tokenizer, column, workers = args.tokenizer or "gpt2", args.column or "text", args.workers or n_cores()
-    get_tokenizer(tokenizer)  # fails, if it must, before anything is read
     options = {"tokenizer": tokenizer, "shard_size": args.shard_size, "max_tokens": args.max_tokens}
     if args.files:
         out = args.out or DATA / "fineweb_files"

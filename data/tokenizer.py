@@ -10,7 +10,7 @@ import tiktoken
 
 from infra.cli import UserError
 
-TOKENIZERS = ("bytes", "gpt2")
+TOKENIZERS = {"bytes": 257, "gpt2": 50257}  # with their number of tokens
 
 
 def get_tokenizer(name: str) -> tiktoken.Encoding:
@@ -41,7 +41,7 @@ def _bytes_encoding() -> tiktoken.Encoding:
         pat_str=r"[\s\S]{1,64}",  # any cut will do: there are no merges
         mergeable_ranks={bytes([i]): i for i in range(256)},
         special_tokens={"<|endoftext|>": 256},
-        explicit_n_vocab=257,
+        explicit_n_vocab=TOKENIZERS["bytes"],
     )
 
 
