@@ -114,17 +114,15 @@ def rope_tables(
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x_i, x_{i + D/2}) by its position's angle.
-
-    Pairs are halves, not neighbours: a fixed permutation of RoPE as published, the same to a trained model.
+    """Rotate each pair of neighbours (x_2i, x_2i+1) by its position's angle.
 
     Args:
         x: (B, H, T, D). cos, sin: (T, D/2) float32.
     Returns:
         (B, H, T, D) in x's dtype, computed in float32.
     """
-    a, b = x.float().chunk(2, dim=-1)  # (B, H, T, D/2) each
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, H, T, D/2) each
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
 
 
 class SplitAndRotate(torch.autograd.Function):
@@ -138,7 +136,8 @@ class SplitAndRotate(torch.autograd.Function):
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         rotated = qkv.new_empty(*qkv.shape[:2], 2, *qkv.shape[3:])  # (B, T, 2, H, D)
-        _rotate((qkv[:, :, 0], qkv[:, :, 1]), cos, sin, out=rotated)
+        for i in range(2):
+            _rotate(qkv[:, :, i], cos, sin, out=rotated[:, :, i])
         q, k = rotated.permute(2, 0, 3, 1, 4)
         return q, k, qkv[:, :, 2].transpose(1, 2)
 
@@ -148,21 +147,22 @@ class SplitAndRotate(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         dq, dk, dv = (d.transpose(1, 2) for d in grads)  # (B, T, H, D) each
         d_qkv = dv.new_empty(*dv.shape[:2], 3, *dv.shape[2:])
-        _rotate((dq, dk), cos, -sin, out=d_qkv)
+        _rotate(dq, cos, -sin, out=d_qkv[:, :, 0])
+        _rotate(dk, cos, -sin, out=d_qkv[:, :, 1])
         d_qkv[:, :, 2] = dv
         return d_qkv, None, None
 
 
-def _rotate(pair: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """out[:, :, i] = pair[i] * cos + swapped halves of pair[i] * sin, in float32; pair (B, T, H, D) each."""
-    n_head, half = out.shape[3], out.shape[4] // 2
-    cos, sin = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]  # (T, 1, D)
-    if out.device.type == "cpu":  # a broadcast over heads would cut the vectorised loops to D elements
-        cos, sin = (t.expand(-1, n_head, -1).contiguous() for t in (cos, sin))
-    for i, x in enumerate(pair):
-        y = out[:, :, i] if out.dtype == torch.float32 else x.new_empty(x.shape, dtype=torch.float32)
-        torch.mul(x, cos, out=y)
-        y[..., :half].addcmul_(x[..., half:], sin[..., :half])
-        y[..., half:].addcmul_(x[..., :half], sin[..., half:])
-        if out.dtype != torch.float32:
-            out[:, :, i] = y
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    """`apply_rope` on (B, T, H, D), into `out`.
+
+    On a CPU as one complex multiplication, which reads and writes each number once; torch.compile, which
+    fuses the real form's passes on a GPU, does not compile complex numbers.
+    """
+    if x.device.type == "cpu" and out.dtype == torch.float32:
+        turns = torch.complex(cos, sin)[:, None].expand(-1, x.shape[2], -1).contiguous()  # (T, H, D/2)
+        x = x.float() if x.stride(-1) == 1 else x.float().contiguous()
+        pairs, rotated = (torch.view_as_complex(t.unflatten(-1, (-1, 2))) for t in (x, out))
+        torch.mul(pairs, turns, out=rotated)
+    else:
+        out.copy_(apply_rope(x.transpose(1, 2), cos, sin).transpose(1, 2))

@@ -123,6 +123,11 @@ def convert_model(model: GPT, architecture: str, eot_token: int) -> Any:
     return converted
 
 
+def halves_from_neighbours(t: Tensor, n_head: int) -> Tensor:
+    """Rows of q or k, (H D, ...), in the order of transformers' RoPE, whose pairs are (x_i, x_{i + D/2})."""
+    return t.unflatten(0, (n_head, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
 def llama_tensors(model: GPT) -> dict[str, Tensor]:
     """The parameters under Llama's names, without the output layer."""
     m, ours = model.config.model, model.state_dict()
@@ -137,7 +142,8 @@ def llama_tensors(model: GPT) -> dict[str, Tensor]:
         for kind in ("weight", "bias") if m.bias else ("weight",):
             parts = ours[f"{here}.attention.qkv.{kind}"].chunk(3)
             for name, part in zip("qkv", parts, strict=True):
-                tensors[f"{there}.self_attn.{name}_proj.{kind}"] = part
+                rotated = part if name == "v" else halves_from_neighbours(part, m.n_head)
+                tensors[f"{there}.self_attn.{name}_proj.{kind}"] = rotated
             tensors[f"{there}.self_attn.o_proj.{kind}"] = ours[f"{here}.attention.out.{kind}"]
             for name in ("gate", "up", "down"):
                 tensors[f"{there}.mlp.{name}_proj.{kind}"] = ours[f"{here}.mlp.{name}.{kind}"]
@@ -149,13 +155,17 @@ def neox_tensors(model: GPT) -> dict[str, Tensor]:
     m, ours = model.config.model, model.state_dict()
     tensors = {"gpt_neox.embed_in.weight": ours["embedding.weight"][: m.vocab_size]}
 
+    def by_head(t: Tensor) -> Tensor:
+        """(3 H D, ...) to (H 3 D, ...)."""
+        q, k, v = t.chunk(3)
+        parts = halves_from_neighbours(q, m.n_head), halves_from_neighbours(k, m.n_head), v
+        return torch.stack([part.unflatten(0, (m.n_head, -1)) for part in parts], 1).flatten(0, 2)
+
     def copy(there: str, here: str) -> None:
         weight = ours[f"{here}.weight"]
         bias = ours.get(f"{here}.bias", torch.zeros(len(weight)))
-        if here.endswith("qkv"):  # (3 H D, ...) to (H 3 D, ...)
-            weight, bias = (
-                t.view(3, m.n_head, m.head_dim, -1).transpose(0, 1).reshape(t.shape) for t in (weight, bias)
-            )
+        if here.endswith("qkv"):
+            weight, bias = (by_head(t) for t in (weight, bias))
         tensors[f"{there}.weight"], tensors[f"{there}.bias"] = weight, bias
 
     copy("gpt_neox.final_layer_norm", "final_norm")

@@ -194,13 +194,13 @@ def plain_forward(gpt: GPT, tokens: torch.Tensor) -> torch.Tensor:
 def rotate(x: torch.Tensor, theta: float = 10000.0, start: int = 0) -> torch.Tensor:
     """RoPE as multiplication of complex numbers by e^(i m w), (T, D), in float64."""
     T, D = x.shape
-    z = torch.complex(x[:, : D // 2].double(), x[:, D // 2 :].double())
+    z = torch.view_as_complex(x.double().view(T, D // 2, 2))
     w = [theta ** (-2 * i / D) for i in range(D // 2)]
     turn = torch.tensor(
         [[complex(math.cos(m * wi), math.sin(m * wi)) for wi in w] for m in range(start, start + T)]
     )
     z = z * turn.to(torch.complex128)
-    return torch.cat((z.real, z.imag), -1)
+    return torch.view_as_real(z).flatten(1)
 
 
 @pytest.mark.parametrize(

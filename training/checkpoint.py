@@ -2,7 +2,7 @@
 
 A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of
 
-    format      2
+    format      3
     step        optimiser steps done
     config      the run's resolved config, as a dict
     model       parameters by their plain names (never torch.compile's or DDP's prefixes)
@@ -34,7 +34,7 @@ from infra.cli import UserError
 from infra.files import atomic_file
 from model import GPT
 
-FORMAT = 2
+FORMAT = 3
 KEYS = {"format", "step", "config", "model", "optimizers", "validation", "guard", "rng", "data"}
 UNREADABLE = (
     OSError,
