@@ -74,7 +74,7 @@ def is_representative(_: int, cfg: AttentionConfig) -> bool:
 
 
 def agree(cfg: AttentionConfig, shape: tuple[int, int], head_dim: int, n_head: int = 1) -> None:
-    """o and all gradients within 2e-5 of float64; within 4e-7 p above p = 50, for p multiplies a score's rounding.
+    """o and all gradients within 2e-5 of float64; 4e-7 p where that is more: p multiplies a score's rounding.
 
     Twice that where up to 3 keys and p = 50 leave one key with its whole row: the gradient vanishes, and
     what remains is D = do.o and dC = do.v, equal but rounded apart, times p.
