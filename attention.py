@@ -46,7 +46,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, engine
 
     Args:
         q: (B, H, Tq, D) after RoPE, the last Tq of the Tk positions.
-        k, v: (B, H, Tk, D).
+        k, v: (B, n_kv_head, Tk, D); head h of q belongs to head h // (H / n_kv_head) of k and v.
         engine: see the top of this file. "auto" is resolved at each call; a model resolves it once
             (`resolve_engine`).
     Returns:

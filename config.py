@@ -45,6 +45,12 @@ class ModelConfig(Section):
 
     n_layer: int = Field(12, ge=1, le=1024, description="Number of transformer blocks.")
     n_head: int = Field(12, ge=1, le=1024, description="Attention heads per block.")
+    n_kv_head: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="Heads of keys and values, each shared by n_head / n_kv_head query heads; 0: n_head.",
+    )
     n_embd: int = Field(768, ge=1, le=65536, description="Width of the residual stream.")
     vocab_size: int = Field(
         50257,
@@ -68,8 +74,20 @@ class ModelConfig(Section):
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
 
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_head or self.n_head
+
+    @property
+    def heads(self) -> str:
+        return f"{self.n_head} heads" + f" ({self.n_kv_head} of keys and values)" * bool(self.n_kv_head)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.n_head % self.kv_heads:
+            raise ValueError(
+                f"model.n_kv_head = {self.n_kv_head}: expected a divisor of model.n_head = {self.n_head}"
+            )
         if self.n_embd % self.n_head:
             raise ValueError(
                 f"model.n_embd = {self.n_embd}: expected a multiple of model.n_head = {self.n_head}"

@@ -46,7 +46,7 @@ class KVCache:
         self.values: list[Tensor | None] = [None] * n_layer
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store (B, H, T, D) behind the positions present; return all of them: (B, H, length + T, D)."""
+        """Store (B, n_kv_head, T, D) behind the positions present; return (B, n_kv_head, length + T, D)."""
         end = self.length + k.shape[2]
         if end > self.max_length:
             raise ValueError(f"KVCache: {end} positions do not fit in max_length = {self.max_length}")
@@ -81,22 +81,22 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention with RoPE and the config's normaliser."""
+    """Causal attention with RoPE and the normaliser; multi-head or grouped-query (Ainslie et al. 2023)."""
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         m = config.model
         self.layer, self.n_head, self.head_dim = layer, m.n_head, m.head_dim
+        self.n_kv_head = m.kv_heads
         self.engine: Engine = config.attention.engine  # resolved by GPT
-        self.qkv = make_linear(m.n_embd, 3 * m.n_embd, m.bias)
+        self.qkv = make_linear(m.n_embd, (m.n_head + 2 * m.kv_heads) * m.head_dim, m.bias)
         self.normaliser = make_normaliser(config.attention, m.n_head, m.head_dim, config.train.seq_len)
         self.out = make_linear(m.n_embd, m.n_embd, m.bias, residual_std(m))
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, C) to q and k after RoPE, and v: (B, H, T, D) each."""
-        B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim)  # (B, T, 3, H, D)
-        return SplitAndRotate.apply(qkv, cos, sin)
+        """(B, T, C) to q (B, H, T, D) and k after RoPE, and v: (B, n_kv_head, T, D) each."""
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, heads of q, k and v, D)
+        return SplitAndRotate.apply(qkv, cos, sin, self.n_kv_head)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
         q, k, v = self.project(x, cos, sin)

@@ -126,31 +126,34 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class SplitAndRotate(torch.autograd.Function):
-    """A fused projection, (B, T, 3, H, D), to q and k after RoPE, and v: (B, H, T, D) each.
+    """A fused projection to q (B, H, T, D) and k after RoPE, and v: (B, n_kv_head, T, D) each.
 
-    The same as `apply_rope` on views of it, in fewer passes over memory: backward, the rotation by the
-    opposite angle, writes into the projection's gradient directly instead of stacking three.
+    qkv: (B, T, H + 2 n_kv_head, D), q's heads, then k's, then v's. The same as `apply_rope` on views of it,
+    in fewer passes over memory: backward, the rotation by the opposite angle, writes into the projection's
+    gradient directly instead of concatenating three.
     """
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, n_kv_head: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        rotated = qkv.new_empty(*qkv.shape[:2], 2, *qkv.shape[3:])  # (B, T, 2, H, D)
-        for i in range(2):
-            _rotate(qkv[:, :, i], cos, sin, out=rotated[:, :, i])
-        q, k = rotated.permute(2, 0, 3, 1, 4)
-        return q, k, qkv[:, :, 2].transpose(1, 2)
+        rotated = torch.empty_like(qkv[:, :, :-n_kv_head])
+        _rotate(qkv[:, :, :-n_kv_head], cos, sin, out=rotated)
+        q, k = rotated[:, :, :-n_kv_head], rotated[:, :, -n_kv_head:]
+        return q.transpose(1, 2), k.transpose(1, 2), qkv[:, :, -n_kv_head:].transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        dq, dk, dv = (d.transpose(1, 2) for d in grads)  # (B, T, H, D) each
-        d_qkv = dv.new_empty(*dv.shape[:2], 3, *dv.shape[2:])
-        _rotate(dq, cos, -sin, out=d_qkv[:, :, 0])
-        _rotate(dk, cos, -sin, out=d_qkv[:, :, 1])
-        d_qkv[:, :, 2] = dv
-        return d_qkv, None, None
+        dq, dk, dv = (d.transpose(1, 2) for d in grads)  # (B, T, heads, D)
+        n_head, end = dq.shape[2], dq.shape[2] + dk.shape[2]
+        d_qkv = dv.new_empty(*dv.shape[:2], end + dv.shape[2], dv.shape[3])
+        _rotate(dq, cos, -sin, out=d_qkv[:, :, :n_head])
+        _rotate(dk, cos, -sin, out=d_qkv[:, :, n_head:end])
+        d_qkv[:, :, end:] = dv
+        return d_qkv, None, None, None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:

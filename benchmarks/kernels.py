@@ -49,7 +49,7 @@ def signature(kernel: Any, form: Any, launch: Any) -> tuple[dict, dict, dict]:
     types: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}
-    values = {"form": form, "BM": launch.rows, "BN": launch.keys, "SPLITS": at.MAX_SPLITS}
+    values = {"form": form, "BM": launch.rows, "BN": launch.keys, "SPLITS": at.MAX_SPLITS, "group": 1}
     values["BN"] = values["BN"] if "BM" in kernel.arg_names else at.DECODE_KEYS
     of_inputs = "*bf16" if form.fast else "*fp32"
     for i, name in enumerate(kernel.arg_names):

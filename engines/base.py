@@ -37,7 +37,7 @@ class NormaliserModule(nn.Module):
         """The dense weights, by definition.
 
         Args:
-            q, k: (B, H, Tq, D) and (B, H, Tk, D) after RoPE; the queries are the last Tq positions.
+            q, k: (B, H, Tq, D) and (B, n_kv_head, Tk, D) after RoPE; the queries are the last Tq positions.
         Returns:
             (B, H, Tq, Tk) in float32 (float64 for float64 inputs), 0 at keys after the query.
         """
@@ -52,10 +52,10 @@ class NormaliserModule(nn.Module):
         return reweight(a, context.n, self.reweight_p) if self.reweight_p else a
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, RowContext]:
-        """q and k in float32 (or float64), rescaled so that their products are the scores."""
+        """q and k in float32 (or float64), (B, H, T, D), rescaled so that their products are the scores."""
         context = self.context(q, k)
         q, k = self.as_float(q, k)
-        return q * self.definition.factor(context), k, context
+        return q * self.definition.factor(context), share_heads(k, q), context
 
     def as_float(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q and k in float32 (or float64), l2-normalised or centred as the formula needs."""
@@ -80,3 +80,14 @@ class NormaliserModule(nn.Module):
         """Learned parameters, those per head as (H, 1, 1) to broadcast against (B, H, R, K)."""
         values = {name: getattr(self, name).to(dtype) for name in self.learned_names}
         return {name: v if name == "p_n" else v[:, None, None] for name, v in values.items()}
+
+
+def share_heads(t: Tensor, q: Tensor) -> Tensor:
+    """Keys or values (B, n_kv_head, T, D) as q's H heads see them, (B, H, T, D): copied if n_kv_head < H.
+
+    Head h of q belongs to head h // (H / n_kv_head) of t (grouped-query attention, Ainslie et al. 2023).
+    """
+    group, rest = divmod(q.shape[1], t.shape[1])
+    if rest:
+        raise ValueError(f"{q.shape[1]} heads of queries for {t.shape[1]} of keys: expected a multiple")
+    return t if group == 1 else t.repeat_interleave(group, dim=1)

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engines.base import NormaliserModule
+from engines.base import NormaliserModule, share_heads
 from normalisers import Phi, RowContext, offset_and_scale, softplus
 
 
 @torch.compiler.disable  # its backward runs autograd, which a compiled model cannot trace
 def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule) -> Tensor:
     """`attention.attend` by blocks of rows; (B, H, Tq, D) in v's type."""
-    dtype = v.dtype
+    dtype, v = v.dtype, share_heads(v, q)
     q, k, context = normaliser.prepare(q, k)
     q, k = q.contiguous(), k.contiguous()  # once, instead of in each block's product
     # Learned parameters are passed explicitly: autograd tracks only the arguments of apply().

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engines.base import NormaliserModule
+from engines.base import NormaliserModule, share_heads
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule) -> Tensor:
     """`attention.attend` by definition; (B, H, Tq, D) in v's type."""
     weights = normaliser.weights(q, k)
-    return (weights @ v.to(weights.dtype)).to(v.dtype)
+    return (weights @ share_heads(v, q).to(weights.dtype)).to(v.dtype)

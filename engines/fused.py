@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from engines.base import NormaliserModule
+from engines.base import NormaliserModule, share_heads
 from engines.fused_kernels import (
     LN2,
     MAX_HEAD_DIM,
@@ -60,7 +60,7 @@ def fused_inputs(
     if definition.scores == "cosine" or definition.centre_keys or definition.adaptive:
         q, k = normaliser.as_float(q, k)
     if definition.adaptive:
-        factor: Any = definition.inverse_temperature(*score_moments(q, k, context), context)
+        factor: Any = definition.inverse_temperature(*score_moments(q, share_heads(k, q), context), context)
     else:
         factor = definition.factor(context)
     factor = torch.as_tensor(factor, dtype=torch.float32, device=q.device)
@@ -134,9 +134,9 @@ def fused_error(
     errors = _errors(normaliser, q, k, v, do)
     if not normaliser.definition.adaptive:  # whose temperature is undefined where scores are equal
         long = UNIFORM_KEYS if "p_n" not in normaliser.learned_names else length
-        v = torch.randn(1, n_head, long, d, generator=g).to(device, dtype)
-        ones = torch.full_like(v, d**-0.25)
-        o, _, *others = _errors(normaliser, ones[..., -1:, :], ones, v, v[..., -1:, :])  # dq cancels
+        v, do = (torch.randn(1, h, t, d, generator=g).to(device, dtype) for h, t in ((1, long), (n_head, 1)))
+        ones = torch.full_like(v, d**-0.25)  # one head of keys for all of q's
+        o, _, *others = _errors(normaliser, ones[..., -1:, :].expand_as(do), ones, v, do)  # dq cancels
         errors += [o, *others]
     return max(errors)
 
@@ -158,9 +158,9 @@ def _errors(normaliser: NormaliserModule, q: Tensor, k: Tensor, v: Tensor, do: T
         out = run_prepared(inputs[0], inputs[1], inputs[2], factor, context, normaliser)
         got = [out, *torch.autograd.grad(out, inputs, do), decoded]
         inputs = [t.detach().double().requires_grad_() for t in (q, k, v)]
-        x = inputs[0] @ inputs[1].mT * factor[..., None].double()
+        x = inputs[0] @ share_heads(inputs[1], q).mT * factor[..., None].double()
         x = x.masked_fill(~context64.visible(x), -math.inf)
-        out = scaled_weights(normaliser, x, context64) @ inputs[2]
+        out = scaled_weights(normaliser, x, context64) @ share_heads(inputs[2], q)
         want = [out, *torch.autograd.grad(out, inputs, do.double()), out[..., -1:, :]]
     errors = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in zip(got, want, strict=True)]
     return [float(error.detach()) for error in errors]
@@ -239,13 +239,13 @@ def make_form(
     return Form(phi, l1, p, bounded, biased, dtype != torch.float32, precision, head_dim, wide)
 
 
-def _launch(kernel: Any, of: str, n_positions: int, q: Tensor, form: Form, *args: Any) -> None:
-    """One program for each head and block of `n_positions`: query rows, or keys for backward_kv."""
-    major = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 9
-    launch = launch_of(of, form, q.dtype, major)
+def _launch(kernel: Any, of: str, t: Tensor, form: Form, *args: Any) -> None:
+    """One program for each head and block of positions of t (B, H, T, D): q, or k for backward_kv."""
+    major = torch.cuda.get_device_capability(t.device)[0] if t.is_cuda else 9
+    launch = launch_of(of, form, t.dtype, major)
     block = launch.keys if of == "backward_kv" else launch.rows
-    grid = (triton.cdiv(n_positions, block) * q.shape[0] * q.shape[1],)
-    with torch.cuda.device_of(q):
+    grid = (triton.cdiv(t.shape[2], block) * t.shape[0] * t.shape[1],)
+    with torch.cuda.device_of(t):
         kernel[grid](*args, form, launch.rows, launch.keys, **launch_options(launch))
 
 
@@ -265,7 +265,8 @@ def phi_attention(
 
     Args:
         q: (B, H, Tq, D), the last Tq of the Tk positions; any strides, best with D contiguous.
-        k, v: (B, H, Tk, D), of the same type: float32, float16 or bfloat16; D <= 128.
+        k, v: (B, n_kv_head, Tk, D), where n_kv_head divides H, of the same type: float32, float16 or
+            bfloat16; D <= 128.
         factor: expands to (B, H, Tq); gradients flow through it.
         shift: (Tq,) added to the scores, a constant.
         phi: one of PHIS.
@@ -302,9 +303,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, phi: str, l1: bool, p: int) -> None:
         raise ValueError(
             f"q, k, v of types {q.dtype}, {k.dtype}, {v.dtype}: expected one of float32, float16, bfloat16"
         )
-    if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[-1] != k.shape[-1]:
+    same = k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[-1] == k.shape[-1]
+    if not same or q.shape[1] % k.shape[1]:
         raise ValueError(f"shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}: expected q (B, H, "
-                         "Tq, D), k and v (B, H, Tk, D)")  # fmt: skip
+                         "Tq, D), k and v (B, n_kv_head, Tk, D), H a multiple of n_kv_head")  # fmt: skip
     if q.shape[-2] > k.shape[-2] or q.shape[-1] > MAX_HEAD_DIM:
         raise ValueError(
             f"{q.shape[-2]} queries for {k.shape[-2]} keys, head size {q.shape[-1]}: expected no more "
@@ -323,8 +325,9 @@ def _new_output(q: Tensor) -> Tensor:
     return q.new_empty(B, T, H, D).transpose(1, 2)
 
 
-def _sizes(q: Tensor, k: Tensor) -> tuple[int, int, int]:
-    return q.shape[1], q.shape[2], k.shape[2]
+def _sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
+    """n_head, n_head / n_kv_head, and the numbers of queries and keys of a head."""
+    return q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
 
 
 def _strides(*tensors: Tensor) -> list[tuple[int, ...]]:
@@ -348,7 +351,7 @@ def _forward_op(
     q, k, v = _rows_contiguous(q, k, v)
     form = make_form(phi, l1, p, bounded, shift is not None, q.dtype, q.shape[-1], _is_wide(q, k, v, o))
     _launch(
-        _forward, "forward", q.shape[2], q, form,
+        _forward, "forward", q, form,
         q, k, v, factor, factor if shift is None else shift, o, stats, *_strides(q, k, v, o), *_sizes(q, k),
     )  # fmt: skip
     return o, stats
@@ -373,11 +376,11 @@ def _backward_op(
     wide = _is_wide(do, q, k, v, o, dq, dk, dv)
     form = make_form(phi, l1, p, bounded, biased, q.dtype, q.shape[-1], wide)
     _launch(
-        _backward_q, "backward_q", q.shape[2], q, form,
+        _backward_q, "backward_q", q, form,
         q, k, v, o, do, factor, stats, dq, row_grads, *_strides(q, k, v, o, do, dq), *_sizes(q, k),
     )  # fmt: skip
     _launch(
-        _backward_kv, "backward_kv", k.shape[2], q, form,
+        _backward_kv, "backward_kv", k, form,
         q, k, v, do, factor, stats, row_grads, dk, dv, *_strides(q, k, v, do, dk, dv), *_sizes(q, k),
     )  # fmt: skip
     return dq, dk, dv, d_factor.copy_(row_grads[0])
@@ -425,7 +428,7 @@ def _decode_op(
     sums = factor.new_empty(n_rows, 4, n_splits)
     parts, totals = factor.new_empty(n_rows, n_splits, D), factor.new_empty(n_rows, n_splits)
     no_shift = factor if shift is None else shift
-    tail = (H, n_keys, n_splits, per_split, form, DECODE_KEYS)
+    tail = (H, H // k.shape[1], n_keys, n_splits, per_split, form, DECODE_KEYS)
     grid = (n_rows * n_splits,)
     with torch.cuda.device_of(q):
         if form.two_pass:

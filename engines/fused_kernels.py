@@ -393,13 +393,13 @@ def _add_product(acc, tile, b, form: tl.constexpr):
 @triton.jit(do_not_specialize=["n_queries", "n_keys"])
 def _forward(
     q_ptr, k_ptr, v_ptr, factor_ptr, shift_ptr, o_ptr, stats_ptr,
-    q_strides, k_strides, v_strides, o_strides, n_head, n_queries, n_keys,
+    q_strides, k_strides, v_strides, o_strides, n_head, group, n_queries, n_keys,
     form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """o, and c', e', shift and low of each row."""
     batch, head, start, first_row, n_rows, whole, stop = _query_block(n_head, n_queries, n_keys, BM, BN)
-    keys = _matrix(k_ptr, k_strides, n_keys, batch, head)
-    values = _matrix(v_ptr, v_strides, n_keys, batch, head)
+    keys = _matrix(k_ptr, k_strides, n_keys, batch, head // group)
+    values = _matrix(v_ptr, v_strides, n_keys, batch, head // group)
     i = start + tl.arange(0, BM)
     inside = i < n_queries
     position = n_keys - n_queries + i  # among the keys: the row sees those up to it
@@ -454,13 +454,13 @@ def _forward(
 @triton.jit(do_not_specialize=["n_queries", "n_keys"])
 def _backward_q(
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, factor_ptr, stats_ptr, dq_ptr, row_grads_ptr,
-    q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, n_head, n_queries, n_keys,
+    q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, n_head, group, n_queries, n_keys,
     form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dq; and of each row d factor, D, and what `_backward_kv` multiplies h by and subtracts."""
     batch, head, start, first_row, n_rows, whole, stop = _query_block(n_head, n_queries, n_keys, BM, BN)
-    keys = _matrix(k_ptr, k_strides, n_keys, batch, head)
-    values = _matrix(v_ptr, v_strides, n_keys, batch, head)
+    keys = _matrix(k_ptr, k_strides, n_keys, batch, head // group)
+    values = _matrix(v_ptr, v_strides, n_keys, batch, head // group)
     i = start + tl.arange(0, BM)
     inside = i < n_queries
     position = n_keys - n_queries + i
@@ -511,21 +511,16 @@ def _backward_q(
 @triton.jit(do_not_specialize=["n_queries", "n_keys"])
 def _backward_kv(
     q_ptr, k_ptr, v_ptr, do_ptr, factor_ptr, stats_ptr, row_grads_ptr, dk_ptr, dv_ptr,
-    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, n_head, n_queries, n_keys,
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, n_head, group, n_queries, n_keys,
     form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk and dv, after `_backward_q` has written its row gradients. Tiles are (keys, queries)."""
     n_blocks = tl.cdiv(n_keys, BN)
-    block, row, batch, head = _program(n_blocks, n_head)
+    block, row, batch, kv_head = _program(n_blocks, n_head // group)
     j = block * BN + tl.arange(0, BN)
-    k = _tile(_matrix(k_ptr, k_strides, n_keys, batch, head), block * BN, BN, True, form)
-    v = _tile(_matrix(v_ptr, v_strides, n_keys, batch, head), block * BN, BN, True, form)
-    queries = _matrix(q_ptr, q_strides, n_queries, batch, head)
-    grads = _matrix(do_ptr, do_strides, n_queries, batch, head)
-    n_rows = (tl.num_programs(0) // n_blocks).to(tl.int64) * n_queries
-    factor_ptr += row * n_queries
-    stats_ptr += row * n_queries
-    row_grads_ptr += row * n_queries
+    k = _tile(_matrix(k_ptr, k_strides, n_keys, batch, kv_head), block * BN, BN, True, form)
+    v = _tile(_matrix(v_ptr, v_strides, n_keys, batch, kv_head), block * BN, BN, True, form)
+    n_rows = (tl.num_programs(0) // n_blocks).to(tl.int64) * group * n_queries
     # Rows on the diagonal, which do not see all of these keys, then rows that see them all.
     first = block * BN - (n_keys - n_queries)  # the row at the block's first key
     start = tl.maximum(first, 0) // BM * BM
@@ -533,38 +528,43 @@ def _backward_kv(
     BD: tl.constexpr = form.bd
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BD], tl.float32)
-    for WHOLE in tl.static_range(2):
-        for i0 in tl.range(whole if WHOLE else start, n_queries if WHOLE else whole, BM):
-            i = i0 + tl.arange(0, BM)
-            inside = i < n_queries  # rows beyond have q = do = c = 0 and add nothing
-            q = _tile(queries, i0, BM, True, form)
-            do = _tile(grads, i0, BM, True, form)
-            factor = tl.load(factor_ptr + i, mask=inside, other=0.0) * form.unit
-            c = tl.load(stats_ptr + i, mask=inside, other=0.0)
-            e = tl.zeros_like(c)
-            shift = tl.zeros_like(c)
-            low = tl.zeros_like(c)
-            delta = tl.zeros_like(c)
-            if form.shifted:
-                shift = tl.load(stats_ptr + 2 * n_rows + i, mask=inside, other=0.0)
-            if form.safe:
-                low = tl.load(stats_ptr + 3 * n_rows + i, mask=inside, other=0.0)
-            position = n_keys - n_queries + i
-            s, slope = _phi_of_scores(k, q, position[None, :], j[:, None], factor[None, :], shift[None, :],
-                                      low[None, :], WHOLE == 0, form)  # fmt: skip
-            if form.p > 0:
-                e = tl.load(stats_ptr + n_rows + i, mask=inside, other=0.0)
-            if form.l1:
-                delta = tl.load(row_grads_ptr + n_rows + i, mask=inside, other=0.0)
-            dC = tl.dot(v, tl.trans(do), input_precision=form.precision)
-            weight, h = _weigh_and_grad(s, dC, c[None, :], e[None, :], delta[None, :], form)
-            dv = _add_product(dv, weight, do, form)
-            dx = h * tl.load(row_grads_ptr + 2 * n_rows + i, mask=inside, other=0.0)[None, :]
-            if form.p > 0:
-                dx -= tl.load(row_grads_ptr + 3 * n_rows + i, mask=inside, other=0.0)[None, :]
-            dk = _add_product(dk, dx * slope, q, form)
-    _store_tile(_matrix(dk_ptr, dk_strides, n_keys, batch, head), block * BN, dk, form)
-    _store_tile(_matrix(dv_ptr, dv_strides, n_keys, batch, head), block * BN, dv, form)
+    for member in tl.range(group):  # the query heads of this head of keys; 1 is a constant, and no loop
+        head = kv_head * group + member
+        first_row = (batch * n_head + head) * n_queries
+        queries = _matrix(q_ptr, q_strides, n_queries, batch, head)
+        grads = _matrix(do_ptr, do_strides, n_queries, batch, head)
+        for WHOLE in tl.static_range(2):
+            for i0 in tl.range(whole if WHOLE else start, n_queries if WHOLE else whole, BM):
+                i = i0 + tl.arange(0, BM)
+                inside = i < n_queries  # rows beyond have q = do = c = 0 and add nothing
+                q = _tile(queries, i0, BM, True, form)
+                do = _tile(grads, i0, BM, True, form)
+                factor = tl.load(factor_ptr + first_row + i, mask=inside, other=0.0) * form.unit
+                c = tl.load(stats_ptr + first_row + i, mask=inside, other=0.0)
+                e = tl.zeros_like(c)
+                shift = tl.zeros_like(c)
+                low = tl.zeros_like(c)
+                delta = tl.zeros_like(c)
+                if form.shifted:
+                    shift = tl.load(stats_ptr + 2 * n_rows + first_row + i, mask=inside, other=0.0)
+                if form.safe:
+                    low = tl.load(stats_ptr + 3 * n_rows + first_row + i, mask=inside, other=0.0)
+                position = n_keys - n_queries + i
+                s, slope = _phi_of_scores(k, q, position[None, :], j[:, None], factor[None, :],
+                                          shift[None, :], low[None, :], WHOLE == 0, form)  # fmt: skip
+                if form.p > 0:
+                    e = tl.load(stats_ptr + n_rows + first_row + i, mask=inside, other=0.0)
+                if form.l1:
+                    delta = tl.load(row_grads_ptr + n_rows + first_row + i, mask=inside, other=0.0)
+                dC = tl.dot(v, tl.trans(do), input_precision=form.precision)
+                weight, h = _weigh_and_grad(s, dC, c[None, :], e[None, :], delta[None, :], form)
+                dv = _add_product(dv, weight, do, form)
+                dx = h * tl.load(row_grads_ptr + 2 * n_rows + first_row + i, mask=inside, other=0.0)[None, :]
+                if form.p > 0:
+                    dx -= tl.load(row_grads_ptr + 3 * n_rows + first_row + i, mask=inside, other=0.0)[None, :]
+                dk = _add_product(dk, dx * slope, q, form)
+    _store_tile(_matrix(dk_ptr, dk_strides, n_keys, batch, kv_head), block * BN, dk, form)
+    _store_tile(_matrix(dv_ptr, dv_strides, n_keys, batch, kv_head), block * BN, dv, form)
 
 
 # ---------------------------------------------------------------- decoding: one query, split keys
@@ -580,7 +580,8 @@ def _one_query(q_ptr, strides, batch, head, form: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_keys", "n_splits", "per_split"])
 def _decode_sums(
-    q_ptr, k_ptr, factor_ptr, shift_ptr, sums_ptr, q_strides, k_strides, n_head, n_keys, n_splits, per_split,
+    q_ptr, k_ptr, factor_ptr, shift_ptr, sums_ptr, q_strides, k_strides,
+    n_head, group, n_keys, n_splits, per_split,
     form: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The sums that `_row_constants` needs over one split of the keys."""
@@ -594,7 +595,7 @@ def _decode_sums(
     low_total = 0.0
     low_peak = -1e38
     stop = tl.minimum(n_keys, (split + 1) * per_split)
-    keys = _matrix(k_ptr, k_strides, stop, batch, head)
+    keys = _matrix(k_ptr, k_strides, stop, batch, head // group)
     for j0 in tl.range(split * per_split, stop, BN):
         visible = j0 + tl.arange(0, BN) < stop
         y = _scores(q, _tile(keys, j0, BN, True, form), factor, shift, form)
@@ -608,7 +609,7 @@ def _decode_sums(
 @triton.jit(do_not_specialize=["n_keys", "n_splits", "per_split"])
 def _decode(
     q_ptr, k_ptr, v_ptr, factor_ptr, shift_ptr, sums_ptr, parts_ptr, totals_ptr,
-    q_strides, k_strides, v_strides, n_head, n_keys, n_splits, per_split,
+    q_strides, k_strides, v_strides, n_head, group, n_keys, n_splits, per_split,
     form: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """sum w v (D,) and sum |w| over one split of the keys; SPLITS: the power of two above n_splits."""
@@ -637,8 +638,8 @@ def _decode(
     acc = tl.zeros([BD], tl.float32)
     sum_w = 0.0
     stop = tl.minimum(n_keys, (split + 1) * per_split)
-    keys = _matrix(k_ptr, k_strides, stop, batch, head)
-    values = _matrix(v_ptr, v_strides, stop, batch, head)
+    keys = _matrix(k_ptr, k_strides, stop, batch, head // group)
+    values = _matrix(v_ptr, v_strides, stop, batch, head // group)
     for j0 in tl.range(split * per_split, stop, BN):
         k = _tile(keys, j0, BN, True, form)
         s, _ = _phi_of_scores(q, k, stop - 1, j0 + tl.arange(0, BN), factor, shift, low, True, form)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines.base import NormaliserModule
+from engines.base import NormaliserModule, share_heads
 from normalisers import RowContext
 
 CHUNK = 64  # keys whose moments are merged at once
@@ -29,14 +29,18 @@ def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule) -> Tensor
     else:
         q_float, k_float = normaliser.as_float(q, k)
         if definition.adaptive:
-            factor = definition.inverse_temperature(*score_moments(q_float, k_float, context), context)
+            moments = score_moments(q_float, share_heads(k_float, q), context)
+            factor = definition.inverse_temperature(*moments, context)
         q, k = (q_float * factor).to(v.dtype), k_float.to(v.dtype)
     mask = None
     if 1 < n_queries < n_keys:  # is_causal would align the queries with the first keys
         mask = context.visible(k.mT)
     # Not the bare comparison: under torch.compile it is symbolic, and is_causal must be a plain bool.
     causal = True if n_queries == n_keys and n_queries > 1 else False  # noqa: SIM210
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
 
 
 def score_moments(q: Tensor, k: Tensor, context: RowContext) -> tuple[Tensor, Tensor]:

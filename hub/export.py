@@ -81,7 +81,10 @@ def choose_architecture(config: Config) -> str:
             f"model.norm = {m.norm}, model.mlp = {m.mlp}: expected rmsnorm and swiglu (Llama), or layernorm "
             "and gelu (GPT-NeoX)"
         )
-    return architectures[m.norm, m.mlp]
+    architecture = architectures[m.norm, m.mlp]
+    if architecture == "gpt_neox" and m.kv_heads < m.n_head:
+        raise UserError(f"model.n_kv_head = {m.n_kv_head}: GPT-NeoX has no grouped-query heads; expected 0")
+    return architecture
 
 
 def import_transformers() -> Any:
@@ -110,6 +113,7 @@ def convert_model(model: GPT, architecture: str, eot_token: int) -> Any:
         "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta, "partial_rotary_factor": 1.0},
     }
     if architecture == "llama":
+        options["num_key_value_heads"] = m.kv_heads
         options |= {"rms_norm_eps": NORM_EPS, "attention_bias": m.bias, "mlp_bias": m.bias}
         converted = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
         tensors = llama_tensors(model)
@@ -123,9 +127,9 @@ def convert_model(model: GPT, architecture: str, eot_token: int) -> Any:
     return converted
 
 
-def halves_from_neighbours(t: Tensor, n_head: int) -> Tensor:
+def halves_from_neighbours(t: Tensor, head_dim: int) -> Tensor:
     """Rows of q or k, (H D, ...), in the order of transformers' RoPE, whose pairs are (x_i, x_{i + D/2})."""
-    return t.unflatten(0, (n_head, -1, 2)).transpose(1, 2).flatten(0, 2)
+    return t.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def llama_tensors(model: GPT) -> dict[str, Tensor]:
@@ -140,9 +144,10 @@ def llama_tensors(model: GPT) -> dict[str, Tensor]:
         tensors[f"{there}.input_layernorm.weight"] = ours[f"{here}.attention_norm.weight"]
         tensors[f"{there}.post_attention_layernorm.weight"] = ours[f"{here}.mlp_norm.weight"]
         for kind in ("weight", "bias") if m.bias else ("weight",):
-            parts = ours[f"{here}.attention.qkv.{kind}"].chunk(3)
+            sizes = [n * m.head_dim for n in (m.n_head, m.kv_heads, m.kv_heads)]
+            parts = ours[f"{here}.attention.qkv.{kind}"].split(sizes)
             for name, part in zip("qkv", parts, strict=True):
-                rotated = part if name == "v" else halves_from_neighbours(part, m.n_head)
+                rotated = part if name == "v" else halves_from_neighbours(part, m.head_dim)
                 tensors[f"{there}.self_attn.{name}_proj.{kind}"] = rotated
             tensors[f"{there}.self_attn.o_proj.{kind}"] = ours[f"{here}.attention.out.{kind}"]
             for name in ("gate", "up", "down"):
@@ -158,7 +163,7 @@ def neox_tensors(model: GPT) -> dict[str, Tensor]:
     def by_head(t: Tensor) -> Tensor:
         """(3 H D, ...) to (H 3 D, ...)."""
         q, k, v = t.chunk(3)
-        parts = halves_from_neighbours(q, m.n_head), halves_from_neighbours(k, m.n_head), v
+        parts = halves_from_neighbours(q, m.head_dim), halves_from_neighbours(k, m.head_dim), v
         return torch.stack([part.unflatten(0, (m.n_head, -1)) for part in parts], 1).flatten(0, 2)
 
     def copy(there: str, here: str) -> None:

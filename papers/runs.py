@@ -52,7 +52,7 @@ def scale_of(config: Config, steps_before: int = 0) -> str:
     steps = steps_before + t.max_steps
     kind = f"{m.norm}, {m.mlp}, {'tied' if m.tie_embeddings else 'untied'} embeddings"
     return (
-        f"{m.n_layer} layers, {m.n_head} heads of {m.head_dim}, {kind}, vocabulary {m.vocab_size}; "
+        f"{m.n_layer} layers, {m.heads} of {m.head_dim}, {kind}, vocabulary {m.vocab_size}; "
         f"T = {t.seq_len}; {steps:,} steps of {t.batch_tokens:,} tokens "
         f"({steps * t.batch_tokens / 1e6:,.1f}M) from {config.data.dir}"
     )

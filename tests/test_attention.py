@@ -76,6 +76,22 @@ def test_engines_agree_on_a_batch_in_the_models_layout(options):
         assert_close(run(engine, normaliser, *inputs), dense, inputs, 1e-5, engine)
 
 
+@pytest.mark.parametrize("options", [*BIG, {"normaliser": "softmax"}], ids=case_id)
+@pytest.mark.parametrize("n_queries", [1, 70])
+def test_grouped_query_heads(options, n_queries):
+    """Query heads 0 to 2 share the first head of k and v, 3 to 5 the second."""
+    cfg = AttentionConfig(**options)
+    q, _, _, do = draw(n_queries, 70, 16, batch=2, n_head=6)
+    _, k, v, _ = draw(n_queries, 70, 16, batch=2)
+    normaliser = make(cfg, 6, 16, train_len=300)
+    repeated = [torch.stack([t] * 3, dim=2).flatten(1, 2) for t in (k, v)]
+    want = exactly(normaliser, q, *repeated, do)
+    for name in ("dk", "dv"):
+        want[name] = want[name].unflatten(1, (2, 3)).sum(2)
+    for engine in engines(cfg):
+        assert_close(run(engine, normaliser, q, k, v, do), want, (q, k, v), 1e-5, engine)
+
+
 @each_case
 def test_engines_in_bfloat16(cfg):
     for shape in [(37, 37), (7, 33), (129, 129)]:

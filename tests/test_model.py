@@ -138,10 +138,10 @@ def test_autocast_keeps_float32_weights_and_loss():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_split_and_rotate_is_its_slow_twin(dtype):
     """q, k, v and their gradient, against `apply_rope` on views of the projection."""
-    qkv = torch.randn(2, 7, 3, 4, 8, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    qkv = torch.randn(2, 7, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
     cos, sin = rope_tables(8, 7, 10000.0, RopeScaling(), 16)
-    got = SplitAndRotate.apply(qkv, cos, sin)
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    got = SplitAndRotate.apply(qkv, cos, sin, 2)
+    q, k, v = qkv.transpose(1, 2).split((4, 2, 2), dim=1)
     want = apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
     grads = [torch.randn_like(t) for t in want]
     got_grad, want_grad = (torch.autograd.grad(outputs, qkv, grads)[0] for outputs in (got, want))
@@ -178,14 +178,14 @@ def plain_forward(gpt: GPT, tokens: torch.Tensor) -> torch.Tensor:
     T, d = len(tokens), m.head_dim
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
     for i in range(m.n_layer):
-        q, k, v = linear(norm(x, f"blocks.{i}.attention_norm"), f"blocks.{i}.attention.qkv").split(
-            m.n_embd, -1
-        )
+        sizes = [n * d for n in (m.n_head, m.kv_heads, m.kv_heads)]
+        q, k, v = linear(norm(x, f"blocks.{i}.attention_norm"), f"blocks.{i}.attention.qkv").split(sizes, -1)
         heads = []
         for h in range(m.n_head):
-            mine = slice(h * d, (h + 1) * d)
-            scores = (rotate(q[:, mine]) @ rotate(k[:, mine]).T / math.sqrt(d)).float()
-            heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[:, mine])
+            kv_head = h * m.kv_heads // m.n_head
+            mine, shared = slice(h * d, (h + 1) * d), slice(kv_head * d, (kv_head + 1) * d)
+            scores = (rotate(q[:, mine]) @ rotate(k[:, shared]).T / math.sqrt(d)).float()
+            heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[:, shared])
         x = x + linear(torch.cat(heads, -1), f"blocks.{i}.attention.out")
         x = x + mlp(norm(x, f"blocks.{i}.mlp_norm"), f"blocks.{i}.mlp")
     return linear(norm(x, "final_norm"), "lm_head")[:, : m.vocab_size]
@@ -205,7 +205,11 @@ def rotate(x: torch.Tensor, theta: float = 10000.0, start: int = 0) -> torch.Ten
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"norm": "rmsnorm", "mlp": "swiglu", "mlp_hidden": 48, "bias": False, "tie_embeddings": False}],
+    [
+        {},
+        {"norm": "rmsnorm", "mlp": "swiglu", "mlp_hidden": 48, "bias": False, "tie_embeddings": False},
+        {"n_head": 4, "n_kv_head": 2},
+    ],
 )
 def test_forward_matches_plain_model(options):
     gpt = make_gpt(std=0.2, **options)
@@ -359,16 +363,17 @@ def test_causality(attention):
             assert ((after[:, t:] - before[:, t:]).abs().amax(dim=(0, 2)) > 1e-3).all()
 
 
+@pytest.mark.parametrize("n_kv_head", [0, 1])
 @pytest.mark.parametrize("attention", [{}, LSSAR])
 @pytest.mark.parametrize("pieces", [[1] * 24, [10] + [1] * 14, [7, 9, 8], [24]])
-def test_cache_equals_uncached(attention, pieces):
-    gpt = make_gpt(attention, std=0.2)
+def test_cache_equals_uncached(attention, pieces, n_kv_head):
+    gpt = make_gpt(attention, std=0.2, n_kv_head=n_kv_head)
     tokens, rope = random_tokens(2, 24), RopeScaling("ntk", length=24)
     cache = KVCache(n_layer=2, max_length=24)
     with torch.no_grad():
         expected = gpt(tokens, rope=rope)
         logits = [gpt(piece, rope=rope, cache=cache) for piece in tokens.split(pieces, dim=1)]
-    assert cache.length == 24
+    assert cache.length == 24 and cache.keys[0].shape[1] == gpt.config.model.kv_heads
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-4, rtol=0)
 
 

@@ -120,10 +120,16 @@ def test_any_power(p):
     agree(AttentionConfig(normaliser="lssa", reweight_p=p), (70, 70), 32)
 
 
-def test_batches_and_heads():
-    cfg, normaliser = LSSAR, make(LSSAR, 3, 16, train_len=300)
-    inputs = draw(40, 45, 16, batch=2, n_head=3)
-    assert_close(run("triton", normaliser, *inputs), exactly(normaliser, *inputs), inputs, 2e-5, str(cfg))
+@pytest.mark.parametrize("n_kv_head", [6, 2])
+@pytest.mark.parametrize("n_queries", [40, 1])
+def test_batches_and_heads(n_queries, n_kv_head):
+    normaliser = make(LSSAR, 6, 16, train_len=300)
+    q, k, v, do = draw(n_queries, 45, 16, batch=2, n_head=6)
+    inputs = q, k[:, :n_kv_head], v[:, :n_kv_head], do
+    assert_close(run("triton", normaliser, *inputs), exactly(normaliser, *inputs), inputs, 2e-5, "grouped")
+    with torch.no_grad():
+        o, want = (attend(*inputs[:3], normaliser, engine) for engine in ("triton", "dense"))
+    assert (o - want).norm() <= 2e-5 * want.norm()
 
 
 def test_float16():

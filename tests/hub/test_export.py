@@ -18,6 +18,7 @@ from model import GPT
 
 FAMILIES = {
     "llama": ["--model.norm", "rmsnorm", "--model.mlp", "swiglu", "--model.mlp-hidden", "48"],
+    "llama grouped": ["--model.norm", "rmsnorm", "--model.mlp", "swiglu", "--model.n-kv-head", "1"],
     "neox": ["--model.gelu", "tanh"],
     "neox exact": ["--model.gelu", "exact"],
 }
@@ -87,6 +88,7 @@ def test_one_line_without_transformers(tiny_config, call, monkeypatch):
         ("--attention.scores cosine", "scores = cosine"),
         ("--model.norm rmsnorm", "model.norm = rmsnorm, model.mlp = gelu: expected rmsnorm and swiglu"),
         ("--train.loss logit_norm", "train.loss = logit_norm"),
+        ("--model.n-kv-head 1", "GPT-NeoX has no grouped-query heads"),
     ],
 )
 def test_models_without_a_counterpart(overrides, message, tiny_config):
