@@ -5,7 +5,7 @@
 
 A file may start with `base = "other.toml"` (relative to itself, any depth) and then lists only what
 it changes. A file with a [sweep] section describes several runs, one for each combination of its values:
-`"attention.reweight_p" = [1, 3, 15]`.
+`"attention.reweight_p" = [1, 3, 15]`. Several [[sweep]] sections describe the runs of each.
 
 Files are data: nothing in them is executed. Every problem is reported at once, one line each, naming the
 file or override, the key, its value and what was expected.
@@ -199,8 +199,24 @@ class TrainConfig(Section):
     loss_tau: float | Literal["auto"] = Field(
         "auto", description="Temperature. auto: 1 for norm_softmax, vocab_size^(-1/2) for logit_norm."
     )
+    label_smoothing: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of each target's probability that is spread evenly over the vocabulary; in the "
+        "training loss only, not in validation.",
+    )
+    reduction: Literal["mean", "sum"] = Field(
+        "mean",
+        description="sum: the gradient is that of the sum of a step's token losses, so grad_clip, and "
+        "grad_norm in the log, are those of the sum; losses are logged per token either way.",
+    )
     val_every: int = free(250, ge=1, description="Steps between validations (always after the last step).")
-    val_tokens: int = Field(10_485_760, ge=2, description="Validation tokens, from the val shard's start.")
+    val_tokens: int = Field(
+        10_485_760,
+        ge=2,
+        description="Validation tokens, from the val shard's start; 100000000: all of it, as in the LSSAR paper.",
+    )
     checkpoint_every: int = free(500, ge=1, description="Steps between checkpoints (always the last).")
     keep_last: int = free(2, ge=1, description="Newest checkpoints to keep.")
     keep_every: int = free(0, ge=0, description="Also keep checkpoints of multiples of this step; 0: none.")
@@ -346,12 +362,13 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         UserError: one line for each problem found.
     """
     path = Path(path)
-    values, sweep = _read_file(path, ())
+    values, sweeps = _read_file(path, ())
     values.setdefault("name", (path.stem, str(path)))
     chosen = _parse_overrides(overrides or [])
     values |= {key: (value, "command line") for key, value in chosen.items()}
-    if left := sweep.keys() - chosen.keys():
-        options = " ".join(f"--{key} ..." for key in sorted(left))
+    missing = [sorted(sweep.keys() - chosen.keys()) for sweep in sweeps]
+    if all(missing):
+        options = ", or by ".join(" ".join(f"--{key} ..." for key in keys) for keys in missing)
         raise UserError(f"{path}: describes a sweep: python sweep.py {path}, or choose one run by {options}")
     return _validate(values, str(path))
 
@@ -359,7 +376,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
 def expand_sweep(path: str | Path, overrides: list[str] | None = None) -> list[list[str]]:
     """The overrides of each run that a file's [sweep] describes; without a [sweep], none for one run.
 
-    Several keys give their product, the last one fastest. A run is called <file's stem>_<key>=<value>.
+    Several keys give their product, the last one fastest; several [[sweep]] sections follow each other. A run
+    is called <file's stem>_<key>=<value>.
 
     Args:
         overrides: keys that they set are not swept.
@@ -367,15 +385,20 @@ def expand_sweep(path: str | Path, overrides: list[str] | None = None) -> list[l
         UserError: the file cannot be read, or a key has no list of values.
     """
     path, chosen = Path(path), _parse_overrides(overrides or [])
-    sweep = {key: values for key, values in _read_file(path, ())[1].items() if key not in chosen}
     runs = []
-    for values in itertools.product(*sweep.values()):
-        pairs = list(zip(sweep, values, strict=True))
-        parts = [f"{key.rpartition('.')[2]}={value}" for key, value in pairs]
-        name = re.sub(r"[^A-Za-z0-9._=+-]", "-", "_".join([path.stem, *parts]))
-        run = [text for key, value in pairs for text in (f"--{key}", _toml_value(value))]
-        runs.append([*run, "--name", name] if sweep else [])
-    return runs
+    for sweep in _read_file(path, ())[1]:
+        left = [[(key, value) for value in values] for key, values in sweep.items() if key not in chosen]
+        runs += [_sweep_run(path.stem, pairs) for pairs in itertools.product(*left)]
+    return [run for i, run in enumerate(runs) if run not in runs[:i]]  # overrides may make them equal
+
+
+def _sweep_run(stem: str, pairs: tuple[tuple[str, Any], ...]) -> list[str]:
+    """The overrides of one run of a [sweep], its name among them; none if nothing is swept."""
+    if not pairs:
+        return []
+    parts = [f"{key.rpartition('.')[2]}={value}" for key, value in pairs]
+    name = re.sub(r"[^A-Za-z0-9._=+-]", "-", "_".join([stem, *parts]))
+    return [text for key, value in pairs for text in (f"--{key}", _toml_value(value))] + ["--name", name]
 
 
 def config_from_dict(values: dict[str, Any], source: str) -> Config:
@@ -446,8 +469,8 @@ def describe_keys(config: Config) -> str:
     return "\n".join(lines)
 
 
-def _read_file(path: Path, seen: tuple[Path, ...]) -> tuple[Values, dict[str, list[Any]]]:
-    """A file's values on top of its bases', and its own [sweep]."""
+def _read_file(path: Path, seen: tuple[Path, ...]) -> tuple[Values, list[dict[str, list[Any]]]]:
+    """A file's values on top of its bases', and its own [sweep] sections: an empty one if there is none."""
     if path.resolve() in seen:
         chain = " -> ".join(str(p.name) for p in (*seen, path.resolve()))
         raise UserError(f"{path}: base files form a cycle: {chain}")
@@ -470,13 +493,14 @@ def _read_file(path: Path, seen: tuple[Path, ...]) -> tuple[Values, dict[str, li
         values, _ = _read_file(path.parent / base, (*seen, path.resolve()))
         values.pop("name", None)
     values |= {key: (value, str(path)) for key, value in _flatten(own).items()}
-    if not isinstance(sweep, dict):
-        raise UserError(f"{path}: sweep = {sweep!r}: expected a section")
-    sweep = _flatten(sweep)
-    for key, value in sweep.items():
+    sections = sweep if isinstance(sweep, list) else [sweep]
+    if not sections or not all(isinstance(section, dict) for section in sections):
+        raise UserError(f"{path}: sweep = {sweep!r}: expected a section, or several [[sweep]] sections")
+    sweeps = [_flatten(section) for section in sections]
+    for key, value in (item for section in sweeps for item in section.items()):
         if not isinstance(value, list) or not value:
             raise UserError(f"{path}: sweep: {key} = {value!r}: expected a list of values")
-    return values, sweep
+    return values, sweeps
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -242,6 +242,7 @@ class GPT(nn.Module):
         rope: RopeScaling = UNSCALED,
         cache: KVCache | None = None,
         unscaled: bool = False,
+        label_smoothing: float = 0.0,
     ) -> Tensor:
         """Loss with targets, logits without.
 
@@ -251,6 +252,7 @@ class GPT(nn.Module):
             rope: see `rope_tables`.
             cache: read and extended; inference only.
             unscaled: leave out what train.loss does to the logits.
+            label_smoothing: share of the target's probability that all tokens get alike (Szegedy et al. 2016).
         Returns:
             The mean cross-entropy in nats, a float32 scalar; or logits, (B, T, vocab_size) float32.
         """
@@ -258,7 +260,7 @@ class GPT(nn.Module):
         logits = self.unscaled_logits(hidden) if unscaled else self.logits(hidden)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=label_smoothing)
 
     @torch.no_grad()
     def token_losses(

@@ -210,15 +210,15 @@ def train_step(state: TrainState, log: RunLog) -> str | None:
 
 def forward_backward(state: TrainState, batch: Batch) -> Tensor:
     """Accumulate the gradient of this process's micro-batches; returns their mean loss."""
-    total = torch.zeros((), device=state.world.device)
-    weights = state.batches.loss_weights(batch)
+    config, total = state.config.train, torch.zeros((), device=state.world.device)
+    weights, n_targets = state.batches.loss_weights(batch)
     for i, ((x, y), weight) in enumerate(zip(batch, weights, strict=True)):
         x, y = (t.to(state.world.device, non_blocking=True) for t in (x, y))  # (micro, T) each
         if state.world.size > 1:  # DDP averages gradients in the last backward of a step only
             state.model.require_backward_grad_sync = i == len(batch) - 1
         with state.raw_model.autocast():
-            loss = state.model(x, y) * weight
-        loss.backward()
+            loss = state.model(x, y, label_smoothing=config.label_smoothing) * weight
+        (loss * n_targets if config.reduction == "sum" else loss).backward()
         total += loss.detach()
     return total
 

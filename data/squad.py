@@ -4,7 +4,8 @@
     python -m data.squad --train train-v2.0.json --val dev-v2.0.json  # local files in SQuAD's schema
     python -m data.squad --train dev-v2.0.json --tokenizer bytes --out data/squad_bytes
 
-Every question that has an answer becomes one sequence of --seq-len tokens, which train.seq_len must equal:
+Every question whose context, question and answer are not empty (86,820 in the paper) becomes one sequence of
+--seq-len tokens, which train.seq_len must equal:
 
     <|endoftext|>{context}
 
@@ -50,6 +51,10 @@ class Question(NamedTuple):
     context: str
     question: str
     answer: str
+
+    @property
+    def is_complete(self) -> bool:
+        return all(text.strip() for text in (self.context, self.question, self.answer))
 
 
 def question_prompt(context: str, question: str) -> str:
@@ -143,7 +148,7 @@ def build(
     }  # fmt: skip
     masks: dict[str, list[np.ndarray]] = {}
     for split, questions in splits.items():
-        rows = [make_sequence(question, tokenizer, seq_len) for question in questions]
+        rows = [make_sequence(question, tokenizer, seq_len) for question in questions if question.is_complete]
         kept = [row for row in rows if row is not None]
         if not kept:
             raise UserError(f"{source}: {split}: no question fits --seq-len {seq_len}")

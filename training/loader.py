@@ -71,16 +71,16 @@ class BatchLoader:
             batch.append((x.pin_memory(), y.pin_memory()) if on_gpu else (x, y))
         return batch
 
-    def loss_weights(self, batch: Batch) -> list[float]:
-        """Weights of the micro-batches' mean losses. A collective if the data has a mask.
+    def loss_weights(self, batch: Batch) -> tuple[list[float], int]:
+        """Weights of the micro-batches' mean losses, and the step's targets. A collective if there is a mask.
 
-        With a mask they are shares of the targets: the mean over ranks is then that over all targets.
+        With a mask the weights are shares of the targets: the mean over ranks is then that over all targets.
         """
         if self.stream.mask is None:
-            return [1 / len(batch)] * len(batch)
+            return [1 / len(batch)] * len(batch), self.config.train.batch_tokens
         counts = torch.tensor([int((y != IGNORED).sum()) for _, y in batch], device=self.world.device)
         n_targets = int(self.world.gather(counts.sum()[None]).sum())
-        return [count * self.world.size / n_targets for count in counts.tolist()]
+        return [count * self.world.size / n_targets for count in counts.tolist()], n_targets
 
     def describe(self, step: int) -> str:
         """Where a step's batch is in the data, for messages."""

@@ -29,12 +29,13 @@ BYTES = get_tokenizer("bytes")
 
 
 def article(title: str, n: int) -> dict[str, Any]:
-    """A paragraph with n questions that have answers and one that has none."""
+    """A paragraph with n questions that have answers, one that has none, and an answer without a question."""
     qas = [
         {"question": f"What is {title} {i}?", "answers": [{"text": f"{title}{'!' * i}"}, {"text": "no"}]}
         for i in range(n)
     ]
-    paragraph = {"context": f"All about {title}.", "qas": [*qas, {"question": "Why?", "answers": []}]}
+    qas += [{"question": "Why?", "answers": []}, {"question": "  ", "answers": [{"text": "because"}]}]
+    paragraph = {"context": f"All about {title}.", "qas": qas}
     return {"title": title, "paragraphs": [paragraph]}
 
 
@@ -183,28 +184,34 @@ dir = "{tmp_path / "runs"}"
     return path
 
 
-def answer_loss(state: TrainState, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def answer_loss(state: TrainState, x: torch.Tensor, y: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
     """The mean over all targets that count, from full logits."""
-    logits = state.raw_model(x)
-    return F.cross_entropy(logits[y != IGNORED], y[y != IGNORED])
+    log_p = state.raw_model(x)[y != IGNORED].log_softmax(-1)
+    likelihood = log_p.gather(1, y[y != IGNORED][:, None])
+    return -((1 - smoothing) * likelihood.mean() + smoothing * log_p.mean())
 
 
-def test_loss_is_the_mean_over_answers(config_path: Path) -> None:
-    """Of the whole step, also when its micro-batches have different numbers of targets; gradients, too."""
-    gradients = []
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_loss_is_the_mean_over_answers(reduction: str, smoothing: float, config_path: Path) -> None:
+    """Of the whole step, also when its micro-batches have different numbers of targets; so are the gradients,
+    or with reduction = sum those of the sum, of which the loss stays the mean."""
     for micro in ("8", "2", "1"):
-        state = build(config_path, "--train.micro-batch", micro)
+        state = build(config_path, "--train.micro-batch", micro, "--train.reduction", reduction,
+                      "--train.label-smoothing", str(smoothing))  # fmt: skip
         x, y = map(torch.from_numpy, train_batch(state.batches.stream, 0, 8, 64, "shuffled", seed=1337))
-        expected = answer_loss(state, x, y)
+        expected = answer_loss(state, x, y, smoothing)
         loss = forward_backward(state, state.batches.read(0))
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-        gradients.append(state.raw_model.embedding.weight.grad)
         (wanted,) = torch.autograd.grad(expected, state.raw_model.embedding.weight)
-        torch.testing.assert_close(gradients[-1], wanted, atol=1e-6, rtol=1e-4)
+        n = int((y != IGNORED).sum()) if reduction == "sum" else 1
+        gradient = state.raw_model.embedding.weight.grad
+        assert gradient is not None
+        torch.testing.assert_close(gradient / n, wanted, atol=1e-6, rtol=1e-4)
 
 
 def test_training_lowers_it_and_validates_on_it(config_path: Path) -> None:
-    run_dir = run(config_path)
+    run_dir = run(config_path, "--train.label-smoothing", "0.01")  # of which validation is free
     loss = metrics(run_dir, "loss")
     assert loss[30] < 0.5 * loss[1]
     state = build(run_dir / "config.toml")
@@ -216,12 +223,12 @@ def test_training_lowers_it_and_validates_on_it(config_path: Path) -> None:
 
 
 def test_processes_change_nothing(config_path: Path) -> None:
-    alone = metrics(run(config_path, "--name", "one", "--train.max-steps", "4"), "loss")
+    alone = run(config_path, "--name", "one", "--train.max-steps", "4", "--train.reduction", "sum")
     options = ("--name", "two", "--train.max-steps", "4", "--train.micro-batch", "2", "--train.device", "cpu")
-    done = run_script(config_path, *options, processes=2)
+    done = run_script(config_path, *options, "--train.reduction", "sum", processes=2)
     assert done.returncode == 0, done.stderr
-    together = metrics(load_config(config_path, ["--name", "two"]).run_dir, "loss")
-    assert together == pytest.approx(alone, rel=1e-4)
+    for key in ("loss", "grad_norm"):
+        assert metrics(alone.with_name("two"), key) == pytest.approx(metrics(alone, key), rel=1e-4)
 
 
 def test_refusals(config_path: Path, folder: Path) -> None:
@@ -229,4 +236,4 @@ def test_refusals(config_path: Path, folder: Path) -> None:
         build(config_path, "--train.seq-len", "32")
     with pytest.raises(UserError, match="made for fine-tuning, no running text"):
         open_validation(load_config(config_path), None)
-    assert load_config("configs/ssmax_paper/sft.toml").train.max_steps == 10 * (86_821 // 128)
+    assert load_config("configs/ssmax_paper/sft.toml").train.max_steps == 10 * (86_820 // 128)
