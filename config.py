@@ -17,6 +17,7 @@ import argparse
 import difflib
 import itertools
 import json
+import math
 import re
 import sys
 import tomllib
@@ -545,9 +546,10 @@ def _parse_value(key: str, text: str) -> Any:
     if field is not None and field.annotation is str and not text.startswith('"'):
         return text  # a run may be called 7 or 2024-11-20
     try:
-        return tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")["value"]
+        value = tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    return "inf" if value == math.inf else value  # no key takes the number
 
 
 def _toml_value(value: Any) -> str:
