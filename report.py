@@ -5,8 +5,8 @@
     python report.py runs/lssa* runs/softmax* --paper lssar
 
 Writes report.md, report.json (every number of ours) and PNGs into --out. A row of a table is an experiment, a
-file in configs/. A run belongs to a row if its attention, loss and kind of optimiser are the file's, whatever
-its size and name. Every number has its scale: runs of one scale share a letter, and runs that differ in their
+file in configs/. A run belongs to a row if its attention, loss, kind of optimiser and descent (init_from) are the
+file's, whatever its size and name. Every number has its scale: runs of one scale share a letter, and runs that differ in their
 seed alone share a line, mean ± standard deviation. A row without a run has dashes. Losses are those of
 eval_length.py at multiples of the training length, in nats per token. Unfinished runs are skipped.
 """
@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from attention import describe_attention
 from config import load_config
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import atomic_file, write_atomically, write_json
@@ -32,6 +33,7 @@ DASH = "–"
 PAPER_SCALES = {
     "gpt2_124m.toml": "the LSSAR paper's model, length, steps and data; the rest of the recipe is ours",
     "ssmax_paper/base_162m.toml": "the SSMax paper's scale",
+    "ssmax_paper/pn_162m.toml": "the SSMax paper's scale in its Section 2.1",
 }
 
 
@@ -70,8 +72,8 @@ def report_text(index: RunIndex, papers: list[str], captions: dict[str, str]) ->
         "# Report",
         "Made by `report.py` from run folders. Losses are in nats per token of each run's own tokeniser, at "
         "multiples of the training length; ± is the standard deviation over seeds. A dash: there is no such "
-        "run, it rejects the length, or the paper's text has no such number. The papers' numbers, with the "
-        "line of the text each was read from, are in `papers/published.toml`.",
+        "run, it rejects the length, or the paper's text has no such number. The papers' numbers "
+        "(`papers/published.toml`) have the line of the text each was read from.",
         f"## Scales\n\n{scales_text(index)}",
     ]
     parts += [
@@ -81,7 +83,12 @@ def report_text(index: RunIndex, papers: list[str], captions: dict[str, str]) ->
     parts += [f"![{caption}]({file})\n\n{caption}." for file, caption in captions.items()]
     tables, published = read_tables(), read_published()
     for paper in papers:
-        parts += [paper_table(table, index, published[paper]) for table in tables[paper]]
+        for table in tables[paper]:
+            by_steps = table.get("by_steps", False)
+            text = steps_table(table, index) if by_steps else paper_table(table, index, published[paper])
+            parts += [f"### {table['title']}", text]
+            for where in table.get("numbers", ()):
+                parts.append(numbers_table(where, [n for n in published[paper] if n["where"] == where]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -121,11 +128,12 @@ def runs_table(index: RunIndex, scale: str) -> str:
     return markdown(header, lines, n_left=1)
 
 
-def paper_table(table: dict[str, str], index: RunIndex, published: list[dict[str, Any]]) -> str:
+def paper_table(table: dict[str, Any], index: RunIndex, published: list[dict[str, Any]]) -> str:
     """A paper's table: for each row the published numbers, then ours for each scale and RoPE scaling."""
-    lines = []
+    lines, left = [], published
     for row in read_rows(table["folder"], table["files"]):
-        numbers = [number for number in published if number.get("config") in row.keys]
+        numbers = [number for number in left if number.get("config") in row.keys]
+        left = [number for number in left if number not in numbers]  # those of a whole [sweep] stand once
         lines.append([f"`{row.config.name}`", *published_cells(numbers)])
         groups = index.of_row(row)
         for group in groups:
@@ -138,19 +146,46 @@ def paper_table(table: dict[str, str], index: RunIndex, published: list[dict[str
         if not groups:
             lines.append(["", "ours", *[DASH] * len(FACTORS)])
     header = [f"row (`configs/{table['folder']}/`)", "source", *(f"{factor}x" for factor in FACTORS)]
-    return f"### {table['title']}\n\n{markdown(header, lines, n_left=2)}"
+    return markdown(header, lines, n_left=2)
 
 
 def published_cells(numbers: list[dict[str, Any]]) -> list[str]:
     """The source and a loss for each of FACTORS; numbers that are no loss are part of the source."""
     losses, source = [DASH] * len(FACTORS), []
     for number in numbers:
+        where = f"{number['where']}, line {number['line']}"
         if number["column"] == "val loss, 1x":
             losses[0] = number["printed"]
-            source.append(number["where"])
+            source.append(where)
         else:
-            source.append(f"{number['where']}: {number['column']} {number['printed']} {number['unit']}")
+            what = f"{number['row']}, {number['column']}"
+            source.append(f"{where}: {what} {number['printed']} {number['unit']}")
     return [f"paper, {'; '.join(source)}" if source else "paper", *losses]
+
+
+def steps_table(table: dict[str, Any], index: RunIndex) -> str:
+    """Our final validation losses by steps of training, for each size; dashes if no two lengths are there."""
+    rows = read_rows(table["folder"], table["files"])
+    none = {"ours": {describe_attention(row.config.attention): {} for row in rows}}
+    parts = []
+    for size, losses in (index.training_lengths(rows) or none).items():
+        steps = sorted(set().union(*losses.values())) or sorted({row.config.train.max_steps for row in rows})
+        lines = [
+            [f"{n:,}", *(mean_and_spread(found.get(n, [])) for found in losses.values())] for n in steps
+        ]
+        parts.append(f"{size}:\n\n{markdown(['steps', *losses], lines, n_left=0)}")
+    return "\n\n".join(parts)
+
+
+def numbers_table(where: str, numbers: list[dict[str, Any]]) -> str:
+    """A paper's table whose numbers have no config: its rows, with their unit and line."""
+    numbers = [number for number in numbers if "config" not in number]
+    columns = list(dict.fromkeys(number["column"] for number in numbers))
+    lines: dict[tuple[str, str, str], dict[str, str]] = {}
+    for n in numbers:
+        lines.setdefault((n["row"], n["unit"], f"line {n['line']}"), {})[n["column"]] = n["printed"]
+    cells = [[*row, *(values.get(column, DASH) for column in columns)] for row, values in lines.items()]
+    return markdown([f"paper only: {where}", "unit", "line", *columns], cells, n_left=3)
 
 
 def final_validation(group: Group) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,12 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from config import Config, load_config
+from attention import describe_attention
+from config import Config, changed_keys, load_config
 from infra.cli import UserError
 from infra.files import read_jsonl
 from model import GPT
 from normalisers import NormSoftmax
-from papers.tables import TableRow
+from papers.tables import TableRow, ancestors_of
 
 FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length
 
@@ -27,7 +29,9 @@ class FinishedRun:
     config: Config
     validations: list[tuple[int, float]]  # (step, loss)
     evaluations: dict[str, dict[str, Any]]  # RoPE scaling -> the result of eval_length.py
-    steps_before: int  # of the run named by init_from
+    steps_before: int = 0  # of the run named by init_from
+    ancestors: tuple[Config, ...] = ()  # what it descends from by init_from, the newest first
+    losses: tuple[float, ...] = ()  # of the training steps; NaN where one was not finite
 
     def loss(self, rope: str, factor: int) -> float | None:
         """At `factor` times the training length, over all tokens."""
@@ -38,7 +42,7 @@ class FinishedRun:
 
     @cached_property
     def scale(self) -> str:
-        return scale_of(self.config, self.steps_before)
+        return scale_of(self.config, self.steps_before, *self.ancestors)
 
     @cached_property
     def n_params(self) -> int:
@@ -46,32 +50,48 @@ class FinishedRun:
             return GPT(self.config, device="meta").n_params()
 
 
-def scale_of(config: Config, steps_before: int = 0) -> str:
-    """Size of the model, length and amount of training: losses compare within one scale only."""
+def size_of(config: Config) -> str:
+    """Size of the model, length, batch and data."""
     m, t = config.model, config.train
-    steps = steps_before + t.max_steps
     kind = f"{m.norm}, {m.mlp}, {'tied' if m.tie_embeddings else 'untied'} embeddings"
     return (
         f"{m.n_layer} layers, {m.heads} of {m.head_dim}, {kind}, vocabulary {m.vocab_size}; "
-        f"T = {t.seq_len}; {steps:,} steps of {t.batch_tokens:,} tokens "
-        f"({steps * t.batch_tokens / 1e6:,.1f}M) from {config.data.dir}"
+        f"T = {t.seq_len}; steps of {t.batch_tokens:,} tokens from {config.data.dir}"
     )
 
 
-def experiment_of(config: Config) -> str:
-    """Attention, loss, kind of optimiser and of start: what rows of a paper differ in, at any scale."""
+def scale_of(config: Config, steps_before: int = 0, *ancestors: Config) -> str:
+    """Size and amount of training: losses compare within one scale only."""
+    steps, before = steps_before + config.train.max_steps, ""
+    if ancestors and size_of(ancestors[0]) != size_of(config):  # fine-tuned, not continued
+        steps, before = config.train.max_steps, f" after {steps_before:,} steps from {ancestors[0].data.dir}"
+    tokens = steps * config.train.batch_tokens
+    return f"{size_of(config)}; {steps:,} steps ({tokens / 1e6:,.1f}M tokens){before}"
+
+
+def experiment_of(config: Config, *ancestors: Config) -> str:
+    """Attention, loss, kind of optimiser and descent: what rows of a paper differ in, at any scale.
+
+    Args:
+        ancestors: what the config descends from by init_from, the newest first.
+    """
     a, t, o = config.attention, config.train, config.optimizer
     attention = a.model_dump(exclude={"engine", "compile_rows"})
     if isinstance(a.definition, NormSoftmax):  # sqrt_d is a number, too
         attention["gamma"] = str(a.definition.gamma_number(config.model.head_dim))
         attention.pop("gamma_factor")
+    start: Any = None
     if config.init_from:
         attention.pop("scale_init", None)  # depends on the length
+        start = config.init_from, t.max_steps == 0  # unknown descent: of no row
+        if ancestors:
+            elsewhere = {"data.dir", "train.seq_len"} & changed_keys(ancestors[0], config).keys()
+            start = experiment_of(*ancestors), t.max_steps == 0, sorted(elsewhere)
     tau = 1.0 if (t.loss, t.loss_tau) == ("norm_softmax", "auto") else t.loss_tau
     rest = {
-        "loss": (t.loss, t.loss_gamma, tau),
+        "loss": (t.loss, t.loss_gamma, tau, t.label_smoothing, t.reduction),
         "optimizer": (o.name, t.max_steps > 0 and o.warmup_steps == 0, o.weight_decay == 0),
-        "start": (bool(config.init_from), t.max_steps == 0),
+        "start": start,
     }
     return json.dumps(attention | rest, sort_keys=True)
 
@@ -110,7 +130,26 @@ def read_run(folder: Path) -> FinishedRun | None:
             evaluations[rope["kind"] + (f" = {rope['theta']:g}" if rope["theta"] else "")] = result
     summary = folder / "init_from.txt"
     before = re.search(r", step (\d+)$", summary.read_text(), re.MULTILINE) if summary.exists() else None
-    return FinishedRun(folder, config, validations, evaluations, int(before[1]) if before else 0)
+    ancestors = read_ancestors(folder, config)
+    losses = tuple(math.nan if r["loss"] is None else r["loss"] for r in records if "loss" in r)
+    return FinishedRun(
+        folder, config, validations, evaluations, int(before[1]) if before else 0, ancestors, losses
+    )
+
+
+def read_ancestors(folder: Path, config: Config) -> tuple[Config, ...]:
+    """What a run descends from; prints the run of which no folder is where init_from has it, or beside."""
+    seen = [folder.resolve()]
+
+    def find(run: Path) -> Path | None:
+        for path in (run, folder.parent / run.name):
+            if (path / "config.toml").is_file() and path.resolve() not in seen:
+                seen.append(path.resolve())
+                return path / "config.toml"
+        print(f"{folder} descends from {run}, which is not there: no row of a paper has it")
+        return None
+
+    return ancestors_of(config, find)
 
 
 class Group(NamedTuple):
@@ -149,16 +188,28 @@ class RunIndex:
         self.ropes = sorted({rope for run in runs for rope in run.evaluations})
         self.groups: dict[tuple[str, str], Group] = {}
         for run in runs:
-            key = (self.letters[run.scale], experiment_of(run.config))
+            key = (self.letters[run.scale], experiment_of(run.config, *run.ancestors))
             self.groups.setdefault(key, Group(key[0], [])).runs.append(run)
 
     def of_row(self, row: TableRow) -> list[Group]:
         """The groups that belong to a row of a paper, one for each scale."""
-        wanted = experiment_of(row.config)
+        wanted = experiment_of(row.config, *row.ancestors)
         groups = [group for (_, experiment), group in sorted(self.groups.items()) if experiment == wanted]
         return [
             group for group in groups if row.model_keys.items() <= vars(group.runs[0].config.model).items()
         ]
+
+    def training_lengths(self, rows: list[TableRow]) -> dict[str, dict[str, dict[int, list[float]]]]:
+        """Size -> attention -> steps -> final validation losses of the rows' experiments.
+
+        Of the sizes with two training lengths or more (NormSoftmax, Figure 3a).
+        """
+        sizes: dict[str, dict[str, dict[int, list[float]]]] = {}
+        for name, row in {describe_attention(row.config.attention): row for row in rows}.items():
+            for group in sorted(self.of_row(row), key=lambda group: group.runs[0].config.train.max_steps):
+                config, final = group.runs[0].config, [run.validations[-1][1] for run in group.runs]
+                sizes.setdefault(size_of(config), {}).setdefault(name, {})[config.train.max_steps] = final
+        return {size: found for size, found in sizes.items() if len(set().union(*found.values())) > 1}
 
     def at_scale(self, letter: str) -> list[Group]:
         return [group for group in self.groups.values() if group.scale == letter]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ class TableRow(NamedTuple):
 
     keys: tuple[str, ...]  # as in published.toml: the file, and the file with its swept value
     config: Config
+    ancestors: tuple[Config, ...]  # what it descends from by init_from
     model_keys: dict[str, Any]  # swept keys of [model]: a run of this row has the same values
 
 
@@ -29,19 +32,47 @@ def read_rows(folder: str, files: str) -> list[TableRow]:
         path, key = CONFIGS / folder / f"{name}.toml", f"{folder}/{name}"
         for overrides in expand_sweep(path):
             config = load_config(path, overrides)
+            ancestors = ancestors_of(config, lambda run: CONFIGS / folder / f"{run.name}.toml")
             swept = dict(zip(overrides[:-2:2], overrides[1:-2:2], strict=True))  # --key: value as in TOML
             keys = [key, *(f"{key}: {json.loads(value)}" for value in swept.values())]
-            model_keys = [option[8:] for option in swept if option.startswith("--model.")]
-            rows.append(TableRow(tuple(keys), config, {k: getattr(config.model, k) for k in model_keys}))
+            model_keys = {k[8:]: getattr(config.model, k[8:]) for k in swept if k.startswith("--model.")}
+            rows.append(TableRow(tuple(keys), config, ancestors, model_keys))
     return rows
 
 
-def read_tables() -> dict[str, list[dict[str, str]]]:
-    """Paper -> its tables, each with title, folder and files."""
+def ancestors_of(config: Config, find: Callable[[Path], Path | None]) -> tuple[Config, ...]:
+    """The configs of the runs that init_from leads back to, the newest first, as far as they are found.
+
+    Args:
+        find: from a run's folder to its config file.
+    """
+    ancestors: list[Config] = []
+    while config.init_from:
+        source = Path(config.init_from)
+        path = find(source.parents[1] if source.suffix == ".pt" else source)  # runs/a/checkpoints/x.pt
+        if path is None:
+            break
+        config = load_config(path)
+        ancestors.append(config)
+    return tuple(ancestors)
+
+
+def read_tables() -> dict[str, list[dict[str, Any]]]:
+    """Paper -> its tables: title, folder and files; numbers: `where` of those that no config belongs to;
+    by_steps: the table compares lengths of training."""
     return tomllib.loads((HERE / "tables.toml").read_text(encoding="utf-8"))
 
 
 def read_published() -> dict[str, list[dict[str, Any]]]:
     """Paper -> its numbers: where, row, column, value, printed, unit, line, and config where one fits."""
     content = tomllib.loads((HERE / "published.toml").read_text(encoding="utf-8"))
-    return {paper: entry["number"] for paper, entry in content.items()}
+    published: dict[str, list[dict[str, Any]]] = {paper: [] for paper in content}
+    for paper, entry in content.items():
+        for group in entry["numbers"]:
+            for cells in group["values"]:
+                number = dict(zip(("row", "column", "printed", "line", "config"), cells, strict=False))
+                value = re.match(r"[+-]?[\d.]+", number["printed"])
+                assert value, number
+                number |= {"where": group["where"], "unit": group["unit"], "value": float(value[0])}
+                published[paper].append(number)
+    return published

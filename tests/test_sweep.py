@@ -226,16 +226,17 @@ def test_rows_find_their_runs(tmp_path, capsys):
     assert f"skipped: {tmp_path / 'p15'} is not finished" in capsys.readouterr().out
     seeds = ["", "ours, scale A, 3 seeds, RoPE ntk", *4 * ["2.1000 ±0.1000"], "3.1000 ±0.1000"]
     assert cells(table_of("lssar", 0, index), "table1_softmax") == [
-        ["`table1_softmax`", "paper, Table 1", "3.1911", *4 * ["–"]], seeds
+        ["`table1_softmax`", "paper, Table 1, line 54", "3.1911", *4 * ["–"]], seeds
     ]  # fmt: skip
     text = table_of("lssar", 3, index)
     assert cells(text, "table4_softmax") == [["`table4_softmax`", "paper", *5 * ["–"]], seeds]
     assert cells(text, "table4_lssa_p15")[1] == ["", "ours", *5 * ["–"]], "not finished: no number"
     assert cells(text, "table4_relu_li")[2][1:4] == ["ours, scale A, validation in training", "4.0000", "–"]
-    robust = table_of("normsoftmax", 2, index)
+    robust = table_of("normsoftmax", 3, index)
     assert cells(robust, "no_weight_decay_normaliser=softmax")[1][2] == "9.0000"
     accuracy = cells(table_of("normsoftmax", 0, index), "gamma_gamma=inf")[0]
-    assert accuracy[1:3] == ["paper, Table 1: CIFAR10, ViT 88.01 % test accuracy", "–"]
+    assert accuracy[1].startswith("paper, Table 1, line 170: nsm-inf, CIFAR10, ViT 88.01 % test accuracy; Table")
+    assert accuracy[2:] == 5 * ["–"]
 
 
 def test_figures_of_seeds_of_which_one_is_not_evaluated(tmp_path):
@@ -269,19 +270,84 @@ def test_every_row_is_another_experiment() -> None:
     keys: set[str] = set()
     for table in itertools.chain(*tables.values()):
         rows = read_rows(table["folder"], table["files"])
-        experiments = [(experiment_of(row.config), tuple(row.model_keys.items())) for row in rows]
+        experiments = [
+            (experiment_of(row.config, *row.ancestors), *row.model_keys.items(),
+             row.config.train.max_steps if "by_steps" in table else None)
+            for row in rows
+        ]  # fmt: skip
         doubles = {
             row.config.name for row, e in zip(rows, experiments, strict=True) if experiments.count(e) > 1
         }
-        same = {"norm_softmax", "gamma_gamma=8.0", "tau_tau=1.0"}
+        same = {"norm_softmax", "gamma_gamma=8.0", "tau_gamma=sqrt_d_tau=1.0", "softmax"}
+        same |= {"gamma_gamma=inf", "tau_gamma=inf_tau=1.0", "scale_scale=rsqrt_d"}
         same |= {"loss_norm_softmax_loss_gamma=inf", "loss_tau_loss_tau=1.0"}
         assert doubles <= same, doubles
         keys |= {key for row in rows for key in row.keys}
     files = {f"{folder}/{path.stem}" for folder in ("lssar_paper", "normsoftmax_paper")
              for path in (CONFIGS / folder).glob("*.toml")}  # fmt: skip
     assert files <= keys
-    configs = {n["config"] for numbers in read_published().values() for n in numbers if "config" in n}
-    assert len(configs) > 20 and configs <= keys
+
+
+def test_every_published_number_is_in_the_report_once_with_its_line(tmp_path) -> None:
+    """In the row of its config where it has one, which must exist; all 146, also without a run of any paper."""
+    make_run(tmp_path, "other", [2.0] * 5, "--train.loss", "norm_softmax", "--train.loss-gamma", "2.5")
+    index = RunIndex(read_runs([str(tmp_path)]))
+    n_numbers = 0
+    for paper, numbers in read_published().items():
+        keys = {key for table in read_tables()[paper] for row in read_rows(table["folder"], table["files"])
+                for key in row.keys}  # fmt: skip
+        lines = report.report_text(index, [paper], {}).splitlines()
+        for n in numbers:
+            if "config" in n:
+                assert n["config"] in keys, n
+                stem = n["config"].split("/")[1].split(":")[0]
+                found = [line for line in lines if line.startswith(f"| `{stem}")]
+                text = f", {n['column']} {n['printed']} {n['unit']}"
+                text = f" {n['printed']} |" if n["column"] == "val loss, 1x" else text
+                what = [f"{n['where']}, line {n['line']}", text]
+            else:
+                found, what = lines, [n["row"], n["unit"], f"| line {n['line']} |", f" {n['printed']} |"]
+            found = [line for line in found if all(text in line for text in what)]
+            assert len(found) == 1, (n, found)
+            n_numbers += 1
+    assert n_numbers == 146
+
+
+def test_a_run_belongs_to_the_row_that_it_descends_from(tmp_path, capsys) -> None:
+    """A fine-tuned (b) is not (f), though both are SSMax models that began from another run's weights."""
+    ssmax, at = ["--attention.normaliser", "ssmax"], "--init-from"
+    make_run(tmp_path, "a", [1.0] * 5)
+    make_run(tmp_path, "b", [2.0] * 5, *ssmax)
+    make_run(tmp_path, "e", [3.0] * 5, *ssmax, at, f"{tmp_path}/a", "--train.max-steps", "0",
+             "--optimizer.warmup-steps", "0", step=0)  # fmt: skip
+    make_run(tmp_path, "f", [4.0] * 5, *ssmax, at, f"{tmp_path}/a/checkpoints/step_000003.pt")
+    squad = ["--data.dir", "data/squad"]
+    make_run(tmp_path, "b_again", [5.0] * 5, *ssmax, at, "moved/b")  # beside, if not where it was
+    make_run(tmp_path, "sft_b", [6.0] * 5, *ssmax, *squad, at, f"{tmp_path}/b")
+    make_run(tmp_path, "sft_a", [7.0] * 5, *ssmax, *squad, at, f"{tmp_path}/a")
+    make_run(tmp_path, "orphan", [8.0] * 5, *ssmax, at, "nowhere")
+    index = RunIndex(read_runs([str(tmp_path)]))
+    assert "orphan descends from nowhere, which is not there" in capsys.readouterr().out
+    text = table_of("ssmax", 0, index)
+    ours = {row[0]: [line[2] for line in cells(text, f"{row}_162m")[1:]] for row in
+            ("a_softmax", "b_ssmax", "e_after_pretraining", "f_during_pretraining")}  # fmt: skip
+    assert ours == {"a": ["1.0000"], "b": ["2.0000"], "e": ["3.0000"], "f": ["4.0000"]}
+    assert sum("from data/squad; 3 steps" in scale for scale in index.letters) == 1
+
+
+def test_training_lengths_are_compared_at_one_size(tmp_path) -> None:
+    """NormSoftmax, Figure 3a: final losses by steps; a size with one length is left out."""
+    norm = ["--attention.normaliser", "norm_softmax"]
+    make_run(tmp_path, "short", [2.0] * 5)
+    make_run(tmp_path, "long", [2.0] * 5, "--train.max-steps", "6", step=6)
+    make_run(tmp_path, "inf", [2.0] * 5, *norm, "--attention.gamma", "inf")
+    make_run(tmp_path, "wide", [2.0] * 5, *norm, "--model.n-embd", "64")
+    index, table = RunIndex(read_runs([str(tmp_path)])), read_tables()["normsoftmax"][2]
+    lines = report.steps_table(table, index).splitlines()
+    assert len(lines) == 6 and lines[0].startswith("4 layers, 2 heads of 64")
+    assert lines[2] == "| steps | softmax | norm_softmax (gamma = inf) |"
+    assert lines[4:] == ["| 3 | 4.0000 | 4.0000 |", "| 6 | 4.0000 | – |"]
+    assert "| 18,865 | – | – | – |" in report.steps_table(table, RunIndex([]))
 
 
 def test_fit_of_p_n_finds_its_own_formula():
