@@ -216,7 +216,7 @@ class TrainConfig(Section):
     val_tokens: int = Field(
         10_485_760,
         ge=2,
-        description="Validation tokens, from the val shard's start; 100000000: all of it, as in the LSSAR paper.",
+        description="Validation tokens, from the val shard's start; 100000000: all of it (the LSSAR paper).",
     )
     checkpoint_every: int = free(500, ge=1, description="Steps between checkpoints (always the last).")
     keep_last: int = free(2, ge=1, description="Newest checkpoints to keep.")

@@ -252,7 +252,7 @@ class GPT(nn.Module):
             rope: see `rope_tables`.
             cache: read and extended; inference only.
             unscaled: leave out what train.loss does to the logits.
-            label_smoothing: share of the target's probability that all tokens get alike (Szegedy et al. 2016).
+            label_smoothing: share of the target's probability spread over all tokens (Szegedy et al. 2016).
         Returns:
             The mean cross-entropy in nats, a float32 scalar; or logits, (B, T, vocab_size) float32.
         """

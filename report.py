@@ -5,10 +5,11 @@
     python report.py runs/lssa* runs/softmax* --paper lssar
 
 Writes report.md, report.json (every number of ours) and PNGs into --out. A row of a table is an experiment, a
-file in configs/. A run belongs to a row if its attention, loss, kind of optimiser and descent (init_from) are the
-file's, whatever its size and name. Every number has its scale: runs of one scale share a letter, and runs that differ in their
-seed alone share a line, mean ± standard deviation. A row without a run has dashes. Losses are those of
-eval_length.py at multiples of the training length, in nats per token. Unfinished runs are skipped.
+file in configs/. A run belongs to a row if its attention, loss, kind of optimiser and descent (init_from) are
+the file's, whatever its size and name. Every number has its scale: runs of one scale share a letter, and runs
+that differ in their seed alone share a line, mean ± standard deviation. A row without a run has dashes.
+Losses are eval_length.py's, at multiples of the training length, in nats per token. Unfinished runs
+are skipped.
 """
 
 from __future__ import annotations
@@ -166,13 +167,16 @@ def published_cells(numbers: list[dict[str, Any]]) -> list[str]:
 def steps_table(table: dict[str, Any], index: RunIndex) -> str:
     """Our final validation losses by steps of training, for each size; dashes if no two lengths are there."""
     rows = read_rows(table["folder"], table["files"])
-    none = {"ours": {describe_attention(row.config.attention): {} for row in rows}}
+    sizes = index.training_lengths(rows)
+    if not sizes:
+        planned: dict[str, dict[int, list[float]]] = {}
+        for row in rows:
+            planned.setdefault(describe_attention(row.config.attention), {})[row.config.train.max_steps] = []
+        sizes = {"ours": planned}
     parts = []
-    for size, losses in (index.training_lengths(rows) or none).items():
-        steps = sorted(set().union(*losses.values())) or sorted({row.config.train.max_steps for row in rows})
-        lines = [
-            [f"{n:,}", *(mean_and_spread(found.get(n, [])) for found in losses.values())] for n in steps
-        ]
+    for size, losses in sizes.items():
+        steps = sorted(set().union(*losses.values()))
+        lines = [[f"{n:,}", *(mean_and_spread(found.get(n, [])) for found in losses.values())] for n in steps]
         parts.append(f"{size}:\n\n{markdown(['steps', *losses], lines, n_left=0)}")
     return "\n\n".join(parts)
 

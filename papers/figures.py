@@ -1,4 +1,5 @@
-"""The report's figures: LSSAR's Figures 1 and 2, SSMax's p_n, each scale's learning curves and positions.
+"""The report's figures: LSSAR's Figures 1 and 2, SSMax's 2 (p_n), 3 and 4, NormSoftmax's 3a, each scale's
+learning curves and positions.
 
 A figure is None where the runs have nothing to draw.
 """
@@ -14,8 +15,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from normalisers import Normaliser, RowContext, Softmax, SSMax
 from papers.runs import FACTORS, FinishedRun, Group, RunIndex
-from papers.tables import read_rows
+from papers.tables import read_published, read_rows
 from training.checkpoint import load_model
 
 LOSS = "loss (nats per token)"
@@ -133,10 +135,70 @@ def fit_log(p_n: Tensor) -> tuple[float, float, float]:
 
 
 def p_n_figure(fit: LogFit, title: str) -> Figure | None:
+    """The learned p_n, our fit, and the paper's (SSMax, Figure 2)."""
     n = torch.arange(1, len(fit.p_n) + 1)
     figure, axes = new_axes(title, "n, visible keys", "p_n")
     axes.plot(n, fit.p_n, ".", markersize=4, label="learned p_n")
     axes.plot(n, fit.a1 * n.log() + fit.a2, label=str(fit))
+    a1, a2 = published_fit()
+    axes.plot(n, a1 * n.log() + a2, "--", label=f"the paper's: {a1} ln n + {a2}")
+    return with_legend(figure)
+
+
+def published_fit() -> tuple[float, float]:
+    """The paper's a1 and a2."""
+    a1, a2 = (n["value"] for n in read_published()["ssmax"] if n["where"] == "Figure 2 (legend)")
+    return a1, a2
+
+
+def largest_weight(normaliser: Normaliser, n: int, z_max: Tensor) -> Tensor:
+    """The weight of z_max (Z,) in the row (0, 1/(n-2), ..., (n-3)/(n-2), 1, z_max) of n scores: (Z,)."""
+    ramp = torch.linspace(0, 1, n - 1, dtype=z_max.dtype).expand(len(z_max), -1)
+    context = RowContext(torch.tensor([[n]], dtype=z_max.dtype), n, n, head_dim=1)
+    z = torch.cat((ramp, z_max[:, None]), dim=1) * normaliser.factor(context)  # (Z, n)
+    return normaliser.weights(z, context)[:, -1]
+
+
+def fading_figure(title: str) -> Figure:
+    """The weight of z_max against its value (SSMax, Figure 3); n, s and the range are ours."""
+    figure, axes = new_axes(title, "z_max, above a ramp from 0 to 1", "its weight")
+    z_max = torch.linspace(0, 12, 121, dtype=torch.float64)
+    curves: dict[str, tuple[Normaliser, str]] = {
+        "softmax": (Softmax(), "C0"), "SSMax, s = 1": (SSMax(scale=1.0), "C3"),
+        "SSMax, s = 0.43": (SSMax(scale=0.43), "C1"),
+    }  # fmt: skip
+    for n, linestyle in ((16, ":"), (256, "--"), (4096, "-")):
+        for name, (normaliser, colour) in curves.items():
+            weight = largest_weight(normaliser, n, z_max)
+            axes.plot(z_max, weight, color=colour, linestyle=linestyle, label=f"{name}, n = {n}")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def training_figure(groups: list[Group], title: str) -> Figure | None:
+    """Training loss against step, means over hundredths of the run and over seeds (SSMax, Figure 4)."""
+    figure, axes = new_axes(title, "step", f"training {LOSS}")
+    tops = []
+    for group in (group for group in groups if all(run.losses for run in group.runs)):
+        losses = torch.tensor([run.losses for run in group.runs], dtype=torch.float64).nanmean(0)  # (steps,)
+        parts = losses.split(math.ceil(len(losses) / 100))
+        means = torch.stack([part.nanmean() for part in parts])
+        ends = torch.tensor([len(part) for part in parts]).cumsum(0)
+        axes.plot(ends, means, label=f"{group.name}, at the end {means[-1]:.4f}", linewidth=1.2)
+        tops.append(means[len(means) // 20].item())  # the first steps would take most of the height
+    if tops:
+        axes.set_ylim(top=max(tops))
+    return with_legend(figure)
+
+
+def acceleration_figure(losses: dict[str, dict[int, list[float]]], title: str) -> Figure | None:
+    """Final validation loss against the length of training (NormSoftmax, Figure 3a)."""
+    figure, axes = new_axes(title, "steps, each length with its own schedule", f"final validation {LOSS}")
+    for i, (name, by_steps) in enumerate(losses.items()):
+        draw_means(axes, i, name, by_steps)
+    steps = sorted(set().union(*losses.values()))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(steps, map(str, steps))
     return with_legend(figure)
 
 
@@ -144,6 +206,14 @@ def all_figures(
     index: RunIndex, papers: list[str], fits: list[LogFit]
 ) -> Iterator[tuple[str, str, Figure | None]]:
     """(file name, caption, figure) by scale and RoPE scaling."""
+    if "ssmax" in papers:
+        title = "SSMax, Figure 3: the weight of the largest score"
+        yield "ssmax_figure3.png", title, fading_figure(title)
+    if "normsoftmax" in papers:
+        lengths = index.training_lengths(read_rows("normsoftmax_paper", "acceleration"))
+        for i, (size, losses) in enumerate(lengths.items(), 1):
+            title = "NormSoftmax, Figure 3a: final loss by length of training"
+            yield f"normsoftmax_figure3a_{i}.png", f"{title} ({size})", acceleration_figure(losses, title)
     for scale in index.letters.values():
         groups = index.at_scale(scale)
         for rope in index.ropes:
@@ -159,6 +229,11 @@ def all_figures(
             yield f"positions_{file}", title, positions_figure(groups, rope, title)
         title = f"Validation loss during training (scale {scale})"
         yield f"learning_{scale}.png", title, learning_figure(groups, title)
+        if "ssmax" in papers:
+            rows = read_rows("ssmax_paper", "a_softmax_162m b_ssmax_162m c_ssmax_s1_162m d_ssmax_bias_162m")
+            found = [group for row in rows for group in index.of_row(row) if group.scale == scale]
+            title = f"SSMax, Figure 4: training loss of (a) to (d) (scale {scale})"
+            yield f"ssmax_figure4_{scale}.png", title, training_figure(found, title)
         for fit in (fit for fit in fits if index.letters[fit.run.scale] == scale):
-            title = f"SSMax, Section 2.1: p_n (scale {scale})"
+            title = f"SSMax, Figure 2: p_n (scale {scale})"
             yield f"ssmax_p_n_{scale}_{fit.run.config.name}.png", f"{title}: {fit}", p_n_figure(fit, title)

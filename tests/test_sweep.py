@@ -235,7 +235,7 @@ def test_rows_find_their_runs(tmp_path, capsys):
     robust = table_of("normsoftmax", 3, index)
     assert cells(robust, "no_weight_decay_normaliser=softmax")[1][2] == "9.0000"
     accuracy = cells(table_of("normsoftmax", 0, index), "gamma_gamma=inf")[0]
-    assert accuracy[1].startswith("paper, Table 1, line 170: nsm-inf, CIFAR10, ViT 88.01 % test accuracy; Table")
+    assert accuracy[1].startswith("paper, Table 1, line 170: nsm-inf, CIFAR10, ViT 88.01 % test accuracy;")
     assert accuracy[2:] == 5 * ["–"]
 
 
@@ -289,7 +289,7 @@ def test_every_row_is_another_experiment() -> None:
 
 
 def test_every_published_number_is_in_the_report_once_with_its_line(tmp_path) -> None:
-    """In the row of its config where it has one, which must exist; all 146, also without a run of any paper."""
+    """All 146: in the row of its config where it has one, which must exist; also without a run of a paper."""
     make_run(tmp_path, "other", [2.0] * 5, "--train.loss", "norm_softmax", "--train.loss-gamma", "2.5")
     index = RunIndex(read_runs([str(tmp_path)]))
     n_numbers = 0

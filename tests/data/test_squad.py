@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from launch import build, metrics, run, run_script
-from torch.nn import functional as F
 
 from config import load_config
 from data import squad
