@@ -196,9 +196,9 @@ def _ssmax_pn(row: Row, cfg: Any) -> Tensor:
 
 
 def _norm_softmax(row: Row, cfg: Any) -> Tensor:
-    """softmax(x / (tau min(sigma, gamma))), x = q k unscaled: NormSoftmax eq. 4-6.
+    """softmax(x / (tau min(sigma, gamma))), x = q k unscaled: NormSoftmax eq. 4-6, tau eq. 29.
 
-    Table 1's f1 (eq. 29) is w x / (tau sigma), f2 is x / (tau max(sigma, gamma)). sigma is the population
+    Table 1's f1 (no number) is w x / (tau sigma), f2 is x / (tau max(sigma, gamma)). sigma is the population
     standard deviation of x over the visible keys; where it is 0, the row is uniform.
     """
     n = row.n

@@ -20,7 +20,8 @@ import sweep
 from config import Config, expand_sweep, load_config, to_toml
 from infra.cli import UserError
 from infra.distributed import StopSignals
-from papers.figures import all_figures, fit_log
+from normalisers import Softmax, SSMax
+from papers.figures import all_figures, fit_log, largest_weight
 from papers.runs import FACTORS, FinishedRun, RunIndex, experiment_of, read_runs
 from papers.tables import CONFIGS, PAPERS, read_published, read_rows, read_tables
 
@@ -179,6 +180,20 @@ def test_sweep_expands_to_the_product(tmp_path):
     heir = tmp_path / "heir.toml"
     heir.write_text('base = "s.toml"\n')
     assert load_config(heir).seed == 1337 and expand_sweep(heir) == [[]]
+    path.write_text(
+        'attention.normaliser = "norm_softmax"\n'
+        '[[sweep]]\n"attention.normaliser" = ["softmax"]\nseed = [1, 2]\n'
+        '[[sweep]]\n"attention.gamma" = ["sqrt_d", "inf"]\n'
+    )
+    runs = [load_config(path, chosen).attention for chosen in expand_sweep(path)]
+    assert [run.normaliser for run in runs] == 2 * ["softmax"] + 2 * ["norm_softmax"]
+    assert [run.model_dump()["gamma"] for run in runs[2:]] == ["sqrt_d", "inf"]
+    assert load_config(path, ["--attention.gamma", "inf"]).attention == runs[3]
+    with pytest.raises(UserError, match="run by --attention.normaliser ..., or by --attention.gamma"):
+        load_config(path, ["--seed", "1"])
+    path.write_text("sweep = 3\n")
+    with pytest.raises(UserError, match=r"sweep = 3: expected a section, or several \[\[sweep\]\] sections"):
+        expand_sweep(path)
     path.write_text('[sweep]\n"attention.reweight_p" = 3\n')
     with pytest.raises(UserError, match=r"sweep: attention.reweight_p = 3: expected a list of values"):
         expand_sweep(path)
@@ -342,12 +357,38 @@ def test_training_lengths_are_compared_at_one_size(tmp_path) -> None:
     make_run(tmp_path, "long", [2.0] * 5, "--train.max-steps", "6", step=6)
     make_run(tmp_path, "inf", [2.0] * 5, *norm, "--attention.gamma", "inf")
     make_run(tmp_path, "wide", [2.0] * 5, *norm, "--model.n-embd", "64")
+    lines_of_c = [json.dumps({"step": i, "loss": 5.0 - i / 1000}) for i in range(1, 201)]
+    make_run(tmp_path, "c", [2.0] * 5, "--attention.normaliser", "ssmax", "--attention.scale", "one",
+             "--train.max-steps", "200", step=200)  # fmt: skip
+    with open(tmp_path / "c/metrics.jsonl", "a") as f:
+        f.write("\n".join(lines_of_c))
     index, table = RunIndex(read_runs([str(tmp_path)])), read_tables()["normsoftmax"][2]
     lines = report.steps_table(table, index).splitlines()
     assert len(lines) == 6 and lines[0].startswith("4 layers, 2 heads of 64")
     assert lines[2] == "| steps | softmax | norm_softmax (gamma = inf) |"
     assert lines[4:] == ["| 3 | 4.0000 | 4.0000 |", "| 6 | 4.0000 | – |"]
     assert "| 18,865 | – | – | – |" in report.steps_table(table, RunIndex([]))
+
+    figures = {name: figure for name, _, figure in all_figures(index, ["ssmax", "normsoftmax"], []) if figure}
+    assert figures["normsoftmax_figure3a_1.png"].axes[0].get_xticks().tolist() == [3, 6]
+    (curve,) = figures[f"ssmax_figure4_{index.letters[scale_with(index, '200 steps')]}.png"].axes[0].lines
+    assert curve.get_xdata().tolist() == list(range(2, 201, 2))  # type: ignore[union-attr]
+    assert curve.get_ydata()[-1] == pytest.approx(4.8005)  # type: ignore[index]
+    assert "ssmax_figure3.png" in figures
+
+
+def scale_with(index: RunIndex, text: str) -> str:
+    return next(scale for scale in index.letters if text in scale)
+
+
+def test_softmax_fades_and_ssmax_does_not():
+    """SSMax, Figure 3, by its formula: n^(s z_max) over the sum (eq. 7)."""
+    n, z_max, s = 4096, torch.tensor([1.0, 3.0, 6.0], dtype=torch.float64), 0.43
+    z = torch.cat((torch.arange(n - 1).double() / (n - 2), z_max[1:2]))
+    expected = n ** (s * z[-1]) / (n ** (s * z)).sum()
+    weights = largest_weight(SSMax(scale=s), n, z_max)
+    assert weights[1].item() == pytest.approx(expected.item(), rel=1e-9)
+    assert weights[2] > 0.99 and largest_weight(Softmax(), n, z_max)[2] < 0.1
 
 
 def test_fit_of_p_n_finds_its_own_formula():
