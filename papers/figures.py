@@ -161,7 +161,7 @@ def largest_weight(normaliser: Normaliser, n: int, z_max: Tensor) -> Tensor:
 
 def fading_figure(title: str) -> Figure:
     """The weight of z_max against its value (SSMax, Figure 3); n, s and the range are ours."""
-    figure, axes = new_axes(title, "z_max, above a ramp from 0 to 1", "its weight")
+    figure, axes = new_axes(title, "z_max, beside a ramp from 0 to 1", "its weight")
     z_max = torch.linspace(0, 12, 121, dtype=torch.float64)
     curves: dict[str, tuple[Normaliser, str]] = {
         "softmax": (Softmax(), "C0"), "SSMax, s = 1": (SSMax(scale=1.0), "C3"),
