@@ -146,7 +146,7 @@ def read_ancestors(folder: Path, config: Config) -> tuple[Config, ...]:
             if (path / "config.toml").is_file() and path.resolve() not in seen:
                 seen.append(path.resolve())
                 return path / "config.toml"
-        print(f"{folder} descends from {run}, which is not there: no row of a paper has it")
+        print(f"{folder} descends from {run}, which is not there: it is in no row of a paper")
         return None
 
     return ancestors_of(config, find)

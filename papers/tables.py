@@ -49,7 +49,7 @@ def ancestors_of(config: Config, find: Callable[[Path], Path | None]) -> tuple[C
     ancestors: list[Config] = []
     while config.init_from:
         source = Path(config.init_from)
-        path = find(source.parents[1] if source.suffix == ".pt" else source)  # runs/a/checkpoints/x.pt
+        path = find(source.parent.parent if source.suffix == ".pt" else source)  # runs/a/checkpoints/x.pt
         if path is None:
             break
         config = load_config(path)
