@@ -32,12 +32,12 @@ def new_axes(title: str, xlabel: str, ylabel: str, height: float = 4.5) -> tuple
     return figure, axes
 
 
-def with_legend(figure: Figure) -> Figure | None:
+def with_legend(figure: Figure, ncols: int = 3) -> Figure | None:
     """A legend below the axes; None if nothing is drawn."""
     n = len(figure.axes[0].get_legend_handles_labels()[1])
     if not n:
         return None
-    figure.legend(loc="outside lower center", ncols=min(n, 3), frameon=False)
+    figure.legend(loc="outside lower center", ncols=min(n, ncols), frameon=False)
     return figure
 
 
@@ -159,7 +159,7 @@ def largest_weight(normaliser: Normaliser, n: int, z_max: Tensor) -> Tensor:
     return normaliser.weights(z, context)[:, -1]
 
 
-def fading_figure(title: str) -> Figure:
+def fading_figure(title: str) -> Figure | None:
     """The weight of z_max against its value (SSMax, Figure 3); n, s and the range are ours."""
     figure, axes = new_axes(title, "z_max, beside a ramp from 0 to 1", "its weight")
     z_max = torch.linspace(0, 12, 121, dtype=torch.float64)
@@ -171,12 +171,14 @@ def fading_figure(title: str) -> Figure:
         for name, (normaliser, colour) in curves.items():
             weight = largest_weight(normaliser, n, z_max)
             axes.plot(z_max, weight, color=colour, linestyle=linestyle, label=f"{name}, n = {n}")
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    return figure
+    return with_legend(figure)
 
 
 def training_figure(groups: list[Group], title: str) -> Figure | None:
-    """Training loss against step, means over hundredths of the run and over seeds (SSMax, Figure 4)."""
+    """Training loss against step, means over hundredths of the run and over seeds (SSMax, Figure 4).
+
+    None: fewer than two curves.
+    """
     figure, axes = new_axes(title, "step", f"training {LOSS}")
     tops = []
     for group in (group for group in groups if all(run.losses for run in group.runs)):
@@ -186,9 +188,10 @@ def training_figure(groups: list[Group], title: str) -> Figure | None:
         ends = torch.tensor([len(part) for part in parts]).cumsum(0)
         axes.plot(ends, means, label=f"{group.name}, at the end {means[-1]:.4f}", linewidth=1.2)
         tops.append(means[len(means) // 20].item())  # the first steps would take most of the height
-    if tops:
-        axes.set_ylim(top=max(tops))
-    return with_legend(figure)
+    if len(tops) < 2:
+        return None
+    axes.set_ylim(top=max(tops))
+    return with_legend(figure, ncols=2)
 
 
 def acceleration_figure(losses: dict[str, dict[int, list[float]]], title: str) -> Figure | None:

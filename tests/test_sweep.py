@@ -357,21 +357,21 @@ def test_training_lengths_are_compared_at_one_size(tmp_path) -> None:
     make_run(tmp_path, "long", [2.0] * 5, "--train.max-steps", "6", step=6)
     make_run(tmp_path, "inf", [2.0] * 5, *norm, "--attention.gamma", "inf")
     make_run(tmp_path, "wide", [2.0] * 5, *norm, "--model.n-embd", "64")
-    lines_of_c = [json.dumps({"step": i, "loss": 5.0 - i / 1000}) for i in range(1, 201)]
-    make_run(tmp_path, "c", [2.0] * 5, "--attention.normaliser", "ssmax", "--attention.scale", "one",
-             "--train.max-steps", "200", step=200)  # fmt: skip
-    with open(tmp_path / "c/metrics.jsonl", "a") as f:
-        f.write("\n".join(lines_of_c))
+    lines_of_losses = [json.dumps({"step": i, "loss": 5.0 - i / 1000}) for i in range(1, 201)]
+    for name, options in (("a", []), ("c", ["--attention.normaliser", "ssmax", "--attention.scale", "one"])):
+        make_run(tmp_path, name, [2.0] * 5, *options, "--train.max-steps", "200", step=200)
+        with open(tmp_path / name / "metrics.jsonl", "a") as f:
+            f.write("\n".join(lines_of_losses))
     index, table = RunIndex(read_runs([str(tmp_path)])), read_tables()["normsoftmax"][2]
     lines = report.steps_table(table, index).splitlines()
-    assert len(lines) == 6 and lines[0].startswith("4 layers, 2 heads of 64")
+    assert len(lines) == 7 and lines[0].startswith("4 layers, 2 heads of 64")
     assert lines[2] == "| steps | softmax | norm_softmax (gamma = inf) |"
-    assert lines[4:] == ["| 3 | 4.0000 | 4.0000 |", "| 6 | 4.0000 | – |"]
+    assert lines[4:] == ["| 3 | 4.0000 | 4.0000 |", "| 6 | 4.0000 | – |", "| 200 | 4.0000 | – |"]
     assert "| 18,865 | – | – | – |" in report.steps_table(table, RunIndex([]))
 
     figures = {name: figure for name, _, figure in all_figures(index, ["ssmax", "normsoftmax"], []) if figure}
-    assert figures["normsoftmax_figure3a_1.png"].axes[0].get_xticks().tolist() == [3, 6]
-    (curve,) = figures[f"ssmax_figure4_{index.letters[scale_with(index, '200 steps')]}.png"].axes[0].lines
+    assert figures["normsoftmax_figure3a_1.png"].axes[0].get_xticks().tolist() == [3, 6, 200]
+    curve, _ = figures[f"ssmax_figure4_{index.letters[scale_with(index, '200 steps')]}.png"].axes[0].lines
     assert curve.get_xdata().tolist() == list(range(2, 201, 2))  # type: ignore[union-attr]
     assert curve.get_ydata()[-1] == pytest.approx(4.8005)  # type: ignore[index]
     assert "ssmax_figure3.png" in figures
