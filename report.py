@@ -7,7 +7,8 @@
 Writes report.md, report.json (every number of ours) and PNGs into --out. A row of a table is an experiment, a
 file in configs/. A run belongs to a row if its attention, loss, kind of optimiser and descent (init_from) are
 the file's, whatever its size and name. Every number has its scale: runs of one scale share a letter, and runs
-that differ in their seed alone share a line, mean ± standard deviation. A row without a run has dashes.
+that differ in their seed alone share a line, mean ± standard deviation; figures of needles and of attention in
+training show the first of them. A row without a run has dashes.
 Losses are eval_length.py's, at multiples of the training length, in nats per token. Unfinished runs
 are skipped.
 """
@@ -15,15 +16,21 @@ are skipped.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from attention import describe_attention
 from config import load_config
+from evals import needle
+from evals.output import Result, format_rope
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import atomic_file, write_atomically, write_json
 from papers.figures import LogFit, all_figures, fit_p_n
@@ -50,7 +57,8 @@ def main() -> None:
     learned = [run for run in index.runs if run.config.attention.normaliser == "ssmax_pn"]
     fits = [fit_p_n(run) for run in learned if "ssmax" in papers]
     captions = {}
-    for name, caption, figure in all_figures(index, papers, fits):
+    figures = [all_figures(index, papers, fits), needle_figures(index) if "ssmax" in papers else ()]
+    for name, caption, figure in chain(*figures):
         if figure is not None:
             captions[name] = caption
             with atomic_file(out / name) as f:
@@ -58,6 +66,21 @@ def main() -> None:
     write_atomically(out / "report.md", report_text(index, papers, captions).encode())
     write_json(report_numbers(index, fits), out / "report.json")
     print("\n".join(f"wrote {out / name}" for name in ["report.md", "report.json", *captions]))
+
+
+def needle_figures(index: RunIndex) -> Iterator[tuple[str, str, Figure]]:
+    """(file name, caption, figure) of each experiment with needle results, and of those measured alike."""
+    alike: dict[tuple[Any, ...], list[Result]] = {}
+    for group in (group for scale in index.letters.values() for group in index.at_scale(scale)):
+        for path in sorted(group.runs[0].folder.glob("eval_needle*.json")):
+            result = json.loads(path.read_text())
+            key = (group.scale, format_rope(result), *(str(result[key]) for key in ("lengths", "haystack")))
+            alike.setdefault(key, []).append(result)
+    for i, ((scale, rope, *_), results) in enumerate(alike.items()):
+        for shown in [[result] for result in results] + [results] * (len(results) > 1):
+            name = shown[0]["run"] if len(shown) == 1 else f"{scale}_all"
+            caption = f"SSMax, Figures 6 to 8: needle in a haystack, {name} (scale {scale}), RoPE {rope}"
+            yield f"needle_{i}_{name}.png", caption, needle.draw(shown)
 
 
 def default_out(runs: list[FinishedRun]) -> Path:

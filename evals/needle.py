@@ -13,12 +13,14 @@ question and the beginning of its answer follow the text; lengths include all of
     first digit    share whose answer begins with the right digit
     choice         share in which the number is likelier than nine others of the same distribution: chance is
                    10 %, and a model needs no fine-tuning to beat it
-    needle score   attention mass on the number's digits in the row that predicts the first of them, for each
-                   layer and head (Section 3.4): heads ranked (Figure 7), and the best head's in each trial,
-                   marked by its outcome (Figure 8)
+    needle score   attention mass from behind the needle's colon to its end in the row that predicts the
+                   first digit, for each layer and head (Section 3.4): heads ranked (Figure 7), and the best
+                   head's in trials at random depths of the longest length, marked by outcome (Figure 8)
 
 with 95 % confidence intervals (Wilson). Sample i has the same text, city and number in every cell and for
 every run of the same tokeniser. The paper multiplies RoPE's base by 50: `--rope theta --rope-theta 500000`.
+Its Figure 7 is of one example, but the text around that needle is not given: here heads are ranked by their
+mean over all samples.
 
 Writes eval_needle.json and eval_needle.png into the run folder; several runs get one more figure.
 """
@@ -30,7 +32,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import cycle, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -56,10 +58,12 @@ CITIES = (
 Share = dict[str, float]  # see `proportion`
 MEASURES = ("number", "first_digit", "choice")
 DEPTHS = [10, 30, 50, 70, 90]
+OUTCOMES = ("whole number", "first digit", "wrong")
 N_CHOICES = 10
 ANSWER_TOKENS = 8  # room for seven digits
 TOKENS_AT_ONCE = 65536  # of one batch
-MAX_TRIALS = 100  # of a length, whose outcomes are listed one by one
+N_RANKED = 25  # heads in Figure 7
+Depth = int | Literal["random"]  # per cent of the text
 
 
 def main() -> None:
@@ -78,8 +82,9 @@ def main() -> None:
                 raise UserError(f"{run.label}: needs a KV cache, which sigmoid with bias = log_len has not")
             where = product(lengths, args.depths)
             cells = {at: score(model, haystack, *at, args, world) for at in where}
+            trials = score(model, haystack, lengths[-1], "random", args, world)
             if world.is_main:  # at once: a later run may fail
-                results.append(run.write(summarise(cells, model, haystack, args), step, args))
+                results.append(run.write(summarise(cells, trials, model, haystack, args), step, args))
                 plot(results[-1:], run.file(".png"))
         if world.is_main:
             if picture:
@@ -101,7 +106,7 @@ class Trial(NamedTuple):
     """One prompt and its answer."""
 
     prompt: list[int]  # all but the first token of the number
-    digits: range  # positions of the needle's digits
+    span: range  # positions from behind the needle's colon to its end
     number: str
     choices: list[list[int]]  # tokens of N_CHOICES numbers, the right one first
 
@@ -132,7 +137,7 @@ def draw_numbers(rng: np.random.Generator) -> list[str]:
     return [str(1_000_000 + n) for n in rng.choice(9_000_000, N_CHOICES, replace=False)]
 
 
-def make_trial(haystack: Haystack, length: int, depth: int, seed: int, index: int) -> Trial:
+def make_trial(haystack: Haystack, length: int, depth: Depth, seed: int, index: int) -> Trial:
     """Sample `index`: `length` tokens with the answer, the needle at `depth` per cent of the text.
 
     Raises:
@@ -145,28 +150,29 @@ def make_trial(haystack: Haystack, length: int, depth: int, seed: int, index: in
     answers = [encode(f" {number}") for number in numbers]
     # The bytes tokeniser has a token for the space: the prompt ends with it, so that a digit comes first.
     lead = 1 if haystack.tokenizer.decode(answers[0][:1]) == " " else 0
-    before, needle_number, after = encode(f"\n{statement}"), answers[0], encode(".\n")
+    before, secret, after = encode(f"\n{statement}"), answers[0] + encode("."), encode("\n")
     ask = encode(question_prompt("", f"What is the special magic {city} number?") + f" {statement}")
     ask += answers[0][:lead]
-    room = length - ANSWER_TOKENS - 1 - len(before) - len(needle_number) - len(after) - len(ask)
+    room = length - ANSWER_TOKENS - 1 - len(before) - len(secret) - len(after) - len(ask)
     if room < 1 or haystack.n_tokens <= room:
         raise UserError(
             f"--lengths {length}: expected at least {length - room + 1}, for needle and question, and "
             f"at most the {haystack.n_tokens} tokens of {haystack.source}"
         )
     start = int(rng.integers(2**40)) % max(1, haystack.n_tokens - room)
-    text, cut = haystack.read(start, room).tolist(), room * depth // 100
+    percent = int(rng.integers(101)) if depth == "random" else depth
+    text, cut = haystack.read(start, room).tolist(), room * percent // 100
     prompt = [haystack.tokenizer.eot_token, *text[:cut], *before]
-    digits = range(len(prompt) + lead, len(prompt) + len(needle_number))
-    prompt += [*needle_number, *after, *text[cut:], *ask]
-    return Trial(prompt, digits, numbers[0], [answer[lead:] for answer in answers])
+    span = range(len(prompt), len(prompt) + len(secret))
+    prompt += [*secret, *after, *text[cut:], *ask]
+    return Trial(prompt, span, numbers[0], [answer[lead:] for answer in answers])
 
 
 # ---------------------------------------------------------------- score
 def score(
-    model: GPT, haystack: Haystack, length: int, depth: int, args: argparse.Namespace, world: World
+    model: GPT, haystack: Haystack, length: int, depth: Depth, args: argparse.Namespace, world: World
 ) -> Tensor | str:
-    """The `run_trials` of all samples, (n_samples, n), or why there are none (see `common.score_all`)."""
+    """The `run_trials` of all samples or trials, (N, n), or why there are none (see `common.score_all`)."""
     rope = RopeScaling(args.rope, args.rope_theta, length)
 
     def outcomes(items: Sequence[int]) -> Tensor:
@@ -175,7 +181,8 @@ def score(
             return run_trials(model, trials, rope, haystack.tokenizer)
 
     batch = max(1, TOKENS_AT_ONCE // length)
-    return common.score_all(world, f"{length} tokens, {depth} %", args.samples, outcomes, batch)
+    n_items = args.trials if depth == "random" else args.samples
+    return common.score_all(world, f"{length} tokens, depth {depth}", n_items, outcomes, batch)
 
 
 @torch.no_grad()
@@ -186,10 +193,10 @@ def run_trials(model: GPT, trials: list[Trial], rope: RopeScaling, tokenizer: ti
     n = prompt.shape[1]
     cache = KVCache(model.config.model.n_layer, n + ANSWER_TOKENS)
     model.hidden(prompt[:, :-1], rope, cache)
-    where = torch.tensor([[i in t.digits for i in range(n)] for t in trials], device=device)  # (B, P)
+    where = torch.tensor([[i in t.span for i in range(n)] for t in trials], device=device)  # (B, P)
     needle_scores = attention_mass(model, prompt[:, -1:], rope, cache, where)
     first = model.logits(model.hidden(prompt[:, -1:], rope, cache)[:, -1])  # (B, V)
-    answers = [tokenizer.decode(a).strip() for a in greedy(model, first, rope, cache, tokenizer.n_vocab)]
+    answers = [tokenizer.decode(a).strip() for a in greedy(model, first, rope, cache, tokenizer)]
     choices = [[trial.choices[i] for trial in trials] for i in range(N_CHOICES)]
     likelihoods = torch.stack([log_likelihood(model, first, tokens, rope, cache, n) for tokens in choices])
     outcomes = [
@@ -201,13 +208,16 @@ def run_trials(model: GPT, trials: list[Trial], rope: RopeScaling, tokenizer: ti
     return torch.cat((found, needle_scores.flatten(1)), dim=1)
 
 
-def greedy(model: GPT, logits: Tensor, rope: RopeScaling, cache: KVCache, n_tokens: int) -> list[list[int]]:
-    """The likeliest ANSWER_TOKENS tokens of each row, of ids below n_tokens; the first by logits (B, V)."""
-    new = [logits[:, :n_tokens].argmax(-1, keepdim=True)]
-    while len(new) < ANSWER_TOKENS:
+def greedy(
+    model: GPT, logits: Tensor, rope: RopeScaling, cache: KVCache, tokenizer: tiktoken.Encoding
+) -> list[list[int]]:
+    """The likeliest ANSWER_TOKENS tokens of each row but end-of-text; the first by logits (B, V)."""
+    eot, new = torch.tensor([tokenizer.eot_token], device=logits.device), []
+    while True:  # the model may have more rows than the tokeniser has tokens
+        new.append(logits[:, : tokenizer.n_vocab].index_fill(-1, eot, -math.inf).argmax(-1, keepdim=True))
+        if len(new) == ANSWER_TOKENS:
+            return torch.cat(new, dim=1).tolist()
         logits = model.logits(model.hidden(new[-1], rope, cache)[:, -1])
-        new.append(logits[:, :n_tokens].argmax(-1, keepdim=True))
-    return torch.cat(new, dim=1).tolist()
 
 
 def log_likelihood(
@@ -227,10 +237,14 @@ def log_likelihood(
 
 # ---------------------------------------------------------------- summary and tables
 def summarise(
-    cells: dict[tuple[int, int], Tensor | str], model: GPT, haystack: Haystack, args: argparse.Namespace
+    cells: dict[tuple[int, int], Tensor | str],
+    trials: Tensor | str,
+    model: GPT,
+    haystack: Haystack,
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """What eval_needle.json holds besides the run's keys: for each cell shares, scores and single trials."""
-    entries, n_listed, m = [], max(1, MAX_TRIALS // len(args.depths)), model.config.model
+    """What eval_needle.json holds besides the run's keys: shares and scores of each cell, single trials."""
+    entries, m = [], model.config.model
     for (length, depth), scores in cells.items():
         entry: dict[str, Any] = {"length": length, "depth": depth}
         entry["reason"] = scores if isinstance(scores, str) else None
@@ -239,12 +253,18 @@ def summarise(
                 entry[name] = proportion(int(scores[:, i].sum()), args.samples)
             heads = scores[:, len(MEASURES) :]
             entry["needle_score"] = heads.mean(0).view(m.n_layer, m.n_head).tolist()
-            pairs = zip(heads.amax(1).tolist(), scores[:, 0].tolist(), strict=True)
-            entry["trials"] = [{"top_score": top, "number": bool(found)} for top, found in pairs][:n_listed]
         entries.append(entry)
+    listed = [] if isinstance(trials, str) else trials.tolist()
+    singles = [{"top_score": max(row[len(MEASURES) :]), "outcome": outcome_of(row)} for row in listed]
     task = {"haystack": haystack.source, "samples": args.samples, "seed": args.seed}
     lengths = list(dict.fromkeys(length for length, _ in cells))
-    return task | {"lengths": lengths, "depths": args.depths, "cells": entries}
+    return task | {"lengths": lengths, "depths": args.depths, "cells": entries, "trials": singles}
+
+
+def outcome_of(row: list[float]) -> str:
+    """Of a row of `run_trials`: the better of OUTCOMES that it reaches."""
+    found, first_digit = row[:2]
+    return OUTCOMES[0] if found else OUTCOMES[1] if first_digit else OUTCOMES[2]
 
 
 def proportion(successes: float, n: int) -> Share:
@@ -311,7 +331,11 @@ def mean_shares(result: Result, name: str) -> list[Share | None]:
 
 # ---------------------------------------------------------------- figures
 def plot(results: list[Result], path: Path) -> None:
-    """Shares by length, and by depth or, of several runs, by run. Below, ranked heads and single trials."""
+    output.save_figure(draw(results), path)
+
+
+def draw(results: list[Result]) -> Figure:
+    """Shares by length, and by depth or, of several runs, by run (SSMax, Figure 6); Figures 7 and 8."""
     figure = Figure(figsize=(14, 8), layout="constrained")
     above, below = figure.subfigures(2, 1).flat  # type: ignore[union-attr]
     for axes, name in zip(above.subplots(1, 3, sharey=True), MEASURES, strict=True):
@@ -326,12 +350,12 @@ def plot(results: list[Result], path: Path) -> None:
     draw_ranks(ranks, results)
     draw_trials(trials, results)
     for axes in (ranks, trials):
-        axes.set_ylabel("attention mass on the digits")
+        axes.set_ylabel("attention mass on the number")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=8)
     titles = [f"{output.run_title(result)}, step {result['step']}" for result in results]
     figure.suptitle("\n".join([*titles, f"RoPE scaling {output.format_rope(results[0])}"]), fontsize=10)
-    output.save_figure(figure, path)
+    return figure
 
 
 def draw_heat_map(axes: Any, rows: dict[str, list[Share | None]], lengths: list[int]) -> None:
@@ -349,29 +373,28 @@ def draw_heat_map(axes: Any, rows: dict[str, list[Share | None]], lengths: list[
 
 
 def draw_ranks(axes: Any, results: list[Result]) -> None:
-    """Figure 7: heads by descending needle score; a line for each length, or for each run."""
+    """Figure 7: the best heads by descending needle score; a line for each length, or for each run."""
     longest, alone = results[0]["lengths"][-1], len(results) == 1
     lines = {result["run"]: ranked_heads(result, longest) for result in results}
     if alone:
         lines = {output.format_length(n): ranked_heads(results[0], n) for n in results[0]["lengths"]}
     for marker, (label, scores) in zip(cycle(output.MARKERS), lines.items(), strict=False):
-        axes.plot(range(1, len(scores) + 1), scores, f"-{marker}", ms=4, label=label)
+        axes.plot(range(1, len(scores) + 1)[:N_RANKED], scores[:N_RANKED], f"-{marker}", ms=4, label=label)
     axes.xaxis.get_major_locator().set_params(integer=True)
     at = "by length" if alone else f"at {output.format_length(longest)}"
     axes.set(title=f"needle score by rank of the head, {at}", xlabel="rank of the head")
 
 
 def draw_trials(axes: Any, results: list[Result]) -> None:
-    """Figure 8: the best head's needle score in single trials at the longest length, marked by outcome."""
-    longest = results[0]["lengths"][-1]
+    """Figure 8: the best head's needle score in trials at random depths, marked by outcome."""
     for i, result in enumerate(results):
-        trials = [trial for cell in finished_cells(result, longest) for trial in cell["trials"]]
-        trials.sort(key=lambda trial: -trial["top_score"])
-        for outcome, marker, word in ((True, "o", "found"), (False, "x", "not found")):
-            points = {j + 1: t["top_score"] for j, t in enumerate(trials) if t["number"] == outcome}
-            label = f"{result['run']}: {word} ({len(points)})"
+        trials = sorted(result["trials"], key=lambda trial: -trial["top_score"])
+        for outcome, marker in zip(OUTCOMES, "o^x", strict=True):
+            points = {j + 1: t["top_score"] for j, t in enumerate(trials) if t["outcome"] == outcome}
+            label = f"{result['run']}: {outcome} ({len(points)})"
             axes.scatter(points.keys(), points.values(), marker=marker, s=18, color=f"C{i % 10}", label=label)
-    title = f"best head's needle score in single trials at {output.format_length(longest)}"
+    longest = output.format_length(results[0]["lengths"][-1])
+    title = f"best head's needle score in single trials at {longest}, random depths"
     axes.set(title=title, xlabel="trial, ranked by score")
 
 
@@ -384,6 +407,7 @@ def parse_args() -> argparse.Namespace:
     add, help = parser.add_argument, "positions of the needle in the text (default: 10 30 50 70 90)"
     add("--depths", nargs="+", type=int, choices=range(101), default=DEPTHS, metavar="PERCENT", help=help)
     add("--samples", type=positive_int, default=1000, metavar="N", help="of each cell (default: %(default)s)")
+    add("--trials", type=positive_int, default=100, metavar="N", help="of Figure 8 (default: %(default)s)")
     add("--haystack", metavar="DIR", help=".txt files (default: the validation text)")
     add("--seed", type=int, default=0, help="of texts, cities and numbers (default: 0)")
     return common.parse_arguments(parser, "eval_needle")

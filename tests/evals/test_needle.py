@@ -21,7 +21,9 @@ from evals import needle
 from evals.needle import proportion
 from infra.cli import UserError
 from model import GPT, KVCache
+from papers.runs import FinishedRun, RunIndex
 from positions import RopeScaling
+from report import needle_figures
 from training.attention_statistics import attention_mass
 from training.checkpoint import load_model
 
@@ -109,16 +111,17 @@ def evaluate(call):
 
 
 def test_a_model_that_copies_finds_the_needle(run, evaluate, capsys):
-    evaluate(run, "--lengths", 256, 600, "--samples", 5, "--depths", 10, 90)
-    cells = read(run / "eval_needle.json")["cells"]
+    evaluate(run, "--lengths", 256, 600, "--samples", 5, "--depths", 10, 90, "--trials", 7)
+    result = read(run / "eval_needle.json")
+    cells, trials = result["cells"], result["trials"]
+    assert len(trials) == 7 and all(trial["top_score"] > 0.999 for trial in trials)
+    assert all(trial["outcome"] == "whole number" for trial in trials)
     assert [(cell["length"], cell["depth"]) for cell in cells] == [(256, 10), (256, 90), (600, 10), (600, 90)]
     for cell in cells:
         assert all(cell[name] == proportion(5, 5) for name in needle.MEASURES)
         score = torch.tensor(cell["needle_score"])  # layer 1 head 0 looks at the needle's first digit
         assert score.shape == (2, 2) and score[1, 0] > 0.999
         assert score[0, 0] < 1e-3  # layer 0 head 0 looks at the byte before
-        assert len(cell["trials"]) == 5
-        assert all(trial["number"] and trial["top_score"] > 0.999 for trial in cell["trials"])
     assert (run / "eval_needle.png").read_bytes().startswith(b"\x89PNG")
     assert "100.0 % [56.6, 100.0]" in capsys.readouterr().out
 
@@ -133,10 +136,11 @@ def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate):
         # After a digit (no longer after a space) the output's 0 is raised above the copied digit.
         model.lm_head.weight[ord("0"), OWN + 1 : OWN + 11] = 500.0
     save_run(run, config, model, step)
-    evaluate(run, "--lengths", 256, "--samples", 4, "--depths", 50)
-    (cell,) = read(run / "eval_needle.json")["cells"]
+    evaluate(run, "--lengths", 256, "--samples", 4, "--depths", 50, "--trials", 4)
+    result = read(run / "eval_needle.json")
+    (cell,) = result["cells"]
     assert cell["first_digit"] == proportion(4, 4) and cell["number"] == proportion(0, 4)
-    assert not any(trial["number"] for trial in cell["trials"]) and cell["trials"][0]["top_score"] > 0.999
+    assert [trial["outcome"] for trial in result["trials"]] == ["first digit"] * 4
 
 
 def test_trials_follow_their_definition():
@@ -153,8 +157,8 @@ def test_trials_follow_their_definition():
         assert statement.startswith(f"The special magic {city} number is: {trial.number}.\n")
         question = f"\n\nQuestion: What is the special magic {city} number?\n"
         assert words.endswith(f"{question}Answer: The special magic {city} number is: ")
-        digits = tokenizer.decode([trial.prompt[i] for i in trial.digits])
-        assert digits == trial.number == tokenizer.decode(trial.choices[0])
+        assert tokenizer.decode([trial.prompt[i] for i in trial.span]) == f" {trial.number}."
+        assert trial.number == tokenizer.decode(trial.choices[0])
         assert len({*map(tuple, trial.choices)}) == needle.N_CHOICES
         before = words.index("\nThe special")
         after = words.index("\n\nQuestion") - words.index(trial.number) - 9
@@ -187,11 +191,11 @@ def test_attention_mass_is_that_of_the_dense_weights():
 @torch.no_grad()
 def test_likelihoods_are_those_of_whole_sequences():
     """Answers of different lengths after one cached prompt, against the model run on each sequence."""
-    gpt, rope = make_gpt(std=0.2), RopeScaling("ntk", length=20)
+    gpt, rope = make_gpt(std=0.2, vocab_size=257), RopeScaling("ntk", length=20)
     prompt, answers = random_tokens(2, 12), [[3, 4, 5], [7]]
     cache = KVCache(2, 20)
     first = gpt(prompt, rope=rope, cache=cache)[:, -1]
-    needle.greedy(gpt, first, rope, cache, 61)  # leaves the cache longer
+    needle.greedy(gpt, first, rope, cache, get_tokenizer("bytes"))  # leaves the cache longer
     found = needle.log_likelihood(gpt, first, answers, rope, cache, 12)
     for row, answer, value in zip(prompt, answers, found, strict=True):
         logs = gpt(torch.tensor([row.tolist() + answer]), rope=rope)[0].log_softmax(-1)
@@ -200,13 +204,14 @@ def test_likelihoods_are_those_of_whole_sequences():
 
 
 @torch.no_grad()
-def test_answers_are_tokens_of_the_tokeniser():
-    """Of a model with more rows than its tokeniser has tokens, which prefers those rows."""
+def test_answers_are_tokens_of_the_tokeniser_and_not_its_end_of_text():
+    """Of a model with more rows than its tokeniser has tokens, which prefers those rows, then end-of-text."""
     gpt, rope = prefer_untokenised(make_gpt(vocab_size=400, tie_embeddings=False)), RopeScaling()
+    gpt.lm_head.weight.data[256] = 0.5
     cache = KVCache(2, 20)
     first = gpt(random_tokens(2, 12), rope=rope, cache=cache)[:, -1]
-    assert first.argmax(-1).min() >= 257
-    assert max(map(max, needle.greedy(gpt, first, rope, cache, 257))) < 257
+    assert first.argmax(-1).min() >= 257 and (first[:, :257].argmax(-1) == 256).all()
+    assert max(map(max, needle.greedy(gpt, first, rope, cache, get_tokenizer("bytes")))) < 256
 
 
 def test_wilson_interval():
@@ -226,6 +231,10 @@ def test_several_runs_and_a_folder_of_texts(run, tmp_path, evaluate, capsys):
     assert [cell["reason"] is None for cell in cells] == [True] * 5 + [False] * 5
     assert all(cell["number"] == proportion(2, 2) for cell in read(run / "eval_needle.json")["cells"])
     assert (tmp_path / "runs" / "eval_needle.png").exists()
+    runs = ((run, copying_config(tmp_path)), (other, config))
+    index = RunIndex([FinishedRun(folder, config, [], {}, 0) for folder, config in runs])
+    names = [name for name, _, figure in needle_figures(index) if figure.axes]
+    assert names == ["needle_0_copy.png", "needle_0_short.png", "needle_0_A_all.png"]
     assert "short at 300, 10 %: no result: ssmax_pn" in capsys.readouterr().out
 
 
