@@ -6,9 +6,9 @@
 
 The validation text is cut into blocks of the longest length. The statistics are means over the last rows
 (queries) of each block, in windows of each length that all end there: the same queries, with more context.
-They measure how wide the scores are, how concentrated the weights, and how much goes to the first token
-(NormSoftmax, Figures 2a and 4; the attention sink). --help lists them; training/attention_statistics.py
-has the formulas.
+They measure how wide the scores are, how concentrated the weights, and how much goes to the first token (the
+attention sink). --help lists them; training/attention_statistics.py has the formulas. Over training steps,
+NormSoftmax's Figures 2 and 4, `log.attention_every` records them and report.py draws them.
 
 Writes diagnose.json and diagnose.png (curves for each layer; heat maps of layers and heads at the shortest
 and the longest length) into the run folder; several runs get one more figure, with a curve for each.

@@ -1,4 +1,4 @@
-"""The report's figures: LSSAR's Figures 1 and 2, SSMax's 2 (p_n), 3 and 4, NormSoftmax's 3a, each scale's
+"""The report's figures: LSSAR's 1 and 2, SSMax's 2 (p_n), 3 and 4, NormSoftmax's 2, 3a and 4, each scale's
 learning curves and positions.
 
 A figure is None where the runs have nothing to draw.
@@ -15,6 +15,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from infra.files import read_jsonl
 from normalisers import Normaliser, RowContext, Softmax, SSMax
 from papers.runs import FACTORS, FinishedRun, Group, RunIndex
 from papers.tables import read_published, read_rows
@@ -102,6 +103,38 @@ def positions_figure(groups: list[Group], rope: str, title: str) -> Figure | Non
         for bucket in (b for run in runs for b in run.evaluations[rope]["lengths"][-1]["buckets"]):
             known.setdefault(f"{bucket['from']}-{bucket['to'] - 1}", []).append(bucket["loss"])
         draw_means(axes, i, group.name, known)
+    return with_legend(figure)
+
+
+def logged(run: FinishedRun, key: str) -> dict[int, Any]:
+    """Step -> what log.attention_every recorded."""
+    return {r["step"]: r[key] for r in read_jsonl(run.folder / "metrics.jsonl") if r.get(key) is not None}
+
+
+def attention_figure(run: FinishedRun, title: str) -> Figure | None:
+    """Each layer's standard deviation of q.k and entropy against step (NormSoftmax, Figures 2a and 4)."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for axes, key in ((left, "qk_std"), (right, "entropy")):
+        values = logged(run, key)
+        for layer in next(iter(values.values()), {}):
+            label = f"layer {int(layer[6:]) + 1}"
+            axes.plot(values.keys(), [by_layer[layer] for by_layer in values.values()], label=label)
+        axes.grid(alpha=0.3)
+    left.set(title="Figure 2a", xlabel="step", ylabel="standard deviation of q.k, unscaled", yscale="log")
+    right.set(title="Figure 4", xlabel="step", ylabel="entropy of the weights (nats)")
+    left.axhline(math.sqrt(run.config.model.head_dim), color="k", linestyle="--", label="√d")
+    figure.suptitle(title)
+    return with_legend(figure) if logged(run, "qk_std") else None
+
+
+def logits_figure(groups: list[Group], title: str) -> Figure | None:
+    """The standard deviation of the logits against step (NormSoftmax, Figure 2b)."""
+    figure, axes = new_axes(title, "step", "standard deviation of the logits")
+    axes.set_yscale("log")
+    for group in groups:
+        if values := logged(group.runs[0], "logit_std"):
+            axes.plot(values.keys(), values.values(), label=group.name)
     return with_legend(figure)
 
 
@@ -230,6 +263,12 @@ def all_figures(
                 yield f"lssar_figure2_{file}", title, powers_figure(index, scale, rope, title)
             title = f"Loss by position in windows of 16x {where}"
             yield f"positions_{file}", title, positions_figure(groups, rope, title)
+        for group in groups if "normsoftmax" in papers else []:
+            title = f"NormSoftmax, Figures 2a and 4: attention of {group.name} in training (scale {scale})"
+            yield f"attention_{scale}_{group.name}.png", title, attention_figure(group.runs[0], title)
+        if "normsoftmax" in papers:
+            title = f"NormSoftmax, Figure 2b: the logits in training (scale {scale})"
+            yield f"logits_{scale}.png", title, logits_figure(groups, title)
         title = f"Validation loss during training (scale {scale})"
         yield f"learning_{scale}.png", title, learning_figure(groups, title)
         if "ssmax" in papers:

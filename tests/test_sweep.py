@@ -136,7 +136,7 @@ def test_sweep_and_report_through_torchrun(path, call, monkeypatch):
     """One run and one evaluation; then the report of the folder."""
     run = path.parent / "runs/s_normaliser=softmax_seed=1"
     monkeypatch.setattr(sweep, "EVALUATIONS", (("none", "none"),))
-    call(sweep, path, "--index", 0, "--nproc", 1, "--eval-tokens", 256)
+    call(sweep, path, "--index", 0, "--nproc", 1, "--eval-tokens", 256, "--log.attention-every", 4)
     evaluation = json.loads((run / "eval_length_none.json").read_text())
     assert evaluation["rope"]["kind"] == "none" and evaluation["step"] == 12
     assert [row["length"] for row in evaluation["lengths"]] == [16, 32, 64, 128, 256]
@@ -148,7 +148,8 @@ def test_sweep_and_report_through_torchrun(path, call, monkeypatch):
     assert f"{loss:.4f}" in "".join(cells(text, "table1_softmax")[1])
     assert json.loads((folder / "report.json").read_text())["runs"][0]["lengths"]["none"][0]["loss"] == loss
     pictures = re.findall(r"\]\((.*?\.png)\)", text)
-    assert {"positions_A_none.png", "learning_A.png"} <= set(pictures)
+    assert {"positions_A_none.png", "learning_A.png", "logits_A.png"} <= set(pictures)
+    assert any(picture.startswith("attention_A_") for picture in pictures)
     assert all((folder / picture).stat().st_size for picture in pictures)
     with pytest.raises(UserError, match="no finished run"):
         read_runs([str(path.parent)])

@@ -20,6 +20,7 @@ from positions import UNSCALED, RopeScaling
 
 TINY = 2.0**-16
 STATISTICS = {
+    "qk_std": "standard deviation over the visible keys of q.k, unscaled (NormSoftmax, Figure 2a)",
     "score_std": "standard deviation over the visible keys of the scores that the formula takes",
     "entropy": "entropy of p in nats",
     "relative_entropy": "entropy over ln n: 1 is a uniform row, 0 a row on one key",
@@ -49,24 +50,27 @@ def model_statistics(model: GPT, tokens: Tensor, rope: RopeScaling = UNSCALED, n
 def layer_statistics(normaliser: NormaliserModule, q: Tensor, k: Tensor) -> Tensor:
     """(B, H, Tq, D) and (B, H, Tk, D) after RoPE, the last Tq positions, to (B, H, len(STATISTICS))."""
     with torch.autocast(q.device.type, enabled=False):
+        unscaled_q, unscaled_k = q.float(), k.float()
         q, k, rows = normaliser.prepare(q, k)
         total = q.new_zeros(*q.shape[:2], len(STATISTICS))
         for batch, block, keys in query_blocks(q, k):
-            x = q[batch, :, block] @ k[batch, :, keys].mT  # (b, H, R, K)
+            unscaled = unscaled_q[batch, :, block] @ unscaled_k[batch, :, keys].mT  # (b, H, R, K)
+            x = q[batch, :, block] @ k[batch, :, keys].mT
             context = replace(rows, n=rows.n[block])
             weights = normaliser.row_weights(x.masked_fill(~context.visible(x), -torch.inf), context)
-            total[batch] += row_statistics(x, weights, context).sum(-2)
+            total[batch] += row_statistics(unscaled, x, weights, context).sum(-2)
         return total / q.shape[-2]
 
 
-def row_statistics(x: Tensor, weights: Tensor, context: RowContext) -> Tensor:
-    """Finite scores and weights (..., R, K) to STATISTICS, (..., R, len(STATISTICS)).
+def row_statistics(unscaled: Tensor, x: Tensor, weights: Tensor, context: RowContext) -> Tensor:
+    """q.k, scores (both finite) and weights (..., R, K) to STATISTICS, (..., R, len(STATISTICS)).
 
     A row of zero weights has entropy 0 and 0 effective keys.
     """
     p = l1_normalise(weights.abs())
     entropy, n = -torch.xlogy(p, p).sum(-1), context.n[:, 0]
     values = {
+        "qk_std": context.moments(unscaled)[1].sqrt().squeeze(-1),
         "score_std": context.moments(x)[1].sqrt().squeeze(-1),
         "entropy": entropy,
         "relative_entropy": entropy / n.clamp_min(2).log(),  # 0 for a row of one key

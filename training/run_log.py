@@ -2,9 +2,10 @@
 
 config.toml      the resolved config; `train.py` takes it like any other
 metrics.jsonl    a line per step: step, loss, lr, grad_norm; where one was printed also tokens_per_s, step_ms
-                 and its parts, mfu, memory_gb; every log.attention_every steps score_std and entropy,
-                 {"layer_0": ...} each; {"step", "val_loss"} per validation, with "val_cross_entropy", that
-                 of the unscaled logits, if train.loss is not softmax; null: NaN or infinity
+                 and its parts, mfu, memory_gb; every log.attention_every steps qk_std and entropy,
+                 {"layer_0": ...} each, and logit_std; {"step", "val_loss"} per validation, with
+                 "val_cross_entropy", that of the unscaled logits, if train.loss is not softmax; null: NaN or
+                 infinity
 init_from.txt    with init_from: what was copied, what is new, what was dropped
 starts.jsonl     a line per start: time, step, command, git commit, versions, hardware
 wandb_id         with log.wandb: the W&B run, which a resumed run continues

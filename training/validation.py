@@ -1,9 +1,10 @@
-"""What a run measures on the validation stream: its loss, and with log.attention_every its attention."""
+"""What a run measures on validation data: its loss; with log.attention_every attention and logits."""
 
 import torch
 
 from data.batches import val_batch, val_windows
 from data.dataset import IGNORED
+from positions import UNSCALED
 from training.attention_statistics import STATISTICS, model_statistics
 from training.run_log import RunLog
 from training.state import TrainState
@@ -43,13 +44,19 @@ def validate(state: TrainState, log: RunLog) -> str | None:
 
 
 def measure_attention(state: TrainState, log: RunLog) -> None:
-    """Add each layer's score_std and entropy on the first validation tokens to the step's record."""
+    """Add qk_std and entropy of each layer, and logit_std, on the first validation tokens, to the record.
+
+    (NormSoftmax, Figures 2a, 4 and 2b; logit_std is over the vocabulary.)
+    """
     if not state.world.is_main:
         return
-    tokens = torch.from_numpy(state.val_stream.read(0, state.config.train.seq_len))[None]
-    with state.raw_model.autocast():
-        values = model_statistics(state.raw_model, tokens.to(state.world.device), n_rows=ATTENTION_ROWS)
+    model, read = state.raw_model, state.val_stream.read
+    tokens = torch.from_numpy(read(0, state.config.train.seq_len))[None].to(state.world.device)
+    with model.autocast():
+        values = model_statistics(model, tokens, n_rows=ATTENTION_ROWS)
+        logits = model.unscaled_logits(model.hidden(tokens, UNSCALED)[:, -ATTENTION_ROWS:])
+    log.pending[-1]["logit_std"] = logits.std(-1, correction=0).mean().item()
     by_layer = values.mean((0, 2)).T.tolist()  # (S, n_layer)
     for name, layers in zip(STATISTICS, by_layer, strict=True):
-        if name in ("score_std", "entropy"):
+        if name in ("qk_std", "entropy"):
             log.pending[-1][name] = {f"layer_{i}": value for i, value in enumerate(layers)}

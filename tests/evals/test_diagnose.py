@@ -25,7 +25,7 @@ __all__ = ["data"]  # a fixture
 NAMES = list(STATISTICS)
 
 
-def from_dense(weights: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def from_dense(weights: torch.Tensor, unscaled: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """STATISTICS of (B, H, Tq, Tk) row by row, from the definitions, as means over rows: (B, H, S)."""
     B, H, n_queries, n_keys = weights.shape
     out = torch.zeros(B, H, n_queries, len(STATISTICS), dtype=torch.float64)
@@ -37,6 +37,7 @@ def from_dense(weights: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         entropy = -sum(v * math.log(v) for v in p if v > 0)
         out[b, h, r] = torch.tensor(
             [
+                unscaled[b, h, r, :n].double().std(correction=0),
                 x.std(correction=0),
                 entropy,
                 entropy / math.log(n) if n > 1 else 0.0,
@@ -62,7 +63,7 @@ def test_statistics_are_those_of_the_dense_weights(cfg, len_q, monkeypatch):
     with torch.no_grad():
         found = layer_statistics(normaliser, q, k).double()
         prepared_q, prepared_k, _ = normaliser.prepare(q, k)
-        expected = from_dense(normaliser.weights(q, k), prepared_q @ prepared_k.mT)
+        expected = from_dense(normaliser.weights(q, k), q @ k.mT, prepared_q @ prepared_k.mT)
     tiny = NAMES.index("tiny")
     torch.testing.assert_close(found[..., :tiny], expected[..., :tiny], atol=2e-4, rtol=2e-4)
     # A weight within rounding of the threshold may fall on either side.
@@ -83,6 +84,7 @@ def test_known_rows():
     assert sink["entropy"] == 0 and sink["effective_keys"] == sink["first_token"] == sink["largest"] == 1
     assert sink["tiny"] == pytest.approx(5 / 6)
     assert sink["score_std"] == pytest.approx(200 * math.sqrt(5) / 6)
+    assert sink["qk_std"] == pytest.approx(400 * math.sqrt(5) / 6)
 
 
 @torch.no_grad()
@@ -140,7 +142,8 @@ def test_training_logs_each_layer(tiny_config):
     lines = logged("with", "--log.attention-every", "2", "--log.every", "3")
     assert [step for step, line in lines.items() if "entropy" in line] == [2, 4]
     for step in (2, 4):
-        for name in ("score_std", "entropy"):
+        assert lines[step]["logit_std"] > 0
+        for name in ("qk_std", "entropy"):
             assert list(lines[step][name]) == ["layer_0", "layer_1"]
             assert all(value > 0 for value in lines[step][name].values())
     assert all(line["loss"] == without[step]["loss"] for step, line in lines.items())
