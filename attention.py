@@ -37,7 +37,7 @@ def make_normaliser(options: AttentionConfig, n_head: int, head_dim: int, train_
         train_len: training length in tokens (L in the formulas that use it).
     """
     normaliser = NormaliserModule(options.definition, options.reweight_p, n_head, head_dim, train_len)
-    normaliser.compile_rows = options.compile_rows
+    normaliser.compile_rows, normaliser.naive_power = options.compile_rows, options.naive_power
     return normaliser
 
 
@@ -86,7 +86,8 @@ def resolve_engine(
         case "auto" if has_sdpa:
             return "sdpa"
         case "auto":
-            if device.type != "cuda" or not definition.is_fusible or dtype == torch.float64:
+            fusible = definition.is_fusible and not normaliser.naive_power
+            if device.type != "cuda" or not fusible or dtype == torch.float64:
                 return "rows"
             try:
                 from engines import fused
@@ -104,7 +105,7 @@ def resolve_engine(
             raise UserError(
                 f"engine = 'triton': {definition.name} without reweight_p is a softmax; expected sdpa"
             )
-        case "triton" if not definition.is_fusible:
+        case "triton" if not definition.is_fusible or normaliser.naive_power:
             raise UserError(f"engine = 'triton': {definition.name} with these options has no fused form")
         case "triton" if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise UserError(
@@ -130,5 +131,6 @@ def describe_attention(options: AttentionConfig) -> str:
     """The [attention] section in a few words: 'lssa (reweight_p = 15)'."""
     values = options.definition.model_dump(exclude_defaults=True)
     values |= {"reweight_p": options.reweight_p} if options.reweight_p else {}
+    values |= {"naive_power": True} if options.naive_power else {}
     listed = ", ".join(f"{key} = {value}" for key, value in values.items())
     return options.normaliser + (f" ({listed})" if listed else "")

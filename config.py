@@ -116,6 +116,11 @@ class AttentionConfig(Section):
     reweight_p: int = Field(
         0, ge=0, le=256, description="Power p of the LSSAR re-weighting ReLU(n A - O)^p; 0: no re-weighting."
     )
+    naive_power: bool = Field(
+        False,
+        description="Compute reweight_p as the equation is written, which leaves the range of float32, on the "
+        "engines dense and rows: for tests and results/gradients only.",
+    )
     engine: Literal["auto", "dense", "rows", "sdpa", "triton"] = free(
         "auto",
         description="auto: sdpa where the normaliser allows it, else triton (fused kernels) on CUDA if they "
@@ -150,6 +155,9 @@ class AttentionConfig(Section):
             f"{engine}: {name} is not phi(x) over its row sum or a number; expected auto, rows or dense":
                 self.engine == "triton" and not definition.is_fusible,
             f"{engine}: {name} is a softmax; expected auto or sdpa": self.engine == "triton" and is_softmax,
+            "attention.naive_power = True: only read with reweight_p >= 1": self.naive_power and not p,
+            f"{engine}: does not run attention.naive_power; expected auto, rows or dense":
+                self.naive_power and self.engine == "triton",
         }  # fmt: skip
         if any(checks.values()):
             raise ValueError("\n".join(problem for problem, found in checks.items() if found))
@@ -286,7 +294,7 @@ class LogConfig(Section):
 
     dir: str = free("runs", description="Run folders are made here, as <dir>/<name>.")
     every: int = free(10, ge=1, description="Steps between progress lines; metrics.jsonl has every step.")
-    attention_every: int = free(0, ge=0, description="Steps between attention statistics by layer; 0: never.")
+    attention_every: int = free(0, ge=0, description="Steps between qk_std, entropy and logit_std; 0: never.")
     wandb: bool = free(False, description="Also log to Weights & Biases.")
     wandb_project: str = free("attention-normalisers", description="W&B project.")
 

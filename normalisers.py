@@ -118,6 +118,15 @@ def reweight(a: Tensor, n: Tensor, p: int) -> Tensor:
     return l1_normalise(torch.relu(a * (n * scale) - offset * scale).pow(p))
 
 
+def reweight_naive(a: Tensor, n: Tensor, p: int) -> Tensor:
+    """`reweight` as eq. 5 is written: inf / inf where a power overflows, 0 / 0 where all of a row underflow.
+
+    For the comparison in results/gradients only.
+    """
+    powers = torch.relu(n * a - (n > 3).to(a.dtype)).pow(p)
+    return powers / powers.sum(-1, keepdim=True)
+
+
 def has_contrast(peak: Tensor, n: Tensor) -> Tensor:
     """Rows with O = 1: n > 3 and max(n A) - 1 > 1e-5, where peak = max(n A)."""
     return (n > 3) & (peak - 1 > UNIFORM_TOLERANCE)

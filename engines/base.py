@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from normalisers import Normaliser, RowContext, reweight
+from normalisers import Normaliser, RowContext, reweight, reweight_naive
 
 
 class NormaliserModule(nn.Module):
@@ -28,6 +28,7 @@ class NormaliserModule(nn.Module):
         self.definition, self.reweight_p = definition, reweight_p
         self.n_head, self.head_dim, self.train_len = n_head, head_dim, train_len
         self.compile_rows = False  # for the rows engine: torch.compile the formula
+        self.naive_power = False  # reweight_naive instead of reweight
         self.learned_names = []
         for name, value in definition.learned(n_head, train_len).items():
             self.register_parameter(name, nn.Parameter(value))
@@ -49,6 +50,8 @@ class NormaliserModule(nn.Module):
     def row_weights(self, x: Tensor, context: RowContext) -> Tensor:
         """Scores (..., R, K), -inf at hidden keys, to weights: the formula, then the re-weighting."""
         a = self.definition.weights(x, context)
+        if self.naive_power:
+            return reweight_naive(a, context.n, self.reweight_p)
         return reweight(a, context.n, self.reweight_p) if self.reweight_p else a
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, RowContext]:

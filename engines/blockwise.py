@@ -136,7 +136,8 @@ class BlockFormula:
         definition = normaliser.definition
         self.normaliser, self.p = normaliser, normaliser.reweight_p
         self.closed_form = (
-            bool(self.p) and isinstance(definition, Phi) and definition.phi == "softplus"
+            bool(self.p) and not normaliser.naive_power
+            and isinstance(definition, Phi) and definition.phi == "softplus"
             and definition.bounded and definition.sums_to_one
         )  # fmt: skip
         self.compile = partial(_compiled, p=self.p) if normaliser.compile_rows else lambda function: function

@@ -159,6 +159,8 @@ BAD_ATTENTION = [
         "attention.engine = 'sdpa': lssa with these options is not a softmax",
     ),
     ('normaliser = "softmax"\nreweight_p = 3\nengine = "sdpa"', "attention.engine = 'sdpa'"),
+    ('normaliser = "lssa"\nnaive_power = true', "attention.naive_power = True: only read with"),
+    ('normaliser = "lssa"\nreweight_p = 3\nnaive_power = true\nengine = "triton"', "does not run"),
 ]
 
 

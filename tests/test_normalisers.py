@@ -8,15 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import CASES, PHIS, case_id, draw, each_case, formula, is_normalised, make, scores_to_qk
+from attention_cases import (
+    CASES,
+    PHIS,
+    assert_close,
+    case_id,
+    draw,
+    each_case,
+    formula,
+    is_normalised,
+    make,
+    run,
+    scores_to_qk,
+)
 from pydantic import ValidationError
 from reference import FORMULAS, PHI, UNIFORM
 from torch import Tensor
 
-from attention import make_normaliser
+from attention import make_normaliser, resolve_engine
 from config import AttentionConfig
 from engines.base import NormaliserModule
-from normalisers import NORMALISERS
+from infra.cli import UserError
+from normalisers import NORMALISERS, reweight, reweight_naive
 
 # 1. The dense weights are the formulas.
 
@@ -161,6 +174,29 @@ def test_reweighting_is_the_naive_formula(p):
     n = torch.arange(1.0, 41, dtype=torch.float64)[:, None]
     b = torch.relu(a * n - (n > 3).double()) ** p
     assert (got - b / b.sum(-1, keepdim=True)).abs().max() <= 1e-13
+
+
+@pytest.mark.parametrize("name", ["softmax", "lssa"])
+def test_naive_power_is_the_stable_one_until_float32_ends(name):
+    """The same o and gradients; (n A - 1)^p overflows from p = 13 on where one of 1,024 keys has the row."""
+    options, inputs = {"normaliser": name, "naive_power": True}, draw(33, 33, 16, dtype=torch.float64)
+    for engine in ("dense", "rows"):
+        naive, stable = (
+            run(engine, make_normaliser(AttentionConfig(**options | more), 2, 16, 33).double(), *inputs)
+            for more in ({"reweight_p": 7}, {"reweight_p": 7, "naive_power": False})
+        )
+        assert_close(naive, stable, inputs, 1e-12, engine)
+    one, even = torch.zeros(1, 1024), torch.full((1, 1024), 1 / 1024)
+    one[0, 0], even[0, 0] = 1.0, 1.1 / 1024
+    n = torch.tensor([[1024.0]])
+    assert reweight_naive(one, n, 12).equal(one) and not reweight_naive(one, n, 13).isfinite().all()
+    assert not reweight_naive(even, n, 50).isfinite().all()  # 0 / 0
+    for a in (one, even):
+        assert (reweight(a, n, 50) - one).abs().max() <= 1e-6
+    lssar = make_normaliser(AttentionConfig(**options, reweight_p=7), 2, 16, 33)
+    assert resolve_engine(lssar, "auto", torch.device("cuda"), torch.float32) == "rows"
+    with pytest.raises(UserError, match="no fused form"):
+        resolve_engine(lssar, "triton", torch.device("cuda"), torch.float32)
 
 
 @pytest.mark.parametrize("p", [1, 3, 15])
