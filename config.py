@@ -118,8 +118,8 @@ class AttentionConfig(Section):
     )
     naive_power: bool = Field(
         False,
-        description="Compute reweight_p as the equation is written, which leaves the range of float32, on the "
-        "engines dense and rows: for tests and results/gradients only.",
+        description="Compute reweight_p as the equation is written, which leaves the range of float32, on "
+        "dense and rows: for tests and results/gradients only.",
     )
     engine: Literal["auto", "dense", "rows", "sdpa", "triton"] = free(
         "auto",

@@ -1,13 +1,16 @@
-"""Tokens per second of whole training steps, softmax and LSSAR in turn in one run.
+"""Time of whole training steps, softmax and LSSAR (or any configs) in turn in one run.
 
     python -m benchmarks.train_step                                   # the demo's model on CPU
     python -m benchmarks.train_step configs/softmax.toml configs/lssar.toml --steps 20
+    python -m benchmarks.train_step --train.seq-len 1024 --train.micro-batch 1    # overrides go to every config
 
-Both models are in one process and take their steps alternately, so that a drifting machine slows both; the
-ratio is the median over the pairs. Data must be prepared (python -m data.python_source).
+All models are in one process and take their steps alternately, so that a drifting machine slows all; a ratio
+is the median over the rounds. CPU time is that of the process: with one thread it leaves out what other
+processes take. Data must be prepared (python -m data.python_source).
 """
 
 import statistics
+import sys
 import time
 
 import torch
@@ -21,48 +24,44 @@ from training.run_log import RunLog
 from training.state import TrainState
 
 
-def timed_step(state: TrainState) -> float:
-    start = time.perf_counter()
+def timed_step(state: TrainState) -> tuple[float, float]:
+    """Seconds of a step: elapsed, and of the process's CPU time."""
+    start, cpu_start = time.perf_counter(), time.process_time()
     train.train_step(state, RunLog(state))
     if state.world.device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - cpu_start
 
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
-    parser.add_argument(
-        "configs", nargs="*", default=["configs/demo_softmax.toml", "configs/demo_lssar.toml"],
-        help="the first is the baseline",
-    )  # fmt: skip
-    parser.add_argument("--steps", type=int, default=15, help="steps of each (default: 15)")
-    parser.add_argument("--seq-len", type=int, help="override train.seq_len, at the same tokens per step")
-    args = parser.parse_args()
-    overrides = []
-    if args.seq_len:
-        overrides = ["--train.seq_len", str(args.seq_len), "--train.micro_batch", "1"]
-    configs = [load_config(path, overrides) for path in args.configs]
+    parser.usage = "%(prog)s [CONFIG.toml ...] [--steps N] [--section.key VALUE ...]"
+    parser.add_argument("--steps", type=int, default=15, help="steps of each config (default: 15)")
+    first = next((i for i, arg in enumerate(sys.argv) if i and arg.startswith("-")), len(sys.argv))
+    args, overrides = parser.parse_known_args(sys.argv[first:])
+    paths = sys.argv[1:first] or ["configs/demo_softmax.toml", "configs/demo_lssar.toml"]
+    configs = [load_config(path, overrides) for path in paths]
     with join_world(configs[0].train.device) as world:
         states = [TrainState(config, world) for config in configs]
         for state in states:
             timed_step(state), timed_step(state)  # warm-up, and compilation
         times = [[timed_step(state) for state in states] for _ in range(args.steps)]
 
-    first = configs[0].train
+    train_config = configs[0].train
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {world.device.type}, "
-        f"{states[0].raw_model.n_params() / 1e6:.2f}M parameters, T = {first.seq_len}, "
-        f"{first.batch_tokens} tokens a step, {args.steps} steps\n"
+        f"{states[0].raw_model.n_params() / 1e6:.2f}M parameters, T = {train_config.seq_len}, "
+        f"{train_config.batch_tokens} tokens a step, {args.steps} steps\n"
     )
-    print("| attention                  | tokens/s | step time over the first |")
-    print("|----------------------------|---------:|-------------------------:|")
+    print("| attention                  | tokens/s | step time over the first | CPU time over the first |")
+    print("|----------------------------|---------:|-------------------------:|------------------------:|")
     for i, config in enumerate(configs):
-        rate = first.batch_tokens / statistics.median(row[i] for row in times)
-        ratios = [row[i] / row[0] for row in times]
-        print(
-            f"| {describe_attention(config.attention):26} | {rate:8.0f} | {statistics.median(ratios):8.2f} "
-            f"({min(ratios):.2f}-{max(ratios):.2f})      |"
-        )
+        rate = train_config.batch_tokens / statistics.median(row[i][0] for row in times)
+        cells = []
+        for clock in (0, 1):
+            ratios = sorted(row[i][clock] / row[0][clock] for row in times)
+            cells.append(f"{statistics.median(ratios):.3f} ({ratios[0]:.2f}-{ratios[-1]:.2f})")
+        print(f"| {describe_attention(config.attention):26} | {rate:8.0f} | {cells[0]:>24} | {cells[1]:>23} |")
 
 
 if __name__ == "__main__":

@@ -51,12 +51,12 @@ def score_moments(q: Tensor, k: Tensor, context: RowContext) -> tuple[Tensor, Te
     keys share a mean.)
 
     Args:
-        q, k: (B, H, T, D) float32 or float64. With fewer queries than keys (decoding), the scores are
-            computed directly.
+        q, k: (B, H, T, D) float32 or float64. With fewer queries than keys (decoding) or at most CHUNK keys,
+            the scores are computed directly.
     Returns:
         mean, var: each (B, H, T, 1).
     """
-    if q.shape[-2] < k.shape[-2]:
+    if q.shape[-2] < k.shape[-2] or k.shape[-2] <= CHUNK:
         return context.moments(q @ k.mT)
     length = q.shape[-2]
     n_chunks = math.ceil(length / CHUNK)

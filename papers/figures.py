@@ -118,11 +118,12 @@ def attention_figure(run: FinishedRun, title: str) -> Figure | None:
     for axes, key in ((left, "qk_std"), (right, "entropy")):
         values = logged(run, key)
         for layer in next(iter(values.values()), {}):
-            label = f"layer {int(layer[6:]) + 1}"
+            label = f"layer {int(layer[6:]) + 1}" if axes is left else None
             axes.plot(values.keys(), [by_layer[layer] for by_layer in values.values()], label=label)
         axes.grid(alpha=0.3)
     left.set(title="Figure 2a", xlabel="step", ylabel="standard deviation of q.k, unscaled", yscale="log")
     right.set(title="Figure 4", xlabel="step", ylabel="entropy of the weights (nats)")
+    right.set_ylim(0, math.log(run.config.train.seq_len))  # up to uniform weights, on one scale for all runs
     left.axhline(math.sqrt(run.config.model.head_dim), color="k", linestyle="--", label="√d")
     figure.suptitle(title)
     return with_legend(figure) if logged(run, "qk_std") else None
