@@ -2,7 +2,7 @@
 
     python -m benchmarks.train_step                                   # the demo's model on CPU
     python -m benchmarks.train_step configs/softmax.toml configs/lssar.toml --steps 20
-    python -m benchmarks.train_step --train.seq-len 1024 --train.micro-batch 1    # overrides go to every config
+    python -m benchmarks.train_step --train.seq-len 1024 --train.micro-batch 1    # overrides, of all configs
 
 All models are in one process and take their steps alternately, so that a drifting machine slows all; a ratio
 is the median over the rounds. CPU time is that of the process: with one thread it leaves out what other
@@ -61,7 +61,8 @@ def main() -> None:
         for clock in (0, 1):
             ratios = sorted(row[i][clock] / row[0][clock] for row in times)
             cells.append(f"{statistics.median(ratios):.3f} ({ratios[0]:.2f}-{ratios[-1]:.2f})")
-        print(f"| {describe_attention(config.attention):26} | {rate:8.0f} | {cells[0]:>24} | {cells[1]:>23} |")
+        name = describe_attention(config.attention)
+        print(f"| {name:26} | {rate:8.0f} | {cells[0]:>24} | {cells[1]:>23} |")
 
 
 if __name__ == "__main__":
