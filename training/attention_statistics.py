@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engines.base import NormaliserModule
+from engines.base import NormaliserModule, share_heads
 from engines.blockwise import query_blocks
 from model import GPT, KVCache
 from normalisers import RowContext, l1_normalise
@@ -50,7 +50,7 @@ def model_statistics(model: GPT, tokens: Tensor, rope: RopeScaling = UNSCALED, n
 def layer_statistics(normaliser: NormaliserModule, q: Tensor, k: Tensor) -> Tensor:
     """(B, H, Tq, D) and (B, H, Tk, D) after RoPE, the last Tq positions, to (B, H, len(STATISTICS))."""
     with torch.autocast(q.device.type, enabled=False):
-        unscaled_q, unscaled_k = q.float(), k.float()
+        unscaled_q, unscaled_k = q.float(), share_heads(k, q).float()
         q, k, rows = normaliser.prepare(q, k)
         total = q.new_zeros(*q.shape[:2], len(STATISTICS))
         for batch, block, keys in query_blocks(q, k):

@@ -89,8 +89,8 @@ def test_known_rows():
 
 @torch.no_grad()
 def test_layers_see_what_the_model_computes(monkeypatch):
-    """Each layer's q and k are those of the model's own forward pass, at any length."""
-    gpt = make_gpt({"normaliser": "lssa"}, std=0.2)
+    """Each layer's q and k, two heads sharing one of k, are those of the model's own forward pass."""
+    gpt = make_gpt({"normaliser": "lssa"}, std=0.2, n_kv_head=1)
     tokens, rope, seen, real = random_tokens(2, 40), RopeScaling("ntk"), [], model.attend
 
     def attend(q, k, v, *args, **options):

@@ -71,14 +71,14 @@ def copying_model(config):
         # Scores 1e5 cos(distance - 1): q is turned back by a radian.
         turn = torch.tensor(1.0)
         first.qkv.bias[q] = 1e5 * HEAD**0.5 * turn.cos()
-        first.qkv.bias[q + HEAD // 2] = -1e5 * HEAD**0.5 * turn.sin()
+        first.qkv.bias[q + 1] = -1e5 * HEAD**0.5 * turn.sin()
         first.qkv.bias[k] = 1.0
         for i in range(OTHER + 1):
             first.qkv.weight[v + i, OWN + i] = 1.0
             first.out.weight[BEFORE + i, i] = 1.0
         for i in range(len(LETTERS)):
-            second.qkv.weight[q + 1 + i, OWN + i] = 200.0 * HEAD**0.5  # this byte ...
-            second.qkv.weight[k + 1 + i, BEFORE + i] = 1.0  # ... is the one before that key
+            second.qkv.weight[q + 2 + i, OWN + i] = 200.0 * HEAD**0.5  # this byte ...
+            second.qkv.weight[k + 2 + i, BEFORE + i] = 1.0  # ... is the one before that key
             second.qkv.weight[v + i, OWN + i] = 1.0
             second.out.weight[COPIED + i, i] = 1.0
         second.qkv.bias[q + HEAD - 1] = 50.0 * HEAD**0.5
