@@ -32,6 +32,7 @@ from training.run_log import RunLog
 from training.state import TrainState
 
 Record = dict[str, Any]
+WARMUP = 30  # steps; the norms of the first ones are those of the initialisation
 POWERS = (1, 3, 7, 15, 50, 100)
 GPT2 = ["--model.n-embd", "768", "--model.n-head", "12", "--model.gelu", "tanh"]  # two layers of it
 FORMS = {False: "stable", True: "as written"}
@@ -93,27 +94,29 @@ def initial_rows(configs: list[Config], world: World) -> str:
     return "\n".join(lines)
 
 
+def summary(record: Record) -> list[str]:
+    """Median of the gradient norms, the largest after warm-up, the mean loss of the last ten steps."""
+    norms, losses = record["grad_norm"], record["loss"]
+    values = statistics.median(norms), max(norms[WARMUP:], default=math.nan), statistics.fmean(losses[-10:])
+    return [f"{value:.{digits}f}" for value, digits in zip(values, (2, 2, 3), strict=True)]
+
+
 def table(records: list[Record]) -> str:
     """A line for each normaliser and p: the stable run, then where the naive one ended."""
-    lines = [
-        "| attention | p | gradient norm, median | largest | last loss | largest n A | as written |",
-        "|---|---:|---:|---:|---:|---:|---|",
-    ]
+    header = ["attention", "p", "norm: median", "largest after warm-up", "last loss", "largest n A"]
+    lines = [f"| {' | '.join(header)} | as written: largest norm |", "|---|" + "---:|" * 5 + "---|"]
     runs = {(r["normaliser"], r["p"], r["form"]): r for r in records}
     for name, p in dict.fromkeys((r["normaliser"], r["p"]) for r in records):
         naive, r = runs.get((name, p, "as written")), runs.get((name, p, "stable"))
         cells = ["–"] * 4
         if r:
             ended = f", not finite at step {r['bad_step']}" if r["bad_step"] else ""
-            norms = f"{statistics.median(r['grad_norm']):.3g}", f"{max(r['grad_norm']):.3g}"
-            loss = statistics.fmean(r["loss"][-10:])
-            cells = [*norms, f"{loss:.3f}{ended}", f"{max(r['largest_nA']):.3g}"]
+            cells = [*summary(r), f"{max(r['largest_nA']):.3g}{ended}"]
         end = "–"
         if naive and naive["bad_step"]:
             end = f"not finite at step {naive['bad_step']}"
         elif naive:
-            loss = statistics.fmean(naive["loss"][-10:])
-            end = f"finite, largest norm {max(naive['grad_norm']):.3g}, last loss {loss:.3f}"
+            end = "{1}, loss {2}".format(*summary(naive))
         lines.append(f"| {name} | {p} | {' | '.join(cells)} | {end} |")
     return "\n".join(lines)
 
@@ -157,7 +160,7 @@ def main() -> None:
             write_json(list(done.values()), path)
         records.append(done[config.name])
         print(f"{config.name}: {len(records[-1]['loss'])} steps", flush=True)
-    draw(records).savefig(args.out / "gradients.png", dpi=130)
+    draw(records).savefig(args.out / "gradients.png", dpi=90)
     chosen = ["--attention.naive-power", "true", "--attention.reweight-p", "1"]
     with join_world("cpu") as world:
         untrained = [load_config(file, chosen + more) for more in ([], GPT2) for file in args.configs]
