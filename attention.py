@@ -29,14 +29,17 @@ from infra.cli import UserError
 Engine = Literal["auto", "dense", "rows", "sdpa", "triton"]
 
 
-def make_normaliser(options: AttentionConfig, n_head: int, head_dim: int, train_len: int) -> NormaliserModule:
+def make_normaliser(
+    options: AttentionConfig, n_head: int, head_dim: int, train_len: int, alibi: bool = False
+) -> NormaliserModule:
     """Build the normaliser named in `options`.
 
     Args:
         n_head, head_dim: of the attention layer that it serves.
         train_len: training length in tokens (L in the formulas that use it).
+        alibi: with ALiBi's bias on the scores (`model.position = "alibi"`).
     """
-    normaliser = NormaliserModule(options.definition, options.reweight_p, n_head, head_dim, train_len)
+    normaliser = NormaliserModule(options.definition, options.reweight_p, n_head, head_dim, train_len, alibi)
     normaliser.compile_rows, normaliser.naive_power = options.compile_rows, options.naive_power
     return normaliser
 
@@ -80,14 +83,12 @@ def resolve_engine(
     Raises:
         UserError: for an engine that cannot run this normaliser there.
     """
-    definition, p = normaliser.definition, normaliser.reweight_p
-    has_sdpa = definition.is_rescaled_softmax and not p
+    name = normaliser.definition.name + (" with ALiBi" if normaliser.alibi else "")
     match engine:
-        case "auto" if has_sdpa:
+        case "auto" if normaliser.has_sdpa:
             return "sdpa"
         case "auto":
-            fusible = definition.is_fusible and not normaliser.naive_power
-            if device.type != "cuda" or not fusible or dtype == torch.float64:
+            if device.type != "cuda" or not normaliser.is_fusible or dtype == torch.float64:
                 return "rows"
             try:
                 from engines import fused
@@ -99,14 +100,14 @@ def resolve_engine(
             # The self-check cannot be traced: a compiled caller has resolved before, or trusts the kernels.
             trusted = torch.compiler.is_compiling() or not fused.self_check(normaliser, device, dtype).problem
             return "triton" if trusted else "rows"
-        case "sdpa" if not has_sdpa:
-            raise UserError(f"engine = 'sdpa': {definition.name} with these options is not a softmax")
-        case "triton" if has_sdpa:
+        case "sdpa" if not normaliser.has_sdpa:
             raise UserError(
-                f"engine = 'triton': {definition.name} without reweight_p is a softmax; expected sdpa"
+                f"engine = 'sdpa': {name} with these options is not a softmax over rescaled queries"
             )
-        case "triton" if not definition.is_fusible or normaliser.naive_power:
-            raise UserError(f"engine = 'triton': {definition.name} with these options has no fused form")
+        case "triton" if normaliser.has_sdpa:
+            raise UserError(f"engine = 'triton': {name} without reweight_p is a softmax; expected sdpa")
+        case "triton" if not normaliser.is_fusible:
+            raise UserError(f"engine = 'triton': {name} with these options has no fused form")
         case "triton" if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise UserError(
                 f"engine = 'triton': needs a CUDA device, found {device.type}; expected auto or rows"

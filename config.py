@@ -26,6 +26,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+import rivals  # noqa: F401  (registers its normalisers)
 from infra.cli import ArgumentParser, UserError, run_main
 from normalisers import NORMALISERS, Normaliser
 
@@ -69,7 +70,18 @@ class ModelConfig(Section):
     mlp_hidden: int = Field(0, ge=0, le=2**20, description="Hidden width of the MLP; 0: 4 * n_embd.")
     bias: bool = Field(True, description="Biases in the linear layers and in LayerNorm.")
     tie_embeddings: bool = Field(True, description="Share the token embedding with the output layer.")
+    attention_gate: bool = Field(
+        False,
+        description="Multiply the heads' output by sigmoid(W x), x the layer's input (arXiv 2505.06708).",
+    )
+    position: Literal["rope", "p_rope", "none", "alibi"] = Field(
+        "rope",
+        description="p_rope: RoPE on the highest frequencies (rope_fraction). alibi: a bias on the scores.",
+    )
     rope_theta: float = Field(10000.0, gt=0, description="Base of the rotary position embedding.")
+    rope_fraction: float = Field(
+        0.75, ge=0, le=1, description="p_rope: the part of the frequencies, from the highest on, that rotate."
+    )
 
     @property
     def head_dim(self) -> int:
@@ -78,6 +90,11 @@ class ModelConfig(Section):
     @property
     def kv_heads(self) -> int:
         return self.n_kv_head or self.n_head
+
+    @property
+    def rotating(self) -> float:
+        """The part of RoPE's frequencies that rotate."""
+        return {"rope": 1.0, "p_rope": self.rope_fraction}.get(self.position, 0.0)
 
     @property
     def heads(self) -> str:

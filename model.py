@@ -90,7 +90,9 @@ class Attention(nn.Module):
         self.n_kv_head = m.kv_heads
         self.engine: Engine = config.attention.engine  # resolved by GPT
         self.qkv = make_linear(m.n_embd, (m.n_head + 2 * m.kv_heads) * m.head_dim, m.bias)
-        self.normaliser = make_normaliser(config.attention, m.n_head, m.head_dim, config.train.seq_len)
+        alibi = m.position == "alibi"
+        self.normaliser = make_normaliser(config.attention, m.n_head, m.head_dim, config.train.seq_len, alibi)
+        self.gate = make_linear(m.n_embd, m.n_embd, m.bias) if m.attention_gate else None
         self.out = make_linear(m.n_embd, m.n_embd, m.bias, residual_std(m))
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,7 +105,10 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         y = attend(q, k, v, self.normaliser, self.engine)  # (B, H, T, D)
-        return self.out(y.transpose(1, 2).flatten(2))  # (B, T, C)
+        if self.normaliser.definition.output_norm:
+            y = F.rms_norm(y, (self.head_dim,), eps=NORM_EPS)
+        y = y.transpose(1, 2).flatten(2)  # (B, T, C)
+        return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 
 
 class MLP(nn.Module):
@@ -205,7 +210,9 @@ class GPT(nn.Module):
         """`rope_tables` for this model, on its device."""
         m, device = self.config.model, self.embedding.weight.device
         train_len = self.config.train.seq_len
-        return rope_tables(m.head_dim, n_positions, m.rope_theta, scaling, train_len, device, start)
+        return rope_tables(
+            m.head_dim, n_positions, m.rope_theta, scaling, train_len, device, start, m.rotating
+        )
 
     def hidden(self, tokens: Tensor, rope: RopeScaling, cache: KVCache | None = None) -> Tensor:
         """The final norm's output, (B, T, C), for tokens (B, T) that follow what is in the cache."""

@@ -59,6 +59,10 @@ class RowContext:
         """(R, K) bool: the keys of x (..., K) that each row sees."""
         return torch.arange(x.shape[-1], device=x.device) < self.n
 
+    def distance(self, x: Tensor) -> Tensor:
+        """(R, K): how far back each key of x (..., K) is from its row's query; 0 at the hidden keys."""
+        return (self.n - 1 - torch.arange(x.shape[-1], device=x.device)).clamp_min(0)
+
     def zero_hidden(self, x: Tensor) -> Tensor:
         """x with 0 at the hidden keys."""
         return torch.where(self.visible(x), x, 0.0)
@@ -193,6 +197,7 @@ class Normaliser(BaseModel):
     adaptive: ClassVar[bool] = False  # a softmax whose temperature depends on the scores
 
     scores: Scores = Field("dot", description="dot: q.k. cosine: q and k l2-normalised per head first.")
+    output_norm: bool = Field(False, description="RMSNorm, without weights, of each head's output.")
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -212,6 +217,10 @@ class Normaliser(BaseModel):
         """For `adaptive`: the factor from the moments of a row's scores, (..., R, 1)."""
         raise NotImplementedError
 
+    def at_distance(self, x: Tensor, t: Tensor) -> Tensor:
+        """The scores x of keys at distance t = n - 1 - j from the query, t expanding to x's shape."""
+        return x
+
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
         """Scores (..., R, K), -inf at hidden keys, to weights, 0 there."""
         raise NotImplementedError
@@ -220,6 +229,11 @@ class Normaliser(BaseModel):
     def sums_to_one(self) -> bool:
         """Rows are non-negative and sum to one, so that re-weighting is defined."""
         return False
+
+    @property
+    def by_distance(self) -> bool:
+        """The weights depend on the keys' distances: only the dense and rows engines can run it."""
+        return type(self).at_distance is not Normaliser.at_distance
 
     @property
     def is_rescaled_softmax(self) -> bool:
@@ -235,66 +249,36 @@ class Normaliser(BaseModel):
 # ---------------------------------------------------------------- the family
 
 
-class Phi(Normaliser, name="phi"):
-    """A = phi(g(n) score + shift(n)) over the visible keys; with l1 divided by sum |A|.
+class Scaled(Normaliser):
+    """Formulas of g(n) score, g(n) = (s length_scale(n) + offset), with x = q.k / sqrt(d) or x = cos(q, k):
 
-    (LSSAR, eq. 3, Tables 2 and 3.) g(n) = (s length_scale(n) + b), with x = q.k / sqrt(d) for dot scores and
-    x = cos(q, k) for cosine scores:
+    scale           g(n) score is
+    rsqrt_d         d^(-1/2) length_scale(n) times q.k or cos
+    sqrt_d, ln_d    sqrt(d), ln d (LSSAR eq. 4), likewise; sqrt_d on cosine is QK-norm's softmax
+    a number        that number, likewise
+    one, learned    (s length_scale(n) + offset) x with s = 1 or learned per head (SSMax, eq. 2, 4)
 
-        scale           g(n) score is
-        rsqrt_d         d^(-1/2) length_scale(n) times q.k or cos
-        sqrt_d, ln_d    sqrt(d), ln d (LSSAR eq. 4), likewise; sqrt_d on cosine is QK-norm's softmax
-        a number        that number, likewise
-        one, learned    (s length_scale(n) + b) x with s = 1 or learned per head (SSMax, eq. 2, 4)
-
-        length_scale    none: 1; ln_n (SSMax, LSSAR); sqrt_2ln_n: sqrt(2 ln n);
-                        log_train_len_n: max(1, ln n / ln L), L = training length;
-                        llama4: 1 + 0.1 ln(floor(n / 8192) + 1)
+    length_scale    none: 1; ln_n (SSMax, LSSAR); sqrt_2ln_n: sqrt(2 ln n);
+                    log_train_len_n: max(1, ln n / ln L), L = training length;
+                    llama4: 1 + 0.1 ln(floor(n / 8192) + 1)
     """
 
-    phi: PhiName = Field("softplus", description="The elementwise function.")
-    l1: bool = Field(True, description="Divide rows by their l1 norm.")
     scale: Scale = Field(
         "rsqrt_d", description="Factor of the scores; learned: s per layer and head, from scale_init."
     )
     scale_init: float = Field(1.0, gt=0, description="Initial value of a learned scale.")
     length_scale: LengthScale = Field("none", description="Factor that depends on n, the visible keys.")
-    bias: Bias = Field(
-        False,
-        description="true: a learned b is added to s length_scale(n) (SSMax). log_train_len, log_len, log_n: "
-        "ln of the training length, of all keys or of n is subtracted from the scores.",
-    )
-    sink: Literal["none", "one", "learned"] = Field(
-        "none", description="Added to the row sum: 1 (softmax1) or e^b, b learned per head."
-    )
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        learnable = self.scale in ("one", "learned")
+    def _check_scale(self) -> Self:
         if isinstance(self.scale, float) and self.scale <= 0:
             raise ValueError(f"scale = {self.scale}: expected a number above 0")
         if self.scale != "learned" and self.scale_init != 1.0:
             raise ValueError(f"scale_init = {self.scale_init}: only read with scale = 'learned'")
-        if self.bias is True and not (learnable and self.length_scale != "none"):
-            raise ValueError(
-                "bias = true: the learned b of SSMax needs a length_scale and scale = 'learned' or 'one'; "
-                "expected false, log_train_len, log_len or log_n"
-            )
-        if isinstance(self.bias, str) and self.phi == "exp" and self.l1:
-            raise ValueError(f"bias = {self.bias!r}: cancels in a softmax; expected true or false")
-        if self.sink != "none" and not self.l1:
-            raise ValueError(f"sink = {self.sink!r}: is part of the row sum; expected l1 = true")
         return self
 
     def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
-        values = {}
-        if self.scale == "learned":
-            values["s"] = torch.full((n_head,), self.scale_init)
-        if self.bias is True:
-            values["b"] = torch.zeros(n_head)
-        if self.sink == "learned":
-            values["sink"] = torch.zeros(n_head)
-        return values
+        return {"s": torch.full((n_head,), self.scale_init)} if self.scale == "learned" else {}
 
     def factor(self, context: RowContext) -> Tensor | float:
         d, unit = context.head_dim, 1.0
@@ -315,9 +299,53 @@ class Phi(Normaliser, name="phi"):
                 g = s * (context.n.log() / math.log(context.train_len)).clamp_min(1)
             case "llama4":
                 g = s * (1 + 0.1 * ((context.n / 8192).floor() + 1).log())
+        return (g + self.offset(context)) * unit
+
+    def offset(self, context: RowContext) -> Tensor | float:
+        """What is added to s length_scale(n): a number or (H, 1, 1)."""
+        return 0.0
+
+
+class Phi(Scaled, name="phi"):
+    """A = phi(g(n) score + shift(n)) over the visible keys; with l1 divided by sum |A|.
+
+    (LSSAR, eq. 3, Tables 2 and 3.)
+    """
+
+    phi: PhiName = Field("softplus", description="The elementwise function.")
+    l1: bool = Field(True, description="Divide rows by their l1 norm.")
+    bias: Bias = Field(
+        False,
+        description="true: a learned b is added to s length_scale(n) (SSMax). log_train_len, log_len, log_n: "
+        "ln of the training length, of all keys or of n is subtracted from the scores.",
+    )
+    sink: Literal["none", "one", "learned"] = Field(
+        "none", description="Added to the row sum: 1 (softmax1) or e^b, b learned per head."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.bias is True and not (self.scale in ("one", "learned") and self.length_scale != "none"):
+            raise ValueError(
+                "bias = true: the learned b of SSMax needs a length_scale and scale = 'learned' or 'one'; "
+                "expected false, log_train_len, log_len or log_n"
+            )
+        if isinstance(self.bias, str) and self.phi == "exp" and self.l1:
+            raise ValueError(f"bias = {self.bias!r}: cancels in a softmax; expected true or false")
+        if self.sink != "none" and not self.l1:
+            raise ValueError(f"sink = {self.sink!r}: is part of the row sum; expected l1 = true")
+        return self
+
+    def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
+        values = super().learned(n_head, train_len)
         if self.bias is True:
-            g = g + context.learned["b"]
-        return g if unit == 1.0 else g * unit
+            values["b"] = torch.zeros(n_head)
+        if self.sink == "learned":
+            values["sink"] = torch.zeros(n_head)
+        return values
+
+    def offset(self, context: RowContext) -> Tensor | float:
+        return context.learned["b"] if self.bias is True else 0.0
 
     def shift(self, context: RowContext) -> Tensor | float:
         """What is added to the scaled score: a number or (R, 1)."""
@@ -371,11 +399,11 @@ class Phi(Normaliser, name="phi"):
 
     @property
     def is_rescaled_softmax(self) -> bool:
-        return self.phi == "exp" and self.sums_to_one
+        return self.phi == "exp" and self.sums_to_one and not self.by_distance
 
     @property
     def is_fusible(self) -> bool:
-        return self.sink == "none"
+        return self.sink == "none" and not self.by_distance
 
 
 def l1_of_positive(phi: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ def rope_tables(
     train_len: int,
     device: torch.device | str | None = None,
     start: int = 0,
+    rotating: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of the angles m·w_i, for positions m and frequencies w_i = theta^(-2i/d), i < d/2.
 
@@ -82,6 +83,8 @@ def rope_tables(
 
     Args:
         start: leave out the positions before this one (those already in a KV cache).
+        rotating: the part of the frequencies, from the highest on, that rotate; the others are 0 (p-RoPE,
+            Barbero et al. 2024, arXiv 2410.06205: the first floor(rotating d/2)). 0: no positions.
     Returns:
         cos, sin: (n_positions - start, head_dim / 2) float32, computed in float64: at position 131072 a
         float32 angle is off by up to 5e-3.
@@ -107,6 +110,9 @@ def rope_tables(
         g = ((turns - YARN_BETA_SLOW) / (YARN_BETA_FAST - YARN_BETA_SLOW)).clamp(0, 1)
         freqs = (1 - g) * freqs / s + g * freqs
         amplitude = 0.1 * math.log(s) + 1
+    n_rotating = int(rotating * (head_dim // 2))
+    freqs[n_rotating:] = 0
+    amplitude = amplitude if n_rotating else 1.0
 
     positions = torch.arange(start, n_positions, dtype=torch.float64, device=device)
     angles = positions[:, None] * freqs  # (T, D/2)

@@ -19,13 +19,21 @@ class NormaliserModule(nn.Module):
         reweight_p: power of the re-weighting; 0: none.
         n_head, head_dim: of the layer.
         train_len: training length in tokens (L in the formulas that use it).
+        alibi: subtract m_h t from the scores, m_h = 2^(-8 h / H), h = 1 ... H, of keys at distance t (ALiBi,
+            Press et al. 2022).
     """
 
     def __init__(
-        self, definition: Normaliser, reweight_p: int, n_head: int, head_dim: int, train_len: int
+        self,
+        definition: Normaliser,
+        reweight_p: int,
+        n_head: int,
+        head_dim: int,
+        train_len: int,
+        alibi: bool = False,
     ) -> None:
         super().__init__()
-        self.definition, self.reweight_p = definition, reweight_p
+        self.definition, self.reweight_p, self.alibi = definition, reweight_p, alibi
         self.n_head, self.head_dim, self.train_len = n_head, head_dim, train_len
         self.compile_rows = False  # for the rows engine: torch.compile the formula
         self.naive_power = False  # reweight_naive instead of reweight
@@ -49,10 +57,33 @@ class NormaliserModule(nn.Module):
 
     def row_weights(self, x: Tensor, context: RowContext) -> Tensor:
         """Scores (..., R, K), -inf at hidden keys, to weights: the formula, then the re-weighting."""
+        if self.by_distance:
+            head = torch.arange(self.n_head, device=x.device)[:, None, None]
+            x = self.at_distance(x, context.distance(x), head)
         a = self.definition.weights(x, context)
         if self.naive_power:
             return reweight_naive(a, context.n, self.reweight_p)
         return reweight(a, context.n, self.reweight_p) if self.reweight_p else a
+
+    @property
+    def by_distance(self) -> bool:
+        """The weights depend on the keys' distances: only the dense and rows engines can run it."""
+        return self.alibi or self.definition.by_distance
+
+    def at_distance(self, x: Tensor, t: Tensor, head: Tensor) -> Tensor:
+        """The scores x of a head's keys at distance t, t and head expanding to x's shape."""
+        x = self.definition.at_distance(x, t)
+        return x - torch.exp2(-8 * (head + 1) / self.n_head) * t if self.alibi else x
+
+    @property
+    def has_sdpa(self) -> bool:
+        """softmax over queries rescaled by a row factor: the sdpa engine can run it."""
+        return self.definition.is_rescaled_softmax and not (self.reweight_p or self.alibi)
+
+    @property
+    def is_fusible(self) -> bool:
+        """phi(x) over its row sum or a fixed number, re-weighted or not: the triton engine can run it."""
+        return self.definition.is_fusible and not (self.alibi or self.naive_power)
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, RowContext]:
         """q and k in float32 (or float64), (B, H, T, D), rescaled so that their products are the scores."""

@@ -136,7 +136,7 @@ class BlockFormula:
         definition = normaliser.definition
         self.normaliser, self.p = normaliser, normaliser.reweight_p
         self.closed_form = (
-            bool(self.p) and not normaliser.naive_power
+            bool(self.p) and not normaliser.naive_power and not normaliser.by_distance
             and isinstance(definition, Phi) and definition.phi == "softplus"
             and definition.bounded and definition.sums_to_one
         )  # fmt: skip

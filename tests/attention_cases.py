@@ -50,6 +50,14 @@ PLAIN: list[dict[str, Any]] = [
     {"normaliser": "norm_softmax", "variant": "inverse", "gamma": 3.0, "tau": 0.8},
     {"normaliser": "norm_softmax", "variant": "inverse", "gamma_factor": 2.0},
     {"normaliser": "logit_norm", "tau": 0.25},
+    *(
+        {"normaliser": name}
+        for name in ("scale_invariant", "entmax", "asentmax", "threshold", "stick_breaking")
+    ),
+    *({"normaliser": name} for name in ("softpick", "elastic_softmax")),
+    {"normaliser": "scale_invariant", "tau": 2.0, "scores": "cosine", "scale": "sqrt_d"},
+    {"normaliser": "threshold", "power": 1, "kappa": 3.0},
+    {"normaliser": "stick_breaking", "scale": "learned", "length_scale": "ln_n"},
     # The family's independent keys.
     {"normaliser": "softmax", "scores": "cosine", "scale": "sqrt_d"},  # QK-norm
     {"normaliser": "softmax", "scores": "cosine", "scale": "learned", "scale_init": 4.0},
@@ -88,6 +96,8 @@ REWEIGHTED: list[dict[str, Any]] = [
         {"normaliser": "logit_norm"},
         {"normaliser": "softmax", "scores": "cosine", "scale": "ln_d", "length_scale": "ln_n"},
         {"normaliser": "lssa", "scale": "learned"},
+        {"normaliser": "scale_invariant"},
+        {"normaliser": "entmax"},
     )
 ]
 LISTED = {options["normaliser"] for options in PLAIN}
@@ -123,7 +133,7 @@ def make(cfg: AttentionConfig, n_head: int, head_dim: int, train_len: int, seed:
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in sorted(normaliser.named_parameters()):
-            low = -0.3 if name == "b" else 0.5
+            low = {"b": -0.3, "tau": -1.5}.get(name, 0.5)
             p.copy_(low + torch.rand(p.shape, generator=g))
     return normaliser
 

@@ -152,7 +152,7 @@ def _score(row: Row, cfg: Any) -> Tensor:
         "log_train_len_n": max(1.0, math.log(n) / math.log(row.train_len)),
         "llama4": 1 + 0.1 * math.log(n // 8192 + 1),
     }[cfg.length_scale]
-    b = row.params["b"] if cfg.bias is True else 0.0
+    b = row.params["b"] if getattr(cfg, "bias", False) is True else 0.0
     if cfg.scale == "learned":
         return (row.params["s"] * g + b) * natural
     if cfg.scale == "one":
@@ -225,6 +225,59 @@ def _logit_norm(row: Row, cfg: Any) -> Tensor:
     return exp_l1(row.raw / (tau * (row.raw**2).sum() ** 0.5))
 
 
+def _scale_invariant(row: Row, cfg: Any) -> Tensor:
+    """softmax(a_t x + m_t), t = n - 1 - j: arXiv 2505.17083."""
+    log = torch.tensor([math.log((row.n - 1 - j) / cfg.tau + 1) for j in range(row.n)], dtype=torch.float64)
+    return exp_l1((2 * log + 1) ** 0.5 * _score(row, cfg) - 2 * log)
+
+
+def _entmax(row: Row, cfg: Any) -> Tensor:
+    """1.5-entmax by sorting: the support is the largest k whose threshold lies below its smallest score.
+
+    (Peters et al. 2019, algorithm 2.)
+    """
+    if cfg.normaliser == "asentmax":
+        log_n = math.log(max(2, row.n))
+        z = (cfg.delta + row.params["beta"] * log_n ** row.params["gamma"]) * row.x / 2
+    else:
+        z = _score(row, cfg) / 2
+    z = z - z.max().detach()
+    ordered = z.sort(descending=True).values
+    for k in range(row.n, 0, -1):
+        mean = ordered[:k].mean()
+        rest = (1 - ((ordered[:k] - mean) ** 2).sum()) / k
+        if rest >= 0 and mean - rest**0.5 < ordered[k - 1]:
+            return torch.relu(z - (mean - rest**0.5)) ** 2
+    raise AssertionError("no support")
+
+
+def _threshold(row: Row, cfg: Any) -> Tensor:
+    """relu(cos - beta sqrt(2 ln(n / kappa) / d))^power: arXiv 2601.12145."""
+    cosine = (row.k / row.k.norm(dim=-1, keepdim=True) * (row.q / row.q.norm())).sum(-1)
+    level = math.sqrt(2 * max(0.0, math.log(row.n / cfg.kappa)) / row.q.shape[0])
+    return PHI["relu"](cosine - row.params["beta"] * level) ** cfg.power
+
+
+def _stick_breaking(row: Row, cfg: Any) -> Tensor:
+    """sigmoid(x_j) times the product of 1 - sigmoid(x_k) over j < k < i: arXiv 2410.17980."""
+    x, weights, rest = _score(row, cfg), [row.x[0] * 0], torch.ones((), dtype=torch.float64)
+    for j in range(row.n - 2, -1, -1):
+        weights.insert(0, logistic(x[j]) * rest)
+        rest = rest * logistic(-x[j])
+    return torch.stack(weights)
+
+
+def _softpick(row: Row, cfg: Any) -> Tensor:
+    """relu(e^x - 1) / sum |e^x - 1|: arXiv 2504.20966."""
+    e = torch.expm1(_score(row, cfg))
+    return PHI["relu"](l1(e))
+
+
+def _elastic_softmax(row: Row, cfg: Any) -> Tensor:
+    """relu(softmax(x) + tau / n)."""
+    return PHI["relu"](exp_l1(_score(row, cfg)) + row.params["tau"] / row.n)
+
+
 FAMILY = ("softmax", "phi", "lssa", "sigmoid", "relu_li", "ssmax")
 FORMULAS: dict[str, Callable[[Row, Any], Tensor]] = {
     **{name: _family for name in FAMILY},
@@ -236,4 +289,11 @@ FORMULAS: dict[str, Callable[[Row, Any], Tensor]] = {
     "ssmax_pn": _ssmax_pn,
     "norm_softmax": _norm_softmax,
     "logit_norm": _logit_norm,
+    "scale_invariant": _scale_invariant,
+    "entmax": _entmax,
+    "asentmax": _entmax,
+    "threshold": _threshold,
+    "stick_breaking": _stick_breaking,
+    "softpick": _softpick,
+    "elastic_softmax": _elastic_softmax,
 }

@@ -26,7 +26,7 @@ from attention_cases import (
 from pydantic import ValidationError
 from torch import Tensor
 
-from attention import attend, make_normaliser
+from attention import attend, make_normaliser, resolve_engine
 from config import AttentionConfig
 from infra.cli import UserError
 from normalisers import l1_normalise, reweight, softplus
@@ -222,6 +222,31 @@ def test_the_future_changes_nothing(cfg):
                 assert (before - after).abs().max() <= 1e-6, f"{engine}, t = {t}"
             else:
                 assert torch.equal(before, after), f"{engine}, t = {t}"
+
+
+@pytest.mark.parametrize(
+    "options", [*BIG, {"normaliser": "softmax"}, {"normaliser": "stick_breaking"}], ids=case_id
+)
+def test_alibi(options):
+    """Scores minus 2^(-8 h / H) times the distance."""
+    cfg = AttentionConfig(**options)
+    q, k, v, do = draw(37, 70, 16, n_head=4, dtype=torch.float64)
+    normaliser = make_normaliser(cfg, 4, 16, 70, alibi=True).double()
+    with torch.no_grad():
+        plain = normaliser.prepare(q, k)
+        x = plain[0] @ plain[1].mT
+        for h, slope in enumerate((1 / 4, 1 / 16, 1 / 64, 1 / 256)):
+            for i in range(37):
+                x[:, h, i] -= slope * (33 + i - torch.arange(70)).clamp_min(0)
+        x = x.masked_fill(~plain[2].visible(x), -math.inf)
+        weights = cfg.definition.weights(x, plain[2])
+        want = (reweight(weights, plain[2].n, cfg.reweight_p) if cfg.reweight_p else weights) @ v
+    dense, rows = (run(engine, normaliser, q, k, v, do) for engine in ("dense", "rows"))
+    assert (dense["o"] - want).abs().max() <= 1e-12
+    assert_close(rows, dense, (q, k, v, do), 1e-12, "rows")
+    assert resolve_engine(normaliser, "auto", q.device, q.dtype) == "rows"
+    with pytest.raises(UserError, match="with ALiBi"):
+        attend(q, k, v, normaliser, "sdpa")
 
 
 # 4. Extreme rows.

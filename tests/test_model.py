@@ -377,6 +377,65 @@ def test_cache_equals_uncached(attention, pieces, n_kv_head):
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-4, rtol=0)
 
 
+PARTS = [
+    {"position": "none"},
+    {"position": "p_rope", "rope_fraction": 0.5},
+    {"position": "alibi"},
+    {"attention_gate": True},
+]
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=str)
+@pytest.mark.parametrize(
+    "attention", [{}, LSSAR, {"normaliser": "threshold"}, {"normaliser": "scale_invariant"}]
+)
+def test_cache_equals_uncached_with_other_parts(attention, parts):
+    gpt = make_gpt(attention, std=0.2, **parts)
+    tokens, rope = random_tokens(2, 24), RopeScaling("yarn", length=24)
+    cache = KVCache(n_layer=2, max_length=24)
+    with torch.no_grad():
+        expected = gpt(tokens, rope=rope)
+        logits = [gpt(piece, rope=rope, cache=cache) for piece in tokens.split([7, 9, 1, 7], dim=1)]
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("position", ["none", "alibi"])
+def test_without_rope_only_alibi_sees_the_order(position):
+    """The last logits of a single-layer model, with the tokens before them in another order."""
+    gpt = make_gpt(std=0.2, n_layer=1, position=position)
+    tokens = random_tokens(2, 24)
+    other = torch.cat((tokens[:, :-1].flip(1), tokens[:, -1:]), dim=1)
+    with torch.no_grad():
+        first, *rest = (
+            gpt(tokens, rope=RopeScaling(kind))[:, -1] for kind in ("none", "ntk", "linear", "yarn")
+        )
+        assert all(torch.equal(first, logits) for logits in rest)  # nothing to scale
+        difference = (gpt(other)[:, -1] - first).abs().max()
+    assert difference > 1e-2 if position == "alibi" else difference < 1e-5
+
+
+def test_p_rope_rotates_the_highest_frequencies():
+    x = torch.randn(1, 1, 20, 8, generator=torch.Generator().manual_seed(0))
+    whole, half = (
+        apply_rope(x, *rope_tables(8, 20, 10000.0, RopeScaling(), 16, rotating=part)) for part in (1.0, 0.5)
+    )
+    assert torch.equal(half[..., :4], whole[..., :4]) and torch.equal(half[..., 4:], x[..., 4:])
+
+
+def test_gate_and_output_norm():
+    """A gate of sigmoid(0) halves the heads' output; a normed output has mean square 1 in each head."""
+    torch.manual_seed(0)
+    x, tables = torch.randn(2, 16, 32), rope_tables(16, 16, 10000.0, RopeScaling(), 16)
+    plain, gated = (make_gpt(std=0.2, attention_gate=gate).blocks[0].attention for gate in (False, True))
+    gated.load_state_dict(plain.state_dict(), strict=False)
+    torch.nn.init.zeros_(gated.gate.weight)
+    torch.testing.assert_close(gated(x, *tables), plain(x, *tables) / 2)  # the output's bias is 0
+    normed = make_gpt({"output_norm": True}, std=0.2).blocks[0].attention
+    torch.nn.init.eye_(normed.out.weight)
+    mean_square = normed(x, *tables).unflatten(-1, (2, 16)).square().mean(-1)
+    torch.testing.assert_close(mean_square, torch.ones(2, 16, 2), atol=1e-2, rtol=0)
+
+
 def test_cache_overflow():
     cache = KVCache(n_layer=2, max_length=4)
     with torch.no_grad(), pytest.raises(ValueError, match="5 positions do not fit in max_length = 4"):

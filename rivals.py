@@ -1,0 +1,154 @@
+"""Normalisers of other papers, to compare with: the same small classes as in normalisers.py.
+
+x = q.k / sqrt(d) unless `scores`, `scale` or `length_scale` say otherwise; n = number of keys the query sees.
+What a docstring does not restrict was checked against its paper or its authors' code.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from normalisers import Normaliser, RowContext, Scaled, Softmax, l1_normalise
+
+
+class ScaleInvariant(Softmax, name="scale_invariant"):
+    """softmax(a_t x + m_t), a_t = sqrt(2 ln(t / tau + 1) + 1), m_t = -2 ln(t / tau + 1), t = n - 1 - j.
+
+    Scale-invariant attention (arXiv 2505.17083).
+    """
+
+    tau: float = Field(10.0, gt=0, description="Distance, in tokens, from which keys lose weight.")
+
+    def at_distance(self, x: Tensor, t: Tensor) -> Tensor:
+        log = torch.log1p(t / self.tau)
+        return (2 * log + 1).sqrt() * x - 2 * log
+
+
+class Entmax(Scaled, name="entmax"):
+    """[x / 2 - theta]_+^2 with theta such that the row sums to one: 1.5-entmax. (Peters et al. 2019)"""
+
+    def weights(self, x: Tensor, context: RowContext) -> Tensor:
+        return Entmax15.apply(x)
+
+    @property
+    def sums_to_one(self) -> bool:
+        return True
+
+
+class Entmax15(torch.autograd.Function):
+    """1.5-entmax over the last axis, -inf at hidden keys; backward in closed form.
+
+    theta is the root of ||[x / 2 - theta]_+|| = 1, convex and decreasing in theta: Newton's method from
+    max(x) / 2 - 1 climbs to it without passing it, in 4 to 7 steps for 128 to 131,072 normal scores.
+    """
+
+    MAX_STEPS = 50
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        z = (x - x.amax(-1, keepdim=True)) / 2
+        theta = torch.full_like(z[..., :1], -1.0)
+        for _ in range(Entmax15.MAX_STEPS):
+            u = torch.relu(z - theta)
+            norm = u.norm(dim=-1, keepdim=True)
+            step = (norm - 1) * norm / u.sum(-1, keepdim=True)
+            unfinished = step > 2 * torch.finfo(x.dtype).eps  # by row: a row's bits depend on no other row
+            theta = torch.where(unfinished, theta + step, theta)
+            if not unfinished.any():
+                break
+        u = torch.relu(z - theta)
+        ctx.save_for_backward(u)
+        return u.square()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (u,) = ctx.saved_tensors
+        du = u * grads[0]
+        return du - u * (du.sum(-1, keepdim=True) / u.sum(-1, keepdim=True))
+
+
+class ASEntmax(Entmax, name="asentmax"):
+    """1.5-entmax of (delta + beta (ln n)^gamma) x, beta and gamma learned per head. (arXiv 2506.16640)
+
+    There beta and gamma may depend on the query; here they are parameters. Their initial values are ours.
+    """
+
+    scale: Literal["rsqrt_d"] = "rsqrt_d"
+    length_scale: Literal["none"] = "none"
+    delta: float = Field(1.0, ge=0, description="Factor that does not depend on n.")
+
+    def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
+        return {"beta": torch.full((n_head,), 0.1), "gamma": torch.ones(n_head)}
+
+    def factor(self, context: RowContext) -> Tensor | float:
+        log_n = context.n.clamp_min(2).log()  # a row of one key has weight 1 at any factor
+        g = self.delta + context.learned["beta"] * log_n ** context.learned["gamma"]
+        return g * context.head_dim**-0.5 if self.scores == "dot" else g
+
+
+class Threshold(Normaliser, name="threshold"):
+    """relu(cos(q, k) - beta sqrt(2 ln(n / kappa) / d))^power, beta learned per head. (arXiv 2601.12145)
+
+    Each head's output is RMS-normalised. Not checked against the paper's text: its n may be n + 1.
+    """
+
+    scores: Literal["cosine"] = "cosine"
+    output_norm: bool = True
+    power: int = Field(2, ge=1, le=16, description="Power of what exceeds the threshold.")
+    kappa: float = Field(1.0, gt=0, description="Expected number of random keys above the threshold.")
+
+    def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
+        return {"beta": torch.ones(n_head)}
+
+    def factor(self, context: RowContext) -> float:
+        return 1.0
+
+    def weights(self, x: Tensor, context: RowContext) -> Tensor:
+        level = (2 * (context.n / self.kappa).log().clamp_min(0) / context.head_dim).sqrt()
+        return torch.relu(x - context.learned["beta"] * level) ** self.power
+
+
+class StickBreaking(Scaled, name="stick_breaking"):
+    """sigmoid(x_j) prod_{j < k < i} (1 - sigmoid(x_k)) at keys j < i: a query does not see its own.
+
+    Stick-breaking attention (arXiv 2410.17980), there without positions (`model.position = "none"`). Rows sum
+    to at most one, the first to zero.
+    """
+
+    def weights(self, x: Tensor, context: RowContext) -> Tensor:
+        earlier = context.visible(x) & (context.distance(x) > 0)
+        x = torch.where(earlier, x, 0.0)
+        log_rest = torch.where(earlier, F.logsigmoid(-x), 0.0).flip(-1).cumsum(-1).flip(-1)  # from j on
+        log_rest = F.pad(log_rest[..., 1:], (0, 1))  # after j
+        return torch.where(earlier, (F.logsigmoid(x) + log_rest).exp(), 0.0)
+
+
+class Softpick(Scaled, name="softpick"):
+    """relu(e^x - 1) / sum |e^x - 1|: a row may sum to less than one, or be zero. (arXiv 2504.20966)"""
+
+    def weights(self, x: Tensor, context: RowContext) -> Tensor:
+        x = context.zero_hidden(x)
+        peak = x.detach().amax(-1, keepdim=True).clamp_min(0)
+        # e^-peak (e^x - 1), without loss of digits near x = 0 nor overflow
+        small = torch.expm1(x.clamp_max(40)) * torch.exp(-peak)
+        return torch.relu(l1_normalise(torch.where(peak < 40, small, torch.exp(x - peak))))
+
+
+class ElasticSoftmax(Scaled, name="elastic_softmax"):
+    """relu(softmax(x) + tau / n), tau learned per head from -1; not normalised again.
+
+    LSSAR's eq. 5 at p = 1 without its second l1, and with a learned offset. Not checked against its paper.
+    """
+
+    def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
+        return super().learned(n_head, train_len) | {"tau": torch.full((n_head,), -1.0)}
+
+    def weights(self, x: Tensor, context: RowContext) -> Tensor:
+        return context.zero_hidden(torch.relu(x.softmax(-1) + context.learned["tau"] / context.n))
