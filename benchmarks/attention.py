@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from attention import attend, make_normaliser
 from config import AttentionConfig
 from infra.cli import ArgumentParser, run_main
+from normalisers import NORMALISERS
 
 LSSAR = AttentionConfig(normaliser="lssa", reweight_p=15)
 CASES: dict[str, tuple[AttentionConfig, str]] = {
@@ -37,6 +38,11 @@ CASES: dict[str, tuple[AttentionConfig, str]] = {
     "SSMax sdpa": (AttentionConfig(normaliser="ssmax"), "sdpa"),
     "NormSoftmax sdpa": (AttentionConfig(normaliser="norm_softmax"), "sdpa"),
     "NormSoftmax dense": (AttentionConfig(normaliser="norm_softmax"), "dense"),
+    **{
+        f"{name} rows": (AttentionConfig(normaliser=name), "rows")
+        for name, definition in NORMALISERS.items()
+        if definition.__module__ == "rivals"
+    },
 }
 DENSE_LIMIT = 4096  # (T, T) tensors of a longer dense run would take tens of GB
 
