@@ -121,10 +121,13 @@ def engines(cfg: AttentionConfig) -> list[str]:
     return ["dense", "rows", "sdpa"] if has_sdpa(cfg) else ["dense", "rows"]
 
 
+OWN_SCALE = ("entmax", "asentmax", "threshold", "stick_breaking", "softpick", "elastic_softmax")
+
+
 def is_normalised(cfg: AttentionConfig) -> bool:
-    """Whether rows have a scale of their own: sum |A| = 1, or a softmax with something subtracted."""
-    d = cfg.definition
-    return d.adaptive or cfg.normaliser.startswith("softmax_") or bool(getattr(d, "l1", False))
+    """Whether rows have a scale of their own: sum |A| <= 1, a softmax shifted, or powers of a cosine."""
+    d, name = cfg.definition, cfg.normaliser
+    return d.adaptive or getattr(d, "l1", False) or name.startswith("softmax_") or name in OWN_SCALE
 
 
 def make(cfg: AttentionConfig, n_head: int, head_dim: int, train_len: int, seed: int = 0) -> NormaliserModule:

@@ -83,6 +83,7 @@ def is_ill_conditioned(cfg: AttentionConfig) -> bool:
     return (
         cfg.reweight_p > 1
         or getattr(cfg, "length_scale", "") == "ln_n"
+        or cfg.normaliser == "asentmax"
         or getattr(cfg, "gamma", None) == 2.0
         or not is_normalised(cfg)
         or getattr(cfg, "phi", "") in ("identity", "gelu", "mish")
@@ -152,6 +153,12 @@ def test_learned_parameters(cfg):
         want |= {"b": ((3,), [0.0]), "p_n": ((20,), [1.0])}
     if getattr(cfg, "variant", "") == "affine":
         want = {"w": ((3,), [1.0])}
+    if cfg.normaliser == "asentmax":
+        want = {"beta": ((3,), pytest.approx([0.1])), "gamma": ((3,), [1.0])}
+    if cfg.normaliser == "threshold":
+        want = {"beta": ((3,), [1.0])}
+    if cfg.normaliser == "elastic_softmax":
+        want = {"tau": ((3,), [-1.0])}
     if cfg.normaliser in FORMULAS:
         assert got == want
 
