@@ -16,7 +16,6 @@ import time
 import torch
 
 import train
-from attention import describe_attention
 from config import load_config
 from infra.cli import ArgumentParser, run_main
 from infra.distributed import join_world
@@ -53,7 +52,7 @@ def main() -> None:
         f"{states[0].raw_model.n_params() / 1e6:.2f}M parameters, T = {train_config.seq_len}, "
         f"{train_config.batch_tokens} tokens a step, {args.steps} steps\n"
     )
-    print("| attention                  | tokens/s | step time over the first | CPU time over the first |")
+    print("| config                     | tokens/s | step time over the first | CPU time over the first |")
     print("|----------------------------|---------:|-------------------------:|------------------------:|")
     for i, config in enumerate(configs):
         rate = train_config.batch_tokens / statistics.median(row[i][0] for row in times)
@@ -61,7 +60,7 @@ def main() -> None:
         for clock in (0, 1):
             ratios = sorted(row[i][clock] / row[0][clock] for row in times)
             cells.append(f"{statistics.median(ratios):.3f} ({ratios[0]:.2f}-{ratios[-1]:.2f})")
-        name = describe_attention(config.attention)
+        name = config.name
         print(f"| {name:26} | {rate:8.0f} | {cells[0]:>24} | {cells[1]:>23} |")
 
 
