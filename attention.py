@@ -44,7 +44,14 @@ def make_normaliser(
     return normaliser
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, engine: Engine = "auto") -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normaliser: NormaliserModule,
+    engine: Engine = "auto",
+    cached: bool = False,
+) -> Tensor:
     """Causal attention: normaliser.weights(q, k) @ v.
 
     Args:
@@ -52,6 +59,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, engine
         k, v: (B, n_kv_head, Tk, D); head h of q belongs to head h // (H / n_kv_head) of k and v.
         engine: see the top of this file. "auto" is resolved at each call; a model resolves it once
             (`resolve_engine`).
+        cached: k comes from `normaliser.cache_keys`.
     Returns:
         (B, H, Tq, D) in v's type. Scores and weights are float32 (float64 for float64 inputs).
     Raises:
@@ -62,14 +70,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, engine
             engine = resolve_engine(normaliser, engine, q.device, v.dtype)
         match engine:
             case "dense":
-                return dense.run(q, k, v, normaliser)
+                return dense.run(q, k, v, normaliser, cached)
             case "sdpa":
-                return sdpa.run(q, k, v, normaliser)
+                return sdpa.run(q, k, v, normaliser, cached)
             case "triton":
                 from engines import fused  # needs Triton, which not every platform has
 
-                return fused.run(q, k, v, normaliser)
-        return blockwise.run(q, k, v, normaliser)
+                return fused.run(q, k, v, normaliser, cached)
+        return blockwise.run(q, k, v, normaliser, cached)
 
 
 def resolve_engine(

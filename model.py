@@ -34,7 +34,7 @@ NORM_EPS = 1e-5
 
 
 class KVCache:
-    """The keys (after RoPE) and values of every layer so far. For inference: it is written in place.
+    """The keys (after RoPE and `cache_keys`) and values of every layer so far. For inference: in-place.
 
     Room for `max_length` positions is allocated at a layer's first use, in the keys' and values' dtype.
     """
@@ -103,8 +103,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
         q, k, v = self.project(x, cos, sin)
         if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        y = attend(q, k, v, self.normaliser, self.engine)  # (B, H, T, D)
+            k, v = cache.append(self.layer, self.normaliser.cache_keys(k), v)
+        y = attend(q, k, v, self.normaliser, self.engine, cached=cache is not None)  # (B, H, T, D)
         if self.normaliser.definition.output_norm:
             y = F.rms_norm(y, (self.head_dim,), eps=NORM_EPS)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
@@ -327,6 +327,13 @@ class GPT(nn.Module):
     def generate(self, tokens: Tensor, n_new: int, **options: Any) -> Tensor:
         """`stream`'s arguments; all of it at once, (B, T + n_new) int64."""
         return torch.cat([tokens, *self.stream(tokens, n_new, **options)], dim=1)
+
+    def skip_mass(self, share: float) -> None:
+        """Let decoding leave out up to this share of each re-weighted row (NormaliserModule.skip_mass)."""
+        if not 0 <= share < 1:
+            raise UserError(f"skip_mass = {share}: expected at least 0 and below 1")
+        for block in self.blocks:
+            block.attention.normaliser.skip_mass = share  # type: ignore[union-attr, assignment]
 
     @property
     def cacheable(self) -> bool:

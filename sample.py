@@ -39,6 +39,7 @@ def main() -> None:
     prompts = read_prompts(args)
     with join_world(args.device) as world:
         model, _, _, tokenizer_name = load_model(args.run, world.device)
+        model.skip_mass(args.skip_mass)
         tokenizer = get_tokenizer(tokenizer_name)
         if len(prompts) * args.samples > 1:
             print_all(model, tokenizer, prompts, args, world)
@@ -132,6 +133,8 @@ def parse_args() -> argparse.Namespace:
     add("--rope", choices=get_args(RopeKind), default="none", help=rope_help)
     add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
     add("--no-cache", action="store_true", help="recompute all positions for each token: slow")
+    skip_help = "leave out up to this share of each re-weighted attention row (default: 0)"
+    add("--skip-mass", type=float, default=0.0, metavar="E", help=skip_help)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     return parser.parse_args()
 

@@ -1,88 +1,107 @@
-"""Time of one more token after n cached ones, with the KV cache and without.
+"""Time and bytes of one more token after n cached ones, on trained models that are measured in turn.
 
+    ./demo.sh                                            # trains the two runs that are the default
     python -m benchmarks.generate
-    python -m benchmarks.generate configs/softmax.toml configs/lssar.toml --lengths 1024 4096 16384
+    python -m benchmarks.generate runs/softmax runs/lssar --lengths 1024 65536 --skip-mass 1e-4
 
-Models are untrained (the time does not depend on the weights) and lengths exceed the training length. With
-the cache a token takes a constant time, for the layers' matrices, plus a time in proportion to n, for the
-keys: the table gives the least-squares line and each time's ratio to it. Without the cache all n tokens go
-through the model again.
+The cache holds validation text of the first run's dataset: how many weights of a row are 0 is a property of
+trained models. Times are medians over the fastest quarter of the turns, which other processes disturb
+least; the ratio to the first run is the median of ratios within those turns (range: their middle 80 %).
+`live V` is the share of V's rows with a weight above 0 (or above what skip_mass leaves out), over all layers
+and heads; `bytes` is what the fused kernels move for a key and head in 16 bits (engines/fused_decode.py;
+softmax by SDPA: 4 D).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from pathlib import Path
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from attention import describe_attention
-from config import load_config
+from evals.common import open_validation
 from infra.cli import ArgumentParser, positive_int, run_main
 from model import GPT, KVCache
 from positions import RopeScaling
+from training.checkpoint import load_model
 
-CONFIGS = ["configs/demo_softmax.toml", "configs/demo_lssar.toml"]
+RUNS = ["runs/demo_softmax", "runs/demo_lssar"]
 
 
 def main() -> None:
     parser = ArgumentParser(__doc__, prog="python -m benchmarks.generate")
-    parser.add_argument("configs", nargs="*", default=CONFIGS)
-    parser.add_argument("--lengths", nargs="+", type=positive_int, default=[1024, 2048, 4096, 8192, 16384])
-    parser.add_argument("--repeats", type=positive_int, default=30, help="tokens timed at each length (30)")
-    parser.add_argument("--uncached-up-to", type=int, default=4096, help="longest without the cache (4096)")
+    parser.add_argument("runs", nargs="*", default=RUNS, help=f"run folders (default: {' '.join(RUNS)})")
+    parser.add_argument("--lengths", nargs="+", type=positive_int, default=[1024, 4096, 16384, 65536])
+    parser.add_argument("--repeats", type=positive_int, default=200, help="turns at each length (200)")
+    parser.add_argument("--data", metavar="DIR", help="dataset folder (default: that of the first run)")
+    parser.add_argument(
+        "--skip-mass", type=float, default=0.0, help="of a row, left out at most (default: 0)"
+    )
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {device.type}, float32, batch 1\n")
-    print("| attention                  |      n | ms a token | over the line | ms without cache | ratio |")
-    print("|----------------------------|-------:|-----------:|--------------:|-----------------:|------:|")
-    lines = []
-    for path in args.configs:
-        config = load_config(path)
-        name, model = describe_attention(config.attention), GPT(config, device).eval()
-        times = [token_times(model, n, args.repeats, n <= args.uncached_up_to) for n in args.lengths]
-        slope, constant = np.polyfit(args.lengths, [cached for cached, _ in times], 1)
-        for n, (cached, uncached) in zip(args.lengths, times, strict=True):
-            ratio = f"{uncached:16.1f} | {uncached / cached:5.0f}" if uncached else f"{'-':>16} | {'-':>5}"
-            print(
-                f"| {name:26} | {n:6} | {cached:10.2f} | {cached / (constant + slope * n):13.2f} | {ratio} |"
-            )
-        lines.append(f"{name}: {constant:.2f} ms + {1000 * slope:.2f} ms for 1000 cached keys")
-    print("\n" + "\n".join(lines))
+    models = [load_model(Path(run), device)[0].eval() for run in args.runs]
+    for model in models:
+        model.skip_mass(args.skip_mass)
+    stream = open_validation(models[0].config, args.data)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {device.type}, batch 1, "
+          f"skip_mass {args.skip_mass:g}, {args.repeats} turns\n")  # fmt: skip
+    print("|      n | attention                  | ms a token | over the first (range)   | live V | bytes |")
+    print("|-------:|----------------------------|-----------:|-------------------------:|-------:|------:|")
+    for n in args.lengths:
+        text = torch.from_numpy(stream.read(0, n + 1).astype("int64"))[None].to(device)
+        steps = [Step(model, text) for model in models]
+        turns = [[step.milliseconds() for step in steps] for _ in range(args.repeats + 2)]
+        turns = sorted(turns, key=sum)[: max(1, args.repeats // 4)]
+        for i, (model, step) in enumerate(zip(models, steps, strict=True)):
+            ratios = sorted(turn[i] / turn[0] for turn in turns)
+            tenth = len(ratios) // 10
+            ratio = f"{statistics.median(ratios):.2f} ({ratios[tenth]:.2f}-{ratios[-1 - tenth]:.2f})"
+            live, d = step.live_share(), model.config.model.head_dim
+            moved = 4 * d if model.engine_description == "sdpa" else 2 * d + 8 + 2 * d * live
+            name = describe_attention(model.config.attention)
+            print(f"| {n:6} | {name:26} | {statistics.median(turn[i] for turn in turns):10.2f} "
+                  f"| {ratio:24} | {live:6.3f} | {moved:5.0f} |", flush=True)  # fmt: skip
 
 
-@torch.no_grad()
-def token_times(model: GPT, n: int, repeats: int, uncached: bool) -> tuple[float, float | None]:
-    """Milliseconds for the token after n others, with the cache and, on demand, without."""
-    tokens = torch.randint(model.config.model.vocab_size, (1, n), device=model.embedding.weight.device)
-    rope = RopeScaling("ntk", length=n + 1)
-    cache = KVCache(model.config.model.n_layer, n + 1)
+class Step:
+    """A model with all but the last token of a text (1, n + 1) in its cache."""
 
-    def prefill() -> None:
-        cache.length = 0
-        model.logits(model.hidden(tokens, rope, cache)[:, -1])
+    def __init__(self, model: GPT, text: Tensor) -> None:
+        self.model, self.token, self.n = model, text[:, -1:], text.shape[1] - 1
+        self.rope = RopeScaling("ntk", length=self.n + 1)
+        self.cache = KVCache(model.config.model.n_layer, self.n + 1)
+        with torch.inference_mode(), model.autocast():
+            model.hidden(text[:, :-1], self.rope, self.cache)
 
-    def one_more() -> None:
-        model.logits(model.hidden(tokens[:, :1], rope, cache)[:, -1])
-        cache.length = n
-
-    prefill()
-    slow = milliseconds(prefill, max(1, repeats // 10)) if uncached else None
-    return milliseconds(one_more, repeats), slow
-
-
-def milliseconds(step: Callable[[], object], repeats: int) -> float:
-    """Median time of a call, after a warm-up call."""
-    times = []
-    for _ in range(repeats + 1):
+    @torch.inference_mode()
+    def milliseconds(self) -> float:
+        """Of the next token's logits. The pause begins a new time slice where other processes run, too."""
+        time.sleep(0.003)
         start = time.perf_counter()
-        step()
-        if torch.cuda.is_available():
+        with self.model.autocast():
+            self.model.logits(self.model.hidden(self.token, self.rope, self.cache))
+        if self.token.is_cuda:
             torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - start))
-    return statistics.median(times[1:])
+        self.cache.length = self.n
+        return 1000 * (time.perf_counter() - start)
+
+    @torch.inference_mode()
+    def live_share(self) -> float:
+        """Share of the next token's weights that are above 0, or above what skip_mass leaves out."""
+        cos, sin = self.model.rope(self.n + 1, self.rope, self.n)
+        x, shares = self.model.embedding(self.token), []
+        for layer, block in enumerate(self.model.blocks):
+            attention = block.attention
+            q, k, v = attention.project(block.attention_norm(x), cos, sin)  # type: ignore[union-attr, operator]
+            keys, _ = self.cache.append(layer, attention.normaliser.cache_keys(k), v)  # type: ignore
+            weights = attention.normaliser.weights(q, keys, cached=True)  # type: ignore
+            cut = weights.amax(-1, keepdim=True) * (attention.normaliser.skip_mass / keys.shape[-2])  # type: ignore
+            shares.append((weights > cut).float().mean().item())
+            x = block(x, cos, sin, self.cache)
+        return statistics.mean(shares)
 
 
 if __name__ == "__main__":

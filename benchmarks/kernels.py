@@ -26,9 +26,10 @@ from typing import Any, NamedTuple
 
 from infra.cli import ArgumentParser, UserError, run_main
 
-KERNELS = ("forward", "backward_q", "backward_kv", "decode_sums", "decode")
+KERNELS = ("forward", "backward_q", "backward_kv", "decode_scores", "decode_values", "decode_combine")
 SHARED_LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}  # KB a block may have (CUDA C++ guide, table 27)
-FLOATS = ("factor_ptr", "shift_ptr", "stats_ptr", "row_grads_ptr", "sums_ptr", "parts_ptr", "totals_ptr")
+FLOATS = ("factor_ptr", "shift_ptr", "stats_ptr", "row_grads_ptr", "scores_ptr", "sums_ptr", "parts_ptr",
+          "totals_ptr")  # fmt: skip
 MATRIX_OPS = re.compile(r"HGMMA|HMMA|UTC\w*MMA")
 INSTRUCTION = re.compile(
     r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);", re.MULTILINE
@@ -44,25 +45,26 @@ class Compiled(NamedTuple):
 
 def signature(kernel: Any, form: Any, launch: Any) -> tuple[dict, dict, dict]:
     """Argument types, constants and alignments of a kernel, by the names of its arguments."""
-    from engines import fused as at
+    from engines.fused_decode import DECODE_KEYS, MAX_SPLITS
 
     types: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}
-    values = {"form": form, "BM": launch.rows, "BN": launch.keys, "SPLITS": at.MAX_SPLITS, "group": 1}
-    values["BN"] = values["BN"] if "BM" in kernel.arg_names else at.DECODE_KEYS
+    values = {"form": form, "BM": launch.rows, "BN": launch.keys, "SPLITS": MAX_SPLITS, "group": 1}
+    values["BN"] = values["BN"] if "BM" in kernel.arg_names else DECODE_KEYS
     of_inputs = "*bf16" if form.fast else "*fp32"
     for i, name in enumerate(kernel.arg_names):
         if name.endswith("_ptr"):
             types[name] = "*fp32" if name in FLOATS else of_inputs
             aligned[(i,)] = [["tt.divisibility", 16]]
         elif name.endswith("_strides"):
-            types[name] = ("i32", "i32", "i32")
-            aligned |= {(i, axis): [["tt.divisibility", 16]] for axis in range(3)}
+            n = 2 if "decode" in kernel.__name__ and name[0] in "qo" else 3
+            types[name] = ("i32",) * n
+            aligned |= {(i, axis): [["tt.divisibility", 16]] for axis in range(n)}
         elif name in values:
             types[name], constants[(i,)] = "constexpr", values[name]
         else:
-            types[name] = "i32"
+            types[name] = "fp32" if name == "cut" else "i32"
     return types, constants, aligned
 
 
@@ -103,14 +105,15 @@ def compile_kernel(case: Case) -> Compiled:
     from triton.compiler import ASTSource
 
     from engines import fused as at
+    from engines import fused_decode
 
     dtype = getattr(torch, case.dtype)
     form = at.make_form(case.phi, case.l1, case.p, case.bounded, case.biased, dtype, case.head_dim)
     decoding = case.kernel.startswith("decode")
-    launch = at.Launch(1, at.DECODE_KEYS, 4, 3)
+    launch = at.Launch(1, fused_decode.DECODE_KEYS, 4, 3)
     if not decoding:
         launch = at.launch_of(case.kernel, form, dtype, case.arch // 10)
-    kernel = getattr(at, f"_{case.kernel}")
+    kernel = getattr(fused_decode if decoding else at, f"_{case.kernel}")
     types, constants, aligned = signature(kernel, form, launch)
     compiled = triton.compile(
         ASTSource(kernel, types, constants, aligned),

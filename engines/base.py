@@ -37,21 +37,25 @@ class NormaliserModule(nn.Module):
         self.n_head, self.head_dim, self.train_len = n_head, head_dim, train_len
         self.compile_rows = False  # for the rows engine: torch.compile the formula
         self.naive_power = False  # reweight_naive instead of reweight
+        # When decoding re-weighted rows of n keys, weights below skip_mass / n of the row's largest count as
+        # 0: less than skip_mass of the row together, so that o changes by less than skip_mass max |v|.
+        self.skip_mass = 0.0
         self.learned_names = []
         for name, value in definition.learned(n_head, train_len).items():
             self.register_parameter(name, nn.Parameter(value))
             self.learned_names.append(name)
 
-    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, cached: bool = False) -> Tensor:
         """The dense weights, by definition.
 
         Args:
             q, k: (B, H, Tq, D) and (B, n_kv_head, Tk, D) after RoPE; the queries are the last Tq positions.
+            cached: k comes from `cache_keys`.
         Returns:
             (B, H, Tq, Tk) in float32 (float64 for float64 inputs), 0 at keys after the query.
         """
         with torch.autocast(q.device.type, enabled=False):
-            q, k, context = self.prepare(q, k)
+            q, k, context = self.prepare(q, k, cached)
             x = q @ k.mT  # (B, H, Tq, Tk)
             return self.row_weights(x.masked_fill(~context.visible(x), -math.inf), context)
 
@@ -85,19 +89,28 @@ class NormaliserModule(nn.Module):
         """phi(x) over its row sum or a fixed number, re-weighted or not: the triton engine can run it."""
         return self.definition.is_fusible and not (self.alibi or self.naive_power)
 
-    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, RowContext]:
+    def cache_keys(self, k: Tensor) -> Tensor:
+        """k as a KV cache holds it: l2-normalised for cosine scores, once instead of in every step."""
+        return self.as_float(k, k)[0].to(k.dtype) if self.definition.scores == "cosine" else k
+
+    def prepare(self, q: Tensor, k: Tensor, cached: bool = False) -> tuple[Tensor, Tensor, RowContext]:
         """q and k in float32 (or float64), (B, H, T, D), rescaled so that their products are the scores."""
         context = self.context(q, k)
-        q, k = self.as_float(q, k)
-        return q * self.definition.factor(context), share_heads(k, q), context
+        q, k = self.as_float(q, k, cached)
+        return q * self.definition.factor(context), share_heads(k.to(q.dtype), q), context
 
-    def as_float(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k in float32 (or float64), l2-normalised or centred as the formula needs."""
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        q, k = q.to(dtype), k.to(dtype)
+    def as_float(self, q: Tensor, k: Tensor, cached: bool = False) -> tuple[Tensor, Tensor]:
+        """q and k in float32 (or float64), l2-normalised or centred as the formula needs.
+
+        k in its own type where nothing is left to do: from a cache, not centred.
+        """
+        q = q.to(torch.promote_types(q.dtype, torch.float32))
+        if not cached:
+            k = k.to(q.dtype)
         if self.definition.scores == "cosine":
-            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+            q, k = F.normalize(q, dim=-1), k if cached else F.normalize(k, dim=-1)
         if self.definition.centre_keys:
+            k = k.to(q.dtype)
             k = k - k[..., :1, :]
         return q, k
 

@@ -15,22 +15,43 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engines.base import NormaliserModule, share_heads
 from normalisers import Phi, RowContext, offset_and_scale, softplus
 
+GATHER_BELOW = 0.25  # share of live rows of V; above, a CPU reads all of V as fast as it finds them
+
 
 @torch.compiler.disable  # its backward runs autograd, which a compiled model cannot trace
-def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule) -> Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False) -> Tensor:
     """`attention.attend` by blocks of rows; (B, H, Tq, D) in v's type."""
     dtype, v = v.dtype, share_heads(v, q)
-    q, k, context = normaliser.prepare(q, k)
+    q, k, context = normaliser.prepare(q, k, cached)
+    if cached and q.shape[-2] == 1:
+        return decode(q, k, v.to(q.dtype), normaliser, context).to(dtype)
     q, k = q.contiguous(), k.contiguous()  # once, instead of in each block's product
     # Learned parameters are passed explicitly: autograd tracks only the arguments of apply().
     formula, learned = BlockFormula(normaliser), context.learned.values()
     return RowBlocks.apply(q, k, v.to(q.dtype), formula, context, *learned).to(dtype)
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, context: RowContext) -> Tensor:
+    """One query a head on a KV cache, whose memory is not copied: (B, H, 1, D)."""
+    weights, _ = BlockFormula(normaliser).weights(q @ k.mT, context)  # (B, H, 1, n)
+    if normaliser.reweight_p and normaliser.skip_mass:
+        cut = weights.amax(-1, keepdim=True) * (normaliser.skip_mass / weights.shape[-1])
+        weights = weights.masked_fill_(weights < cut, 0.0)
+    if q.device.type != "cpu" or GATHER_BELOW * weights.numel() <= torch.count_nonzero(weights):
+        return weights @ v
+    # The sum over the live rows of V alone, by a gather that makes no copy of them.
+    first, out = torch.zeros(1, dtype=torch.long), []
+    for w, values in zip(weights.flatten(0, 2), v.flatten(0, 1), strict=True):
+        live = w.nonzero()[:, 0]
+        out.append(F.embedding_bag(live, values, first, mode="sum", per_sample_weights=w[live]))
+    return torch.cat(out).view(*q.shape[:-1], v.shape[-1])
 
 
 class RowBlocks(torch.autograd.Function):

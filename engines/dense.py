@@ -7,7 +7,7 @@ from torch import Tensor
 from engines.base import NormaliserModule, share_heads
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule) -> Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False) -> Tensor:
     """`attention.attend` by definition; (B, H, Tq, D) in v's type."""
-    weights = normaliser.weights(q, k)
+    weights = normaliser.weights(q, k, cached)
     return (weights @ share_heads(v, q).to(weights.dtype)).to(v.dtype)

@@ -20,9 +20,9 @@ import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
+from engines import fused_decode
 from engines.base import NormaliserModule, share_heads
 from engines.fused_kernels import (
-    LN2,
     MAX_HEAD_DIM,
     MAX_POWER,
     N_ROW_GRADS,
@@ -32,8 +32,6 @@ from engines.fused_kernels import (
     Form,
     _backward_kv,
     _backward_q,
-    _decode,
-    _decode_sums,
     _forward,
 )
 from engines.sdpa import score_moments
@@ -46,21 +44,22 @@ TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 5e-4}
 # ---------------------------------------------------------------- the engine
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule) -> Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False) -> Tensor:
     """`attention.attend` by the fused kernels; (B, H, Tq, D) in v's type."""
-    q, k, factor, context = fused_inputs(q, k, v, normaliser)
+    q, k, factor, context = fused_inputs(q, k, v, normaliser, cached)
     return run_prepared(q, k, v, factor, context, normaliser)
 
 
 def fused_inputs(
-    q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule
+    q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, RowContext]:
     """q and k as the kernels take them, in v's type; their products' float32 factor (B, H, Tq); the rows."""
     definition, context = normaliser.definition, normaliser.context(q, k)
     if definition.scores == "cosine" or definition.centre_keys or definition.adaptive:
-        q, k = normaliser.as_float(q, k)
+        q, k = normaliser.as_float(q, k, cached)
     if definition.adaptive:
-        factor: Any = definition.inverse_temperature(*score_moments(q, share_heads(k, q), context), context)
+        moments = score_moments(q, share_heads(k.to(q.dtype), q), context)
+        factor: Any = definition.inverse_temperature(*moments, context)
     else:
         factor = definition.factor(context)
     factor = torch.as_tensor(factor, dtype=torch.float32, device=q.device)
@@ -73,12 +72,23 @@ def run_prepared(
 ) -> Tensor:
     definition, p = normaliser.definition, normaliser.reweight_p
     if not isinstance(definition, Phi):  # a softmax with its own temperature
-        return phi_attention(q, k, v, factor, phi="exp", l1=True, p=p)
+        return phi_attention(q, k, v, factor, phi="exp", l1=True, p=p, skip_mass=normaliser.skip_mass)
     shift = None
     if isinstance(definition.bias, str):
         shift = (context.n * 0 + definition.shift(context)).squeeze(-1)
     l1, bounded = definition.l1, definition.bounded
-    out = phi_attention(q, k, v, factor, shift, phi=definition.phi, l1=l1, p=p, bounded=bounded)
+    out = phi_attention(
+        q,
+        k,
+        v,
+        factor,
+        shift,
+        phi=definition.phi,
+        l1=l1,
+        p=p,
+        bounded=bounded,
+        skip_mass=normaliser.skip_mass,
+    )
     divisor = definition.divisor(context)
     return out if isinstance(divisor, float) and divisor == 1.0 else (out / divisor).to(out.dtype)
 
@@ -215,8 +225,6 @@ LAUNCHES_32: dict[str, dict[int, Launch]] = {
     "backward_q": {64: Launch(64, 32, 4, 1), 128: Launch(32, 32, 4, 1)},
     "backward_kv": {64: Launch(32, 64, 4, 1), 128: Launch(32, 32, 4, 1)},
 }
-DECODE_KEYS = 64  # keys of a tile when decoding
-MAX_SPLITS = 64
 INTERPRETED = isinstance(_forward, InterpretedFunction)  # TRITON_INTERPRET=1
 UNIFORM_KEYS = 320 if INTERPRETED else 65536  # of the self-check's row of equal keys
 
@@ -260,6 +268,7 @@ def phi_attention(
     l1: bool,
     p: int = 0,
     bounded: bool = False,
+    skip_mass: float = 0.0,
 ) -> Tensor:
     """Causal attention with weights from phi(factor * q.k + shift), see the top of fused_kernels.py.
 
@@ -274,6 +283,7 @@ def phi_attention(
         p: power of the re-weighting, at most 256; it needs l1 and a phi that is not negative. 0: none,
             which with exp and l1 is softmax and belongs to F.scaled_dot_product_attention.
         bounded: |x| < 60, so that no row of phi = softplus or sigmoid underflows: saves a check.
+        skip_mass: see NormaliserModule; for one query without a graph, with a power.
     Returns:
         (B, H, Tq, D) in the inputs' type. Scores and sums are float32; weights are rounded to the
         inputs' type where they meet v. float16 overflows where weights without l1 exceed 65504.
@@ -286,7 +296,7 @@ def phi_attention(
         shift = shift.to(torch.float32).contiguous()
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, factor))
     if q.shape[-2] == 1 and not needs_grad:
-        return _decode_op(q, k, v, factor, shift, phi, l1, p, bounded)
+        return _decode_op(q, k, v, factor, shift, phi, l1, p, bounded, skip_mass)
     return _forward_op(q, k, v, factor, shift, phi, l1, p, bounded)[0]
 
 
@@ -411,35 +421,15 @@ _forward_op.register_autograd(_backward, setup_context=_setup_context)
 @torch.library.custom_op("phi_attention::decode", mutates_args=())
 def _decode_op(
     q: Tensor, k: Tensor, v: Tensor, factor: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int,
-    bounded: bool,
+    bounded: bool, skip_mass: float,
 ) -> Tensor:  # fmt: skip
-    """o of one query a head, without a graph: the keys are split over enough programs to fill the GPU."""
-    B, H, _, D = q.shape
+    """o of one query a head, without a graph, see fused_decode.py."""
     o = _new_output(q)
     if q.numel() == 0:
         return o
     q, k, v = _rows_contiguous(q, k, v)
-    form = make_form(phi, l1, p, bounded, shift is not None, q.dtype, D, _is_wide(k, v))
-    n_keys, n_rows = k.shape[2], B * H
-    n_processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
-    n_tiles = triton.cdiv(n_keys, DECODE_KEYS)
-    n_splits = min(n_tiles, MAX_SPLITS, triton.cdiv(4 * n_processors, n_rows))
-    per_split = triton.cdiv(n_tiles, n_splits) * DECODE_KEYS
-    sums = factor.new_empty(n_rows, 4, n_splits)
-    parts, totals = factor.new_empty(n_rows, n_splits, D), factor.new_empty(n_rows, n_splits)
-    no_shift = factor if shift is None else shift
-    tail = (H, H // k.shape[1], n_keys, n_splits, per_split, form, DECODE_KEYS)
-    grid = (n_rows * n_splits,)
-    with torch.cuda.device_of(q):
-        if form.two_pass:
-            _decode_sums[grid](q, k, factor, no_shift, sums, *_strides(q, k), *tail)
-        _decode[grid](q, k, v, factor, no_shift, sums, parts, totals, *_strides(q, k, v), *tail, MAX_SPLITS)
-    total = totals.sum(-1, keepdim=True)  # (B H, 1)
-    if l1:
-        scale = torch.where(total <= 0, 0.0, 1 / total)
-    else:
-        scale = torch.full_like(total, LN2.value if phi == "softplus" else 1.0)
-    o.copy_((parts.sum(1) * scale).view(B, H, 1, D))
+    form = make_form(phi, l1, p, bounded, shift is not None, q.dtype, q.shape[-1])
+    fused_decode.launch(q, k, v, factor, shift, o, form, skip_mass if p else 0.0)
     return o
 
 

@@ -19,7 +19,7 @@ from normalisers import RowContext
 CHUNK = 64  # keys whose moments are merged at once
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule) -> Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False) -> Tensor:
     """`attention.attend` for normalisers with `is_rescaled_softmax` and no re-weighting."""
     n_queries, n_keys = q.shape[-2], k.shape[-2]
     definition, context = normaliser.definition, normaliser.context(q, k)
@@ -27,9 +27,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule) -> Tensor
     if definition.scores == "dot" and isinstance(factor, float) and not definition.adaptive:
         scale = factor
     else:
-        q_float, k_float = normaliser.as_float(q, k)
+        q_float, k_float = normaliser.as_float(q, k, cached)
         if definition.adaptive:
-            moments = score_moments(q_float, share_heads(k_float, q), context)
+            moments = score_moments(q_float, share_heads(k_float.to(q_float.dtype), q), context)
             factor = definition.inverse_temperature(*moments, context)
         q, k = (q_float * factor).to(v.dtype), k_float.to(v.dtype)
     mask = None

@@ -440,13 +440,45 @@ def test_decoding_row_by_row(cfg):
         norm = copy.deepcopy(normaliser).to(dtype)
         x, y, z = q.to(dtype), k.to(dtype), v.to(dtype)
         for engine in [*engines(cfg), "auto"]:
-            full = attend(x, y, z, norm, engine=engine)
+            full, keys = attend(x, y, z, norm, engine=engine), norm.cache_keys(y)
             rows = [
-                attend(x[:, :, t : t + 1], y[:, :, : t + 1], z[:, :, : t + 1], norm, engine=engine)
+                attend(x[:, :, t : t + 1], keys[:, :, : t + 1], z[:, :, : t + 1], norm, engine, cached=True)
                 for t in range(24)
             ]
             error = (torch.cat(rows, 2) - full).abs().max() / full.abs().max()
             assert error <= tolerance, f"{engine}, {dtype}: {error:.2e}"
+
+
+@pytest.mark.parametrize("engine", ["dense", "rows"])
+@pytest.mark.parametrize("reweight_p", [0, 15])
+def test_cached_keys_are_not_normalised_again(engine, reweight_p):
+    cfg = AttentionConfig(normaliser="lssa", reweight_p=reweight_p)
+    q, k, v, _ = draw(1, 40, 16)
+    normaliser = make(cfg, 2, 16, train_len=300)
+    keys = 1.5 * normaliser.cache_keys(k)
+    longer = attend(q, keys, v, normaliser, engine, cached=True)
+    want = attend(q, k, v, normaliser, engine)
+    torch.testing.assert_close(attend(q, keys, v, normaliser, engine), want, rtol=0, atol=1e-5)
+    assert (longer - want).abs().max() > 3e-4
+
+
+@pytest.mark.parametrize("n_keys", [200, 2000])
+def test_skipped_mass_bounds_the_error(n_keys):
+    """Rows sharp and flat: at most skip_mass max |v|, and of the sharp ones few keys are left."""
+    q, k, v, _ = draw(1, n_keys, 16)
+    k[:, 0] = k[:, 0] * 0.1 + k[:, 0, :1]  # head 0: nearly equal keys
+    normaliser = make(AttentionConfig(normaliser="lssa", reweight_p=15), 2, 16, train_len=300)
+    keys, alive = normaliser.cache_keys(k), []
+    exact = attend(q, keys, v, normaliser, "rows", cached=True)
+    for skip_mass in (1e-6, 1e-2):
+        normaliser.skip_mass = skip_mass
+        got = attend(q, keys, v, normaliser, "rows", cached=True)
+        assert (got - exact).abs().max() <= skip_mass * v.abs().max() + 1e-6
+        one_hot = torch.eye(n_keys).expand(1, 2, -1, -1)
+        alive.append(
+            (attend(q, keys, one_hot, normaliser, "rows", cached=True) > 0).sum(-1).flatten().tolist()
+        )
+    assert alive[1][1] < alive[0][1] < n_keys / 4
 
 
 # 7. What is rejected.

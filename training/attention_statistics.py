@@ -95,8 +95,9 @@ def attention_mass(model: GPT, token: Tensor, rope: RopeScaling, cache: KVCache,
     x, layers = model.embedding(token), []  # (B, 1, C)
     for i, block in enumerate(model.blocks):
         q, k, v = block.attention.project(block.attention_norm(x), cos, sin)  # type: ignore[union-attr, operator]
-        keys, _ = cache.append(i, k, v)
-        weights = block.attention.normaliser.weights(q, keys)[:, :, 0]  # type: ignore[union-attr, operator]
+        normaliser: NormaliserModule = block.attention.normaliser  # type: ignore[union-attr, assignment]
+        keys, _ = cache.append(i, normaliser.cache_keys(k), v)
+        weights = normaliser.weights(q, keys, cached=True)[:, :, 0]
         layers.append((l1_normalise(weights.abs()) * where[:, None]).sum(-1))  # (B, H, n) -> (B, H)
         x = block(x, cos, sin, cache)
     return torch.stack(layers, dim=1)

@@ -291,17 +291,8 @@ def test_operators_keep_torchs_rules():
     inputs = [t.requires_grad_() for t in (q, k, v)]
     args = (*inputs, factor, None, "softplus", True, 3, False)
     torch.library.opcheck(torch.ops.phi_attention.forward.default, args)
-    one = (
-        q[:, :, :1].detach(),
-        k.detach(),
-        v.detach(),
-        factor[..., :1].detach(),
-        None,
-        "relu",
-        True,
-        0,
-        False,
-    )
+    one = (q[:, :, :1].detach(), k.detach(), v.detach(), factor[..., :1].detach())
+    one += (None, "relu", True, 0, False, 0.0)
     torch.library.opcheck(torch.ops.phi_attention.decode.default, one, test_utils="test_faketensor")
 
 
@@ -324,7 +315,7 @@ def test_decoding_splits_the_keys(cfg):
     for n_keys in (1, 5, 64, 300):
         q, k, v, _ = draw(1, n_keys, 20, batch=2)
         with torch.no_grad():
-            got = attend(q, k, v, normaliser, "triton")
+            got = attend(q, normaliser.cache_keys(k), v, normaliser, "triton", cached=True)
             want = attend(q.double(), k.double(), v.double(), make(cfg, 2, 20, 1100).double(), "dense")
         assert got.shape == want.shape
         assert (got - want).norm() <= 2e-5 * want.norm(), f"{n_keys} keys"
@@ -340,6 +331,42 @@ def test_decoding_low_rows(monkeypatch):
         got = attend(q[:, :, -1:], k, v, normaliser, "triton")
         want = attend(*(t.double() for t in (q[:, :, -1:], k, v)), normaliser, "dense")
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("p", "skip_mass"), [(1, 0.0), (15, 0.0), (15, 1e-4)])
+def test_decoding_loads_live_rows_of_v_only(p, skip_mass):
+    """The same bits with every row of V poisoned whose weight is 0, or below the bound of the option."""
+    normaliser, n_keys, d = make(AttentionConfig(normaliser="lssa", reweight_p=p), 2, 64, 300), 150, 64
+    normaliser.skip_mass = skip_mass
+    q, k, v, _ = draw(1, n_keys, d)
+    k = normaliser.cache_keys(k)
+
+    def decode(v: Tensor) -> Tensor:
+        with torch.no_grad():
+            return attend(q, k, v, normaliser, "triton", cached=True)
+
+    one_hot = torch.eye(n_keys, 3 * d).expand(1, 2, -1, -1).split(d, -1)
+    weights = torch.cat([decode(part) for part in one_hot], -1)[..., 0, :n_keys]  # the kernel's own
+    dead, share = weights == 0, weights / weights.amax(-1, keepdim=True)
+    assert 0.3 < dead.float().mean() < 0.99
+    assert (share[~dead] >= skip_mass / n_keys * (1 - 1e-5)).all()
+    got = decode(v.masked_fill(dead[..., None], math.nan))
+    assert torch.equal(got, decode(v))
+    want = (
+        attend(*(t.double() for t in (q, k, v)), make(LSSAR, 2, 64, 300).double(), "dense")
+        if p == 15
+        else got
+    )
+    assert (got - want).abs().max() <= skip_mass * v.abs().max() + 1e-5
+
+
+def test_decoding_grouped_heads():
+    q, k, v, _ = draw(1, 100, 16, batch=2, n_head=4)
+    normaliser = make(LSSAR, 4, 16, 300)
+    with torch.no_grad():
+        got = attend(q, k[:, :2], v[:, :2], normaliser, "triton")
+        want = attend(q, *(t[:, :2].repeat_interleave(2, 1) for t in (k, v)), normaliser, "triton")
+    assert torch.equal(got, want)
 
 
 def test_empty_batch():
@@ -481,7 +508,7 @@ def test_kernels_compile_without_spills(dtype):
     ]
     result = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("| sm_90  |") == 5
+    assert result.stdout.count("| sm_90  |") == 6
 
 
 ONE_KERNEL_FOR_ALL_LENGTHS = """
