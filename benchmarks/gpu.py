@@ -1,55 +1,165 @@
-"""The fused kernels on a GPU: correctness, speed and memory, as tables. Run it by benchmarks/gpu.sh.
+"""The fused kernels on a GPU: correctness, speed and memory, one row of a file at a time. Run it by gpu.sh.
 
-    python -m benchmarks.gpu                                 # all of it
-    python -m benchmarks.gpu --only correct kernels --lengths 4096 --head-dims 64
-    python -m benchmarks.gpu --tune                          # and other block sizes
-    TRITON_INTERPRET=1 python -m benchmarks.gpu --smoke      # on a CPU: does this script run at all?
+    benchmarks/gpu.sh main       # correctness, and the main ratios to FlashAttention
+    benchmarks/gpu.sh tune       # other block sizes than engines.fused.LAUNCHES
+    benchmarks/gpu.sh lengths    # every length and head size
+    benchmarks/gpu.sh long       # training step, 131,072 tokens, decoding
+    benchmarks/gpu.sh report     # tables and targets of the rows so far; needs no GPU
+    TRITON_INTERPRET=1 python -m benchmarks.gpu main --smoke      # on a CPU: does this script run at all?
 
-Kernel times are medians of CUDA-event timings at 65,536 tokens in 768 dimensions (12 heads of 64, or 6 of
-128), bfloat16, causal, each row measured in turn with FlashAttention's softmax; ratios are taken within a
-turn. TFLOP/s count the matrix products that softmax attention needs (2 forward, 5 backward, half of them
-masked), whatever an implementation really does; the peak is measured in the same run. "naive" is the
-paper's formula in PyTorch functions; as its (T, T) tensors do not fit, a quarter of the tokens are given to
-it and to FlashAttention. FlexAttention gets LSSA as softmax(log softplus(x)), LSSAR as two such calls.
+A row is appended to rows.jsonl the moment it is measured and is never measured twice: a command that was
+killed, or stopped at its deadline, resumes where it was. Rows that failed are there with their error;
+--retry measures them again.
+
+Times are medians of CUDA-event timings at 65,536 tokens in 768 dimensions (12 heads of 64, or 6 of 128),
+bfloat16, causal, each case in turn with FlashAttention-2's softmax; fwd, bwd and both are medians of ratios
+within a turn. TFLOP/s count the matrix products that softmax attention needs (2 forward, 5 backward, half of
+them masked), whatever an implementation really does. "naive" is the paper's formula in PyTorch functions on a
+quarter of the tokens. FlexAttention gets LSSA as softmax(log softplus(x)), LSSAR as two such calls; its mask
+is built outside the timed call. Each row is compiled anew. Decoding runs in CUDA graphs.
 """
 
 from __future__ import annotations
 
+import gc
+import json
 import math
+import multiprocessing
+import os
 import statistics
+import sys
+import threading
 import time
-from collections.abc import Callable
-from datetime import date
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import attend, make_normaliser
-from config import AttentionConfig, Config, config_from_dict
+from config import AttentionConfig, config_from_dict
 from engines import fused
-from engines.fused import Launch, fused_error
+from engines.fused import Launch, fused_error, phi_attention
 from infra.cli import ArgumentParser, UserError, run_main
 from model import GPT
 
+Row = dict[str, Any]
+Plan = Iterator[tuple[str, Callable[[], Row]]]  # a row's key, and what measures it
 LSSA = AttentionConfig(normaliser="lssa")
 LSSAR = AttentionConfig(normaliser="lssa", reweight_p=15)
-TARGETS: list[tuple[str, bool]] = []  # what issue-sized claims were checked, and whether they hold
-WIDTH = 768
-FLEX_LENGTHS = (1024, 4096, 16384)  # each is compiled anew, which takes a while
+GRAPH_CALLS = 10
+BROKEN = 75  # exit status: a row has broken the CUDA context, the next process goes on after it
+# claim, key of its row, column, least and largest value
+TARGETS: list[tuple[str, str, str, float, float]] = [
+    ("16-bit error", "correct | LSSAR p=15 | d=64", "16-bit T=1000", 0, 0.02),
+    ("two backward passes give the same bits", "correct | same bits", "same", 1, 1),
+    ("error of dk on 64K uniform rows", "correct | uniform rows", "dk", 0, 0.02),
+    ("the same bits beyond 2^31 elements", "correct | wide offsets", "same", 1, 1),
+    *((f"LSSAR / FlashAttention-2, T={t}, d={d}", f"kernel | d={d} | T={t} | LSSAR triton", "both", 0, 1.6)
+      for d in (64, 128) for t in (4096, 16384)),
+    ("naive / FlashAttention-2, T=4096", "kernel | d=64 | T=4096 | LSSAR naive", "both", 8, math.inf),
+    ("training step / softmax's", "step | LSSAR", "ratio", 0, 1.10),
+    ("peak memory of a step / softmax's", "step | LSSAR", "memory ratio", 0, 1.05),
+    ("seconds of a step on 131,072 tokens", "step | 131072 tokens", "seconds", 0, 60),
+    ("decoding with 65,536 keys / softmax", "decode | n=65536", "ratio", 0, 1.0),
+]  # fmt: skip
+
+# ---------------------------------------------------------------- rows
+
+
+def run_part(plan: Plan, path: Path, deadline: float, retry: bool) -> bool:
+    """Measure what the file has no row of; whether the part is complete."""
+    done = finished(path, retry)
+    for key, measure in plan:
+        if key in done:
+            continue
+        if time.time() > deadline - 45:
+            print(f"stopped before {key}: run the same command again to go on", flush=True)
+            return False
+        torch._dynamo.reset()  # after 8 graphs of one function the compiler would silently stop compiling
+        start = time.time()
+        try:
+            row = measure()
+        except Exception as e:
+            row = {"failed": f"{type(e).__name__}: {str(e).strip().splitlines()[0][:150] if str(e) else ''}"}
+        row = {"key": key} | row | {"took": round(time.time() - start, 1), "on": machine()}
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        print(format_row(row), flush=True)
+        if torch.cuda.is_available():
+            try:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            except RuntimeError:
+                sys.exit(BROKEN)
+    return True
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of the file, without a last line that was cut off."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    if lines and not lines[-1].endswith("\n"):
+        path.write_text("".join(lines[:-1]))
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def finished(path: Path, retry: bool) -> set[str]:
+    """The keys of this machine's rows; with retry, without those whose newest row failed."""
+    rows = {row["key"]: row for row in read_rows(path) if row["on"] == machine()}
+    return {key for key, row in rows.items() if not (retry and "failed" in row)}
+
+
+def machine() -> str:
+    import triton
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, interpreted"
+    return f"{name}, torch {torch.__version__}, triton {triton.__version__}"
+
+
+def format_row(row: Row) -> str:
+    values = {k: v for k, v in row.items() if k not in ("key", "took", "on")}
+    cells = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()]
+    return f"{row['key']:50} {'  '.join(cells)}   ({row['took']:.0f} s)"
+
+
+def report(path: Path) -> None:
+    """The newest row of each key, and which targets hold."""
+    rows = {row["key"]: row for row in read_rows(path)}
+    print("\n".join(sorted({f"# {row['on']}" for row in rows.values()})))
+    print("\n".join(format_row(row) for row in rows.values() if not row["key"].startswith("tune")))
+    tuned: dict[str, list[tuple[float, str]]] = {}
+    for row in rows.values():
+        if row["key"].startswith("tune") and "ms" in row:
+            kernel, launch = row["key"].rsplit(" | ", 1)
+            tuned.setdefault(kernel, []).append((row["ms"], launch))
+    for kernel, found in tuned.items():
+        print(kernel, *(f"{ms:.3f} ms {launch}" for ms, launch in sorted(found)[:5]), sep="\n    ")
+    print("\n## Targets")
+    for claim, key, column, least, most in TARGETS:
+        value = rows.get(key, {}).get(column)
+        verdict = "not measured" if value is None else "holds" if least <= value <= most else "MISSED"
+        print(f"- {verdict:12} {claim}: {value} (expected {least:g} to {most:g})")
+
+
+# ---------------------------------------------------------------- timing
 
 
 class Bench:
     """The device, sizes, and how to time on it."""
 
-    def __init__(self, smoke: bool):
+    def __init__(self, smoke: bool) -> None:
         self.smoke = smoke
         self.device = torch.device("cpu" if smoke else "cuda")
         self.dtype = torch.float16 if smoke else torch.bfloat16  # the interpreter has no bfloat16 products
-        self.tokens = 128 if smoke else 65536
-        self.peak = 0.0  # FLOP/s
+        self.tokens, self.width = (64, 64) if smoke else (65536, 768)
 
     def seconds(self, fn: Callable[[], object]) -> float:
         if self.smoke:
@@ -65,42 +175,48 @@ class Bench:
 
     def paired(self, case: Callable[[], object], base: Callable[[], object]) -> tuple[float, float]:
         """Median seconds of `case`, and the median ratio to `base` run in turn with it."""
-        case(), base(), case(), base()  # warm-up, and compilation
+        for fn in (case, base) * (1 if self.smoke else 2):  # warm-up, and compilation
+            fn()
         rounds = 1 if self.smoke else max(5, min(50, int(0.3 / self.seconds(case))))
         pairs = [(self.seconds(case), self.seconds(base)) for _ in range(rounds)]
         return statistics.median(a for a, _ in pairs), statistics.median(a / b for a, b in pairs)
 
-    def peak_memory(self, fn: Callable[[], object]) -> float:
+    def peak_gb(self, fn: Callable[[], object]) -> float:
         """GB allocated at most during a call, what was there before included."""
-        if self.smoke:
-            fn()
-            return 0.0
-        torch.cuda.reset_peak_memory_stats()
+        if not self.smoke:
+            torch.cuda.reset_peak_memory_stats()
         fn()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() / 1e9
+        return 0.0 if self.smoke else torch.cuda.max_memory_allocated() / 1e9
 
-    def inputs(self, length: int, head_dim: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        shape = (max(1, tokens // length), WIDTH // head_dim, length, head_dim)
+    def inputs(self, length: int, head_dim: int, tokens: int) -> list[Tensor]:
+        """q, k, v and the gradient of o."""
+        shape = (max(1, tokens // length), self.width // head_dim, length, head_dim)
         q, k, v, do = (torch.randn(shape, device=self.device, dtype=self.dtype) for _ in range(4))
-        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do
+        return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do]
+
+    def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return fn if self.smoke else torch.compile(fn, dynamic=False)
 
 
-def target(claim: str, value: float, limit: float, at_least: bool = False) -> None:
-    TARGETS.append((f"{claim}: {value:.2f} ({'>=' if at_least else '<='} {limit})",
-                    value >= limit if at_least else value <= limit))  # fmt: skip
+# ---------------------------------------------------------------- cases
 
 
-# ---------------------------------------------------------------------------------------------------
-# What is measured
-# ---------------------------------------------------------------------------------------------------
+def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(backend if q.is_cuda else SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if q.is_cuda:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+flash = partial(sdpa, SDPBackend.FLASH_ATTENTION)
+
+
+def flash_3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FlashAttention-3 where torch can call it; raises where it is not installed."""
+    nn_attention: Any = torch.nn.attention
+    nn_attention.activate_flash_attention_impl("FA3")
+    try:
+        return flash(q, k, v)
+    finally:
+        nn_attention.restore_flash_attention_impl()
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, p: int = 15) -> Tensor:
@@ -117,15 +233,9 @@ def naive(q: Tensor, k: Tensor, v: Tensor, p: int = 15) -> Tensor:
     return (b / b.sum(-1, keepdim=True)).to(v.dtype) @ v
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, p: int) -> Tensor:
+def flex(bench: Bench, length: int, head_dim: int, p: int) -> Callable[..., Tensor]:
     """LSSA as one FlexAttention call; with p, LSSAR as two: the first for each row's Z."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    length, head_dim = q.shape[-2:]
-    q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-
-    def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return i >= j
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def log_softplus(x: Tensor, i: Tensor) -> Tensor:
         return torch.log(F.softplus(x * math.log(head_dim) * torch.log(i + 1.0)))
@@ -133,150 +243,172 @@ def flex(q: Tensor, k: Tensor, v: Tensor, p: int) -> Tensor:
     def first(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return log_softplus(x, i)
 
-    mask = create_block_mask(causal, None, None, length, length, device=str(q.device))
-    if not p:
-        return compiled_flex()(q, k, v, score_mod=first, block_mask=mask, scale=1.0)
-    _, lse = compiled_flex()(q, k, v, score_mod=first, block_mask=mask, scale=1.0, return_lse=True)
-
-    def second(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        a = torch.exp(log_softplus(x, i) - lse[b, h, i]) * (i + 1.0)
-        r = a - torch.where(i >= 3, 1.0, 0.0)
-        return torch.where(r > 0, p * torch.log(r.clamp_min(1e-30)), -float("inf"))
-
-    return compiled_flex()(q, k, v, score_mod=second, block_mask=mask, scale=1.0)
-
-
-_FLEX: list[Any] = []
-
-
-def compiled_flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    if not _FLEX:
-        _FLEX.append(torch.compile(flex_attention, dynamic=False))
-    return _FLEX[0]
-
-
-def ours(options: AttentionConfig, engine: str, head_dim: int, length: int) -> Callable[..., Tensor]:
-    normaliser = make_normaliser(options, WIDTH // head_dim, head_dim, length)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=str(bench.device))
 
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, normaliser, engine)  # type: ignore[arg-type]
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        if not p:
+            return flex_attention(q, k, v, score_mod=first, block_mask=mask, scale=1.0)  # type: ignore[return-value]
+        _, lse = flex_attention(q, k, v, score_mod=first, block_mask=mask, scale=1.0, return_lse=True)
 
-    # As in a compiled model: the normalisation of q and k is fused by the compiler, the kernels are ours.
-    return torch.compile(fn) if engine == "triton" and torch.cuda.is_available() else fn
+        def second(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            r = torch.exp(log_softplus(x, i) - lse[b, h, i]) * (i + 1.0) - torch.where(i >= 3, 1.0, 0.0)
+            return torch.where(r > 0, p * torch.log(r.clamp_min(1e-30)), -float("inf"))
 
+        return flex_attention(q, k, v, score_mod=second, block_mask=mask, scale=1.0)  # type: ignore[return-value]
 
-def cases(length: int, head_dim: int, smoke: bool) -> dict[str, tuple[Callable[..., Tensor], int]]:
-    """name -> (function, share of the tokens it gets)."""
-    compiled_rows = LSSAR.model_copy(update={"compile_rows": not smoke})
-    found: dict[str, tuple[Callable[..., Tensor], int]] = {
-        "LSSA triton": (ours(LSSA, "triton", head_dim, length), 1),
-        "LSSAR p=15 triton": (ours(LSSAR, "triton", head_dim, length), 1),
-    }
-    if length <= 16384:
-        found["LSSAR rows, compiled"] = (ours(compiled_rows, "rows", head_dim, length), 1)
-    if length <= 4096:
-        found["LSSAR naive"] = (naive, 4)
-    if not smoke and length in FLEX_LENGTHS:
-        found["LSSA FlexAttention"] = (lambda q, k, v: flex(q, k, v, 0), 1)
-        found["LSSAR FlexAttention, 2 calls"] = (lambda q, k, v: flex(q, k, v, 15), 1)
-    return found
+    return bench.compile(fn)
 
 
-def measure_peak(bench: Bench) -> None:
-    n = 64 if bench.smoke else 8192
-    a, b = (torch.randn(n, n, device=bench.device, dtype=bench.dtype) for _ in range(2))
-    seconds, _ = bench.paired(lambda: a @ b, lambda: a @ b)
-    bench.peak = 2 * n**3 / seconds
-    print(f"matrix peak, {n} x {n} x {n} {str(bench.dtype)[6:]}: {bench.peak / 1e12:.0f} TFLOP/s\n")
+def ours(
+    bench: Bench, options: AttentionConfig, engine: Any, head_dim: int, length: int
+) -> Callable[..., Tensor]:
+    """Compiled as in a model: the compiler fuses the normalisation of q and k, the kernels are ours."""
+    normaliser = make_normaliser(options, bench.width // head_dim, head_dim, length)
+    normaliser.compile_rows = engine == "rows" and not bench.smoke
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, normaliser, engine)
+
+    return bench.compile(fn) if engine == "triton" else fn
 
 
-def correct(bench: Bench, head_dims: list[int]) -> None:
-    print("## Correctness: largest relative error of o, dq, dk, dv against float64 dense weights\n")
-    print("| normaliser | d | 16-bit, T = 200 | 16-bit, T = 1000 | float32, T = 200 |")
-    print("|---|---:|---:|---:|---:|")
-    options = [LSSA, *(LSSA.model_copy(update={"reweight_p": p}) for p in (1, 3, 15, 50, 100))]
-    options += [AttentionConfig(normaliser="softmax", reweight_p=3)]
-    options += [AttentionConfig(normaliser="phi", phi=phi) for phi in ("sigmoid", "gelu", "mish", "relu6")]  # type: ignore[arg-type]
-    worst = 0.0
+# ---------------------------------------------------------------- the parts
+
+
+def correct_plan(bench: Bench, head_dims: list[int]) -> Plan:
+    options = {"LSSA": LSSA, "LSSAR p=15": LSSAR}
+    if not bench.smoke:
+        options |= {f"LSSAR p={p}": LSSA.model_copy(update={"reweight_p": p}) for p in (1, 3, 50, 100)}
+        options["softmax p=3"] = AttentionConfig(normaliser="softmax", reweight_p=3)
+        for phi in ("sigmoid", "gelu", "mish", "relu6"):
+            options[phi] = AttentionConfig(normaliser="phi", phi=phi)  # type: ignore[arg-type]
+
+    def errors(option: AttentionConfig, head_dim: int) -> Row:
+        normaliser = make_normaliser(option, 2, head_dim, 1024).to(bench.device)
+        runs = [(bench.dtype, 1000, "16-bit T=1000"), (torch.float32, 200, "float32 T=200")]
+        return {name: fused_error(normaliser, bench.device, dtype, 100 if bench.smoke else length)
+                for dtype, length, name in runs}  # fmt: skip
+
     for head_dim in head_dims:
-        for option in options[:3] if bench.smoke else options:
-            normaliser = make_normaliser(option, 2, head_dim, 1024).to(bench.device)
-            errors = [
-                fused_error(normaliser, bench.device, dtype, length)
-                for dtype, length in ((bench.dtype, 200), (bench.dtype, 1000), (torch.float32, 200))
-                if not bench.smoke or length == 200
-            ]
-            name = f"{option.normaliser} p = {option.reweight_p or '-'}"
-            print(f"| {name} | {head_dim} | {' | '.join(f'{e:.1e}' for e in errors)} |", flush=True)
-            worst = max(worst, *errors[:-1])
-    target("largest 16-bit error", worst, 0.02)
-    q, k, v, do = bench.inputs(64 if bench.smoke else 4096, 64, bench.tokens)
-    runs = []
-    for _ in range(2):
-        o = attend(q, k, v, make_normaliser(LSSAR, q.shape[1], 64, 4096), "triton")
-        runs.append(torch.autograd.grad(o, (q, k, v), do))
-    same = all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-    TARGETS.append(("two backward passes give the same bits", same))
-    print()
+        for name, option in options.items():
+            yield f"correct | {name} | d={head_dim}", partial(errors, option, head_dim)
+    yield "correct | same bits", partial(same_bits, bench)
+    yield "correct | uniform rows", partial(uniform_rows, bench)
+    yield "correct | wide offsets", partial(wide_offsets, bench)
 
 
-def kernels(bench: Bench, lengths: list[int], head_dims: list[int]) -> None:
-    print("## Kernels: times FlashAttention's softmax\n")
-    print("| d | T | case | fwd | fwd+bwd | ms fwd+bwd | TFLOP/s | of peak |")
-    print("|---:|---:|---|---:|---:|---:|---:|---:|")
+def lssar(q: Tensor, k: Tensor, v: Tensor, factor: float = 0.25) -> Tensor:
+    """LSSAR's kernels alone, without the normalisation of q and k; |factor q.k| < 60."""
+    factor_tensor = torch.tensor(factor, device=q.device)
+    return phi_attention(q, k, v, factor_tensor, phi="softplus", l1=True, p=15, bounded=True)
+
+
+def grads(inputs: Sequence[Tensor], factor: float = 0.25) -> tuple[Tensor, ...]:
+    """o, dq, dk, dv of `lssar` from q, k, v and the gradient of o."""
+    q, k, v = (t.detach().requires_grad_() for t in inputs[:3])
+    o = lssar(q, k, v, factor)
+    return o, *torch.autograd.grad(o, (q, k, v), inputs[3])
+
+
+def same_bits(bench: Bench) -> Row:
+    inputs = bench.inputs(64 if bench.smoke else 4096, 64, bench.tokens)
+    first, second = grads(inputs), grads(inputs)
+    return {"same": float(all(torch.equal(a, b) for a, b in zip(first, second, strict=True)))}
+
+
+def uniform_rows(bench: Bench) -> Row:
+    """Relative errors on rows whose scores are all 1.1, where weights are 1 / n and sums have closed forms.
+
+    With dx_ij = g_i (do_i v_j - do_i o_i), g_i = 15 (phi' / phi)(1.1) factor / i, dk_j = sum_(i >= j) dx_ij.
+    """
+    length, d = (200, 16) if bench.smoke else (65536, 64)
+    v, do = (torch.randn(1, 1, length, d, device=bench.device).to(bench.dtype) for _ in range(2))
+    q = torch.ones_like(v)
+    o, _, dk, dv = (t.double() for t in grads((q, q, v, do), 1.1 / d))
+    n = torch.arange(1, length + 1, device=bench.device).double()[:, None]
+
+    def from_below(t: Tensor) -> Tensor:
+        return t.flip(-2).cumsum(-2).flip(-2)
+
+    x = torch.tensor(1.1).double()
+    g = 15 * float(x.sigmoid() / F.softplus(x)) * (1.1 / d) / n
+    want_o = v.double().cumsum(-2) / n
+    inner = (from_below(g * do) * v).sum(-1) - from_below(g * (do * want_o).sum(-1, keepdim=True))[..., 0]
+    want = {"o": want_o, "dk": inner[..., None].expand_as(dk), "dv": from_below(do.double() / n)}
+    got = {"o": o, "dk": dk, "dv": dv}
+    return {name: float((got[name] - t).norm() / t.norm()) for name, t in want.items()}
+
+
+def wide_offsets(bench: Bench) -> Row:
+    """Views of one fused projection whose rows span more than 2^31 elements, against copies of them."""
+    length, heads = (64, 2) if bench.smoke else (131072, 128)
+    wide = torch.randn(1, length, 3, heads, 64, device=bench.device, dtype=bench.dtype)
+    views = [*wide[:, :, :, -1:].permute(2, 0, 3, 1, 4), torch.randn_like(wide[:, :, 0, -1:].transpose(1, 2))]
+    results = [grads(inputs) for inputs in (views, [t.contiguous() for t in views])]
+    return {"same": float(all(torch.equal(a, b) for a, b in zip(*results, strict=True)))}
+
+
+def kernel_plan(bench: Bench, lengths: list[int], head_dims: list[int]) -> Plan:
     for head_dim in head_dims:
         for length in lengths:
-            kernel_row(bench, "softmax FlashAttention", flash, length, head_dim, bench.tokens)
-            for name, (fn, share) in cases(length, head_dim, bench.smoke).items():
-                tokens = max(length, bench.tokens // share)
-                try:
-                    ratio = kernel_row(bench, name, fn, length, head_dim, tokens)
-                except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as e:
-                    print(f"| {head_dim} | {length} | {name} | failed: {str(e).splitlines()[0][:80]} |")
-                    if bench.device.type == "cuda":
-                        torch.cuda.empty_cache()
-                    continue
-                if name == "LSSAR p=15 triton" and length >= 4096:
-                    target(f"LSSAR fwd+bwd / FlashAttention, T = {length}, d = {head_dim}", ratio, 1.6)
-                    ours_per_flash = ratio
-                if name == "LSSAR naive" and length == 4096:
-                    target("naive / LSSAR, T = 4096", ratio / ours_per_flash, 5, at_least=True)
+            cases: dict[str, Callable[[], Callable[..., Tensor]]] = {
+                "FlashAttention-2": lambda: flash,
+                "LSSAR triton": partial(ours, bench, LSSAR, "triton", head_dim, length),
+                "LSSA triton": partial(ours, bench, LSSA, "triton", head_dim, length),
+                "cuDNN": lambda: partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+                "FlashAttention-3": lambda: flash_3,
+                "LSSA FlexAttention": partial(flex, bench, length, head_dim, 0),
+                "LSSAR FlexAttention": partial(flex, bench, length, head_dim, 15),
+                "LSSAR naive": lambda: naive,
+                "LSSAR rows": partial(ours, bench, LSSAR, "rows", head_dim, length),
+            }
+            for name, make in cases.items():
+                limit = {"naive": 4096, "rows": 16384, "FlexAttention": 16384}.get(name.split()[-1], math.inf)
+                if length <= limit and not (bench.smoke and "Flex" in name):
+                    tokens = bench.tokens // 4 if "naive" in name else bench.tokens
+                    key = f"kernel | d={head_dim} | T={length} | {name}"
+                    yield key, partial(kernel_row, bench, make, length, head_dim, max(tokens, length))
 
 
-def kernel_row(bench: Bench, name: str, fn: Callable, length: int, head_dim: int, tokens: int) -> float:
-    """Prints a row; returns the ratio of forward + backward to FlashAttention's."""
+def kernel_row(
+    bench: Bench, make: Callable[[], Callable[..., Tensor]], length: int, head_dim: int, tokens: int
+) -> Row:
+    fn = make()
     q, k, v, do = bench.inputs(length, head_dim, tokens)
 
     def both(f: Callable[..., Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(f(q, k, v), (q, k, v), do)
 
+    def backward(f: Callable[..., Tensor]) -> Callable[[], object]:
+        o = f(q, k, v)
+        return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
     seconds, ratio = bench.paired(both(fn), both(flash))
+    _, backward_ratio = bench.paired(backward(fn), backward(flash))
     with torch.no_grad():
-        _, forward = bench.paired(lambda: fn(q, k, v), lambda: flash(q, k, v))
-    flops = 7 * q.shape[0] * WIDTH * length**2  # 7 products of 2 T T D H, half of them masked
-    print(
-        f"| {head_dim} | {length} | {name} | {forward:.2f} | {ratio:.2f} | {1e3 * seconds:.2f} "
-        f"| {flops / seconds / 1e12:.0f} | {100 * flops / seconds / bench.peak:.0f} % |",
-        flush=True,
-    )
-    return ratio
+        _, forward_ratio = bench.paired(lambda: fn(q, k, v), lambda: flash(q, k, v))
+    flops = 7 * q.shape[0] * bench.width * length**2  # 7 products of 2 T T D H, half of them masked
+    return {"fwd": forward_ratio, "bwd": backward_ratio, "both": ratio, "ms": 1e3 * seconds,
+            "TFLOP/s": flops / seconds / 1e12, "GB": bench.peak_gb(both(fn))}  # fmt: skip
 
 
-def gpt(attention: dict[str, Any], length: int, smoke: bool) -> Config:
-    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 32, "vocab_size": 100} if smoke else {}
-    train = {"seq_len": length, "batch_tokens": length * 4, "dtype": "float32" if smoke else "bfloat16"}
-    values = {"name": "bench", "model": sizes, "attention": attention, "train": train}
-    return config_from_dict(values | {"optimizer": {"warmup_steps": 0}}, "benchmark")
+def step_plan(bench: Bench) -> Plan:
+    yield "step | LSSAR", partial(whole_step, bench)
+    yield "step | 131072 tokens", partial(long_step, bench)
+    for n_keys in (128,) if bench.smoke else (1024, 16384, 65536, 131072):
+        yield f"decode | n={n_keys}", partial(decode, bench, n_keys, 0.0)
+        yield f"decode | n={n_keys} | skip_mass=1e-4", partial(decode, bench, n_keys, 1e-4)
 
 
-def stepper(bench: Bench, attention: dict[str, Any], length: int, batch: int) -> Callable[[], object]:
+def stepper(bench: Bench, attention: Row, length: int, batch: int) -> Callable[[], object]:
     """One training step of the 124M model (forward, backward, AdamW), compiled, on random tokens."""
-    config = gpt(attention, length, bench.smoke)
+    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 32, "vocab_size": 100} if bench.smoke else {}
+    train = {"seq_len": length, "batch_tokens": length * 4, "dtype": "float32" if bench.smoke else "bfloat16"}
+    values = {"name": "bench", "model": sizes, "attention": attention, "train": train}
+    config = config_from_dict(values | {"optimizer": {"warmup_steps": 0}}, "benchmark")
     model = GPT(config, bench.device)
-    print(f"engine {model.engine_description}", flush=True)
-    compiled: Any = model if bench.smoke else torch.compile(model)
+    compiled = bench.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not bench.smoke)
     tokens = torch.randint(config.model.vocab_size, (batch, length + 1), device=bench.device)
 
@@ -290,128 +422,182 @@ def stepper(bench: Bench, attention: dict[str, Any], length: int, batch: int) ->
     return step
 
 
-def whole_step(bench: Bench) -> None:
-    print("\n## A training step of the 124M model, compiled, bfloat16\n")
+LSSAR_SECTION = {"normaliser": "lssa", "reweight_p": 15, "engine": "triton"}
+
+
+def whole_step(bench: Bench) -> Row:
+    """LSSAR's step in turn with softmax's; peak memory of each while the other model is not there."""
     length, batch = (32, 2) if bench.smoke else (1024, 32)
-    sections = {"softmax": {}, "LSSAR": {"normaliser": "lssa", "reweight_p": 15, **engine(bench)}}
-    memory = {name: alone(bench, section, length, batch) for name, section in sections.items()}
-    softmax, lssar = (stepper(bench, section, length, batch) for section in sections.values())
+    memory = []
+    for section in (LSSAR_SECTION, {}):
+        step = stepper(bench, section, length, batch)
+        step()
+        memory.append(bench.peak_gb(step))
+        del step
+        torch._dynamo.reset()
+        gc.collect()
+    lssar, softmax = (stepper(bench, section, length, batch) for section in (LSSAR_SECTION, {}))
     seconds, ratio = bench.paired(lssar, softmax)
-    print(f"\nT = {length}, {batch} sequences: LSSAR p=15 {1e3 * seconds:.1f} ms, {ratio:.3f} x softmax; ")
-    print(f"peak memory {memory['LSSAR']:.2f} GB against {memory['softmax']:.2f} GB")
-    target("whole step / softmax", ratio, 1.10)
+    return {"ms": 1e3 * seconds, "ratio": ratio, "tokens/s": length * batch / seconds, "GB": memory[0],
+            "memory ratio": memory[0] / memory[1] if memory[1] else 1.0}  # fmt: skip
+
+
+def long_step(bench: Bench) -> Row:
+    step = stepper(bench, LSSAR_SECTION, 128 if bench.smoke else 131072, 1)
+    step()
+    return {"GB": bench.peak_gb(step), "seconds": bench.seconds(step)}
+
+
+def decode(bench: Bench, n_keys: int, skip_mass: float) -> Row:
+    """One token of 8 sequences on 12 heads of 64, on keys as the cache has them, over SDPA's softmax.
+
+    On random keys, of which about 40 % have weight; trained models: benchmarks/generate.py.
+    """
+    batch, heads = (1, 1) if bench.smoke else (8, 12)
+    k, v = (torch.randn(batch, heads, n_keys, 64, device=bench.device, dtype=bench.dtype) for _ in range(2))
+    q = torch.randn_like(k[:, :, :1])
+    normaliser = make_normaliser(LSSAR, heads, 64, n_keys)
+    normaliser.skip_mass = skip_mass
+    keys = normaliser.cache_keys(k)
+    fn = bench.compile(lambda: attend(q, keys, v, normaliser, "triton", cached=True))
+    with torch.no_grad():
+        weights = normaliser.weights(q[:1], keys[:1], cached=True)
+        live = (weights > weights.amax(-1, keepdim=True) * (skip_mass / n_keys)).float().mean().item()
+        case = graph(bench, fn)
+        base = graph(bench, lambda: F.scaled_dot_product_attention(q, k, v))
+        seconds, ratio = bench.paired(case, base)
+    seconds /= GRAPH_CALLS
+    moved = batch * heads * n_keys * (2 * 64 + 8 + 2 * 64 * live)
+    return {"us": 1e6 * seconds, "ratio": ratio, "live V": live, "GB/s": moved / seconds / 1e9}
+
+
+def graph(bench: Bench, fn: Callable[[], object]) -> Callable[[], object]:
+    """GRAPH_CALLS calls as one CUDA graph."""
+
+    def calls() -> None:
+        for _ in range(1 if bench.smoke else GRAPH_CALLS):
+            fn()
+
+    if bench.smoke:
+        return calls
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        calls()
+    torch.cuda.current_stream().wait_stream(side)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        calls()
+    return captured.replay
+
+
+# ---------------------------------------------------------------- tuning
+
+
+def launch_table() -> dict[str, dict[int, Launch]]:
+    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
+    return fused.LAUNCHES[min(major, max(fused.LAUNCHES))]
+
+
+def tune_plan(bench: Bench, head_dims: list[int], done: set[str]) -> Plan:
+    """The table's launches and others, one kernel at a time."""
+    blocks = [(64, 64), (128, 64), (64, 128), (128, 128), (128, 32), (32, 128)]
+    others = [Launch(m, n, max(m, n) // 16, s, r) for m, n in blocks for s in (2, 3) for r in (128, 168, 255)]
+    rows = {
+        f"tune | d={d} | {kernel} | {tuple(launch)}": (d, kernel, launch)
+        for d in head_dims
+        for kernel, by_size in launch_table().items()
+        for launch in [by_size[64 if d <= 64 else 128], *others[: 1 if bench.smoke else None]]
+    }
     if not bench.smoke:
-        target("peak memory / softmax", memory["LSSAR"] / memory["softmax"], 1.05)
+        compile_variants([variant for key, variant in rows.items() if key not in done])
+    for key, variant in rows.items():
+        yield key, partial(tune_row, bench, *variant)
 
 
-def alone(bench: Bench, attention: dict[str, Any], length: int, batch: int) -> float:
-    """Peak GB of a step while no other model is alive."""
-    step = stepper(bench, attention, length, batch)
-    step()
-    return bench.peak_memory(step)
+def with_launch(head_dim: int, kernel: str, launch: Launch, fn: Callable[[], Any]) -> Any:
+    by_size, size = launch_table()[kernel], 64 if head_dim <= 64 else 128
+    kept, by_size[size] = by_size[size], launch
+    try:
+        return fn()
+    finally:
+        by_size[size] = kept
 
 
-def engine(bench: Bench) -> dict[str, str]:
-    return {"engine": "triton"} if bench.smoke else {}
+def tune_row(bench: Bench, head_dim: int, kernel: str, launch: Launch) -> Row:
+    """Milliseconds of forward, or of backward, at T = 4096."""
+    q, k, v, do = bench.inputs(64 if bench.smoke else 4096, head_dim, bench.tokens)
+
+    def measure() -> float:
+        if kernel == "forward":
+            with torch.no_grad():
+                return bench.paired(lambda: lssar(q, k, v), lambda: None)[0]
+        o = lssar(q, k, v)
+        return bench.paired(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), lambda: None)[0]
+
+    return {"ms": 1e3 * with_launch(head_dim, kernel, launch, measure)}
 
 
-def long_context(bench: Bench) -> None:
-    print("\n## 131,072 tokens on one GPU, and decoding\n")
-    length = 128 if bench.smoke else 131072
-    attention = {"normaliser": "lssa", "reweight_p": 15, **engine(bench)}
-    step = stepper(bench, attention, length, 1)
-    step()
-    memory = bench.peak_memory(step)
-    print(f"124M model, one training step on one sequence of {length}: "
-          f"{bench.seconds(step):.2f} s, peak {memory:.1f} GB")  # fmt: skip
-    TARGETS.append((f"{length} tokens on one GPU", True))
-    for n_keys in [128] if bench.smoke else [1024, 16384, 131072]:
-        k, v = (torch.randn(1, 12, n_keys, 64, device=bench.device, dtype=bench.dtype) for _ in range(2))
-        q = k[:, :, -1:]
-        normaliser = make_normaliser(LSSAR, 12, 64, n_keys)
-        with torch.no_grad():
-            seconds, ratio = bench.paired(
-                lambda q=q, k=k, v=v, n=normaliser: attend(q, k, v, n, "triton"),  # type: ignore[misc]
-                lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v),  # type: ignore[misc]
-            )
-        gb = 2 * k.numel() * k.itemsize / 1e9
-        print(
-            f"decoding one token, {n_keys} keys, 12 heads: {1e6 * seconds:.0f} us "
-            f"({gb / seconds:.0f} GB/s of keys and values), {ratio:.2f} x SDPA's softmax"
-        )
+def compile_variants(found: list[tuple[int, str, Launch]]) -> None:
+    """Fill Triton's cache from many processes: a variant takes seconds to compile, milliseconds to time."""
+    print(f"compiling {len(found)} variants", flush=True)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=min(12, os.cpu_count() or 1), mp_context=spawn) as pool:
+        for variant in found:
+            pool.submit(compile_variant, *variant)
 
 
-def tune(bench: Bench, head_dims: list[int]) -> None:
-    """Other launch configurations, one kernel at a time, the others as in the table."""
-    print("\n## Launch configurations: ms of forward, or forward + backward, T = 4096\n")
-    major = torch.cuda.get_device_capability()[0]
-    table = fused.LAUNCHES[min(major, max(fused.LAUNCHES))]
-    candidates = {
-        "forward": [Launch(m, n, m // 16, s, r)
-                    for m in (64, 128) for n in (64, 128) for s in (2, 3) for r in (128, 168, 255)],
-        "backward_q": [Launch(m, n, m // 16, s, r)
-                       for m in (64, 128) for n in (32, 64) for s in (1, 2, 3) for r in (168, 255)],
-        "backward_kv": [Launch(m, n, n // 16, s, r)
-                        for n in (64, 128) for m in (32, 64) for s in (1, 2, 3) for r in (168, 255)],
-    }  # fmt: skip
-    for head_dim in head_dims:
-        size = 64 if head_dim <= 64 else 128
-        q, k, v, do = bench.inputs(4096, head_dim, bench.tokens)
-        fn = ours(LSSAR, "triton", head_dim, 4096)
-        for kernel, launches in candidates.items():
-            kept, times = table[kernel][size], {}
-            for launch in [kept, *launches]:
-                table[kernel][size] = launch
-                try:
-                    if kernel == "forward":
-                        with torch.no_grad():
-                            times[launch], _ = bench.paired(lambda: fn(q, k, v), lambda: None)  # noqa: B023
-                    else:
-                        times[launch], _ = bench.paired(
-                            lambda: torch.autograd.grad(fn(q, k, v), (q, k, v), do),  # noqa: B023
-                            lambda: None,
-                        )
-                except Exception as e:  # does not fit, or does not compile
-                    print(f"{launch}: {type(e).__name__}")
-            table[kernel][size] = kept
-            for launch, seconds in sorted(times.items(), key=lambda item: item[1])[:5]:
-                mark = " (the table's)" if launch == kept else ""
-                print(f"d = {head_dim} {kernel}: {1e3 * seconds:.3f} ms {tuple(launch)}{mark}", flush=True)
+def compile_variant(head_dim: int, kernel: str, launch: Launch) -> None:
+    inputs = Bench(smoke=False).inputs(256, head_dim, 256)
+    with_launch(head_dim, kernel, launch, lambda: grads(inputs))
+
+
+# ---------------------------------------------------------------- command line
+
+
+def plan_of(part: str, bench: Bench, done: set[str]) -> Plan:
+    head_dims, smoke = ([64] if bench.smoke else [64, 128]), bench.smoke
+    match part:
+        case "main":
+            yield from correct_plan(bench, head_dims)
+            yield from kernel_plan(bench, [64] if smoke else [4096], head_dims)
+        case "tune":
+            yield from tune_plan(bench, head_dims, done)
+        case "lengths":
+            yield from kernel_plan(bench, [64, 96] if smoke else [1024, 16384, 2048, 8192, 65536], head_dims)
+        case "long":
+            yield from step_plan(bench)
 
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
-    parts = ["correct", "kernels", "step", "long"]
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="parts to run (default: all)")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384, 65536])
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], choices=[64, 128])
-    parser.add_argument("--tune", action="store_true", help="also time other block sizes")
+    parser.add_argument("part", choices=["main", "tune", "lengths", "long", "report"])
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of rows.jsonl (runs/gpu)")
+    parser.add_argument("--until", type=float, default=time.time() + 540, metavar="SECONDS",
+                        help="stop at this time, in seconds since 1970 (default: in 9 minutes)")  # fmt: skip
+    parser.add_argument("--retry", action="store_true", help="measure failed rows again")
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU, with TRITON_INTERPRET=1")
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "rows.jsonl"
+    if args.part == "report":
+        return report(path)
     if args.smoke != fused.INTERPRETED:
         raise UserError("--smoke and TRITON_INTERPRET=1 go together; expected both or neither")
     if not args.smoke and not torch.cuda.is_available():
         raise UserError("no CUDA device; expected one (or TRITON_INTERPRET=1 and --smoke)")
-    bench = Bench(args.smoke)
+    # Rows are on disk already: the process may end in the middle of a compilation.
+    guard = threading.Timer(max(0.0, args.until - time.time()), lambda: os._exit(0))
+    guard.daemon = True
+    guard.start()
     torch.manual_seed(0)
-    name = "CPU, interpreted" if args.smoke else torch.cuda.get_device_name()
-    import triton
-
-    print(f"# {date.today()}, {name}, torch {torch.__version__}, triton {triton.__version__}\n")
-    measure_peak(bench)
-    if "correct" in args.only:
-        correct(bench, args.head_dims)
-    if "kernels" in args.only:
-        kernels(bench, [64] if args.smoke else args.lengths, args.head_dims)
-    if "step" in args.only:
-        whole_step(bench)
-    if "long" in args.only:
-        long_context(bench)
-    if args.tune and not args.smoke:
-        tune(bench, args.head_dims)
-    print("\n## Targets\n")
-    for claim, holds in TARGETS:
-        print(f"- {'holds' if holds else 'MISSED'}: {claim}")
+    plan = plan_of(args.part, Bench(args.smoke), finished(path, args.retry))
+    try:
+        if run_part(plan, path, args.until, args.retry):
+            print(f"{args.part} is complete")
+    finally:
+        guard.cancel()
+    report(path)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,33 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show about the fused kernels, in one command of under ten minutes:
-# correctness, speed against FlashAttention, FlexAttention and plain PyTorch, a whole training step, memory.
+# What only a GPU can show about the fused kernels, in commands of at most nine minutes that resume where they were.
 #
-#   benchmarks/gpu.sh                    the tables of benchmarks/RESULTS.md
-#   benchmarks/gpu.sh --tune             also times other block sizes than engines.fused.LAUNCHES
+#   benchmarks/gpu.sh main       correctness, and the main ratios to FlashAttention
+#   benchmarks/gpu.sh tune       other block sizes than engines.fused.LAUNCHES
+#   benchmarks/gpu.sh lengths    every length and head size
+#   benchmarks/gpu.sh long       training step, 131,072 tokens, decoding
+#   benchmarks/gpu.sh report     tables and targets of the rows so far
 #
-# Needs torch with CUDA and Triton, numpy, and pydantic; $PYTHON names the interpreter.
+# Rows go to $OUT/rows.jsonl (default: runs/gpu; rows that lie there are copied to another $OUT first).
+# Needs torch with CUDA, Triton and numpy; $PYTHON names the interpreter. Where that has no pydantic, it is
+# installed for this command from $WHEELS (default: wheels), see README.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec "${PYTHON:-python3}" -m benchmarks.gpu "$@"
+until=$(($(date +%s) + 540))
+python=${PYTHON:-python3} out=${OUT:-runs/gpu} wheels=${WHEELS:-wheels}
+
+if ! $python -c "import pydantic" 2> /dev/null; then
+    site=$(mktemp -d)
+    $python -m pip install --quiet --no-index --find-links "$wheels" --target "$site" pydantic || {
+        echo "error: $python has no pydantic, and $wheels no wheels of it; see benchmarks/README.md" >&2
+        exit 2
+    }
+    export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+fi
+mkdir -p "$out"
+if [ ! -e "$out/rows.jsonl" ] && [ -e runs/gpu/rows.jsonl ]; then cp runs/gpu/rows.jsonl "$out"; fi
+status=75  # a row has broken the CUDA context: another process does the rest
+while [ $status = 75 ]; do
+    status=0
+    $python -m benchmarks.gpu "$@" --out "$out" --until $until || status=$?
+done
+exit $status
