@@ -34,7 +34,7 @@ RUNS = ["runs/demo_softmax", "runs/demo_lssar"]
 def main() -> None:
     parser = ArgumentParser(__doc__, prog="python -m benchmarks.generate")
     parser.add_argument("runs", nargs="*", default=RUNS, help=f"run folders (default: {' '.join(RUNS)})")
-    parser.add_argument("--lengths", nargs="+", type=positive_int, default=[1024, 4096, 16384, 65536])
+    parser.add_argument("--lengths", nargs="+", type=positive_int, default=[1024, 4096, 16384])
     parser.add_argument("--repeats", type=positive_int, default=200, help="turns at each length (200)")
     parser.add_argument("--data", metavar="DIR", help="dataset folder (default: that of the first run)")
     parser.add_argument(

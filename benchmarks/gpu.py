@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,8 @@ TARGETS: list[tuple[str, str, str, float, float]] = [
 def run_part(plan: Plan, path: Path, deadline: float, retry: bool) -> bool:
     """Measure what the file has no row of; whether the part is complete."""
     done = finished(path, retry)
+    running = path.with_name("running")  # keys that ended their process: given up after the second time
+    tried = running.read_text().splitlines() if running.exists() else []
     for key, measure in plan:
         if key in done:
             continue
@@ -84,15 +87,18 @@ def run_part(plan: Plan, path: Path, deadline: float, retry: bool) -> bool:
             return False
         torch._dynamo.reset()  # after 8 graphs of one function the compiler would silently stop compiling
         start = time.time()
+        with running.open("a") as file:
+            file.write(key + "\n")
         try:
-            row = measure()
+            row = measure() if tried.count(key) < 2 else {"failed": "ended its process twice"}
         except Exception as e:
-            row = {"failed": f"{type(e).__name__}: {str(e).strip().splitlines()[0][:150] if str(e) else ''}"}
+            row = {"failed": f"{type(e).__name__}: {str(e).strip()}".splitlines()[0][:170]}
         row = {"key": key} | row | {"took": round(time.time() - start, 1), "on": machine()}
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        running.unlink()
         print(format_row(row), flush=True)
         if torch.cuda.is_available():
             try:
@@ -542,9 +548,24 @@ def compile_variants(found: list[tuple[int, str, Launch]]) -> None:
     """Fill Triton's cache from many processes: a variant takes seconds to compile, milliseconds to time."""
     print(f"compiling {len(found)} variants", flush=True)
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=min(12, os.cpu_count() or 1), mp_context=spawn) as pool:
-        for variant in found:
-            pool.submit(compile_variant, *variant)
+    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), spawn, initializer=end_with_parent) as pool:
+        try:
+            for variant in found:
+                pool.submit(compile_variant, *variant)
+        except BrokenProcessPool:  # the compiler has aborted: the rest is compiled when it is measured
+            print("a compilation ended its process", flush=True)
+
+
+def end_with_parent() -> None:
+    """At the deadline the parent exits at once, whatever its workers do."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def compile_variant(head_dim: int, kernel: str, launch: Launch) -> None:

@@ -25,9 +25,10 @@ if ! $python -c "import pydantic" 2> /dev/null; then
 fi
 mkdir -p "$out"
 if [ ! -e "$out/rows.jsonl" ] && [ -e runs/gpu/rows.jsonl ]; then cp runs/gpu/rows.jsonl "$out"; fi
-status=75  # a row has broken the CUDA context: another process does the rest
-while [ $status = 75 ]; do
-    status=0
+while status=0; do
     $python -m benchmarks.gpu "$@" --out "$out" --until $until || status=$?
+    case $status in
+        75 | 134 | 139) ;;  # a row has broken the CUDA context or the process: another process does the rest
+        *) exit $status ;;
+    esac
 done
-exit $status

@@ -29,6 +29,13 @@ def killed() -> dict[str, Any]:
     return {}
 
 
+def run_killed(plan: Any, path: Path) -> None:
+    child = multiprocessing.get_context("fork").Process(target=gpu.run_part, args=(plan, path, LATER, False))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+
+
 def test_a_killed_part_resumes_where_it_was(tmp_path):
     path, calls = tmp_path / "rows.jsonl", []
 
@@ -36,16 +43,21 @@ def test_a_killed_part_resumes_where_it_was(tmp_path):
         return lambda: calls.append(name) or {"value": 1.0}
 
     plan = [("a", row("a")), ("b", killed), ("c", row("c"))]
-    child = multiprocessing.get_context("fork").Process(target=gpu.run_part, args=(plan, path, LATER, False))
-    child.start()
-    child.join()
-    assert child.exitcode == -signal.SIGKILL
+    run_killed(plan, path)
     assert keys(path) == ["a"]
     with path.open("a") as file:
         file.write('{"key": "b", "val')  # killed while writing
     assert gpu.run_part([("a", row("a")), ("b", row("b")), ("c", row("c"))], path, LATER, False)
     assert calls == ["b", "c"]
     assert keys(path) == ["a", "b", "c"]
+
+
+def test_a_row_that_kills_its_process_is_given_up_after_the_second_time(tmp_path):
+    path, plan = tmp_path / "rows.jsonl", [("a", killed), ("b", lambda: {"value": 1.0})]
+    run_killed(plan, path)
+    run_killed(plan, path)
+    assert gpu.run_part(plan, path, LATER, False)
+    assert keys(path) == ["a", "b"] and "failed" in gpu.read_rows(path)[0]
 
 
 def test_failed_rows_are_recorded_and_retried_on_demand(tmp_path):
