@@ -86,8 +86,8 @@ def test_training_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest
     may_write = threading.Event()
     delay_writes(monkeypatch, may_write, 20)
     writer, weight = CheckpointWriter(tmp_path, keep_last=2, keep_every=0), torch.ones(3)
-    state = {key: {} for key in checkpoint.KEYS} | {"format": checkpoint.FORMAT}
-    writer.save(state | {"step": 1, "model": weight}, False)
+    values = {"format": checkpoint.FORMAT, "step": 1, "model": weight}
+    writer.save({key: {} for key in checkpoint.KEYS} | values, False)
     weight.zero_()  # the next step
     assert not find_checkpoints(tmp_path)
     may_write.set()
