@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -51,6 +52,7 @@ def attend(
     normaliser: NormaliserModule,
     engine: Engine = "auto",
     cached: bool = False,
+    spans: Sequence[tuple[int, int]] | None = None,
 ) -> Tensor:
     """Causal attention: normaliser.weights(q, k) @ v.
 
@@ -60,11 +62,22 @@ def attend(
         engine: see the top of this file. "auto" is resolved at each call; a model resolves it once
             (`resolve_engine`).
         cached: k comes from `normaliser.cache_keys`.
+        spans: for a padded batch, the positions [start, stop) of each sequence's real keys (`mask_spans`); n
+            counts only these. Sequences with the same span are computed together; padding gets zeros.
     Returns:
         (B, H, Tq, D) in v's type. Scores and weights are float32 (float64 for float64 inputs).
     Raises:
         UserError: for an engine that cannot run this normaliser here.
     """
+    if spans is not None:
+        out, first = v.new_zeros(*q.shape[:-1], v.shape[-1]), k.shape[-2] - q.shape[-2]
+        for start, stop in set(spans):
+            rows = [b for b, span in enumerate(spans) if span == (start, stop)]
+            block, keys = slice(max(start - first, 0), max(stop - first, 0)), slice(start, stop)
+            if block.start < block.stop:
+                real = q[rows, :, block], k[rows, :, keys], v[rows, :, keys]
+                out[rows, :, block] = attend(*real, normaliser, engine, cached)
+        return out
     with torch.autocast(q.device.type, enabled=False):
         if engine not in ("dense", "rows"):
             engine = resolve_engine(normaliser, engine, q.device, v.dtype)
@@ -78,6 +91,21 @@ def attend(
 
                 return fused.run(q, k, v, normaliser, cached)
         return blockwise.run(q, k, v, normaliser, cached)
+
+
+def mask_spans(mask: Tensor) -> list[tuple[int, int]] | None:
+    """`attend`'s spans from a padding mask (B, Tk), nonzero at real keys; None: no padding.
+
+    Raises:
+        UserError: padding between real keys.
+    """
+    mask = mask.bool()
+    counts, starts = mask.sum(-1).tolist(), mask.int().argmax(-1).tolist()
+    stops = (mask.shape[-1] - mask.flip(-1).int().argmax(-1)).tolist()
+    spans = [(start, start + n) for start, n in zip(starts, counts, strict=True)]
+    if any(n and span[1] != stop for n, span, stop in zip(counts, spans, stops, strict=True)):
+        raise UserError("attention_mask: has zeros between ones; expected padding on the left or right only")
+    return None if min(counts) == mask.shape[-1] else spans
 
 
 def resolve_engine(

@@ -42,6 +42,7 @@ class KVCache:
     def __init__(self, n_layer: int, max_length: int) -> None:
         self.max_length = max_length
         self.length = 0  # advanced by GPT once all layers have appended
+        self.spans: list[tuple[int, int]] | None = None  # of a padded batch (see `attend`)
         self.keys: list[Tensor | None] = [None] * n_layer
         self.values: list[Tensor | None] = [None] * n_layer
 
@@ -102,9 +103,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
         q, k, v = self.project(x, cos, sin)
+        spans = None
         if cache is not None:
             k, v = cache.append(self.layer, self.normaliser.cache_keys(k), v)
-        y = attend(q, k, v, self.normaliser, self.engine, cached=cache is not None)  # (B, H, T, D)
+            spans = cache.spans
+        cached = cache is not None
+        y = attend(q, k, v, self.normaliser, self.engine, cached, spans)  # (B, H, T, D)
         if self.normaliser.definition.output_norm:
             y = F.rms_norm(y, (self.head_dim,), eps=NORM_EPS)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)

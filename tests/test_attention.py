@@ -26,7 +26,7 @@ from attention_cases import (
 from pydantic import ValidationError
 from torch import Tensor
 
-from attention import attend, make_normaliser, resolve_engine
+from attention import attend, make_normaliser, mask_spans, resolve_engine
 from config import AttentionConfig
 from infra.cli import UserError
 from normalisers import l1_normalise, reweight, softplus
@@ -499,6 +499,33 @@ def test_an_unknown_engine_is_rejected():
     normaliser = make_normaliser(AttentionConfig(), 2, 16, train_len=8)
     with pytest.raises(ValueError, match="fast"):
         attend(*draw(4, 4, 16)[:3], normaliser, engine="fast")
+
+
+@pytest.mark.parametrize("n_queries", [9, 1, 4])
+@pytest.mark.parametrize(
+    "options", [{"normaliser": "lssa", "reweight_p": 3}, {"normaliser": "ssmax"}], ids=str
+)
+def test_padded_sequences_are_computed_alone(options, n_queries):
+    """With spans of real keys: each sequence's rows are its own without padding, padding gives zeros."""
+    normaliser = make_normaliser(AttentionConfig(**options), n_head=4, head_dim=8, train_len=16)
+    k, v = torch.randn(4, 2, 9, 8, requires_grad=True), torch.randn(4, 2, 9, 8)
+    q = torch.randn(4, 4, n_queries, 8)
+    mask = torch.tensor([[1] * 9, [0] * 3 + [1] * 6, [1] * 5 + [0] * 4, [0] * 9])
+    spans = mask_spans(mask)
+    assert spans is not None and mask_spans(torch.ones(2, 3)) is None
+    for engine in ("dense", "auto"):
+        out = attend(q, k, v, normaliser, engine, spans=spans)
+        for b, real in enumerate(mask.bool()):
+            ours = out[b, :, real[-n_queries:]]
+            assert not out[b, :, ~real[-n_queries:]].any()
+            if ours.shape[1]:
+                rows = q[b : b + 1, :, real[-n_queries:]]
+                alone = attend(rows, k[b : b + 1, :, real], v[b : b + 1, :, real], normaliser, engine)
+                torch.testing.assert_close(ours, alone[0], rtol=1e-5, atol=1e-6)
+        (dk,) = torch.autograd.grad(out.sum(), k)
+        assert not dk.transpose(1, 2)[~mask.bool()].any()
+    with pytest.raises(UserError, match="zeros between ones"):
+        mask_spans(torch.tensor([[1, 0, 1]]))
 
 
 @pytest.mark.parametrize("name", ["softmax", "norm_softmax", "lssa"])
