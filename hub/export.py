@@ -1,192 +1,253 @@
-"""Export a trained softmax model to transformers: config, safetensors weights, tokenizer.
+"""Export a trained model to transformers: config, safetensors weights, tokenizer, model card, code.
 
-    python -m hub.export runs/softmax exported/softmax
-    python -m hub.export runs/a_softmax_162m exported/llama --check     # reloads it and compares logits
+    python -m hub.export runs/lssar exported/lssar
+    python -m hub.export runs/lssar exported/lssar --rope ntk --check      # compares tokens and logits
+    python -m hub.export runs/softmax exported/softmax                     # GPT-NeoX or Llama, where exact
+    python -m hub.export runs/lssar exported/lssar --push user/lssar       # and upload the folder
 
-    model = transformers.AutoModelForCausalLM.from_pretrained("exported/softmax")
-    tokenizer = transformers.AutoTokenizer.from_pretrained("exported/softmax")
+    model = transformers.AutoModelForCausalLM.from_pretrained("exported/lssar", trust_remote_code=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("exported/lssar", trust_remote_code=True)
 
-Needs `pip install -r requirements-hub.txt`. Two architectures of transformers compute exactly what our models
-with softmax attention do:
+Needs `pip install -r requirements-hub.txt`; who loads the folder needs torch, transformers and pydantic. A
+softmax model with layernorm and gelu, or rmsnorm and swiglu, is written as GPT-NeoX or Llama, and needs no
+trust_remote_code (--code: as all others). Any other is written with this repo's own definitions, copied with
+their imports made relative (hub/modeling.py and what it imports). Its RoPE scaling is a key of config.json,
+and an argument of from_pretrained: rope = "ntk", "theta" (with rope_base), "linear", "yarn".
 
-    Llama      norm = rmsnorm, mlp = swiglu: the SSMax paper's model
-    GPT-NeoX   norm = layernorm, mlp = gelu: this repo's base, without parallel residuals, RoPE on whole heads
-
-Other norms, normalisers and losses have no counterpart: `training.checkpoint.load_model` loads those. The
-padding of the vocabulary is dropped. In training every document began with <|endoftext|>: start prompts with
-it. Writes config.json, model.safetensors, tokenizer.json and tokenizer_config.json into a new folder.
+The vocabulary's padding is dropped in the native forms. In training every document began with <|endoftext|>:
+start prompts with it.
 """
 
 from __future__ import annotations
 
+import ast
+import json
+import math
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tiktoken
 import torch
-from torch import Tensor
 
 from attention import describe_attention
-from config import Config
+from config import Config, to_toml
 from data.tokenizer import get_tokenizer
+from hub.native import choose_architecture, import_transformers, native_model
 from infra.cli import ArgumentParser, UserError, run_main
-from model import GPT, NORM_EPS
-from normalisers import Softmax
+from model import GPT
+from positions import RopeKind, RopeScaling
 from training.checkpoint import load_model
 
 END = "<|endoftext|>"
 CHECK_TEXT = "def naïve(x): return 'It\\'s 1234567'  # 日本語\n\n\tx  += 1"
+ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
     parser = ArgumentParser(__doc__, prog="python -m hub.export")
     parser.add_argument("run", help="run folder (its newest checkpoint) or one checkpoint file")
-    parser.add_argument("out", help="new folder to write")
-    parser.add_argument("--check", action="store_true", help="load it with transformers and compare logits")
+    parser.add_argument("out", type=Path, help="new folder to write")
+    parser.add_argument("--code", action="store_true", help="this repo's code, also for a softmax model")
+    parser.add_argument("--rope", choices=get_args(RopeKind), default="none", help="scaling in config.json")
+    parser.add_argument("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
+    parser.add_argument("--check", action="store_true", help="load it with transformers, compare with ours")
+    parser.add_argument("--license", default="mit", help="licence of the weights, on the card (default: mit)")
+    parser.add_argument("--push", metavar="USER/NAME", help="upload the folder to the Hugging Face hub")
     args = parser.parse_args()
+    rope = RopeScaling(args.rope, args.rope_theta)
     model, config, step, tokenizer_name = load_model(args.run)
-    tokenizer, out = get_tokenizer(tokenizer_name), Path(args.out)
-    architecture = choose_architecture(config)
-    converted = convert_model(model, architecture, tokenizer.eot_token)
+    tokenizer, architecture = get_tokenizer(tokenizer_name), choose_architecture(config)
+    if args.code or rope.kind != "none":
+        architecture = None
+    converted = make_converted(model, architecture, rope, tokenizer.eot_token)
     fast_tokenizer = convert_tokenizer(tokenizer, config.train.seq_len)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        if any(out.iterdir()):
-            raise UserError(f"{out}: exists; expected a new folder")
-        converted.save_pretrained(out)
-        fast_tokenizer.save_pretrained(out)
+        args.out.mkdir(parents=True, exist_ok=True)
+        if any(args.out.iterdir()):
+            raise UserError(f"{args.out}: exists; expected a new folder")
+        converted.save_pretrained(args.out)
+        fast_tokenizer.save_pretrained(args.out)
+        if architecture is None:
+            copy_code(args.out)
+        is_code = architecture is None
+        card = model_card(args.out, Path(args.run), config, step, tokenizer_name, is_code, args.license)
+        (args.out / "README.md").write_text(card, encoding="utf-8")
     except OSError as e:
-        raise UserError(f"{out}: cannot be written: {e.strerror or e}") from None
-    print(f"{args.run}, step {step} -> {out}: {type(converted).__name__}, {model.n_params():,} parameters")
+        raise UserError(f"{args.out}: cannot be written: {e.strerror or e}") from None
+    name = type(converted).__name__
+    print(f"{args.run}, step {step} -> {args.out}: {name}, {model.n_params():,} parameters")
     if args.check:
-        print(f"largest difference between the logits: {check(out, model, tokenizer):.1e}")
+        print(f"largest difference between the logits: {check(args.out, model, tokenizer, rope):.1e}")
+    if args.push:
+        print(f"uploaded to {push(args.out, args.push)}")
 
 
-def choose_architecture(config: Config) -> str:
-    """ "llama" or "gpt_neox".
+def make_converted(model: GPT, architecture: str | None, rope: RopeScaling, eot_token: int) -> Any:
+    """The model as a class of transformers, in float32: native, or `NormaliserGPTForCausalLM`."""
+    import_transformers()
+    if architecture is not None:
+        return native_model(model, architecture, eot_token)
+    from hub.modeling import NormaliserGPTConfig, NormaliserGPTForCausalLM
 
-    Raises:
-        UserError: transformers has no architecture that computes what this model does.
-    """
-    m, a = config.model, config.attention
-    if a.definition != Softmax() or a.reweight_p:
-        raise UserError(
-            f"attention is {describe_attention(a)}: transformers has plain softmax attention only"
-        )
-    if config.train.loss != "softmax":
-        raise UserError(f"train.loss = {config.train.loss}: transformers has softmax over the logits only")
-    architectures = {("rmsnorm", "swiglu"): "llama", ("layernorm", "gelu"): "gpt_neox"}
-    if (m.norm, m.mlp) not in architectures:
-        raise UserError(
-            f"model.norm = {m.norm}, model.mlp = {m.mlp}: expected rmsnorm and swiglu (Llama), or layernorm "
-            "and gelu (GPT-NeoX)"
-        )
-    architecture = architectures[m.norm, m.mlp]
-    if architecture == "gpt_neox" and m.kv_heads < m.n_head:
-        raise UserError(f"model.n_kv_head = {m.n_kv_head}: GPT-NeoX has no grouped-query heads; expected 0")
-    return architecture
-
-
-def import_transformers() -> Any:
-    """The optional dependency. Raises UserError where it is not installed."""
-    try:
-        import transformers
-    except ImportError as e:
-        raise UserError(f"{e.name} is not installed: pip install -r requirements-hub.txt") from None
-    return transformers
-
-
-def convert_model(model: GPT, architecture: str, eot_token: int) -> Any:
-    """A LlamaForCausalLM or GPTNeoXForCausalLM with the weights of `model`, in float32."""
-    transformers = import_transformers()
-    m = model.config.model
-    options: dict[str, Any] = {
-        "vocab_size": m.vocab_size,
-        "hidden_size": m.n_embd,
-        "intermediate_size": m.mlp_hidden or 4 * m.n_embd,
-        "num_hidden_layers": m.n_layer,
-        "num_attention_heads": m.n_head,
-        "max_position_embeddings": model.config.train.seq_len,
-        "tie_word_embeddings": m.tie_embeddings,
-        "bos_token_id": eot_token,
-        "eos_token_id": eot_token,
-        "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta, "partial_rotary_factor": 1.0},
+    c, m = model.config, model.config.model
+    parts = c.model_dump(exclude={"data", "log", "init_from"})
+    parts["attention"] |= {"engine": "auto", "compile_rows": False}  # those of the machine that trained
+    config = NormaliserGPTConfig(
+        gpt=parts,
+        rope=rope.kind,
+        rope_base=rope.theta,
+        vocab_size=m.vocab_size,
+        hidden_size=m.n_embd,
+        num_hidden_layers=m.n_layer,
+        num_attention_heads=m.n_head,
+        max_position_embeddings=c.train.seq_len,
+        tie_word_embeddings=m.tie_embeddings,
+        bos_token_id=eot_token,
+        eos_token_id=eot_token,
+        pad_token_id=eot_token,
+        use_cache=model.cacheable,
+    )
+    config.auto_map = {
+        "AutoConfig": "hub_modeling.NormaliserGPTConfig",
+        "AutoModelForCausalLM": "hub_modeling.NormaliserGPTForCausalLM",
     }
-    if architecture == "llama":
-        options["num_key_value_heads"] = m.kv_heads
-        options |= {"rms_norm_eps": NORM_EPS, "attention_bias": m.bias, "mlp_bias": m.bias}
-        converted = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
-        tensors = llama_tensors(model)
-    else:
-        act = {"tanh": "gelu_new", "exact": "gelu"}[m.gelu]
-        options |= {"hidden_act": act, "layer_norm_eps": NORM_EPS, "use_parallel_residual": False}
-        converted = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**options))
-        tensors = neox_tensors(model)
-    tensors["lm_head.weight"] = model.state_dict()["lm_head.weight"][: m.vocab_size]
-    converted.load_state_dict(tensors)  # strict: every parameter exactly once
+    converted = NormaliserGPTForCausalLM(config)
+    converted.gpt.load_state_dict(model.state_dict())
     return converted
 
 
-def halves_from_neighbours(t: Tensor, head_dim: int) -> Tensor:
-    """Rows of q or k, (H D, ...), in the order of transformers' RoPE, whose pairs are (x_i, x_{i + D/2})."""
-    return t.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+# ---------------------------------------------------------------- code
+def copy_code(out: Path, start: str = "hub.modeling") -> None:
+    """Write hub/modeling.py and each module of ours that it imports, as flat files: engines_base.py, ..."""
+    waiting, texts = [start], dict[str, str]()
+    while waiting:
+        module = waiting.pop()
+        text = module_path(module).read_text(encoding="utf-8")
+        found = our_imports(text)
+        waiting += found - texts.keys() - {module}
+        texts[module] = make_relative(text, found)
+    others = "".join(f"    from .{flat(m)} import __name__ as _\n" for m in sorted(texts.keys() - {start}))
+    # transformers copies the files that it finds named in `from .x import`, which `from . import x` is not.
+    texts[start] += f"\nfrom typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n{others}"
+    for module, text in texts.items():
+        (out / f"{flat(module)}.py").write_text(text, encoding="utf-8")
 
 
-def llama_tensors(model: GPT) -> dict[str, Tensor]:
-    """The parameters under Llama's names, without the output layer."""
-    m, ours = model.config.model, model.state_dict()
-    tensors = {
-        "model.embed_tokens.weight": ours["embedding.weight"][: m.vocab_size],
-        "model.norm.weight": ours["final_norm.weight"],
-    }
-    for i in range(m.n_layer):
-        here, there = f"blocks.{i}", f"model.layers.{i}"
-        tensors[f"{there}.input_layernorm.weight"] = ours[f"{here}.attention_norm.weight"]
-        tensors[f"{there}.post_attention_layernorm.weight"] = ours[f"{here}.mlp_norm.weight"]
-        for kind in ("weight", "bias") if m.bias else ("weight",):
-            sizes = [n * m.head_dim for n in (m.n_head, m.kv_heads, m.kv_heads)]
-            parts = ours[f"{here}.attention.qkv.{kind}"].split(sizes)
-            for name, part in zip("qkv", parts, strict=True):
-                rotated = part if name == "v" else halves_from_neighbours(part, m.head_dim)
-                tensors[f"{there}.self_attn.{name}_proj.{kind}"] = rotated
-            tensors[f"{there}.self_attn.o_proj.{kind}"] = ours[f"{here}.attention.out.{kind}"]
-            for name in ("gate", "up", "down"):
-                tensors[f"{there}.mlp.{name}_proj.{kind}"] = ours[f"{here}.mlp.{name}.{kind}"]
-    return tensors
+def module_path(module: str) -> Path:
+    return ROOT / f"{module.replace('.', '/')}.py"
 
 
-def neox_tensors(model: GPT) -> dict[str, Tensor]:
-    """The same under GPT-NeoX's names: its biases are zero where ours has none, its q, k, v by head."""
-    m, ours = model.config.model, model.state_dict()
-    tensors = {"gpt_neox.embed_in.weight": ours["embedding.weight"][: m.vocab_size]}
-
-    def by_head(t: Tensor) -> Tensor:
-        """(3 H D, ...) to (H 3 D, ...)."""
-        q, k, v = t.chunk(3)
-        parts = halves_from_neighbours(q, m.head_dim), halves_from_neighbours(k, m.head_dim), v
-        return torch.stack([part.unflatten(0, (m.n_head, -1)) for part in parts], 1).flatten(0, 2)
-
-    def copy(there: str, here: str) -> None:
-        weight = ours[f"{here}.weight"]
-        bias = ours.get(f"{here}.bias", torch.zeros(len(weight)))
-        if here.endswith("qkv"):
-            weight, bias = (by_head(t) for t in (weight, bias))
-        tensors[f"{there}.weight"], tensors[f"{there}.bias"] = weight, bias
-
-    copy("gpt_neox.final_layer_norm", "final_norm")
-    for i in range(m.n_layer):
-        for there, here in (
-            ("input_layernorm", "attention_norm"),
-            ("post_attention_layernorm", "mlp_norm"),
-            ("attention.query_key_value", "attention.qkv"),
-            ("attention.dense", "attention.out"),
-            ("mlp.dense_h_to_4h", "mlp.up"),
-            ("mlp.dense_4h_to_h", "mlp.down"),
-        ):
-            copy(f"gpt_neox.layers.{i}.{there}", f"blocks.{i}.{here}")
-    return tensors
+def flat(module: str) -> str:
+    return module.replace(".", "_")
 
 
+def our_imports(text: str) -> set[str]:
+    """The modules of this repo that a module imports, at any level."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            found |= {name for name in names if module_path(name).is_file()}
+    return found
+
+
+def make_relative(text: str, modules: set[str]) -> str:
+    """The text with `from module import` of these modules relative, for a folder of flat files."""
+    for module in modules:
+        text = re.sub(
+            rf"^(\s*)from {re.escape(module)} import ", rf"\1from .{flat(module)} import ", text, flags=re.M
+        )
+    for package in {module.partition(".")[0] for module in modules if "." in module}:
+
+        def flat_names(match: re.Match[str], package: str = package) -> str:
+            names = match[2].split(", ")
+            return f"{match[1]}from . import " + ", ".join(f"{package}_{name} as {name}" for name in names)
+
+        text = re.sub(rf"^(\s*)from {package} import (\w+(?:, \w+)*)", flat_names, text, flags=re.M)
+    # transformers demands every package that is imported outside a try: the kernels' is optional.
+    return re.sub(r"^((?:import|from) triton.*)$", r"try:\n    \1\nfinally:\n    pass", text, flags=re.M)
+
+
+# ---------------------------------------------------------------- card
+CARD = """\
+---
+license: {license}
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {name}
+
+Attention: {attention}. Trained for {step:,} steps of {batch_tokens:,} tokens of `{data}` (tokeniser:
+{tokenizer}) in windows of {train_len}.
+
+```python
+model = transformers.AutoModelForCausalLM.from_pretrained("{folder}"{options})
+tokenizer = transformers.AutoTokenizer.from_pretrained("{folder}"{options})
+```
+
+```sh
+lm_eval --model hf --model_args pretrained={folder}{flags} --tasks hellaswag
+```
+{code}{losses}
+The training run, as `python train.py config.toml`:
+
+```toml
+{toml}```
+"""
+CARD_CODE = """
+Beyond {train_len} tokens add `rope="ntk"` to from_pretrained's arguments, or another scaling. The code is
+that of the training repository; it needs torch, transformers and pydantic.
+"""
+CARD_LOSSES = """
+Validation loss in nats, ± standard error: {tokens:,} tokens of `{data}`, RoPE scaling {rope}, step {step:,}.
+
+| length | loss | ± |
+|---:|---:|---:|
+{rows}
+"""
+
+
+def model_card(
+    out: Path, run: Path, config: Config, step: int, tokenizer: str, is_code: bool, license: str
+) -> str:
+    """README.md: what the model is, how to run it, its losses by length if they were measured, its config."""
+    losses, results = "", (run if run.is_dir() else run.parent.parent) / "eval_length.json"
+    if results.exists():
+        result = json.loads(results.read_text(encoding="utf-8"))
+        rows = [
+            f"| {e['length']} | {e['reason']} | - |"
+            if e["reason"]
+            else f"| {e['length']} | {e['loss']:.4f} | {e['stderr'] or math.nan:.4f} |"
+            for e in result["lengths"]
+        ]
+        losses = CARD_LOSSES.format(
+            tokens=result["data"]["tokens"],
+            data=result["data"]["dir"],
+            rope=result["rope"]["kind"],
+            step=result["step"],
+            rows="\n".join(rows),
+        )
+    return CARD.format(
+        license=license,
+        name=config.name,
+        attention=describe_attention(config.attention),
+        step=step,
+        batch_tokens=config.train.batch_tokens,
+        data=config.data.dir,
+        tokenizer=tokenizer,
+        train_len=config.train.seq_len,
+        folder=out.name,
+        options=", trust_remote_code=True" if is_code else "",
+        flags=",trust_remote_code=True" if is_code else "",
+        code=CARD_CODE.format(train_len=config.train.seq_len) if is_code else "",
+        losses=losses,
+        toml=to_toml(config),
+    )
+
+
+# ---------------------------------------------------------------- tokenizer, check, upload
 def convert_tokenizer(tokenizer: tiktoken.Encoding, max_length: int) -> Any:
     """The tiktoken encoding as a fast tokenizer of transformers."""
     transformers = import_transformers()
@@ -194,26 +255,47 @@ def convert_tokenizer(tokenizer: tiktoken.Encoding, max_length: int) -> Any:
 
     converter = TikTokenConverter(pattern=tokenizer._pat_str, extra_special_tokens=[END])
     converter.load_tiktoken_bpe = lambda _: tokenizer._mergeable_ranks  # type: ignore  # from memory, not a file
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END)
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=converter.converted(), bos_token=END, eos_token=END, model_max_length=max_length
+        tokenizer_object=converter.converted(), model_max_length=max_length, padding_side="left", **special
     )
 
 
 @torch.no_grad()
-def check(out: Path, model: GPT, tokenizer: tiktoken.Encoding) -> float:
+def check(out: Path, model: GPT, tokenizer: tiktoken.Encoding, rope: RopeScaling) -> float:
     """The largest difference between the exported model's logits and ours, on random tokens.
 
     Raises:
         UserError: the exported tokenizer gives other tokens than ours.
     """
     transformers = import_transformers()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
-    tokens = transformers.AutoTokenizer.from_pretrained(out).encode(CHECK_TEXT)
+    options = {"dtype": torch.float32, "trust_remote_code": True}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, **options).eval()
+    tokens = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True).encode(CHECK_TEXT)
     if tokens != tokenizer.encode_ordinary(CHECK_TEXT):
         raise UserError(f"{out}: transformers' tokenizer gives other tokens than ours")
     m, length = model.config.model, model.config.train.seq_len
     x = torch.randint(m.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
-    return (theirs(x).logits - model(x)).abs().max().item()
+    return (theirs(x).logits - model(x, rope=rope)).abs().max().item()
+
+
+def push(folder: Path, name: str) -> str:
+    """Upload the folder as a model repository of the Hugging Face hub; its address.
+
+    Raises:
+        UserError: no network, no token, a bad name, or the hub refuses.
+    """
+    import httpx
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        address = str(api.create_repo(name, exist_ok=True))
+        api.upload_folder(repo_id=name, folder_path=folder)
+        return address
+    except (OSError, ValueError, httpx.HTTPError) as e:
+        reason = " ".join(str(e).split())[:200] or type(e).__name__
+        raise UserError(f"--push {name}: {folder} is written but not uploaded: {reason}") from None
 
 
 if __name__ == "__main__":

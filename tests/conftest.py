@@ -105,3 +105,28 @@ def save_run(folder: Path, config: Any, model: Any, step: int = 1) -> Path:
     state |= {"optimizers": [], "validation": {}, "guard": {}, "rng": [], "data": {"tokenizer": "bytes"}}
     save_checkpoint(folder, state, keep_last=9)
     return folder
+
+
+FAMILIES = {  # overrides of models that transformers has, too
+    "llama": ["--model.norm", "rmsnorm", "--model.mlp", "swiglu", "--model.mlp-hidden", "48"],
+    "llama grouped": ["--model.norm", "rmsnorm", "--model.mlp", "swiglu", "--model.n-kv-head", "1"],
+    "neox": ["--model.gelu", "tanh"],
+    "neox exact": ["--model.gelu", "exact"],
+}
+
+
+def make_byte_run(tiny_config: Path, *overrides: str) -> Path:
+    """A run of a byte-level model with random weights, norms and biases too."""
+    import torch
+
+    from config import load_config
+    from model import GPT
+
+    common = ["--model.vocab-size", "257", "--model.rope-theta", "5000.0"]
+    config = load_config(tiny_config, [*common, *overrides])
+    torch.manual_seed(0)
+    model = GPT(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn(p.shape))
+    return save_run(config.run_dir, config, model)

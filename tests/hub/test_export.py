@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
-from conftest import save_run
+from attention_cases import OPTIONS
+from conftest import FAMILIES, make_byte_run
 
-from config import load_config
 from data.tokenizer import get_tokenizer
 from hub import export
 from infra.cli import UserError
-from model import GPT
-
-FAMILIES = {
-    "llama": ["--model.norm", "rmsnorm", "--model.mlp", "swiglu", "--model.mlp-hidden", "48"],
-    "llama grouped": ["--model.norm", "rmsnorm", "--model.mlp", "swiglu", "--model.n-kv-head", "1"],
-    "neox": ["--model.gelu", "tanh"],
-    "neox exact": ["--model.gelu", "exact"],
-}
-
-
-def make_run(tiny_config: Path, *overrides: str) -> Path:
-    """A run with random weights, norms and biases too."""
-    config = load_config(
-        tiny_config, ["--model.vocab-size", "257", "--model.rope-theta", "5000.0", *overrides]
-    )
-    torch.manual_seed(0)
-    model = GPT(config)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.3 * torch.randn(p.shape))
-    return save_run(config.run_dir, config, model)
+from positions import RopeKind, RopeScaling
+from training.checkpoint import load_model
 
 
 @pytest.mark.parametrize("tie", ["true", "false"])
@@ -44,7 +28,7 @@ def test_transformers_gives_the_same_logits(family, bias, tie, tiny_config, call
     """Loading is strict, so equal logits also mean that each weight is written, and written once."""
     pytest.importorskip("transformers")
     out = tiny_config.with_name("out")
-    run = make_run(tiny_config, *family, "--model.bias", bias, "--model.tie-embeddings", tie)
+    run = make_byte_run(tiny_config, *family, "--model.bias", bias, "--model.tie-embeddings", tie)
     call(export, run, out, "--check")
     assert float(capsys.readouterr().out.split("between the logits: ")[1]) <= 1e-4
     files = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -74,30 +58,142 @@ def test_exported_tokenizer_gives_the_same_tokens(name, tmp_path):
 
 def test_one_line_without_transformers(tiny_config, call, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    run, out = make_run(tiny_config), tiny_config.with_name("out")
+    run, out = make_byte_run(tiny_config), tiny_config.with_name("out")
     with pytest.raises(UserError, match="^transformers is not installed: pip install -r requirements-hub"):
         call(export, run, out)
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ("--attention.normaliser ssmax", "attention is ssmax.*: transformers has plain softmax"),
-        ("--attention.reweight-p 3", "reweight_p = 3"),
-        ("--attention.scores cosine", "scores = cosine"),
-        ("--model.norm rmsnorm", "model.norm = rmsnorm, model.mlp = gelu: expected rmsnorm and swiglu"),
-        ("--train.loss logit_norm", "train.loss = logit_norm"),
-        ("--model.n-kv-head 1", "GPT-NeoX has no grouped-query heads"),
-    ],
-)
-def test_models_without_a_counterpart(overrides, message, tiny_config):
-    with pytest.raises(UserError, match=message):
-        export.choose_architecture(load_config(tiny_config, overrides.split()))
+# ---------------------------------------------------------------- models with the repo's own code
+
+# Runs without this repo on its path: every folder's logits at 1x and 4x, with left padding, in bfloat16, and
+# 50 greedy tokens, into one file.
+LOAD_ALL = """
+import sys, torch, transformers
+transformers.utils.logging.set_verbosity_error()
+torch.set_grad_enabled(False)
+results = {}
+for folder, rope, n_prompt in eval(sys.argv[2]):
+    options = {"rope": rope, "rope_base": 5e5 if rope == "theta" else None, "output_loading_info": True}
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model, info = load(folder, trust_remote_code=True, **options)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    results[folder, rope] = found = {}
+    tokens, labels = torch.load(sys.argv[1]), None
+    for length in (64, 256):
+        try:
+            found[length] = model(tokens[:, :length]).logits
+        except ValueError as e:
+            found[length] = str(e)
+    prompt = tokens[:1, :n_prompt]
+    greedy = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None}
+    found["tokens"] = model.generate(prompt, **greedy)
+    padded = torch.cat((torch.zeros(2, 5, dtype=int), tokens[:, :9]), 1)
+    mask = torch.ones_like(padded)
+    mask[0, :5] = 0
+    found["padded"] = model(padded, attention_mask=mask).logits[0, 5:]
+    found["bare"] = model(tokens[:1, :9]).logits[0]
+    a = model.generate(padded, attention_mask=mask, **greedy | {"max_new_tokens": 9})[0, 5:]
+    b = model.generate(padded[:1, 5:], **greedy | {"max_new_tokens": 9})[0]
+    assert torch.equal(a, b), folder
+    model.bfloat16()
+    found["bfloat16"] = model(tokens[:, :64]).logits
+assert not {"model", "attention", "normalisers"} & set(sys.modules)
+torch.save(results, sys.argv[1])
+"""
+
+
+def compare_in_a_fresh_process(cases, tiny_config, call):
+    """Export a model for each (overrides, RoPE scaling), load all elsewhere, compare with ours."""
+    pytest.importorskip("transformers")
+    tokens = torch.randint(257, (2, 256), generator=torch.Generator().manual_seed(1))
+    file, listed, runs = tiny_config.with_name("results.pt"), [], []
+    torch.save(tokens, file)
+    for i, (overrides, rope) in enumerate(cases):
+        out = tiny_config.with_name(f"out{i}")
+        run = make_byte_run(tiny_config, "--train.seq-len", "64", *overrides, "--name", f"run{i}")
+        call(export, run, out, "--code")
+        n_prompt = 14 if '"ssmax_pn"' in overrides else 30  # with 50 new tokens: its longest, or beyond 64
+        listed.append((str(out), rope, n_prompt))
+        runs.append(run)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"HF_HOME": str(tiny_config.with_name("hf")), "HF_HUB_OFFLINE": "1"}
+    arguments = [sys.executable, "-c", LOAD_ALL, str(file), repr(listed)]
+    subprocess.run(arguments, cwd=tiny_config.parent, env=environment, check=True)
+    results = torch.load(file)
+    for run, (out, rope, n_prompt), (overrides, _) in zip(runs, listed, cases, strict=True):
+        model, found = load_model(run).model, results[out, rope]
+        scaling = RopeScaling(rope, 5e5 if rope == "theta" else None)
+        with torch.no_grad():
+            for length in (64, 256):
+                if length == 256 and '"ssmax_pn"' in overrides:
+                    assert "learned for at most" in found[256]
+                    continue
+                ours = model(tokens[:, :length], rope=scaling)
+                difference = (found[length] - ours).abs().max() / max(1, ours.abs().max())
+                assert difference <= 1e-4, (overrides, length)
+        ours = model.generate(tokens[:1, :n_prompt], 50, temperature=0, rope=scaling)
+        assert torch.equal(found["tokens"], ours), overrides
+        difference = (found["padded"] - found["bare"]).abs().max() / max(1, found["bare"].abs().max())
+        assert difference <= 1e-4, overrides
+        assert (found["bfloat16"] - found[64]).abs().mean() <= 0.2, overrides
+
+
+def flags(options: dict[str, object]) -> list[str]:
+    return [text for key, value in options.items() for text in (f"--attention.{key}", json.dumps(value))]
+
+
+def test_exported_models_are_ours(tiny_config, call):
+    lssar = flags({"normaliser": "lssa", "reweight_p": 15})
+    llama_like = [*FAMILIES["llama"], "--model.tie-embeddings", "false", "--model.bias", "false"]
+    cases = [
+        ([*lssar, *llama_like], "ntk"),
+        ([*flags({"normaliser": "ssmax_pn"}), "--model.n-kv-head", "1"], "none"),
+        (flags({"normaliser": "sigmoid", "bias": "log_len"}), "linear"),
+    ]
+    compare_in_a_fresh_process(cases, tiny_config, call)
+
+
+@pytest.mark.slow
+def test_every_normaliser_and_scaling_leaves(tiny_config, call):
+    lssar = flags({"normaliser": "lssa", "reweight_p": 15})
+    cases = [(flags(options), "ntk") for options in OPTIONS]
+    cases += [(lssar, rope) for rope in get_args(RopeKind)]
+    cases += [([*lssar, "--train.loss", loss], "ntk") for loss in ("norm_softmax", "logit_norm")]
+    compare_in_a_fresh_process(cases, tiny_config, call)
 
 
 def test_only_a_new_folder_is_written(tiny_config, call):
     pytest.importorskip("transformers")
-    run = make_run(tiny_config)
+    run = make_byte_run(tiny_config)
     with pytest.raises(UserError, match="exists; expected a new folder"):
         call(export, run, run)
+
+
+def test_card_and_upload(tiny_config, call, capsys, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    run, uploads = make_byte_run(tiny_config, "--attention.normaliser", "lssa"), []
+    lengths = [{"length": 16, "reason": None, "loss": 1.23456, "stderr": 0.01}]
+    lengths += [{"length": 32, "reason": "rejected"}]
+    result = {"lengths": lengths, "rope": {"kind": "ntk"}, "step": 1, "data": {"tokens": 512, "dir": "d"}}
+    (run / "eval_length.json").write_text(json.dumps(result))
+
+    class Fake:
+        def create_repo(self, name, exist_ok):
+            return f"https://fake/{name}"
+
+        def upload_folder(self, repo_id, folder_path):
+            uploads.append((repo_id, {path.name for path in folder_path.iterdir()}))
+
+    monkeypatch.setattr(hub, "HfApi", Fake)
+    call(export, run, tiny_config.with_name("out"), "--push", "me/lssa", "--license", "cc-by-4.0")
+    assert capsys.readouterr().out.endswith("uploaded to https://fake/me/lssa\n")
+    ((name, files),) = uploads
+    assert name == "me/lssa" and {"README.md", "hub_modeling.py", "model.safetensors"} <= files
+    card = tiny_config.with_name("out").joinpath("README.md").read_text()
+    for line in ("license: cc-by-4.0", "| 16 | 1.2346 | 0.0100 |", "| 32 | rejected | - |", "[attention]"):
+        assert line in card.splitlines()
+    monkeypatch.undo()
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="^--push me/lssa: .* is written but not uploaded: .*offline"):
+        export.push(tiny_config.with_name("out"), "me/lssa")

@@ -1,0 +1,151 @@
+"""A trained model as transformers loads it. `hub.export` copies this file and all that it imports.
+
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, rope="ntk")
+
+The model is the training code's `GPT`: the same normalisers, engines and positions. In padded batches n
+counts real keys only. RoPE's scaling is chosen in the config (`rope`, `rope_base`, `rope_length`, see
+`RopeScaling`): for the positions present, in `generate` for the final length, or always for `rope_length`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from attention import mask_spans
+from config import config_from_dict
+from infra.cli import UserError
+from model import GPT, KVCache
+from positions import RopeScaling
+
+
+class NormaliserGPTConfig(PreTrainedConfig):
+    """config.json: the run's config, the RoPE scaling, and the sizes under transformers' names."""
+
+    model_type = "normaliser_gpt"
+
+    gpt: dict[str, Any] | None = None  # sections of `config.Config`
+    rope: str = "none"
+    rope_base: float | int | None = None
+    rope_length: int | None = None
+    vocab_size: int = 0
+    hidden_size: int = 0
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 0
+    max_position_embeddings: int = 0  # the training length
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    use_cache: bool = True
+
+
+class HubCache(KVCache):
+    """A cache of transformers, or none, in the place of a `KVCache`."""
+
+    def __init__(self, cache: Cache | None) -> None:
+        self.cache = cache
+        self.length = 0 if cache is None else int(cache.get_seq_length())
+        self.spans = None
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        end = self.length + k.shape[2]
+        if self.cache is not None:
+            k, v = self.cache.update(k, v, layer)
+        return k[:, :, :end], v[:, :, :end]  # a static cache returns all of its room
+
+
+class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = NormaliserGPTConfig
+    _no_split_modules = ["Block"]
+
+    def __init__(self, config: NormaliserGPTConfig) -> None:
+        super().__init__(config)
+        self.gpt = GPT(config_from_dict(config.gpt or {}, "config.json"))
+        for block in self.gpt.blocks:  # resolved at each call: the device is not known yet
+            block.attention.engine = "auto"  # type: ignore[union-attr, assignment]
+        # The output layer, and SSMax's p_n: one vector for all layers.
+        tied = {"gpt.lm_head.weight": "gpt.embedding.weight"} if config.tie_word_embeddings else {}
+        p_n = [f"gpt.{name}" for name in self.gpt.state_dict() if name.endswith(".p_n")]
+        self._tied_weights_keys = tied | {name: p_n[0] for name in p_n[1:]}
+        self.final_length: int | None = None  # of the sequence that `generate` is extending
+        self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """Nothing: `GPT` has initialised itself."""
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        return dict(self._tied_weights_keys)
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.gpt.embedding
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.gpt.lm_head
+
+    def create_masks_for_generate(self, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+        """The padding mask itself, in the place of transformers' 4D masks for a static cache."""
+        return attention_mask
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool = True,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits of the last `logits_to_keep` positions (0: all); with labels the mean loss in nats.
+
+        Args:
+            input_ids: (B, T) int64, those that follow the cache's content.
+            attention_mask: (B, cached + T), 0 at padding, on the left or right.
+            labels: (B, T), input_ids or -100; position t is compared with labels[t + 1].
+        Raises:
+            UserError: padding inside a sequence, or a cache for a model that can have none.
+        """
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if (past_key_values is not None or use_cache) and not self.gpt.cacheable:
+            raise UserError("use_cache: weights that depend on the number of all keys need use_cache=False")
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        cache = HubCache(past_key_values)
+        if attention_mask is not None:
+            expected = (input_ids.shape[0], cache.length + input_ids.shape[1])
+            if attention_mask.shape != expected:
+                raise UserError(f"attention_mask: shape {tuple(attention_mask.shape)}, expected {expected}")
+            cache.spans = mask_spans(attention_mask)
+        length = self.config.rope_length or self.final_length
+        rope = RopeScaling(self.config.rope, self.config.rope_base, length)  # type: ignore[arg-type]
+        unused = past_key_values is None and cache.spans is None
+        hidden = self.gpt.hidden(input_ids, rope, None if unused else cache)
+        logits = self.gpt.logits(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return output if return_dict else output.to_tuple()
+
+    def generate(  # type: ignore[override]
+        self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any
+    ) -> Any:
+        """transformers' `generate`, with RoPE scaled for the final length from the first token on."""
+        prompt, options = kwargs.get("input_ids", inputs), generation_config or self.generation_config
+        n_new = kwargs.get("max_new_tokens", options.max_new_tokens)
+        self.final_length = kwargs.get("max_length", options.max_length)
+        if n_new is not None and prompt is not None:
+            self.final_length = prompt.shape[1] + n_new
+        try:
+            return super().generate(inputs, generation_config, **kwargs)  # type: ignore[misc]
+        finally:
+            self.final_length = None
