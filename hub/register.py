@@ -1,0 +1,117 @@
+"""Our normalisers inside models of transformers: an attention function for `attn_implementation`.
+
+    from hub.register import learned_parameters, register
+
+    register("lssar", AttentionConfig(normaliser="lssa", reweight_p=15))
+    model = AutoModelForCausalLM.from_pretrained("any Llama, Qwen3, GPT-NeoX", attn_implementation="lssar")
+
+For causal models that call transformers' AttentionInterface: grouped-query heads, padding on the left or
+right (n counts real keys), dynamic and static caches. The weights are the normaliser's definition on the
+engine that `attend` picks; positions, QK-norm and the scale of the scores stay the model's. Rejected: sliding
+windows, packed sequences, soft-capped scores, the model's own sinks, dropout.
+
+A normaliser with learned parameters (SSMax's s) becomes a submodule `normaliser` of each attention layer.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attention import attend, make_normaliser, mask_spans
+from config import AttentionConfig
+from hub.native import import_transformers
+from infra.cli import UserError
+
+REJECTED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
+
+
+def register(name: str, options: AttentionConfig, train_len: int = 0) -> None:
+    """Make `attn_implementation=name` run this normaliser.
+
+    Args:
+        train_len: L of the formulas that use it; 0: the model's max_position_embeddings.
+    """
+    transformers = import_transformers()
+    from transformers.masking_utils import causal_mask_function
+
+    definition = options.definition
+
+    def make_mask(
+        q_length: int,
+        kv_length: int,
+        q_offset: int | Tensor = 0,
+        kv_offset: int = 0,
+        mask_function: Any = causal_mask_function,
+        attention_mask: Tensor | None = None,
+        batch_size: int = 1,
+        **_: Any,
+    ) -> Tensor | None:
+        """What `attention` gets as its mask, made once for all layers: (B, 1, 1, 3) integers, each sequence's
+        span of real keys, and the number of keys present (a static cache has more room). None: all keys."""
+        if mask_function is not causal_mask_function or kv_offset:
+            raise UserError(
+                f"attn_implementation {name!r}: expected causal attention to all keys, in one sequence"
+            )
+        n_keys = int(q_offset) + q_length
+        spans = None if attention_mask is None else mask_spans(attention_mask[:, :n_keys])
+        if spans is None and kv_length == n_keys:
+            return None
+        return torch.tensor([(*span, n_keys) for span in spans or [(0, n_keys)] * batch_size])[:, None, None]
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """query (B, H, Tq, D), key and value (B, H or fewer, Tk, D) to (B, Tq, H, D), and no weights."""
+        found = [option for option in REJECTED if others.get(option) is not None]
+        if found or dropout:
+            raise UserError(f"attn_implementation {name!r}: cannot run with {', '.join(found) or 'dropout'}")
+        spans = None
+        if attention_mask is not None:
+            if attention_mask.shape[-1] != 3 or attention_mask.is_floating_point():
+                raise UserError(f"attn_implementation {name!r}: expected a padding mask, (batch, length)")
+            values = attention_mask[:, 0, 0].tolist()
+            spans, n_keys = [(start, stop) for start, stop, _ in values], values[0][2]
+            key, value = key[:, :, :n_keys], value[:, :, :n_keys]
+        n_head, head_dim = query.shape[1], query.shape[3]
+        factor = 1.0 if scaling is None else scaling * math.sqrt(head_dim)
+        if not math.isclose(factor, 1.0):
+            query = query * factor  # so that x = scaling q.k, where the formulas have q.k / sqrt(d)
+        present: Any = getattr(module, "normaliser", None)
+        if present is None or (present.definition, present.reweight_p) != (definition, options.reweight_p):
+            config: Any = module.config
+            length = train_len or config.max_position_embeddings
+            module.normaliser = make_normaliser(options, n_head, head_dim, length).to(query.device)
+        out = attend(query, key, value, module.normaliser, spans=spans)  # type: ignore[arg-type]
+        return out.transpose(1, 2).contiguous(), None
+
+    transformers.AttentionInterface.register(name, attention)
+    transformers.AttentionMaskInterface.register(name, make_mask)
+
+
+def learned_parameters(model: Any, folder: str | Path | None = None) -> list[nn.Parameter]:
+    """The normalisers' learned parameters, for an optimiser: all layers have them after a first forward pass.
+
+    Args:
+        folder: read their values from what `model.save_pretrained` wrote there; from_pretrained does not.
+    """
+    with torch.no_grad():
+        model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    if folder is not None:
+        from safetensors.torch import load_file
+
+        for path in Path(folder).glob("*.safetensors"):
+            learned = {key: t for key, t in load_file(path).items() if ".normaliser." in key}
+            model.load_state_dict(learned, strict=False)
+    return [p for key, p in model.named_parameters() if ".normaliser." in key]
