@@ -390,7 +390,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     path = Path(path)
     values, sweeps = _read_file(path, ())
     values.setdefault("name", (path.stem, str(path)))
-    chosen = _parse_overrides(overrides or [])
+    chosen = parse_overrides(overrides or [])
     values |= {key: (value, "command line") for key, value in chosen.items()}
     missing = [sorted(sweep.keys() - chosen.keys()) for sweep in sweeps]
     if all(missing):
@@ -410,7 +410,7 @@ def expand_sweep(path: str | Path, overrides: list[str] | None = None) -> list[l
     Raises:
         UserError: the file cannot be read, or a key has no list of values.
     """
-    path, chosen = Path(path), _parse_overrides(overrides or [])
+    path, chosen = Path(path), parse_overrides(overrides or [])
     runs = []
     for sweep in _read_file(path, ())[1]:
         left = [[(key, value) for value in values] for key, values in sweep.items() if key not in chosen]
@@ -549,7 +549,7 @@ def _nest(values: Values) -> dict[str, Any]:
     return nested
 
 
-def _parse_overrides(args: list[str]) -> dict[str, Any]:
+def parse_overrides(args: list[str]) -> dict[str, Any]:
     values, rest = {}, list(args)
     while rest:
         arg = rest.pop(0)
