@@ -1,0 +1,57 @@
+"""lm-evaluation-harness on an exported model: its scores are our own loss arithmetic."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_byte_run
+
+from hub import export
+from positions import RopeScaling
+from training.checkpoint import load_model
+
+TASKS = Path(export.__file__).parent / "tasks"
+LSSAR = ["--attention.normaliser", "lssa", "--attention.reweight-p", "15", "--train.seq-len", "64"]
+
+
+@pytest.mark.slow
+def test_harness_scores_are_our_losses(tiny_config, call, tmp_path):
+    pytest.importorskip("lm_eval")
+    run, out = make_byte_run(tiny_config, *LSSAR), tmp_path / "out"
+    call(export, run, out)
+    texts = [("def f(x):\n    return x + 1\n" * 20)[:512], ("class A:\n    pass\n\n" * 40)[:512]]
+    items = [{"ctx": "def f(x", "endings": ["):", "the cat"], "label": 0}]
+    items += [{"ctx": "a", "endings": ["b", "c"], "label": 1}]
+    (tmp_path / "data").mkdir()
+    for name, records in (("text", [{"text": text} for text in texts]), ("choice", items)):
+        (tmp_path / f"data/{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    model = load_model(run).model
+    for length in (64, 256):
+        arguments = f"pretrained={out},trust_remote_code=True,rope=ntk,max_length={length}"
+        command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", arguments]
+        command += ["--tasks", "local_text,local_choice", "--include_path", TASKS, "--batch_size", "1"]
+        environment = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+        command += ["--device", "cpu", "--output_path", tmp_path / f"scores{length}", "--log_samples"]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.DEVNULL)
+        (file,) = (tmp_path / f"scores{length}").glob("*/results_*.json")
+        results = json.loads(file.read_text())["results"]
+        stream = torch.tensor([[256, *text.encode()] for text in texts])
+        x, y = stream[:, :-1].reshape(-1, length), stream[:, 1:].reshape(-1, length)
+        loss = model.token_losses(x, y, rope=RopeScaling("ntk")).mean().item()
+        assert results["local_text"]["bits_per_byte,none"] * math.log(2) == pytest.approx(loss, abs=1e-4)
+        right = 0
+        for item in items:
+            scores = []
+            for ending in item["endings"]:
+                tokens = torch.tensor([[256, *item["ctx"].encode(), 32, *ending.encode()]])
+                losses = model.token_losses(tokens[:, :-1], tokens[:, 1:])[0]
+                scores.append(losses[-len(ending) - 1 :].sum().item())
+            right += scores.index(min(scores)) == item["label"]
+        assert results["local_choice"]["acc,none"] == right / len(items)
