@@ -30,15 +30,16 @@ def test_harness_scores_are_our_losses(tiny_config, call, tmp_path):
     items = [{"ctx": "def f(x", "endings": ["):", "the cat"], "label": 0}]
     items += [{"ctx": "a", "endings": ["b", "c"], "label": 1}]
     (tmp_path / "data").mkdir()
-    for name, records in (("text", [{"text": text} for text in texts]), ("choice", items)):
+    files = {"text": [{"text": text} for text in texts], "choice": items, "last_word": [{"text": "a b cd"}]}
+    for name, records in files.items():
         (tmp_path / f"data/{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     model = load_model(run).model
     for length in (64, 256):
         arguments = f"pretrained={out},trust_remote_code=True,rope=ntk,max_length={length}"
         command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", arguments]
-        command += ["--tasks", "local_text,local_choice", "--include_path", TASKS, "--batch_size", "1"]
+        command += ["--tasks", "local_text,local_choice,local_last_word", "--include_path", TASKS]
         environment = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-        command += ["--device", "cpu", "--output_path", tmp_path / f"scores{length}", "--log_samples"]
+        command += ["--batch_size", "1", "--device", "cpu", "--output_path", tmp_path / f"scores{length}"]
         subprocess.run(command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.DEVNULL)
         (file,) = (tmp_path / f"scores{length}").glob("*/results_*.json")
         results = json.loads(file.read_text())["results"]
@@ -46,12 +47,14 @@ def test_harness_scores_are_our_losses(tiny_config, call, tmp_path):
         x, y = stream[:, :-1].reshape(-1, length), stream[:, 1:].reshape(-1, length)
         loss = model.token_losses(x, y, rope=RopeScaling("ntk")).mean().item()
         assert results["local_text"]["bits_per_byte,none"] * math.log(2) == pytest.approx(loss, abs=1e-4)
-        right = 0
-        for item in items:
-            scores = []
-            for ending in item["endings"]:
-                tokens = torch.tensor([[256, *item["ctx"].encode(), 32, *ending.encode()]])
-                losses = model.token_losses(tokens[:, :-1], tokens[:, 1:])[0]
-                scores.append(losses[-len(ending) - 1 :].sum().item())
-            right += scores.index(min(scores)) == item["label"]
-        assert results["local_choice"]["acc,none"] == right / len(items)
+
+        def continuation_loss(context, text):  # lm-evaluation-harness puts a space between them
+            tokens = torch.tensor([[256, *context.encode(), 32, *text.encode()]])
+            losses = model.token_losses(tokens[:, :-1], tokens[:, 1:])[0]
+            return losses[-len(text) - 1 :].sum().item()
+
+        scores = [[continuation_loss(item["ctx"], ending) for ending in item["endings"]] for item in items]
+        right = [s.index(min(s)) == item["label"] for s, item in zip(scores, items, strict=True)]
+        assert results["local_choice"]["acc,none"] == sum(right) / len(right)
+        perplexity = results["local_last_word"]["perplexity,none"]
+        assert math.log(perplexity) == pytest.approx(continuation_loss("a b", "cd"), abs=1e-3)
