@@ -88,6 +88,9 @@ for folder, rope, n_prompt in eval(sys.argv[2]):
     prompt = tokens[:1, :n_prompt]
     greedy = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None}
     found["tokens"] = model.generate(prompt, **greedy)
+    if model.config.use_cache:
+        static = model.generate(prompt, cache_implementation="static", **greedy)
+        assert torch.equal(static, found["tokens"]), folder
     padded = torch.cat((torch.zeros(2, 5, dtype=int), tokens[:, :9]), 1)
     mask = torch.ones_like(padded)
     mask[0, :5] = 0
