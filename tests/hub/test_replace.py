@@ -10,6 +10,8 @@ import torch
 from conftest import make_byte_run
 
 from hub import export, replace
+from hub.import_ import load_native
+from hub.register import learned_parameters
 from infra.cli import UserError
 from positions import RopeScaling
 from training.checkpoint import load_model
@@ -25,7 +27,8 @@ def test_replacement(tiny_config, call, capsys):
     call(export, run, out)
     common = [out, "--val-text", text, "--train-text", text, "--tokens", 512, "--batch", 4, "--out", file]
 
-    call(replace, *common, "--normaliser", "ssmax", "--scale-init", "auto", "--steps", 8, "--lr", 0.01)
+    saved, ssmax = tiny_config.with_name("saved"), ["--normaliser", "ssmax", "--scale-init", "auto"]
+    call(replace, *common, *ssmax, "--steps", 8, "--lr", 0.01, "--save", saved)
     result = json.loads(file.read_text())
     losses = result["losses"]
     stream, model = torch.tensor(list(TEXT[:513].encode())), load_model(run).model
@@ -38,6 +41,11 @@ def test_replacement(tiny_config, call, capsys):
     s = 16 / sum(math.log(n) for n in range(1, 17))
     assert f"scale_init = {s}"[:18] in result["normaliser"]
     assert "fine-tuned" in capsys.readouterr().out
+    loaded, _ = load_native(str(saved), attn_implementation="replacement")
+    assert [p.tolist() for p in learned_parameters(loaded, saved)] == result["learned"]
+    x, y = stream[:-1].view(-1, 16), stream[1:].view(-1, 16)
+    with torch.no_grad():
+        assert replace.next_token_loss(loaded, x, y).item() == pytest.approx(losses["fine-tuned"]["16"][0])
 
     call(replace, *common, "--normaliser", "softmax", "--steps", 0)  # replaced by itself
     losses = json.loads(file.read_text())["losses"]
