@@ -149,12 +149,15 @@ def our_imports(text: str) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             found |= {name for name in names if module_path(name).is_file()}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if module_path(alias.name).is_file()}
     return found
 
 
 def make_relative(text: str, modules: set[str]) -> str:
-    """The text with `from module import` of these modules relative, for a folder of flat files."""
+    """The text with the imports of these modules relative, for a folder of flat files."""
     for module in modules:
+        text = re.sub(rf"^(\s*)import {module}\b", rf"\1from . import {module}", text, flags=re.M)
         text = re.sub(
             rf"^(\s*)from {re.escape(module)} import ", rf"\1from .{flat(module)} import ", text, flags=re.M
         )

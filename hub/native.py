@@ -33,11 +33,12 @@ def import_transformers() -> Any:
 
 def choose_architecture(config: Config) -> str | None:
     """ "llama" or "gpt_neox"; None: neither computes what this model does."""
-    is_softmax = config.attention.definition == Softmax() and not config.attention.reweight_p
-    if not is_softmax or config.train.loss != "softmax":
+    m, a = config.model, config.attention
+    is_softmax = a.definition == Softmax() and not a.reweight_p and config.train.loss == "softmax"
+    if not is_softmax or m.position != "rope" or m.attention_gate:
         return None
-    architecture = ARCHITECTURES.get((config.model.norm, config.model.mlp))
-    grouped = config.model.kv_heads < config.model.n_head
+    architecture = ARCHITECTURES.get((m.norm, m.mlp))
+    grouped = m.kv_heads < m.n_head
     return None if grouped and architecture == "gpt_neox" else architecture
 
 

@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from attention import attend, make_normaliser, mask_spans
 from config import AttentionConfig
 from hub.native import import_transformers
 from infra.cli import UserError
+from model import NORM_EPS
 
 REJECTED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
 
@@ -94,6 +96,8 @@ def register(name: str, options: AttentionConfig, train_len: int = 0) -> None:
             length = train_len or config.max_position_embeddings
             module.normaliser = make_normaliser(options, n_head, head_dim, length).to(query.device)
         out = attend(query, key, value, module.normaliser, spans=spans)  # type: ignore[arg-type]
+        if definition.output_norm:
+            out = F.rms_norm(out, (head_dim,), eps=NORM_EPS)
         return out.transpose(1, 2).contiguous(), None
 
     transformers.AttentionInterface.register(name, attention)

@@ -14,8 +14,10 @@ import torch
 from attention_cases import OPTIONS
 from conftest import FAMILIES, make_byte_run
 
+from config import load_config
 from data.tokenizer import get_tokenizer
 from hub import export
+from hub.native import choose_architecture
 from infra.cli import UserError
 from positions import RopeKind, RopeScaling
 from training.checkpoint import load_model
@@ -152,9 +154,21 @@ def test_exported_models_are_ours(tiny_config, call):
     cases = [
         ([*lssar, *llama_like], "ntk"),
         ([*flags({"normaliser": "ssmax_pn"}), "--model.n-kv-head", "1"], "none"),
-        (flags({"normaliser": "sigmoid", "bias": "log_len"}), "linear"),
+        ([*flags({"normaliser": "sigmoid", "bias": "log_len"}), "--model.position", "alibi"], "linear"),
     ]
     compare_in_a_fresh_process(cases, tiny_config, call)
+
+
+def test_native_only_where_exact(tiny_config):
+    changes = ["--model.position=alibi", "--model.attention-gate=true", "--attention.output-norm=true"]
+    changes += [
+        "--model.n-kv-head=1",
+        "--attention.scores=cosine",
+        "--train.loss=logit_norm",
+        "--model.norm=rmsnorm",
+    ]
+    assert choose_architecture(load_config(tiny_config)) == "gpt_neox"
+    assert [choose_architecture(load_config(tiny_config, [change])) for change in changes] == [None] * 7
 
 
 @pytest.mark.slow
@@ -162,6 +176,9 @@ def test_every_normaliser_and_scaling_leaves(tiny_config, call):
     lssar = flags({"normaliser": "lssa", "reweight_p": 15})
     cases = [(flags(options), "ntk") for options in OPTIONS]
     cases += [(lssar, rope) for rope in get_args(RopeKind)]
+    positions = [["--model.position", name] for name in ("p_rope", "none", "alibi")]
+    cases += [([*some, *each], "ntk") for some in (lssar, []) for each in positions]
+    cases += [([*lssar, "--model.attention-gate", "true", "--attention.output-norm", "true"], "yarn")]
     cases += [([*lssar, "--train.loss", loss], "ntk") for loss in ("norm_softmax", "logit_norm")]
     compare_in_a_fresh_process(cases, tiny_config, call)
 
