@@ -22,10 +22,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from config import AttentionConfig
 from engines import blockwise, dense, sdpa
 from engines.base import NormaliserModule
 from infra.cli import UserError
+from schema import AttentionConfig
 
 Engine = Literal["auto", "dense", "rows", "sdpa", "triton"]
 

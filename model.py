@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention import Engine, attend, describe_engine, make_normaliser, resolve_engine
-from config import Config, ModelConfig, TrainConfig
 from infra.cli import UserError
 from normalisers import Phi
 from positions import UNSCALED, RopeScaling, SplitAndRotate, rope_tables
+from schema import Config, ModelConfig, TrainConfig
 
 INIT_STD = 0.02
 NORM_EPS = 1e-5

@@ -1,7 +1,7 @@
 """Normalisers of other papers, to compare with: the same small classes as in normalisers.py.
 
 x = q.k / sqrt(d) unless `scores`, `scale` or `length_scale` say otherwise; n = number of keys the query sees.
-What a docstring does not restrict was checked against its paper or its authors' code.
+Formulas that were not checked against the paper's text say so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,49 @@ from pydantic import Field
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from normalisers import Normaliser, RowContext, Scaled, Softmax, l1_normalise
+from normalisers import Bias, Normaliser, Phi, PhiName, RowContext, Scaled, Softmax, l1_normalise
+
+
+class Sigmoid(Phi, name="sigmoid"):
+    """sigmoid(x - ln n), or - ln L with L the training length or all keys. (Ramapuram et al. 2024)
+
+    With l1 a row of LSSAR's Table 4. With bias = "log_len" a row's weights depend on keys that it does not
+    see, through their number.
+    """
+
+    phi: PhiName = "sigmoid"
+    l1: bool = False
+    bias: Bias = "log_n"
+
+
+class ReluLi(Phi, name="relu_li"):
+    """relu(x) / sum relu(x). (Li et al. 2022)"""
+
+    phi: PhiName = "relu"
+
+
+class ReluWortsman(Phi, name="relu_wortsman"):
+    """relu(x) / L, L the training length (or n). (Wortsman et al. 2023)"""
+
+    phi: PhiName = "relu"
+    l1: Literal[False] = False
+    divide_by: Literal["train_len", "n"] = Field(
+        "train_len", description="The divisor: training length or visible keys."
+    )
+
+    def divisor(self, context: RowContext) -> Tensor | float:
+        return context.n if self.divide_by == "n" else float(context.train_len)
+
+
+class ReluShen(Phi, name="relu_shen"):
+    """relu(x) / (gamma sqrt(n / 2)). (Shen et al. 2023)"""
+
+    phi: PhiName = "relu"
+    l1: Literal[False] = False
+    gamma: float = Field(1.0, gt=0, description="Scale of the divisor.")
+
+    def divisor(self, context: RowContext) -> Tensor | float:
+        return self.gamma * (context.n / 2).sqrt()
 
 
 class ScaleInvariant(Softmax, name="scale_invariant"):

@@ -25,10 +25,11 @@ from typing import NamedTuple
 
 import torch
 
-from config import Config, changed_keys, expand_sweep, load_config, may_change_on_resume
+from config import changed_keys, expand_sweep, load_config
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import StopSignals
 from infra.files import read_jsonl
+from schema import Config, may_change_on_resume
 from training.checkpoint import find_checkpoints
 
 HERE = Path(__file__).resolve().parent

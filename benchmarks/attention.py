@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attention import attend, make_normaliser
-from config import AttentionConfig
 from infra.cli import ArgumentParser, run_main
 from normalisers import NORMALISERS
+from schema import AttentionConfig
 
 LSSAR = AttentionConfig(normaliser="lssa", reweight_p=15)
 CASES: dict[str, tuple[AttentionConfig, str]] = {

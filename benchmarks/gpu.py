@@ -44,11 +44,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import attend, make_normaliser
-from config import AttentionConfig, config_from_dict
+from config import config_from_dict
 from engines import fused
 from engines.fused import Launch, fused_error, phi_attention
 from infra.cli import ArgumentParser, UserError, run_main
 from model import GPT
+from schema import AttentionConfig
 
 Row = dict[str, Any]
 Plan = Iterator[tuple[str, Callable[[], Row]]]  # a row's key, and what measures it

@@ -22,12 +22,13 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import train
-from config import Config, expand_sweep, load_config
+from config import expand_sweep, load_config
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import World, join_world
 from infra.files import write_json
 from normalisers import reweight_naive
 from positions import UNSCALED
+from schema import Config
 from training.run_log import RunLog
 from training.state import TrainState
 

@@ -19,10 +19,11 @@ from collections.abc import Callable
 import torch
 
 import train
-from config import Config, load_config
+from config import load_config
 from data.batches import train_batch
 from infra.cli import ArgumentParser, positive_int, run_main
 from infra.distributed import World, join_world
+from schema import Config
 from training.checkpoint import CheckpointWriter
 from training.optim import set_learning_rates
 from training.run_log import RunLog

@@ -22,7 +22,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attention import describe_attention
-from config import Config
 from data.batches import val_windows
 from data.dataset import TokenStream
 from infra.cli import ArgumentParser, UserError, positive_int
@@ -30,6 +29,7 @@ from infra.distributed import World
 from infra.files import write_json
 from model import GPT
 from positions import RopeKind, RopeScaling
+from schema import Config
 from training.checkpoint import load_model, read_config
 
 FIGURE_SUFFIXES = (".png", ".pdf", ".svg")

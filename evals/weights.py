@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from attention import describe_attention, make_normaliser
-from config import AttentionConfig
 from infra.cli import ArgumentParser, run_main
 from normalisers import NORMALISERS
+from schema import AttentionConfig
 
 HEAD_DIM, TRAIN_LEN, LENGTHS = 64, 1024, (64, 4096)
 N_COLUMNS = 6

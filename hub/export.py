@@ -31,12 +31,13 @@ import tiktoken
 import torch
 
 from attention import describe_attention
-from config import Config, to_toml
+from config import to_toml
 from data.tokenizer import get_tokenizer
 from hub.native import choose_architecture, import_transformers, native_model
 from infra.cli import ArgumentParser, UserError, run_main
 from model import GPT
 from positions import RopeKind, RopeScaling
+from schema import Config
 from training.checkpoint import load_model
 
 END = "<|endoftext|>"

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from config import Config, config_from_dict, to_toml
+from config import config_from_dict, to_toml
 from data.tokenizer import TOKENIZERS, get_tokenizer
 from hub.export import CHECK_TEXT
 from hub.native import ARCHITECTURES, import_transformers, pair_parameters
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import write_atomically
 from model import GPT, NORM_EPS
+from schema import Config
 from training.checkpoint import save_checkpoint
 
 GELU = {"gelu": "exact", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}

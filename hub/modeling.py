@@ -31,7 +31,7 @@ class NormaliserGPTConfig(PreTrainedConfig):
 
     model_type = "normaliser_gpt"
 
-    gpt: dict[str, Any] | None = None  # sections of `config.Config`
+    gpt: dict[str, Any] | None = None  # sections of `schema.Config`
     rope: str = "none"
     rope_base: float | int | None = None
     rope_length: int | None = None

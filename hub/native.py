@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from config import Config
 from infra.cli import UserError
 from model import GPT, NORM_EPS
 from normalisers import Softmax
+from schema import Config
 
 ARCHITECTURES = {("rmsnorm", "swiglu"): "llama", ("layernorm", "gelu"): "gpt_neox"}
 

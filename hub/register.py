@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention import attend, make_normaliser, mask_spans
-from config import AttentionConfig
 from hub.native import import_transformers
 from infra.cli import UserError
 from model import NORM_EPS
+from schema import AttentionConfig
 
 REJECTED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
 

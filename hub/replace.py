@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from tqdm import trange
 
 from attention import describe_attention
-from config import AttentionConfig, config_from_dict, parse_overrides
+from config import config_from_dict, parse_overrides
 from evals.common import mean_and_stderr
 from evals.output import format_stderr, format_table
 from hub.import_ import load_native
@@ -35,6 +35,7 @@ from hub.register import learned_parameters, register
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.files import write_json
 from positions import RopeScaling
+from schema import AttentionConfig
 
 ROPE_KINDS = ("none", "ntk", "theta")  # the scalings that change the base alone
 

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from attention import describe_attention
-from config import Config, changed_keys, load_config
+from config import changed_keys, load_config
 from infra.cli import UserError
 from infra.files import read_jsonl
 from model import GPT
 from normalisers import NormSoftmax
 from papers.tables import TableRow, ancestors_of
+from schema import Config
 
 FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import Config, expand_sweep, load_config
+from config import expand_sweep, load_config
+from schema import Config
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parent / "configs"

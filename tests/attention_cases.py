@@ -17,9 +17,9 @@ from reference import FORMULAS, reference_weights
 from torch import Tensor
 
 from attention import attend, make_normaliser
-from config import AttentionConfig
 from engines.base import NormaliserModule
 from normalisers import NORMALISERS, PhiName
+from schema import AttentionConfig
 
 torch.set_num_threads(1)
 

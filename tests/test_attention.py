@@ -27,9 +27,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from attention import attend, make_normaliser, mask_spans, resolve_engine
-from config import AttentionConfig
 from infra.cli import UserError
 from normalisers import l1_normalise, reweight, softplus
+from schema import AttentionConfig
 
 # 1. The fast engines are the dense one, and all are the float64 one.
 

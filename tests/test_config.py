@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from config import Config, changed_keys, config_from_dict, expand_sweep, load_config, to_toml
+from config import changed_keys, config_from_dict, expand_sweep, load_config, to_toml
 from infra.cli import UserError
+from schema import Config
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from config import AttentionConfig, Config, ModelConfig, TrainConfig
 from infra.cli import UserError
 from model import GPT, KVCache
 from positions import RopeScaling, SplitAndRotate, apply_rope, rope_tables
+from schema import AttentionConfig, Config, ModelConfig, TrainConfig
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 61}
 LSSAR = {"normaliser": "lssa", "reweight_p": 15}

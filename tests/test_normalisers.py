@@ -26,10 +26,10 @@ from reference import FORMULAS, PHI, UNIFORM
 from torch import Tensor
 
 from attention import make_normaliser, resolve_engine
-from config import AttentionConfig
 from engines.base import NormaliserModule
 from infra.cli import UserError
 from normalisers import NORMALISERS, reweight, reweight_naive
+from schema import AttentionConfig
 
 # 1. The dense weights are the formulas.
 

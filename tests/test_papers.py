@@ -14,12 +14,13 @@ import torch
 from torch.nn import functional as F
 
 import train
-from config import TrainConfig, expand_sweep, load_config
+from config import expand_sweep, load_config
 from data.batches import train_batch
 from data.dataset import TokenStream
 from infra.cli import UserError
 from infra.files import read_jsonl
 from model import GPT, scale_logits
+from schema import TrainConfig
 from training.checkpoint import find_checkpoints, load_checkpoint, load_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -17,13 +17,14 @@ import torch
 
 import report
 import sweep
-from config import Config, expand_sweep, load_config, to_toml
+from config import expand_sweep, load_config, to_toml
 from infra.cli import UserError
 from infra.distributed import StopSignals
 from normalisers import Softmax, SSMax
 from papers.figures import all_figures, fit_log, largest_weight
 from papers.runs import FACTORS, FinishedRun, RunIndex, experiment_of, read_runs
 from papers.tables import CONFIGS, PAPERS, read_published, read_rows, read_tables
+from schema import Config
 
 SWEEP = """
 [sweep]

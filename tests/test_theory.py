@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from attention import make_normaliser
-from config import AttentionConfig
 from normalisers import RowContext
+from schema import AttentionConfig
 
 
 def weights(x: Tensor, **options) -> Tensor:

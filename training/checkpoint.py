@@ -29,10 +29,11 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
-from config import Config, config_from_dict
+from config import config_from_dict
 from infra.cli import UserError
 from infra.files import atomic_file
 from model import GPT
+from schema import Config
 
 FORMAT = 3
 KEYS = {"format", "step", "config", "model", "optimizers", "validation", "guard", "rng", "data"}

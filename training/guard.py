@@ -5,8 +5,8 @@ import statistics
 from collections import deque
 from typing import Any
 
-from config import TrainConfig
 from infra.cli import UserError
+from schema import TrainConfig
 
 WINDOW = 128  # accepted steps that an outlier is compared with
 

@@ -5,11 +5,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from config import Config
 from data.batches import train_batch, val_windows
 from data.dataset import IGNORED, TokenStream
 from infra.cli import UserError
 from infra.distributed import World
+from schema import Config
 
 Batch = list[tuple[Tensor, Tensor]]  # micro-batches x, y: (micro, T) int64 each
 

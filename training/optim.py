@@ -5,7 +5,7 @@ import math
 from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
-from config import OptimizerConfig
+from schema import OptimizerConfig
 
 
 def make_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer]:

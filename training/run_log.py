@@ -28,11 +28,12 @@ import numpy
 import torch
 
 from attention import describe_attention
-from config import Config, to_toml
+from config import to_toml
 from data.batches import val_windows
 from infra.cli import UserError
 from infra.distributed import World
 from infra.files import read_jsonl, write_atomically
+from schema import Config
 from training.state import TrainState
 
 

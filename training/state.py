@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from config import Config, changed_keys, config_from_dict, may_change_on_resume
+from config import changed_keys, config_from_dict
 from infra.cli import UserError
 from infra.distributed import StopSignals, World
 from model import GPT
+from schema import Config, may_change_on_resume
 from training.checkpoint import load_model, load_parameters
 from training.guard import Guard
 from training.loader import BatchLoader, open_streams

@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 import attention
 from attention import attend, make_normaliser, resolve_engine
-from config import AttentionConfig
 from infra.cli import UserError
+from schema import AttentionConfig
 
 pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
 

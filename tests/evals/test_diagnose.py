@@ -12,10 +12,10 @@ from test_eval_length import N_BLOCKS, data, make_run, read
 from test_model import make_gpt, random_tokens
 
 import model
-from config import AttentionConfig
 from data.dataset import TokenStream
 from evals import diagnose
 from positions import RopeScaling
+from schema import AttentionConfig
 from training import attention_statistics
 from training.attention_statistics import STATISTICS, layer_statistics, model_statistics
 from training.checkpoint import load_model

@@ -13,7 +13,7 @@ from test_eval_length import read
 from test_model import make_gpt, random_tokens
 from test_sample import prefer_untokenised
 
-from config import Config, config_from_dict
+from config import config_from_dict
 from data.dataset import finish_dataset
 from data.shards import write_shard
 from data.tokenizer import get_tokenizer
@@ -24,6 +24,7 @@ from model import GPT, KVCache
 from papers.runs import FinishedRun, RunIndex
 from positions import RopeScaling
 from report import needle_figures
+from schema import Config
 from training.attention_statistics import attention_mass
 from training.checkpoint import load_model
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from config import AttentionConfig
 from hub.register import learned_parameters, register
 from infra.cli import UserError
+from schema import AttentionConfig
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,8 +11,8 @@ import torch
 from launch import break_at, build, patched_script, records, resume, start
 
 import train
-from config import TrainConfig
 from infra.cli import UserError
+from schema import TrainConfig
 from training.checkpoint import copy_to_cpu, find_checkpoints
 from training.guard import WINDOW, Guard
 from training.run_log import RunLog

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from config import OptimizerConfig, load_config
+from config import load_config
 from model import GPT
+from schema import OptimizerConfig
 from training.optim import lr_factor, make_optimizers, set_learning_rates
 
 

@@ -1,0 +1,403 @@
+"""The schema of a config: every key, its meaning, its bounds and its default.
+
+One frozen pydantic class for each section; config.py reads files and command lines into a `Config`. A
+normaliser's options are the fields of its class (normalisers.py, rivals.py) and keys of [attention].
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+import rivals  # noqa: F401  (registers its normalisers)
+from normalisers import NORMALISERS, Normaliser
+
+
+class Section(BaseModel):
+    """Common rules of all sections: no unknown keys, no silent conversions, no changes later."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def free(default: Any, **options: Any) -> Any:
+    """A field that may differ when a run resumes: it changes neither the model nor the loss curve."""
+    return Field(default, json_schema_extra={"may_change": True}, **options)
+
+
+class ModelConfig(Section):
+    """The transformer."""
+
+    n_layer: int = Field(12, ge=1, le=1024, description="Number of transformer blocks.")
+    n_head: int = Field(12, ge=1, le=1024, description="Attention heads per block.")
+    n_kv_head: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="Heads of keys and values, each shared by n_head / n_kv_head query heads; 0: n_head.",
+    )
+    n_embd: int = Field(768, ge=1, le=65536, description="Width of the residual stream.")
+    vocab_size: int = Field(
+        50257,
+        ge=2,
+        le=65536,
+        description="Tokens of the tokeniser; padded to a multiple of 128 in the model.",
+    )
+    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="Normalisation layer.")
+    mlp: Literal["gelu", "swiglu"] = Field("gelu", description="Feed-forward block.")
+    gelu: Literal["tanh", "exact"] = Field(
+        "tanh",
+        description="GPT-2's tanh approximation, or erf, 2.5 to 4 times faster on a CPU. They differ by up "
+        "to 5e-4: evaluate a checkpoint with its own.",
+    )
+    mlp_hidden: int = Field(0, ge=0, le=2**20, description="Hidden width of the MLP; 0: 4 * n_embd.")
+    bias: bool = Field(True, description="Biases in the linear layers and in LayerNorm.")
+    tie_embeddings: bool = Field(True, description="Share the token embedding with the output layer.")
+    attention_gate: bool = Field(
+        False,
+        description="Multiply the heads' output by sigmoid(W x), x the layer's input (arXiv 2505.06708).",
+    )
+    position: Literal["rope", "p_rope", "none", "alibi"] = Field(
+        "rope",
+        description="p_rope: RoPE on the highest frequencies (rope_fraction). alibi: a bias on the scores.",
+    )
+    rope_theta: float = Field(10000.0, gt=0, description="Base of the rotary position embedding.")
+    rope_fraction: float = Field(
+        0.75, ge=0, le=1, description="p_rope: the part of the frequencies, from the highest on, that rotate."
+    )
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_head or self.n_head
+
+    @property
+    def rotating(self) -> float:
+        """The part of RoPE's frequencies that rotate."""
+        return {"rope": 1.0, "p_rope": self.rope_fraction}.get(self.position, 0.0)
+
+    @property
+    def heads(self) -> str:
+        return f"{self.n_head} heads" + f" ({self.n_kv_head} of keys and values)" * bool(self.n_kv_head)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.n_head % self.kv_heads:
+            raise ValueError(
+                f"model.n_kv_head = {self.n_kv_head}: expected a divisor of model.n_head = {self.n_head}"
+            )
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"model.n_embd = {self.n_embd}: expected a multiple of model.n_head = {self.n_head}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"model.n_embd = {self.n_embd}: RoPE needs an even head size, "
+                f"but n_embd / n_head = {self.head_dim}"
+            )
+        return self
+
+
+class OptionErrors(ValueError):
+    """Problems with a normaliser's options, as `problems_of` returns them: its only argument."""
+
+
+class AttentionConfig(Section):
+    """The attention normaliser, its options (fields of its class in normalisers.py), and its engine."""
+
+    model_config = ConfigDict(extra="allow")  # checked against the class, below
+
+    normaliser: str = Field(
+        "softmax", description="The formula: a name from normalisers.py, whose options are keys here."
+    )
+    reweight_p: int = Field(
+        0, ge=0, le=256, description="Power p of the LSSAR re-weighting ReLU(n A - O)^p; 0: no re-weighting."
+    )
+    naive_power: bool = Field(
+        False,
+        description="Compute reweight_p as the equation is written, which leaves the range of float32, on "
+        "dense and rows: for tests and results/gradients only.",
+    )
+    engine: Literal["auto", "dense", "rows", "sdpa", "triton"] = free(
+        "auto",
+        description="auto: sdpa where the normaliser allows it, else triton (fused kernels) on CUDA if they "
+        "pass a check, else rows. dense holds (T, T).",
+    )
+    compile_rows: bool = free(
+        False, description="torch.compile the rows engine (on CPU this needs a C++ compiler)."
+    )
+
+    @property
+    def definition(self) -> Normaliser:
+        """The normaliser's class with its options."""
+        return NORMALISERS[self.normaliser].model_validate(self.model_extra)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        cls = NORMALISERS.get(self.normaliser)
+        if cls is None:
+            hint = _suggest(self.normaliser, list(NORMALISERS))
+            raise ValueError(f"attention.normaliser = {self.normaliser!r}: unknown; {hint}")
+        try:
+            definition = cls.model_validate(self.model_extra)
+        except ValidationError as e:
+            raise OptionErrors(problems_of(e, "attention", cls)) from None
+        p, is_softmax = self.reweight_p, definition.is_rescaled_softmax and not self.reweight_p
+        name, engine = f"{self.normaliser} with these options", f"attention.engine = {self.engine!r}"
+        checks = {
+            f"attention.reweight_p = {p}: re-weighting needs non-negative rows that sum to one, which {name} "
+            "does not give": p and not definition.sums_to_one,
+            f"{engine}: {name} is not a softmax over rescaled queries; expected auto, rows or dense":
+                self.engine == "sdpa" and not is_softmax,
+            f"{engine}: {name} is not phi(x) over its row sum or a number; expected auto, rows or dense":
+                self.engine == "triton" and not definition.is_fusible,
+            f"{engine}: {name} is a softmax; expected auto or sdpa": self.engine == "triton" and is_softmax,
+            "attention.naive_power = True: only read with reweight_p >= 1": self.naive_power and not p,
+            f"{engine}: does not run attention.naive_power; expected auto, rows or dense":
+                self.naive_power and self.engine == "triton",
+        }  # fmt: skip
+        if any(checks.values()):
+            raise ValueError("\n".join(problem for problem, found in checks.items() if found))
+        assert self.model_extra is not None
+        self.model_extra.update(definition.model_dump())  # a resolved config states every option
+        return self
+
+
+class DataConfig(Section):
+    """Where the tokens come from and in which order."""
+
+    dir: str = free("data/fineweb10B", description="Folder of prepared shards (`python -m data.fineweb`).")
+    order: Literal["sequential", "shuffled"] = Field(
+        "sequential", description="Windows in stream order, or in a permutation fixed by the seed."
+    )
+    skip_steps: int = Field(
+        0, ge=0, description="Batches left out at the start, e.g. those that the run of init_from has seen."
+    )
+
+
+class TrainConfig(Section):
+    """How long, how much at a time, on what."""
+
+    max_steps: int = Field(
+        18865,
+        ge=0,
+        description="Optimiser steps of the whole run; 0: evaluate the init_from weights untrained.",
+    )
+    seq_len: int = Field(1024, ge=2, description="Training length T in tokens.")
+    batch_tokens: int = Field(524288, ge=2, description="Tokens of one optimiser step, over all processes.")
+    micro_batch: int = free(
+        32,
+        ge=1,
+        description="Sequences in one forward pass of one process, at most: halve it when out of memory.",
+    )
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="Autocast type of the forward pass; weights stay float32."
+    )
+    device: Literal["auto", "cpu", "cuda"] = free("auto", description="auto: cuda where there is one.")
+    compile: Literal["auto"] | bool = free("auto", description="torch.compile the model; auto: on cuda.")
+    grad_clip: float = Field(1.0, ge=0, description="Largest gradient norm; 0: no clipping.")
+    loss: Literal["softmax", "norm_softmax", "logit_norm"] = Field(
+        "softmax", description="How logits become the probabilities of the cross-entropy (NormSoftmax paper)."
+    )
+    loss_gamma: float | Literal["inf"] = Field(
+        "inf", description="norm_softmax: upper bound of the logits' standard deviation."
+    )
+    loss_tau: float | Literal["auto"] = Field(
+        "auto", description="Temperature. auto: 1 for norm_softmax, vocab_size^(-1/2) for logit_norm."
+    )
+    label_smoothing: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of each target's probability that is spread evenly over the vocabulary; in the "
+        "training loss only, not in validation.",
+    )
+    reduction: Literal["mean", "sum"] = Field(
+        "mean",
+        description="sum: the gradient is that of the sum of a step's token losses, so grad_clip, and "
+        "grad_norm in the log, are those of the sum; losses are logged per token either way.",
+    )
+    val_every: int = free(250, ge=1, description="Steps between validations (always after the last step).")
+    val_tokens: int = Field(
+        10_485_760,
+        ge=2,
+        description="Validation tokens, from the val shard's start; 100000000: all of it (the LSSAR paper).",
+    )
+    checkpoint_every: int = free(500, ge=1, description="Steps between checkpoints (always the last).")
+    keep_last: int = free(2, ge=1, description="Newest checkpoints to keep.")
+    keep_every: int = free(0, ge=0, description="Also keep checkpoints of multiples of this step; 0: none.")
+    on_bad_step: Literal["stop", "skip"] = free(
+        "stop", description="A loss or gradient norm that is not finite stops the run, or is skipped."
+    )
+    max_skips: int = free(10, ge=1, description="Consecutive skipped steps after which the run stops.")
+    outlier_z: float = free(
+        0.0, ge=0, description="Skip steps this many standard deviations above the last 128; 0: never."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        problems = []
+        if self.batch_tokens % self.seq_len:
+            problems.append(
+                f"train.batch_tokens = {self.batch_tokens}: expected a multiple of "
+                f"train.seq_len = {self.seq_len}"
+            )
+        elif (n_seq := self.batch_tokens // self.seq_len) % min(self.micro_batch, n_seq):
+            problems.append(
+                f"train.micro_batch = {self.micro_batch}: expected a divisor of the {n_seq} sequences in a "
+                "step (batch_tokens / seq_len), or more than them"
+            )
+        if self.val_tokens < self.seq_len:
+            problems.append(
+                f"train.val_tokens = {self.val_tokens}: expected at least train.seq_len = {self.seq_len}"
+            )
+        if self.loss_gamma != "inf" and self.loss != "norm_softmax":
+            problems.append(f"train.loss_gamma = {self.loss_gamma!r}: only read by train.loss = norm_softmax")
+        if self.loss_tau != "auto" and self.loss == "softmax":
+            problems.append(f"train.loss_tau = {self.loss_tau}: not read by train.loss = softmax")
+        for key in ("loss_gamma", "loss_tau"):
+            value = getattr(self, key)
+            if isinstance(value, float) and value <= 0:
+                problems.append(f"train.{key} = {value}: expected a number above 0")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+class OptimizerConfig(Section):
+    """The optimiser and its learning-rate schedule."""
+
+    name: Literal["adamw", "muon", "sgd"] = Field(
+        "adamw", description="muon: for hidden matrices, with adamw for all else."
+    )
+    lr: float = Field(6e-4, gt=0, description="Peak learning rate.")
+    muon_lr: float = Field(0.02, gt=0, description="Peak learning rate of muon's matrices.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="adamw: decay of the first moment.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="adamw: decay of the second moment.")
+    momentum: float = Field(0.95, ge=0, lt=1, description="muon, sgd: momentum.")
+    weight_decay: float = Field(
+        0.1, ge=0, description="Weight decay, on matrices only (decoupled in adamw and muon)."
+    )
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
+        "cosine", description="Shape after warm-up. wsd: constant, then linear over the last decay_fraction."
+    )
+    warmup_steps: int = Field(700, ge=0, description="Steps of linear warm-up from 0.")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Final learning rate over peak.")
+    decay_fraction: float = Field(0.2, gt=0, le=1, description="wsd: share of max_steps spent decaying.")
+
+
+class LogConfig(Section):
+    """What a run records."""
+
+    dir: str = free("runs", description="Run folders are made here, as <dir>/<name>.")
+    every: int = free(10, ge=1, description="Steps between progress lines; metrics.jsonl has every step.")
+    attention_every: int = free(0, ge=0, description="Steps between qk_std, entropy and logit_std; 0: never.")
+    wandb: bool = free(False, description="Also log to Weights & Biases.")
+    wandb_project: str = free("attention-normalisers", description="W&B project.")
+
+
+class Config(Section):
+    """A whole run. `base`, `name` and [sweep] are not inherited; `name` defaults to the file's stem."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$", description="Name of the run and of its folder."
+    )
+    seed: int = Field(1337, ge=0, lt=2**63, description="Seed of initialisation and data order.")
+    init_from: str = Field(
+        "", description="Run folder or checkpoint whose weights this run starts from; empty: random weights."
+    )
+    model: ModelConfig = ModelConfig()
+    attention: AttentionConfig = Field(default_factory=AttentionConfig)
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        steps, max_steps = self.optimizer.warmup_steps, self.train.max_steps
+        if max_steps == 0 and not self.init_from:
+            raise ValueError("train.max_steps = 0: expected at least 1, or a run named by init_from")
+        if steps > max_steps:
+            raise ValueError(
+                f"optimizer.warmup_steps = {steps}: expected at most train.max_steps = {max_steps}"
+            )
+        decay = self.optimizer.decay_fraction
+        if self.optimizer.schedule == "wsd" and steps + decay * max_steps > max_steps:
+            raise ValueError(
+                f"optimizer.decay_fraction = {decay}: expected at most {1 - steps / max_steps:.4g}, "
+                "the share of the steps after warm-up"
+            )
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.log.dir) / self.name
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": ModelConfig,
+    "attention": AttentionConfig,
+    "data": DataConfig,
+    "train": TrainConfig,
+    "optimizer": OptimizerConfig,
+    "log": LogConfig,
+}
+
+
+def may_change_on_resume(key: str) -> bool:
+    """Whether a dotted key may differ between a run and its resumption (`free` fields)."""
+    section, _, name = key.rpartition(".")
+    field = SECTIONS.get(section, Config).model_fields.get(name)
+    return field is not None and bool(field.json_schema_extra)
+
+
+# ---------------------------------------------------------------- what pydantic finds, in words
+
+
+def problems_of(error: ValidationError, section: str, cls: type[BaseModel]) -> list[tuple[str, str]]:
+    """(dotted key, "key = value: expected ...") of each problem; no key where several keys disagree."""
+    found: list[tuple[str, str]] = []
+    expected: dict[tuple[str, str], list[str]] = {}  # a union yields one error per alternative: join them
+    prefix = f"{section}." if section else ""
+    for e in error.errors(include_url=False):
+        if e["type"] == "value_error":  # from our own validators: complete messages
+            cause = e["ctx"]["error"]
+            inner = cause.args[0] if isinstance(cause, OptionErrors) else None
+            found += inner or [("", prefix + line) for line in str(cause).split("\n")]
+            continue
+        loc = [str(part) for part in e["loc"]]  # without pydantic's union tags:
+        key = prefix + ".".join(loc[:2] if not section and loc[0] in SECTIONS else loc[:1])
+        head = f"{key} = {'a section' if isinstance(e['input'], dict) else repr(e['input'])}: "
+        if e["type"] == "extra_forbidden":
+            found.append((key, f"{head}unknown key; {_nearest(key, cls)}"))
+        elif e["type"] == "string_pattern_mismatch":
+            found.append((key, f"{head}expected letters, digits and . _ = + - alone; choose another --name"))
+        else:
+            what = e["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+            expected.setdefault((key, head), []).append("a section" if e["type"] == "model_type" else what)
+    joined = {at: " or ".join(dict.fromkeys(what)) for at, what in expected.items()}
+    return found + [(key, f"{head}expected {what}") for (key, head), what in joined.items()]
+
+
+def _nearest(dotted: str, cls: type[BaseModel]) -> str:
+    """What the writer of an unknown key may have meant; cls: the normaliser's class in [attention]."""
+    *section, key = dotted.split(".")
+    if dotted == "base":
+        return "a base is named in a config file"
+    for name, other in SECTIONS.items():
+        if key in other.model_fields:
+            return f"did you mean {name}.{key}?"
+    names = list((SECTIONS[section[0]] if section else Config).model_fields)
+    names += list(cls.model_fields) if section == ["attention"] else [] if section else ["base"]
+    return _suggest(key, names, ".".join([*section, ""]))
+
+
+def _suggest(word: str, names: list[str], prefix: str = "") -> str:
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return f"did you mean {prefix}{near[0]}?" if near else f"expected one of {', '.join(names)}"
