@@ -131,7 +131,7 @@ def resolve_engine(
             except ImportError as e:  # CUDA without Triton
                 warnings.warn(f"no fused attention here, engine auto takes rows instead: {e}", stacklevel=2)
                 return "rows"
-            if normaliser.head_dim > fused.MAX_HEAD_DIM:
+            if normaliser.head_dim > fused.MAX_HEAD_DIM[dtype]:
                 return "rows"
             # The self-check cannot be traced: a compiled caller has resolved before, or trusts the kernels.
             trusted = torch.compiler.is_compiling() or not fused.self_check(normaliser, device, dtype).problem

@@ -46,7 +46,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attention import attend, make_normaliser
 from config import config_from_dict
 from engines import fused
-from engines.fused import Launch, fused_error, phi_attention
+from engines.fused import Launch, fused_error, phi_attention, score_unit
 from infra.cli import ArgumentParser, UserError, run_main
 from model import GPT
 from schema import AttentionConfig
@@ -307,8 +307,8 @@ def correct_plan(bench: Bench, head_dims: list[int]) -> Plan:
 
 def lssar(q: Tensor, k: Tensor, v: Tensor, factor: float = 0.25) -> Tensor:
     """LSSAR's kernels alone, without the normalisation of q and k; |factor q.k| < 60."""
-    factor_tensor = torch.tensor(factor, device=q.device)
-    return phi_attention(q, k, v, factor_tensor, phi="softplus", l1=True, p=15, bounded=True)
+    q = (q * (factor * score_unit("softplus"))).to(v.dtype)
+    return phi_attention(q, k, v, phi="softplus", l1=True, p=15, bounded=True)
 
 
 def grads(inputs: Sequence[Tensor], factor: float = 0.25) -> tuple[Tensor, ...]:
@@ -514,7 +514,8 @@ def tune_plan(bench: Bench, head_dims: list[int], done: set[str]) -> Plan:
         f"tune | d={d} | {kernel} | {tuple(launch)}": (d, kernel, launch)
         for d in head_dims
         for kernel, by_size in launch_table().items()
-        for launch in [by_size[64 if d <= 64 else 128], *others[: 1 if bench.smoke else None]]
+        for launch in [by_size[max(64, d)], *others[: 1 if bench.smoke else None]]
+        if kernel != "forward" or launch.keys <= 64  # one logarithm for the keys of a tile
     }
     if not bench.smoke:
         compile_variants([variant for key, variant in rows.items() if key not in done])
@@ -523,7 +524,7 @@ def tune_plan(bench: Bench, head_dims: list[int], done: set[str]) -> Plan:
 
 
 def with_launch(head_dim: int, kernel: str, launch: Launch, fn: Callable[[], Any]) -> Any:
-    by_size, size = launch_table()[kernel], 64 if head_dim <= 64 else 128
+    by_size, size = launch_table()[kernel], max(64, head_dim)
     kept, by_size[size] = by_size[size], launch
     try:
         return fn()

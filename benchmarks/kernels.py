@@ -1,16 +1,17 @@
 """Compile every attention kernel for real GPUs on a machine without one, and print what came out.
 
-    python -m benchmarks.kernels                             # sm_80, sm_90, sm_100, head_dim 64 and 128
+    python -m benchmarks.kernels                             # sm_80, sm_90, sm_100, head_dim 64, 128, 256
     python -m benchmarks.kernels --arch 90 --head-dim 64 --p 3
     python -m benchmarks.kernels --arch 90 --head-dim 64 --dtype bfloat16 --all-forms
 
 LSSAR's kernels (phi = softplus, l1, a power), or those of every phi with and without l1, power and shift,
 with the launch table's block sizes. Columns: registers a thread, bytes spilled to local memory, shared
 memory of a block against what the architecture allows, and instructions per score in each loop with matrix
-products (forward: the pass for Z, on whole and on diagonal tiles, then the pass for o; backward_q: whole
-and diagonal; backward_kv: diagonal and whole), counted in the machine code: without a GPU the best guide to
-a kernel's speed. Exit status 1 if a kernel needs more shared memory than there is, lost its loops, or, one
-of LSSAR for 16-bit inputs on sm_90 at head_dim 64, spills.
+products (forward: the pass for Z on whole and on diagonal tiles, and exactly where rows need it; the pass for
+o likewise; backward_q: whole, diagonal, exact; backward_kv: diagonal, whole, exact), counted in the machine
+code: without a GPU the best guide to a kernel's speed. The last lines add up whole tiles. Exit status 1 if a
+kernel needs more shared memory than there is, lost its loops, or, one of LSSAR for 16-bit inputs at head_dim
+64, spills.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from infra.cli import ArgumentParser, UserError, run_main
 
 KERNELS = ("forward", "backward_q", "backward_kv", "decode_scores", "decode_values", "decode_combine")
 SHARED_LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}  # KB a block may have (CUDA C++ guide, table 27)
-FLOATS = ("factor_ptr", "shift_ptr", "stats_ptr", "row_grads_ptr", "scores_ptr", "sums_ptr", "parts_ptr",
-          "totals_ptr")  # fmt: skip
+FLOATS = ("shift_ptr", "stats_ptr", "rows_ptr", "scores_ptr", "sums_ptr", "parts_ptr", "totals_ptr")
 MATRIX_OPS = re.compile(r"HGMMA|HMMA|UTC\w*MMA")
 INSTRUCTION = re.compile(
     r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);", re.MULTILINE
@@ -40,7 +40,9 @@ class Compiled(NamedTuple):
     registers: int
     spilled: int  # bytes
     shared: int  # bytes
-    per_score: list[float]
+    per_score: list[float]  # of the loops in order
+    whole: float  # together, of those that run on tiles off the diagonal
+    lost: int  # loops
 
 
 def signature(kernel: Any, form: Any, launch: Any) -> tuple[dict, dict, dict]:
@@ -121,10 +123,13 @@ def compile_kernel(case: Case) -> Compiled:
         options={} if decoding else at.launch_options(launch),
     )
     scores = launch.rows * launch.keys / launch.warps / 32
-    return read_cubin(compiled.asm["cubin"], compiled.metadata.shared, scores)
+    n_sums = (2 + (form.sums != form.sums_again)) * (case.kernel == "forward" and form.two_pass)
+    n_loops = 0 if decoding else n_sums + 2 + form.log
+    whole = {n_sums + (case.kernel == "backward_kv"), *([0] if n_sums else [])}
+    return read_cubin(compiled.asm["cubin"], compiled.metadata.shared, scores, n_loops, whole)
 
 
-def read_cubin(cubin: bytes, shared: int, scores: float) -> Compiled:
+def read_cubin(cubin: bytes, shared: int, scores: float, n_loops: int, whole: set[int]) -> Compiled:
     """Registers and spills from the resource table, loops with matrix products from the disassembly."""
     import triton
 
@@ -138,7 +143,9 @@ def read_cubin(cubin: bytes, shared: int, scores: float) -> Compiled:
         )
     usage = re.search(r"REG:(\d+) STACK:(\d+)", table)
     assert usage is not None, table
-    return Compiled(int(usage[1]), int(usage[2]), shared, loops(code, scores))
+    found = loops(code, scores)[:n_loops]  # what follows are waits
+    off_diagonal = sum(x for i, x in enumerate(found) if i in whole)
+    return Compiled(int(usage[1]), int(usage[2]), shared, found, off_diagonal, n_loops - len(found))
 
 
 def loops(code: str, scores: float) -> list[float]:
@@ -156,30 +163,30 @@ def loops(code: str, scores: float) -> list[float]:
     return found
 
 
-def row(case: Case) -> tuple[str, str | None]:
-    """One line of the table, and what is wrong with this kernel."""
+def row(case: Case) -> tuple[str, str | None, float]:
+    """One line of the table, what is wrong with this kernel, and its instructions a score on whole tiles."""
     result = compile_kernel(case)
-    limit = SHARED_LIMITS.get(case.arch, 99)
-    problem, n_loops = None, {"forward": 4, "backward_q": 2, "backward_kv": 2}.get(case.kernel, 0)
-    if len(result.per_score) < n_loops - 2 * (case.kernel == "forward" and not case.p):
-        problem = f"{case}: {len(result.per_score)} loops left"
+    limit, problem = SHARED_LIMITS.get(case.arch, 99), None
+    if result.lost:
+        problem = f"{case}: lost {result.lost} loops"
     if result.shared > limit * 1024:
         problem = f"{case}: {result.shared} bytes of shared memory"
-    if result.spilled and case.bounded and (case.dtype, case.arch, case.head_dim) == ("bfloat16", 90, 64):
+    if result.spilled and case.bounded and (case.dtype, case.head_dim) == ("bfloat16", 64):
         problem = f"{case}: spills {result.spilled} bytes"
-    per_score = " ".join(f"{x:.1f}" for x in result.per_score[:n_loops])  # what follows are waits
+    per_score = " ".join(f"{x:.1f}" for x in result.per_score)
     phi = f"{case.phi}{' l1' * case.l1}{' shift' * case.biased}" + (f" p={case.p}" if case.p else "")
-    return (
+    line = (
         f"| sm_{case.arch:<3} | {case.dtype:8} | {case.head_dim:3} | {phi:17} | {case.kernel:11} "
         f"| {result.registers:4} | {result.spilled:5} | {result.shared / 1024:6.1f} of {limit} "
-        f"| {per_score:23} |"
-    ), problem
+        f"| {per_score:29} |"
+    )
+    return line, problem, result.whole
 
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100], help="80 is sm_80, ...")
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument(
         "--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"]
     )
@@ -197,6 +204,7 @@ def main() -> None:
         for arch in args.arch
         for dtype in args.dtype
         for head_dim in args.head_dim
+        if head_dim <= (128 if dtype == "float32" else 256)
         for form in forms
         for kernel in KERNELS
     ]
@@ -211,13 +219,18 @@ def main() -> None:
         "spill",
         f"{'shared KB':13}",
     )
-    print(f"| {' | '.join(head)} | {'instructions per score':23} |")
-    print(f"|{'|'.join('-' * (len(title) + 2) for title in head)}|{'-' * 25}|")
-    problems = []
+    print(f"| {' | '.join(head)} | {'instructions per score':29} |")
+    print(f"|{'|'.join('-' * (len(title) + 2) for title in head)}|{'-' * 31}|")
+    problems, sums = [], dict[str, float]()
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
-        for line, problem in pool.map(row, cases):
+        for case, (line, problem, whole) in zip(cases, pool.map(row, cases), strict=True):
             print(line, flush=True)
             problems += [problem] if problem else []
+            name = f"sm_{case.arch} {case.dtype} head_dim {case.head_dim}"
+            sums[name] = sums.get(name, 0.0) + whole
+    if not args.all_forms:
+        print("\nInstructions a score on whole tiles, forward + backward:")
+        print("\n".join(f"- {name}: {total:.1f}" for name, total in sums.items()))
     if problems:
         print("\n" + "\n".join(problems), file=sys.stderr)
         sys.exit(1)

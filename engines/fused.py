@@ -1,7 +1,7 @@
 """The triton engine: fused CUDA kernels for phi-attention, with or without l1 and re-weighting.
 
     out = run(q, k, v, normaliser)                                         # what `attend` calls
-    o = phi_attention(q, k, v, factor, phi="softplus", l1=True, p=15)      # LSSAR on prepared q and k
+    o = phi_attention(q, k, v, phi="softplus", l1=True, p=15)              # LSSAR on prepared q and k
 
 The kernels are in fused_kernels.py, with the mathematics of forward and backward. This file chooses block
 sizes, launches them as custom operators (so that autograd and torch.compile see one operation), and checks
@@ -23,10 +23,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from engines import fused_decode
 from engines.base import NormaliserModule, share_heads
 from engines.fused_kernels import (
-    MAX_HEAD_DIM,
+    LOG2E,
     MAX_POWER,
-    N_ROW_GRADS,
-    N_STATS,
+    N_ROW,
     PHIS,
     SIGNED,
     Form,
@@ -35,6 +34,7 @@ from engines.fused_kernels import (
     _forward,
 )
 from engines.sdpa import score_moments
+from infra.distributed import holds_everywhere
 from normalisers import Normaliser, Phi, RowContext, reweight
 
 # The largest relative error of o, dq, dk and dv at which the kernels are trusted. Only the rounding of
@@ -46,49 +46,36 @@ TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 5e-4}
 
 def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False) -> Tensor:
     """`attention.attend` by the fused kernels; (B, H, Tq, D) in v's type."""
-    q, k, factor, context = fused_inputs(q, k, v, normaliser, cached)
-    return run_prepared(q, k, v, factor, context, normaliser)
+    q, k, context = fused_inputs(q, k, v, normaliser, cached)
+    return run_prepared(q, k, v, context, normaliser)
 
 
 def fused_inputs(
     q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False
-) -> tuple[Tensor, Tensor, Tensor, RowContext]:
-    """q and k as the kernels take them, in v's type; their products' float32 factor (B, H, Tq); the rows."""
+) -> tuple[Tensor, Tensor, RowContext]:
+    """q and k as the kernels take them, in v's type, and the rows; q k is the score by score_unit(phi)."""
     definition, context = normaliser.definition, normaliser.context(q, k)
-    if definition.scores == "cosine" or definition.centre_keys or definition.adaptive:
-        q, k = normaliser.as_float(q, k, cached)
+    q, k = normaliser.as_float(q, k, cached)
     if definition.adaptive:
         moments = score_moments(q, share_heads(k.to(q.dtype), q), context)
         factor: Any = definition.inverse_temperature(*moments, context)
     else:
         factor = definition.factor(context)
-    factor = torch.as_tensor(factor, dtype=torch.float32, device=q.device)
-    factor = factor if factor.dim() == 0 else factor.squeeze(-1)  # (R, 1), (H, R, 1) or (B, H, R, 1)
-    return q.to(v.dtype), k.to(v.dtype), factor.expand(q.shape[:-1]), context
+    phi = definition.phi if isinstance(definition, Phi) else "exp"  # a softmax with its own temperature
+    return (q * (factor * score_unit(phi))).to(v.dtype), k.to(v.dtype), context
 
 
 def run_prepared(
-    q: Tensor, k: Tensor, v: Tensor, factor: Tensor, context: RowContext, normaliser: NormaliserModule
+    q: Tensor, k: Tensor, v: Tensor, context: RowContext, normaliser: NormaliserModule
 ) -> Tensor:
     definition, p = normaliser.definition, normaliser.reweight_p
-    if not isinstance(definition, Phi):  # a softmax with its own temperature
-        return phi_attention(q, k, v, factor, phi="exp", l1=True, p=p, skip_mass=normaliser.skip_mass)
-    shift = None
+    options: dict[str, Any] = {"p": p, "skip_mass": normaliser.skip_mass}
+    if not isinstance(definition, Phi):
+        return phi_attention(q, k, v, phi="exp", l1=True, **options)
+    phi, l1, bounded, shift = definition.phi, definition.l1, definition.bounded, None
     if isinstance(definition.bias, str):
-        shift = (context.n * 0 + definition.shift(context)).squeeze(-1)
-    l1, bounded = definition.l1, definition.bounded
-    out = phi_attention(
-        q,
-        k,
-        v,
-        factor,
-        shift,
-        phi=definition.phi,
-        l1=l1,
-        p=p,
-        bounded=bounded,
-        skip_mass=normaliser.skip_mass,
-    )
+        shift = (context.n * 0 + definition.shift(context)).squeeze(-1) * score_unit(phi)
+    out = phi_attention(q, k, v, shift, phi=phi, l1=l1, bounded=bounded, **options)
     divisor = definition.divisor(context)
     return out if isinstance(divisor, float) and divisor == 1.0 else (out / divisor).to(out.dtype)
 
@@ -102,7 +89,10 @@ class SelfCheck(NamedTuple):
 
 
 def self_check(normaliser: NormaliserModule, device: torch.device, dtype: torch.dtype) -> SelfCheck:
-    """Whether the fused kernels can be trusted with this normaliser here; warns, once, if not."""
+    """Whether the fused kernels can be trusted with this normaliser on every rank; warns, once, if not.
+
+    A collective: all processes that joined must call it, and get the same verdict.
+    """
     n = normaliser
     return _self_check(n.definition, n.reweight_p, n.n_head, n.head_dim, n.train_len, device, dtype)
 
@@ -112,7 +102,7 @@ def _self_check(
     definition: Normaliser, reweight_p: int, n_head: int, head_dim: int, train_len: int,
     device: torch.device, dtype: torch.dtype,
 ) -> SelfCheck:  # fmt: skip
-    error = math.inf
+    error, problem = math.inf, ""
     try:
         with torch.inference_mode(False):  # an evaluation may be the first caller
             normaliser = NormaliserModule(definition, reweight_p, n_head, head_dim, train_len).to(device)
@@ -120,9 +110,11 @@ def _self_check(
     except Exception as e:  # whatever a missing or unfit compiler raises: the rows engine replaces it
         problem = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}"
     else:
-        if error <= TOLERANCE[dtype]:
-            return SelfCheck(error, "")
-        problem = f"relative error {error:.1e}, expected at most {TOLERANCE[dtype]:.0e}"
+        if not error <= TOLERANCE[dtype]:
+            problem = f"relative error {error:.1e}, expected at most {TOLERANCE[dtype]:.0e}"
+    if holds_everywhere(not problem, device):
+        return SelfCheck(error, "")
+    problem = problem or "failed on another rank"
     warnings.warn(
         f"fused attention failed its self-check, engine auto takes rows instead: {problem}", stacklevel=3
     )
@@ -148,7 +140,7 @@ def fused_error(
         ones = torch.full_like(v, d**-0.25)  # one head of keys for all of q's
         o, _, *others = _errors(normaliser, ones[..., -1:, :].expand_as(do), ones, v, do)  # dq cancels
         errors += [o, *others]
-    return max(errors)
+    return torch.tensor(errors).max().item()  # NaN if one is
 
 
 def _errors(normaliser: NormaliserModule, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[float]:
@@ -158,17 +150,21 @@ def _errors(normaliser: NormaliserModule, q: Tensor, k: Tensor, v: Tensor, do: T
     that rounding.
     """
     with torch.no_grad():
-        q, k, factor, context = fused_inputs(q, k, v, normaliser)
+        q, k, context = fused_inputs(q, k, v, normaliser)
         context64 = normaliser.context(q.double(), k.double())
         last = q[..., -1:, :]
         last_context = normaliser.context(last, k)
-        decoded = run_prepared(last, k, v, factor[..., -1:], last_context, normaliser)
+        decoded = run_prepared(last, k, v, last_context, normaliser)
     with torch.enable_grad():
         inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = run_prepared(inputs[0], inputs[1], inputs[2], factor, context, normaliser)
+        out = run_prepared(inputs[0], inputs[1], inputs[2], context, normaliser)
         got = [out, *torch.autograd.grad(out, inputs, do), decoded]
         inputs = [t.detach().double().requires_grad_() for t in (q, k, v)]
-        x = inputs[0] @ share_heads(inputs[1], q).mT * factor[..., None].double()
+        x = (
+            inputs[0]
+            @ share_heads(inputs[1], q).mT
+            / score_unit(getattr(normaliser.definition, "phi", "exp"))
+        )
         x = x.masked_fill(~context64.visible(x), -math.inf)
         out = scaled_weights(normaliser, x, context64) @ share_heads(inputs[2], q)
         want = [out, *torch.autograd.grad(out, inputs, do.double()), out[..., -1:, :]]
@@ -191,7 +187,7 @@ class Launch(NamedTuple):
     """Block sizes and what the compiler makes of them."""
 
     rows: int  # BM, query rows of a tile
-    keys: int  # BN
+    keys: int  # BN; at most 64 in forward (`_add_sums`)
     warps: int
     stages: int  # depth of the software pipeline that loads tiles ahead
     registers: int = 255  # at most, per thread
@@ -204,19 +200,19 @@ class Launch(NamedTuple):
 # GPU. Tiles are 128 long on the side that stays, which halves the traffic from the L2 cache.
 LAUNCHES: dict[int, dict[str, dict[int, Launch]]] = {
     8: {
-        "forward": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2)},
-        "backward_q": {64: Launch(128, 32, 8, 2), 128: Launch(64, 32, 8, 2)},
-        "backward_kv": {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2)},
+        "forward": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
+        "backward_q": {64: Launch(128, 32, 8, 2), 128: Launch(64, 32, 8, 2), 256: Launch(64, 32, 8, 1)},
+        "backward_kv": {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 32, 8, 1)},
     },
     9: {
-        "forward": {64: Launch(128, 64, 8, 3, 128), 128: Launch(128, 64, 8, 2)},
-        "backward_q": {64: Launch(128, 64, 8, 2), 128: Launch(128, 32, 8, 2)},
-        "backward_kv": {64: Launch(64, 128, 8, 2), 128: Launch(32, 128, 8, 2)},
+        "forward": {64: Launch(128, 64, 8, 3, 128), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
+        "backward_q": {64: Launch(128, 64, 8, 2), 128: Launch(128, 32, 8, 2), 256: Launch(32, 32, 4, 1)},
+        "backward_kv": {64: Launch(64, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 32, 8, 1)},
     },
     10: {
-        "forward": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2)},
-        "backward_q": {64: Launch(128, 64, 8, 2), 128: Launch(128, 32, 8, 2)},
-        "backward_kv": {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2)},
+        "forward": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
+        "backward_q": {64: Launch(128, 64, 8, 2), 128: Launch(128, 32, 8, 2), 256: Launch(64, 32, 8, 1)},
+        "backward_kv": {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 64, 8, 1)},
     },
 }
 # float32 tiles are twice as large, and each product of theirs is three of tf32 parts.
@@ -226,13 +222,15 @@ LAUNCHES_32: dict[str, dict[int, Launch]] = {
     "backward_kv": {64: Launch(32, 64, 4, 1), 128: Launch(32, 32, 4, 1)},
 }
 INTERPRETED = isinstance(_forward, InterpretedFunction)  # TRITON_INTERPRET=1
+# Beyond these a block's tiles fit neither registers nor shared memory.
+MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 UNIFORM_KEYS = 320 if INTERPRETED else 65536  # of the self-check's row of equal keys
 
 
 def launch_of(kernel: str, form: Form, dtype: torch.dtype, major: int) -> Launch:
     """The table's entry for a GPU of compute capability `major`.x (newer ones: the newest known)."""
     table = LAUNCHES_32 if dtype == torch.float32 else LAUNCHES[min(major, max(LAUNCHES))]
-    return table[kernel][64 if form.bd <= 64 else 128]
+    return table[kernel][max(64, form.bd)]
 
 
 def launch_options(launch: Launch) -> dict[str, int]:
@@ -243,8 +241,12 @@ def make_form(
     phi: str, l1: bool, p: int, bounded: bool, biased: bool, dtype: torch.dtype, head_dim: int,
     wide: bool = False,
 ) -> Form:  # fmt: skip
-    precision = "ieee" if INTERPRETED else "tf32x3"
-    return Form(phi, l1, p, bounded, biased, dtype != torch.float32, precision, head_dim, wide)
+    return Form(phi, l1, p, bounded, biased, dtype != torch.float32, INTERPRETED, head_dim, wide)
+
+
+def score_unit(phi: str) -> float:
+    """What the kernels take the scores times: log2(e) where phi's exponentials are computed in base 2."""
+    return LOG2E.value if phi in ("exp", "softplus", "sigmoid") else 1.0
 
 
 def _launch(kernel: Any, of: str, t: Tensor, form: Form, *args: Any) -> None:
@@ -261,7 +263,6 @@ def phi_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    factor: Tensor,
     shift: Tensor | None = None,
     *,
     phi: str,
@@ -270,14 +271,13 @@ def phi_attention(
     bounded: bool = False,
     skip_mass: float = 0.0,
 ) -> Tensor:
-    """Causal attention with weights from phi(factor * q.k + shift), see the top of fused_kernels.py.
+    """Causal attention with weights from phi(x), score_unit(phi) x = q.k + shift; see fused_kernels.py.
 
     Args:
         q: (B, H, Tq, D), the last Tq of the Tk positions; any strides, best with D contiguous.
         k, v: (B, n_kv_head, Tk, D), where n_kv_head divides H, of the same type: float32, float16 or
-            bfloat16; D <= 128.
-        factor: expands to (B, H, Tq); gradients flow through it.
-        shift: (Tq,) added to the scores, a constant.
+            bfloat16; D <= MAX_HEAD_DIM.
+        shift: (Tq,) added to q.k, a constant.
         phi: one of PHIS.
         l1: divide rows by sum |phi|.
         p: power of the re-weighting, at most 256; it needs l1 and a phi that is not negative. 0: none,
@@ -291,13 +291,12 @@ def phi_attention(
         ValueError: for arguments outside these.
     """
     _check(q, k, v, phi, l1, p)
-    factor = factor.to(torch.float32).expand(q.shape[:-1]).contiguous()
     if shift is not None:
         shift = shift.to(torch.float32).contiguous()
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, factor))
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if q.shape[-2] == 1 and not needs_grad:
-        return _decode_op(q, k, v, factor, shift, phi, l1, p, bounded, skip_mass)
-    return _forward_op(q, k, v, factor, shift, phi, l1, p, bounded)[0]
+        return _decode_op(q, k, v, shift, phi, l1, p, bounded, skip_mass)
+    return _forward_op(q, k, v, shift, phi, l1, p, bounded)[0]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, phi: str, l1: bool, p: int) -> None:
@@ -317,10 +316,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, phi: str, l1: bool, p: int) -> None:
     if not same or q.shape[1] % k.shape[1]:
         raise ValueError(f"shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}: expected q (B, H, "
                          "Tq, D), k and v (B, n_kv_head, Tk, D), H a multiple of n_kv_head")  # fmt: skip
-    if q.shape[-2] > k.shape[-2] or q.shape[-1] > MAX_HEAD_DIM:
+    if q.shape[-2] > k.shape[-2] or q.shape[-1] > MAX_HEAD_DIM[q.dtype]:
         raise ValueError(
-            f"{q.shape[-2]} queries for {k.shape[-2]} keys, head size {q.shape[-1]}: expected no more "
-            f"queries than keys, and head size <= {MAX_HEAD_DIM}"
+            f"{q.shape[-2]} queries for {k.shape[-2]} keys, head size {q.shape[-1]} in {q.dtype}: expected "
+            f"no more queries than keys, and head size <= {MAX_HEAD_DIM[q.dtype]}"
         )
 
 
@@ -351,63 +350,60 @@ def _is_wide(*tensors: Tensor) -> bool:
 
 @torch.library.custom_op("phi_attention::forward", mutates_args=())
 def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, factor: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int,
-    bounded: bool,
+    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int, bounded: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and the rows' statistics (4, B, H, Tq)."""
-    o, stats = _fake_forward(q, k, v, factor)
+    """o and the rows' statistics (B, H, Tq, 4)."""
+    o, stats = _fake_forward(q, k, v)
     if q.numel() == 0:
         return o, stats
     q, k, v = _rows_contiguous(q, k, v)
     form = make_form(phi, l1, p, bounded, shift is not None, q.dtype, q.shape[-1], _is_wide(q, k, v, o))
     _launch(
         _forward, "forward", q, form,
-        q, k, v, factor, factor if shift is None else shift, o, stats, *_strides(q, k, v, o), *_sizes(q, k),
+        q, k, v, stats if shift is None else shift, o, stats, *_strides(q, k, v, o), *_sizes(q, k),
     )  # fmt: skip
     return o, stats
 
 
 @_forward_op.register_fake
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, factor: Tensor, *form: Any) -> tuple[Tensor, Tensor]:
-    return _new_output(q), factor.new_empty(N_STATS, *q.shape[:3])
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _new_output(q), q.new_empty(*q.shape[:3], N_ROW.value, dtype=torch.float32)
 
 
 @torch.library.custom_op("phi_attention::backward", mutates_args=())
 def _backward_op(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor, o: Tensor, stats: Tensor, phi: str, l1: bool,
-    p: int, bounded: bool, biased: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, d factor (B, H, Tq)."""
-    dq, dk, dv, d_factor = _fake_backward(do, q, k, v, factor)
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, stats: Tensor, phi: str, l1: bool, p: int,
+    bounded: bool, biased: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv."""
+    dq, dk, dv = _fake_backward(do, q, k, v)
     if q.numel() == 0:
-        return dq, dk.zero_(), dv.zero_(), d_factor
-    row_grads = factor.new_empty(N_ROW_GRADS, *q.shape[:3])
+        return dq, dk.zero_(), dv.zero_()
+    rows = stats.new_empty(*q.shape[:3], N_ROW.value)
     do, q, k, v = _rows_contiguous(do, q, k, v)
     wide = _is_wide(do, q, k, v, o, dq, dk, dv)
     form = make_form(phi, l1, p, bounded, biased, q.dtype, q.shape[-1], wide)
     _launch(
         _backward_q, "backward_q", q, form,
-        q, k, v, o, do, factor, stats, dq, row_grads, *_strides(q, k, v, o, do, dq), *_sizes(q, k),
+        q, k, v, o, do, stats, dq, rows, *_strides(q, k, v, o, do, dq), *_sizes(q, k),
     )  # fmt: skip
     _launch(
         _backward_kv, "backward_kv", k, form,
-        q, k, v, do, factor, stats, row_grads, dk, dv, *_strides(q, k, v, do, dk, dv), *_sizes(q, k),
+        q, k, v, do, stats, rows, dk, dv, *_strides(q, k, v, do, dk, dv), *_sizes(q, k),
     )  # fmt: skip
-    return dq, dk, dv, d_factor.copy_(row_grads[0])
+    return dq, dk, dv
 
 
 @_backward_op.register_fake
-def _fake_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     # Not empty_like: the kernels write along D with stride 1, whatever the strides of the inputs.
-    return _new_output(q), _new_output(k), _new_output(v), torch.empty_like(factor)
+    return _new_output(q), _new_output(k), _new_output(v)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, factor, shift, *ctx.form = inputs
+    q, k, v, shift, *ctx.form = inputs
     ctx.biased = shift is not None
-    ctx.save_for_backward(q, k, v, factor, *output)
+    ctx.save_for_backward(q, k, v, *output)
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -420,8 +416,8 @@ _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 @torch.library.custom_op("phi_attention::decode", mutates_args=())
 def _decode_op(
-    q: Tensor, k: Tensor, v: Tensor, factor: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int,
-    bounded: bool, skip_mass: float,
+    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int, bounded: bool,
+    skip_mass: float,
 ) -> Tensor:  # fmt: skip
     """o of one query a head, without a graph, see fused_decode.py."""
     o = _new_output(q)
@@ -429,7 +425,7 @@ def _decode_op(
         return o
     q, k, v = _rows_contiguous(q, k, v)
     form = make_form(phi, l1, p, bounded, shift is not None, q.dtype, q.shape[-1])
-    fused_decode.launch(q, k, v, factor, shift, o, form, skip_mass if p else 0.0)
+    fused_decode.launch(q, k, v, shift, o, form, skip_mass if p else 0.0)
     return o
 
 

@@ -1,6 +1,6 @@
 """Decoding, one query a head without a graph: Triton kernels that read of V only the rows with weight.
 
-    1. scores    each split of the keys: y = factor q.k + shift to memory, and sums for the row's constants
+    1. scores    each split of the keys: y = q.k + shift to memory, and sums for the row's constants
     2. values    each split: weights from the scores, and sum w v over the rows of V whose weight is not 0
     3. combine   each head: the splits' sums, in order, to o
 
@@ -16,21 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engines.fused_kernels import LN2, Form, _add_low_sums, _phi, _row_constants, _weigh
+from engines.fused_kernels import LN2, NEVER, Form, _add_sums, _phi, _row_constants, _weigh
 
 DECODE_KEYS = 64  # keys of a tile
 MAX_SPLITS = 64
 
 
 def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    factor: Tensor,
-    shift: Tensor | None,
-    o: Tensor,
-    form: Form,
-    skip_mass: float,
+    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, o: Tensor, form: Form, skip_mass: float
 ) -> None:
     """Fill o (B, H, 1, D) from q, k and v, (B, n_kv_head, n, D), all with D contiguous."""
     (B, H, _, D), (_, n_kv_head, n_keys, _) = q.shape, k.shape
@@ -39,13 +32,14 @@ def launch(
     n_tiles = triton.cdiv(n_keys, DECODE_KEYS)
     n_splits = min(n_tiles, MAX_SPLITS, triton.cdiv(4 * n_processors, n_rows))  # enough to fill the GPU
     per_split = triton.cdiv(n_tiles, n_splits) * DECODE_KEYS
-    scores, sums = factor.new_empty(n_rows, n_keys), factor.new_empty(n_rows, 4, n_splits)
-    parts, totals = factor.new_empty(n_rows, n_splits, D), factor.new_empty(n_rows, n_splits)
-    no_shift = factor if shift is None else shift
+    scores = q.new_empty(n_rows, n_keys, dtype=torch.float32)
+    sums, parts = scores.new_empty(n_rows, 3, n_splits), scores.new_empty(n_rows, n_splits, D)
+    totals = scores.new_empty(n_rows, n_splits)
+    shift = scores if shift is None else shift
     split = (H, H // n_kv_head, n_keys, n_splits, per_split)
     with torch.cuda.device_of(q):
         _decode_scores[(n_rows * n_splits,)](
-            q, k, factor, no_shift, scores, sums, q.stride()[:2], k.stride()[:3], *split, form, DECODE_KEYS
+            q, k, shift, scores, sums, q.stride()[:2], k.stride()[:3], *split, form, DECODE_KEYS
         )
         _decode_values[(n_rows * n_splits,)](
             v,
@@ -73,7 +67,7 @@ def _rows(pointer, strides, start, n, batch, head, SIZE: tl.constexpr, form: tl.
 
 @triton.jit(do_not_specialize=["n_keys", "n_splits", "per_split"])
 def _decode_scores(
-    q_ptr, k_ptr, factor_ptr, shift_ptr, scores_ptr, sums_ptr, q_strides, k_strides,
+    q_ptr, k_ptr, shift_ptr, scores_ptr, sums_ptr, q_strides, k_strides,
     n_head, group, n_keys, n_splits, per_split, form: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One split's scores, and its sums for `_row_constants`."""
@@ -81,34 +75,33 @@ def _decode_scores(
     batch, head = row // n_head, row % n_head
     d = tl.arange(0, form.bd)
     q = tl.load(q_ptr + batch * q_strides[0] + head * q_strides[1] + d, mask=d < form.d, other=0.0)
-    factor = tl.load(factor_ptr + row) * form.unit
-    shift = tl.load(shift_ptr) * form.unit if form.biased else 0.0
+    shift = tl.load(shift_ptr) if form.biased else 0.0
     total = tl.zeros([BN], tl.float32)
     lost = tl.zeros([BN], tl.float32)
-    peak = tl.zeros([BN], tl.float32)
+    peak = NEVER
     low_total = 0.0
-    low_peak = -1e38
+    low_lost = 0.0
     stop = tl.minimum(n_keys, (split + 1) * per_split)
     for j0 in tl.range(split * per_split, stop, BN):
         j = j0 + tl.arange(0, BN)
         at, exists = _rows(k_ptr, k_strides, j0, stop, batch, head // group, BN, form)
         k = tl.load(at, mask=exists, other=0.0)
-        y = tl.sum(k.to(tl.float32) * q.to(tl.float32)[None, :], 1) * factor + shift
+        y = tl.sum(k.to(tl.float32) * q.to(tl.float32)[None, :], 1) + shift
         tl.store(scores_ptr + row * n_keys + j, y, mask=j < stop)
-        s, _ = _phi(y, tl.zeros_like(y), form)
+        s, _ = _phi(y, tl.zeros_like(y), True, form)
         s = tl.where(j < stop, s, 0.0)
-        peak = tl.maximum(peak, s)
+        y = tl.where(j < stop, y, -float("inf"))
         s -= lost  # Kahan's sum, as in forward
         new = total + s
         lost = (new - total) - s
         total = new
         if form.safe:
-            low_total, low_peak = _add_low_sums(low_total, low_peak, y, j < stop)
-    at = sums_ptr + row * 4 * n_splits + split
+            low_total, low_lost, _ = _add_sums(low_total, low_lost, peak, y, "low", form)
+        peak = tl.maximum(peak, tl.max(y, 0))
+    at = sums_ptr + row * 3 * n_splits + split
     tl.store(at, tl.sum(total, 0))
-    tl.store(at + n_splits, tl.max(peak, 0))
-    tl.store(at + 2 * n_splits, low_total)
-    tl.store(at + 3 * n_splits, low_peak)
+    tl.store(at + n_splits, low_total)
+    tl.store(at + 2 * n_splits, peak)
 
 
 @triton.jit(do_not_specialize=["n_keys", "n_splits", "per_split", "cut"])
@@ -120,18 +113,16 @@ def _decode_values(
     split, row = tl.program_id(0) % n_splits, (tl.program_id(0) // n_splits).to(tl.int64)
     batch, head = row // n_head, row % n_head
     others = tl.arange(0, SPLITS)
-    sums = sums_ptr + row * 4 * n_splits + others
+    sums = sums_ptr + row * 3 * n_splits + others
     is_split = others < n_splits
     one = tl.full([1], 1.0, tl.float32)
     all_s = one * tl.sum(tl.load(sums, mask=is_split, other=0.0), 0)
-    peak = one * tl.max(tl.load(sums + n_splits, mask=is_split, other=0.0), 0)
-    low_totals = tl.load(sums + 2 * n_splits, mask=is_split, other=0.0)
-    low_peaks = tl.load(sums + 3 * n_splits, mask=is_split, other=-1e38)
-    low_peak = tl.max(low_peaks, 0)
-    low_total = tl.sum(low_totals * tl.exp2(low_peaks - low_peak), 0)
-    c, e, shift, low = _row_constants(
-        all_s, peak, one * low_total, one * low_peak, one * 0.0, one * n_keys, form
-    )
+    low_totals = tl.load(sums + n_splits, mask=is_split, other=0.0)
+    peaks = tl.load(sums + 2 * n_splits, mask=is_split, other=NEVER)
+    peak = tl.max(peaks, 0)
+    low_total = one * tl.sum(low_totals * tl.exp2(peaks - peak), 0)
+    last = tl.full([1], 0, tl.int32) + n_keys - 1
+    c, e, shift, low = _row_constants(all_s, low_total, one * peak, one * 0.0, last, n_keys, form)
     BD: tl.constexpr = form.bd
     acc = tl.zeros([BN, BD], tl.float32)  # summed over the keys once, at the end
     total = tl.zeros([BN], tl.float32)
@@ -139,8 +130,9 @@ def _decode_values(
     for j0 in tl.range(split * per_split, stop, BN):
         j = j0 + tl.arange(0, BN)
         y = tl.load(scores_ptr + row * n_keys + j, mask=j < stop, other=0.0) + shift
-        s, _ = _phi(y, low, form)
-        weight = tl.where(j < stop, _weigh(s, c, e, form), 0.0)
+        s, _ = _phi(y, low, True, form)
+        weight, _ = _weigh(s, c, e, form)
+        weight = tl.where(j < stop, weight, 0.0)
         total += tl.abs(weight)
         live = ~(tl.abs(weight) <= cut)  # NaN is live: it must reach o
         weight = tl.where(live, weight, 0.0)

@@ -1,16 +1,16 @@
 """Fused attention with an elementwise phi in place of exp: forward and backward Triton kernels.
 
-    o = phi_attention(q, k, v, factor, phi="softplus", l1=True, p=15)      # LSSAR (engines/fused.py)
+    o = phi_attention(q, k, v, phi="softplus", l1=True, p=15)      # LSSAR (engines/fused.py)
 
-For scores x = factor * q.k + shift and s = phi(x) at the keys a row sees, the weights C of a row are
+For scores x = q.k + shift and s = phi(x) at the keys a row sees, the weights C of a row are
 
     l1 off:   C = s
     l1:       C = s / Z,        Z = sum |s|
     power p:  C = t^p / W,      W = sum t^p,   t = ReLU(c s - e),   c = n / (Z r_max),  e = O / r_max
 
 which is l1(ReLU(n A - O)^p) of A = s / Z (LSSAR paper, eq. 5) with r = n A - O divided by its row maximum
-r_max before the power. phi is increasing, so r_max is known from the largest s: forward takes one pass
-over the keys for Z and max s, one for o. (`normalisers.reweight` defines the rows with O = 0.)
+r_max before the power. phi is increasing, so r_max is known from the largest x: forward takes one pass
+over the keys for Z and max x, one for o. (`normalisers.reweight` defines the rows with O = 0.)
 
 Backward, from o and two numbers a row, c' = c W^(-1/p) and e' = e W^(-1/p), so that C = t'^p with
 t' = ReLU(c' s - e'), and with D = do.o, dC = do.v:
@@ -23,10 +23,12 @@ before the row's last key, so the dq kernel sums both parts, sum h phi' k and su
 the dk, dv kernel that runs after it. (benchmarks/README.md: why nothing more is stored in forward.)
 
 Every sum runs in a fixed order inside one program: no atomics, the same bits each time. Memory beyond
-inputs and outputs is 4 floats a row, and 4 more in backward.
+inputs and outputs is 4 floats a row, and 8 more in backward.
 
-The exponential functions work in base 2: y = x log2(e), and softplus is log2(1 + 2^y), whose unit l1
-cancels. Its derivative costs one exponential: sigmoid(x) = 2^(y - log2(1 + 2^y)).
+q arrives multiplied by its factor and, where phi has an exponential, by log2(e): y = q.k is the score in base
+2, and softplus is log2(1 + 2^y), whose unit l1 cancels. Its derivative is sigmoid(x) = 2^(y - log2(1 + 2^y)).
+The logarithm is one instruction for 16-bit inputs of bounded scores (LSSAR's), off by 2^-22; a row whose
+weights that could move (CLOSE) takes its block to the polynomial.
 
 Written for NVIDIA GPUs from compute capability 8.0 on; TRITON_INTERPRET=1 runs it on the CPU (tests).
 """
@@ -42,11 +44,9 @@ import triton.language as tl
 from normalisers import UNIFORM_TOLERANCE
 
 PHIS = ("exp", "softplus", "sigmoid", "relu", "relu2", "relu6", "gelu", "mish", "identity")
-MAX_HEAD_DIM = 128
 MAX_POWER = 256  # `_power` reads 8 bits
 SIGNED = ("gelu", "mish", "identity")
-N_STATS = 4  # floats per row from forward: c', e', total shift of the score, low
-N_ROW_GRADS = 4  # floats per row from `_backward_q`: d factor, D, gain, gain m
+N_ROW = tl.constexpr(4)  # floats per row, side by side, from forward and from `_backward_q`
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -55,6 +55,8 @@ NO_MASS = tl.constexpr(1e8 * torch.finfo(torch.float32).tiny)
 # A row with sum phi < 2^-58 has phi(x) = e^x to the last digit at each key, for softplus and sigmoid.
 LOW = tl.constexpr(2.0**-58)
 CONTRAST = tl.constexpr(UNIFORM_TOLERANCE)
+CLOSE = tl.constexpr(2.0**-5)  # max s - mean s below which a row needs s exactly
+NEVER = tl.constexpr(-1e38)  # below every score
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,14 @@ class Form:
     bounded: bool  # |x| is so small that a row of phi(x) cannot underflow (LSSA's cosine scores)
     biased: bool  # there is a shift
     fast: bool  # softplus to 9e-6: enough for 16-bit inputs
-    precision: str  # of matrix products of float32 inputs
+    interpreted: bool
     d: int  # head_dim
     wide: bool  # some matrix of a head spans more than 2^31 elements: offsets take 64 bits
+
+    @property
+    def precision(self) -> str:
+        """Of matrix products of float32 inputs."""
+        return "ieee" if self.interpreted else "tf32x3"
 
     @property
     def bd(self) -> int:
@@ -77,14 +84,9 @@ class Form:
         return max(16, triton.next_power_of_2(self.d))
 
     @property
-    def unit(self) -> float:
-        """Scores come as x times this: these functions are computed in base 2."""
-        return LOG2E.value if self.phi in ("exp", "softplus", "sigmoid") else 1.0
-
-    @property
-    def slope_unit(self) -> float:
-        """Scale from the kernel's base-2 derivative to dphi/dx."""
-        return LOG2E.value if self.phi == "softplus" else 1.0
+    def gain(self) -> float:
+        """dC/dy over c' t'^(p-1) times the kernel's derivative of phi."""
+        return (self.p or 1) * (LN2.value if self.phi in ("exp", "sigmoid") else 1.0)
 
     @property
     def signed(self) -> bool:
@@ -105,11 +107,22 @@ class Form:
         return self.biased or self.safe
 
     @property
-    def log2_1p(self) -> tuple[float, ...]:
-        """P of log2(1 + u) = u P(u) on [0, 1], highest power first, minimax: off by 2e-7, if fast 9e-6.
+    def log(self) -> bool:
+        """Softplus by the GPU's logarithm, and by a polynomial only in blocks with flagged rows."""
+        return self.phi == "softplus" and self.bounded and self.fast and self.p > 0
 
-        The special-function unit is busy with exponentials; polynomials run beside it.
-        """
+    @property
+    def sums(self) -> str:
+        """How forward sums a row (`_add_sums`), and how it does again if a row is flagged."""
+        return "low" if self.phi == "exp" else "log" if self.log else "exact"
+
+    @property
+    def sums_again(self) -> str:
+        return "low" if self.safe else "exact"
+
+    @property
+    def log2_1p(self) -> tuple[float, ...]:
+        """P of log2(1 + u) = u P(u) on [0, 1], highest power first, minimax: off by 2e-7, if fast 9e-6."""
         if self.fast:
             return (-0.0344359066, 0.146032888, -0.303036203, 0.469174065, -0.720426164, 1.44268292)
         return (0.00754918208, -0.0425670617, 0.112856193, -0.19711897, 0.275641412, -0.358408472,
@@ -120,13 +133,27 @@ class Form:
 
 
 @triton.jit
-def _softplus2(y, form: tl.constexpr):
+def _log2(x, form: tl.constexpr):
+    """log2 to 2^-22, in one instruction (tl.log2 calls a library function of 20)."""
+    if form.interpreted:
+        result = tl.log2(x)
+    else:
+        result = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return result
+
+
+@triton.jit
+def _softplus2(y, EXACT: tl.constexpr, form: tl.constexpr):
     """log2(1 + 2^y) = softplus(y ln 2) / ln 2."""
-    u = tl.exp2(tl.abs(y) * -1.0)
-    r = u * form.log2_1p[0] + form.log2_1p[1]
-    for i in tl.static_range(2, len(form.log2_1p)):
-        r = r * u + form.log2_1p[i]
-    return tl.maximum(y, 0.0) + r * u
+    if form.log and not EXACT:
+        s = _log2(1.0 + tl.exp2(y), form)
+    else:
+        u = tl.exp2(-tl.abs(y))
+        r = u * form.log2_1p[0] + form.log2_1p[1]
+        for i in tl.static_range(2, len(form.log2_1p)):
+            r = r * u + form.log2_1p[i]
+        s = tl.maximum(y, 0.0) + r * u
+    return s
 
 
 @triton.jit
@@ -136,8 +163,8 @@ def _relu(x):
 
 
 @triton.jit
-def _phi(y, low, form: tl.constexpr):
-    """phi(x) from y = x form.unit, and phi'(x) (softplus: in units of ln 2, and by y).
+def _phi(y, low, EXACT: tl.constexpr, form: tl.constexpr):
+    """phi(x) from the score y, and its derivative, by y (exp, sigmoid: by x).
 
     2^y for rows that are `low` (form.safe). Where a kernel drops the slope, so does the compiler.
     """
@@ -145,7 +172,7 @@ def _phi(y, low, form: tl.constexpr):
         s = tl.exp2(y)
         slope = s
     elif form.phi == "softplus":
-        s = _softplus2(y, form)
+        s = _softplus2(y, EXACT, form)
         slope = tl.exp2(y - s)  # sigmoid(x), with full relative accuracy on both sides
     elif form.phi == "sigmoid":
         s = 1.0 / (1.0 + tl.exp2(-y))
@@ -196,39 +223,36 @@ def _power(t, N: tl.constexpr):
 
 @triton.jit
 def _weigh(s, c, e, form: tl.constexpr):
-    """Weights before the last division: s, or t^p."""
+    """Weights before the last division: s, or t^p; and t^(p-1)."""
     weight = s
+    lower = s
     if form.p > 0:
         t = _relu(s * c - e)
-        weight = _power(t, form.p - 1) * t
-    return weight
+        lower = _power(t, form.p - 1)
+        weight = lower * t
+    return weight, lower
 
 
 @triton.jit
 def _weigh_and_grad(s, dC, c, e, delta, form: tl.constexpr):
     """The weights C, and h (see the top of this file), from c' and e'."""
+    weight, lower = _weigh(s, c, e, form)
+    h = dC
+    if form.l1 and form.signed:
+        h = dC - tl.where(s > 0, delta, tl.where(s < 0, -delta, 0.0))
+    elif form.l1:
+        h = dC - delta
     if form.p > 0:
-        t = _relu(s * c - e)
-        lower = _power(t, form.p - 1)
-        weight = lower * t
-        h = lower * (dC - delta)
+        h = lower * h
     else:
         weight = s * c
-        h = dC
-        if form.l1 and form.signed:
-            h = dC - tl.where(s > 0, delta, tl.where(s < 0, -delta, 0.0))
-        elif form.l1:
-            h = dC - delta
     return weight, h
 
 
 @triton.jit
-def _scores(a, b, factor, shift, form: tl.constexpr):
-    """y = factor a.b + shift in float32, of tiles (M, D) and (N, D), or of one query (D,) and keys (N, D)."""
-    if len(a.shape) == 1:
-        y = tl.sum(b.to(tl.float32) * a[None, :], 1) * factor
-    else:
-        y = tl.dot(a, tl.trans(b), input_precision=form.precision) * factor
+def _scores(a, b, shift, form: tl.constexpr):
+    """y = a.b + shift in float32, of tiles (M, D) and (N, D)."""
+    y = tl.dot(a, tl.trans(b), input_precision=form.precision)
     if form.shifted:
         y += shift
     return y
@@ -236,10 +260,10 @@ def _scores(a, b, factor, shift, form: tl.constexpr):
 
 @triton.jit
 def _phi_of_scores(
-    a, b, position, j, factor, shift, low, DIAGONAL: tl.constexpr, form: tl.constexpr
+    a, b, position, j, shift, low, DIAGONAL: tl.constexpr, EXACT: tl.constexpr, form: tl.constexpr
 ):  # fmt: skip
-    """phi(x) and phi'(x) of a tile; DIAGONAL: 0 at keys j after the row's position."""
-    s, slope = _phi(_scores(a, b, factor, shift, form), low, form)
+    """phi(x) and its derivative of a tile; DIAGONAL: 0 at keys j after the row's position."""
+    s, slope = _phi(_scores(a, b, shift, form), low, EXACT, form)
     if DIAGONAL:
         s = tl.where(position >= j, s, 0.0)
         slope = tl.where(position >= j, slope, 0.0)
@@ -247,50 +271,63 @@ def _phi_of_scores(
 
 
 @triton.jit
-def _add_sums(total, lost, peak, s):
-    """Add a tile to sum phi and max phi over its last axis.
-
-    Kahan's sum: over 64K equal keys a plain one is off by more than the 1e-5 by which rows count as uniform.
-    """
-    axis: tl.constexpr = len(s.shape) - 1
-    part = tl.sum(s, axis) - lost
-    new = total + part
-    return new, (new - total) - part, tl.maximum(peak, tl.max(s, axis))
+def _times(a, b):
+    return a * b
 
 
 @triton.jit
-def _add_low_sums(total, peak, y, visible):
-    """Add a tile to sum 2^(y - peak) and peak = max y over its last axis."""
+def _add_sums(total, lost, peak, y, HOW: tl.constexpr, form: tl.constexpr):
+    """Add a tile of scores, -inf where hidden, to a sum and to max y over its last axis.
+
+    HOW: "exact" sums phi; "log" softplus as max(y, 0) + log2(1 + 2^-|y|), one logarithm of a product for all
+    keys (at most 64) of a tile; "low" sums 2^(y - peak). Kahan's sum: over 64K equal keys a plain one is off
+    by more than the 1e-5 by which rows count as uniform.
+    """
     axis: tl.constexpr = len(y.shape) - 1
-    y = tl.where(visible, y, -float("inf"))
     highest = tl.maximum(peak, tl.max(y, axis))
-    total = total * tl.exp2(peak - highest) + tl.sum(tl.exp2(y - tl.expand_dims(highest, axis)), axis)
-    return total, highest
+    if HOW == "low":
+        total *= tl.exp2(peak - highest)
+        lost *= tl.exp2(peak - highest)
+        part = tl.sum(tl.exp2(y - tl.expand_dims(highest, axis)), axis)
+    elif HOW == "log":
+        part = tl.sum(_relu(y), axis) + _log2(tl.reduce(1.0 + tl.exp2(-tl.abs(y)), axis, _times), form)
+    else:
+        s, _ = _phi(y, tl.zeros_like(y), True, form)
+        part = tl.sum(s, axis)
+    part -= lost
+    new = total + part
+    return new, (new - total) - part, highest
 
 
 @triton.jit
-def _row_constants(total, peak, low_total, low_peak, shift, n, form: tl.constexpr):
-    """c, e, shift and low of rows from their sums, of phi and of 2^(y - low_peak).
+def _row_constants(total, low_total, peak, shift, position, n_keys, form: tl.constexpr):
+    """c, e, shift, and a flag for rows that are low (form.safe) or need exact softplus (form.log).
 
-    `normalisers.reweight` explains O, and why rows without contrast have none.
+    From the sums of phi and of 2^(y - peak), and peak = max y. `normalisers.reweight` explains O, and why
+    rows without contrast have none.
     """
-    low = tl.zeros_like(total)
+    flag = tl.zeros_like(total)
     if form.safe:
-        low = tl.where((total < LOW) | (form.phi == "exp"), 1.0, 0.0)
-        shift = tl.where(low > 0, shift - low_peak, shift)
-        total = tl.where(low > 0, low_total, total)
-        peak = tl.where(low > 0, 1.0, peak)
+        flag = tl.where(((total < LOW) & (position < n_keys)) | (form.phi == "exp"), 1.0, 0.0)
+        shift = tl.where(flag > 0, shift - peak, shift)
+        total = tl.where(flag > 0, low_total, total)
+        peak = tl.where(flag > 0, 0.0, peak)
     c = tl.full(total.shape, 1.0, tl.float32)
     e = tl.zeros_like(total)
     if form.p > 0:
+        n = (position + 1).to(tl.float32)
+        largest, _ = _phi(peak, flag, True, form)
         has_mass = ~(total <= NO_MASS)  # NaN has: it must reach o
         mean = tl.where(has_mass, total, 1.0) / n
-        top = peak / mean  # max n A
+        top = largest / mean  # max n A
         offset = tl.where((n > 3) & (top - 1.0 > CONTRAST), 1.0, 0.0)
         inverse = tl.where(has_mass, 1.0 / (top - offset), 0.0)
         c = inverse / mean
         e = offset * inverse
-    return c, e, shift, low
+        if form.log:  # the errors of s and of mean reach the weights over this contrast
+            contrast = tl.where(n > 3, largest - mean, largest)
+            flag = tl.where((contrast < CLOSE) & (position < n_keys), 1.0, 0.0)
+    return c, e, shift, flag
 
 
 @triton.jit
@@ -311,14 +348,19 @@ def _normalise(total, c, e, form: tl.constexpr):
     return scale, c, e
 
 
-# ---------------------------------------------------------------- memory
+# ---------------------------------------------------------------- memory and loops
 
 
 @triton.jit
 def _program(n_parts, n_head):
     """Which part of which head this program works on: (part, batch * n_head + head, batch, head)."""
-    row = (tl.program_id(0) // n_parts).to(tl.int64)
-    return tl.program_id(0) % n_parts, row, row // n_head, row % n_head
+    row = tl.program_id(0) // n_parts
+    return (
+        tl.program_id(0) % n_parts,
+        row.to(tl.int64),
+        (row // n_head).to(tl.int64),
+        (row % n_head).to(tl.int64),
+    )
 
 
 @triton.jit
@@ -357,28 +399,47 @@ def _store_tile(matrix, start, values, form: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(pointer, n_rows, inside, a, b, c, d):
-    """Four floats a row, in planes of n_rows."""
-    tl.store(pointer, a, mask=inside)
-    tl.store(pointer + n_rows, b, mask=inside)
-    tl.store(pointer + 2 * n_rows, c, mask=inside)
-    tl.store(pointer + 3 * n_rows, d, mask=inside)
+def _load_rows(pointer, i, n, SIZE: tl.constexpr):
+    """The N_ROW floats of rows i (SIZE,), zeros from n on, in one copy from global memory."""
+    at = pointer + i[:, None] * N_ROW + tl.arange(0, N_ROW)[None, :]
+    rows = tl.load(at, mask=(i < n)[:, None], other=0.0)
+    even, odd = tl.split(tl.reshape(rows, [SIZE, 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def _store_rows(pointer, i, n, a, b, c, d):
+    rows = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [a.shape[0], N_ROW])
+    at = pointer + i[:, None] * N_ROW + tl.arange(0, N_ROW)[None, :]
+    tl.store(at, rows, mask=(i < n)[:, None])
 
 
 @triton.jit
 def _query_block(n_head, n_queries, n_keys, BM: tl.constexpr, BN: tl.constexpr):
     """The rows of this program and the keys they see, blocks with most keys first.
 
-    Returns batch, head, the first row, its index among the n_rows of all heads, n_rows, and where the tiles
-    end that all rows see (`whole`), and those on the diagonal (`stop`).
+    Returns batch, head, the first row, the rows (BM,), the index of the head's first row among all, and where
+    the tiles end that all rows see, and those on the diagonal.
     """
     n_blocks = tl.cdiv(n_queries, BM)
     part, row, batch, head = _program(n_blocks, n_head)
     start = (n_blocks - 1 - part) * BM
-    n_rows = (tl.num_programs(0) // n_blocks).to(tl.int64) * n_queries
+    i = start + tl.arange(0, BM)
     whole = (n_keys - n_queries + start + 1) // BN * BN
     stop = tl.minimum(n_keys, n_keys - n_queries + start + BM)
-    return batch, head, start, row * n_queries, n_rows, whole, stop
+    return batch, head, start, i, row * n_queries, whole, stop
+
+
+@triton.jit
+def _loop(LOOP: tl.constexpr, first, middle, last, flag, form: tl.constexpr):
+    """Begin and end of loop LOOP: 0 up to `middle`, 1 from there; 2, exact, is both if a row is flagged."""
+    begin = middle if LOOP == 1 else first
+    end = middle if LOOP == 0 else last
+    if form.log:
+        end = tl.where((tl.max(flag, 0) > 0) == (LOOP == 2), end, begin)
+    return begin, end
 
 
 @triton.jit
@@ -390,62 +451,70 @@ def _add_product(acc, tile, b, form: tl.constexpr):
 # ---------------------------------------------------------------- forward: BM query rows of one head
 
 
+@triton.jit
+def _row_sums(
+    q, keys, position, shift, whole, stop, HOW: tl.constexpr, STAGES: tl.constexpr, BN: tl.constexpr,
+    form: tl.constexpr,
+):  # fmt: skip
+    """`_add_sums` over all keys that each row sees."""
+    total = tl.zeros_like(shift)
+    lost = tl.zeros_like(shift)
+    peak = tl.full(shift.shape, NEVER, tl.float32)
+    for DIAGONAL in tl.static_range(2):
+        for j0 in tl.range(whole if DIAGONAL else 0, stop if DIAGONAL else whole, BN, num_stages=STAGES):
+            y = _scores(q, _tile(keys, j0, BN, DIAGONAL, form), shift[:, None], form)
+            if DIAGONAL:
+                y = tl.where(position[:, None] >= (j0 + tl.arange(0, BN))[None, :], y, -float("inf"))
+            total, lost, peak = _add_sums(total, lost, peak, y, HOW, form)
+    return total, peak
+
+
 @triton.jit(do_not_specialize=["n_queries", "n_keys"])
 def _forward(
-    q_ptr, k_ptr, v_ptr, factor_ptr, shift_ptr, o_ptr, stats_ptr,
+    q_ptr, k_ptr, v_ptr, shift_ptr, o_ptr, stats_ptr,
     q_strides, k_strides, v_strides, o_strides, n_head, group, n_queries, n_keys,
     form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """o, and c', e', shift and low of each row."""
-    batch, head, start, first_row, n_rows, whole, stop = _query_block(n_head, n_queries, n_keys, BM, BN)
+    """o, and c', e', shift and flag of each row."""
+    batch, head, start, i, first_row, whole, stop = _query_block(n_head, n_queries, n_keys, BM, BN)
     keys = _matrix(k_ptr, k_strides, n_keys, batch, head // group)
     values = _matrix(v_ptr, v_strides, n_keys, batch, head // group)
-    i = start + tl.arange(0, BM)
-    inside = i < n_queries
     position = n_keys - n_queries + i  # among the keys: the row sees those up to it
     q = _tile(_matrix(q_ptr, q_strides, n_queries, batch, head), start, BM, True, form)
-    factor = tl.load(factor_ptr + first_row + i, mask=inside, other=0.0) * form.unit
     shift = tl.zeros([BM], tl.float32)
     if form.biased:
-        shift = tl.load(shift_ptr + i, mask=inside, other=0.0) * form.unit
-    total = tl.zeros([BM], tl.float32)
-    lost = tl.zeros([BM], tl.float32)
-    peak = tl.zeros([BM], tl.float32)
-    low = tl.zeros([BM], tl.float32)
-    if form.two_pass and form.phi != "exp":
-        for DIAGONAL in tl.static_range(2):
-            for j0 in tl.range(whole if DIAGONAL else 0, stop if DIAGONAL else whole, BN):
-                j = j0 + tl.arange(0, BN)
-                k = _tile(keys, j0, BN, DIAGONAL, form)
-                s, _ = _phi_of_scores(q, k, position[:, None], j[None, :], factor[:, None], shift[:, None],
-                                      low[:, None], DIAGONAL, form)  # fmt: skip
-                total, lost, peak = _add_sums(total, lost, peak, s)
-    low_total = tl.zeros([BM], tl.float32)
-    low_peak = tl.full([BM], -1e38, tl.float32)
-    if form.safe:  # noqa: SIM102 (decided when compiled; the next one when run)
-        if tl.min(tl.where(inside, total, 1.0), 0) < LOW:
-            for j0 in tl.range(0, stop, BN):
-                j = j0 + tl.arange(0, BN)
-                y = _scores(q, _tile(keys, j0, BN, True, form), factor[:, None], shift[:, None], form)
-                low_total, low_peak = _add_low_sums(low_total, low_peak, y, position[:, None] >= j[None, :])
-    n = (position + 1).to(tl.float32)
-    c, e, shift, low = _row_constants(total, peak, low_total, low_peak, shift, n, form)
-
+        shift = tl.load(shift_ptr + i, mask=i < n_queries, other=0.0)
+    c = tl.full([BM], 1.0, tl.float32)
+    e = tl.zeros([BM], tl.float32)
+    flag = tl.zeros([BM], tl.float32)
+    if form.two_pass:
+        given = shift
+        HOW: tl.constexpr = form.sums
+        AGAIN: tl.constexpr = form.sums_again
+        total, peak = _row_sums(q, keys, position, given, whole, stop, HOW, None, BN, form)
+        c, e, shift, flag = _row_constants(total, total, peak, given, position, n_keys, form)
+        if HOW != AGAIN:  # noqa: SIM102 (decided when compiled; the next one when run)
+            if tl.max(flag, 0) > 0:
+                again, peak = _row_sums(q, keys, position, given, 0, stop, AGAIN, 1, BN, form)
+                total = again if form.log else total
+                c, e, shift, flag = _row_constants(total, again, peak, given, position, n_keys, form)
     BD: tl.constexpr = form.bd
     acc = tl.zeros([BM, BD], tl.float32)
     total = tl.zeros([BM], tl.float32)
-    for DIAGONAL in tl.static_range(2):
-        for j0 in tl.range(whole if DIAGONAL else 0, stop if DIAGONAL else whole, BN):
-            j = j0 + tl.arange(0, BN)
-            k = _tile(keys, j0, BN, DIAGONAL, form)
-            s, _ = _phi_of_scores(q, k, position[:, None], j[None, :], factor[:, None], shift[:, None],
-                                  low[:, None], DIAGONAL, form)  # fmt: skip
-            weight = _weigh(s, c[:, None], e[:, None], form)
+    for LOOP in tl.static_range(3 if form.log else 2):
+        begin, end = _loop(LOOP, 0, whole, stop, flag, form)
+        for j0 in tl.range(begin, end, BN >> LOOP // 2, num_stages=1 if LOOP == 2 else None):
+            k = _tile(keys, j0, BN >> LOOP // 2, LOOP > 0, form)
+            j = j0 + tl.arange(0, BN >> LOOP // 2)
+            position = n_keys - n_queries + start + tl.arange(0, BM)  # anew: kept, it spills
+            s, _ = _phi_of_scores(q, k, position[:, None], j[None, :], shift[:, None], flag[:, None],
+                                  LOOP > 0, LOOP == 2, form)  # fmt: skip
+            weight, _ = _weigh(s, c[:, None], e[:, None], form)
             total += tl.sum(tl.abs(weight) if form.signed else weight, 1)
-            acc = _add_product(acc, weight, _tile(values, j0, BN, DIAGONAL, form), form)
+            acc = _add_product(acc, weight, _tile(values, j0, BN >> LOOP // 2, LOOP > 0, form), form)
     scale, c, e = _normalise(total, c, e, form)
     _store_tile(_matrix(o_ptr, o_strides, n_queries, batch, head), start, acc * scale[:, None], form)
-    _store_rows(stats_ptr + first_row + i, n_rows, inside, c, e, shift, low)
+    _store_rows(stats_ptr + first_row * N_ROW, i, n_queries, c, e, shift, flag)
 
 
 # ---------------------------------------------------------------- backward: BM query rows, then BN keys
@@ -453,41 +522,33 @@ def _forward(
 
 @triton.jit(do_not_specialize=["n_queries", "n_keys"])
 def _backward_q(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, factor_ptr, stats_ptr, dq_ptr, row_grads_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, stats_ptr, dq_ptr, rows_ptr,
     q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, n_head, group, n_queries, n_keys,
     form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dq; and of each row d factor, D, and what `_backward_kv` multiplies h by and subtracts."""
-    batch, head, start, first_row, n_rows, whole, stop = _query_block(n_head, n_queries, n_keys, BM, BN)
+    """dq, and c', e', D and c' m of each row."""
+    batch, head, start, i, first_row, whole, stop = _query_block(n_head, n_queries, n_keys, BM, BN)
     keys = _matrix(k_ptr, k_strides, n_keys, batch, head // group)
     values = _matrix(v_ptr, v_strides, n_keys, batch, head // group)
-    i = start + tl.arange(0, BM)
-    inside = i < n_queries
-    position = n_keys - n_queries + i
+    position = n_keys - n_queries + i  # among the keys: the row sees those up to it
     q = _tile(_matrix(q_ptr, q_strides, n_queries, batch, head), start, BM, True, form)
     do = _tile(_matrix(do_ptr, do_strides, n_queries, batch, head), start, BM, True, form)
     delta = tl.zeros([BM], tl.float32)
     if form.l1:
         o = _tile(_matrix(o_ptr, o_strides, n_queries, batch, head), start, BM, True, form)
         delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    row_factor = tl.load(factor_ptr + first_row + i, mask=inside, other=0.0)
-    factor = row_factor * form.unit
-    stats_ptr += first_row + i
-    c = tl.load(stats_ptr, mask=inside, other=0.0)
-    e = tl.load(stats_ptr + n_rows, mask=inside, other=0.0)
-    shift = tl.load(stats_ptr + 2 * n_rows, mask=inside, other=0.0)
-    low = tl.load(stats_ptr + 3 * n_rows, mask=inside, other=0.0)
+    c, e, shift, flag = _load_rows(stats_ptr + first_row * N_ROW, i, n_queries, BM)
     BD: tl.constexpr = form.bd
     acc = tl.zeros([BM, BD], tl.float32)  # sum h phi' k
     acc_mean = tl.zeros([BM, BD], tl.float32)  # sum phi' k
     h_sum = tl.zeros([BM], tl.float32)
-    for DIAGONAL in tl.static_range(2):
-        for j0 in tl.range(whole if DIAGONAL else 0, stop if DIAGONAL else whole, BN):
-            j = j0 + tl.arange(0, BN)
-            k = _tile(keys, j0, BN, DIAGONAL, form)
-            v = _tile(values, j0, BN, DIAGONAL, form)
-            s, slope = _phi_of_scores(q, k, position[:, None], j[None, :], factor[:, None], shift[:, None],
-                                      low[:, None], DIAGONAL, form)  # fmt: skip
+    for LOOP in tl.static_range(3 if form.log else 2):
+        begin, end = _loop(LOOP, 0, whole, stop, flag, form)
+        for j0 in tl.range(begin, end, BN >> LOOP // 2, num_stages=1 if LOOP == 2 else None):
+            k = _tile(keys, j0, BN >> LOOP // 2, LOOP > 0, form)
+            v = _tile(values, j0, BN >> LOOP // 2, LOOP > 0, form)
+            s, slope = _phi_of_scores(q, k, position[:, None], (j0 + tl.arange(0, BN >> LOOP // 2))[None, :],
+                                      shift[:, None], flag[:, None], LOOP > 0, LOOP == 2, form)  # fmt: skip
             dC = tl.dot(do, tl.trans(v), input_precision=form.precision)
             _, h = _weigh_and_grad(s, dC, c[:, None], e[:, None], delta[:, None], form)
             acc = _add_product(acc, h * slope, k, form)
@@ -495,32 +556,26 @@ def _backward_q(
                 h_sum += tl.sum(h, 1)
                 acc_mean = _add_product(acc_mean, slope, k, form)
     mean = tl.zeros([BM], tl.float32)
-    gain = c * form.slope_unit
     if form.p > 0:
         mean = tl.where(e > 0, h_sum / (position + 1).to(tl.float32), 0.0)
         acc -= mean[:, None] * acc_mean
-        gain *= form.p
-    acc *= gain[:, None]  # sum_j dx_j k_j
-    gain *= row_factor  # with which d (q k)_j = factor dx_j = (gain h_j - gain m) phi'_j
-    d_factor = tl.sum(acc * q.to(tl.float32), 1)
     dq = _matrix(dq_ptr, dq_strides, n_queries, batch, head)
-    _store_tile(dq, start, acc * row_factor[:, None], form)
-    _store_rows(row_grads_ptr + first_row + i, n_rows, inside, d_factor, delta, gain, gain * mean)
+    _store_tile(dq, start, acc * (c * form.gain)[:, None], form)
+    _store_rows(rows_ptr + first_row * N_ROW, i, n_queries, c, e, delta, c * mean)
 
 
 @triton.jit(do_not_specialize=["n_queries", "n_keys"])
 def _backward_kv(
-    q_ptr, k_ptr, v_ptr, do_ptr, factor_ptr, stats_ptr, row_grads_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rows_ptr, dk_ptr, dv_ptr,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, n_head, group, n_queries, n_keys,
     form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv, after `_backward_q` has written its row gradients. Tiles are (keys, queries)."""
+    """dk and dv, after `_backward_q` has written its rows. Tiles are (keys, queries)."""
     n_blocks = tl.cdiv(n_keys, BN)
-    block, row, batch, kv_head = _program(n_blocks, n_head // group)
+    block, _row, batch, kv_head = _program(n_blocks, n_head // group)
     j = block * BN + tl.arange(0, BN)
     k = _tile(_matrix(k_ptr, k_strides, n_keys, batch, kv_head), block * BN, BN, True, form)
     v = _tile(_matrix(v_ptr, v_strides, n_keys, batch, kv_head), block * BN, BN, True, form)
-    n_rows = (tl.num_programs(0) // n_blocks).to(tl.int64) * group * n_queries
     # Rows on the diagonal, which do not see all of these keys, then rows that see them all.
     first = block * BN - (n_keys - n_queries)  # the row at the block's first key
     start = tl.maximum(first, 0) // BM * BM
@@ -530,38 +585,34 @@ def _backward_kv(
     dv = tl.zeros([BN, BD], tl.float32)
     for member in tl.range(group):  # the query heads of this head of keys; 1 is a constant, and no loop
         head = kv_head * group + member
-        first_row = (batch * n_head + head) * n_queries
         queries = _matrix(q_ptr, q_strides, n_queries, batch, head)
         grads = _matrix(do_ptr, do_strides, n_queries, batch, head)
-        for WHOLE in tl.static_range(2):
-            for i0 in tl.range(whole if WHOLE else start, n_queries if WHOLE else whole, BM):
-                i = i0 + tl.arange(0, BM)
-                inside = i < n_queries  # rows beyond have q = do = c = 0 and add nothing
-                q = _tile(queries, i0, BM, True, form)
-                do = _tile(grads, i0, BM, True, form)
-                factor = tl.load(factor_ptr + first_row + i, mask=inside, other=0.0) * form.unit
-                c = tl.load(stats_ptr + first_row + i, mask=inside, other=0.0)
-                e = tl.zeros_like(c)
+        first_row = (batch * n_head + head) * n_queries
+        stats = stats_ptr + first_row * N_ROW
+        rows = rows_ptr + first_row * N_ROW
+        flag = tl.zeros([1], tl.float32)
+        if form.log:
+            for i0 in tl.range(start, n_queries, 1024):
+                i = i0 + tl.arange(0, 1024)
+                flags = tl.load(stats + i * N_ROW + 3, mask=i < n_queries, other=0.0)
+                flag = tl.maximum(flag, tl.max(flags, 0))
+        for LOOP in tl.static_range(3 if form.log else 2):
+            begin, end = _loop(LOOP, start, whole, n_queries, flag, form)
+            for i0 in tl.range(begin, end, BM >> LOOP // 2, num_stages=1 if LOOP == 2 else None):
+                i = i0 + tl.arange(0, BM >> LOOP // 2)  # rows beyond have q = do = c = 0 and add nothing
+                q = _tile(queries, i0, BM >> LOOP // 2, True, form)
+                do = _tile(grads, i0, BM >> LOOP // 2, True, form)
+                c, e, delta, c_mean = _load_rows(rows, i, n_queries, BM >> LOOP // 2)
                 shift = tl.zeros_like(c)
                 low = tl.zeros_like(c)
-                delta = tl.zeros_like(c)
                 if form.shifted:
-                    shift = tl.load(stats_ptr + 2 * n_rows + first_row + i, mask=inside, other=0.0)
-                if form.safe:
-                    low = tl.load(stats_ptr + 3 * n_rows + first_row + i, mask=inside, other=0.0)
-                position = n_keys - n_queries + i
-                s, slope = _phi_of_scores(k, q, position[None, :], j[:, None], factor[None, :],
-                                          shift[None, :], low[None, :], WHOLE == 0, form)  # fmt: skip
-                if form.p > 0:
-                    e = tl.load(stats_ptr + n_rows + first_row + i, mask=inside, other=0.0)
-                if form.l1:
-                    delta = tl.load(row_grads_ptr + n_rows + first_row + i, mask=inside, other=0.0)
+                    _c, _e, shift, low = _load_rows(stats, i, n_queries, BM >> LOOP // 2)
+                s, slope = _phi_of_scores(k, q, (n_keys - n_queries + i)[None, :], j[:, None], shift[None, :],
+                                          low[None, :], LOOP != 1, LOOP == 2, form)  # fmt: skip
                 dC = tl.dot(v, tl.trans(do), input_precision=form.precision)
                 weight, h = _weigh_and_grad(s, dC, c[None, :], e[None, :], delta[None, :], form)
                 dv = _add_product(dv, weight, do, form)
-                dx = h * tl.load(row_grads_ptr + 2 * n_rows + first_row + i, mask=inside, other=0.0)[None, :]
-                if form.p > 0:
-                    dx -= tl.load(row_grads_ptr + 3 * n_rows + first_row + i, mask=inside, other=0.0)[None, :]
-                dk = _add_product(dk, dx * slope, q, form)
+                dk = _add_product(dk, (h * c[None, :] - c_mean[None, :]) * slope, q, form)
+    dk *= form.gain
     _store_tile(_matrix(dk_ptr, dk_strides, n_keys, batch, kv_head), block * BN, dk, form)
     _store_tile(_matrix(dv_ptr, dv_strides, n_keys, batch, kv_head), block * BN, dv, form)

@@ -62,6 +62,15 @@ class World:
         return len(self.gather(torch.tensor([number], device=self.device)).unique()) == 1
 
 
+def holds_everywhere(fact: bool, device: torch.device) -> bool:
+    """Whether it holds in every process that joined: a collective, if any did."""
+    if not dist.is_initialized():
+        return fact
+    verdict = torch.tensor(float(fact), device=device)
+    dist.all_reduce(verdict, dist.ReduceOp.MIN)
+    return bool(verdict)
+
+
 @contextmanager
 def join_world(device: str) -> Iterator[World]:
     """Join the processes that torchrun started, if it did, for the duration of a with block.
