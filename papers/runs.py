@@ -71,15 +71,15 @@ def scale_of(config: Config, steps_before: int = 0, *ancestors: Config) -> str:
 
 
 def experiment_of(config: Config, *ancestors: Config) -> str:
-    """Attention, loss, kind of optimiser and descent: what rows of a paper differ in, at any scale.
+    """Attention, positions, loss, kind of optimiser and descent: what experiments differ in, at any scale.
 
     Args:
         ancestors: what the config descends from by init_from, the newest first.
     """
-    a, t, o = config.attention, config.train, config.optimizer
+    a, m, t, o = config.attention, config.model, config.train, config.optimizer
     attention = a.model_dump(exclude={"engine", "compile_rows"})
     if isinstance(a.definition, NormSoftmax):  # sqrt_d is a number, too
-        attention["gamma"] = str(a.definition.gamma_number(config.model.head_dim))
+        attention["gamma"] = str(a.definition.gamma_number(m.head_dim))
         attention.pop("gamma_factor")
     start: Any = None
     if config.init_from:
@@ -90,6 +90,7 @@ def experiment_of(config: Config, *ancestors: Config) -> str:
             start = experiment_of(*ancestors), t.max_steps == 0, sorted(elsewhere)
     tau = 1.0 if (t.loss, t.loss_tau) == ("norm_softmax", "auto") else t.loss_tau
     rest = {
+        "model": (m.position, m.rotating, m.attention_gate),
         "loss": (t.loss, t.loss_gamma, tau, t.label_smoothing, t.reduction),
         "optimizer": (o.name, t.max_steps > 0 and o.warmup_steps == 0, o.weight_decay == 0),
         "start": start,

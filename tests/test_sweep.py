@@ -239,6 +239,8 @@ def test_rows_find_their_runs(tmp_path, capsys):
     (tmp_path / "p15/metrics.jsonl").write_text('{"step": 2, "val_loss": 4.0}\n')
     with open(tmp_path / "any1/metrics.jsonl", "a") as f:
         f.write('{"step": 3, "val')  # truncated by a kill
+    make_run(tmp_path, "nope", [8.0] * 5, "--model.position", "none")  # softmax, but of no row
+    make_run(tmp_path, "gate", [8.0] * 5, "--model.attention-gate", "true")
     index = RunIndex(read_runs([str(tmp_path)]))
     assert f"skipped: {tmp_path / 'p15'} is not finished" in capsys.readouterr().out
     seeds = ["", "ours, scale A, 3 seeds, RoPE ntk", *4 * ["2.1000 ±0.1000"], "3.1000 ±0.1000"]
