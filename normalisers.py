@@ -399,11 +399,12 @@ class Phi(Scaled, name="phi"):
 
     @property
     def is_rescaled_softmax(self) -> bool:
-        return self.phi == "exp" and self.sums_to_one and not self.by_distance
+        return self.phi == "exp" and self.sums_to_one and self.is_fusible
 
     @property
     def is_fusible(self) -> bool:
-        return self.sink == "none" and not self.by_distance
+        as_stated = type(self).weights is Phi.weights  # a subclass may override them
+        return as_stated and self.sink == "none" and not self.by_distance
 
 
 def l1_of_positive(phi: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

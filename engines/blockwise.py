@@ -157,7 +157,7 @@ class BlockFormula:
         definition = normaliser.definition
         self.normaliser, self.p = normaliser, normaliser.reweight_p
         self.closed_form = (
-            bool(self.p) and not normaliser.naive_power and not normaliser.by_distance
+            bool(self.p) and normaliser.is_fusible
             and isinstance(definition, Phi) and definition.phi == "softplus"
             and definition.bounded and definition.sums_to_one
         )  # fmt: skip

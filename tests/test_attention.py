@@ -27,8 +27,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from attention import attend, make_normaliser, mask_spans, resolve_engine
+from engines.base import NormaliserModule
 from infra.cli import UserError
-from normalisers import l1_normalise, reweight, softplus
+from normalisers import LSSA, Softmax, l1_normalise, reweight, softplus
 from schema import AttentionConfig
 
 # 1. The fast engines are the dense one, and all are the float64 one.
@@ -151,6 +152,18 @@ def test_what_sdpa_supports():
         plain = not cfg.reweight_p and getattr(cfg, "sink", "none") == "none"
         is_softmax = cfg.normaliser in by_sdpa or (getattr(cfg, "phi", "") == "exp" and cfg.l1)
         assert has_sdpa(cfg) == (is_softmax and plain and cfg.normaliser != "scale_invariant"), cfg
+
+
+@pytest.mark.parametrize(("base", "p"), [(Softmax, 0), (LSSA, 15)], ids=["softmax", "lssar"])
+def test_a_preset_with_weights_of_its_own_keeps_them_on_every_engine(base, p):
+    class Squared(base):
+        def weights(self, x, context):
+            return l1_normalise(super().weights(x, context).square())
+
+    normaliser = NormaliserModule(Squared(), p, 2, 32, 300)
+    inputs = draw(37, 37, 32)
+    assert not normaliser.is_fusible
+    assert_close(run("auto", normaliser, *inputs), run("dense", normaliser, *inputs), inputs, 1e-5, "auto")
 
 
 # 2. Gradients against finite differences.
