@@ -6,9 +6,9 @@
     model = AutoModelForCausalLM.from_pretrained("any Llama, Qwen3, GPT-NeoX", attn_implementation="lssar")
 
 For causal models that call transformers' AttentionInterface: grouped-query heads, padding on the left or
-right (n counts real keys), dynamic and static caches. The weights are the normaliser's definition on the
-engine that `attend` picks; positions, QK-norm and the scale of the scores stay the model's. Rejected: sliding
-windows, packed sequences, soft-capped scores, the model's own sinks, dropout.
+right (n counts real keys), dynamic and static caches. The weights are the normaliser's definition on its
+`engine`; positions, QK-norm and the scale of the scores stay the model's. Rejected: sliding windows, packed
+sequences, soft-capped scores, the model's own sinks, dropout.
 
 A normaliser with learned parameters (SSMax's s) becomes a submodule `normaliser` of each attention layer.
 """
@@ -95,7 +95,7 @@ def register(name: str, options: AttentionConfig, train_len: int = 0) -> None:
             config: Any = module.config
             length = train_len or config.max_position_embeddings
             module.normaliser = make_normaliser(options, n_head, head_dim, length).to(query.device)
-        out = attend(query, key, value, module.normaliser, spans=spans)  # type: ignore[arg-type]
+        out = attend(query, key, value, module.normaliser, options.engine, spans=spans)  # type: ignore[arg-type]
         if definition.output_norm:
             out = F.rms_norm(out, (head_dim,), eps=NORM_EPS)
         return out.transpose(1, 2).contiguous(), None

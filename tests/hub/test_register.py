@@ -68,6 +68,15 @@ def test_n_counts_real_keys(options, family):
         assert torch.equal(model.generate(x[2:, 9:], **greedy, **more)[0], expected)
 
 
+def test_the_engine_is_that_of_the_options(monkeypatch):
+    model, x = make_model(FAMILIES["llama"]())
+    register("ours", AttentionConfig(engine="dense"))
+    model.set_attn_implementation("ours")
+    monkeypatch.setattr("engines.dense.run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+
+
 def test_learned_parameters_are_trained_and_saved(tmp_path):
     model, x = make_model(FAMILIES["llama"]())
     register("ours", AttentionConfig(normaliser="ssmax", scale_init=0.3))
