@@ -100,6 +100,10 @@ class ModelConfig(Section):
                 f"model.n_embd = {self.n_embd}: RoPE needs an even head size, "
                 f"but n_embd / n_head = {self.head_dim}"
             )
+        if self.position != "p_rope" and self.rope_fraction != 0.75:
+            raise ValueError(
+                f"model.rope_fraction = {self.rope_fraction}: only read by model.position = p_rope"
+            )
         return self
 
 

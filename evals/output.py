@@ -112,7 +112,7 @@ def legend_below(figure: Figure, n_columns: int) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=n_columns, frameon=False)
 
 
-def save_figure(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path, dpi: int = 150) -> None:
     with atomic_file(path) as f:
-        figure.savefig(f, format=path.suffix[1:], dpi=150)
+        figure.savefig(f, format=path.suffix[1:], dpi=dpi)
     print(f"wrote {path}")

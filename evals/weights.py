@@ -18,7 +18,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from attention import describe_attention, make_normaliser
-from infra.cli import ArgumentParser, run_main
+from evals.common import FIGURE_SUFFIXES
+from evals.output import save_figure
+from infra.cli import ArgumentParser, UserError, run_main
 from normalisers import NORMALISERS
 from schema import AttentionConfig
 
@@ -70,14 +72,16 @@ def draw(out: Path) -> None:
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower right", ncols=2, frameon=False)
     figure.supxlabel("rank of the key")
     figure.supylabel("absolute weight")
-    figure.savefig(out, dpi=80)
-    print(f"wrote {out}")
+    save_figure(figure, out, dpi=80)
 
 
 def main() -> None:
     parser = ArgumentParser(__doc__, prog="python -m evals.weights")
-    parser.add_argument("out", type=Path, help="PNG file to write")
-    draw(parser.parse_args().out)
+    parser.add_argument("out", type=Path, help="figure to write")
+    out = parser.parse_args().out
+    if out.suffix not in FIGURE_SUFFIXES:
+        raise UserError(f"{out}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}")
+    draw(out)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ BAD_OVERRIDES = [
     ("--model.n_layer 1.5", "integer"),
     ("--model.n_embd 100", "multiple of model.n_head = 12"),
     ("--model.n_kv_head 5", "n_kv_head = 5: expected a divisor of model.n_head = 12"),
+    ("--model.rope_fraction 0.5", "model.rope_fraction = 0.5: only read by model.position = p_rope"),
     ("--model.n_embd 36", "even head size"),
     ("--model.norm batchnorm", "'layernorm' or 'rmsnorm'"),
     ("--model.n_layers 3", "did you mean model.n_layer?"),
