@@ -26,7 +26,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from infra.cli import ArgumentParser, UserError, run_main
-from normalisers import NORMALISERS
+from normalisers import Normaliser
 from schema import SECTIONS, AttentionConfig, Config, Section, problems_of
 
 # ---------------------------------------------------------------- reading and writing
@@ -140,16 +140,22 @@ def describe_keys(config: Config) -> str:
     sections: dict[str, type[Section]] = {"": Config, **SECTIONS}
     for section, cls in sections.items():
         values = getattr(config, section) if section else config
-        fields = {**cls.model_fields}
-        if isinstance(values, AttentionConfig):
-            fields |= type(values.definition).model_fields
+        definition = type(values.definition) if isinstance(values, AttentionConfig) else None
+        fields = cls.model_fields | (definition.model_fields if definition else {})
         for name, field in fields.items():
             if name not in SECTIONS:
                 option = f"--{section}.{name}".replace("--.", "--").replace("_", "-")
                 kind = re.sub(r"<class '(\w+)'>|typing\.", r"\1", str(field.annotation))
-                meaning = field.description or NORMALISERS["phi"].model_fields[name].description
+                meaning = field.description or _inherited_meaning(definition, name)
                 lines.append(f"\n  {option}  {kind} = {getattr(values, name)!r}\n      {meaning}")
     return "\n".join(lines)
+
+
+def _inherited_meaning(definition: type[Normaliser] | None, name: str) -> str:
+    """The description of an option whose class states another default alone."""
+    bases = definition.__mro__ if definition else ()
+    fields = (base.model_fields.get(name) for base in bases if issubclass(base, Normaliser))
+    return next((field.description for field in fields if field and field.description), "")
 
 
 def _read_file(path: Path, seen: tuple[Path, ...]) -> tuple[Values, list[dict[str, list[Any]]]]:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from config import changed_keys, config_from_dict, expand_sweep, load_config, to_toml
+from config import changed_keys, config_from_dict, describe_keys, expand_sweep, load_config, to_toml
 from infra.cli import UserError
-from schema import Config
+from normalisers import NORMALISERS, NormSoftmax
+from schema import AttentionConfig, Config
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
@@ -241,6 +242,15 @@ def test_config_is_frozen_and_defaults_are_valid():
     config = Config(name="x")
     with pytest.raises(ValueError):
         config.train.max_steps = 3  # type: ignore[misc]
+
+
+def test_help_describes_options_that_a_class_of_ones_own_inherits(monkeypatch):
+    class Mine(NormSoftmax):
+        tau: float = 0.5
+
+    monkeypatch.setitem(NORMALISERS, "mine", Mine)
+    text = describe_keys(Config(name="x", attention=AttentionConfig(normaliser="mine")))
+    assert "--attention.tau  float = 0.5\n      Temperature." in text
 
 
 def test_command_line_error_and_help():
