@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install, prepare a corpus, train softmax and LSSAR, and compare their loss at 1x to 16x the training length.
 #
-#   ./demo.sh           about nine and a half minutes on two CPU cores, after installation
+#   ./demo.sh           about eight minutes on two CPU cores, after installation
 #   ./demo.sh --quick   under 2 minutes: the same steps with barely trained models (for CI)
 #
 # A second call reuses finished steps; remove runs/demo* or runs/quick* to start over.

@@ -1,4 +1,4 @@
-"""GPT: a pre-norm decoder with rotary positions, and attention by whatever normaliser the config names.
+"""GPT: a pre-norm decoder with the positions and the attention normaliser that the config names.
 
 GPT-2 (Radford et al. 2019) with RoPE (Su et al. 2021) instead of learned positions. The config's options
 make it the model of the SSMax paper as well: RMSNorm, SwiGLU, no biases, untied embeddings.
@@ -82,7 +82,10 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Causal attention with RoPE and the normaliser; multi-head or grouped-query (Ainslie et al. 2023)."""
+    """Causal attention with the normaliser: multi-head or grouped-query (Ainslie et al. 2023).
+
+    RoPE turns nothing where `model.position` is none or alibi; an optional gate multiplies the output.
+    """
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()

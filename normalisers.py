@@ -348,7 +348,7 @@ class Phi(Scaled, name="phi"):
         return context.learned["b"] if self.bias is True else 0.0
 
     def shift(self, context: RowContext) -> Tensor | float:
-        """What is added to the scaled score: a number or (R, 1)."""
+        """What `bias` = log_train_len, log_len or log_n adds to the scaled score: a number or (R, 1)."""
         match self.bias:
             case "log_train_len":
                 return -math.log(context.train_len)

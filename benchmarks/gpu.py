@@ -56,7 +56,7 @@ Plan = Iterator[tuple[str, Callable[[], Row]]]  # a row's key, and what measures
 LSSA = AttentionConfig(normaliser="lssa")
 LSSAR = AttentionConfig(normaliser="lssa", reweight_p=15)
 GRAPH_CALLS = 10
-BROKEN = 75  # exit status: a row has broken the CUDA context, the next process goes on after it
+BROKEN = 75  # exit status: a row has broken the CUDA context, the next process resumes after it
 # claim, key of its row, column, least and largest value
 TARGETS: list[tuple[str, str, str, float, float]] = [
     ("16-bit error", "correct | LSSAR p=15 | d=64", "16-bit T=1000", 0, 0.02),

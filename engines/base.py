@@ -12,7 +12,7 @@ from normalisers import Normaliser, RowContext, reweight, reweight_naive
 
 
 class NormaliserModule(nn.Module):
-    """A normaliser for one attention layer, with its learned parameters (`s`, `b`, `sink`, `w`, `p_n`).
+    """A normaliser for one attention layer, with its learned parameters (`learned_names`: s, b, p_n, ...).
 
     Args:
         definition: the formula and its options.

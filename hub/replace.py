@@ -100,6 +100,8 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
     add("--save", type=Path, metavar="FOLDER", help="save the model (see hub.register.learned_parameters)")
     args, rest = parser.parse_known_args()
     args.scaling = RopeScaling(args.rope, args.rope_theta)
+    if args.steps < 0:
+        raise UserError(f"--steps {args.steps}: expected at least 0")
     if args.steps and args.train_text is None:
         raise UserError(f"--steps {args.steps}: needs --train-text; or give --steps 0")
     return args, parse_overrides(rest)
