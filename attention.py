@@ -54,7 +54,7 @@ def attend(
     cached: bool = False,
     spans: Sequence[tuple[int, int]] | None = None,
 ) -> Tensor:
-    """Causal attention: normaliser.weights(q, k) @ v.
+    """Causal attention: normaliser.weights(q, k) @ v. A definition's `output_norm` is left to the caller.
 
     Args:
         q: (B, H, Tq, D) after RoPE, the last Tq of the Tk positions.
