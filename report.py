@@ -73,6 +73,9 @@ def needle_figures(index: RunIndex) -> Iterator[tuple[str, str, Figure]]:
     for group in (group for scale in index.letters.values() for group in index.at_scale(scale)):
         for path in sorted(group.runs[0].folder.glob("eval_needle*.json")):
             result = json.loads(path.read_text())
+            if "trials" not in result:
+                print(f"skipped: {path} is of an earlier version; expected a new evals.needle")
+                continue
             key = (group.scale, format_rope(result), *(str(result[key]) for key in ("lengths", "haystack")))
             alike.setdefault(key, []).append(result)
     for i, ((scale, rope, *_), results) in enumerate(alike.items()):

@@ -91,9 +91,10 @@ def register(name: str, options: AttentionConfig, train_len: int = 0) -> None:
         if not math.isclose(factor, 1.0):
             query = query * factor  # so that x = scaling q.k, where the formulas have q.k / sqrt(d)
         present: Any = getattr(module, "normaliser", None)
-        if present is None or (present.definition, present.reweight_p) != (definition, options.reweight_p):
-            config: Any = module.config
-            length = train_len or config.max_position_embeddings
+        config: Any = module.config
+        length = train_len or config.max_position_embeddings
+        wanted = (definition, options.reweight_p, length)
+        if present is None or (present.definition, present.reweight_p, present.train_len) != wanted:
             module.normaliser = make_normaliser(options, n_head, head_dim, length).to(query.device)
         out = attend(query, key, value, module.normaliser, options.engine, spans=spans)  # type: ignore[arg-type]
         if definition.output_norm:
