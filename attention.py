@@ -25,7 +25,7 @@ from torch import Tensor
 from engines import blockwise, dense, sdpa
 from engines.base import NormaliserModule
 from infra.cli import UserError
-from schema import AttentionConfig
+from schema import AttentionConfig, ModelConfig
 
 Engine = Literal["auto", "dense", "rows", "sdpa", "triton"]
 
@@ -164,10 +164,13 @@ def describe_engine(
     return f"triton (self-check: relative error {fused.self_check(normaliser, device, dtype).error:.1e})"
 
 
-def describe_attention(options: AttentionConfig) -> str:
-    """The [attention] section in a few words: 'lssa (reweight_p = 15)'."""
+def describe_attention(options: AttentionConfig, model: ModelConfig | None = None) -> str:
+    """The [attention] section in a few words, 'lssa (reweight_p = 15)', and of [model] ', alibi, gate'."""
     values = options.definition.model_dump(exclude_defaults=True)
     values |= {"reweight_p": options.reweight_p} if options.reweight_p else {}
     values |= {"naive_power": True} if options.naive_power else {}
     listed = ", ".join(f"{key} = {value}" for key, value in values.items())
-    return options.normaliser + (f" ({listed})" if listed else "")
+    text = options.normaliser + (f" ({listed})" if listed else "")
+    if model is not None and model.position != "rope":
+        text += ", no positions" if model.position == "none" else f", {model.position}"
+    return text + ", gate" * (model is not None and model.attention_gate)

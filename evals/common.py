@@ -68,7 +68,7 @@ class EvaluatedRun:
             "run": self.label,
             "source": str(self.source),
             "step": step,
-            "normaliser": describe_attention(self.config.attention),
+            "normaliser": describe_attention(self.config.attention, self.config.model),
             "train_len": self.config.train.seq_len,
             "dtype": self.config.train.dtype,
             "rope": {"kind": args.rope, "theta": args.rope_theta},

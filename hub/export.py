@@ -236,7 +236,7 @@ def model_card(
     return CARD.format(
         license=license,
         name=config.name,
-        attention=describe_attention(config.attention),
+        attention=describe_attention(config.attention, config.model),
         step=step,
         batch_tokens=config.train.batch_tokens,
         data=config.data.dir,

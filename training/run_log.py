@@ -141,7 +141,7 @@ class RunLog:
             f"run      {config.run_dir}",
             f"model    {raw_model.n_params() / 1e6:.2f}M parameters, {model.n_layer} layers, "
             f"{model.heads}, width {model.n_embd}",
-            f"attention {describe_attention(config.attention)}, engine {raw_model.engine_description}",
+            f"attention {describe_attention(config.attention, model)}, engine {raw_model.engine_description}",
             f"data     {config.data.dir}: {n_tokens:,} training tokens ({epochs:.2f} epochs), "
             f"validation on {n_val:,}",
             f"step     {train.batch_tokens:,} tokens = {self.world.size} processes x {n_micro} micro-batches "
