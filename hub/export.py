@@ -33,7 +33,7 @@ import torch
 from attention import describe_attention
 from config import to_toml
 from data.tokenizer import get_tokenizer
-from hub.native import choose_architecture, import_transformers, native_model
+from hub.native import choose_architecture, import_transformers, largest_difference, native_model
 from infra.cli import ArgumentParser, UserError, run_main
 from model import GPT
 from positions import RopeKind, RopeScaling
@@ -265,7 +265,6 @@ def convert_tokenizer(tokenizer: tiktoken.Encoding, max_length: int) -> Any:
     )
 
 
-@torch.no_grad()
 def check(out: Path, model: GPT, tokenizer: tiktoken.Encoding, rope: RopeScaling) -> float:
     """The largest difference between the exported model's logits and ours, on random tokens.
 
@@ -274,13 +273,11 @@ def check(out: Path, model: GPT, tokenizer: tiktoken.Encoding, rope: RopeScaling
     """
     transformers = import_transformers()
     options = {"dtype": torch.float32, "trust_remote_code": True}
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, **options).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, **options)
     tokens = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True).encode(CHECK_TEXT)
     if tokens != tokenizer.encode_ordinary(CHECK_TEXT):
         raise UserError(f"{out}: transformers' tokenizer gives other tokens than ours")
-    m, length = model.config.model, model.config.train.seq_len
-    x = torch.randint(m.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
-    return (theirs(x).logits - model(x, rope=rope)).abs().max().item()
+    return largest_difference(model, theirs, model.config.train.seq_len, rope)
 
 
 def push(folder: Path, name: str) -> str:

@@ -17,7 +17,7 @@ import torch
 from config import config_from_dict, to_toml
 from data.tokenizer import TOKENIZERS, get_tokenizer
 from hub.export import CHECK_TEXT
-from hub.native import ARCHITECTURES, import_transformers, pair_parameters
+from hub.native import ARCHITECTURES, import_transformers, largest_difference, pair_parameters
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import write_atomically
 from model import GPT, NORM_EPS
@@ -43,7 +43,8 @@ def main() -> None:
     save_checkpoint(args.run, state, keep_last=1)
     write_atomically(args.run / "config.toml", to_toml(config).encode())
     print(f"{args.model} -> {args.run}: {model.n_params():,} parameters, tokeniser {name}")
-    print(f"largest difference between the logits: {difference(model, native):.1e}")
+    length = min(512, config.train.seq_len)
+    print(f"largest difference between the logits: {largest_difference(model, native, length):.1e}")
 
 
 def load_native(source: str, **options: Any) -> tuple[Any, Any]:
@@ -124,14 +125,6 @@ def detect_tokenizer(tokenizer: Any, source: str) -> str:
         except UserError:  # gpt2's files are not at hand
             continue
     raise UserError(f"{source}: its tokenizer is none of ours; expected that of {', '.join(TOKENIZERS)}")
-
-
-@torch.no_grad()
-def difference(model: GPT, native: Any) -> float:
-    """The largest difference between the logits, on random tokens at the training length, at most 512."""
-    shape = 2, min(512, model.config.train.seq_len)
-    x = torch.randint(model.config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    return (native.eval()(x).logits - model(x)).abs().max().item()
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from infra.cli import UserError
 from model import GPT, NORM_EPS
 from normalisers import Softmax
+from positions import UNSCALED, RopeScaling
 from schema import Config
 
 ARCHITECTURES = {("rmsnorm", "swiglu"): "llama", ("layernorm", "gelu"): "gpt_neox"}
@@ -113,6 +115,14 @@ def pair_parameters(model: GPT, native: Any) -> Iterator[tuple[str, Tensor | Non
                 name = f"{there}.attention.query_key_value.{kind}"
                 found = theirs[name].view(m.n_head, 3, *shape[1:])[:, j] if name in theirs else None
             yield name, found, here
+
+
+@torch.no_grad()
+def largest_difference(model: GPT, theirs: Any, length: int, rope: RopeScaling = UNSCALED) -> float:
+    """Between the logits of our model and of transformers', on two rows of random tokens."""
+    shape, generator = (2, length), torch.Generator().manual_seed(0)
+    x = torch.randint(model.config.model.vocab_size, shape, generator=generator)
+    return (theirs.eval()(x).logits - model(x, rope=rope)).abs().max().item()
 
 
 LLAMA_PARTS = {
