@@ -236,14 +236,19 @@ class Normaliser(BaseModel):
         return type(self).at_distance is not Normaliser.at_distance
 
     @property
+    def has_engine_form(self) -> bool:
+        """The weights are those that the sdpa and triton engines derive: a subclass may override them."""
+        return type(self).weights in (Phi.weights, AdaptiveSoftmax.weights) and not self.by_distance
+
+    @property
     def is_rescaled_softmax(self) -> bool:
         """softmax over queries rescaled by a row factor: the sdpa engine can run it."""
-        return self.adaptive
+        return self.adaptive and self.has_engine_form
 
     @property
     def is_fusible(self) -> bool:
         """phi(x) over its row sum or a fixed number: the triton engine can run it."""
-        return self.adaptive
+        return self.adaptive and self.has_engine_form
 
 
 # ---------------------------------------------------------------- the family
@@ -403,8 +408,7 @@ class Phi(Scaled, name="phi"):
 
     @property
     def is_fusible(self) -> bool:
-        as_stated = type(self).weights is Phi.weights  # a subclass may override them
-        return as_stated and self.sink == "none" and not self.by_distance
+        return self.has_engine_form and self.sink == "none"
 
 
 def l1_of_positive(phi: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor
 from attention import attend, make_normaliser, mask_spans, resolve_engine
 from engines.base import NormaliserModule
 from infra.cli import UserError
-from normalisers import LSSA, Softmax, l1_normalise, reweight, softplus
+from normalisers import LSSA, NormSoftmax, Softmax, l1_normalise, reweight, softplus
 from schema import AttentionConfig
 
 # 1. The fast engines are the dense one, and all are the float64 one.
@@ -154,7 +154,9 @@ def test_what_sdpa_supports():
         assert has_sdpa(cfg) == (is_softmax and plain and cfg.normaliser != "scale_invariant"), cfg
 
 
-@pytest.mark.parametrize(("base", "p"), [(Softmax, 0), (LSSA, 15)], ids=["softmax", "lssar"])
+@pytest.mark.parametrize(
+    ("base", "p"), [(Softmax, 0), (LSSA, 15), (NormSoftmax, 0)], ids=["softmax", "lssar", "norm_softmax"]
+)
 def test_a_preset_with_weights_of_its_own_keeps_them_on_every_engine(base, p):
     class Squared(base):
         def weights(self, x, context):
