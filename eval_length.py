@@ -56,6 +56,7 @@ MEANING = {
     "change": "loss minus the shortest length's, null if that has none; change_stderr is paired over blocks",
     "same_target_loss": "mean over the last same_target_tokens of each block, in windows that end there",
     "perplexity": "exp(loss); null: too large for a float",
+    "block_losses": "loss of each block, block_same_target_losses likewise: to pair runs over text",
     "buckets": "loss at positions from <= i < to of the window",
     "positions": "loss at positions from <= i < to of the longest window; stderr over blocks",
     "reason": "why there are no numbers for this length; null: there are",
@@ -166,6 +167,8 @@ def summarise(scores: list[Tensor | str], blocks: Blocks, n_same: int, per_posit
         change = None if shortest is None else mean_and_stderr((total - shortest) / blocks.longest)
         entry["change"], entry["change_stderr"] = change or (None, None)
         entry["same_target_loss"], entry["same_target_stderr"] = mean_and_stderr(same[:, 0] / n_same)
+        entry["block_losses"] = round_all(total / blocks.longest)
+        entry["block_same_target_losses"] = round_all(same[:, 0] / n_same)
         n_windows = blocks.n_blocks * blocks.longest // length
         entry["buckets"] = [
             {"from": i, "to": j, "loss": total / (n_windows * (j - i))}
@@ -179,6 +182,10 @@ def summarise(scores: list[Tensor | str], blocks: Blocks, n_same: int, per_posit
             ]
     data = {"data": blocks.describe(), "same_target_tokens": n_same}
     return data | {"lengths": entries, "meaning": MEANING}
+
+
+def round_all(values: Tensor) -> list[float]:
+    return [round(value, 6) for value in values.tolist()]
 
 
 # ---------------------------------------------------------------- tables

@@ -1,25 +1,32 @@
-"""Train and evaluate every run that config files describe, one after the other.
+"""Train and evaluate every run that config files describe, one after the other or --jobs at a time.
 
     python sweep.py configs/lssar_paper/figure2_lssa.toml               # all values of its [sweep]
     python sweep.py configs/lssar_paper/table3_*.toml --nproc 8         # several files: all their runs
     python sweep.py configs/small/*.toml --seed 2 --tag seed2           # overrides go to every run
     python sweep.py configs/lssar_paper/figure2_lssa.toml --index $SLURM_ARRAY_TASK_ID   # only one of them
     python sweep.py configs/lssar_paper/*.toml --list                   # names and states of the runs
+    python sweep.py configs/league/A/*.toml --jobs 2                    # two at a time, half the cores each
+    python sweep.py configs/rivals/*.toml --jobs 8 --nproc 1            # on 8 GPUs: one run on each
 
 Each run is `torchrun train.py CONFIG ...` in its own folder runs/<file>_<key>=<value>, then evaluated by
 eval_length.py with NTK-scaled RoPE (eval_length.json) and without scaling (eval_length_none.json). Finished
 work is skipped; after a failure the next run starts, and all failures are listed at the end (exit status 1).
-Ctrl-C and SIGTERM let the current run save its step and exit; the same command resumes.
+Ctrl-C and SIGTERM let the current runs save their step and exit; the same command resumes. With several jobs
+the output of a run goes to runs/<name>.log.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from queue import SimpleQueue
 from signal import SIGTERM
 from typing import NamedTuple
 
@@ -73,20 +80,31 @@ def main() -> None:
         for i, job in enumerate(jobs):
             print(f"{i:3}  {job.config.run_dir}  {'finished' if job.is_trained else 'to run'}")
         return
-    failures = []
-    with StopSignals() as stop:
-        for i, job in enumerate(jobs):
-            print(f"== {i + 1}/{len(jobs)}  {job.config.run_dir}", flush=True)
-            try:
-                failure = run_job(job, args, stop)
-            except UserError as e:  # an unreadable run folder: the others may be fine
-                failure = str(e)
-            if stop.number:
-                print(f"stopped by {stop.name_of(stop.number)}: the same command resumes")
-                return
-            if failure:
-                failures.append(f"failed: {job.config.run_dir}: {failure}")
-                print(failures[-1], flush=True)
+    slots: SimpleQueue[int] = SimpleQueue()  # of the jobs that run at the same time, free ones
+    for slot in range(args.jobs):
+        slots.put(slot)
+
+    def failure_of(i: int, stop: StopSignals) -> str | None:
+        if stop.number:
+            return None
+        slot = slots.get()
+        print(f"== {i + 1}/{len(jobs)}  {jobs[i].config.run_dir}", flush=True)
+        try:
+            failure = run_job(jobs[i], args, slot, stop)
+        except UserError as e:  # an unreadable run folder: the others may be fine
+            failure = str(e)
+        slots.put(slot)
+        if failure is None or stop.number:
+            return None
+        print(text := f"failed: {jobs[i].config.run_dir}: {failure}", flush=True)
+        return text
+
+    with StopSignals() as stop, ThreadPoolExecutor(args.jobs) as pool:
+        found = [pool.submit(failure_of, i, stop) for i in range(len(jobs))]
+        failures = [text for text in (future.result() for future in found) if text]
+        if stop.number:
+            print(f"stopped by {stop.name_of(stop.number)}: the same command resumes")
+            return
     print(f"{len(jobs) - len(failures)} of {len(jobs)} runs are trained and evaluated")
     if failures:
         print("\n".join(failures))
@@ -113,30 +131,49 @@ def make_jobs(configs: list[str], overrides: list[str], tag: str | None) -> list
     return list(jobs.values())
 
 
-def run_job(job: Job, args: argparse.Namespace, stop: StopSignals) -> str | None:
+def run_job(job: Job, args: argparse.Namespace, slot: int, stop: StopSignals) -> str | None:
     """Do the job's unfinished commands. Returns the failure; None: success, or a signal came."""
     commands = {} if job.is_trained else {"train.py": ["train.py", *job.arguments]}
-    for rope, tag in EVALUATIONS:
+    for rope, tag in EVALUATIONS if args.eval_tokens else ():
         if not job.is_evaluated(tag):
             command = ["eval_length.py", str(job.config.run_dir), "--rope", rope]
             command += ["--tokens", str(args.eval_tokens), "--device", job.config.train.device]
             commands[f"eval_length.py --rope {rope}"] = command + (["--tag", tag] if tag else [])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    log = job.config.run_dir.with_name(f"{job.config.run_dir.name}.log") if args.jobs > 1 else None
     for label, (script, *arguments) in commands.items():
-        status = run([*torchrun, f"--nproc_per_node={args.nproc}", str(HERE / script), *arguments], stop)
+        command = [*torchrun, f"--nproc_per_node={args.nproc}", str(HERE / script), *arguments]
+        status = run(command, stop, share_of_machine(args, slot), log)
         if stop.number:
             return None
         if status:
-            return f"{label} ended with status {status}"
+            return f"{label} ended with status {status}" + (f", see {log}" if log else "")
     return None
 
 
-def run(command: list[str], stop: StopSignals) -> int:
+def share_of_machine(args: argparse.Namespace, slot: int) -> dict[str, str] | None:
+    """The environment that gives one of several jobs its CPU threads and GPUs. None: the job is alone."""
+    if args.jobs == 1:
+        return None
+    share = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (args.jobs * args.nproc)))}
+    if torch.cuda.is_available():
+        share["CUDA_VISIBLE_DEVICES"] = ",".join(str(slot * args.nproc + i) for i in range(args.nproc))
+    return os.environ | share
+
+
+def run(
+    command: list[str], stop: StopSignals, env: dict[str, str] | None = None, log: Path | None = None
+) -> int:
     """Run a command to its end, forwarding a signal to it once. Returns its exit status."""
     print(f"$ {shlex.join(command)}", flush=True)
     forwarded = False
-    # New session: the terminal's SIGINT reaches only this process.
-    with subprocess.Popen(command, start_new_session=True) as process:
+    if log:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        open(log, "ab") if log else nullcontext() as output,
+        # New session: the terminal's SIGINT reaches only this process.
+        subprocess.Popen(command, start_new_session=True, env=env, stdout=output, stderr=output) as process,
+    ):
         while True:
             try:
                 return process.wait(timeout=1)
@@ -152,15 +189,19 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.usage = "sweep.py CONFIG.toml [CONFIG.toml ...] [options] [--section.key value ...]"
     add, gpus = parser.add_argument, max(1, torch.cuda.device_count())
     nproc_help = "processes of a run (default: the GPUs of this machine, or 1)"
-    tokens_help = "tokens that each evaluation scores (default: %(default)s)"
+    jobs_help = "runs at the same time, with N processes each (default: 1)"
+    tokens_help = "tokens that each evaluation scores, 0: no evaluation (default: %(default)s)"
     add("--index", type=int, metavar="I", help="only run number I, from 0")
     add("--list", action="store_true", help="print the runs and exit")
     add("--nproc", type=positive_int, default=gpus, metavar="N", help=nproc_help)
-    add("--eval-tokens", type=positive_int, default=2**20, metavar="N", help=tokens_help)
+    add("--jobs", type=positive_int, default=1, metavar="J", help=jobs_help)
+    add("--eval-tokens", type=int, default=2**20, metavar="N", help=tokens_help)
     add("--tag", metavar="WORD", help="added to the names of all runs")
     first = next((i for i, arg in enumerate(argv) if arg.startswith("-")), len(argv))
     args, overrides = parser.parse_known_args(argv[first:])  # no override's value is taken for a file
     args.configs = argv[:first]
+    if args.eval_tokens < 0:
+        raise UserError(f"--eval-tokens {args.eval_tokens}: expected 0 or more")
     if not args.configs:
         raise UserError("expected config files: sweep.py configs/lssar_paper/figure2_lssa.toml (or --help)")
     return args, overrides

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ class FakeTorchrun:
     def scripts(self) -> list[str]:
         return [command[0] for command in self.commands]
 
-    def run(self, command: list[str], stop: Any) -> int:
+    def run(self, command: list[str], stop: Any, env: Any = None, log: Any = None) -> int:
         i = next(i for i, arg in enumerate(command) if arg.endswith(".py"))
         script, arguments = Path(command[i]).name, command[i + 1 :]
         self.commands.append([script, *arguments])
@@ -96,7 +97,26 @@ def test_all_runs_but_the_finished_ones_and_on_after_a_failure(path, call, monke
     assert "4 of 4 runs are trained and evaluated" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("folder", ["lssar_paper", "ssmax_paper", "normsoftmax_paper", "small"])
+def test_jobs_run_side_by_side_with_their_share_of_the_machine(path, call, monkeypatch, capsys):
+    """Each call waits for a second one at the same time; one failure stops no other run."""
+    fake, barrier, shares = FakeTorchrun(monkeypatch, failing="normaliser=softmax_seed=2"), Barrier(2), []
+
+    def run(command: list[str], stop: Any, env: dict[str, str], log: Path) -> int:
+        barrier.wait(timeout=60)
+        shares.append((env["OMP_NUM_THREADS"], env.get("CUDA_VISIBLE_DEVICES")))
+        assert log.parent == path.parent / "runs" and log.name.startswith("s_normaliser=")
+        return fake.run(command, stop)
+
+    monkeypatch.setattr(sweep, "run", run)
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit):
+        call(sweep, path, "--jobs", 2, "--nproc", 3, "--eval-tokens", 0)
+    assert fake.scripts == 4 * ["train.py"] and "3 of 4 runs" in capsys.readouterr().out
+    assert set(shares) == {("2", "0,1,2"), ("2", "3,4,5")}
+
+
+@pytest.mark.parametrize("folder", ["lssar_paper", "ssmax_paper", "normsoftmax_paper", "small", "league/A"])
 def test_every_run_of_a_folder_has_a_name_of_its_own(folder):
     """make_jobs loads each run of each [sweep] and rejects two of one name."""
     files = sorted(map(str, (CONFIGS / folder).glob("*.toml")))
@@ -127,6 +147,7 @@ def test_list_and_mistakes(path, call, capsys):
         ([path, path], "two runs would be called"),
         ([path, "--nproc", "0"], "--nproc: '0': expected an integer, at least 1"),
         ([path, "--name", "x"], "expected --tag WORD"),
+        ([path, "--eval-tokens", "-1"], "--eval-tokens -1: expected 0 or more"),
     ]
     for args, expected in mistakes:
         with pytest.raises(UserError, match=expected):
