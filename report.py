@@ -3,6 +3,8 @@
     python report.py runs/*                                     # all three papers -> runs/report/
     python report.py runs/small --out results/small             # a folder of runs
     python report.py runs/lssa* runs/softmax* --paper lssar
+    python report.py --league runs/league_A                     # configs/league instead -> results/league/
+    python report.py --league                                   # redrawn from results/league/*.jsonl
 
 Writes report.md, report.json (every number of ours) and PNGs into --out. A row of a table is an experiment, a
 file in configs/. A run belongs to a row if its attention, positions, loss, kind of optimiser and descent
@@ -19,7 +21,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,10 +34,12 @@ from evals import needle
 from evals.output import Result, format_rope
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import atomic_file, write_atomically, write_json
+from papers import league
 from papers.figures import LogFit, all_figures, fit_p_n
 from papers.runs import FACTORS, FinishedRun, Group, RunIndex, read_runs, scale_of
-from papers.tables import CONFIGS, PAPERS, read_published, read_rows, read_tables
+from papers.tables import CONFIGS, PAPERS, markdown, read_published, read_rows, read_tables
 
+HERE = Path(__file__).resolve().parent
 DASH = "–"
 PAPER_SCALES = {
     "gpt2_124m.toml": "the LSSAR paper's model, length, steps and data; the rest of the recipe is ours",
@@ -46,6 +50,9 @@ PAPER_SCALES = {
 
 def main() -> None:
     args = parse_args()
+    if args.league:
+        league.write_report(args.runs, Path(args.out or HERE / "results/league"))
+        return
     papers = list(PAPERS) if args.paper is None else [args.paper]
     index = RunIndex(read_runs(args.runs))
     out = Path(args.out) if args.out else default_out(index.runs)
@@ -226,12 +233,6 @@ def mean_and_spread(values: list[float]) -> str:
     return f"{mean} ±{statistics.stdev(values):.4f}" if len(values) > 1 else mean
 
 
-def markdown(header: list[str], rows: Iterable[list[str]], n_left: int) -> str:
-    """A table whose first `n_left` columns are aligned left, the others right."""
-    align = ["---" if i < n_left else "---:" for i in range(len(header))]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, align, *rows])
-
-
 # ---------------------------------------------------------------- report.json, command line
 
 
@@ -256,10 +257,15 @@ def report_numbers(index: RunIndex, fits: list[LogFit]) -> dict[str, Any]:
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders of run folders")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders, or folders of run folders")
+    league_help = "the comparison of configs/league instead; RUN: a folder of runs for each scale"
+    parser.add_argument("--league", action="store_true", help=league_help)
     parser.add_argument("--paper", choices=PAPERS, help="only this paper (default: all three)")
     parser.add_argument("--out", metavar="DIR", help="(default: report/ in the folder that holds the runs)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.runs and not args.league:
+        raise UserError("expected run folders: report.py runs/* (or --help)")
+    return args
 
 
 if __name__ == "__main__":

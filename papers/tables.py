@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,3 +77,9 @@ def read_published() -> dict[str, list[dict[str, Any]]]:
                 number |= {"where": group["where"], "unit": group["unit"], "value": float(value[0])}
                 published[paper].append(number)
     return published
+
+
+def markdown(header: list[str], rows: Iterable[list[str]], n_left: int) -> str:
+    """A table whose first `n_left` columns are aligned left, the others right."""
+    align = ["---" if i < n_left else "---:" for i in range(len(header))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, align, *rows])

@@ -1,0 +1,102 @@
+"""report.py --league: records, the choice of a RoPE scaling, paired differences, redrawing without runs."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+import report
+from config import load_config, to_toml
+from infra.cli import UserError
+from infra.files import read_jsonl
+from papers import league
+
+TEXT = [
+    2.0,
+    1.0,
+    3.0,
+    1.5,
+    2.5,
+    1.2,
+    2.8,
+    2.0,
+]  # losses of eight blocks: they differ more than the contestants
+NOISE = [0.0, 0.0, 0.01, -0.01, 0.01, -0.01, 0.01, -0.01]
+
+
+def leave_run(folder: Path, config_path: Path, name: str, lr: float, offsets: dict[str, list[float]]) -> None:
+    """A finished run with losses `offsets[rope]` above TEXT, at 1x, 2x, ..."""
+    config = load_config(config_path, ["--name", name, "--log.dir", str(folder), "--optimizer.lr", str(lr)])
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "config.toml").write_text(to_toml(config))
+    step = config.train.max_steps
+    (config.run_dir / "metrics.jsonl").write_text(json.dumps({"step": step, "val_loss": 2 + lr}) + "\n")
+    for rope, each in offsets.items():
+        lengths = []
+        for i, offset in enumerate(each):
+            losses = [loss + offset + noise for loss, noise in zip(TEXT, NOISE, strict=True)]
+            lengths.append(
+                {
+                    "length": config.train.seq_len * 2**i,
+                    "reason": None,
+                    "loss": sum(losses) / 8,
+                    "block_losses": losses,
+                    "block_same_target_losses": losses,
+                }
+            )
+        data = {"dir": "data/x", "blocks": 8, "block_length": 2 * config.train.seq_len}
+        result = {"step": step, "rope": {"kind": rope, "theta": None}, "data": data, "lengths": lengths}
+        (config.run_dir / f"eval_length_{rope}.json").write_text(json.dumps(result))
+
+
+def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call, capsys):
+    runs, out = tmp_path / "runs/league_A", tmp_path / "results"
+    for seed, shift in ((1, -0.1), (2, 0.1)):
+        name, seeded = f"softmax_seed={seed}", tmp_path / f"seed_{seed}.toml"
+        seeded.write_text(f'base = "{tiny_config}"\nseed = {seed}\n')
+        leave_run(runs, seeded, name, 0.002, {"ntk": [shift, 0.5 + shift], "none": [shift, 0.9 + shift]})
+    leave_run(runs, tiny_config, "lssa_seed=1337", 0.001, {"ntk": [0.2, 0.4], "none": [0.2, 0.3]})
+    for lr in (0.001, 0.002):
+        leave_run(tmp_path / "runs/league_A_lr", tiny_config, f"lssa_{lr:g}", lr, {})
+    call(report, "--league", runs, "--out", out)
+    text = (out / "README.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    mean = sum(TEXT[2:]) / 6  # two of eight blocks choose the RoPE scaling
+    softmax, lssa = (next(row for row in rows if row[0] == name) for name in ("softmax", "lssa"))
+    assert softmax[1:4] == ["ntk", "2", "0.002"] and lssa[1:4] == ["none", "1", "0.001"]
+    assert softmax[4:6] == [f"{mean:.3f} ±0.141", f"{mean + 0.5:.3f} ±0.141"]
+    assert lssa[4:6] == [f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}"] and lssa[6] == "0.100"
+    # The same text and noise: the paired error vanishes, though the blocks differ by 0.7.
+    assert lssa[-2:] == ["+0.200 ±0.000", "-0.200 ±0.000"]
+    assert "One seed moves a loss by 0.141 at 1x and 0.141 at 16x" in text
+    assert ["lssa", "**2.001**", "2.002"] in rows
+    for picture in ("A_plane.png", "A_lengths.png"):
+        assert (out / picture).read_bytes()[:4] == b"\x89PNG" and picture in text
+
+    shutil.rmtree(tmp_path / "runs")
+    call(report, "--league", "--out", out)
+    assert (out / "README.md").read_text() == text
+    assert len(read_jsonl(out / "A.jsonl")) == 5
+
+
+def test_errors_are_paired_over_text():
+    def contestant(offsets: list[float]) -> league.Contestant:
+        losses = [loss + offset for loss, offset in zip(TEXT, offsets, strict=True)]
+        return league.Contestant("x", [{"lengths": {"ntk": {"16": [losses, losses]}}}], "ntk")
+
+    mean, error = contestant([9, 9, 1, 2, 1, 2, 1, 2]).minus(contestant([0] * 8), 16)
+    assert mean == pytest.approx(1.5) and error == pytest.approx(math.sqrt(0.3 / 6))
+
+
+def test_mistakes(tiny_config, tmp_path, call):
+    with pytest.raises(UserError, match="no records; expected the folders of a scale"):
+        call(report, "--league", "--out", tmp_path)
+    with pytest.raises(UserError, match="expected run folders"):
+        call(report)
+    leave_run(tmp_path / "league_A", tiny_config, "softmax_seed=1", 0.1, {"ntk": [0.0]})
+    path = tmp_path / "league_A/softmax_seed=1/eval_length_ntk.json"
+    path.write_text(path.read_text().replace("block_losses", "old"))
+    with pytest.raises(UserError, match="evaluated by an earlier version; run eval_length.py again"):
+        call(report, "--league", tmp_path / "league_A", "--out", tmp_path)
