@@ -341,7 +341,8 @@ def scale_text(contestants: dict[str, Contestant]) -> str:
         f"{run['parameters'] / 1e6:.2f}M parameters, T = {run['train_len']}, {trained}. Evaluated on "
         f"{data['blocks']} blocks of {data['block_length']:,} held-out tokens: the first "
         f"{n_choosing(data['blocks'])} chose the RoPE scaling, the others are reported. Losses: mean over "
-        "seeds ± standard deviation. Differences: ± standard error paired over text. " + seed_text(contestants)
+        "seeds ± standard deviation. Differences: ± standard error paired over text. "
+        + seed_text(contestants)
     )
 
 
