@@ -4,9 +4,8 @@
     python config.py --help                                        # every key, its meaning, its default
 
 A file may start with `base = "other.toml"` (relative to itself, any depth) and then lists only what
-it changes; with `base = ["normaliser.toml", "scale.toml"]` the keys of a later one win. A file with a [sweep]
-section describes several runs, one for each combination of its values: `"attention.reweight_p" = [1, 3, 15]`.
-Several [[sweep]] sections describe the runs of each.
+it changes. A file with a [sweep] section describes several runs, one for each combination of its values:
+`"attention.reweight_p" = [1, 3, 15]`. Several [[sweep]] sections describe the runs of each.
 
 Files are data: nothing in them is executed. Every problem is reported at once, one line each, naming the
 file or override, the key, its value and what was expected.
@@ -177,11 +176,10 @@ def _read_file(path: Path, seen: tuple[Path, ...]) -> tuple[Values, list[dict[st
 
     base, sweep = own.pop("base", None), own.pop("sweep", {})
     values: Values = {}
-    bases = base if isinstance(base, list) else [base] if base is not None else []
-    for base in bases:
+    if base is not None:
         if not isinstance(base, str):
             raise UserError(f"{path}: base = {base!r}: expected the name of a config file")
-        values |= _read_file(path.parent / base, (*seen, path.resolve()))[0]
+        values, _ = _read_file(path.parent / base, (*seen, path.resolve()))
         values.pop("name", None)
     values |= {key: (value, str(path)) for key, value in _flatten(own).items()}
     sections = sweep if isinstance(sweep, list) else [sweep]

@@ -4,6 +4,8 @@ A scale is a folder of runs, `runs/league_A`, with its learning rates beside it,
 named <contestant>_seed=<seed>, a contestant being a file of configs/league/<scale>/. Each run leaves one line
 in <out>/<scale>.jsonl; tables and figures are drawn from these lines, so no run folder is needed to redraw.
 
+The synthetic tasks of evals.recall are a scale of their own, `runs/league_recall`, with a run <contestant>.
+
 Text: of the evaluated blocks the first quarter chooses the RoPE scaling, by the loss at the longest length;
 every reported loss is of the other blocks.
 """
@@ -53,8 +55,9 @@ def record_of(run: FinishedRun) -> Record:
         result = json.loads(path.read_text())
         checkpoints[str(result["step"])] = {str(e["length"]): e.get("loss") for e in result["lengths"]}
     return {
+        "kind": "run",
         "contestant": run.config.name.rpartition("_seed=")[0],
-        "seed": run.config.seed,
+        "which": run.config.seed,
         "lr": run.config.optimizer.lr,
         "attention": describe_attention(run.config.attention, run.config.model),
         "parameters": run.n_params,
@@ -63,20 +66,44 @@ def record_of(run: FinishedRun) -> Record:
         "data": next((result["data"] for result in run.evaluations.values()), None),
         "validations": run.validations,
         "lengths": lengths,
+        "positions": {
+            rope: [(part["from"], part["to"], part["loss"]) for part in result["lengths"][-1]["buckets"]]
+            for rope, result in run.evaluations.items()
+            if result["lengths"][-1]["reason"] is None
+        },
         "checkpoints": checkpoints,
+        "needle": needle_choices(run.folder / "eval_needle.json"),
     }
+
+
+def needle_choices(path: Path) -> dict[str, float]:
+    """By length the share of needles whose right number is the likeliest of ten, over all depths."""
+    cells = json.loads(path.read_text())["cells"] if path.exists() else []
+    shares: dict[str, list[float]] = defaultdict(list)
+    for cell in cells:
+        if cell["reason"] is None:
+            shares[str(cell["length"])].append(cell["choice"]["share"])
+    return {length: statistics.fmean(values) for length, values in shares.items()}
+
+
+def recalls_of(folder: Path) -> Iterator[Record]:
+    """The shares of right answer tokens of the runs that evals.recall evaluated, by task and length."""
+    for path in sorted(folder.glob("*/eval_recall*.json")):
+        result = json.loads(path.read_text())
+        shares = {
+            task: {str(e["length"]): e[task]["tokens"]["share"] for e in result["lengths"] if not e["reason"]}
+            for task in [*result["tasks"], "mean"]
+        }
+        rope = result["rope"]["kind"]
+        yield {"kind": "recall", "contestant": path.parent.name, "which": rope, "shares": shares}
 
 
 def rates_of(folder: Path) -> Iterator[Record]:
     """The validation losses of short runs at several learning rates: <contestant>_<lr>."""
     for run in read_runs([str(folder)]) if folder.is_dir() else ():
         name, lr = run.config.name.rpartition("_")[0], run.config.optimizer.lr
-        yield {
-            "contestant": name,
-            "lr": lr,
-            "steps": run.validations[-1][0],
-            "tuning": run.validations[-1][1],
-        }
+        steps, loss = run.validations[-1]
+        yield {"kind": "rate", "contestant": name, "which": lr, "steps": steps, "loss": loss}
 
 
 def update(folder: Path, out: Path) -> None:
@@ -86,17 +113,16 @@ def update(folder: Path, out: Path) -> None:
         UserError: the folder has no finished run, or one was evaluated by an earlier version.
     """
     path = out / f"{scale_name(folder)}.jsonl"
-    try:
-        new = [record_of(run) for run in read_runs([str(folder)]) if run.evaluations]
-    except KeyError:
-        raise UserError(f"{folder}: evaluated by an earlier version; run eval_length.py again") from None
-    new += rates_of(folder.with_name(f"{folder.name}_lr"))
-
-    def key(record: Record) -> tuple[Any, ...]:
-        return record["contestant"], "tuning" in record, record.get("seed", record["lr"])
-
-    records = {key(record): record for record in [*read_jsonl(path), *new]}
-    lines = [json.dumps(records[k], ensure_ascii=False, allow_nan=False) for k in sorted(records)]
+    if folder.name == "league_recall":
+        new = list(recalls_of(folder))
+    else:
+        try:
+            new = [record_of(run) for run in read_runs([str(folder)]) if run.evaluations]
+        except KeyError:
+            raise UserError(f"{folder}: evaluated by an earlier version; run eval_length.py again") from None
+        new += rates_of(folder.with_name(f"{folder.name}_lr"))
+    records = {(r["kind"], r["contestant"], r["which"]): r for r in [*read_jsonl(path), *new]}
+    lines = [json.dumps(records[key], ensure_ascii=False, allow_nan=False) for key in sorted(records)]
     write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
 
 
@@ -139,7 +165,7 @@ def contestants_of(records: list[Record]) -> dict[str, Contestant]:
     """By name, the baseline first, then by the loss at the longest length."""
     by_name: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        if "tuning" not in record:
+        if record["kind"] == "run":
             by_name[record["contestant"]].append(record)
     found = []
     for name, runs in by_name.items():
@@ -232,12 +258,44 @@ def comparison_table(contestants: dict[str, Contestant], comparisons: list[dict[
     return markdown(["change", "from → to", "seeds", "1x", "16x"], rows, n_left=2)
 
 
+def needle_table(contestants: dict[str, Contestant]) -> str | None:
+    """The likelihood form of the needle, where it was measured."""
+    found = {name: c.runs[0]["needle"] for name, c in contestants.items() if c.runs[0]["needle"]}
+    if not found:
+        return None
+    lengths = sorted(set().union(*found.values()), key=int)
+    rows = [
+        [name, *(f"{100 * each[n]:.0f} %" if n in each else DASH for n in lengths)]
+        for name, each in found.items()
+    ]
+    return markdown(["contestant", *(format_length(int(n)) for n in lengths)], rows, n_left=1)
+
+
+def recall_table(records: list[Record]) -> str:
+    """Mean over tasks by length at the better RoPE scaling, and each task at the training length and 16x."""
+    by_name: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        by_name[record["contestant"]].append(record)
+    lengths = sorted(records[0]["shares"]["mean"], key=int)
+    tasks = [task for task in records[0]["shares"] if task != "mean"]
+    longer = lengths[min(4, len(lengths) - 1)]
+    best = [max(each, key=lambda r: r["shares"]["mean"].get(longer, 0.0)) for each in by_name.values()]
+    best.sort(key=lambda r: -r["shares"]["mean"].get(longer, 0.0))
+    rows = []
+    for r in best:
+        cells = [r["shares"]["mean"].get(n) for n in lengths] + [r["shares"][t].get(longer) for t in tasks]
+        shown = [DASH if x is None else f"{100 * x:.0f}" for x in cells]
+        rows.append([r["contestant"], r["which"], *shown])
+    header = ["contestant", "RoPE", *(f"{n}" for n in lengths), *(f"{t}, {longer}" for t in tasks)]
+    return markdown(header, rows, n_left=2)
+
+
 def rate_table(records: list[Record]) -> str:
     """Validation losses of the short runs, the best one bold."""
     by_name: dict[str, dict[float, float]] = defaultdict(dict)
     for record in records:
-        if "tuning" in record:
-            by_name[record["contestant"]][record["lr"]] = record["tuning"]
+        if record["kind"] == "rate":
+            by_name[record["contestant"]][record["which"]] = record["loss"]
     rates = sorted(set().union(*by_name.values()))
 
     def cell(losses: dict[float, float], rate: float) -> str:
@@ -296,6 +354,18 @@ def length_figure(scale: str, contestants: dict[str, Contestant], shown: list[st
     return with_legend(figure)
 
 
+def position_figure(scale: str, contestants: dict[str, Contestant], shown: list[str]) -> Figure | None:
+    """Loss by position in windows of the longest length, over all evaluated blocks: mean over seeds."""
+    figure, axes = new_axes(f"Scale {scale}", "position in windows of 16x (tokens)", "loss (nats per token)")
+    for i, c in enumerate(contestants[name] for name in shown if name in contestants):
+        parts = [run["positions"][c.rope] for run in c.runs]
+        middle = [math.sqrt(max(1, low) * high) for low, high, _ in parts[0]]
+        losses = [statistics.fmean(part[2] for part in each) for each in zip(*parts, strict=True)]
+        axes.plot(middle, losses, label=c.name, marker=MARKERS[i])
+    axes.set_xscale("log", base=2)
+    return with_legend(figure)
+
+
 def training_figure(scale: str, contestants: dict[str, Contestant]) -> Figure | None:
     """Loss at 1x and at the longest length over the tokens trained, from kept checkpoints, one seed each."""
     figure, axes = new_axes(
@@ -328,7 +398,14 @@ def write_report(folders: list[str], out: Path) -> None:
     parts += [findings.read_text().strip()] if findings.exists() else []
     comparisons = tomllib.loads((HERE / "league.toml").read_text())
     for path in paths:
-        parts += scale_parts(path.stem, read_jsonl(path), comparisons, out)
+        records = read_jsonl(path)
+        if path.stem == "recall":
+            text = (
+                "Right answer tokens in per cent, means over tasks by length, then each task at one length."
+            )
+            parts += ["## Synthetic recall", text, recall_table(records)]
+        else:
+            parts += scale_parts(path.stem, records, comparisons, out)
     write_atomically(out / "README.md", ("\n\n".join(parts) + "\n").encode())
     print(f"wrote {out / 'README.md'}")
 
@@ -355,12 +432,16 @@ def scale_parts(scale: str, records: list[Record], comparisons: dict[str, Any], 
         figures = {
             "plane": ("Loss at 1x against loss at 16x", plane_figure(scale, contestants)),
             "lengths": ("Loss by length", length_figure(scale, contestants, comparisons["shown"])),
+            "positions": ("Loss by position", position_figure(scale, contestants, comparisons["shown"])),
             "training": ("Loss over training tokens", training_figure(scale, contestants)),
         }
         for name, (caption, figure) in figures.items():
             if figure is not None:
                 save_figure(figure, out / f"{scale}_{name}.png", dpi=110)
                 parts.append(f"![{caption}]({scale}_{name}.png)")
+        if (table := needle_table(contestants)) is not None:
+            text = "Share of needles whose number is the likeliest of ten (chance: 10 %), by length."
+            parts += ["### Needle", text, table]
         parts += ["### One change at a time", comparison_table(contestants, comparisons["comparison"])]
     parts += [
         "### Learning rates",

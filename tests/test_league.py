@@ -44,6 +44,7 @@ def leave_run(folder: Path, config_path: Path, name: str, lr: float, offsets: di
                     "loss": sum(losses) / 8,
                     "block_losses": losses,
                     "block_same_target_losses": losses,
+                    "buckets": [{"from": 0, "to": 16, "loss": 2.0}, {"from": 16, "to": 32, "loss": 3.0}],
                 }
             )
         data = {"dir": "data/x", "blocks": 8, "block_length": 2 * config.train.seq_len}
@@ -60,7 +61,14 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
     leave_run(runs, tiny_config, "lssa_seed=1337", 0.001, {"ntk": [0.2, 0.4], "none": [0.2, 0.3]})
     for lr in (0.001, 0.002):
         leave_run(tmp_path / "runs/league_A_lr", tiny_config, f"lssa_{lr:g}", lr, {})
-    call(report, "--league", runs, "--out", out)
+    shares = {"tokens": {"share": 0.25}, "sequences": {"share": 0.0}}
+    recall = {"rope": {"kind": "ntk"}, "tasks": ["copy"]}
+    recall["lengths"] = [{"length": 64, "reason": None, "copy": shares, "mean": shares}]
+    (tmp_path / "runs/league_recall/alibi").mkdir(parents=True)
+    (tmp_path / "runs/league_recall/alibi/eval_recall.json").write_text(json.dumps(recall))
+    cells = [{"length": 64, "depth": d, "reason": None, "choice": {"share": d / 100}} for d in (10, 30)]
+    (runs / "lssa_seed=1337/eval_needle.json").write_text(json.dumps({"cells": cells}))
+    call(report, "--league", runs, tmp_path / "runs/league_recall", "--out", out)
     text = (out / "README.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     mean = sum(TEXT[2:]) / 6  # two of eight blocks choose the RoPE scaling
@@ -72,7 +80,8 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
     assert lssa[-2:] == ["+0.200 ±0.000", "-0.200 ±0.000"]
     assert "One seed moves a loss by 0.141 at 1x and 0.141 at 16x" in text
     assert ["lssa", "**2.001**", "2.002"] in rows
-    for picture in ("A_plane.png", "A_lengths.png"):
+    assert ["lssa", "20 %"] in rows and ["alibi", "ntk", "25", "25"] in rows
+    for picture in ("A_plane.png", "A_lengths.png", "A_positions.png"):
         assert (out / picture).read_bytes()[:4] == b"\x89PNG" and picture in text
 
     shutil.rmtree(tmp_path / "runs")
