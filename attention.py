@@ -10,6 +10,7 @@ The formulas are in normalisers.py, the engines in engines/:
     rows     blocks of query rows, any normaliser, any device (blockwise.py)
     sdpa     softmax over rescaled queries, on F.scaled_dot_product_attention
     triton   fused CUDA kernels for phi(x) over its row sum or a fixed number (fused.py)
+    flex     softmax of scores that depend on the distance, by FlexAttention on CUDA
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from engines.base import NormaliserModule
 from infra.cli import UserError
 from schema import AttentionConfig, ModelConfig
 
-Engine = Literal["auto", "dense", "rows", "sdpa", "triton"]
+Engine = Literal["auto", "dense", "rows", "sdpa", "triton", "flex"]
 
 
 def make_normaliser(
@@ -87,9 +88,9 @@ def attend(
             case "sdpa":
                 return sdpa.run(q, k, v, normaliser, cached)
             case "triton":
-                from engines import fused  # needs Triton, which not every platform has
-
-                return fused.run(q, k, v, normaliser, cached)
+                return compiled_engine(engine).run(q, k, v, normaliser, cached)
+            case "flex" if q.shape[-2] > 1:  # one query: rows is as good, without a mask for each length
+                return compiled_engine(engine).run(q, k, v, normaliser, cached)
         return blockwise.run(q, k, v, normaliser, cached)
 
 
@@ -113,8 +114,8 @@ def resolve_engine(
 ) -> Engine:
     """The engine that attend() uses for inputs on this device and of this type.
 
-    "auto" is sdpa where the normaliser allows it; else, on CUDA, triton if its self-check finds no problem (a
-    warning names it); else rows.
+    "auto" is sdpa where the normaliser allows it; else, on CUDA, triton or flex if its self-check finds no
+    problem (a warning names it); else rows.
 
     Raises:
         UserError: for an engine that cannot run this normaliser there.
@@ -124,18 +125,21 @@ def resolve_engine(
         case "auto" if normaliser.has_sdpa:
             return "sdpa"
         case "auto":
-            if device.type != "cuda" or not normaliser.is_fusible or dtype == torch.float64:
+            engine = "flex" if normaliser.has_flex else "triton" if normaliser.is_fusible else "rows"
+            if device.type != "cuda" or engine == "rows" or dtype == torch.float64:
                 return "rows"
             try:
-                from engines import fused
+                module = compiled_engine(engine)
             except ImportError as e:  # CUDA without Triton
                 warnings.warn(f"no fused attention here, engine auto takes rows instead: {e}", stacklevel=2)
                 return "rows"
-            if normaliser.head_dim > fused.MAX_HEAD_DIM[dtype]:
+            if engine == "triton" and normaliser.head_dim > module.MAX_HEAD_DIM[dtype]:
                 return "rows"
             # The self-check cannot be traced: a compiled caller has resolved before, or trusts the kernels.
-            trusted = torch.compiler.is_compiling() or not fused.self_check(normaliser, device, dtype).problem
-            return "triton" if trusted else "rows"
+            trusted = (
+                torch.compiler.is_compiling() or not module.self_check(normaliser, device, dtype).problem
+            )
+            return engine if trusted else "rows"
         case "sdpa" if not normaliser.has_sdpa:
             raise UserError(
                 f"engine = 'sdpa': {name} with these options is not a softmax over rescaled queries"
@@ -148,20 +152,36 @@ def resolve_engine(
             raise UserError(
                 f"engine = 'triton': needs a CUDA device, found {device.type}; expected auto or rows"
             )
+        case "flex" if not normaliser.has_flex:
+            raise UserError(f"engine = 'flex': {name} is not a softmax of scores that depend on the distance")
+        case "flex" if device.type != "cuda":  # where FlexAttention has no backward pass
+            raise UserError(
+                f"engine = 'flex': needs a CUDA device, found {device.type}; expected auto or rows"
+            )
     if engine not in get_args(Engine):
         raise ValueError(f"engine = {engine!r}: expected one of {', '.join(get_args(Engine))}")
     return engine
 
 
+def compiled_engine(engine: Engine) -> Any:
+    """The module of triton or flex, imported where used: not every platform has Triton."""
+    if engine == "flex":
+        from engines import flex
+
+        return flex
+    from engines import fused
+
+    return fused
+
+
 def describe_engine(
     normaliser: NormaliserModule, engine: Engine, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """The engine's name; for the fused kernels with the error of their self-check."""
-    if engine != "triton":
+    """The engine's name; for compiled kernels with the error of their self-check."""
+    if engine not in ("triton", "flex"):
         return engine
-    from engines import fused
-
-    return f"triton (self-check: relative error {fused.self_check(normaliser, device, dtype).error:.1e})"
+    error = compiled_engine(engine).self_check(normaliser, device, dtype).error
+    return f"{engine} (self-check: relative error {error:.1e})"
 
 
 def describe_attention(options: AttentionConfig, model: ModelConfig | None = None) -> str:

@@ -232,13 +232,18 @@ class Normaliser(BaseModel):
 
     @property
     def by_distance(self) -> bool:
-        """The weights depend on the keys' distances: only the dense and rows engines can run it."""
+        """The weights depend on the keys' distances: the sdpa and triton engines cannot run it."""
         return type(self).at_distance is not Normaliser.at_distance
 
     @property
     def has_engine_form(self) -> bool:
         """The weights are those that the sdpa and triton engines derive: a subclass may override them."""
         return type(self).weights in (Phi.weights, AdaptiveSoftmax.weights) and not self.by_distance
+
+    @property
+    def is_softmax(self) -> bool:
+        """softmax of at_distance(factor * score): the flex engine can run it."""
+        return False
 
     @property
     def is_rescaled_softmax(self) -> bool:
@@ -403,8 +408,12 @@ class Phi(Scaled, name="phi"):
         return self.l1 and not PHI[self.phi].signed and self.sink == "none"
 
     @property
+    def is_softmax(self) -> bool:
+        return self.phi == "exp" and self.sums_to_one and type(self).weights is Phi.weights
+
+    @property
     def is_rescaled_softmax(self) -> bool:
-        return self.phi == "exp" and self.sums_to_one and self.is_fusible
+        return self.is_softmax and self.is_fusible
 
     @property
     def is_fusible(self) -> bool:

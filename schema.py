@@ -127,10 +127,10 @@ class AttentionConfig(Section):
         description="Compute reweight_p as the equation is written, which leaves the range of float32, on "
         "dense and rows: for tests and results/gradients only.",
     )
-    engine: Literal["auto", "dense", "rows", "sdpa", "triton"] = free(
+    engine: Literal["auto", "dense", "rows", "sdpa", "triton", "flex"] = free(
         "auto",
-        description="auto: sdpa where the normaliser allows it, else triton (fused kernels) on CUDA if they "
-        "pass a check, else rows. dense holds (T, T).",
+        description="auto: sdpa where the normaliser allows it, else triton (fused kernels) or flex "
+        "(FlexAttention) on CUDA if they pass a check, else rows. dense holds (T, T).",
     )
     compile_rows: bool = free(
         False, description="torch.compile the rows engine (on CPU this needs a C++ compiler)."

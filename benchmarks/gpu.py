@@ -46,6 +46,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attention import attend, make_normaliser
 from config import config_from_dict
 from engines import fused
+from engines.flex import flex_error
 from engines.fused import Launch, fused_error, phi_attention, score_unit
 from infra.cli import ArgumentParser, UserError, run_main
 from model import GPT
@@ -55,6 +56,7 @@ Row = dict[str, Any]
 Plan = Iterator[tuple[str, Callable[[], Row]]]  # a row's key, and what measures it
 LSSA = AttentionConfig(normaliser="lssa")
 LSSAR = AttentionConfig(normaliser="lssa", reweight_p=15)
+BIASED = AttentionConfig(normaliser="scale_invariant")  # for the flex engine
 GRAPH_CALLS = 10
 BROKEN = 75  # exit status: a row has broken the CUDA context, the next process resumes after it
 # claim, key of its row, column, least and largest value
@@ -297,9 +299,18 @@ def correct_plan(bench: Bench, head_dims: list[int]) -> Plan:
         return {name: fused_error(normaliser, bench.device, dtype, 100 if bench.smoke else length)
                 for dtype, length, name in runs}  # fmt: skip
 
+    def flex_errors(head_dim: int) -> Row:
+        normaliser = make_normaliser(BIASED, 2, head_dim, 1024).to(bench.device)
+        return {
+            str(t).split(".")[1]: flex_error(normaliser, bench.device, t)
+            for t in (bench.dtype, torch.float32)
+        }
+
     for head_dim in head_dims:
         for name, option in options.items():
             yield f"correct | {name} | d={head_dim}", partial(errors, option, head_dim)
+        if not bench.smoke:  # FlexAttention has no backward pass on a CPU
+            yield f"correct | scale_invariant flex | d={head_dim}", partial(flex_errors, head_dim)
     yield "correct | same bits", partial(same_bits, bench)
     yield "correct | uniform rows", partial(uniform_rows, bench)
     yield "correct | wide offsets", partial(wide_offsets, bench)
@@ -367,6 +378,8 @@ def kernel_plan(bench: Bench, lengths: list[int], head_dims: list[int]) -> Plan:
                 "FlashAttention-3": lambda: flash_3,
                 "LSSA FlexAttention": partial(flex, bench, length, head_dim, 0),
                 "LSSAR FlexAttention": partial(flex, bench, length, head_dim, 15),
+                "scale_invariant FlexAttention": partial(ours, bench, BIASED, "flex", head_dim, length),
+                "scale_invariant rows": partial(ours, bench, BIASED, "rows", head_dim, length),
                 "LSSAR naive": lambda: naive,
                 "LSSAR rows": partial(ours, bench, LSSAR, "rows", head_dim, length),
             }

@@ -71,7 +71,7 @@ class NormaliserModule(nn.Module):
 
     @property
     def by_distance(self) -> bool:
-        """The weights depend on the keys' distances: only the dense and rows engines can run it."""
+        """The weights depend on the keys' distances: the sdpa and triton engines cannot run it."""
         return self.alibi or self.definition.by_distance
 
     def at_distance(self, x: Tensor, t: Tensor, head: Tensor) -> Tensor:
@@ -83,6 +83,11 @@ class NormaliserModule(nn.Module):
     def has_sdpa(self) -> bool:
         """softmax over queries rescaled by a row factor: the sdpa engine can run it."""
         return self.definition.is_rescaled_softmax and not (self.reweight_p or self.alibi)
+
+    @property
+    def has_flex(self) -> bool:
+        """softmax of scores that depend on the distance: the flex engine can run it."""
+        return self.definition.is_softmax and self.by_distance and not self.reweight_p
 
     @property
     def is_fusible(self) -> bool:

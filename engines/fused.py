@@ -11,8 +11,6 @@ them against float64 weights before a run relies on them.
 from __future__ import annotations
 
 import math
-import warnings
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -34,12 +32,8 @@ from engines.fused_kernels import (
     _forward,
 )
 from engines.sdpa import score_moments
-from infra.distributed import holds_everywhere
-from normalisers import Normaliser, Phi, RowContext, reweight
-
-# The largest relative error of o, dq, dk and dv at which the kernels are trusted. Only the rounding of
-# weights and of their gradients to the inputs' type is in it; a miscompiled kernel is off by far more.
-TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 5e-4}
+from engines.self_check import SelfCheck, check, compare, relative_errors
+from normalisers import Phi, RowContext, reweight
 
 # ---------------------------------------------------------------- the engine
 
@@ -83,42 +77,9 @@ def run_prepared(
 # ---------------------------------------------------------------- the self-check
 
 
-class SelfCheck(NamedTuple):
-    error: float  # largest relative error
-    problem: str  # one line where it is too large, or the kernels do not run at all; else empty
-
-
 def self_check(normaliser: NormaliserModule, device: torch.device, dtype: torch.dtype) -> SelfCheck:
-    """Whether the fused kernels can be trusted with this normaliser on every rank; warns, once, if not.
-
-    A collective: all processes that joined must call it, and get the same verdict.
-    """
-    n = normaliser
-    return _self_check(n.definition, n.reweight_p, n.n_head, n.head_dim, n.train_len, device, dtype)
-
-
-@cache
-def _self_check(
-    definition: Normaliser, reweight_p: int, n_head: int, head_dim: int, train_len: int,
-    device: torch.device, dtype: torch.dtype,
-) -> SelfCheck:  # fmt: skip
-    error, problem = math.inf, ""
-    try:
-        with torch.inference_mode(False):  # an evaluation may be the first caller
-            normaliser = NormaliserModule(definition, reweight_p, n_head, head_dim, train_len).to(device)
-            error = fused_error(normaliser, device, dtype)
-    except Exception as e:  # whatever a missing or unfit compiler raises: the rows engine replaces it
-        problem = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}"
-    else:
-        if not error <= TOLERANCE[dtype]:
-            problem = f"relative error {error:.1e}, expected at most {TOLERANCE[dtype]:.0e}"
-    if holds_everywhere(not problem, device):
-        return SelfCheck(error, "")
-    problem = problem or "failed on another rank"
-    warnings.warn(
-        f"fused attention failed its self-check, engine auto takes rows instead: {problem}", stacklevel=3
-    )
-    return SelfCheck(error, problem)
+    """`engines.self_check.check` of the fused kernels."""
+    return check("fused attention", fused_error, normaliser, device, dtype)
 
 
 def fused_error(
@@ -155,21 +116,16 @@ def _errors(normaliser: NormaliserModule, q: Tensor, k: Tensor, v: Tensor, do: T
         last = q[..., -1:, :]
         last_context = normaliser.context(last, k)
         decoded = run_prepared(last, k, v, last_context, normaliser)
-    with torch.enable_grad():
-        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = run_prepared(inputs[0], inputs[1], inputs[2], context, normaliser)
-        got = [out, *torch.autograd.grad(out, inputs, do), decoded]
-        inputs = [t.detach().double().requires_grad_() for t in (q, k, v)]
-        x = (
-            inputs[0]
-            @ share_heads(inputs[1], q).mT
-            / score_unit(getattr(normaliser.definition, "phi", "exp"))
-        )
-        x = x.masked_fill(~context64.visible(x), -math.inf)
-        out = scaled_weights(normaliser, x, context64) @ share_heads(inputs[2], q)
-        want = [out, *torch.autograd.grad(out, inputs, do.double()), out[..., -1:, :]]
-    errors = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in zip(got, want, strict=True)]
-    return [float(error.detach()) for error in errors]
+    unit = score_unit(getattr(normaliser.definition, "phi", "exp"))
+
+    def weights(x: Tensor) -> Tensor:
+        return scaled_weights(normaliser, (x / unit).masked_fill(~context64.visible(x), -math.inf), context64)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return run_prepared(q, k, v, context, normaliser)
+
+    got, want = compare(attend, weights, (q, k, v), do)
+    return relative_errors([*got, decoded], [*want, want[0][..., -1:, :]])
 
 
 def scaled_weights(normaliser: NormaliserModule, x: Tensor, context: RowContext) -> Tensor:

@@ -30,7 +30,7 @@ from schema import AttentionConfig
 
 pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
 
-from engines import fused
+from engines import fused, self_check
 from engines.fused import INTERPRETED, fused_error, phi_attention
 
 torch.set_num_threads(1)
@@ -433,7 +433,7 @@ def test_auto_on_cuda_without_triton(monkeypatch):
 
 
 def check(cfg: AttentionConfig) -> fused.SelfCheck:
-    fused._self_check.cache_clear()
+    self_check._check.cache_clear()
     return fused.self_check(make_normaliser(cfg, 2, 16, 300), CPU, torch.float32)
 
 
@@ -470,7 +470,7 @@ def test_self_check_finds_faults(monkeypatch, fault):
         monkeypatch.setattr(fused, "phi_attention", phi_attention)
     with pytest.warns(UserWarning, match="failed its self-check, engine auto takes rows instead: ") as caught:
         result = check(LSSAR)
-    fused._self_check.cache_clear()
+    self_check._check.cache_clear()
     assert result.problem and "\n" not in str(caught[0].message)
     assert ("toolchain" in result.problem) if fault == "raises" else not result.error <= 0.001
 

@@ -1,0 +1,127 @@
+"""The flex engine without a GPU: the score_mod and mask of CUDA in FlexAttention's eager and C++ forms.
+
+FlexAttention rejects gradients on a CPU, where its compiled form has no backward pass; its eager form, which
+the tests allow, differentiates the same score_mod.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import assert_close, draw, make, run
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from attention import attend, describe_engine, make_normaliser, resolve_engine
+from engines import flex, self_check
+from infra.cli import UserError
+from schema import AttentionConfig
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+pytestmark = pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+OPTIONS = [
+    {"normaliser": "scale_invariant"},
+    {"normaliser": "scale_invariant", "scores": "cosine", "scale": "learned", "tau": 2.0, "alibi": True},
+    {"normaliser": "ssmax", "bias": True, "alibi": True},
+]
+
+
+def build(options, n_head: int = 4):
+    options = dict(options)
+    alibi = options.pop("alibi", False)
+    normaliser = make(AttentionConfig(**options), n_head, 16, 300)
+    normaliser.alibi = alibi
+    return normaliser
+
+
+@pytest.fixture
+def backward_on_cpu(monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "shape"), [(OPTIONS[0], (77, 77)), *((options, (130, 299)) for options in OPTIONS[1:])]
+)
+def test_agrees_with_the_definition(options, shape, backward_on_cpu, monkeypatch):
+    """o and every gradient, grouped heads, odd lengths, as many queries as keys and fewer."""
+    normaliser = build(options)
+    q, k, v, do = draw(*shape, 16, batch=2, n_head=4)
+    inputs = (q, k[:, :2], v[:, :2], do)
+    want = run("dense", normaliser.double(), *(t.double() for t in inputs))
+    monkeypatch.setattr("attention.resolve_engine", lambda normaliser, engine, *where: engine)
+    got = run("flex", normaliser, *(t.double() for t in inputs))
+    assert_close(got, want, inputs, 1e-12, "float64")
+    got = run("flex", normaliser.float(), *inputs)
+    assert_close(got, want, inputs, 2e-5, "float32")
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (300, 300), (70, 200), (256, 384), (500, 1000), (1, 1)])
+def test_causal_mask(shape):
+    got, first = flex.causal_mask(*shape, CPU)
+    want = create_block_mask(lambda b, h, i, j: i + first >= j, None, None, *shape, device="cpu")
+    assert torch.equal(got.to_dense(), want.to_dense())
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_lengths_and_layers_share_graphs(backend, monkeypatch):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(flex.flex_attention, dynamic=True, fullgraph=True, backend=counter)
+    monkeypatch.setattr(flex, "flex_attention", compiled)
+    layers = [build(OPTIONS[0]) for _ in range(3)]
+    with torch.no_grad():
+        for length in (300, 513, 640):
+            q, k, v, _ = draw(length, length, 16, batch=2, n_head=4)
+            for layer in layers:
+                got, want = flex.run(q, k, v, layer), attend(q, k, v, layer, "dense")
+                assert (got - want).norm() <= 1e-6 * want.norm()
+        assert counter.frame_count == 1
+        # In a compiled model as well, where the engine is a graph break.
+        model = torch.compile(lambda q: flex.run(q, k, v, layers[0]) * 2, backend="eager")
+        assert (model(q) - 2 * want).norm() <= 1e-6 * want.norm()
+    assert counter.frame_count <= 2
+
+
+def test_choice(monkeypatch):
+    """auto takes it on CUDA after its self-check; what it cannot run is an error."""
+    for problem, chosen in (("", "flex"), ("no", "rows")):
+        monkeypatch.setattr(flex, "self_check", lambda *key, p=problem: self_check.SelfCheck(1e-3, p))
+        for options in OPTIONS:
+            assert resolve_engine(build(options), "auto", CUDA, torch.bfloat16) == chosen
+    alibi = build(OPTIONS[2])
+    assert describe_engine(alibi, "flex", CUDA, torch.bfloat16) == "flex (self-check: relative error 1.0e-03)"
+    assert resolve_engine(alibi, "auto", CPU, torch.float32) == "rows"
+    assert resolve_engine(alibi, "auto", CUDA, torch.float64) == "rows"
+    with pytest.raises(
+        UserError, match="engine = 'flex': needs a CUDA device, found cpu; expected auto or rows"
+    ):
+        resolve_engine(alibi, "flex", CPU, torch.float32)
+    for other in (
+        {"normaliser": "scale_invariant", "reweight_p": 3},
+        {"normaliser": "softmax", "sink": "one"},
+    ):
+        normaliser = make_normaliser(AttentionConfig(**other), 4, 16, 300, alibi=True)
+        assert resolve_engine(normaliser, "auto", CUDA, torch.bfloat16) == "rows"
+        with pytest.raises(
+            UserError, match="with ALiBi is not a softmax of scores that depend on the distance"
+        ):
+            resolve_engine(normaliser, "flex", CUDA, torch.bfloat16)
+
+
+@pytest.mark.parametrize("fault", ["", "wrong", "raises"])
+def test_self_check(fault, backward_on_cpu, monkeypatch):
+    def faulty(q, *rest, **options):
+        if fault == "raises":
+            raise RuntimeError("out of shared memory\nand more lines")
+        return flex_attention(
+            q, *rest, **options | {"scale": 1.0 + 0.1 * (fault == "wrong" and q.shape[2] < 200)}
+        )
+
+    monkeypatch.setattr(flex, "flex_attention", faulty)
+    self_check._check.cache_clear()
+    if fault:
+        with pytest.warns(UserWarning, match="FlexAttention failed its self-check, engine auto takes rows"):
+            assert flex.self_check(build(OPTIONS[1]), CPU, torch.float32).problem
+    else:
+        assert flex.self_check(build(OPTIONS[1]), CPU, torch.float32).error < 1e-5
+    self_check._check.cache_clear()
