@@ -1,7 +1,7 @@
 """Normalisers of other papers, to compare with: the same small classes as in normalisers.py.
 
 x = q.k / sqrt(d) unless `scores`, `scale` or `length_scale` say otherwise; n = number of keys the query sees.
-Formulas that were not checked against the paper's text say so.
+The docstrings of formulas that newer papers give say what they were checked against.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class ReluShen(Phi, name="relu_shen"):
 class ScaleInvariant(Softmax, name="scale_invariant"):
     """softmax(a_t x + m_t), a_t = sqrt(2 ln(t / tau + 1) + 1), m_t = -2 ln(t / tau + 1), t = n - 1 - j.
 
-    Scale-invariant attention (arXiv 2505.17083).
+    Scale-invariant attention (arXiv 2505.17083). There a_t^2 = 2 (ln(t / tau + 1) - ln alpha + beta / alpha),
+    m_t = beta / alpha - a_t^2, with alpha = beta = sqrt(e) by a_0 = 1, m_0 = 0. Checked against a summary of
+    the paper and another implementation, not against its text.
     """
 
     tau: float = Field(10.0, gt=0, description="Distance, in tokens, from which keys lose weight.")
@@ -119,7 +121,9 @@ class Entmax15(torch.autograd.Function):
 class ASEntmax(Entmax, name="asentmax"):
     """1.5-entmax of (delta + beta (ln n)^gamma) x, beta and gamma learned per head. (arXiv 2506.16640)
 
-    There beta and gamma may depend on the query; here they are parameters. Their initial values are ours.
+    Checked against the authors' code (deep-spin/asentmax). Its main variant computes them from the layer's
+    input h, beta = softplus(w h), gamma = 2 tanh(u h) with w, u per head. This is its other one, "learn",
+    whose beta starts at random in 0.1 ... 1 and gamma in 0 +- 0.1 (here 0.1 and 1); both have ln(n + 1).
     """
 
     scale: Literal["rsqrt_d"] = "rsqrt_d"
@@ -138,7 +142,10 @@ class ASEntmax(Entmax, name="asentmax"):
 class Threshold(Normaliser, name="threshold"):
     """relu(cos(q, k) - beta sqrt(2 ln(n / kappa) / d))^power, beta learned per head. (arXiv 2601.12145)
 
-    Each head's output is RMS-normalised. Not checked against the paper's text: its n may be n + 1.
+    Threshold rectified attention; each head's output is RMS-normalised. Checked against the authors' kernel
+    (snap-research/TDA), which has this n, kappa = 1 and one beta for all heads, and against a summary of the
+    paper, whose ln((i + 1) / kappa) is n + 1 if its rows i count from 1. The paper's last form, the
+    difference of two such attentions (TDA), is not here.
     """
 
     scores: Literal["cosine"] = "cosine"
@@ -161,7 +168,8 @@ class StickBreaking(Scaled, name="stick_breaking"):
     """sigmoid(x_j) prod_{j < k < i} (1 - sigmoid(x_k)) at keys j < i: a query does not see its own.
 
     Stick-breaking attention (arXiv 2410.17980), there without positions (`model.position = "none"`). Rows sum
-    to at most one, the first to zero.
+    to at most one, the first to zero. Checked against the authors' code (shawntan/stickbreaking-attention),
+    which can also add the rest of the stick times the query's own value to the output; that is not here.
     """
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
@@ -173,7 +181,10 @@ class StickBreaking(Scaled, name="stick_breaking"):
 
 
 class Softpick(Scaled, name="softpick"):
-    """relu(e^x - 1) / sum |e^x - 1|: a row may sum to less than one, or be zero. (arXiv 2504.20966)"""
+    """relu(e^x - 1) / sum |e^x - 1|: a row may sum to less than one, or be zero. (arXiv 2504.20966)
+
+    Checked against the authors' code (zaydzuhri/softpick-attention), whose sum has 1e-8 e^(max x) added.
+    """
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
         x = context.zero_hidden(x)
@@ -186,7 +197,9 @@ class Softpick(Scaled, name="softpick"):
 class ElasticSoftmax(Scaled, name="elastic_softmax"):
     """relu(softmax(x) + tau / n), tau learned per head from -1; not normalised again.
 
-    LSSAR's eq. 5 at p = 1 without its second l1, and with a learned offset. Not checked against its paper.
+    LSSAR's eq. 5 at p = 1 without its second l1, and with a learned offset. From Lazy Attention (arXiv
+    2601.00919), whose learned biases by distance are not here. Checked against its first author's code
+    (Fzkuji/flash-lazy-attention), which names the paper for the -1, not against the text.
     """
 
     def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
