@@ -194,7 +194,7 @@ def tables(results: list[Result]) -> str:
     span, block = results[0]["same_target_tokens"], results[0]["data"]["block_length"]
     parts = [
         describe_data(results),
-        f"Loss in nats over all tokens, ± standard error over blocks; RoPE {output.format_rope(results[0])}.",
+        f"Loss in nats over all tokens, ± standard error over blocks; RoPE {output.format_rope(*results)}.",
         output.length_table(results, itemgetter("loss", "stderr")),
         f"Same targets: loss over the last {span} tokens of each block, from windows that end there.",
         output.length_table(results, itemgetter("same_target_loss", "same_target_stderr")),
@@ -241,7 +241,7 @@ def plot_lengths(results: list[Result], path: Path) -> None:
     lengths = [entry["length"] for entry in results[0]["lengths"]]
     span = output.format_length(results[0]["same_target_tokens"])
     titles = {"": "All tokens", "same_target_": f"Same targets (last {span} tokens of each block)"}
-    xlabel = f"window length (tokens), RoPE scaling {output.format_rope(results[0])}"
+    xlabel = f"window length (tokens), RoPE scaling {output.format_rope(*results)}"
     for axes, (key, title) in zip(figure.subplots(1, 2, sharey=True), titles.items(), strict=True):
         curves = output.length_curves(results, itemgetter(f"{key}loss", f"{key}stderr"))
         output.draw_curves(axes, curves, lengths, results)
@@ -265,7 +265,7 @@ def plot_positions(results: list[Result], path: Path) -> None:
     blocks, length = results[0]["data"]["blocks"], results[0]["data"]["block_length"]
     axes.set(
         title=f"Means over {blocks} windows in {len(part_edges(length)) - 1} parts, ± standard error",
-        xlabel=f"position in the window (tokens), RoPE scaling {output.format_rope(results[0])}",
+        xlabel=f"position in the window (tokens), RoPE scaling {output.format_rope(*results)}",
         ylabel="validation loss (nats)",
         xlim=(0, length),
     )

@@ -84,14 +84,14 @@ def make_norm(config: ModelConfig) -> nn.Module:
 class Attention(nn.Module):
     """Causal attention with the normaliser: multi-head or grouped-query (Ainslie et al. 2023).
 
-    RoPE turns nothing where `model.position` is none or alibi; an optional gate multiplies the output.
+    No RoPE where `model.position` is none or alibi; an optional gate multiplies the output.
     """
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         m = config.model
         self.layer, self.n_head, self.head_dim = layer, m.n_head, m.head_dim
-        self.n_kv_head = m.kv_heads
+        self.n_kv_head, self.has_rope = m.kv_heads, m.rotating > 0
         self.engine: Engine = config.attention.engine  # resolved by GPT
         self.qkv = make_linear(m.n_embd, (m.n_head + 2 * m.kv_heads) * m.head_dim, m.bias)
         alibi = m.position == "alibi"
@@ -102,6 +102,8 @@ class Attention(nn.Module):
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, C) to q (B, H, T, D) and k after RoPE, and v: (B, n_kv_head, T, D) each."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, heads of q, k and v, D)
+        if not self.has_rope:
+            return qkv.transpose(1, 2).split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
         return SplitAndRotate.apply(qkv, cos, sin, self.n_kv_head)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:

@@ -375,10 +375,12 @@ class Phi(Scaled, name="phi"):
     @property
     def bounded(self) -> bool:
         """|score| < 70 at every length and head size in use: no phi of a score underflows in float32."""
-        return self.scores == "cosine" and self.scale == "ln_d" and not self.bias
+        unshifted = not self.bias and type(self).shift is Phi.shift
+        return self.scores == "cosine" and self.scale == "ln_d" and unshifted
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
-        x = x + self.shift(context) if isinstance(self.bias, str) else x
+        shift = self.shift(context)
+        x = x if isinstance(shift, float) and shift == 0.0 else x + shift
         fn, signed = PHI[self.phi]
         if self.phi == "exp" and self.l1:
             return self._softmax(x, context)

@@ -95,7 +95,7 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.n_embd = {self.n_embd}: expected a multiple of model.n_head = {self.n_head}"
             )
-        if self.head_dim % 2:
+        if self.rotating and self.head_dim % 2:
             raise ValueError(
                 f"model.n_embd = {self.n_embd}: RoPE needs an even head size, "
                 f"but n_embd / n_head = {self.head_dim}"

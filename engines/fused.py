@@ -66,10 +66,11 @@ def run_prepared(
     options: dict[str, Any] = {"p": p, "skip_mass": normaliser.skip_mass}
     if not isinstance(definition, Phi):
         return phi_attention(q, k, v, phi="exp", l1=True, **options)
-    phi, l1, bounded, shift = definition.phi, definition.l1, definition.bounded, None
-    if isinstance(definition.bias, str):
-        shift = (context.n * 0 + definition.shift(context)).squeeze(-1) * score_unit(phi)
-    out = phi_attention(q, k, v, shift, phi=phi, l1=l1, bounded=bounded, **options)
+    phi, l1, bounded, rows = definition.phi, definition.l1, definition.bounded, None
+    shift = definition.shift(context)
+    if not (isinstance(shift, float) and shift == 0.0):
+        rows = (context.n * 0 + shift).squeeze(-1) * score_unit(phi)
+    out = phi_attention(q, k, v, rows, phi=phi, l1=l1, bounded=bounded, **options)
     divisor = definition.divisor(context)
     return out if isinstance(divisor, float) and divisor == 1.0 else (out / divisor).to(out.dtype)
 

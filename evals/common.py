@@ -64,6 +64,9 @@ class EvaluatedRun:
 
     def write(self, summary: dict[str, Any], step: int, args: argparse.Namespace) -> dict[str, Any]:
         """Write and return the result: the keys that every evaluation has, and its summary."""
+        rope = {"kind": args.rope, "theta": args.rope_theta}
+        if not self.config.model.rotating:  # nothing to scale
+            rope = {"kind": "none", "theta": None}
         result = {
             "run": self.label,
             "source": str(self.source),
@@ -71,7 +74,7 @@ class EvaluatedRun:
             "normaliser": describe_attention(self.config.attention, self.config.model),
             "train_len": self.config.train.seq_len,
             "dtype": self.config.train.dtype,
-            "rope": {"kind": args.rope, "theta": args.rope_theta},
+            "rope": rope,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "torch": torch.__version__,
         }

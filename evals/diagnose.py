@@ -106,7 +106,7 @@ def tables(results: list[Result]) -> str:
     data = results[0]["data"]
     parts = [
         f"The last {data['rows']} rows of {data['blocks']} blocks of {data['block_length']} tokens of "
-        f"{data['dir']}, in windows of each length; RoPE scaling {output.format_rope(results[0])}.\n"
+        f"{data['dir']}, in windows of each length; RoPE scaling {output.format_rope(*results)}.\n"
         "Means over layers and heads, ± standard error over blocks."
     ]
     for name, meaning in STATISTICS.items():

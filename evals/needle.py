@@ -354,7 +354,7 @@ def draw(results: list[Result]) -> Figure:
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=8)
     titles = [f"{output.run_title(result)}, step {result['step']}" for result in results]
-    figure.suptitle("\n".join([*titles, f"RoPE scaling {output.format_rope(results[0])}"]), fontsize=10)
+    figure.suptitle("\n".join([*titles, f"RoPE scaling {output.format_rope(*results)}"]), fontsize=10)
     return figure
 
 

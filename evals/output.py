@@ -25,10 +25,11 @@ def format_length(length: int) -> str:
     return f"{length // 1024}K" if length % 1024 == 0 else str(length)
 
 
-def format_rope(result: Result) -> str:
-    """'ntk', 'theta = 500000'."""
-    rope = result["rope"]
-    return rope["kind"] + (f" = {rope['theta']:g}" if rope["theta"] else "")
+def format_rope(*results: Result) -> str:
+    """'ntk', 'theta = 500000', 'ntk and none' of models with RoPE and without."""
+    ropes = (result["rope"] for result in results)
+    names = [rope["kind"] + (f" = {rope['theta']:g}" if rope["theta"] else "") for rope in ropes]
+    return " and ".join(dict.fromkeys(names))
 
 
 def run_title(result: Result) -> str:

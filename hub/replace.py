@@ -42,6 +42,7 @@ ROPE_KINDS = ("none", "ntk", "theta")  # the scalings that change the base alone
 
 def main() -> None:
     args, options = parse_args()
+    make_attention(args.normaliser, dict(options), train_len=2)  # a mistake ends here, before the model loads
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_native(args.model, attn_implementation="sdpa")
     model = model.to(device).eval()
@@ -102,6 +103,9 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
     args.scaling = RopeScaling(args.rope, args.rope_theta)
     if args.steps < 0:
         raise UserError(f"--steps {args.steps}: expected at least 0")
+    for path in (args.val_text, args.train_text):
+        if path is not None:
+            read_text(path)
     if args.steps and args.train_text is None:
         raise UserError(f"--steps {args.steps}: needs --train-text; or give --steps 0")
     return args, parse_overrides(rest)
@@ -116,16 +120,19 @@ def make_attention(normaliser: str, options: dict[str, Any], train_len: int) -> 
 
 
 # ---------------------------------------------------------------- text
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{path}: cannot be read as UTF-8 text: {e}") from None
+
+
 def read_blocks(tokenizer: Any, path: Path, limit: int | None, lengths: list[int]) -> Tensor:
     """The text's first tokens in blocks of the longest length and one more: (n, longest + 1) int64.
 
     Raises UserError: unreadable, too short.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"{path}: cannot be read as UTF-8 text: {e}") from None
-    size = lengths[-1]
+    text, size = read_text(path), lengths[-1]
     if any(size % length for length in lengths):
         raise UserError(f"--lengths {lengths}: expected divisors of the longest, so that all score the same")
     tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False))

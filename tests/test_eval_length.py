@@ -41,8 +41,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("blocks") / "data", n_val=N_SCORED + 20, n_train=100)
 
 
-def make_run(runs: Path, name: str, data: Path, step: int = 7, **attention: object) -> Path:
+def make_run(
+    runs: Path, name: str, data: Path, step: int = 7, position: str = "rope", **attention: object
+) -> Path:
     values = tomllib.loads(TINY.format(vocab=VOCAB, data=data, runs=runs))
+    values["model"]["position"] = position
     config = config_from_dict(values | {"name": name, "attention": attention}, "test")
     torch.manual_seed(step)
     model = GPT(config)
@@ -200,8 +203,9 @@ def test_a_finished_run_is_written_before_the_next_fails(tmp_path, data, evaluat
 
 def test_several_runs_defaults_and_rejected_lengths(tmp_path, data, evaluate, capsys):
     runs = tmp_path / "runs"
-    a, b = make_run(runs, "a", data), make_run(runs, "b", data, normaliser="ssmax_pn")
+    a, b = make_run(runs, "a", data), make_run(runs, "b", data, position="none", normaliser="ssmax_pn")
     evaluate(a, b)
+    assert [read(run / "eval_length.json")["rope"]["kind"] for run in (a, b)] == ["ntk", "none"]
     assert [row["length"] for row in lengths_of(a)] == [16, 32, 64, 128, 256]
     rows = lengths_of(b)
     assert [row["reason"] is None for row in rows] == [True, False, False, False, False]
@@ -210,6 +214,7 @@ def test_several_runs_defaults_and_rejected_lengths(tmp_path, data, evaluate, ca
         assert figure.read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.rglob("*.tmp"))
     out = capsys.readouterr().out
+    assert "RoPE ntk and none." in out
     assert "b at 32: no result:" in out and "±-" in out  # 256 fits once: one block has no standard error
     headers = [line for line in out.splitlines() if line.startswith("run ") and "step" in line]
     assert len(headers) == 3 and len({line.index("step") for line in headers}) == 1

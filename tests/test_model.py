@@ -402,7 +402,7 @@ def test_cache_equals_uncached_with_other_parts(attention, parts):
 @pytest.mark.parametrize("position", ["none", "alibi"])
 def test_without_rope_only_alibi_sees_the_order(position):
     """The last logits of a single-layer model, with the tokens before them in another order."""
-    gpt = make_gpt(std=0.2, n_layer=1, position=position)
+    gpt = make_gpt(std=0.2, n_layer=1, position=position, n_head=4, n_kv_head=2, n_embd=36)  # heads of 9
     tokens = random_tokens(2, 24)
     other = torch.cat((tokens[:, :-1].flip(1), tokens[:, -1:]), dim=1)
     with torch.no_grad():

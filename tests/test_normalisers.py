@@ -28,7 +28,7 @@ from torch import Tensor
 from attention import make_normaliser, resolve_engine
 from engines.base import NormaliserModule
 from infra.cli import UserError
-from normalisers import NORMALISERS, reweight, reweight_naive
+from normalisers import LSSA, NORMALISERS, reweight, reweight_naive
 from schema import AttentionConfig
 
 # 1. The dense weights are the formulas.
@@ -161,6 +161,21 @@ def test_learned_parameters(cfg):
         want = {"tau": ((3,), [-1.0])}
     if cfg.normaliser in FORMULAS:
         assert got == want
+
+
+def test_shift_of_a_subclass():
+    """`shift` counts without `bias`, and unbounds LSSA's scores."""
+
+    class Shifted(LSSA):
+        def shift(self, context):
+            return -context.n.sqrt()
+
+    q, k, *_ = draw(20, 20, 16, dtype=torch.float64)
+    normaliser = NormaliserModule(Shifted(), 0, 2, 16, 20)
+    q_scaled, k_float, context = normaliser.prepare(q, k)
+    s = torch.nn.functional.softplus(q_scaled @ k_float.mT - context.n.sqrt()) * context.visible(k.mT)
+    torch.testing.assert_close(normaliser.weights(q, k), s / s.sum(-1, keepdim=True))
+    assert LSSA().bounded and not Shifted().bounded
 
 
 # 2. The rules of the re-weighting.

@@ -50,7 +50,10 @@ def test_replacement(tiny_config, call, capsys):
     call(replace, *common, "--normaliser", "softmax", "--steps", 0)  # replaced by itself
     losses = json.loads(file.read_text())["losses"]
     assert losses["replaced"]["128"] == pytest.approx(losses["softmax"]["128"], abs=1e-5)
+    absent = ["absent", *common[1:]]  # options and files are checked before the model is read
     with pytest.raises(UserError, match="attention.scale_ini = 1: unknown"):
-        call(replace, *common, "--normaliser", "ssmax", "--scale-ini", 1)
+        call(replace, *absent, "--normaliser", "ssmax", "--scale-ini", 1)
+    with pytest.raises(UserError, match="no.txt: cannot be read"):
+        call(replace, *absent, "--normaliser", "ssmax", "--val-text", "no.txt")
     with pytest.raises(UserError, match=r"text.txt: 1410 tokens; expected more than 4096"):
         call(replace, *common, "--normaliser", "softmax", "--lengths", 4096)
