@@ -208,7 +208,7 @@ def main_table(contestants: dict[str, Contestant]) -> str:
         rows.append(
             [
                 c.name,
-                DASH if "RoPE" in c.runs[0]["attention"] else c.rope,
+                c.rope,
                 str(len(c.runs)),
                 f"{c.runs[0]['lr']:g}",
                 *(over_seeds(c.loss(n)) for n in lengths),
