@@ -154,18 +154,18 @@ def build(
             raise UserError(f"{source}: {split}: no question fits --seq-len {seq_len}")
         masks[f"{split}mask"] = [mask for _, mask in kept]
         # For data/verify.py the zeros after an end-of-text are a document, too.
-        _write_split(out, info, split, [tokens for tokens, _ in kept], documents=2 * len(kept))
+        write_split(out, info, split, [tokens for tokens, _ in kept], documents=2 * len(kept))
         n, longer = len(kept), len(rows) - len(kept)
         print(f"{split:6} {n:,} questions in sequences of {seq_len} tokens, {longer:,} were longer")
     for split, rows_of_mask in masks.items():
-        _write_split(out, info, split, rows_of_mask, documents=0)
+        write_split(out, info, split, rows_of_mask, documents=0)
     finish_dataset(out, info)
     print(f"written {out}")
 
 
-def _write_split(out: Path, info: dict[str, Any], split: str, rows: list[np.ndarray], documents: int) -> None:
+def write_split(out: Path, info: dict[str, Any], split: str, rows: list[np.ndarray], documents: int) -> None:
     """Write a split's shards after those in `info`, and enter them there."""
-    with ShardWriter(out, DATASET, split, SHARD_SIZE, index=len(info["shards"])) as writer:
+    with ShardWriter(out, info["dataset"], split, SHARD_SIZE, index=len(info["shards"])) as writer:
         for row in rows:
             writer.add(row)
     info["shards"] += writer.files

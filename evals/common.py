@@ -24,6 +24,7 @@ from tqdm import tqdm
 from attention import describe_attention
 from data.batches import val_windows
 from data.dataset import TokenStream
+from evals.output import Share
 from infra.cli import ArgumentParser, UserError, positive_int
 from infra.distributed import World
 from infra.files import write_json
@@ -256,3 +257,11 @@ def mean_and_stderr(values: Tensor) -> tuple[float, float | None]:
     """Mean of (n,) and its standard error, None for a single value."""
     n = len(values)
     return values.mean().item(), values.std().item() / math.sqrt(n) if n > 1 else None
+
+
+def proportion(successes: float, n: int) -> Share:
+    """The share with its 95 % confidence interval (Wilson 1927), which is not empty at 0 and 1 either."""
+    share, z2 = successes / n, 1.959964**2
+    centre, scale = (share + z2 / (2 * n)) / (1 + z2 / n), 1 / (1 + z2 / n)
+    half = scale * math.sqrt(z2 * share * (1 - share) / n + z2 * z2 / (4 * n * n))
+    return {"share": share, "low": max(0.0, centre - half), "high": min(1.0, centre + half)}

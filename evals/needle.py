@@ -43,7 +43,8 @@ from torch import Tensor
 from data.squad import question_prompt
 from data.tokenizer import get_tokenizer
 from evals import common, output
-from evals.output import Result
+from evals.common import proportion
+from evals.output import Result, Share, percent
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world
 from model import GPT, KVCache
@@ -55,7 +56,6 @@ CITIES = (
     *("Helsinki", "Jakarta", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Madrid", "Manila", "Nairobi"),
     *("Oslo", "Paris", "Prague", "Rome", "Seoul", "Sydney", "Tokyo", "Toronto", "Vienna", "Warsaw"),
 )
-Share = dict[str, float]  # see `proportion`
 MEASURES = ("number", "first_digit", "choice")
 DEPTHS = [10, 30, 50, 70, 90]
 OUTCOMES = ("whole number", "first digit", "wrong")
@@ -265,20 +265,6 @@ def outcome_of(row: list[float]) -> str:
     """Of a row of `run_trials`: the better of OUTCOMES that it reaches."""
     found, first_digit = row[:2]
     return OUTCOMES[0] if found else OUTCOMES[1] if first_digit else OUTCOMES[2]
-
-
-def proportion(successes: float, n: int) -> Share:
-    """The share with its 95 % confidence interval (Wilson 1927), which is not empty at 0 and 1 either."""
-    share, z2 = successes / n, 1.959964**2
-    centre, scale = (share + z2 / (2 * n)) / (1 + z2 / n), 1 / (1 + z2 / n)
-    half = scale * math.sqrt(z2 * share * (1 - share) / n + z2 * z2 / (4 * n * n))
-    return {"share": share, "low": max(0.0, centre - half), "high": min(1.0, centre + half)}
-
-
-def percent(value: Share, digits: int = 1) -> str:
-    """A `proportion` as '62.5 % [54.0, 70.2]'."""
-    share, low, high = (f"{100 * value[key]:.{digits}f}" for key in ("share", "low", "high"))
-    return f"{share} % [{low}, {high}]"
 
 
 def finished_cells(result: Result, length: int) -> list[dict[str, Any]]:

@@ -12,12 +12,19 @@ from infra.files import atomic_file
 
 Result = dict[str, Any]
 Value = Callable[[dict[str, Any]], tuple[float, float | None]]  # of an entry of "lengths": mean and error
+Share = dict[str, float]  # of common.proportion: share, low, high
 MARKERS = "osD^vP*Xph<>"  # distinguish runs beyond the ten colours
 
 
 # ---------------------------------------------------------------- text
 def format_stderr(mean: float, stderr: float | None) -> str:
     return f"{mean:.4f} ±{stderr:.4f}" if stderr is not None else f"{mean:.4f} ±-"
+
+
+def percent(value: Share, digits: int = 1) -> str:
+    """A share as '62.5 % [54.0, 70.2]'."""
+    share, low, high = (f"{100 * value[key]:.{digits}f}" for key in ("share", "low", "high"))
+    return f"{share} % [{low}, {high}]"
 
 
 def format_length(length: int) -> str:

@@ -18,7 +18,7 @@ from data.dataset import finish_dataset
 from data.shards import write_shard
 from data.tokenizer import get_tokenizer
 from evals import needle
-from evals.needle import proportion
+from evals.common import proportion
 from infra.cli import UserError
 from model import GPT, KVCache
 from papers.runs import FinishedRun, RunIndex
