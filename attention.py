@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from engines import blockwise, dense, sdpa
-from engines.base import NormaliserModule
+from engines.base import FUSED_HEAD_DIM, NormaliserModule
 from infra.cli import UserError
 from schema import AttentionConfig, ModelConfig
 
@@ -125,15 +125,14 @@ def resolve_engine(
         case "auto" if normaliser.has_sdpa:
             return "sdpa"
         case "auto":
-            engine = "flex" if normaliser.has_flex else "triton" if normaliser.is_fusible else "rows"
+            fits = normaliser.is_fusible and normaliser.head_dim <= FUSED_HEAD_DIM.get(dtype, 0)
+            engine = "flex" if normaliser.has_flex else "triton" if fits else "rows"
             if device.type != "cuda" or engine == "rows" or dtype == torch.float64:
                 return "rows"
             try:
                 module = compiled_engine(engine)
             except ImportError as e:  # CUDA without Triton
                 warnings.warn(f"no fused attention here, engine auto takes rows instead: {e}", stacklevel=2)
-                return "rows"
-            if engine == "triton" and normaliser.head_dim > module.MAX_HEAD_DIM[dtype]:
                 return "rows"
             # The self-check cannot be traced: a compiled caller has resolved before, or trusts the kernels.
             trusted = (
@@ -157,6 +156,11 @@ def resolve_engine(
         case "flex" if device.type != "cuda":  # where FlexAttention has no backward pass
             raise UserError(
                 f"engine = 'flex': needs a CUDA device, found {device.type}; expected auto or rows"
+            )
+        case "triton" if normaliser.head_dim > FUSED_HEAD_DIM.get(dtype, 0):
+            raise UserError(
+                f"engine = 'triton': head size {normaliser.head_dim} in {dtype}; expected at most 256 "
+                "in 16 bits, 128 in float32"
             )
     if engine not in get_args(Engine):
         raise ValueError(f"engine = {engine!r}: expected one of {', '.join(get_args(Engine))}")

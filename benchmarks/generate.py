@@ -5,8 +5,8 @@
     python -m benchmarks.generate runs/softmax runs/lssar --lengths 16384 --skip-mass 1e-4
 
 The cache holds validation text of the first run's dataset: how many weights of a row are 0 is a property of
-trained models. Times, on a CPU the process's CPU time, are medians over the fastest quarter of the turns, which
-other processes disturb least; the ratio to the first run is the median of ratios within those turns (range: their
+trained models. Times (on a CPU: CPU time) are medians over the fastest quarter of the turns, which other
+processes disturb least; the ratio to the first run is the median of ratios within those turns (range: their
 middle 80 %).
 `live V` is the share of V's rows with a weight above 0 (or above what skip_mass leaves out), over all layers
 and heads; `bytes` is what the fused kernels move for a key and head in 16 bits (engines/fused_decode.py;

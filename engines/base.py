@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from normalisers import Normaliser, RowContext, reweight, reweight_naive
 
+# The triton engine's largest head sizes: beyond, tiles fit neither registers nor shared memory.
+FUSED_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
+
 
 class NormaliserModule(nn.Module):
     """A normaliser for one attention layer, with its learned parameters (`learned_names`: s, b, p_n, ...).

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from engines import fused_decode
-from engines.base import NormaliserModule, share_heads
+from engines.base import FUSED_HEAD_DIM, NormaliserModule, share_heads
 from engines.fused_kernels import (
     LOG2E,
     MAX_POWER,
@@ -179,8 +179,6 @@ LAUNCHES_32: dict[str, dict[int, Launch]] = {
     "backward_kv": {64: Launch(32, 64, 4, 1), 128: Launch(32, 32, 4, 1)},
 }
 INTERPRETED = isinstance(_forward, InterpretedFunction)  # TRITON_INTERPRET=1
-# Beyond these a block's tiles fit neither registers nor shared memory.
-MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 UNIFORM_KEYS = 320 if INTERPRETED else 65536  # of the self-check's row of equal keys
 
 
@@ -233,7 +231,7 @@ def phi_attention(
     Args:
         q: (B, H, Tq, D), the last Tq of the Tk positions; any strides, best with D contiguous.
         k, v: (B, n_kv_head, Tk, D), where n_kv_head divides H, of the same type: float32, float16 or
-            bfloat16; D <= MAX_HEAD_DIM.
+            bfloat16; D <= FUSED_HEAD_DIM.
         shift: (Tq,) added to q.k, a constant.
         phi: one of PHIS.
         l1: divide rows by sum |phi|.
@@ -273,10 +271,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, phi: str, l1: bool, p: int) -> None:
     if not same or q.shape[1] % k.shape[1]:
         raise ValueError(f"shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}: expected q (B, H, "
                          "Tq, D), k and v (B, n_kv_head, Tk, D), H a multiple of n_kv_head")  # fmt: skip
-    if q.shape[-2] > k.shape[-2] or q.shape[-1] > MAX_HEAD_DIM[q.dtype]:
+    if q.shape[-2] > k.shape[-2] or q.shape[-1] > FUSED_HEAD_DIM[q.dtype]:
         raise ValueError(
             f"{q.shape[-2]} queries for {k.shape[-2]} keys, head size {q.shape[-1]} in {q.dtype}: expected "
-            f"no more queries than keys, and head size <= {MAX_HEAD_DIM[q.dtype]}"
+            f"no more queries than keys, and head size <= {FUSED_HEAD_DIM[q.dtype]}"
         )
 
 

@@ -515,6 +515,9 @@ def test_engine_refused(monkeypatch):
         resolve_engine(inverse, "triton", CUDA, torch.float32)
     with pytest.raises(UserError, match="softmax without reweight_p is a softmax; expected sdpa"):
         resolve_engine(make_normaliser(AttentionConfig(), 2, 16, 300), "triton", CUDA, torch.float32)
+    for size, dtype in ((144, torch.float32), (264, torch.bfloat16), (16, torch.float64)):
+        with pytest.raises(UserError, match=f"head size {size} in {dtype}; expected at most 256 in 16 bits"):
+            resolve_engine(make_normaliser(LSSAR, 2, size, 300), "triton", CUDA, dtype)
     with pytest.raises(ValueError, match="softmax_inverse with these options is not phi"):
         AttentionConfig(normaliser="softmax_inverse", engine="triton")
 
