@@ -114,7 +114,7 @@ def compile_kernel(case: Case) -> Compiled:
     decoding = case.kernel.startswith("decode")
     launch = at.Launch(1, fused_decode.DECODE_KEYS, 4, 3)
     if not decoding:
-        launch = at.launch_of(case.kernel, form, dtype, case.arch // 10)
+        launch = at.launch_of(case.kernel, form, case.arch // 10)
     kernel = getattr(fused_decode if decoding else at, f"_{case.kernel}")
     types, constants, aligned = signature(kernel, form, launch)
     compiled = triton.compile(

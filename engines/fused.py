@@ -182,9 +182,9 @@ INTERPRETED = isinstance(_forward, InterpretedFunction)  # TRITON_INTERPRET=1
 UNIFORM_KEYS = 320 if INTERPRETED else 65536  # of the self-check's row of equal keys
 
 
-def launch_of(kernel: str, form: Form, dtype: torch.dtype, major: int) -> Launch:
+def launch_of(kernel: str, form: Form, major: int) -> Launch:
     """The table's entry for a GPU of compute capability `major`.x (newer ones: the newest known)."""
-    table = LAUNCHES_32 if dtype == torch.float32 else LAUNCHES[min(major, max(LAUNCHES))]
+    table = LAUNCHES[min(major, max(LAUNCHES))] if form.fast else LAUNCHES_32
     return table[kernel][max(64, form.bd)]
 
 
@@ -205,9 +205,9 @@ def score_unit(phi: str) -> float:
 
 
 def _launch(kernel: Any, of: str, t: Tensor, form: Form, *args: Any) -> None:
-    """One program for each head and block of positions of t (B, H, T, D): q, or k for backward_kv."""
+    """One program for each head and block of positions of t (B, H, T, D): q, or dk for backward_kv."""
     major = torch.cuda.get_device_capability(t.device)[0] if t.is_cuda else 9
-    launch = launch_of(of, form, t.dtype, major)
+    launch = launch_of(of, form, major)
     block = launch.keys if of == "backward_kv" else launch.rows
     grid = (triton.cdiv(t.shape[2], block) * t.shape[0] * t.shape[1],)
     with torch.cuda.device_of(t):
@@ -342,10 +342,16 @@ def _backward_op(
         _backward_q, "backward_q", q, form,
         q, k, v, o, do, stats, dq, rows, *_strides(q, k, v, o, do, dq), *_sizes(q, k),
     )  # fmt: skip
+    # Grouped heads: gradients for each query head, summed at the end (a loop over heads in the kernel spills).
+    grouped, by_head = k.shape[1] < q.shape[1], (*q.shape[:2], *k.shape[2:])
+    dks, dvs = (stats.new_empty(by_head) if grouped else t for t in (dk, dv))
     _launch(
-        _backward_kv, "backward_kv", k, form,
-        q, k, v, do, stats, rows, dk, dv, *_strides(q, k, v, do, dk, dv), *_sizes(q, k),
+        _backward_kv, "backward_kv", dks, form,
+        q, k, v, do, stats, rows, dks, dvs, *_strides(q, k, v, do, dks, dvs), *_sizes(q, k),
     )  # fmt: skip
+    if grouped:
+        dk.copy_(dks.unflatten(1, (k.shape[1], -1)).sum(2))
+        dv.copy_(dvs.unflatten(1, (k.shape[1], -1)).sum(2))
     return dq, dk, dv
 
 

@@ -570,49 +570,46 @@ def _backward_kv(
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, n_head, group, n_queries, n_keys,
     form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv, after `_backward_q` has written its rows. Tiles are (keys, queries)."""
+    """dk and dv of one query head, after `_backward_q` has written its rows. Tiles are (keys, queries)."""
     n_blocks = tl.cdiv(n_keys, BN)
-    block, _row, batch, kv_head = _program(n_blocks, n_head // group)
+    block, row, batch, head = _program(n_blocks, n_head)
     j = block * BN + tl.arange(0, BN)
-    k = _tile(_matrix(k_ptr, k_strides, n_keys, batch, kv_head), block * BN, BN, True, form)
-    v = _tile(_matrix(v_ptr, v_strides, n_keys, batch, kv_head), block * BN, BN, True, form)
+    k = _tile(_matrix(k_ptr, k_strides, n_keys, batch, head // group), block * BN, BN, True, form)
+    v = _tile(_matrix(v_ptr, v_strides, n_keys, batch, head // group), block * BN, BN, True, form)
+    queries = _matrix(q_ptr, q_strides, n_queries, batch, head)
+    grads = _matrix(do_ptr, do_strides, n_queries, batch, head)
+    stats = stats_ptr + row * n_queries * N_ROW
+    rows = rows_ptr + row * n_queries * N_ROW
     # Rows on the diagonal, which do not see all of these keys, then rows that see them all.
     first = block * BN - (n_keys - n_queries)  # the row at the block's first key
     start = tl.maximum(first, 0) // BM * BM
     whole = tl.minimum(tl.cdiv(tl.maximum(first + BN - 1, 0), BM), tl.cdiv(n_queries, BM)) * BM
+    flag = tl.zeros([1], tl.float32)
+    if form.log:
+        for i0 in tl.range(start, n_queries, 1024):
+            i = i0 + tl.arange(0, 1024)
+            flags = tl.load(stats + i * N_ROW + 3, mask=i < n_queries, other=0.0)
+            flag = tl.maximum(flag, tl.max(flags, 0))
     BD: tl.constexpr = form.bd
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BD], tl.float32)
-    for member in tl.range(group):  # the query heads of this head of keys; 1 is a constant, and no loop
-        head = kv_head * group + member
-        queries = _matrix(q_ptr, q_strides, n_queries, batch, head)
-        grads = _matrix(do_ptr, do_strides, n_queries, batch, head)
-        first_row = (batch * n_head + head) * n_queries
-        stats = stats_ptr + first_row * N_ROW
-        rows = rows_ptr + first_row * N_ROW
-        flag = tl.zeros([1], tl.float32)
-        if form.log:
-            for i0 in tl.range(start, n_queries, 1024):
-                i = i0 + tl.arange(0, 1024)
-                flags = tl.load(stats + i * N_ROW + 3, mask=i < n_queries, other=0.0)
-                flag = tl.maximum(flag, tl.max(flags, 0))
-        for LOOP in tl.static_range(3 if form.log else 2):
-            begin, end = _loop(LOOP, start, whole, n_queries, flag, form)
-            for i0 in tl.range(begin, end, BM >> LOOP // 2, num_stages=1 if LOOP == 2 else None):
-                i = i0 + tl.arange(0, BM >> LOOP // 2)  # rows beyond have q = do = c = 0 and add nothing
-                q = _tile(queries, i0, BM >> LOOP // 2, True, form)
-                do = _tile(grads, i0, BM >> LOOP // 2, True, form)
-                c, e, delta, c_mean = _load_rows(rows, i, n_queries, BM >> LOOP // 2)
-                shift = tl.zeros_like(c)
-                low = tl.zeros_like(c)
-                if form.shifted:
-                    _c, _e, shift, low = _load_rows(stats, i, n_queries, BM >> LOOP // 2)
-                s, slope = _phi_of_scores(k, q, (n_keys - n_queries + i)[None, :], j[:, None], shift[None, :],
-                                          low[None, :], LOOP != 1, LOOP == 2, form)  # fmt: skip
-                dC = tl.dot(v, tl.trans(do), input_precision=form.precision)
-                weight, h = _weigh_and_grad(s, dC, c[None, :], e[None, :], delta[None, :], form)
-                dv = _add_product(dv, weight, do, form)
-                dk = _add_product(dk, (h * c[None, :] - c_mean[None, :]) * slope, q, form)
+    for LOOP in tl.static_range(3 if form.log else 2):
+        begin, end = _loop(LOOP, start, whole, n_queries, flag, form)
+        for i0 in tl.range(begin, end, BM >> LOOP // 2, num_stages=1 if LOOP == 2 else None):
+            i = i0 + tl.arange(0, BM >> LOOP // 2)  # rows beyond have q = do = c = 0 and add nothing
+            q = _tile(queries, i0, BM >> LOOP // 2, True, form)
+            do = _tile(grads, i0, BM >> LOOP // 2, True, form)
+            c, e, delta, c_mean = _load_rows(rows, i, n_queries, BM >> LOOP // 2)
+            shift = tl.zeros_like(c)
+            low = tl.zeros_like(c)
+            if form.shifted:
+                _c, _e, shift, low = _load_rows(stats, i, n_queries, BM >> LOOP // 2)
+            s, slope = _phi_of_scores(k, q, (n_keys - n_queries + i)[None, :], j[:, None], shift[None, :],
+                                      low[None, :], LOOP != 1, LOOP == 2, form)  # fmt: skip
+            dC = tl.dot(v, tl.trans(do), input_precision=form.precision)
+            weight, h = _weigh_and_grad(s, dC, c[None, :], e[None, :], delta[None, :], form)
+            dv = _add_product(dv, weight, do, form)
+            dk = _add_product(dk, (h * c[None, :] - c_mean[None, :]) * slope, q, form)
     dk *= form.gain
-    _store_tile(_matrix(dk_ptr, dk_strides, n_keys, batch, kv_head), block * BN, dk, form)
-    _store_tile(_matrix(dv_ptr, dv_strides, n_keys, batch, kv_head), block * BN, dv, form)
+    _store_tile(_matrix(dk_ptr, dk_strides, n_keys, batch, head), block * BN, dk, form)
+    _store_tile(_matrix(dv_ptr, dv_strides, n_keys, batch, head), block * BN, dv, form)

@@ -581,7 +581,7 @@ driver.set_active(Device())
 from engines import fused as at
 
 form = at.make_form("softplus", True, 15, True, False, torch.bfloat16, 64)
-launch = at.launch_of("forward", form, torch.bfloat16, 9)
+launch = at.launch_of("forward", form, 9)
 for T in (64, 100, 257, 1, 4096):
     q, k, v = torch.empty(2, T, 3, 4, 64, dtype=torch.bfloat16).permute(2, 0, 3, 1, 4)
     stats, o = torch.empty(2, 4, T, 4), at._new_output(q)
