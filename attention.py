@@ -151,16 +151,16 @@ def resolve_engine(
             raise UserError(
                 f"engine = 'triton': needs a CUDA device, found {device.type}; expected auto or rows"
             )
+        case "triton" if normaliser.head_dim > FUSED_HEAD_DIM.get(dtype, 0):
+            raise UserError(
+                f"engine = 'triton': head size {normaliser.head_dim} in {dtype}; expected at most 256 "
+                "in 16 bits, 128 in float32"
+            )
         case "flex" if not normaliser.has_flex:
             raise UserError(f"engine = 'flex': {name} is not a softmax of scores that depend on the distance")
         case "flex" if device.type != "cuda":  # where FlexAttention has no backward pass
             raise UserError(
                 f"engine = 'flex': needs a CUDA device, found {device.type}; expected auto or rows"
-            )
-        case "triton" if normaliser.head_dim > FUSED_HEAD_DIM.get(dtype, 0):
-            raise UserError(
-                f"engine = 'triton': head size {normaliser.head_dim} in {dtype}; expected at most 256 "
-                "in 16 bits, 128 in float32"
             )
     if engine not in get_args(Engine):
         raise ValueError(f"engine = {engine!r}: expected one of {', '.join(get_args(Engine))}")

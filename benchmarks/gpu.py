@@ -229,6 +229,13 @@ def flash_3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         nn_attention.restore_flash_attention_impl()
 
 
+def adasplash_2(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Entmax, alpha = 1.5, by AdaSplash-2's kernels; raises where these are not installed."""
+    from adasplash import adasplash_v2  # type: ignore[import-not-found]
+
+    return adasplash_v2(q, k, v)  # type: ignore[no-any-return]
+
+
 def naive(q: Tensor, k: Tensor, v: Tensor, p: int = 15) -> Tensor:
     """LSSAR as the paper's formulas read, in PyTorch functions; scores and weights in float32."""
     length, head_dim = q.shape[-2:]
@@ -381,6 +388,7 @@ def kernel_plan(bench: Bench, lengths: list[int], head_dims: list[int]) -> Plan:
                 "scale_invariant rows": partial(ours, bench, BIASED, "rows", head_dim, length),
                 "LSSAR naive": lambda: naive,
                 "LSSAR rows": partial(ours, bench, LSSAR, "rows", head_dim, length),
+                "entmax AdaSplash-2": lambda: adasplash_2,
             }
             for name, make in cases.items():
                 limit = {"naive": 4096, "rows": 16384, "FlexAttention": 16384}.get(name.split()[-1], math.inf)

@@ -342,7 +342,7 @@ def _backward_op(
         _backward_q, "backward_q", q, form,
         q, k, v, o, do, stats, dq, rows, *_strides(q, k, v, o, do, dq), *_sizes(q, k),
     )  # fmt: skip
-    # Grouped heads: gradients for each query head, summed at the end (a loop over heads in the kernel spills).
+    # Grouped heads: gradients by query head, summed at the end (a loop over heads in the kernel spills).
     grouped, by_head = k.shape[1] < q.shape[1], (*q.shape[:2], *k.shape[2:])
     dks, dvs = (stats.new_empty(by_head) if grouped else t for t in (dk, dv))
     _launch(

@@ -42,18 +42,9 @@ def launch(
             q, k, shift, scores, sums, q.stride()[:2], k.stride()[:3], *split, form, DECODE_KEYS
         )
         _decode_values[(n_rows * n_splits,)](
-            v,
-            scores,
-            sums,
-            parts,
-            totals,
-            v.stride()[:3],
-            skip_mass / n_keys,
-            *split,
-            form,
-            DECODE_KEYS,
+            v, scores, sums, parts, totals, v.stride()[:3], skip_mass / n_keys, *split, form, DECODE_KEYS,
             MAX_SPLITS,
-        )
+        )  # fmt: skip
         _decode_combine[(n_rows,)](parts, totals, o, o.stride()[:2], H, n_splits, form, MAX_SPLITS)
 
 
