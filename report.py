@@ -37,10 +37,18 @@ from infra.files import atomic_file, write_atomically, write_json
 from papers import league
 from papers.figures import LogFit, all_figures, fit_p_n
 from papers.runs import FACTORS, FinishedRun, Group, RunIndex, read_runs, scale_of
-from papers.tables import CONFIGS, PAPERS, markdown, read_published, read_rows, read_tables
+from papers.tables import (
+    CONFIGS,
+    DASH,
+    PAPERS,
+    markdown,
+    mean_and_spread,
+    read_published,
+    read_rows,
+    read_tables,
+)
 
 HERE = Path(__file__).resolve().parent
-DASH = "–"
 PAPER_SCALES = {
     "gpt2_124m.toml": "the LSSAR paper's model, length, steps and data; the rest of the recipe is ours",
     "ssmax_paper/base_162m.toml": "the SSMax paper's scale",
@@ -51,15 +59,11 @@ PAPER_SCALES = {
 def main() -> None:
     args = parse_args()
     if args.league:
-        league.write_report(args.runs, Path(args.out or HERE / "results/league"))
+        league.write_report(args.runs, make_folder(Path(args.out or HERE / "results/league")))
         return
     papers = list(PAPERS) if args.paper is None else [args.paper]
     index = RunIndex(read_runs(args.runs))
-    out = Path(args.out) if args.out else default_out(index.runs)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"--out {out}: cannot be created: {e.strerror}") from None
+    out = make_folder(Path(args.out) if args.out else default_out(index.runs))
     learned = [run for run in index.runs if run.config.attention.normaliser == "ssmax_pn"]
     fits = [fit_p_n(run) for run in learned if "ssmax" in papers]
     captions = {}
@@ -90,6 +94,14 @@ def needle_figures(index: RunIndex) -> Iterator[tuple[str, str, Figure]]:
             name = shown[0]["run"] if len(shown) == 1 else f"{scale}_all"
             caption = f"SSMax, Figures 6 to 8: needle in a haystack, {name} (scale {scale}), RoPE {rope}"
             yield f"needle_{i}_{name}.png", caption, needle.draw(shown)
+
+
+def make_folder(out: Path) -> Path:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"--out {out}: cannot be created: {e.strerror}") from None
+    return out
 
 
 def default_out(runs: list[FinishedRun]) -> Path:
@@ -228,11 +240,6 @@ def final_validation(group: Group) -> str:
     return mean_and_spread([run.validations[-1][1] for run in group.runs])
 
 
-def mean_and_spread(values: list[float]) -> str:
-    mean = f"{statistics.fmean(values):.4f}" if values else DASH
-    return f"{mean} ±{statistics.stdev(values):.4f}" if len(values) > 1 else mean
-
-
 # ---------------------------------------------------------------- report.json, command line
 
 
@@ -261,7 +268,8 @@ def parse_args() -> argparse.Namespace:
     league_help = "the comparison of configs/league instead; RUN: a folder of runs for each scale"
     parser.add_argument("--league", action="store_true", help=league_help)
     parser.add_argument("--paper", choices=PAPERS, help="only this paper (default: all three)")
-    parser.add_argument("--out", metavar="DIR", help="(default: report/ in the folder that holds the runs)")
+    out_help = "(default: report/ in the folder that holds the runs; with --league results/league/)"
+    parser.add_argument("--out", metavar="DIR", help=out_help)
     args = parser.parse_args()
     if not args.runs and not args.league:
         raise UserError("expected run folders: report.py runs/* (or --help)")

@@ -6,7 +6,7 @@
     python sweep.py configs/lssar_paper/figure2_lssa.toml --index $SLURM_ARRAY_TASK_ID   # only one of them
     python sweep.py configs/lssar_paper/*.toml --list                   # names and states of the runs
     python sweep.py configs/league/A/*.toml --jobs 2                    # two at a time, half the cores each
-    python sweep.py configs/rivals/*.toml --jobs 8 --nproc 1            # on 8 GPUs: one run on each
+    python sweep.py configs/rivals/*.toml --jobs 8                      # on 8 GPUs: one run on each
 
 Each run is `torchrun train.py CONFIG ...` in its own folder runs/<file>_<key>=<value>, then evaluated by
 eval_length.py with NTK-scaled RoPE (eval_length.json) and without scaling (eval_length_none.json). Finished
@@ -80,7 +80,8 @@ def main() -> None:
         for i, job in enumerate(jobs):
             print(f"{i:3}  {job.config.run_dir}  {'finished' if job.is_trained else 'to run'}")
         return
-    slots: SimpleQueue[int] = SimpleQueue()  # of the jobs that run at the same time, free ones
+    check_gpus(args, jobs)
+    slots: SimpleQueue[int] = SimpleQueue()  # free shares of the machine
     for slot in range(args.jobs):
         slots.put(slot)
 
@@ -91,9 +92,10 @@ def main() -> None:
         print(f"== {i + 1}/{len(jobs)}  {jobs[i].config.run_dir}", flush=True)
         try:
             failure = run_job(jobs[i], args, slot, stop)
-        except UserError as e:  # an unreadable run folder: the others may be fine
+        except (ValueError, OSError) as e:  # an unreadable run folder: the others may be fine
             failure = str(e)
-        slots.put(slot)
+        finally:
+            slots.put(slot)
         if failure is None or stop.number:
             return None
         print(text := f"failed: {jobs[i].config.run_dir}: {failure}", flush=True)
@@ -151,14 +153,29 @@ def run_job(job: Job, args: argparse.Namespace, slot: int, stop: StopSignals) ->
     return None
 
 
+def check_gpus(args: argparse.Namespace, jobs: list[Job]) -> None:
+    """Raises UserError for more processes at a time than GPUs: CUDA would show the last runs none."""
+    gpus, needed = torch.cuda.device_count(), args.jobs * args.nproc
+    if args.jobs > 1 and 0 < gpus < needed and any(job.config.train.device != "cpu" for job in jobs):
+        raise UserError(
+            f"--jobs {args.jobs} --nproc {args.nproc}: expected at most {gpus} processes, one a GPU"
+        )
+
+
 def share_of_machine(args: argparse.Namespace, slot: int) -> dict[str, str] | None:
-    """The environment that gives one of several jobs its CPU threads and GPUs. None: the job is alone."""
+    """The environment that gives one of several jobs its CPU threads and GPUs. None: the job is alone.
+
+    A given OMP_NUM_THREADS is every process's; a given CUDA_VISIBLE_DEVICES is what the jobs share.
+    """
     if args.jobs == 1:
         return None
-    share = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (args.jobs * args.nproc)))}
-    if torch.cuda.is_available():
-        share["CUDA_VISIBLE_DEVICES"] = ",".join(str(slot * args.nproc + i) for i in range(args.nproc))
-    return os.environ | share
+    threads = max(1, (os.cpu_count() or 1) // (args.jobs * args.nproc))
+    share = {"OMP_NUM_THREADS": str(threads)} | os.environ
+    if gpus := torch.cuda.device_count():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+        mine = visible.split(",")[slot * args.nproc : (slot + 1) * args.nproc]
+        share["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+    return share
 
 
 def run(
@@ -187,19 +204,20 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our options, and the overrides for train.py."""
     parser = ArgumentParser(__doc__)
     parser.usage = "sweep.py CONFIG.toml [CONFIG.toml ...] [options] [--section.key value ...]"
-    add, gpus = parser.add_argument, max(1, torch.cuda.device_count())
-    nproc_help = "processes of a run (default: the GPUs of this machine, or 1)"
+    add = parser.add_argument
+    nproc_help = "processes of a run (default: the GPUs of this machine over J, or 1)"
     jobs_help = "runs at the same time, with N processes each (default: 1)"
     tokens_help = "tokens that each evaluation scores, 0: no evaluation (default: %(default)s)"
     add("--index", type=int, metavar="I", help="only run number I, from 0")
     add("--list", action="store_true", help="print the runs and exit")
-    add("--nproc", type=positive_int, default=gpus, metavar="N", help=nproc_help)
+    add("--nproc", type=positive_int, metavar="N", help=nproc_help)
     add("--jobs", type=positive_int, default=1, metavar="J", help=jobs_help)
     add("--eval-tokens", type=int, default=2**20, metavar="N", help=tokens_help)
     add("--tag", metavar="WORD", help="added to the names of all runs")
     first = next((i for i, arg in enumerate(argv) if arg.startswith("-")), len(argv))
     args, overrides = parser.parse_known_args(argv[first:])  # no override's value is taken for a file
     args.configs = argv[:first]
+    args.nproc = args.nproc or max(1, torch.cuda.device_count() // args.jobs)
     if args.eval_tokens < 0:
         raise UserError(f"--eval-tokens {args.eval_tokens}: expected 0 or more")
     if not args.configs:

@@ -1,8 +1,9 @@
 """The league: every normaliser under one recipe, from run folders to results/league.
 
 A scale is a folder of runs, `runs/league_A`, with its learning rates beside it, `runs/league_A_lr`. A run is
-named <contestant>_seed=<seed>, a contestant being a file of configs/league/<scale>/. Each run leaves one line
-in <out>/<scale>.jsonl; tables and figures are drawn from these lines, so no run folder is needed to redraw.
+named <contestant>_seed=<seed>, at a learning rate <contestant>_<lr>, a contestant being a file of
+configs/league/<scale>/. Each run leaves one line in <out>/<scale>.jsonl; tables and figures are drawn from
+these lines, so no run folder is needed to redraw.
 
 The synthetic tasks of evals.recall are a scale of their own, `runs/league_recall`, with a run <contestant>.
 
@@ -14,10 +15,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,51 +27,56 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from attention import describe_attention
 from evals.common import mean_and_stderr
 from evals.output import format_length, save_figure
 from infra.cli import UserError
 from infra.files import read_jsonl, write_atomically
-from papers.figures import MARKERS, new_axes, with_legend
+from papers.figures import LOSS, MARKERS, draw_means, new_axes, with_legend
 from papers.runs import FinishedRun, read_runs
-from papers.tables import CONFIGS, HERE, markdown
+from papers.tables import CONFIGS, DASH, HERE, markdown, mean_and_spread
 
 BASELINE = "softmax"
-DASH = "–"
 Record = dict[str, Any]
 
 
 # ---------------------------------------------------------------- records
 def record_of(run: FinishedRun) -> Record:
-    """What the league keeps of a run."""
-    lengths = {
-        rope: {
-            str(entry["length"]): [entry["block_losses"], entry["block_same_target_losses"]]
-            for entry in result["lengths"]
-            if entry["reason"] is None
-        }
-        for rope, result in run.evaluations.items()
-    }
+    """What the league keeps of a run.
+
+    Raises:
+        UserError: a name without a seed; evaluations by an earlier version, of other or too little text.
+    """
+    name = re.fullmatch(r"(.+)_seed=\d+", run.config.name)
+    if name is None:
+        raise UserError(f"{run.folder}: expected a name <contestant>_seed=<seed>")
+    results = {rope: [e for e in r["lengths"] if e["reason"] is None] for rope, r in run.evaluations.items()}
+    if any("block_losses" not in entry for entries in results.values() for entry in entries):
+        raise UserError(f"{run.folder}: evaluated by an earlier version; run eval_length.py again")
+    data, *others = (result["data"] for result in run.evaluations.values())
+    if any(other != data for other in others) or data["blocks"] < 4:
+        raise UserError(f"{run.folder}: expected evaluations of one text, in 4 blocks or more")
     checkpoints = {}
     for path in sorted(run.folder.glob("eval_length_step_*.json")):
         result = json.loads(path.read_text())
         checkpoints[str(result["step"])] = {str(e["length"]): e.get("loss") for e in result["lengths"]}
     return {
         "kind": "run",
-        "contestant": run.config.name.rpartition("_seed=")[0],
+        "contestant": name[1],
         "which": run.config.seed,
         "lr": run.config.optimizer.lr,
-        "attention": describe_attention(run.config.attention, run.config.model),
         "parameters": run.n_params,
         "train_len": run.config.train.seq_len,
         "step_tokens": run.config.train.batch_tokens,
-        "data": next((result["data"] for result in run.evaluations.values()), None),
+        "data": data,
         "validations": run.validations,
-        "lengths": lengths,
+        "lengths": {
+            rope: {str(e["length"]): [e["block_losses"], e["block_same_target_losses"]] for e in entries}
+            for rope, entries in results.items()
+        },
         "positions": {
-            rope: [(part["from"], part["to"], part["loss"]) for part in result["lengths"][-1]["buckets"]]
-            for rope, result in run.evaluations.items()
-            if result["lengths"][-1]["reason"] is None
+            rope: [[part["from"], part["to"], part["loss"]] for part in entries[-1]["buckets"]]
+            for rope, entries in results.items()
+            if entries and entries[-1]["length"] == data["block_length"]
         },
         "checkpoints": checkpoints,
         "needle": needle_choices(run.folder / "eval_needle.json"),
@@ -78,9 +85,8 @@ def record_of(run: FinishedRun) -> Record:
 
 def needle_choices(path: Path) -> dict[str, float]:
     """By length the share of needles whose right number is the likeliest of ten, over all depths."""
-    cells = json.loads(path.read_text())["cells"] if path.exists() else []
     shares: dict[str, list[float]] = defaultdict(list)
-    for cell in cells:
+    for cell in json.loads(path.read_text())["cells"] if path.exists() else []:
         if cell["reason"] is None:
             shares[str(cell["length"])].append(cell["choice"]["share"])
     return {length: statistics.fmean(values) for length, values in shares.items()}
@@ -89,6 +95,8 @@ def needle_choices(path: Path) -> dict[str, float]:
 def recalls_of(folder: Path) -> Iterator[Record]:
     """The shares of right answer tokens of the runs that evals.recall evaluated, by task and length."""
     for path in sorted(folder.glob("*/eval_recall*.json")):
+        if "_step_" in path.stem:  # of a checkpoint file
+            continue
         result = json.loads(path.read_text())
         shares = {
             task: {str(e["length"]): e[task]["tokens"]["share"] for e in result["lengths"] if not e["reason"]}
@@ -110,24 +118,22 @@ def update(folder: Path, out: Path) -> None:
     """Write the records of a scale's runs; those of runs that are no longer there stay.
 
     Raises:
-        UserError: the folder has no finished run, or one was evaluated by an earlier version.
+        UserError: not a folder of a scale, no finished or evaluated run in it, or see `record_of`.
     """
-    path = out / f"{scale_name(folder)}.jsonl"
-    if folder.name == "league_recall":
+    scale = folder.name.removeprefix("league_")
+    if scale == folder.name:
+        raise UserError(f"{folder}: expected the folder of a scale's runs: --league runs/league_A")
+    if scale == "recall":
         new = list(recalls_of(folder))
     else:
-        try:
-            new = [record_of(run) for run in read_runs([str(folder)]) if run.evaluations]
-        except KeyError:
-            raise UserError(f"{folder}: evaluated by an earlier version; run eval_length.py again") from None
+        new = [record_of(run) for run in read_runs([str(folder)]) if run.evaluations]
         new += rates_of(folder.with_name(f"{folder.name}_lr"))
+    if not new:
+        raise UserError(f"{folder}: expected evaluated runs, found none")
+    path = out / f"{scale}.jsonl"
     records = {(r["kind"], r["contestant"], r["which"]): r for r in [*read_jsonl(path), *new]}
     lines = [json.dumps(records[key], ensure_ascii=False, allow_nan=False) for key in sorted(records)]
     write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
-
-
-def scale_name(folder: Path) -> str:
-    return folder.name.removeprefix("league_")
 
 
 # ---------------------------------------------------------------- contestants
@@ -138,198 +144,171 @@ class Contestant(NamedTuple):
     runs: list[Record]
     rope: str
 
-    def blocks(self, length: int, same_targets: bool = False) -> Tensor:
-        """(seeds, blocks) losses of the reported blocks."""
-        return torch.stack(
-            [reported(run["lengths"][self.rope][str(length)][same_targets]) for run in self.runs]
-        )
+    def blocks(self, length: int, same_targets: bool = False, choosing: bool = False) -> Tensor:
+        """(seeds, blocks) losses of the reported blocks, or of those that choose the RoPE scaling.
+
+        (0, 0) if a seed has none at this length: rejected or not finite.
+        """
+        found = [run["lengths"][self.rope].get(str(length)) for run in self.runs]
+        losses = [each[same_targets] for each in found if None not in found]
+        blocks = torch.tensor(losses, dtype=torch.float64).view(len(losses), -1 if losses else 0)
+        n = blocks.shape[1] // 4
+        return blocks[:, :n] if choosing else blocks[:, n:]
 
     def loss(self, length: int, same_targets: bool = False) -> list[float]:
-        """Of each seed."""
+        """Of each seed; empty if one has none."""
         return self.blocks(length, same_targets).mean(1).tolist()
 
-    def minus(self, other: Contestant, length: int) -> tuple[float, float | None]:
+    def minus(self, other: Contestant, length: int) -> tuple[float, float]:
         """Difference of the means over seeds, and its standard error paired over blocks of text."""
-        return mean_and_stderr(self.blocks(length).mean(0) - other.blocks(length).mean(0))
+        mean, error = mean_and_stderr(self.blocks(length).mean(0) - other.blocks(length).mean(0))
+        return mean, error or 0.0
 
 
-def n_choosing(n_blocks: int) -> int:
-    return n_blocks // 4
+class Scale(NamedTuple):
+    name: str
+    lengths: list[int]  # 1x to 16x the training length
+    contestants: dict[str, Contestant]  # by name, the baseline first, then by the loss at 16x
 
 
-def reported(losses: list[float]) -> Tensor:
-    return torch.tensor(losses[n_choosing(len(losses)) :], dtype=torch.float64)
+def setting_of(run: Record) -> dict[str, Any]:
+    """What must agree for losses to compare, and for errors to pair."""
+    text = {key: run["data"].get(key) for key in ("fingerprint", "blocks", "block_length")}
+    return {**text, "steps": run["validations"][-1][0], **{k: run[k] for k in ("step_tokens", "train_len")}}
 
 
-def contestants_of(records: list[Record]) -> dict[str, Contestant]:
-    """By name, the baseline first, then by the loss at the longest length."""
+def read_scale(name: str, records: list[Record]) -> Scale:
+    """The contestants of a scale, each at its better RoPE scaling.
+
+    Raises:
+        UserError: runs that do not compare, seeds without a RoPE scaling in common.
+    """
     by_name: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        if record["kind"] == "run":
-            by_name[record["contestant"]].append(record)
-    found = []
-    for name, runs in by_name.items():
-        common = set.intersection(*({*run["lengths"]} for run in runs))
-        longest = max(map(int, runs[0]["lengths"][next(iter(common))]))
-
-        def choosing_loss(rope: str, runs: list[Record] = runs, longest: int = longest) -> float:
-            losses = [run["lengths"][rope][str(longest)][0] for run in runs]
-            return statistics.fmean(x for each in losses for x in each[: n_choosing(len(each))])
-
-        found.append(Contestant(name, runs, min(sorted(common), key=choosing_loss)))
-    found.sort(key=lambda c: (c.name != BASELINE, statistics.fmean(c.loss(lengths_of(c)[-1]))))
-    return {c.name: c for c in found}
-
-
-def lengths_of(contestant: Contestant) -> list[int]:
-    return sorted(map(int, contestant.runs[0]["lengths"][contestant.rope]))
+    runs = [record for record in records if record["kind"] == "run"]
+    for run in runs:
+        by_name[run["contestant"]].append(run)
+        for key, first in setting_of(runs[0]).items():
+            if (value := setting_of(run)[key]) != first:
+                label = f"{run['contestant']}_seed={run['which']}"
+                raise UserError(f"{label}: {key} = {value}: expected {first}, as {runs[0]['contestant']} has")
+    lengths = sorted({int(n) for run in runs for losses in run["lengths"].values() for n in losses})
+    contestants = []
+    for contestant, seeds in by_name.items():
+        ropes = sorted(set.intersection(*({*run["lengths"]} for run in seeds)))
+        if not ropes:
+            raise UserError(f"{contestant}: expected seeds evaluated at one RoPE scaling at least")
+        found = [Contestant(contestant, seeds, rope) for rope in ropes]
+        losses = [c.blocks(lengths[-1], choosing=True).mean().nan_to_num(math.inf).item() for c in found]
+        contestants.append(found[losses.index(min(losses))])
+    contestants.sort(key=lambda c: (c.name != BASELINE, statistics.fmean(c.loss(lengths[-1]) or [math.inf])))
+    return Scale(name, lengths, {c.name: c for c in contestants})
 
 
 # ---------------------------------------------------------------- tables
-def main_table(contestants: dict[str, Contestant]) -> str:
+def main_table(scale: Scale) -> str:
     """Losses by length; differences to the baseline with their errors over text."""
-    base = contestants.get(BASELINE)
-    lengths = lengths_of(next(iter(contestants.values())))
-    first, last = lengths[0], lengths[-1]
-    header = [
-        "contestant",
-        "RoPE",
-        "seeds",
-        "lr",
-        *map(format_length, lengths),
-        "16x − 1x",
-        "same targets, 16x",
-    ]
-    header += [f"− {BASELINE}, 1x", f"− {BASELINE}, 16x"]
+    ends = scale.lengths[0], scale.lengths[-1]
+    header = ["contestant", "RoPE", "seeds", "lr", *map(format_length, scale.lengths)]
+    header += ["16x − 1x", "same targets, 16x", f"− {BASELINE}, 1x", f"− {BASELINE}, 16x"]
     rows = []
-    for c in contestants.values():
-        growth = [b - a for a, b in zip(c.loss(first), c.loss(last), strict=True)]
-        differences = [c.minus(base, n) for n in (first, last)] if base and c is not base else []
-        rows.append(
-            [
-                c.name,
-                c.rope,
-                str(len(c.runs)),
-                f"{c.runs[0]['lr']:g}",
-                *(over_seeds(c.loss(n)) for n in lengths),
-                over_seeds(growth),
-                over_seeds(c.loss(last, same_targets=True)),
-                *(f"{mean:+.3f} ±{error or math.nan:.3f}" for mean, error in differences),
-                *[DASH] * (2 - len(differences)),
-            ]
-        )
+    for c in scale.contestants.values():
+        growth = [b - a for a, b in zip(*map(c.loss, ends), strict=False)]
+        losses = [*map(c.loss, scale.lengths), growth, c.loss(ends[1], same_targets=True)]
+        rates = ", ".join(f"{rate:g}" for rate in sorted({run["lr"] for run in c.runs}))
+        differences = [difference(scale.contestants.get(BASELINE), c, n) for n in ends]
+        cells = [mean_and_spread(each, digits=3) for each in losses]
+        rows.append([c.name, c.rope, str(len(c.runs)), rates, *cells, *differences])
     return markdown(header, rows, n_left=2)
 
 
-def over_seeds(values: list[float]) -> str:
-    mean = f"{statistics.fmean(values):.3f}"
-    return f"{mean} ±{statistics.stdev(values):.3f}" if len(values) > 1 else mean
+def difference(old: Contestant | None, new: Contestant, length: int) -> str:
+    """`Contestant.minus` as text; a dash for the baseline itself, and where a loss is missing."""
+    if old is None or old is new or not (old.loss(length) and new.loss(length)):
+        return DASH
+    mean, error = new.minus(old, length)
+    return f"{mean:+.3f} ±{error:.3f}"
 
 
-def seed_text(contestants: dict[str, Contestant]) -> str:
+def seed_text(scale: Scale) -> str:
     """How far one seed moves a loss: the standard deviation pooled over contestants with several seeds."""
-    several = [c for c in contestants.values() if len(c.runs) > 1]
+    ends = scale.lengths[0], scale.lengths[-1]
+    several = [c for c in scale.contestants.values() if len(c.runs) > 1 and all(map(c.loss, ends))]
     if not several:
         return "One seed each: how far a seed moves a loss is not known at this scale."
-    freedom = sum(len(c.runs) - 1 for c in several)
-
-    def pooled(at: int) -> float:
-        squares = (statistics.variance(c.loss(lengths_of(c)[at])) * (len(c.runs) - 1) for c in several)
-        return math.sqrt(sum(squares) / freedom)
-
+    freedom = [len(c.runs) - 1 for c in several]
+    variances = [[statistics.variance(c.loss(n)) for c in several] for n in ends]
+    short, long = (math.sqrt(statistics.fmean(each, freedom)) for each in variances)
     return (
-        f"One seed moves a loss by {pooled(0):.3f} at 1x and {pooled(-1):.3f} at 16x (standard deviation, "
+        f"One seed moves a loss by {short:.3f} at 1x and {long:.3f} at 16x (standard deviation, "
         f"pooled over the {len(several)} contestants with several seeds)."
     )
 
 
-def comparison_table(contestants: dict[str, Contestant], comparisons: list[dict[str, str]]) -> str:
+def comparison_table(scale: Scale, comparisons: list[dict[str, str]]) -> str:
     """One change at a time: from a contestant to the one that differs in it alone."""
     rows = []
     for each in comparisons:
-        old, new = (contestants.get(each[key]) for key in ("from", "to"))
-        if old is None or new is None:
-            continue
-        lengths = lengths_of(new)
-        differences = [new.minus(old, n) for n in (lengths[0], lengths[-1])]
-        cells = [f"{mean:+.3f} ±{error or math.nan:.3f}" for mean, error in differences]
-        seeds = f"{len(old.runs)}, {len(new.runs)}"
-        rows.append([each["change"], f"`{old.name}` → `{new.name}`", seeds, *cells])
+        old, new = (scale.contestants.get(each[key]) for key in ("from", "to"))
+        if old and new:
+            cells = [difference(old, new, n) for n in (scale.lengths[0], scale.lengths[-1])]
+            seeds = f"{len(old.runs)}, {len(new.runs)}"
+            rows.append([each["change"], f"`{old.name}` → `{new.name}`", seeds, *cells])
     return markdown(["change", "from → to", "seeds", "1x", "16x"], rows, n_left=2)
 
 
-def needle_table(contestants: dict[str, Contestant]) -> str | None:
-    """The likelihood form of the needle, where it was measured."""
-    found = {name: c.runs[0]["needle"] for name, c in contestants.items() if c.runs[0]["needle"]}
-    if not found:
-        return None
-    lengths = sorted(set().union(*found.values()), key=int)
-    rows = [
-        [name, *(f"{100 * each[n]:.0f} %" if n in each else DASH for n in lengths)]
-        for name, each in found.items()
-    ]
-    return markdown(["contestant", *(format_length(int(n)) for n in lengths)], rows, n_left=1)
+def grid(cells: dict[str, dict[Any, str]], label: Callable[[Any], str]) -> str:
+    """A row for each contestant, a column for each key, which `label` formats; dashes for the missing."""
+    keys = sorted(set().union(*cells.values()))
+    rows = [[name, *(each.get(key, DASH) for key in keys)] for name, each in cells.items()]
+    return markdown(["contestant", *map(label, keys)], rows, n_left=1)
 
 
 def recall_table(records: list[Record]) -> str:
-    """Mean over tasks by length at the better RoPE scaling, and each task at the training length and 16x."""
-    by_name: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        by_name[record["contestant"]].append(record)
-    lengths = sorted(records[0]["shares"]["mean"], key=int)
+    """Mean over tasks by length at the better RoPE scaling, and each task at 16x the training length."""
+    lengths = sorted({n for r in records for n in r["shares"]["mean"]}, key=int)
     tasks = [task for task in records[0]["shares"] if task != "mean"]
     longer = lengths[min(4, len(lengths) - 1)]
-    best = [max(each, key=lambda r: r["shares"]["mean"].get(longer, 0.0)) for each in by_name.values()]
-    best.sort(key=lambda r: -r["shares"]["mean"].get(longer, 0.0))
-    rows = []
-    for r in best:
-        cells = [r["shares"]["mean"].get(n) for n in lengths] + [r["shares"][t].get(longer) for t in tasks]
-        shown = [DASH if x is None else f"{100 * x:.0f}" for x in cells]
-        rows.append([r["contestant"], r["which"], *shown])
-    header = ["contestant", "RoPE", *(f"{n}" for n in lengths), *(f"{t}, {longer}" for t in tasks)]
-    return markdown(header, rows, n_left=2)
+    rows: dict[str, list[str]] = {}
+    for r in sorted(records, key=lambda r: -r["shares"]["mean"].get(longer, 0.0)):
+        shares = [r["shares"]["mean"].get(n) for n in lengths]
+        shares += [r["shares"].get(task, {}).get(longer) for task in tasks]
+        shown = [DASH if x is None else f"{100 * x:.0f}" for x in shares]
+        rows.setdefault(r["contestant"], [r["contestant"], r["which"], *shown])
+    header = ["contestant", "RoPE", *lengths, *(f"{t}, {longer}" for t in tasks)]
+    return markdown(header, rows.values(), n_left=2)
 
 
 def rate_table(records: list[Record]) -> str:
     """Validation losses of the short runs, the best one bold."""
-    by_name: dict[str, dict[float, float]] = defaultdict(dict)
+    losses: dict[str, dict[float, float]] = defaultdict(dict)
     for record in records:
         if record["kind"] == "rate":
-            by_name[record["contestant"]][record["which"]] = record["loss"]
-    rates = sorted(set().union(*by_name.values()))
-
-    def cell(losses: dict[float, float], rate: float) -> str:
-        if rate not in losses:
-            return DASH
-        return f"**{losses[rate]:.3f}**" if losses[rate] == min(losses.values()) else f"{losses[rate]:.3f}"
-
-    rows = [[name, *(cell(losses, rate) for rate in rates)] for name, losses in sorted(by_name.items())]
-    return markdown(["contestant", *(f"{rate:g}" for rate in rates)], rows, n_left=1)
+            losses[record["contestant"]][record["which"]] = record["loss"]
+    cells = {
+        name: {rate: f"**{x:.3f}**" if x == min(each.values()) else f"{x:.3f}" for rate, x in each.items()}
+        for name, each in sorted(losses.items())
+    }
+    return grid(cells, "{:g}".format)
 
 
-def definitions(scale: str, contestants: dict[str, Contestant]) -> str:
+def definitions(scale: Scale) -> str:
     """What each contestant is: its config file's comment."""
-    lines = []
-    for name in sorted(contestants):
-        path = CONFIGS / f"league/{scale}/{name}.toml"
-        if path.exists():
-            comment = path.read_text().split("\n", 1)[0].removeprefix("# ")
-            lines.append(f"- `{name}`: {comment}")
-    return "\n".join(lines)
+    paths = [CONFIGS / f"league/{scale.name}/{name}.toml" for name in sorted(scale.contestants)]
+    comments = {path.stem: path.read_text().split("\n", 1)[0] for path in paths if path.exists()}
+    return "\n".join(f"- `{name}`: {text.removeprefix('# ')}" for name, text in comments.items())
 
 
 # ---------------------------------------------------------------- figures
-def plane_figure(scale: str, contestants: dict[str, Contestant]) -> Figure:
-    """Loss at 1x against loss at 16x, a dot for each contestant."""
-    figure, axes = new_axes(
-        f"Scale {scale}: lower left is better", "loss at 1x (nats per token)", "loss at 16x", height=8
-    )
-    for i, c in enumerate(contestants.values()):
-        lengths = lengths_of(c)
-        x, y = c.loss(lengths[0]), c.loss(lengths[-1])
-        spread = [statistics.stdev(v) if len(v) > 1 else 0.0 for v in (x, y)]
-        style = {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "markersize": 6, "capsize": 2}
-        axes.errorbar(statistics.fmean(x), statistics.fmean(y), spread[1], spread[0], label=c.name, **style)
+def plane_figure(scale: Scale) -> Figure:
+    """Loss at 1x against loss at 16x, a dot for each contestant that has both."""
+    title = f"Scale {scale.name}: lower left is better"
+    figure, axes = new_axes(title, "loss at 1x (nats per token)", "loss at 16x", height=8)
+    for i, c in enumerate(scale.contestants.values()):
+        losses = c.loss(scale.lengths[0]), c.loss(scale.lengths[-1])
+        if all(losses):
+            dx, dy = (statistics.stdev(each) if len(each) > 1 else 0.0 for each in losses)
+            style = {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "capsize": 2}
+            axes.errorbar(*map(statistics.fmean, losses), dy, dx, label=c.name, **style)
     low, high = axes.get_ylim()
     axes.set_ylim(low, min(high, 4 * low))
     line = [max(axes.get_xlim()[0], axes.get_ylim()[0]), min(axes.get_xlim()[1], axes.get_ylim()[1])]
@@ -339,55 +318,42 @@ def plane_figure(scale: str, contestants: dict[str, Contestant]) -> Figure:
     return figure
 
 
-def length_figure(scale: str, contestants: dict[str, Contestant], shown: list[str]) -> Figure | None:
-    """Loss against length of the contestants that matter."""
-    figure, axes = new_axes(f"Scale {scale}", "length (tokens)", "loss (nats per token)")
-    for i, c in enumerate(contestants[name] for name in shown if name in contestants):
-        lengths = lengths_of(c)
-        losses = [c.loss(n) for n in lengths]
-        spread = [statistics.stdev(v) if len(v) > 1 else 0.0 for v in losses]
-        axes.errorbar(
-            lengths, list(map(statistics.fmean, losses)), spread, label=c.name, marker=MARKERS[i], capsize=3
-        )
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, map(format_length, lengths))
-    return with_legend(figure)
-
-
-def position_figure(scale: str, contestants: dict[str, Contestant], shown: list[str]) -> Figure | None:
-    """Loss by position in windows of the longest length, over all evaluated blocks: mean over seeds."""
-    figure, axes = new_axes(f"Scale {scale}", "position in windows of 16x (tokens)", "loss (nats per token)")
-    for i, c in enumerate(contestants[name] for name in shown if name in contestants):
-        parts = [run["positions"][c.rope] for run in c.runs]
-        middle = [math.sqrt(max(1, low) * high) for low, high, _ in parts[0]]
-        losses = [statistics.fmean(part[2] for part in each) for each in zip(*parts, strict=True)]
-        axes.plot(middle, losses, label=c.name, marker=MARKERS[i])
+def length_figure(scale: Scale, shown: list[Contestant]) -> Figure | None:
+    figure, axes = new_axes(f"Scale {scale.name}", "length (tokens)", LOSS)
     axes.set_xscale("log", base=2)
+    axes.set_xticks(scale.lengths, map(format_length, scale.lengths))
+    for i, c in enumerate(shown):
+        draw_means(axes, i, c.name, {n: losses for n in scale.lengths if (losses := c.loss(n))})
     return with_legend(figure)
 
 
-def training_figure(scale: str, contestants: dict[str, Contestant]) -> Figure | None:
-    """Loss at 1x and at the longest length over the tokens trained, from kept checkpoints, one seed each."""
-    figure, axes = new_axes(
-        f"Scale {scale}: 1x dashed, 16x solid, RoPE ntk",
-        "training tokens (millions)",
-        "loss (nats per token)",
-    )
-    found = [c for c in contestants.values() if c.runs[0]["checkpoints"]]
-    for i, c in enumerate(found):
-        run, lengths = c.runs[0], lengths_of(c)
-        steps = sorted(run["checkpoints"], key=int)
-        x = [int(step) * run["step_tokens"] / 1e6 for step in steps]
-        for length, linestyle, label in ((lengths[0], "--", None), (lengths[-1], "-", c.name)):
-            y = [run["checkpoints"][step].get(str(length)) or math.nan for step in steps]
-            axes.plot(x, y, color=f"C{i}", linestyle=linestyle, marker=MARKERS[i], label=label)
+def position_figure(scale: Scale, shown: list[Contestant]) -> Figure | None:
+    """Loss by position in windows of the longest length, over all evaluated blocks."""
+    figure, axes = new_axes(f"Scale {scale.name}", "position in windows of 16x (tokens)", LOSS)
+    axes.set_xscale("log", base=2)
+    for i, c in enumerate(shown):
+        parts = zip(*(run["positions"].get(c.rope, []) for run in c.runs), strict=False)
+        middle = {math.sqrt(max(1, seeds[0][0]) * seeds[0][1]): [x for *_, x in seeds] for seeds in parts}
+        draw_means(axes, i, c.name, middle)
+    return with_legend(figure)
+
+
+def training_figure(scale: Scale) -> Figure | None:
+    """Loss at 1x and at 16x over the tokens trained, from kept checkpoints, one seed each."""
+    title = f"Scale {scale.name}: 1x dashed, 16x solid, RoPE ntk"
+    figure, axes = new_axes(title, "training tokens (millions)", LOSS)
+    for i, c in enumerate(c for c in scale.contestants.values() if c.runs[0]["checkpoints"]):
+        checkpoints, millions = c.runs[0]["checkpoints"], c.runs[0]["step_tokens"] / 1e6
+        for n, linestyle, label in ((scale.lengths[0], "--", ""), (scale.lengths[-1], "-", c.name)):
+            known = {step: checkpoints[step].get(str(n)) for step in sorted(checkpoints, key=int)}
+            values = {int(step) * millions: [x] for step, x in known.items() if x is not None}
+            draw_means(axes, i, label, values, linestyle)
     return with_legend(figure)
 
 
 # ---------------------------------------------------------------- results/league/README.md
 def write_report(folders: list[str], out: Path) -> None:
     """Update the records of these scales, then draw every scale that has records in `out`."""
-    out.mkdir(parents=True, exist_ok=True)
     for folder in map(Path, folders):
         update(folder, out)
     paths = sorted(out.glob("*.jsonl"))
@@ -401,8 +367,9 @@ def write_report(folders: list[str], out: Path) -> None:
         records = read_jsonl(path)
         if path.stem == "recall":
             text = (
-                "Right answer tokens in per cent, means over tasks by length, then each task at one length."
+                "Per cent of answer tokens that are right: mean over tasks by length, then each task at one "
             )
+            text += "length, which also chose the RoPE scaling. Chance: data/recall.py."
             parts += ["## Synthetic recall", text, recall_table(records)]
         else:
             parts += scale_parts(path.stem, records, comparisons, out)
@@ -410,42 +377,44 @@ def write_report(folders: list[str], out: Path) -> None:
     print(f"wrote {out / 'README.md'}")
 
 
-def scale_text(contestants: dict[str, Contestant]) -> str:
-    baseline = next(iter(contestants.values()))
-    run, data = baseline.runs[0], baseline.runs[0]["data"]
+def scale_text(scale: Scale) -> str:
+    run = next(iter(scale.contestants.values())).runs[0]
+    data = run["data"]
     trained = f"{run['validations'][-1][0]:,} steps of {run['step_tokens']:,} tokens from {data['dir']}"
     return (
         f"{run['parameters'] / 1e6:.2f}M parameters, T = {run['train_len']}, {trained}. Evaluated on "
         f"{data['blocks']} blocks of {data['block_length']:,} held-out tokens: the first "
-        f"{n_choosing(data['blocks'])} chose the RoPE scaling, the others are reported. Losses: mean over "
-        "seeds ± standard deviation. Differences: ± standard error paired over text. "
-        + seed_text(contestants)
+        f"{data['blocks'] // 4} chose the RoPE scaling, the others are reported. Losses: mean over seeds "
+        f"± standard deviation. Differences: ± standard error paired over text. {seed_text(scale)}"
     )
 
 
-def scale_parts(scale: str, records: list[Record], comparisons: dict[str, Any], out: Path) -> list[str]:
+def scale_parts(name: str, records: list[Record], comparisons: dict[str, Any], out: Path) -> list[str]:
     """The paragraphs of one scale; writes its figures."""
-    contestants = contestants_of(records)
-    parts = [f"## Scale {scale}"]
-    if contestants:
-        parts += [scale_text(contestants), main_table(contestants)]
+    scale = read_scale(name, records)
+    parts = [f"## Scale {name}"]
+    if scale.contestants:
+        parts += [scale_text(scale), main_table(scale)]
+        shown = [scale.contestants[c] for c in comparisons["shown"] if c in scale.contestants]
         figures = {
-            "plane": ("Loss at 1x against loss at 16x", plane_figure(scale, contestants)),
-            "lengths": ("Loss by length", length_figure(scale, contestants, comparisons["shown"])),
-            "positions": ("Loss by position", position_figure(scale, contestants, comparisons["shown"])),
-            "training": ("Loss over training tokens", training_figure(scale, contestants)),
+            "plane": ("Loss at 1x against loss at 16x", plane_figure(scale)),
+            "lengths": ("Loss by length", length_figure(scale, shown)),
+            "positions": ("Loss by position", position_figure(scale, shown)),
+            "training": ("Loss over training tokens", training_figure(scale)),
         }
-        for name, (caption, figure) in figures.items():
+        for kind, (caption, figure) in figures.items():
             if figure is not None:
-                save_figure(figure, out / f"{scale}_{name}.png", dpi=110)
-                parts.append(f"![{caption}]({scale}_{name}.png)")
-        if (table := needle_table(contestants)) is not None:
+                save_figure(figure, out / f"{name}_{kind}.png", dpi=110)
+                parts.append(f"![{caption}]({name}_{kind}.png)")
+        needles = {c.name: c.runs[0]["needle"] for c in scale.contestants.values() if c.runs[0]["needle"]}
+        if needles:
             text = "Share of needles whose number is the likeliest of ten (chance: 10 %), by length."
-            parts += ["### Needle", text, table]
-        parts += ["### One change at a time", comparison_table(contestants, comparisons["comparison"])]
+            cells = {c: {int(n): f"{100 * x:.0f} %" for n, x in each.items()} for c, each in needles.items()}
+            parts += ["### Needle", text, grid(cells, format_length)]
+        parts += ["### One change at a time", comparison_table(scale, comparisons["comparison"])]
     parts += [
         "### Learning rates",
         "Validation loss of short runs at each rate, one seed.",
         rate_table(records),
     ]
-    return [*parts, "### Contestants", definitions(scale, contestants)]
+    return [*parts, "### Contestants", definitions(scale)]

@@ -129,7 +129,8 @@ def read_run(folder: Path) -> FinishedRun | None:
         result = json.loads(path.read_text())
         if result["step"] == config.train.max_steps:
             rope = result["rope"]
-            evaluations[rope["kind"] + (f" = {rope['theta']:g}" if rope["theta"] else "")] = result
+            name = rope["kind"] + (f" = {rope['theta']:g}" if rope["theta"] else "")
+            evaluations.setdefault(name, result)  # eval_length.json before eval_length_step_*.json
     summary = folder / "init_from.txt"
     before = re.search(r", step (\d+)$", summary.read_text(), re.MULTILINE) if summary.exists() else None
     ancestors = read_ancestors(folder, config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,6 +16,7 @@ from schema import Config
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parent / "configs"
 PAPERS = ("lssar", "ssmax", "normsoftmax")
+DASH = "–"
 
 
 class TableRow(NamedTuple):
@@ -83,3 +85,9 @@ def markdown(header: list[str], rows: Iterable[list[str]], n_left: int) -> str:
     """A table whose first `n_left` columns are aligned left, the others right."""
     align = ["---" if i < n_left else "---:" for i in range(len(header))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, align, *rows])
+
+
+def mean_and_spread(values: list[float], digits: int = 4) -> str:
+    """'2.5012 ±0.0031': mean and standard deviation; the mean of one value, a dash for none."""
+    mean = f"{statistics.fmean(values):.{digits}f}" if values else DASH
+    return f"{mean} ±{statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean

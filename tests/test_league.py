@@ -40,7 +40,7 @@ def leave_run(folder: Path, config_path: Path, name: str, lr: float, offsets: di
             lengths.append(
                 {
                     "length": config.train.seq_len * 2**i,
-                    "reason": None,
+                    "reason": None if math.isfinite(offset) else "the model computed NaN or infinity",
                     "loss": sum(losses) / 8,
                     "block_losses": losses,
                     "block_same_target_losses": losses,
@@ -99,6 +99,17 @@ def test_errors_are_paired_over_text():
     assert mean == pytest.approx(1.5) and error == pytest.approx(math.sqrt(0.3 / 6))
 
 
+def test_lengths_without_a_loss_are_dashes(tiny_config, tmp_path, call):
+    """A scaling with a loss at 16x is chosen; seeds without one leave a dash, and the rest of the table."""
+    runs, nan = tmp_path / "league_A", math.nan
+    leave_run(runs, tiny_config, "softmax_seed=1", 0.1, {"ntk": [0.0, 1.0], "none": [0.0, nan]})
+    leave_run(runs, tiny_config, "ssmax_seed=1", 0.1, {"ntk": [0.0, nan], "none": [0.0, nan]})
+    call(report, "--league", runs, "--out", tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    rows = {row[0]: row for line in text.splitlines() if len(row := line.strip("| ").split(" | ")) > 5}
+    assert rows["softmax"][1] == "ntk" and rows["ssmax"][5:] == [*"–––", "+0.000 ±0.000", "–"]
+
+
 def test_mistakes(tiny_config, tmp_path, call):
     with pytest.raises(UserError, match="no records; expected the folders of a scale"):
         call(report, "--league", "--out", tmp_path)
@@ -109,3 +120,16 @@ def test_mistakes(tiny_config, tmp_path, call):
     path.write_text(path.read_text().replace("block_losses", "old"))
     with pytest.raises(UserError, match="evaluated by an earlier version; run eval_length.py again"):
         call(report, "--league", tmp_path / "league_A", "--out", tmp_path)
+    path.write_text(path.read_text().replace("old", "block_losses"))
+    leave_run(tmp_path / "league_A", tiny_config, "lssa_seed=1", 0.1, {"ntk": [0.0]})
+    other = tmp_path / "league_A/lssa_seed=1/eval_length_ntk.json"
+    other.write_text(other.read_text().replace('"blocks": 8', '"blocks": 9'))
+    with pytest.raises(UserError, match="softmax_seed=1337: blocks = 8: expected 9, as lssa has"):
+        call(report, "--league", tmp_path / "league_A", "--out", tmp_path)
+    with pytest.raises(UserError, match="expected the folder of a scale's runs"):
+        call(report, "--league", tmp_path / "league_A/lssa_seed=1", "--out", tmp_path)
+    with pytest.raises(UserError, match="league_recall: expected evaluated runs, found none"):
+        call(report, "--league", tmp_path / "league_recall", "--out", tmp_path)
+    leave_run(tmp_path / "league_B", tiny_config, "softmax", 0.1, {"ntk": [0.0]})
+    with pytest.raises(UserError, match="expected a name <contestant>_seed=<seed>"):
+        call(report, "--league", tmp_path / "league_B", "--out", tmp_path)

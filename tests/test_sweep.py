@@ -98,22 +98,29 @@ def test_all_runs_but_the_finished_ones_and_on_after_a_failure(path, call, monke
 
 
 def test_jobs_run_side_by_side_with_their_share_of_the_machine(path, call, monkeypatch, capsys):
-    """Each call waits for a second one at the same time; one failure stops no other run."""
-    fake, barrier, shares = FakeTorchrun(monkeypatch, failing="normaliser=softmax_seed=2"), Barrier(2), []
+    """Each call waits for a second one at the same time; one that cannot start stops no other run."""
+    fake, barrier, shares = FakeTorchrun(monkeypatch), Barrier(2), []
 
     def run(command: list[str], stop: Any, env: dict[str, str], log: Path) -> int:
         barrier.wait(timeout=60)
         shares.append((env["OMP_NUM_THREADS"], env.get("CUDA_VISIBLE_DEVICES")))
         assert log.parent == path.parent / "runs" and log.name.startswith("s_normaliser=")
+        if "normaliser=softmax_seed=2" in log.name:
+            raise OSError("disk full")
         return fake.run(command, stop)
 
     monkeypatch.setattr(sweep, "run", run)
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9,8,7,6,5,4")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with pytest.raises(SystemExit):
-        call(sweep, path, "--jobs", 2, "--nproc", 3, "--eval-tokens", 0)
-    assert fake.scripts == 4 * ["train.py"] and "3 of 4 runs" in capsys.readouterr().out
-    assert set(shares) == {("2", "0,1,2"), ("2", "3,4,5")}
+        call(sweep, path, "--jobs", 2, "--eval-tokens", 0)
+    out = capsys.readouterr().out
+    assert fake.scripts == 3 * ["train.py"] and "3 of 4 runs" in out and "seed=2: disk full" in out
+    assert set(shares) == {("2", "9,8,7"), ("2", "6,5,4")}
+    with pytest.raises(UserError, match="--jobs 4 --nproc 2: expected at most 6 processes, one a GPU"):
+        call(sweep, path, "--jobs", 4, "--nproc", 2, "--train.device", "cuda")
 
 
 @pytest.mark.parametrize("folder", ["lssar_paper", "ssmax_paper", "normsoftmax_paper", "small", "league/A"])
