@@ -77,6 +77,6 @@ def compare(
 
 
 def relative_errors(got: list[Tensor], want: list[Tensor]) -> list[float]:
-    """By norm."""
+    """||got - want|| / ||want|| of each pair of tensors."""
     errors = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in zip(got, want, strict=True)]
     return [float(error.detach()) for error in errors]

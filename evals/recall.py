@@ -1,8 +1,8 @@
 """Synthetic recall: does a model trained on data/recall.py still retrieve at lengths it never saw?
 
     python -m evals.recall runs/league_recall/softmax
-    python -m evals.recall runs/league_recall/* --rope none --tag none
-    python -m evals.recall runs/league_recall/lssar --lengths 64 1024 16384 --samples 50
+    python -m evals.recall runs/league_recall/*/ --rope none --tag none
+    python -m evals.recall runs/league_recall/lssar_p15 --lengths 64 1024 16384 --samples 50
 
 Answers are scored by teacher forcing: each is the model's likeliest token, given the right ones before it.
 Reported for each task and length:

@@ -367,9 +367,9 @@ def write_report(folders: list[str], out: Path) -> None:
         records = read_jsonl(path)
         if path.stem == "recall":
             text = (
-                "Per cent of answer tokens that are right: mean over tasks by length, then each task at one "
+                "Right answer tokens in per cent (guessing: 25), at the RoPE scaling that is better at 16x: "
             )
-            text += "length, which also chose the RoPE scaling. Chance: data/recall.py."
+            text += "means over tasks by length, then each task at 16x."
             parts += ["## Synthetic recall", text, recall_table(records)]
         else:
             parts += scale_parts(path.stem, records, comparisons, out)

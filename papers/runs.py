@@ -124,7 +124,7 @@ def read_run(folder: Path) -> FinishedRun | None:
     if not validations or validations[-1][0] != config.train.max_steps:
         print(f"skipped: {folder} is not finished")
         return None
-    evaluations = {}
+    evaluations: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("eval_length*.json")):
         result = json.loads(path.read_text())
         if result["step"] == config.train.max_steps:

@@ -13,16 +13,8 @@ from infra.cli import UserError
 from infra.files import read_jsonl
 from papers import league
 
-TEXT = [
-    2.0,
-    1.0,
-    3.0,
-    1.5,
-    2.5,
-    1.2,
-    2.8,
-    2.0,
-]  # losses of eight blocks: they differ more than the contestants
+# Losses of eight blocks: they differ more than the contestants.
+TEXT = [2.0, 1.0, 3.0, 1.5, 2.5, 1.2, 2.8, 2.0]
 NOISE = [0.0, 0.0, 0.01, -0.01, 0.01, -0.01, 0.01, -0.01]
 
 

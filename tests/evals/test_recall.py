@@ -114,16 +114,8 @@ def test_a_model_learns(
     """Seconds of training solve a task at its own length; a length that the model rejects says so."""
     call(recall, "--out", tmp_path / "data", "--tasks", "sort", "--sequences", 6400, "--seq-len", 40)
     overrides = [
-        *(
-            "--data.dir",
-            tmp_path / "data",
-            "--model.vocab-size",
-            VOCAB,
-            "--model.n-embd",
-            64,
-            "--model.n-layer",
-            1,
-        ),
+        *("--data.dir", tmp_path / "data"),
+        *("--model.vocab-size", VOCAB, "--model.n-embd", 64, "--model.n-layer", 1),
         *("--train.seq-len", 40, "--train.batch-tokens", 1280, "--train.micro-batch", 32),
         *("--train.max-steps", 100, "--train.val-every", 1000, "--train.checkpoint-every", 1000),
         *("--optimizer.lr", 1e-2, "--optimizer.warmup-steps", 10, "--attention.normaliser", "ssmax_pn"),
@@ -131,7 +123,6 @@ def test_a_model_learns(
     run_dir = run(tiny_config, *map(str, overrides))
     call(evals_recall, run_dir, "--lengths", 40, 80, "--samples", 50)
     short, long = json.loads((run_dir / "eval_recall.json").read_text())["lengths"]
-    print(short)
     assert short["sort"]["tokens"]["share"] > 0.95 and short["sort"] == short["mean"]
     assert "sort" not in long and "p_n" in long["reason"]
     assert "no result" in capsys.readouterr().out
