@@ -60,6 +60,10 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
     (tmp_path / "runs/league_recall/alibi/eval_recall.json").write_text(json.dumps(recall))
     cells = [{"length": 64, "depth": d, "reason": None, "choice": {"share": d / 100}} for d in (10, 30)]
     (runs / "lssa_seed=1337/eval_needle.json").write_text(json.dumps({"cells": cells}))
+    # A checkpoint file's evaluation is a point of the training figure, even at the last step.
+    last = json.loads((runs / "softmax_seed=1/eval_length_ntk.json").read_text())
+    last["lengths"][0]["block_losses"] = [9.0] * 8
+    (runs / f"softmax_seed=1/eval_length_step_{last['step']:06d}.json").write_text(json.dumps(last))
     call(report, "--league", runs, tmp_path / "runs/league_recall", "--out", out)
     text = (out / "README.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
@@ -73,7 +77,7 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
     assert "One seed moves a loss by 0.141 at 1x and 0.141 at 16x" in text
     assert ["lssa", "**2.001**", "2.002"] in rows
     assert ["lssa", "20 %"] in rows and ["alibi", "ntk", "25", "25"] in rows
-    for picture in ("A_plane.png", "A_lengths.png", "A_positions.png"):
+    for picture in ("A_plane.png", "A_lengths.png", "A_positions.png", "A_training.png"):
         assert (out / picture).read_bytes()[:4] == b"\x89PNG" and picture in text
 
     shutil.rmtree(tmp_path / "runs")
