@@ -159,11 +159,6 @@ class Contestant(NamedTuple):
         """Of each seed; empty if one has none."""
         return self.blocks(length, same_targets).mean(1).tolist()
 
-    def minus(self, other: Contestant, length: int) -> tuple[float, float]:
-        """Difference of the means over seeds, and its standard error paired over blocks of text."""
-        mean, error = mean_and_stderr(self.blocks(length).mean(0) - other.blocks(length).mean(0))
-        return mean, error or 0.0
-
 
 class Scale(NamedTuple):
     name: str
@@ -222,10 +217,13 @@ def main_table(scale: Scale) -> str:
 
 
 def difference(old: Contestant | None, new: Contestant, length: int) -> str:
-    """`Contestant.minus` as text; a dash for the baseline itself, and where a loss is missing."""
+    """Means over seeds, new - old, ± the standard error paired over blocks of text.
+
+    A dash for the baseline itself, and where a loss is missing.
+    """
     if old is None or old is new or not (old.loss(length) and new.loss(length)):
         return DASH
-    mean, error = new.minus(old, length)
+    mean, error = mean_and_stderr(new.blocks(length).mean(0) - old.blocks(length).mean(0))
     return f"{mean:+.3f} ±{error:.3f}"
 
 

@@ -91,8 +91,9 @@ def test_errors_are_paired_over_text():
         losses = [loss + offset for loss, offset in zip(TEXT, offsets, strict=True)]
         return league.Contestant("x", [{"lengths": {"ntk": {"16": [losses, losses]}}}], "ntk")
 
-    mean, error = contestant([9, 9, 1, 2, 1, 2, 1, 2]).minus(contestant([0] * 8), 16)
-    assert mean == pytest.approx(1.5) and error == pytest.approx(math.sqrt(0.3 / 6))
+    zero, mixed = contestant([0] * 8), contestant([9, 9, 1, 2, 1, 2, 1, 2])
+    assert league.difference(zero, mixed, 16) == f"+1.500 ±{math.sqrt(0.3 / 6):.3f}"
+    assert league.difference(zero, contestant([0] * 8), 16) == "+0.000 ±0.000"
 
 
 def test_lengths_without_a_loss_are_dashes(tiny_config, tmp_path, call):
