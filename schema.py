@@ -122,6 +122,12 @@ class AttentionConfig(Section):
     reweight_p: int = Field(
         0, ge=0, le=256, description="Power p of the LSSAR re-weighting ReLU(n A - O)^p; 0: no re-weighting."
     )
+    reweight_p_warmup: int = Field(
+        0,
+        ge=0,
+        description="Training steps over which p doubles from 1 to reweight_p, in equal spans; 0: p is "
+        "reweight_p from the first step, as in the paper. Evaluations use reweight_p.",
+    )
     naive_power: bool = Field(
         False,
         description="Compute reweight_p as the equation is written, which leaves the range of float32, on "
@@ -162,6 +168,8 @@ class AttentionConfig(Section):
                 self.engine == "triton" and not definition.is_fusible,
             f"{engine}: {name} is a softmax; expected auto or sdpa": self.engine == "triton" and is_softmax,
             "attention.naive_power = True: only read with reweight_p >= 1": self.naive_power and not p,
+            f"attention.reweight_p_warmup = {self.reweight_p_warmup}: only read with reweight_p >= 2":
+                self.reweight_p_warmup and p < 2,
             f"{engine}: does not run attention.naive_power; expected auto, rows or dense":
                 self.naive_power and self.engine == "triton",
         }  # fmt: skip

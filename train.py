@@ -29,7 +29,7 @@ from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import join_world
 from training.checkpoint import CheckpointWriter, link, load_newest
 from training.loader import Batch
-from training.optim import set_learning_rates
+from training.optim import set_learning_rates, set_power
 from training.run_log import RunLog, format_duration
 from training.state import TrainState, init_from_run
 from training.validation import measure_attention, validate
@@ -183,6 +183,7 @@ def train_step(state: TrainState, log: RunLog) -> str | None:
     config, clock = state.config, log.clock
     clock.mark("other")
     lr = set_learning_rates(state.optimizers, config.optimizer, state.step, config.train.max_steps)
+    set_power(state.raw_model, state.config.attention, state.step)
     batch = state.batches.take(state.step)
     clock.mark("data")
     loss = forward_backward(state, batch)

@@ -162,6 +162,7 @@ BAD_ATTENTION = [
         "attention.engine = 'sdpa': lssa with these options is not a softmax",
     ),
     ('normaliser = "softmax"\nreweight_p = 3\nengine = "sdpa"', "attention.engine = 'sdpa'"),
+    ('normaliser = "lssa"\nreweight_p_warmup = 9', "attention.reweight_p_warmup = 9: only read with"),
     ('normaliser = "lssa"\nnaive_power = true', "attention.naive_power = True: only read with"),
     ('normaliser = "lssa"\nreweight_p = 3\nnaive_power = true\nengine = "triton"', "does not run"),
 ]

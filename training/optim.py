@@ -1,11 +1,12 @@
-"""Optimisers, their parameter groups, and the learning-rate schedule."""
+"""Optimisers, their parameter groups, and what follows a schedule: the learning rate, the power p."""
 
 import math
 
 from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
-from schema import OptimizerConfig
+from model import GPT
+from schema import AttentionConfig, OptimizerConfig
 
 
 def make_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer]:
@@ -64,3 +65,21 @@ def set_learning_rates(
         for group in optimizer.param_groups:
             group["lr"] = factor * group["peak_lr"]
     return factor * config.lr
+
+
+def warmup_power(config: AttentionConfig, step: int) -> int:
+    """p of the re-weighting at a step: 1, 2, 4, ... reweight_p in equal spans of reweight_p_warmup steps.
+
+    Doubled, not incremented: a compiled model has a graph for each p.
+    """
+    p, n_steps = config.reweight_p, config.reweight_p_warmup
+    if step >= n_steps:
+        return p
+    n_doublings = (p - 1).bit_length()
+    return 1 << n_doublings * step // n_steps
+
+
+def set_power(model: GPT, config: AttentionConfig, step: int) -> None:
+    """Set every layer's p for a step."""
+    for block in model.blocks:
+        block.attention.normaliser.reweight_p = warmup_power(config, step)  # type: ignore[union-attr]

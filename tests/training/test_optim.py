@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from config import load_config
 from model import GPT
-from schema import OptimizerConfig
-from training.optim import lr_factor, make_optimizers, set_learning_rates
+from schema import AttentionConfig, OptimizerConfig
+from training.optim import lr_factor, make_optimizers, set_learning_rates, set_power, warmup_power
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
@@ -45,3 +46,29 @@ def test_schedules():
     wsd = factors("wsd", decay_fraction=0.2)
     assert wsd[88] == 1 and wsd[99] == pytest.approx(0.5)
     assert 0 < factors("cosine")[-1] < factors("linear")[-1] < 0.02
+
+
+def test_the_power_of_the_re_weighting_doubles(tiny_config: Path):
+    def powers(p: int, n_steps: int) -> list[int]:
+        config = AttentionConfig(normaliser="lssa", reweight_p=p, reweight_p_warmup=n_steps)
+        return [warmup_power(config, step) for step in range(9)]
+
+    assert powers(15, 8) == [1, 1, 2, 2, 4, 4, 8, 8, 15]
+    assert powers(16, 8) == [1, 1, 2, 2, 4, 4, 8, 8, 16]
+    assert powers(3, 3) == [1, 1, 2, 3, 3, 3, 3, 3, 3]
+    assert powers(7, 0) == 9 * [7]
+    flags = [
+        "--attention.normaliser",
+        "lssa",
+        "--attention.reweight-p",
+        "15",
+        "--attention.reweight-p-warmup",
+        "8",
+    ]
+    config = load_config(tiny_config, flags)
+    model, x = GPT(config), torch.arange(16)[None]
+    full = model(x)  # as evaluations load it
+    set_power(model, config.attention, 2)
+    assert not torch.equal(model(x), full)
+    set_power(model, config.attention, 8)
+    assert torch.equal(model(x), full)

@@ -13,8 +13,17 @@ from infra.cli import UserError
 from infra.distributed import World
 from training.checkpoint import find_checkpoints, load_checkpoint
 
+LSSAR = ["--attention.normaliser", "lssa", "--attention.reweight-p", "15"]
 
-@pytest.mark.parametrize("flags", [[], ["--optimizer.name", "muon", "--data.order", "shuffled"]])
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--optimizer.name", "muon", "--data.order", "shuffled"],
+        [*LSSAR, "--attention.reweight-p-warmup", "11"],  # killed at p = 4, and p changes once more
+    ],
+)
 def test_a_resumed_run_is_the_same_run(
     tiny_config: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ):
