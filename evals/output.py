@@ -114,9 +114,11 @@ def mark_training_length(axes: Any, results: list[Result]) -> None:
 
 
 def legend_below(figure: Figure, n_columns: int) -> None:
-    """The legend of the first axes, below all axes."""
+    """The legend of the first axes, below all axes, in as many columns as fit, at most `n_columns`."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    n_columns = min(n_columns, len(handles))
+    characters = int(13 * figure.get_figwidth())  # in a line, about
+    n_fitting = characters // (max(map(len, labels)) + 8)
+    n_columns = max(1, min(n_columns, n_fitting, len(handles)))
     figure.legend(handles, labels, loc="outside lower center", ncols=n_columns, frameon=False)
 
 
