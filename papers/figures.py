@@ -15,6 +15,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from evals.output import MARKERS
 from infra.files import read_jsonl
 from normalisers import Normaliser, RowContext, Softmax, SSMax
 from papers.runs import FACTORS, FinishedRun, Group, RunIndex
@@ -22,7 +23,6 @@ from papers.tables import read_published, read_rows
 from training.checkpoint import load_model
 
 LOSS = "loss (nats per token)"
-MARKERS = "osD^vP*Xph<>"  # the ten colours repeat
 
 
 def new_axes(title: str, xlabel: str, ylabel: str, height: float = 4.5) -> tuple[Figure, Any]:

@@ -28,10 +28,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from evals.common import mean_and_stderr
-from evals.output import format_length, save_figure
+from evals.output import MARKERS, format_length, save_figure
 from infra.cli import UserError
 from infra.files import read_jsonl, write_atomically
-from papers.figures import LOSS, MARKERS, draw_means, new_axes, with_legend
+from papers.figures import LOSS, draw_means, new_axes, with_legend
 from papers.runs import FinishedRun, read_runs
 from papers.tables import CONFIGS, DASH, HERE, markdown, mean_and_spread
 
@@ -366,8 +366,8 @@ def write_report(folders: list[str], out: Path) -> None:
         if path.stem == "recall":
             text = (
                 "Right answer tokens in per cent (guessing: 25), at the RoPE scaling that is better at 16x: "
+                "means over tasks by length, then each task at 16x."
             )
-            text += "means over tasks by length, then each task at 16x."
             parts += ["## Synthetic recall", text, recall_table(records)]
         else:
             parts += scale_parts(path.stem, records, comparisons, out)

@@ -14,6 +14,7 @@ import torch
 
 from attention import describe_attention
 from config import changed_keys, load_config
+from evals.output import format_rope
 from infra.cli import UserError
 from infra.files import read_jsonl
 from model import GPT
@@ -128,9 +129,8 @@ def read_run(folder: Path) -> FinishedRun | None:
     for path in sorted(folder.glob("eval_length*.json")):
         result = json.loads(path.read_text())
         if result["step"] == config.train.max_steps:
-            rope = result["rope"]
-            name = rope["kind"] + (f" = {rope['theta']:g}" if rope["theta"] else "")
-            evaluations.setdefault(name, result)  # eval_length.json before eval_length_step_*.json
+            # The first wins: eval_length.json precedes eval_length_step_*.json.
+            evaluations.setdefault(format_rope(result), result)
     summary = folder / "init_from.txt"
     before = re.search(r", step (\d+)$", summary.read_text(), re.MULTILINE) if summary.exists() else None
     ancestors = read_ancestors(folder, config)

@@ -80,6 +80,7 @@ def warmup_power(config: AttentionConfig, step: int) -> int:
 
 
 def set_power(model: GPT, config: AttentionConfig, step: int) -> None:
-    """Set every layer's p for a step."""
-    for block in model.blocks:
-        block.attention.normaliser.reweight_p = warmup_power(config, step)  # type: ignore[union-attr]
+    """Set every layer's p for a step, if it is warmed up."""
+    if config.reweight_p_warmup:
+        for block in model.blocks:
+            block.attention.normaliser.reweight_p = warmup_power(config, step)  # type: ignore[union-attr]

@@ -56,7 +56,9 @@ class TrainState:
         compiles = config.train.compile
         if compiles == "auto":
             compiles = world.device.type == "cuda"
-        if config.attention.reweight_p_warmup:  # a graph for each p, in training and in validation
+        if (
+            compiles and config.attention.reweight_p_warmup
+        ):  # a graph for each p, in training and in validation
             torch._dynamo.config.recompile_limit = 32
         self.local_model: Any = torch.compile(self.raw_model) if compiles else self.raw_model
         self.model: Any = DistributedDataParallel(self.local_model) if world.size > 1 else self.local_model
