@@ -6,8 +6,8 @@
     python eval_length.py runs/softmax runs/ssmax --per-position --lengths 20000
     torchrun --standalone --nproc_per_node=8 eval_length.py runs/lssar --tokens 10485760
 
-Every length scores the same tokens, the first of the validation stream, cut into blocks of the longest
-length; each block is cut into windows of length T, for each T. Reported:
+Every length scores the same tokens, the first of the validation stream (after --skip), cut into blocks of
+the longest length; each block is cut into windows of length T, for each T. Reported:
 
     loss           mean over all tokens, in nats. A longer window gives tokens more context, and puts most of
                    them at positions that training never had: this number contains both effects.
@@ -134,7 +134,8 @@ def block_losses(model: GPT, blocks: Blocks, block: int, length: int, rope: Rope
     W·T is the same for all lengths, and so is the peak memory.
     """
     n = blocks.longest // length
-    x, y = map(torch.from_numpy, val_batch(blocks.stream, block * n, n, length))  # (W, T)
+    first = (blocks.n_skipped + block) * n
+    x, y = map(torch.from_numpy, val_batch(blocks.stream, first, n, length))  # (W, T)
     device = model.embedding.weight.device
     with model.autocast():
         return model.token_losses(x.to(device), y.to(device), rope=rope, chunk=max(1, LOGITS_AT_ONCE // n))
@@ -208,7 +209,8 @@ def tables(results: list[Result]) -> str:
 
 def describe_data(results: list[Result]) -> str:
     """The scored tokens; run by run where they differ."""
-    text = "Scored: the first {tokens:,} tokens of {dir} ({split}), {blocks} blocks of {block_length}"
+    text = "Scored: {tokens:,} tokens of {dir} ({split}) after {skipped_tokens:,}, {blocks} blocks of "
+    text += "{block_length}"
     texts = [text.format(**result["data"]) for result in results]
     if len(set(texts)) == 1:
         return f"{texts[0]}."

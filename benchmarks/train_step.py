@@ -6,12 +6,15 @@
 
 All models are in one process and take their steps alternately, so that a drifting machine slows all; a ratio
 is the median over the rounds. CPU time is that of the process: with one thread it leaves out what other
-processes take. Data must be prepared (python -m data.python_source).
+processes take. Data must be prepared (python -m data.python_source). With --out FILE also {name: median ratio
+of CPU time, on CUDA of step time} as JSON, which `report.py --league` reads.
 """
 
+import json
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -36,6 +39,7 @@ def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.usage = "%(prog)s [CONFIG.toml ...] [--steps N] [--section.key VALUE ...]"
     parser.add_argument("--steps", type=int, default=15, help="steps of each config (default: 15)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the ratios as JSON")
     first = next((i for i, arg in enumerate(sys.argv) if i and arg.startswith("-")), len(sys.argv))
     args, overrides = parser.parse_known_args(sys.argv[first:])
     paths = sys.argv[1:first] or ["configs/demo_softmax.toml", "configs/demo_lssar.toml"]
@@ -54,14 +58,19 @@ def main() -> None:
     )
     print("| config                     | tokens/s | step time over the first | CPU time over the first |")
     print("|----------------------------|---------:|-------------------------:|------------------------:|")
+    medians = {}
     for i, config in enumerate(configs):
         rate = train_config.batch_tokens / statistics.median(row[i][0] for row in times)
         cells = []
         for clock in (0, 1):
             ratios = sorted(row[i][clock] / row[0][clock] for row in times)
             cells.append(f"{statistics.median(ratios):.3f} ({ratios[0]:.2f}-{ratios[-1]:.2f})")
+            if clock == (world.device.type == "cpu"):
+                medians[config.name] = statistics.median(ratios)
         name = config.name
         print(f"| {name:26} | {rate:8.0f} | {cells[0]:>24} | {cells[1]:>23} |")
+    if args.out:
+        args.out.write_text(json.dumps(medians))
 
 
 if __name__ == "__main__":

@@ -148,11 +148,12 @@ def open_validation(config: Config, data_dir: str | None) -> TokenStream:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The first validation tokens as consecutive blocks of the longest length."""
+    """Validation tokens as consecutive blocks of the longest length."""
 
     stream: TokenStream
     lengths: list[int]  # of the windows in a block, ascending
     n_blocks: int
+    n_skipped: int = 0  # blocks of the stream before the first one
 
     @property
     def longest(self) -> int:
@@ -168,6 +169,7 @@ class Blocks:
             "tokens": self.n_blocks * self.longest,
             "blocks": self.n_blocks,
             "block_length": self.longest,
+            "skipped_tokens": self.n_skipped * self.longest,
         }
 
 
@@ -175,11 +177,18 @@ def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Bloc
     """Each run's blocks, in windows of 1 to 16 training lengths unless --lengths says otherwise.
 
     Raises:
-        UserError: bad data, or a stream or --tokens shorter than one block.
+        UserError: bad data, or a stream or --tokens shorter than one block, or all of it skipped.
     """
     streams = [open_validation(run.config, args.data) for run in runs]
     lengths = choose_lengths(args.lengths, runs, (1, 2, 4, 8, 16))
-    return [Blocks(stream, lengths, val_windows(stream, args.tokens, lengths[-1])) for stream in streams]
+    n_skipped = -(-args.skip // lengths[-1])
+    wanted = n_skipped * lengths[-1] + args.tokens
+    ends = [val_windows(stream, wanted, lengths[-1]) for stream in streams]
+    if min(ends) <= n_skipped:
+        options = f"--skip {args.skip} --tokens {args.tokens}"
+        raise UserError(f"{options}: expected a block of {lengths[-1]}; the data has {min(ends)} in all")
+    pairs = zip(streams, ends, strict=True)
+    return [Blocks(stream, lengths, end - n_skipped, n_skipped) for stream, end in pairs]
 
 
 def choose_lengths(given: list[int] | None, runs: list[EvaluatedRun], factors: Sequence[int]) -> list[int]:
@@ -203,6 +212,8 @@ def add_arguments(parser: ArgumentParser, lengths_help: str, tokens: int | None 
     if tokens is not None:
         tokens_help = "at most the first N validation tokens, in whole blocks (default: %(default)s)"
         add("--tokens", type=positive_int, default=tokens, metavar="N", help=tokens_help)
+        skip_help = "leave out the first N validation tokens, in whole blocks (default: %(default)s)"
+        add("--skip", type=positive_int, default=0, metavar="N", help=skip_help)
 
 
 def parse_arguments(parser: ArgumentParser, script: str) -> argparse.Namespace:

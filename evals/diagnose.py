@@ -73,7 +73,8 @@ def score(
     """Statistics of every block, (n_blocks, n_layer, n_head, len(STATISTICS)), or why there are none."""
 
     def statistics(items: Sequence[int]) -> Tensor:
-        windows = [blocks.stream.read((i + 1) * blocks.longest - length, length) for i in items]
+        ends = [(blocks.n_skipped + i + 1) * blocks.longest for i in items]
+        windows = [blocks.stream.read(end - length, length) for end in ends]
         with model.autocast():
             tokens = torch.from_numpy(np.stack(windows)).to(world.device)  # (B, T)
             return model_statistics(model, tokens, rope, n_rows)

@@ -8,7 +8,8 @@ these lines, so no run folder is needed to redraw.
 The synthetic tasks of evals.recall are a scale of their own, `runs/league_recall`, with a run <contestant>.
 
 Text: of the evaluated blocks the first quarter chooses the RoPE scaling, by the loss at the longest length;
-every reported loss is of the other blocks.
+every reported loss is of the other blocks. Evaluations of text behind it (`eval_length.py --skip`), on which
+nothing was chosen, are reported apart. Costs: train_step.json of `benchmarks.train_step --out`.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from evals.common import mean_and_stderr
-from evals.output import MARKERS, format_length, save_figure
+from evals.output import MARKERS, format_length, format_rope, save_figure
 from infra.cli import UserError
 from infra.files import read_jsonl, write_atomically
 from papers.figures import LOSS, draw_means, new_axes, with_legend
@@ -69,18 +70,32 @@ def record_of(run: FinishedRun) -> Record:
         "step_tokens": run.config.train.batch_tokens,
         "data": data,
         "validations": run.validations,
-        "lengths": {
-            rope: {str(e["length"]): [e["block_losses"], e["block_same_target_losses"]] for e in entries}
-            for rope, entries in results.items()
-        },
+        "lengths": {rope: losses_of(entries) for rope, entries in results.items()},
         "positions": {
             rope: [[part["from"], part["to"], part["loss"]] for part in entries[-1]["buckets"]]
             for rope, entries in results.items()
             if entries and entries[-1]["length"] == data["block_length"]
         },
+        "unseen": unseen_losses(run),
         "checkpoints": checkpoints,
         "needle": needle_choices(run.folder / "eval_needle.json"),
     }
+
+
+def losses_of(entries: list[Record]) -> Record:
+    """By length the losses of all blocks: all tokens, same targets."""
+    return {
+        str(e["length"]): [e["block_losses"], e["block_same_target_losses"]]
+        for e in entries
+        if e["reason"] is None
+    }
+
+
+def unseen_losses(run: FinishedRun) -> Record:
+    """By RoPE scaling `losses_of` text that the league's choices never saw."""
+    results = [json.loads(path.read_text()) for path in sorted(run.folder.glob("eval_length*.json"))]
+    last = [r for r in results if r["data"].get("skipped_tokens") and r["step"] == run.config.train.max_steps]
+    return {format_rope(result): losses_of(result["lengths"]) for result in last}
 
 
 def needle_choices(path: Path) -> dict[str, float]:
@@ -128,6 +143,9 @@ def update(folder: Path, out: Path) -> None:
     else:
         new = [record_of(run) for run in read_runs([str(folder)]) if run.evaluations]
         new += rates_of(folder.with_name(f"{folder.name}_lr"))
+        costs = folder / "train_step.json"
+        for name, ratio in json.loads(costs.read_text()).items() if costs.exists() else ():
+            new.append({"kind": "cost", "contestant": name, "which": "step", "ratio": ratio})
     if not new:
         raise UserError(f"{folder}: expected evaluated runs, found none")
     path = out / f"{scale}.jsonl"
@@ -143,16 +161,17 @@ class Contestant(NamedTuple):
     name: str
     runs: list[Record]
     rope: str
+    text: Literal["lengths", "unseen"] = "lengths"  # which evaluations: key of a record
 
     def blocks(self, length: int, same_targets: bool = False, choosing: bool = False) -> Tensor:
         """(seeds, blocks) losses of the reported blocks, or of those that choose the RoPE scaling.
 
         (0, 0) if a seed has none at this length: rejected or not finite.
         """
-        found = [run["lengths"][self.rope].get(str(length)) for run in self.runs]
+        found = [run[self.text][self.rope].get(str(length)) for run in self.runs]
         losses = [each[same_targets] for each in found if None not in found]
         blocks = torch.tensor(losses, dtype=torch.float64).view(len(losses), -1 if losses else 0)
-        n = blocks.shape[1] // 4
+        n = blocks.shape[1] // 4 if self.text == "lengths" else 0
         return blocks[:, :n] if choosing else blocks[:, n:]
 
     def loss(self, length: int, same_targets: bool = False) -> list[float]:
@@ -200,12 +219,13 @@ def read_scale(name: str, records: list[Record]) -> Scale:
 
 
 # ---------------------------------------------------------------- tables
-def main_table(scale: Scale) -> str:
-    """Losses by length; differences to the baseline with their errors over text."""
+def main_table(scale: Scale, costs: dict[str, float]) -> str:
+    """Losses by length; differences to the baseline with their errors over text; step times over its."""
     ends = scale.lengths[0], scale.lengths[-1]
     header = ["contestant", "RoPE", "seeds", "lr", *map(format_length, scale.lengths)]
     header += ["16x − 1x", "same targets, 16x", f"− {BASELINE}, 1x", f"− {BASELINE}, 16x"]
-    rows = []
+    header += [f"step / {BASELINE}'s"] if costs else []
+    rows: list[list[str]] = []
     for c in scale.contestants.values():
         growth = [b - a for a, b in zip(*map(c.loss, ends), strict=False)]
         losses = [*map(c.loss, scale.lengths), growth, c.loss(ends[1], same_targets=True)]
@@ -213,6 +233,8 @@ def main_table(scale: Scale) -> str:
         differences = [difference(scale.contestants.get(BASELINE), c, n) for n in ends]
         cells = [mean_and_spread(each, digits=3) for each in losses]
         rows.append([c.name, c.rope, str(len(c.runs)), rates, *cells, *differences])
+        if costs:
+            rows[-1].append(f"{costs[c.name]:.2f}" if c.name in costs else DASH)
     return markdown(header, rows, n_left=2)
 
 
@@ -387,12 +409,28 @@ def scale_text(scale: Scale) -> str:
     )
 
 
+def unseen_parts(scale: Scale) -> list[str]:
+    """The table of the text on which nothing was chosen, if there are evaluations of it."""
+    found = [c for c in scale.contestants.values() if all(c.rope in run["unseen"] for run in c.runs)]
+    if not found:
+        return []
+    lengths = sorted(map(int, found[0].runs[0]["unseen"][found[0].rope]))
+    unseen = Scale(scale.name, lengths, {c.name: c._replace(text="unseen") for c in found})
+    n_blocks = next(iter(unseen.contestants.values())).blocks(lengths[0]).shape[1]
+    text = (
+        f"{n_blocks} blocks of the held-out text behind the one above, scored once, after all runs were done "
+        "and all choices made."
+    )
+    return ["### Text on which nothing was chosen", text, main_table(unseen, {})]
+
+
 def scale_parts(name: str, records: list[Record], comparisons: dict[str, Any], out: Path) -> list[str]:
     """The paragraphs of one scale; writes its figures."""
     scale = read_scale(name, records)
     parts = [f"## Scale {name}"]
     if scale.contestants:
-        parts += [scale_text(scale), main_table(scale)]
+        costs = {record["contestant"]: record["ratio"] for record in records if record["kind"] == "cost"}
+        parts += [scale_text(scale), main_table(scale, costs)]
         shown = [scale.contestants[c] for c in comparisons["shown"] if c in scale.contestants]
         figures = {
             "plane": ("Loss at 1x against loss at 16x", plane_figure(scale)),
@@ -409,6 +447,7 @@ def scale_parts(name: str, records: list[Record], comparisons: dict[str, Any], o
             text = "Share of needles whose number is the likeliest of ten (chance: 10 %), by length."
             cells = {c: {int(n): f"{100 * x:.0f} %" for n, x in each.items()} for c, each in needles.items()}
             parts += ["### Needle", text, grid(cells, format_length)]
+        parts += unseen_parts(scale)
         parts += ["### One change at a time", comparison_table(scale, comparisons["comparison"])]
     parts += [
         "### Learning rates",

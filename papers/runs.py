@@ -128,7 +128,7 @@ def read_run(folder: Path) -> FinishedRun | None:
     evaluations: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("eval_length*.json")):
         result = json.loads(path.read_text())
-        if result["step"] == config.train.max_steps:
+        if result["step"] == config.train.max_steps and not result["data"].get("skipped_tokens"):
             # The first wins: eval_length.json precedes eval_length_step_*.json.
             evaluations.setdefault(format_rope(result), result)
     summary = folder / "init_from.txt"

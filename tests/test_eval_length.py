@@ -137,6 +137,17 @@ def test_every_target_is_scored_once_at_each_length(tmp_path, data, evaluate, mo
         assert total == pytest.approx(positions.sum().item())
 
 
+def test_skipped_text(tmp_path, data, evaluate):
+    """--skip leaves out whole blocks; the others keep their losses."""
+    run = make_run(tmp_path / "runs", "a", data)
+    evaluate(run, "--lengths", *LENGTHS)
+    evaluate(run, "--lengths", *LENGTHS, "--skip", "33", "--tokens", "64", "--tag", "rest")
+    whole, rest = read(run / "eval_length.json"), read(run / "eval_length_rest.json")
+    assert [rest["data"][key] for key in ("skipped_tokens", "tokens", "blocks")] == [64, 64, 1]
+    for a, b in zip(whole["lengths"], rest["lengths"], strict=True):
+        assert b["block_losses"] == a["block_losses"][1:2]
+
+
 def test_buckets(tmp_path, data, evaluate, monkeypatch):
     assert eval_length.bucket_edges(64) == [0, 64]
     assert eval_length.bucket_edges(128) == [0, 128]
@@ -287,6 +298,7 @@ def test_exit_status_and_one_line(tmp_path):
         (["{run}", "{tmp}/none"], "no such run folder or checkpoint"),  # before the first is evaluated
         (["{run}", "--lengths", "16", "512"], "at least 513 for one window of length 512"),
         (["{run}", "--lengths", "32", "--tokens", "31"], "at least one window of 32"),
+        (["{run}", "--lengths", "32", "--skip", "512"], "expected a block of 32; the data has "),
         (["{run}", "--lengths", "24", "64"], "24 does not divide the longest"),
         (["{run}", "--lengths", "0"], "'0': expected an integer, at least 1"),
         (["{run}", "--lengths", "1e3"], "'1e3': expected an integer"),

@@ -64,6 +64,15 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
     last = json.loads((runs / "softmax_seed=1/eval_length_ntk.json").read_text())
     last["lengths"][0]["block_losses"] = [9.0] * 8
     (runs / f"softmax_seed=1/eval_length_step_{last['step']:06d}.json").write_text(json.dumps(last))
+    # Text on which nothing was chosen: all of its blocks count. A step's cost.
+    unseen = last | {"data": {**last["data"], "skipped_tokens": 256}}
+    for run, loss in (("softmax_seed=1", 3.0), ("softmax_seed=2", 5.0), ("lssa_seed=1337", 4.5)):
+        for rope in ("none", "ntk"):
+            unseen["rope"]["kind"] = rope
+            for entry in unseen["lengths"]:
+                entry["block_losses"] = [loss - 7] + 7 * [loss + 1]
+            (runs / run / f"eval_length_unseen_{rope}.json").write_text(json.dumps(unseen))
+    (runs / "train_step.json").write_text(json.dumps({"softmax": 1.0, "lssa": 1.25}))
     call(report, "--league", runs, tmp_path / "runs/league_recall", "--out", out)
     text = (out / "README.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
@@ -73,7 +82,9 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
     assert softmax[4:6] == [f"{mean:.3f} ±0.141", f"{mean + 0.5:.3f} ±0.141"]
     assert lssa[4:6] == [f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}"] and lssa[6] == "0.100"
     # The same text and noise: the paired error vanishes, though the blocks differ by 0.7.
-    assert lssa[-2:] == ["+0.200 ±0.000", "-0.200 ±0.000"]
+    assert lssa[-3:] == ["+0.200 ±0.000", "-0.200 ±0.000", "1.25"]
+    unseen_rows = [row for row in rows if row[0] == "lssa" and row[4:5] == ["4.500"]]
+    assert len(unseen_rows) == 1 and unseen_rows[0][-2:] == 2 * ["+0.500 ±0.000"]
     assert "One seed moves a loss by 0.141 at 1x and 0.141 at 16x" in text
     assert ["lssa", "**2.001**", "2.002"] in rows
     assert ["lssa", "20 %"] in rows and ["alibi", "ntk", "25", "25"] in rows
@@ -83,7 +94,7 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
     shutil.rmtree(tmp_path / "runs")
     call(report, "--league", "--out", out)
     assert (out / "README.md").read_text() == text
-    assert len(read_jsonl(out / "A.jsonl")) == 5
+    assert len(read_jsonl(out / "A.jsonl")) == 7
 
 
 def test_errors_are_paired_over_text():
