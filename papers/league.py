@@ -56,10 +56,11 @@ def record_of(run: FinishedRun) -> Record:
     data, *others = (result["data"] for result in run.evaluations.values())
     if any(other != data for other in others) or data["blocks"] < 4:
         raise UserError(f"{run.folder}: expected evaluations of one text, in 4 blocks or more")
-    checkpoints = {}
-    for path in sorted(run.folder.glob("eval_length_step_*.json")):
+    checkpoints: dict[str, Record] = defaultdict(dict)
+    for path in sorted(run.folder.glob("eval_length*_step_*.json")):
         result = json.loads(path.read_text())
-        checkpoints[str(result["step"])] = {str(e["length"]): e.get("loss") for e in result["lengths"]}
+        by_length = {str(e["length"]): e.get("loss") for e in result["lengths"]}
+        checkpoints[format_rope(result)][str(result["step"])] = by_length
     return {
         "kind": "run",
         "contestant": name[1],
@@ -360,10 +361,11 @@ def position_figure(scale: Scale, shown: list[Contestant]) -> Figure | None:
 
 def training_figure(scale: Scale) -> Figure | None:
     """Loss at 1x and at 16x over the tokens trained, from kept checkpoints, one seed each."""
-    title = f"Scale {scale.name}: 1x dashed, 16x solid, RoPE ntk"
+    title = f"Scale {scale.name}: 1x dashed, 16x solid"
     figure, axes = new_axes(title, "training tokens (millions)", LOSS)
-    for i, c in enumerate(c for c in scale.contestants.values() if c.runs[0]["checkpoints"]):
-        checkpoints, millions = c.runs[0]["checkpoints"], c.runs[0]["step_tokens"] / 1e6
+    found = [c for c in scale.contestants.values() if c.rope in c.runs[0]["checkpoints"]]
+    for i, c in enumerate(found):
+        checkpoints, millions = c.runs[0]["checkpoints"][c.rope], c.runs[0]["step_tokens"] / 1e6
         for n, linestyle, label in ((scale.lengths[0], "--", ""), (scale.lengths[-1], "-", c.name)):
             known = {step: checkpoints[step].get(str(n)) for step in sorted(checkpoints, key=int)}
             values = {int(step) * millions: [x] for step, x in known.items() if x is not None}

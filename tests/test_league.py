@@ -63,7 +63,7 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
     # A checkpoint file's evaluation is a point of the training figure, even at the last step.
     last = json.loads((runs / "softmax_seed=1/eval_length_ntk.json").read_text())
     last["lengths"][0]["block_losses"] = [9.0] * 8
-    (runs / f"softmax_seed=1/eval_length_step_{last['step']:06d}.json").write_text(json.dumps(last))
+    (runs / f"softmax_seed=1/eval_length_ntk_step_{last['step']:06d}.json").write_text(json.dumps(last))
     # Text on which nothing was chosen: all of its blocks count. A step's cost.
     unseen = last | {"data": {**last["data"], "skipped_tokens": 256}}
     for run, loss in (("softmax_seed=1", 3.0), ("softmax_seed=2", 5.0), ("lssa_seed=1337", 4.5)):
