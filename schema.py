@@ -339,6 +339,11 @@ class Config(Section):
             raise ValueError(
                 f"optimizer.warmup_steps = {steps}: expected at most train.max_steps = {max_steps}"
             )
+        if self.attention.reweight_p_warmup > max_steps:
+            raise ValueError(
+                f"attention.reweight_p_warmup = {self.attention.reweight_p_warmup}: expected at most "
+                f"train.max_steps = {max_steps}"
+            )
         decay = self.optimizer.decay_fraction
         if self.optimizer.schedule == "wsd" and steps + decay * max_steps > max_steps:
             raise ValueError(

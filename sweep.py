@@ -80,6 +80,9 @@ def main() -> None:
         for i, job in enumerate(jobs):
             print(f"{i:3}  {job.config.run_dir}  {'finished' if job.is_trained else 'to run'}")
         return
+    for config in (job.config for job in jobs if args.eval_tokens):
+        if args.eval_tokens < (needed := 16 * config.train.seq_len):
+            raise UserError(f"--eval-tokens {args.eval_tokens}: {config.name} needs at least {needed}, or 0")
     check_gpus(args, jobs)
     slots: SimpleQueue[int] = SimpleQueue()  # free shares of the machine
     for slot in range(args.jobs):

@@ -141,6 +141,7 @@ def train(state: TrainState, log: RunLog, n_profiled: int = 0) -> None:
     with state.stop, profiler(n_traced, run_dir / "profile.json.gz") as after_step, writer:
         stopped = None
         if state.needs_validation:  # the run was stopped before this validation was done
+            set_power(state.raw_model, state.config.attention, state.step - 1)  # the last step's
             stopped = validate(state, log)
             if not stopped:
                 save(state, writer)

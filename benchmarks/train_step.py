@@ -10,7 +10,6 @@ processes take. Data must be prepared (python -m data.python_source). With --out
 of CPU time, on CUDA of step time} as JSON, which `report.py --league` reads.
 """
 
-import json
 import statistics
 import sys
 import time
@@ -20,8 +19,9 @@ import torch
 
 import train
 from config import load_config
-from infra.cli import ArgumentParser, run_main
+from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import join_world
+from infra.files import write_json
 from training.run_log import RunLog
 from training.state import TrainState
 
@@ -38,15 +38,18 @@ def timed_step(state: TrainState) -> tuple[float, float]:
 def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.usage = "%(prog)s [CONFIG.toml ...] [--steps N] [--section.key VALUE ...]"
-    parser.add_argument("--steps", type=int, default=15, help="steps of each config (default: 15)")
+    parser.add_argument("--steps", type=positive_int, default=15, help="steps of each config (default: 15)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the ratios as JSON")
     first = next((i for i, arg in enumerate(sys.argv) if i and arg.startswith("-")), len(sys.argv))
     args, overrides = parser.parse_known_args(sys.argv[first:])
+    if args.out and not args.out.parent.is_dir():
+        raise UserError(f"--out {args.out}: expected a file in a folder that exists")
     paths = sys.argv[1:first] or ["configs/demo_softmax.toml", "configs/demo_lssar.toml"]
     configs = [load_config(path, overrides) for path in paths]
     with join_world(configs[0].train.device) as world:
         states = [TrainState(config, world) for config in configs]
         for state in states:
+            state.step = state.config.attention.reweight_p_warmup  # from the full p on
             timed_step(state), timed_step(state)  # warm-up, and compilation
         times = [[timed_step(state) for state in states] for _ in range(args.steps)]
 
@@ -60,7 +63,7 @@ def main() -> None:
     print("|----------------------------|---------:|-------------------------:|------------------------:|")
     medians = {}
     for i, config in enumerate(configs):
-        rate = train_config.batch_tokens / statistics.median(row[i][0] for row in times)
+        rate = config.train.batch_tokens / statistics.median(row[i][0] for row in times)
         cells = []
         for clock in (0, 1):
             ratios = sorted(row[i][clock] / row[0][clock] for row in times)
@@ -70,7 +73,7 @@ def main() -> None:
         name = config.name
         print(f"| {name:26} | {rate:8.0f} | {cells[0]:>24} | {cells[1]:>23} |")
     if args.out:
-        args.out.write_text(json.dumps(medians))
+        write_json(medians, args.out)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def main() -> None:
     make_sequence(args.tasks[0], args.seq_len, "")  # fails, if it must, before anything is written
     with exclusive_lock(args.out):
         begin_dataset(args.out)
-        build(args.out, args.tasks, args.sequences, args.seq_len, args.seed)
+        build(args.out, list(dict.fromkeys(args.tasks)), args.sequences, args.seq_len, args.seed)
 
 
 def _parse_args() -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """Shared parts of the evaluations: runs, validation text, options and scores.
 
 Each evaluation is a pipeline, score -> summary -> table, plot, that its own main() drives: every source is
-checked before the first is evaluated; each run's <script>.json and <script>.png (<script>_<checkpoint> for a
+read before the first is evaluated; each run's <script>.json and <script>.png (<script>_<checkpoint> for a
 checkpoint file) are written as soon as it is finished; several runs get one more figure.
 """
 
@@ -210,9 +210,9 @@ def add_arguments(parser: ArgumentParser, lengths_help: str, tokens: int | None 
     add("--out", type=Path, metavar="FILE", help=out_help)
     add("--tag", metavar="WORD", help="part of the results' names: <script>_WORD.json")
     if tokens is not None:
-        tokens_help = "at most the first N validation tokens, in whole blocks (default: %(default)s)"
+        tokens_help = "at most N validation tokens, in whole blocks (default: %(default)s)"
         add("--tokens", type=positive_int, default=tokens, metavar="N", help=tokens_help)
-        skip_help = "leave out the first N validation tokens, in whole blocks (default: %(default)s)"
+        skip_help = "leave out the first N validation tokens, in whole blocks; needs a --tag"
         add("--skip", type=positive_int, default=0, metavar="N", help=skip_help)
 
 
@@ -225,6 +225,8 @@ def parse_arguments(parser: ArgumentParser, script: str) -> argparse.Namespace:
     args = parser.parse_args()
     if args.tag and not re.fullmatch(r"[\w.+-]+", args.tag):
         raise UserError(f"--tag {args.tag}: expected only letters, digits and . _ + -")
+    if getattr(args, "skip", 0) and not args.tag:
+        raise UserError(f"--skip {args.skip}: expected a --tag, for results beside the usual ones")
     args.name = f"{script}_{args.tag}" if args.tag else script
     args.rope_scaling = RopeScaling(args.rope, args.rope_theta)
     if args.out and (args.out.suffix not in FIGURE_SUFFIXES or not args.out.parent.is_dir()):

@@ -17,10 +17,10 @@ question and the beginning of its answer follow the text; lengths include all of
                    first digit, for each layer and head (Section 3.4): heads ranked (Figure 7), and the best
                    head's in trials at random depths of the longest length, marked by outcome (Figure 8)
 
-with 95 % confidence intervals (Wilson). Sample i has the same text, city and number in every cell and for
-every run of the same tokeniser. The paper multiplies RoPE's base by 50: `--rope theta --rope-theta 500000`.
-Its Figure 7 is of one example, but the text around that needle is not given: here heads are ranked by their
-mean over all samples.
+with 95 % confidence intervals (Wilson). Sample i has the same text, city and number at every depth of
+a length and for every run of the same tokeniser. The paper multiplies RoPE's base by 50: `--rope theta
+--rope-theta 500000`. Its Figure 7 is of one example, but the text around that needle is not given: here heads
+are ranked by their mean over all samples.
 
 Writes eval_needle.json and eval_needle.png into the run folder; several runs get one more figure.
 """
@@ -396,7 +396,10 @@ def parse_args() -> argparse.Namespace:
     add("--trials", type=positive_int, default=100, metavar="N", help="of Figure 8 (default: %(default)s)")
     add("--haystack", metavar="DIR", help=".txt files (default: the validation text)")
     add("--seed", type=int, default=0, help="of texts, cities and numbers (default: 0)")
-    return common.parse_arguments(parser, "eval_needle")
+    args = common.parse_arguments(parser, "eval_needle")
+    if args.seed < 0:
+        raise UserError(f"--seed {args.seed}: expected 0 or more")
+    return args
 
 
 if __name__ == "__main__":

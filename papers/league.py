@@ -59,6 +59,8 @@ def record_of(run: FinishedRun) -> Record:
     checkpoints: dict[str, Record] = defaultdict(dict)
     for path in sorted(run.folder.glob("eval_length*_step_*.json")):
         result = json.loads(path.read_text())
+        if result["data"].get("skipped_tokens"):
+            continue
         by_length = {str(e["length"]): e.get("loss") for e in result["lengths"]}
         checkpoints[format_rope(result)][str(result["step"])] = by_length
     return {
@@ -77,9 +79,9 @@ def record_of(run: FinishedRun) -> Record:
             for rope, entries in results.items()
             if entries and entries[-1]["length"] == data["block_length"]
         },
-        "unseen": unseen_losses(run),
+        **unseen_losses(run, data),
         "checkpoints": checkpoints,
-        "needle": needle_choices(run.folder / "eval_needle.json"),
+        "needle": {format_rope(r): needle_choices(r) for r in results_of(run, "eval_needle")},
     }
 
 
@@ -92,17 +94,24 @@ def losses_of(entries: list[Record]) -> Record:
     }
 
 
-def unseen_losses(run: FinishedRun) -> Record:
-    """By RoPE scaling `losses_of` text that the league's choices never saw."""
-    results = [json.loads(path.read_text()) for path in sorted(run.folder.glob("eval_length*.json"))]
-    last = [r for r in results if r["data"].get("skipped_tokens") and r["step"] == run.config.train.max_steps]
-    return {format_rope(result): losses_of(result["lengths"]) for result in last}
+def unseen_losses(run: FinishedRun, data: Record) -> Record:
+    """By RoPE scaling `losses_of` text behind that of `data`, and which text it is; {} without any.
+
+    Raises:
+        UserError: evaluations of several texts.
+    """
+    last = results_of(run, "eval_length")
+    found = [r for r in last if r["data"].get("skipped_tokens", 0) >= data["blocks"] * data["block_length"]]
+    if any(r["data"] != found[0]["data"] for r in found):
+        raise UserError(f"{run.folder}: expected evaluations with one --skip and one --tokens")
+    losses = {format_rope(result): losses_of(result["lengths"]) for result in found}
+    return {"unseen": losses, "unseen_data": found[0]["data"]} if found else {}
 
 
-def needle_choices(path: Path) -> dict[str, float]:
+def needle_choices(result: Record) -> dict[str, float]:
     """By length the share of needles whose right number is the likeliest of ten, over all depths."""
     shares: dict[str, list[float]] = defaultdict(list)
-    for cell in json.loads(path.read_text())["cells"] if path.exists() else []:
+    for cell in result["cells"]:
         if cell["reason"] is None:
             shares[str(cell["length"])].append(cell["choice"]["share"])
     return {length: statistics.fmean(values) for length, values in shares.items()}
@@ -110,16 +119,21 @@ def needle_choices(path: Path) -> dict[str, float]:
 
 def recalls_of(folder: Path) -> Iterator[Record]:
     """The shares of right answer tokens of the runs that evals.recall evaluated, by task and length."""
-    for path in sorted(folder.glob("*/eval_recall*.json")):
-        if "_step_" in path.stem:  # of a checkpoint file
-            continue
-        result = json.loads(path.read_text())
-        shares = {
-            task: {str(e["length"]): e[task]["tokens"]["share"] for e in result["lengths"] if not e["reason"]}
-            for task in [*result["tasks"], "mean"]
-        }
-        rope = result["rope"]["kind"]
-        yield {"kind": "recall", "contestant": path.parent.name, "which": rope, "shares": shares}
+    for run in read_runs([str(folder)]):
+        for result in results_of(run, "eval_recall"):
+            entries = [entry for entry in result["lengths"] if entry["reason"] is None]
+            shares = {
+                task: {str(entry["length"]): entry[task]["tokens"]["share"] for entry in entries}
+                for task in [*result["tasks"], "mean"]
+            }
+            rope = format_rope(result)
+            yield {"kind": "recall", "contestant": run.config.name, "which": rope, "shares": shares}
+
+
+def results_of(run: FinishedRun, script: str) -> list[Record]:
+    """What an evaluation wrote of the run's last step."""
+    results = [json.loads(path.read_text()) for path in sorted(run.folder.glob(f"{script}*.json"))]
+    return [result for result in results if result["step"] == run.config.train.max_steps]
 
 
 def rates_of(folder: Path) -> Iterator[Record]:
@@ -144,8 +158,12 @@ def update(folder: Path, out: Path) -> None:
     else:
         new = [record_of(run) for run in read_runs([str(folder)]) if run.evaluations]
         new += rates_of(folder.with_name(f"{folder.name}_lr"))
-        costs = folder / "train_step.json"
-        for name, ratio in json.loads(costs.read_text()).items() if costs.exists() else ():
+        path = folder / "train_step.json"
+        times = json.loads(path.read_text()) if path.exists() else {}
+        if times and BASELINE not in times:
+            raise UserError(f"{path}: expected {BASELINE} among the configs")
+        for name, time in times.items():
+            ratio = time / times[BASELINE]
             new.append({"kind": "cost", "contestant": name, "which": "step", "ratio": ratio})
     if not new:
         raise UserError(f"{folder}: expected evaluated runs, found none")
@@ -186,10 +204,20 @@ class Scale(NamedTuple):
     contestants: dict[str, Contestant]  # by name, the baseline first, then by the loss at 16x
 
 
-def setting_of(run: Record) -> dict[str, Any]:
-    """What must agree for losses to compare, and for errors to pair."""
-    text = {key: run["data"].get(key) for key in ("fingerprint", "blocks", "block_length")}
-    return {**text, "steps": run["validations"][-1][0], **{k: run[k] for k in ("step_tokens", "train_len")}}
+def check_comparable(runs: list[Record], data: str = "data") -> None:
+    """Raises UserError unless all is the same that losses, and errors paired over text, depend on."""
+
+    def setting_of(run: Record) -> dict[str, Any]:
+        text = {key: run[data].get(key) for key in ("fingerprint", "blocks", "block_length")}
+        run_keys = {key: run[key] for key in ("step_tokens", "train_len")}
+        skipped = run[data].get("skipped_tokens", 0)
+        return {**text, "skipped_tokens": skipped, "steps": run["validations"][-1][0], **run_keys}
+
+    for run in runs:
+        for key, first in setting_of(runs[0]).items():
+            if (value := setting_of(run)[key]) != first:
+                label = f"{run['contestant']}_seed={run['which']}"
+                raise UserError(f"{label}: {key} = {value}: expected {first}, as {runs[0]['contestant']} has")
 
 
 def read_scale(name: str, records: list[Record]) -> Scale:
@@ -200,12 +228,9 @@ def read_scale(name: str, records: list[Record]) -> Scale:
     """
     by_name: dict[str, list[Record]] = defaultdict(list)
     runs = [record for record in records if record["kind"] == "run"]
+    check_comparable(runs)
     for run in runs:
         by_name[run["contestant"]].append(run)
-        for key, first in setting_of(runs[0]).items():
-            if (value := setting_of(run)[key]) != first:
-                label = f"{run['contestant']}_seed={run['which']}"
-                raise UserError(f"{label}: {key} = {value}: expected {first}, as {runs[0]['contestant']} has")
     lengths = sorted({int(n) for run in runs for losses in run["lengths"].values() for n in losses})
     contestants = []
     for contestant, seeds in by_name.items():
@@ -251,9 +276,13 @@ def difference(old: Contestant | None, new: Contestant, length: int) -> str:
 
 
 def seed_text(scale: Scale) -> str:
-    """How far one seed moves a loss: the standard deviation pooled over contestants with several seeds."""
+    """How far one seed moves a loss: the standard deviation pooled over contestants with several seeds.
+
+    Contestants that differ beyond the training length only have the same validations: they count once.
+    """
     ends = scale.lengths[0], scale.lengths[-1]
-    several = [c for c in scale.contestants.values() if len(c.runs) > 1 and all(map(c.loss, ends))]
+    found = [c for c in scale.contestants.values() if len(c.runs) > 1 and all(map(c.loss, ends))]
+    several = list({json.dumps([run["validations"] for run in c.runs]): c for c in found}.values())
     if not several:
         return "One seed each: how far a seed moves a loss is not known at this scale."
     freedom = [len(c.runs) - 1 for c in several]
@@ -300,15 +329,15 @@ def recall_table(records: list[Record]) -> str:
 
 
 def rate_table(records: list[Record]) -> str:
-    """Validation losses of the short runs, the best one bold."""
+    """Validation losses of the short runs, the best of several bold."""
     losses: dict[str, dict[float, float]] = defaultdict(dict)
     for record in records:
         if record["kind"] == "rate":
             losses[record["contestant"]][record["which"]] = record["loss"]
-    cells = {
-        name: {rate: f"**{x:.3f}**" if x == min(each.values()) else f"{x:.3f}" for rate, x in each.items()}
-        for name, each in sorted(losses.items())
-    }
+    cells = {}
+    for name, each in sorted(losses.items()):
+        best = min(each.values()) if len(each) > 1 else None
+        cells[name] = {rate: f"**{x:.3f}**" if x == best else f"{x:.3f}" for rate, x in each.items()}
     return grid(cells, "{:g}".format)
 
 
@@ -360,7 +389,7 @@ def position_figure(scale: Scale, shown: list[Contestant]) -> Figure | None:
 
 
 def training_figure(scale: Scale) -> Figure | None:
-    """Loss at 1x and at 16x over the tokens trained, from kept checkpoints, one seed each."""
+    """Loss at 1x and at 16x over the tokens trained, from kept checkpoints at the full p, one seed each."""
     title = f"Scale {scale.name}: 1x dashed, 16x solid"
     figure, axes = new_axes(title, "training tokens (millions)", LOSS)
     found = [c for c in scale.contestants.values() if c.rope in c.runs[0]["checkpoints"]]
@@ -413,16 +442,15 @@ def scale_text(scale: Scale) -> str:
 
 def unseen_parts(scale: Scale) -> list[str]:
     """The table of the text on which nothing was chosen, if there are evaluations of it."""
-    found = [c for c in scale.contestants.values() if all(c.rope in run["unseen"] for run in c.runs)]
+    every = scale.contestants.values()
+    found = [c for c in every if all(c.rope in run.get("unseen", {}) for run in c.runs)]
     if not found:
         return []
-    lengths = sorted(map(int, found[0].runs[0]["unseen"][found[0].rope]))
+    check_comparable([run for c in found for run in c.runs], "unseen_data")
+    lengths = sorted({int(n) for c in found for run in c.runs for n in run["unseen"][c.rope]})
     unseen = Scale(scale.name, lengths, {c.name: c._replace(text="unseen") for c in found})
-    n_blocks = next(iter(unseen.contestants.values())).blocks(lengths[0]).shape[1]
-    text = (
-        f"{n_blocks} blocks of the held-out text behind the one above, scored once, after all runs were done "
-        "and all choices made."
-    )
+    text = "The {blocks} blocks of {dir} after its first {skipped_tokens:,} tokens, those of the table above."
+    text = text.format(**found[0].runs[0]["unseen_data"])
     return ["### Text on which nothing was chosen", text, main_table(unseen, {})]
 
 
@@ -444,7 +472,8 @@ def scale_parts(name: str, records: list[Record], comparisons: dict[str, Any], o
             if figure is not None:
                 save_figure(figure, out / f"{name}_{kind}.png", dpi=110)
                 parts.append(f"![{caption}]({name}_{kind}.png)")
-        needles = {c.name: c.runs[0]["needle"] for c in scale.contestants.values() if c.runs[0]["needle"]}
+        found = [c for c in scale.contestants.values() if c.rope in c.runs[0]["needle"]]
+        needles = {c.name: c.runs[0]["needle"][c.rope] for c in found}
         if needles:
             text = "Share of needles whose number is the likeliest of ten (chance: 10 %), by length."
             cells = {c: {int(n): f"{100 * x:.0f} %" for n, x in each.items()} for c, each in needles.items()}

@@ -20,7 +20,7 @@ from infra.files import read_jsonl
 from model import GPT
 from normalisers import NormSoftmax
 from papers.tables import TableRow, ancestors_of
-from schema import Config
+from schema import Config, may_change_on_resume
 
 FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length
 
@@ -159,7 +159,13 @@ class Group(NamedTuple):
     """Runs of one experiment at one scale: they differ in their seed."""
 
     scale: str  # its letter
+    experiment: str
     runs: list[FinishedRun]
+
+    def has_repeat(self, config: Config) -> bool:
+        """Whether a run of this config would differ from these in its seed alone."""
+        changed = changed_keys(self.runs[0].config, config).keys() - {"name", "seed", "init_from"}
+        return all(map(may_change_on_resume, changed))
 
     @property
     def name(self) -> str:
@@ -189,17 +195,23 @@ class RunIndex:
         scales = sorted({run.scale for run in runs}, key=lambda s: -sum(run.scale == s for run in runs))
         self.letters = {scale: chr(ord("A") + i) if i < 26 else f"S{i}" for i, scale in enumerate(scales)}
         self.ropes = sorted({rope for run in runs for rope in run.evaluations})
-        self.groups: dict[tuple[str, str], Group] = {}
+        self.groups: list[Group] = []
         for run in runs:
             key = (self.letters[run.scale], experiment_of(run.config, *run.ancestors))
-            self.groups.setdefault(key, Group(key[0], [])).runs.append(run)
+            same = [g for g in self.groups if (g.scale, g.experiment) == key and g.has_repeat(run.config)]
+            if same:
+                same[0].runs.append(run)
+            else:
+                self.groups.append(Group(*key, [run]))
 
     def of_row(self, row: TableRow) -> list[Group]:
-        """The groups that belong to a row of a paper, one for each scale."""
+        """The groups that belong to a row of a paper, by scale."""
         wanted = experiment_of(row.config, *row.ancestors)
-        groups = [group for (_, experiment), group in sorted(self.groups.items()) if experiment == wanted]
         return [
-            group for group in groups if row.model_keys.items() <= vars(group.runs[0].config.model).items()
+            group
+            for group in sorted(self.groups, key=lambda group: group.scale)
+            if group.experiment == wanted
+            and row.model_keys.items() <= vars(group.runs[0].config.model).items()
         ]
 
     def training_lengths(self, rows: list[TableRow]) -> dict[str, dict[str, dict[int, list[float]]]]:
@@ -215,4 +227,4 @@ class RunIndex:
         return {size: found for size, found in sizes.items() if len(set().union(*found.values())) > 1}
 
     def at_scale(self, letter: str) -> list[Group]:
-        return [group for group in self.groups.values() if group.scale == letter]
+        return [group for group in self.groups if group.scale == letter]

@@ -114,6 +114,10 @@ BAD_OVERRIDES = [
     ("--optimizer.lr nan", "finite number"),
     ("--optimizer.beta2 1.0", "less than 1"),
     ("--optimizer.warmup_steps 99999999", "at most train.max_steps = 18865"),
+    (
+        "--attention.normaliser lssa --attention.reweight_p 3 --attention.reweight_p_warmup 99999",
+        "attention.reweight_p_warmup = 99999: expected at most train.max_steps = 18865",
+    ),
     ("--optimizer.name adam", "'adamw', 'muon' or 'sgd'"),
     ("--data.order random", "'sequential' or 'shuffled'"),
     ("--seed -1", "greater than or equal to 0"),

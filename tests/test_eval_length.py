@@ -298,7 +298,11 @@ def test_exit_status_and_one_line(tmp_path):
         (["{run}", "{tmp}/none"], "no such run folder or checkpoint"),  # before the first is evaluated
         (["{run}", "--lengths", "16", "512"], "at least 513 for one window of length 512"),
         (["{run}", "--lengths", "32", "--tokens", "31"], "at least one window of 32"),
-        (["{run}", "--lengths", "32", "--skip", "512"], "expected a block of 32; the data has "),
+        (
+            ["{run}", "--lengths", "32", "--skip", "512", "--tag", "a"],
+            "expected a block of 32; the data has ",
+        ),
+        (["{run}", "--lengths", "32", "--skip", "32"], "--skip 32: expected a --tag"),
         (["{run}", "--lengths", "24", "64"], "24 does not divide the longest"),
         (["{run}", "--lengths", "0"], "'0': expected an integer, at least 1"),
         (["{run}", "--lengths", "1e3"], "'1e3': expected an integer"),

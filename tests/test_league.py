@@ -54,12 +54,14 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
     for lr in (0.001, 0.002):
         leave_run(tmp_path / "runs/league_A_lr", tiny_config, f"lssa_{lr:g}", lr, {})
     shares = {"tokens": {"share": 0.25}, "sequences": {"share": 0.0}}
-    recall = {"rope": {"kind": "ntk"}, "tasks": ["copy"]}
+    recall = {"rope": {"kind": "ntk", "theta": None}, "tasks": ["copy"]}
     recall["lengths"] = [{"length": 64, "reason": None, "copy": shares, "mean": shares}]
-    (tmp_path / "runs/league_recall/alibi").mkdir(parents=True)
+    leave_run(tmp_path / "runs/league_recall", tiny_config, "alibi", 0.1, {})
+    recall["step"] = load_config(tiny_config).train.max_steps
     (tmp_path / "runs/league_recall/alibi/eval_recall.json").write_text(json.dumps(recall))
     cells = [{"length": 64, "depth": d, "reason": None, "choice": {"share": d / 100}} for d in (10, 30)]
-    (runs / "lssa_seed=1337/eval_needle.json").write_text(json.dumps({"cells": cells}))
+    needle = recall | {"rope": {"kind": "none", "theta": None}, "cells": cells}
+    (runs / "lssa_seed=1337/eval_needle.json").write_text(json.dumps(needle))
     # A checkpoint file's evaluation is a point of the training figure, even at the last step.
     last = json.loads((runs / "softmax_seed=1/eval_length_ntk.json").read_text())
     last["lengths"][0]["block_losses"] = [9.0] * 8
@@ -72,7 +74,7 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
             for entry in unseen["lengths"]:
                 entry["block_losses"] = [loss - 7] + 7 * [loss + 1]
             (runs / run / f"eval_length_unseen_{rope}.json").write_text(json.dumps(unseen))
-    (runs / "train_step.json").write_text(json.dumps({"softmax": 1.0, "lssa": 1.25}))
+    (runs / "train_step.json").write_text(json.dumps({"lssa": 2.5, "softmax": 2.0}))
     call(report, "--league", runs, tmp_path / "runs/league_recall", "--out", out)
     text = (out / "README.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
@@ -134,9 +136,21 @@ def test_mistakes(tiny_config, tmp_path, call):
     other.write_text(other.read_text().replace('"blocks": 8', '"blocks": 9'))
     with pytest.raises(UserError, match="softmax_seed=1337: blocks = 8: expected 9, as lssa has"):
         call(report, "--league", tmp_path / "league_A", "--out", tmp_path)
+    other.unlink()
+    for run, blocks in (("softmax_seed=1", 8), ("lssa_seed=1", 4)):
+        result = json.loads(path.read_text())
+        (path.parent.with_name(run) / "eval_length_ntk.json").write_text(json.dumps(result))
+        result["data"] |= {"skipped_tokens": 256, "blocks": blocks}
+        (path.parent.with_name(run) / "eval_length_unseen.json").write_text(json.dumps(result))
+    with pytest.raises(UserError, match="lssa_seed=1337: blocks = 4: expected 8, as softmax has"):
+        call(report, "--league", tmp_path / "league_A", "--out", tmp_path)
+    (tmp_path / "league_A/train_step.json").write_text('{"lssa": 1.0}')
+    with pytest.raises(UserError, match="train_step.json: expected softmax among the configs"):
+        call(report, "--league", tmp_path / "league_A", "--out", tmp_path)
     with pytest.raises(UserError, match="expected the folder of a scale's runs"):
         call(report, "--league", tmp_path / "league_A/lssa_seed=1", "--out", tmp_path)
-    with pytest.raises(UserError, match="league_recall: expected evaluated runs, found none"):
+    (tmp_path / "league_recall").mkdir()
+    with pytest.raises(UserError, match="league_recall: no finished run in these folders"):
         call(report, "--league", tmp_path / "league_recall", "--out", tmp_path)
     leave_run(tmp_path / "league_B", tiny_config, "softmax", 0.1, {"ntk": [0.0]})
     with pytest.raises(UserError, match="expected a name <contestant>_seed=<seed>"):

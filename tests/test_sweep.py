@@ -155,6 +155,7 @@ def test_list_and_mistakes(path, call, capsys):
         ([path, "--nproc", "0"], "--nproc: '0': expected an integer, at least 1"),
         ([path, "--name", "x"], "expected --tag WORD"),
         ([path, "--eval-tokens", "-1"], "--eval-tokens -1: expected 0 or more"),
+        ([path, "--eval-tokens", "100"], "--eval-tokens 100: "),
     ]
     for args, expected in mistakes:
         with pytest.raises(UserError, match=expected):
@@ -262,6 +263,7 @@ def test_rows_find_their_runs(tmp_path, capsys):
     for seed, shift in ((1, 0.0), (2, 0.1), (3, 0.2)):
         make_run(tmp_path, f"any{seed}", [2 + shift] * 4 + [3 + shift], "--seed", str(seed))
     make_run(tmp_path, "p15", [2.0] * 5, "--attention.normaliser", "lssa", "--attention.reweight-p", "15")
+    make_run(tmp_path, "rate", [5.0] * 5, "--optimizer.lr", "1e-4")
     make_run(tmp_path, "bold", [9.0] * 5, "--optimizer.weight-decay", "0.0")
     make_run(tmp_path, "stale", [7.0] * 5, "--attention.normaliser", "relu_li", step=2)
     (tmp_path / "p15/metrics.jsonl").write_text('{"step": 2, "val_loss": 4.0}\n')
@@ -272,11 +274,12 @@ def test_rows_find_their_runs(tmp_path, capsys):
     index = RunIndex(read_runs([str(tmp_path)]))
     assert f"skipped: {tmp_path / 'p15'} is not finished" in capsys.readouterr().out
     seeds = ["", "ours, scale A, 3 seeds, RoPE ntk", *4 * ["2.1000 ±0.1000"], "3.1000 ±0.1000"]
+    rate = ["", "ours, scale A, RoPE ntk", *5 * ["5.0000"]]  # another recipe is no seed
     assert cells(table_of("lssar", 0, index), "table1_softmax") == [
-        ["`table1_softmax`", "paper, Table 1, line 54", "3.1911", *4 * ["–"]], seeds
+        ["`table1_softmax`", "paper, Table 1, line 54", "3.1911", *4 * ["–"]], seeds, rate
     ]  # fmt: skip
     text = table_of("lssar", 3, index)
-    assert cells(text, "table4_softmax") == [["`table4_softmax`", "paper", *5 * ["–"]], seeds]
+    assert cells(text, "table4_softmax") == [["`table4_softmax`", "paper", *5 * ["–"]], seeds, rate]
     assert cells(text, "table4_lssa_p15")[1] == ["", "ours", *5 * ["–"]], "not finished: no number"
     assert cells(text, "table4_relu_li")[2][1:4] == ["ours, scale A, validation in training", "4.0000", "–"]
     robust = table_of("normsoftmax", 3, index)
