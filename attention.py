@@ -25,6 +25,7 @@ from torch import Tensor
 
 from engines import blockwise, dense, sdpa
 from engines.base import FUSED_HEAD_DIM, NormaliserModule
+from engines.self_check import check
 from infra.cli import UserError
 from schema import AttentionConfig, ModelConfig
 
@@ -135,10 +136,10 @@ def resolve_engine(
                 warnings.warn(f"no fused attention here, engine auto takes rows instead: {e}", stacklevel=2)
                 return "rows"
             # The self-check cannot be traced: a compiled caller has resolved before, or trusts the kernels.
-            trusted = (
-                torch.compiler.is_compiling() or not module.self_check(normaliser, device, dtype).problem
-            )
-            return engine if trusted else "rows"
+            if torch.compiler.is_compiling():
+                return engine
+            problem = check(engine, module.engine_error, normaliser, device, dtype).problem
+            return "rows" if problem else engine
         case "sdpa" if not normaliser.has_sdpa:
             raise UserError(
                 f"engine = 'sdpa': {name} with these options is not a softmax over rescaled queries"
@@ -184,7 +185,7 @@ def describe_engine(
     """The engine's name; for compiled kernels with the error of their self-check."""
     if engine not in ("triton", "flex"):
         return engine
-    error = compiled_engine(engine).self_check(normaliser, device, dtype).error
+    error = check(engine, compiled_engine(engine).engine_error, normaliser, device, dtype).error
     return f"{engine} (self-check: relative error {error:.1e})"
 
 

@@ -145,7 +145,8 @@ def describe_keys(config: Config) -> str:
         for name, field in fields.items():
             if name not in SECTIONS:
                 option = f"--{section}.{name}".replace("--.", "--").replace("_", "-")
-                kind = re.sub(r"<class '(\w+)'>|typing\.", r"\1", str(field.annotation))
+                pattern = r"<class '(\w+)'>|typing\.|Annotated\[(\w+)[^\]]*\]"
+                kind = re.sub(pattern, r"\1\2", str(field.annotation))
                 meaning = field.description or _inherited_meaning(definition, name)
                 lines.append(f"\n  {option}  {kind} = {getattr(values, name)!r}\n      {meaning}")
     return "\n".join(lines)

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from attention import Engine, attend, describe_engine, make_normaliser, resolve_engine
 from infra.cli import UserError
 from normalisers import Phi
-from positions import UNSCALED, RopeScaling, SplitAndRotate, rope_tables
+from positions import UNSCALED, RopeScaling, apply_rope, rope_tables
 from schema import Config, ModelConfig, TrainConfig
 
 INIT_STD = 0.02
@@ -102,9 +102,8 @@ class Attention(nn.Module):
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, C) to q (B, H, T, D) and k after RoPE, and v: (B, n_kv_head, T, D) each."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, heads of q, k and v, D)
-        if not self.has_rope:
-            return qkv.transpose(1, 2).split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
-        return SplitAndRotate.apply(qkv, cos, sin, self.n_kv_head)
+        q, k, v = qkv.transpose(1, 2).split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
+        return (apply_rope(q, cos, sin), apply_rope(k, cos, sin), v) if self.has_rope else (q, k, v)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
         q, k, v = self.project(x, cos, sin)

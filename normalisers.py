@@ -34,7 +34,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -175,7 +175,7 @@ PHI: dict[str, PhiFunction] = {
 # ---------------------------------------------------------------- the base class
 
 Scores = Literal["dot", "cosine"]
-Scale = Literal["rsqrt_d", "sqrt_d", "ln_d", "one", "learned"] | float
+Scale = Literal["rsqrt_d", "sqrt_d", "ln_d", "one", "learned"] | PositiveFloat
 LengthScale = Literal["none", "ln_n", "sqrt_2ln_n", "log_train_len_n", "llama4"]
 Bias = bool | Literal["log_train_len", "log_len", "log_n"]
 
@@ -281,8 +281,6 @@ class Scaled(Normaliser):
 
     @model_validator(mode="after")
     def _check_scale(self) -> Self:
-        if isinstance(self.scale, float) and self.scale <= 0:
-            raise ValueError(f"scale = {self.scale}: expected a number above 0")
         if self.scale != "learned" and self.scale_init != 1.0:
             raise ValueError(f"scale_init = {self.scale_init}: only read with scale = 'learned'")
         return self
@@ -510,7 +508,7 @@ class NormSoftmax(AdaptiveSoftmax, name="norm_softmax"):
 
     centre_keys: ClassVar[bool] = True
 
-    gamma: float | Literal["sqrt_d", "inf"] = Field(
+    gamma: PositiveFloat | Literal["sqrt_d", "inf"] = Field(
         "sqrt_d", description="Upper bound of sigma (lower bound with variant = inverse)."
     )
     gamma_factor: float = Field(1.0, gt=0, description="Multiplies gamma = sqrt_d.")
@@ -521,8 +519,6 @@ class NormSoftmax(AdaptiveSoftmax, name="norm_softmax"):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if isinstance(self.gamma, float) and self.gamma <= 0:
-            raise ValueError(f"gamma = {self.gamma}: expected a number above 0")
         if self.gamma_factor != 1.0 and self.gamma != "sqrt_d":
             raise ValueError(f"gamma_factor = {self.gamma_factor}: only goes with gamma = 'sqrt_d'")
         if self.variant == "affine" and (self.gamma, self.gamma_factor) != ("sqrt_d", 1.0):
@@ -555,13 +551,7 @@ class NormSoftmax(AdaptiveSoftmax, name="norm_softmax"):
 class LogitNorm(AdaptiveSoftmax, name="logit_norm"):
     """softmax(x / (tau ||x||_2)), x = q.k unscaled. (NormSoftmax, eq. 8)"""
 
-    tau: float | Literal["rsqrt_n"] = Field("rsqrt_n", description="Temperature; rsqrt_n: n^(-1/2).")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if isinstance(self.tau, float) and self.tau <= 0:
-            raise ValueError(f"tau = {self.tau}: expected a number above 0")
-        return self
+    tau: PositiveFloat | Literal["rsqrt_n"] = Field("rsqrt_n", description="Temperature; rsqrt_n: n^(-1/2).")
 
     def inverse_temperature(self, mean: Tensor, var: Tensor, context: RowContext) -> Tensor:
         square = context.n * (var + mean.square())  # ||x||^2

@@ -1,7 +1,7 @@
 """RoPE and its scalings beyond the training length.
 
     cos, sin = rope_tables(head_dim, n_positions, theta, RopeScaling("ntk"), train_len)
-    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)      # or SplitAndRotate, from the projection
+    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
 
 The tables are computed anew by each forward pass from the training base: none outlives a length, and none is
 in a checkpoint.
@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from infra.cli import UserError
 
@@ -127,51 +126,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         (B, H, T, D) in x's dtype, computed in float32.
     """
-    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, H, T, D/2) each
+    pairs = x.float().unflatten(-1, (-1, 2))  # (B, H, T, D/2, 2)
+    if x.device.type == "cpu":  # one pass over memory; torch.compile does not compile complex numbers
+        turned = torch.view_as_complex(pairs.contiguous()) * torch.complex(cos, sin)
+        return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+    a, b = pairs.unbind(-1)
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
-
-
-class SplitAndRotate(torch.autograd.Function):
-    """A fused projection to q (B, H, T, D) and k after RoPE, and v: (B, n_kv_head, T, D) each.
-
-    qkv: (B, T, H + 2 n_kv_head, D), q's heads, then k's, then v's. The same as `apply_rope` on views of it,
-    in fewer passes over memory: backward, the rotation by the opposite angle, writes into the projection's
-    gradient directly instead of concatenating three.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, n_kv_head: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        rotated = torch.empty_like(qkv[:, :, :-n_kv_head])
-        _rotate(qkv[:, :, :-n_kv_head], cos, sin, out=rotated)
-        q, k = rotated[:, :, :-n_kv_head], rotated[:, :, -n_kv_head:]
-        return q.transpose(1, 2), k.transpose(1, 2), qkv[:, :, -n_kv_head:].transpose(1, 2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        cos, sin = ctx.saved_tensors
-        dq, dk, dv = (d.transpose(1, 2) for d in grads)  # (B, T, heads, D)
-        n_head, end = dq.shape[2], dq.shape[2] + dk.shape[2]
-        d_qkv = dv.new_empty(*dv.shape[:2], end + dv.shape[2], dv.shape[3])
-        _rotate(dq, cos, -sin, out=d_qkv[:, :, :n_head])
-        _rotate(dk, cos, -sin, out=d_qkv[:, :, n_head:end])
-        d_qkv[:, :, end:] = dv
-        return d_qkv, None, None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """`apply_rope` on (B, T, H, D), into `out`.
-
-    On a CPU as one complex multiplication, which reads and writes each number once; torch.compile, which
-    fuses the real form's passes on a GPU, does not compile complex numbers.
-    """
-    if x.device.type == "cpu" and out.dtype == torch.float32:
-        turns = torch.complex(cos, sin)[:, None].expand(-1, x.shape[2], -1).contiguous()  # (T, H, D/2)
-        x = x.float() if x.stride(-1) == 1 else x.float().contiguous()
-        pairs, rotated = (torch.view_as_complex(t.unflatten(-1, (-1, 2))) for t in (x, out))
-        torch.mul(pairs, turns, out=rotated)
-    else:
-        out.copy_(apply_rope(x.transpose(1, 2), cos, sin).transpose(1, 2))

@@ -10,7 +10,7 @@ import difflib
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
 import rivals  # noqa: F401  (registers its normalisers)
 from normalisers import NORMALISERS, Normaliser
@@ -216,10 +216,10 @@ class TrainConfig(Section):
     loss: Literal["softmax", "norm_softmax", "logit_norm"] = Field(
         "softmax", description="How logits become the probabilities of the cross-entropy (NormSoftmax paper)."
     )
-    loss_gamma: float | Literal["inf"] = Field(
+    loss_gamma: PositiveFloat | Literal["inf"] = Field(
         "inf", description="norm_softmax: upper bound of the logits' standard deviation."
     )
-    loss_tau: float | Literal["auto"] = Field(
+    loss_tau: PositiveFloat | Literal["auto"] = Field(
         "auto", description="Temperature. auto: 1 for norm_softmax, vocab_size^(-1/2) for logit_norm."
     )
     label_smoothing: float = Field(
@@ -272,10 +272,6 @@ class TrainConfig(Section):
             problems.append(f"train.loss_gamma = {self.loss_gamma!r}: only read by train.loss = norm_softmax")
         if self.loss_tau != "auto" and self.loss == "softmax":
             problems.append(f"train.loss_tau = {self.loss_tau}: not read by train.loss = softmax")
-        for key in ("loss_gamma", "loss_tau"):
-            value = getattr(self, key)
-            if isinstance(value, float) and value <= 0:
-                problems.append(f"train.{key} = {value}: expected a number above 0")
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -44,11 +44,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import engines.flex
 from attention import attend, make_normaliser
 from config import config_from_dict
 from engines import fused
-from engines.flex import flex_error
-from engines.fused import Launch, fused_error, phi_attention, score_unit
+from engines.fused import Launch, phi_attention, score_unit
 from infra.cli import ArgumentParser, UserError, run_main
 from model import GPT
 from schema import AttentionConfig
@@ -304,13 +304,13 @@ def correct_plan(bench: Bench, head_dims: list[int]) -> Plan:
     def errors(option: AttentionConfig, head_dim: int) -> Row:
         normaliser = make_normaliser(option, 2, head_dim, 1024).to(bench.device)
         runs = [(bench.dtype, 1000, "16-bit T=1000"), (torch.float32, 200, "float32 T=200")]
-        return {name: fused_error(normaliser, bench.device, dtype, 100 if bench.smoke else length)
+        return {name: fused.engine_error(normaliser, bench.device, dtype, 100 if bench.smoke else length)
                 for dtype, length, name in runs}  # fmt: skip
 
     def flex_errors(head_dim: int) -> Row:
         normaliser = make_normaliser(BIASED, 2, head_dim, 1024).to(bench.device)
         runs = [(bench.dtype, "16-bit T=200"), (torch.float32, "float32 T=200")]
-        return {name: flex_error(normaliser, bench.device, dtype) for dtype, name in runs}
+        return {name: engines.flex.engine_error(normaliser, bench.device, dtype) for dtype, name in runs}
 
     for head_dim in head_dims:
         for name, option in options.items():

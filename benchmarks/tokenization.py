@@ -40,7 +40,7 @@ import tiktoken
 from data.batches import train_batch
 from data.dataset import TokenStream
 from data.fineweb import n_cores
-from data.shards import write_shard
+from data.shards import ShardWriter
 from data.tokenizer import get_tokenizer
 from infra.cli import ArgumentParser, UserError, run_main
 
@@ -184,9 +184,9 @@ def resident() -> str:
 
 def reading(n_batches: int, folder: Path) -> None:
     rng = np.random.default_rng(0)
-    for index in range(1, N_SHARDS + 1):
-        tokens = rng.integers(0, 50257, SHARD_TOKENS, dtype=np.uint16)
-        write_shard(folder / f"random_train_{index:06d}.bin", tokens)
+    with ShardWriter(folder, "random", "train", SHARD_TOKENS, 1) as writer:
+        for _ in range(N_SHARDS):
+            writer.add(rng.integers(0, 50257, SHARD_TOKENS, dtype=np.uint16))
     stream = TokenStream(folder, "train")
     print(
         f"\n{N_SHARDS} shards, {stream.n_tokens:,} tokens, one process, {n_batches:,} batches of each kind\n"

@@ -42,16 +42,11 @@ def train_batch(
         UserError: the stream is too short for one window.
     """
     count = n_seq - first if count is None else count
-    if step < 0 or seq_len < 1 or count < 0 or not 0 <= first <= first + count <= n_seq:
-        raise ValueError(
-            f"step {step}, seq_len {seq_len}, rows [{first}, {first + count}) of {n_seq}: out of range"
-        )
+    assert step >= 0 and 0 <= first <= first + count <= n_seq, (step, first, count, n_seq)
     _check_length(stream, seq_len)
     window = step * n_seq + first
     if order == "sequential":
         return _read_windows(stream, window, count, seq_len)
-    if order != "shuffled":
-        raise ValueError(f"order = {order!r}: expected sequential or shuffled")
     x, y = np.empty((count, seq_len), np.int64), np.empty((count, seq_len), np.int64)
     for row, shuffled in enumerate(_shuffled_windows(window, count, stream.n_tokens // seq_len, seed)):
         x[row : row + 1], y[row : row + 1] = _read_windows(stream, shuffled, 1, seq_len)
@@ -82,8 +77,7 @@ def val_batch(stream: TokenStream, first: int, count: int, seq_len: int) -> tupl
         UserError: the stream is too short for one window.
     """
     _check_length(stream, seq_len)
-    if first < 0 or count < 0 or (first + count) * seq_len >= stream.n_tokens:
-        raise ValueError(f"windows [{first}, {first + count}) of {seq_len}: beyond {stream.n_tokens} tokens")
+    assert 0 <= first <= first + count <= (stream.n_tokens - 1) // seq_len, (first, count)
     return _read_windows(stream, first, count, seq_len)
 
 

@@ -11,7 +11,6 @@ import glob
 import gzip
 import json
 import os
-import pickle
 import re
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -22,9 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import tiktoken
 
 from data.shards import TOKEN
-from data.tokenizer import encode, get_tokenizer
+from data.tokenizer import encode
 from infra.cli import UserError
 
 BLOCK_BYTES = 2**20  # of text
@@ -238,15 +238,8 @@ def _take_block(rows: Iterator[bytes | None]) -> list[bytes | None]:
     return taken
 
 
-def tokenise(path: Path, tokenizer: str) -> None:
-    """Replace a file's content, a pickled Block, by its pickled Tokens.
-
-    Files, not arguments and results: a pipe would block forever if a worker were killed in mid-message.
-
-    Raises:
-        UserError: naming input and line, for a line that is not a JSON object with a text.
-    """
-    block, encoding = pickle.loads(path.read_bytes()), get_tokenizer(tokenizer)
+def tokenise(block: Block, encoding: tiktoken.Encoding) -> Tokens:
+    """Raises UserError: naming input and line, for a line that is not a JSON object with a text."""
     eot = np.array([encoding.eot_token], TOKEN)
     n = len(block.rows)
     parts, lengths, notes = [eot[:0]], np.zeros(n, np.int64), np.zeros(n, np.uint8)
@@ -259,8 +252,7 @@ def tokenise(path: Path, tokenizer: str) -> None:
         if text:
             parts += [eot, encode(encoding, text)]
             lengths[i] = 1 + len(parts[-1])
-    tokens = Tokens(block.input, block.row, np.concatenate(parts), lengths, notes)
-    path.write_bytes(pickle.dumps(tokens))
+    return Tokens(block.input, block.row, np.concatenate(parts), lengths, notes)
 
 
 def _text(row: bytes, json_key: str | None) -> tuple[str, bool]:

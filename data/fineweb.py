@@ -21,33 +21,24 @@ of the input at which each shard ends), and at the end dataset.json.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
-import pickle
 import re
-import shutil
-import signal
 import sys
-import threading
-import time
 from collections import Counter, deque
-from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import closing, contextmanager, suppress
-from multiprocessing import resource_tracker
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from loky import BrokenProcessPool, ProcessPoolExecutor
 
 from data import dataset, documents
 from data.documents import Block, Cursor, Source, Tokens
 from data.pretokenized import fetch_pretokenized
 from data.shards import MAX_TOKENS, ShardWriter
-from data.tokenizer import TOKENIZERS
+from data.tokenizer import TOKENIZERS, get_tokenizer
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.files import exclusive_lock, read_jsonl, write_atomically
 
@@ -57,8 +48,7 @@ DATA = Path(__file__).resolve().parent
 FINEWEB = "HuggingFaceFW/fineweb"
 MANIFEST_NAME = "manifest.jsonl"
 SHARD_KEYS = {"file", "tokens", "sha256", "documents", "next", "rows"}  # of its lines on shards
-BLOCKS_NAME = ".blocks"  # prefix of a folder of blocks on their way to and from the workers
-BLOCKS_AHEAD = 4  # per worker: enough to work on while a shard is forced to disk
+BLOCKS_AHEAD = 4  # per thread: enough to work on while a shard is forced to disk
 UNUSED = {  # options that would be silently ignored
     "dataset": "shards",
     "files": "dataset name split revision pretokenized shards",
@@ -66,61 +56,22 @@ UNUSED = {  # options that would be silently ignored
 }
 
 
-# ---------------------------------------------------------------- workers
+# ---------------------------------------------------------------- threads
 
 
-@contextmanager
-def worker_pool(n: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that end with this one. Ctrl-C reaches only this process.
-
-    Raises:
-        UserError: one of them was killed.
-    """
-    pool = ProcessPoolExecutor(n, initializer=_end_with_parent, initargs=(os.getpid(),))
-    resource_tracker.ensure_running()  # when it starts it unblocks signals
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the processes started here
+def tokenised_blocks(blocks: Iterator[Block], workers: int, tokenizer: str) -> Generator[Tokens, None, None]:
+    """The tokens of each block, in order; threads encode the next ones: tiktoken releases the GIL."""
+    pool, encoding = ThreadPoolExecutor(workers), get_tokenizer(tokenizer)
+    pending: deque[Future[Tokens]] = deque()
     try:
-        pool.submit(os.getpid)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        yield pool
-    except BrokenProcessPool:
-        raise UserError(
-            "a worker process was killed (out of memory?): run the same command again to resume, perhaps "
-            "with fewer --workers"
-        ) from None
+        for block in blocks:
+            pending.append(pool.submit(documents.tokenise, block, encoding))
+            if len(pending) > BLOCKS_AHEAD * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
     finally:
-        pool.shutdown(kill_workers=True)
-
-
-def _end_with_parent(parent: int) -> None:
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def tokenised_blocks(
-    blocks: Iterator[Block], pool: ProcessPoolExecutor, ahead: int, tokenizer: str, folder: Path
-) -> Iterator[Tokens]:
-    """The tokens of each block, in order, while the workers encode up to `ahead` of the next ones."""
-
-    def result(path: Path, future: Future[None]) -> Tokens:
-        future.result()
-        tokens: Tokens = pickle.loads(path.read_bytes())
-        path.unlink()
-        return tokens
-
-    pending: deque[tuple[Path, Future[None]]] = deque()
-    for number, block in enumerate(blocks):
-        path = folder / str(number)
-        path.write_bytes(pickle.dumps(block))
-        pending.append((path, pool.submit(documents.tokenise, path, tokenizer)))
-        if len(pending) > ahead:
-            yield result(*pending.popleft())
-    while pending:
-        yield result(*pending.popleft())
+        pool.shutdown(cancel_futures=True)
 
 
 # ---------------------------------------------------------------- shards
@@ -233,7 +184,7 @@ def build(source: Source, out: Path, options: Record, workers: int) -> Record:
 
     Args:
         options: dataset, tokenizer, shard_size, max_tokens (None: all).
-        workers: processes that tokenise. Their number changes only the speed.
+        workers: threads that tokenise. Their number changes only the speed.
     Raises:
         UserError: one line; finished shards stay, and the same call resumes after them.
     """
@@ -249,8 +200,6 @@ def build(source: Source, out: Path, options: Record, workers: int) -> Record:
         _resume(cutter, shards)
         if not cutter.is_complete:
             _tokenise_all(source, cutter, options["tokenizer"], workers)
-        for leftover in out.glob(f"{BLOCKS_NAME}*"):  # of killed runs
-            shutil.rmtree(leftover, ignore_errors=True)
         val, *train = (shard["documents"] for shard in cutter.shards)
         info = {key: options[key] for key in ("dataset", "tokenizer")} | {
             "vocab_size": TOKENIZERS[options["tokenizer"]],
@@ -301,19 +250,17 @@ def _tokenise_all(source: Source, cutter: ShardCutter, tokenizer: str, workers: 
     bar = dataset.progress_bar(
         cutter.folder.name, total if total < sys.maxsize else None, "tok", cutter.n_tokens
     )
-    blocks = documents.read_blocks(source, cutter.cursor)
-    # A folder of its own: workers of a killed run may live, and write, for a second after it.
-    temporary = TemporaryDirectory(prefix=BLOCKS_NAME, dir=cutter.folder, ignore_cleanup_errors=True)
-    try:
-        with temporary as folder, bar, closing(blocks), worker_pool(workers) as pool:
-            for tokens in tokenised_blocks(blocks, pool, BLOCKS_AHEAD * workers, tokenizer, Path(folder)):
-                cutter.add(tokens)
-                bar.update(cutter.n_tokens - bar.n)
-                if cutter.is_complete:
-                    break
-            cutter.finish()
-    except OSError as e:  # of the files in `temporary`, also in a worker
-        raise UserError(f"{temporary.name}: cannot be written: {e.strerror}") from None
+    with (
+        bar,
+        closing(documents.read_blocks(source, cutter.cursor)) as blocks,
+        closing(tokenised_blocks(blocks, workers, tokenizer)) as found,
+    ):
+        for tokens in found:
+            cutter.add(tokens)
+            bar.update(cutter.n_tokens - bar.n)
+            if cutter.is_complete:
+                break
+        cutter.finish()
 
 
 # ---------------------------------------------------------------- command line
@@ -339,7 +286,7 @@ def _parse_args() -> argparse.Namespace:
     add("--out", type=Path, metavar="DIR", help="folder to write (default: data/fineweb10B and so on)")
     add("--shard-size", **n, help="tokens per shard (default: 10^8)")
     add("--max-tokens", **n, help="stop after N tokens (default: all)")
-    add("--workers", **n, help=f"processes (default: the cores, {n_cores()})")
+    add("--workers", **n, help=f"threads (default: the cores, {n_cores()})")
     add("--tokenizer", choices=TOKENIZERS, help="(default: gpt2)")
     args = parser.parse_args()
     mode = "files" if args.files else "pretokenized" if args.pretokenized else "dataset"
@@ -384,7 +331,6 @@ def main() -> None:
             out, info = _build(args)
     if info is None:
         print("stopped; run the same command again to resume after the finished shards", file=sys.stderr)
-        gc.collect()  # the pool's semaphores: their tracker would warn of a leak
         sys.stderr.flush()
         if args.pretokenized:
             os._exit(130)  # at once: threads may be downloading

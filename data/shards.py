@@ -34,23 +34,6 @@ SHARD_NAME = re.compile(r"(?P<dataset>.+)_(?P<split>[^_]+)_(?P<index>[0-9]{6})\.
 # ---------------------------------------------------------------- writing
 
 
-def write_shard(path: str | Path, tokens: Sequence[int] | np.ndarray) -> str:
-    """Write a shard that is either complete under its name or absent.
-
-    Args:
-        tokens: (n,) integers, 1 <= n < 2**31, each in 0..65535.
-    Returns:
-        The sha256 of the file, in hex.
-    Raises:
-        UserError: naming the path, for a token that does not fit uint16, no tokens, or a failed write.
-    """
-    path = Path(path)
-    array = _as_uint16(tokens, path)
-    if not 1 <= len(array) <= MAX_TOKENS:
-        raise UserError(f"{path}: {len(array)} tokens: expected 1 to {MAX_TOKENS} in a shard")
-    return _write(path, len(array), [array])
-
-
 class ShardWriter:
     """Cuts a stream of tokens into shards `{dataset}_{split}_{index:06d}.bin` of `shard_size` tokens.
 
@@ -79,7 +62,7 @@ class ShardWriter:
             self.flush()
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append tokens (n,). Raises UserError as `write_shard` does."""
+        """Append tokens (n,). Raises UserError: a token does not fit uint16; a failed write."""
         rest = _as_uint16(tokens, self._path())
         while len(rest):
             part, rest = rest[: self.room], rest[self.room :]

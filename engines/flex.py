@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from engines.base import NormaliserModule
-from engines.self_check import SelfCheck, check, compare, relative_errors
+from engines.self_check import compare, relative_errors
 from normalisers import RowContext
 
 BLOCK = 128  # of queries and of keys: blocks after the queries are skipped
@@ -77,12 +77,7 @@ def causal_mask(n_queries: int, n_keys: int, device: torch.device) -> tuple[Bloc
     return mask, first
 
 
-def self_check(normaliser: NormaliserModule, device: torch.device, dtype: torch.dtype) -> SelfCheck:
-    """`engines.self_check.check` of FlexAttention."""
-    return check("FlexAttention", flex_error, normaliser, device, dtype)
-
-
-def flex_error(normaliser: NormaliserModule, device: torch.device, dtype: torch.dtype) -> float:
+def engine_error(normaliser: NormaliserModule, device: torch.device, dtype: torch.dtype) -> float:
     """The largest relative error of o, dq, dk, dv: all queries, and the last with one head of keys."""
     g, errors, n_head = torch.Generator().manual_seed(0), [], normaliser.n_head
     n_keys = min(200, normaliser.train_len)  # ssmax_pn has no p_n beyond

@@ -32,7 +32,7 @@ from engines.fused_kernels import (
     _forward,
 )
 from engines.sdpa import score_moments
-from engines.self_check import SelfCheck, check, compare, relative_errors
+from engines.self_check import compare, relative_errors
 from normalisers import Phi, RowContext, reweight
 
 # ---------------------------------------------------------------- the engine
@@ -78,12 +78,7 @@ def run_prepared(
 # ---------------------------------------------------------------- the self-check
 
 
-def self_check(normaliser: NormaliserModule, device: torch.device, dtype: torch.dtype) -> SelfCheck:
-    """`engines.self_check.check` of the fused kernels."""
-    return check("fused attention", fused_error, normaliser, device, dtype)
-
-
-def fused_error(
+def engine_error(
     normaliser: NormaliserModule, device: torch.device, dtype: torch.dtype, length: int = 200
 ) -> float:
     """The engine's largest relative error (by norm) against float64 weights.
@@ -242,40 +237,18 @@ def phi_attention(
     Returns:
         (B, H, Tq, D) in the inputs' type. Scores and sums are float32; weights are rounded to the
         inputs' type where they meet v. float16 overflows where weights without l1 exceed 65504.
-    Raises:
-        ValueError: for arguments outside these.
     """
-    _check(q, k, v, phi, l1, p)
+    assert phi in PHIS and (phi, l1, p) != ("exp", True, 0), (phi, l1, p)  # the last is softmax: sdpa
+    assert not p or (0 < p <= MAX_POWER and l1 and phi not in SIGNED), (phi, l1, p)
+    assert q.dtype == k.dtype == v.dtype and q.shape[-1] <= FUSED_HEAD_DIM.get(q.dtype, 0), q.dtype
+    assert k.shape == v.shape and q.shape[::3] == k.shape[::3] and q.shape[2] <= k.shape[2], k.shape
+    assert q.shape[1] % k.shape[1] == 0, (q.shape, k.shape)
     if shift is not None:
         shift = shift.to(torch.float32).contiguous()
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if q.shape[-2] == 1 and not needs_grad:
         return _decode_op(q, k, v, shift, phi, l1, p, bounded, skip_mass)
     return _forward_op(q, k, v, shift, phi, l1, p, bounded)[0]
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, phi: str, l1: bool, p: int) -> None:
-    if phi not in PHIS:
-        raise ValueError(f"phi = {phi!r}: expected one of {', '.join(PHIS)}")
-    if p and (not 0 < p <= MAX_POWER or not l1 or phi in SIGNED):
-        raise ValueError(
-            f"p = {p} with phi = {phi}, l1 = {l1}: expected 1 <= p <= {MAX_POWER}, l1 and a phi >= 0"
-        )
-    if phi == "exp" and l1 and not p:
-        raise ValueError("phi = exp, l1 = True, p = 0: is softmax; expected F.scaled_dot_product_attention")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"q, k, v of types {q.dtype}, {k.dtype}, {v.dtype}: expected one of float32, float16, bfloat16"
-        )
-    same = k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[-1] == k.shape[-1]
-    if not same or q.shape[1] % k.shape[1]:
-        raise ValueError(f"shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}: expected q (B, H, "
-                         "Tq, D), k and v (B, n_kv_head, Tk, D), H a multiple of n_kv_head")  # fmt: skip
-    if q.shape[-2] > k.shape[-2] or q.shape[-1] > FUSED_HEAD_DIM[q.dtype]:
-        raise ValueError(
-            f"{q.shape[-2]} queries for {k.shape[-2]} keys, head size {q.shape[-1]} in {q.dtype}: expected "
-            f"no more queries than keys, and head size <= {FUSED_HEAD_DIM[q.dtype]}"
-        )
 
 
 def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The report's figures: LSSAR's 1 and 2, SSMax's 2 (p_n), 3 and 4, NormSoftmax's 2, 3a and 4, each scale's
+"""The report's figures: LSSAR's 1 and 2, SSMax's 2 (p_n) and 4, NormSoftmax's 2, 3a and 4, each scale's
 learning curves and positions.
 
 A figure is None where the runs have nothing to draw.
@@ -11,13 +11,13 @@ import statistics
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from evals.output import MARKERS
 from infra.files import read_jsonl
-from normalisers import Normaliser, RowContext, Softmax, SSMax
 from papers.runs import FACTORS, FinishedRun, Group, RunIndex
 from papers.tables import read_published, read_rows
 from training.checkpoint import load_model
@@ -160,12 +160,9 @@ def fit_p_n(run: FinishedRun) -> LogFit:
 
 def fit_log(p_n: Tensor) -> tuple[float, float, float]:
     """a1, a2, R². n = 1 is left out: a single key has no gradient."""
-    x = torch.arange(2, len(p_n) + 1, dtype=p_n.dtype).log()
-    y = p_n[1:]
-    a1 = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
-    a2 = y.mean() - a1 * x.mean()
-    residual = (y - a1 * x - a2).square().sum() / (y - y.mean()).square().sum()
-    return a1.item(), a2.item(), 1 - residual.item()
+    x, y = np.log(np.arange(2, len(p_n) + 1)), p_n[1:].numpy()
+    a1, a2 = np.polyfit(x, y, 1).tolist()
+    return a1, a2, float(np.corrcoef(x, y)[0, 1] ** 2)
 
 
 def p_n_figure(fit: LogFit, title: str) -> Figure | None:
@@ -183,29 +180,6 @@ def published_fit() -> tuple[float, float]:
     """The paper's a1 and a2."""
     a1, a2 = (n["value"] for n in read_published()["ssmax"] if n["where"] == "Figure 2 (legend)")
     return a1, a2
-
-
-def largest_weight(normaliser: Normaliser, n: int, z_max: Tensor) -> Tensor:
-    """The weight of z_max (Z,) in the row (0, 1/(n-2), ..., (n-3)/(n-2), 1, z_max) of n scores: (Z,)."""
-    ramp = torch.linspace(0, 1, n - 1, dtype=z_max.dtype).expand(len(z_max), -1)
-    context = RowContext(torch.tensor([[n]], dtype=z_max.dtype), n, n, head_dim=1)
-    z = torch.cat((ramp, z_max[:, None]), dim=1) * normaliser.factor(context)  # (Z, n)
-    return normaliser.weights(z, context)[:, -1]
-
-
-def fading_figure(title: str) -> Figure | None:
-    """The weight of z_max against its value (SSMax, Figure 3); n, s and the range are ours."""
-    figure, axes = new_axes(title, "z_max, beside a ramp from 0 to 1", "its weight")
-    z_max = torch.linspace(0, 12, 121, dtype=torch.float64)
-    curves: dict[str, tuple[Normaliser, str]] = {
-        "softmax": (Softmax(), "C0"), "SSMax, s = 1": (SSMax(scale=1.0), "C3"),
-        "SSMax, s = 0.43": (SSMax(scale=0.43), "C1"),
-    }  # fmt: skip
-    for n, linestyle in ((16, ":"), (256, "--"), (4096, "-")):
-        for name, (normaliser, colour) in curves.items():
-            weight = largest_weight(normaliser, n, z_max)
-            axes.plot(z_max, weight, color=colour, linestyle=linestyle, label=f"{name}, n = {n}")
-    return with_legend(figure)
 
 
 def training_figure(groups: list[Group], title: str) -> Figure | None:
@@ -243,9 +217,6 @@ def all_figures(
     index: RunIndex, papers: list[str], fits: list[LogFit]
 ) -> Iterator[tuple[str, str, Figure | None]]:
     """(file name, caption, figure) by scale and RoPE scaling."""
-    if "ssmax" in papers:
-        title = "SSMax, Figure 3: the weight of the largest score"
-        yield "ssmax_figure3.png", title, fading_figure(title)
     if "normsoftmax" in papers:
         lengths = index.training_lengths(read_rows("normsoftmax_paper", "acceleration"))
         for i, (size, losses) in enumerate(lengths.items(), 1):

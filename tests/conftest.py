@@ -72,6 +72,17 @@ def make_dataset(folder: Path, n_val: int = 1000, n_train: int = 5500, vocab: in
     return folder
 
 
+def write_shard(path: Path, tokens: Any) -> str:
+    """Write one shard <dataset>_<split>_<index>.bin; returns its sha256."""
+    from data.shards import ShardWriter
+
+    dataset, split, index = path.stem.rsplit("_", 2)
+    with ShardWriter(path.parent, dataset, split, 10**9, int(index)) as writer:
+        writer.add(tokens)
+    sha256: str = writer.files[0]["sha256"]
+    return sha256
+
+
 @pytest.fixture(scope="session")
 def tiny_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """1,000 validation and 5,500 training tokens below `VOCAB`; read-only: shared by all tests."""

@@ -156,7 +156,10 @@ BAD_ATTENTION = [
         "attention.bias = 'log_n': cancels in a softmax; expected true or false",
     ),
     ('normaliser = "relu_shen"\ngamma = "inf"', "attention.gamma = 'inf': expected number"),
-    ('normaliser = "norm_softmax"\ngamma = -1.0', "attention.gamma = -1.0: expected a number above 0"),
+    (
+        'normaliser = "norm_softmax"\ngamma = -1.0',
+        "attention.gamma = -1.0: expected greater than 0 or 'sqrt_d' or 'inf'",
+    ),
     ('normaliser = "norm_softmax"\ngamma = 1.0\ngamma_factor = 2.0', "attention.gamma_factor = 2.0"),
     ('normaliser = "norm_softmax"\nvariant = "affine"\ngamma = 1.0', "attention.variant = 'affine'"),
     ('normaliser = "norm_softmax"\nvariant = "inverse"\ngamma = "inf"', "attention.gamma = 'inf'"),

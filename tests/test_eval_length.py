@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, VOCAB, make_dataset, save_run
+from conftest import TINY, VOCAB, make_dataset, save_run, write_shard
 from launch import run_script
 from torch.nn import functional as F
 
@@ -20,7 +20,6 @@ import eval_length
 from config import config_from_dict
 from data.batches import val_batch
 from data.dataset import TokenStream
-from data.shards import write_shard
 from evals.common import Blocks, EvaluatedRun
 from infra.cli import UserError
 from infra.distributed import World

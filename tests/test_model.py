@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from infra.cli import UserError
 from model import GPT, KVCache
-from positions import RopeScaling, SplitAndRotate, apply_rope, rope_tables
+from positions import RopeScaling, apply_rope, rope_tables
 from schema import AttentionConfig, Config, ModelConfig, TrainConfig
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 61}
@@ -133,21 +133,6 @@ def test_autocast_keeps_float32_weights_and_loss():
         out = gpt.generate(random_tokens(2, 4), 4)
     assert loss.dtype == torch.float32 and abs(loss.item() - math.log(61)) < 0.1
     assert gpt.embedding.weight.dtype == torch.float32 and out.shape == (2, 8)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_split_and_rotate_is_its_slow_twin(dtype):
-    """q, k, v and their gradient, against `apply_rope` on views of the projection."""
-    qkv = torch.randn(2, 7, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
-    cos, sin = rope_tables(8, 7, 10000.0, RopeScaling(), 16)
-    got = SplitAndRotate.apply(qkv, cos, sin, 2)
-    q, k, v = qkv.transpose(1, 2).split((4, 2, 2), dim=1)
-    want = apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
-    grads = [torch.randn_like(t) for t in want]
-    got_grad, want_grad = (torch.autograd.grad(outputs, qkv, grads)[0] for outputs in (got, want))
-    tolerance = 1e-6 if dtype == torch.float32 else 0.0  # bfloat16: computed in float32, rounded once
-    for a, b in [*zip(got, want, strict=True), (got_grad, want_grad)]:
-        assert a.dtype == dtype and (a - b).abs().max() <= tolerance
 
 
 # ---- the whole model against a plain one ----

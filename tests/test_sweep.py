@@ -21,8 +21,7 @@ import sweep
 from config import expand_sweep, load_config, to_toml
 from infra.cli import UserError
 from infra.distributed import StopSignals
-from normalisers import Softmax, SSMax
-from papers.figures import all_figures, fit_log, largest_weight
+from papers.figures import all_figures, fit_log
 from papers.runs import FACTORS, FinishedRun, RunIndex, experiment_of, read_runs
 from papers.tables import CONFIGS, PAPERS, read_published, read_rows, read_tables
 from schema import Config
@@ -409,21 +408,10 @@ def test_training_lengths_are_compared_at_one_size(tmp_path) -> None:
     curve, _ = figures[f"ssmax_figure4_{index.letters[scale_with(index, '200 steps')]}.png"].axes[0].lines
     assert curve.get_xdata().tolist() == list(range(2, 201, 2))  # type: ignore[union-attr]
     assert curve.get_ydata()[-1] == pytest.approx(4.8005)  # type: ignore[index]
-    assert "ssmax_figure3.png" in figures
 
 
 def scale_with(index: RunIndex, text: str) -> str:
     return next(scale for scale in index.letters if text in scale)
-
-
-def test_softmax_fades_and_ssmax_does_not():
-    """SSMax, Figure 3, by its formula: n^(s z_max) over the sum (eq. 7)."""
-    n, z_max, s = 4096, torch.tensor([1.0, 3.0, 6.0], dtype=torch.float64), 0.43
-    z = torch.cat((torch.arange(n - 1).double() / (n - 2), z_max[1:2]))
-    expected = n ** (s * z[-1]) / (n ** (s * z)).sum()
-    weights = largest_weight(SSMax(scale=s), n, z_max)
-    assert weights[1].item() == pytest.approx(expected.item(), rel=1e-9)
-    assert weights[2] > 0.99 and largest_weight(Softmax(), n, z_max)[2] < 0.1
 
 
 def test_fit_of_p_n_finds_its_own_formula():

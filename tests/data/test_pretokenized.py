@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import write_shard
 
 from data.dataset import TokenStream, dataset_info
 from data.pretokenized import PRETOKENIZED, fetch_pretokenized
-from data.shards import write_shard
 from data.verify import Verification
 from infra.cli import UserError
 

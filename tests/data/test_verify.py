@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import write_shard
 
 from data import shards
 from data.dataset import begin_dataset, finish_dataset
-from data.shards import write_shard
 from data.verify import Verification, survey
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,7 +166,7 @@ DAMAGES = {
     "folder": (SHARD, lambda path: (path.unlink(), path.mkdir()), "cannot be read"),
     "link": (SHARD, lambda path: (path.unlink(), path.symlink_to("nowhere")), "cannot be read"),
     "extra": ("toy_train_000006.bin", lambda path: write_shard(path, [EOT, 1]), "not listed"),
-    "foreign": ("copy.bin", lambda path: write_shard(path, [1]), "expected a name like"),
+    "foreign": ("copy.bin", lambda path: put(path, b"1"), "expected a name like"),
     "recorded sha256": (
         SHARD,
         lambda path: edit_info(path.parent, "shards", 3, "sha256", value="0" * 64),

@@ -12,6 +12,7 @@ from attention_cases import assert_close, draw, make, run
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+import attention
 from attention import attend, describe_engine, make_normaliser, resolve_engine
 from engines import flex, self_check
 from infra.cli import UserError
@@ -85,7 +86,7 @@ def test_lengths_and_layers_share_graphs(backend, monkeypatch):
 def test_choice(monkeypatch):
     """auto takes it on CUDA after its self-check; what it cannot run is an error."""
     for problem, chosen in (("", "flex"), ("no", "rows")):
-        monkeypatch.setattr(flex, "self_check", lambda *key, p=problem: self_check.SelfCheck(1e-3, p))
+        monkeypatch.setattr(attention, "check", lambda *key, p=problem: self_check.SelfCheck(1e-3, p))
         for options in OPTIONS:
             assert resolve_engine(build(options), "auto", CUDA, torch.bfloat16) == chosen
     alibi = build(OPTIONS[2])
@@ -120,8 +121,8 @@ def test_self_check(fault, backward_on_cpu, monkeypatch):
     monkeypatch.setattr(flex, "flex_attention", faulty)
     self_check._check.cache_clear()
     if fault:
-        with pytest.warns(UserWarning, match="FlexAttention failed its self-check, engine auto takes rows"):
-            assert flex.self_check(build(OPTIONS[1]), CPU, torch.float32).problem
+        with pytest.warns(UserWarning, match="flex failed its self-check, engine auto takes rows"):
+            assert self_check.check("flex", flex.engine_error, build(OPTIONS[1]), CPU, torch.float32).problem
     else:
-        assert flex.self_check(build(OPTIONS[1]), CPU, torch.float32).error < 1e-5
+        assert self_check.check("flex", flex.engine_error, build(OPTIONS[1]), CPU, torch.float32).error < 1e-5
     self_check._check.cache_clear()

@@ -31,7 +31,7 @@ from schema import AttentionConfig
 pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
 
 from engines import fused, self_check
-from engines.fused import INTERPRETED, fused_error, phi_attention
+from engines.fused import INTERPRETED, engine_error, phi_attention
 
 torch.set_num_threads(1)
 pytestmark = [
@@ -137,8 +137,8 @@ def test_batches_and_heads(n_queries, n_kv_head):
 def test_float16():
     """Off by float16's rounding of weights and of their gradients, not by more."""
     for cfg in (LSSAR, AttentionConfig(normaliser="lssa"), AttentionConfig(normaliser="sigmoid", l1=True)):
-        assert fused_error(make(cfg, 2, 64, 300), torch.device("cpu"), torch.float16) < 2e-3
-    assert fused_error(make(LSSAR, 1, 256, 300), torch.device("cpu"), torch.float16, 40) < 2e-3
+        assert engine_error(make(cfg, 2, 64, 300), torch.device("cpu"), torch.float16) < 2e-3
+    assert engine_error(make(LSSAR, 1, 256, 300), torch.device("cpu"), torch.float16, 40) < 2e-3
 
 
 # 2. Rows that break naive code.
@@ -407,7 +407,7 @@ def lssar() -> Any:
 
 def test_auto_on_cuda(monkeypatch):
     def verdict(problem: str) -> None:
-        monkeypatch.setattr(fused, "self_check", lambda *key: fused.SelfCheck(0.001, problem))
+        monkeypatch.setattr(attention, "check", lambda *key: self_check.SelfCheck(0.001, problem))
 
     verdict("")
     assert resolve_engine(lssar(), "auto", CUDA, torch.bfloat16) == "triton"
@@ -432,15 +432,17 @@ def test_auto_on_cuda_without_triton(monkeypatch):
         assert resolve_engine(lssar(), "auto", CUDA, torch.bfloat16) == "rows"
 
 
-def check(cfg: AttentionConfig) -> fused.SelfCheck:
+def check(cfg: AttentionConfig) -> self_check.SelfCheck:
     self_check._check.cache_clear()
-    return fused.self_check(make_normaliser(cfg, 2, 16, 300), CPU, torch.float32)
+    return self_check.check(
+        "triton", fused.engine_error, make_normaliser(cfg, 2, 16, 300), CPU, torch.float32
+    )
 
 
 @pytest.mark.parametrize("cfg", quick_first([LSSAR, *OTHERS[::6]], lambda i, _: i < 2))
 def test_self_check_passes(cfg):
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="fused")
+        warnings.filterwarnings("error", message="triton")
         result = check(cfg)
     assert not result.problem and result.error < 5e-5
 
@@ -480,13 +482,14 @@ import os, warnings, torch
 from attention import make_normaliser
 from config import AttentionConfig
 from engines import fused
+from engines.self_check import check
 from infra.distributed import join_world
 
-fused.fused_error = lambda *key: 0.0 if os.environ["RANK"] == "0" else 1.0
+error = lambda *key: 0.0 if os.environ["RANK"] == "0" else 1.0
 normaliser = make_normaliser(AttentionConfig(normaliser="lssa", reweight_p=15), 2, 16, 300)
 warnings.simplefilter("ignore")
 with join_world("cpu") as world:
-    print(fused.self_check(normaliser, world.device, torch.float32).problem)
+    print(check("triton", error, normaliser, world.device, torch.float32).problem)
 """
 
 
@@ -520,29 +523,6 @@ def test_engine_refused(monkeypatch):
             resolve_engine(make_normaliser(LSSAR, 2, size, 300), "triton", CUDA, dtype)
     with pytest.raises(ValueError, match="softmax_inverse with these options is not phi"):
         AttentionConfig(normaliser="softmax_inverse", engine="triton")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"phi": "tanh"}, "phi = 'tanh': expected one of exp, softplus"),
-        ({"p": -1}, "p = -1 with phi = softplus"),
-        ({"p": 257}, "expected 1 <= p <= 256"),
-        ({"phi": "exp"}, "phi = exp, l1 = True, p = 0: is softmax"),
-        ({"p": 3, "phi": "gelu"}, "p = 3 with phi = gelu"),
-        ({"q": torch.zeros(1, 1, 9, 16)}, "9 queries for 8 keys"),
-        ({"q": torch.zeros(1, 1, 8, 16, dtype=torch.float64)}, "types torch.float64"),
-        ({"v": torch.zeros(1, 1, 7, 16)}, "shapes"),
-        ({"k": torch.zeros(1, 3, 8, 16), "v": torch.zeros(1, 3, 8, 16)}, "H a multiple of n_kv_head"),
-        (dict.fromkeys("qkv", torch.zeros(1, 1, 8, 144)), "head size 144 in torch.float32"),
-    ],
-    ids=lambda value: "" if isinstance(value, dict) else value.split(":")[0],
-)
-def test_arguments_are_checked(change, message):
-    same = torch.zeros(1, 1, 8, 16)
-    arguments: dict[str, Any] = {"q": same, "k": same, "v": same, "phi": "softplus", "l1": True} | change
-    with pytest.raises(ValueError, match=message):
-        phi_attention(**arguments)
 
 
 # 5. Compiled ahead of time.

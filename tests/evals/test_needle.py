@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import save_run
+from conftest import save_run, write_shard
 from test_eval_length import read
 from test_model import make_gpt, random_tokens
 from test_sample import prefer_untokenised
 
 from config import config_from_dict
 from data.dataset import finish_dataset
-from data.shards import write_shard
 from data.tokenizer import get_tokenizer
 from evals import needle
 from evals.common import proportion
