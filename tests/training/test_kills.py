@@ -11,6 +11,7 @@ import torch
 from launch import build, curve, records, resume, run, start
 
 import train
+from config import load_config, to_toml
 from infra.distributed import StopSignals, World
 from training.checkpoint import find_checkpoints, load_checkpoint
 from training.state import TrainState
@@ -42,6 +43,9 @@ def test_a_signal_finishes_the_step_saves_and_the_same_command_resumes(
 def test_a_signal_during_validation_stops_it_and_it_is_done_on_resume(
     tiny_config: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """Also while p is raised: the validation is of the last step's p."""
+    power = ["--attention.normaliser", "lssa", "--attention.reweight-p", "7"]
+    tiny_config.write_text(to_toml(load_config(tiny_config, [*power, "--attention.reweight-p-warmup", "12"])))
     whole = run(tiny_config, "--name", "whole")
     state, asked = build(tiny_config, "--name", "stopped"), []
     on_any_rank = StopSignals.on_any_rank
