@@ -125,8 +125,8 @@ class AttentionConfig(Section):
     reweight_p_warmup: int = Field(
         0,
         ge=0,
-        description="Training steps over which p doubles from 1 to reweight_p, in equal spans; 0: p is "
-        "reweight_p from the first step, as in the paper. Evaluations use reweight_p.",
+        description="Training steps over which p rises from 1 to reweight_p; 0: p is reweight_p from the "
+        "first step, as in the paper. Evaluations use reweight_p; a compiled model is compiled for each p.",
     )
     naive_power: bool = Field(
         False,

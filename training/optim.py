@@ -68,15 +68,9 @@ def set_learning_rates(
 
 
 def warmup_power(config: AttentionConfig, step: int) -> int:
-    """p of the re-weighting at a step: 1, 2, 4, ... reweight_p in equal spans of reweight_p_warmup steps.
-
-    Doubled, not incremented: a compiled model has a graph for each p.
-    """
+    """p of the re-weighting at a step: from 1 to reweight_p in equal spans of reweight_p_warmup steps."""
     p, n_steps = config.reweight_p, config.reweight_p_warmup
-    if step >= n_steps:
-        return p
-    n_doublings = (p - 1).bit_length()
-    return 1 << n_doublings * step // n_steps
+    return p if step >= n_steps else 1 + (p - 1) * step // n_steps
 
 
 def set_power(model: GPT, config: AttentionConfig, step: int) -> None:

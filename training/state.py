@@ -56,10 +56,9 @@ class TrainState:
         compiles = config.train.compile
         if compiles == "auto":
             compiles = world.device.type == "cuda"
-        if (
-            compiles and config.attention.reweight_p_warmup
-        ):  # a graph for each p, in training and in validation
-            torch._dynamo.config.recompile_limit = 32
+        if compiles and config.attention.reweight_p_warmup:
+            # A graph for each p, in training and in validation.
+            torch._dynamo.config.recompile_limit = 2 * config.attention.reweight_p + 8
         self.local_model: Any = torch.compile(self.raw_model) if compiles else self.raw_model
         self.model: Any = DistributedDataParallel(self.local_model) if world.size > 1 else self.local_model
         self.optimizers = make_optimizers(self.raw_model, config.optimizer)
