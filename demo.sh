@@ -11,11 +11,8 @@ cd "$(dirname "$0")"
 . ./environment.sh
 
 case "${1:-}" in
-    "") prefix=demo; steps=(); power=(); eval_tokens=131072 ;;
-    --quick)
-        prefix=quick eval_tokens=16384 power=(--attention.reweight-p-warmup 20)
-        steps=(--train.max-steps 40 --optimizer.warmup-steps 10 --train.val-tokens 16384)
-        ;;
+    "") prefix=demo; steps=(); eval_tokens=131072 ;;
+    --quick) prefix=quick; steps=(--train.max-steps 40 --optimizer.warmup-steps 10 --train.val-tokens 16384); eval_tokens=16384 ;;
     *) echo "error: $1: expected nothing or --quick" >&2; exit 2 ;;
 esac
 softmax=runs/${prefix}_softmax qk_norm=runs/${prefix}_qk_norm lssar=runs/${prefix}_lssar picture=runs/$prefix.png
@@ -29,7 +26,7 @@ $PYTHON train.py configs/demo_softmax.toml --name ${prefix}_softmax ${steps[@]+"
 echo "== 4/6  train softmax with QK-norm at LSSA's sharpness -> $qk_norm"
 $PYTHON train.py configs/demo_qk_norm.toml --name ${prefix}_qk_norm ${steps[@]+"${steps[@]}"}
 echo "== 5/6  train LSSAR, p = 15 -> $lssar"
-$PYTHON train.py configs/demo_lssar.toml --name ${prefix}_lssar ${steps[@]+"${steps[@]}" "${power[@]}"}
+$PYTHON train.py configs/demo_lssar.toml --name ${prefix}_lssar ${steps[@]+"${steps[@]}"}
 echo "== 6/6  validation loss at 1x to 16x the training length -> $picture"
 if [ -s runs/$prefix.txt ] && [ "$picture" -nt $softmax/checkpoints ] && [ "$picture" -nt $qk_norm/checkpoints ] &&
     [ "$picture" -nt $lssar/checkpoints ]; then

@@ -26,7 +26,7 @@ OVERRIDES = [  # a small model, short steps and many checkpoints
     *("--model.n-layer", "2", "--train.max-steps", "150", "--train.seq-len", "64"),
     *("--train.batch-tokens", "1024", "--train.micro-batch", "8", "--train.val-tokens", "4096"),
     *("--train.val-every", "20", "--train.checkpoint-every", "5", "--train.keep-last", "3"),
-    *("--optimizer.warmup-steps", "10", "--attention.reweight-p-warmup", "75", "--log.every", "5"),
+    *("--optimizer.warmup-steps", "10", "--log.every", "5"),
 ]
 KEPT = ("step", "loss", "lr", "grad_norm", "val_loss", "skipped")  # the keys that no clock changes
 
