@@ -349,16 +349,21 @@ def definitions(scale: Scale) -> str:
 
 
 # ---------------------------------------------------------------- figures
-def plane_figure(scale: Scale) -> Figure:
-    """Loss at 1x against loss at 16x, a dot for each contestant that has both."""
+def plane_figure(scale: Scale, shown: list[Contestant]) -> Figure:
+    """Loss at 1x against loss at 16x, a dot for each contestant that has both; grey: not `shown`."""
     title = f"Scale {scale.name}: lower left is better"
-    figure, axes = new_axes(title, "loss at 1x (nats per token)", "loss at 16x", height=8)
-    for i, c in enumerate(scale.contestants.values()):
+    figure, axes = new_axes(title, "loss at 1x (nats per token)", "loss at 16x", height=7)
+    others = [c for c in scale.contestants.values() if c not in shown]
+    for i, c in enumerate([*shown, *others]):
         losses = c.loss(scale.lengths[0]), c.loss(scale.lengths[-1])
         if all(losses):
             dx, dy = (statistics.stdev(each) if len(each) > 1 else 0.0 for each in losses)
-            style = {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "capsize": 2}
-            axes.errorbar(*map(statistics.fmean, losses), dy, dx, label=c.name, **style)
+            style: dict[str, Any] = {"color": "0.7", "marker": ".", "zorder": 1}
+            if i < len(shown):
+                style = {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "label": c.name}
+            elif i == len(shown):
+                style["label"] = "the others of the table"
+            axes.errorbar(*map(statistics.fmean, losses), dy, dx, capsize=2, linestyle="none", **style)
     low, high = axes.get_ylim()
     axes.set_ylim(low, min(high, 4 * low))
     line = [max(axes.get_xlim()[0], axes.get_ylim()[0]), min(axes.get_xlim()[1], axes.get_ylim()[1])]
@@ -463,7 +468,7 @@ def scale_parts(name: str, records: list[Record], comparisons: dict[str, Any], o
         parts += [scale_text(scale), main_table(scale, costs)]
         shown = [scale.contestants[c] for c in comparisons["shown"] if c in scale.contestants]
         figures = {
-            "plane": ("Loss at 1x against loss at 16x", plane_figure(scale)),
+            "plane": ("Loss at 1x against loss at 16x", plane_figure(scale, shown)),
             "lengths": ("Loss by length", length_figure(scale, shown)),
             "positions": ("Loss by position", position_figure(scale, shown)),
             "training": ("Loss over training tokens", training_figure(scale)),
