@@ -239,7 +239,7 @@ def test_validation_reports_both_losses(folder, softmax_runs):
         ("--train.max-steps 0 --optimizer.warmup-steps 0", "max_steps = 0: expected at least 1, or a run"),
         ("--train.loss-gamma 1.0", "train.loss_gamma = 1.0: only read by train.loss = norm_softmax"),
         ("--train.loss-tau 1.0", "train.loss_tau = 1.0: not read by train.loss = softmax"),
-        ("--train.loss norm_softmax --train.loss-gamma -1.0", "train.loss_gamma = -1.0: expected greater than 0"),
+        ("--train.loss norm_softmax --train.loss-gamma -1.0", "loss_gamma = -1.0: expected greater than 0"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit(overrides, expected):
