@@ -331,15 +331,11 @@ class Config(Section):
         steps, max_steps = self.optimizer.warmup_steps, self.train.max_steps
         if max_steps == 0 and not self.init_from:
             raise ValueError("train.max_steps = 0: expected at least 1, or a run named by init_from")
-        if steps > max_steps:
-            raise ValueError(
-                f"optimizer.warmup_steps = {steps}: expected at most train.max_steps = {max_steps}"
-            )
-        if self.attention.reweight_p_warmup > max_steps:
-            raise ValueError(
-                f"attention.reweight_p_warmup = {self.attention.reweight_p_warmup}: expected at most "
-                f"train.max_steps = {max_steps}"
-            )
+        power_steps = self.attention.reweight_p_warmup
+        warmups = {"optimizer.warmup_steps": steps, "attention.reweight_p_warmup": power_steps}
+        for key, value in warmups.items():
+            if value > max_steps:
+                raise ValueError(f"{key} = {value}: expected at most train.max_steps = {max_steps}")
         decay = self.optimizer.decay_fraction
         if self.optimizer.schedule == "wsd" and steps + decay * max_steps > max_steps:
             raise ValueError(

@@ -325,6 +325,14 @@ def test_permutation_is_fixed_forever() -> None:
     assert batches._permutation(10, 2**62, 1).tolist() == [7, 1, 2, 9, 4, 8, 3, 6, 5, 0]
 
 
+def test_batches_refuse_what_is_out_of_range(stream: TokenStream) -> None:
+    for first, count in ((-1, 1), (0, 5), (4, 1)):
+        with pytest.raises(AssertionError):
+            train_batch(stream, 0, 4, 9, "sequential", 0, first, count)
+    with pytest.raises(AssertionError):
+        val_batch(stream, 11, 1, 9)
+
+
 def test_val_windows_are_the_same_tokens_at_every_length(stream: TokenStream, tokens: np.ndarray) -> None:
     for seq_len in (1, 2, 5, 10, 20, 40):
         n = val_windows(stream, 80, seq_len)

@@ -481,7 +481,6 @@ RANK = """
 import os, warnings, torch
 from attention import make_normaliser
 from config import AttentionConfig
-from engines import fused
 from engines.self_check import check
 from infra.distributed import join_world
 
@@ -523,6 +522,29 @@ def test_engine_refused(monkeypatch):
             resolve_engine(make_normaliser(LSSAR, 2, size, 300), "triton", CUDA, dtype)
     with pytest.raises(ValueError, match="softmax_inverse with these options is not phi"):
         AttentionConfig(normaliser="softmax_inverse", engine="triton")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"phi": "tanh"},
+        {"p": -1},
+        {"p": 257},
+        {"phi": "exp"},
+        {"p": 3, "phi": "gelu"},
+        {"q": torch.zeros(1, 1, 9, 16)},
+        {"q": torch.zeros(1, 1, 8, 16, dtype=torch.float64)},
+        {"v": torch.zeros(1, 1, 7, 16)},
+        {"k": torch.zeros(1, 3, 8, 16), "v": torch.zeros(1, 3, 8, 16)},
+        dict.fromkeys("qkv", torch.zeros(1, 1, 8, 144)),
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_arguments_are_checked(change):
+    same = torch.zeros(1, 1, 8, 16)
+    arguments: dict[str, Any] = {"q": same, "k": same, "v": same, "phi": "softplus", "l1": True} | change
+    with pytest.raises(AssertionError):
+        phi_attention(**arguments)
 
 
 # 5. Compiled ahead of time.
