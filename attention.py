@@ -138,7 +138,7 @@ def resolve_engine(
             # The self-check cannot be traced: a compiled caller has resolved before, or trusts the kernels.
             if torch.compiler.is_compiling():
                 return engine
-            problem = check(engine, module.engine_error, normaliser, device, dtype).problem
+            problem = check(engine, module, normaliser, device, dtype).problem
             return "rows" if problem else engine
         case "sdpa" if not normaliser.has_sdpa:
             raise UserError(
@@ -185,7 +185,7 @@ def describe_engine(
     """The engine's name; for compiled kernels with the error of their self-check."""
     if engine not in ("triton", "flex"):
         return engine
-    error = check(engine, compiled_engine(engine).engine_error, normaliser, device, dtype).error
+    error = check(engine, compiled_engine(engine), normaliser, device, dtype).error
     return f"{engine} (self-check: relative error {error:.1e})"
 
 

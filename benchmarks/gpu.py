@@ -48,7 +48,9 @@ import engines.flex
 from attention import attend, make_normaliser
 from config import config_from_dict
 from engines import fused
-from engines.fused import Launch, phi_attention, score_unit
+from engines.fused import Launch, phi_attention
+from engines.fused_kernels import LOG2E
+from engines.self_check import engine_error
 from infra.cli import ArgumentParser, UserError, run_main
 from model import GPT
 from schema import AttentionConfig
@@ -304,13 +306,13 @@ def correct_plan(bench: Bench, head_dims: list[int]) -> Plan:
     def errors(option: AttentionConfig, head_dim: int) -> Row:
         normaliser = make_normaliser(option, 2, head_dim, 1024).to(bench.device)
         runs = [(bench.dtype, 1000, "16-bit T=1000"), (torch.float32, 200, "float32 T=200")]
-        return {name: fused.engine_error(normaliser, bench.device, dtype, 100 if bench.smoke else length)
+        return {name: engine_error(fused, normaliser, bench.device, dtype, 100 if bench.smoke else length)
                 for dtype, length, name in runs}  # fmt: skip
 
     def flex_errors(head_dim: int) -> Row:
         normaliser = make_normaliser(BIASED, 2, head_dim, 1024).to(bench.device)
         runs = [(bench.dtype, "16-bit T=200"), (torch.float32, "float32 T=200")]
-        return {name: engines.flex.engine_error(normaliser, bench.device, dtype) for dtype, name in runs}
+        return {name: engine_error(engines.flex, normaliser, bench.device, dtype) for dtype, name in runs}
 
     for head_dim in head_dims:
         for name, option in options.items():
@@ -324,7 +326,7 @@ def correct_plan(bench: Bench, head_dims: list[int]) -> Plan:
 
 def lssar(q: Tensor, k: Tensor, v: Tensor, factor: float = 0.25) -> Tensor:
     """LSSAR's kernels alone, without the normalisation of q and k; |factor q.k| < 60."""
-    q = (q * (factor * score_unit("softplus"))).to(v.dtype)
+    q = (q * (factor * LOG2E.value)).to(v.dtype)
     return phi_attention(q, k, v, phi="softplus", l1=True, p=15, bounded=True)
 
 

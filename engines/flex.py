@@ -9,16 +9,15 @@ Not yet run on a GPU: tests compare the eager form, with its gradients, and the 
 
 from __future__ import annotations
 
-import math
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from engines.base import NormaliserModule
-from engines.self_check import compare, relative_errors
-from normalisers import RowContext
+from engines.sdpa import rescale
+from normalisers import Normaliser, RowContext
 
 BLOCK = 128  # of queries and of keys: blocks after the queries are skipped
 # Beyond its limit of 8 graphs torch runs FlexAttention unfused, silently; with fullgraph it raises. One graph
@@ -29,21 +28,21 @@ compiled_attention = torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False) -> Tensor:
     """`attention.attend` for normalisers with `has_flex`; (B, H, Tq, D) in v's type."""
-    return run_prepared(*flex_inputs(q, k, v, normaliser, cached), v, normaliser)
+    q, k, context = rescale(q, k, v, normaliser, cached)
+    return run_prepared(q, k, v, context, normaliser)
 
 
-def flex_inputs(
-    q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False
-) -> tuple[Tensor, Tensor]:
-    """q and k in v's type, whose products are the scores before `at_distance`."""
-    factor = normaliser.definition.factor(normaliser.context(q, k))
-    q, k = normaliser.as_float(q, k, cached)
-    return (q * factor).to(v.dtype), k.to(v.dtype)
+def score_unit(definition: Normaliser) -> float:
+    """What `run_prepared` takes the scores times."""
+    return 1.0
 
 
 @torch.compiler.disable  # a compiled model then runs the graphs that the self-check has tested
-def run_prepared(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule) -> Tensor:
-    mask, first = causal_mask(q.shape[-2], k.shape[-2], v.device)
+def run_prepared(
+    q: Tensor, k: Tensor, v: Tensor, context: RowContext, normaliser: NormaliserModule
+) -> Tensor:
+    """`run` for q and k whose products are the scores before `at_distance`."""
+    mask, first = causal_mask(q.shape[-2], context.n_keys, v.device)
 
     def score_mod(x: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return normaliser.at_distance(x, (i + first - j).clamp_min(0).to(x.dtype), head)
@@ -75,22 +74,3 @@ def causal_mask(n_queries: int, n_keys: int, device: torch.device) -> tuple[Bloc
         seq_lengths=(n_queries, n_keys),
     )
     return mask, first
-
-
-def engine_error(normaliser: NormaliserModule, device: torch.device, dtype: torch.dtype) -> float:
-    """The largest relative error of o, dq, dk, dv: all queries, and the last with one head of keys."""
-    g, errors, n_head = torch.Generator().manual_seed(0), [], normaliser.n_head
-    n_keys = min(200, normaliser.train_len)  # ssmax_pn has no p_n beyond
-    for n_queries, n_kv_head in ((n_keys, n_head), (n_keys // 2 + 1, 1)):
-        shapes = (n_head, n_queries), (n_head, n_queries), (n_kv_head, n_keys), (n_kv_head, n_keys)
-        q, do, k, v = (torch.randn(1, *s, normaliser.head_dim, generator=g).to(device, dtype) for s in shapes)
-        with torch.no_grad():
-            q, k = flex_inputs(q, k, v, normaliser)
-
-        def weights(x: Tensor, context: RowContext) -> Tensor:
-            return normaliser.row_weights(x.masked_fill(~context.visible(x), -math.inf), context)
-
-        exact = partial(weights, context=normaliser.context(q.double(), k.double()))
-        attend = partial(run_prepared, normaliser=normaliser)
-        errors += relative_errors(*compare(attend, exact, (q, k, v), do))
-    return torch.tensor(errors).max().item()  # NaN if one is

@@ -4,13 +4,11 @@
     o = phi_attention(q, k, v, phi="softplus", l1=True, p=15)              # LSSAR on prepared q and k
 
 The kernels are in fused_kernels.py, with the mathematics of forward and backward. This file chooses block
-sizes, launches them as custom operators (so that autograd and torch.compile see one operation), and checks
-them against float64 weights before a run relies on them.
+sizes and launches them as custom operators, so that autograd and torch.compile see one operation.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from engines import fused_decode
-from engines.base import FUSED_HEAD_DIM, NormaliserModule, share_heads
+from engines.base import FUSED_HEAD_DIM, NormaliserModule
 from engines.fused_kernels import (
     LOG2E,
     MAX_POWER,
@@ -31,105 +29,40 @@ from engines.fused_kernels import (
     _backward_q,
     _forward,
 )
-from engines.sdpa import score_moments
-from engines.self_check import compare, relative_errors
-from normalisers import Phi, RowContext, reweight
+from engines.sdpa import rescale
+from normalisers import Normaliser, Phi, RowContext
 
 # ---------------------------------------------------------------- the engine
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False) -> Tensor:
     """`attention.attend` by the fused kernels; (B, H, Tq, D) in v's type."""
-    q, k, context = fused_inputs(q, k, v, normaliser, cached)
+    q, k, context = rescale(q, k, v, normaliser, cached, score_unit(normaliser.definition))
     return run_prepared(q, k, v, context, normaliser)
 
 
-def fused_inputs(
-    q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False
-) -> tuple[Tensor, Tensor, RowContext]:
-    """q and k as the kernels take them, in v's type, and the rows; q k is the score by score_unit(phi)."""
-    definition, context = normaliser.definition, normaliser.context(q, k)
-    q, k = normaliser.as_float(q, k, cached)
-    if definition.adaptive:
-        moments = score_moments(q, share_heads(k.to(q.dtype), q), context)
-        factor: Any = definition.inverse_temperature(*moments, context)
-    else:
-        factor = definition.factor(context)
-    phi = definition.phi if isinstance(definition, Phi) else "exp"  # a softmax with its own temperature
-    return (q * (factor * score_unit(phi))).to(v.dtype), k.to(v.dtype), context
+def score_unit(definition: Normaliser) -> float:
+    """What the kernels take the scores times: log2(e) where phi's exponentials are computed in base 2."""
+    return LOG2E.value if phi_of(definition) in ("exp", "softplus", "sigmoid") else 1.0
+
+
+def phi_of(definition: Normaliser) -> str:
+    return definition.phi if isinstance(definition, Phi) else "exp"  # a softmax with its own temperature
 
 
 def run_prepared(
     q: Tensor, k: Tensor, v: Tensor, context: RowContext, normaliser: NormaliserModule
 ) -> Tensor:
+    """`run` for q and k whose products are `score_unit` times the scores."""
     definition, p = normaliser.definition, normaliser.reweight_p
-    options: dict[str, Any] = {"p": p, "skip_mass": normaliser.skip_mass}
+    options: dict[str, Any] = {"phi": phi_of(definition), "p": p, "skip_mass": normaliser.skip_mass}
     if not isinstance(definition, Phi):
-        return phi_attention(q, k, v, phi="exp", l1=True, **options)
-    phi, l1, bounded, rows = definition.phi, definition.l1, definition.bounded, None
-    shift = definition.shift(context)
+        return phi_attention(q, k, v, l1=True, **options)
+    shift, divisor, rows = definition.shift(context), definition.divisor(context), None
     if not (isinstance(shift, float) and shift == 0.0):
-        rows = (context.n * 0 + shift).squeeze(-1) * score_unit(phi)
-    out = phi_attention(q, k, v, rows, phi=phi, l1=l1, bounded=bounded, **options)
-    divisor = definition.divisor(context)
+        rows = (context.n * 0 + shift).squeeze(-1) * score_unit(definition)
+    out = phi_attention(q, k, v, rows, l1=definition.l1, bounded=definition.bounded, **options)
     return out if isinstance(divisor, float) and divisor == 1.0 else (out / divisor).to(out.dtype)
-
-
-# ---------------------------------------------------------------- the self-check
-
-
-def engine_error(
-    normaliser: NormaliserModule, device: torch.device, dtype: torch.dtype, length: int = 200
-) -> float:
-    """The engine's largest relative error (by norm) against float64 weights.
-
-    Of o, dq, dk, dv and a decoded row on random inputs whose D axis is not innermost, and (but for dq) on one
-    long row of equal keys, where the rounding of its sum could pass for contrast.
-    """
-    g = torch.Generator().manual_seed(0)
-    n_head, d = normaliser.n_head, normaliser.head_dim
-    length = min(length, normaliser.train_len)  # ssmax_pn has no p_n beyond
-    q, k, v, do = (torch.randn(1, n_head, d, length, generator=g).to(device, dtype).mT for _ in range(4))
-    errors = _errors(normaliser, q, k, v, do)
-    if not normaliser.definition.adaptive:  # whose temperature is undefined where scores are equal
-        long = UNIFORM_KEYS if "p_n" not in normaliser.learned_names else length
-        v, do = (torch.randn(1, h, t, d, generator=g).to(device, dtype) for h, t in ((1, long), (n_head, 1)))
-        ones = torch.full_like(v, d**-0.25)  # one head of keys for all of q's
-        o, _, *others = _errors(normaliser, ones[..., -1:, :].expand_as(do), ones, v, do)  # dq cancels
-        errors += [o, *others]
-    return torch.tensor(errors).max().item()  # NaN if one is
-
-
-def _errors(normaliser: NormaliserModule, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[float]:
-    """Of o, dq, dk, dv and the last row, decoded.
-
-    Both sides get the same q and k, rounded as the kernels take them, so that re-weighting does not amplify
-    that rounding.
-    """
-    with torch.no_grad():
-        q, k, context = fused_inputs(q, k, v, normaliser)
-        context64 = normaliser.context(q.double(), k.double())
-        last = q[..., -1:, :]
-        last_context = normaliser.context(last, k)
-        decoded = run_prepared(last, k, v, last_context, normaliser)
-    unit = score_unit(getattr(normaliser.definition, "phi", "exp"))
-
-    def weights(x: Tensor) -> Tensor:
-        return scaled_weights(normaliser, (x / unit).masked_fill(~context64.visible(x), -math.inf), context64)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return run_prepared(q, k, v, context, normaliser)
-
-    got, want = compare(attend, weights, (q, k, v), do)
-    return relative_errors([*got, decoded], [*want, want[0][..., -1:, :]])
-
-
-def scaled_weights(normaliser: NormaliserModule, x: Tensor, context: RowContext) -> Tensor:
-    """`row_weights` of scores that an adaptive temperature has scaled already."""
-    if not normaliser.definition.adaptive:
-        return normaliser.row_weights(x, context)
-    a = x.softmax(-1)
-    return reweight(a, context.n, normaliser.reweight_p) if normaliser.reweight_p else a
 
 
 # ---------------------------------------------------------------- launching
@@ -174,7 +107,6 @@ LAUNCHES_32: dict[str, dict[int, Launch]] = {
     "backward_kv": {64: Launch(32, 64, 4, 1), 128: Launch(32, 32, 4, 1)},
 }
 INTERPRETED = isinstance(_forward, InterpretedFunction)  # TRITON_INTERPRET=1
-UNIFORM_KEYS = 320 if INTERPRETED else 65536  # of the self-check's row of equal keys
 
 
 def launch_of(kernel: str, form: Form, major: int) -> Launch:
@@ -192,11 +124,6 @@ def make_form(
     wide: bool = False,
 ) -> Form:  # fmt: skip
     return Form(phi, l1, p, bounded, biased, dtype != torch.float32, INTERPRETED, head_dim, wide)
-
-
-def score_unit(phi: str) -> float:
-    """What the kernels take the scores times: log2(e) where phi's exponentials are computed in base 2."""
-    return LOG2E.value if phi in ("exp", "softplus", "sigmoid") else 1.0
 
 
 def _launch(kernel: Any, of: str, t: Tensor, form: Form, *args: Any) -> None:
@@ -221,7 +148,7 @@ def phi_attention(
     bounded: bool = False,
     skip_mass: float = 0.0,
 ) -> Tensor:
-    """Causal attention with weights from phi(x), score_unit(phi) x = q.k + shift; see fused_kernels.py.
+    """Causal attention with weights from phi(x), q.k + shift = `score_unit` x; see fused_kernels.py.
 
     Args:
         q: (B, H, Tq, D), the last Tq of the Tk positions; any strides, best with D contiguous.

@@ -8,6 +8,7 @@ For NormSoftmax and LogitNorm the factor depends on the scores; `score_moments` 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,15 +24,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: b
     """`attention.attend` for normalisers with `is_rescaled_softmax` and no re-weighting."""
     n_queries, n_keys = q.shape[-2], k.shape[-2]
     definition, context = normaliser.definition, normaliser.context(q, k)
-    scale, factor = 1.0, definition.factor(context)
-    if definition.scores == "dot" and isinstance(factor, float) and not definition.adaptive:
-        scale = factor
-    else:
-        q_float, k_float = normaliser.as_float(q, k, cached)
-        if definition.adaptive:
-            moments = score_moments(q_float, share_heads(k_float.to(q_float.dtype), q), context)
-            factor = definition.inverse_temperature(*moments, context)
-        q, k = (q_float * factor).to(v.dtype), k_float.to(v.dtype)
+    scale = definition.factor(context)
+    if definition.scores == "cosine" or definition.adaptive or not isinstance(scale, float):
+        scale, (q, k, _) = 1.0, rescale(q, k, v, normaliser, cached)
     mask = None
     if 1 < n_queries < n_keys:  # is_causal would align the queries with the first keys
         mask = context.visible(k.mT)
@@ -41,6 +36,20 @@ def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: b
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )
+
+
+def rescale(
+    q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False, unit: float = 1.0
+) -> tuple[Tensor, Tensor, RowContext]:
+    """q and k in v's type, whose products are `unit` times the scores, and the rows."""
+    definition, context = normaliser.definition, normaliser.context(q, k)
+    q, k = normaliser.as_float(q, k, cached)
+    if definition.adaptive:
+        moments = score_moments(q, share_heads(k.to(q.dtype), q), context)
+        factor: Any = definition.inverse_temperature(*moments, context)
+    else:
+        factor = definition.factor(context)
+    return (q * (factor * unit)).to(v.dtype), k.to(v.dtype), context
 
 
 def score_moments(q: Tensor, k: Tensor, context: RowContext) -> tuple[Tensor, Tensor]:

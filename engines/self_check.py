@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engines.base import NormaliserModule, share_heads
+from engines.sdpa import rescale
 from infra.distributed import holds_everywhere
-from normalisers import Normaliser
+from normalisers import Normaliser, reweight
 
 # The largest relative error of o, dq, dk and dv at which an engine is trusted. Only the rounding of
 # weights and of their gradients to the inputs' type is in it; a miscompiled kernel is off by far more.
 TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 5e-4}
-
-Measure = Callable[[NormaliserModule, torch.device, torch.dtype], float]
 
 
 class SelfCheck(NamedTuple):
@@ -28,7 +27,7 @@ class SelfCheck(NamedTuple):
 
 
 def check(
-    name: str, measure: Measure, normaliser: NormaliserModule, device: torch.device, dtype: torch.dtype
+    name: str, engine: ModuleType, normaliser: NormaliserModule, device: torch.device, dtype: torch.dtype
 ) -> SelfCheck:
     """Whether the engine can be trusted with this normaliser on every rank; warns, once, if not.
 
@@ -36,18 +35,19 @@ def check(
     """
     n = normaliser
     shape = (n.n_head, n.head_dim, n.train_len, n.alibi)
-    return _check(name, measure, n.definition, n.reweight_p, shape, device, dtype)
+    return _check(name, engine, n.definition, n.reweight_p, shape, device, dtype)
 
 
 @cache
 def _check(
-    name: str, measure: Measure, definition: Normaliser, reweight_p: int, shape: tuple[int, int, int, bool],
-    device: torch.device, dtype: torch.dtype,
+    name: str, engine: ModuleType, definition: Normaliser, reweight_p: int,
+    shape: tuple[int, int, int, bool], device: torch.device, dtype: torch.dtype,
 ) -> SelfCheck:  # fmt: skip
     error, problem = math.inf, ""
     try:
         with torch.inference_mode(False):  # an evaluation may be the first caller
-            error = measure(NormaliserModule(definition, reweight_p, *shape).to(device), device, dtype)
+            normaliser = NormaliserModule(definition, reweight_p, *shape).to(device)
+            error = engine_error(engine, normaliser, device, dtype)
     except Exception as e:  # whatever a missing or unfit compiler raises: the rows engine replaces it
         problem = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}"
     else:
@@ -60,23 +60,58 @@ def _check(
     return SelfCheck(error, problem)
 
 
-def compare(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    weights: Callable[[Tensor], Tensor],
-    inputs: tuple[Tensor, Tensor, Tensor],
-    do: Tensor,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """o, dq, dk, dv of q, k, v by attend(q, k, v), and in float64 by weights(q k') v."""
+def engine_error(
+    engine: ModuleType, normaliser: NormaliserModule, device: torch.device, dtype: torch.dtype,
+    length: int = 200,
+) -> float:  # fmt: skip
+    """The engine's largest relative error (by norm) of o, dq, dk, dv and a decoded row, against float64.
+
+    On random inputs: all queries, with the D axis not innermost, then the later half of them with one head of
+    keys. Where the distance is not asked for, also (but for dq, which cancels) on one long row of equal keys,
+    where the rounding of its sum could pass for contrast.
+    """
+    g, n_head, d = torch.Generator().manual_seed(0), normaliser.n_head, normaliser.head_dim
+    length = min(length, normaliser.train_len)  # ssmax_pn has no p_n beyond
+    q, k, v, do = (torch.randn(1, n_head, d, length, generator=g).to(device, dtype).mT for _ in range(4))
+    errors = _errors(engine, normaliser, q, k, v, do)
+    half = length // 2 + 1
+    errors += _errors(engine, normaliser, q[..., -half:, :], k[:, :1], v[:, :1], do[..., -half:, :])
+    if not (normaliser.by_distance or normaliser.definition.adaptive):  # undefined where scores are equal
+        if "p_n" not in normaliser.learned_names:
+            length = 65536 if device.type == "cuda" else 320
+        shapes = ((1, length), (n_head, 1))
+        v, do = (torch.randn(1, *shape, d, generator=g).to(device, dtype) for shape in shapes)
+        ones = torch.full_like(v, d**-0.25)
+        o, _, *others = _errors(engine, normaliser, ones[..., -1:, :].expand_as(do), ones, v, do)
+        errors += [o, *others]
+    return torch.tensor(errors).max().item()  # NaN if one is
+
+
+def _errors(
+    engine: ModuleType, normaliser: NormaliserModule, q: Tensor, k: Tensor, v: Tensor, do: Tensor
+) -> list[float]:
+    """Of o, dq, dk, dv and the last row, decoded.
+
+    Both sides get the same q and k, rounded as the kernels take them, so that re-weighting does not amplify
+    that rounding.
+    """
+    unit = engine.score_unit(normaliser.definition)
+    with torch.no_grad():
+        decoded = engine.run(q[..., -1:, :], k, v, normaliser)
+        q, k, context = rescale(q, k, v, normaliser, unit=unit)
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    inputs64 = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    context64 = normaliser.context(inputs64[0], inputs64[1])
     with torch.enable_grad():
-        q, k, v = (t.detach().requires_grad_() for t in inputs)
-        out = attend(q, k, v)
-        got = [out, *torch.autograd.grad(out, (q, k, v), do)]
-        q, k, v = (t.detach().double().requires_grad_() for t in inputs)
-        out = weights(q @ share_heads(k, q).mT) @ share_heads(v, q)
-        return got, [out, *torch.autograd.grad(out, (q, k, v), do.double())]
-
-
-def relative_errors(got: list[Tensor], want: list[Tensor]) -> list[float]:
-    """||got - want|| / ||want|| of each pair of tensors."""
+        out = engine.run_prepared(*inputs, context, normaliser)
+        got = [out, *torch.autograd.grad(out, inputs, do), decoded]
+        q, k, v = (share_heads(t, q) for t in inputs64)
+        x = q @ k.mT / unit
+        x = x.masked_fill(~context64.visible(x), -math.inf)
+        if normaliser.definition.adaptive:  # softmax, by `rescale` at its temperature already
+            out = reweight(x.softmax(-1), context64.n, normaliser.reweight_p) @ v
+        else:
+            out = normaliser.row_weights(x, context64) @ v
+        want = [out, *torch.autograd.grad(out, inputs64, do.double()), out[..., -1:, :]]
     errors = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in zip(got, want, strict=True)]
     return [float(error.detach()) for error in errors]

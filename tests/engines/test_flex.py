@@ -122,7 +122,7 @@ def test_self_check(fault, backward_on_cpu, monkeypatch):
     self_check._check.cache_clear()
     if fault:
         with pytest.warns(UserWarning, match="flex failed its self-check, engine auto takes rows"):
-            assert self_check.check("flex", flex.engine_error, build(OPTIONS[1]), CPU, torch.float32).problem
+            assert self_check.check("flex", flex, build(OPTIONS[1]), CPU, torch.float32).problem
     else:
-        assert self_check.check("flex", flex.engine_error, build(OPTIONS[1]), CPU, torch.float32).error < 1e-5
+        assert self_check.check("flex", flex, build(OPTIONS[1]), CPU, torch.float32).error < 1e-5
     self_check._check.cache_clear()
