@@ -285,7 +285,7 @@ def _decode_op(
     if q.numel() == 0:
         return o
     q, k, v = _rows_contiguous(q, k, v)
-    form = make_form(phi, l1, p, bounded, shift is not None, q.dtype, q.shape[-1])
+    form = make_form(phi, l1, p, bounded, shift is not None, q.dtype, q.shape[-1], wide=True)
     fused_decode.launch(q, k, v, shift, o, form, skip_mass if p else 0.0)
     return o
 

@@ -16,7 +16,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engines.fused_kernels import LN2, NEVER, Form, _add_sums, _phi, _row_constants, _weigh
+from engines.fused_kernels import (
+    LN2,
+    NEVER,
+    Form,
+    _add_sums,
+    _matrix,
+    _phi,
+    _program,
+    _row_constants,
+    _tile,
+    _tile_pointers,
+    _weigh,
+)
 
 DECODE_KEYS = 64  # keys of a tile
 MAX_SPLITS = 64
@@ -48,36 +60,27 @@ def launch(
         _decode_combine[(n_rows,)](parts, totals, o, o.stride()[:2], H, n_splits, form, MAX_SPLITS)
 
 
-@triton.jit
-def _rows(pointer, strides, start, n, batch, head, SIZE: tl.constexpr, form: tl.constexpr):
-    """Pointers to rows start..start + SIZE of a head's (n, D) matrix, and which exist."""
-    d = tl.arange(0, form.bd)[None, :]
-    row = (start + tl.arange(0, SIZE)[:, None]).to(tl.int64)
-    return pointer + batch * strides[0] + head * strides[1] + row * strides[2] + d, (row < n) & (d < form.d)
-
-
 @triton.jit(do_not_specialize=["n_keys", "n_splits", "per_split"])
 def _decode_scores(
     q_ptr, k_ptr, shift_ptr, scores_ptr, sums_ptr, q_strides, k_strides,
     n_head, group, n_keys, n_splits, per_split, form: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One split's scores, and its sums for `_row_constants`."""
-    split, row = tl.program_id(0) % n_splits, (tl.program_id(0) // n_splits).to(tl.int64)
-    batch, head = row // n_head, row % n_head
+    split, row, batch, head = _program(n_splits, n_head)
     d = tl.arange(0, form.bd)
     q = tl.load(q_ptr + batch * q_strides[0] + head * q_strides[1] + d, mask=d < form.d, other=0.0)
     shift = tl.load(shift_ptr) if form.biased else 0.0
     total = tl.zeros([BN], tl.float32)
     lost = tl.zeros([BN], tl.float32)
-    peak = NEVER
+    peak = tl.full([BN], NEVER, tl.float32)
     low_total = 0.0
     low_lost = 0.0
+    low_peak = NEVER
     stop = tl.minimum(n_keys, (split + 1) * per_split)
+    keys = _matrix(k_ptr, k_strides, stop, batch, head // group)
     for j0 in tl.range(split * per_split, stop, BN):
         j = j0 + tl.arange(0, BN)
-        at, exists = _rows(k_ptr, k_strides, j0, stop, batch, head // group, BN, form)
-        k = tl.load(at, mask=exists, other=0.0)
-        y = tl.sum(k.to(tl.float32) * q.to(tl.float32)[None, :], 1) + shift
+        y = tl.sum(_tile(keys, j0, BN, True, form).to(tl.float32) * q.to(tl.float32)[None, :], 1) + shift
         tl.store(scores_ptr + row * n_keys + j, y, mask=j < stop)
         s, _ = _phi(y, tl.zeros_like(y), True, form)
         s = tl.where(j < stop, s, 0.0)
@@ -87,12 +90,12 @@ def _decode_scores(
         lost = (new - total) - s
         total = new
         if form.safe:
-            low_total, low_lost, _ = _add_sums(low_total, low_lost, peak, y, "low", form)
-        peak = tl.maximum(peak, tl.max(y, 0))
+            low_total, low_lost, low_peak = _add_sums(low_total, low_lost, low_peak, y, "low", form)
+        peak = tl.maximum(peak, y)
     at = sums_ptr + row * 3 * n_splits + split
     tl.store(at, tl.sum(total, 0))
     tl.store(at + n_splits, low_total)
-    tl.store(at + 2 * n_splits, peak)
+    tl.store(at + 2 * n_splits, tl.max(peak, 0))
 
 
 @triton.jit(do_not_specialize=["n_keys", "n_splits", "per_split", "cut"])
@@ -101,8 +104,7 @@ def _decode_values(
     n_head, group, n_keys, n_splits, per_split, form: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """sum w v (D,) and sum |w| of one split; w is relative to the row's largest where there is a power."""
-    split, row = tl.program_id(0) % n_splits, (tl.program_id(0) // n_splits).to(tl.int64)
-    batch, head = row // n_head, row % n_head
+    split, row, batch, head = _program(n_splits, n_head)
     others = tl.arange(0, SPLITS)
     sums = sums_ptr + row * 3 * n_splits + others
     is_split = others < n_splits
@@ -118,6 +120,7 @@ def _decode_values(
     acc = tl.zeros([BN, BD], tl.float32)  # summed over the keys once, at the end
     total = tl.zeros([BN], tl.float32)
     stop = tl.minimum(n_keys, (split + 1) * per_split)
+    values = _matrix(v_ptr, v_strides, stop, batch, head // group)
     for j0 in tl.range(split * per_split, stop, BN):
         j = j0 + tl.arange(0, BN)
         y = tl.load(scores_ptr + row * n_keys + j, mask=j < stop, other=0.0) + shift
@@ -127,7 +130,7 @@ def _decode_values(
         total += tl.abs(weight)
         live = ~(tl.abs(weight) <= cut)  # NaN is live: it must reach o
         weight = tl.where(live, weight, 0.0)
-        at, exists = _rows(v_ptr, v_strides, j0, stop, batch, head // group, BN, form)
+        at, exists = _tile_pointers(values, j0, BN, True, form)
         v = tl.load(at, mask=exists & live[:, None], other=0.0)
         acc += weight[:, None] * v.to(tl.float32)
     d = tl.arange(0, form.bd)
