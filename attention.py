@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -27,9 +27,7 @@ from engines import blockwise, dense, sdpa
 from engines.base import FUSED_HEAD_DIM, NormaliserModule
 from engines.self_check import check
 from infra.cli import UserError
-from schema import AttentionConfig, ModelConfig
-
-Engine = Literal["auto", "dense", "rows", "sdpa", "triton", "flex"]
+from schema import AttentionConfig, Engine, ModelConfig
 
 
 def make_normaliser(

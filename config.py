@@ -125,7 +125,7 @@ def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespa
     parser.usage = "%(prog)s CONFIG.toml [--section.key VALUE ...] [options]"
     named = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
     if {"-h", "--help"} & set(sys.argv[1:]):
-        config = load_config(sys.argv[1]) if named else Config(name="CONFIG")
+        config = load_config(sys.argv[1], expand_sweep(sys.argv[1])[0]) if named else Config(name="CONFIG")
         print(f"{parser.format_help()}\n{describe_keys(config)}")
         sys.exit(0)
     args, overrides = parser.parse_known_args()
@@ -243,7 +243,7 @@ def _parse_value(key: str, text: str) -> Any:
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, bool | str):  # in these two JSON is TOML
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
 
 

@@ -7,6 +7,7 @@
 #
 # A second call reuses finished steps; remove runs/demo* or runs/quick* to start over.
 set -euo pipefail
+trap 'exit 130' INT TERM  # train.py saves and exits with 0: the next step would start
 cd "$(dirname "$0")"
 . ./environment.sh
 

@@ -72,7 +72,7 @@ def sample_tokens(
             top_k=args.top_k,
             top_p=args.top_p,
             generator=torch.Generator(device).manual_seed(seed),
-            rope=RopeScaling(args.rope, args.rope_theta),
+            rope=args.rope_scaling,
             use_cache=not args.no_cache,
             n_tokens=tokenizer.n_vocab,
         ):
@@ -136,7 +136,11 @@ def parse_args() -> argparse.Namespace:
     skip_help = "leave out up to this share of each re-weighted attention row (default: 0)"
     add("--skip-mass", type=float, default=0.0, metavar="E", help=skip_help)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.rope_scaling = RopeScaling(args.rope, args.rope_theta)
+    if not 0 <= args.seed < 2**63:
+        raise UserError(f"--seed {args.seed}: expected 0 or more, below 2^63")
+    return args
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationErro
 import rivals  # noqa: F401  (registers its normalisers)
 from normalisers import NORMALISERS, Normaliser
 
+Engine = Literal["auto", "dense", "rows", "sdpa", "triton", "flex"]
+
 
 class Section(BaseModel):
     """Common rules of all sections: no unknown keys, no silent conversions, no changes later."""
@@ -87,24 +89,24 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.n_head % self.kv_heads:
-            raise ValueError(
-                f"model.n_kv_head = {self.n_kv_head}: expected a divisor of model.n_head = {self.n_head}"
-            )
-        if self.n_embd % self.n_head:
-            raise ValueError(
-                f"model.n_embd = {self.n_embd}: expected a multiple of model.n_head = {self.n_head}"
-            )
-        if self.rotating and self.head_dim % 2:
-            raise ValueError(
-                f"model.n_embd = {self.n_embd}: RoPE needs an even head size, "
-                f"but n_embd / n_head = {self.head_dim}"
-            )
-        if self.position != "p_rope" and self.rope_fraction != 0.75:
-            raise ValueError(
-                f"model.rope_fraction = {self.rope_fraction}: only read by model.position = p_rope"
-            )
-        return self
+        checks = {
+            f"model.n_kv_head = {self.n_kv_head}: expected a divisor of model.n_head = {self.n_head}":
+                self.n_head % self.kv_heads,
+            f"model.n_embd = {self.n_embd}: expected a multiple of model.n_head = {self.n_head}":
+                self.n_embd % self.n_head,
+            f"model.n_embd = {self.n_embd}: RoPE needs an even head size, n_embd / n_head = {self.head_dim}":
+                self.rotating and self.head_dim % 2 and not self.n_embd % self.n_head,
+            f"model.rope_fraction = {self.rope_fraction}: only read by model.position = p_rope":
+                self.position != "p_rope" and self.rope_fraction != 0.75,
+        }  # fmt: skip
+        return raise_found(self, checks)
+
+
+def raise_found(section: Any, checks: dict[str, Any]) -> Any:
+    """The section; raises ValueError with the messages whose value is true."""
+    if problems := [message for message, found in checks.items() if found]:
+        raise ValueError("\n".join(problems))
+    return section
 
 
 class OptionErrors(ValueError):
@@ -126,14 +128,15 @@ class AttentionConfig(Section):
         0,
         ge=0,
         description="Training steps over which p rises from 1 to reweight_p; 0: p is reweight_p from the "
-        "first step, as in the paper. Evaluations use reweight_p; a compiled model is compiled for each p.",
+        "first step, as in the paper. Evaluations use reweight_p, validations in training the p of their "
+        "step; a compiled model is compiled for each p.",
     )
     naive_power: bool = Field(
         False,
         description="Compute reweight_p as the equation is written, which leaves the range of float32, on "
         "dense and rows: for tests and results/gradients only.",
     )
-    engine: Literal["auto", "dense", "rows", "sdpa", "triton", "flex"] = free(
+    engine: Engine = free(
         "auto",
         description="auto: sdpa where the normaliser allows it, else triton (fused kernels) or flex "
         "(FlexAttention) on CUDA if they pass a check, else rows. dense holds (T, T).",
@@ -173,8 +176,7 @@ class AttentionConfig(Section):
             f"{engine}: does not run attention.naive_power; expected auto, rows or dense":
                 self.naive_power and self.engine == "triton",
         }  # fmt: skip
-        if any(checks.values()):
-            raise ValueError("\n".join(problem for problem, found in checks.items() if found))
+        raise_found(self, checks)
         assert self.model_extra is not None
         self.model_extra.update(definition.model_dump())  # a resolved config states every option
         return self
@@ -253,28 +255,21 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        problems = []
-        if self.batch_tokens % self.seq_len:
-            problems.append(
-                f"train.batch_tokens = {self.batch_tokens}: expected a multiple of "
-                f"train.seq_len = {self.seq_len}"
-            )
-        elif (n_seq := self.batch_tokens // self.seq_len) % min(self.micro_batch, n_seq):
-            problems.append(
-                f"train.micro_batch = {self.micro_batch}: expected a divisor of the {n_seq} sequences in a "
-                "step (batch_tokens / seq_len), or more than them"
-            )
-        if self.val_tokens < self.seq_len:
-            problems.append(
-                f"train.val_tokens = {self.val_tokens}: expected at least train.seq_len = {self.seq_len}"
-            )
-        if self.loss_gamma != "inf" and self.loss != "norm_softmax":
-            problems.append(f"train.loss_gamma = {self.loss_gamma!r}: only read by train.loss = norm_softmax")
-        if self.loss_tau != "auto" and self.loss == "softmax":
-            problems.append(f"train.loss_tau = {self.loss_tau}: not read by train.loss = softmax")
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
+        n_seq, rest = divmod(self.batch_tokens, self.seq_len)
+        checks = {
+            f"train.batch_tokens = {self.batch_tokens}: expected a multiple of train.seq_len = "
+            f"{self.seq_len}": rest,
+            f"train.micro_batch = {self.micro_batch}: expected a divisor of the {n_seq} sequences in a step "
+            "(batch_tokens / seq_len), or more than them":
+                not rest and n_seq % min(self.micro_batch, n_seq),
+            f"train.val_tokens = {self.val_tokens}: expected at least train.seq_len = {self.seq_len}":
+                self.val_tokens < self.seq_len,
+            f"train.loss_gamma = {self.loss_gamma!r}: only read by train.loss = norm_softmax":
+                self.loss_gamma != "inf" and self.loss != "norm_softmax",
+            f"train.loss_tau = {self.loss_tau}: not read by train.loss = softmax":
+                self.loss_tau != "auto" and self.loss == "softmax",
+        }  # fmt: skip
+        return raise_found(self, checks)
 
 
 class OptimizerConfig(Section):
@@ -328,21 +323,19 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        steps, max_steps = self.optimizer.warmup_steps, self.train.max_steps
-        if max_steps == 0 and not self.init_from:
-            raise ValueError("train.max_steps = 0: expected at least 1, or a run named by init_from")
-        power_steps = self.attention.reweight_p_warmup
-        warmups = {"optimizer.warmup_steps": steps, "attention.reweight_p_warmup": power_steps}
-        for key, value in warmups.items():
-            if value > max_steps:
-                raise ValueError(f"{key} = {value}: expected at most train.max_steps = {max_steps}")
-        decay = self.optimizer.decay_fraction
-        if self.optimizer.schedule == "wsd" and steps + decay * max_steps > max_steps:
-            raise ValueError(
-                f"optimizer.decay_fraction = {decay}: expected at most {1 - steps / max_steps:.4g}, "
-                "the share of the steps after warm-up"
-            )
-        return self
+        steps, decay = self.optimizer.warmup_steps, self.optimizer.decay_fraction
+        power_steps, max_steps = self.attention.reweight_p_warmup, self.train.max_steps
+        at_most = f"expected at most train.max_steps = {max_steps}"
+        checks = {
+            "train.max_steps = 0: expected at least 1, or a run named by init_from":
+                max_steps == 0 and not self.init_from,
+            f"optimizer.warmup_steps = {steps}: {at_most}": steps > max_steps,
+            f"attention.reweight_p_warmup = {power_steps}: {at_most}": power_steps > max_steps,
+            f"optimizer.decay_fraction = {decay}: expected at most {1 - steps / max(1, max_steps):.4g}, the "
+            "share of the steps after warm-up":
+                self.optimizer.schedule == "wsd" and steps <= max_steps < steps + decay * max_steps,
+        }  # fmt: skip
+        return raise_found(self, checks)
 
     @property
     def run_dir(self) -> Path:

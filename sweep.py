@@ -18,7 +18,6 @@ the output of a run goes to runs/<name>.log.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import subprocess
@@ -33,11 +32,11 @@ from typing import NamedTuple
 import torch
 
 from config import changed_keys, expand_sweep, load_config
-from infra.cli import ArgumentParser, UserError, positive_int, run_main
+from infra.cli import ArgumentParser, UserError, n_cores, positive_int, run_main
 from infra.distributed import StopSignals
-from infra.files import read_jsonl
+from infra.files import read_json, read_jsonl
 from schema import Config, may_change_on_resume
-from training.checkpoint import find_checkpoints
+from training.checkpoint import find_checkpoints, step_of
 
 HERE = Path(__file__).resolve().parent
 EVALUATIONS = (("ntk", None), ("none", "none"))  # --rope, --tag
@@ -54,7 +53,7 @@ class Job(NamedTuple):
         """Whether its folder has the last checkpoint of exactly this config, and its validation."""
         run_dir, max_steps = self.config.run_dir, self.config.train.max_steps
         checkpoints = find_checkpoints(run_dir)
-        if not checkpoints or int(checkpoints[0].stem[5:]) != max_steps:
+        if not checkpoints or step_of(checkpoints[0]) != max_steps:
             return False
         changed = changed_keys(load_config(run_dir / "config.toml"), self.config)
         if not all(map(may_change_on_resume, changed)):
@@ -64,7 +63,7 @@ class Job(NamedTuple):
 
     def is_evaluated(self, tag: str | None) -> bool:
         path = self.config.run_dir / (f"eval_length_{tag}.json" if tag else "eval_length.json")
-        return path.exists() and json.loads(path.read_text())["step"] == self.config.train.max_steps
+        return path.exists() and read_json(path)["step"] == self.config.train.max_steps
 
 
 def main() -> None:
@@ -78,7 +77,11 @@ def main() -> None:
         jobs = [jobs[args.index]]
     if args.list:
         for i, job in enumerate(jobs):
-            print(f"{i:3}  {job.config.run_dir}  {'finished' if job.is_trained else 'to run'}")
+            try:
+                state = "finished" if job.is_trained else "to run"
+            except (ValueError, OSError) as e:
+                state = str(e)
+            print(f"{i:3}  {job.config.run_dir}  {state}")
         return
     for config in (job.config for job in jobs if args.eval_tokens):
         if args.eval_tokens < (needed := 16 * config.train.seq_len):
@@ -153,6 +156,8 @@ def run_job(job: Job, args: argparse.Namespace, slot: int, stop: StopSignals) ->
             return None
         if status:
             return f"{label} ended with status {status}" + (f", see {log}" if log else "")
+        if script == "train.py" and not job.is_trained:  # it received a signal itself
+            return "train.py stopped before its last step; the same command resumes it"
     return None
 
 
@@ -165,15 +170,16 @@ def check_gpus(args: argparse.Namespace, jobs: list[Job]) -> None:
         )
 
 
-def share_of_machine(args: argparse.Namespace, slot: int) -> dict[str, str] | None:
-    """The environment that gives one of several jobs its CPU threads and GPUs. None: the job is alone.
+def share_of_machine(args: argparse.Namespace, slot: int) -> dict[str, str]:
+    """The environment that gives one of several jobs its CPU threads and GPUs, and time to save.
 
     A given OMP_NUM_THREADS is every process's; a given CUDA_VISIBLE_DEVICES is what the jobs share.
     """
+    patient = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"} | os.environ  # 30 s: then torchrun kills
     if args.jobs == 1:
-        return None
-    threads = max(1, (os.cpu_count() or 1) // (args.jobs * args.nproc))
-    share = {"OMP_NUM_THREADS": str(threads)} | os.environ
+        return patient
+    threads = max(1, n_cores() // (args.jobs * args.nproc))
+    share = {"OMP_NUM_THREADS": str(threads)} | patient
     if gpus := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
         mine = visible.split(",")[slot * args.nproc : (slot + 1) * args.nproc]
@@ -210,7 +216,7 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     nproc_help = "processes of a run (default: the GPUs of this machine over J, or 1)"
     jobs_help = "runs at the same time, with N processes each (default: 1)"
-    tokens_help = "tokens that each evaluation scores, 0: no evaluation (default: %(default)s)"
+    tokens_help = "tokens that each evaluation scores, if it is not there yet; 0: none (default: %(default)s)"
     add("--index", type=int, metavar="I", help="only run number I, from 0")
     add("--list", action="store_true", help="print the runs and exit")
     add("--nproc", type=positive_int, metavar="N", help=nproc_help)

@@ -18,7 +18,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from config import parse_command_line
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import join_world
+from infra.files import exclusive_lock
 from training.checkpoint import CheckpointWriter, link, load_newest
 from training.loader import Batch
 from training.optim import set_learning_rates, set_power
@@ -48,7 +49,8 @@ def main() -> None:
         state = TrainState(config, world)
         if args.dry_run:
             dry_run(state)
-        else:
+            return
+        with exclusive_lock(config.run_dir) if world.is_main else nullcontext():
             log = start_or_resume(state)
             gc.freeze()  # scanning all of torch's objects takes 0.1 s and more,
             gc.disable()  # and a rank that collects garbage within a step delays all others
@@ -118,7 +120,8 @@ def profiler(n_steps: int, path: Path) -> Iterator[Callable[[], None]]:
 
     def write(profile: torch.profiler.profile) -> None:
         profile.export_chrome_trace(str(path))
-        print(f"wrote {path}: {n_steps} steps, for https://ui.perfetto.dev or chrome://tracing", flush=True)
+        found = f"{profile.step_num - 2} steps"
+        print(f"wrote {path}: {found}, for https://ui.perfetto.dev or chrome://tracing", flush=True)
 
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=n_steps, repeat=1)
     with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profile:

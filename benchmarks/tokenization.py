@@ -39,10 +39,9 @@ import tiktoken
 
 from data.batches import train_batch
 from data.dataset import TokenStream
-from data.fineweb import n_cores
 from data.shards import ShardWriter
 from data.tokenizer import get_tokenizer
-from infra.cli import ArgumentParser, UserError, run_main
+from infra.cli import ArgumentParser, UserError, n_cores, run_main
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARD_SIZE = 10**8  # the default of data.fineweb

@@ -71,15 +71,20 @@ class _DatasetInfo(_Strict):
     shards: list[_ShardFile]
 
 
-def begin_dataset(folder: str | Path) -> None:
+def begin_dataset(folder: str | Path, name: str = "") -> None:
     """Create the folder and mark it unfinished, so that nothing trains on half a dataset.
 
     Without the mark, shards of an interrupted run, having no dataset.json, would pass for a gpt2 download.
 
+    Args:
+        name: of the dataset, whose shards alone the folder may hold; "": any.
     Raises:
-        UserError: the folder cannot be created or written.
+        UserError: the folder cannot be created or written, or holds another dataset's shards.
     """
     folder = Path(folder)
+    for path in folder.glob("*.bin") if name else ():
+        if not path.name.startswith(f"{name}_"):
+            raise UserError(f"{folder}: holds {path.name}, another dataset's: choose another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / UNFINISHED_NAME).write_text("The script that prepares this folder has not finished.\n")
@@ -91,7 +96,7 @@ def begin_dataset(folder: str | Path) -> None:
 def finish_dataset(folder: str | Path, info: dict[str, Any]) -> None:
     """Write dataset.json and remove the mark of `begin_dataset`: the last step of a preparation."""
     path = Path(folder) / INFO_NAME
-    write_json(_check_info({"format_version": INFO_VERSION} | info, path), path, indent=2)
+    write_json(_check_info({"format_version": INFO_VERSION} | info, path), path)
     (Path(folder) / UNFINISHED_NAME).unlink(missing_ok=True)
 
 
@@ -154,7 +159,7 @@ class TokenStream:
     Attributes:
         folder, split: where it is read from.
         info: the `dataset_info`; vocab_size is one of its keys.
-        n_tokens, n_shards: length of the stream, and the number of its files.
+        n_tokens: length of the stream.
         mask: the stream of its mask, or None.
     Raises:
         UserError: one line, for a missing folder, no shards, a missing or foreign shard, a damaged one.
@@ -169,7 +174,7 @@ class TokenStream:
         self._starts = [0]  # Python ints: as numpy int32 their sum overflows at 103 shards of 10^8
         for shard in self._shards:
             self._starts.append(self._starts[-1] + len(shard))
-        self.n_tokens, self.n_shards = self._starts[-1], len(self._shards)
+        self.n_tokens = self._starts[-1]
         if "shards" in self.info:
             self._check_listed(paths)
         has_mask = f"{split}mask" in self.info.get("splits", {})

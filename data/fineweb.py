@@ -39,7 +39,7 @@ from data.documents import Block, Cursor, Source, Tokens
 from data.pretokenized import fetch_pretokenized
 from data.shards import MAX_TOKENS, ShardWriter
 from data.tokenizer import TOKENIZERS, get_tokenizer
-from infra.cli import ArgumentParser, UserError, positive_int, run_main
+from infra.cli import ArgumentParser, UserError, n_cores, positive_int, run_main
 from infra.files import exclusive_lock, read_jsonl, write_atomically
 
 Record = dict[str, Any]
@@ -264,11 +264,6 @@ def _tokenise_all(source: Source, cutter: ShardCutter, tokenizer: str, workers: 
 
 
 # ---------------------------------------------------------------- command line
-
-
-def n_cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _parse_args() -> argparse.Namespace:

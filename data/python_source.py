@@ -32,6 +32,7 @@ from data import dataset
 from data.shards import MAX_TOKENS, ShardWriter
 from data.tokenizer import TOKENIZERS, get_tokenizer
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
+from infra.files import exclusive_lock
 
 DATASET = "python"
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -161,7 +162,7 @@ def build(
         return finished
     documents, skipped = collect(roots)
     splits = split_documents(documents, val_fraction)
-    dataset.begin_dataset(out)
+    dataset.begin_dataset(out, DATASET)
     for stale in out.glob(f"{DATASET}_*_*.bin"):
         stale.unlink()
     python = platform.python_version()
@@ -189,12 +190,11 @@ def _finished(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """The content of dataset.json if the folder is complete and was made with these settings, else None."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: expected a folder or nothing there")
-    for path in out.glob("*.bin"):
-        if not path.name.startswith(f"{DATASET}_"):
-            raise UserError(f"{out}: holds {path.name}, another dataset: choose another folder with --out")
     info = dataset.finished_info(out)
+    if info and "settings" not in info:
+        raise UserError(f"{out}: holds another dataset: choose another --out")
     for key, value in settings.items() if info else ():
-        if info and info.get("settings", {}).get(key) != value:
+        if info and info["settings"].get(key) != value:
             print(f"{out}: rebuilding: made with {key} = {info['settings'].get(key)}, now {value}")
             return None
     return info
@@ -224,7 +224,8 @@ def main() -> None:
     if not 0 < args.val_fraction < 1:
         parser.error(f"--val-fraction {args.val_fraction}: expected a number between 0 and 1")
     out = args.out or Path(__file__).parent / f"python_{args.tokenizer}"
-    build(source_roots(args.site_packages), out, args.tokenizer, args.shard_size, args.val_fraction)
+    with exclusive_lock(out):
+        build(source_roots(args.site_packages), out, args.tokenizer, args.shard_size, args.val_fraction)
 
 
 if __name__ == "__main__":

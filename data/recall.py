@@ -145,7 +145,7 @@ def main() -> None:
     args = _parse_args()
     make_sequence(args.tasks[0], args.seq_len, "")  # fails, if it must, before anything is written
     with exclusive_lock(args.out):
-        begin_dataset(args.out)
+        begin_dataset(args.out, DATASET)
         build(args.out, list(dict.fromkeys(args.tasks)), args.sequences, args.seq_len, args.seed)
 
 

@@ -89,8 +89,11 @@ def read_json(path: Path) -> Iterator[Question]:
             for paragraph in article["paragraphs"]:
                 for qa in paragraph["qas"]:
                     if qa["answers"]:
-                        title = article.get("title", str(i))
-                        yield Question(title, paragraph["context"], qa["question"], qa["answers"][0]["text"])
+                        title, answer = article.get("title", str(i)), qa["answers"][0]["text"]
+                        question = Question(title, paragraph["context"], qa["question"], answer)
+                        if not all(isinstance(text, str) for text in question):
+                            raise TypeError(f"expected texts, found {question}")
+                        yield question
     except OSError as e:
         raise UserError(f"{path}: cannot be read: {e.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as e:
@@ -193,8 +196,8 @@ def main() -> None:
     args = _parse_args()
     get_tokenizer(args.tokenizer)  # fails, if it must, before anything is written
     with exclusive_lock(args.out):
-        begin_dataset(args.out)
         splits, source = from_files(args.train, args.val) if args.train else from_hub()
+        begin_dataset(args.out, DATASET)
         build(args.out, splits, source, args.tokenizer, args.seq_len)
 
 

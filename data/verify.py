@@ -117,11 +117,12 @@ def _print_info(folder: Path) -> None:
     for split, s in surveys.items():
         cells = (f"{tokens / s.tokens:.1%} ({n:,})" for n, tokens in s.long.values())
         print(f"{split:8}" + "".join(f"{cell:>22}" for cell in cells))
-    for split, s in surveys.items():
+    texts = {split: s for split, s in surveys.items() if not split.endswith("mask")}
+    for split, s in texts.items():
         if s.head:
             print(f"({split} begins with {s.head:,} tokens of a document that began before the split)")
     print("\nfirst document of each split")
-    _print_peeks(folder, surveys)
+    _print_peeks(folder, texts)
 
 
 def _print_peeks(folder: Path, surveys: dict[str, Survey]) -> None:

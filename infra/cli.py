@@ -30,6 +30,11 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def n_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def run_main(main: Callable[[], None]) -> None:
     """Run a script's main(). A `UserError` is printed as "error: ..." lines, exit status 2, no traceback.
 

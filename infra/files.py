@@ -40,16 +40,27 @@ def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
         f.writelines(parts)
 
 
-def write_json(value: Any, path: Path, indent: int = 1) -> None:
-    """Raises ValueError for NaN and infinity, which JSON does not have."""
-    text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+def write_json(value: Any, path: Path) -> None:
+    """Raises UserError: NaN or infinity, which JSON does not have; or it cannot be written."""
+    try:
+        text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+    except ValueError as e:
+        raise UserError(f"{path}: not written: {e}") from None
     write_atomically(path, f"{text}\n".encode())
+
+
+def read_json(path: Path) -> Any:
+    """Raises UserError: cannot be read, or is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path}: cannot be read as JSON: {e}") from None
 
 
 def read_jsonl(path: Path) -> list[Any]:
     """The records of a JSON-lines file, without a line that was truncated by a kill; [] if it is absent."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []:
         with suppress(ValueError):
             records.append(json.loads(line))
     return records
@@ -57,19 +68,28 @@ def read_jsonl(path: Path) -> list[Any]:
 
 @contextmanager
 def exclusive_lock(folder: Path) -> Iterator[None]:
-    """Make the folder and lock it: concurrent writers would corrupt its files.
+    """Make the folder and lock it, where its file system can: concurrent writers would corrupt the files.
+
+    Left empty, it is removed.
 
     Raises UserError: another process holds the lock, or the folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system on exit or kill
-    except BlockingIOError:
-        raise UserError(f"{folder}: another process is preparing it") from None
     except OSError as e:
         raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
     try:
-        yield
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system on exit or kill
+        except BlockingIOError:
+            raise UserError(f"{folder}: another process is writing there") from None
+        except OSError:  # a file system without locks
+            pass
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                folder.rmdir()
     finally:
         os.close(descriptor)

@@ -201,6 +201,17 @@ def test_all_problems_at_once_with_their_files(tmp_path: Path):
         assert any(line.startswith(f"{source}: {key} = ") for line in lines), (source, key, lines)
 
 
+def test_all_problems_between_keys_at_once():
+    overrides = ["--model.n-kv-head", "5", "--model.n-embd", "770", "--model.rope-fraction", "0.5"]
+    with pytest.raises(UserError) as e:
+        load_config(ROOT / "configs/gpt2_124m.toml", overrides)
+    keys = [line.split(" = ")[0] for line in str(e.value).splitlines()]
+    assert keys == [f"command line: model.{key}" for key in ("n_kv_head", "n_embd", "rope_fraction")]
+    with pytest.raises(UserError) as e:
+        load_config(ROOT / "configs/gpt2_124m.toml", ["--train.max-steps", "0"])
+    assert len(str(e.value).splitlines()) == 2  # nothing to train, and a longer warm-up
+
+
 def test_a_bad_key_does_not_drag_in_problems_with_its_default():
     with pytest.raises(UserError) as e:
         load_config(ROOT / "configs/gpt2_124m.toml", ["--train.seq_len", "x", "--train.batch_tokens", "1000"])

@@ -103,13 +103,14 @@ def test_jobs_run_side_by_side_with_their_share_of_the_machine(path, call, monke
     def run(command: list[str], stop: Any, env: dict[str, str], log: Path) -> int:
         barrier.wait(timeout=60)
         shares.append((env["OMP_NUM_THREADS"], env.get("CUDA_VISIBLE_DEVICES")))
+        assert env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "600"  # time to save
         assert log.parent == path.parent / "runs" and log.name.startswith("s_normaliser=")
         if "normaliser=softmax_seed=2" in log.name:
             raise OSError("disk full")
         return fake.run(command, stop)
 
     monkeypatch.setattr(sweep, "run", run)
-    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    monkeypatch.setattr(sweep, "n_cores", lambda: 12)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9,8,7,6,5,4")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -120,6 +121,20 @@ def test_jobs_run_side_by_side_with_their_share_of_the_machine(path, call, monke
     assert set(shares) == {("2", "9,8,7"), ("2", "6,5,4")}
     with pytest.raises(UserError, match="--jobs 4 --nproc 2: expected at most 6 processes, one a GPU"):
         call(sweep, path, "--jobs", 4, "--nproc", 2, "--train.device", "cuda")
+
+
+def test_a_run_that_was_stopped_itself_is_not_evaluated(path, call, monkeypatch, capsys):
+    """By a signal to train.py, which then exits with 0. An unreadable run folder hides no other in --list."""
+    monkeypatch.setattr(sweep, "run", lambda *args: 0)
+    with pytest.raises(SystemExit):
+        call(sweep, path, "--index", "0")
+    assert "train.py stopped before its last step" in capsys.readouterr().out
+    overrides = ["--attention.normaliser", "softmax", "--seed", "1", "--name", "s_normaliser=softmax_seed=1"]
+    leave_run(load_config(path, overrides))
+    (path.parent / "runs/s_normaliser=softmax_seed=1/config.toml").write_text("{")
+    call(sweep, path, "--list")
+    states = capsys.readouterr().out.splitlines()
+    assert len(states) == 4 and "not valid TOML" in states[0] and states[1].endswith("to run")
 
 
 @pytest.mark.parametrize("folder", ["lssar_paper", "ssmax_paper", "normsoftmax_paper", "small", "league/A"])
@@ -256,6 +271,17 @@ def cells(text: str, row: str) -> list[list[str]]:
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     first = next(i for i, line in enumerate(lines) if line and line[0] == f"`{row}`")
     return [lines[first], *itertools.takewhile(lambda line: line and line[0] == "", lines[first + 1 :])]
+
+
+def test_an_evaluation_with_a_tag_replaces_no_usual_one(tmp_path):
+    make_run(tmp_path, "a", [1.0, 2.0, 3.0, 4.0, 5.0])
+    usual = json.loads((tmp_path / "a/eval_length.json").read_text())
+    (tmp_path / "a/eval_length_20k.json").write_text(json.dumps(usual | {"lengths": []}))
+    (run,) = read_runs([str(tmp_path)])
+    assert run.loss("ntk", 16) == 5.0
+    (tmp_path / "a/eval_length.json").write_text("{")
+    with pytest.raises(UserError, match="eval_length.json: cannot be read as JSON"):
+        read_runs([str(tmp_path)])
 
 
 def test_rows_find_their_runs(tmp_path, capsys):

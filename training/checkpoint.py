@@ -122,6 +122,8 @@ def save_checkpoint(
 
 def link(path: Path, name: Path) -> None:
     """Give a file a second name, atomically: a reader finds the old file or the new one."""
+    if name.exists() and name.samefile(path):  # os.replace would leave the temporary name
+        return
     temporary = name.with_name(f".{name.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:

@@ -84,5 +84,5 @@ class BatchLoader:
 
     def describe(self, step: int) -> str:
         """Where a step's batch is in the data, for messages."""
-        first, last = step * self.n_seq, (step + 1) * self.n_seq - 1
-        return f"sequences {first} to {last} of the data in {self.config.data.order} order"
+        first = (self.config.data.skip_steps + step) * self.n_seq
+        return f"sequences {first} to {first + self.n_seq - 1} of the data in {self.config.data.order} order"

@@ -52,7 +52,7 @@ def lr_factor(config: OptimizerConfig, step: int, max_steps: int) -> float:
         case "linear":
             return 1 - (1 - low) * progress
         case "wsd":
-            decay_steps = config.decay_fraction * max_steps
+            decay_steps = config.decay_fraction * max_steps or 1  # a dry run of no steps
             return 1 - (1 - low) * max(0.0, (step - max_steps + decay_steps) / decay_steps)
 
 

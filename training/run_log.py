@@ -64,8 +64,9 @@ class RunLog:
         self.metrics = path = run_dir / "metrics.jsonl"
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            if step == 0 and val_step < 0 and path.exists():
-                old = path.rename(run_dir / "metrics.jsonl.old")
+            old = run_dir / "metrics.jsonl.old"
+            if step == 0 and val_step < 0 and path.exists() and not old.exists():
+                path.rename(old)
                 self.print(f"{run_dir} has no checkpoint: starting at step 0, its metrics are now {old.name}")
             write_atomically(run_dir / "config.toml", to_toml(self.config).encode())
             write_atomically(path, to_jsonl(records_up_to(read_jsonl(path), step, val_step)).encode())
@@ -80,8 +81,12 @@ class RunLog:
             self.wandb = open_wandb(self.config)
 
     def print(self, *lines: str) -> None:
-        if self.world.is_main:
+        if not self.world.is_main:
+            return
+        try:
             print(*lines, sep="\n", flush=True)
+        except BrokenPipeError:  # the Ctrl-C on which this run is to save has killed `| tee`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def add_step(self, loss: float, grad_norm: float, lr: float, skipped: str = "") -> None:
         record = {"step": self.state.step, "loss": loss, "lr": lr, "grad_norm": grad_norm}
@@ -235,16 +240,19 @@ def git_commit() -> str | None:
 
 
 def open_wandb(config: Config) -> Any:
-    """The W&B run of this run folder, new or resumed."""
+    """The W&B run of this run folder, new or resumed. Raises UserError: no key, no network."""
     import wandb
 
     path = config.run_dir / "wandb_id"
     if not path.exists():
         write_atomically(path, secrets.token_hex(4).encode())
-    return wandb.init(
-        project=config.log.wandb_project, name=config.name, id=path.read_text().strip(), resume="allow",
-        dir=str(config.run_dir), config=config.model_dump(),
-    )  # fmt: skip
+    try:
+        return wandb.init(
+            project=config.log.wandb_project, name=config.name, id=path.read_text().strip(), resume="allow",
+            dir=str(config.run_dir), config=config.model_dump(),
+        )  # fmt: skip
+    except wandb.Error as e:
+        raise UserError(f"log.wandb: {' '.join(str(e).split())}") from None
 
 
 def records_up_to(records: list[dict[str, Any]], step: int, val_step: int) -> list[dict[str, Any]]:

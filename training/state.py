@@ -17,7 +17,7 @@ from infra.cli import UserError
 from infra.distributed import StopSignals, World
 from model import GPT
 from schema import Config, may_change_on_resume
-from training.checkpoint import load_model, load_parameters
+from training.checkpoint import load_parameters, load_source
 from training.guard import Guard
 from training.loader import BatchLoader, open_streams
 from training.optim import make_optimizers
@@ -139,14 +139,15 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     Returns: the summary for the log: what is copied, new, dropped and changed.
     Raises UserError: nothing there, another tokeniser, or a parameter of another shape, with its name.
     """
-    old = load_model(source)
+    path, state = load_source(source)
+    old, theirs, trained_on = config_from_dict(state["config"], str(path)), state["model"], state["data"]
     prefix = f"init_from = {str(source)!r}"
-    if old.tokenizer != tokenizer:
-        raise UserError(f"{prefix}: trained on tokens of {old.tokenizer}, the data has {tokenizer}")
-    theirs, ours = old.model.state_dict(), model.state_dict()
+    if trained_on["tokenizer"] != tokenizer:
+        raise UserError(f"{prefix}: trained on tokens of {trained_on['tokenizer']}, the data has {tokenizer}")
+    ours = model.state_dict()
     changes = [
         f"{key} {was!r} -> {now!r}"
-        for key, (was, now) in changed_keys(old.config, model.config).items()
+        for key, (was, now) in changed_keys(old, model.config).items()
         if not key.startswith(UNREPORTED_KEYS)
     ]
     copied = {name: theirs[name] for name in ours if name in theirs}
@@ -164,7 +165,7 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     model.load_state_dict(copied, strict=False)
     n_values = sum({ours[name].data_ptr(): ours[name].numel() for name in copied}.values())  # tied ones once
     return [
-        f"init_from {source}, step {old.step}",
+        f"init_from {source}, step {state['step']}",
         f"  copied      {len(copied)} tensors, {n_values:,} values",
         f"  new         {missing_names(ours, theirs)}; the optimiser's state",
         f"  dropped     {missing_names(theirs, ours)}",

@@ -48,7 +48,7 @@ def measure_attention(state: TrainState, log: RunLog) -> None:
 
     (NormSoftmax, Figures 2a, 4 and 2b; logit_std is over the vocabulary.)
     """
-    if not state.world.is_main:
+    if not state.world.is_main or not log.pending:  # a skipped step's record is written already
         return
     model, read = state.raw_model, state.val_stream.read
     tokens = torch.from_numpy(read(0, state.config.train.seq_len))[None].to(state.world.device)

@@ -13,7 +13,7 @@ import torch
 from launch import build, metrics, run, run_script
 
 from config import load_config
-from data import squad
+from data import recall, squad
 from data.batches import train_batch, val_batch
 from data.dataset import IGNORED, TokenStream
 from data.tokenizer import get_tokenizer
@@ -133,6 +133,12 @@ def test_from_the_hub(
     [
         ("{", [], "not of SQuAD's schema.*JSONDecodeError"),
         ('{"data": [{"paragraphs": [{"qas": [{}]}]}]}', [], "not of SQuAD's schema.*'answers'"),
+        (
+            '{"data": [{"paragraphs": [{"context": 5, "qas": [{"question": "", "answers": [{"text": ""}]}'
+            "]}]}]}",
+            [],
+            "not of SQuAD's schema.*expected texts",
+        ),
         ('{"data": []}', [], "val: no question fits --seq-len 64"),
         ('{"data": []}', ["--val", "none.json"], "none.json: cannot be read"),
         ("{}", ["--seq-len", "3"], "--seq-len 3: expected at least 8"),
@@ -146,6 +152,16 @@ def test_bad_input(
         prepare(monkeypatch, "--train", tmp_path / "bad.json", "--out", tmp_path / "out", *args)
     with pytest.raises(UserError):  # an unfinished dataset cannot be trained on
         TokenStream(tmp_path / "out", "train")
+
+
+def test_a_finished_dataset_survives_mistakes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any
+) -> None:
+    with pytest.raises(UserError, match="none.json: cannot be read"):
+        prepare(monkeypatch, "--train", tmp_path / "none.json", "--out", folder)
+    with pytest.raises(UserError, match="holds squad_.*, another dataset's: choose another --out"):
+        call(recall, "--sequences", "8", "--out", folder)
+    assert TokenStream(folder, "train").mask is not None
 
 
 # ---- training ----

@@ -1,13 +1,17 @@
 """metrics.jsonl, starts.jsonl and the W&B run of a folder."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from launch import curve, metrics, patched_script, records, run, start
 
-from infra.files import read_jsonl
+import train
+from config import load_config
+from infra.cli import UserError
+from infra.files import exclusive_lock, read_jsonl
 from training.run_log import records_up_to
 
 
@@ -32,6 +36,27 @@ def test_a_run_without_checkpoints_keeps_its_old_metrics(tiny_config: Path):
     run(tiny_config, "--train.max-steps", "6")
     assert (folder / "metrics.jsonl.old").read_text() == old
     assert list(metrics(folder, "loss")) == [1, 2, 3, 4, 5, 6]
+    shutil.rmtree(folder / "checkpoints")
+    run(tiny_config, "--train.max-steps", "2")  # the oldest is the whole one
+    assert (folder / "metrics.jsonl.old").read_text() == old
+
+
+def test_a_run_is_saved_though_nobody_reads_its_output(tiny_config: Path, tmp_path: Path):
+    """As after Ctrl-C in `train.py ... | tee log`, which reaches both."""
+    folder, stop = tmp_path / "runs" / "tiny", patched_script(tmp_path, "os.kill(os.getpid(), 2)")
+    process = start(tiny_config, script=stop)
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0, process.stderr.read()
+    process.stderr.close()
+    assert (folder / "checkpoints" / "step_000005.pt").exists()
+
+
+def test_one_process_writes_a_run_folder(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+    config = load_config(tiny_config)
+    monkeypatch.setattr(sys, "argv", ["train.py", str(tiny_config)])
+    with exclusive_lock(config.run_dir), pytest.raises(UserError, match="another process is writing there"):
+        train.main()
+    assert not (config.run_dir / "metrics.jsonl").exists()
 
 
 def test_lines_of_a_killed_run_are_not_doubled(tmp_path: Path):
