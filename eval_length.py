@@ -77,9 +77,9 @@ def main() -> None:
                 results.append(run.write(summarise(scores, blocks, n_same, args.per_position), step, args))
                 plot(results[-1:], run.file(".png"))
         if world.is_main:
+            print(tables(results))
             if picture:
                 plot(results, picture)
-            print(tables(results))
 
 
 # ---------------------------------------------------------------- windows

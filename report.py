@@ -17,7 +17,6 @@ eval_length.py's, at multiples of the training length, in nats per token. Unfini
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -33,7 +32,7 @@ from config import load_config
 from evals import needle
 from evals.output import Result, format_rope
 from infra.cli import ArgumentParser, UserError, run_main
-from infra.files import atomic_file, write_atomically, write_json
+from infra.files import atomic_file, read_json, write_atomically, write_json
 from papers import league
 from papers.figures import LogFit, all_figures, fit_p_n
 from papers.runs import FACTORS, FinishedRun, Group, RunIndex, read_runs, scale_of
@@ -83,7 +82,9 @@ def needle_figures(index: RunIndex) -> Iterator[tuple[str, str, Figure]]:
     alike: dict[tuple[Any, ...], list[Result]] = {}
     for group in (group for scale in index.letters.values() for group in index.at_scale(scale)):
         for path in sorted(group.runs[0].folder.glob("eval_needle*.json")):
-            result = json.loads(path.read_text())
+            result = read_json(path)
+            if result["step"] != group.runs[0].config.train.max_steps:
+                continue
             if "trials" not in result:
                 print(f"skipped: {path} is of an earlier version; expected a new evals.needle")
                 continue
@@ -93,7 +94,7 @@ def needle_figures(index: RunIndex) -> Iterator[tuple[str, str, Figure]]:
         for shown in [[result] for result in results] + [results] * (len(results) > 1):
             name = shown[0]["run"] if len(shown) == 1 else f"{scale}_all"
             caption = f"SSMax, Figures 6 to 8: needle in a haystack, {name} (scale {scale}), RoPE {rope}"
-            yield f"needle_{i}_{name}.png", caption, needle.draw(shown)
+            yield f"needle_{i}_{name.replace('/', '_')}.png", caption, needle.draw(shown)
 
 
 def make_folder(out: Path) -> Path:

@@ -181,6 +181,8 @@ def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Bloc
     """
     streams = [open_validation(run.config, args.data) for run in runs]
     lengths = choose_lengths(args.lengths, runs, (1, 2, 4, 8, 16))
+    if args.tokens < lengths[-1]:
+        raise UserError(f"--tokens {args.tokens}: expected at least {lengths[-1]}, the longest length")
     n_skipped = -(-args.skip // lengths[-1])
     wanted = n_skipped * lengths[-1] + args.tokens
     ends = [val_windows(stream, wanted, lengths[-1]) for stream in streams]

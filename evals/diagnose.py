@@ -53,9 +53,9 @@ def main() -> None:
                 results.append(run.write(summarise(scores, blocks, n_rows), step, args))
                 plot_layers(results[-1], run.file(".png"))
         if world.is_main:
+            print(tables(results))
             if picture:
                 plot(results, picture)
-            print(tables(results))
 
 
 # ---------------------------------------------------------------- score

@@ -40,6 +40,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from data.dataset import dataset_info
 from data.squad import question_prompt
 from data.tokenizer import get_tokenizer
 from evals import common, output
@@ -87,9 +88,9 @@ def main() -> None:
                 results.append(run.write(summarise(cells, trials, model, haystack, args), step, args))
                 plot(results[-1:], run.file(".png"))
         if world.is_main:
+            print(tables(results))
             if picture:
                 plot(results, picture)
-            print(tables(results))
 
 
 # ---------------------------------------------------------------- task
@@ -105,7 +106,7 @@ class Haystack(NamedTuple):
 class Trial(NamedTuple):
     """One prompt and its answer."""
 
-    prompt: list[int]  # all but the first token of the number
+    prompt: list[int]  # up to the number's first token
     span: range  # positions from behind the needle's colon to its end
     number: str
     choices: list[list[int]]  # tokens of N_CHOICES numbers, the right one first
@@ -117,10 +118,11 @@ def open_haystack(run: common.EvaluatedRun, args: argparse.Namespace) -> Haystac
     Raises:
         UserError: bad data or no .txt files.
     """
-    stream = common.open_validation(run.config, args.data)
-    tokenizer = get_tokenizer(stream.info["tokenizer"])
     if args.haystack is None:
+        stream = common.open_validation(run.config, args.data)
+        tokenizer = get_tokenizer(stream.info["tokenizer"])
         return Haystack(stream.read, stream.n_tokens, tokenizer, str(stream.folder))
+    tokenizer = get_tokenizer(dataset_info(args.data or run.config.data.dir)["tokenizer"])
     files = sorted(Path(args.haystack).glob("*.txt"))
     if not files:
         raise UserError(f"--haystack {args.haystack}: expected a folder with .txt files")
@@ -284,7 +286,7 @@ def tables(results: list[Result]) -> str:
     first, lengths = results[0], results[0]["lengths"]
     parts = [
         f"{first['samples']} samples a cell, haystack {first['haystack']}, RoPE scaling "
-        f"{output.format_rope(first)}; 95 % confidence intervals."
+        f"{output.format_rope(*results)}; 95 % confidence intervals."
     ]
     for name in MEASURES:
         rows = [["run", "depth", *map(str, lengths)]]
@@ -391,7 +393,7 @@ def parse_args() -> argparse.Namespace:
         parser, "of the whole sequence with the answer (default: 1, 2, 4, 8 x the training length)"
     )
     add, help = parser.add_argument, "positions of the needle in the text (default: 10 30 50 70 90)"
-    add("--depths", nargs="+", type=int, choices=range(101), default=DEPTHS, metavar="PERCENT", help=help)
+    add("--depths", nargs="+", type=int, default=DEPTHS, metavar="PERCENT", help=help)
     add("--samples", type=positive_int, default=1000, metavar="N", help="of each cell (default: %(default)s)")
     add("--trials", type=positive_int, default=100, metavar="N", help="of Figure 8 (default: %(default)s)")
     add("--haystack", metavar="DIR", help=".txt files (default: the validation text)")
@@ -399,6 +401,8 @@ def parse_args() -> argparse.Namespace:
     args = common.parse_arguments(parser, "eval_needle")
     if args.seed < 0:
         raise UserError(f"--seed {args.seed}: expected 0 or more")
+    if not all(0 <= depth <= 100 for depth in args.depths):
+        raise UserError(f"--depths {' '.join(map(str, args.depths))}: expected 0 to 100 per cent")
     return args
 
 

@@ -52,7 +52,10 @@ def main() -> None:
         tasks = trained_tasks(runs, args.data)
         lengths = common.choose_lengths(args.lengths, runs, FACTORS)
         for length in lengths:
-            recall.make_sequence(tasks[0], length, "")  # raises if it does not fit
+            try:
+                recall.make_sequence(tasks[0], length, "")
+            except UserError as e:
+                raise UserError(f"--lengths {length}: {e}") from None
         results = []
         for run in runs:
             model, step = run.load(world)
@@ -62,9 +65,9 @@ def main() -> None:
                 results.append(run.write(summary, step, args))
                 plot(results[-1:], run.file(".png"))
         if world.is_main:
+            print(tables(results))
             if picture:
                 plot(results, picture)
-            print(tables(results))
 
 
 def trained_tasks(runs: list[common.EvaluatedRun], data_dir: str | None) -> list[str]:
@@ -131,7 +134,7 @@ def summarise(cells: list[dict[str, Tensor | str]], lengths: list[int], n: int) 
 
 def tables(results: list[Result]) -> str:
     """For each measure a table: tasks and runs down, lengths across."""
-    n, rope = results[0]["samples"], output.format_rope(results[0])
+    n, rope = results[0]["samples"], output.format_rope(*results)
     parts = [f"{n} sequences a cell, RoPE scaling {rope}; 95 % confidence intervals."]
     for name in MEASURES:
         rows = [["task", "run", *(str(entry["length"]) for entry in results[0]["lengths"])]]
@@ -160,7 +163,7 @@ def plot(results: list[Result], path: Path) -> None:
         axes.set(title=task, ylim=(-0.03, 1.03))
     for axes in grid[len(panels) :]:
         axes.remove()
-    figure.supxlabel(f"length (tokens), RoPE scaling {output.format_rope(results[0])}")
+    figure.supxlabel(f"length (tokens), RoPE scaling {output.format_rope(*results)}")
     figure.supylabel("share of answer tokens that are right, 95 % interval")
     output.legend_below(figure, 3)
     output.save_figure(figure, path)

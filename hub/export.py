@@ -21,7 +21,6 @@ start prompts with it.
 from __future__ import annotations
 
 import ast
-import json
 import math
 import re
 from pathlib import Path
@@ -33,8 +32,10 @@ import torch
 from attention import describe_attention
 from config import to_toml
 from data.tokenizer import get_tokenizer
+from evals.output import format_rope
 from hub.native import choose_architecture, import_transformers, largest_difference, native_model
 from infra.cli import ArgumentParser, UserError, run_main
+from infra.files import read_json
 from model import GPT
 from positions import RopeKind, RopeScaling
 from schema import Config
@@ -219,7 +220,7 @@ def model_card(
     """README.md: what the model is, how to run it, its losses by length if they were measured, its config."""
     losses, results = "", (run if run.is_dir() else run.parent.parent) / "eval_length.json"
     if results.exists():
-        result = json.loads(results.read_text(encoding="utf-8"))
+        result = read_json(results)
         rows = [
             f"| {e['length']} | {e['reason']} | - |"
             if e["reason"]
@@ -229,7 +230,7 @@ def model_card(
         losses = CARD_LOSSES.format(
             tokens=result["data"]["tokens"],
             data=result["data"]["dir"],
-            rope=result["rope"]["kind"],
+            rope=format_rope(result),
             step=result["step"],
             rows="\n".join(rows),
         )
@@ -277,7 +278,8 @@ def check(out: Path, model: GPT, tokenizer: tiktoken.Encoding, rope: RopeScaling
     tokens = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True).encode(CHECK_TEXT)
     if tokens != tokenizer.encode_ordinary(CHECK_TEXT):
         raise UserError(f"{out}: transformers' tokenizer gives other tokens than ours")
-    return largest_difference(model, theirs, model.config.train.seq_len, rope)
+    length = model.config.train.seq_len * (1 if rope.kind == "none" else 2)  # scaling begins beyond T
+    return largest_difference(model, theirs, length, rope)
 
 
 def push(folder: Path, name: str) -> str:

@@ -60,10 +60,12 @@ def load_native(source: str, **options: Any) -> tuple[Any, Any]:
 
 def convert_config(c: Any, source: str, run: Path) -> Config:
     """The run's config. Raises UserError: all that our model does not compute, by its name in config.json."""
+    if c.model_type not in ARCHITECTURES.values():
+        fits = " or ".join(ARCHITECTURES.values())
+        raise UserError(f"{source}: model_type = {c.model_type}: expected {fits}")
     is_llama, head_dim = c.model_type == "llama", c.hidden_size // c.num_attention_heads
     rope = getattr(c, "rope_parameters", None) or {}
     checks: list[tuple[str, Any, tuple[Any, ...]]] = [
-        ("model_type", c.model_type, tuple(ARCHITECTURES.values())),
         ("rope_type", rope.get("rope_type"), ("default",)),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,)),
         ("head_dim", getattr(c, "head_dim", None) or head_dim, (head_dim,)),
@@ -71,7 +73,7 @@ def convert_config(c: Any, source: str, run: Path) -> Config:
     if is_llama:
         checks.append(("hidden_act", c.hidden_act, ("silu",)))
         checks.append(("rms_norm_eps", c.rms_norm_eps, (NORM_EPS,)))
-    elif c.model_type == "gpt_neox":
+    else:
         checks.append(("use_parallel_residual", c.use_parallel_residual, (False,)))
         checks.append(("hidden_act", c.hidden_act, tuple(GELU)))
         checks.append(("layer_norm_eps", c.layer_norm_eps, (NORM_EPS,)))

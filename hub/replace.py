@@ -71,14 +71,14 @@ def main() -> None:
         rows.append([state, name, *(format_stderr(*by_length[length]) for length in lengths)])
     print(f"{args.model}: loss in nats, ± standard error; {args.steps} steps; RoPE scaling {args.rope}\n")
     print(format_table(rows))
+    if args.save:
+        model.save_pretrained(args.save)
+        tokenizer.save_pretrained(args.save)
     if args.out:
         settings = {key: getattr(args, key) for key in ("model", "rope", "rope_theta", "lr", "batch", "seed")}
         result = settings | {"normaliser": describe_attention(attention), "steps": args.steps}
         result |= {"train_len": train_len, "tokens": len(blocks) * lengths[-1], "losses": losses}
         write_json(result | {"learned": [p.tolist() for p in learned]}, args.out)  # the newest values
-    if args.save:
-        model.save_pretrained(args.save)
-        tokenizer.save_pretrained(args.save)
 
 
 def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -101,6 +101,8 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
     add("--save", type=Path, metavar="FOLDER", help="save the model (see hub.register.learned_parameters)")
     args, rest = parser.parse_known_args()
     args.scaling = RopeScaling(args.rope, args.rope_theta)
+    if args.out and not args.out.parent.is_dir():
+        raise UserError(f"--out {args.out}: expected a file in a folder that exists")
     if args.steps < 0:
         raise UserError(f"--steps {args.steps}: expected at least 0")
     for path in (args.val_text, args.train_text):

@@ -95,12 +95,14 @@ def learning_figure(groups: list[Group], title: str) -> Figure | None:
 
 
 def positions_figure(groups: list[Group], rope: str, title: str) -> Figure | None:
-    """Loss by position in the longest window."""
+    """Loss by position in windows of 16x."""
     figure, axes = new_axes(title, "position", LOSS, 5.5)
     for i, group in enumerate(group for group in groups if group.losses(rope, 16)):
         runs = [run for run in group.runs if run.loss(rope, 16) is not None]  # not all may be evaluated
         known: dict[str, list[float]] = {}
-        for bucket in (b for run in runs for b in run.evaluations[rope]["lengths"][-1]["buckets"]):
+        entries = [e for run in runs for e in run.evaluations[rope]["lengths"]]
+        longest = 16 * group.runs[0].config.train.seq_len
+        for bucket in (b for e in entries if e["length"] == longest for b in e["buckets"]):
             known.setdefault(f"{bucket['from']}-{bucket['to'] - 1}", []).append(bucket["loss"])
         draw_means(axes, i, group.name, known)
     return with_legend(figure)

@@ -8,8 +8,8 @@ these lines, so no run folder is needed to redraw.
 The synthetic tasks of evals.recall are a scale of their own, `runs/league_recall`, with a run <contestant>.
 
 Text: of the evaluated blocks the first quarter chooses the RoPE scaling, by the loss at the longest length;
-every reported loss is of the other blocks. Evaluations of text behind it (`eval_length.py --skip`), on which
-nothing was chosen, are reported apart. Costs: train_step.json of `benchmarks.train_step --out`.
+every loss in the tables is of the other blocks. Evaluations of text behind it (`eval_length.py --skip`), on
+which nothing was chosen, are reported apart. Costs: train_step.json of `benchmarks.train_step --out`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 from evals.common import mean_and_stderr
 from evals.output import MARKERS, format_length, format_rope, save_figure
 from infra.cli import UserError
-from infra.files import read_jsonl, write_atomically
+from infra.files import read_json, read_jsonl, write_atomically
 from papers.figures import LOSS, draw_means, new_axes, with_legend
 from papers.runs import FinishedRun, read_runs
 from papers.tables import CONFIGS, DASH, HERE, markdown, mean_and_spread
@@ -58,7 +58,7 @@ def record_of(run: FinishedRun) -> Record:
         raise UserError(f"{run.folder}: expected evaluations of one text, in 4 blocks or more")
     checkpoints: dict[str, Record] = defaultdict(dict)
     for path in sorted(run.folder.glob("eval_length*_step_*.json")):
-        result = json.loads(path.read_text())
+        result = read_json(path)
         if result["data"].get("skipped_tokens"):
             continue
         by_length = {str(e["length"]): e.get("loss") for e in result["lengths"]}
@@ -98,12 +98,14 @@ def unseen_losses(run: FinishedRun, data: Record) -> Record:
     """By RoPE scaling `losses_of` text behind that of `data`, and which text it is; {} without any.
 
     Raises:
-        UserError: evaluations of several texts.
+        UserError: evaluations of several texts, or of one block.
     """
     last = results_of(run, "eval_length")
     found = [r for r in last if r["data"].get("skipped_tokens", 0) >= data["blocks"] * data["block_length"]]
     if any(r["data"] != found[0]["data"] for r in found):
         raise UserError(f"{run.folder}: expected evaluations with one --skip and one --tokens")
+    if found and found[0]["data"]["blocks"] < 2:
+        raise UserError(f"{run.folder}: expected --tokens of two blocks or more after --skip")
     losses = {format_rope(result): losses_of(result["lengths"]) for result in found}
     return {"unseen": losses, "unseen_data": found[0]["data"]} if found else {}
 
@@ -132,7 +134,7 @@ def recalls_of(folder: Path) -> Iterator[Record]:
 
 def results_of(run: FinishedRun, script: str) -> list[Record]:
     """What an evaluation wrote of the run's last step."""
-    results = [json.loads(path.read_text()) for path in sorted(run.folder.glob(f"{script}*.json"))]
+    results = [read_json(path) for path in sorted(run.folder.glob(f"{script}*.json"))]
     return [result for result in results if result["step"] == run.config.train.max_steps]
 
 
@@ -140,8 +142,7 @@ def rates_of(folder: Path) -> Iterator[Record]:
     """The validation losses of short runs at several learning rates: <contestant>_<lr>."""
     for run in read_runs([str(folder)]) if folder.is_dir() else ():
         name, lr = run.config.name.rpartition("_")[0], run.config.optimizer.lr
-        steps, loss = run.validations[-1]
-        yield {"kind": "rate", "contestant": name, "which": lr, "steps": steps, "loss": loss}
+        yield {"kind": "rate", "contestant": name, "which": lr, "loss": run.validations[-1][1]}
 
 
 def update(folder: Path, out: Path) -> None:
@@ -159,7 +160,7 @@ def update(folder: Path, out: Path) -> None:
         new = [record_of(run) for run in read_runs([str(folder)]) if run.evaluations]
         new += rates_of(folder.with_name(f"{folder.name}_lr"))
         path = folder / "train_step.json"
-        times = json.loads(path.read_text()) if path.exists() else {}
+        times = read_json(path) if path.exists() else {}
         if times and BASELINE not in times:
             raise UserError(f"{path}: expected {BASELINE} among the configs")
         for name, time in times.items():
@@ -265,14 +266,22 @@ def main_table(scale: Scale, costs: dict[str, float]) -> str:
 
 
 def difference(old: Contestant | None, new: Contestant, length: int) -> str:
-    """Means over seeds, new - old, ± the standard error paired over blocks of text.
+    """Means over seeds, new - old, ± the standard error paired over blocks of text; see `paired_runs`.
 
     A dash for the baseline itself, and where a loss is missing.
     """
     if old is None or old is new or not (old.loss(length) and new.loss(length)):
         return DASH
+    old, new = paired_runs(old, new)
     mean, error = mean_and_stderr(new.blocks(length).mean(0) - old.blocks(length).mean(0))
     return f"{mean:+.3f} ±{error:.3f}"
+
+
+def paired_runs(*pair: Contestant) -> list[Contestant]:
+    """Both with the trainings that they share, which differ beyond T only; without such, as they are."""
+    runs = [{json.dumps([run["which"], run["validations"]]): run for run in c.runs} for c in pair]
+    keys = [key for key in runs[0] if key in runs[1]]
+    return [c._replace(runs=[r[key] for key in keys or r]) for c, r in zip(pair, runs, strict=True)]
 
 
 def seed_text(scale: Scale) -> str:
@@ -301,7 +310,7 @@ def comparison_table(scale: Scale, comparisons: list[dict[str, str]]) -> str:
         old, new = (scale.contestants.get(each[key]) for key in ("from", "to"))
         if old and new:
             cells = [difference(old, new, n) for n in (scale.lengths[0], scale.lengths[-1])]
-            seeds = f"{len(old.runs)}, {len(new.runs)}"
+            seeds = ", ".join(str(len(c.runs)) for c in paired_runs(old, new))
             rows.append([each["change"], f"`{old.name}` → `{new.name}`", seeds, *cells])
     return markdown(["change", "from → to", "seeds", "1x", "16x"], rows, n_left=2)
 
@@ -388,7 +397,7 @@ def position_figure(scale: Scale, shown: list[Contestant]) -> Figure | None:
     axes.set_xscale("log", base=2)
     for i, c in enumerate(shown):
         parts = zip(*(run["positions"].get(c.rope, []) for run in c.runs), strict=False)
-        middle = {math.sqrt(max(1, seeds[0][0]) * seeds[0][1]): [x for *_, x in seeds] for seeds in parts}
+        middle = {(seeds[0][0] + seeds[0][1]) / 2: [x for *_, x in seeds] for seeds in parts}
         draw_means(axes, i, c.name, middle)
     return with_legend(figure)
 

@@ -16,7 +16,7 @@ from attention import describe_attention
 from config import changed_keys, load_config
 from evals.output import format_rope
 from infra.cli import UserError
-from infra.files import read_jsonl
+from infra.files import read_json, read_jsonl
 from model import GPT
 from normalisers import NormSoftmax
 from papers.tables import TableRow, ancestors_of
@@ -80,7 +80,8 @@ def experiment_of(config: Config, *ancestors: Config) -> str:
     a, m, t, o = config.attention, config.model, config.train, config.optimizer
     attention = a.model_dump(exclude={"engine", "compile_rows"})
     if isinstance(a.definition, NormSoftmax):  # sqrt_d is a number, too
-        attention["gamma"] = str(a.definition.gamma_number(m.head_dim))
+        gamma = a.definition.gamma_number(m.head_dim)
+        attention["gamma"] = "sqrt_d" if gamma == math.sqrt(m.head_dim) else str(gamma)
         attention.pop("gamma_factor")
     start: Any = None
     if config.init_from:
@@ -125,11 +126,11 @@ def read_run(folder: Path) -> FinishedRun | None:
     if not validations or validations[-1][0] != config.train.max_steps:
         print(f"skipped: {folder} is not finished")
         return None
-    evaluations: dict[str, dict[str, Any]] = {}
-    for path in sorted(folder.glob("eval_length*.json")):
-        result = json.loads(path.read_text())
+    evaluations: dict[str, dict[str, Any]] = {}  # of several at one RoPE scaling the usual one
+    usual = ("eval_length", "eval_length_none")
+    for path in sorted(folder.glob("eval_length*.json"), key=lambda path: (path.stem not in usual, path)):
+        result = read_json(path)
         if result["step"] == config.train.max_steps and not result["data"].get("skipped_tokens"):
-            # The first wins: eval_length.json precedes eval_length_step_*.json.
             evaluations.setdefault(format_rope(result), result)
     summary = folder / "init_from.txt"
     before = re.search(r", step (\d+)$", summary.read_text(), re.MULTILINE) if summary.exists() else None

@@ -296,7 +296,7 @@ def test_exit_status_and_one_line(tmp_path):
         (["{run}", "{run}"], "given twice"),
         (["{run}", "{tmp}/none"], "no such run folder or checkpoint"),  # before the first is evaluated
         (["{run}", "--lengths", "16", "512"], "at least 513 for one window of length 512"),
-        (["{run}", "--lengths", "32", "--tokens", "31"], "at least one window of 32"),
+        (["{run}", "--lengths", "32", "--tokens", "31"], "--tokens 31: expected at least 32"),
         (
             ["{run}", "--lengths", "32", "--skip", "512", "--tag", "a"],
             "expected a block of 32; the data has ",

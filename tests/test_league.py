@@ -100,13 +100,22 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
 
 
 def test_errors_are_paired_over_text():
-    def contestant(offsets: list[float]) -> league.Contestant:
-        losses = [loss + offset for loss, offset in zip(TEXT, offsets, strict=True)]
-        return league.Contestant("x", [{"lengths": {"ntk": {"16": [losses, losses]}}}], "ntk")
+    def contestant(*seeds: list[float], trainings: list[float] | None = None) -> league.Contestant:
+        runs = []
+        for i, offsets in enumerate(seeds):
+            losses = [loss + offset for loss, offset in zip(TEXT, offsets, strict=True)]
+            validations = trainings[i] if trainings else offsets
+            runs.append(
+                {"lengths": {"ntk": {"16": [losses, losses]}}, "which": i, "validations": validations}
+            )
+        return league.Contestant("x", runs, "ntk")
 
     zero, mixed = contestant([0] * 8), contestant([9, 9, 1, 2, 1, 2, 1, 2])
     assert league.difference(zero, mixed, 16) == f"+1.500 ±{math.sqrt(0.3 / 6):.3f}"
     assert league.difference(zero, contestant([0] * 8), 16) == "+0.000 ±0.000"
+    # Seed 0 is one training under two length scales: seed 1, which only one has, is left out.
+    old, new = contestant([0] * 8, [4] * 8, trainings=[1.0, 2.0]), contestant([1] * 8, trainings=[1.0])
+    assert league.difference(old, new, 16) == "+1.000 ±0.000"
 
 
 def test_lengths_without_a_loss_are_dashes(tiny_config, tmp_path, call):

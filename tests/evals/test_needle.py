@@ -41,7 +41,8 @@ def copying_config(folder: Path, **sections: dict) -> Config:
         "model": {"n_layer": 2, "n_head": 2, "n_embd": WIDTH, "vocab_size": 257, "norm": "rmsnorm",
                   "tie_embeddings": False, "rope_theta": 1e100},
         "data": {"dir": str(folder / "data")},
-        "train": {"seq_len": 256, "batch_tokens": 256, "micro_batch": 1, "dtype": "float32"},
+        "train": {"seq_len": 256, "batch_tokens": 256, "micro_batch": 1, "dtype": "float32", "max_steps": 1},
+        "optimizer": {"warmup_steps": 0},
         "log": {"dir": str(folder / "runs")},
     }  # fmt: skip
     return config_from_dict(values | sections, "test")
@@ -244,7 +245,7 @@ def test_several_runs_and_a_folder_of_texts(run, tmp_path, evaluate, capsys):
         (["--lengths", "100"], "--lengths 100: expected at least"),
         (["--lengths", "9000"], "at most the 5000 tokens of"),
         (["--haystack", "none"], "--haystack none: expected a folder with .txt files"),
-        (["--depths", "101"], "invalid choice: 101"),
+        (["--depths", "101"], "--depths 101: expected 0 to 100 per cent"),
     ],
 )
 def test_bad_input(run, evaluate, args, message):

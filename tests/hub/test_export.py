@@ -195,7 +195,12 @@ def test_card_and_upload(tiny_config, call, capsys, monkeypatch):
     run, uploads = make_byte_run(tiny_config, "--attention.normaliser", "lssa"), []
     lengths = [{"length": 16, "reason": None, "loss": 1.23456, "stderr": 0.01}]
     lengths += [{"length": 32, "reason": "rejected"}]
-    result = {"lengths": lengths, "rope": {"kind": "ntk"}, "step": 1, "data": {"tokens": 512, "dir": "d"}}
+    result = {
+        "lengths": lengths,
+        "rope": {"kind": "ntk", "theta": None},
+        "step": 1,
+        "data": {"tokens": 512, "dir": "d"},
+    }
     (run / "eval_length.json").write_text(json.dumps(result))
 
     class Fake:

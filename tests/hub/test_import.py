@@ -68,8 +68,10 @@ def test_all_misfits_are_listed(tmp_path):
     pythia = transformers.GPTNeoXConfig()
     with pytest.raises(UserError, match="partial_rotary_factor = 0.25: .*\n.*use_parallel_residual = True"):
         import_.convert_config(pythia, "there", tmp_path / "run")
-    with pytest.raises(UserError, match="model_type = qwen3: .* expected llama or gpt_neox"):
+    with pytest.raises(UserError, match="model_type = qwen3: expected llama or gpt_neox"):
         import_.convert_config(transformers.Qwen3Config(), "there", tmp_path / "run")
+    with pytest.raises(UserError, match="model_type = mamba: expected llama or gpt_neox"):
+        import_.convert_config(transformers.MambaConfig(), "there", tmp_path / "run")
 
 
 def test_nothing_there_is_one_line(call, tmp_path):
