@@ -28,6 +28,7 @@ OVERRIDES = [  # a small model, short steps and many checkpoints
     *("--train.val-every", "20", "--train.checkpoint-every", "5", "--train.keep-last", "3"),
     *("--optimizer.warmup-steps", "10", "--log.every", "5"),
 ]
+PATIENCE = 1500  # seconds for a restart: gloo waits five times its timeout where a connection is refused
 KEPT = ("step", "loss", "lr", "grad_norm", "val_loss", "skipped")  # the keys that no clock changes
 
 
@@ -107,7 +108,7 @@ def chaos(folder: Path, processes: int, kills: int) -> None:
             done += killed
             in_writes += killed and in_write and writing(run)
             if processes == 1 or done >= kills:
-                process.wait(timeout=600)
+                process.wait(timeout=PATIENCE)
             if process.poll():
                 if not killed or processes > 1:  # torchrun must restart it
                     raise UserError(f"{run}: failed without a kill; see {folder / f'{name}.log'}")
