@@ -183,7 +183,9 @@ def describe_engine(
     """The engine's name; for compiled kernels with the error of their self-check."""
     if engine not in ("triton", "flex"):
         return engine
-    error = check(engine, compiled_engine(engine), normaliser, device, dtype).error
+    error, problem = check(engine, compiled_engine(engine), normaliser, device, dtype)
+    if problem:  # auto does not get here
+        raise UserError(f"engine = {engine!r}: failed its self-check ({problem}); expected auto or rows")
     return f"{engine} (self-check: relative error {error:.1e})"
 
 

@@ -166,15 +166,16 @@ def scale_logits(z: Tensor, config: TrainConfig) -> Tensor:
 
     (NormSoftmax, eq. 4-6 and 8, with the vocabulary in the place of the keys.)
     """
-    tiny = torch.finfo(z.dtype).tiny  # equal logits stay equal, with gradient 0
+    if config.loss == "softmax":
+        return z
     if config.loss == "norm_softmax":
-        sigma = z.var(-1, correction=0, keepdim=True).clamp_min(tiny).sqrt()
         gamma = config.loss_gamma if isinstance(config.loss_gamma, float) else math.inf
-        return z / (sigma.clamp_max(gamma) * (config.loss_tau if config.loss_tau != "auto" else 1.0))
-    if config.loss == "logit_norm":
-        norm = z.square().sum(-1, keepdim=True).clamp_min(tiny).sqrt()
-        return z / (norm * (config.loss_tau if config.loss_tau != "auto" else z.shape[-1] ** -0.5))
-    return z
+        square, tau = z.var(-1, correction=0, keepdim=True).clamp_max(gamma**2), 1.0
+    else:
+        square, tau = z.square().sum(-1, keepdim=True), z.shape[-1] ** -0.5
+    spread = square > torch.finfo(z.dtype).tiny  # equal logits (logit_norm: zeros) become 0, with gradient 0
+    root = torch.where(spread, torch.where(spread, square, 1.0).sqrt(), math.inf)
+    return z / (root * (config.loss_tau if config.loss_tau != "auto" else tau))
 
 
 class GPT(nn.Module):

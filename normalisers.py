@@ -367,14 +367,14 @@ class Phi(Scaled, name="phi"):
         return 0.0
 
     def divisor(self, context: RowContext) -> Tensor | float:
-        """What the weights are divided by, besides l1: a number or (R, 1)."""
+        """What the weights are divided by where l1 is off: a number or (R, 1)."""
         return 1.0
 
     @property
     def bounded(self) -> bool:
         """|score| < 70 at every length and head size in use: no phi of a score underflows in float32."""
-        unshifted = not self.bias and type(self).shift is Phi.shift
-        return self.scores == "cosine" and self.scale == "ln_d" and unshifted
+        as_here = type(self).shift is Phi.shift and type(self).factor is Scaled.factor
+        return self.scores == "cosine" and self.scale == "ln_d" and not self.bias and as_here
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
         shift = self.shift(context)

@@ -60,7 +60,8 @@ def main() -> None:
             ratios = sorted(turn[i] / turn[0] for turn in turns)
             tenth = len(ratios) // 10
             ratio = f"{statistics.median(ratios):.2f} ({ratios[tenth]:.2f}-{ratios[-1 - tenth]:.2f})"
-            live, d = step.live_share(), model.config.model.head_dim
+            with model.autocast():
+                live, d = step.live_share(), model.config.model.head_dim
             moved = 4 * d if model.engine_description == "sdpa" else 2 * d + 8 + 2 * d * live
             name = describe_attention(model.config.attention)
             print(f"| {n:6} | {name:26} | {statistics.median(turn[i] for turn in turns):10.2f} "

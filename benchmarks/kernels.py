@@ -75,7 +75,7 @@ class Case(NamedTuple):
     dtype: str
     head_dim: int
     arch: int
-    # of attention_triton.Form
+    # of fused_kernels.Form
     phi: str
     l1: bool
     p: int
@@ -110,7 +110,7 @@ def compile_kernel(case: Case) -> Compiled:
     from engines import fused_decode
 
     dtype = getattr(torch, case.dtype)
-    form = at.make_form(case.phi, case.l1, case.p, case.bounded, case.biased, dtype, case.head_dim)
+    form = at.Form(*case[4:], dtype != torch.float32, case.head_dim)
     decoding = case.kernel.startswith("decode")
     launch = at.Launch(1, fused_decode.DECODE_KEYS, 4, 3)
     if not decoding:

@@ -99,7 +99,9 @@ class NormaliserModule(nn.Module):
 
     def cache_keys(self, k: Tensor) -> Tensor:
         """k as a KV cache holds it: l2-normalised for cosine scores, once instead of in every step."""
-        return self.as_float(k, k)[0].to(k.dtype) if self.definition.scores == "cosine" else k
+        if self.definition.scores != "cosine":
+            return k
+        return F.normalize(k.to(torch.promote_types(k.dtype, torch.float32)), dim=-1).to(k.dtype)
 
     def prepare(self, q: Tensor, k: Tensor, cached: bool = False) -> tuple[Tensor, Tensor, RowContext]:
         """q and k in float32 (or float64), (B, H, T, D), rescaled so that their products are the scores."""

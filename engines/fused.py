@@ -9,12 +9,12 @@ sizes and launches them as custom operators, so that autograd and torch.compile 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
 from engines import fused_decode
 from engines.base import FUSED_HEAD_DIM, NormaliserModule
@@ -106,7 +106,6 @@ LAUNCHES_32: dict[str, dict[int, Launch]] = {
     "backward_q": {64: Launch(64, 32, 4, 1), 128: Launch(32, 32, 4, 1)},
     "backward_kv": {64: Launch(32, 64, 4, 1), 128: Launch(32, 32, 4, 1)},
 }
-INTERPRETED = isinstance(_forward, InterpretedFunction)  # TRITON_INTERPRET=1
 
 
 def launch_of(kernel: str, form: Form, major: int) -> Launch:
@@ -119,35 +118,25 @@ def launch_options(launch: Launch) -> dict[str, int]:
     return {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": launch.registers}
 
 
-def make_form(
-    phi: str, l1: bool, p: int, bounded: bool, biased: bool, dtype: torch.dtype, head_dim: int,
-    wide: bool = False,
-) -> Form:  # fmt: skip
-    return Form(phi, l1, p, bounded, biased, dtype != torch.float32, INTERPRETED, head_dim, wide)
-
-
-def _launch(kernel: Any, of: str, t: Tensor, form: Form, *args: Any) -> None:
-    """One program for each head and block of positions of t (B, H, T, D): q, or dk for backward_kv."""
-    major = torch.cuda.get_device_capability(t.device)[0] if t.is_cuda else 9
-    launch = launch_of(of, form, major)
-    block = launch.keys if of == "backward_kv" else launch.rows
-    grid = (triton.cdiv(t.shape[2], block) * t.shape[0] * t.shape[1],)
-    with torch.cuda.device_of(t):
-        kernel[grid](*args, form, launch.rows, launch.keys, **launch_options(launch))
+def _launch(kernel: Any, of: str, form: Form, matrices: Sequence[Tensor], *args: Tensor) -> None:
+    """One program for each query head and block of rows or keys; `matrices`: q, k, others with strides."""
+    (B, H, n_queries, _), (_, n_kv_head, n_keys, _) = matrices[0].shape, matrices[1].shape
+    device = matrices[0].device
+    launch = launch_of(of, form, torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9)
+    n_blocks = triton.cdiv(*((n_keys, launch.keys) if of == "backward_kv" else (n_queries, launch.rows)))
+    strides = [t.stride()[:3] for t in matrices]
+    assert max(stride[2] for stride in strides) <= 2**24, strides  # offsets in a tile are 32-bit
+    with torch.cuda.device_of(matrices[0]):
+        kernel[(n_blocks * B * H,)](
+            *args, *strides, H, H // n_kv_head, n_queries, n_keys, form, launch.rows, launch.keys,
+            **launch_options(launch),
+        )  # fmt: skip
 
 
 def phi_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    shift: Tensor | None = None,
-    *,
-    phi: str,
-    l1: bool,
-    p: int = 0,
-    bounded: bool = False,
-    skip_mass: float = 0.0,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, *, phi: str, l1: bool, p: int = 0,
+    bounded: bool = False, skip_mass: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Causal attention with weights from phi(x), q.k + shift = `score_unit` x; see fused_kernels.py.
 
     Args:
@@ -159,7 +148,7 @@ def phi_attention(
         l1: divide rows by sum |phi|.
         p: power of the re-weighting, at most 256; it needs l1 and a phi that is not negative. 0: none,
             which with exp and l1 is softmax and belongs to F.scaled_dot_product_attention.
-        bounded: |x| < 60, so that no row of phi = softplus or sigmoid underflows: saves a check.
+        bounded: |x| < 70, so that no row of phi = softplus or sigmoid underflows: saves a check.
         skip_mass: see NormaliserModule; for one query without a graph, with a power.
     Returns:
         (B, H, Tq, D) in the inputs' type. Scores and sums are float32; weights are rounded to the
@@ -171,11 +160,11 @@ def phi_attention(
     assert k.shape == v.shape and q.shape[::3] == k.shape[::3] and q.shape[2] <= k.shape[2], k.shape
     assert q.shape[1] % k.shape[1] == 0, (q.shape, k.shape)
     if shift is not None:
+        assert shift.shape == q.shape[2:3] and not shift.requires_grad, shift.shape  # not learned
         shift = shift.to(torch.float32).contiguous()
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    if q.shape[-2] == 1 and not needs_grad:
-        return _decode_op(q, k, v, shift, phi, l1, p, bounded, skip_mass)
-    return _forward_op(q, k, v, shift, phi, l1, p, bounded)[0]
+    decodes = q.shape[-2] == 1 and not needs_grad
+    return _forward_op(q, k, v, shift, phi, l1, p, bounded, skip_mass if decodes else None)[0]
 
 
 def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
@@ -189,34 +178,21 @@ def _new_output(q: Tensor) -> Tensor:
     return q.new_empty(B, T, H, D).transpose(1, 2)
 
 
-def _sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
-    """n_head, n_head / n_kv_head, and the numbers of queries and keys of a head."""
-    return q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
-
-
-def _strides(*tensors: Tensor) -> list[tuple[int, ...]]:
-    return [t.stride()[:3] for t in tensors]
-
-
-def _is_wide(*tensors: Tensor) -> bool:
-    """Whether a row's offset in its head's matrix may exceed 31 bits; block sizes are at most 128."""
-    return any((t.shape[2] + 128) * t.stride(2) >= 2**31 for t in tensors)
-
-
 @torch.library.custom_op("phi_attention::forward", mutates_args=())
 def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int, bounded: bool
+    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int, bounded: bool,
+    skip_mass: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and the rows' statistics (B, H, Tq, 4)."""
+    """o and the rows' statistics (B, H, Tq, 4); with skip_mass o alone, of one query (fused_decode.py)."""
     o, stats = _fake_forward(q, k, v)
     if q.numel() == 0:
         return o, stats
     q, k, v = _rows_contiguous(q, k, v)
-    form = make_form(phi, l1, p, bounded, shift is not None, q.dtype, q.shape[-1], _is_wide(q, k, v, o))
-    _launch(
-        _forward, "forward", q, form,
-        q, k, v, stats if shift is None else shift, o, stats, *_strides(q, k, v, o), *_sizes(q, k),
-    )  # fmt: skip
+    form = Form(phi, l1, p, bounded, shift is not None, q.dtype != torch.float32, q.shape[-1])
+    if skip_mass is not None:
+        fused_decode.launch(q, k, v, shift, o, form, skip_mass if p else 0.0)
+    else:
+        _launch(_forward, "forward", form, (q, k, v, o), q, k, v, stats if shift is None else shift, o, stats)
     return o, stats
 
 
@@ -236,19 +212,12 @@ def _backward_op(
         return dq, dk.zero_(), dv.zero_()
     rows = stats.new_empty(*q.shape[:3], N_ROW.value)
     do, q, k, v = _rows_contiguous(do, q, k, v)
-    wide = _is_wide(do, q, k, v, o, dq, dk, dv)
-    form = make_form(phi, l1, p, bounded, biased, q.dtype, q.shape[-1], wide)
-    _launch(
-        _backward_q, "backward_q", q, form,
-        q, k, v, o, do, stats, dq, rows, *_strides(q, k, v, o, do, dq), *_sizes(q, k),
-    )  # fmt: skip
+    form = Form(phi, l1, p, bounded, biased, q.dtype != torch.float32, q.shape[-1])
+    _launch(_backward_q, "backward_q", form, (q, k, v, o, do, dq), q, k, v, o, do, stats, dq, rows)
     # Grouped heads: gradients by query head, summed at the end (a loop over heads in the kernel spills).
     grouped, by_head = k.shape[1] < q.shape[1], (*q.shape[:2], *k.shape[2:])
     dks, dvs = (stats.new_empty(by_head) if grouped else t for t in (dk, dv))
-    _launch(
-        _backward_kv, "backward_kv", dks, form,
-        q, k, v, do, stats, rows, dks, dvs, *_strides(q, k, v, do, dks, dvs), *_sizes(q, k),
-    )  # fmt: skip
+    _launch(_backward_kv, "backward_kv", form, (q, k, v, do, dks, dvs), q, k, v, do, stats, rows, dks, dvs)
     if grouped:
         dk.copy_(dks.unflatten(1, (k.shape[1], -1)).sum(2))
         dv.copy_(dvs.unflatten(1, (k.shape[1], -1)).sum(2))
@@ -262,34 +231,14 @@ def _fake_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> t
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, shift, *ctx.form = inputs
+    q, k, v, shift, *ctx.form, _ = inputs
     ctx.biased = shift is not None
     ctx.save_for_backward(q, k, v, *output)
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     gradients = _backward_op(grads[0], *ctx.saved_tensors, *ctx.form, ctx.biased)
-    return *gradients, None, None, None, None, None
+    return *gradients, None, None, None, None, None, None
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
-
-
-@torch.library.custom_op("phi_attention::decode", mutates_args=())
-def _decode_op(
-    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int, bounded: bool,
-    skip_mass: float,
-) -> Tensor:  # fmt: skip
-    """o of one query a head, without a graph, see fused_decode.py."""
-    o = _new_output(q)
-    if q.numel() == 0:
-        return o
-    q, k, v = _rows_contiguous(q, k, v)
-    form = make_form(phi, l1, p, bounded, shift is not None, q.dtype, q.shape[-1], wide=True)
-    fused_decode.launch(q, k, v, shift, o, form, skip_mass if p else 0.0)
-    return o
-
-
-@_decode_op.register_fake
-def _fake_decode(q: Tensor, *rest: Any) -> Tensor:
-    return _new_output(q)

@@ -44,8 +44,9 @@ import triton.language as tl
 from normalisers import UNIFORM_TOLERANCE
 
 PHIS = ("exp", "softplus", "sigmoid", "relu", "relu2", "relu6", "gelu", "mish", "identity")
-MAX_POWER = 256  # `_power` reads 8 bits
+MAX_POWER = 256  # `_weigh` reads 8 bits
 SIGNED = ("gelu", "mish", "identity")
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1
 N_ROW = tl.constexpr(4)  # floats per row, side by side, from forward and from `_backward_q`
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -69,56 +70,25 @@ class Form:
     bounded: bool  # |x| is so small that a row of phi(x) cannot underflow (LSSA's cosine scores)
     biased: bool  # there is a shift
     fast: bool  # softplus to 9e-6: enough for 16-bit inputs
-    interpreted: bool
     d: int  # head_dim
-    wide: bool  # some matrix of a head spans more than 2^31 elements: offsets take 64 bits
 
-    @property
-    def precision(self) -> str:
-        """Of matrix products of float32 inputs."""
-        return "ieee" if self.interpreted else "tf32x3"
-
-    @property
-    def bd(self) -> int:
-        """The power of two that holds head_dim."""
-        return max(16, triton.next_power_of_2(self.d))
-
-    @property
-    def gain(self) -> float:
-        """dC/dy over c' t'^(p-1) times the kernel's derivative of phi."""
-        return (self.p or 1) * (LN2.value if self.phi in ("exp", "sigmoid") else 1.0)
-
-    @property
-    def signed(self) -> bool:
-        return self.phi in SIGNED
-
-    @property
-    def safe(self) -> bool:
-        """Rows may leave float32's range: the low ones, for exp all, are computed as 2^(y - max y)."""
-        return self.l1 and (self.phi == "exp" or (not self.bounded and self.phi in ("softplus", "sigmoid")))
-
-    @property
-    def two_pass(self) -> bool:
-        """o needs sums of the whole row first."""
-        return self.p > 0 or self.safe
-
-    @property
-    def shifted(self) -> bool:
-        return self.biased or self.safe
-
-    @property
-    def log(self) -> bool:
-        """Softplus by the GPU's logarithm, and by a polynomial only in blocks with flagged rows."""
-        return self.phi == "softplus" and self.bounded and self.fast and self.p > 0
-
-    @property
-    def sums(self) -> str:
-        """How forward sums a row (`_add_sums`), and how it does again if a row is flagged."""
-        return "low" if self.phi == "exp" else "log" if self.log else "exact"
-
-    @property
-    def sums_again(self) -> str:
-        return "low" if self.safe else "exact"
+    # of matrix products of float32 inputs
+    precision = property(lambda form: "ieee" if INTERPRETED else "tf32x3")
+    # the power of two that holds head_dim
+    bd = property(lambda form: max(16, triton.next_power_of_2(form.d)))
+    # dC/dy over c' t'^(p-1) times the kernel's derivative of phi
+    gain = property(lambda form: (form.p or 1) * (LN2.value if form.phi in ("exp", "sigmoid") else 1.0))
+    signed = property(lambda form: form.phi in SIGNED)
+    # Rows may leave float32's range: the low ones, for exp all, are computed as 2^(y - max y).
+    safe = property(lambda form: form.l1 and (
+        form.phi == "exp" or (not form.bounded and form.phi in ("softplus", "sigmoid"))))  # fmt: skip
+    two_pass = property(lambda form: form.p > 0 or form.safe)  # o needs sums of the whole row first
+    shifted = property(lambda form: form.biased or form.safe)
+    # softplus by the GPU's logarithm, and by a polynomial only in blocks with flagged rows
+    log = property(lambda form: form.phi == "softplus" and form.bounded and form.fast and form.p > 0)
+    # how forward sums a row (`_add_sums`), and how it does again if a row is flagged
+    sums = property(lambda form: "low" if form.phi == "exp" else "log" if form.log else "exact")
+    sums_again = property(lambda form: "low" if form.safe else "exact")
 
     @property
     def log2_1p(self) -> tuple[float, ...]:
@@ -133,27 +103,13 @@ class Form:
 
 
 @triton.jit
-def _log2(x, form: tl.constexpr):
+def _log2(x):
     """log2 to 2^-22, in one instruction (tl.log2 calls a library function of 20)."""
-    if form.interpreted:
+    if INTERPRETED:
         result = tl.log2(x)
     else:
         result = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
     return result
-
-
-@triton.jit
-def _softplus2(y, EXACT: tl.constexpr, form: tl.constexpr):
-    """log2(1 + 2^y) = softplus(y ln 2) / ln 2."""
-    if form.log and not EXACT:
-        s = _log2(1.0 + tl.exp2(y), form)
-    else:
-        u = tl.exp2(-tl.abs(y))
-        r = u * form.log2_1p[0] + form.log2_1p[1]
-        for i in tl.static_range(2, len(form.log2_1p)):
-            r = r * u + form.log2_1p[i]
-        s = tl.maximum(y, 0.0) + r * u
-    return s
 
 
 @triton.jit
@@ -164,7 +120,7 @@ def _relu(x):
 
 @triton.jit
 def _phi(y, low, EXACT: tl.constexpr, form: tl.constexpr):
-    """phi(x) from the score y, and its derivative, by y (exp, sigmoid: by x).
+    """phi(x) from the score y, and its derivative, by y (exp, sigmoid: by x); softplus as log2(1 + 2^y).
 
     2^y for rows that are `low` (form.safe). Where a kernel drops the slope, so does the compiler.
     """
@@ -172,7 +128,14 @@ def _phi(y, low, EXACT: tl.constexpr, form: tl.constexpr):
         s = tl.exp2(y)
         slope = s
     elif form.phi == "softplus":
-        s = _softplus2(y, EXACT, form)
+        if form.log and not EXACT:
+            s = _log2(1.0 + tl.exp2(y))
+        else:
+            u = tl.exp2(-tl.abs(y))
+            poly = u * form.log2_1p[0] + form.log2_1p[1]
+            for i in tl.static_range(2, len(form.log2_1p)):
+                poly = poly * u + form.log2_1p[i]
+            s = tl.maximum(y, 0.0) + poly * u
         slope = tl.exp2(y - s)  # sigmoid(x), with full relative accuracy on both sides
     elif form.phi == "sigmoid":
         s = 1.0 / (1.0 + tl.exp2(-y))
@@ -207,28 +170,18 @@ def _phi(y, low, EXACT: tl.constexpr, form: tl.constexpr):
 
 
 @triton.jit
-def _power(t, N: tl.constexpr):
-    """t^N for t >= 0 by repeated squaring; t^0 is the indicator t > 0."""
-    if N == 0:
-        result = tl.where(t > 0, 1.0, 0.0)
-    else:
-        result = t
-        square = t
-        for bit in tl.static_range(8):
-            if (N >> bit) & 1:
-                result = square if N & ((1 << bit) - 1) == 0 else result * square
-            square = square * square
-    return result
-
-
-@triton.jit
 def _weigh(s, c, e, form: tl.constexpr):
-    """Weights before the last division: s, or t^p; and t^(p-1)."""
+    """Weights before the last division: s, or t^p; and t^(p-1) by squaring, t^0 the indicator t > 0."""
     weight = s
     lower = s
     if form.p > 0:
         t = _relu(s * c - e)
-        lower = _power(t, form.p - 1)
+        square = t
+        lower = tl.where(t > 0, 1.0, 0.0)
+        for bit in tl.static_range(8):
+            if ((form.p - 1) >> bit) & 1:
+                lower = square if (form.p - 1) & ((1 << bit) - 1) == 0 else lower * square
+            square = square * square
         weight = lower * t
     return weight, lower
 
@@ -290,7 +243,7 @@ def _add_sums(total, lost, peak, y, HOW: tl.constexpr, form: tl.constexpr):
         lost *= tl.exp2(peak - highest)
         part = tl.sum(tl.exp2(y - tl.expand_dims(highest, axis)), axis)
     elif HOW == "log":
-        part = tl.sum(_relu(y), axis) + _log2(tl.reduce(1.0 + tl.exp2(-tl.abs(y)), axis, _times), form)
+        part = tl.sum(_relu(y), axis) + _log2(tl.reduce(1.0 + tl.exp2(-tl.abs(y)), axis, _times))
     else:
         s, _ = _phi(y, tl.zeros_like(y), True, form)
         part = tl.sum(s, axis)
@@ -330,37 +283,14 @@ def _row_constants(total, low_total, peak, shift, position, n_keys, form: tl.con
     return c, e, shift, flag
 
 
-@triton.jit
-def _normalise(total, c, e, form: tl.constexpr):
-    """The factor of sum w v, and c', e' with which `_weigh` gives C itself."""
-    if form.p > 0:
-        has_mass = ~(total <= 0)
-        scale = tl.where(has_mass, 1.0 / total, 0.0)
-        root = tl.where(has_mass, tl.exp2(tl.log2(total) * (-1.0 / form.p)), 0.0)
-        c = c * root
-        e = e * root
-    else:
-        if form.l1:
-            scale = tl.where(total <= NO_MASS, 0.0, 1.0 / total)
-        else:
-            scale = tl.full(total.shape, LN2 if form.phi == "softplus" else 1.0, tl.float32)
-        c = scale
-    return scale, c, e
-
-
 # ---------------------------------------------------------------- memory and loops
 
 
 @triton.jit
 def _program(n_parts, n_head):
     """Which part of which head this program works on: (part, batch * n_head + head, batch, head)."""
-    row = tl.program_id(0) // n_parts
-    return (
-        tl.program_id(0) % n_parts,
-        row.to(tl.int64),
-        (row // n_head).to(tl.int64),
-        (row % n_head).to(tl.int64),
-    )
+    row = (tl.program_id(0) // n_parts).to(tl.int64)
+    return tl.program_id(0) % n_parts, row, row // n_head, row % n_head
 
 
 @triton.jit
@@ -374,15 +304,13 @@ def _tile_pointers(matrix, start, SIZE: tl.constexpr, CUT: tl.constexpr, form: t
     """Pointers to rows start..start + SIZE of a matrix, and which exist; CUT: some may be beyond its end."""
     base, stride, n = matrix
     d = tl.arange(0, form.bd)[None, :]
-    row = start + tl.arange(0, SIZE)[:, None]
+    row = tl.arange(0, SIZE)[:, None]
     mask = tl.full([1, 1], True, tl.int1)
     if CUT:
-        mask = mask & (row < n)
+        mask = mask & (start + row < n)
     if form.d < form.bd:
         mask = mask & (d < form.d)
-    if form.wide:
-        row = row.to(tl.int64)
-    return base + row * stride + d, mask
+    return base + tl.cast(start, tl.int64) * stride + (row * stride + d), mask
 
 
 @triton.jit
@@ -440,12 +368,6 @@ def _loop(LOOP: tl.constexpr, first, middle, last, flag, form: tl.constexpr):
     if form.log:
         end = tl.where((tl.max(flag, 0) > 0) == (LOOP == 2), end, begin)
     return begin, end
-
-
-@triton.jit
-def _add_product(acc, tile, b, form: tl.constexpr):
-    """acc + tile b, for a float32 tile (M, N) that is rounded to b's (N, D) type."""
-    return tl.dot(tile.to(b.dtype), b, acc, input_precision=form.precision)
 
 
 # ---------------------------------------------------------------- forward: BM query rows of one head
@@ -511,8 +433,18 @@ def _forward(
                                   LOOP > 0, LOOP == 2, form)  # fmt: skip
             weight, _ = _weigh(s, c[:, None], e[:, None], form)
             total += tl.sum(tl.abs(weight) if form.signed else weight, 1)
-            acc = _add_product(acc, weight, _tile(values, j0, BN >> LOOP // 2, LOOP > 0, form), form)
-    scale, c, e = _normalise(total, c, e, form)
+            v = _tile(values, j0, BN >> LOOP // 2, LOOP > 0, form)
+            acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=form.precision)
+    if form.p > 0:  # c', e'
+        scale = tl.where(total <= 0, 0.0, 1.0 / total)
+        root = tl.where(total <= 0, 0.0, tl.exp2(tl.log2(total) * (-1.0 / form.p)))
+        c *= root
+        e *= root
+    else:
+        scale = tl.full([BM], LN2 if form.phi == "softplus" else 1.0, tl.float32)
+        if form.l1:
+            scale = tl.where(total <= NO_MASS, 0.0, 1.0 / total)
+        c = scale
     _store_tile(_matrix(o_ptr, o_strides, n_queries, batch, head), start, acc * scale[:, None], form)
     _store_rows(stats_ptr + first_row * N_ROW, i, n_queries, c, e, shift, flag)
 
@@ -551,10 +483,10 @@ def _backward_q(
                                       shift[:, None], flag[:, None], LOOP > 0, LOOP == 2, form)  # fmt: skip
             dC = tl.dot(do, tl.trans(v), input_precision=form.precision)
             _, h = _weigh_and_grad(s, dC, c[:, None], e[:, None], delta[:, None], form)
-            acc = _add_product(acc, h * slope, k, form)
+            acc = tl.dot((h * slope).to(k.dtype), k, acc, input_precision=form.precision)
             if form.p > 0:
                 h_sum += tl.sum(h, 1)
-                acc_mean = _add_product(acc_mean, slope, k, form)
+                acc_mean = tl.dot(slope.to(k.dtype), k, acc_mean, input_precision=form.precision)
     mean = tl.zeros([BM], tl.float32)
     if form.p > 0:
         mean = tl.where(e > 0, h_sum / (position + 1).to(tl.float32), 0.0)
@@ -608,8 +540,9 @@ def _backward_kv(
                                       low[None, :], LOOP != 1, LOOP == 2, form)  # fmt: skip
             dC = tl.dot(v, tl.trans(do), input_precision=form.precision)
             weight, h = _weigh_and_grad(s, dC, c[None, :], e[None, :], delta[None, :], form)
-            dv = _add_product(dv, weight, do, form)
-            dk = _add_product(dk, (h * c[None, :] - c_mean[None, :]) * slope, q, form)
+            dv = tl.dot(weight.to(do.dtype), do, dv, input_precision=form.precision)
+            dx = (h * c[None, :] - c_mean[None, :]) * slope
+            dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=form.precision)
     dk *= form.gain
     _store_tile(_matrix(dk_ptr, dk_strides, n_keys, batch, head), block * BN, dk, form)
     _store_tile(_matrix(dv_ptr, dv_strides, n_keys, batch, head), block * BN, dv, form)

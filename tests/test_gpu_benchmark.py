@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
 
 from benchmarks import gpu
-from engines.fused import INTERPRETED
+from engines.fused_kernels import INTERPRETED
 
 LATER = time.time() + 1e6
 

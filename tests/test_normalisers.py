@@ -164,7 +164,7 @@ def test_learned_parameters(cfg):
 
 
 def test_shift_of_a_subclass():
-    """`shift` counts without `bias`, and unbounds LSSA's scores."""
+    """`shift` counts without `bias`, and unbounds LSSA's scores, as a factor of one's own does."""
 
     class Shifted(LSSA):
         def shift(self, context):
@@ -175,7 +175,12 @@ def test_shift_of_a_subclass():
     q_scaled, k_float, context = normaliser.prepare(q, k)
     s = torch.nn.functional.softplus(q_scaled @ k_float.mT - context.n.sqrt()) * context.visible(k.mT)
     torch.testing.assert_close(normaliser.weights(q, k), s / s.sum(-1, keepdim=True))
-    assert LSSA().bounded and not Shifted().bounded
+
+    class Sharper(LSSA):
+        def factor(self, context):
+            return super().factor(context) * context.n.log()
+
+    assert LSSA().bounded and not Shifted().bounded and not Sharper().bounded
 
 
 # 2. The rules of the re-weighting.

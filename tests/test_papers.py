@@ -208,13 +208,14 @@ def test_scaled_logits_of_the_vocabulary(gamma, tau):
 
 
 @pytest.mark.parametrize("loss", ["norm_softmax", "logit_norm"])
-def test_equal_logits_have_a_uniform_distribution_and_finite_gradients(loss):
+def test_equal_logits_have_a_uniform_distribution_and_small_gradients(loss):
+    """Zero where the formula has none; logit_norm's of equal logits other than zero is that of any others."""
     for value in (0.0, 7.0):
         z = torch.full((2, 9), value, requires_grad=True)
         out = F.cross_entropy(scale_logits(z, TrainConfig(loss=loss)), torch.tensor([1, 2]))  # type: ignore[arg-type]
         out.backward()
         assert out.item() == pytest.approx(math.log(9), rel=1e-6) and z.grad is not None
-        assert z.grad.isfinite().all()
+        assert z.grad.abs().max() < 1 and (z.grad == 0).all() == (loss == "norm_softmax" or value == 0.0)
 
 
 def test_validation_reports_both_losses(folder, softmax_runs):

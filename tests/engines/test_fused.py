@@ -25,13 +25,16 @@ from torch.utils.checkpoint import checkpoint
 
 import attention
 from attention import attend, make_normaliser, resolve_engine
+from engines.base import NormaliserModule
 from infra.cli import UserError
+from normalisers import Phi, RowContext
 from schema import AttentionConfig
 
 pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
 
 from engines import fused, self_check
-from engines.fused import INTERPRETED, phi_attention
+from engines.fused import phi_attention
+from engines.fused_kernels import INTERPRETED
 from engines.self_check import engine_error
 
 torch.set_num_threads(1)
@@ -189,7 +192,7 @@ def test_extreme_rows_are_finite_and_right(phi, p, scores):
 def test_long_row_of_equal_keys_is_uniform():
     """No offset in its statistics: a plain float32 sum of its equal tiles is off by more than 1e-5."""
     q, k = torch.ones(1, 1, 1, 16), torch.full((1, 1, 24576, 16), 1.319 / 16)
-    options = ("relu", True, 15, False)
+    options = ("relu", True, 15, False, None)
     o, stats = torch.ops.phi_attention.forward(q, k, torch.ones_like(k), None, *options)
     assert stats[..., 1] == 0
     torch.testing.assert_close(o, torch.ones_like(o), rtol=1e-4, atol=0)
@@ -225,7 +228,7 @@ def test_rows_that_the_logarithm_would_lose(cosines):
     k[..., 0], k[..., 1] = cosines, (1 - cosines**2).sqrt()
     _, _, v, do = draw(n, n, 16, n_head=1)
     inputs = [t.half() for t in (q, k, v, do)]
-    o, _, dk, dv, decoded = fused._errors(normaliser, *inputs)
+    o, _, dk, dv, decoded = self_check._errors(fused, normaliser, *inputs)
     assert max(o, dv, decoded) < 1e-3 and (dk < 1e-3 or cosines is BOUNDED["nearly uniform"])
 
 
@@ -312,10 +315,10 @@ def test_operators_keep_torchs_rules():
     """Schemas, fake tensors, autograd registration: torch's own checks of custom operators."""
     q, k, v, _ = draw(20, 24, 16)
     inputs = [t.requires_grad_() for t in (q, k, v)]
-    args = (*inputs, None, "softplus", True, 3, False)
+    args = (*inputs, None, "softplus", True, 3, False, None)
     torch.library.opcheck(torch.ops.phi_attention.forward.default, args)
     one = (q[:, :, :1].detach(), k.detach(), v.detach(), None, "relu", True, 0, False, 0.0)
-    torch.library.opcheck(torch.ops.phi_attention.decode.default, one, test_utils="test_faketensor")
+    torch.library.opcheck(torch.ops.phi_attention.forward.default, one, test_utils="test_faketensor")
 
 
 def test_activation_checkpointing_changes_nothing():
@@ -348,7 +351,7 @@ def test_decoding_low_rows(monkeypatch):
     cfg = AttentionConfig(normaliser="phi", phi="softplus", reweight_p=3)
     q, k, v = scored(torch.cat([torch.full((100,), -4 * 95.0), torch.full((100,), -4 * 92.0)]))
     normaliser = make_normaliser(cfg, 1, 16, 300)
-    monkeypatch.setattr(fused, "_forward_op", None)
+    monkeypatch.setattr(fused, "_launch", None)
     with torch.no_grad():
         got = attend(q[:, :, -1:], k, v, normaliser, "triton")
         want = attend(*(t.double() for t in (q[:, :, -1:], k, v)), normaliser, "dense")
@@ -424,6 +427,23 @@ def test_auto_on_cuda(monkeypatch):
     assert described == "triton (self-check: relative error 1.0e-03)"
     verdict("no")
     assert resolve_engine(lssar(), "auto", CUDA, torch.bfloat16) == "rows"
+    with pytest.raises(UserError, match=r"engine = 'triton': failed its self-check \(no\); expected auto"):
+        attention.describe_engine(lssar(), "triton", CUDA, torch.bfloat16)
+
+
+def test_a_learned_shift_is_not_for_the_kernels():
+    """They would take head 0's for all heads, and give it no gradient: the self-check finds out."""
+
+    class Learned(Phi):
+        def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
+            return {"b": torch.zeros(n_head)}
+
+        def shift(self, context: RowContext) -> Tensor:
+            return context.learned["b"]
+
+    normaliser = NormaliserModule(Learned(), 0, 2, 16, 300)
+    with pytest.raises(AssertionError):
+        engine_error(fused, normaliser, CPU, torch.float32)
 
 
 def test_auto_on_cuda_without_triton(monkeypatch):
@@ -581,12 +601,12 @@ class Device:  # an H100, as far as the compiler asks
 driver.set_active(Device())
 from engines import fused as at
 
-form = at.make_form("softplus", True, 15, True, False, torch.bfloat16, 64)
+form = at.Form("softplus", True, 15, True, False, True, 64)
 launch = at.launch_of("forward", form, 9)
 for T in (64, 100, 257, 1, 4096):
     q, k, v = torch.empty(2, T, 3, 4, 64, dtype=torch.bfloat16).permute(2, 0, 3, 1, 4)
     stats, o = torch.empty(2, 4, T, 4), at._new_output(q)
-    args = (q, k, v, stats, o, stats, *at._strides(q, k, v, o), *at._sizes(q, k), form)
+    args = (q, k, v, stats, o, stats, *(t.stride()[:3] for t in (q, k, v, o)), 4, 1, T, T, form)
     at._forward.warmup(*args, launch.rows, launch.keys, grid=(1,), **at.launch_options(launch))
 print(len(at._forward.device_caches[0][0]), "compiled")
 """
