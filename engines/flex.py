@@ -19,6 +19,7 @@ from engines.base import NormaliserModule
 from engines.sdpa import rescale
 from normalisers import Normaliser, RowContext
 
+DECODES = False  # `attend` gives single queries to rows
 BLOCK = 128  # of queries and of keys: blocks after the queries are skipped
 # Beyond its limit of 8 graphs torch runs FlexAttention unfused, silently; with fullgraph it raises. One graph
 # serves all lengths and layers, but not those with and without gradients, nor a batch of 1.

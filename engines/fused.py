@@ -32,6 +32,8 @@ from engines.fused_kernels import (
 from engines.sdpa import rescale
 from normalisers import Normaliser, Phi, RowContext
 
+DECODES = True
+
 # ---------------------------------------------------------------- the engine
 
 

@@ -64,7 +64,7 @@ def engine_error(
     engine: ModuleType, normaliser: NormaliserModule, device: torch.device, dtype: torch.dtype,
     length: int = 200,
 ) -> float:  # fmt: skip
-    """The engine's largest relative error (by norm) of o, dq, dk, dv and a decoded row, against float64.
+    """The engine's largest relative error (by norm) against float64, of o, dq, dk, dv and a decoded row.
 
     On random inputs: all queries, with the D axis not innermost, then the later half of them with one head of
     keys. Where the distance is not asked for, also (but for dq, which cancels) on one long row of equal keys,
@@ -90,21 +90,21 @@ def engine_error(
 def _errors(
     engine: ModuleType, normaliser: NormaliserModule, q: Tensor, k: Tensor, v: Tensor, do: Tensor
 ) -> list[float]:
-    """Of o, dq, dk, dv and the last row, decoded.
+    """Of o, dq, dk, dv and, where the engine decodes, the last row.
 
     Both sides get the same q and k, rounded as the kernels take them, so that re-weighting does not amplify
     that rounding.
     """
     unit = engine.score_unit(normaliser.definition)
     with torch.no_grad():
-        decoded = engine.run(q[..., -1:, :], k, v, normaliser)
+        decoded = [engine.run(q[..., -1:, :], k, v, normaliser)] if engine.DECODES else []
         q, k, context = rescale(q, k, v, normaliser, unit=unit)
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
     inputs64 = [t.detach().double().requires_grad_() for t in (q, k, v)]
     context64 = normaliser.context(inputs64[0], inputs64[1])
     with torch.enable_grad():
         out = engine.run_prepared(*inputs, context, normaliser)
-        got = [out, *torch.autograd.grad(out, inputs, do), decoded]
+        got = [out, *torch.autograd.grad(out, inputs, do), *decoded]
         q, k, v = (share_heads(t, q) for t in inputs64)
         x = q @ k.mT / unit
         x = x.masked_fill(~context64.visible(x), -math.inf)
@@ -112,6 +112,7 @@ def _errors(
             out = reweight(x.softmax(-1), context64.n, normaliser.reweight_p) @ v
         else:
             out = normaliser.row_weights(x, context64) @ v
-        want = [out, *torch.autograd.grad(out, inputs64, do.double()), out[..., -1:, :]]
+        want = [out, *torch.autograd.grad(out, inputs64, do.double())]
+        want += [out[..., -1:, :]] if decoded else []
     errors = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in zip(got, want, strict=True)]
     return [float(error.detach()) for error in errors]
