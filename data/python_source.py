@@ -188,8 +188,6 @@ def build(
 
 def _finished(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """The content of dataset.json if the folder is complete and was made with these settings, else None."""
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out}: expected a folder or nothing there")
     info = dataset.finished_info(out)
     if info and "settings" not in info:
         raise UserError(f"{out}: holds another dataset: choose another --out")

@@ -123,6 +123,8 @@ def test_rejections_are_one_line(tmp_path: Path, hub: Hub, monkeypatch: pytest.M
         assert "\n" not in str(error.value) and all(part in str(error.value) for part in parts), error.value
 
     refused(4, "--shards 4", "has 1 validation and 3 training shards")
+    assert not out.exists()
+    out.mkdir()
     (out / "toy_train_000001.bin").write_bytes(b"precious")
     refused(1, "toy_train_000001.bin", "choose another --out")
     (out / "toy_train_000001.bin").unlink()

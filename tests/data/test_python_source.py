@@ -184,7 +184,7 @@ def run_script(*args: str) -> subprocess.CompletedProcess[str]:
         (["--shard-size", "0"], "at least 1"),
         (["--val-fraction", "1.5"], "between 0 and 1"),
         (["--shard", "5"], "--shard"),
-        (["--out", __file__], "expected a folder"),
+        (["--out", __file__], "cannot be written: File exists"),
     ],
 )
 def test_wrong_options_are_one_line(args: list[str], part: str) -> None:
