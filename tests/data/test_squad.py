@@ -237,6 +237,7 @@ def test_training_lowers_it_and_validates_on_it(config_path: Path) -> None:
     assert metrics(run_dir, "val_loss")[30] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_processes_change_nothing(config_path: Path) -> None:
     alone = run(config_path, "--name", "one", "--train.max-steps", "4", "--train.reduction", "sum")
     options = ("--name", "two", "--train.max-steps", "4", "--train.micro-batch", "2", "--train.device", "cpu")

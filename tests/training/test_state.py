@@ -20,7 +20,7 @@ LSSAR = ["--attention.normaliser", "lssa", "--attention.reweight-p", "15"]
     "flags",
     [
         [],
-        ["--optimizer.name", "muon", "--data.order", "shuffled"],
+        pytest.param(["--optimizer.name", "muon", "--data.order", "shuffled"], marks=pytest.mark.slow),
         [*LSSAR, "--attention.reweight-p-warmup", "11"],  # killed at p = 4, and p changes once more
     ],
 )
