@@ -110,7 +110,7 @@ def test_other_lengths(cfg):
         agree(cfg, shape, 16)
 
 
-@pytest.mark.parametrize("cfg", quick_first(OTHERS, lambda i, _: i % 6 == 0))
+@pytest.mark.parametrize("cfg", quick_first(OTHERS, lambda i, _: i % 12 == 0))
 def test_every_other_normaliser(cfg):
     for shape in [(37, 37), (7, 33)]:
         agree(cfg, shape, 32, n_head=2)
@@ -334,7 +334,7 @@ def test_activation_checkpointing_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
-@pytest.mark.parametrize("cfg", quick_first([LSSAR, *PHI_CASES, *OTHERS], lambda i, _: i % 6 == 0))
+@pytest.mark.parametrize("cfg", quick_first([LSSAR, *PHI_CASES, *OTHERS], lambda i, _: i % 12 == 0))
 def test_decoding_splits_the_keys(cfg):
     normaliser = make(cfg, 2, 20, train_len=1100)
     for n_keys in (1, 5, 64, 300):
@@ -458,7 +458,7 @@ def check(cfg: AttentionConfig) -> self_check.SelfCheck:
     return self_check.check("triton", fused, make_normaliser(cfg, 2, 16, 300), CPU, torch.float32)
 
 
-@pytest.mark.parametrize("cfg", quick_first([LSSAR, *OTHERS[::6]], lambda i, _: i < 2))
+@pytest.mark.parametrize("cfg", quick_first([LSSAR, *OTHERS[::6]], lambda i, _: i < 1))
 def test_self_check_passes(cfg):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="triton")
