@@ -15,7 +15,6 @@ loss, 0 for the others (data/squad.py). Batches set the targets of the others to
 from __future__ import annotations
 
 import bisect
-import json
 import re
 import sys
 from pathlib import Path
@@ -27,7 +26,7 @@ from tqdm import tqdm
 
 from data.shards import SHARD_NAME, open_shard, release_pages
 from infra.cli import UserError
-from infra.files import write_json
+from infra.files import read_json, write_json
 
 INFO_NAME = "dataset.json"
 INFO_VERSION = 1
@@ -127,15 +126,9 @@ def check_folder(folder: str | Path) -> Path:
 def read_info(folder: Path) -> dict[str, Any]:
     """As `dataset_info`, also for a folder whose preparation did not finish."""
     path = folder / INFO_NAME
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return {"tokenizer": "gpt2", "vocab_size": 50257}
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read: {e.strerror}") from None
-    except ValueError as e:
-        raise UserError(f"{path}: not valid JSON: {e}") from None
-    return _check_info(values, path)
+    return _check_info(read_json(path), path)
 
 
 def _check_info(values: Any, path: Path) -> dict[str, Any]:

@@ -278,7 +278,9 @@ def check(out: Path, model: GPT, tokenizer: tiktoken.Encoding, rope: RopeScaling
     tokens = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True).encode(CHECK_TEXT)
     if tokens != tokenizer.encode_ordinary(CHECK_TEXT):
         raise UserError(f"{out}: transformers' tokenizer gives other tokens than ours")
-    length = model.config.train.seq_len * (1 if rope.kind == "none" else 2)  # scaling begins beyond T
+    length = model.config.train.seq_len
+    if rope.kind != "none" and model.config.attention.normaliser != "ssmax_pn":  # whose p_n ends at T
+        length *= 2  # where scaling acts
     return largest_difference(model, theirs, length, rope)
 
 

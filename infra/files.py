@@ -53,8 +53,10 @@ def read_json(path: Path) -> Any:
     """Raises UserError: cannot be read, or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise UserError(f"{path}: cannot be read as JSON: {e}") from None
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read: {e.strerror}") from None
+    except ValueError as e:
+        raise UserError(f"{path}: not valid JSON: {e}") from None
 
 
 def read_jsonl(path: Path) -> list[Any]:

@@ -280,7 +280,7 @@ def test_an_evaluation_with_a_tag_replaces_no_usual_one(tmp_path):
     (run,) = read_runs([str(tmp_path)])
     assert run.loss("ntk", 16) == 5.0
     (tmp_path / "a/eval_length.json").write_text("{")
-    with pytest.raises(UserError, match="eval_length.json: cannot be read as JSON"):
+    with pytest.raises(UserError, match="eval_length.json: not valid JSON"):
         read_runs([str(tmp_path)])
 
 
