@@ -3,6 +3,7 @@
     python -m benchmarks.kernels                             # sm_80, sm_90, sm_100, head_dim 64, 128, 256
     python -m benchmarks.kernels --arch 90 --head-dim 64 --p 3
     python -m benchmarks.kernels --arch 90 --head-dim 64 --dtype bfloat16 --all-forms
+    python -m benchmarks.kernels --arch 90 --grouped         # k and v with fewer heads than q
 
 LSSAR's kernels (phi = softplus, l1, a power), or those of every phi with and without l1, power and shift,
 with the launch table's block sizes. Columns: registers a thread, bytes spilled to local memory, shared
@@ -45,19 +46,21 @@ class Compiled(NamedTuple):
     lost: int  # loops
 
 
-def signature(kernel: Any, form: Any, launch: Any) -> tuple[dict, dict, dict]:
+def signature(kernel: Any, form: Any, launch: Any, grouped: bool) -> tuple[dict, dict, dict]:
     """Argument types, constants and alignments of a kernel, by the names of its arguments."""
     from engines.fused_decode import DECODE_KEYS, MAX_SPLITS
 
     types: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}
-    values = {"form": form, "BM": launch.rows, "BN": launch.keys, "SPLITS": MAX_SPLITS, "group": 1}
+    values = {"form": form, "BM": launch.rows, "BN": launch.keys, "SPLITS": MAX_SPLITS}
+    values |= {} if grouped else {"group": 1}
     values["BN"] = values["BN"] if "BM" in kernel.arg_names else DECODE_KEYS
     of_inputs = "*bf16" if form.fast else "*fp32"
     for i, name in enumerate(kernel.arg_names):
         if name.endswith("_ptr"):
-            types[name] = "*fp32" if name in FLOATS else of_inputs
+            is_float = name in FLOATS or (grouped and name in ("dk_ptr", "dv_ptr"))  # by heads of q
+            types[name] = "*fp32" if is_float else of_inputs
             aligned[(i,)] = [["tt.divisibility", 16]]
         elif name.endswith("_strides"):
             n = 2 if "decode" in kernel.__name__ and name[0] in "qo" else 3
@@ -75,6 +78,7 @@ class Case(NamedTuple):
     dtype: str
     head_dim: int
     arch: int
+    grouped: bool
     # of fused_kernels.Form
     phi: str
     l1: bool
@@ -84,7 +88,8 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         form = f"{self.phi}, l1 = {self.l1}, p = {self.p}, biased = {self.biased}"
-        return f"{self.kernel} {self.dtype} sm_{self.arch} head_dim {self.head_dim} ({form})"
+        heads = "grouped heads, " * self.grouped
+        return f"{self.kernel} {self.dtype} sm_{self.arch} head_dim {self.head_dim} ({heads}{form})"
 
 
 def all_forms() -> list[tuple[str, bool, int, bool, bool]]:
@@ -110,13 +115,13 @@ def compile_kernel(case: Case) -> Compiled:
     from engines import fused_decode
 
     dtype = getattr(torch, case.dtype)
-    form = at.Form(*case[4:], dtype != torch.float32, case.head_dim)
+    form = at.Form(*case[5:], dtype != torch.float32, case.head_dim)
     decoding = case.kernel.startswith("decode")
     launch = at.Launch(1, fused_decode.DECODE_KEYS, 4, 3)
     if not decoding:
         launch = at.launch_of(case.kernel, form, case.arch // 10)
     kernel = getattr(fused_decode if decoding else at, f"_{case.kernel}")
-    types, constants, aligned = signature(kernel, form, launch)
+    types, constants, aligned = signature(kernel, form, launch, case.grouped)
     compiled = triton.compile(
         ASTSource(kernel, types, constants, aligned),
         target=GPUTarget("cuda", case.arch, 32),
@@ -191,6 +196,7 @@ def main() -> None:
         "--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"]
     )
     parser.add_argument("--p", type=int, default=15, help="power of the re-weighting, 0: none (default: 15)")
+    parser.add_argument("--grouped", action="store_true", help="grouped-query attention")
     parser.add_argument("--all-forms", action="store_true", help="instead of LSSAR's alone")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -200,7 +206,7 @@ def main() -> None:
 
     forms = all_forms() if args.all_forms else [("softplus", True, args.p, True, False)]
     cases = [
-        Case(kernel, dtype, head_dim, arch, *form)
+        Case(kernel, dtype, head_dim, arch, args.grouped, *form)
         for arch in args.arch
         for dtype in args.dtype
         for head_dim in args.head_dim

@@ -747,7 +747,7 @@ def test_kills_at_random_moments(tmp_path: Path, large: tuple[Corpus, Expected])
             else:
                 process.kill()
             stdout, stderr = process.communicate(timeout=HANGS)
-            assert process.returncode == (-9 if end == "kill" else 130)
+            assert process.returncode == (-9 if end == "kill" else 130), stderr
             assert not stdout or (stdout.startswith("not finished: ") and stdout.count("\n") == 1), stdout
             assert end == "kill" or (stderr.startswith("stopped; ") and stderr.count("\n") == 1), stderr
         assert (out / "dataset.unfinished").exists() and identities(out, done) == before
