@@ -145,139 +145,75 @@ def _print_peeks(folder: Path, surveys: dict[str, Survey]) -> None:
 # ---------------------------------------------------------------- verify
 
 
-class Verification:
-    """Every byte of a dataset, read once and compared with its dataset.json.
+def verify(folder: Path) -> str:
+    """Read every byte of a dataset once and compare it with its dataset.json.
 
-    Compared are names and gaps; each shard's header, size, tokens (all below the vocabulary size) and sha256;
-    each split's counts and sha256; leftovers of an interrupted preparation. Without dataset.json (a
-    pretokenised download) no hashes are known, and the vocabulary is gpt2's.
+    Compared are each shard's name, header, size, sha256 and tokens, and the order of a split's shards.
+    Without dataset.json (a pretokenised download) no hashes are known, and the vocabulary is gpt2's.
 
-    Attributes:
-        problems: one line each, naming the file; empty for a healthy dataset.
-        counts: what was read of each split.
+    Returns:
+        What was read.
     Raises:
-        UserError: no such folder, or nothing in it to verify.
+        UserError: one line for each damage, naming the file; no such folder, or nothing in it to verify.
     """
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = dataset.check_folder(folder)
-        self.problems: list[str] = []
-        try:
-            self.info = dataset.read_info(self.folder)
-        except UserError as e:
-            self.problems.append(f"{e}; hashes and range of tokens could not be checked")
-            self.info = {"vocab_size": 65536}  # all that fits uint16
-        if (self.folder / UNFINISHED_NAME).exists():
-            self._problem(UNFINISHED_NAME, "the preparation did not finish; run its script again")
-        for path in sorted(self.folder.glob(".*.tmp")):
-            self._problem(
-                path.name, "left by an interrupted write: delete it, unless a script is writing now"
-            )
-        self.found = {path.name for path in self.folder.glob("*.bin")}
-        self.listed = {entry["file"]: entry for entry in self.info.get("shards", [])}
-        if not self.found and not self.listed and not self.problems:
-            raise UserError(f"{folder}: no shards in it; {HOW_TO_PREPARE}")
-        splits = self._shards_by_split()
-        paths = [self.folder / name for name in self.found]
-        size = sum(path.stat().st_size for path in paths if path.exists())  # not a dangling link
-        with dataset.progress_bar("verifying", size, "B", leave=False) as self.bar:
-            self.counts = {split: self._check_split(split, names) for split, names in splits.items()}
-
-    def _problem(self, name: str, what: str) -> None:
-        self.problems.append(f"{self.folder / name}: {what}")
-
-    def _shards_by_split(self) -> dict[str, list[str]]:
-        """The shards listed and those found, in the order of the stream."""
-        splits: dict[str, list[str]] = {split: [] for split in self.info.get("splits", {})}
-        for name in sorted(self.found | self.listed.keys(), key=lambda name: (name[-10:], name)):
-            split = dataset.split_of(name)
-            if split is None or "/" in name:
-                listed = f"listed in {INFO_NAME}; " if name in self.listed else ""
-                self._problem(name, f"{listed}expected a name like fineweb_train_000001.bin")
-            elif "shards" in self.info and name not in self.listed:
-                self._problem(name, f"not listed in {INFO_NAME}: expected no other shards")
-            else:
-                splits.setdefault(split, []).append(name)
-        for split in splits if "shards" not in self.info else ():
+    info = dataset.read_info(dataset.check_folder(folder))
+    listed = {entry["file"]: entry for entry in info.get("shards", [])}
+    found = {path.name: path.stat().st_size if path.exists() else 0 for path in folder.glob("*.bin")}
+    left = sorted((*folder.glob(UNFINISHED_NAME), *folder.glob(".*.tmp")))
+    problems = [f"{path}: left by an interrupted preparation: run its script again" for path in left]
+    if not found and not listed and not problems:
+        raise UserError(f"{folder}: no shards in it; {HOW_TO_PREPARE}")
+    n_tokens = 0
+    with dataset.progress_bar("verifying", sum(found.values()), "B", leave=False) as bar:
+        for name in sorted(found | listed, key=lambda name: (name[-10:], name)):
             try:
-                dataset.find_shards(self.folder, split)
+                n_tokens += _check_shard(folder / name, info, listed.get(name), bar)
             except UserError as e:
-                self.problems.append(str(e))
-        return splits
-
-    def _check_split(self, split: str, names: list[str]) -> dict[str, Any]:
-        """Counts of what was read, with the split's sha256 if none of its shards is damaged."""
-        count: dict[str, Any] = {"shards": 0, "tokens": 0, "documents": 0}
-        digest = hashlib.sha256()
-        for name in names:
-            if read := self._check_shard(name, digest):
-                count = {"shards": count["shards"] + 1, "tokens": count["tokens"] + read[0],
-                         "documents": count["documents"] + read[1]}  # fmt: skip
-        if "shards" not in self.info:
-            return count
-        if split not in self.info["splits"]:
-            self._problem(INFO_NAME, f"splits: no {split}, though shards of it are listed")
-            return count
-        listed = {"tokens": sum(self.listed[name]["tokens"] for name in names), "shards": len(names)}
-        if count["shards"] == len(names):
-            count["sha256"] = digest.hexdigest()
-            listed = count
-        for key, value in listed.items():
-            found = self.info["splits"][split][key]
-            if found != value:
-                self._problem(INFO_NAME, f"splits.{split}.{key} = {found!r}: the shards have {value!r}")
-        return count
-
-    def _check_shard(self, name: str, stream: Any) -> tuple[int, int] | None:
-        """Read a shard, update the hash `stream`, and compare: its tokens and documents; None if damaged."""
-        eot, entry = self.info["vocab_size"] - 1, self.listed.get(name)
-        n_tokens, n_documents, n_bad, first_bad = 0, 0, 0, ""
-        if name not in self.found:
-            self._problem(name, f"missing: {INFO_NAME} lists it")
-            return None
+                problems.append(str(e))
+    splits = {dataset.split_of(name) or "" for name in found} if not problems else set()
+    for split in sorted(splits):
         try:
-            with open_tokens(self.folder / name) as (header, chunks):
-                digest = hashlib.sha256(header)
-                for chunk in chunks:
-                    if self.listed:  # else no hashes are known
-                        digest.update(chunk.data)
-                        stream.update(chunk.data)
-                    bad = np.flatnonzero(chunk > eot)
-                    if len(bad):
-                        first_bad = first_bad or f"token {chunk[bad[0]]} at position {n_tokens + bad[0]}"
-                    n_bad += len(bad)
-                    n_tokens += len(chunk)
-                    n_documents += int(np.count_nonzero(chunk == eot))
-                    self.bar.update(chunk.nbytes)
+            TokenStream(folder, split)  # gaps, shards of another dataset
         except UserError as e:
-            self.problems.append(str(e))
-            return None
-        if n_bad:
-            more = f", and {n_bad - 1:,} more" if n_bad > 1 else ""
-            self._problem(name, f"{first_bad}{more}: expected tokens below the vocabulary size {eot + 1}")
-        if entry and n_tokens != entry["tokens"]:
-            self._problem(name, f"{n_tokens} tokens: {INFO_NAME} lists {entry['tokens']}")
-        elif entry and digest.hexdigest() != entry["sha256"]:
-            found, listed = digest.hexdigest()[:12], entry["sha256"][:12]
-            self._problem(name, f"sha256 {found}...: {INFO_NAME} lists {listed}...")
-        else:
-            return n_tokens, n_documents
-        return None
+            problems.append(str(e))
+    if problems:
+        raise UserError("\n".join(problems))
+    return f"{len(found)} shards, {n_tokens:,} tokens, every byte checked"
+
+
+def _check_shard(path: Path, info: dict[str, Any], entry: dict[str, Any] | None, bar: tqdm) -> int:
+    """The tokens of a shard. Raises UserError: its damage."""
+    if dataset.split_of(path.name) is None:
+        raise UserError(f"{path}: expected a name like fineweb_train_000001.bin")
+    if entry is None and "shards" in info:
+        raise UserError(f"{path}: not listed in {INFO_NAME}: expected no other shards")
+    vocab_size, n_tokens, bad = info["vocab_size"], 0, ""
+    with open_tokens(path) as (header, chunks):
+        digest = hashlib.sha256(header)
+        for chunk in chunks:
+            digest.update(chunk.data)
+            if not bad and len(outside := np.flatnonzero(chunk >= vocab_size)):
+                bad = f"token {chunk[outside[0]]} at position {n_tokens + outside[0]}"
+            n_tokens += len(chunk)
+            bar.update(chunk.nbytes)
+    if bad:
+        raise UserError(f"{path}: {bad}: expected tokens below the vocabulary size {vocab_size}")
+    if entry and (n_tokens, digest.hexdigest()) != (entry["tokens"], entry["sha256"]):
+        found, wanted = digest.hexdigest()[:12], entry["sha256"][:12]
+        raise UserError(
+            f"{path}: {n_tokens} tokens, sha256 {found}...: {INFO_NAME} lists {entry['tokens']}, {wanted}..."
+        )
+    return n_tokens
 
 
 def _print_verification(folder: Path) -> None:
-    result = Verification(folder)
-    if result.problems:
-        raise UserError("\n".join(result.problems))
-    for split, count in result.counts.items():
-        print(f"{split:8} " + ", ".join(f"{key} {value}" for key, value in count.items()))
-    if "shards" not in result.info:
+    read = verify(folder)
+    if not (folder / INFO_NAME).exists():
         print(
             f"no {INFO_NAME}, so no recorded hashes: checked that names, headers and sizes are those of "
-            f"whole shards without gaps, and all tokens below gpt2's {result.info['vocab_size']}"
+            "whole shards without gaps, and all tokens below gpt2's 50257"
         )
-    n_shards, n_tokens = (sum(c[key] for c in result.counts.values()) for key in ("shards", "tokens"))
-    print(f"ok: {n_shards} shards, {n_tokens:,} tokens, every byte checked")
+    print(f"ok: {read}")
 
 
 def main() -> None:
