@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,22 @@ os.environ["TRITON_INTERPRET"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 VOCAB = 64
+needs_gpt2 = pytest.mark.skipif(
+    "TIKTOKEN_CACHE_DIR" not in os.environ, reason="TIKTOKEN_CACHE_DIR is not set: gpt2 needs its files"
+)
+
+
+@contextmanager
+def one_line(*parts: object) -> Iterator[None]:
+    """The block raises a UserError of one line with these parts."""
+    from infra.cli import UserError
+
+    with pytest.raises(UserError) as error:
+        yield
+    message = str(error.value)
+    assert "\n" not in message and all(str(part) in message for part in parts), message
+
+
 TINY = """
 [model]
 n_layer = 2

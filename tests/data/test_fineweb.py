@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiktoken
+from conftest import needs_gpt2
 
 from data import documents, fineweb
 from data.dataset import TokenStream, dataset_info
@@ -35,9 +36,6 @@ from infra.cli import UserError
 from infra.files import exclusive_lock
 
 ROOT = Path(__file__).resolve().parents[2]
-needs_gpt2 = pytest.mark.skipif(
-    "TIKTOKEN_CACHE_DIR" not in os.environ, reason="TIKTOKEN_CACHE_DIR is not set: gpt2 needs its files"
-)
 HANGS = 60  # seconds: far more than any of the commands here takes
 EMPTY, REPAIRED = "without text", "repaired UTF-8"
 

@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_dataset
+from conftest import make_dataset, needs_gpt2, one_line
 
 from data import python_source
 from data.dataset import TokenStream, dataset_info
 from data.tokenizer import get_tokenizer
-from infra.cli import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-needs_gpt2 = pytest.mark.skipif(
-    "TIKTOKEN_CACHE_DIR" not in os.environ, reason="TIKTOKEN_CACHE_DIR is not set: gpt2 needs its files"
-)
-
-
-@contextmanager
-def one_line(*parts: object) -> Iterator[None]:
-    """The block raises a UserError of one line with these parts."""
-    with pytest.raises(UserError) as error:
-        yield
-    message = str(error.value)
-    assert "\n" not in message and all(str(part) in message for part in parts), message
 
 
 # ---------------------------------------------------------------- tokenisers

@@ -5,20 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import write_shard
+from conftest import one_line, write_shard
 
 from data import batches, dataset
 from data.batches import train_batch, val_batch, val_windows
 from data.dataset import TokenStream, begin_dataset, dataset_info, finish_dataset
 from data.shards import ShardWriter, open_shard
-from infra.cli import UserError
 
 LENGTHS = (7, 1, 50, 3, 40)  # shard sizes of `stream`: 101 tokens, shorter and longer than a window
 
@@ -37,15 +34,6 @@ def tokens() -> np.ndarray:
 def stream(tmp_path: Path, tokens: np.ndarray) -> TokenStream:
     write_train(tmp_path, np.split(tokens, np.cumsum(LENGTHS)[:-1]))
     return TokenStream(tmp_path, "train")
-
-
-@contextmanager
-def one_line(*parts: object) -> Iterator[None]:
-    """The block raises a UserError of one line with these parts."""
-    with pytest.raises(UserError) as error:
-        yield
-    message = str(error.value)
-    assert "\n" not in message and all(str(part) in message for part in parts), message
 
 
 # ---------------------------------------------------------------- format
