@@ -215,10 +215,12 @@ class GPT(nn.Module):
             attention.engine = resolve_engine(attention.normaliser, attention.engine, device, dtype)
         return describe_engine(attention.normaliser, attention.engine, device, dtype)
 
-    def rope(self, n_positions: int, scaling: RopeScaling, start: int = 0) -> tuple[Tensor, Tensor]:
-        """`rope_tables` for this model, on its device."""
-        m, device = self.config.model, self.embedding.weight.device
-        train_len = self.config.train.seq_len
+    def rope(
+        self, n_positions: int, scaling: RopeScaling, start: int = 0, device: torch.device | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`rope_tables` for this model, by default on its device."""
+        m, train_len = self.config.model, self.config.train.seq_len
+        device = device or self.embedding.weight.device
         return rope_tables(
             m.head_dim, n_positions, m.rope_theta, scaling, train_len, device, start, m.rotating
         )
@@ -226,7 +228,7 @@ class GPT(nn.Module):
     def hidden(self, tokens: Tensor, rope: RopeScaling, cache: KVCache | None = None) -> Tensor:
         """The final norm's output, (B, T, C), for tokens (B, T) that follow what is in the cache."""
         start = 0 if cache is None else cache.length
-        cos, sin = self.rope(start + tokens.shape[1], rope, start)  # (T, D/2) each
+        cos, sin = self.rope(start + tokens.shape[1], rope, start, tokens.device)  # (T, D/2) each
         x = self.embedding(tokens)  # (B, T, C)
         for block in self.blocks:
             x = block(x, cos, sin, cache)

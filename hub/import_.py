@@ -3,8 +3,8 @@
     python -m hub.import_ USER/MODEL runs/imported          # from the Hugging Face hub, or a folder
     python train.py configs/ssmax_paper/e_after_pretraining_124m.toml --init-from runs/imported
 
-What our model does not compute is rejected by its name in config.json. The logits of both are compared.
-Needs `pip install -r requirements-hub.txt`.
+What our model does not compute is rejected by its name in config.json, except dropout. The logits of both are
+compared. Needs `pip install -r requirements-hub.txt`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
 
 The model is the training code's `GPT`: the same normalisers, engines and positions. In padded batches n
 counts real keys only. RoPE's scaling is chosen in the config (`rope`, `rope_base`, `rope_length`, see
-`RopeScaling`): for the positions present, in `generate` for the final length, or always for `rope_length`.
+`RopeScaling`): for the positions present, in `generate` for the final length, or always for `rope_length`;
+in a padded batch for the batch's length, so that its shorter sequences are scaled like its longest.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from attention import mask_spans
 from config import config_from_dict
 from infra.cli import UserError
-from model import GPT, KVCache
+from model import GPT, KVCache, scale_logits
 from positions import RopeScaling
 
 
@@ -129,7 +130,9 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
         rope = RopeScaling(self.config.rope, self.config.rope_base, length)  # type: ignore[arg-type]
         unused = past_key_values is None and cache.spans is None
         hidden = self.gpt.hidden(input_ids, rope, None if unused else cache)
-        logits = self.gpt.logits(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        # The layer is called, not its weight read: accelerate's hooks may have to load it.
+        logits = self.gpt.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        logits = scale_logits(logits[..., : self.config.vocab_size].float(), self.gpt.config.train)
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -140,12 +143,16 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
         self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any
     ) -> Any:
         """transformers' `generate`, with RoPE scaled for the final length from the first token on."""
-        prompt, options = kwargs.get("input_ids", inputs), generation_config or self.generation_config
-        n_new = kwargs.get("max_new_tokens", options.max_new_tokens)
-        self.final_length = kwargs.get("max_length", options.max_length)
-        if n_new is not None and prompt is not None:
-            self.final_length = prompt.shape[1] + n_new
         try:
             return super().generate(inputs, generation_config, **kwargs)  # type: ignore[misc]
         finally:
             self.final_length = None
+
+    def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by `generate` once the length is known from its arguments and both generation configs."""
+        options = super()._prepare_generated_length(*args, **kwargs)  # type: ignore[misc]
+        self.final_length = options.max_length
+        return options
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        raise UserError("resize_token_embeddings: the vocabulary is that of the exported run")

@@ -8,7 +8,8 @@
 For causal models that call transformers' AttentionInterface: grouped-query heads, padding on the left or
 right (n counts real keys), dynamic and static caches. The weights are the normaliser's definition on its
 `engine`; positions, QK-norm and the scale of the scores stay the model's. Rejected: sliding windows, packed
-sequences, soft-capped scores, the model's own sinks, dropout.
+sequences, soft-capped scores, the model's own sinks, dropout, layers that are not causal, and `ssmax_pn`,
+whose p_n all layers share.
 
 A normaliser with learned parameters (SSMax's s) becomes a submodule `normaliser` of each attention layer.
 """
@@ -37,7 +38,11 @@ def register(name: str, options: AttentionConfig, train_len: int = 0) -> None:
 
     Args:
         train_len: L of the formulas that use it; 0: the model's max_position_embeddings.
+    Raises:
+        UserError: for `ssmax_pn`.
     """
+    if options.normaliser == "ssmax_pn":
+        raise UserError("ssmax_pn: one p_n for all layers; cannot be part of a model of transformers")
     transformers = import_transformers()
     from transformers.masking_utils import causal_mask_function
 
@@ -79,6 +84,8 @@ def register(name: str, options: AttentionConfig, train_len: int = 0) -> None:
         found = [option for option in REJECTED if others.get(option) is not None]
         if found or dropout:
             raise UserError(f"attn_implementation {name!r}: cannot run with {', '.join(found) or 'dropout'}")
+        if getattr(module, "is_causal", True) is False:
+            raise UserError(f"attn_implementation {name!r}: {type(module).__name__} is not causal")
         spans = None
         if attention_mask is not None:
             if attention_mask.shape[-1] != 3 or attention_mask.is_floating_point():
@@ -90,13 +97,13 @@ def register(name: str, options: AttentionConfig, train_len: int = 0) -> None:
         factor = 1.0 if scaling is None else scaling * math.sqrt(head_dim)
         if not math.isclose(factor, 1.0):
             query = query * factor  # so that x = scaling q.k, where the formulas have q.k / sqrt(d)
-        present: Any = getattr(module, "normaliser", None)
         config: Any = module.config
         length = train_len or config.max_position_embeddings
-        wanted = (definition, options.reweight_p, length)
-        if present is None or (present.definition, present.reweight_p, present.train_len) != wanted:
-            module.normaliser = make_normaliser(options, n_head, head_dim, length).to(query.device)
-        out = attend(query, key, value, module.normaliser, options.engine, spans=spans)  # type: ignore[arg-type]
+        normaliser: Any = getattr(module, "normaliser", None)
+        if normaliser is None or normaliser.made_of != (options, length):
+            normaliser = make_normaliser(options, n_head, head_dim, length).to(query.device)
+            normaliser.made_of, module.normaliser = (options, length), normaliser
+        out = attend(query, key, value, normaliser, options.engine, spans=spans)
         if definition.output_norm:
             out = F.rms_norm(out, (head_dim,), eps=NORM_EPS)
         return out.transpose(1, 2).contiguous(), None
@@ -110,13 +117,21 @@ def learned_parameters(model: Any, folder: str | Path | None = None) -> list[nn.
 
     Args:
         folder: read their values from what `model.save_pretrained` wrote there; from_pretrained does not.
+    Raises:
+        UserError: the model does not call transformers' AttentionInterface, or `folder` lacks a value.
     """
     with torch.no_grad():
         model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    if not any(hasattr(module, "normaliser") for module in model.modules()):
+        raise UserError(f"{type(model).__name__}: no layer calls transformers' AttentionInterface")
+    names = {key for key, _ in model.named_parameters() if ".normaliser." in key}
     if folder is not None:
         from safetensors.torch import load_file
 
         for path in Path(folder).glob("*.safetensors"):
             learned = {key: t for key, t in load_file(path).items() if ".normaliser." in key}
             model.load_state_dict(learned, strict=False)
+            names -= learned.keys()
+        if names:
+            raise UserError(f"{folder}: no value of {min(names)} in its .safetensors")
     return [p for key, p in model.named_parameters() if ".normaliser." in key]

@@ -10,8 +10,8 @@ n = 1 ... the training length: on average the scores keep their size.
 
 Every length scores the same tokens, the first of the validation text, cut into blocks of the longest
 length and each block into windows; ± is the standard error over blocks. The fine-tuning is AdamW on all
-parameters in float32, the learning rate falling linearly to zero, on windows of the training length in a
-seeded order.
+parameters in float32, without dropout, the learning rate falling linearly to zero, on windows of the training
+length in a seeded order.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ def main() -> None:
     blocks = read_blocks(tokenizer, args.val_text, args.tokens, lengths)
     windows = read_blocks(tokenizer, args.train_text, None, [train_len]) if args.steps else None
 
+    register("replacement", attention, train_len)
+
     losses: dict[str, dict[int, Any]] = {}
 
     def measure(state: str) -> None:
         losses[state] = {length: window_loss(model, blocks, length, args.scaling) for length in lengths}
 
     measure("softmax")
-    register("replacement", attention, train_len)
     model.set_attn_implementation("replacement")
     learned = learned_parameters(model)
     measure("replaced")
@@ -172,6 +173,9 @@ def scale_rope(model: Any, length: int, scaling: RopeScaling) -> None:
     modules = [module for module in model.modules() if hasattr(module, "inv_freq")]
     if not modules and scaling.kind != "none":
         raise UserError(f"--rope {scaling.kind}: the model has no RoPE; expected none")
+    known = model.config.max_position_embeddings
+    if not modules and length > known:
+        raise UserError(f"--lengths {length}: expected at most {known}: the model has learned positions")
     for module in modules:
         rope = module.config.rope_parameters
         if rope.get("rope_type") != "default":
@@ -192,7 +196,6 @@ def fine_tune(model: Any, windows: Tensor, args: argparse.Namespace) -> None:
     scale_rope(model, windows.shape[1] - 1, args.scaling)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(args.seed))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    model.train()
     for step in trange(args.steps, desc="fine-tuning", leave=False, disable=None):
         chosen = order[torch.arange(step * args.batch, (step + 1) * args.batch) % len(order)]
         x = windows[chosen]
@@ -202,7 +205,6 @@ def fine_tune(model: Any, windows: Tensor, args: argparse.Namespace) -> None:
             group["lr"] = args.lr * (1 - step / args.steps)
         optimizer.step()
         optimizer.zero_grad()
-    model.eval()
 
 
 if __name__ == "__main__":

@@ -90,6 +90,9 @@ for folder, rope, n_prompt in eval(sys.argv[2]):
     prompt = tokens[:1, :n_prompt]
     greedy = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None}
     found["tokens"] = model.generate(prompt, **greedy)
+    model.generation_config.max_new_tokens = 50  # the length may stand there, beside a config of the call
+    given = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(model.generate(prompt, generation_config=given), found["tokens"]), folder
     if model.config.use_cache:
         static = model.generate(prompt, cache_implementation="static", **greedy)
         assert torch.equal(static, found["tokens"]), folder

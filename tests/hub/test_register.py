@@ -90,11 +90,31 @@ def test_learned_parameters_are_trained_and_saved(tmp_path):
         p.add_(0.1)
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="ours")
+    with pytest.raises(UserError, match="no value of .*normaliser.s in its"):
+        learned_parameters(loaded, tmp_path / "mistyped")
     assert len(learned_parameters(loaded, tmp_path)) == 2
     assert torch.equal(loaded(x).logits, model(x).logits)
 
 
+def test_other_options_replace_a_normaliser():
+    model, x = make_model(FAMILIES["llama"]())
+    logits = []
+    for p, naive in ((3, False), (3, True), (15, False)):
+        register("ours", AttentionConfig(normaliser="lssa", reweight_p=p, naive_power=naive))
+        model.set_attn_implementation("ours")
+        logits.append(model(x).logits)
+        assert model.model.layers[0].self_attn.normaliser.naive_power == naive
+    assert not torch.equal(logits[0], logits[2])
+
+
 def test_what_cannot_run_is_rejected():
+    with pytest.raises(UserError, match="ssmax_pn: one p_n for all layers"):
+        register("ours", AttentionConfig(normaliser="ssmax_pn"))
+    sizes = {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8}
+    other, _ = make_model(transformers.GPTJConfig(**sizes))
+    other.set_attn_implementation("ours")
+    with pytest.raises(UserError, match="GPTJForCausalLM: no layer calls"):
+        learned_parameters(other)
     register("ours", AttentionConfig())
     model, x = make_model(FAMILIES["llama"]())
     model.set_attn_implementation("ours")
