@@ -81,6 +81,8 @@ def attend(
     with torch.autocast(q.device.type, enabled=False):
         if engine not in ("dense", "rows"):
             engine = resolve_engine(normaliser, engine, q.device, v.dtype)
+        if engine == "triton" and v.shape[-1] != k.shape[-1]:
+            engine = "rows"  # the kernels' heads have one size
         match engine:
             case "dense":
                 return dense.run(q, k, v, normaliser, cached)

@@ -338,7 +338,7 @@ class Phi(Scaled, name="phi"):
                 "bias = true: the learned b of SSMax needs a length_scale and scale = 'learned' or 'one'; "
                 "expected false, log_train_len, log_len or log_n"
             )
-        if isinstance(self.bias, str) and self.phi == "exp" and self.l1:
+        if isinstance(self.bias, str) and self.phi == "exp" and self.l1 and self.sink == "none":
             raise ValueError(f"bias = {self.bias!r}: cancels in a softmax; expected true or false")
         if self.sink != "none" and not self.l1:
             raise ValueError(f"sink = {self.sink!r}: is part of the row sum; expected l1 = true")

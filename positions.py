@@ -109,7 +109,7 @@ def rope_tables(
         g = ((turns - YARN_BETA_SLOW) / (YARN_BETA_FAST - YARN_BETA_SLOW)).clamp(0, 1)
         freqs = (1 - g) * freqs / s + g * freqs
         amplitude = 0.1 * math.log(s) + 1
-    n_rotating = int(rotating * (head_dim // 2))
+    n_rotating = int(rotating * (head_dim // 2) + 1e-9)  # 0.58 * 50 is 28.999...
     freqs[n_rotating:] = 0
     amplitude = amplitude if n_rotating else 1.0
 

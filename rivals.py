@@ -191,7 +191,8 @@ class Softpick(Scaled, name="softpick"):
         peak = x.detach().amax(-1, keepdim=True).clamp_min(0)
         # e^-peak (e^x - 1), without loss of digits near x = 0 nor overflow
         small = torch.expm1(x.clamp_max(40)) * torch.exp(-peak)
-        return torch.relu(l1_normalise(torch.where(peak < 40, small, torch.exp(x - peak))))
+        s = torch.where(peak < 40, small, torch.exp(x - peak))
+        return torch.relu(l1_normalise(context.zero_hidden(s)))
 
 
 class ElasticSoftmax(Scaled, name="elastic_softmax"):

@@ -39,7 +39,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: b
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, context: RowContext) -> Tensor:
-    """One query a head on a KV cache, whose memory is not copied: (B, H, 1, D)."""
+    """One query a head, (B, H, 1, D); a float32 KV cache without grouped heads is not copied."""
     weights, _ = BlockFormula(normaliser).weights(q @ k.mT, context)  # (B, H, 1, n)
     if normaliser.reweight_p and normaliser.skip_mass:
         cut = weights.amax(-1, keepdim=True) * (normaliser.skip_mass / weights.shape[-1])
@@ -81,8 +81,7 @@ class RowBlocks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        q = ctx.saved_tensors[0]
-        with torch.autocast(q.device.type, enabled=False):  # a caller may run backward inside autocast
+        with torch.autocast(grads[0].device.type, enabled=False):  # a caller may run backward inside it
             return RowBlocks._backward(ctx, grads[0])
 
     @staticmethod

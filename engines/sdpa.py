@@ -27,6 +27,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: b
     scale = definition.factor(context)
     if definition.scores == "cosine" or definition.adaptive or not isinstance(scale, float):
         scale, (q, k, _) = 1.0, rescale(q, k, v, normaliser, cached)
+    q, k = q.to(v.dtype), k.to(v.dtype)
     mask = None
     if 1 < n_queries < n_keys:  # is_causal would align the queries with the first keys
         mask = context.visible(k.mT)
@@ -42,13 +43,15 @@ def rescale(
     q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False, unit: float = 1.0
 ) -> tuple[Tensor, Tensor, RowContext]:
     """q and k in v's type, whose products are `unit` times the scores, and the rows."""
-    definition, context = normaliser.definition, normaliser.context(q, k)
+    definition, context, given = normaliser.definition, normaliser.context(q, k), k
     q, k = normaliser.as_float(q, k, cached)
+    factor: Any = definition.factor(context)
     if definition.adaptive:
+        q = q * factor
         moments = score_moments(q, share_heads(k.to(q.dtype), q), context)
-        factor: Any = definition.inverse_temperature(*moments, context)
-    else:
-        factor = definition.factor(context)
+        factor = definition.inverse_temperature(*moments, context)
+        if definition.scores == "dot" and v.element_size() == 2:
+            k = given  # centred keys would be rounded once more; a softmax does not see the shift
     return (q * (factor * unit)).to(v.dtype), k.to(v.dtype), context
 
 
@@ -57,7 +60,8 @@ def score_moments(q: Tensor, k: Tensor, context: RowContext) -> tuple[Tensor, Te
 
     var = q' Cov(k) q over the visible keys: prefix sums of the chunks' means and covariances, merged
     by Chan's formula, plus the row's own chunk directly. (E[x^2] - E[x]^2 would lose all digits when
-    keys share a mean.)
+    keys share a mean.) Relative error about eps r^2, where keys vary r times as much in a direction that the
+    queries ignore as in those that matter.
 
     Args:
         q, k: (B, H, T, D) float32 or float64. With fewer queries than keys (decoding) or at most CHUNK keys,

@@ -166,6 +166,35 @@ def test_a_preset_with_weights_of_its_own_keeps_them_on_every_engine(base, p):
     assert_close(run("auto", normaliser, *inputs), run("dense", normaliser, *inputs), inputs, 1e-5, "auto")
 
 
+@pytest.mark.parametrize("gamma", [1.0, "sqrt_d"])
+def test_an_adaptive_softmax_with_a_factor_of_its_own(gamma):
+    class Halved(NormSoftmax):
+        def factor(self, context):
+            return 0.5
+
+    normaliser, inputs = NormaliserModule(Halved(gamma=gamma), 0, 2, 32, 300), draw(37, 37, 32)
+    assert_close(run("sdpa", normaliser, *inputs), run("dense", normaliser, *inputs), inputs, 1e-5, "sdpa")
+
+
+def test_norm_softmax_does_not_round_its_centred_keys():
+    q, k, v, do = draw(300, 300, 32)
+    k[:, :, 0] *= 30  # an attention sink
+    normaliser = make(AttentionConfig(normaliser="norm_softmax"), 2, 32, 300)
+    half = [t.bfloat16() for t in (q, k, v, do)]
+    got, want = (run(engine, normaliser, *half)["o"].float() for engine in ("sdpa", "rows"))
+    assert (got - want).norm() <= 5e-3 * want.norm()
+
+
+@each_case
+def test_queries_and_keys_of_another_type_than_the_values(cfg):
+    q, k, v, _ = draw(37, 37, 16)
+    normaliser = make(cfg, 2, 16, 40)
+    for engine in engines(cfg):
+        got = attend(q, k, v.bfloat16(), normaliser, engine)
+        want = attend(q, k, v.bfloat16().float(), normaliser, "dense")
+        assert got.dtype == torch.bfloat16 and (got - want).norm() <= 0.02 * want.norm(), engine
+
+
 # 2. Gradients against finite differences.
 
 GRADCHECK = [
@@ -208,6 +237,14 @@ def test_the_future_changes_nothing(cfg):
                 assert (before - after).abs().max() <= 1e-6, f"{engine}, t = {t}"
             else:
                 assert torch.equal(before, after), f"{engine}, t = {t}"
+
+
+@each_case
+def test_hidden_keys_have_no_weight(cfg):
+    """Not even beside scores of a thousand."""
+    q, k, _, _ = draw(9, 9, 16)
+    weights = make(cfg, 2, 16, train_len=80).weights(60 * q, 60 * k)
+    assert torch.equal(weights.tril(), weights)
 
 
 @pytest.mark.parametrize(

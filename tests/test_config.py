@@ -184,6 +184,10 @@ def test_attention_options_that_do_not_fit(section: str, expected: str, tmp_path
     assert len(str(e.value).splitlines()) == 1
 
 
+def test_a_bias_beside_a_sink_does_not_cancel():
+    assert AttentionConfig(normaliser="softmax", sink="one", bias="log_n").definition
+
+
 def test_all_problems_at_once_with_their_files(tmp_path: Path):
     base = write(tmp_path, "base.toml", "[model]\nn_layer = 0\nn_embdd = 3\n")
     path = write(tmp_path, "x.toml", 'base = "base.toml"\n[train]\nbatch_tokens = 1000\nmax_step = 3\n')

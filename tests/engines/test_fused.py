@@ -321,13 +321,14 @@ def test_operators_keep_torchs_rules():
     torch.library.opcheck(torch.ops.phi_attention.forward.default, one, test_utils="test_faketensor")
 
 
-def test_activation_checkpointing_changes_nothing():
+@pytest.mark.parametrize("engine", ["triton", "rows"])
+def test_activation_checkpointing_changes_nothing(engine):
     normaliser = make(LSSAR, 2, 16, 300)
     q, k, v, do = draw(40, 40, 16)
     inputs = [t.requires_grad_() for t in (q, k, v)]
 
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, normaliser, "triton")
+        return attend(q, k, v, normaliser, engine)
 
     plain = torch.autograd.grad(fn(*inputs), inputs, do)
     again = torch.autograd.grad(checkpoint(fn, *inputs, use_reentrant=False), inputs, do)
