@@ -27,20 +27,22 @@ from engines import blockwise, dense, sdpa
 from engines.base import FUSED_HEAD_DIM, NormaliserModule
 from engines.self_check import check
 from infra.cli import UserError
+from positions import SCORE_BIASES
 from schema import AttentionConfig, Engine, ModelConfig
 
 
 def make_normaliser(
-    options: AttentionConfig, n_head: int, head_dim: int, train_len: int, alibi: bool = False
+    options: AttentionConfig, n_head: int, head_dim: int, train_len: int, position: str = "rope"
 ) -> NormaliserModule:
     """Build the normaliser named in `options`.
 
     Args:
         n_head, head_dim: of the attention layer that it serves.
         train_len: training length in tokens (L in the formulas that use it).
-        alibi: with ALiBi's bias on the scores (`model.position = "alibi"`).
+        position: `model.position`, which may bias the scores (ALiBi).
     """
-    normaliser = NormaliserModule(options.definition, options.reweight_p, n_head, head_dim, train_len, alibi)
+    definition, p = options.definition, options.reweight_p
+    normaliser = NormaliserModule(definition, p, n_head, head_dim, train_len, position)
     normaliser.compile_rows, normaliser.naive_power = options.compile_rows, options.naive_power
     return normaliser
 
@@ -121,7 +123,9 @@ def resolve_engine(
     Raises:
         UserError: for an engine that cannot run this normaliser there.
     """
-    name = normaliser.definition.name + (" with ALiBi" if normaliser.alibi else "")
+    name = normaliser.definition.name
+    name += f" with {normaliser.position}" * (normaliser.position in SCORE_BIASES)
+    problem = ""
     match engine:
         case "auto" if normaliser.has_sdpa:
             return "sdpa"
@@ -138,31 +142,25 @@ def resolve_engine(
             # The self-check cannot be traced: a compiled caller has resolved before, or trusts the kernels.
             if torch.compiler.is_compiling():
                 return engine
-            problem = check(engine, module, normaliser, device, dtype).problem
-            return "rows" if problem else engine
+            return "rows" if check(engine, module, normaliser, device, dtype).problem else engine
         case "sdpa" if not normaliser.has_sdpa:
-            raise UserError(
-                f"engine = 'sdpa': {name} with these options is not a softmax over rescaled queries"
-            )
+            problem = f"{name} with these options is not a softmax over rescaled queries; expected auto"
         case "triton" if normaliser.has_sdpa:
-            raise UserError(f"engine = 'triton': {name} without reweight_p is a softmax; expected sdpa")
+            problem = f"{name} is a softmax here; expected auto or sdpa"
         case "triton" if not normaliser.is_fusible:
-            raise UserError(f"engine = 'triton': {name} with these options has no fused form")
+            problem = f"{name} with these options has no fused form; expected auto or rows"
         case "triton" if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise UserError(
-                f"engine = 'triton': needs a CUDA device, found {device.type}; expected auto or rows"
-            )
+            problem = f"needs a CUDA device, found {device.type}; expected auto or rows"
         case "triton" if normaliser.head_dim > FUSED_HEAD_DIM.get(dtype, 0):
-            raise UserError(
-                f"engine = 'triton': head size {normaliser.head_dim} in {dtype}; expected at most 256 "
-                "in 16 bits, 128 in float32"
+            problem = (
+                f"head size {normaliser.head_dim} in {dtype}; expected at most 256 in 16 bits, 128 in float32"
             )
         case "flex" if not normaliser.has_flex:
-            raise UserError(f"engine = 'flex': {name} is not a softmax of scores that depend on the distance")
+            problem = f"{name} is not a softmax of scores that depend on the distance; expected auto"
         case "flex" if device.type != "cuda":  # where FlexAttention has no backward pass
-            raise UserError(
-                f"engine = 'flex': needs a CUDA device, found {device.type}; expected auto or rows"
-            )
+            problem = f"needs a CUDA device, found {device.type}; expected auto or rows"
+    if problem:
+        raise UserError(f"attention.engine = {engine!r}: {problem}")
     if engine not in get_args(Engine):
         raise ValueError(f"engine = {engine!r}: expected one of {', '.join(get_args(Engine))}")
     return engine

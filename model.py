@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from attention import Engine, attend, describe_engine, make_normaliser, resolve_engine
 from infra.cli import UserError
 from normalisers import Phi
-from positions import UNSCALED, RopeScaling, apply_rope, rope_tables
+from positions import SCORE_BIASES, UNSCALED, RopeScaling, apply_rope, rope_tables
 from schema import Config, ModelConfig, TrainConfig
 
 INIT_STD = 0.02
@@ -94,8 +94,9 @@ class Attention(nn.Module):
         self.n_kv_head, self.has_rope = m.kv_heads, m.rotating > 0
         self.engine: Engine = config.attention.engine  # resolved by GPT
         self.qkv = make_linear(m.n_embd, (m.n_head + 2 * m.kv_heads) * m.head_dim, m.bias)
-        alibi = m.position == "alibi"
-        self.normaliser = make_normaliser(config.attention, m.n_head, m.head_dim, config.train.seq_len, alibi)
+        assert m.position in ("rope", "p_rope", "none", *SCORE_BIASES), m.position
+        length = config.train.seq_len
+        self.normaliser = make_normaliser(config.attention, m.n_head, m.head_dim, length, m.position)
         self.gate = make_linear(m.n_embd, m.n_embd, m.bias) if m.attention_gate else None
         self.out = make_linear(m.n_embd, m.n_embd, m.bias, residual_std(m))
 

@@ -1,4 +1,4 @@
-"""RoPE and its scalings beyond the training length.
+"""RoPE and its scalings beyond the training length; biases on the scores in its place.
 
     cos, sin = rope_tables(head_dim, n_positions, theta, RopeScaling("ntk"), train_len)
     q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
@@ -10,6 +10,7 @@ in a checkpoint.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -21,6 +22,16 @@ from infra.cli import UserError
 RopeKind = Literal["none", "ntk", "theta", "linear", "yarn"]
 
 YARN_BETA_FAST, YARN_BETA_SLOW = 32.0, 1.0
+
+
+def alibi(t: Tensor, head: Tensor, n_head: int) -> Tensor:
+    """-m_h t, m_h = 2^(-8 h / H), h = 1 ... H (ALiBi, Press et al. 2022)."""
+    return -torch.exp2(-8 * (head + 1) / n_head) * t
+
+
+# By `model.position`: what is added to a head's scores of keys at distance t, instead of RoPE. Elementwise on
+# t (float) and head (from 0), which broadcast against each other.
+SCORE_BIASES: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {"alibi": alibi}
 
 
 @dataclass(frozen=True)
@@ -44,9 +55,11 @@ class RopeScaling:
         if self.kind not in get_args(RopeKind):
             raise UserError(f"RoPE scaling {self.kind!r}: expected one of {', '.join(get_args(RopeKind))}")
         if self.kind == "theta" and not (self.theta is not None and 0 < self.theta < math.inf):
-            raise UserError(f"RoPE scaling theta = {self.theta}: expected a positive number, the new base")
+            raise UserError(
+                f"RoPE scaling theta: base {self.theta}: expected a number above 0 (--rope-theta)"
+            )
         if self.kind != "theta" and self.theta is not None:
-            raise UserError(f"RoPE scaling theta = {self.theta}: only read by kind theta, not by {self.kind}")
+            raise UserError(f"RoPE base {self.theta}: only read by RoPE scaling theta, not by {self.kind}")
         if self.length is not None and self.length < 1:
             raise UserError(f"RoPE scaling length = {self.length}: expected at least 1")
 

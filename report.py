@@ -3,7 +3,7 @@
     python report.py runs/*                                     # all three papers -> runs/report/
     python report.py runs/small --out results/small             # a folder of runs
     python report.py runs/lssa* runs/softmax* --paper lssar
-    python report.py --league runs/league_A                     # configs/league instead -> results/league/
+    python report.py --league runs/league_A                     # configs/league -> runs/league_report/
     python report.py --league                                   # redrawn from results/league/*.jsonl
 
 Writes report.md, report.json (every number of ours) and PNGs into --out. A row of a table is an experiment, a
@@ -58,7 +58,8 @@ PAPER_SCALES = {
 def main() -> None:
     args = parse_args()
     if args.league:
-        league.write_report(args.runs, make_folder(Path(args.out or HERE / "results/league")))
+        default = Path(args.runs[0]).parent / "league_report" if args.runs else HERE / "results/league"
+        league.write_report(args.runs, make_folder(Path(args.out or default)))
         return
     papers = list(PAPERS) if args.paper is None else [args.paper]
     index = RunIndex(read_runs(args.runs))
@@ -269,9 +270,12 @@ def parse_args() -> argparse.Namespace:
     league_help = "the comparison of configs/league instead; RUN: a folder of runs for each scale"
     parser.add_argument("--league", action="store_true", help=league_help)
     parser.add_argument("--paper", choices=PAPERS, help="only this paper (default: all three)")
-    out_help = "(default: report/ in the folder that holds the runs; with --league results/league/)"
+    out_help = "(default: report/ in the folder that holds the runs; with --league, which adds to what DIR "
+    out_help += "has, league_report/ beside them)"
     parser.add_argument("--out", metavar="DIR", help=out_help)
     args = parser.parse_args()
+    if args.league and args.paper:
+        raise UserError(f"--paper {args.paper}: not together with --league")
     if not args.runs and not args.league:
         raise UserError("expected run folders: report.py runs/* (or --help)")
     return args

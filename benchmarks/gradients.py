@@ -1,6 +1,6 @@
 """Gradient norms in training by the power p of the re-weighting, its formula as written and in stable form.
 
-    python -m benchmarks.gradients                          # configs/gradients/*.toml -> results/gradients/
+    python -m benchmarks.gradients                          # configs/gradients/*.toml -> runs/gradients/
     python -m benchmarks.gradients configs/gradients/lssa.toml --out /tmp/gradients
 
 LSSAR (Section 3.4) reports exploding gradients of softmax with p = 15. ReLU(n A - O)^p overflows float32
@@ -148,7 +148,7 @@ def main() -> None:
     parser = ArgumentParser(__doc__)
     files = ["configs/gradients/softmax.toml", "configs/gradients/lssa.toml"]
     parser.add_argument("configs", nargs="*", default=files)
-    parser.add_argument("--out", type=Path, default=Path("results/gradients"), metavar="DIR")
+    parser.add_argument("--out", type=Path, default=Path("runs/gradients"), metavar="DIR")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "gradients.json"

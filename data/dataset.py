@@ -33,8 +33,7 @@ INFO_VERSION = 1
 UNFINISHED_NAME = "dataset.unfinished"
 IGNORED = -100  # a target that counts in no loss
 HOW_TO_PREPARE = (
-    "prepare data with `python -m data.fineweb`, or with `python -m data.python_source` for a small corpus "
-    "(see README.md)"
+    "prepare it with python -m data.fineweb, data.python_source (a small corpus), data.squad or data.recall"
 )
 
 

@@ -287,7 +287,8 @@ def _parse_args() -> argparse.Namespace:
     mode = "files" if args.files else "pretokenized" if args.pretokenized else "dataset"
     for option in UNUSED[mode].split():
         if getattr(args, option):
-            parser.error(f"--{option.replace('_', '-')}: not together with --{mode}")
+            other = "only with --pretokenized" if mode == "dataset" else f"not together with --{mode}"
+            parser.error(f"--{option.replace('_', '-')}: {other}")
     shard_size = args.shard_size = args.shard_size or 10**8
     if shard_size > MAX_TOKENS:
         parser.error(f"--shard-size {shard_size}: expected at most {MAX_TOKENS}")

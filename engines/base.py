@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normalisers import Normaliser, RowContext, reweight, reweight_naive
+from positions import SCORE_BIASES
 
 # The triton engine's largest head sizes: beyond, tiles fit neither registers nor shared memory.
 FUSED_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
@@ -22,8 +23,7 @@ class NormaliserModule(nn.Module):
         reweight_p: power of the re-weighting; 0: none.
         n_head, head_dim: of the layer.
         train_len: training length in tokens (L in the formulas that use it).
-        alibi: subtract m_h t from the scores, m_h = 2^(-8 h / H), h = 1 ... H, of keys at distance t (ALiBi,
-            Press et al. 2022).
+        position: `model.position`, which may bias the scores (`positions.SCORE_BIASES`).
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class NormaliserModule(nn.Module):
         n_head: int,
         head_dim: int,
         train_len: int,
-        alibi: bool = False,
+        position: str = "rope",
     ) -> None:
         super().__init__()
-        self.definition, self.reweight_p, self.alibi = definition, reweight_p, alibi
+        self.definition, self.reweight_p, self.position = definition, reweight_p, position
         self.n_head, self.head_dim, self.train_len = n_head, head_dim, train_len
         self.compile_rows = False  # for the rows engine: torch.compile the formula
         self.naive_power = False  # reweight_naive instead of reweight
@@ -75,17 +75,18 @@ class NormaliserModule(nn.Module):
     @property
     def by_distance(self) -> bool:
         """The weights depend on the keys' distances: the sdpa and triton engines cannot run it."""
-        return self.alibi or self.definition.by_distance
+        return self.position in SCORE_BIASES or self.definition.by_distance
 
     def at_distance(self, x: Tensor, t: Tensor, head: Tensor) -> Tensor:
         """The scores x of a head's keys at distance t, t and head expanding to x's shape."""
         x = self.definition.at_distance(x, t)
-        return x - torch.exp2(-8 * (head + 1) / self.n_head) * t if self.alibi else x
+        bias = SCORE_BIASES.get(self.position)
+        return x if bias is None else x + bias(t, head, self.n_head)
 
     @property
     def has_sdpa(self) -> bool:
         """softmax over queries rescaled by a row factor: the sdpa engine can run it."""
-        return self.definition.is_rescaled_softmax and not (self.reweight_p or self.alibi)
+        return self.definition.is_rescaled_softmax and not (self.reweight_p or self.by_distance)
 
     @property
     def has_flex(self) -> bool:
@@ -95,7 +96,7 @@ class NormaliserModule(nn.Module):
     @property
     def is_fusible(self) -> bool:
         """phi(x) over its row sum or a fixed number, re-weighted or not: the triton engine can run it."""
-        return self.definition.is_fusible and not (self.alibi or self.naive_power)
+        return self.definition.is_fusible and not (self.by_distance or self.naive_power)
 
     def cache_keys(self, k: Tensor) -> Tensor:
         """k as a KV cache holds it: l2-normalised for cosine scores, once instead of in every step."""

@@ -34,14 +34,14 @@ def check(
     A collective: all processes that joined must call it, and get the same verdict.
     """
     n = normaliser
-    shape = (n.n_head, n.head_dim, n.train_len, n.alibi)
+    shape = (n.n_head, n.head_dim, n.train_len, n.position)
     return _check(name, engine, n.definition, n.reweight_p, shape, device, dtype)
 
 
 @cache
 def _check(
     name: str, engine: ModuleType, definition: Normaliser, reweight_p: int,
-    shape: tuple[int, int, int, bool], device: torch.device, dtype: torch.dtype,
+    shape: tuple[int, int, int, str], device: torch.device, dtype: torch.dtype,
 ) -> SelfCheck:  # fmt: skip
     error, problem = math.inf, ""
     try:

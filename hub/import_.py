@@ -10,6 +10,7 @@ compared. Needs `pip install -r requirements-hub.txt`.
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -52,10 +53,11 @@ def load_native(source: str, **options: Any) -> tuple[Any, Any]:
     transformers = import_transformers()
     try:
         load = transformers.AutoModelForCausalLM.from_pretrained
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        options |= {"trust_remote_code": False}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         return load(source, dtype=torch.float32, **options), tokenizer
     except (OSError, ValueError) as e:
-        raise UserError(f"{source}: cannot be loaded: {' '.join(str(e).split())[:200]}") from None
+        raise UserError(f"{source}: cannot be loaded: {shorten(str(e), 300)}") from None
 
 
 def convert_config(c: Any, source: str, run: Path) -> Config:

@@ -149,7 +149,8 @@ def update(folder: Path, out: Path) -> None:
     """Write the records of a scale's runs; those of runs that are no longer there stay.
 
     Raises:
-        UserError: not a folder of a scale, no finished or evaluated run in it, or see `record_of`.
+        UserError: not a folder of a scale, no finished or evaluated run in it, runs that do not compare with
+            those on record, or see `record_of`.
     """
     scale = folder.name.removeprefix("league_")
     if scale == folder.name:
@@ -170,6 +171,7 @@ def update(folder: Path, out: Path) -> None:
         raise UserError(f"{folder}: expected evaluated runs, found none")
     path = out / f"{scale}.jsonl"
     records = {(r["kind"], r["contestant"], r["which"]): r for r in [*read_jsonl(path), *new]}
+    check_comparable([record for record in records.values() if record["kind"] == "run"])
     lines = [json.dumps(records[key], ensure_ascii=False, allow_nan=False) for key in sorted(records)]
     write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
 
@@ -450,7 +452,8 @@ def scale_text(scale: Scale) -> str:
         f"{run['parameters'] / 1e6:.2f}M parameters, T = {run['train_len']}, {trained}. Evaluated on "
         f"{data['blocks']} blocks of {data['block_length']:,} held-out tokens: the first "
         f"{data['blocks'] // 4} chose the RoPE scaling, the others are reported. Losses: mean over seeds "
-        f"± standard deviation. Differences: ± standard error paired over text. {seed_text(scale)}"
+        f"± standard deviation. Differences: ± standard error paired over text; where contestants share "
+        f"trainings, because they differ beyond T only, those of the shared seeds. {seed_text(scale)}"
     )
 
 
@@ -494,9 +497,7 @@ def scale_parts(name: str, records: list[Record], comparisons: dict[str, Any], o
             parts += ["### Needle", text, grid(cells, format_length)]
         parts += unseen_parts(scale)
         parts += ["### One change at a time", comparison_table(scale, comparisons["comparison"])]
-    parts += [
-        "### Learning rates",
-        "Validation loss of short runs at each rate, one seed.",
-        rate_table(records),
-    ]
+    if any(record["kind"] == "rate" for record in records):
+        text = "Validation loss of short runs at each rate, one seed."
+        parts += ["### Learning rates", text, rate_table(records)]
     return [*parts, "### Contestants", definitions(scale)]

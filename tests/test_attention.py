@@ -254,7 +254,7 @@ def test_alibi(options):
     """Scores minus 2^(-8 h / H) times the distance."""
     cfg = AttentionConfig(**options)
     q, k, v, do = draw(37, 70, 16, n_head=4, dtype=torch.float64)
-    normaliser = make_normaliser(cfg, 4, 16, 70, alibi=True).double()
+    normaliser = make_normaliser(cfg, 4, 16, 70, "alibi").double()
     with torch.no_grad():
         plain = normaliser.prepare(q, k)
         x = plain[0] @ plain[1].mT
@@ -268,7 +268,7 @@ def test_alibi(options):
     assert (dense["o"] - want).abs().max() <= 1e-12
     assert_close(rows, dense, (q, k, v, do), 1e-12, "rows")
     assert resolve_engine(normaliser, "auto", q.device, q.dtype) == "rows"
-    with pytest.raises(UserError, match="with ALiBi"):
+    with pytest.raises(UserError, match="with alibi"):
         attend(q, k, v, normaliser, "sdpa")
 
 

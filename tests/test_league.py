@@ -145,6 +145,9 @@ def test_mistakes(tiny_config, tmp_path, call):
     other.write_text(other.read_text().replace('"blocks": 8', '"blocks": 9'))
     with pytest.raises(UserError, match="softmax_seed=1337: blocks = 8: expected 9, as lssa has"):
         call(report, "--league", tmp_path / "league_A", "--out", tmp_path)
+    with pytest.raises(UserError, match="softmax_seed=1337: blocks"):  # league_report/ beside the runs
+        call(report, "--league", tmp_path / "league_A")
+    assert (tmp_path / "league_report").is_dir() and not list(tmp_path.glob("**/A.jsonl"))
     other.unlink()
     for run, blocks in (("softmax_seed=1", 8), ("lssa_seed=1", 4)):
         result = json.loads(path.read_text())

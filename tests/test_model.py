@@ -216,7 +216,7 @@ def test_rope_no_scaling_up_to_train_len(kind, length):
         ({"kind": "theta"}, "theta = None"),
         ({"kind": "theta", "theta": 0.0}, "theta = 0.0"),
         ({"kind": "theta", "theta": math.nan}, "theta = nan"),
-        ({"kind": "ntk", "theta": 5e5}, "only read by kind theta"),
+        ({"kind": "ntk", "theta": 5e5}, "only read by RoPE scaling theta"),
         ({"kind": "ntk", "length": 0}, "length = 0"),
     ],
 )

@@ -292,6 +292,13 @@ def test_an_option_without_meaning_is_rejected(options, named):
     assert named in problems(**options)
 
 
+def test_a_name_is_given_once():
+    with pytest.raises(ValueError, match="Other: there is a normaliser 'lssa': expected another name"):
+
+        class Other(LSSA, name="lssa"):
+            pass
+
+
 def test_every_problem_is_reported():
     found = problems(normaliser="softmax", gamma=2.0, tau=2.0)
     assert "attention.gamma" in found and "attention.tau" in found

@@ -353,7 +353,7 @@ def test_every_row_is_another_experiment() -> None:
         doubles = {
             row.config.name for row, e in zip(rows, experiments, strict=True) if experiments.count(e) > 1
         }
-        same = {"norm_softmax", "gamma_gamma=8.0", "tau_gamma=sqrt_d_tau=1.0", "softmax"}
+        same = {"norm_softmax", "gamma_gamma=8.0", "tau_gamma=sqrt_d_tau=1.0", "baseline"}
         same |= {"gamma_gamma=inf", "tau_gamma=inf_tau=1.0", "scale_scale=rsqrt_d"}
         same |= {"loss_norm_softmax_loss_gamma=inf", "loss_tau_loss_tau=1.0"}
         assert doubles <= same, doubles

@@ -663,7 +663,7 @@ def test_wrong_options_are_one_line(
     cases: list[tuple[list[Any], str]] = [
         ([*files, "--pretokenized"], "not together with"),
         ([*files, "--dataset", "x"], "--dataset: not together with --files"),
-        (["--shards", "3"], "--shards: not together with --dataset"),
+        (["--shards", "3"], "--shards: only with --pretokenized"),
         (["--pretokenized", "--shard-size", "100"], "--shard-size: not together with --pretokenized"),
         ([*files, "--max-tokens", "100", "--shard-size", "100"], "--max-tokens 100: expected more than"),
         ([*files, "--workers", "0"], "--workers"),

@@ -110,7 +110,7 @@ def test_a_large_shard_is_sampled_at_both_ends(tmp_path: Path) -> None:
 
 def test_missing_data_says_how_to_prepare_it(tmp_path: Path) -> None:
     for folder in (tmp_path / "none", tmp_path):
-        with one_line(folder, "data.python_source", "README.md"):
+        with one_line(folder, "data.python_source"):
             TokenStream(folder, "train")
 
 

@@ -31,7 +31,7 @@ def build(options, n_head: int = 4):
     options = dict(options)
     alibi = options.pop("alibi", False)
     normaliser = make(AttentionConfig(**options), n_head, 16, 300)
-    normaliser.alibi = alibi
+    normaliser.position = "alibi" if alibi else "rope"
     return normaliser
 
 
@@ -101,10 +101,10 @@ def test_choice(monkeypatch):
         {"normaliser": "scale_invariant", "reweight_p": 3},
         {"normaliser": "softmax", "sink": "one"},
     ):
-        normaliser = make_normaliser(AttentionConfig(**other), 4, 16, 300, alibi=True)
+        normaliser = make_normaliser(AttentionConfig(**other), 4, 16, 300, "alibi")
         assert resolve_engine(normaliser, "auto", CUDA, torch.bfloat16) == "rows"
         with pytest.raises(
-            UserError, match="with ALiBi is not a softmax of scores that depend on the distance"
+            UserError, match="with alibi is not a softmax of scores that depend on the distance"
         ):
             resolve_engine(normaliser, "flex", CUDA, torch.bfloat16)
 
