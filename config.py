@@ -26,7 +26,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from infra.cli import ArgumentParser, UserError, run_main
-from normalisers import Normaliser
+from normalisers import NORMALISERS, Normaliser
 from schema import SECTIONS, AttentionConfig, Config, Section, problems_of
 
 # ---------------------------------------------------------------- reading and writing
@@ -125,7 +125,8 @@ def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespa
     parser.usage = "%(prog)s CONFIG.toml [--section.key VALUE ...] [options]"
     named = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
     if {"-h", "--help"} & set(sys.argv[1:]):
-        config = load_config(sys.argv[1], expand_sweep(sys.argv[1])[0]) if named else Config(name="CONFIG")
+        files = [arg for arg in sys.argv[1:] if arg.endswith(".toml")]
+        config = load_config(files[0], expand_sweep(files[0])[0]) if files else Config(name="CONFIG")
         print(f"{parser.format_help()}\n{describe_keys(config)}")
         sys.exit(0)
     args, overrides = parser.parse_known_args()
@@ -148,6 +149,7 @@ def describe_keys(config: Config) -> str:
                 pattern = r"<class '(\w+)'>|typing\.|Annotated\[(\w+)[^\]]*\]"
                 kind = re.sub(pattern, r"\1\2", str(field.annotation))
                 meaning = field.description or _inherited_meaning(definition, name)
+                meaning += f" One of {', '.join(NORMALISERS)}." * (name == "normaliser")
                 lines.append(f"\n  {option}  {kind} = {getattr(values, name)!r}\n      {meaning}")
     return "\n".join(lines)
 

@@ -3,7 +3,7 @@
     python eval_length.py runs/lssar                                      # a run's newest checkpoint
     python eval_length.py runs/softmax runs/lssa runs/lssar               # one table, one figure
     python eval_length.py runs/lssar/checkpoints/step_018865.pt --rope theta --rope-theta 500000
-    python eval_length.py runs/softmax runs/ssmax --per-position --lengths 20000
+    python eval_length.py runs/a runs/b --per-position --lengths 20000    # as SSMax, Figure 5
     torchrun --standalone --nproc_per_node=8 eval_length.py runs/lssar --tokens 10485760
 
 Every length scores the same tokens, the first of the validation stream (after --skip), cut into blocks of

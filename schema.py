@@ -119,7 +119,7 @@ class AttentionConfig(Section):
     model_config = ConfigDict(extra="allow")  # checked against the class, below
 
     normaliser: str = Field(
-        "softmax", description="The formula: a name from normalisers.py, whose options are keys here."
+        "softmax", description="The formula; its options are keys here (--help after a config shows them)."
     )
     reweight_p: int = Field(
         0, ge=0, le=256, description="Power p of the LSSAR re-weighting ReLU(n A - O)^p; 0: no re-weighting."

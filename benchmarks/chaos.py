@@ -1,7 +1,7 @@
 """Kill a training run at random moments, again and again: its curve must be that of an undisturbed run.
 
     python -m benchmarks.chaos                      # 20 SIGKILLs, with one process and with two
-    python -m benchmarks.chaos --kills 3            # as in CI
+    python -m benchmarks.chaos --kills 2            # as in CI
 
 Every second kill waits until a checkpoint is being written. With two processes one rank is killed, and
 `torchrun --max-restarts` restarts the run.

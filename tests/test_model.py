@@ -417,5 +417,5 @@ def test_generate_sampling():
     ],
 )
 def test_generate_errors(length, n_new, options):
-    with pytest.raises(UserError, match="generate: "):
+    with pytest.raises(UserError, match="expected a"):
         make_gpt().generate(random_tokens(1, length), n_new, **options)
