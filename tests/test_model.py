@@ -213,9 +213,9 @@ def test_rope_no_scaling_up_to_train_len(kind, length):
     "arguments,message",
     [
         ({"kind": "ntx"}, "'ntx'.*expected one of none, ntk"),
-        ({"kind": "theta"}, "theta = None"),
-        ({"kind": "theta", "theta": 0.0}, "theta = 0.0"),
-        ({"kind": "theta", "theta": math.nan}, "theta = nan"),
+        ({"kind": "theta"}, "base None"),
+        ({"kind": "theta", "theta": 0.0}, "base 0.0"),
+        ({"kind": "theta", "theta": math.nan}, "base nan"),
         ({"kind": "ntk", "theta": 5e5}, "only read by RoPE scaling theta"),
         ({"kind": "ntk", "length": 0}, "length = 0"),
     ],

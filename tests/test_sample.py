@@ -160,7 +160,7 @@ def test_a_sample_ends_with_the_document(run, sampled, monkeypatch):
     [
         (["--samples", "0"], "--samples: .0.: expected an integer, at least 1"),
         (["--top-p", "0"], "top_p 0.0: expected above 0"),
-        (["--rope", "theta"], "theta = None"),
+        (["--rope", "theta"], "base None"),
         (["--temperature", "inf"], "temperature inf"),
         (["--seed", str(2**63)], "expected 0 or more, below 2"),
         (["--prompt-file", "none.txt"], "--prompt-file none.txt: cannot be read"),
