@@ -195,11 +195,12 @@ class TokenStream:
         return f"sha256 {split['sha256']}" if split else f"{self.n_tokens} tokens"
 
     def check_model(self, vocab_size: int) -> None:
-        """Raises UserError if the stream may have tokens outside a model's `vocab_size`."""
-        if self.vocab_size > vocab_size:
+        """Raises UserError unless a model's `vocab_size` is the stream's, or that with padding."""
+        most = self.vocab_size + 1023
+        if not self.vocab_size <= vocab_size <= most:
             raise UserError(
-                f"model.vocab_size = {vocab_size}: {self.folder} was tokenised with {self.vocab_size} "
-                "tokens; expected at least that many"
+                f"model.vocab_size = {vocab_size}: {self.folder} was tokenised with {self.vocab_size} tokens "
+                f"({self.info['tokenizer']}); expected {self.vocab_size} to {most}"
             )
 
     def _check_listed(self, paths: list[Path]) -> None:

@@ -114,6 +114,8 @@ def test_flops_per_token(tiny_config: Path):
 def test_mistakes(tiny_config: Path):
     with pytest.raises(UserError, match="model.vocab_size = 60"):
         build(tiny_config, "--model.vocab_size", "60")
+    with pytest.raises(UserError, match="model.vocab_size = 50257: .* expected 64 to 1087"):
+        build(tiny_config, "--model.vocab_size", "50257")
     with pytest.raises(UserError, match="nowhere: no such data folder"):
         build(tiny_config, "--data.dir", "nowhere")
     long = "--train.seq_len 1024 --train.batch_tokens 1024 --train.micro_batch 1 --train.val_tokens 1024"
