@@ -535,7 +535,7 @@ def test_engine_refused(monkeypatch):
     inverse = make_normaliser(AttentionConfig(normaliser="softmax_inverse"), 2, 16, 300)
     with pytest.raises(UserError, match="engine = 'triton': softmax_inverse"):
         resolve_engine(inverse, "triton", CUDA, torch.float32)
-    with pytest.raises(UserError, match="softmax without reweight_p is a softmax; expected sdpa"):
+    with pytest.raises(UserError, match="softmax is a softmax here; expected auto or sdpa"):
         resolve_engine(make_normaliser(AttentionConfig(), 2, 16, 300), "triton", CUDA, torch.float32)
     for size, dtype in ((144, torch.float32), (264, torch.bfloat16), (16, torch.float64)):
         with pytest.raises(UserError, match=f"head size {size} in {dtype}; expected at most 256 in 16 bits"):
