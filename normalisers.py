@@ -202,6 +202,7 @@ class Normaliser(BaseModel):
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if name is not None:
+            # The same class may be defined again, as in a notebook.
             if name in NORMALISERS and NORMALISERS[name].__qualname__ != cls.__qualname__:
                 raise ValueError(f"{cls.__name__}: there is a normaliser {name!r}: expected another name")
             cls.name = name

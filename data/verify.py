@@ -170,8 +170,8 @@ def verify(folder: Path) -> str:
                 n_tokens += _check_shard(folder / name, info, listed.get(name), bar)
             except UserError as e:
                 problems.append(str(e))
-    splits = {dataset.split_of(name) or "" for name in found} if not problems else set()
-    for split in sorted(splits):
+    splits = {split for name in found if (split := dataset.split_of(name))}
+    for split in sorted(splits) if not problems else ():
         try:
             TokenStream(folder, split)  # gaps, shards of another dataset
         except UserError as e:

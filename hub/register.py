@@ -124,14 +124,13 @@ def learned_parameters(model: Any, folder: str | Path | None = None) -> list[nn.
         model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
     if not any(hasattr(module, "normaliser") for module in model.modules()):
         raise UserError(f"{type(model).__name__}: no layer calls transformers' AttentionInterface")
-    names = {key for key, _ in model.named_parameters() if ".normaliser." in key}
+    learned = {key: p for key, p in model.named_parameters() if ".normaliser." in key}
     if folder is not None:
         from safetensors.torch import load_file
 
-        for path in Path(folder).glob("*.safetensors"):
-            learned = {key: t for key, t in load_file(path).items() if ".normaliser." in key}
-            model.load_state_dict(learned, strict=False)
-            names -= learned.keys()
-        if names:
-            raise UserError(f"{folder}: no value of {min(names)} in its .safetensors")
-    return [p for key, p in model.named_parameters() if ".normaliser." in key]
+        files = map(load_file, Path(folder).glob("*.safetensors"))
+        saved = {key: t for tensors in files for key, t in tensors.items() if key in learned}
+        if missing := learned.keys() - saved:
+            raise UserError(f"{folder}: no value of {min(missing)} in its .safetensors")
+        model.load_state_dict(saved, strict=False)
+    return list(learned.values())
