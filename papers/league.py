@@ -1,8 +1,8 @@
 """The league: every normaliser under one recipe, from run folders to results/league.
 
 A scale is a folder of runs, `runs/league_A`, with its learning rates beside it, `runs/league_A_lr`. A run is
-named <contestant>_seed=<seed>, at a learning rate <contestant>_<lr>, a contestant being a file of
-configs/league/<scale>/. Each run leaves one line in <out>/<scale>.jsonl; tables and figures are drawn from
+named <contestant> or <contestant>_seed=<seed>, at a learning rate <contestant>_<lr>, a contestant being a file
+of configs/league/<scale>/. Each run leaves one line in <out>/<scale>.jsonl; tables and figures are drawn from
 these lines, so no run folder is needed to redraw.
 
 The synthetic tasks of evals.recall are a scale of their own, `runs/league_recall`, with a run <contestant>.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 import tomllib
 from collections import defaultdict
@@ -33,7 +32,7 @@ from evals.output import MARKERS, format_length, format_rope, save_figure
 from infra.cli import UserError
 from infra.files import read_json, read_jsonl, write_atomically
 from papers.figures import LOSS, draw_means, new_axes, with_legend
-from papers.runs import FinishedRun, read_runs
+from papers.runs import FinishedRun, read_runs, without_seed
 from papers.tables import CONFIGS, DASH, HERE, markdown, mean_and_spread
 
 BASELINE = "softmax"
@@ -45,11 +44,8 @@ def record_of(run: FinishedRun) -> Record:
     """What the league keeps of a run.
 
     Raises:
-        UserError: a name without a seed; evaluations by an earlier version, of other or too little text.
+        UserError: evaluations by an earlier version, of other or too little text.
     """
-    name = re.fullmatch(r"(.+)_seed=\d+", run.config.name)
-    if name is None:
-        raise UserError(f"{run.folder}: expected a name <contestant>_seed=<seed>")
     results = {rope: [e for e in r["lengths"] if e["reason"] is None] for rope, r in run.evaluations.items()}
     if any("block_losses" not in entry for entries in results.values() for entry in entries):
         raise UserError(f"{run.folder}: evaluated by an earlier version; run eval_length.py again")
@@ -65,7 +61,7 @@ def record_of(run: FinishedRun) -> Record:
         checkpoints[format_rope(result)][str(result["step"])] = by_length
     return {
         "kind": "run",
-        "contestant": name[1],
+        "contestant": without_seed(run.config.name),
         "which": run.config.seed,
         "lr": run.config.optimizer.lr,
         "parameters": run.n_params,

@@ -156,6 +156,10 @@ def read_ancestors(folder: Path, config: Config) -> tuple[Config, ...]:
     return ancestors_of(config, find)
 
 
+def without_seed(name: str) -> str:
+    return re.sub(r"_?seed=?\d+", "", name)
+
+
 class Group(NamedTuple):
     """Runs of one experiment at one scale: they differ in their seed."""
 
@@ -171,7 +175,7 @@ class Group(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the first run, without its seed."""
-        return re.sub(r"_?seed=?\d+", "", self.runs[0].config.name)
+        return without_seed(self.runs[0].config.name)
 
     def losses(self, rope: str, factor: int) -> list[float]:
         """Of the runs that were evaluated at `factor` times the training length."""
