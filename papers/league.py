@@ -1,9 +1,9 @@
 """The league: every normaliser under one recipe, from run folders to results/league.
 
 A scale is a folder of runs, `runs/league_A`, with its learning rates beside it, `runs/league_A_lr`. A run is
-named <contestant> or <contestant>_seed=<seed>, at a learning rate <contestant>_<lr>; a contestant is a file of
-configs/league/<scale>/. Each run leaves one line in <out>/<scale>.jsonl; tables and figures are drawn from
-these lines, so no run folder is needed to redraw.
+named <contestant> or <contestant>_seed=<seed>, at a learning rate <contestant>_<lr>; a contestant is a file
+of configs/league/<scale>/. Each run leaves one line in <out>/<scale>.jsonl; tables and figures are drawn
+from these lines, so no run folder is needed to redraw.
 
 The synthetic tasks of evals.recall are a scale of their own, `runs/league_recall`, with a run <contestant>.
 
