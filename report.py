@@ -185,6 +185,8 @@ def paper_table(table: dict[str, Any], index: RunIndex, published: list[dict[str
         groups = index.of_row(row)
         for group in groups:
             ours = f"ours, scale {group.scale}" + (f", {n} seeds" if (n := len(group.runs)) > 1 else "")
+            if sum(other.scale == group.scale for other in groups) > 1:  # another rate or schedule
+                ours += f" (`{group.name}`)"
             for rope in index.ropes:
                 cells = [mean_and_spread(group.losses(rope, factor)) for factor in FACTORS]
                 lines.append(["", f"{ours}, RoPE {rope}", *cells])

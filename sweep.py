@@ -2,7 +2,7 @@
 
     python sweep.py configs/lssar_paper/figure2_lssa.toml               # all values of its [sweep]
     python sweep.py configs/lssar_paper/table3_*.toml --nproc 8         # several files: all their runs
-    python sweep.py configs/small/*.toml --seed 2 --tag seed2           # overrides go to every run
+    python sweep.py configs/crossings/*.toml --seed 2 --tag seed2       # overrides go to every run
     python sweep.py configs/lssar_paper/figure2_lssa.toml --index $SLURM_ARRAY_TASK_ID   # only one of them
     python sweep.py configs/lssar_paper/*.toml --list                   # names and states of the runs
     python sweep.py configs/league/A/*.toml --jobs 2                    # two at a time, half the cores each
@@ -69,6 +69,7 @@ class Job(NamedTuple):
 def main() -> None:
     args, overrides = parse_args(sys.argv[1:])
     jobs = make_jobs(args.configs, overrides, args.tag)
+    first = args.index or 0
     if args.index is not None:
         if args.index not in range(len(jobs)):
             raise UserError(
@@ -76,7 +77,7 @@ def main() -> None:
             )
         jobs = [jobs[args.index]]
     if args.list:
-        for i, job in enumerate(jobs):
+        for i, job in enumerate(jobs, first):
             try:
                 state = "finished" if job.is_trained else "to run"
             except (ValueError, OSError) as e:
@@ -120,7 +121,7 @@ def main() -> None:
 
 
 def make_jobs(configs: list[str], overrides: list[str], tag: str | None) -> list[Job]:
-    """All runs of all files, checked before the first one starts.
+    """All runs of all files, checked before the first one starts; prints which repeat another: left out.
 
     Raises:
         UserError: a config with a problem; two runs of one name.
@@ -135,8 +136,17 @@ def make_jobs(configs: list[str], overrides: list[str], tag: str | None) -> list
             config = load_config(path, arguments[1:])
             if config.run_dir in jobs:
                 raise UserError(f"{path}: two runs would be called {config.run_dir}; expected other names")
-            jobs[config.run_dir] = Job(arguments, config)
+            twin = next((job.config for job in jobs.values() if is_repeat(job.config, config)), None)
+            if twin:
+                print(f"left out: {config.run_dir}, the same run as {twin.run_dir}")
+            else:
+                jobs[config.run_dir] = Job(arguments, config)
     return list(jobs.values())
+
+
+def is_repeat(first: Config, second: Config) -> bool:
+    """Whether they are one run under two names."""
+    return all(may_change_on_resume(key) for key in changed_keys(first, second).keys() - {"name"})
 
 
 def run_job(job: Job, args: argparse.Namespace, slot: int, stop: StopSignals) -> str | None:
@@ -179,7 +189,7 @@ def share_of_machine(args: argparse.Namespace, slot: int) -> dict[str, str]:
     if args.jobs == 1:
         return patient
     threads = max(1, n_cores() // (args.jobs * args.nproc))
-    share = {"OMP_NUM_THREADS": str(threads)} | patient
+    share = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": str(threads)} | patient
     if gpus := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
         mine = visible.split(",")[slot * args.nproc : (slot + 1) * args.nproc]

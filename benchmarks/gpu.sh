@@ -13,7 +13,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 until=$(($(date +%s) + 540))
-python=${PYTHON:-python3} out=${OUT:-runs/gpu} wheels=${WHEELS:-wheels}
+if [ -x .venv/bin/python ]; then python=${PYTHON:-.venv/bin/python}; else python=${PYTHON:-python3}; fi
+out=${OUT:-runs/gpu} wheels=${WHEELS:-wheels}
 
 if ! $python -c "import pydantic" 2> /dev/null; then
     site=$(mktemp -d)

@@ -33,7 +33,8 @@ INFO_VERSION = 1
 UNFINISHED_NAME = "dataset.unfinished"
 IGNORED = -100  # a target that counts in no loss
 HOW_TO_PREPARE = (
-    "prepare it with python -m data.fineweb, data.python_source (a small corpus), data.squad or data.recall"
+    "prepare it with python -m data.fineweb, data.python_source (a small corpus; with --tokenizer gpt2 for "
+    "models of GPT-2's vocabulary), data.squad or data.recall"
 )
 
 

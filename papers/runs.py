@@ -31,7 +31,7 @@ class FinishedRun:
     config: Config
     validations: list[tuple[int, float]]  # (step, loss)
     evaluations: dict[str, dict[str, Any]]  # RoPE scaling -> the result of eval_length.py
-    steps_before: int = 0  # of the run named by init_from
+    steps_before: int = 0  # of all that it descends from by init_from
     ancestors: tuple[Config, ...] = ()  # what it descends from by init_from, the newest first
     losses: tuple[float, ...] = ()  # of the training steps; NaN where one was not finite
 
@@ -132,17 +132,16 @@ def read_run(folder: Path) -> FinishedRun | None:
         result = read_json(path)
         if result["step"] == config.train.max_steps and not result["data"].get("skipped_tokens"):
             evaluations.setdefault(format_rope(result), result)
-    summary = folder / "init_from.txt"
-    before = re.search(r", step (\d+)$", summary.read_text(), re.MULTILINE) if summary.exists() else None
-    ancestors = read_ancestors(folder, config)
+    steps_before, ancestors = read_ancestors(folder, config)
     losses = tuple(math.nan if r["loss"] is None else r["loss"] for r in records if "loss" in r)
-    return FinishedRun(
-        folder, config, validations, evaluations, int(before[1]) if before else 0, ancestors, losses
-    )
+    return FinishedRun(folder, config, validations, evaluations, steps_before, ancestors, losses)
 
 
-def read_ancestors(folder: Path, config: Config) -> tuple[Config, ...]:
-    """What a run descends from; prints the run of which no folder is where init_from has it, or beside."""
+def read_ancestors(folder: Path, config: Config) -> tuple[int, tuple[Config, ...]]:
+    """What a run descends from, and the steps of it all.
+
+    Prints the run of which no folder is where init_from has it, or beside.
+    """
     seen = [folder.resolve()]
 
     def find(run: Path) -> Path | None:
@@ -153,7 +152,10 @@ def read_ancestors(folder: Path, config: Config) -> tuple[Config, ...]:
         print(f"{folder} descends from {run}, which is not there: it is in no row of a paper")
         return None
 
-    return ancestors_of(config, find)
+    ancestors = ancestors_of(config, find)
+    summaries = [path / "init_from.txt" for path in seen if (path / "init_from.txt").exists()]
+    steps = [re.search(r", step (\d+)$", path.read_text(), re.MULTILINE) for path in summaries]
+    return sum(int(found[1]) for found in steps if found), ancestors
 
 
 def without_seed(name: str) -> str:
@@ -161,7 +163,7 @@ def without_seed(name: str) -> str:
 
 
 class Group(NamedTuple):
-    """Runs of one experiment at one scale: they differ in their seed."""
+    """Runs of one experiment at one scale, one of each seed."""
 
     scale: str  # its letter
     experiment: str
@@ -188,7 +190,7 @@ class Group(NamedTuple):
 
 
 class RunIndex:
-    """All runs, grouped by scale and experiment.
+    """All runs, grouped by scale and experiment; prints those that repeat another with its seed: left out.
 
     Attributes:
         letters: scale -> its letter, A for the one with the most runs.
@@ -204,7 +206,10 @@ class RunIndex:
         for run in runs:
             key = (self.letters[run.scale], experiment_of(run.config, *run.ancestors))
             same = [g for g in self.groups if (g.scale, g.experiment) == key and g.has_repeat(run.config)]
-            if same:
+            twins = [r for g in same[:1] for r in g.runs if r.config.seed == run.config.seed]
+            if twins:
+                print(f"left out: {run.folder}, a repeat of {twins[0].folder} with its seed")
+            elif same:
                 same[0].runs.append(run)
             else:
                 self.groups.append(Group(*key, [run]))

@@ -138,10 +138,15 @@ def test_a_run_that_was_stopped_itself_is_not_evaluated(path, call, monkeypatch,
 
 
 @pytest.mark.parametrize("folder", ["lssar_paper", "ssmax_paper", "normsoftmax_paper", "small", "league/A"])
-def test_every_run_of_a_folder_has_a_name_of_its_own(folder):
-    """make_jobs loads each run of each [sweep] and rejects two of one name."""
+def test_every_run_of_a_folder_has_a_name_of_its_own(folder, capsys):
+    """make_jobs loads each run of each [sweep], rejects two of one name, leaves out equal configs."""
     files = sorted(map(str, (CONFIGS / folder).glob("*.toml")))
-    assert len(sweep.make_jobs(files, [], None)) >= len(files) > 5
+    jobs = sweep.make_jobs(files, [], None)
+    left_out = capsys.readouterr().out.splitlines()
+    assert len(jobs) + len(left_out) >= len(files) > 5
+    assert ("left out: runs/base_162m, the same run as runs/a_softmax_162m" in left_out) == (
+        folder == "ssmax_paper"
+    )
 
 
 def test_another_config_under_the_same_name_is_left_to_train(path, call, monkeypatch):
@@ -288,6 +293,7 @@ def test_rows_find_their_runs(tmp_path, capsys):
     for seed, shift in ((1, 0.0), (2, 0.1), (3, 0.2)):
         make_run(tmp_path, f"any{seed}", [2 + shift] * 4 + [3 + shift], "--seed", str(seed))
     make_run(tmp_path, "p15", [2.0] * 5, "--attention.normaliser", "lssa", "--attention.reweight-p", "15")
+    make_run(tmp_path, "any_again", [9.0] * 5, "--seed", "3")
     make_run(tmp_path, "rate", [5.0] * 5, "--optimizer.lr", "1e-4")
     make_run(tmp_path, "bold", [9.0] * 5, "--optimizer.weight-decay", "0.0")
     make_run(tmp_path, "stale", [7.0] * 5, "--attention.normaliser", "relu_li", step=2)
@@ -297,9 +303,11 @@ def test_rows_find_their_runs(tmp_path, capsys):
     make_run(tmp_path, "nope", [8.0] * 5, "--model.position", "none")  # softmax, but of no row
     make_run(tmp_path, "gate", [8.0] * 5, "--model.attention-gate", "true")
     index = RunIndex(read_runs([str(tmp_path)]))
-    assert f"skipped: {tmp_path / 'p15'} is not finished" in capsys.readouterr().out
-    seeds = ["", "ours, scale A, 3 seeds, RoPE ntk", *4 * ["2.1000 ±0.1000"], "3.1000 ±0.1000"]
-    rate = ["", "ours, scale A, RoPE ntk", *5 * ["5.0000"]]  # another recipe is no seed
+    printed = capsys.readouterr().out
+    assert f"skipped: {tmp_path / 'p15'} is not finished" in printed
+    assert f"left out: {tmp_path / 'any_again'}, a repeat of" in printed
+    seeds = ["", "ours, scale A, 3 seeds (`any`), RoPE ntk", *4 * ["2.1000 ±0.1000"], "3.1000 ±0.1000"]
+    rate = ["", "ours, scale A (`rate`), RoPE ntk", *5 * ["5.0000"]]  # another recipe is no seed
     assert cells(table_of("lssar", 0, index), "table1_softmax") == [
         ["`table1_softmax`", "paper, Table 1, line 54", "3.1911", *4 * ["–"]], seeds, rate
     ]  # fmt: skip
