@@ -126,9 +126,22 @@ def rope_tables(
     freqs[n_rotating:] = 0
     amplitude = amplitude if n_rotating else 1.0
 
-    positions = torch.arange(start, n_positions, dtype=torch.float64, device=device)
+    return _cos_and_sin(freqs, amplitude, start, n_positions)
+
+
+# An operator of its own, so that torch.compile keeps the tables: it would compute cos and sin anew, in
+# float64, for each element of q and k in each layer.
+@torch.library.custom_op("rope::cos_and_sin", mutates_args=())
+def _cos_and_sin(freqs: Tensor, amplitude: float, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    positions = torch.arange(start, stop, dtype=torch.float64, device=freqs.device)
     angles = positions[:, None] * freqs  # (T, D/2)
     return (amplitude * angles.cos()).float(), (amplitude * angles.sin()).float()
+
+
+@_cos_and_sin.register_fake
+def _(freqs: Tensor, amplitude: float, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    table = freqs.new_empty(stop - start, len(freqs), dtype=torch.float32)
+    return table, table.clone()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

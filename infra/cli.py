@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -39,8 +40,16 @@ def run_main(main: Callable[[], None]) -> None:
     """Run a script's main(). A `UserError` is printed as "error: ..." lines, exit status 2, no traceback.
 
     Under torchrun local rank 0 prints the error; the other ranks wait 3 s, by when torchrun has killed them
-    if they failed alike.
+    if they failed alike. A failed rank exits at once: NCCL's destructors would wait for the other ranks.
     """
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+
+    def leave(status: int) -> NoReturn:
+        if alone:
+            sys.exit(status)
+        sys.stdout.flush()
+        os._exit(status)
+
     try:
         main()
     except UserError as e:
@@ -49,9 +58,14 @@ def run_main(main: Callable[[], None]) -> None:
             time.sleep(3)
             prefix += f"rank {os.environ.get('RANK')}: "
         print("\n".join(prefix + line for line in str(e).splitlines()), file=sys.stderr, flush=True)
-        sys.exit(2)
+        leave(2)
     except KeyboardInterrupt:
-        sys.exit(130)
+        leave(130)
     except BrokenPipeError:  # stdout was closed early, e.g. by `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        leave(1)
+    except Exception:
+        if alone:
+            raise
+        traceback.print_exc()
+        leave(1)

@@ -90,18 +90,21 @@ def join_world(device: str) -> Iterator[World]:
         )
     if use_cuda:
         torch.cuda.set_device(local_rank)
+    failed = True
     try:
         if size > 1:
             backend, timeout = ("nccl", None) if use_cuda else ("gloo", GLOO_TIMEOUT)
             dist.init_process_group(backend, timeout=timeout)
         yield World(rank, size, torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"))
+        failed = False
     except RuntimeError as e:
         if size > 1 and any(words in str(e) for words in PEER_EXITED):
             reason = str(e).strip().splitlines()[0][-160:]
             raise UserError(f"another process exited ({reason}): see its error message") from None
         raise
     finally:
-        if dist.is_initialized():
+        # NCCL would wait for the other ranks, which wait for this one, before its error is printed.
+        if dist.is_initialized() and not (failed and use_cuda):
             # If DDP's reducer held the last reference, it would free the group while holding the GIL, and
             # wait for gloo's threads, which need the GIL to free the tensors of the last collective.
             _KEPT_GROUPS.append(dist.group.WORLD)

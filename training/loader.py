@@ -1,6 +1,7 @@
 """Batches for the training loop: a step's micro-batches, the next step's read in the background."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,7 +50,9 @@ class BatchLoader:
                 f"train.batch_tokens = {config.train.batch_tokens}: {self.n_seq} sequences cannot be shared "
                 f"by {world.size} processes in micro-batches of train.micro_batch = {self.micro}"
             )
-        self._thread = ThreadPoolExecutor(1)
+        # A thread begins on GPU 0, where page-locking would make a CUDA context of each rank.
+        own_gpu = partial(torch.cuda.set_device, world.device) if world.device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, initializer=own_gpu)
         self._prefetched: dict[int, Future[Batch]] = {}
 
     def take(self, step: int) -> Batch:

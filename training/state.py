@@ -57,8 +57,7 @@ class TrainState:
         if compiles == "auto":
             compiles = world.device.type == "cuda"
         if compiles and config.attention.reweight_p_warmup:
-            # A graph for each p, in training and in validation.
-            torch._dynamo.config.recompile_limit = 2 * config.attention.reweight_p + 8
+            torch._dynamo.config.allow_unspec_int_on_nn_module = True  # one graph for every p
         self.local_model: Any = torch.compile(self.raw_model) if compiles else self.raw_model
         self.model: Any = DistributedDataParallel(self.local_model) if world.size > 1 else self.local_model
         self.optimizers = make_optimizers(self.raw_model, config.optimizer)
