@@ -21,8 +21,6 @@ from engines.base import NormaliserModule
 from normalisers import NORMALISERS, PhiName
 from schema import AttentionConfig
 
-torch.set_num_threads(1)
-
 PHIS = get_args(PhiName)
 BIASES = ("log_train_len", "log_len", "log_n")
 

@@ -21,6 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # (tests/engines/test_fused.py). Nothing else in the tests uses Triton.
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 
 VOCAB = 64
 needs_gpt2 = pytest.mark.skipif(

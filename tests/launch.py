@@ -19,7 +19,6 @@ from training.state import TrainState
 
 ROOT = Path(__file__).parents[1]
 CPU = World(0, 1, torch.device("cpu"))
-torch.set_num_threads(1)
 
 
 def build(path: Path, *overrides: str) -> TrainState:
@@ -62,7 +61,7 @@ def start(*args: object, script: str = "train.py", processes: int = 1, **env: An
     return subprocess.Popen(
         [*command, script, *map(str, args)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        env={**os.environ, **env},
     )  # fmt: skip
 
 

@@ -27,8 +27,6 @@ from model import GPT
 from positions import RopeKind, RopeScaling
 from training.checkpoint import load_model, read_config
 
-torch.set_num_threads(1)
-
 LENGTHS = [8, 16, 32, 64]
 N_BLOCKS = 5
 N_SCORED = N_BLOCKS * 64

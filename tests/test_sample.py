@@ -16,8 +16,6 @@ from infra.cli import UserError
 from model import GPT, KVCache
 from positions import RopeScaling
 
-torch.set_num_threads(1)
-
 
 def stepwise_logits(gpt: GPT, tokens: torch.Tensor, rope: RopeScaling, n_prompt: int) -> torch.Tensor:
     """Logits of each position from n_prompt - 1 on as generation computes them, with the cache."""

@@ -23,7 +23,6 @@ from infra.cli import UserError
 from train import forward_backward, start_or_resume
 from training.state import TrainState
 
-torch.set_num_threads(1)
 BYTES = get_tokenizer("bytes")
 
 

@@ -37,7 +37,6 @@ from engines.fused import phi_attention
 from engines.fused_kernels import INTERPRETED
 from engines.self_check import engine_error
 
-torch.set_num_threads(1)
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="triton was imported before TRITON_INTERPRET was set"),
     # numpy's, where the kernels divide by zero and select the other branch

@@ -20,7 +20,6 @@ from training import attention_statistics
 from training.attention_statistics import STATISTICS, layer_statistics, model_statistics
 from training.checkpoint import load_model
 
-torch.set_num_threads(1)
 __all__ = ["data"]  # a fixture
 NAMES = list(STATISTICS)
 

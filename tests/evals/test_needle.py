@@ -27,8 +27,6 @@ from schema import Config
 from training.attention_statistics import attention_mass
 from training.checkpoint import load_model
 
-torch.set_num_threads(1)
-
 LETTERS = " 0123456789"  # what the model copies, each with a direction of its own
 OTHER = len(LETTERS)  # the direction of all other bytes
 WIDTH, HEAD = 64, 32

@@ -23,8 +23,6 @@ from evals import recall as evals_recall
 from infra.cli import UserError
 from positions import UNSCALED
 
-torch.set_num_threads(1)
-
 
 def solve(text: str) -> dict[int, str]:
     """The answers of a sequence's text, without its end-of-text, by position."""
