@@ -21,13 +21,12 @@ from attention_cases import (
     make,
     run,
 )
-from pydantic import ValidationError
 from torch import Tensor
 
 from attention import attend, make_normaliser, mask_spans, resolve_engine
 from engines.base import NormaliserModule
 from infra.cli import UserError
-from normalisers import LSSA, NormSoftmax, Softmax, l1_normalise, reweight, softplus
+from normalisers import LSSA, NormSoftmax, Softmax, l1_normalise, reweight
 from schema import AttentionConfig
 
 # 1. The fast engines are the dense one, and all are the float64 one.
@@ -113,6 +112,9 @@ def test_autocast_leaves_scores_in_float32(options):
         want = run(engine, normaliser, *inputs)
         got = run(engine, normaliser, *inputs, autocast=True)
         assert_close(got, want, inputs, 1e-5, engine)
+    want = normaliser.weights(*inputs[:2])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(normaliser.weights(*inputs[:2]), want)
 
 
 def test_backward_inside_autocast_is_in_float32():
@@ -126,30 +128,14 @@ def test_backward_inside_autocast_is_in_float32():
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("options", BIG, ids=case_id)
-def test_autocast_leaves_weights_in_float32(options):
-    q, k, _, _ = draw(70, 70, 32)
-    normaliser = make(AttentionConfig(**options), 2, 32, train_len=300)
-    want = normaliser.weights(q, k)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = normaliser.weights(q, k)
-    assert got.dtype == torch.float32 and (got - want).abs().max() <= 1e-6
-
-
-@each_case
-def test_auto_is_a_fast_engine(cfg):
-    inputs = draw(37, 37, 32)
-    normaliser = make(cfg, 2, 32, train_len=300)
-    fast = run("sdpa" if has_sdpa(cfg) else "rows", normaliser, *inputs)
-    assert_close(run("auto", normaliser, *inputs), fast, inputs, 1e-6, "auto")
-
-
-def test_what_sdpa_supports():
+def test_what_sdpa_supports_and_auto_takes():
     by_sdpa = {"softmax", "ssmax", "ssmax_pn", "norm_softmax", "logit_norm"}
     for (cfg,) in (case.values for case in CASES):
         plain = not cfg.reweight_p and getattr(cfg, "sink", "none") == "none"
         is_softmax = cfg.normaliser in by_sdpa or (getattr(cfg, "phi", "") == "exp" and cfg.l1)
         assert has_sdpa(cfg) == (is_softmax and plain and cfg.normaliser != "scale_invariant"), cfg
+        engine = resolve_engine(make(cfg, 2, 16, 40), "auto", torch.device("cpu"), torch.float32)
+        assert engine == ("sdpa" if has_sdpa(cfg) else "rows")
 
 
 @pytest.mark.parametrize(
@@ -197,14 +183,8 @@ def test_queries_and_keys_of_another_type_than_the_values(cfg):
 
 # 2. Gradients against finite differences.
 
-GRADCHECK = [
-    pytest.param(AttentionConfig(**options, reweight_p=p), id=case_id({**options, "p": p}))
-    for p in (1, 3, 15, 50)
-    for options in ({"normaliser": "lssa"}, {"normaliser": "softmax"}, {"normaliser": "sigmoid", "l1": True})
-]
 
-
-@pytest.mark.parametrize("cfg", [*GRADCHECK, *CASES])
+@pytest.mark.parametrize("cfg", [*CASES, AttentionConfig(normaliser="lssa", reweight_p=50)])
 def test_gradcheck(cfg):
     for len_q, len_k in [(7, 7), (2, 6)]:
         q, k, v, _ = draw(len_q, len_k, 4, n_head=1, dtype=torch.float64)
@@ -237,14 +217,6 @@ def test_the_future_changes_nothing(cfg):
                 assert (before - after).abs().max() <= 1e-6, f"{engine}, t = {t}"
             else:
                 assert torch.equal(before, after), f"{engine}, t = {t}"
-
-
-@each_case
-def test_hidden_keys_have_no_weight(cfg):
-    """Not even beside scores of a thousand."""
-    q, k, _, _ = draw(9, 9, 16)
-    weights = make(cfg, 2, 16, train_len=80).weights(60 * q, 60 * k)
-    assert torch.equal(weights.tril(), weights)
 
 
 @pytest.mark.parametrize(
@@ -341,15 +313,6 @@ def test_extremes_are_finite(cfg, kind):
         assert not bad, f"{engine}: {bad} not finite"
 
 
-def test_exp_l1_is_softmax_at_any_scale():
-    q, k, _, _ = extreme("huge", 70, 70)
-    exp, softmax = (
-        make_normaliser(AttentionConfig(**options), 1, 16, 80).weights(q, k)
-        for options in ({"normaliser": "phi", "phi": "exp"}, {"normaliser": "softmax"})
-    )
-    assert (exp - softmax).abs().max() <= 1e-6
-
-
 # 5. NormSoftmax's sigma in linear time.
 
 
@@ -417,26 +380,6 @@ def test_reweighting_is_finite_and_exact_at_131072_keys(p, keys):
     weights, exact = normaliser.weights(q, k), normaliser.weights(q.double(), k.double())
     assert (weights.sum(-1) - 1).abs().max() <= 1e-5
     assert (weights - exact).abs().sum(-1).max() <= 1e-3  # l1 distance of whole rows
-
-
-@pytest.mark.parametrize("p", [1, 2, 3, 15, 100])
-def test_the_closed_form_is_its_slow_twin(p):
-    """The closed form of the rows engine against autograd through reweight(l1_normalise(softplus(x)))."""
-    for t in (1, 3, 4, 70):
-        q, k, v, do = draw(t, t, 16)
-        normaliser = make(AttentionConfig(normaliser="lssa", reweight_p=p), 2, 16, 300)
-
-        def slow(q, k, v):
-            q, k, context = normaliser.prepare(q, k)  # noqa: B023
-            x = (q @ k.mT).masked_fill(~context.visible(q @ k.mT), -math.inf)
-            return reweight(l1_normalise(softplus(x)), context.n, p) @ v
-
-        q, k, v = (t.double().requires_grad_() for t in (q, k, v))
-        want = torch.autograd.grad((slow(q, k, v) * do).sum(), [q, k, v])
-        for engine in ("dense", "rows"):
-            got = torch.autograd.grad((attend(q, k, v, normaliser, engine) * do).sum(), [q, k, v])
-            for a, b in zip(got, want, strict=True):
-                assert (a - b).norm() <= 1e-12 + 1e-10 * b.norm(), engine
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler")
@@ -507,21 +450,16 @@ def test_skipped_mass_bounds_the_error(n_keys):
 # 7. What is rejected.
 
 
-@pytest.mark.parametrize(
-    "options", [{"normaliser": "lssa"}, {"normaliser": "softmax", "reweight_p": 3}], ids=case_id
-)
-def test_sdpa_needs_a_softmax(options):
-    with pytest.raises(ValidationError, match="sdpa"):
-        AttentionConfig(**options, engine="sdpa")
-    normaliser = make_normaliser(AttentionConfig(**options), 2, 16, train_len=8)
-    with pytest.raises(UserError, match="sdpa"):
-        attend(*draw(4, 4, 16)[:3], normaliser, engine="sdpa")
-
-
-def test_an_unknown_engine_is_rejected():
-    normaliser = make_normaliser(AttentionConfig(), 2, 16, train_len=8)
-    with pytest.raises(ValueError, match="fast"):
-        attend(*draw(4, 4, 16)[:3], normaliser, engine="fast")
+def test_what_attend_cannot_do():
+    softmax, lssa = (make_normaliser(AttentionConfig(normaliser=n), 2, 16, 8) for n in ("softmax", "lssa"))
+    q, k, v, _ = draw(5, 3, 16)
+    for normaliser, engine, error, message in (
+        (lssa, "sdpa", UserError, "lssa with these options is not a softmax"),
+        (softmax, "fast", ValueError, "engine = 'fast'"),
+        *((softmax, engine, ValueError, "5 queries for 3 keys") for engine in ("dense", "rows", "sdpa")),
+    ):
+        with pytest.raises(error, match=message):
+            attend(q, k, v, normaliser, engine=engine)
 
 
 @pytest.mark.parametrize("n_queries", [9, 1, 4])
@@ -549,15 +487,6 @@ def test_padded_sequences_are_computed_alone(options, n_queries):
         assert not dk.transpose(1, 2)[~mask.bool()].any()
     with pytest.raises(UserError, match="zeros between ones"):
         mask_spans(torch.tensor([[1, 0, 1]]))
-
-
-@pytest.mark.parametrize("name", ["softmax", "norm_softmax", "lssa"])
-def test_more_queries_than_keys_are_rejected(name):
-    cfg = AttentionConfig(normaliser=name)
-    normaliser = make_normaliser(cfg, 2, 16, train_len=8)
-    for engine in engines(cfg):
-        with pytest.raises(ValueError, match="5 queries"):
-            attend(*draw(5, 3, 16)[:3], normaliser, engine=engine)
 
 
 @pytest.mark.parametrize("engine", ["dense", "rows", "sdpa", "auto"])
