@@ -7,7 +7,6 @@ at once (the comparison with reference.py needs a formula there).
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -197,9 +196,3 @@ def formula(cfg: AttentionConfig, train_len: int) -> Callable[..., Tensor]:
     if cfg.normaliser not in FORMULAS:
         pytest.skip(f"tests/reference.py has no formula for {cfg.normaliser}")
     return lambda q, k, params: reference_weights(cfg, q, k, train_len, params)
-
-
-def scores_to_qk(x: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k (1, 1, T, T) whose scores q k / sqrt d are the given x (T, T)."""
-    d = x.shape[-1]
-    return x[None, None], math.sqrt(d) * torch.eye(d, dtype=x.dtype)[None, None]

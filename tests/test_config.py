@@ -51,28 +51,11 @@ def test_inheritance_and_override_order(tmp_path: Path):
 
 def test_overrides_take_toml_values_and_bare_strings():
     path = ROOT / "configs/gpt2_124m.toml"
-    config = load_config(
-        path,
-        [
-            "--log.wandb",
-            "true",
-            "--train.compile",
-            "False",
-            "--optimizer.lr",
-            "1e-3",
-            "--name",
-            "x-1",
-            "--data.dir",
-            "/a b",
-        ],  # fmt: skip
-    )
+    options = "--log.wandb true --train.compile False --optimizer.lr 1e-3 --name 2024-11-20 --data.dir 1e3"
+    config = load_config(path, options.split())
     assert config.log.wandb is True and config.train.compile is False
-    assert (config.optimizer.lr, config.name, config.data.dir) == (1e-3, "x-1", "/a b")
-
-
-def test_string_keys_take_any_text():
-    config = load_config(ROOT / "configs/lssar.toml", ["--name", "2024-11-20", "--data.dir", "1e3"])
-    assert (config.name, config.data.dir) == ("2024-11-20", "1e3")
+    assert (config.optimizer.lr, config.name, config.data.dir) == (1e-3, "2024-11-20", "1e3")
+    assert load_config(path, ["--data.dir", "/a b"]).data.dir == "/a b"
 
 
 def test_changed_keys():
@@ -85,7 +68,6 @@ def test_changed_keys():
 BAD_OVERRIDES = [
     ("--model.n_layer 0", "greater than or equal to 1"),
     ("--model.n_layer twelve", "integer"),
-    ("--model.n_layer 1.5", "integer"),
     ("--model.n_embd 100", "multiple of model.n_head = 12"),
     ("--model.n_kv_head 5", "n_kv_head = 5: expected a divisor of model.n_head = 12"),
     ("--model.rope_fraction 0.5", "model.rope_fraction = 0.5: only read by model.position = p_rope"),
@@ -97,9 +79,6 @@ BAD_OVERRIDES = [
     ("--attention.normaliser zzz", "expected one of phi, softmax"),
     ("--attention.normalizer lssa", "did you mean attention.normaliser?"),
     ("--attention.reweight_p 257", "less than or equal to 256"),
-    ("--attention.reweight_p -1", "greater than or equal to 0"),
-    ("--model.n_embd 1000000000000", "less than or equal to 65536"),
-    ("--attention.reweight_p 2.5", "integer"),
     ("--attention.tau 2.0", "unknown key; expected one of normaliser"),
     ("--attention.engine flash", "'auto'"),
     ("--train.lr 0.1", "did you mean optimizer.lr?"),
@@ -108,19 +87,13 @@ BAD_OVERRIDES = [
     ("--optimizer.schedule wsd --optimizer.decay_fraction 0.99", "at most 0.9629"),
     ("--base other.toml", "a base is named in a config file"),
     ("--train.val_tokens 10", "at least train.seq_len = 1024"),
-    ("--train.dtype float16", "'bfloat16' or 'float32'"),
     ("--train.compile maybe", "boolean"),
-    ("--optimizer.lr -1", "greater than 0"),
     ("--optimizer.lr nan", "finite number"),
-    ("--optimizer.beta2 1.0", "less than 1"),
     ("--optimizer.warmup_steps 99999999", "at most train.max_steps = 18865"),
     (
         "--attention.normaliser lssa --attention.reweight_p 3 --attention.reweight_p_warmup 99999",
         "attention.reweight_p_warmup = 99999: expected at most train.max_steps = 18865",
     ),
-    ("--optimizer.name adam", "'adamw', 'muon' or 'sgd'"),
-    ("--data.order random", "'sequential' or 'shuffled'"),
-    ("--seed -1", "greater than or equal to 0"),
     ("--name a/b", "choose another --name"),
     ("--modle.n_layer 3", "did you mean model?"),
     ("--model 3", "a section"),
@@ -145,6 +118,10 @@ BAD_ATTENTION = [
         "attention.reweight_p = 3: re-weighting needs non-negative rows",
     ),
     ('normaliser = "phi"\nphi = "exp"\nl1 = false\nreweight_p = 3', "attention.reweight_p = 3"),
+    ('normaliser = "softmax"\nsink = "one"\nreweight_p = 3', "attention.reweight_p = 3"),
+    ('normaliser = "sigmoid"\nsink = "one"', "attention.sink = 'one': is part of the row sum"),
+    ('normaliser = "lssa"\nscale = -2.0', "attention.scale = -2.0"),
+    ('normaliser = "relu_shen"\nl1 = true', "attention.l1 = True"),
     ('normaliser = "sigmoid"\nreweight_p = 3', "attention.reweight_p = 3"),
     ('normaliser = "softmax_inverse"\nreweight_p = 3', "attention.reweight_p = 3"),
     (
