@@ -90,6 +90,13 @@ def make_dataset(folder: Path, n_val: int = 1000, n_train: int = 5500, vocab: in
     return folder
 
 
+def flip(path: Path, at: int) -> None:
+    """Change one bit of the byte there."""
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
 def write_shard(path: Path, tokens: Any) -> str:
     """Write one shard <dataset>_<split>_<index>.bin; returns its sha256."""
     from data.shards import ShardWriter

@@ -3,7 +3,7 @@
 import gzip
 import json
 import math
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -125,18 +125,13 @@ def test_mistakes(tiny_config: Path):
         pass
 
 
-def call_main(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, args)])
-    train.main()
-
-
 def test_dry_run_leaves_nothing(
-    tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_config: Path, call: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ):
     for bad in (["--profile"], ["--profile=0"], ["--dry-run", "--profile", "1"]):
         with pytest.raises(UserError, match="--profile"):
-            call_main(monkeypatch, tiny_config, *bad)
-    call_main(monkeypatch, tiny_config, "--dry-run")
+            call(train, tiny_config, *bad)
+    call(train, tiny_config, "--dry-run")
     assert not (tiny_config.parent / "runs").exists()
     out = capsys.readouterr().out
     for words in ("parameters", "engine sdpa", "memory ", "s a step", "all 12"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from launch import build, metrics, run, run_script
 
-from config import load_config
+from config import load_config, to_toml
 from data import recall, squad
 from data.batches import train_batch, val_batch
 from data.dataset import IGNORED, TokenStream
@@ -167,35 +167,13 @@ def test_a_finished_dataset_survives_mistakes(
 
 
 @pytest.fixture
-def config_path(tmp_path: Path, folder: Path) -> Path:
-    path = tmp_path / "sft.toml"
-    path.write_text(
-        f"""
-[model]
-n_layer = 2
-n_head = 2
-n_embd = 32
-vocab_size = 257
-[data]
-dir = "{folder}"
-order = "shuffled"
-[train]
-max_steps = 30
-seq_len = 64
-batch_tokens = 512
-micro_batch = 8
-dtype = "float32"
-val_every = 30
-val_tokens = 320
-[optimizer]
-lr = 1e-2
-warmup_steps = 2
-[log]
-dir = "{tmp_path / "runs"}"
-""",
-        encoding="utf-8",
-    )
-    return path
+def config_path(tiny_config: Path, folder: Path) -> Path:
+    """The tiny config, to train on the questions."""
+    keys = {"data.dir": folder, "data.order": "shuffled", "model.vocab-size": 257, "train.max-steps": 30}
+    keys |= {"train.seq-len": 64, "train.batch-tokens": 512, "train.micro-batch": 8, "train.val-every": 30}
+    overrides = [text for key, value in keys.items() for text in (f"--{key}", str(value))]
+    tiny_config.write_text(to_toml(load_config(tiny_config, overrides)))
+    return tiny_config
 
 
 def answer_loss(state: TrainState, x: torch.Tensor, y: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:

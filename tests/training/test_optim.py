@@ -57,15 +57,8 @@ def test_the_power_of_the_re_weighting_rises(tiny_config: Path):
     assert powers(3, 4) == [1, 1, 2, 2, 3, 3, 3, 3, 3]
     assert powers(2, 8) == [1] * 8 + [2]
     assert powers(7, 0) == 9 * [7]
-    flags = [
-        "--attention.normaliser",
-        "lssa",
-        "--attention.reweight-p",
-        "15",
-        "--attention.reweight-p-warmup",
-        "8",
-    ]
-    config = load_config(tiny_config, flags)
+    flags = "--attention.normaliser lssa --attention.reweight-p 15 --attention.reweight-p-warmup 8"
+    config = load_config(tiny_config, flags.split())
     model, x = GPT(config), torch.arange(16)[None]
     full = model(x)  # as evaluations load it
     set_power(model, config.attention, 2)

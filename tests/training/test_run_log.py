@@ -1,7 +1,7 @@
 """metrics.jsonl, starts.jsonl and the W&B run of a folder."""
 
 import shutil
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,11 +51,10 @@ def test_a_run_is_saved_though_nobody_reads_its_output(tiny_config: Path, tmp_pa
     assert (folder / "checkpoints" / "step_000005.pt").exists()
 
 
-def test_one_process_writes_a_run_folder(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_one_process_writes_a_run_folder(tiny_config: Path, call: Callable[..., None]):
     config = load_config(tiny_config)
-    monkeypatch.setattr(sys, "argv", ["train.py", str(tiny_config)])
     with exclusive_lock(config.run_dir), pytest.raises(UserError, match="another process is writing there"):
-        train.main()
+        call(train, tiny_config)
     assert not (config.run_dir / "metrics.jsonl").exists()
 
 
