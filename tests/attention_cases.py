@@ -67,6 +67,7 @@ PLAIN: list[dict[str, Any]] = [
     ),
     *({"normaliser": "softmax", "sink": sink} for sink in ("one", "learned")),
     {"normaliser": "lssa", "sink": "learned"},
+    {"normaliser": "lssa", "bias": "log_n", "reweight_p": 3},
     {"normaliser": "lssa", "scores": "dot", "scale": "rsqrt_d", "length_scale": "none"},
     {"normaliser": "lssa", "scale": "learned", "scale_init": 3.0},
     {"normaliser": "lssa", "phi": "sigmoid", "length_scale": "log_train_len_n"},

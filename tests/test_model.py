@@ -152,6 +152,20 @@ def test_rope_keeps_dtype():
     assert torch.equal(half, apply_rope(x.bfloat16().float(), cos, sin).bfloat16())
 
 
+class OnGPU(torch.Tensor):
+    """A tensor on the CPU that takes the way of those on a GPU."""
+
+    device = torch.device("cuda")
+
+
+def test_what_is_computed_in_another_way_on_a_gpu():
+    x, tables = torch.randn(2, 3, 5, 8), rope_tables(8, 5, 10000.0, RopeScaling(), 16)
+    gpt, hidden = make_gpt(std=0.2), torch.randn(2, 5, 32)
+    for fn, given in ((lambda x: apply_rope(x, *tables), x), (gpt.unscaled_logits, hidden)):
+        there = fn(given.as_subclass(OnGPU)).as_subclass(torch.Tensor)
+        torch.testing.assert_close(there, fn(given), rtol=1e-5, atol=1e-6)
+
+
 # With d = 4 and base 10000 the frequencies are 1 and 0.01; s = T / train_len = 4 throughout.
 #   ntk: base 10000·4^(4/2) = 160000, so 160000^(-1/2) = 0.0025: the lowest frequency is interpolated.
 #   theta: 500000^(-1/2) = 0.00141421.

@@ -26,7 +26,7 @@ from torch import Tensor
 from attention import make_normaliser, resolve_engine
 from engines.base import NormaliserModule
 from infra.cli import UserError
-from normalisers import LSSA, NORMALISERS, reweight, reweight_naive
+from normalisers import LSSA, NORMALISERS, RowContext, reweight, reweight_naive
 from schema import AttentionConfig
 
 # 1. The dense weights are the formulas.
@@ -159,6 +159,13 @@ def test_learned_parameters(cfg):
         want = {"tau": ((3,), [-1.0])}
     if cfg.normaliser in FORMULAS:
         assert got == want
+
+
+def test_llama4_scale():
+    """Steps at multiples of 8192 keys, more than the cases have."""
+    n = torch.tensor([[8191.0], [8192.0], [3 * 8192.0]])
+    factor = AttentionConfig(length_scale="llama4", scale=2.0).definition.factor(RowContext(n, 30000, 8, 4))
+    assert factor.flatten().tolist() == pytest.approx([2.0, 2 + 0.2 * math.log(2), 2 + 0.2 * math.log(4)])
 
 
 def test_shift_of_a_subclass():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import build, metrics, resume, run, run_script
+from torch.nn.utils import parameters_to_vector
 
 import train
 from config import load_config
@@ -47,6 +48,16 @@ def test_accumulated_step_is_that_of_the_whole_batch(tiny_config: Path):
     assert log.pending[0]["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
 
 
+def test_the_first_update_is_clipped_and_warmed_up(tiny_config: Path):
+    flags = "--optimizer.name sgd --optimizer.lr 1.0 --optimizer.weight-decay 0.0 --optimizer.warmup-steps 4"
+    state = build(tiny_config, *flags.split(), "--train.grad-clip", "0.01")
+    log, before = RunLog(state), parameters_to_vector(state.raw_model.parameters()).detach()
+    train.train_step(state, log)
+    update = parameters_to_vector(state.raw_model.parameters()).detach() - before
+    assert update.norm().item() == pytest.approx(0.01 / 4, rel=1e-3)
+    assert log.pending[0]["lr"] == 0.25 and log.pending[0]["grad_norm"] > 0.1
+
+
 def test_validation_is_the_mean_over_the_first_val_tokens(tiny_config: Path):
     state = build(tiny_config)
     x, y = val_batch(state.val_stream, 0, 20, 16)
@@ -57,7 +68,7 @@ def test_validation_is_the_mean_over_the_first_val_tokens(tiny_config: Path):
 
 def test_two_processes_give_the_losses_of_one(tiny_config: Path):
     alone = run(tiny_config, "--name", "one")
-    result = run_script(tiny_config, "--name", "two", processes=2)
+    result = run_script(tiny_config, "--name", "two", "--train.micro-batch", "2", processes=2)
     assert result.returncode == 0, result.stderr
     together = alone.parent / "two"
     for key in ("loss", "val_loss", "grad_norm"):
@@ -103,9 +114,12 @@ def test_bfloat16_and_shuffled_windows(tiny_config: Path):
 
 def test_flops_per_token(tiny_config: Path):
     """By hand for the tiny model: 6 per multiplied weight, 6 T C per layer for causal attention."""
-    model = build(tiny_config).raw_model
-    c, layers, vocab = 32, 2, model.padded_vocab
-    assert model.flops_per_token() == 6 * (vocab * c + layers * 12 * c * c) + layers * 6 * 16 * c
+    c, layers, vocab, head = 32, 2, 128, 16
+    flops = 6 * (vocab * c + layers * 12 * c * c) + layers * 6 * 16 * c
+    sigma = layers * 6 * 2 * head * c  # of each row's scores, by way of the keys' covariance
+    for more, flags in ((0, []), (0, ["--model.tie-embeddings", "false"]),
+                        (sigma, ["--attention.normaliser", "norm_softmax"])):  # fmt: skip
+        assert build(tiny_config, *flags).raw_model.flops_per_token() == flops + more
 
 
 # ---------------------------------------------------------------- the command line

@@ -26,6 +26,11 @@ def test_every_parameter_is_in_one_group(optimizer: str, tied: str, tiny_config:
     if optimizer == "muon":
         hidden = {id(p) for name, p in model.named_parameters() if "blocks." in name and p.ndim >= 2}
         assert {id(p) for p in optimizers[1].param_groups[0]["params"]} == hidden
+        assert optimizers[1].param_groups[0]["peak_lr"] == config.optimizer.muon_lr
+    main, betas = optimizers[0].param_groups[0], (config.optimizer.beta1, config.optimizer.beta2)
+    assert main["peak_lr"] == 0.01 and main.get("betas", betas) == betas
+    momenta = [group["momentum"] for group in groups if "momentum" in group]
+    assert set(momenta) == (set() if optimizer == "adamw" else {config.optimizer.momentum})
     assert set_learning_rates(optimizers, config.optimizer, 0, 12) == 0.005  # half of the warm-up
     assert all(group["lr"] == 0.5 * group["peak_lr"] for group in groups)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import curve, metrics, patched_script, records, run, start
+from launch import build, curve, metrics, patched_script, records, resume, run, start
 
 import train
 from config import load_config
@@ -15,8 +15,10 @@ from infra.files import exclusive_lock, read_jsonl
 from training.run_log import records_up_to
 
 
-def test_starts_and_timing(tiny_config: Path):
-    folder = run(tiny_config, "--train.max-steps", "4")
+def test_starts_and_timing(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("training.run_log.peak_flops", lambda device: 1e7)
+    state = build(tiny_config, "--train.max-steps", "4")
+    folder, flops = resume(state), state.raw_model.flops_per_token()
     (first,) = read_jsonl(folder / "starts.jsonl")
     assert first["step"] == 0 and first["processes"] == 1 and first["versions"]["torch"] == torch.__version__
     assert isinstance(first["command"], list) and len(first["commit"] or "0" * 40) in (40, 41)
@@ -26,6 +28,7 @@ def test_starts_and_timing(tiny_config: Path):
         parts = sum(r[f"{part}_ms"] for part in ("data", "forward_backward", "optimizer", "other"))
         assert parts == pytest.approx(r["step_ms"], abs=0.05)
         assert r["tokens_per_s"] == pytest.approx(128 / (r["step_ms"] / 1000), rel=0.01)
+        assert r["mfu"] == pytest.approx(flops * r["tokens_per_s"] / 1e7, rel=0.01)
         assert r["memory_gb"] > 0
 
 
