@@ -353,10 +353,9 @@ class GPT(nn.Module):
         definition = self.config.attention.definition
         return not (isinstance(definition, Phi) and definition.bias == "log_len")
 
-    def n_params(self, non_embedding: bool = False) -> int:
-        """Number of parameters, shared ones once; non_embedding: without embedding and output layer."""
-        vocab = {id(self.embedding.weight), id(self.lm_head.weight)} if non_embedding else set()
-        return sum(p.numel() for p in self.parameters() if id(p) not in vocab)
+    def n_params(self) -> int:
+        """Number of parameters, shared ones once."""
+        return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward per training token: what MFU counts (PaLM, appendix B, causal).
