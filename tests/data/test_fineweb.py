@@ -744,13 +744,3 @@ def test_kills_at_random_moments(tmp_path: Path, large: tuple[Corpus, Expected])
     result = subprocess.run(command(corpus, out, workers), capture_output=True, text=True, cwd=ROOT)
     assert (result.returncode, result.stderr) == (0, "")
     expected.check(out)
-
-
-def test_killed_before_the_end(tmp_path: Path, small: Corpus, inline: None) -> None:
-    """All shards are written, dataset.json is not."""
-    out = tmp_path / "out"
-    build(small, out)
-    reference = contents(out)
-    truncate_manifest(out, len(Expected(small).shards))
-    build(small, out)
-    assert contents(out) == reference

@@ -188,13 +188,6 @@ def test_shards_must_be_those_in_dataset_json(tmp_path: Path) -> None:
         TokenStream(tmp_path, "train")
 
 
-def test_unfinished_dataset_is_refused(tmp_path: Path) -> None:
-    make_dataset(tmp_path)
-    begin_dataset(tmp_path)
-    with one_line(tmp_path, "did not finish"):
-        TokenStream(tmp_path, "train")
-
-
 @pytest.mark.parametrize(
     ("key", "value", "parts"),
     [
