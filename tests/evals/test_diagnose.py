@@ -122,6 +122,9 @@ def test_script(tmp_path, data, call, capsys):
             assert row["mean"][name] == pytest.approx(means.mean().item(), rel=1e-4, abs=1e-6)
             error = means.std().item() / N_BLOCKS**0.5
             assert row["stderr"][name] == pytest.approx(error, rel=1e-3, abs=1e-6)
+    call(diagnose, a, "--lengths", 64, "--rows", 8, "--device", "cpu", "--skip", 64, "--tag", "rest")
+    (rest,) = read(a / "diagnose_rest.json")["lengths"]
+    assert rest["mean"]["qk_std"] == pytest.approx(values[1:, ..., 0].mean().item(), rel=1e-4)
     rejected = read(b / "diagnose.json")["lengths"]
     assert rejected[0]["reason"] is None and "64 keys" in rejected[1]["reason"]
     for figure in (a / "diagnose.png", b / "diagnose.png", runs / "diagnose.png"):

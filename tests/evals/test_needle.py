@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -125,8 +126,20 @@ def test_a_model_that_copies_finds_the_needle(run, evaluate, capsys):
     assert "100.0 % [56.6, 100.0]" in capsys.readouterr().out
 
 
-def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate):
-    """Every digit but the first comes out as 0: the first digit is right, the number is not."""
+def test_rope_is_scaled_for_the_length(run, evaluate):
+    """Positions divided by 600 / 256: the byte before is no longer one radian away."""
+    evaluate(run, "--lengths", 600, "--samples", 2, "--depths", 50, "--trials", 1, "--rope", "linear")
+    (cell,) = read(run / "eval_needle.json")["cells"]
+    assert cell["number"] == proportion(0, 2)
+
+
+def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate, monkeypatch):
+    """Every digit but the first comes out as 0: the first digit is right, the number is not. And one of ten
+    numbers is likelier than the right one."""
+    values = cycle([-2.0, *8 * [-3.0], -1.0])
+    monkeypatch.setattr(
+        needle, "log_likelihood", lambda _, first, *more: first.new_full(first.shape[:1], next(values))
+    )
     model, config, step, _ = load_model(run)
     with torch.no_grad():
         second = model.blocks[1].attention
@@ -138,7 +151,8 @@ def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate):
     evaluate(run, "--lengths", 256, "--samples", 4, "--depths", 50, "--trials", 4)
     result = read(run / "eval_needle.json")
     (cell,) = result["cells"]
-    assert cell["first_digit"] == proportion(4, 4) and cell["number"] == proportion(0, 4)
+    assert cell["first_digit"] == proportion(4, 4)
+    assert cell["number"] == cell["choice"] == proportion(0, 4)
     assert [trial["outcome"] for trial in result["trials"]] == ["first digit"] * 4
 
 
