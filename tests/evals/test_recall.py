@@ -115,7 +115,7 @@ def test_a_model_learns(
         *("--data.dir", tmp_path / "data"),
         *("--model.vocab-size", VOCAB, "--model.n-embd", 64, "--model.n-layer", 1),
         *("--train.seq-len", 40, "--train.batch-tokens", 1280, "--train.micro-batch", 32),
-        *("--train.max-steps", 100, "--train.val-every", 1000, "--train.checkpoint-every", 1000),
+        *("--train.max-steps", 150, "--train.val-every", 1000, "--train.checkpoint-every", 1000),
         *("--optimizer.lr", 1e-2, "--optimizer.warmup-steps", 10, "--attention.normaliser", "ssmax_pn"),
     ]
     run_dir = run(tiny_config, *map(str, overrides))
