@@ -349,8 +349,9 @@ def rate_table(records: list[Record]) -> str:
 
 
 def definitions(scale: Scale) -> str:
-    """What each contestant is: its config file's comment."""
-    paths = [CONFIGS / f"league/{scale.name}/{name}.toml" for name in sorted(scale.contestants)]
+    """What each contestant is: its config file's comment. Scale A_x is A's files with other options."""
+    folder = CONFIGS / "league" / scale.name.partition("_")[0]
+    paths = [folder / f"{name}.toml" for name in sorted(scale.contestants)]
     comments = {path.stem: path.read_text().split("\n", 1)[0] for path in paths if path.exists()}
     return "\n".join(f"- `{name}`: {text.removeprefix('# ')}" for name, text in comments.items())
 
