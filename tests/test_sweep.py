@@ -306,6 +306,7 @@ def test_rows_find_their_runs(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert f"skipped: {tmp_path / 'p15'} is not finished" in printed
     assert f"left out: {tmp_path / 'any_again'}, a repeat of" in printed
+    assert index.groups[0].increases("ntk") == pytest.approx([1.0, 1.0, 1.0])  # 16x - 1x
     seeds = ["", "ours, scale A, 3 seeds (`any1`), RoPE ntk", *4 * ["2.1000 ±0.1000"], "3.1000 ±0.1000"]
     rate = ["", "ours, scale A (`rate`), RoPE ntk", *5 * ["5.0000"]]  # another recipe is no seed
     assert cells(table_of("lssar", 0, index), "table1_softmax") == [
