@@ -27,7 +27,7 @@ from pydantic import ValidationError
 
 from infra.cli import ArgumentParser, UserError, run_main
 from normalisers import NORMALISERS, Normaliser
-from schema import SECTIONS, AttentionConfig, Config, Section, problems_of
+from schema import SECTIONS, AttentionConfig, Config, Section, may_change_on_resume, problems_of
 
 # ---------------------------------------------------------------- reading and writing
 
@@ -108,6 +108,11 @@ def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, each with (old value, new value)."""
     a, b = _flatten(old.model_dump()), _flatten(new.model_dump())
     return {key: (a.get(key), b.get(key)) for key in a | b if a.get(key) != b.get(key)}
+
+
+def same_run(first: Config, second: Config, *other: str) -> bool:
+    """Whether they differ in no keys but `other` and those that may differ when a run resumes."""
+    return all(map(may_change_on_resume, changed_keys(first, second).keys() - {*other}))
 
 
 def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespace]:

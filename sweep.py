@@ -31,11 +31,11 @@ from typing import NamedTuple
 
 import torch
 
-from config import changed_keys, expand_sweep, load_config
+from config import expand_sweep, load_config, same_run
 from infra.cli import ArgumentParser, UserError, n_cores, positive_int, run_main
 from infra.distributed import StopSignals
 from infra.files import read_json, read_jsonl
-from schema import Config, may_change_on_resume
+from schema import Config
 from training.checkpoint import find_checkpoints, step_of
 
 HERE = Path(__file__).resolve().parent
@@ -55,8 +55,7 @@ class Job(NamedTuple):
         checkpoints = find_checkpoints(run_dir)
         if not checkpoints or step_of(checkpoints[0]) != max_steps:
             return False
-        changed = changed_keys(load_config(run_dir / "config.toml"), self.config)
-        if not all(map(may_change_on_resume, changed)):
+        if not same_run(load_config(run_dir / "config.toml"), self.config):
             return False  # train.py names the difference
         last = (read_jsonl(run_dir / "metrics.jsonl") or [{}])[-1]
         return "val_loss" in last and last["step"] == max_steps
@@ -136,17 +135,12 @@ def make_jobs(configs: list[str], overrides: list[str], tag: str | None) -> list
             config = load_config(path, arguments[1:])
             if config.run_dir in jobs:
                 raise UserError(f"{path}: two runs would be called {config.run_dir}; expected other names")
-            twin = next((job.config for job in jobs.values() if is_repeat(job.config, config)), None)
+            twin = next((job.config for job in jobs.values() if same_run(job.config, config, "name")), None)
             if twin:
                 print(f"left out: {config.run_dir}, the same run as {twin.run_dir}")
             else:
                 jobs[config.run_dir] = Job(arguments, config)
     return list(jobs.values())
-
-
-def is_repeat(first: Config, second: Config) -> bool:
-    """Whether they are one run under two names."""
-    return all(may_change_on_resume(key) for key in changed_keys(first, second).keys() - {"name"})
 
 
 def run_job(job: Job, args: argparse.Namespace, slot: int, stop: StopSignals) -> str | None:

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from attention import describe_attention
-from config import changed_keys, load_config
+from config import changed_keys, load_config, same_run
 from evals.output import format_rope
 from infra.cli import UserError
 from infra.files import read_json, read_jsonl
 from model import GPT
 from normalisers import NormSoftmax
 from papers.tables import TableRow, ancestors_of
-from schema import Config, may_change_on_resume
+from schema import Config
 
 FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length
 
@@ -169,11 +169,6 @@ class Group(NamedTuple):
     experiment: str
     runs: list[FinishedRun]
 
-    def has_repeat(self, config: Config) -> bool:
-        """Whether a run of this config would differ from these in its seed alone."""
-        changed = changed_keys(self.runs[0].config, config).keys() - {"name", "seed", "init_from"}
-        return all(map(may_change_on_resume, changed))
-
     @property
     def name(self) -> str:
         """The name of the first run, without its seed."""
@@ -205,14 +200,15 @@ class RunIndex:
         self.groups: list[Group] = []
         for run in runs:
             key = (self.letters[run.scale], experiment_of(run.config, *run.ancestors))
-            same = [g for g in self.groups if (g.scale, g.experiment) == key and g.has_repeat(run.config)]
-            twins = [r for g in same[:1] for r in g.runs if r.config.seed == run.config.seed]
-            if twins:
-                print(f"left out: {run.folder}, a repeat of {twins[0].folder} with its seed")
-            elif same:
-                same[0].runs.append(run)
-            else:
+            candidates = (g for g in self.groups if (g.scale, g.experiment) == key)
+            varied = "name", "seed", "init_from"
+            group = next((g for g in candidates if same_run(g.runs[0].config, run.config, *varied)), None)
+            if group is None:
                 self.groups.append(Group(*key, [run]))
+            elif twin := next((r for r in group.runs if r.config.seed == run.config.seed), None):
+                print(f"left out: {run.folder}, a repeat of {twin.folder} with its seed")
+            else:
+                group.runs.append(run)
 
     def of_row(self, row: TableRow) -> list[Group]:
         """The groups that belong to a row of a paper, by scale."""
