@@ -1,15 +1,17 @@
 """The league: every normaliser under one recipe, from run folders to results/league.
 
-A scale is a folder of runs, `runs/league_A`, with its learning rates beside it, `runs/league_A_lr`. A run is
-named <contestant> or <contestant>_seed=<seed>, at a learning rate <contestant>_<lr>; a contestant is a file
-of configs/league/<scale>/. Each run leaves one line in <out>/<scale>.jsonl; tables and figures are drawn
-from these lines, so no run folder is needed to redraw.
+A scale is a folder of runs, `runs/league_A`; more of its runs, at other learning rates, may lie in
+`runs/league_A_<word>`, and short runs at several rates, named <contestant>_<lr>, in `runs/league_A_lr`. A run
+is named <contestant> or <contestant>_seed=<seed>; a contestant is a file of configs/league/<scale>/. Each run
+leaves one line in <out>/<scale>.jsonl; tables and figures are drawn from these lines, so no run folder is
+needed to redraw.
 
 The synthetic tasks of evals.recall are a scale of their own, `runs/league_recall`, with a run <contestant>.
 
-Text: of the evaluated blocks the first quarter chooses the RoPE scaling, by the loss at the longest length;
-every loss in the tables is of the other blocks. Evaluations of text behind it (`eval_length.py --skip`), on
-which nothing was chosen, are reported apart. Costs: train_step.json of `benchmarks.train_step --out`.
+Text: of the evaluated blocks the first quarter chooses the RoPE scaling, by the loss at the longest length,
+and then the learning rate, by the loss at 1x; every loss in the tables is of the other blocks. Evaluations of
+text behind it (`eval_length.py --skip`), on which nothing was chosen, are reported apart. Costs:
+train_step.json of `benchmarks.train_step --out`.
 """
 
 from __future__ import annotations
@@ -148,8 +150,9 @@ def update(folder: Path, out: Path) -> None:
         UserError: not a folder of a scale, no finished or evaluated run in it, runs that do not compare with
             those on record, or see `record_of`.
     """
-    scale = folder.name.removeprefix("league_")
-    if scale == folder.name:
+    prefix, _, scale = folder.name.partition("_")
+    scale = scale.partition("_")[0]
+    if prefix != "league" or not scale:
         raise UserError(f"{folder}: expected the folder of a scale's runs: --league runs/league_A")
     if scale == "recall":
         new = list(recalls_of(folder))
@@ -166,7 +169,7 @@ def update(folder: Path, out: Path) -> None:
     if not new:
         raise UserError(f"{folder}: expected evaluated runs, found none")
     path = out / f"{scale}.jsonl"
-    records = {(r["kind"], r["contestant"], r["which"]): r for r in [*read_jsonl(path), *new]}
+    records = {(r["kind"], r["contestant"], r["which"], r.get("lr")): r for r in [*read_jsonl(path), *new]}
     check_comparable([record for record in records.values() if record["kind"] == "run"])
     lines = [json.dumps(records[key], ensure_ascii=False, allow_nan=False) for key in sorted(records)]
     write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
@@ -174,7 +177,7 @@ def update(folder: Path, out: Path) -> None:
 
 # ---------------------------------------------------------------- contestants
 class Contestant(NamedTuple):
-    """All seeds of a contestant, at the RoPE scaling that was chosen for it."""
+    """All seeds of a contestant at one learning rate and RoPE scaling."""
 
     name: str
     runs: list[Record]
@@ -182,7 +185,7 @@ class Contestant(NamedTuple):
     text: Literal["lengths", "unseen"] = "lengths"  # which evaluations: key of a record
 
     def blocks(self, length: int, same_targets: bool = False, choosing: bool = False) -> Tensor:
-        """(seeds, blocks) losses of the reported blocks, or of those that choose the RoPE scaling.
+        """(seeds, blocks) losses of the reported blocks, or of those that choose RoPE scaling and rate.
 
         (0, 0) if a seed has none at this length: rejected or not finite.
         """
@@ -196,11 +199,20 @@ class Contestant(NamedTuple):
         """Of each seed; empty if one has none."""
         return self.blocks(length, same_targets).mean(1).tolist()
 
+    def choice_loss(self, length: int) -> float:
+        """On the blocks that choose; infinite if a seed has none."""
+        return self.blocks(length, choosing=True).mean().nan_to_num(math.inf).item()
+
+    @property
+    def lr(self) -> float:
+        return self.runs[0]["lr"]
+
 
 class Scale(NamedTuple):
     name: str
     lengths: list[int]  # 1x to 16x the training length
     contestants: dict[str, Contestant]  # by name, the baseline first, then by the loss at 16x
+    rates: dict[str, list[Contestant]]  # by name, the seeds that all learning rates of a contestant share
 
 
 def check_comparable(runs: list[Record], data: str = "data") -> None:
@@ -220,27 +232,33 @@ def check_comparable(runs: list[Record], data: str = "data") -> None:
 
 
 def read_scale(name: str, records: list[Record]) -> Scale:
-    """The contestants of a scale, each at its better RoPE scaling.
+    """The contestants of a scale, each at its better RoPE scaling and learning rate.
 
     Raises:
         UserError: runs that do not compare, seeds without a RoPE scaling in common.
     """
-    by_name: dict[str, list[Record]] = defaultdict(list)
     runs = [record for record in records if record["kind"] == "run"]
     check_comparable(runs)
-    for run in runs:
-        by_name[run["contestant"]].append(run)
     lengths = sorted({int(n) for run in runs for losses in run["lengths"].values() for n in losses})
-    contestants = []
-    for contestant, seeds in by_name.items():
-        ropes = sorted(set.intersection(*({*run["lengths"]} for run in seeds)))
-        if not ropes:
-            raise UserError(f"{contestant}: expected seeds evaluated at one RoPE scaling at least")
-        found = [Contestant(contestant, seeds, rope) for rope in ropes]
-        losses = [c.blocks(lengths[-1], choosing=True).mean().nan_to_num(math.inf).item() for c in found]
-        contestants.append(found[losses.index(min(losses))])
+    by_rate: dict[str, dict[float, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        by_rate[run["contestant"]][run["lr"]].append(run)
+    contestants, rates = [], {}
+    for contestant, each in by_rate.items():
+        full = [at_better_rope(contestant, each[rate], lengths[-1]) for rate in sorted(each)]
+        shared = set.intersection(*({run["which"] for run in c.runs} for c in full))
+        rates[contestant] = [c._replace(runs=[r for r in c.runs if r["which"] in shared]) for c in full]
+        losses = [c.choice_loss(lengths[0]) for c in (rates[contestant] if shared else full)]
+        contestants.append(full[losses.index(min(losses))])
     contestants.sort(key=lambda c: (c.name != BASELINE, statistics.fmean(c.loss(lengths[-1]) or [math.inf])))
-    return Scale(name, lengths, {c.name: c for c in contestants})
+    return Scale(name, lengths, {c.name: c for c in contestants}, rates)
+
+
+def at_better_rope(name: str, seeds: list[Record], length: int) -> Contestant:
+    ropes = sorted(set.intersection(*({*run["lengths"]} for run in seeds)))
+    if not ropes:
+        raise UserError(f"{name}: expected seeds evaluated at one RoPE scaling at least")
+    return min((Contestant(name, seeds, rope) for rope in ropes), key=lambda c: c.choice_loss(length))
 
 
 # ---------------------------------------------------------------- tables
@@ -254,10 +272,9 @@ def main_table(scale: Scale, costs: dict[str, float]) -> str:
     for c in scale.contestants.values():
         growth = [b - a for a, b in zip(*map(c.loss, ends), strict=False)]
         losses = [*map(c.loss, scale.lengths), growth, c.loss(ends[1], same_targets=True)]
-        rates = ", ".join(f"{rate:g}" for rate in sorted({run["lr"] for run in c.runs}))
         differences = [difference(scale.contestants.get(BASELINE), c, n) for n in ends]
         cells = [mean_and_spread(each, digits=3) for each in losses]
-        rows.append([c.name, c.rope, str(len(c.runs)), rates, *cells, *differences])
+        rows.append([c.name, c.rope, str(len(c.runs)), f"{c.lr:g}", *cells, *differences])
         if costs:
             rows[-1].append(f"{costs[c.name]:.2f}" if c.name in costs else DASH)
     return markdown(header, rows, n_left=2)
@@ -341,16 +358,30 @@ def rate_table(records: list[Record]) -> str:
     for record in records:
         if record["kind"] == "rate":
             losses[record["contestant"]][record["which"]] = record["loss"]
-    cells = {}
-    for name, each in sorted(losses.items()):
-        best = min(each.values()) if len(each) > 1 else None
-        cells[name] = {rate: f"**{x:.3f}**" if x == best else f"{x:.3f}" for rate, x in each.items()}
+    cells = {name: with_best_bold(each) for name, each in sorted(losses.items())}
     return grid(cells, "{:g}".format)
 
 
+def full_rate_table(scale: Scale) -> str:
+    """Losses at both ends of contestants with several learning rates, over the seeds that all rates have."""
+    cells: dict[str, dict[Any, str]] = {}
+    for name, rates in sorted(scale.rates.items()):
+        each: dict[Any, str] = {}
+        for factor, length in ((1, scale.lengths[0]), (16, scale.lengths[-1])):
+            losses = {(factor, c.lr): c.loss(length) for c in rates}
+            each |= with_best_bold({key: statistics.fmean(x) for key, x in losses.items() if x})
+        cells |= {name: each} if len(rates) > 1 else {}
+    return grid(cells, lambda key: f"{key[0]}x, {key[1]:g}")
+
+
+def with_best_bold(losses: dict[Any, float]) -> dict[Any, str]:
+    best = min(losses.values()) if len(losses) > 1 else None
+    return {key: f"**{x:.3f}**" if x == best else f"{x:.3f}" for key, x in losses.items()}
+
+
 def definitions(scale: Scale) -> str:
-    """What each contestant is: its config file's comment. Scale A_x is A's files with other options."""
-    folder = CONFIGS / "league" / scale.name.partition("_")[0]
+    """What each contestant is: its config file's comment."""
+    folder = CONFIGS / "league" / scale.name
     paths = [folder / f"{name}.toml" for name in sorted(scale.contestants)]
     comments = {path.stem: path.read_text().split("\n", 1)[0] for path in paths if path.exists()}
     return "\n".join(f"- `{name}`: {text.removeprefix('# ')}" for name, text in comments.items())
@@ -448,8 +479,9 @@ def scale_text(scale: Scale) -> str:
     return (
         f"{run['parameters'] / 1e6:.2f}M parameters, T = {run['train_len']}, {trained}. Evaluated on "
         f"{data['blocks']} blocks of {data['block_length']:,} held-out tokens: the first "
-        f"{data['blocks'] // 4} chose the RoPE scaling, the others are reported. Losses: mean over seeds "
-        f"± standard deviation. Differences: ± standard error paired over text; where contestants share "
+        f"{data['blocks'] // 4} chose the RoPE scaling and, by the loss at 1x, the learning rate; the others "
+        f"are reported. Losses: mean over seeds ± standard deviation. Differences: ± standard error paired "
+        f"over text; where contestants share "
         f"trainings, because they differ beyond T only, those of the shared seeds. {seed_text(scale)}"
     )
 
@@ -462,7 +494,7 @@ def unseen_parts(scale: Scale) -> list[str]:
         return []
     check_comparable([run for c in found for run in c.runs], "unseen_data")
     lengths = sorted({int(n) for c in found for run in c.runs for n in run["unseen"][c.rope]})
-    unseen = Scale(scale.name, lengths, {c.name: c._replace(text="unseen") for c in found})
+    unseen = scale._replace(lengths=lengths, contestants={c.name: c._replace(text="unseen") for c in found})
     text = "The {blocks} blocks of {dir} after its first {skipped_tokens:,} tokens, those of the table above."
     text = text.format(**found[0].runs[0]["unseen_data"])
     return ["### Text on which nothing was chosen", text, main_table(unseen, {})]
@@ -494,7 +526,12 @@ def scale_parts(name: str, records: list[Record], comparisons: dict[str, Any], o
             parts += ["### Needle", text, grid(cells, format_length)]
         parts += unseen_parts(scale)
         parts += ["### One change at a time", comparison_table(scale, comparisons["comparison"])]
+        single = sorted(name for name, rates in scale.rates.items() if len(rates) == 1)
+        if len(single) < len(scale.rates):
+            text = "Losses of full runs at each rate, over the seeds that all rates of a contestant have."
+            text += f" Trained at one rate only: {', '.join(single)}." if single else ""
+            parts += ["### Learning rates, full runs", text, full_rate_table(scale)]
     if any(record["kind"] == "rate" for record in records):
         text = "Validation loss of short runs at each rate, one seed."
-        parts += ["### Learning rates", text, rate_table(records)]
+        parts += ["### Learning rates, short runs", text, rate_table(records)]
     return [*parts, "### Contestants", definitions(scale)]

@@ -51,6 +51,8 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
         seeded.write_text(f'base = "{tiny_config}"\nseed = {seed}\n')
         leave_run(runs, seeded, name, 0.002, {"ntk": [shift, 0.5 + shift], "none": [shift, 0.9 + shift]})
     leave_run(runs, tiny_config, "lssa", 0.001, {"ntk": [0.2, 0.4], "none": [0.2, 0.3]})
+    # Twice the rate is better at 16x, and 1x chooses.
+    leave_run(tmp_path / "runs/league_A_fast", tiny_config, "lssa", 0.002, {"ntk": [0.3, 0.1]})
     for lr in (0.001, 0.002):
         leave_run(tmp_path / "runs/league_A_lr", tiny_config, f"lssa_{lr:g}", lr, {})
     shares = {"tokens": {"share": 0.25}, "sequences": {"share": 0.0}}
@@ -75,7 +77,7 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
                 entry["block_losses"] = [loss - 7] + 7 * [loss + 1]
             (runs / run / f"eval_length_unseen_{rope}.json").write_text(json.dumps(unseen))
     (runs / "train_step.json").write_text(json.dumps({"lssa": 2.5, "softmax": 2.0}))
-    call(report, "--league", runs, tmp_path / "runs/league_recall", "--out", out)
+    call(report, "--league", runs, f"{runs}_fast", tmp_path / "runs/league_recall", "--out", out)
     text = (out / "README.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     mean = sum(TEXT[2:]) / 6  # two of eight blocks choose the RoPE scaling
@@ -89,6 +91,8 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
     assert len(unseen_rows) == 1 and unseen_rows[0][-2:] == 2 * ["+0.500 ±0.000"]
     assert "One seed moves a loss by 0.141 at 1x and 0.141 at 16x" in text
     assert ["lssa", "**2.001**", "2.002"] in rows
+    ends = [f"**{mean + 0.2:.3f}**", f"{mean + 0.3:.3f}", f"{mean + 0.3:.3f}", f"**{mean + 0.1:.3f}**"]
+    assert ["lssa", *ends] in rows and "Trained at one rate only: softmax." in text
     assert ["lssa", "20 %"] in rows and ["alibi", "ntk", "25", "25"] in rows
     for picture in ("A_plane.png", "A_lengths.png", "A_positions.png", "A_training.png"):
         assert (out / picture).read_bytes()[:4] == b"\x89PNG" and picture in text
@@ -96,7 +100,7 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
     shutil.rmtree(tmp_path / "runs")
     call(report, "--league", "--out", out)
     assert (out / "README.md").read_text() == text
-    assert len(read_jsonl(out / "A.jsonl")) == 7
+    assert len(read_jsonl(out / "A.jsonl")) == 8
 
 
 def test_errors_are_paired_over_text():
