@@ -68,6 +68,7 @@ def record_of(run: FinishedRun) -> Record:
         "lr": run.config.optimizer.lr,
         "parameters": run.n_params,
         "train_len": run.config.train.seq_len,
+        "steps": run.steps_before + run.config.train.max_steps,
         "step_tokens": run.config.train.batch_tokens,
         "data": data,
         "validations": run.validations,
@@ -220,9 +221,8 @@ def check_comparable(runs: list[Record], data: str = "data") -> None:
 
     def setting_of(run: Record) -> dict[str, Any]:
         text = {key: run[data].get(key) for key in ("fingerprint", "blocks", "block_length")}
-        run_keys = {key: run[key] for key in ("step_tokens", "train_len")}
-        skipped = run[data].get("skipped_tokens", 0)
-        return {**text, "skipped_tokens": skipped, "steps": run["validations"][-1][0], **run_keys}
+        run_keys = {key: run[key] for key in ("steps", "step_tokens", "train_len")}
+        return {**text, "skipped_tokens": run[data].get("skipped_tokens", 0), **run_keys}
 
     for run in runs:
         for key, first in setting_of(runs[0]).items():
@@ -475,7 +475,7 @@ def write_report(folders: list[str], out: Path) -> None:
 def scale_text(scale: Scale) -> str:
     run = next(iter(scale.contestants.values())).runs[0]
     data = run["data"]
-    trained = f"{run['validations'][-1][0]:,} steps of {run['step_tokens']:,} tokens from {data['dir']}"
+    trained = f"{run['steps']:,} steps of {run['step_tokens']:,} tokens from {data['dir']}"
     return (
         f"{run['parameters'] / 1e6:.2f}M parameters, T = {run['train_len']}, {trained}. Evaluated on "
         f"{data['blocks']} blocks of {data['block_length']:,} held-out tokens: the first "
