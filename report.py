@@ -1,7 +1,7 @@
 """The papers' tables and figures from run folders: published numbers beside ours.
 
     python report.py runs/*                                     # all three papers -> runs/report/
-    python report.py runs/small --out results/small             # a folder of runs
+    python report.py runs/league_A --out runs/papers            # a folder of runs
     python report.py runs/lssa* runs/softmax* --paper lssar
     python report.py --league runs/league_A                     # configs/league -> runs/league_report/
     python report.py --league                                   # redrawn from results/league/*.jsonl
