@@ -274,10 +274,16 @@ def main_table(scale: Scale, costs: dict[str, float]) -> str:
         losses = [*map(c.loss, scale.lengths), growth, c.loss(ends[1], same_targets=True)]
         differences = [difference(scale.contestants.get(BASELINE), c, n) for n in ends]
         cells = [mean_and_spread(each, digits=3) for each in losses]
-        rows.append([c.name, c.rope, str(len(c.runs)), f"{c.lr:g}", *cells, *differences])
+        rows.append([c.name, c.rope, str(len(c.runs)), rate_label(scale, c), *cells, *differences])
         if costs:
             rows[-1].append(f"{costs[c.name]:.2f}" if c.name in costs else DASH)
     return markdown(header, rows, n_left=2)
+
+
+def rate_label(scale: Scale, c: Contestant) -> str:
+    """The learning rate, with a star if it is the only one of a contestant and others have several."""
+    n_rates = {name: len(rates) for name, rates in scale.rates.items()}
+    return f"{c.lr:g}{'*' if n_rates[c.name] == 1 < max(n_rates.values()) else ''}"
 
 
 def difference(old: Contestant | None, new: Contestant, length: int) -> str:
@@ -326,8 +332,9 @@ def comparison_table(scale: Scale, comparisons: list[dict[str, str]]) -> str:
         if old and new:
             cells = [difference(old, new, n) for n in (scale.lengths[0], scale.lengths[-1])]
             seeds = ", ".join(str(len(c.runs)) for c in paired_runs(old, new))
-            rows.append([each["change"], f"`{old.name}` → `{new.name}`", seeds, *cells])
-    return markdown(["change", "from → to", "seeds", "1x", "16x"], rows, n_left=2)
+            lr = ", ".join(rate_label(scale, c) for c in (old, new))
+            rows.append([each["change"], f"`{old.name}` → `{new.name}`", seeds, lr, *cells])
+    return markdown(["change", "from → to", "seeds", "lr", "1x", "16x"], rows, n_left=2)
 
 
 def grid(cells: dict[str, dict[Any, str]], label: Callable[[Any], str]) -> str:
@@ -526,10 +533,9 @@ def scale_parts(name: str, records: list[Record], comparisons: dict[str, Any], o
             parts += ["### Needle", text, grid(cells, format_length)]
         parts += unseen_parts(scale)
         parts += ["### One change at a time", comparison_table(scale, comparisons["comparison"])]
-        single = sorted(name for name, rates in scale.rates.items() if len(rates) == 1)
-        if len(single) < len(scale.rates):
-            text = "Losses of full runs at each rate, over the seeds that all rates of a contestant have."
-            text += f" Trained at one rate only: {', '.join(single)}." if single else ""
+        if any(len(rates) > 1 for rates in scale.rates.values()):
+            text = "Losses of full runs at each rate, over the seeds that all rates of a contestant have. "
+            text += "Those with a star in the tables above were trained at one rate."
             parts += ["### Learning rates, full runs", text, full_rate_table(scale)]
     if any(record["kind"] == "rate" for record in records):
         text = "Validation loss of short runs at each rate, one seed."

@@ -82,7 +82,7 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     mean = sum(TEXT[2:]) / 6  # two of eight blocks choose the RoPE scaling
     softmax, lssa = (next(row for row in rows if row[0] == name) for name in ("softmax", "lssa"))
-    assert softmax[1:4] == ["ntk", "2", "0.002"] and lssa[1:4] == ["none", "1", "0.001"]
+    assert softmax[1:4] == ["ntk", "2", "0.002*"] and lssa[1:4] == ["none", "1", "0.001"]
     assert softmax[4:6] == [f"{mean:.3f} ±0.141", f"{mean + 0.5:.3f} ±0.141"]
     assert lssa[4:6] == [f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}"] and lssa[6] == "0.100"
     # The same text and noise: the paired error vanishes, though the blocks differ by 0.7.
@@ -92,7 +92,7 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
     assert "One seed moves a loss by 0.141 at 1x and 0.141 at 16x" in text
     assert ["lssa", "**2.001**", "2.002"] in rows
     ends = [f"**{mean + 0.2:.3f}**", f"{mean + 0.3:.3f}", f"{mean + 0.3:.3f}", f"**{mean + 0.1:.3f}**"]
-    assert ["lssa", *ends] in rows and "Trained at one rate only: softmax." in text
+    assert ["lssa", *ends] in rows
     assert ["lssa", "20 %"] in rows and ["alibi", "ntk", "25", "25"] in rows
     for picture in ("A_plane.png", "A_lengths.png", "A_positions.png", "A_training.png"):
         assert (out / picture).read_bytes()[:4] == b"\x89PNG" and picture in text
