@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install, prepare a corpus, train softmax, sharp QK-norm and LSSAR, and compare their loss at 1x to 16x the training
+# Install, prepare a corpus, train softmax, SSMax on QK-norm and LSSAR, compare their loss at 1x to 16x the training
 # length.
 #
 #   ./demo.sh           about fifteen minutes on two CPU cores, after installation
@@ -16,7 +16,7 @@ case "${1:-}" in
     --quick) prefix=quick; steps=(--train.max-steps 40 --optimizer.warmup-steps 10 --train.val-tokens 16384); eval_tokens=16384 ;;
     *) echo "error: $1: expected nothing or --quick" >&2; exit 2 ;;
 esac
-softmax=runs/${prefix}_softmax qk_norm=runs/${prefix}_qk_norm lssar=runs/${prefix}_lssar picture=runs/$prefix.png
+softmax=runs/${prefix}_softmax ssmax=runs/${prefix}_ssmax lssar=runs/${prefix}_lssar picture=runs/$prefix.png
 
 echo "== 1/6  environment"
 environment requirements.txt
@@ -24,16 +24,16 @@ echo "== 2/6  corpus: the Python standard library's sources, as bytes -> data/py
 $PYTHON -m data.python_source
 echo "== 3/6  train softmax attention -> $softmax"
 $PYTHON train.py configs/demo_softmax.toml --name ${prefix}_softmax ${steps[@]+"${steps[@]}"}
-echo "== 4/6  train softmax with QK-norm at LSSA's sharpness -> $qk_norm"
-$PYTHON train.py configs/demo_qk_norm.toml --name ${prefix}_qk_norm ${steps[@]+"${steps[@]}"}
+echo "== 4/6  train SSMax on QK-norm -> $ssmax"
+$PYTHON train.py configs/demo_ssmax.toml --name ${prefix}_ssmax ${steps[@]+"${steps[@]}"}
 echo "== 5/6  train LSSAR, p = 15 -> $lssar"
 $PYTHON train.py configs/demo_lssar.toml --name ${prefix}_lssar ${steps[@]+"${steps[@]}"}
 echo "== 6/6  validation loss at 1x to 16x the training length -> $picture"
-if [ -s runs/$prefix.txt ] && [ "$picture" -nt $softmax/checkpoints ] && [ "$picture" -nt $qk_norm/checkpoints ] &&
+if [ -s runs/$prefix.txt ] && [ "$picture" -nt $softmax/checkpoints ] && [ "$picture" -nt $ssmax/checkpoints ] &&
     [ "$picture" -nt $lssar/checkpoints ]; then
     cat runs/$prefix.txt
 else
-    $PYTHON eval_length.py $softmax $qk_norm $lssar --tokens $eval_tokens --out "$picture" | tee runs/$prefix.txt
+    $PYTHON eval_length.py $softmax $ssmax $lssar --tokens $eval_tokens --out "$picture" | tee runs/$prefix.txt
 fi
 echo "== done"
 echo "curves    $softmax/metrics.jsonl and so on"
