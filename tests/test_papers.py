@@ -100,7 +100,7 @@ def test_parameters_of_the_papers_models(name, n_params, more):
         assert GPT(load_config(CONFIGS / name), device="meta").n_params() == n_params + more
 
 
-@pytest.mark.parametrize("name", ["ssmax_paper/f_during_pretraining_162m", "small/ssmax_f"])
+@pytest.mark.parametrize("name", ["ssmax_paper/f_during_pretraining_162m", "league/A/ssmax_during"])
 def test_scale_init_of_replaced_softmax(name):
     """SSMax (e), (f): the reciprocal of the mean of ln n."""
     config = load_config(CONFIGS / f"{name}.toml")

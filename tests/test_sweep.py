@@ -137,7 +137,7 @@ def test_a_run_that_was_stopped_itself_is_not_evaluated(path, call, monkeypatch,
     assert len(states) == 4 and "not valid TOML" in states[0] and states[1].endswith("to run")
 
 
-@pytest.mark.parametrize("folder", ["lssar_paper", "ssmax_paper", "normsoftmax_paper", "small", "league/A"])
+@pytest.mark.parametrize("folder", ["lssar_paper", "ssmax_paper", "normsoftmax_paper", "league/A"])
 def test_every_run_of_a_folder_has_a_name_of_its_own(folder, capsys):
     """make_jobs loads each run of each [sweep], rejects two of one name, leaves out equal configs."""
     files = sorted(map(str, (CONFIGS / folder).glob("*.toml")))
