@@ -213,7 +213,7 @@ class Scale(NamedTuple):
     name: str
     lengths: list[int]  # 1x to 16x the training length
     contestants: dict[str, Contestant]  # by name, the baseline first, then by the loss at 16x
-    rates: dict[str, list[Contestant]]  # by name, the seeds that all learning rates of a contestant share
+    rates: dict[str, list[Contestant]]  # by name, the seeds that its learning rates share, or all
 
 
 def check_comparable(runs: list[Record], data: str = "data") -> None:
@@ -247,8 +247,9 @@ def read_scale(name: str, records: list[Record]) -> Scale:
     for contestant, each in by_rate.items():
         full = [at_better_rope(contestant, each[rate], lengths[-1]) for rate in sorted(each)]
         shared = set.intersection(*({run["which"] for run in c.runs} for c in full))
-        rates[contestant] = [c._replace(runs=[r for r in c.runs if r["which"] in shared]) for c in full]
-        losses = [c.choice_loss(lengths[0]) for c in (rates[contestant] if shared else full)]
+        common = [c._replace(runs=[r for r in c.runs if r["which"] in shared]) for c in full]
+        rates[contestant] = common if shared else full
+        losses = [c.choice_loss(lengths[0]) for c in rates[contestant]]
         contestants.append(full[losses.index(min(losses))])
     contestants.sort(key=lambda c: (c.name != BASELINE, statistics.fmean(c.loss(lengths[-1]) or [math.inf])))
     return Scale(name, lengths, {c.name: c for c in contestants}, rates)
@@ -370,7 +371,7 @@ def rate_table(records: list[Record]) -> str:
 
 
 def full_rate_table(scale: Scale) -> str:
-    """Losses at both ends of contestants with several learning rates, over the seeds that all rates have."""
+    """Losses at both ends of contestants with several learning rates, over the seeds they share."""
     cells: dict[str, dict[Any, str]] = {}
     for name, rates in sorted(scale.rates.items()):
         each: dict[Any, str] = {}
@@ -488,8 +489,8 @@ def scale_text(scale: Scale) -> str:
         f"{data['blocks']} blocks of {data['block_length']:,} held-out tokens: the first "
         f"{data['blocks'] // 4} chose the RoPE scaling and, by the loss at 1x, the learning rate; the others "
         f"are reported. Losses: mean over seeds ± standard deviation. Differences: ± standard error paired "
-        f"over text; where contestants share "
-        f"trainings, because they differ beyond T only, those of the shared seeds. {seed_text(scale)}"
+        f"over text; where contestants share trainings, because they differ beyond T only, those of the "
+        f"shared seeds. {seed_text(scale)}"
     )
 
 
@@ -534,7 +535,7 @@ def scale_parts(name: str, records: list[Record], comparisons: dict[str, Any], o
         parts += unseen_parts(scale)
         parts += ["### One change at a time", comparison_table(scale, comparisons["comparison"])]
         if any(len(rates) > 1 for rates in scale.rates.values()):
-            text = "Losses of full runs at each rate, over the seeds that all rates of a contestant have. "
+            text = "Losses of full runs at each rate, over the seeds that a contestant's rates share. "
             text += "Those with a star in the tables above were trained at one rate."
             parts += ["### Learning rates, full runs", text, full_rate_table(scale)]
     if any(record["kind"] == "rate" for record in records):

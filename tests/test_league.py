@@ -127,6 +127,9 @@ def test_lengths_without_a_loss_are_dashes(tiny_config, tmp_path, call):
     runs, nan = tmp_path / "league_A", math.nan
     leave_run(runs, tiny_config, "softmax_seed=1", 0.1, {"ntk": [0.0, 1.0], "none": [0.0, nan]})
     leave_run(runs, tiny_config, "ssmax_seed=1", 0.1, {"ntk": [0.0, nan], "none": [0.0, nan]})
+    other_seed = tmp_path / "seed_2.toml"
+    other_seed.write_text(f'base = "{tiny_config}"\nseed = 2\n')
+    leave_run(runs, other_seed, "ssmax_seed=2", 0.2, {"ntk": [1.0, nan], "none": [1.0, nan]})
     call(report, "--league", runs, "--out", tmp_path)
     text = (tmp_path / "README.md").read_text()
     rows = {row[0]: row for line in text.splitlines() if len(row := line.strip("| ").split(" | ")) > 5}
