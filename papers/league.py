@@ -215,6 +215,11 @@ class Scale(NamedTuple):
     contestants: dict[str, Contestant]  # by name, the baseline first, then by the loss at 16x
     rates: dict[str, list[Contestant]]  # by name, the seeds that its learning rates share, or all
 
+    @property
+    def has_rates(self) -> bool:
+        """Whether a contestant was trained at several learning rates."""
+        return any(len(rates) > 1 for rates in self.rates.values())
+
 
 def check_comparable(runs: list[Record], data: str = "data") -> None:
     """Raises UserError unless all is the same that losses, and errors paired over text, depend on."""
@@ -283,8 +288,7 @@ def main_table(scale: Scale, costs: dict[str, float]) -> str:
 
 def rate_label(scale: Scale, c: Contestant) -> str:
     """The learning rate, with a star if it is the only one of a contestant and others have several."""
-    n_rates = {name: len(rates) for name, rates in scale.rates.items()}
-    return f"{c.lr:g}{'*' if n_rates[c.name] == 1 < max(n_rates.values()) else ''}"
+    return f"{c.lr:g}{'*' if len(scale.rates[c.name]) == 1 and scale.has_rates else ''}"
 
 
 def difference(old: Contestant | None, new: Contestant, length: int) -> str:
@@ -374,11 +378,11 @@ def full_rate_table(scale: Scale) -> str:
     """Losses at both ends of contestants with several learning rates, over the seeds they share."""
     cells: dict[str, dict[Any, str]] = {}
     for name, rates in sorted(scale.rates.items()):
-        each: dict[Any, str] = {}
-        for factor, length in ((1, scale.lengths[0]), (16, scale.lengths[-1])):
-            losses = {(factor, c.lr): c.loss(length) for c in rates}
-            each |= with_best_bold({key: statistics.fmean(x) for key, x in losses.items() if x})
-        cells |= {name: each} if len(rates) > 1 else {}
+        if len(rates) > 1:
+            cells[name] = {}
+            for factor, length in ((1, scale.lengths[0]), (16, scale.lengths[-1])):
+                losses = {(factor, c.lr): c.loss(length) for c in rates}
+                cells[name] |= with_best_bold({key: statistics.fmean(x) for key, x in losses.items() if x})
     return grid(cells, lambda key: f"{key[0]}x, {key[1]:g}")
 
 
@@ -534,7 +538,7 @@ def scale_parts(name: str, records: list[Record], comparisons: dict[str, Any], o
             parts += ["### Needle", text, grid(cells, format_length)]
         parts += unseen_parts(scale)
         parts += ["### One change at a time", comparison_table(scale, comparisons["comparison"])]
-        if any(len(rates) > 1 for rates in scale.rates.values()):
+        if scale.has_rates:
             text = "Losses of full runs at each rate, over the seeds that a contestant's rates share. "
             text += "Those with a star in the tables above were trained at one rate."
             parts += ["### Learning rates, full runs", text, full_rate_table(scale)]
