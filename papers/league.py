@@ -349,19 +349,50 @@ def grid(cells: dict[str, dict[Any, str]], label: Callable[[Any], str]) -> str:
     return markdown(["contestant", *map(label, keys)], rows, n_left=1)
 
 
+def best_recalls(records: list[Record]) -> dict[str, Record]:
+    """By contestant, at the RoPE scaling whose mean over tasks at 16x is the better; the best first."""
+    longer = recall_lengths(records)[:5][-1]
+    best: dict[str, Record] = {}
+    for record in sorted(records, key=lambda r: -r["shares"]["mean"].get(longer, 0.0)):
+        best.setdefault(record["contestant"], record)
+    return best
+
+
+def recall_lengths(records: list[Record]) -> list[str]:
+    """1x, 2x, 4x, ... the training length."""
+    return sorted({n for r in records for n in r["shares"]["mean"]}, key=int)
+
+
 def recall_table(records: list[Record]) -> str:
-    """Mean over tasks by length at the better RoPE scaling, and each task at 16x the training length."""
-    lengths = sorted({n for r in records for n in r["shares"]["mean"]}, key=int)
+    """Mean over tasks by length, and each task at 16x the training length."""
+    lengths = recall_lengths(records)
     tasks = [task for task in records[0]["shares"] if task != "mean"]
-    longer = lengths[min(4, len(lengths) - 1)]
-    rows: dict[str, list[str]] = {}
-    for r in sorted(records, key=lambda r: -r["shares"]["mean"].get(longer, 0.0)):
-        shares = [r["shares"]["mean"].get(n) for n in lengths]
-        shares += [r["shares"].get(task, {}).get(longer) for task in tasks]
-        shown = [DASH if x is None else f"{100 * x:.0f}" for x in shares]
-        rows.setdefault(r["contestant"], [r["contestant"], r["which"], *shown])
-    header = ["contestant", "RoPE", *lengths, *(f"{t}, {longer}" for t in tasks)]
-    return markdown(header, rows.values(), n_left=2)
+    columns = [("mean", n) for n in lengths] + [(task, lengths[:5][-1]) for task in tasks]
+    rows = []
+    for name, r in best_recalls(records).items():
+        shares = [r["shares"].get(task, {}).get(n) for task, n in columns]
+        rows.append([name, r["which"], *map(per_cent, shares)])
+    header = ["contestant", "RoPE", *(n if task == "mean" else f"{task}, {n}" for task, n in columns)]
+    return markdown(header, rows, n_left=2)
+
+
+def per_cent(share: float | None) -> str:
+    return DASH if share is None else f"{100 * share:.0f}"
+
+
+def summary_table(scales: list[Scale], recalls: list[Record]) -> str:
+    """Both ends of every scale beside recall, of the contestants that have more than one of these, if any."""
+    cells: dict[str, dict[Any, str]] = defaultdict(dict)
+    for scale in scales:
+        for c in scale.contestants.values():
+            for factor, n in ((1, scale.lengths[0]), (16, scale.lengths[-1])):
+                if losses := c.loss(n):
+                    cells[c.name][f"loss, {scale.name}", factor] = mean_and_spread(losses, digits=3)
+    for name, record in best_recalls(recalls).items() if recalls else ():
+        for factor, length in zip((1, 4, 16), recall_lengths(recalls)[::2], strict=False):
+            cells[name]["recall", factor] = per_cent(record["shares"]["mean"].get(length))
+    several = {name: each for name, each in cells.items() if len({kind for kind, _ in each}) > 1}
+    return grid(several, lambda key: f"{key[0]}, {key[1]}x") if several else ""
 
 
 def rate_table(records: list[Record]) -> str:
@@ -459,6 +490,22 @@ def training_figure(scale: Scale) -> Figure | None:
 
 
 # ---------------------------------------------------------------- results/league/README.md
+INTRODUCTION = (
+    "Which normaliser keeps its loss at lengths that it was never trained on, if all have the same model, "
+    "data, steps and evaluation? Drawn by `report.py --league` from the `.jsonl` files beside it, one line a "
+    "run."
+)
+SUMMARY = (
+    "Loss at 1x and 16x the training length (nats per token, ± standard deviation over seeds), and right "
+    "answers of the recall tasks in per cent (guessing: 25), of the contestants that have more than one of "
+    "these:"
+)
+RECALL = (
+    "Right answer tokens in per cent (guessing: 25), at the RoPE scaling that is better at 16x: means over "
+    "tasks by length, then each task at 16x."
+)
+
+
 def write_report(folders: list[str], out: Path) -> None:
     """Update the records of these scales, then draw every scale that has records in `out`."""
     for folder in map(Path, folders):
@@ -466,20 +513,19 @@ def write_report(folders: list[str], out: Path) -> None:
     paths = sorted(out.glob("*.jsonl"))
     if not paths:
         raise UserError(f"{out}: no records; expected the folders of a scale: --league runs/league_A")
-    findings = out / "findings.md"
-    parts = ["# The league: every normaliser under one recipe"]
-    parts += [findings.read_text().strip()] if findings.exists() else []
     comparisons = tomllib.loads((HERE / "league.toml").read_text())
-    for path in paths:
-        records = read_jsonl(path)
-        if path.stem == "recall":
-            text = (
-                "Right answer tokens in per cent (guessing: 25), at the RoPE scaling that is better at 16x: "
-                "means over tasks by length, then each task at 16x."
-            )
-            parts += ["## Synthetic recall", text, recall_table(records)]
-        else:
-            parts += scale_parts(path.stem, records, comparisons, out)
+    records = {path.stem: read_jsonl(path) for path in paths}
+    recalls = records.pop("recall", [])
+    scales = {name: read_scale(name, each) for name, each in records.items()}
+    parts = ["# The league: every normaliser under one recipe", INTRODUCTION]
+    if summary := summary_table([*scales.values()], recalls):
+        parts += [SUMMARY, summary, f"![Loss by length]({[*scales][-1]}_lengths.png)"]
+    findings = out / "findings.md"
+    parts += [findings.read_text().strip()] if findings.exists() else []
+    for name, scale in scales.items():
+        parts += scale_parts(scale, records[name], comparisons, out)
+    if recalls:
+        parts += ["## Synthetic recall", RECALL, recall_table(recalls)]
     write_atomically(out / "README.md", ("\n\n".join(parts) + "\n").encode())
     print(f"wrote {out / 'README.md'}")
 
@@ -512,10 +558,9 @@ def unseen_parts(scale: Scale) -> list[str]:
     return ["### Text on which nothing was chosen", text, main_table(unseen, {})]
 
 
-def scale_parts(name: str, records: list[Record], comparisons: dict[str, Any], out: Path) -> list[str]:
+def scale_parts(scale: Scale, records: list[Record], comparisons: dict[str, Any], out: Path) -> list[str]:
     """The paragraphs of one scale; writes its figures."""
-    scale = read_scale(name, records)
-    parts = [f"## Scale {name}"]
+    parts = [f"## Scale {scale.name}"]
     if scale.contestants:
         costs = {record["contestant"]: record["ratio"] for record in records if record["kind"] == "cost"}
         parts += [scale_text(scale), main_table(scale, costs)]
@@ -528,8 +573,8 @@ def scale_parts(name: str, records: list[Record], comparisons: dict[str, Any], o
         }
         for kind, (caption, figure) in figures.items():
             if figure is not None:
-                save_figure(figure, out / f"{name}_{kind}.png", dpi=110)
-                parts.append(f"![{caption}]({name}_{kind}.png)")
+                save_figure(figure, out / f"{scale.name}_{kind}.png", dpi=110)
+                parts.append(f"![{caption}]({scale.name}_{kind}.png)")
         found = [c for c in scale.contestants.values() if c.rope in c.runs[0]["needle"]]
         needles = {c.name: c.runs[0]["needle"][c.rope] for c in found}
         if needles:

@@ -58,9 +58,9 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
     shares = {"tokens": {"share": 0.25}, "sequences": {"share": 0.0}}
     recall = {"rope": {"kind": "ntk", "theta": None}, "tasks": ["copy"]}
     recall["lengths"] = [{"length": 64, "reason": None, "copy": shares, "mean": shares}]
-    leave_run(tmp_path / "runs/league_recall", tiny_config, "alibi", 0.1, {})
+    leave_run(tmp_path / "runs/league_recall", tiny_config, "lssa", 0.1, {})
     recall["step"] = load_config(tiny_config).train.max_steps
-    (tmp_path / "runs/league_recall/alibi/eval_recall.json").write_text(json.dumps(recall))
+    (tmp_path / "runs/league_recall/lssa/eval_recall.json").write_text(json.dumps(recall))
     cells = [{"length": 64, "depth": d, "reason": None, "choice": {"share": d / 100}} for d in (10, 30)]
     needle = recall | {"rope": {"kind": "none", "theta": None}, "cells": cells}
     (runs / "lssa/eval_needle.json").write_text(json.dumps(needle))
@@ -81,7 +81,7 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
     text = (out / "README.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     mean = sum(TEXT[2:]) / 6  # two of eight blocks choose the RoPE scaling
-    softmax, lssa = (next(row for row in rows if row[0] == name) for name in ("softmax", "lssa"))
+    softmax, lssa = (next(r for r in rows if r[0] == name and len(r) > 6) for name in ("softmax", "lssa"))
     assert softmax[1:4] == ["ntk", "2", "0.002*"] and lssa[1:4] == ["none", "1", "0.001"]
     assert softmax[4:6] == [f"{mean:.3f} ±0.141", f"{mean + 0.5:.3f} ±0.141"]
     assert lssa[4:6] == [f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}"] and lssa[6] == "0.100"
@@ -93,7 +93,8 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
     assert ["lssa", "**2.001**", "2.002"] in rows
     ends = [f"**{mean + 0.2:.3f}**", f"{mean + 0.3:.3f}", f"{mean + 0.3:.3f}", f"**{mean + 0.1:.3f}**"]
     assert ["lssa", *ends] in rows
-    assert ["lssa", "20 %"] in rows and ["alibi", "ntk", "25", "25"] in rows
+    assert ["lssa", "20 %"] in rows and ["lssa", "ntk", "25", "25"] in rows
+    assert ["lssa", f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}", "25"] in rows  # both ends and recall
     for picture in ("A_plane.png", "A_lengths.png", "A_positions.png", "A_training.png"):
         assert (out / picture).read_bytes()[:4] == b"\x89PNG" and picture in text
 
