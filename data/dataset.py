@@ -17,6 +17,7 @@ from __future__ import annotations
 import bisect
 import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,17 +71,17 @@ class _DatasetInfo(_Strict):
     shards: list[_ShardFile]
 
 
-def begin_dataset(folder: str | Path, name: str = "") -> None:
-    """Create the folder and mark it unfinished, so that nothing trains on half a dataset.
+def begin_dataset(folder: Path, name: str = "", keep: Collection[str] = ()) -> None:
+    """Create the folder, mark it unfinished, and remove an earlier preparation's shards.
 
     Without the mark, shards of an interrupted run, having no dataset.json, would pass for a gpt2 download.
 
     Args:
-        name: of the dataset, whose shards alone the folder may hold; "": any.
+        name: of the dataset, whose shards alone the folder may hold; "": any, and none is removed.
+        keep: file names of the shards to keep.
     Raises:
         UserError: the folder cannot be created or written, or holds another dataset's shards.
     """
-    folder = Path(folder)
     for path in folder.glob("*.bin") if name else ():
         if not path.name.startswith(f"{name}_"):
             raise UserError(f"{folder}: holds {path.name}, another dataset's: choose another --out")
@@ -88,6 +89,9 @@ def begin_dataset(folder: str | Path, name: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / UNFINISHED_NAME).write_text("The script that prepares this folder has not finished.\n")
         (folder / INFO_NAME).unlink(missing_ok=True)
+        for path in (*folder.glob(f"{name}_*.bin"), *folder.glob(f".{name}_*.bin.tmp")):
+            if path.name not in keep:
+                path.unlink()
     except OSError as e:
         raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
 

@@ -195,9 +195,10 @@ def build(source: Source, out: Path, options: Record, workers: int) -> Record:
         if shards and (info := dataset.finished_info(out)):
             print(f"{out}: finished before; nothing to do (`python -m data.verify verify {out}` checks it)")
             return info
-        dataset.begin_dataset(out)
         cutter = ShardCutter(out, header)
-        _resume(cutter, shards)
+        _adopt_shards(cutter, shards)
+        dataset.begin_dataset(out, options["dataset"], keep=[shard["file"] for shard in cutter.shards])
+        cutter.save_manifest()
         if not cutter.is_complete:
             _tokenise_all(source, cutter, options["tokenizer"], workers)
         val, *train = (shard["documents"] for shard in cutter.shards)
@@ -229,19 +230,13 @@ def _check_same(out: Path, begun: Record, shards: list[Record], header: Record) 
             )
 
 
-def _resume(cutter: ShardCutter, shards: list[Record]) -> None:
-    """Keep the finished shards up to the first damaged one; remove everything else of this dataset."""
+def _adopt_shards(cutter: ShardCutter, shards: list[Record]) -> None:
+    """Continue after the finished shards, up to the first damaged one."""
     try:
         for shard in shards:
             cutter.adopt(shard)
     except UserError as e:
         print(f"made again from here on: {e}", file=sys.stderr)
-    cutter.save_manifest()
-    kept = {shard["file"] for shard in cutter.shards}
-    name = cutter.val.dataset
-    for path in (*cutter.folder.glob(f"{name}_*.bin"), *cutter.folder.glob(f".{name}_*.bin.tmp")):
-        if path.name not in kept:
-            path.unlink()
 
 
 def _tokenise_all(source: Source, cutter: ShardCutter, tokenizer: str, workers: int) -> None:

@@ -163,8 +163,6 @@ def build(
     documents, skipped = collect(roots)
     splits = split_documents(documents, val_fraction)
     dataset.begin_dataset(out, DATASET)
-    for stale in out.glob(f"{DATASET}_*_*.bin"):
-        stale.unlink()
     python = platform.python_version()
     packages = " and installed packages" if settings["site_packages"] else ""
     info: dict[str, Any] = {

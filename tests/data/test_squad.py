@@ -165,6 +165,17 @@ def test_a_finished_dataset_survives_mistakes(
     assert TokenStream(folder, "train").mask is not None
 
 
+def test_a_smaller_dataset_replaces_a_larger_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any
+) -> None:
+    """Of fewer shards: none of the larger one's stay, which dataset.json would not list."""
+    monkeypatch.setattr(squad, "SHARD_SIZE", 64_000)
+    for n in (2048, 64):
+        call(recall, "--sequences", n, "--out", tmp_path)
+        assert TokenStream(tmp_path, "train").n_tokens == 64 * n
+    verify(tmp_path)
+
+
 # ---- training ----
 
 
