@@ -52,6 +52,7 @@ def run_main(main: Callable[[], None]) -> None:
 
     try:
         main()
+        sys.stdout.flush()  # a closed pipe is an error here, not while Python exits
     except UserError as e:
         prefix = "error: "
         if os.environ.get("LOCAL_RANK", "0") != "0":

@@ -288,6 +288,20 @@ def test_verify_command(dataset: Path) -> None:
     assert result.stderr.count("\n") == 2 and result.stderr.count("error: ") == 2
 
 
+def test_a_closed_pipe_ends_quietly(dataset: Path) -> None:
+    """As in `python -m data.verify verify DIR | true`, where the output waits in a buffer until the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "data.verify", "verify", dataset],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": ""},
+    )  # fmt: skip
+    assert process.stdout and process.stderr
+    with process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
 def test_mistakes_are_one_line(tmp_path: Path, call: Callable[..., None]) -> None:
     for args, part in (
         ((), "command, DIR"),
