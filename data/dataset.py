@@ -159,7 +159,8 @@ class TokenStream:
         n_tokens: length of the stream.
         mask: the stream of its mask, or None.
     Raises:
-        UserError: one line, for a missing folder, no shards, a missing or foreign shard, a damaged one.
+        UserError: one line, for a missing folder, no shards, a missing or foreign shard, a damaged one,
+            a mask of another length.
     """
 
     def __init__(self, folder: str | Path, split: str) -> None:
@@ -176,6 +177,10 @@ class TokenStream:
             self._check_listed(paths)
         has_mask = f"{split}mask" in self.info.get("splits", {})
         self.mask = TokenStream(folder, f"{split}mask") if has_mask else None
+        if self.mask and self.mask.n_tokens != self.n_tokens:
+            raise UserError(
+                f"{folder}: {split}mask has {self.mask.n_tokens} tokens: expected {self.n_tokens}, as {split}"
+            )
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) as (length,) int64, wrapping around the stream's end."""

@@ -15,7 +15,7 @@ from launch import build, metrics, run, run_script
 from config import load_config, to_toml
 from data import recall, squad
 from data.batches import train_batch, val_batch
-from data.dataset import IGNORED, TokenStream
+from data.dataset import IGNORED, TokenStream, finish_dataset
 from data.tokenizer import get_tokenizer
 from data.verify import verify
 from evals.common import open_validation
@@ -174,6 +174,16 @@ def test_a_smaller_dataset_replaces_a_larger_one(
         call(recall, "--sequences", n, "--out", tmp_path)
         assert TokenStream(tmp_path, "train").n_tokens == 64 * n
     verify(tmp_path)
+
+
+def test_a_mask_of_another_length_is_rejected(tmp_path: Path) -> None:
+    info: dict[str, Any] = {"dataset": "toy", "tokenizer": "bytes", "vocab_size": 257, "source": "a test"}
+    info |= {"splits": {}, "shards": []}
+    for split, n_tokens in (("train", 10), ("trainmask", 9)):
+        squad.write_split(tmp_path, info, split, [np.ones(n_tokens, np.uint16)], documents=0)
+    finish_dataset(tmp_path, info)
+    with pytest.raises(UserError, match="trainmask has 9 tokens: expected 10, as train"):
+        TokenStream(tmp_path, "train")
 
 
 # ---- training ----
