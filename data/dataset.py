@@ -15,7 +15,6 @@ loss, 0 for the others (data/squad.py). Batches set the targets of the others to
 from __future__ import annotations
 
 import bisect
-import re
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -184,8 +183,6 @@ class TokenStream:
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) as (length,) int64, wrapping around the stream's end."""
-        if start < 0 or length < 0:
-            raise ValueError(f"start = {start}, length = {length}: expected both >= 0")
         out = np.empty(length, dtype=np.int64)
         position, filled = start % self.n_tokens, 0
         while filled < length:
@@ -239,11 +236,11 @@ def find_shards(folder: Path, split: str) -> list[Path]:
     found: dict[int, Path] = {}
     datasets = set()
     for path in sorted(folder.glob(f"*_{split}_*.bin")):
-        match = re.fullmatch(rf"(.+)_{re.escape(split)}_(\d{{6}})\.bin", path.name)
-        if match is None:
+        match = SHARD_NAME.fullmatch(path.name)
+        if match is None or match["split"] != split:
             raise UserError(f"{path}: expected a name like fineweb_{split}_000001.bin")
-        found[int(match[2])] = path
-        datasets.add(match[1])
+        found[int(match["index"])] = path
+        datasets.add(match["dataset"])
     if not found:
         raise UserError(f"{folder}: no shards named *_{split}_*.bin; {HOW_TO_PREPARE}")
     if len(datasets) > 1:

@@ -148,12 +148,9 @@ def open_shard(path: str | Path, vocab_size: int) -> np.memmap:
     Raises:
         UserError: one line naming the file, what was found and what was expected.
     """
-    with open_tokens(path) as (header, _):
-        n_tokens = int(np.frombuffer(header, "<i4", count=3)[2])
-    try:
-        tokens = np.memmap(path, dtype=TOKEN, mode="r", offset=HEADER_BYTES, shape=(n_tokens,))
-    except (OSError, ValueError) as e:
-        raise UserError(f"{path}: cannot be mapped into memory: {e}") from None
+    with open_tokens(path):
+        tokens = np.memmap(path, dtype=TOKEN, mode="r", offset=HEADER_BYTES)
+    n_tokens = len(tokens)
     where = np.arange(n_tokens) if n_tokens <= 65536 else np.linspace(0, n_tokens - 1, 256).astype(np.int64)
     bad = where[tokens[where] >= vocab_size]
     if len(bad):
@@ -213,5 +210,5 @@ def release_pages(shard: np.ndarray) -> None:
     Otherwise every page ever read counts as resident memory of this process: 20 GB a rank after an epoch of
     FineWeb-10B, for which batch schedulers kill jobs.
     """
-    if isinstance(shard.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+    if isinstance(shard.base, mmap.mmap):
         shard.base.madvise(mmap.MADV_DONTNEED)
