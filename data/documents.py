@@ -193,13 +193,12 @@ def naming(name: str, hint: str = "") -> Iterator[None]:
 
 
 class Block(NamedTuple):
-    """Consecutive rows of one input, as bytes: UTF-8 text, or a line of JSON with the text under a key."""
+    """Consecutive rows of one input."""
 
     input: int
     row: int  # of the first one
     rows: list[bytes | None]
-    name: str  # of the input
-    json_key: str | None
+    file: Input
 
 
 class Tokens(NamedTuple):
@@ -224,7 +223,7 @@ def read_blocks(source: Source, start: Cursor) -> Generator[Block]:
         with naming(file.name):
             rows = islice(file.rows(), row, None)
             while taken := _take_block(rows):
-                yield Block(index, row, taken, file.name, file.json_key)
+                yield Block(index, row, taken, file)
                 row += len(taken)
 
 
@@ -245,9 +244,9 @@ def tokenise(block: Block, encoding: tiktoken.Encoding) -> Tokens:
     parts, lengths, notes = [eot[:0]], np.zeros(n, np.int64), np.zeros(n, np.uint8)
     for i, row in enumerate(block.rows):
         try:
-            text, repaired = _text(row or b"", block.json_key)
+            text, repaired = _text(row or b"", block.file.json_key)
         except ValueError as e:
-            raise UserError(f"{block.name}, line {block.row + i + 1}: {e}") from None
+            raise UserError(f"{block.file.name}, line {block.row + i + 1}: {e}") from None
         notes[i] = 1 if not text else 2 if repaired else 0
         if text:
             parts += [eot, encode(encoding, text)]
