@@ -28,7 +28,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -292,7 +292,11 @@ def _parse_args() -> argparse.Namespace:
     return args
 
 
-def _build(args: argparse.Namespace) -> tuple[Path, Record]:
+def _prepare(args: argparse.Namespace) -> tuple[Path, Record]:
+    """The folder, and its dataset.json's content."""
+    if args.pretokenized:
+        out = args.out or DATA / "fineweb10B"
+        return out, fetch_pretokenized(out, args.shards)
     tokenizer, column, workers = args.tokenizer or "gpt2", args.column or "text", args.workers or n_cores()
     options = {"tokenizer": tokenizer, "shard_size": args.shard_size, "max_tokens": args.max_tokens}
     if args.files:
@@ -313,19 +317,14 @@ def _build(args: argparse.Namespace) -> tuple[Path, Record]:
 
 
 def main() -> None:
-    args, info = _parse_args(), None
-    with suppress(KeyboardInterrupt):
-        if args.pretokenized:
-            out = args.out or DATA / "fineweb10B"
-            info = fetch_pretokenized(out, args.shards)
-        else:
-            out, info = _build(args)
-    if info is None:
+    args = _parse_args()
+    try:
+        out, info = _prepare(args)
+    except KeyboardInterrupt:
         print("stopped; run the same command again to resume after the finished shards", file=sys.stderr)
-        sys.stderr.flush()
         if args.pretokenized:
             os._exit(130)  # at once: threads may be downloading
-        sys.exit(130)
+        raise
     print(f"source   {info['source']}")
     if info["rows"]:
         print(f"rows     {', '.join(f'{n:,} {note}' for note, n in sorted(info['rows'].items()))}")
