@@ -95,11 +95,11 @@ def begin_dataset(folder: Path, name: str = "", keep: Collection[str] = ()) -> N
         raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
 
 
-def finish_dataset(folder: str | Path, info: dict[str, Any]) -> None:
+def finish_dataset(folder: Path, info: dict[str, Any]) -> None:
     """Write dataset.json and remove the mark of `begin_dataset`: the last step of a preparation."""
-    path = Path(folder) / INFO_NAME
+    path = folder / INFO_NAME
     write_json(_check_info({"format_version": INFO_VERSION} | info, path), path)
-    (Path(folder) / UNFINISHED_NAME).unlink(missing_ok=True)
+    (folder / UNFINISHED_NAME).unlink(missing_ok=True)
 
 
 def dataset_info(folder: str | Path) -> dict[str, Any]:

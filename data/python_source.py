@@ -70,7 +70,7 @@ def source_roots(site_packages: bool) -> dict[str, Path]:
 
 
 def collect(roots: dict[str, Path]) -> tuple[list[Document], Counter[str]]:
-    """All documents below the roots, sorted by name, and the number of skipped files by reason.
+    """All documents below the roots, and the number of skipped files by reason.
 
     Raises:
         UserError: a root does not exist.
@@ -96,7 +96,7 @@ def collect(roots: dict[str, Path]) -> tuple[list[Document], Counter[str]]:
             else:
                 seen.add(digest)
                 documents.append(Document(prefix + name, text, len(raw)))
-    return sorted(documents, key=lambda document: document.name), skipped
+    return documents, skipped
 
 
 def _python_files(root: Path) -> Iterator[tuple[str, Path]]:
@@ -139,7 +139,7 @@ def split_documents(documents: list[Document], val_fraction: float) -> dict[str,
 
 def build(
     roots: dict[str, Path],
-    out: str | Path,
+    out: Path,
     tokenizer: str = "bytes",
     shard_size: int = 10**8,
     val_fraction: float = 0.05,
@@ -153,7 +153,6 @@ def build(
     Raises:
         UserError: no sources, an unknown tokeniser, a folder that cannot be written or has another dataset.
     """
-    out = Path(out)
     encoding = get_tokenizer(tokenizer)
     settings = {"tokenizer": tokenizer, "shard_size": shard_size, "val_fraction": val_fraction}
     settings["site_packages"] = len(roots) > 1

@@ -46,8 +46,8 @@ class ShardWriter:
         index: index of the current shard.
     """
 
-    def __init__(self, folder: str | Path, dataset: str, split: str, shard_size: int, index: int) -> None:
-        self.folder, self.dataset, self.split = Path(folder), dataset, split
+    def __init__(self, folder: Path, dataset: str, split: str, shard_size: int, index: int) -> None:
+        self.folder, self.dataset, self.split = folder, dataset, split
         self.shard_size, self.index = shard_size, index
         self.n_tokens, self.room = 0, shard_size
         self.files: list[dict[str, Any]] = []
@@ -139,7 +139,7 @@ def _as_uint16(tokens: Sequence[int] | np.ndarray, path: Path) -> np.ndarray:
 # ---------------------------------------------------------------- reading
 
 
-def open_shard(path: str | Path, vocab_size: int) -> np.memmap:
+def open_shard(path: Path, vocab_size: int) -> np.memmap:
     """Map a shard's tokens, (n,) little-endian uint16, after checking the file.
 
     Checked are magic, version, the exact size, and that tokens are below `vocab_size`: all tokens of a small
@@ -163,7 +163,7 @@ def open_shard(path: str | Path, vocab_size: int) -> np.memmap:
 
 
 @contextmanager
-def open_tokens(path: str | Path) -> Iterator[tuple[bytes, Iterator[np.ndarray]]]:
+def open_tokens(path: Path) -> Iterator[tuple[bytes, Iterator[np.ndarray]]]:
     """A shard's checked header (1024 bytes) and an iterator over chunks of its tokens.
 
     Each chunk, (n,) uint16, is a view of one buffer that the next chunk overwrites, so memory stays flat.
@@ -186,7 +186,7 @@ def _chunks(f: BufferedReader) -> Iterator[np.ndarray]:
         yield buffer[: n_bytes // 2]
 
 
-def check_header(path: str | Path, header: bytes, size: int) -> None:
+def check_header(path: Path, header: bytes, size: int) -> None:
     """Raises UserError, naming what was found and expected, unless the header agrees with the file's size."""
     if len(header) < HEADER_BYTES:
         what = f"{size} bytes, too short" if size else "empty file"

@@ -50,7 +50,7 @@ class Survey:
         return (self.tokens - self.head) / self.documents if self.documents else 0.0
 
 
-def survey(folder: str | Path, split: str) -> Survey:
+def survey(folder: Path, split: str) -> Survey:
     """Scan a split from end to end, in constant memory.
 
     Raises:
