@@ -27,7 +27,7 @@ HINT = "; run the same command again to resume; without a network, HF_HUB_OFFLIN
 def fetch_pretokenized(out: Path, n_train: int | None) -> dict[str, Any]:
     """Fetch the validation shard and the first `n_train` training shards (None: all); returns dataset.json.
 
-    Each is compared with the hub's sha256 and checked as a shard. Shards that are there are checked and kept.
+    Each is compared with the hub's sha256 and checked as a shard. Existing shards are checked and kept.
 
     Raises:
         UserError: no network, fewer shards than asked for, or a folder with another dataset.

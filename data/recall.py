@@ -143,7 +143,7 @@ def build(out: Path, tasks: list[str], n_train: int, length: int, seed: int) -> 
 
 def main() -> None:
     args = _parse_args()
-    make_sequence(args.tasks[0], args.seq_len, "")  # fails, if it must, before anything is written
+    make_sequence(args.tasks[0], args.seq_len, "")  # an error here leaves the folder unchanged
     with exclusive_lock(args.out):
         begin_dataset(args.out, DATASET)
         build(args.out, list(dict.fromkeys(args.tasks)), args.sequences, args.seq_len, args.seed)

@@ -194,7 +194,7 @@ def _parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = _parse_args()
-    get_tokenizer(args.tokenizer)  # fails, if it must, before anything is written
+    get_tokenizer(args.tokenizer)  # an error here leaves the folder unchanged
     with exclusive_lock(args.out):
         splits, source = from_files(args.train, args.val) if args.train else from_hub()
         begin_dataset(args.out, DATASET)
