@@ -28,7 +28,6 @@ import math
 import multiprocessing
 import os
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -111,7 +110,7 @@ def run_part(plan: Plan, path: Path, deadline: float, retry: bool) -> bool:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
             except RuntimeError:
-                sys.exit(BROKEN)
+                os._exit(BROKEN)  # at once: to clean up after a broken context may hang
     return True
 
 
@@ -614,6 +613,12 @@ def plan_of(part: str, bench: Bench, done: set[str]) -> Plan:
             yield from step_plan(bench)
 
 
+def stop() -> None:
+    """Rows are on disk already: the process may end in the middle of a compilation."""
+    print("stopped at the deadline: run the same command again to go on", flush=True)
+    os._exit(0)
+
+
 def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("part", choices=["main", "tune", "lengths", "long", "report"])
@@ -631,8 +636,7 @@ def main() -> None:
         raise UserError("--smoke and TRITON_INTERPRET=1 go together; expected both or neither")
     if not args.smoke and not torch.cuda.is_available():
         raise UserError("no CUDA device; expected one (or TRITON_INTERPRET=1 and --smoke)")
-    # Rows are on disk already: the process may end in the middle of a compilation.
-    guard = threading.Timer(max(0.0, args.until - time.time()), lambda: os._exit(0))
+    guard = threading.Timer(max(0.0, args.until - time.time()), stop)
     guard.daemon = True
     guard.start()
     torch.manual_seed(0)

@@ -26,10 +26,10 @@ if ! $python -c "import pydantic" 2> /dev/null; then
 fi
 mkdir -p "$out"
 if [ ! -e "$out/rows.jsonl" ] && [ -e runs/gpu/rows.jsonl ]; then cp runs/gpu/rows.jsonl "$out"; fi
-while status=0; do
+# 75, SIGABRT, SIGSEGV: a row has broken the CUDA context or the process; another process does the rest.
+status=75
+while [[ $status =~ ^(75|134|139)$ ]] && [ "$(date +%s)" -lt $until ]; do
+    status=0
     $python -m benchmarks.gpu "$@" --out "$out" --until $until || status=$?
-    case $status in
-        75 | 134 | 139) ;;  # a row has broken the CUDA context or the process: another process does the rest
-        *) exit $status ;;
-    esac
 done
+exit $status
