@@ -8,8 +8,8 @@
     TRITON_INTERPRET=1 python -m benchmarks.gpu main --smoke      # on a CPU: does this script run at all?
 
 A row is appended to rows.jsonl the moment it is measured and is never measured twice: a command that was
-killed, or stopped at its deadline, resumes where it was. Rows that failed are there with their error;
---retry measures them again.
+killed, or stopped at its deadline, resumes where it was. Rows that failed are there with their error, and
+rows of other kernels or block sizes than the present ones are marked: --retry measures both again.
 
 Times are medians of CUDA-event timings at 65,536 tokens in 768 dimensions (12 heads of 64, or 6 of 128),
 bfloat16, causal, each case in turn with FlashAttention-2's softmax; fwd, bwd and both are medians of ratios
@@ -23,6 +23,7 @@ Decoding runs in CUDA graphs.
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import math
 import multiprocessing
@@ -33,7 +34,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ LSSA = AttentionConfig(normaliser="lssa")
 LSSAR = AttentionConfig(normaliser="lssa", reweight_p=15)
 BIASED = AttentionConfig(normaliser="scale_invariant")  # for the flex engine
 GRAPH_CALLS = 10
+LIMIT = 540  # seconds of a command
 BROKEN = 75  # exit status: a row has broken the CUDA context, the next process resumes after it
 # claim, key of its row, column, least and largest value
 TARGETS: list[tuple[str, str, str, float, float]] = [
@@ -79,9 +81,8 @@ TARGETS: list[tuple[str, str, str, float, float]] = [
 # ---------------------------------------------------------------- rows
 
 
-def run_part(plan: Plan, path: Path, deadline: float, retry: bool) -> bool:
-    """Measure what the file has no row of; whether the part is complete."""
-    done = finished(path, retry, deadline - 540)
+def run_part(plan: Plan, path: Path, deadline: float, done: set[str]) -> bool:
+    """Measure the rows that are not done; whether the part is complete."""
     running = path.with_name("running")  # keys that ended their process: given up after the second time
     tried = running.read_text().splitlines() if running.exists() else []
     for key, measure in plan:
@@ -98,7 +99,8 @@ def run_part(plan: Plan, path: Path, deadline: float, retry: bool) -> bool:
             row = measure() if tried.count(key) < 2 else {"failed": "ended its process twice"}
         except Exception as e:
             row = {"failed": f"{type(e).__name__}: {str(e).strip()}".splitlines()[0][:170]}
-        row = {"key": key} | row | {"took": round(time.time() - start, 1), "on": machine(), "at": start}
+        row = {"key": key, **row, "took": round(time.time() - start, 1), "at": start}
+        row |= {"on": machine(), "kernels": kernels()}
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
@@ -122,12 +124,14 @@ def read_rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def finished(path: Path, retry: bool, since: float = math.inf) -> set[str]:
-    """The keys of this machine's rows; with retry, without those whose newest row failed before `since`."""
+def finished(path: Path, retry: bool, since: float) -> set[str]:
+    """The keys of this machine's rows; with retry, without failed or outdated ones from before `since`."""
     rows = {row["key"]: row for row in read_rows(path) if row["on"] == machine()}
-    return {key for key, row in rows.items() if not (retry and "failed" in row and row.get("at", 0) < since)}
+    bad = {key for key, row in rows.items() if "failed" in row or is_outdated(row)}
+    return {key for key, row in rows.items() if not (retry and key in bad and row["at"] < since)}
 
 
+@cache
 def machine() -> str:
     import triton
 
@@ -135,29 +139,49 @@ def machine() -> str:
     return f"{name}, torch {torch.__version__}, triton {triton.__version__}"
 
 
+@cache
+def kernels() -> str:
+    """A hash of the kernels and their block sizes."""
+    files = sorted(Path(fused.__file__).parent.glob("fused*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
+
+
+def is_outdated(row: Row) -> bool:
+    return bool(row["kernels"] != kernels())
+
+
 def format_row(row: Row) -> str:
-    values = {k: v for k, v in row.items() if k not in ("key", "took", "on", "at")}
+    values = {k: v for k, v in row.items() if k not in ("key", "took", "at", "on", "kernels")}
     cells = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()]
-    return f"{row['key']:50} {'  '.join(cells)}   ({row['took']:.0f} s)"
+    return f"{row['key']:50} {'  '.join(cells)}   ({row['took']:.0f} s{', other kernels' * is_outdated(row)})"
 
 
 def report(path: Path) -> None:
-    """The newest row of each key, and which targets hold."""
-    rows = {row["key"]: row for row in read_rows(path)}
-    print("\n".join(sorted({f"# {row['on']}" for row in rows.values()})))
-    print("\n".join(format_row(row) for row in rows.values() if not row["key"].startswith("tune")))
+    """For each machine the newest row of each key, and which targets hold."""
+    machines: dict[str, dict[str, Row]] = {}
+    for row in read_rows(path):
+        machines.setdefault(row["on"], {})[row["key"]] = row
+    for name, rows in machines.items():
+        print(f"\n# {name}")
+        print("\n".join(format_row(row) for key, row in rows.items() if not key.startswith("tune")))
+        report_tuning(rows)
+        print("\n## Targets")
+        for claim, key, column, least, most in TARGETS:
+            value = rows.get(key, {}).get(column)
+            verdict = "not measured" if value is None else "holds" if least <= value <= most else "MISSED"
+            other = " (other kernels)" if key in rows and is_outdated(rows[key]) else ""
+            print(f"- {verdict:12} {claim}: {value} (expected {least:g} to {most:g}){other}")
+
+
+def report_tuning(rows: dict[str, Row]) -> None:
+    """The five fastest launches of each kernel."""
     tuned: dict[str, list[tuple[float, str]]] = {}
-    for row in rows.values():
-        if row["key"].startswith("tune") and "ms" in row:
-            kernel, launch = row["key"].rsplit(" | ", 1)
+    for key, row in rows.items():
+        if key.startswith("tune") and "ms" in row:
+            kernel, launch = key.rsplit(" | ", 1)
             tuned.setdefault(kernel, []).append((row["ms"], launch))
     for kernel, found in tuned.items():
         print(kernel, *(f"{ms:.3f} ms {launch}" for ms, launch in sorted(found)[:5]), sep="\n    ")
-    print("\n## Targets")
-    for claim, key, column, least, most in TARGETS:
-        value = rows.get(key, {}).get(column)
-        verdict = "not measured" if value is None else "holds" if least <= value <= most else "MISSED"
-        print(f"- {verdict:12} {claim}: {value} (expected {least:g} to {most:g})")
 
 
 # ---------------------------------------------------------------- timing
@@ -623,9 +647,11 @@ def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("part", choices=["main", "tune", "lengths", "long", "report"])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of rows.jsonl (runs/gpu)")
-    parser.add_argument("--until", type=float, default=time.time() + 540, metavar="SECONDS",
+    parser.add_argument("--until", type=float, default=time.time() + LIMIT, metavar="SECONDS",
                         help="stop at this time, in seconds since 1970 (default: in 9 minutes)")  # fmt: skip
-    parser.add_argument("--retry", action="store_true", help="measure failed rows again")
+    parser.add_argument(
+        "--retry", action="store_true", help="measure failed rows and those of other kernels again"
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU, with TRITON_INTERPRET=1")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -640,9 +666,9 @@ def main() -> None:
     guard.daemon = True
     guard.start()
     torch.manual_seed(0)
-    plan = plan_of(args.part, Bench(args.smoke), finished(path, args.retry))
+    done = finished(path, args.retry, since=args.until - LIMIT)
     try:
-        if run_part(plan, path, args.until, args.retry):
+        if run_part(plan_of(args.part, Bench(args.smoke), done), path, args.until, done):
             print(f"{args.part} is complete")
     finally:
         guard.cancel()
