@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -163,7 +164,7 @@ def report(path: Path) -> None:
         machines.setdefault(row["on"], {})[row["key"]] = row
     for name, rows in machines.items():
         print(f"\n# {name}")
-        print("\n".join(format_row(row) for key, row in rows.items() if not key.startswith("tune")))
+        print("\n".join(format_row(rows[key]) for key in sorted(rows) if not key.startswith("tune")))
         report_tuning(rows)
         print("\n## Targets")
         for claim, key, column, least, most in TARGETS:
@@ -274,7 +275,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, p: int = 15) -> Tensor:
     return (b / b.sum(-1, keepdim=True)).to(v.dtype) @ v
 
 
-def flex(bench: Bench, length: int, head_dim: int, p: int) -> Callable[..., Tensor]:
+def flex(p: int, bench: Bench, head_dim: int, length: int) -> Callable[..., Tensor]:
     """LSSA as one FlexAttention call; with p, LSSAR as two: the first for each row's Z."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -302,7 +303,7 @@ def flex(bench: Bench, length: int, head_dim: int, p: int) -> Callable[..., Tens
 
 
 def ours(
-    bench: Bench, options: AttentionConfig, engine: Any, head_dim: int, length: int
+    options: AttentionConfig, engine: Any, bench: Bench, head_dim: int, length: int
 ) -> Callable[..., Tensor]:
     """Compiled as in a model: the compiler fuses the normalisation of q and k, the kernels are ours."""
     normaliser = make_normaliser(options, bench.width // head_dim, head_dim, length)
@@ -397,36 +398,35 @@ def wide_offsets(bench: Bench) -> Row:
     return {"same": float(all(torch.equal(a, b) for a, b in zip(*results, strict=True)))}
 
 
+Make = Callable[[Bench, int, int], Callable[..., Tensor]]  # the function o(q, k, v) for a head_dim and length
+CASES: dict[str, Make] = {  # what matters most is measured first, at all sizes
+    "FlashAttention-2": lambda *_: flash,
+    "LSSAR triton": partial(ours, LSSAR, "triton"),
+    "LSSA triton": partial(ours, LSSA, "triton"),
+    "cuDNN": lambda *_: partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+    "FlashAttention-3": lambda *_: flash_3,
+    "LSSA FlexAttention": partial(flex, 0),
+    "LSSAR FlexAttention": partial(flex, 15),
+    "scale_invariant FlexAttention": partial(ours, BIASED, "flex"),
+    "scale_invariant rows": partial(ours, BIASED, "rows"),
+    "LSSAR naive": lambda *_: naive,
+    "LSSAR rows": partial(ours, LSSAR, "rows"),
+    "entmax AdaSplash-2": lambda *_: adasplash_2,  # tunes itself for minutes
+}
+LONGEST = {"naive": 4096, "rows": 16384, "FlexAttention": 16384}  # by a name's last word
+
+
 def kernel_plan(bench: Bench, lengths: list[int], head_dims: list[int]) -> Plan:
-    for head_dim in head_dims:
-        for length in lengths:
-            cases: dict[str, Callable[[], Callable[..., Tensor]]] = {
-                "FlashAttention-2": lambda: flash,
-                "LSSAR triton": partial(ours, bench, LSSAR, "triton", head_dim, length),
-                "LSSA triton": partial(ours, bench, LSSA, "triton", head_dim, length),
-                "cuDNN": lambda: partial(sdpa, SDPBackend.CUDNN_ATTENTION),
-                "FlashAttention-3": lambda: flash_3,
-                "LSSA FlexAttention": partial(flex, bench, length, head_dim, 0),
-                "LSSAR FlexAttention": partial(flex, bench, length, head_dim, 15),
-                "scale_invariant FlexAttention": partial(ours, bench, BIASED, "flex", head_dim, length),
-                "scale_invariant rows": partial(ours, bench, BIASED, "rows", head_dim, length),
-                "LSSAR naive": lambda: naive,
-                "LSSAR rows": partial(ours, bench, LSSAR, "rows", head_dim, length),
-                "entmax AdaSplash-2": lambda: adasplash_2,
-            }
-            for name, make in cases.items():
-                limit = {"naive": 4096, "rows": 16384, "FlexAttention": 16384}.get(name.split()[-1], math.inf)
-                if length <= limit and not (bench.smoke and "Flex" in name):
-                    tokens = bench.tokens // 4 if "naive" in name else bench.tokens
-                    key = f"kernel | d={head_dim} | T={length} | {name}"
-                    yield key, partial(kernel_row, bench, make, length, head_dim, max(tokens, length))
+    for (name, make), head_dim, length in itertools.product(CASES.items(), head_dims, lengths):
+        if length <= LONGEST.get(name.split()[-1], math.inf) and not (bench.smoke and "Flex" in name):
+            tokens = max(bench.tokens // 4 if "naive" in name else bench.tokens, length)
+            key = f"kernel | d={head_dim} | T={length} | {name}"
+            yield key, partial(kernel_row, make, bench, head_dim, length, tokens)
 
 
-def kernel_row(
-    bench: Bench, make: Callable[[], Callable[..., Tensor]], length: int, head_dim: int, tokens: int
-) -> Row:
+def kernel_row(make: Make, bench: Bench, head_dim: int, length: int, tokens: int) -> Row:
     torch._functorch.config.donated_buffer = False  # else compiled graphs reject retain_graph, below
-    fn = make()
+    fn = make(bench, head_dim, length)
     q, k, v, do = bench.inputs(length, head_dim, tokens)
 
     def both(f: Callable[..., Tensor]) -> Callable[[], object]:
