@@ -17,7 +17,7 @@ within a turn. TFLOP/s count the matrix products that softmax attention needs (2
 them masked), whatever an implementation really does. "naive" is the paper's formula in PyTorch functions on a
 quarter of the tokens. FlexAttention gets LSSA as softmax(log softplus(x)), LSSAR as two such calls; its mask
 is built outside the timed call; scale_invariant runs on it as our engine flex. Each row is compiled anew.
-Decoding runs in CUDA graphs.
+Launches are timed alone by triton.testing.do_bench, decoding by do_bench_cudagraph.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.testing import do_bench, do_bench_cudagraph
 
 import engines.flex
 from attention import attend, make_normaliser
@@ -61,7 +62,6 @@ Plan = Iterator[tuple[str, Callable[[], Row]]]  # a row's key, and what measures
 LSSA = AttentionConfig(normaliser="lssa")
 LSSAR = AttentionConfig(normaliser="lssa", reweight_p=15)
 BIASED = AttentionConfig(normaliser="scale_invariant")  # for the flex engine
-GRAPH_CALLS = 10
 LIMIT = 540  # seconds of a command
 BROKEN = 75  # exit status: a row has broken the CUDA context, the next process resumes after it
 # claim, key of its row, column, least and largest value
@@ -217,6 +217,10 @@ class Bench:
         rounds = 1 if self.smoke else max(5, min(50, int(0.3 / self.seconds(case))))
         pairs = [(self.seconds(case), self.seconds(base)) for _ in range(rounds)]
         return statistics.median(a for a, _ in pairs), statistics.median(a / b for a, b in pairs)
+
+    def milliseconds(self, fn: Callable[[], object], timer: Callable[..., float]) -> float:
+        """Median by one of Triton's timers."""
+        return 1e3 * self.seconds(fn) if self.smoke else timer(fn, return_mode="median")
 
     def peak_gb(self, fn: Callable[[], object]) -> float:
         """GB allocated at most during a call, what was there before included."""
@@ -515,32 +519,10 @@ def decode(bench: Bench, n_keys: int, skip_mass: float) -> Row:
     with torch.no_grad():
         weights = normaliser.weights(q[:1], keys[:1], cached=True)
         live = (weights > weights.amax(-1, keepdim=True) * (skip_mass / n_keys)).float().mean().item()
-        case = graph(bench, fn)
-        base = graph(bench, lambda: F.scaled_dot_product_attention(q, k, v))
-        seconds, ratio = bench.paired(case, base)
-    seconds /= GRAPH_CALLS
+        ms = bench.milliseconds(fn, do_bench_cudagraph)
+        base = bench.milliseconds(lambda: F.scaled_dot_product_attention(q, k, v), do_bench_cudagraph)
     moved = batch * heads * n_keys * (2 * 64 + 8 + 2 * 64 * live)
-    return {"us": 1e6 * seconds, "ratio": ratio, "live V": live, "GB/s": moved / seconds / 1e9}
-
-
-def graph(bench: Bench, fn: Callable[[], object]) -> Callable[[], object]:
-    """GRAPH_CALLS calls as one CUDA graph."""
-
-    def calls() -> None:
-        for _ in range(1 if bench.smoke else GRAPH_CALLS):
-            fn()
-
-    if bench.smoke:
-        return calls
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        calls()
-    torch.cuda.current_stream().wait_stream(side)
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        calls()
-    return captured.replay
+    return {"us": 1e3 * ms, "ratio": ms / base, "live V": live, "GB/s": moved / ms / 1e6}
 
 
 # ---------------------------------------------------------------- tuning
@@ -584,11 +566,11 @@ def tune_row(bench: Bench, head_dim: int, kernel: str, launch: Launch) -> Row:
     def measure() -> float:
         if kernel == "forward":
             with torch.no_grad():
-                return bench.paired(lambda: lssar(q, k, v), lambda: None)[0]
+                return bench.milliseconds(lambda: lssar(q, k, v), do_bench)
         o = lssar(q, k, v)
-        return bench.paired(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), lambda: None)[0]
+        return bench.milliseconds(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), do_bench)
 
-    return {"ms": 1e3 * with_launch(head_dim, kernel, launch, measure)}
+    return {"ms": with_launch(head_dim, kernel, launch, measure)}
 
 
 def compile_variants(found: list[tuple[int, str, Launch]]) -> None:
