@@ -48,14 +48,15 @@ DENSE_LIMIT = 4096  # (T, T) tensors of a longer dense run would take tens of GB
 
 
 def naive_lssar(q: Tensor, k: Tensor, v: Tensor, p: int = 15) -> Tensor:
-    """LSSAR as the paper's formulas read, in dense tensors (it overflows for sharp rows: see reweight)."""
+    """LSSAR as the paper's formulas read, in dense float32 tensors (sharp rows overflow: see reweight)."""
     length, head_dim = q.shape[-2:]
-    n = torch.arange(1, length + 1, dtype=q.dtype)[:, None]
-    x = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * (math.log(head_dim) * n.log())
-    a = F.softplus(x) * torch.ones(length, length).tril()
+    n = torch.arange(1, length + 1, device=q.device, dtype=torch.float32)[:, None]
+    q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    x = (q @ k.mT).float() * (math.log(head_dim) * n.log())
+    a = F.softplus(x) * torch.ones(length, length, device=q.device).tril()
     a = a / a.sum(-1, keepdim=True)
-    b = torch.relu(a * n - (n > 3).to(q.dtype)) ** p * torch.ones(length, length).tril()
-    return b / b.sum(-1, keepdim=True) @ v
+    b = torch.relu(a * n - (n > 3).float()) ** p  # 0 where a is
+    return (b / b.sum(-1, keepdim=True)).to(v.dtype) @ v
 
 
 class PeakBytes(TorchDispatchMode):

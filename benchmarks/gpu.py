@@ -48,6 +48,7 @@ from triton.testing import do_bench, do_bench_cudagraph
 
 import engines.flex
 from attention import attend, make_normaliser
+from benchmarks.attention import LSSAR, naive_lssar
 from config import config_from_dict
 from engines import fused, fused_kernels
 from engines.fused import Launch, phi_attention
@@ -60,7 +61,6 @@ from schema import AttentionConfig
 Row = dict[str, Any]
 Plan = Iterator[tuple[str, Callable[[], Row]]]  # a row's key, and what measures it
 LSSA = AttentionConfig(normaliser="lssa")
-LSSAR = AttentionConfig(normaliser="lssa", reweight_p=15)
 BIASED = AttentionConfig(normaliser="scale_invariant")  # for the flex engine
 LIMIT = 540  # seconds of a command
 BROKEN = 75  # exit status: a row has broken the CUDA context, the next process resumes after it
@@ -265,20 +265,6 @@ def adasplash_2(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return adasplash_v2(q, k, v)  # type: ignore[no-any-return]
 
 
-def naive(q: Tensor, k: Tensor, v: Tensor, p: int = 15) -> Tensor:
-    """LSSAR as the paper's formulas read, in PyTorch functions; scores and weights in float32."""
-    length, head_dim = q.shape[-2:]
-    n = torch.arange(1, length + 1, device=q.device, dtype=torch.float32)[:, None]
-    q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    x = (q @ k.mT).float() * (math.log(head_dim) * n.log())
-    mask = torch.ones(length, length, device=q.device).tril()
-    a = F.softplus(x) * mask
-    a = a / a.sum(-1, keepdim=True)
-    r = torch.relu(a * n - (n > 3).float())
-    b = (r / r.amax(-1, keepdim=True)) ** p * mask  # divided by its maximum: p = 15 overflows without
-    return (b / b.sum(-1, keepdim=True)).to(v.dtype) @ v
-
-
 def flex(p: int, bench: Bench, head_dim: int, length: int) -> Callable[..., Tensor]:
     """LSSA as one FlexAttention call; with p, LSSAR as two: the first for each row's Z."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -401,7 +387,7 @@ CASES: dict[str, Make] = {  # what matters most is measured first, at all sizes
     "LSSAR FlexAttention": partial(flex, 15),
     "scale_invariant FlexAttention": partial(ours, BIASED, "flex"),
     "scale_invariant rows": partial(ours, BIASED, "rows"),
-    "LSSAR naive": lambda *_: naive,
+    "LSSAR naive": lambda *_: naive_lssar,
     "LSSAR rows": partial(ours, LSSAR, "rows"),
     "entmax AdaSplash-2": lambda *_: adasplash_2,  # tunes itself for minutes
 }
