@@ -83,7 +83,7 @@ class Launch(NamedTuple):
 # One table for all processes, by compute capability (major), kernel and padded head_dim: nothing is tuned
 # at run time, so no rank and no restart can pick other blocks, and with them other roundings.
 # `benchmarks/kernels.py` compiles every entry and prints registers, spills, shared memory and
-# instructions per score, by which these were chosen; `benchmarks/gpu.py --tune` times alternatives on a
+# instructions per score, by which these were chosen; `benchmarks/gpu.sh tune` times alternatives on a
 # GPU. Tiles are 128 long on the side that stays, which halves the traffic from the L2 cache.
 LAUNCHES: dict[int, dict[str, dict[int, Launch]]] = {
     8: {
