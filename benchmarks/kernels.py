@@ -48,14 +48,13 @@ class Compiled(NamedTuple):
 
 def signature(kernel: Any, form: Any, launch: Any, grouped: bool) -> tuple[dict, dict, dict]:
     """Argument types, constants and alignments of a kernel, by the names of its arguments."""
-    from engines.fused_decode import DECODE_KEYS, MAX_SPLITS
+    from engines.fused_decode import MAX_SPLITS
 
     types: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}
     values = {"form": form, "BM": launch.rows, "BN": launch.keys, "SPLITS": MAX_SPLITS}
     values |= {} if grouped else {"group": 1}
-    values["BN"] = values["BN"] if "BM" in kernel.arg_names else DECODE_KEYS
     of_inputs = "*bf16" if form.fast else "*fp32"
     for i, name in enumerate(kernel.arg_names):
         if name.endswith("_ptr"):
@@ -117,9 +116,8 @@ def compile_kernel(case: Case) -> Compiled:
     dtype = getattr(torch, case.dtype)
     form = at.Form(*case[5:], dtype != torch.float32, case.head_dim)
     decoding = case.kernel.startswith("decode")
-    launch = at.Launch(1, fused_decode.DECODE_KEYS, 4, 3)
-    if not decoding:
-        launch = at.launch_of(case.kernel, form, case.arch // 10)
+    decode_launch = at.Launch(1, fused_decode.DECODE_KEYS, 4, 3)
+    launch = decode_launch if decoding else at.launch_of(case.kernel, form, case.arch // 10)
     kernel = getattr(fused_decode if decoding else at, f"_{case.kernel}")
     types, constants, aligned = signature(kernel, form, launch, case.grouped)
     compiled = triton.compile(
