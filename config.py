@@ -111,8 +111,12 @@ def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def same_run(first: Config, second: Config, *other: str) -> bool:
-    """Whether they differ in no keys but `other` and those that may differ when a run resumes."""
-    return all(map(may_change_on_resume, changed_keys(first, second).keys() - {*other}))
+    """Whether they differ in no keys but `other` and those that may differ when a run resumes.
+
+    Another data.dir counts as a difference: only a resumed run checks that it holds the same data.
+    """
+    changed = changed_keys(first, second).keys() - {*other}
+    return "data.dir" not in changed and all(map(may_change_on_resume, changed))
 
 
 def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespace]:

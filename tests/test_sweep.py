@@ -153,9 +153,16 @@ def test_another_config_under_the_same_name_is_left_to_train(path, call, monkeyp
     """train.py names the difference; skipping would present the old run as the new one."""
     FakeTorchrun(monkeypatch)
     call(sweep, path, "--index", "3")
-    FakeTorchrun(monkeypatch, failing="lr")
-    with pytest.raises(SystemExit):
-        call(sweep, path, "--index", "3", "--optimizer.lr", "0.02")
+    for key, value in (("--optimizer.lr", "0.02"), ("--data.dir", "elsewhere")):
+        FakeTorchrun(monkeypatch, failing=key)
+        with pytest.raises(SystemExit):
+            call(sweep, path, "--index", "3", key, value)
+
+
+def test_other_data_makes_another_run(tiny_config):
+    """Though data.dir may differ when a run resumes."""
+    tiny_config.write_text(f'{tiny_config.read_text()}[sweep]\n"data.dir" = ["a", "b"]\n')
+    assert len(sweep.make_jobs([str(tiny_config)], [], None)) == 2
 
 
 def test_list_and_mistakes(path, call, capsys):
