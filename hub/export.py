@@ -93,7 +93,7 @@ def make_converted(model: GPT, architecture: str | None, rope: RopeScaling, eot_
     from hub.modeling import NormaliserGPTConfig, NormaliserGPTForCausalLM
 
     c, m = model.config, model.config.model
-    parts = c.model_dump(exclude={"data", "log", "init_from"})
+    parts = c.model_dump(exclude={"data", "log"})
     parts["attention"] |= {"engine": "auto", "compile_rows": False}  # those of the machine that trained
     config = NormaliserGPTConfig(
         gpt=parts,

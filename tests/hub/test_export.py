@@ -154,8 +154,9 @@ def flags(options: dict[str, object]) -> list[str]:
 def test_exported_models_are_ours(tiny_config, call):
     lssar = flags({"normaliser": "lssa", "reweight_p": 15})
     llama_like = [*FAMILIES["llama"], "--model.tie-embeddings", "false", "--model.bias", "false"]
+    untrained = ["--train.max-steps", "0", "--optimizer.warmup-steps", "0", "--init-from", "runs/a"]
     cases = [
-        ([*lssar, *llama_like], "ntk"),
+        ([*lssar, *llama_like, *untrained], "ntk"),
         ([*flags({"normaliser": "ssmax_pn"}), "--model.n-kv-head", "1"], "none"),
         ([*flags({"normaliser": "sigmoid", "bias": "log_len"}), "--model.position", "alibi"], "linear"),
     ]
