@@ -48,8 +48,9 @@ class FinishedRun:
 
     @cached_property
     def n_params(self) -> int:
+        attention = self.config.attention.model_copy(update={"engine": "auto"})  # its own may need CUDA
         with torch.device("meta"):  # no memory, no initialisation
-            return GPT(self.config, device="meta").n_params()
+            return GPT(self.config.model_copy(update={"attention": attention}), device="meta").n_params()
 
 
 def size_of(config: Config) -> str:

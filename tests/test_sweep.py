@@ -354,6 +354,13 @@ def test_scales_stay_apart(tmp_path):
     assert "This is the LSSAR paper's model" in report.scales_text(RunIndex([base]))
 
 
+def test_runs_on_an_engine_that_needs_cuda_are_reported_anywhere(tmp_path):
+    for name, engine in (("a", "auto"), ("b", "flex")):
+        make_run(tmp_path, name, [2.0] * 5, "--model.position", "alibi", "--attention.engine", engine)
+    a, b = read_runs([str(tmp_path)])
+    assert a.n_params == b.n_params
+
+
 def test_every_row_is_another_experiment() -> None:
     """Else one run would be in two rows of a table that mean different things."""
     tables = read_tables()
