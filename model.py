@@ -15,7 +15,7 @@ table outlives a length, and none is in a checkpoint.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -194,7 +194,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
         blocks = [Block(config, layer) for layer in range(m.n_layer)]
         share_p_n(blocks)
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks: Sequence[Block] = nn.ModuleList(blocks)  # type: ignore[assignment]  # ModuleList is not generic
         self.final_norm = make_norm(m)
         self.lm_head = make_linear(m.n_embd, self.padded_vocab, bias=False)
         if m.tie_embeddings:
@@ -212,7 +212,7 @@ class GPT(nn.Module):
         device = self.embedding.weight.device
         dtype = torch.bfloat16 if self.config.train.dtype == "bfloat16" else torch.float32
         for block in self.blocks:
-            attention: Attention = block.attention  # type: ignore[assignment]
+            attention = block.attention
             attention.engine = resolve_engine(attention.normaliser, attention.engine, device, dtype)
         return describe_engine(attention.normaliser, attention.engine, device, dtype)
 
@@ -345,7 +345,7 @@ class GPT(nn.Module):
         if not 0 <= share < 1:
             raise UserError(f"skip_mass = {share}: expected at least 0 and below 1")
         for block in self.blocks:
-            block.attention.normaliser.skip_mass = share  # type: ignore[union-attr, assignment]
+            block.attention.normaliser.skip_mass = share
 
     @property
     def cacheable(self) -> bool:

@@ -59,8 +59,8 @@ class EvaluatedRun:
         if not world.agree(step):
             raise UserError(f"{self.source}: got a new checkpoint while it was read; try again")
         for block in model.blocks:
-            if block.attention.engine == "dense":  # type: ignore[union-attr]
-                block.attention.engine = "rows"  # type: ignore[union-attr]
+            if block.attention.engine == "dense":
+                block.attention.engine = "rows"
         return model, step
 
     def write(self, summary: dict[str, Any], step: int, args: argparse.Namespace) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.gpt = GPT(config_from_dict(config.gpt or {}, "config.json"))
         for block in self.gpt.blocks:  # resolved at each call: the device is not known yet
-            block.attention.engine = "auto"  # type: ignore[union-attr, assignment]
+            block.attention.engine = "auto"
         # The output layer, and SSMax's p_n: one vector for all layers.
         tied = {"gpt.lm_head.weight": "gpt.embedding.weight"} if config.tie_word_embeddings else {}
         p_n = [f"gpt.{name}" for name in self.gpt.state_dict() if name.endswith(".p_n")]

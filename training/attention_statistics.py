@@ -41,8 +41,8 @@ def model_statistics(model: GPT, tokens: Tensor, rope: RopeScaling = UNSCALED, n
     x, layers = model.embedding(tokens), []  # (B, T, C)
     for block in model.blocks:
         attention = block.attention
-        q, k, _ = attention.project(block.attention_norm(x), cos, sin)  # type: ignore[union-attr, operator]
-        layers.append(layer_statistics(attention.normaliser, q[:, :, -n_rows:], k))  # type: ignore
+        q, k, _ = attention.project(block.attention_norm(x), cos, sin)
+        layers.append(layer_statistics(attention.normaliser, q[:, :, -n_rows:], k))
         x = block(x, cos, sin)
     return torch.stack(layers, dim=1)
 
@@ -94,8 +94,8 @@ def attention_mass(model: GPT, token: Tensor, rope: RopeScaling, cache: KVCache,
     cos, sin = model.rope(cache.length + 1, rope, cache.length)
     x, layers = model.embedding(token), []  # (B, 1, C)
     for i, block in enumerate(model.blocks):
-        q, k, v = block.attention.project(block.attention_norm(x), cos, sin)  # type: ignore[union-attr, operator]
-        normaliser: NormaliserModule = block.attention.normaliser  # type: ignore[union-attr, assignment]
+        q, k, v = block.attention.project(block.attention_norm(x), cos, sin)
+        normaliser = block.attention.normaliser
         keys, _ = cache.append(i, normaliser.cache_keys(k), v)
         weights = normaliser.weights(q, keys, cached=True)[:, :, 0]
         layers.append((l1_normalise(weights.abs()) * where[:, None]).sum(-1))  # (B, H, n) -> (B, H)

@@ -77,4 +77,4 @@ def set_power(model: GPT, config: AttentionConfig, step: int) -> None:
     """Set every layer's p for a step, if it is warmed up."""
     if config.reweight_p_warmup:
         for block in model.blocks:
-            block.attention.normaliser.reweight_p = warmup_power(config, step)  # type: ignore[union-attr]
+            block.attention.normaliser.reweight_p = warmup_power(config, step)
