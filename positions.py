@@ -104,6 +104,21 @@ def rope_tables(
         UserError: ntk with head_dim = 2, whose exponent is infinite.
     """
     length = n_positions if scaling.length is None else scaling.length
+    freqs, amplitude = rope_frequencies(head_dim, theta, scaling, length, train_len, device)
+    n_rotating = int(rotating * (head_dim // 2) + 1e-9)  # 0.58 * 50 is 28.999...
+    freqs[n_rotating:] = 0
+    return _cos_and_sin(freqs, amplitude if n_rotating else 1.0, start, n_positions)
+
+
+def rope_frequencies(
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling,
+    length: int,
+    train_len: int,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, float]:
+    """w_i of `rope_tables`, (D/2,) float64, scaled for `length`, and the factor of cos and sin."""
     s = max(length / train_len, 1.0)
     if scaling.kind == "theta" and scaling.theta is not None:
         theta = scaling.theta
@@ -122,11 +137,7 @@ def rope_tables(
         g = ((turns - YARN_BETA_SLOW) / (YARN_BETA_FAST - YARN_BETA_SLOW)).clamp(0, 1)
         freqs = (1 - g) * freqs / s + g * freqs
         amplitude = 0.1 * math.log(s) + 1
-    n_rotating = int(rotating * (head_dim // 2) + 1e-9)  # 0.58 * 50 is 28.999...
-    freqs[n_rotating:] = 0
-    amplitude = amplitude if n_rotating else 1.0
-
-    return _cos_and_sin(freqs, amplitude, start, n_positions)
+    return freqs, amplitude
 
 
 # An operator of its own, so that torch.compile keeps the tables: it would compute cos and sin anew, in

@@ -34,7 +34,7 @@ from hub.import_ import load_native
 from hub.register import learned_parameters, register
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.files import write_json
-from positions import RopeScaling
+from positions import RopeScaling, rope_frequencies
 from schema import AttentionConfig
 
 ROPE_KINDS = ("none", "ntk", "theta")  # the scalings that change the base alone
@@ -180,14 +180,9 @@ def scale_rope(model: Any, length: int, scaling: RopeScaling) -> None:
         rope = module.config.rope_parameters
         if rope.get("rope_type") != "default":
             raise UserError(f"rope_type = {rope.get('rope_type')}: expected default, to scale it here")
-        d, theta = 2 * len(module.inv_freq), rope["rope_theta"]
-        s = max(length / module.config.max_position_embeddings, 1.0)
-        if scaling.kind == "ntk":
-            theta = theta * s ** (d / (d - 2))
-        elif scaling.theta is not None:
-            theta = scaling.theta
-        exponents = torch.arange(0, d, 2, dtype=torch.float64, device=module.inv_freq.device) / d
-        module.inv_freq = (theta**-exponents).float()
+        d, device = 2 * len(module.inv_freq), module.inv_freq.device
+        freqs, _ = rope_frequencies(d, rope["rope_theta"], scaling, length, known, device)
+        module.inv_freq = freqs.float()
 
 
 # ---------------------------------------------------------------- fine-tuning
