@@ -32,7 +32,7 @@ from config import load_config
 from evals import needle
 from evals.output import Result, format_rope
 from infra.cli import ArgumentParser, UserError, run_main
-from infra.files import atomic_file, read_json, write_atomically, write_json
+from infra.files import atomic_file, write_atomically, write_json
 from papers import league
 from papers.figures import LogFit, all_figures, fit_p_n
 from papers.runs import FACTORS, FinishedRun, Group, RunIndex, read_runs, scale_of
@@ -82,12 +82,10 @@ def needle_figures(index: RunIndex) -> Iterator[tuple[str, str, Figure]]:
     """(file name, caption, figure) of each experiment with needle results, and of those measured alike."""
     alike: dict[tuple[Any, ...], list[Result]] = {}
     for group in (group for scale in index.letters.values() for group in index.at_scale(scale)):
-        for path in sorted(group.runs[0].folder.glob("eval_needle*.json")):
-            result = read_json(path)
-            if result["step"] != group.runs[0].config.train.max_steps:
-                continue
+        for result in group.runs[0].results("eval_needle"):
             if "trials" not in result:
-                print(f"skipped: {path} is of an earlier version; expected a new evals.needle")
+                folder = group.runs[0].folder
+                print(f"skipped: a needle of an earlier version in {folder}; expected a new evals.needle")
                 continue
             key = (group.scale, format_rope(result), *(str(result[key]) for key in ("lengths", "haystack")))
             alike.setdefault(key, []).append(result)

@@ -80,7 +80,7 @@ def record_of(run: FinishedRun) -> Record:
         },
         **unseen_losses(run, data),
         "checkpoints": checkpoints,
-        "needle": {format_rope(r): needle_choices(r) for r in results_of(run, "eval_needle")},
+        "needle": {format_rope(r): needle_choices(r) for r in run.results("eval_needle")},
     }
 
 
@@ -99,7 +99,7 @@ def unseen_losses(run: FinishedRun, data: Record) -> Record:
     Raises:
         UserError: evaluations of several texts, or of one block.
     """
-    last = results_of(run, "eval_length")
+    last = run.results("eval_length")
     found = [r for r in last if r["data"].get("skipped_tokens", 0) >= data["blocks"] * data["block_length"]]
     if any(r["data"] != found[0]["data"] for r in found):
         raise UserError(f"{run.folder}: expected evaluations with one --skip and one --tokens")
@@ -121,7 +121,7 @@ def needle_choices(result: Record) -> dict[str, float]:
 def recalls_of(folder: Path) -> Iterator[Record]:
     """The shares of right answer tokens of the runs that evals.recall evaluated, by task and length."""
     for run in read_runs([str(folder)]):
-        for result in results_of(run, "eval_recall"):
+        for result in run.results("eval_recall"):
             entries = [entry for entry in result["lengths"] if entry["reason"] is None]
             shares = {
                 task: {str(entry["length"]): entry[task]["tokens"]["share"] for entry in entries}
@@ -129,12 +129,6 @@ def recalls_of(folder: Path) -> Iterator[Record]:
             }
             rope = format_rope(result)
             yield {"kind": "recall", "contestant": run.config.name, "which": rope, "shares": shares}
-
-
-def results_of(run: FinishedRun, script: str) -> list[Record]:
-    """What an evaluation wrote of the run's last step."""
-    results = [read_json(path) for path in sorted(run.folder.glob(f"{script}*.json"))]
-    return [result for result in results if result["step"] == run.config.train.max_steps]
 
 
 def rates_of(folder: Path) -> Iterator[Record]:

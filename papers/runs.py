@@ -35,6 +35,11 @@ class FinishedRun:
     ancestors: tuple[Config, ...] = ()  # what it descends from by init_from, the newest first
     losses: tuple[float, ...] = ()  # of the training steps; NaN where one was not finite
 
+    def results(self, script: str) -> list[dict[str, Any]]:
+        """What an evaluation wrote of the last step, with each --tag."""
+        results = [read_json(path) for path in sorted(self.folder.glob(f"{script}*.json"))]
+        return [result for result in results if result["step"] == self.config.train.max_steps]
+
     def loss(self, rope: str, factor: int) -> float | None:
         """At `factor` times the training length, over all tokens."""
         for row in self.evaluations.get(rope, {"lengths": []})["lengths"]:
