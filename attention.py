@@ -192,10 +192,8 @@ def describe_engine(
 def describe_attention(options: AttentionConfig, model: ModelConfig | None = None) -> str:
     """The [attention] section in a few words, 'lssa (reweight_p = 15)', and of [model] ', alibi, gate'."""
     values = options.definition.model_dump(exclude_defaults=True)
-    values |= {"reweight_p": options.reweight_p} if options.reweight_p else {}
-    if options.reweight_p_warmup:
-        values["reweight_p_warmup"] = options.reweight_p_warmup
-    values |= {"naive_power": True} if options.naive_power else {}
+    common = ("reweight_p", "reweight_p_warmup", "naive_power")
+    values |= {key: value for key in common if (value := getattr(options, key))}
     listed = ", ".join(f"{key} = {value}" for key, value in values.items())
     text = options.normaliser + (f" ({listed})" if listed else "")
     if model is not None and model.position != "rope":

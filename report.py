@@ -253,7 +253,7 @@ def report_numbers(index: RunIndex, fits: list[LogFit]) -> dict[str, Any]:
             "scale": index.letters[run.scale],
             "seed": run.config.seed,
             "parameters": run.n_params,
-            "attention": run.config.attention.model_dump(exclude_none=True),
+            "attention": run.config.attention.model_dump(),
             "validations": run.validations,
             "lengths": {rope: result["lengths"] for rope, result in run.evaluations.items()},
         }

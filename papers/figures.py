@@ -68,7 +68,7 @@ def powers_figure(index: RunIndex, scale: str, rope: str, title: str) -> Figure 
     powers: set[int] = set()
     for name, linestyle in (("LSSA", "-"), ("softmax", "--")):
         by_power = {
-            row.config.attention.reweight_p or 0: group
+            row.config.attention.reweight_p: group
             for row in read_rows("lssar_paper", f"figure2_{name.lower()}")
             for group in index.of_row(row)
             if group.scale == scale and group.losses(rope, 1)
