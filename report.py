@@ -10,7 +10,7 @@ Writes report.md, report.json (every number of ours) and PNGs into --out. A row 
 file in configs/. A run belongs to a row if its attention, positions, loss, kind of optimiser and descent
 (init_from) are the file's, whatever its size and name. Every number has its scale: runs of one scale share a
 letter, and runs that differ in their seed alone share a line, mean ± standard deviation; figures of needles
-and of attention in training show the first of them. A row without a run has dashes. Losses are
+and of attention in training show the first of them. Rows without a number stand below a table. Losses are
 eval_length.py's, at multiples of the training length, in nats per token. Unfinished runs are skipped.
 """
 
@@ -27,7 +27,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from attention import describe_attention
 from config import load_config
 from evals import needle
 from evals.output import Result, format_rope
@@ -116,8 +115,8 @@ def report_text(index: RunIndex, papers: list[str], captions: dict[str, str]) ->
     parts = [
         "# Report",
         "Made by `report.py` from run folders. Losses are in nats per token of each run's own tokeniser, at "
-        "multiples of the training length; ± is the standard deviation over seeds. A dash: there is no such "
-        "run, it rejects the length, or the paper's text has no such number. The papers' numbers "
+        "multiples of the training length; ± is the standard deviation over seeds. A dash: the run rejects "
+        "the length or was not evaluated there, or the paper's text has no such number. The papers' numbers "
         "(`papers/published.toml`) have the line of the text each was read from.",
         f"## Scales\n\n{scales_text(index)}",
     ]
@@ -175,11 +174,11 @@ def runs_table(index: RunIndex, scale: str) -> str:
 
 def paper_table(table: dict[str, Any], index: RunIndex, published: list[dict[str, Any]]) -> str:
     """A paper's table: for each row the published numbers, then ours for each scale and RoPE scaling."""
-    lines, left = [], published
+    lines, missing, left = [], [], published
     for row in read_rows(table["folder"], table["files"]):
         numbers = [number for number in left if number.get("config") in row.keys]
         left = [number for number in left if number not in numbers]  # those of a whole [sweep] stand once
-        lines.append([f"`{row.config.name}`", *published_cells(numbers)])
+        of_row = [published_cells(numbers)] if numbers else []
         groups = index.of_row(row)
         for group in groups:
             ours = f"ours, scale {group.scale}" + (f", {n} seeds" if (n := len(group.runs)) > 1 else "")
@@ -187,13 +186,16 @@ def paper_table(table: dict[str, Any], index: RunIndex, published: list[dict[str
                 ours += f" (`{group.name}`)"
             for rope in index.ropes:
                 cells = [mean_and_spread(group.losses(rope, factor)) for factor in FACTORS]
-                lines.append(["", f"{ours}, RoPE {rope}", *cells])
+                of_row.append([f"{ours}, RoPE {rope}", *cells])
             if not any(run.evaluations for run in group.runs):
-                lines.append(["", f"{ours}, validation in training", final_validation(group), *[DASH] * 4])
-        if not groups:
-            lines.append(["", "ours", *[DASH] * len(FACTORS)])
+                of_row.append([f"{ours}, validation in training", final_validation(group), *[DASH] * 4])
+        name = f"`{row.config.name}`"
+        lines += [["" if i else name, *cells] for i, cells in enumerate(of_row)]
+        missing += [] if of_row else [name]
     header = [f"row (`configs/{table['folder']}/`)", "source", *(f"{factor}x" for factor in FACTORS)]
-    return markdown(header, lines, n_left=2)
+    parts = [markdown(header, lines, n_left=2)] if lines else []
+    parts += [f"Neither published nor run: {', '.join(missing)}."] if missing else []
+    return "\n\n".join(parts)
 
 
 def published_cells(numbers: list[dict[str, Any]]) -> list[str]:
@@ -207,19 +209,13 @@ def published_cells(numbers: list[dict[str, Any]]) -> list[str]:
         else:
             what = f"{number['row']}, {number['column']}"
             source.append(f"{where}: {what} {number['printed']} {number['unit']}")
-    return [f"paper, {'; '.join(source)}" if source else "paper", *losses]
+    return [f"paper, {'; '.join(source)}", *losses]
 
 
 def steps_table(table: dict[str, Any], index: RunIndex) -> str:
-    """Our final validation losses by steps of training, for each size; dashes if no two lengths are there."""
-    rows = read_rows(table["folder"], table["files"])
-    sizes = index.training_lengths(rows)
-    if not sizes:
-        planned: dict[str, dict[int, list[float]]] = {}
-        for row in rows:
-            planned.setdefault(describe_attention(row.config.attention), {})[row.config.train.max_steps] = []
-        sizes = {"ours": planned}
-    parts = []
+    """Our final validation losses by steps of training, for each size."""
+    sizes = index.training_lengths(read_rows(table["folder"], table["files"]))
+    parts = [] if sizes else ["No runs of two lengths of training."]
     for size, losses in sizes.items():
         steps = sorted(set().union(*losses.values()))
         lines = [[f"{n:,}", *(mean_and_spread(found.get(n, [])) for found in losses.values())] for n in steps]
