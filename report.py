@@ -7,11 +7,12 @@
     python report.py --league                                   # redrawn from results/league/*.jsonl
 
 Writes report.md, report.json (every number of ours) and PNGs into --out. A row of a table is an experiment, a
-file in configs/. A run belongs to a row if its attention, positions, loss, kind of optimiser and descent
-(init_from) are the file's, whatever its size and name. Every number has its scale: runs of one scale share a
-letter, and runs that differ in their seed alone share a line, mean ± standard deviation; figures of needles
-and of attention in training show the first of them. Rows without a number stand below a table. Losses are
-eval_length.py's, at multiples of the training length, in nats per token. Unfinished runs are skipped.
+file in configs/. A run belongs to a row if its attention, positions, loss, kind of optimiser and the runs it
+started from (init_from) are the file's, whatever its size and name. Every number has its scale: runs of one
+scale share a letter, and runs that differ in their seed alone share a line, mean ± standard deviation;
+figures of needles and of attention in training show the first of them. Rows without a number are listed
+below a table. Losses are eval_length.py's, at multiples of the training length, in nats per token.
+Unfinished runs are skipped.
 """
 
 from __future__ import annotations

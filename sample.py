@@ -9,8 +9,8 @@ Prints each prompt and its continuation up to the end of the document: a single 
 at the end, each under a line that names it. The number of tokens per second goes to stderr.
 
 The samples of a prompt form a batch. Prompts do not: padding would change n, the number of keys that a query
-sees. Prompt i is sampled with seed + i, independent of the other prompts. Past the training length RoPE is
-scaled for the final length: prompt and all new tokens.
+sees. Prompt i is sampled with seed + i, independent of the other prompts. With --rope ntk RoPE is scaled for
+the final length, prompt and all new tokens; the default is none, unlike that of the evaluations.
 """
 
 from __future__ import annotations

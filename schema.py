@@ -129,7 +129,7 @@ class AttentionConfig(Section):
         ge=0,
         description="Training steps over which p rises from 1 to reweight_p; 0: p is reweight_p from the "
         "first step, as in the paper. Evaluations use reweight_p, validations in training the p of their "
-        "step; a compiled model is compiled for each p.",
+        "step.",
     )
     naive_power: bool = Field(
         False,

@@ -8,11 +8,11 @@
     python sweep.py configs/league/A/*.toml --jobs 2                    # two at a time, half the cores each
     python sweep.py configs/rivals/*.toml --jobs 8                      # on 8 GPUs: one run on each
 
-Each run is `torchrun train.py CONFIG ...` in its own folder runs/<file>_<key>=<value>, then evaluated by
+Each run is `torchrun train.py CONFIG ...` in its folder <log.dir>/<file>_<key>=<value>, then evaluated by
 eval_length.py with NTK-scaled RoPE (eval_length.json) and without scaling (eval_length_none.json). Finished
 work is skipped; after a failure the next run starts, and all failures are listed at the end (exit status 1).
 Ctrl-C and SIGTERM let the current runs save their step and exit; the same command resumes. With several jobs
-the output of a run goes to runs/<name>.log.
+the output of a run goes to <log.dir>/<name>.log.
 """
 
 from __future__ import annotations

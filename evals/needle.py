@@ -80,7 +80,7 @@ def main() -> None:
         for run, haystack in zip(runs, haystacks, strict=True):
             model, step = run.load(world)
             if not model.cacheable:
-                raise UserError(f"{run.label}: needs a KV cache, which sigmoid with bias = log_len has not")
+                raise UserError(f"{run.label}: needs a KV cache, which bias = log_len rules out")
             where = product(lengths, args.depths)
             cells = {at: score(model, haystack, *at, args, world) for at in where}
             trials = score(model, haystack, lengths[-1], "random", args, world)

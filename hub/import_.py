@@ -1,9 +1,10 @@
-"""Read a Llama or GPT-NeoX checkpoint of transformers into a run folder, for `init_from` and the evaluations.
+"""Read a Llama or GPT-NeoX checkpoint of transformers, with GPT-2's tokeniser or bytes, into a run folder.
 
     python -m hub.import_ USER/MODEL runs/imported          # from the Hugging Face hub, or a folder
     python train.py configs/ssmax_paper/e_after_pretraining_124m.toml --init-from runs/imported
 
-What our model does not compute is rejected by its name in config.json, except dropout. The logits of both are
+For `init_from` and the evaluations. What our model does not compute (parallel residuals, partial or scaled
+RoPE, other vocabularies) is rejected by its name in config.json, except dropout. The logits of both are
 compared. Needs `pip install -r requirements-hub.txt`.
 """
 

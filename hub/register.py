@@ -1,6 +1,7 @@
 """Our normalisers inside models of transformers: an attention function for `attn_implementation`.
 
     from hub.register import learned_parameters, register
+    from schema import AttentionConfig
 
     register("lssar", AttentionConfig(normaliser="lssa", reweight_p=15))
     model = AutoModelForCausalLM.from_pretrained("any Llama, Qwen3, GPT-NeoX", attn_implementation="lssar")
