@@ -513,7 +513,7 @@ def write_report(folders: list[str], out: Path) -> None:
     scales = {name: read_scale(name, each) for name, each in records.items()}
     parts = ["# The league: every normaliser under one recipe", INTRODUCTION]
     if summary := summary_table([*scales.values()], recalls):
-        parts += [SUMMARY, summary, f"![Loss by length]({[*scales][-1]}_lengths.png)"]
+        parts += [SUMMARY, summary]
     findings = out / "findings.md"
     parts += [findings.read_text().strip()] if findings.exists() else []
     for name, scale in scales.items():
