@@ -6,7 +6,7 @@ is named <contestant> or <contestant>_seed=<seed>; a contestant is a file of con
 leaves one line in <out>/<scale>.jsonl; tables and figures are drawn from these lines, so no run folder is
 needed to redraw.
 
-The synthetic tasks of evals.recall are a scale of their own, `runs/league_recall`, with a run <contestant>.
+The synthetic tasks of evals.recall are a scale of their own, `runs/league_recall`.
 
 Text: of the evaluated blocks the first quarter chooses the RoPE scaling, by the loss at the longest length,
 and then the learning rate, by the loss at 1x; every loss in the tables is of the other blocks. Evaluations of
@@ -127,8 +127,8 @@ def recalls_of(folder: Path) -> Iterator[Record]:
                 task: {str(entry["length"]): entry[task]["tokens"]["share"] for entry in entries}
                 for task in [*result["tasks"], "mean"]
             }
-            rope = format_rope(result)
-            yield {"kind": "recall", "contestant": run.config.name, "which": rope, "shares": shares}
+            name, seed, rope = without_seed(run.config.name), run.config.seed, format_rope(result)
+            yield {"kind": "recall", "contestant": name, "which": seed, "rope": rope, "shares": shares}
 
 
 def rates_of(folder: Path) -> Iterator[Record]:
@@ -164,7 +164,8 @@ def update(folder: Path, out: Path) -> None:
     if not new:
         raise UserError(f"{folder}: expected evaluated runs, found none")
     path = out / f"{scale}.jsonl"
-    records = {(r["kind"], r["contestant"], r["which"], r.get("lr")): r for r in [*read_jsonl(path), *new]}
+    keys = ("kind", "contestant", "which", "lr", "rope")
+    records = {tuple(record.get(key) for key in keys): record for record in [*read_jsonl(path), *new]}
     check_comparable([record for record in records.values() if record["kind"] == "run"])
     lines = [json.dumps(records[key], ensure_ascii=False, allow_nan=False) for key in sorted(records)]
     write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
@@ -343,12 +344,32 @@ def grid(cells: dict[str, dict[Any, str]], label: Callable[[Any], str]) -> str:
     return markdown(["contestant", *map(label, keys)], rows, n_left=1)
 
 
-def best_recalls(records: list[Record]) -> dict[str, Record]:
+class Recall(NamedTuple):
+    """All seeds of a contestant at one RoPE scaling."""
+
+    rope: str
+    records: list[Record]
+
+    def shares(self, task: str, length: str) -> list[float]:
+        """Of each seed that has it, in per cent."""
+        found = (record["shares"].get(task, {}).get(length) for record in self.records)
+        return [100 * share for share in found if share is not None]
+
+    def mean(self, length: str) -> float:
+        """Over tasks and seeds; 0 without any."""
+        return statistics.fmean(self.shares("mean", length) or [0.0])
+
+
+def best_recalls(records: list[Record]) -> dict[str, Recall]:
     """By contestant, at the RoPE scaling whose mean over tasks at 16x is the better; the best first."""
     longer = recall_lengths(records)[:5][-1]
-    best: dict[str, Record] = {}
-    for record in sorted(records, key=lambda r: -r["shares"]["mean"].get(longer, 0.0)):
-        best.setdefault(record["contestant"], record)
+    by_rope: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in records:
+        by_rope[record["contestant"], record["rope"]].append(record)
+    found = [(name, Recall(rope, each)) for (name, rope), each in by_rope.items()]
+    best: dict[str, Recall] = {}
+    for name, recall in sorted(found, key=lambda pair: -pair[1].mean(longer)):
+        best.setdefault(name, recall)
     return best
 
 
@@ -363,15 +384,11 @@ def recall_table(records: list[Record]) -> str:
     tasks = [task for task in records[0]["shares"] if task != "mean"]
     columns = [("mean", n) for n in lengths] + [(task, lengths[:5][-1]) for task in tasks]
     rows = []
-    for name, r in best_recalls(records).items():
-        shares = [r["shares"].get(task, {}).get(n) for task, n in columns]
-        rows.append([name, r["which"], *map(per_cent, shares)])
-    header = ["contestant", "RoPE", *(n if task == "mean" else f"{task}, {n}" for task, n in columns)]
-    return markdown(header, rows, n_left=2)
-
-
-def per_cent(share: float | None) -> str:
-    return DASH if share is None else f"{100 * share:.0f}"
+    for name, recall in best_recalls(records).items():
+        cells = [mean_and_spread(recall.shares(*column), digits=0) for column in columns]
+        rows.append([name, recall.rope, str(len(recall.records)), *cells])
+    header = [n if task == "mean" else f"{task}, {n}" for task, n in columns]
+    return markdown(["contestant", "RoPE", "seeds", *header], rows, n_left=2)
 
 
 def summary_table(scales: list[Scale], recalls: list[Record]) -> str:
@@ -382,9 +399,9 @@ def summary_table(scales: list[Scale], recalls: list[Record]) -> str:
             for factor, n in ((1, scale.lengths[0]), (16, scale.lengths[-1])):
                 if losses := c.loss(n):
                     cells[c.name][f"loss, {scale.name}", factor] = mean_and_spread(losses, digits=3)
-    for name, record in best_recalls(recalls).items() if recalls else ():
+    for name, recall in best_recalls(recalls).items() if recalls else ():
         for factor, length in zip((1, 4, 16), recall_lengths(recalls)[::2], strict=False):
-            cells[name]["recall", factor] = per_cent(record["shares"]["mean"].get(length))
+            cells[name]["recall", factor] = mean_and_spread(recall.shares("mean", length), digits=0)
     several = {name: each for name, each in cells.items() if len({kind for kind, _ in each}) > 1}
     return grid(several, lambda key: f"{key[0]}, {key[1]}x") if several else ""
 
@@ -496,7 +513,7 @@ SUMMARY = (
 )
 RECALL = (
     "Right answer tokens in per cent (guessing: 25), at the RoPE scaling that is better at 16x: means over "
-    "tasks by length, then each task at 16x."
+    "tasks by length, then each task at 16x; over seeds ± standard deviation."
 )
 
 

@@ -55,12 +55,13 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
     leave_run(tmp_path / "runs/league_A_fast", tiny_config, "lssa", 0.002, {"ntk": [0.3, 0.1]})
     for lr in (0.001, 0.002):
         leave_run(tmp_path / "runs/league_A_lr", tiny_config, f"lssa_{lr:g}", lr, {})
-    shares = {"tokens": {"share": 0.25}, "sequences": {"share": 0.0}}
     recall = {"rope": {"kind": "ntk", "theta": None}, "tasks": ["copy"]}
-    recall["lengths"] = [{"length": 64, "reason": None, "copy": shares, "mean": shares}]
-    leave_run(tmp_path / "runs/league_recall", tiny_config, "lssa", 0.1, {})
     recall["step"] = load_config(tiny_config).train.max_steps
-    (tmp_path / "runs/league_recall/lssa/eval_recall.json").write_text(json.dumps(recall))
+    for seed, share in ((1, 0.2), (2, 0.3)):
+        shares, name = {"tokens": {"share": share}}, f"lssa_seed={seed}"
+        recall["lengths"] = [{"length": 64, "reason": None, "copy": shares, "mean": shares}]
+        leave_run(tmp_path / "runs/league_recall", tmp_path / f"seed_{seed}.toml", name, 0.1, {})
+        (tmp_path / f"runs/league_recall/{name}/eval_recall.json").write_text(json.dumps(recall))
     cells = [{"length": 64, "depth": d, "reason": None, "choice": {"share": d / 100}} for d in (10, 30)]
     needle = recall | {"rope": {"kind": "none", "theta": None}, "cells": cells}
     (runs / "lssa/eval_needle.json").write_text(json.dumps(needle))
@@ -93,8 +94,8 @@ def test_the_league_from_runs_and_again_without_them(tiny_config, tmp_path, call
     assert ["lssa", "**2.001**", "2.002"] in rows
     ends = [f"**{mean + 0.2:.3f}**", f"{mean + 0.3:.3f}", f"{mean + 0.3:.3f}", f"**{mean + 0.1:.3f}**"]
     assert ["lssa", *ends] in rows
-    assert ["lssa", "20 %"] in rows and ["lssa", "ntk", "25", "25"] in rows
-    assert ["lssa", f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}", "25"] in rows  # both ends and recall
+    assert ["lssa", "20 %"] in rows and ["lssa", "ntk", "2", "25 ±7", "25 ±7"] in rows
+    assert ["lssa", f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}", "25 ±7"] in rows  # both ends and recall
     for picture in ("A_plane.png", "A_lengths.png", "A_positions.png", "A_training.png"):
         assert (out / picture).read_bytes()[:4] == b"\x89PNG" and picture in text
 
