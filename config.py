@@ -27,7 +27,7 @@ from pydantic import ValidationError
 
 from infra.cli import ArgumentParser, UserError, run_main
 from normalisers import NORMALISERS, Normaliser
-from schema import SECTIONS, AttentionConfig, Config, Section, may_change_on_resume, problems_of
+from schema import SECTIONS, AttentionConfig, Config, Section, makes_another_run, problems_of
 
 # ---------------------------------------------------------------- reading and writing
 
@@ -111,12 +111,8 @@ def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def same_run(first: Config, second: Config, *other: str) -> bool:
-    """Whether they differ in no keys but `other` and those that may differ when a run resumes.
-
-    Another data.dir counts as a difference: only a resumed run checks that it holds the same data.
-    """
-    changed = changed_keys(first, second).keys() - {*other}
-    return "data.dir" not in changed and all(map(may_change_on_resume, changed))
+    """Whether they differ in no keys but `other` and those that leave the loss curve as it is."""
+    return not any(map(makes_another_run, changed_keys(first, second).keys() - {*other}))
 
 
 def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespace]:

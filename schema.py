@@ -29,6 +29,11 @@ def free(default: Any, **options: Any) -> Any:
     return Field(default, json_schema_extra={"may_change": True}, **options)
 
 
+def resumable(default: Any, **options: Any) -> Any:
+    """A field that may differ when a run resumes, though from the start it would give another loss curve."""
+    return Field(default, json_schema_extra={"may_change": True, "another_run": True}, **options)
+
+
 class ModelConfig(Section):
     """The transformer."""
 
@@ -185,7 +190,9 @@ class AttentionConfig(Section):
 class DataConfig(Section):
     """Where the tokens come from and in which order."""
 
-    dir: str = free("data/fineweb10B", description="Folder of prepared shards (`python -m data.fineweb`).")
+    dir: str = resumable(
+        "data/fineweb10B", description="Folder of prepared shards (`python -m data.fineweb`)."
+    )
     order: Literal["sequential", "shuffled"] = Field(
         "sequential", description="Windows in stream order, or in a permutation fixed by the seed."
     )
@@ -245,11 +252,11 @@ class TrainConfig(Section):
     checkpoint_every: int = free(500, ge=1, description="Steps between checkpoints (always the last).")
     keep_last: int = free(2, ge=1, description="Newest checkpoints to keep.")
     keep_every: int = free(0, ge=0, description="Also keep checkpoints of multiples of this step; 0: none.")
-    on_bad_step: Literal["stop", "skip"] = free(
+    on_bad_step: Literal["stop", "skip"] = resumable(
         "stop", description="A loss or gradient norm that is not finite stops the run, or is skipped."
     )
-    max_skips: int = free(10, ge=1, description="Consecutive skipped steps after which the run stops.")
-    outlier_z: float = free(
+    max_skips: int = resumable(10, ge=1, description="Consecutive skipped steps after which the run stops.")
+    outlier_z: float = resumable(
         0.0, ge=0, description="Skip steps this many standard deviations above the last 128; 0: never."
     )
 
@@ -353,10 +360,21 @@ SECTIONS: dict[str, type[Section]] = {
 
 
 def may_change_on_resume(key: str) -> bool:
-    """Whether a dotted key may differ between a run and its resumption (`free` fields)."""
+    """Whether a dotted key may differ between a run and its resumption (`free` and `resumable` fields)."""
+    return "may_change" in _marks(key)
+
+
+def makes_another_run(key: str) -> bool:
+    """Whether runs that differ in a dotted key may have other loss curves (all but `free` fields)."""
+    marks = _marks(key)
+    return "may_change" not in marks or "another_run" in marks
+
+
+def _marks(key: str) -> dict[str, Any]:
     section, _, name = key.rpartition(".")
     field = SECTIONS.get(section, Config).model_fields.get(name)
-    return field is not None and bool(field.json_schema_extra)
+    extra = field.json_schema_extra if field else None
+    return extra if isinstance(extra, dict) else {}
 
 
 # ---------------------------------------------------------------- what pydantic finds, in words

@@ -159,10 +159,13 @@ def test_another_config_under_the_same_name_is_left_to_train(path, call, monkeyp
             call(sweep, path, "--index", "3", key, value)
 
 
-def test_other_data_makes_another_run(tiny_config):
-    """Though data.dir may differ when a run resumes."""
-    tiny_config.write_text(f'{tiny_config.read_text()}[sweep]\n"data.dir" = ["a", "b"]\n')
-    assert len(sweep.make_jobs([str(tiny_config)], [], None)) == 2
+@pytest.mark.parametrize(
+    ("key", "values", "n"),
+    [("data.dir", ["a", "b"], 2), ("train.outlier_z", [0, 6], 2), ("train.micro_batch", [1, 2], 1)],
+)
+def test_what_may_differ_on_resume_and_makes_another_run(key, values, n, tiny_config):
+    tiny_config.write_text(f'{tiny_config.read_text()}[sweep]\n"{key}" = {values}\n')
+    assert len(sweep.make_jobs([str(tiny_config)], [], None)) == n
 
 
 def test_list_and_mistakes(path, call, capsys):
