@@ -84,8 +84,8 @@ def needle_figures(index: RunIndex) -> Iterator[tuple[str, str, Figure]]:
     for group in (group for scale in index.letters.values() for group in index.at_scale(scale)):
         for result in group.runs[0].results("eval_needle"):
             if "trials" not in result:
-                folder = group.runs[0].folder
-                print(f"skipped: a needle of an earlier version in {folder}; expected a new evals.needle")
+                old = group.runs[0].folder / "eval_needle*.json"
+                print(f"skipped: {old}: a needle of an earlier version; run evals.needle again")
                 continue
             key = (group.scale, format_rope(result), *(str(result[key]) for key in ("lengths", "haystack")))
             alike.setdefault(key, []).append(result)

@@ -306,7 +306,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Path, Record]:
         )
     repo, revision = args.dataset or FINEWEB, args.revision or "main"
     name = args.name or ("sample-10BT" if repo == FINEWEB else None)
-    label = re.sub(r"[^A-Za-z0-9-]+", "-", Path(repo).name)  # no "_", which separates the split
+    label = re.sub(r"[^A-Za-z0-9-]+", "-", Path(repo).resolve().name)  # no "_", which separates the split
     default = re.sub(r"^fineweb-sample-(\d+)BT$", r"fineweb\1B", f"{label}-{name}" if name else label)
     out = args.out or DATA / default
     begun = read_manifest(out)[0].get("options", {})

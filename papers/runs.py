@@ -125,12 +125,14 @@ def read_runs(sources: list[str]) -> list[FinishedRun]:
 
 
 def read_run(folder: Path) -> FinishedRun | None:
-    """None, with a line on the console, if the run is not finished."""
+    """None, with a line on the console, if the run is not finished or has no finite last loss."""
     config = load_config(folder / "config.toml")
     records = read_jsonl(folder / "metrics.jsonl")
     validations = [(r["step"], r["val_loss"]) for r in records if r.get("val_loss") is not None]
     if not validations or validations[-1][0] != config.train.max_steps:
-        print(f"skipped: {folder} is not finished")
+        last = records[-1] if records else {}
+        diverged = last.get("step") == config.train.max_steps and "val_loss" in last
+        print(f"skipped: {folder} {'ended at a loss that is not finite' if diverged else 'is not finished'}")
         return None
     evaluations: dict[str, dict[str, Any]] = {}  # of several at one RoPE scaling the usual one
     usual = ("eval_length", "eval_length_none")

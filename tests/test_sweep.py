@@ -310,11 +310,14 @@ def test_rows_find_their_runs(tmp_path, capsys):
     (tmp_path / "p15/metrics.jsonl").write_text('{"step": 2, "val_loss": 4.0}\n')
     with open(tmp_path / "any1/metrics.jsonl", "a") as f:
         f.write('{"step": 3, "val')  # truncated by a kill
+    make_run(tmp_path, "diverged", [8.0] * 5, "--seed", "9")
+    (tmp_path / "diverged/metrics.jsonl").write_text('{"step": 3, "val_loss": null}\n')
     make_run(tmp_path, "nope", [8.0] * 5, "--model.position", "none")  # softmax, but of no row
     make_run(tmp_path, "gate", [8.0] * 5, "--model.attention-gate", "true")
     index = RunIndex(read_runs([str(tmp_path)]))
     printed = capsys.readouterr().out
     assert f"skipped: {tmp_path / 'p15'} is not finished" in printed
+    assert f"skipped: {tmp_path / 'diverged'} ended at a loss that is not finite" in printed
     assert f"left out: {tmp_path / 'any_again'}, a repeat of" in printed
     assert index.groups[0].increases("ntk") == pytest.approx([1.0, 1.0, 1.0])  # 16x - 1x
     seeds = ["", "ours, scale A, 3 seeds (`any1`), RoPE ntk", *4 * ["2.1000 ±0.1000"], "3.1000 ±0.1000"]
