@@ -4,7 +4,7 @@
     weights = normaliser.weights(q, k)         # the definition, dense (B, H, Tq, Tk)
     out = attend(q, k, v, normaliser)          # the same weights times v, in O(T) memory
 
-The formulas are in normalisers.py, the engines in engines/:
+The formulas are in normalisers.py and rivals.py, the engines in engines/:
 
     dense    the definition, (T, T) in memory
     rows     blocks of query rows, any normaliser, any device (blockwise.py)

@@ -111,7 +111,7 @@ def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def same_run(first: Config, second: Config, *other: str) -> bool:
-    """Whether they differ in no keys but `other` and those that leave the loss curve as it is."""
+    """Whether the configs differ only in `other` and in keys that do not affect the loss curve."""
     return not any(map(makes_another_run, changed_keys(first, second).keys() - {*other}))
 
 

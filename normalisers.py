@@ -1,6 +1,6 @@
 """The attention normalisers: one small class each, with its equation and its options.
 
-    class ReluShen(Phi, name="relu_shen"):
+    class ReluShen(Phi, name="relu_shen"):  # in rivals.py
         \"\"\"relu(x) / (gamma sqrt(n / 2)). (Shen et al. 2023)\"\"\"
 
         phi: PhiName = "relu"

@@ -60,6 +60,14 @@ class Job(NamedTuple):
         last = (read_jsonl(run_dir / "metrics.jsonl") or [{}])[-1]
         return "val_loss" in last and last["step"] == max_steps
 
+    @property
+    def state(self) -> str:
+        """For --list."""
+        try:
+            return "finished" if self.is_trained else "to run"
+        except (ValueError, OSError) as e:
+            return str(e)
+
     def is_evaluated(self, tag: str | None) -> bool:
         path = self.config.run_dir / (f"eval_length_{tag}.json" if tag else "eval_length.json")
         return path.exists() and read_json(path)["step"] == self.config.train.max_steps
@@ -77,11 +85,7 @@ def main() -> None:
         jobs = [jobs[args.index]]
     if args.list:
         for i, job in enumerate(jobs, first):
-            try:
-                state = "finished" if job.is_trained else "to run"
-            except (ValueError, OSError) as e:
-                state = str(e)
-            print(f"{i:3}  {job.config.run_dir}  {state}")
+            print(f"{i:3}  {job.config.run_dir}  {job.state}")
         return
     for config in (job.config for job in jobs if args.eval_tokens):
         if args.eval_tokens < (needed := 16 * config.train.seq_len):

@@ -16,7 +16,6 @@ import gc
 import math
 import statistics
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -76,7 +75,7 @@ def start_or_resume(state: TrainState) -> RunLog:
         state.restore(*found)
     elif config.init_from:
         init_summary = init_from_run(state.raw_model, config.init_from, state.data_info()["tokenizer"])
-    if not world.agree(zlib.crc32(repr([state.step, init_summary]).encode())):
+    if not world.agree([state.step, init_summary]):
         raise UserError(f"{config.run_dir}: the processes see different checkpoints; expected one folder")
     if world.is_main:
         for partial in config.run_dir.glob("checkpoints/.*.tmp"):  # of a killed write

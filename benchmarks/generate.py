@@ -27,13 +27,14 @@ from evals.common import open_validation
 from infra.cli import ArgumentParser, positive_int, run_main
 from model import GPT, KVCache
 from positions import RopeScaling
+from training.attention_statistics import attention_inputs
 from training.checkpoint import load_model
 
 RUNS = ["runs/demo_softmax", "runs/demo_lssar"]
 
 
 def main() -> None:
-    parser = ArgumentParser(__doc__, prog="python -m benchmarks.generate")
+    parser = ArgumentParser(__doc__)
     parser.add_argument("runs", nargs="*", default=RUNS, help=f"run folders (default: {' '.join(RUNS)})")
     parser.add_argument("--lengths", nargs="+", type=positive_int, default=[1024, 4096, 16384, 65536])
     parser.add_argument("--repeats", type=positive_int, default=200, help="turns at each length (200)")
@@ -94,16 +95,11 @@ class Step:
     @torch.inference_mode()
     def live_share(self) -> float:
         """Share of the next token's weights that are above 0, or above what skip_mass leaves out."""
-        cos, sin = self.model.rope(self.n + 1, self.rope, self.n)
-        x, shares = self.model.embedding(self.token), []
-        for layer, block in enumerate(self.model.blocks):
-            attention = block.attention
-            q, k, v = attention.project(block.attention_norm(x), cos, sin)  # type: ignore[union-attr, operator]
-            keys, _ = self.cache.append(layer, attention.normaliser.cache_keys(k), v)  # type: ignore
-            weights = attention.normaliser.weights(q, keys, cached=True)  # type: ignore
-            cut = weights.amax(-1, keepdim=True) * (attention.normaliser.skip_mass / keys.shape[-2])  # type: ignore
+        shares = []
+        for normaliser, q, keys in attention_inputs(self.model, self.token, self.rope, self.cache):
+            weights = normaliser.weights(q, keys, cached=True)
+            cut = weights.amax(-1, keepdim=True) * (normaliser.skip_mass / keys.shape[-2])
             shares.append((weights > cut).float().mean().item())
-            x = block(x, cos, sin, self.cache)
         return statistics.mean(shares)
 
 

@@ -92,7 +92,7 @@ def run_part(plan: Plan, path: Path, deadline: float, done: set[str]) -> bool:
         if key in done:
             continue
         if time.time() > deadline - 45:
-            print(f"stopped before {key}: run the same command again to go on", flush=True)
+            print(f"stopped before {key}: run the same command again to resume", flush=True)
             return False
         torch._dynamo.reset()  # after 8 graphs of one function the compiler would silently stop compiling
         start = time.time()
@@ -590,7 +590,7 @@ def plan_of(part: str, bench: Bench, done: set[str]) -> Plan:
 
 def stop() -> None:
     """Rows are on disk already: the process may end in the middle of a compilation."""
-    print("stopped at the deadline: run the same command again to go on", flush=True)
+    print("stopped at the deadline: run the same command again to resume", flush=True)
     os._exit(0)
 
 

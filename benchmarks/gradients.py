@@ -27,8 +27,8 @@ from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import World, join_world
 from infra.files import write_json
 from normalisers import reweight_naive
-from positions import UNSCALED
 from schema import Config
+from training.attention_statistics import attention_inputs
 from training.run_log import RunLog
 from training.state import TrainState
 
@@ -66,14 +66,10 @@ def weights_before(state: TrainState) -> Iterator[tuple[Tensor, Tensor]]:
     """Each layer's weights before the re-weighting, (1, H, T, T), and n, (T, 1), on validation tokens."""
     gpt, length = state.raw_model, state.config.train.seq_len
     tokens = torch.from_numpy(state.val_stream.read(0, length))[None].to(state.world.device)
-    (cos, sin), x = gpt.rope(length, UNSCALED), gpt.embedding(tokens)
-    for block in gpt.blocks:
-        attention: Any = block.attention
-        q, k, _ = attention.project(block.attention_norm(x), cos, sin)  # type: ignore[operator]
-        q, k, context = attention.normaliser.prepare(q, k)
+    for normaliser, q, k in attention_inputs(gpt, tokens):
+        q, k, context = normaliser.prepare(q, k)
         scores = (q @ k.mT).masked_fill(~context.visible(k.mT), -math.inf)
-        yield attention.normaliser.definition.weights(scores, context), context.n
-        x = block(x, cos, sin)
+        yield normaliser.definition.weights(scores, context), context.n
 
 
 def largest_peak(state: TrainState) -> float:

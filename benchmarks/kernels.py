@@ -83,24 +83,24 @@ class Case(NamedTuple):
     l1: bool
     p: int
     bounded: bool
-    biased: bool
+    has_shift: bool
 
     def __str__(self) -> str:
-        form = f"{self.phi}, l1 = {self.l1}, p = {self.p}, biased = {self.biased}"
+        form = f"{self.phi}, l1 = {self.l1}, p = {self.p}, has_shift = {self.has_shift}"
         heads = "grouped heads, " * self.grouped
         return f"{self.kernel} {self.dtype} sm_{self.arch} head_dim {self.head_dim} ({heads}{form})"
 
 
 def all_forms() -> list[tuple[str, bool, int, bool, bool]]:
     """Every phi with and without l1, a power where it may have one, a shift where a normaliser has one."""
-    from engines.fused_kernels import PHIS
+    from engines.fused_kernels import PHIS, SIGNED
 
     return [
-        (phi, l1, p, False, biased)
+        (phi, l1, p, False, has_shift)
         for phi in PHIS
         for l1 in (True, False)
-        for p in ((0, 3) if l1 and phi not in ("gelu", "mish", "identity") else (0,))
-        for biased in ((False, True) if phi == "sigmoid" else (False,))
+        for p in ((0, 3) if l1 and phi not in SIGNED else (0,))
+        for has_shift in ((False, True) if phi == "sigmoid" else (False,))
     ]
 
 
@@ -177,7 +177,7 @@ def row(case: Case) -> tuple[str, str | None, float]:
     if result.spilled and case.bounded and (case.dtype, case.head_dim) == ("bfloat16", 64):
         problem = f"{case}: spills {result.spilled} bytes"
     per_score = " ".join(f"{x:.1f}" for x in result.per_score)
-    phi = f"{case.phi}{' l1' * case.l1}{' shift' * case.biased}" + (f" p={case.p}" if case.p else "")
+    phi = f"{case.phi}{' l1' * case.l1}{' shift' * case.has_shift}" + (f" p={case.p}" if case.p else "")
     line = (
         f"| sm_{case.arch:<3} | {case.dtype:8} | {case.head_dim:3} | {phi:17} | {case.kernel:11} "
         f"| {result.registers:4} | {result.spilled:5} | {result.shared / 1024:6.1f} of {limit} "

@@ -203,7 +203,7 @@ def reading(n_batches: int, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = ArgumentParser(__doc__, prog="python -m benchmarks.tokenization")
+    parser = ArgumentParser(__doc__)
     add = parser.add_argument
     add("parquet", type=Path, help="documents in a column named text")
     add("--tokens", type=int, default=110_000_000, help="at least, more than a shard (default: %(default)s)")

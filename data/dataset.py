@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tqdm import tqdm
 
-from data.shards import SHARD_NAME, open_shard, release_pages
+from data.shards import SHARD_NAME, ShardWriter, open_shard, release_pages
 from infra.cli import UserError
 from infra.files import read_json, write_json
 
@@ -93,6 +93,22 @@ def begin_dataset(folder: Path, name: str = "", keep: Collection[str] = ()) -> N
                 path.unlink()
     except OSError as e:
         raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
+
+
+def write_split(
+    folder: Path,
+    info: dict[str, Any],
+    split: str,
+    rows: Iterable[Sequence[int] | np.ndarray],
+    n_documents: int,
+    shard_size: int = 10**8,
+) -> None:
+    """Write a split's shards after those in `info`, the content of dataset.json, and enter them there."""
+    with ShardWriter(folder, info["dataset"], split, shard_size, index=len(info["shards"])) as writer:
+        for row in rows:
+            writer.add(row)
+    info["shards"] += writer.files
+    info["splits"][split] = writer.counts(n_documents)
 
 
 def finish_dataset(folder: Path, info: dict[str, Any]) -> None:

@@ -262,7 +262,7 @@ def _tokenise_all(source: Source, cutter: ShardCutter, tokenizer: str, workers: 
 
 
 def _parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__, prog="python -m data.fineweb")
+    parser = ArgumentParser(__doc__)
     add = parser.add_argument
     n: Record = {"type": positive_int, "metavar": "N"}
     add("--dataset", metavar="REPO", help=f"a text dataset on the hub, or a folder (default: {FINEWEB})")

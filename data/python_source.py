@@ -29,14 +29,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data import dataset
-from data.shards import MAX_TOKENS, ShardWriter
+from data.shards import MAX_TOKENS
 from data.tokenizer import TOKENIZERS, get_tokenizer
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.files import exclusive_lock
 
 DATASET = "python"
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
-LONG_DOCUMENT = 16384  # tokens; for the summary
 SIZE_CLASSES = (16 * 1024, 64 * 1024)  # bytes; the validation split takes its share of each class
 
 
@@ -169,17 +168,11 @@ def build(
         "source": f"Python {python} library sources{packages}", "python": python, "settings": settings,
         "splits": {}, "shards": [],
     }  # fmt: skip
-    n_long = 0
     for split, members in splits.items():
-        with ShardWriter(out, DATASET, split, shard_size, len(info["shards"])) as writer:
-            for document in members:
-                tokens = [encoding.eot_token, *encoding.encode_ordinary(document.text)]
-                writer.add(tokens)
-                n_long += len(tokens) if len(tokens) >= LONG_DOCUMENT else 0
-        info["shards"] += writer.files
-        info["splits"][split] = writer.counts(len(members))
+        rows = ([encoding.eot_token, *encoding.encode_ordinary(document.text)] for document in members)
+        dataset.write_split(out, info, split, rows, len(members), shard_size)
     dataset.finish_dataset(out, info)
-    _print_summary(out, info, sum(document.n_bytes for document in documents), skipped, n_long)
+    _print_summary(out, info, sum(document.n_bytes for document in documents), skipped)
     return dataset.dataset_info(out)
 
 
@@ -195,18 +188,17 @@ def _finished(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     return info
 
 
-def _print_summary(out: Path, info: dict[str, Any], n_bytes: int, skipped: Counter[str], n_long: int) -> None:
-    n_tokens, n_files = (sum(s[key] for s in info["splits"].values()) for key in ("tokens", "documents"))
+def _print_summary(out: Path, info: dict[str, Any], n_bytes: int, skipped: Counter[str]) -> None:
+    n_files = sum(split["documents"] for split in info["splits"].values())
     left_out = ", ".join(f"{n} {reason}" for reason, n in sorted(skipped.items())) or "none"
     print(f"source   {info['source']}")
     print(f"files    {n_files}, {n_bytes / 1e6:.2f} MB; skipped: {left_out}")
     dataset.print_splits(info)
-    print(f"long     {n_long / n_tokens:.0%} of tokens in documents of {LONG_DOCUMENT:,} tokens or more")
     print(f"written  {out}")
 
 
 def main() -> None:
-    parser = ArgumentParser(__doc__, prog="python -m data.python_source")
+    parser = ArgumentParser(__doc__)
     add = parser.add_argument
     add("--tokenizer", choices=TOKENIZERS, default="bytes", help="gpt2 needs a download (default: bytes)")
     add("--out", type=Path, metavar="DIR", help="folder to write (default: data/python_<tokenizer>)")

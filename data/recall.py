@@ -36,8 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from data.dataset import begin_dataset, finish_dataset
-from data.squad import write_split
+from data.dataset import begin_dataset, finish_dataset, write_split
 from data.tokenizer import TOKENIZERS
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.files import exclusive_lock
@@ -134,8 +133,8 @@ def build(out: Path, tasks: list[str], n_train: int, length: int, seed: int) -> 
     }  # fmt: skip
     for split, n in (("val", N_VAL), ("train", n_train)):
         rows = [make_sequence(tasks[i % len(tasks)], length, f"{seed} {split} {i}") for i in range(n)]
-        write_split(out, info, split, [tokens for tokens, _ in rows], documents=n)
-        write_split(out, info, f"{split}mask", [mask for _, mask in rows], documents=0)
+        write_split(out, info, split, [tokens for tokens, _ in rows], n)
+        write_split(out, info, f"{split}mask", [mask for _, mask in rows], 0)
         print(f"{split:6} {n:,} sequences of {length} tokens: {', '.join(tasks)}")
     finish_dataset(out, info)
     print(f"written {out}")
@@ -150,7 +149,7 @@ def main() -> None:
 
 
 def _parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__, prog="python -m data.recall")
+    parser = ArgumentParser(__doc__)
     add = parser.add_argument
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help="(default: all)")
     n_help = "to train on (default: %(default)s)"

@@ -32,9 +32,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tiktoken
 
-from data.dataset import begin_dataset, finish_dataset
+from data.dataset import begin_dataset, finish_dataset, write_split
 from data.documents import naming
-from data.shards import ShardWriter
 from data.tokenizer import TOKENIZERS, get_tokenizer
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import exclusive_lock
@@ -42,7 +41,6 @@ from infra.files import exclusive_lock
 DATASET = "squad"
 HUB_NAME = "rajpurkar/squad_v2"
 HUB_SPLITS = {"val": "validation", "train": "train"}
-SHARD_SIZE = 10**8
 HELD_OUT = 10  # without --val: one of this many articles
 
 
@@ -67,9 +65,9 @@ def question_prompt(context: str, question: str) -> str:
 
 def from_files(train: Path, val: Path | None) -> tuple[dict[str, list[Question]], str]:
     """Both splits, and a description of the source."""
-    questions = list(read_json(train))
+    questions = list(read_questions(train))
     if val:
-        return {"val": list(read_json(val)), "train": questions}, f"{train}, {val}"
+        return {"val": list(read_questions(val)), "train": questions}, f"{train}, {val}"
     held_out = set(list(dict.fromkeys(q.article for q in questions))[::HELD_OUT])
     splits: dict[str, list[Question]] = {"val": [], "train": []}
     for question in questions:
@@ -77,7 +75,7 @@ def from_files(train: Path, val: Path | None) -> tuple[dict[str, list[Question]]
     return splits, str(train)
 
 
-def read_json(path: Path) -> Iterator[Question]:
+def read_questions(path: Path) -> Iterator[Question]:
     """The questions with an answer in a file of SQuAD's schema.
 
     Raises:
@@ -157,26 +155,17 @@ def build(
             raise UserError(f"{source}: {split}: no question fits --seq-len {seq_len}")
         masks[f"{split}mask"] = [mask for _, mask in kept]
         # For data/verify.py the zeros after an end-of-text are a document, too.
-        write_split(out, info, split, [tokens for tokens, _ in kept], documents=2 * len(kept))
+        write_split(out, info, split, [tokens for tokens, _ in kept], 2 * len(kept))
         n, longer = len(kept), len(rows) - len(kept)
         print(f"{split:6} {n:,} questions in sequences of {seq_len} tokens, {longer:,} were longer")
     for split, rows_of_mask in masks.items():
-        write_split(out, info, split, rows_of_mask, documents=0)
+        write_split(out, info, split, rows_of_mask, 0)
     finish_dataset(out, info)
     print(f"written {out}")
 
 
-def write_split(out: Path, info: dict[str, Any], split: str, rows: list[np.ndarray], documents: int) -> None:
-    """Write a split's shards after those in `info`, and enter them there."""
-    with ShardWriter(out, info["dataset"], split, SHARD_SIZE, index=len(info["shards"])) as writer:
-        for row in rows:
-            writer.add(row)
-    info["shards"] += writer.files
-    info["splits"][split] = writer.counts(documents)
-
-
 def _parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__, prog="python -m data.squad")
+    parser = ArgumentParser(__doc__)
     add = parser.add_argument
     add("--train", type=Path, metavar="FILE", help="a local JSON (default: the dataset on the hub)")
     add("--val", type=Path, metavar="FILE", help="a local JSON (default: every tenth article of --train)")

@@ -217,7 +217,7 @@ def _print_verification(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = ArgumentParser(__doc__, prog="python -m data.verify")
+    parser = ArgumentParser(__doc__)
     parser.add_argument("command", choices=("info", "verify"), help="info: the content; verify: all damage")
     parser.add_argument("folder", metavar="DIR", type=Path, help="a data folder, such as data/python_bytes")
     args = parser.parse_args()

@@ -55,7 +55,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, contex
 
 
 class RowBlocks(torch.autograd.Function):
-    """Attention by blocks of query rows; saves q, k, v, o and two numbers a row."""
+    """Attention by blocks of query rows; saves q, k, v, o and, of LSSAR, two numbers a row."""
 
     @staticmethod
     def forward(

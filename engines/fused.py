@@ -206,7 +206,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
 @torch.library.custom_op("phi_attention::backward", mutates_args=())
 def _backward_op(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, stats: Tensor, phi: str, l1: bool, p: int,
-    bounded: bool, biased: bool,
+    bounded: bool, has_shift: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv."""
     dq, dk, dv = _fake_backward(do, q, k, v)
@@ -214,7 +214,7 @@ def _backward_op(
         return dq, dk.zero_(), dv.zero_()
     rows = stats.new_empty(*q.shape[:3], N_ROW.value)
     do, q, k, v = _rows_contiguous(do, q, k, v)
-    form = Form(phi, l1, p, bounded, biased, q.dtype != torch.float32, q.shape[-1])
+    form = Form(phi, l1, p, bounded, has_shift, q.dtype != torch.float32, q.shape[-1])
     _launch(_backward_q, "backward_q", form, (q, k, v, o, do, dq), q, k, v, o, do, stats, dq, rows)
     # Grouped heads: gradients by query head, summed at the end (a loop over heads in the kernel spills).
     grouped, by_head = k.shape[1] < q.shape[1], (*q.shape[:2], *k.shape[2:])
@@ -234,12 +234,12 @@ def _fake_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> t
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, shift, *ctx.form, _ = inputs
-    ctx.biased = shift is not None
+    ctx.has_shift = shift is not None
     ctx.save_for_backward(q, k, v, *output)
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _backward_op(grads[0], *ctx.saved_tensors, *ctx.form, ctx.biased)
+    gradients = _backward_op(grads[0], *ctx.saved_tensors, *ctx.form, ctx.has_shift)
     return *gradients, None, None, None, None, None, None
 
 

@@ -69,7 +69,7 @@ def _decode_scores(
     split, row, batch, head = _program(n_splits, n_head)
     d = tl.arange(0, form.bd)
     q = tl.load(q_ptr + batch * q_strides[0] + head * q_strides[1] + d, mask=d < form.d, other=0.0)
-    shift = tl.load(shift_ptr) if form.biased else 0.0
+    shift = tl.load(shift_ptr) if form.has_shift else 0.0
     total = tl.zeros([BN], tl.float32)
     lost = tl.zeros([BN], tl.float32)
     peak = tl.full([BN], NEVER, tl.float32)

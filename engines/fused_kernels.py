@@ -23,12 +23,13 @@ before the row's last key, so the dq kernel sums both parts, sum h phi' k and su
 the dk, dv kernel that runs after it. (benchmarks/README.md: why nothing more is stored in forward.)
 
 Every sum runs in a fixed order inside one program: no atomics, the same bits each time. Memory beyond
-inputs and outputs is 4 floats a row, and 8 more in backward.
+inputs and outputs: 4 floats a row from forward, 4 more in backward (with grouped heads also dk and dv of each
+query head).
 
 q arrives multiplied by its factor and, where phi has an exponential, by log2(e): y = q.k is the score in base
 2, and softplus is log2(1 + 2^y), whose unit l1 cancels. Its derivative is sigmoid(x) = 2^(y - log2(1 + 2^y)).
-The logarithm is one instruction for 16-bit inputs of bounded scores (LSSAR's), off by 2^-22; a row whose
-weights that could move (CLOSE) takes its block to the polynomial.
+The logarithm is one instruction for 16-bit inputs of bounded scores (LSSAR's), off by 2^-22; where a row's
+weights are sensitive to that (CLOSE), its whole block uses the polynomial.
 
 Written for NVIDIA GPUs from compute capability 8.0 on; TRITON_INTERPRET=1 runs it on the CPU (tests).
 """
@@ -68,7 +69,7 @@ class Form:
     l1: bool
     p: int  # 0: no re-weighting
     bounded: bool  # |x| is so small that a row of phi(x) cannot underflow (LSSA's cosine scores)
-    biased: bool  # there is a shift
+    has_shift: bool  # there is a shift
     fast: bool  # softplus to 9e-6: enough for 16-bit inputs
     d: int  # head_dim
 
@@ -83,7 +84,7 @@ class Form:
     safe = property(lambda form: form.l1 and (
         form.phi == "exp" or (not form.bounded and form.phi in ("softplus", "sigmoid"))))  # fmt: skip
     two_pass = property(lambda form: form.p > 0 or form.safe)  # o needs sums of the whole row first
-    shifted = property(lambda form: form.biased or form.safe)
+    shifted = property(lambda form: form.has_shift or form.safe)
     # softplus by the GPU's logarithm, and by a polynomial only in blocks with flagged rows
     log = property(lambda form: form.phi == "softplus" and form.bounded and form.fast and form.p > 0)
     # how forward sums a row (`_add_sums`), and how it does again if a row is flagged
@@ -404,7 +405,7 @@ def _forward(
     position = n_keys - n_queries + i  # among the keys: the row sees those up to it
     q = _tile(_matrix(q_ptr, q_strides, n_queries, batch, head), start, BM, True, form)
     shift = tl.zeros([BM], tl.float32)
-    if form.biased:
+    if form.has_shift:
         shift = tl.load(shift_ptr + i, mask=i < n_queries, other=0.0)
     c = tl.full([BM], 1.0, tl.float32)
     e = tl.zeros([BM], tl.float32)

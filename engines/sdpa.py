@@ -42,7 +42,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: b
 def rescale(
     q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False, unit: float = 1.0
 ) -> tuple[Tensor, Tensor, RowContext]:
-    """q and k in v's type, whose products are `unit` times the scores, and the rows."""
+    """q and k in v's type, whose products are `unit` times the scores, and their `RowContext`."""
     definition, context, given = normaliser.definition, normaliser.context(q, k), k
     q, k = normaliser.as_float(q, k, cached)
     factor: Any = definition.factor(context)

@@ -67,8 +67,8 @@ def engine_error(
     """The engine's largest relative error (by norm) against float64, of o, dq, dk, dv and a decoded row.
 
     On random inputs: all queries, with the D axis not innermost, then the later half of them with one head of
-    keys. Where the distance is not asked for, also (but for dq, which cancels) on one long row of equal keys,
-    where the rounding of its sum could pass for contrast.
+    keys. Unless the weights depend on the distance or the temperature on the scores, also (but for dq, which
+    cancels) on one long row of equal keys, where the rounding of its sum could pass for contrast.
     """
     g, n_head, d = torch.Generator().manual_seed(0), normaliser.n_head, normaliser.head_dim
     length = min(length, normaliser.train_len)  # ssmax_pn has no p_n beyond

@@ -166,7 +166,7 @@ def draw_heat_maps(panels: Any, name: str, entries: list[dict[str, Any]]) -> Non
 
 # ---------------------------------------------------------------- command line
 def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__, prog="python -m evals.diagnose")
+    parser = ArgumentParser(__doc__)
     listed = [f"  {name:18}{meaning}" for name, meaning in STATISTICS.items()]
     heading = "p = |A| / sum |A| over the n visible keys, the weights of a softmax:"
     parser.epilog = "\n".join([heading, *listed])

@@ -388,7 +388,7 @@ def draw_trials(axes: Any, results: list[Result]) -> None:
 
 # ---------------------------------------------------------------- command line
 def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__, prog="python -m evals.needle")
+    parser = ArgumentParser(__doc__)
     common.add_arguments(
         parser, "of the whole sequence with the answer (default: 1, 2, 4, 8 x the training length)"
     )

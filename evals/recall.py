@@ -171,7 +171,7 @@ def plot(results: list[Result], path: Path) -> None:
 
 # ---------------------------------------------------------------- command line
 def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__, prog="python -m evals.recall")
+    parser = ArgumentParser(__doc__)
     lengths_help = f"even numbers from {recall.MIN_LENGTH} (default: 1, 2, 4, ... 64 x the training length)"
     common.add_arguments(parser, lengths_help)
     add = parser.add_argument

@@ -76,7 +76,7 @@ def draw(out: Path) -> None:
 
 
 def main() -> None:
-    parser = ArgumentParser(__doc__, prog="python -m evals.weights")
+    parser = ArgumentParser(__doc__)
     parser.add_argument("out", type=Path, help="figure to write")
     out = parser.parse_args().out
     if out.suffix not in FIGURE_SUFFIXES:

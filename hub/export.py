@@ -47,7 +47,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
-    parser = ArgumentParser(__doc__, prog="python -m hub.export")
+    parser = ArgumentParser(__doc__)
     parser.add_argument("run", help="run folder (its newest checkpoint) or one checkpoint file")
     parser.add_argument("out", type=Path, help="new folder to write")
     parser.add_argument("--code", action="store_true", help="this repo's code, also for a softmax model")

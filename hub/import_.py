@@ -30,7 +30,7 @@ GELU = {"gelu": "exact", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_
 
 
 def main() -> None:
-    parser = ArgumentParser(__doc__, prog="python -m hub.import_")
+    parser = ArgumentParser(__doc__)
     parser.add_argument("model", help="folder or name on the Hugging Face hub")
     parser.add_argument("run", type=Path, help="new run folder")
     args = parser.parse_args()

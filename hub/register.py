@@ -18,6 +18,7 @@ A normaliser with learned parameters (SSMax's s) becomes a submodule `normaliser
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,72 +46,77 @@ def register(name: str, options: AttentionConfig, train_len: int = 0) -> None:
     if options.normaliser == "ssmax_pn":
         raise UserError("ssmax_pn: one p_n for all layers; cannot be part of a model of transformers")
     transformers = import_transformers()
+    function = partial(_attention, name, options, train_len)
+    transformers.AttentionInterface.register(name, function)
+    transformers.AttentionMaskInterface.register(name, partial(_make_mask, name))
+
+
+def _make_mask(
+    name: str,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    batch_size: int = 1,
+    **_: Any,
+) -> Tensor | None:
+    """What `_attention` gets as its mask, made once for all layers: (B, 1, 1, 3) integers, each sequence's
+    span of real keys, and the number of keys present (a static cache has more room). None: all keys."""
     from transformers.masking_utils import causal_mask_function
 
-    definition = options.definition
+    if mask_function not in (None, causal_mask_function) or kv_offset:
+        raise UserError(
+            f"attn_implementation {name!r}: expected causal attention to all keys, in one sequence"
+        )
+    n_keys = int(q_offset) + q_length
+    spans = None if attention_mask is None else mask_spans(attention_mask[:, :n_keys])
+    if spans is None and kv_length == n_keys:
+        return None
+    return torch.tensor([(*span, n_keys) for span in spans or [(0, n_keys)] * batch_size])[:, None, None]
 
-    def make_mask(
-        q_length: int,
-        kv_length: int,
-        q_offset: int | Tensor = 0,
-        kv_offset: int = 0,
-        mask_function: Any = causal_mask_function,
-        attention_mask: Tensor | None = None,
-        batch_size: int = 1,
-        **_: Any,
-    ) -> Tensor | None:
-        """What `attention` gets as its mask, made once for all layers: (B, 1, 1, 3) integers, each sequence's
-        span of real keys, and the number of keys present (a static cache has more room). None: all keys."""
-        if mask_function is not causal_mask_function or kv_offset:
-            raise UserError(
-                f"attn_implementation {name!r}: expected causal attention to all keys, in one sequence"
-            )
-        n_keys = int(q_offset) + q_length
-        spans = None if attention_mask is None else mask_spans(attention_mask[:, :n_keys])
-        if spans is None and kv_length == n_keys:
-            return None
-        return torch.tensor([(*span, n_keys) for span in spans or [(0, n_keys)] * batch_size])[:, None, None]
 
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        **others: Any,
-    ) -> tuple[Tensor, None]:
-        """query (B, H, Tq, D), key and value (B, H or fewer, Tk, D) to (B, Tq, H, D), and no weights."""
-        found = [option for option in REJECTED if others.get(option) is not None]
-        if found or dropout:
-            raise UserError(f"attn_implementation {name!r}: cannot run with {', '.join(found) or 'dropout'}")
-        if getattr(module, "is_causal", True) is False:
-            raise UserError(f"attn_implementation {name!r}: {type(module).__name__} is not causal")
-        spans = None
-        if attention_mask is not None:
-            if attention_mask.shape[-1] != 3 or attention_mask.is_floating_point():
-                raise UserError(f"attn_implementation {name!r}: expected a padding mask, (batch, length)")
-            values = attention_mask[:, 0, 0].tolist()
-            spans, n_keys = [(start, stop) for start, stop, _ in values], values[0][2]
-            key, value = key[:, :, :n_keys], value[:, :, :n_keys]
-        n_head, head_dim = query.shape[1], query.shape[3]
-        factor = 1.0 if scaling is None else scaling * math.sqrt(head_dim)
-        if not math.isclose(factor, 1.0):
-            query = query * factor  # so that x = scaling q.k, where the formulas have q.k / sqrt(d)
-        config: Any = module.config
-        length = train_len or config.max_position_embeddings
-        normaliser: Any = getattr(module, "normaliser", None)
-        if normaliser is None or normaliser.made_of != (options, length):
-            normaliser = make_normaliser(options, n_head, head_dim, length).to(query.device)
-            normaliser.made_of, module.normaliser = (options, length), normaliser
-        out = attend(query, key, value, normaliser, options.engine, spans=spans)
-        if definition.output_norm:
-            out = F.rms_norm(out, (head_dim,), eps=NORM_EPS)
-        return out.transpose(1, 2).contiguous(), None
-
-    transformers.AttentionInterface.register(name, attention)
-    transformers.AttentionMaskInterface.register(name, make_mask)
+def _attention(
+    name: str,
+    options: AttentionConfig,
+    train_len: int,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query (B, H, Tq, D), key and value (B, H or fewer, Tk, D) to (B, Tq, H, D), and no weights."""
+    found = [option for option in REJECTED if others.get(option) is not None]
+    if found or dropout:
+        raise UserError(f"attn_implementation {name!r}: cannot run with {', '.join(found) or 'dropout'}")
+    if getattr(module, "is_causal", True) is False:
+        raise UserError(f"attn_implementation {name!r}: {type(module).__name__} is not causal")
+    spans = None
+    if attention_mask is not None:
+        if attention_mask.shape[-1] != 3 or attention_mask.is_floating_point():
+            raise UserError(f"attn_implementation {name!r}: expected a padding mask, (batch, length)")
+        values = attention_mask[:, 0, 0].tolist()
+        spans, n_keys = [(start, stop) for start, stop, _ in values], values[0][2]
+        key, value = key[:, :, :n_keys], value[:, :, :n_keys]
+    n_head, head_dim = query.shape[1], query.shape[3]
+    factor = 1.0 if scaling is None else scaling * math.sqrt(head_dim)
+    if not math.isclose(factor, 1.0):
+        query = query * factor  # so that x = scaling q.k, where the formulas have q.k / sqrt(d)
+    config: Any = module.config
+    length = train_len or config.max_position_embeddings
+    normaliser: Any = getattr(module, "normaliser", None)
+    if normaliser is None or normaliser.made_of != (options, length):
+        normaliser = make_normaliser(options, n_head, head_dim, length).to(query.device)
+        normaliser.made_of, module.normaliser = (options, length), normaliser
+    out = attend(query, key, value, normaliser, options.engine, spans=spans)
+    if normaliser.definition.output_norm:
+        out = F.rms_norm(out, (head_dim,), eps=NORM_EPS)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def learned_parameters(model: Any, folder: str | Path | None = None) -> list[nn.Parameter]:

@@ -84,7 +84,7 @@ def main() -> None:
 
 def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
     """The command's options, and those of the normaliser."""
-    parser = ArgumentParser(__doc__, prog="python -m hub.replace")
+    parser = ArgumentParser(__doc__)
     add = parser.add_argument
     add("model", help="folder or name on the Hugging Face hub")
     add("--normaliser", required=True, help="a name of ours; its options are options here: --reweight-p 3")

@@ -16,7 +16,9 @@ class UserError(ValueError):
 class ArgumentParser(argparse.ArgumentParser):
     """argparse with the script's docstring unwrapped in --help, and bad options raised as `UserError`."""
 
-    def __init__(self, description: str | None, prog: str | None = None) -> None:
+    def __init__(self, description: str | None) -> None:
+        spec = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
+        prog = f"python -m {spec.name}" if spec else None
         unwrapped = argparse.RawDescriptionHelpFormatter
         super().__init__(prog, description=description, formatter_class=unwrapped, allow_abbrev=False)
 

@@ -57,9 +57,9 @@ class World:
             dist.all_gather_object(every, value)
         return every
 
-    def agree(self, number: int) -> bool:
-        """Whether all processes pass the same number, below 2^53."""
-        return len(self.gather(torch.tensor([number], device=self.device)).unique()) == 1
+    def agree(self, value: Any) -> bool:
+        """Whether all processes pass the same picklable value."""
+        return all(other == value for other in self.gather_objects(value))
 
 
 def holds_everywhere(fact: bool, device: torch.device) -> bool:

@@ -299,7 +299,7 @@ def difference(old: Contestant | None, new: Contestant, length: int) -> str:
 
 
 def paired_runs(*pair: Contestant) -> list[Contestant]:
-    """Both with the trainings that they share, which differ beyond T only; without such, as they are."""
+    """Both, restricted to the trainings that they share (they differ beyond T only); else unchanged."""
     runs = [{json.dumps([run["which"], run["validations"]]): run for run in c.runs} for c in pair]
     keys = [key for key in runs[0] if key in runs[1]]
     return [c._replace(runs=[r[key] for key in keys or r]) for c, r in zip(pair, runs, strict=True)]

@@ -7,6 +7,7 @@ A row with weights A over its n visible keys has p = |A| / sum |A| (A itself, fo
 those of the normaliser's definition, in blocks of rows: O(block * T) memory.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -37,28 +38,43 @@ def model_statistics(model: GPT, tokens: Tensor, rope: RopeScaling = UNSCALED, n
 
     Returns: (B, n_layer, n_head, len(STATISTICS)) float32.
     """
-    cos, sin = model.rope(tokens.shape[1], rope)
-    x, layers = model.embedding(tokens), []  # (B, T, C)
-    for block in model.blocks:
+    layers = attention_inputs(model, tokens, rope)
+    return torch.stack([layer_statistics(each, q[:, :, -n_rows:], k) for each, q, k in layers], dim=1)
+
+
+def attention_inputs(
+    model: GPT, tokens: Tensor, rope: RopeScaling = UNSCALED, cache: KVCache | None = None
+) -> Iterator[tuple[NormaliserModule, Tensor, Tensor]]:
+    """Each layer's normaliser, q (B, H, T, D) and k after RoPE.
+
+    Args:
+        tokens: (B, T); with a cache those after the cached ones.
+        cache: k is then of all keys, prepared for it (`cache_keys`); its length does not change.
+    """
+    start = cache.length if cache else 0
+    cos, sin = model.rope(start + tokens.shape[1], rope, start)
+    x = model.embedding(tokens)  # (B, T, C)
+    for i, block in enumerate(model.blocks):
         attention = block.attention
-        q, k, _ = attention.project(block.attention_norm(x), cos, sin)
-        layers.append(layer_statistics(attention.normaliser, q[:, :, -n_rows:], k))
-        x = block(x, cos, sin)
-    return torch.stack(layers, dim=1)
+        q, k, v = attention.project(block.attention_norm(x), cos, sin)
+        if cache:
+            k, _ = cache.append(i, attention.normaliser.cache_keys(k), v)
+        yield attention.normaliser, q, k
+        x = block(x, cos, sin, cache)
 
 
 def layer_statistics(normaliser: NormaliserModule, q: Tensor, k: Tensor) -> Tensor:
     """(B, H, Tq, D) and (B, H, Tk, D) after RoPE, the last Tq positions, to (B, H, len(STATISTICS))."""
     with torch.autocast(q.device.type, enabled=False):
         unscaled_q, unscaled_k = q.float(), share_heads(k, q).float()
-        q, k, rows = normaliser.prepare(q, k)
+        q, k, context = normaliser.prepare(q, k)
         total = q.new_zeros(*q.shape[:2], len(STATISTICS))
         for batch, block, keys in query_blocks(q, k):
             unscaled = unscaled_q[batch, :, block] @ unscaled_k[batch, :, keys].mT  # (b, H, R, K)
             x = q[batch, :, block] @ k[batch, :, keys].mT
-            context = replace(rows, n=rows.n[block])
-            weights = normaliser.row_weights(x.masked_fill(~context.visible(x), -torch.inf), context)
-            total[batch] += row_statistics(unscaled, x, weights, context).sum(-2)
+            rows = replace(context, n=context.n[block])
+            weights = normaliser.row_weights(x.masked_fill(~rows.visible(x), -torch.inf), rows)
+            total[batch] += row_statistics(unscaled, x, weights, rows).sum(-2)
         return total / q.shape[-2]
 
 
@@ -91,13 +107,8 @@ def attention_mass(model: GPT, token: Tensor, rope: RopeScaling, cache: KVCache,
         where: (B, n) bool, of the n = cache.length + 1 keys.
     Returns: (B, n_layer, n_head) float32.
     """
-    cos, sin = model.rope(cache.length + 1, rope, cache.length)
-    x, layers = model.embedding(token), []  # (B, 1, C)
-    for i, block in enumerate(model.blocks):
-        q, k, v = block.attention.project(block.attention_norm(x), cos, sin)
-        normaliser = block.attention.normaliser
-        keys, _ = cache.append(i, normaliser.cache_keys(k), v)
+    layers = []
+    for normaliser, q, keys in attention_inputs(model, token, rope, cache):
         weights = normaliser.weights(q, keys, cached=True)[:, :, 0]
         layers.append((l1_normalise(weights.abs()) * where[:, None]).sum(-1))  # (B, H, n) -> (B, H)
-        x = block(x, cos, sin, cache)
     return torch.stack(layers, dim=1)

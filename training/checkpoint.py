@@ -144,7 +144,7 @@ def find_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
-    """Read one checkpoint file into host memory; lazily: tensors when they are used, without checksums.
+    """Read one checkpoint file into host memory; lazily: tensors are memory-mapped, checksums not verified.
 
     Raises UserError: absent, damaged, or not a checkpoint of this format.
     """

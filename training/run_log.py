@@ -1,7 +1,7 @@
 """The log of a run, written by rank 0 to its folder.
 
 config.toml      the resolved config; `train.py` takes it like any other
-metrics.jsonl    a line per step: step, loss, lr, grad_norm; where one was printed also tokens_per_s, step_ms
+metrics.jsonl    a line per step: step, loss, lr, grad_norm; at logged steps also tokens_per_s, step_ms
                  and its parts, mfu, memory_gb; every log.attention_every steps qk_std and entropy,
                  {"layer_0": ...} each, and logit_std; {"step", "val_loss"} per validation, with
                  "val_cross_entropy", that of the unscaled logits, if train.loss is not softmax; null: NaN or
@@ -85,7 +85,7 @@ class RunLog:
             return
         try:
             print(*lines, sep="\n", flush=True)
-        except BrokenPipeError:  # the Ctrl-C on which this run is to save has killed `| tee`
+        except BrokenPipeError:  # Ctrl-C has ended `| tee`, too, and this run still has to save
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def add_step(self, loss: float, grad_norm: float, lr: float, skipped: str = "") -> None:

@@ -108,7 +108,7 @@ class TrainState:
     def restore(self, path: Path, checkpoint: dict[str, Any]) -> None:
         """Continue from a checkpoint of this run.
 
-        Raises UserError: with every difference in config and data; another run's curve would go on here.
+        Raises UserError: lists every difference in config and data; resuming would join two runs' curves.
         """
         data, before = self.data_info(), checkpoint["data"]
         changed = changed_keys(config_from_dict(checkpoint["config"], str(path)), self.config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from launch import build, metrics, run, run_script
 from config import load_config, to_toml
 from data import recall, squad
 from data.batches import train_batch, val_batch
-from data.dataset import IGNORED, TokenStream, finish_dataset
+from data.dataset import IGNORED, TokenStream, finish_dataset, write_split
 from data.tokenizer import get_tokenizer
 from data.verify import verify
 from evals.common import open_validation
@@ -169,7 +170,7 @@ def test_a_smaller_dataset_replaces_a_larger_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any
 ) -> None:
     """Of fewer shards: none of the larger one's stay, which dataset.json would not list."""
-    monkeypatch.setattr(squad, "SHARD_SIZE", 64_000)
+    monkeypatch.setattr(recall, "write_split", partial(write_split, shard_size=64_000))
     for n in (2048, 64):
         call(recall, "--sequences", n, "--out", tmp_path)
         assert TokenStream(tmp_path, "train").n_tokens == 64 * n
@@ -180,7 +181,7 @@ def test_a_mask_of_another_length_is_rejected(tmp_path: Path) -> None:
     info: dict[str, Any] = {"dataset": "toy", "tokenizer": "bytes", "vocab_size": 257, "source": "a test"}
     info |= {"splits": {}, "shards": []}
     for split, n_tokens in (("train", 10), ("trainmask", 9)):
-        squad.write_split(tmp_path, info, split, [np.ones(n_tokens, np.uint16)], documents=0)
+        write_split(tmp_path, info, split, [np.ones(n_tokens, np.uint16)], 0)
     finish_dataset(tmp_path, info)
     with pytest.raises(UserError, match="trainmask has 9 tokens: expected 10, as train"):
         TokenStream(tmp_path, "train")
