@@ -233,7 +233,7 @@ def parse_overrides(args: list[str]) -> dict[str, Any]:
             text = rest.pop(0)
         key = key.replace("-", "_")
         values[key] = _parse_value(key, text)
-    return values
+    return _flatten(values)
 
 
 def _parse_value(key: str, text: str) -> Any:

@@ -273,13 +273,16 @@ class GPT(nn.Module):
             unscaled: leave out what train.loss does to the logits.
             label_smoothing: share of the target's probability spread over all tokens (Szegedy et al. 2016).
         Returns:
-            The mean cross-entropy in nats, a float32 scalar; or logits, (B, T, vocab_size) float32.
+            The mean cross-entropy in nats, a float32 scalar, 0 without any target; or logits,
+            (B, T, vocab_size) float32.
         """
         hidden = self.hidden(tokens, rope, cache)
         logits = self.unscaled_logits(hidden) if unscaled else self.logits(hidden)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=label_smoothing)
+        logits, targets = logits.flatten(0, 1), targets.flatten()
+        total = F.cross_entropy(logits, targets, label_smoothing=label_smoothing, reduction="sum")
+        return total / (targets != -100).sum().clamp_min(1)
 
     @torch.no_grad()
     def token_losses(
@@ -324,7 +327,8 @@ class GPT(nn.Module):
         Yields:
             (B, 1) int64, n_new times.
         Raises:
-            UserError: an empty prompt, n_new < 0, temperature < 0, top_k < 1, top_p outside (0, 1].
+            UserError: an empty prompt, n_new < 0, temperature < 0, top_k < 1, top_p outside (0, 1]; NaN
+                logits.
         """
         T = tokens.shape[1]
         check_sampling(T, n_new, temperature, top_k, top_p)
@@ -395,7 +399,9 @@ def sample(
     generator: torch.Generator | None,
 ) -> Tensor:
     """One token for each row of logits (B, V): (B, 1) int64."""
-    if temperature == 0:
+    if logits.isnan().any():
+        raise UserError("the model computed NaN: no token to draw")
+    if temperature < torch.finfo(torch.float32).tiny:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)

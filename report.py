@@ -70,6 +70,8 @@ def main() -> None:
     figures = [all_figures(index, papers, fits), needle_figures(index) if "ssmax" in papers else ()]
     for name, caption, figure in chain(*figures):
         if figure is not None:
+            while name in captions:  # runs of one name, in several folders
+                name = name.replace(".png", "_.png")
             captions[name] = caption
             with atomic_file(out / name) as f:
                 figure.savefig(f, format="png", dpi=130)

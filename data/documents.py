@@ -148,7 +148,9 @@ def hub_dataset(
         ]
 
     description = " ".join(filter(None, (repo, name, split, commit and f"at commit {commit}")))
-    return Source(description, settings | {"commit": commit}, [], n_tokens, open_inputs)
+    with naming(repo):
+        hashes = [_fingerprint(path) for path in sorted(Path(repo).rglob("*")) if is_local and path.is_file()]
+    return Source(description, settings | {"commit": commit}, hashes, n_tokens, open_inputs)
 
 
 def _newest_commit(repo: str, revision: str) -> str:

@@ -94,7 +94,7 @@ def read_questions(path: Path) -> Iterator[Question]:
                         yield question
     except OSError as e:
         raise UserError(f"{path}: cannot be read: {e.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise UserError(
             f"{path}: not of SQuAD's schema, {{data: [{{paragraphs: [{{context, qas: [{{question, answers: "
             f"[{{text}}]}}]}}]}}]}} ({type(e).__name__}: {e})"
@@ -147,19 +147,20 @@ def build(
         "dataset": DATASET, "tokenizer": tokenizer_name, "vocab_size": tokenizer.n_vocab, "source": source,
         "sequence_length": seq_len, "splits": {}, "shards": [],
     }  # fmt: skip
-    masks: dict[str, list[np.ndarray]] = {}
+    kept: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     for split, questions in splits.items():
         rows = [make_sequence(question, tokenizer, seq_len) for question in questions if question.is_complete]
-        kept = [row for row in rows if row is not None]
-        if not kept:
+        kept[split] = [row for row in rows if row is not None]
+        if not kept[split]:
             raise UserError(f"{source}: {split}: no question fits --seq-len {seq_len}")
-        masks[f"{split}mask"] = [mask for _, mask in kept]
-        # For data/verify.py the zeros after an end-of-text are a document, too.
-        write_split(out, info, split, [tokens for tokens, _ in kept], 2 * len(kept))
-        n, longer = len(kept), len(rows) - len(kept)
+        n, longer = len(kept[split]), len(rows) - len(kept[split])
         print(f"{split:6} {n:,} questions in sequences of {seq_len} tokens, {longer:,} were longer")
-    for split, rows_of_mask in masks.items():
-        write_split(out, info, split, rows_of_mask, 0)
+    begin_dataset(out, DATASET)
+    for split, sequences in kept.items():
+        # For data/verify.py the zeros after an end-of-text are a document, too.
+        write_split(out, info, split, [tokens for tokens, _ in sequences], 2 * len(sequences))
+    for split, sequences in kept.items():
+        write_split(out, info, f"{split}mask", [mask for _, mask in sequences], 0)
     finish_dataset(out, info)
     print(f"written {out}")
 
@@ -186,7 +187,6 @@ def main() -> None:
     get_tokenizer(args.tokenizer)  # an error here leaves the folder unchanged
     with exclusive_lock(args.out):
         splits, source = from_files(args.train, args.val) if args.train else from_hub()
-        begin_dataset(args.out, DATASET)
         build(args.out, splits, source, args.tokenizer, args.seq_len)
 
 

@@ -40,7 +40,6 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from data.dataset import dataset_info
 from data.squad import question_prompt
 from data.tokenizer import get_tokenizer
 from evals import common, output
@@ -118,11 +117,10 @@ def open_haystack(run: common.EvaluatedRun, args: argparse.Namespace) -> Haystac
     Raises:
         UserError: bad data or no .txt files.
     """
+    stream = common.open_validation(run.config, args.data)
+    tokenizer = get_tokenizer(stream.info["tokenizer"])
     if args.haystack is None:
-        stream = common.open_validation(run.config, args.data)
-        tokenizer = get_tokenizer(stream.info["tokenizer"])
         return Haystack(stream.read, stream.n_tokens, tokenizer, str(stream.folder))
-    tokenizer = get_tokenizer(dataset_info(args.data or run.config.data.dir)["tokenizer"])
     files = sorted(Path(args.haystack).glob("*.txt"))
     if not files:
         raise UserError(f"--haystack {args.haystack}: expected a folder with .txt files")

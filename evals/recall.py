@@ -108,7 +108,10 @@ def answers_right(model: GPT, tokens: Tensor, mask: Tensor, rope: RopeScaling) -
     """Whether the likeliest token is the right one, where the mask is set: (B, T) each to (B, A)."""
     device = model.embedding.weight.device
     tokens, answers = tokens.to(device), mask[:, 1:].to(device)
-    predicted = model.logits(model.hidden(tokens[:, :-1], rope)[answers]).argmax(-1)  # (B * A,)
+    logits = model.logits(model.hidden(tokens[:, :-1], rope)[answers])  # (B * A, V)
+    if not logits.isfinite().all():
+        raise UserError("the model computed NaN or infinity")
+    predicted = logits.argmax(-1)
     return (predicted == tokens[:, 1:][answers]).view(len(tokens), -1)
 
 

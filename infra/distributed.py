@@ -95,6 +95,9 @@ def join_world(device: str) -> Iterator[World]:
         if size > 1:
             backend, timeout = ("nccl", None) if use_cuda else ("gloo", GLOO_TIMEOUT)
             dist.init_process_group(backend, timeout=timeout)
+            if not use_cuda:  # connected: from here on a slow rank is no error
+                dist.barrier()
+                dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))
         yield World(rank, size, torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"))
         failed = False
     except RuntimeError as e:

@@ -164,7 +164,7 @@ def fit_log(p_n: Tensor) -> tuple[float, float, float]:
     """a1, a2, R². n = 1 is left out: a single key has no gradient."""
     x, y = np.log(np.arange(2, len(p_n) + 1)), p_n[1:].numpy()
     a1, a2 = np.polyfit(x, y, 1).tolist()
-    return a1, a2, float(np.corrcoef(x, y)[0, 1] ** 2)
+    return a1, a2, float(np.corrcoef(x, y)[0, 1] ** 2) if y.std() else 0.0
 
 
 def p_n_figure(fit: LogFit, title: str) -> Figure | None:
@@ -197,7 +197,8 @@ def training_figure(groups: list[Group], title: str) -> Figure | None:
         means = torch.stack([part.nanmean() for part in parts])
         ends = torch.tensor([len(part) for part in parts]).cumsum(0)
         axes.plot(ends, means, label=f"{group.name}, at the end {means[-1]:.4f}", linewidth=1.2)
-        tops.append(means[len(means) // 20].item())  # the first steps would take most of the height
+        finite = means[means.isfinite()].tolist() or [0.0]
+        tops.append(finite[len(finite) // 20])  # the first steps would take most of the height
     if len(tops) < 2:
         return None
     axes.set_ylim(top=max(tops))

@@ -138,7 +138,10 @@ def read_run(folder: Path) -> FinishedRun | None:
     usual = ("eval_length", "eval_length_none")
     for path in sorted(folder.glob("eval_length*.json"), key=lambda path: (path.stem not in usual, path)):
         result = read_json(path)
-        if result["step"] == config.train.max_steps and not result["data"].get("skipped_tokens"):
+        text = result["data"]
+        if Path(text.get("dir", config.data.dir)) != Path(config.data.dir):
+            print(f"skipped: {path}: of {text['dir']}, the run's data are {config.data.dir}")
+        elif result["step"] == config.train.max_steps and not text.get("skipped_tokens"):
             evaluations.setdefault(format_rope(result), result)
     steps_before, ancestors = read_ancestors(folder, config)
     losses = tuple(math.nan if r["loss"] is None else r["loss"] for r in records if "loss" in r)

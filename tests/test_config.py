@@ -51,6 +51,11 @@ def test_overrides_take_toml_values_and_bare_strings():
     assert load_config(path, ["--data.dir", "/a b"]).data.dir == "/a b"
 
 
+def test_a_section_given_as_one_value_keeps_its_other_keys(tiny_config: Path):
+    config = load_config(tiny_config, ["--train", "{max_steps = 20}"])
+    assert changed_keys(load_config(tiny_config), config).keys() == {"train.max_steps"}
+
+
 def test_changed_keys():
     path = ROOT / "configs/lssar.toml"
     a, b = load_config(path), load_config(path, ["--attention.reweight-p", "3", "--seed", "1"])

@@ -39,7 +39,7 @@ def leave_run(folder: Path, config_path: Path, name: str, lr: float, offsets: di
                     "buckets": [{"from": 0, "to": 16, "loss": 2.0}, {"from": 16, "to": 32, "loss": 3.0}],
                 }
             )
-        data = {"dir": "data/x", "blocks": 8, "block_length": 2 * config.train.seq_len}
+        data = {"dir": config.data.dir, "blocks": 8, "block_length": 2 * config.train.seq_len}
         result = {"step": step, "rope": {"kind": rope, "theta": None}, "data": data, "lengths": lengths}
         (config.run_dir / f"eval_length_{rope}.json").write_text(json.dumps(result))
 

@@ -149,6 +149,17 @@ def test_every_run_of_a_folder_has_a_name_of_its_own(folder, capsys):
     )
 
 
+def test_evaluations_of_other_data_are_left_out(tmp_path, capsys):
+    make_run(tmp_path, "own", [2.0] * 5)
+    path = tmp_path / "own/eval_length.json"
+    result = json.loads(path.read_text())
+    result["data"]["dir"] = "elsewhere"
+    (tmp_path / "own/eval_length_other.json").write_text(json.dumps(result | {"lengths": []}))
+    path.unlink()
+    assert read_runs([str(tmp_path)])[0].evaluations == {}
+    assert "eval_length_other.json: of elsewhere, the run's data are" in capsys.readouterr().out
+
+
 def test_another_config_under_the_same_name_is_left_to_train(path, call, monkeypatch):
     """train.py names the difference; skipping would present the old run as the new one."""
     FakeTorchrun(monkeypatch)

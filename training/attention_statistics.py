@@ -74,6 +74,9 @@ def layer_statistics(normaliser: NormaliserModule, q: Tensor, k: Tensor) -> Tens
             x = q[batch, :, block] @ k[batch, :, keys].mT
             rows = replace(context, n=context.n[block])
             weights = normaliser.row_weights(x.masked_fill(~rows.visible(x), -torch.inf), rows)
+            if normaliser.by_distance:
+                head = torch.arange(normaliser.n_head, device=x.device)[:, None, None]
+                x = normaliser.at_distance(x, rows.distance(x), head)
             total[batch] += row_statistics(unscaled, x, weights, rows).sum(-2)
         return total / q.shape[-2]
 

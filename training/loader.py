@@ -82,7 +82,7 @@ class BatchLoader:
         if self.stream.mask is None:
             return [1 / len(batch)] * len(batch), self.config.train.batch_tokens
         counts = torch.tensor([int((y != IGNORED).sum()) for _, y in batch], device=self.world.device)
-        n_targets = int(self.world.gather(counts.sum()[None]).sum())
+        n_targets = max(1, int(self.world.gather(counts.sum()[None]).sum()))
         return [count * self.world.size / n_targets for count in counts.tolist()], n_targets
 
     def describe(self, step: int) -> str:

@@ -11,6 +11,7 @@ starts.jsonl     a line per start: time, step, command, git commit, versions, ha
 wandb_id         with log.wandb: the W&B run, which a resumed run continues
 """
 
+import itertools
 import json
 import os
 import platform
@@ -64,10 +65,9 @@ class RunLog:
         self.metrics = path = run_dir / "metrics.jsonl"
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            old = run_dir / "metrics.jsonl.old"
-            if step == 0 and val_step < 0 and path.exists() and not old.exists():
-                path.rename(old)
-                self.print(f"{run_dir} has no checkpoint: starting at step 0, its metrics are now {old.name}")
+            if step == 0 and val_step < 0 and path.exists() and read_jsonl(path):
+                old = set_aside(run_dir)
+                self.print(f"{run_dir} has no checkpoint: starting at step 0, its results are now in {old}")
             write_atomically(run_dir / "config.toml", to_toml(self.config).encode())
             write_atomically(path, to_jsonl(records_up_to(read_jsonl(path), step, val_step)).encode())
             with open(run_dir / "starts.jsonl", "a") as f:
@@ -269,3 +269,12 @@ def to_jsonl(records: list[dict[str, Any]]) -> str:
 def format_duration(seconds: float) -> str:
     """3725 -> '1:02:05'."""
     return str(timedelta(seconds=round(seconds)))
+
+
+def set_aside(run_dir: Path) -> Path:
+    """Move what a training left of which no checkpoint is there to <run_dir>/old_1, or old_2, ..."""
+    old = next(path for i in itertools.count(1) if not (path := run_dir / f"old_{i}").exists())
+    old.mkdir()
+    for path in [*run_dir.glob("eval_*"), *run_dir.glob("init_from.txt"), run_dir / "metrics.jsonl"]:
+        path.rename(old / path.name)
+    return old

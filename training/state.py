@@ -16,7 +16,7 @@ from config import changed_keys, config_from_dict
 from infra.cli import UserError
 from infra.distributed import StopSignals, World
 from model import GPT
-from schema import Config, may_change_on_resume
+from schema import Config, makes_another_run, may_change_on_resume
 from training.checkpoint import load_parameters, load_source
 from training.guard import Guard
 from training.loader import BatchLoader, open_streams
@@ -87,7 +87,8 @@ class TrainState:
     def data_info(self) -> dict[str, str]:
         """The identity of the data, which a resumed run must share."""
         train, val = self.batches.stream, self.val_stream
-        return {"tokenizer": train.info["tokenizer"], "train": train.fingerprint, "val": val.fingerprint}
+        info = {"tokenizer": train.info["tokenizer"], "train": train.fingerprint, "val": val.fingerprint}
+        return info | {f"{s.split}mask": s.mask.fingerprint for s in (train, val) if s.mask}
 
     def to_checkpoint(self) -> dict[str, Any]:
         """What `training.checkpoint` writes. A collective: it gathers the RNG state of every rank."""
@@ -112,8 +113,11 @@ class TrainState:
         """
         data, before = self.data_info(), checkpoint["data"]
         changed = changed_keys(config_from_dict(checkpoint["config"], str(path)), self.config)
-        changed = {key: values for key, values in changed.items() if not may_change_on_resume(key)}
-        changed |= {f"data: {key}": (before[key], data[key]) for key in data if before[key] != data[key]}
+        if checkpoint["step"] < self.config.train.max_steps:
+            changed = {key: values for key, values in changed.items() if not may_change_on_resume(key)}
+        else:  # finished: only what its curve does not depend on, and where the same data lie
+            changed = {key: v for key, v in changed.items() if makes_another_run(key) and key != "data.dir"}
+        changed |= {f"data: {k}": (v, data.get(k)) for k, v in before.items() if v != data.get(k)}
         if changed:
             found = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
             raise UserError(f"{path.parents[1]}: holds another run ({found}): choose another --name")
@@ -133,14 +137,18 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     """Copy each parameter that another run's model shares, bit for bit; leave the others.
 
     [model] must fit, [attention] may add and drop parameters, the data to train on must have the same
-    `tokenizer`. source: a run folder (its newest checkpoint) or a checkpoint file.
+    `tokenizer`. source: the folder of a finished run, or a checkpoint file.
 
     Returns: the summary for the log: what is copied, new, dropped and changed.
-    Raises UserError: nothing there, another tokeniser, or a parameter of another shape, with its name.
+    Raises UserError: nothing there, an unfinished run, another tokeniser, or a parameter of another shape,
+    with its name.
     """
     path, state = load_source(source)
     old, theirs, trained_on = config_from_dict(state["config"], str(path)), state["model"], state["data"]
     prefix = f"init_from = {str(source)!r}"
+    if Path(source).is_dir() and 0 < state["step"] < old.train.max_steps:  # 0: of hub.import_
+        found = f"{state['step']} of {old.train.max_steps} steps"
+        raise UserError(f"{prefix}: has {found}: expected a finished run, or a checkpoint file: {path}")
     if trained_on["tokenizer"] != tokenizer:
         raise UserError(f"{prefix}: trained on tokens of {trained_on['tokenizer']}, the data has {tokenizer}")
     ours = model.state_dict()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -175,6 +176,23 @@ def test_a_smaller_dataset_replaces_a_larger_one(
         call(recall, "--sequences", n, "--out", tmp_path)
         assert TokenStream(tmp_path, "train").n_tokens == 64 * n
     verify(tmp_path)
+
+
+def test_steps_and_micro_batches_without_a_target(
+    tiny_config: Path, tiny_dataset: Path, tmp_path: Path
+) -> None:
+    """No token counts in a micro-batch, in a whole step, in the first validation batch."""
+    data = shutil.copytree(tiny_dataset, tmp_path / "masked")
+    info = json.loads((data / "dataset.json").read_text())
+    for split, zeros in (("train", (slice(0, 70), slice(200, 600))), ("val", (slice(0, 70),))):
+        mask = np.ones(info["splits"][split]["tokens"], np.uint16)
+        for each in zeros:
+            mask[each] = 0
+        write_split(data, info, f"{split}mask", [mask], 0)
+    finish_dataset(data, {key: value for key, value in info.items() if key != "format_version"})
+    folder = run(tiny_config, "--data.dir", str(data))
+    losses = [*metrics(folder, "loss").values(), *metrics(folder, "val_loss").values()]
+    assert np.isfinite(losses).all() and 0.0 in losses[:12]
 
 
 def test_a_mask_of_another_length_is_rejected(tmp_path: Path) -> None:
