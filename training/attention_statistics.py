@@ -22,7 +22,7 @@ from positions import UNSCALED, RopeScaling
 TINY = 2.0**-16
 STATISTICS = {
     "qk_std": "standard deviation over the visible keys of q.k, unscaled (NormSoftmax, Figure 2a)",
-    "score_std": "standard deviation over the visible keys of the scores that the formula takes",
+    "score_std": "standard deviation over the visible keys of the scores, without a bias by distance",
     "entropy": "entropy of p in nats",
     "relative_entropy": "entropy over ln n: 1 is a uniform row, 0 a row on one key",
     "effective_keys": "exp(entropy): the number of keys whose uniform weights have the same entropy",
@@ -74,9 +74,6 @@ def layer_statistics(normaliser: NormaliserModule, q: Tensor, k: Tensor) -> Tens
             x = q[batch, :, block] @ k[batch, :, keys].mT
             rows = replace(context, n=context.n[block])
             weights = normaliser.row_weights(x.masked_fill(~rows.visible(x), -torch.inf), rows)
-            if normaliser.by_distance:
-                head = torch.arange(normaliser.n_head, device=x.device)[:, None, None]
-                x = normaliser.at_distance(x, rows.distance(x), head)
             total[batch] += row_statistics(unscaled, x, weights, rows).sum(-2)
         return total / q.shape[-2]
 
