@@ -10,7 +10,7 @@ A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of
     validation  {"step", "loss", "best", "best_step"}: the newest and the best one; -1, None before the first
     guard       recent losses and gradient norms (see `training.guard`)
     rng         torch's RNG states of each process
-    data        {"tokenizer": name, "train": fingerprint, "val": fingerprint} (see `TokenStream`)
+    data        {"tokenizer": name, "train": fingerprint, "val": fingerprint} and masks (`TokenStream`)
 
 It holds tensors and plain values only and is read with `weights_only`: loading one runs no code.
 `checkpoints/best.pt` is the one with the lowest validation loss, under a second name.

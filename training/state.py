@@ -117,7 +117,8 @@ class TrainState:
             changed = {key: values for key, values in changed.items() if not may_change_on_resume(key)}
         else:  # finished: only what its curve does not depend on, and where the same data lie
             changed = {key: v for key, v in changed.items() if makes_another_run(key) and key != "data.dir"}
-        changed |= {f"data: {k}": (v, data.get(k)) for k, v in before.items() if v != data.get(k)}
+        pairs = {key: (before.get(key), data.get(key)) for key in before | data}
+        changed |= {f"data: {key}": pair for key, pair in pairs.items() if pair[0] != pair[1]}
         if changed:
             found = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
             raise UserError(f"{path.parents[1]}: holds another run ({found}): choose another --name")
