@@ -7,7 +7,7 @@
 The formulas are in normalisers.py and rivals.py, the engines in engines/:
 
     dense    the definition, (T, T) in memory
-    rows     blocks of query rows, any normaliser, any device (blockwise.py)
+    rows     blocks of query rows, any normaliser, any device (rows.py)
     sdpa     softmax over rescaled queries, on F.scaled_dot_product_attention
     triton   fused CUDA kernels for phi(x) over its row sum or a fixed number (fused.py)
     flex     softmax of scores that depend on the distance, by FlexAttention on CUDA
@@ -23,10 +23,11 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from engines import blockwise, dense, sdpa
-from engines.base import FUSED_HEAD_DIM, NormaliserModule
+from engines import dense, sdpa
+from engines import rows as row_blocks
 from engines.self_check import check
 from infra.cli import UserError
+from normalisers.layer import FUSED_HEAD_DIM, NormaliserModule
 from positions import SCORE_BIASES
 from schema import AttentionConfig, Engine, ModelConfig
 
@@ -42,9 +43,7 @@ def make_normaliser(
         position: `model.position`, which may bias the scores (ALiBi).
     """
     definition, p = options.definition, options.reweight_p
-    normaliser = NormaliserModule(definition, p, n_head, head_dim, train_len, position)
-    normaliser.compile_rows, normaliser.naive_power = options.compile_rows, options.naive_power
-    return normaliser
+    return NormaliserModule(definition, p, n_head, head_dim, train_len, position)
 
 
 def attend(
@@ -94,7 +93,7 @@ def attend(
                 return compiled_engine(engine).run(q, k, v, normaliser, cached)
             case "flex" if q.shape[-2] > 1:  # one query: rows is as good, without a mask for each length
                 return compiled_engine(engine).run(q, k, v, normaliser, cached)
-        return blockwise.run(q, k, v, normaliser, cached)
+        return row_blocks.run(q, k, v, normaliser, cached)
 
 
 def mask_spans(mask: Tensor) -> list[tuple[int, int]] | None:
@@ -160,7 +159,7 @@ def resolve_engine(
         case "flex" if device.type != "cuda":  # where FlexAttention has no backward pass
             problem = f"needs a CUDA device, found {device.type}; expected auto or rows"
     if problem:
-        raise UserError(f"attention.engine = {engine!r}: {problem}")
+        raise UserError(f"train.engine = {engine!r}: {problem}")
     if engine not in get_args(Engine):
         raise ValueError(f"engine = {engine!r}: expected one of {', '.join(get_args(Engine))}")
     return engine
@@ -172,9 +171,10 @@ def compiled_engine(engine: Engine) -> Any:
         from engines import flex
 
         return flex
-    from engines import fused
 
-    return fused
+    from engines import triton
+
+    return triton
 
 
 def describe_engine(
@@ -192,7 +192,7 @@ def describe_engine(
 def describe_attention(options: AttentionConfig, model: ModelConfig | None = None) -> str:
     """The [attention] section in a few words, 'lssa (reweight_p = 15)', and of [model] ', alibi, gate'."""
     values = options.definition.model_dump(exclude_defaults=True)
-    common = ("reweight_p", "reweight_p_warmup", "naive_power")
+    common = ("reweight_p", "reweight_p_warmup")
     values |= {key: value for key in common if (value := getattr(options, key))}
     listed = ", ".join(f"{key} = {value}" for key, value in values.items())
     text = options.normaliser + (f" ({listed})" if listed else "")

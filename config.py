@@ -26,7 +26,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from infra.cli import ArgumentParser, UserError, run_main
-from normalisers import NORMALISERS, Normaliser
+from normalisers.base import NORMALISERS, Normaliser
 from schema import SECTIONS, AttentionConfig, Config, Section, makes_another_run, problems_of
 
 # ---------------------------------------------------------------- reading and writing

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from attention import Engine, attend, describe_engine, make_normaliser, resolve_engine
 from infra.cli import UserError
-from normalisers import Phi
+from normalisers.family import Phi
 from positions import SCORE_BIASES, UNSCALED, RopeScaling, apply_rope, rope_tables
 from schema import Config, ModelConfig, TrainConfig
 
@@ -92,7 +92,7 @@ class Attention(nn.Module):
         m = config.model
         self.layer, self.n_head, self.head_dim = layer, m.n_head, m.head_dim
         self.n_kv_head, self.has_rope = m.kv_heads, m.rotating > 0
-        self.engine: Engine = config.attention.engine  # resolved by GPT
+        self.engine: Engine = config.train.engine  # resolved by GPT
         self.qkv = make_linear(m.n_embd, (m.n_head + 2 * m.kv_heads) * m.head_dim, m.bias)
         assert m.position in ("rope", "p_rope", "none", *SCORE_BIASES), m.position
         length = config.train.seq_len

@@ -12,8 +12,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
-import rivals  # noqa: F401  (registers its normalisers)
-from normalisers import NORMALISERS, Normaliser
+from normalisers import adaptive, family, others  # noqa: F401  (their classes register themselves)
+from normalisers.base import NORMALISERS, Normaliser
 
 Engine = Literal["auto", "dense", "rows", "sdpa", "triton", "flex"]
 
@@ -114,12 +114,18 @@ def raise_found(section: Any, checks: dict[str, Any]) -> Any:
     return section
 
 
+def raise_problems(problems: list[str]) -> None:
+    """Raises ValueError with all of the messages, if there are any."""
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
 class OptionErrors(ValueError):
     """Problems with a normaliser's options, as `problems_of` returns them: its only argument."""
 
 
 class AttentionConfig(Section):
-    """The attention normaliser, its options (fields of its class in normalisers.py), and its engine."""
+    """The attention normaliser, its options (fields of its class in normalisers.py), its re-weighting."""
 
     model_config = ConfigDict(extra="allow")  # checked against the class, below
 
@@ -135,19 +141,6 @@ class AttentionConfig(Section):
         description="Training steps over which p rises from 1 to reweight_p; 0: p is reweight_p from the "
         "first step, as in the paper. Evaluations use reweight_p, validations in training the p of their "
         "step.",
-    )
-    naive_power: bool = Field(
-        False,
-        description="Compute reweight_p as the equation is written, which leaves the range of float32, on "
-        "dense and rows: for tests and results/gradients only.",
-    )
-    engine: Engine = free(
-        "auto",
-        description="auto: sdpa where the normaliser allows it, else triton (fused kernels) or flex "
-        "(FlexAttention) on CUDA if they pass a check, else rows. dense holds (T, T).",
-    )
-    compile_rows: bool = free(
-        False, description="torch.compile the rows engine (on CPU this needs a C++ compiler)."
     )
 
     @property
@@ -165,23 +158,18 @@ class AttentionConfig(Section):
             definition = cls.model_validate(self.model_extra)
         except ValidationError as e:
             raise OptionErrors(problems_of(e, "attention", cls)) from None
-        p, is_softmax = self.reweight_p, definition.is_rescaled_softmax and not self.reweight_p
-        name, engine = f"{self.normaliser} with these options", f"attention.engine = {self.engine!r}"
-        checks = {
-            f"attention.reweight_p = {p}: re-weighting needs non-negative rows that sum to one, which {name} "
-            "does not give": p and not definition.sums_to_one,
-            f"{engine}: {name} is not a softmax over rescaled queries; expected auto, rows or dense":
-                self.engine == "sdpa" and not is_softmax,
-            f"{engine}: {name} is not phi(x) over its row sum or a number; expected auto, rows or dense":
-                self.engine == "triton" and not definition.is_fusible,
-            f"{engine}: {name} is a softmax; expected auto or sdpa": self.engine == "triton" and is_softmax,
-            "attention.naive_power = True: only read with reweight_p >= 1": self.naive_power and not p,
-            f"attention.reweight_p_warmup = {self.reweight_p_warmup}: only read with reweight_p >= 2":
-                self.reweight_p_warmup and p < 2,
-            f"{engine}: does not run attention.naive_power; expected auto, rows or dense":
-                self.naive_power and self.engine == "triton",
-        }  # fmt: skip
-        raise_found(self, checks)
+        p = self.reweight_p
+        problems = []
+        if p and not definition.sums_to_one:
+            problems.append(
+                f"attention.reweight_p = {p}: re-weighting needs non-negative rows that sum to one, which "
+                f"{self.normaliser} with these options does not give"
+            )
+        if self.reweight_p_warmup and p < 2:
+            problems.append(
+                f"attention.reweight_p_warmup = {self.reweight_p_warmup}: only read with reweight_p >= 2"
+            )
+        raise_problems(problems)
         assert self.model_extra is not None
         self.model_extra.update(definition.model_dump())  # a resolved config states every option
         return self
@@ -221,6 +209,12 @@ class TrainConfig(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = free("auto", description="auto: cuda where there is one.")
     compile: Literal["auto"] | bool = free("auto", description="torch.compile the model; auto: on cuda.")
+    engine: Engine = Field(
+        "auto",
+        exclude=True,  # a choice of this machine, in no checkpoint
+        description="Attention engine. auto: the first of sdpa, triton (fused kernels), flex (FlexAttention) "
+        "and rows that runs this normaliser here. dense holds (T, T).",
+    )
     grad_clip: float = Field(1.0, ge=0, description="Largest gradient norm; 0: no clipping.")
     loss: Literal["softmax", "norm_softmax", "logit_norm"] = Field(
         "softmax", description="How logits become the probabilities of the cross-entropy (NormSoftmax paper)."

@@ -5,7 +5,7 @@
     python sweep.py configs/crossings/*.toml --seed 2 --tag seed2       # overrides go to every run
     python sweep.py configs/lssar_paper/figure2_lssa.toml --index $SLURM_ARRAY_TASK_ID   # only one of them
     python sweep.py configs/lssar_paper/*.toml --list                   # names and states of the runs
-    python sweep.py configs/league/A/*.toml --jobs 2                    # two at a time, half the cores each
+    python sweep.py configs/comparison/A/*.toml --jobs 2                    # two at a time, half the cores each
     python sweep.py configs/rivals/*.toml --jobs 8                      # on 8 GPUs: one run on each
 
 Each run is `torchrun train.py CONFIG ...` in its folder <log.dir>/<file>_<key>=<value>, then evaluated by

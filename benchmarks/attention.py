@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from attention import attend, make_normaliser
 from infra.cli import ArgumentParser, run_main
-from normalisers import NORMALISERS
+from normalisers.base import NORMALISERS
 from schema import AttentionConfig
 
 LSSAR = AttentionConfig(normaliser="lssa", reweight_p=15)

@@ -9,7 +9,7 @@ trained models. Times (on a CPU: CPU time) are medians over the fastest quarter 
 processes disturb least; the ratio to the first run is the median of ratios within those turns (range: their
 middle 80 %).
 `live V` is the share of V's rows with a weight above 0 (or above what skip_mass leaves out), over all layers
-and heads; `bytes` is what the fused kernels move for a key and head in 16 bits (engines/fused_decode.py;
+and heads; `bytes` is what the fused kernels move for a key and head in 16 bits (engines/triton_decode.py;
 softmax by SDPA: 4 D).
 """
 

@@ -1,7 +1,7 @@
 """The fused kernels on a GPU: correctness, speed and memory, one row of a file at a time. Run it by gpu.sh.
 
     benchmarks/gpu.sh main       # correctness, and the main ratios to FlashAttention
-    benchmarks/gpu.sh tune       # other block sizes than engines.fused.LAUNCHES
+    benchmarks/gpu.sh tune       # other block sizes than engines.triton_engine.LAUNCHES
     benchmarks/gpu.sh lengths    # every length and head size
     benchmarks/gpu.sh long       # training step, 131,072 tokens, decoding
     benchmarks/gpu.sh report     # tables and targets of the rows so far; needs no GPU
@@ -52,10 +52,11 @@ import engines.flex
 from attention import attend, make_normaliser
 from benchmarks.attention import LSSAR, naive_lssar
 from config import config_from_dict
-from engines import fused, fused_kernels
-from engines.fused import Launch, phi_attention
-from engines.fused_kernels import LOG2E
+from engines import triton as triton_engine
+from engines import triton_kernels
 from engines.self_check import engine_error
+from engines.triton import Launch, phi_attention
+from engines.triton_kernels import LOG2E
 from infra.cli import ArgumentParser, UserError, run_main
 from model import GPT
 from schema import AttentionConfig
@@ -145,7 +146,7 @@ def machine() -> str:
 @cache
 def kernels() -> str:
     """A hash of the kernels and their block sizes."""
-    files = sorted(Path(fused.__file__).parent.glob("fused*.py"))
+    files = sorted(Path(triton_engine.__file__).parent.glob("triton*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
@@ -321,7 +322,7 @@ def correct_plan(bench: Bench, head_dims: list[int]) -> Plan:
     def errors(option: AttentionConfig, head_dim: int) -> Row:
         normaliser = make_normaliser(option, 2, head_dim, 1024).to(bench.device)
         runs = [(bench.dtype, 1000, "16-bit T=1000"), (torch.float32, 200, "float32 T=200")]
-        return {name: engine_error(fused, normaliser, bench.device, dtype, 100 if bench.smoke else length)
+        return {name: engine_error(triton_engine, normaliser, bench.device, dtype, 100 if bench.smoke else length)
                 for dtype, length, name in runs}  # fmt: skip
 
     def flex_errors(head_dim: int) -> Row:
@@ -506,7 +507,7 @@ def decode(bench: Bench, n_keys: int, skip_mass: float) -> Row:
 
 def launch_table() -> dict[str, dict[int, Launch]]:
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
-    return fused.LAUNCHES[min(major, max(fused.LAUNCHES))]
+    return triton_engine.LAUNCHES[min(major, max(triton_engine.LAUNCHES))]
 
 
 def tune_plan(bench: Bench, head_dims: list[int], done: set[str]) -> Plan:
@@ -609,7 +610,7 @@ def main() -> None:
     path = args.out / "rows.jsonl"
     if args.part == "report":
         return report(path)
-    if args.smoke != fused_kernels.INTERPRETED:
+    if args.smoke != triton_kernels.INTERPRETED:
         raise UserError("--smoke and TRITON_INTERPRET=1 go together; expected both or neither")
     if not args.smoke and not torch.cuda.is_available():
         raise UserError("no CUDA device; expected one (or TRITON_INTERPRET=1 and --smoke)")

@@ -26,7 +26,7 @@ from config import expand_sweep, load_config
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import World, join_world
 from infra.files import write_json
-from normalisers import reweight_naive
+from normalisers.base import reweight_naive
 from schema import Config
 from training.attention_statistics import attention_inputs
 from training.run_log import RunLog

@@ -48,7 +48,7 @@ class Compiled(NamedTuple):
 
 def signature(kernel: Any, form: Any, launch: Any, grouped: bool) -> tuple[dict, dict, dict]:
     """Argument types, constants and alignments of a kernel, by the names of its arguments."""
-    from engines.fused_decode import MAX_SPLITS
+    from engines.triton_decode import MAX_SPLITS
 
     types: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
@@ -78,7 +78,7 @@ class Case(NamedTuple):
     head_dim: int
     arch: int
     grouped: bool
-    # of fused_kernels.Form
+    # of triton_kernels.Form
     phi: str
     l1: bool
     p: int
@@ -93,7 +93,7 @@ class Case(NamedTuple):
 
 def all_forms() -> list[tuple[str, bool, int, bool, bool]]:
     """Every phi with and without l1, a power where it may have one, a shift where a normaliser has one."""
-    from engines.fused_kernels import PHIS, SIGNED
+    from engines.triton_kernels import PHIS, SIGNED
 
     return [
         (phi, l1, p, False, has_shift)
@@ -110,15 +110,15 @@ def compile_kernel(case: Case) -> Compiled:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from engines import fused as at
-    from engines import fused_decode
+    from engines import triton as at
+    from engines import triton_decode
 
     dtype = getattr(torch, case.dtype)
     form = at.Form(*case[5:], dtype != torch.float32, case.head_dim)
     decoding = case.kernel.startswith("decode")
-    decode_launch = at.Launch(1, fused_decode.DECODE_KEYS, 4, 3)
+    decode_launch = at.Launch(1, triton_decode.DECODE_KEYS, 4, 3)
     launch = decode_launch if decoding else at.launch_of(case.kernel, form, case.arch // 10)
-    kernel = getattr(fused_decode if decoding else at, f"_{case.kernel}")
+    kernel = getattr(triton_decode if decoding else at, f"_{case.kernel}")
     types, constants, aligned = signature(kernel, form, launch, case.grouped)
     compiled = triton.compile(
         ASTSource(kernel, types, constants, aligned),

@@ -7,7 +7,7 @@
 All models are in one process and take their steps alternately, so that a drifting machine slows all; a ratio
 is the median over the rounds. CPU time is that of the process: with one thread it leaves out what other
 processes take. Data must be prepared (python -m data.python_source). With --out FILE also {name: median ratio
-of CPU time, on CUDA of step time} as JSON, which `report.py --league` reads.
+of CPU time, on CUDA of step time} as JSON, which `python -m lab.report --comparison` reads.
 """
 
 import statistics

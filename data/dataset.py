@@ -34,7 +34,7 @@ UNFINISHED_NAME = "dataset.unfinished"
 IGNORED = -100  # a target that counts in no loss
 HOW_TO_PREPARE = (
     "prepare it with python -m data.fineweb, data.python_source (a small corpus; with --tokenizer gpt2 for "
-    "models of GPT-2's vocabulary), data.squad or data.recall"
+    "models of GPT-2's vocabulary), lab.squad or lab.recall_data"
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engines.base import NormaliserModule, share_heads
+from normalisers.layer import NormaliserModule, share_heads
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False) -> Tensor:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from engines.base import NormaliserModule
 from engines.sdpa import rescale
-from normalisers import Normaliser, RowContext
+from normalisers.base import Normaliser, RowContext
+from normalisers.layer import NormaliserModule
 
 DECODES = False  # `attend` gives single queries to rows
 BLOCK = 128  # of queries and of keys: blocks after the queries are skipped

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines.base import NormaliserModule, share_heads
-from normalisers import RowContext
+from normalisers.base import RowContext
+from normalisers.layer import NormaliserModule, share_heads
 
 CHUNK = 64  # keys whose moments are merged at once
 

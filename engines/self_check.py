@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engines.base import NormaliserModule, share_heads
 from engines.sdpa import rescale
 from infra.distributed import holds_everywhere
-from normalisers import Normaliser, reweight
+from normalisers.base import Normaliser, reweight
+from normalisers.layer import NormaliserModule, share_heads
 
 # The largest relative error of o, dq, dk and dv at which an engine is trusted. Only the rounding of
 # weights and of their gradients to the inputs' type is in it; a miscompiled kernel is off by far more.

@@ -50,7 +50,7 @@ class EvaluatedRun:
         return self.output.with_name(self.output.name + suffix)
 
     def load(self, world: World) -> tuple[GPT, int]:
-        """The model on this rank's device, and its step. Never the dense engine: (T, T) for each head.
+        """The model on this rank's device, and its step.
 
         Raises:
             UserError: the model does not load, or the ranks got different checkpoints.
@@ -58,9 +58,6 @@ class EvaluatedRun:
         model, _, step, _ = load_model(self.source, world.device)
         if not world.agree(step):
             raise UserError(f"{self.source}: got a new checkpoint while it was read; try again")
-        for block in model.blocks:
-            if block.attention.engine == "dense":
-                block.attention.engine = "rows"
         return model, step
 
     def write(self, summary: dict[str, Any], step: int, args: argparse.Namespace) -> dict[str, Any]:

@@ -94,7 +94,6 @@ def make_converted(model: GPT, architecture: str | None, rope: RopeScaling, eot_
 
     c, m = model.config, model.config.model
     parts = c.model_dump(exclude={"data", "log"})
-    parts["attention"] |= {"engine": "auto", "compile_rows": False}  # those of the machine that trained
     config = NormaliserGPTConfig(
         gpt=parts,
         rope=rope.kind,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infra.cli import UserError
 from model import GPT, NORM_EPS
-from normalisers import Softmax
+from normalisers.family import Softmax
 from positions import UNSCALED, RopeScaling
 from schema import Config
 

@@ -16,8 +16,9 @@ from reference import FORMULAS, reference_weights
 from torch import Tensor
 
 from attention import attend, make_normaliser
-from engines.base import NormaliserModule
-from normalisers import NORMALISERS, PhiName
+from normalisers.base import NORMALISERS
+from normalisers.family import PhiName
+from normalisers.layer import NormaliserModule
 from schema import AttentionConfig
 
 PHIS = get_args(PhiName)

@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engines.base import NormaliserModule, share_heads
-from engines.blockwise import query_blocks
+from engines.rows import query_blocks
 from model import GPT, KVCache
-from normalisers import RowContext, l1_normalise
+from normalisers.base import RowContext, l1_normalise
+from normalisers.layer import NormaliserModule, share_heads
 from positions import UNSCALED, RopeScaling
 
 TINY = 2.0**-16

@@ -209,13 +209,8 @@ def read_config(source: str | Path) -> Config:
 
 
 def load_model(source: str | Path, device: torch.device | str = "cpu") -> Trained:
-    """The trained model of a run or checkpoint (see `load_source`), for evaluation.
-
-    An engine that needs CUDA is auto elsewhere.
-    """
+    """The trained model of a run or checkpoint (see `load_source`), for evaluation."""
     path, state = load_source(source)
-    if torch.device(device).type != "cuda" and state["config"]["attention"]["engine"] in ("triton", "flex"):
-        state["config"]["attention"]["engine"] = "auto"
     config = config_from_dict(state["config"], str(path))
     model = GPT(config, device)
     load_parameters(model, state["model"], path)

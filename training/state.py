@@ -147,7 +147,7 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     path, state = load_source(source)
     old, theirs, trained_on = config_from_dict(state["config"], str(path)), state["model"], state["data"]
     prefix = f"init_from = {str(source)!r}"
-    if Path(source).is_dir() and 0 < state["step"] < old.train.max_steps:  # 0: of hub.import_
+    if Path(source).is_dir() and 0 < state["step"] < old.train.max_steps:  # 0: of lab.import_
         found = f"{state['step']} of {old.train.max_steps} steps"
         raise UserError(f"{prefix}: has {found}: expected a finished run, or a checkpoint file: {path}")
     if trained_on["tokenizer"] != tokenizer:

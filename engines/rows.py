@@ -1,0 +1,237 @@
+"""The rows engine: blocks of query rows, each against all its visible keys, in O(block * T) memory.
+
+Any normaliser, any device. Nothing of size (T, T) is kept: backward computes the scores and weights of each
+block again, with autograd through the row formula alone. LSSAR, re-weighted softplus of bounded scores, has a
+closed form instead (`softplus_power`), 1.14x / 1.26x faster in a training step at T = 128 / 1024 on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from normalisers.base import RowContext, offset_and_scale
+from normalisers.family import Phi, softplus
+from normalisers.layer import NormaliserModule, share_heads
+
+GATHER_BELOW = 0.25  # share of live rows of V; above, a CPU reads all of V as fast as it finds them
+
+
+@torch.compiler.disable  # its backward runs autograd, which a compiled model cannot trace
+def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False) -> Tensor:
+    """`attention.attend` by blocks of rows; (B, H, Tq, D) in v's type."""
+    dtype, v = v.dtype, share_heads(v, q)
+    q, k, context = normaliser.prepare(q, k, cached)
+    if cached and q.shape[-2] == 1:
+        return decode(q, k, v.to(q.dtype), normaliser, context).to(dtype)
+    q, k = q.contiguous(), k.contiguous()  # once, instead of in each block's product
+    # Learned parameters are passed explicitly: autograd tracks only the arguments of apply().
+    formula, learned = BlockFormula(normaliser), context.learned.values()
+    return RowBlocks.apply(q, k, v.to(q.dtype), formula, context, *learned).to(dtype)
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, context: RowContext) -> Tensor:
+    """One query a head, (B, H, 1, D); a float32 KV cache without grouped heads is not copied."""
+    weights, _ = BlockFormula(normaliser).weights(q @ k.mT, context)  # (B, H, 1, n)
+    if normaliser.reweight_p and normaliser.skip_mass:
+        cut = weights.amax(-1, keepdim=True) * (normaliser.skip_mass / weights.shape[-1])
+        weights = weights.masked_fill_(weights < cut, 0.0)
+    if q.device.type != "cpu" or GATHER_BELOW * weights.numel() <= torch.count_nonzero(weights):
+        return weights @ v
+    # The sum over the live rows of V alone, by a gather that makes no copy of them.
+    first, out = torch.zeros(1, dtype=torch.long), []
+    for w, values in zip(weights.flatten(0, 2), v.flatten(0, 1), strict=True):
+        live = w.nonzero()[:, 0]
+        out.append(F.embedding_bag(live, values, first, mode="sum", per_sample_weights=w[live]))
+    return torch.cat(out).view(*q.shape[:-1], v.shape[-1])
+
+
+class RowBlocks(torch.autograd.Function):
+    """Attention by blocks of query rows; saves q, k, v, o and, of LSSAR, two numbers a row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        formula: BlockFormula,
+        context: RowContext,
+        *learned: Tensor,
+    ) -> Tensor:
+        out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
+        ctx.saved = []  # by block
+        for batch, block, keys in query_blocks(q, k):
+            x, context_here = _block_scores(q, k, context, batch, block, keys)
+            weights, saved = formula.weights(x, context_here)
+            out[batch, :, block] = weights @ v[batch, :, keys]
+            ctx.saved.append(saved)
+        ctx.save_for_backward(q, k, v, out, *learned)
+        ctx.formula, ctx.context = formula, context
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        with torch.autocast(grads[0].device.type, enabled=False):  # a caller may run backward inside it
+            return RowBlocks._backward(ctx, grads[0])
+
+    @staticmethod
+    def _backward(ctx: Any, do: Tensor) -> Any:
+        q, k, v, out, *learned = ctx.saved_tensors
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
+        learned = [t.detach().requires_grad_(t.requires_grad) for t in learned]
+        inputs = [t for t in learned if t.requires_grad]
+        d_inputs = [torch.zeros_like(t) for t in inputs]
+        context = replace(ctx.context, learned=dict(zip(ctx.context.learned, learned, strict=True)))
+        delta = (do * out).sum(-1, keepdim=True)  # (B, H, Tq, 1)
+        for (batch, block, keys), saved in zip(query_blocks(q, k), ctx.saved, strict=True):
+            x, context_here = _block_scores(q, k, context, batch, block, keys)
+            d_out = do[batch, :, block]
+            d_weights = d_out @ v[batch, :, keys].mT
+            weights, dx, d_block = ctx.formula.vjp(
+                x, context_here, saved, d_weights, delta[batch, :, block], inputs
+            )
+            dq[batch, :, block] = dx @ k[batch, :, keys]
+            _add_product(dk[batch, :, keys], dx.mT, q[batch, :, block])
+            _add_product(dv[batch, :, keys], weights.mT, d_out)
+            for total, part in zip(d_inputs, d_block, strict=True):
+                if part is not None:
+                    total += part
+        by_input = iter(d_inputs)
+        return dq, dk, dv, None, None, *(next(by_input) if t.requires_grad else None for t in learned)
+
+
+def query_blocks(q: Tensor, k: Tensor) -> list[tuple[slice, slice, slice]]:
+    """The (batch, query, key) slices that the engine visits: all keys up to the block's last row.
+
+    Blocks are small enough for a CPU's cache (2 MB of scores) or a few hundred MB on a GPU.
+    """
+    n_batch, n_head, n_queries = q.shape[:3]
+    n_keys = k.shape[-2]
+    n_rows, budget = (64, 2**19) if q.device.type == "cpu" else (256, 2**26)
+    blocks = []
+    for start in range(0, n_queries, n_rows):
+        stop = min(start + n_rows, n_queries)
+        last_key = n_keys - n_queries + stop
+        n_sequences = max(1, budget // (n_head * n_rows * last_key))
+        for first in range(0, n_batch, n_sequences):
+            blocks.append((slice(first, first + n_sequences), slice(start, stop), slice(last_key)))
+    return blocks
+
+
+def _block_scores(
+    q: Tensor, k: Tensor, context: RowContext, batch: slice, block: slice, keys: slice
+) -> tuple[Tensor, RowContext]:
+    """A block's scores with -inf at hidden keys, and its `RowContext`."""
+    x = q[batch, :, block] @ k[batch, :, keys].mT  # (b, H, R, K)
+    n_rows = x.shape[-2]
+    # Only the last R keys are hidden from any row of the block.
+    future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=x.device).triu(1)
+    x[..., -n_rows:].masked_fill_(future, -math.inf)
+    return x, replace(context, n=context.n[block])
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b in place, without a temporary of total's size; total is a slice of a (B, H, K, D)."""
+    total.view(-1, *total.shape[2:]).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
+
+
+# ---------------------------------------------------------------- the formula of a block
+
+
+class BlockFormula:
+    """A block's weights and their vector-Jacobian product: by autograd, or in closed form for LSSAR."""
+
+    def __init__(self, normaliser: NormaliserModule) -> None:
+        definition = normaliser.definition
+        self.normaliser, self.p = normaliser, normaliser.reweight_p
+        self.closed_form = (
+            bool(self.p) and normaliser.is_fusible
+            and isinstance(definition, Phi) and definition.phi == "softplus"
+            and definition.bounded and definition.sums_to_one
+        )  # fmt: skip
+
+    def weights(self, x: Tensor, context: RowContext) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The weights (..., R, K), and what `vjp` needs of them."""
+        if not self.closed_form:
+            return self.normaliser.row_weights(x, context), ()
+        weights, c, e = softplus_power(x, context.n, self.p)
+        return weights, (c, e)
+
+    def vjp(
+        self,
+        x: Tensor,
+        context: RowContext,
+        saved: tuple[Tensor, ...],
+        d_weights: Tensor,
+        delta: Tensor,
+        learned: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
+        """The weights, and the gradients of sum(weights * d_weights) by x and by `learned`.
+
+        delta (..., R, 1): the rows' sum of weights * d_weights.
+        """
+        if self.closed_form:
+            weights, dx = softplus_power_vjp(x, context.n, self.p, *saved, d_weights, delta)
+            return weights, dx, [None] * len(learned)
+        with torch.enable_grad():
+            weights, _ = self.weights(x.requires_grad_(), context)
+        dx, *d_learned = torch.autograd.grad(weights, [x, *learned], d_weights, allow_unused=True)
+        return weights.detach(), dx, d_learned
+
+
+def softplus_power(x: Tensor, n: Tensor, p: int) -> tuple[Tensor, Tensor, Tensor]:
+    """reweight(l1_normalise(softplus(x))), and two numbers a row, c and e (..., R, 1), for its backward.
+
+    With s = softplus(x), Z = sum s, t = ReLU(c s - e), c = n / (Z r_max), e = O / r_max, the weights are
+    t^p / W, W = sum t^p. The returned c and e are divided by W^(1/p), so that the weights are t^p of them.
+    """
+    s = softplus(x)
+    z = s.sum(-1, keepdim=True)
+    offset, scale = offset_and_scale(n * s.amax(-1, keepdim=True) / z, n)
+    c, e = n * scale / z, offset * scale
+    t = s.mul_(c).sub_(e).relu_()
+    weights = power_below(t, p).mul_(t)
+    w = weights.sum(-1, keepdim=True)
+    root = w.pow(-1 / p)
+    return weights.div_(w), c * root, e * root
+
+
+def softplus_power_vjp(
+    x: Tensor, n: Tensor, p: int, c: Tensor, e: Tensor, d_weights: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The weights again, and dx.
+
+    With h = t^(p-1) (dC - D), D = `delta`, and m = O / n sum h, through which s enters by Z,
+    dx = p c sigmoid(x) (h - m). (engines/triton_kernels.py computes the same.)
+    """
+    t = softplus(x).mul_(c).sub_(e).relu_()
+    lower = power_below(t, p)
+    weights = t.mul_(lower)
+    h = (d_weights - delta).mul_(lower)
+    mean = torch.where(e > 0, h.sum(-1, keepdim=True) / n, 0.0)
+    return weights, h.sub_(mean).mul_(p * c).mul_(torch.sigmoid(x))
+
+
+def power_below(t: Tensor, p: int) -> Tensor:
+    """t^(p-1) for t >= 0; at p = 1 the indicator t > 0, so that p times it is the derivative of t^p."""
+    if p == 1:
+        return (t > 0).to(t.dtype)
+    p, result, square = p - 1, None, t
+    while p:  # in place: allocating a tensor per product costs more than the product
+        if p & 1:
+            result = square.clone() if result is None else result.mul_(square)
+        p >>= 1
+        if p:
+            square = t * t if square is t else square.mul_(square)
+    assert result is not None
+    return result

@@ -1,0 +1,247 @@
+"""The triton engine: fused CUDA kernels for phi-attention, with or without l1 and re-weighting.
+
+    out = run(q, k, v, normaliser)                                         # what `attend` calls
+    o = phi_attention(q, k, v, phi="softplus", l1=True, p=15)              # LSSAR on prepared q and k
+
+The kernels are in triton_kernels.py, with the mathematics of forward and backward. This file chooses block
+sizes and launches them as custom operators, so that autograd and torch.compile see one operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from engines import triton_decode
+from engines.sdpa import rescale
+from engines.triton_kernels import (
+    LOG2E,
+    MAX_POWER,
+    N_ROW,
+    PHIS,
+    SIGNED,
+    Form,
+    _backward_kv,
+    _backward_q,
+    _forward,
+)
+from normalisers.base import Normaliser, RowContext
+from normalisers.family import Phi
+from normalisers.layer import FUSED_HEAD_DIM, NormaliserModule
+
+DECODES = True
+
+# ---------------------------------------------------------------- the engine
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False) -> Tensor:
+    """`attention.attend` by the fused kernels; (B, H, Tq, D) in v's type."""
+    q, k, context = rescale(q, k, v, normaliser, cached, score_unit(normaliser.definition))
+    return run_prepared(q, k, v, context, normaliser)
+
+
+def score_unit(definition: Normaliser) -> float:
+    """What the kernels take the scores times: log2(e) where phi's exponentials are computed in base 2."""
+    return LOG2E.value if phi_of(definition) in ("exp", "softplus", "sigmoid") else 1.0
+
+
+def phi_of(definition: Normaliser) -> str:
+    return definition.phi if isinstance(definition, Phi) else "exp"  # a softmax with its own temperature
+
+
+def run_prepared(
+    q: Tensor, k: Tensor, v: Tensor, context: RowContext, normaliser: NormaliserModule
+) -> Tensor:
+    """`run` for q and k whose products are `score_unit` times the scores."""
+    definition, p = normaliser.definition, normaliser.reweight_p
+    options: dict[str, Any] = {"phi": phi_of(definition), "p": p, "skip_mass": normaliser.skip_mass}
+    if not isinstance(definition, Phi):
+        return phi_attention(q, k, v, l1=True, **options)
+    shift, divisor, rows = definition.shift(context), definition.divisor(context), None
+    if not (isinstance(shift, float) and shift == 0.0):
+        rows = (context.n * 0 + shift).squeeze(-1) * score_unit(definition)
+    out = phi_attention(q, k, v, rows, l1=definition.l1, bounded=definition.bounded, **options)
+    return out if isinstance(divisor, float) and divisor == 1.0 else (out / divisor).to(out.dtype)
+
+
+# ---------------------------------------------------------------- launching
+
+
+class Launch(NamedTuple):
+    """Block sizes and what the compiler makes of them."""
+
+    rows: int  # BM, query rows of a tile
+    keys: int  # BN; at most 64 in forward (`_add_sums`)
+    warps: int
+    stages: int  # depth of the software pipeline that loads tiles ahead
+    registers: int = 255  # at most, per thread
+
+
+# One table for all processes, by compute capability (major), kernel and padded head_dim: nothing is tuned
+# at run time, so no rank and no restart can pick other blocks, and with them other roundings.
+# `benchmarks/kernels.py` compiles every entry and prints registers, spills, shared memory and
+# instructions per score, by which these were chosen; `benchmarks/gpu.sh tune` times alternatives on a
+# GPU. Tiles are 128 long on the side that stays, which halves the traffic from the L2 cache.
+LAUNCHES: dict[int, dict[str, dict[int, Launch]]] = {
+    8: {
+        "forward": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
+        "backward_q": {64: Launch(128, 32, 8, 2), 128: Launch(64, 32, 8, 2), 256: Launch(64, 32, 8, 1)},
+        "backward_kv": {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 32, 8, 1)},
+    },
+    9: {
+        "forward": {64: Launch(128, 64, 8, 3, 128), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
+        "backward_q": {64: Launch(128, 64, 8, 2), 128: Launch(128, 32, 8, 2), 256: Launch(32, 32, 4, 1)},
+        "backward_kv": {64: Launch(64, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 32, 8, 1)},
+    },
+    10: {
+        "forward": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
+        "backward_q": {64: Launch(128, 64, 8, 2), 128: Launch(128, 32, 8, 2), 256: Launch(64, 32, 8, 1)},
+        "backward_kv": {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 64, 8, 1)},
+    },
+}
+# float32 tiles are twice as large, and each product of theirs is three of tf32 parts.
+LAUNCHES_32: dict[str, dict[int, Launch]] = {
+    "forward": {64: Launch(64, 32, 4, 2), 128: Launch(64, 32, 4, 2)},
+    "backward_q": {64: Launch(64, 32, 4, 1), 128: Launch(32, 32, 4, 1)},
+    "backward_kv": {64: Launch(32, 64, 4, 1), 128: Launch(32, 32, 4, 1)},
+}
+
+
+def launch_of(kernel: str, form: Form, major: int) -> Launch:
+    """The table's entry for a GPU of compute capability `major`.x (newer ones: the newest known)."""
+    table = LAUNCHES[min(major, max(LAUNCHES))] if form.fast else LAUNCHES_32
+    return table[kernel][max(64, form.bd)]
+
+
+def launch_options(launch: Launch) -> dict[str, int]:
+    return {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": launch.registers}
+
+
+def _launch(kernel: Any, of: str, form: Form, matrices: Sequence[Tensor], *args: Tensor) -> None:
+    """One program for each query head and block of rows or keys; `matrices`: q, k, others with strides."""
+    (B, H, n_queries, _), (_, n_kv_head, n_keys, _) = matrices[0].shape, matrices[1].shape
+    device = matrices[0].device
+    launch = launch_of(of, form, torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9)
+    n_blocks = triton.cdiv(*((n_keys, launch.keys) if of == "backward_kv" else (n_queries, launch.rows)))
+    strides = [t.stride()[:3] for t in matrices]
+    assert max(stride[2] for stride in strides) <= 2**24, strides  # offsets in a tile are 32-bit
+    with torch.cuda.device_of(matrices[0]):
+        kernel[(n_blocks * B * H,)](
+            *args, *strides, H, H // n_kv_head, n_queries, n_keys, form, launch.rows, launch.keys,
+            **launch_options(launch),
+        )  # fmt: skip
+
+
+def phi_attention(
+    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, *, phi: str, l1: bool, p: int = 0,
+    bounded: bool = False, skip_mass: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Causal attention with weights from phi(x), q.k + shift = `score_unit` x; see triton_kernels.py.
+
+    Args:
+        q: (B, H, Tq, D), the last Tq of the Tk positions; any strides, best with D contiguous.
+        k, v: (B, n_kv_head, Tk, D), where n_kv_head divides H, of the same type: float32, float16 or
+            bfloat16; D <= FUSED_HEAD_DIM.
+        shift: (Tq,) added to q.k, a constant.
+        phi: one of PHIS.
+        l1: divide rows by sum |phi|.
+        p: power of the re-weighting, at most 256; it needs l1 and a phi that is not negative. 0: none,
+            which with exp and l1 is softmax and belongs to F.scaled_dot_product_attention.
+        bounded: |x| < 70, so that no row of phi = softplus or sigmoid underflows: saves a check.
+        skip_mass: see NormaliserModule; for one query without a graph, with a power.
+    Returns:
+        (B, H, Tq, D) in the inputs' type. Scores and sums are float32; weights are rounded to the
+        inputs' type where they meet v. float16 overflows where weights without l1 exceed 65504.
+    """
+    assert phi in PHIS and (phi, l1, p) != ("exp", True, 0), (phi, l1, p)  # the last is softmax: sdpa
+    assert not p or (0 < p <= MAX_POWER and l1 and phi not in SIGNED), (phi, l1, p)
+    assert q.dtype == k.dtype == v.dtype and q.shape[-1] <= FUSED_HEAD_DIM.get(q.dtype, 0), q.dtype
+    assert k.shape == v.shape and q.shape[::3] == k.shape[::3] and q.shape[2] <= k.shape[2], k.shape
+    assert q.shape[1] % k.shape[1] == 0, (q.shape, k.shape)
+    if shift is not None:
+        assert shift.shape == q.shape[2:3] and not shift.requires_grad, shift.shape  # not learned
+        shift = shift.to(torch.float32).contiguous()
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    decodes = q.shape[-2] == 1 and not needs_grad
+    return _forward_op(q, k, v, shift, phi, l1, p, bounded, skip_mass if decodes else None)[0]
+
+
+def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
+    """With stride 1 along D, as the kernels assume."""
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
+def _new_output(q: Tensor) -> Tensor:
+    """(B, H, T, D) laid out as (B, T, H, D), as the model's next step wants it."""
+    B, H, T, D = q.shape
+    return q.new_empty(B, T, H, D).transpose(1, 2)
+
+
+@torch.library.custom_op("phi_attention::forward", mutates_args=())
+def _forward_op(
+    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int, bounded: bool,
+    skip_mass: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o and the rows' statistics (B, H, Tq, 4); with skip_mass o alone, of one query (triton_decode.py)."""
+    o, stats = _fake_forward(q, k, v)
+    if q.numel() == 0:
+        return o, stats
+    q, k, v = _rows_contiguous(q, k, v)
+    form = Form(phi, l1, p, bounded, shift is not None, q.dtype != torch.float32, q.shape[-1])
+    if skip_mass is not None:
+        triton_decode.launch(q, k, v, shift, o, form, skip_mass if p else 0.0)
+    else:
+        _launch(_forward, "forward", form, (q, k, v, o), q, k, v, stats if shift is None else shift, o, stats)
+    return o, stats
+
+
+@_forward_op.register_fake
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _new_output(q), q.new_empty(*q.shape[:3], N_ROW.value, dtype=torch.float32)
+
+
+@torch.library.custom_op("phi_attention::backward", mutates_args=())
+def _backward_op(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, stats: Tensor, phi: str, l1: bool, p: int,
+    bounded: bool, has_shift: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv."""
+    dq, dk, dv = _fake_backward(do, q, k, v)
+    if q.numel() == 0:
+        return dq, dk.zero_(), dv.zero_()
+    rows = stats.new_empty(*q.shape[:3], N_ROW.value)
+    do, q, k, v = _rows_contiguous(do, q, k, v)
+    form = Form(phi, l1, p, bounded, has_shift, q.dtype != torch.float32, q.shape[-1])
+    _launch(_backward_q, "backward_q", form, (q, k, v, o, do, dq), q, k, v, o, do, stats, dq, rows)
+    # Grouped heads: gradients by query head, summed at the end (a loop over heads in the kernel spills).
+    grouped, by_head = k.shape[1] < q.shape[1], (*q.shape[:2], *k.shape[2:])
+    dks, dvs = (stats.new_empty(by_head) if grouped else t for t in (dk, dv))
+    _launch(_backward_kv, "backward_kv", form, (q, k, v, do, dks, dvs), q, k, v, do, stats, rows, dks, dvs)
+    if grouped:
+        dk.copy_(dks.unflatten(1, (k.shape[1], -1)).sum(2))
+        dv.copy_(dvs.unflatten(1, (k.shape[1], -1)).sum(2))
+    return dq, dk, dv
+
+
+@_backward_op.register_fake
+def _fake_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    # Not empty_like: the kernels write along D with stride 1, whatever the strides of the inputs.
+    return _new_output(q), _new_output(k), _new_output(v)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, shift, *ctx.form, _ = inputs
+    ctx.has_shift = shift is not None
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _backward_op(grads[0], *ctx.saved_tensors, *ctx.form, ctx.has_shift)
+    return *gradients, None, None, None, None, None, None
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,549 @@
+"""Fused attention with an elementwise phi in place of exp: forward and backward Triton kernels.
+
+    o = phi_attention(q, k, v, phi="softplus", l1=True, p=15)      # LSSAR (engines/fused.py)
+
+For scores x = q.k + shift and s = phi(x) at the keys a row sees, the weights C of a row are
+
+    l1 off:   C = s
+    l1:       C = s / Z,        Z = sum |s|
+    power p:  C = t^p / W,      W = sum t^p,   t = ReLU(c s - e),   c = n / (Z r_max),  e = O / r_max
+
+which is l1(ReLU(n A - O)^p) of A = s / Z (LSSAR paper, eq. 5) with r = n A - O divided by its row maximum
+r_max before the power. phi is increasing, so r_max is known from the largest x: forward takes one pass
+over the keys for Z and max x, one for o. (`normalisers.reweight` defines the rows with O = 0.)
+
+Backward, from o and two numbers a row, c' = c W^(-1/p) and e' = e W^(-1/p), so that C = t'^p with
+t' = ReLU(c' s - e'), and with D = do.o, dC = do.v:
+
+    h_j = t'_j^(p-1) (dC_j - D),     m = (O / n) sum_j h_j,     dx_j = p c' phi'(x_j) (h_j - m)
+
+(p = 1: t'^0 is the indicator t' > 0; without a power h_j = dC_j - D, m = 0, p c' = 1 / Z.) m comes from
+the other way s enters, through Z; sum_j C_j (dC_j - D) = 0 leaves of it only this mean. It is not known
+before the row's last key, so the dq kernel sums both parts, sum h phi' k and sum phi' k, and writes m for
+the dk, dv kernel that runs after it. (benchmarks/README.md: why nothing more is stored in forward.)
+
+Every sum runs in a fixed order inside one program: no atomics, the same bits each time. Memory beyond
+inputs and outputs: 4 floats a row from forward, 4 more in backward (with grouped heads also dk and dv of each
+query head).
+
+q arrives multiplied by its factor and, where phi has an exponential, by log2(e): y = q.k is the score in base
+2, and softplus is log2(1 + 2^y), whose unit l1 cancels. Its derivative is sigmoid(x) = 2^(y - log2(1 + 2^y)).
+The logarithm is one instruction for 16-bit inputs of bounded scores (LSSAR's), off by 2^-22; where a row's
+weights are sensitive to that (CLOSE), its whole block uses the polynomial.
+
+Written for NVIDIA GPUs from compute capability 8.0 on; TRITON_INTERPRET=1 runs it on the CPU (tests).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from normalisers.base import UNIFORM_TOLERANCE
+
+PHIS = ("exp", "softplus", "sigmoid", "relu", "relu2", "relu6", "gelu", "mish", "identity")
+MAX_POWER = 256  # `_weigh` reads 8 bits
+SIGNED = ("gelu", "mish", "identity")
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1
+N_ROW = tl.constexpr(4)  # floats per row, side by side, from forward and from `_backward_q`
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# sum |s| below which a row has no mass, as in normalisers.L1Normalise
+NO_MASS = tl.constexpr(1e8 * torch.finfo(torch.float32).tiny)
+# A row with sum phi < 2^-58 has phi(x) = e^x to the last digit at each key, for softplus and sigmoid.
+LOW = tl.constexpr(2.0**-58)
+CONTRAST = tl.constexpr(UNIFORM_TOLERANCE)
+CLOSE = tl.constexpr(2.0**-5)  # max s - mean s below which a row needs s exactly
+NEVER = tl.constexpr(-1e38)  # below every score
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a kernel is compiled for, besides its block sizes; never the sequence length."""
+
+    phi: str
+    l1: bool
+    p: int  # 0: no re-weighting
+    bounded: bool  # |x| is so small that a row of phi(x) cannot underflow (LSSA's cosine scores)
+    has_shift: bool  # there is a shift
+    fast: bool  # softplus to 9e-6: enough for 16-bit inputs
+    d: int  # head_dim
+
+    # of matrix products of float32 inputs
+    precision = property(lambda form: "ieee" if INTERPRETED else "tf32x3")
+    # the power of two that holds head_dim
+    bd = property(lambda form: max(16, triton.next_power_of_2(form.d)))
+    # dC/dy over c' t'^(p-1) times the kernel's derivative of phi
+    gain = property(lambda form: (form.p or 1) * (LN2.value if form.phi in ("exp", "sigmoid") else 1.0))
+    signed = property(lambda form: form.phi in SIGNED)
+    # Rows may leave float32's range: the low ones, for exp all, are computed as 2^(y - max y).
+    safe = property(lambda form: form.l1 and (
+        form.phi == "exp" or (not form.bounded and form.phi in ("softplus", "sigmoid"))))  # fmt: skip
+    two_pass = property(lambda form: form.p > 0 or form.safe)  # o needs sums of the whole row first
+    shifted = property(lambda form: form.has_shift or form.safe)
+    # softplus by the GPU's logarithm, and by a polynomial only in blocks with flagged rows
+    log = property(lambda form: form.phi == "softplus" and form.bounded and form.fast and form.p > 0)
+    # how forward sums a row (`_add_sums`), and how it does again if a row is flagged
+    sums = property(lambda form: "low" if form.phi == "exp" else "log" if form.log else "exact")
+    sums_again = property(lambda form: "low" if form.safe else "exact")
+
+    @property
+    def log2_1p(self) -> tuple[float, ...]:
+        """P of log2(1 + u) = u P(u) on [0, 1], highest power first, minimax: off by 2e-7, if fast 9e-6."""
+        if self.fast:
+            return (-0.0344359066, 0.146032888, -0.303036203, 0.469174065, -0.720426164, 1.44268292)
+        return (0.00754918208, -0.0425670617, 0.112856193, -0.19711897, 0.275641412, -0.358408472,
+                0.480692957, -0.721340208, 1.442695)  # fmt: skip
+
+
+# ---------------------------------------------------------------- tile mathematics, shared by all kernels
+
+
+@triton.jit
+def _log2(x):
+    """log2 to 2^-22, in one instruction (tl.log2 calls a library function of 20)."""
+    if INTERPRETED:
+        result = tl.log2(x)
+    else:
+        result = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return result
+
+
+@triton.jit
+def _relu(x):
+    """max(x, 0); NaN stays NaN."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _phi(y, low, EXACT: tl.constexpr, form: tl.constexpr):
+    """phi(x) from the score y, and its derivative, by y (exp, sigmoid: by x); softplus as log2(1 + 2^y).
+
+    2^y for rows that are `low` (form.safe). Where a kernel drops the slope, so does the compiler.
+    """
+    if form.phi == "exp":
+        s = tl.exp2(y)
+        slope = s
+    elif form.phi == "softplus":
+        if form.log and not EXACT:
+            s = _log2(1.0 + tl.exp2(y))
+        else:
+            u = tl.exp2(-tl.abs(y))
+            poly = u * form.log2_1p[0] + form.log2_1p[1]
+            for i in tl.static_range(2, len(form.log2_1p)):
+                poly = poly * u + form.log2_1p[i]
+            s = tl.maximum(y, 0.0) + poly * u
+        slope = tl.exp2(y - s)  # sigmoid(x), with full relative accuracy on both sides
+    elif form.phi == "sigmoid":
+        s = 1.0 / (1.0 + tl.exp2(-y))
+        slope = s * (1.0 - s)
+    elif form.phi == "relu":
+        s = _relu(y)
+        slope = tl.where(y > 0, 1.0, 0.0)
+    elif form.phi == "relu2":
+        s = _relu(y) * _relu(y)
+        slope = 2.0 * _relu(y)
+    elif form.phi == "relu6":
+        s = tl.minimum(_relu(y), 6.0, propagate_nan=tl.PropagateNan.ALL)
+        slope = tl.where((y > 0) & (y < 6.0), 1.0, 0.0)
+    elif form.phi == "gelu":
+        cdf = 0.5 * (1.0 + tl.erf(y * 0.7071067811865476))
+        s = y * cdf
+        slope = cdf + y * (0.3989422804014327 * tl.exp2(y * y * -0.7213475204444817))
+    elif form.phi == "mish":
+        # tanh(softplus(x)) = ((1 + e^x)^2 - 1) / ((1 + e^x)^2 + 1), from u = e^-|x|
+        u = tl.exp2(-tl.abs(y) * LOG2E)
+        top = tl.where(y >= 0, 1.0 + 2.0 * u, u * (u + 2.0))
+        tanh = top / (top + tl.where(y >= 0, 2.0 * u * u, 2.0))
+        s = y * tanh
+        slope = tanh + y * (1.0 - tanh * tanh) * tl.where(y >= 0, 1.0, u) / (1.0 + u)
+    else:
+        s = y
+        slope = tl.full(y.shape, 1.0, tl.float32)
+    if form.safe and form.phi != "exp":
+        s = tl.where(low > 0, tl.exp2(y), s)
+        slope = tl.where(low > 0, s * (LN2 if form.phi == "softplus" else 1.0), slope)
+    return s, slope
+
+
+@triton.jit
+def _weigh(s, c, e, form: tl.constexpr):
+    """Weights before the last division: s, or t^p; and t^(p-1) by squaring, t^0 the indicator t > 0."""
+    weight = s
+    lower = s
+    if form.p > 0:
+        t = _relu(s * c - e)
+        square = t
+        lower = tl.where(t > 0, 1.0, 0.0)
+        for bit in tl.static_range(8):
+            if ((form.p - 1) >> bit) & 1:
+                lower = square if (form.p - 1) & ((1 << bit) - 1) == 0 else lower * square
+            square = square * square
+        weight = lower * t
+    return weight, lower
+
+
+@triton.jit
+def _weigh_and_grad(s, dC, c, e, delta, form: tl.constexpr):
+    """The weights C, and h (see the top of this file), from c' and e'."""
+    weight, lower = _weigh(s, c, e, form)
+    h = dC
+    if form.l1 and form.signed:
+        h = dC - tl.where(s > 0, delta, tl.where(s < 0, -delta, 0.0))
+    elif form.l1:
+        h = dC - delta
+    if form.p > 0:
+        h = lower * h
+    else:
+        weight = s * c
+    return weight, h
+
+
+@triton.jit
+def _scores(a, b, shift, form: tl.constexpr):
+    """y = a.b + shift in float32, of tiles (M, D) and (N, D)."""
+    y = tl.dot(a, tl.trans(b), input_precision=form.precision)
+    if form.shifted:
+        y += shift
+    return y
+
+
+@triton.jit
+def _phi_of_scores(
+    a, b, position, j, shift, low, DIAGONAL: tl.constexpr, EXACT: tl.constexpr, form: tl.constexpr
+):  # fmt: skip
+    """phi(x) and its derivative of a tile; DIAGONAL: 0 at keys j after the row's position."""
+    s, slope = _phi(_scores(a, b, shift, form), low, EXACT, form)
+    if DIAGONAL:
+        s = tl.where(position >= j, s, 0.0)
+        slope = tl.where(position >= j, slope, 0.0)
+    return s, slope
+
+
+@triton.jit
+def _times(a, b):
+    return a * b
+
+
+@triton.jit
+def _add_sums(total, lost, peak, y, HOW: tl.constexpr, form: tl.constexpr):
+    """Add a tile of scores, -inf where hidden, to a sum and to max y over its last axis.
+
+    HOW: "exact" sums phi; "log" softplus as max(y, 0) + log2(1 + 2^-|y|), one logarithm of a product for all
+    keys (at most 64) of a tile; "low" sums 2^(y - peak). Kahan's sum: over 64K equal keys a plain one is off
+    by more than the 1e-5 by which rows count as uniform.
+    """
+    axis: tl.constexpr = len(y.shape) - 1
+    highest = tl.maximum(peak, tl.max(y, axis))
+    if HOW == "low":
+        total *= tl.exp2(peak - highest)
+        lost *= tl.exp2(peak - highest)
+        part = tl.sum(tl.exp2(y - tl.expand_dims(highest, axis)), axis)
+    elif HOW == "log":
+        part = tl.sum(_relu(y), axis) + _log2(tl.reduce(1.0 + tl.exp2(-tl.abs(y)), axis, _times))
+    else:
+        s, _ = _phi(y, tl.zeros_like(y), True, form)
+        part = tl.sum(s, axis)
+    part -= lost
+    new = total + part
+    return new, (new - total) - part, highest
+
+
+@triton.jit
+def _row_constants(total, low_total, peak, shift, position, n_keys, form: tl.constexpr):
+    """c, e, shift, and a flag for rows that are low (form.safe) or need exact softplus (form.log).
+
+    From the sums of phi and of 2^(y - peak), and peak = max y. `normalisers.reweight` explains O, and why
+    rows without contrast have none.
+    """
+    flag = tl.zeros_like(total)
+    if form.safe:
+        flag = tl.where(((total < LOW) & (position < n_keys)) | (form.phi == "exp"), 1.0, 0.0)
+        shift = tl.where(flag > 0, shift - peak, shift)
+        total = tl.where(flag > 0, low_total, total)
+        peak = tl.where(flag > 0, 0.0, peak)
+    c = tl.full(total.shape, 1.0, tl.float32)
+    e = tl.zeros_like(total)
+    if form.p > 0:
+        n = (position + 1).to(tl.float32)
+        largest, _ = _phi(peak, flag, True, form)
+        has_mass = ~(total <= NO_MASS)  # NaN has: it must reach o
+        mean = tl.where(has_mass, total, 1.0) / n
+        top = largest / mean  # max n A
+        offset = tl.where((n > 3) & (top - 1.0 > CONTRAST), 1.0, 0.0)
+        inverse = tl.where(has_mass, 1.0 / (top - offset), 0.0)
+        c = inverse / mean
+        e = offset * inverse
+        if form.log:  # the errors of s and of mean reach the weights over this contrast
+            contrast = tl.where(n > 3, largest - mean, largest)
+            flag = tl.where((contrast < CLOSE) & (position < n_keys), 1.0, 0.0)
+    return c, e, shift, flag
+
+
+# ---------------------------------------------------------------- memory and loops
+
+
+@triton.jit
+def _program(n_parts, n_head):
+    """Which part of which head this program works on: (part, batch * n_head + head, batch, head)."""
+    row = (tl.program_id(0) // n_parts).to(tl.int64)
+    return tl.program_id(0) % n_parts, row, row // n_head, row % n_head
+
+
+@triton.jit
+def _matrix(pointer, strides, n, batch, head):
+    """The (n, D) matrix of one batch element and head: where it begins, its row stride, n."""
+    return pointer + batch * strides[0] + head * strides[1], strides[2], n
+
+
+@triton.jit
+def _tile_pointers(matrix, start, SIZE: tl.constexpr, CUT: tl.constexpr, form: tl.constexpr):
+    """Pointers to rows start..start + SIZE of a matrix, and which exist; CUT: some may be beyond its end."""
+    base, stride, n = matrix
+    d = tl.arange(0, form.bd)[None, :]
+    row = tl.arange(0, SIZE)[:, None]
+    mask = tl.full([1, 1], True, tl.int1)
+    if CUT:
+        mask = mask & (start + row < n)
+    if form.d < form.bd:
+        mask = mask & (d < form.d)
+    return base + tl.cast(start, tl.int64) * stride + (row * stride + d), mask
+
+
+@triton.jit
+def _tile(matrix, start, SIZE: tl.constexpr, CUT: tl.constexpr, form: tl.constexpr):
+    """Rows start..start + SIZE of a matrix as (SIZE, BD), zeros outside."""
+    at, mask = _tile_pointers(matrix, start, SIZE, CUT, form)
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_tile(matrix, start, values, form: tl.constexpr):
+    at, mask = _tile_pointers(matrix, start, values.shape[0], True, form)
+    tl.store(at, values.to(matrix[0].dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_rows(pointer, i, n, SIZE: tl.constexpr):
+    """The N_ROW floats of rows i (SIZE,), zeros from n on, in one copy from global memory."""
+    at = pointer + i[:, None] * N_ROW + tl.arange(0, N_ROW)[None, :]
+    rows = tl.load(at, mask=(i < n)[:, None], other=0.0)
+    even, odd = tl.split(tl.reshape(rows, [SIZE, 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def _store_rows(pointer, i, n, a, b, c, d):
+    rows = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [a.shape[0], N_ROW])
+    at = pointer + i[:, None] * N_ROW + tl.arange(0, N_ROW)[None, :]
+    tl.store(at, rows, mask=(i < n)[:, None])
+
+
+@triton.jit
+def _query_block(n_head, n_queries, n_keys, BM: tl.constexpr, BN: tl.constexpr):
+    """The rows of this program and the keys they see, blocks with most keys first.
+
+    Returns batch, head, the first row, the rows (BM,), the index of the head's first row among all, and where
+    the tiles end that all rows see, and those on the diagonal.
+    """
+    n_blocks = tl.cdiv(n_queries, BM)
+    part, row, batch, head = _program(n_blocks, n_head)
+    start = (n_blocks - 1 - part) * BM
+    i = start + tl.arange(0, BM)
+    whole = (n_keys - n_queries + start + 1) // BN * BN
+    stop = tl.minimum(n_keys, n_keys - n_queries + start + BM)
+    return batch, head, start, i, row * n_queries, whole, stop
+
+
+@triton.jit
+def _loop(LOOP: tl.constexpr, first, middle, last, flag, form: tl.constexpr):
+    """Begin and end of loop LOOP: 0 up to `middle`, 1 from there; 2, exact, is both if a row is flagged."""
+    begin = middle if LOOP == 1 else first
+    end = middle if LOOP == 0 else last
+    if form.log:
+        end = tl.where((tl.max(flag, 0) > 0) == (LOOP == 2), end, begin)
+    return begin, end
+
+
+# ---------------------------------------------------------------- forward: BM query rows of one head
+
+
+@triton.jit
+def _row_sums(
+    q, keys, position, shift, whole, stop, HOW: tl.constexpr, STAGES: tl.constexpr, BN: tl.constexpr,
+    form: tl.constexpr,
+):  # fmt: skip
+    """`_add_sums` over all keys that each row sees."""
+    total = tl.zeros_like(shift)
+    lost = tl.zeros_like(shift)
+    peak = tl.full(shift.shape, NEVER, tl.float32)
+    for DIAGONAL in tl.static_range(2):
+        for j0 in tl.range(whole if DIAGONAL else 0, stop if DIAGONAL else whole, BN, num_stages=STAGES):
+            y = _scores(q, _tile(keys, j0, BN, DIAGONAL, form), shift[:, None], form)
+            if DIAGONAL:
+                y = tl.where(position[:, None] >= (j0 + tl.arange(0, BN))[None, :], y, -float("inf"))
+            total, lost, peak = _add_sums(total, lost, peak, y, HOW, form)
+    return total, peak
+
+
+@triton.jit(do_not_specialize=["n_queries", "n_keys"])
+def _forward(
+    q_ptr, k_ptr, v_ptr, shift_ptr, o_ptr, stats_ptr,
+    q_strides, k_strides, v_strides, o_strides, n_head, group, n_queries, n_keys,
+    form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """o, and c', e', shift and flag of each row."""
+    batch, head, start, i, first_row, whole, stop = _query_block(n_head, n_queries, n_keys, BM, BN)
+    keys = _matrix(k_ptr, k_strides, n_keys, batch, head // group)
+    values = _matrix(v_ptr, v_strides, n_keys, batch, head // group)
+    position = n_keys - n_queries + i  # among the keys: the row sees those up to it
+    q = _tile(_matrix(q_ptr, q_strides, n_queries, batch, head), start, BM, True, form)
+    shift = tl.zeros([BM], tl.float32)
+    if form.has_shift:
+        shift = tl.load(shift_ptr + i, mask=i < n_queries, other=0.0)
+    c = tl.full([BM], 1.0, tl.float32)
+    e = tl.zeros([BM], tl.float32)
+    flag = tl.zeros([BM], tl.float32)
+    if form.two_pass:
+        given = shift
+        HOW: tl.constexpr = form.sums
+        AGAIN: tl.constexpr = form.sums_again
+        total, peak = _row_sums(q, keys, position, given, whole, stop, HOW, None, BN, form)
+        c, e, shift, flag = _row_constants(total, total, peak, given, position, n_keys, form)
+        if HOW != AGAIN:  # noqa: SIM102 (decided when compiled; the next one when run)
+            if tl.max(flag, 0) > 0:
+                again, peak = _row_sums(q, keys, position, given, 0, stop, AGAIN, 1, BN, form)
+                total = again if form.log else total
+                c, e, shift, flag = _row_constants(total, again, peak, given, position, n_keys, form)
+    BD: tl.constexpr = form.bd
+    acc = tl.zeros([BM, BD], tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    for LOOP in tl.static_range(3 if form.log else 2):
+        begin, end = _loop(LOOP, 0, whole, stop, flag, form)
+        for j0 in tl.range(begin, end, BN >> LOOP // 2, num_stages=1 if LOOP == 2 else None):
+            k = _tile(keys, j0, BN >> LOOP // 2, LOOP > 0, form)
+            j = j0 + tl.arange(0, BN >> LOOP // 2)
+            position = n_keys - n_queries + start + tl.arange(0, BM)  # anew: kept, it spills
+            s, _ = _phi_of_scores(q, k, position[:, None], j[None, :], shift[:, None], flag[:, None],
+                                  LOOP > 0, LOOP == 2, form)  # fmt: skip
+            weight, _ = _weigh(s, c[:, None], e[:, None], form)
+            total += tl.sum(tl.abs(weight) if form.signed else weight, 1)
+            v = _tile(values, j0, BN >> LOOP // 2, LOOP > 0, form)
+            acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=form.precision)
+    if form.p > 0:  # c', e'
+        scale = tl.where(total <= 0, 0.0, 1.0 / total)
+        root = tl.where(total <= 0, 0.0, tl.exp2(tl.log2(total) * (-1.0 / form.p)))
+        c *= root
+        e *= root
+    else:
+        scale = tl.full([BM], LN2 if form.phi == "softplus" else 1.0, tl.float32)
+        if form.l1:
+            scale = tl.where(total <= NO_MASS, 0.0, 1.0 / total)
+        c = scale
+    _store_tile(_matrix(o_ptr, o_strides, n_queries, batch, head), start, acc * scale[:, None], form)
+    _store_rows(stats_ptr + first_row * N_ROW, i, n_queries, c, e, shift, flag)
+
+
+# ---------------------------------------------------------------- backward: BM query rows, then BN keys
+
+
+@triton.jit(do_not_specialize=["n_queries", "n_keys"])
+def _backward_q(
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, stats_ptr, dq_ptr, rows_ptr,
+    q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, n_head, group, n_queries, n_keys,
+    form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """dq, and c', e', D and c' m of each row."""
+    batch, head, start, i, first_row, whole, stop = _query_block(n_head, n_queries, n_keys, BM, BN)
+    keys = _matrix(k_ptr, k_strides, n_keys, batch, head // group)
+    values = _matrix(v_ptr, v_strides, n_keys, batch, head // group)
+    position = n_keys - n_queries + i  # among the keys: the row sees those up to it
+    q = _tile(_matrix(q_ptr, q_strides, n_queries, batch, head), start, BM, True, form)
+    do = _tile(_matrix(do_ptr, do_strides, n_queries, batch, head), start, BM, True, form)
+    delta = tl.zeros([BM], tl.float32)
+    if form.l1:
+        o = _tile(_matrix(o_ptr, o_strides, n_queries, batch, head), start, BM, True, form)
+        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    c, e, shift, flag = _load_rows(stats_ptr + first_row * N_ROW, i, n_queries, BM)
+    BD: tl.constexpr = form.bd
+    acc = tl.zeros([BM, BD], tl.float32)  # sum h phi' k
+    acc_mean = tl.zeros([BM, BD], tl.float32)  # sum phi' k
+    h_sum = tl.zeros([BM], tl.float32)
+    for LOOP in tl.static_range(3 if form.log else 2):
+        begin, end = _loop(LOOP, 0, whole, stop, flag, form)
+        for j0 in tl.range(begin, end, BN >> LOOP // 2, num_stages=1 if LOOP == 2 else None):
+            k = _tile(keys, j0, BN >> LOOP // 2, LOOP > 0, form)
+            v = _tile(values, j0, BN >> LOOP // 2, LOOP > 0, form)
+            s, slope = _phi_of_scores(q, k, position[:, None], (j0 + tl.arange(0, BN >> LOOP // 2))[None, :],
+                                      shift[:, None], flag[:, None], LOOP > 0, LOOP == 2, form)  # fmt: skip
+            dC = tl.dot(do, tl.trans(v), input_precision=form.precision)
+            _, h = _weigh_and_grad(s, dC, c[:, None], e[:, None], delta[:, None], form)
+            acc = tl.dot((h * slope).to(k.dtype), k, acc, input_precision=form.precision)
+            if form.p > 0:
+                h_sum += tl.sum(h, 1)
+                acc_mean = tl.dot(slope.to(k.dtype), k, acc_mean, input_precision=form.precision)
+    mean = tl.zeros([BM], tl.float32)
+    if form.p > 0:
+        mean = tl.where(e > 0, h_sum / (position + 1).to(tl.float32), 0.0)
+        acc -= mean[:, None] * acc_mean
+    dq = _matrix(dq_ptr, dq_strides, n_queries, batch, head)
+    _store_tile(dq, start, acc * (c * form.gain)[:, None], form)
+    _store_rows(rows_ptr + first_row * N_ROW, i, n_queries, c, e, delta, c * mean)
+
+
+@triton.jit(do_not_specialize=["n_queries", "n_keys"])
+def _backward_kv(
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rows_ptr, dk_ptr, dv_ptr,
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, n_head, group, n_queries, n_keys,
+    form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one query head, after `_backward_q` has written its rows. Tiles are (keys, queries)."""
+    n_blocks = tl.cdiv(n_keys, BN)
+    block, row, batch, head = _program(n_blocks, n_head)
+    j = block * BN + tl.arange(0, BN)
+    k = _tile(_matrix(k_ptr, k_strides, n_keys, batch, head // group), block * BN, BN, True, form)
+    v = _tile(_matrix(v_ptr, v_strides, n_keys, batch, head // group), block * BN, BN, True, form)
+    queries = _matrix(q_ptr, q_strides, n_queries, batch, head)
+    grads = _matrix(do_ptr, do_strides, n_queries, batch, head)
+    stats = stats_ptr + row * n_queries * N_ROW
+    rows = rows_ptr + row * n_queries * N_ROW
+    # Rows on the diagonal, which do not see all of these keys, then rows that see them all.
+    first = block * BN - (n_keys - n_queries)  # the row at the block's first key
+    start = tl.maximum(first, 0) // BM * BM
+    whole = tl.minimum(tl.cdiv(tl.maximum(first + BN - 1, 0), BM), tl.cdiv(n_queries, BM)) * BM
+    flag = tl.zeros([1], tl.float32)
+    if form.log:
+        for i0 in tl.range(start, n_queries, 1024):
+            i = i0 + tl.arange(0, 1024)
+            flags = tl.load(stats + i * N_ROW + 3, mask=i < n_queries, other=0.0)
+            flag = tl.maximum(flag, tl.max(flags, 0))
+    BD: tl.constexpr = form.bd
+    dk = tl.zeros([BN, BD], tl.float32)
+    dv = tl.zeros([BN, BD], tl.float32)
+    for LOOP in tl.static_range(3 if form.log else 2):
+        begin, end = _loop(LOOP, start, whole, n_queries, flag, form)
+        for i0 in tl.range(begin, end, BM >> LOOP // 2, num_stages=1 if LOOP == 2 else None):
+            i = i0 + tl.arange(0, BM >> LOOP // 2)  # rows beyond have q = do = c = 0 and add nothing
+            q = _tile(queries, i0, BM >> LOOP // 2, True, form)
+            do = _tile(grads, i0, BM >> LOOP // 2, True, form)
+            c, e, delta, c_mean = _load_rows(rows, i, n_queries, BM >> LOOP // 2)
+            shift = tl.zeros_like(c)
+            low = tl.zeros_like(c)
+            if form.shifted:
+                _c, _e, shift, low = _load_rows(stats, i, n_queries, BM >> LOOP // 2)
+            s, slope = _phi_of_scores(k, q, (n_keys - n_queries + i)[None, :], j[:, None], shift[None, :],
+                                      low[None, :], LOOP != 1, LOOP == 2, form)  # fmt: skip
+            dC = tl.dot(v, tl.trans(do), input_precision=form.precision)
+            weight, h = _weigh_and_grad(s, dC, c[None, :], e[None, :], delta[None, :], form)
+            dv = tl.dot(weight.to(do.dtype), do, dv, input_precision=form.precision)
+            dx = (h * c[None, :] - c_mean[None, :]) * slope
+            dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=form.precision)
+    dk *= form.gain
+    _store_tile(_matrix(dk_ptr, dk_strides, n_keys, batch, head), block * BN, dk, form)
+    _store_tile(_matrix(dv_ptr, dv_strides, n_keys, batch, head), block * BN, dv, form)

@@ -1,0 +1,136 @@
+"""Read a Llama or GPT-NeoX checkpoint of transformers, with GPT-2's tokeniser or bytes, into a run folder.
+
+    python -m lab.import_ USER/MODEL runs/imported          # from the Hugging Face hub, or a folder
+    python train.py configs/ssmax_paper/e_after_pretraining_124m.toml --init-from runs/imported
+
+For `init_from` and the evaluations. What our model does not compute (parallel residuals, partial or scaled
+RoPE, other vocabularies) is rejected by its name in config.json, except dropout. The logits of both are
+compared. Needs `pip install -r requirements-hub.txt`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+
+from config import config_from_dict, to_toml
+from data.tokenizer import TOKENIZERS, get_tokenizer
+from hub.export import CHECK_TEXT
+from hub.native import ARCHITECTURES, import_transformers, largest_difference, pair_parameters
+from infra.cli import ArgumentParser, UserError, run_main
+from infra.files import write_atomically
+from model import GPT, NORM_EPS
+from schema import Config
+from training.checkpoint import save_checkpoint
+
+GELU = {"gelu": "exact", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
+
+
+def main() -> None:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("model", help="folder or name on the Hugging Face hub")
+    parser.add_argument("run", type=Path, help="new run folder")
+    args = parser.parse_args()
+    if args.run.exists():
+        raise UserError(f"{args.run}: exists; expected a new folder")
+    native, tokenizer = load_native(args.model)
+    config = convert_config(native.config, args.model, args.run)
+    name = detect_tokenizer(tokenizer, args.model)
+    model = convert_model(native, config)
+    state = {"step": 0, "config": config.model_dump(), "model": model.state_dict(), "optimizers": []}
+    state |= {"validation": {}, "guard": {}, "rng": [], "data": {"tokenizer": name, "train": "", "val": ""}}
+    save_checkpoint(args.run, state, keep_last=1)
+    write_atomically(args.run / "config.toml", to_toml(config).encode())
+    print(f"{args.model} -> {args.run}: {model.n_params():,} parameters, tokeniser {name}")
+    length = min(512, config.train.seq_len)
+    print(f"largest difference between the logits: {largest_difference(model, native, length):.1e}")
+
+
+def load_native(source: str, **options: Any) -> tuple[Any, Any]:
+    """The model in float32, and its tokenizer. Raises UserError: absent, unreadable, not reachable."""
+    transformers = import_transformers()
+    try:
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        options |= {"trust_remote_code": False}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        return load(source, dtype=torch.float32, **options), tokenizer
+    except (OSError, ValueError) as e:
+        raise UserError(f"{source}: cannot be loaded: {shorten(str(e), 300)}") from None
+
+
+def convert_config(c: Any, source: str, run: Path) -> Config:
+    """The run's config. Raises UserError: all that our model does not compute, by its name in config.json."""
+    if c.model_type not in ARCHITECTURES.values():
+        fits = " or ".join(ARCHITECTURES.values())
+        raise UserError(f"{source}: model_type = {c.model_type}: expected {fits}")
+    is_llama, head_dim = c.model_type == "llama", c.hidden_size // c.num_attention_heads
+    rope = getattr(c, "rope_parameters", None) or {}
+    checks: list[tuple[str, Any, tuple[Any, ...]]] = [
+        ("rope_type", rope.get("rope_type"), ("default",)),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,)),
+        ("head_dim", getattr(c, "head_dim", None) or head_dim, (head_dim,)),
+    ]
+    if is_llama:
+        checks.append(("hidden_act", c.hidden_act, ("silu",)))
+        checks.append(("rms_norm_eps", c.rms_norm_eps, (NORM_EPS,)))
+    else:
+        checks.append(("use_parallel_residual", c.use_parallel_residual, (False,)))
+        checks.append(("hidden_act", c.hidden_act, tuple(GELU)))
+        checks.append(("layer_norm_eps", c.layer_norm_eps, (NORM_EPS,)))
+    problems = [
+        f"{source}: {key} = {value}: our model does not compute that; expected {' or '.join(map(str, fits))}"
+        for key, value, fits in checks
+        if value not in fits
+    ]
+    if problems:
+        raise UserError("\n".join(problems))
+    norm, mlp = next(key for key, name in ARCHITECTURES.items() if name == c.model_type)
+    length = c.max_position_embeddings
+    kv_heads = getattr(c, "num_key_value_heads", c.num_attention_heads)
+    model = {
+        "n_layer": c.num_hidden_layers,
+        "n_head": c.num_attention_heads,
+        "n_kv_head": kv_heads if kv_heads < c.num_attention_heads else 0,
+        "n_embd": c.hidden_size,
+        "vocab_size": c.vocab_size,
+        "norm": norm,
+        "mlp": mlp,
+        "gelu": GELU.get(c.hidden_act, "tanh"),
+        "mlp_hidden": c.intermediate_size,
+        "bias": not is_llama or c.attention_bias or c.mlp_bias,
+        "tie_embeddings": c.tie_word_embeddings,
+        "rope_theta": float(rope["rope_theta"]),
+    }
+    train = {"seq_len": length, "batch_tokens": length, "micro_batch": 1, "val_tokens": length}
+    values = {"name": run.name, "model": model, "train": train, "log": {"dir": str(run.parent)}}
+    return config_from_dict(values, source)
+
+
+def convert_model(native: Any, config: Config) -> GPT:
+    """Our model with the values of theirs; a bias that they do not have is zero."""
+    model, left = GPT(config).eval(), set(native.state_dict())
+    for name, there, here in pair_parameters(model, native):
+        here.copy_(torch.zeros_like(here) if there is None else there)
+        left.discard(name)
+    if left:
+        raise UserError(f"{native.config.model_type}: no place for {', '.join(sorted(left)[:3])}")
+    return model
+
+
+def detect_tokenizer(tokenizer: Any, source: str) -> str:
+    """The name of our tokeniser that gives the same tokens. Raises UserError: none does."""
+    tokens = tokenizer.encode(CHECK_TEXT, add_special_tokens=False)
+    for name in TOKENIZERS:
+        try:
+            if get_tokenizer(name).encode_ordinary(CHECK_TEXT) == tokens:
+                return name
+        except UserError:  # gpt2's files are not at hand
+            continue
+    raise UserError(f"{source}: its tokenizer is none of ours; expected that of {', '.join(TOKENIZERS)}")
+
+
+if __name__ == "__main__":
+    run_main(main)

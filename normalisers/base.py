@@ -1,0 +1,227 @@
+"""The attention normalisers: one small class each, with its equation and its options.
+
+    class ReluShen(Phi, name="relu_shen"):  # in normalisers/others.py
+        \"\"\"relu(x) / (gamma sqrt(n / 2)). (Shen et al. 2023)\"\"\"
+
+        phi: PhiName = "relu"
+        l1: Literal[False] = False
+        gamma: float = Field(1.0, gt=0, description="Scale of the divisor.")
+
+        def divisor(self, context):
+            return self.gamma * (context.n / 2).sqrt()
+
+`normaliser = "relu_shen"` and `gamma = 2.0` in a config's [attention] then train, evaluate and export it, and
+the parametrised tests cover it.
+
+Most normalisers are one family, whose parts are keys of their own and whose names are presets (`Phi`):
+
+    A = l1( phi( g(n) * score + shift(n) ) ),   n = number of keys the query sees
+
+Any normaliser with non-negative rows that sum to one can be re-weighted (`reweight_p`, see `reweight`): LSSAR
+is `lssa` with `reweight_p`. The engines (engines/) compute the same weights without the (T, T) matrix.
+
+Papers: LSSAR (Gao and Spratling: "Softplus Attention with Re-weighting Boosts Length Extrapolation in
+Large Language Models", arXiv 2501.13428), SSMax (Nakanishi: "Scalable-Softmax Is Superior for Attention",
+arXiv 2501.19399), NormSoftmax (Jiang et al.: "NormSoftmax: Normalizing the Input of Softmax", COINS 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+UNIFORM_TOLERANCE = 1e-5  # of n max(A) - 1, below which a row counts as uniform
+
+# ---------------------------------------------------------------- what a formula may use
+
+
+@dataclass(frozen=True)
+class RowContext:
+    """What the formulas know about a block of R query rows besides its scores."""
+
+    n: Tensor  # (R, 1) float: number of keys each row sees
+    n_keys: int  # Tk: all keys of this call
+    train_len: int  # L
+    head_dim: int  # d
+    learned: dict[str, Tensor] = field(default_factory=dict)  # name -> (H, 1, 1), p_n: (train_len,)
+
+    def visible(self, x: Tensor) -> Tensor:
+        """(R, K) bool: the keys of x (..., K) that each row sees."""
+        return torch.arange(x.shape[-1], device=x.device) < self.n
+
+    def distance(self, x: Tensor) -> Tensor:
+        """(R, K): how far back each key of x (..., K) is from its row's query; 0 at the hidden keys."""
+        return (self.n - 1 - torch.arange(x.shape[-1], device=x.device)).clamp_min(0)
+
+    def zero_hidden(self, x: Tensor) -> Tensor:
+        """x with 0 at the hidden keys."""
+        return torch.where(self.visible(x), x, 0.0)
+
+    def softmax(self, x: Tensor) -> Tensor:
+        """softmax over the visible keys, for x that is finite at the hidden ones.
+
+        For x that was divided by a function of x: the gradient of -inf / t is NaN.
+        """
+        return torch.where(self.visible(x), x, -math.inf).softmax(-1)
+
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and population variance of x over the visible keys, each (..., R, 1)."""
+        mean = self.zero_hidden(x).sum(-1, keepdim=True) / self.n
+        return mean, self.zero_hidden(x - mean).square().sum(-1, keepdim=True) / self.n
+
+
+def l1_normalise(s: Tensor) -> Tensor:
+    """s / sum |s| over the last axis; rows of zeros stay zeros."""
+    return L1Normalise.apply(s)
+
+
+class L1Normalise(torch.autograd.Function):
+    """Its backward, (g - sign(s) sum(g a)) / Z, is exactly 0 where one key has the whole row."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor) -> Tensor:
+        z = s.abs().sum(-1, keepdim=True)
+        # 1 / z overflows just above the smallest normal number: such a row has no mass.
+        inverse = torch.where(z > 1e8 * torch.finfo(s.dtype).tiny, 1 / z, 0.0)
+        a = s * inverse
+        ctx.save_for_backward(a, inverse)
+        return a
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        a, inverse = ctx.saved_tensors
+        return (grads[0] - a.sign() * (grads[0] * a).sum(-1, keepdim=True)) * inverse
+
+
+# ---------------------------------------------------------------- re-weighting (LSSAR)
+
+
+def reweight(a: Tensor, n: Tensor, p: int) -> Tensor:
+    """The sharpening of LSSAR: l1-norm of ReLU(n A - O)^p, O = 0 in rows n <= 3, else 1.
+
+    (LSSAR paper, eq. 5 and note 2.) `a` (..., R, K) >= 0 with rows that sum to one; n (R, 1).
+
+    Two rules keep it finite and exact for every p and length; neither changes the formula:
+    - r = ReLU(n A - O) is divided by its row maximum before the power: l1 cancels any row factor, and
+      (n A - 1)^p alone overflows float32 from p = 10 at 16K keys on.
+    - Since sum(n A - 1) = 0, a row without positive entries is uniform and its signs are rounding
+      noise. Where max(n A) - 1 <= 1e-5, O = 0 as in the first rows: the row stays uniform.
+    """
+    offset, scale = offset_and_scale(n * a.detach().amax(-1, keepdim=True), n)
+    return l1_normalise(torch.relu(a * (n * scale) - offset * scale).pow(p))
+
+
+def reweight_naive(a: Tensor, n: Tensor, p: int) -> Tensor:
+    """`reweight` as eq. 5 is written: inf / inf where a power overflows, 0 / 0 where all of a row underflow.
+
+    For the comparison in results/gradients only.
+    """
+    powers = torch.relu(n * a - (n > 3).to(a.dtype)).pow(p)
+    return powers / powers.sum(-1, keepdim=True)
+
+
+def has_contrast(peak: Tensor, n: Tensor) -> Tensor:
+    """Rows with O = 1: n > 3 and max(n A) - 1 > 1e-5, where peak = max(n A)."""
+    return (n > 3) & (peak - 1 > UNIFORM_TOLERANCE)
+
+
+def offset_and_scale(peak: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+    """O and 1 / max(r) of each row from its max(n A), each (..., R, 1)."""
+    offset = has_contrast(peak, n).to(peak.dtype)
+    r_max = peak - offset
+    return offset, torch.where(r_max > 0, 1 / r_max, 0.0)  # a row of zeros stays zero
+
+
+# ---------------------------------------------------------------- the base class
+
+
+Scores = Literal["dot", "cosine"]
+
+NORMALISERS: dict[str, type[Normaliser]] = {}
+
+
+class Normaliser(BaseModel):
+    """A formula from scores to weights with its options. A subclass with `name=` is registered under it.
+
+    Subclasses state phi, l1, factor, shift, divisor or inverse_temperature, from which every engine derives
+    its form, or override `weights`, which only the dense and rows engines can run.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    name: ClassVar[str]
+    # Subtract the first key from all keys: softmax and sigma are invariant to a shift of a row's scores,
+    # their rounding is not, most of all where keys are nearly equal.
+    centre_keys: ClassVar[bool] = False
+    adaptive: ClassVar[bool] = False  # a softmax whose temperature depends on the scores
+
+    scores: Scores = Field("dot", description="dot: q.k. cosine: q and k l2-normalised per head first.")
+    output_norm: bool = Field(False, description="RMSNorm, without weights, of each head's output.")
+
+    def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if name is not None:
+            # The same class may be defined again, as in a notebook.
+            if name in NORMALISERS and NORMALISERS[name].__qualname__ != cls.__qualname__:
+                raise ValueError(f"{cls.__name__}: there is a normaliser {name!r}: expected another name")
+            cls.name = name
+            NORMALISERS[name] = cls
+
+    def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
+        """Initial values of the learned parameters, (n_head,) each (or (train_len,) for p_n)."""
+        return {}
+
+    def factor(self, context: RowContext) -> Tensor | float:
+        """g(n), what multiplies the score: a number, (R, 1) or (H, R, 1)."""
+        return context.head_dim**-0.5
+
+    def inverse_temperature(self, mean: Tensor, var: Tensor, context: RowContext) -> Tensor:
+        """For `adaptive`: the factor from the moments of a row's scores, (..., R, 1)."""
+        raise NotImplementedError
+
+    def at_distance(self, x: Tensor, t: Tensor) -> Tensor:
+        """The scores x of keys at distance t = n - 1 - j from the query, t expanding to x's shape."""
+        return x
+
+    def weights(self, x: Tensor, context: RowContext) -> Tensor:
+        """Scores (..., R, K), -inf at hidden keys, to weights, 0 there."""
+        raise NotImplementedError
+
+    @property
+    def sums_to_one(self) -> bool:
+        """Rows are non-negative and sum to one, so that re-weighting is defined."""
+        return False
+
+    @property
+    def by_distance(self) -> bool:
+        """The weights depend on the keys' distances: the sdpa and triton engines cannot run it."""
+        return type(self).at_distance is not Normaliser.at_distance
+
+    @property
+    def has_engine_form(self) -> bool:
+        """The weights are those that the sdpa and triton engines derive: a subclass may override them."""
+        from normalisers.adaptive import AdaptiveSoftmax
+        from normalisers.family import Phi
+
+        return type(self).weights in (Phi.weights, AdaptiveSoftmax.weights) and not self.by_distance
+
+    @property
+    def is_softmax(self) -> bool:
+        """softmax of at_distance(factor * score): the flex engine can run it."""
+        return False
+
+    @property
+    def is_rescaled_softmax(self) -> bool:
+        """softmax over queries rescaled by a row factor: the sdpa engine can run it."""
+        return self.adaptive and self.has_engine_form
+
+    @property
+    def is_fusible(self) -> bool:
+        """phi(x) over its row sum or a fixed number: the triton engine can run it."""
+        return self.adaptive and self.has_engine_form

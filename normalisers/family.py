@@ -1,0 +1,271 @@
+"""The family l1(phi(g(n) score + shift(n))) and its named presets: softmax, SSMax, LSSA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, PositiveFloat, model_validator
+from torch import Tensor
+
+from infra.cli import UserError
+from normalisers.base import Normaliser, RowContext, Scores, l1_normalise
+
+# ---------------------------------------------------------------- the elementwise functions
+
+PhiName = Literal["exp", "identity", "relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish"]
+
+
+class PhiFunction(NamedTuple):
+    """phi, and whether it takes negative values (else phi(-inf) = 0; a signed phi has phi(0) = 0)."""
+
+    fn: Callable[[Tensor], Tensor]
+    signed: bool = False
+
+
+def softplus(x: Tensor) -> Tensor:
+    """ln(1 + e^x). Above the threshold torch returns x; at its default, 20, that is off by 2e-9."""
+    return F.softplus(x, threshold=40.0)
+
+
+PHI: dict[str, PhiFunction] = {
+    "exp": PhiFunction(torch.exp),
+    "softplus": PhiFunction(softplus),
+    "sigmoid": PhiFunction(torch.sigmoid),
+    "relu": PhiFunction(torch.relu),
+    "relu2": PhiFunction(lambda x: torch.relu(x).square()),
+    "relu6": PhiFunction(F.relu6),
+    "identity": PhiFunction(lambda x: x, signed=True),
+    "gelu": PhiFunction(F.gelu, signed=True),
+    "mish": PhiFunction(F.mish, signed=True),
+}
+
+Scale = Literal["rsqrt_d", "sqrt_d", "ln_d", "one", "learned"] | PositiveFloat
+LengthScale = Literal["none", "ln_n", "sqrt_2ln_n", "log_train_len_n", "llama4"]
+Bias = bool | Literal["log_train_len", "log_len", "log_n"]
+
+
+# ---------------------------------------------------------------- the family
+
+
+class Scaled(Normaliser):
+    """Formulas of g(n) score, g(n) = (s length_scale(n) + offset), with x = q.k / sqrt(d) or x = cos(q, k):
+
+    scale           g(n) score is
+    rsqrt_d         d^(-1/2) length_scale(n) times q.k or cos
+    sqrt_d, ln_d    sqrt(d), ln d (LSSAR eq. 4), likewise; sqrt_d on cosine is QK-norm's softmax
+    a number        that number, likewise
+    one, learned    (s length_scale(n) + offset) x with s = 1 or learned per head (SSMax, eq. 2, 4)
+
+    length_scale    none: 1; ln_n (SSMax, LSSAR); sqrt_2ln_n: sqrt(2 ln n);
+                    log_train_len_n: max(1, ln n / ln L), L = training length;
+                    llama4: 1 + 0.1 ln(floor(n / 8192) + 1)
+    """
+
+    scale: Scale = Field(
+        "rsqrt_d", description="Factor of the scores; learned: s per layer and head, from scale_init."
+    )
+    scale_init: float = Field(1.0, gt=0, description="Initial value of a learned scale.")
+    length_scale: LengthScale = Field("none", description="Factor that depends on n, the visible keys.")
+
+    @model_validator(mode="after")
+    def _check_scale(self) -> Self:
+        if self.scale != "learned" and self.scale_init != 1.0:
+            raise ValueError(f"scale_init = {self.scale_init}: only read with scale = 'learned'")
+        return self
+
+    def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
+        return {"s": torch.full((n_head,), self.scale_init)} if self.scale == "learned" else {}
+
+    def factor(self, context: RowContext) -> Tensor | float:
+        d, unit = context.head_dim, 1.0
+        if self.scale in ("one", "learned"):
+            s: Tensor | float = context.learned.get("s", 1.0)
+            unit = d**-0.5 if self.scores == "dot" else 1.0
+        else:
+            named = {"rsqrt_d": d**-0.5, "sqrt_d": d**0.5, "ln_d": math.log(d)}
+            s = self.scale if isinstance(self.scale, float) else named[self.scale]
+        match self.length_scale:
+            case "none":
+                g = s
+            case "ln_n":
+                g = s * context.n.log()
+            case "sqrt_2ln_n":
+                g = s * (2 * context.n.log()).sqrt()
+            case "log_train_len_n":
+                g = s * (context.n.log() / math.log(context.train_len)).clamp_min(1)
+            case "llama4":
+                g = s * (1 + 0.1 * ((context.n / 8192).floor() + 1).log())
+        return (g + self.offset(context)) * unit
+
+    def offset(self, context: RowContext) -> Tensor | float:
+        """What is added to s length_scale(n): a number or (H, 1, 1)."""
+        return 0.0
+
+
+class Phi(Scaled, name="phi"):
+    """A = phi(g(n) score + shift(n)) over the visible keys; with l1 divided by sum |A|.
+
+    (LSSAR, eq. 3, Tables 2 and 3.)
+    """
+
+    phi: PhiName = Field("softplus", description="The elementwise function.")
+    l1: bool = Field(True, description="Divide rows by their l1 norm.")
+    bias: Bias = Field(
+        False,
+        description="true: a learned b is added to s length_scale(n) (SSMax). log_train_len, log_len, log_n: "
+        "ln of the training length, of all keys or of n is subtracted from the scores.",
+    )
+    sink: Literal["none", "one", "learned"] = Field(
+        "none", description="Added to the row sum: 1 (softmax1) or e^b, b learned per head."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.bias is True and not (self.scale in ("one", "learned") and self.length_scale != "none"):
+            raise ValueError(
+                "bias = true: the learned b of SSMax needs a length_scale and scale = 'learned' or 'one'; "
+                "expected false, log_train_len, log_len or log_n"
+            )
+        if isinstance(self.bias, str) and self.phi == "exp" and self.l1 and self.sink == "none":
+            raise ValueError(f"bias = {self.bias!r}: cancels in a softmax; expected true or false")
+        if self.sink != "none" and not self.l1:
+            raise ValueError(f"sink = {self.sink!r}: is part of the row sum; expected l1 = true")
+        return self
+
+    def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
+        values = super().learned(n_head, train_len)
+        if self.bias is True:
+            values["b"] = torch.zeros(n_head)
+        if self.sink == "learned":
+            values["sink"] = torch.zeros(n_head)
+        return values
+
+    def offset(self, context: RowContext) -> Tensor | float:
+        return context.learned["b"] if self.bias is True else 0.0
+
+    def shift(self, context: RowContext) -> Tensor | float:
+        """What `bias` = log_train_len, log_len or log_n adds to the scaled score: a number or (R, 1)."""
+        match self.bias:
+            case "log_train_len":
+                return -math.log(context.train_len)
+            case "log_len":
+                return -math.log(context.n_keys)
+            case "log_n":
+                return -context.n.log()
+        return 0.0
+
+    def divisor(self, context: RowContext) -> Tensor | float:
+        """What the weights are divided by where l1 is off: a number or (R, 1)."""
+        return 1.0
+
+    @property
+    def bounded(self) -> bool:
+        """|score| < 70 at every length and head size in use: no phi of a score underflows in float32."""
+        as_here = type(self).shift is Phi.shift and type(self).factor is Scaled.factor
+        return self.scores == "cosine" and self.scale == "ln_d" and not self.bias and as_here
+
+    def weights(self, x: Tensor, context: RowContext) -> Tensor:
+        shift = self.shift(context)
+        x = x if isinstance(shift, float) and shift == 0.0 else x + shift
+        fn, signed = PHI[self.phi]
+        if self.phi == "exp" and self.l1:
+            return self._softmax(x, context)
+        if signed:
+            x = context.zero_hidden(x)
+        if self.sink != "none":
+            s = fn(x)
+            return s / (s.abs().sum(-1, keepdim=True) + self._sink(x, context).exp())
+        if self.l1:
+            underflows = self.phi in ("softplus", "sigmoid") and not self.bounded
+            return l1_of_positive(fn, x) if underflows else l1_normalise(fn(x))
+        a, divisor = fn(x), self.divisor(context)
+        return a if isinstance(divisor, float) and divisor == 1.0 else a / divisor
+
+    def _softmax(self, x: Tensor, context: RowContext) -> Tensor:
+        if self.sink == "none":
+            return x.softmax(-1)
+        sink = self._sink(x, context).expand(*x.shape[:-1], 1)
+        return torch.cat((x, sink), dim=-1).softmax(-1)[..., :-1]
+
+    def _sink(self, x: Tensor, context: RowContext) -> Tensor:
+        """The logarithm of what is added to the row sum."""
+        return context.learned["sink"] if self.sink == "learned" else x.new_zeros(())
+
+    @property
+    def sums_to_one(self) -> bool:
+        return self.l1 and not PHI[self.phi].signed and self.sink == "none"
+
+    @property
+    def is_softmax(self) -> bool:
+        return self.phi == "exp" and self.sums_to_one and type(self).weights is Phi.weights
+
+    @property
+    def is_rescaled_softmax(self) -> bool:
+        return self.is_softmax and self.is_fusible
+
+    @property
+    def is_fusible(self) -> bool:
+        return self.has_engine_form and self.sink == "none"
+
+
+def l1_of_positive(phi: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """phi(x) / sum phi(x) for phi = softplus or sigmoid, also where phi underflows.
+
+    Both tend to e^x: where the largest score of a row is below -40 they equal it to the last digit, and
+    e^(x - max) gives the same normalised row inside the range of float32.
+    """
+    peak = x.detach().amax(-1, keepdim=True)
+    return l1_normalise(torch.where(peak < -40, torch.exp(x - peak), phi(x)))
+
+
+# ---------------------------------------------------------------- presets of the family
+
+
+class Softmax(Phi, name="softmax"):
+    """softmax(x), x = q.k / sqrt(d)."""
+
+    phi: PhiName = "exp"
+
+
+class SSMax(Softmax, name="ssmax"):
+    """softmax((s ln n + b) x); s learned per layer and head, or 1; b learned or 0. (SSMax, eq. 2, 4)"""
+
+    scale: Scale = "learned"
+    length_scale: LengthScale = "ln_n"
+
+
+class LSSA(Phi, name="lssa"):
+    """softplus(x) / sum softplus(x), x = ln d ln n cos(q, k). (LSSAR, eq. 4)"""
+
+    scores: Scores = "cosine"
+    scale: Scale = "ln_d"
+    length_scale: LengthScale = "ln_n"
+
+
+class SSMaxPn(Softmax, name="ssmax_pn"):
+    """softmax((s p_n + b) x), p_n one learned vector for all layers and heads. (SSMax, eq. 3)
+
+    Lengths beyond the training length are rejected: there is no p_n.
+    """
+
+    scale: Literal["learned"] = "learned"
+    length_scale: Literal["none"] = "none"
+    bias: Literal[False] = False
+
+    def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
+        p_n = {"b": torch.zeros(n_head), "p_n": torch.ones(train_len)}
+        return super().learned(n_head, train_len) | p_n
+
+    def factor(self, context: RowContext) -> Tensor | float:
+        if context.n_keys > context.train_len:
+            raise UserError(
+                f"ssmax_pn: {context.n_keys} keys, but its p_n was learned for at most "
+                f"train.seq_len = {context.train_len}"
+            )
+        p_n = context.learned["p_n"][context.n.long() - 1]  # (R, 1)
+        g = context.learned["s"] * p_n + context.learned["b"]  # (H, R, 1)
+        return g * context.head_dim**-0.5 if self.scores == "dot" else g

@@ -1,0 +1,185 @@
+"""The tokenisers, and the corpus of Python's own sources."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import make_dataset, needs_gpt2, one_line
+
+from data import python_source
+from data.dataset import TokenStream, dataset_info
+from data.tokenizer import get_tokenizer
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+# ---------------------------------------------------------------- tokenisers
+
+
+def test_bytes_tokenizer() -> None:
+    encoding = get_tokenizer("bytes")
+    assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
+    for text in ("", "a" * 1000, "\r\n\t\x00", "é漢🎉" * 50, "x<|endoftext|>y"):
+        assert encoding.encode_ordinary(text) == list(text.encode())
+        assert encoding.decode(encoding.encode_ordinary(text)) == text
+    assert encoding.decode([256]) == "<|endoftext|>"
+
+
+@needs_gpt2
+def test_gpt2_tokenizer() -> None:
+    encoding = get_tokenizer("gpt2")
+    assert (encoding.n_vocab, encoding.eot_token) == (50257, 50256)
+    assert encoding.encode_ordinary("Hello world") == [15496, 995]
+    assert 50256 not in encoding.encode_ordinary("<|endoftext|>")
+
+
+def test_tokenizer_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_line("'gpt3'", "bytes, gpt2"):
+        get_tokenizer("gpt3")
+
+    def unreachable(name: str) -> None:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr("tiktoken.get_encoding", unreachable)
+    with one_line("TIKTOKEN_CACHE_DIR", "no route to host"):
+        get_tokenizer("gpt2")
+
+
+# ---------------------------------------------------------------- the Python corpus
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """20 documents of 30 to 40,000 bytes, and what must be left out."""
+    root = tmp_path / "lib"
+    rng = np.random.default_rng(1)
+    for i in range(20):
+        path = root / f"package{i % 3}" / f"module{i}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        body = "".join(f"x{n} = '<|endoftext|> é'\r\n" for n in rng.integers(0, 999, 1 + i * i * 4))
+        path.write_bytes(f"# {i}\n{body}".encode())
+    (root / "copy.py").write_bytes((root / "package0" / "module0.py").read_bytes())
+    (root / "empty.py").write_bytes(b"")
+    (root / "latin1.py").write_bytes(b"# \xe9\n")
+    (root / "data.txt").write_text("no python")
+    (root / "_sysconfigdata_x.py").write_text("generated")
+    for folder in ("test", "package0/tests", "site-packages", "__pycache__", "config-3.11"):
+        (root / folder).mkdir()
+        (root / folder / "a.py").write_text("left out")
+    return root
+
+
+def documents_of(folder: Path, split: str, tokenizer: str) -> list[str]:
+    encoding, stream = get_tokenizer(tokenizer), TokenStream(folder, split)
+    tokens = stream.read(0, stream.n_tokens)
+    ends = np.flatnonzero(tokens == encoding.eot_token)
+    assert ends[0] == 0
+    return [encoding.decode(part[1:].tolist()) for part in np.split(tokens, ends[1:])]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=needs_gpt2)])
+def test_corpus_is_the_sources_split_by_file(sources: Path, tmp_path: Path, tokenizer: str) -> None:
+    out = tmp_path / "out"
+    whole = python_source.build({"": sources}, tmp_path / "whole", tokenizer, val_fraction=0.2)
+    info = python_source.build({"": sources}, out, tokenizer, shard_size=10_000, val_fraction=0.2)
+    val, train = documents_of(out, "val", tokenizer), documents_of(out, "train", tokenizer)
+    expected = [path.read_bytes().decode() for path in sources.glob("package?/*.py")]
+    assert sorted(val + train) == sorted(expected) and len(expected) == 20
+    n_bytes = {"val": sum(map(len, val)), "train": sum(map(len, train))}
+    assert 0.1 < n_bytes["val"] / sum(n_bytes.values()) <= 0.2
+    assert len(val) >= 2 and train != sorted(train)
+    assert info == dataset_info(out)
+    for split, texts in (("val", val), ("train", train)):
+        counts = info["splits"][split]
+        assert counts["sha256"] == whole["splits"][split]["sha256"]  # for any shard size
+        stream = TokenStream(out, split)
+        assert (counts["tokens"], counts["documents"]) == (stream.n_tokens, len(texts))
+        assert counts["shards"] == len(list(out.glob(f"python_{split}_*.bin"))) > 1
+    for entry in info["shards"]:
+        raw = (out / entry["file"]).read_bytes()
+        assert hashlib.sha256(raw).hexdigest() == entry["sha256"]
+        assert len(raw) == 1024 + 2 * entry["tokens"]
+
+
+def test_corpus_is_reused_or_rebuilt(
+    sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+
+    def build(shard_size: int = 50_000) -> str:
+        python_source.build({"": sources}, out, shard_size=shard_size)
+        return capsys.readouterr().out
+
+    assert "written" in build()
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    again = build()
+    assert again.count("\n") == 1 and "nothing to do" in again
+    shard = out / "python_train_000002.bin"
+    shard.write_bytes(before[shard.name][:-2])
+    assert f"not finished: {shard}: truncated" in build()
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+    (out / "dataset.json").unlink()  # as after an interrupted run
+    (out / "dataset.unfinished").touch()
+    assert "did not finish" in build()
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+    assert "made with shard_size = 50000, now 60000" in build(60_000)
+    assert "nothing to do" in build(60_000)
+
+
+def test_corpus_spares_another_dataset(sources: Path, tmp_path: Path) -> None:
+    toy = make_dataset(tmp_path / "toy")
+    before = sorted(path.stat().st_mtime_ns for path in toy.iterdir())
+    with one_line(toy, "another dataset"):
+        python_source.build({"": sources}, toy)
+    assert sorted(path.stat().st_mtime_ns for path in toy.iterdir()) == before
+
+
+def test_corpus_without_sources(tmp_path: Path) -> None:
+    with one_line(tmp_path / "none", "no such folder"):
+        python_source.build({"": tmp_path / "none"}, tmp_path / "out")
+    (tmp_path / "lib").mkdir()
+    with one_line("0 Python files"):
+        python_source.build({"": tmp_path / "lib"}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "python311.zip"))
+    with one_line(tmp_path / "python311.zip"):
+        python_source.source_roots(False)
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["--tokenizer", "gpt3"], "'gpt3'"),
+        (["--shard-size", "0"], "at least 1"),
+        (["--val-fraction", "1.5"], "between 0 and 1"),
+        (["--shard", "5"], "--shard"),
+        (["--out", __file__], "cannot be written: File exists"),
+    ],
+)
+def test_wrong_options_are_one_line(args: list[str], part: str, call: Callable[..., None]) -> None:
+    with one_line(part):
+        call(python_source, *args)
+
+
+def test_real_corpus(tmp_path: Path) -> None:
+    """The script itself, from another folder, on this Python's library."""
+    command = [sys.executable, "-m", "data.python_source", "--out", str(tmp_path / "out")]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert (result.returncode, result.stderr) == (0, "")  # no progress bar: stderr is no terminal
+    train, val = TokenStream(tmp_path / "out", "train"), TokenStream(tmp_path / "out", "val")
+    assert train.n_tokens > 5_000_000
+    assert val.n_tokens > 300_000
+    sizes = [len(text) for text in documents_of(tmp_path / "out", "val", "bytes")]
+    assert min(sizes) < 16_384 and max(sizes) > 65_536
+    assert 0.03 < val.n_tokens / (val.n_tokens + train.n_tokens) <= 0.051

@@ -1,0 +1,590 @@
+"""The fused kernels, by Triton's interpreter on the CPU (conftest.py), against float64 dense weights.
+
+benchmarks/kernels.py compiles every kernel for real GPUs; benchmarks/gpu.sh measures on one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from attention_cases import CASES, PHIS, assert_close, case_id, draw, exactly, has_sdpa, make, run
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import attention
+from attention import attend, make_normaliser, resolve_engine
+from infra.cli import UserError
+from normalisers.base import RowContext
+from normalisers.family import Phi
+from normalisers.layer import NormaliserModule
+from schema import AttentionConfig
+
+pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
+
+from engines import self_check
+from engines import triton as triton_engine
+from engines.self_check import engine_error
+from engines.triton import phi_attention
+from engines.triton_kernels import INTERPRETED
+
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED, reason="triton was imported before TRITON_INTERPRET was set"),
+    # numpy's, where the kernels divide by zero and select the other branch
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+REPO = Path(__file__).resolve().parents[3]
+LSSAR = AttentionConfig(normaliser="lssa", reweight_p=15)
+
+PHI_CASES = [
+    AttentionConfig(normaliser="phi", phi=phi, l1=l1, reweight_p=p)
+    for phi in PHIS
+    for l1 in (True, False)
+    for p in ((0, 1, 3, 15, 50) if l1 and phi not in ("identity", "gelu", "mish") else (0,))
+    if p or not l1 or phi != "exp"  # softmax: sdpa's
+]
+OTHERS = [
+    cfg
+    for cfg in (case.values[0] for case in CASES)
+    if cfg.normaliser != "phi" and cfg.definition.is_fusible and not has_sdpa(cfg)
+]
+
+
+def ids(cfg: AttentionConfig) -> str:
+    options = {"normaliser": cfg.normaliser} | cfg.definition.model_dump(exclude_defaults=True)
+    return case_id(options | {"p": cfg.reweight_p})
+
+
+def quick_first(cases: list[AttentionConfig], quick: Callable[[int, AttentionConfig], bool]) -> list[Any]:
+    """Parameters of a test; those that are not quick run with ./test.sh --all."""
+    marks = [() if quick(i, cfg) else pytest.mark.slow for i, cfg in enumerate(cases)]
+    return [pytest.param(cfg, id=ids(cfg), marks=mark) for cfg, mark in zip(cases, marks, strict=True)]
+
+
+def is_representative(_: int, cfg: AttentionConfig) -> bool:
+    definition: Any = cfg.definition
+    plain = cfg.reweight_p == 0 and (not definition.l1 or definition.phi in ("gelu", "mish", "identity"))
+    return cfg.reweight_p == 15 or plain or (cfg.reweight_p < 3 and definition.phi == "softplus")
+
+
+def agree(cfg: AttentionConfig, shape: tuple[int, int], head_dim: int, n_head: int = 1) -> None:
+    """o and all gradients within 2e-5 of float64, or 4e-7 p: p, twice for a square, multiplies the rounding.
+
+    Twice that where up to 3 keys and p = 50 leave one key with its whole row: the gradient vanishes, and
+    what remains is D = do.o and dC = do.v, equal but rounded apart, times p.
+    """
+    inputs = draw(*shape, head_dim, n_head=n_head)
+    normaliser = make(cfg, n_head, head_dim, train_len=300)
+    want = exactly(normaliser, *inputs)
+    power = cfg.reweight_p * (2 if getattr(cfg, "phi", "") == "relu2" else 1)
+    tolerance = max(2e-5, 4e-7 * power)
+    if shape[0] <= 3 and cfg.reweight_p == 50:
+        tolerance *= 2
+    assert_close(run("triton", normaliser, *inputs), want, inputs, tolerance, f"T = {shape}")
+
+
+# 1. The kernels are the formulas.
+
+
+@pytest.mark.parametrize("cfg", quick_first(PHI_CASES, is_representative))
+def test_every_phi_and_power(cfg):
+    for shape in [(1, 1), (37, 37), (130, 150)]:
+        agree(cfg, shape, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cfg", PHI_CASES, ids=ids)
+def test_other_lengths(cfg):
+    for shape in [(3, 3), (128, 128), (257, 257)]:
+        agree(cfg, shape, 16)
+
+
+@pytest.mark.parametrize("cfg", quick_first(OTHERS, lambda i, _: i % 12 == 0))
+def test_every_other_normaliser(cfg):
+    for shape in [(37, 37), (7, 33)]:
+        agree(cfg, shape, 32, n_head=2)
+
+
+@pytest.mark.parametrize("head_dim", [16, 20, 64, 80, 128])
+def test_head_sizes(head_dim):
+    agree(LSSAR, (150, 150), head_dim)
+
+
+@pytest.mark.parametrize("p", [1, 2, 7, 64, 99, 100])
+def test_any_power(p):
+    agree(AttentionConfig(normaliser="lssa", reweight_p=p), (70, 70), 32)
+
+
+@pytest.mark.parametrize("n_kv_head", [6, 2])
+@pytest.mark.parametrize("n_queries", [40, 1])
+def test_batches_and_heads(n_queries, n_kv_head):
+    normaliser = make(LSSAR, 6, 16, train_len=300)
+    q, k, v, do = draw(n_queries, 45, 16, batch=2, n_head=6)
+    inputs = q, k[:, :n_kv_head], v[:, :n_kv_head], do
+    assert_close(run("triton", normaliser, *inputs), exactly(normaliser, *inputs), inputs, 2e-5, "grouped")
+    with torch.no_grad():
+        o, want = (attend(*inputs[:3], normaliser, engine) for engine in ("triton", "dense"))
+    assert (o - want).norm() <= 2e-5 * want.norm()
+
+
+def test_float16():
+    """Off by float16's rounding of weights and of their gradients, not by more."""
+    for cfg in (LSSAR, AttentionConfig(normaliser="lssa"), AttentionConfig(normaliser="sigmoid", l1=True)):
+        assert (
+            engine_error(triton_engine, make(cfg, 2, 64, 300), torch.device("cpu"), torch.float16, 100) < 2e-3
+        )
+    assert (
+        engine_error(triton_engine, make(LSSAR, 1, 256, 300), torch.device("cpu"), torch.float16, 40) < 2e-3
+    )
+
+
+# 2. Rows that break naive code.
+
+
+def scored(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of 16 dimensions in which query i's score with key j is scores[j], before any factor."""
+    g = torch.Generator().manual_seed(0)
+    n = len(scores)
+    q, k = torch.zeros(1, 1, n, 16), torch.zeros(1, 1, n, 16)
+    q[..., 0], k[..., 0] = 1.0, scores
+    return q, k, torch.randn(1, 1, n, 16, generator=g)
+
+
+EXTREMES = {
+    "one key holds the row": torch.tensor([50.0] + [0.0] * 69),
+    "equal keys": torch.ones(70),
+    "far below zero": -90 - torch.arange(70.0) % 7,
+    "below what float32 can hold": -200 - torch.arange(70.0) % 5,
+    "some rows far below": torch.cat([torch.full((40,), -95.0), torch.zeros(30)]),
+    "nothing above zero": -torch.ones(70),
+}
+
+
+SLOW_POWERS = [pytest.param(p, marks=pytest.mark.slow) for p in (0, 1, 100)]
+
+
+@pytest.mark.parametrize("scores", EXTREMES.values(), ids=EXTREMES)
+@pytest.mark.parametrize("p", [15, *SLOW_POWERS])
+@pytest.mark.parametrize("phi", ["softplus", "sigmoid", "relu", "exp"])
+def test_extreme_rows_are_finite_and_right(phi, p, scores):
+    if phi == "exp" and p == 0:
+        return  # softmax: sdpa's
+    cfg = AttentionConfig(normaliser="phi", phi=phi, l1=True, reweight_p=p)
+    normaliser = make_normaliser(cfg, 1, 16, 300)
+    q, k, v = scored(scores * 4)  # x = q k / sqrt(16)
+    do = torch.randn(v.shape, generator=torch.Generator().manual_seed(1))
+    got, want = run("triton", normaliser, q, k, v, do), exactly(normaliser, q, k, v, do)
+    # What must vanish in exact numbers is left as rounding, of dC - D, times p and the keys.
+    noise = 1e-6 * (p or 1) * max(1, k.abs().max())
+    for name, t in want.items():
+        assert got[name].isfinite().all(), name
+        assert (got[name] - t).abs().max() <= 2e-5 * t.abs().max() + noise, name
+
+
+@pytest.mark.slow
+def test_long_row_of_equal_keys_is_uniform():
+    """No offset in its statistics: a plain float32 sum of its equal tiles is off by more than 1e-5."""
+    q, k = torch.ones(1, 1, 1, 16), torch.full((1, 1, 24576, 16), 1.319 / 16)
+    options = ("relu", True, 15, False, None)
+    o, stats = torch.ops.phi_attention.forward(q, k, torch.ones_like(k), None, *options)
+    assert stats[..., 1] == 0
+    torch.testing.assert_close(o, torch.ones_like(o), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("phi", ["softplus", "sigmoid", "relu", "relu6", "exp"])
+@pytest.mark.parametrize("p", [0, 15])
+@pytest.mark.parametrize("n_queries", [40, 1])
+def test_nan_reaches_the_rows_that_see_it(phi, p, n_queries):
+    if phi == "exp" and p == 0:
+        return
+    q, k, v, _ = draw(n_queries, 40, 16)
+    k[0, 0, 30] = math.nan
+    o = phi_attention(q, k, v, phi=phi, l1=True, p=p)
+    seen = torch.arange(40 - n_queries, 40) >= 30
+    assert torch.equal(o[0, 0].isnan().all(-1), seen)
+    assert torch.equal(o[0, 0].isnan().any(-1), seen) and o[0, 1].isfinite().all()
+
+
+BOUNDED = {
+    "far below zero": -0.99 + 0.02 * torch.rand(150, generator=torch.Generator().manual_seed(0)),
+    "nearly uniform": 0.3 + 1e-3 * torch.rand(150, generator=torch.Generator().manual_seed(0)),
+    "one key holds the row": torch.full((150,), -0.95).index_fill(0, torch.tensor(70), 0.9),
+}
+
+
+@pytest.mark.parametrize("cosines", BOUNDED.values(), ids=BOUNDED)
+def test_rows_that_the_logarithm_would_lose(cosines):
+    """16-bit LSSAR, whose softplus is log2(1 + 2^y): without the exact loops o is off by 0.3, or NaN."""
+    normaliser, n = make(LSSAR, 1, 16, 300), len(cosines)
+    q = torch.tensor([1.0] + [0.0] * 15).expand(1, 1, n, 16)
+    k = torch.zeros(1, 1, n, 16)
+    k[..., 0], k[..., 1] = cosines, (1 - cosines**2).sqrt()
+    _, _, v, do = draw(n, n, 16, n_head=1)
+    inputs = [t.half() for t in (q, k, v, do)]
+    o, _, dk, dv, decoded = self_check._errors(triton_engine, normaliser, *inputs)
+    assert max(o, dv, decoded) < 1e-3 and (dk < 1e-3 or cosines is BOUNDED["nearly uniform"])
+
+
+# 3. In a model: strides, compilation, checkpointing, decoding.
+
+
+def test_any_strides():
+    """q, k, v as the model has them, views of one projection, and an expanded gradient."""
+    qkv = torch.randn(2, 40, 3, 2, 16, generator=torch.Generator().manual_seed(0))
+    views = [t.detach().requires_grad_() for t in qkv.permute(2, 0, 3, 1, 4)]
+    copies = [t.detach().contiguous().requires_grad_() for t in views]
+    assert not views[0].is_contiguous()
+    grads = []
+    for inputs in (views, copies):
+        o = phi_attention(*inputs, phi="softplus", l1=True, p=3)
+        grads.append([o, *torch.autograd.grad(o.sum(), inputs)])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert grads[0][0].transpose(1, 2).is_contiguous()  # as the output projection wants it
+
+
+@pytest.mark.parametrize("n_queries", [140, 1])
+def test_offsets_beyond_31_bits(n_queries):
+    """k and v as views whose rows are 2^24 elements apart (4.7 GB of addresses, of which 140 pages exist)."""
+    q, k, v, do = (t.half() for t in draw(n_queries, 140, 16, n_head=1))
+    apart = torch.empty(139 * 2**24 + 32, dtype=torch.half)
+    views = [apart[i * 16 :].as_strided(k.shape, (0, 0, 2**24, 1)) for i in range(2)]
+    results = []
+    for keys, values in ((k, v), (views[0].copy_(k), views[1].copy_(v))):
+        inputs = [t.detach().requires_grad_(n_queries > 1) for t in (q, keys, values)]
+        o = phi_attention(*inputs, phi="softplus", l1=True, p=15)
+        results.append([o, *(torch.autograd.grad(o, inputs, do) if n_queries > 1 else ())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_compiles_without_a_graph_break_for_all_lengths():
+    normaliser = make(AttentionConfig(normaliser="ssmax", bias=True, reweight_p=3), 2, 16, 300)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, normaliser, "triton") * 2
+
+    compiled = torch.compile(fn, backend=counter, fullgraph=True, dynamic=True)
+    for t in (40, 51, 70):
+        q, k, v, do = draw(t, t, 16)
+        inputs = [x.requires_grad_() for x in (q, k, v)] + [normaliser.s, normaliser.b]
+        got = torch.autograd.grad(compiled(q, k, v), inputs, do)
+        want = torch.autograd.grad(fn(q, k, v), inputs, do)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    assert counter.frame_count == 1
+
+
+def test_operators_keep_torchs_rules():
+    """Schemas, fake tensors, autograd registration: torch's own checks of custom operators."""
+    q, k, v, _ = draw(20, 24, 16)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    args = (*inputs, None, "softplus", True, 3, False, None)
+    torch.library.opcheck(torch.ops.phi_attention.forward.default, args)
+    one = (q[:, :, :1].detach(), k.detach(), v.detach(), None, "relu", True, 0, False, 0.0)
+    torch.library.opcheck(torch.ops.phi_attention.forward.default, one, test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("engine", ["triton", "rows"])
+def test_activation_checkpointing_changes_nothing(engine):
+    normaliser = make(LSSAR, 2, 16, 300)
+    q, k, v, do = draw(40, 40, 16)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, normaliser, engine)
+
+    plain = torch.autograd.grad(fn(*inputs), inputs, do)
+    again = torch.autograd.grad(checkpoint(fn, *inputs, use_reentrant=False), inputs, do)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+@pytest.mark.parametrize("cfg", quick_first([LSSAR, *PHI_CASES, *OTHERS], lambda i, _: i % 12 == 0))
+def test_decoding_splits_the_keys(cfg):
+    normaliser = make(cfg, 2, 20, train_len=1100)
+    for n_keys in (1, 5, 64, 300):
+        q, k, v, _ = draw(1, n_keys, 20, batch=2)
+        with torch.no_grad():
+            got = attend(q, normaliser.cache_keys(k), v, normaliser, "triton", cached=True)
+            want = attend(q.double(), k.double(), v.double(), make(cfg, 2, 20, 1100).double(), "dense")
+        assert got.shape == want.shape
+        assert (got - want).norm() <= 2e-5 * want.norm(), f"{n_keys} keys"
+
+
+def test_decoding_low_rows(monkeypatch):
+    """A row far below zero whose splits differ, and the path itself: one query without a graph."""
+    cfg = AttentionConfig(normaliser="phi", phi="softplus", reweight_p=3)
+    q, k, v = scored(torch.cat([torch.full((100,), -4 * 95.0), torch.full((100,), -4 * 92.0)]))
+    normaliser = make_normaliser(cfg, 1, 16, 300)
+    monkeypatch.setattr(triton_engine, "_launch", None)
+    with torch.no_grad():
+        got = attend(q[:, :, -1:], k, v, normaliser, "triton")
+        want = attend(*(t.double() for t in (q[:, :, -1:], k, v)), normaliser, "dense")
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("p", "skip_mass"), [(1, 0.0), (15, 0.0), (15, 1e-4)])
+def test_decoding_loads_live_rows_of_v_only(p, skip_mass):
+    """The same bits with every row of V poisoned whose weight is 0, or below the bound of the option."""
+    normaliser, n_keys, d = make(AttentionConfig(normaliser="lssa", reweight_p=p), 2, 64, 300), 150, 64
+    normaliser.skip_mass = skip_mass
+    q, k, v, _ = draw(1, n_keys, d)
+    k = normaliser.cache_keys(k)
+
+    def decode(v: Tensor) -> Tensor:
+        with torch.no_grad():
+            return attend(q, k, v, normaliser, "triton", cached=True)
+
+    one_hot = torch.eye(n_keys, 3 * d).expand(1, 2, -1, -1).split(d, -1)
+    weights = torch.cat([decode(part) for part in one_hot], -1)[..., 0, :n_keys]  # the kernel's own
+    dead, share = weights == 0, weights / weights.amax(-1, keepdim=True)
+    assert 0.3 < dead.float().mean() < 0.99
+    assert (share[~dead] >= skip_mass / n_keys * (1 - 1e-5)).all()
+    got = decode(v.masked_fill(dead[..., None], math.nan))
+    assert torch.equal(got, decode(v))
+    want = (
+        attend(*(t.double() for t in (q, k, v)), make(LSSAR, 2, 64, 300).double(), "dense")
+        if p == 15
+        else got
+    )
+    assert (got - want).abs().max() <= skip_mass * v.abs().max() + 1e-5
+
+
+def test_empty_batch():
+    q, k, v, _ = draw(5, 5, 16)
+    out = attend(q[:0], k[:0], v[:0], make(LSSAR, 2, 16, 300), "triton")
+    assert out.shape == (0, 2, 5, 16)
+
+
+# 4. The choice of engine.
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def lssar() -> Any:
+    return make_normaliser(LSSAR, 2, 16, 300)
+
+
+def test_auto_on_cuda(monkeypatch):
+    def verdict(problem: str) -> None:
+        monkeypatch.setattr(attention, "check", lambda *key: self_check.SelfCheck(0.001, problem))
+
+    verdict("")
+    assert resolve_engine(lssar(), "auto", CUDA, torch.bfloat16) == "triton"
+    assert resolve_engine(lssar(), "auto", CPU, torch.float32) == "rows"
+    assert resolve_engine(lssar(), "auto", CUDA, torch.float64) == "rows"
+    assert resolve_engine(make_normaliser(LSSAR, 2, 256, 300), "auto", CUDA, torch.float32) == "rows"
+    inverse = make_normaliser(AttentionConfig(normaliser="softmax_inverse"), 2, 16, 300)
+    assert resolve_engine(inverse, "auto", CUDA, torch.bfloat16) == "rows"
+    assert (
+        resolve_engine(make_normaliser(AttentionConfig(), 2, 16, 300), "auto", CUDA, torch.float32) == "sdpa"
+    )
+    described = attention.describe_engine(lssar(), "triton", CUDA, torch.bfloat16)
+    assert described == "triton (self-check: relative error 1.0e-03)"
+    verdict("no")
+    assert resolve_engine(lssar(), "auto", CUDA, torch.bfloat16) == "rows"
+    with pytest.raises(UserError, match=r"engine = 'triton': failed its self-check \(no\); expected auto"):
+        attention.describe_engine(lssar(), "triton", CUDA, torch.bfloat16)
+
+
+def test_a_learned_shift_is_not_for_the_kernels():
+    """They would take head 0's for all heads, and give it no gradient: the self-check finds out."""
+
+    class Learned(Phi):
+        def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
+            return {"b": torch.zeros(n_head)}
+
+        def shift(self, context: RowContext) -> Tensor:
+            return context.learned["b"]
+
+    normaliser = NormaliserModule(Learned(), 0, 2, 16, 300)
+    with pytest.raises(AssertionError):
+        engine_error(triton_engine, normaliser, CPU, torch.float32)
+
+
+def test_auto_on_cuda_without_triton(monkeypatch):
+    monkeypatch.delattr("engines.triton_engine")
+    monkeypatch.setitem(sys.modules, "engines.triton_engine", None)
+    with pytest.warns(UserWarning, match="engine auto takes rows instead"):
+        assert resolve_engine(lssar(), "auto", CUDA, torch.bfloat16) == "rows"
+
+
+def check(cfg: AttentionConfig) -> self_check.SelfCheck:
+    self_check._check.cache_clear()
+    return self_check.check("triton", triton_engine, make_normaliser(cfg, 2, 16, 300), CPU, torch.float32)
+
+
+@pytest.mark.parametrize("cfg", quick_first([LSSAR, *OTHERS[::6]], lambda i, _: i < 1))
+def test_self_check_passes(cfg):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="triton")
+        result = check(cfg)
+    assert not result.problem and result.error < 5e-5
+
+
+def test_self_check_in_an_evaluation():
+    with torch.inference_mode():
+        assert not check(LSSAR).problem
+
+
+SLOW_FAULTS = [pytest.param(fault, marks=pytest.mark.slow) for fault in ("long row", "decode")]
+
+
+@pytest.mark.parametrize("fault", ["wrong", "raises", "strides", *SLOW_FAULTS])
+def test_self_check_finds_faults(monkeypatch, fault):
+    right = triton_engine.phi_attention
+
+    def phi_attention(*args: Any, **kwargs: Any) -> Tensor:
+        if fault == "raises":
+            raise RuntimeError("PTX was compiled with an unsupported toolchain\nand more lines")
+        n_queries, n_keys = args[0].shape[2], args[1].shape[2]
+        found = {"long row": n_keys > 300, "decode": n_queries == 1 and n_keys < 300}.get(fault, True)
+        return right(*args, **{**kwargs, "p": kwargs["p"] + found})
+
+    if fault == "strides":
+        monkeypatch.setattr(triton_engine, "_new_output", torch.empty_like)
+    else:
+        monkeypatch.setattr(triton_engine, "phi_attention", phi_attention)
+    with pytest.warns(UserWarning, match="failed its self-check, engine auto takes rows instead: ") as caught:
+        result = check(LSSAR)
+    self_check._check.cache_clear()
+    assert result.problem and "\n" not in str(caught[0].message)
+    assert ("toolchain" in result.problem) if fault == "raises" else not result.error <= 0.001
+
+
+RANK = """
+import os, warnings, torch
+from attention import make_normaliser
+from config import AttentionConfig
+from engines import self_check
+from engines import triton as triton_engine
+from infra.distributed import join_world
+
+self_check.engine_error = lambda *key: 0.0 if os.environ["RANK"] == "0" else 1.0
+normaliser = make_normaliser(AttentionConfig(normaliser="lssa", reweight_p=15), 2, 16, 300)
+warnings.simplefilter("ignore")
+with join_world("cpu") as world:
+    print(self_check.check("triton", None, normaliser, world.device, torch.float32).problem)
+"""
+
+
+def test_ranks_agree_on_the_self_check():
+    """Rank 1 fails it, and rank 0 must not go on alone with the kernels."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(REPO)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK], env=os.environ | world | {"RANK": str(rank)}, stdout=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    problems = [rank.communicate(timeout=120)[0].decode().strip() for rank in ranks]
+    assert problems == ["failed on another rank", "relative error 1.0e+00, expected at most 5e-04"]
+
+
+def test_engine_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(UserError, match="engine = 'triton': needs a CUDA device, found cpu"):
+        resolve_engine(lssar(), "triton", CPU, torch.float32)
+    inverse = make_normaliser(AttentionConfig(normaliser="softmax_inverse"), 2, 16, 300)
+    with pytest.raises(UserError, match="engine = 'triton': softmax_inverse"):
+        resolve_engine(inverse, "triton", CUDA, torch.float32)
+    with pytest.raises(UserError, match="softmax is a softmax here; expected auto or sdpa"):
+        resolve_engine(make_normaliser(AttentionConfig(), 2, 16, 300), "triton", CUDA, torch.float32)
+    for size, dtype in ((144, torch.float32), (264, torch.bfloat16), (16, torch.float64)):
+        with pytest.raises(UserError, match=f"head size {size} in {dtype}; expected at most 256 in 16 bits"):
+            resolve_engine(make_normaliser(LSSAR, 2, size, 300), "triton", CUDA, dtype)
+    with pytest.raises(ValueError, match="softmax_inverse with these options is not phi"):
+        AttentionConfig(normaliser="softmax_inverse", engine="triton")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"phi": "tanh"},
+        {"p": -1},
+        {"p": 257},
+        {"phi": "exp"},
+        {"p": 3, "phi": "gelu"},
+        {"q": torch.zeros(1, 1, 9, 16)},
+        {"q": torch.zeros(1, 1, 8, 16, dtype=torch.float64)},
+        {"v": torch.zeros(1, 1, 7, 16)},
+        {"k": torch.zeros(1, 3, 8, 16), "v": torch.zeros(1, 3, 8, 16)},
+        dict.fromkeys("qkv", torch.zeros(1, 1, 8, 144)),
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_arguments_are_checked(change):
+    same = torch.zeros(1, 1, 8, 16)
+    arguments: dict[str, Any] = {"q": same, "k": same, "v": same, "phi": "softplus", "l1": True} | change
+    with pytest.raises(AssertionError):
+        phi_attention(**arguments)
+
+
+# 5. Compiled ahead of time.
+
+
+@pytest.mark.parametrize(
+    ("options", "n_kernels"),
+    [
+        (["bfloat16"], 6),
+        pytest.param(["float32"], 6, marks=pytest.mark.slow),
+        pytest.param(["bfloat16", "--all-forms"], 162, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_compile_without_spills(options, n_kernels):
+    """cubins for sm_90 at head_dim 64: in a process of its own, where nothing is interpreted."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.kernels", "--arch", "90", "--head-dim", "64", "--dtype"]
+    result = subprocess.run(
+        [*command, *options], cwd=REPO, env=env, capture_output=True, text=True, timeout=400
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("| sm_90  |") == n_kernels
+
+
+ONE_KERNEL_FOR_ALL_LENGTHS = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class Device:  # an H100, as far as the compiler asks
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+driver.set_active(Device())
+from engines import triton as at
+
+form = at.Form("softplus", True, 15, True, False, True, 64)
+launch = at.launch_of("forward", form, 9)
+for T in (64, 100, 257, 1, 4096):
+    q, k, v = torch.empty(2, T, 3, 4, 64, dtype=torch.bfloat16).permute(2, 0, 3, 1, 4)
+    stats, o = torch.empty(2, 4, T, 4), at._new_output(q)
+    args = (q, k, v, stats, o, stats, *(t.stride()[:3] for t in (q, k, v, o)), 4, 1, T, T, form)
+    at._forward.warmup(*args, launch.rows, launch.keys, grid=(1,), **at.launch_options(launch))
+print(len(at._forward.device_caches[0][0]), "compiled")
+"""
+
+
+@pytest.mark.slow
+def test_no_length_compiles_anew():
+    """Through Triton's own just-in-time path, up to the launch."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", ONE_KERNEL_FOR_ALL_LENGTHS]
+    result = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=120)
+    assert result.stdout == "1 compiled\n", result.stdout + result.stderr

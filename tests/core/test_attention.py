@@ -1,0 +1,503 @@
+"""The engines: equal to each other and to float64, on every shape, type and extreme, with their gradients."""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+
+import pytest
+import torch
+from attention_cases import (
+    CASES,
+    assert_close,
+    case_id,
+    draw,
+    each_case,
+    engines,
+    exactly,
+    formula,
+    has_sdpa,
+    make,
+    run,
+)
+from torch import Tensor
+
+from attention import attend, make_normaliser, mask_spans, resolve_engine
+from infra.cli import UserError
+from normalisers.adaptive import NormSoftmax
+from normalisers.base import l1_normalise, reweight
+from normalisers.family import LSSA, Softmax
+from normalisers.layer import NormaliserModule
+from schema import AttentionConfig
+
+# 1. The fast engines are the dense one, and all are the float64 one.
+
+
+@each_case
+def test_float64_gradients_are_the_reference(cfg):
+    for shape in [(21, 21), (5, 18)]:
+        inputs = draw(*shape, 8, dtype=torch.float64)
+        normaliser = make(cfg, 2, 8, train_len=40).double()
+        want = run(formula(cfg, 40), normaliser, *inputs)
+        for engine in engines(cfg):
+            got = run(engine, normaliser, *inputs)
+            assert_close(got, want, inputs, 1e-11, f"{engine}, T = {shape}")
+
+
+LENGTHS = [(1, 1), (3, 3), (37, 37), (129, 129), (300, 300), (1, 33), (7, 33), (101, 300)]
+
+
+@each_case
+def test_engines_agree_float32(cfg):
+    for shape in LENGTHS:
+        inputs = draw(*shape, 32)
+        normaliser = make(cfg, 2, 32, train_len=300)
+        dense, exact = run("dense", normaliser, *inputs), exactly(normaliser, *inputs)
+        assert_close(dense, exact, inputs, 1e-5, f"dense against float64, T = {shape}")
+        for engine in engines(cfg)[1:]:
+            got = run(engine, normaliser, *inputs)
+            assert_close(got, dense, inputs, 1e-5, f"{engine} against dense, T = {shape}")
+            assert_close(got, exact, inputs, 1e-5, f"{engine} against float64, T = {shape}")
+
+
+BIG = [{"normaliser": "lssa", "reweight_p": 15}, {"normaliser": "ssmax"}, {"normaliser": "norm_softmax"}]
+
+
+@pytest.mark.parametrize("options", BIG, ids=case_id)
+def test_engines_agree_on_a_batch_in_the_models_layout(options):
+    """Long enough for several blocks of rows and of sequences; heads are strided, as in a model."""
+    cfg = AttentionConfig(**options)
+    inputs = draw(1003, 1003, 16, batch=5)
+    inputs = tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs)
+    normaliser = make(cfg, 2, 16, train_len=1024)
+    dense = run("dense", normaliser, *inputs)
+    for engine in engines(cfg)[1:]:
+        assert_close(run(engine, normaliser, *inputs), dense, inputs, 1e-5, engine)
+
+
+@pytest.mark.parametrize("options", [*BIG, {"normaliser": "softmax"}], ids=case_id)
+@pytest.mark.parametrize("n_queries", [1, 70])
+def test_grouped_query_heads(options, n_queries):
+    """Query heads 0 to 2 share the first head of k and v, 3 to 5 the second."""
+    cfg = AttentionConfig(**options)
+    q, _, _, do = draw(n_queries, 70, 16, batch=2, n_head=6)
+    _, k, v, _ = draw(n_queries, 70, 16, batch=2)
+    normaliser = make(cfg, 6, 16, train_len=300)
+    repeated = [torch.stack([t] * 3, dim=2).flatten(1, 2) for t in (k, v)]
+    want = exactly(normaliser, q, *repeated, do)
+    for name in ("dk", "dv"):
+        want[name] = want[name].unflatten(1, (2, 3)).sum(2)
+    for engine in engines(cfg):
+        assert_close(run(engine, normaliser, q, k, v, do), want, (q, k, v), 1e-5, engine)
+
+
+@each_case
+def test_engines_in_bfloat16(cfg):
+    for shape in [(37, 37), (7, 33), (129, 129)]:
+        inputs = draw(*shape, 32, dtype=torch.bfloat16)
+        normaliser = make(cfg, 2, 32, train_len=300)
+        exact = exactly(normaliser, *inputs)
+        for engine in engines(cfg):
+            got = run(engine, normaliser, *inputs)
+            assert all(got[name].dtype == torch.bfloat16 for name in ("o", "dq", "dk", "dv"))
+            assert all(g.isfinite().all() for g in got.values())
+            assert_close(got, exact, inputs, 2e-2, f"{engine}, T = {shape}")
+
+
+@pytest.mark.parametrize("options", BIG, ids=case_id)
+def test_autocast_leaves_scores_in_float32(options):
+    cfg = AttentionConfig(**options)
+    inputs = draw(70, 70, 32)
+    normaliser = make(cfg, 2, 32, train_len=300)
+    for engine in engines(cfg):
+        want = run(engine, normaliser, *inputs)
+        got = run(engine, normaliser, *inputs, autocast=True)
+        assert_close(got, want, inputs, 1e-5, engine)
+    want = normaliser.weights(*inputs[:2])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(normaliser.weights(*inputs[:2]), want)
+
+
+def test_backward_inside_autocast_is_in_float32():
+    q, k, v, do = draw(70, 70, 32)
+    normaliser = make(AttentionConfig(normaliser="lssa", reweight_p=15), 2, 32, train_len=300)
+    for t in (q, k, v):
+        t.requires_grad_()
+    want = torch.autograd.grad(attend(q, k, v, normaliser, "rows"), [q, k, v], do)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = torch.autograd.grad(attend(q, k, v, normaliser, "rows"), [q, k, v], do)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_what_sdpa_supports_and_auto_takes():
+    by_sdpa = {"softmax", "ssmax", "ssmax_pn", "norm_softmax", "logit_norm"}
+    for (cfg,) in (case.values for case in CASES):
+        plain = not cfg.reweight_p and getattr(cfg, "sink", "none") == "none"
+        is_softmax = cfg.normaliser in by_sdpa or (getattr(cfg, "phi", "") == "exp" and cfg.l1)
+        assert has_sdpa(cfg) == (is_softmax and plain and cfg.normaliser != "scale_invariant"), cfg
+        engine = resolve_engine(make(cfg, 2, 16, 40), "auto", torch.device("cpu"), torch.float32)
+        assert engine == ("sdpa" if has_sdpa(cfg) else "rows")
+
+
+@pytest.mark.parametrize(
+    ("base", "p"), [(Softmax, 0), (LSSA, 15), (NormSoftmax, 0)], ids=["softmax", "lssar", "norm_softmax"]
+)
+def test_a_preset_with_weights_of_its_own_keeps_them_on_every_engine(base, p):
+    class Squared(base):
+        def weights(self, x, context):
+            return l1_normalise(super().weights(x, context).square())
+
+    normaliser = NormaliserModule(Squared(), p, 2, 32, 300)
+    inputs = draw(37, 37, 32)
+    assert not normaliser.is_fusible
+    assert_close(run("auto", normaliser, *inputs), run("dense", normaliser, *inputs), inputs, 1e-5, "auto")
+
+
+@pytest.mark.parametrize("gamma", [1.0, "sqrt_d"])
+def test_an_adaptive_softmax_with_a_factor_of_its_own(gamma):
+    class Halved(NormSoftmax):
+        def factor(self, context):
+            return 0.5
+
+    normaliser, inputs = NormaliserModule(Halved(gamma=gamma), 0, 2, 32, 300), draw(37, 37, 32)
+    assert_close(run("sdpa", normaliser, *inputs), run("dense", normaliser, *inputs), inputs, 1e-5, "sdpa")
+
+
+def test_norm_softmax_does_not_round_its_centred_keys():
+    q, k, v, do = draw(300, 300, 32)
+    k[:, :, 0] *= 30  # an attention sink
+    normaliser = make(AttentionConfig(normaliser="norm_softmax"), 2, 32, 300)
+    half = [t.bfloat16() for t in (q, k, v, do)]
+    got, want = (run(engine, normaliser, *half)["o"].float() for engine in ("sdpa", "rows"))
+    assert (got - want).norm() <= 5e-3 * want.norm()
+
+
+@each_case
+def test_queries_and_keys_of_another_type_than_the_values(cfg):
+    q, k, v, _ = draw(37, 37, 16)
+    normaliser = make(cfg, 2, 16, 40)
+    for engine in engines(cfg):
+        got = attend(q, k, v.bfloat16(), normaliser, engine)
+        want = attend(q, k, v.bfloat16().float(), normaliser, "dense")
+        assert got.dtype == torch.bfloat16 and (got - want).norm() <= 0.02 * want.norm(), engine
+
+
+# 2. Gradients against finite differences.
+
+
+@pytest.mark.parametrize("cfg", [*CASES, AttentionConfig(normaliser="lssa", reweight_p=50)])
+def test_gradcheck(cfg):
+    for len_q, len_k in [(7, 7), (2, 6)]:
+        q, k, v, _ = draw(len_q, len_k, 4, n_head=1, dtype=torch.float64)
+        normaliser = make(cfg, 1, 4, train_len=8).double()
+        inputs = [q, k, v, *normaliser.parameters()]
+        for t in inputs:
+            t.requires_grad_()
+        for engine in engines(cfg):
+            assert torch.autograd.gradcheck(
+                lambda q, k, v, *params, engine=engine, norm=normaliser: attend(q, k, v, norm, engine=engine),
+                inputs,
+                fast_mode=not cfg.reweight_p,
+            )
+
+
+# 3. Causality: later keys change nothing.
+
+
+@each_case
+def test_the_future_changes_nothing(cfg):
+    q, k, v, _ = draw(75, 75, 16)
+    normaliser = make(cfg, 2, 16, train_len=80)
+    for t in (1, 2, 40, 74):
+        later = [x.clone() for x in (q, k, v)]
+        for x in later:
+            x[:, :, t:] = 7 * torch.randn(x[:, :, t:].shape, generator=torch.Generator().manual_seed(t)) + 3
+        for engine in engines(cfg):
+            before, after = (attend(*x, normaliser, engine=engine)[:, :, :t] for x in ((q, k, v), later))
+            if engine == "sdpa":
+                assert (before - after).abs().max() <= 1e-6, f"{engine}, t = {t}"
+            else:
+                assert torch.equal(before, after), f"{engine}, t = {t}"
+
+
+@pytest.mark.parametrize(
+    "options", [*BIG, {"normaliser": "softmax"}, {"normaliser": "stick_breaking"}], ids=case_id
+)
+def test_alibi(options):
+    """Scores minus 2^(-8 h / H) times the distance."""
+    cfg = AttentionConfig(**options)
+    q, k, v, do = draw(37, 70, 16, n_head=4, dtype=torch.float64)
+    normaliser = make_normaliser(cfg, 4, 16, 70, "alibi").double()
+    with torch.no_grad():
+        plain = normaliser.prepare(q, k)
+        x = plain[0] @ plain[1].mT
+        for h, slope in enumerate((1 / 4, 1 / 16, 1 / 64, 1 / 256)):
+            for i in range(37):
+                x[:, h, i] -= slope * (33 + i - torch.arange(70)).clamp_min(0)
+        x = x.masked_fill(~plain[2].visible(x), -math.inf)
+        weights = cfg.definition.weights(x, plain[2])
+        want = (reweight(weights, plain[2].n, cfg.reweight_p) if cfg.reweight_p else weights) @ v
+    dense, rows = (run(engine, normaliser, q, k, v, do) for engine in ("dense", "rows"))
+    assert (dense["o"] - want).abs().max() <= 1e-12
+    assert_close(rows, dense, (q, k, v, do), 1e-12, "rows")
+    assert resolve_engine(normaliser, "auto", q.device, q.dtype) == "rows"
+    with pytest.raises(UserError, match="with alibi"):
+        attend(q, k, v, normaliser, "sdpa")
+
+
+# 4. Extreme rows.
+
+STRESSED = {
+    "lssa": {"normaliser": "lssa"},
+    "softmax": {"normaliser": "softmax"},
+    "softplus_l1": {"normaliser": "phi", "phi": "softplus"},
+    "sigmoid_l1": {"normaliser": "sigmoid", "l1": True},
+}
+
+
+def extreme(kind: str, len_q: int, len_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, do = draw(len_q, len_k, 16, n_head=1)
+    v[..., 0] = 1  # so that o[..., 0] is the sum of the row
+    if kind == "sharp":
+        q, k = torch.full_like(q, 1.5), torch.full_like(k, -1.5)
+        k[:, :, len_k // 3] = 1.5
+    if kind == "equal":
+        k = k[:, :, :1].expand_as(k).contiguous()
+    if kind == "zeros":
+        q, k = torch.zeros_like(q), torch.zeros_like(k)
+    if kind == "huge":
+        q, k = 100 * q, 100 * k
+    return q, k, v, do
+
+
+@pytest.mark.parametrize("kind", ["sharp", "equal", "zeros", "huge"])
+@pytest.mark.parametrize("p", [15, 100])
+@pytest.mark.parametrize("name", STRESSED)
+def test_reweighting_under_stress(name, p, kind):
+    normaliser = make_normaliser(AttentionConfig(**STRESSED[name], reweight_p=p), 1, 16, train_len=1024)
+    for len_q, len_k in [(128, 16384), (2048, 2048)]:
+        q, k, v, do = extreme(kind, len_q, len_k)
+        got = run("rows", normaliser, q, k, v, do)
+        assert all(g.isfinite().all() for g in got.values()), {n: g.isfinite().all() for n, g in got.items()}
+
+        assert (got["o"][0, 0, :, 0] - 1).abs().max() <= 1e-5
+
+        if kind in ("equal", "zeros"):
+            visible = torch.ones(len_q, len_k, dtype=torch.float64).tril(len_k - len_q)
+            uniform = visible / visible.sum(-1, keepdim=True)
+            assert (got["o"][0, 0] - uniform @ v[0, 0].double()).abs().max() <= 1e-5
+            dv = uniform.mT @ do[0, 0].double()
+            assert (got["dv"][0, 0] - dv).norm() / dv.norm() <= 1e-5
+        if kind == "sharp":
+            after = torch.arange(len_k - len_q, len_k) >= len_k // 3
+            sharp = (got["o"][0, 0] - v[0, 0, len_k // 3])[after].abs().max()
+            assert sharp <= 1e-5, f"{sharp:.2e}"
+
+
+@pytest.mark.parametrize("p", [15, 100])
+@pytest.mark.parametrize("name", STRESSED)
+def test_uniform_rows_have_bounded_gradients(name, p):
+    normaliser = make_normaliser(AttentionConfig(**STRESSED[name], reweight_p=p), 1, 16, train_len=1024)
+    inputs = extreme("equal", 512, 512)
+    got = run("rows", normaliser, *inputs)
+    assert_close(got, exactly(normaliser, *inputs), inputs, 1e-4, "equal keys")
+
+
+@each_case
+@pytest.mark.parametrize("kind", ["equal", "zeros", "huge"])
+def test_extremes_are_finite(cfg, kind):
+    if kind == "huge" and getattr(cfg, "phi", "") == "exp" and cfg.l1 is False:
+        pytest.skip("exp(1e4) is infinite: the formula, not the code")
+    for engine in engines(cfg):
+        got = run(engine, make(cfg, 1, 16, train_len=80), *extreme(kind, 70, 70))
+        bad = [name for name, g in got.items() if not g.isfinite().all()]
+        assert not bad, f"{engine}: {bad} not finite"
+
+
+# 5. NormSoftmax's sigma in linear time.
+
+
+def shared_mean(ratio: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys N(0, 1) around a common vector of `ratio` in each coordinate."""
+    q, k, v, do = draw(257, 257, 64)
+    return q, k + ratio, v, do
+
+
+@pytest.mark.parametrize("ratio, tolerance", [(0.0, 1e-6), (10.0, 5.6e-6), (100.0, 5.6e-5)])
+@pytest.mark.parametrize("options", [{}, {"gamma": "inf"}, {"variant": "affine"}, {"variant": "inverse"}])
+def test_sigma_survives_a_shared_mean(options, ratio, tolerance):
+    normaliser = make(AttentionConfig(normaliser="norm_softmax", **options), 2, 64, train_len=257)
+    inputs = shared_mean(ratio)
+    exact = exactly(normaliser, *inputs)
+    for engine in ("sdpa", "rows", "dense"):
+        error = (run(engine, normaliser, *inputs)["o"] - exact["o"]).norm() / exact["o"].norm()
+        assert error <= tolerance, f"{engine}: {error:.2e}"
+
+
+@pytest.mark.parametrize("ratio", [0.0, 100.0])
+def test_sigma_is_bitwise_causal(ratio):
+    normaliser = make(AttentionConfig(normaliser="norm_softmax"), 2, 64, train_len=257)
+    q, k, v, _ = shared_mean(ratio)
+    before = attend(q, k, v, normaliser, engine="sdpa")
+    for t in (1, 2, 63, 64, 65, 128, 200, 256):
+        later = k.clone()
+        later[:, :, t:] *= -5
+        assert torch.equal(attend(q, later, v, normaliser, engine="sdpa")[:, :, :t], before[:, :, :t]), t
+
+
+@pytest.mark.parametrize("scale", [0.02, 1.0, 30.0])
+@pytest.mark.parametrize("head_dim", [16, 64, 96])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_identical_keys_are_a_uniform_row(dtype, head_dim, scale):
+    """sigma is 0 there, although the products q k of equal keys may round differently."""
+    for variant in ("standard", "affine", "inverse"):
+        cfg = AttentionConfig(normaliser="norm_softmax", variant=variant)
+        normaliser = make(cfg, 2, head_dim, 300).to(dtype)
+        for t in (2, 5, 65, 100, 300):
+            for seed in range(3):
+                q, k, v, do = draw(t, t, head_dim, seed=seed, dtype=dtype)
+                k = (scale * k[:, :, :1]).expand_as(k).contiguous()
+                mean = v.cumsum(2) / torch.arange(1.0, t + 1)[:, None]
+                for engine in ("dense", "rows", "sdpa"):
+                    got = run(engine, normaliser, q, k, v, do)
+                    assert all(g.isfinite().all() for g in got.values()), engine
+                    error = (got["o"] - mean).abs().max()
+                    assert error <= 1e-5, f"{engine}, {variant}, T = {t}: {error:.2e}"
+
+
+@pytest.mark.parametrize("p", [1, 15, 100])
+@pytest.mark.parametrize("keys", ["random", "one sharp", "equal"])
+def test_reweighting_is_finite_and_exact_at_131072_keys(p, keys):
+    """Past 131072 keys and p = 100 the formula as written overflows even float64's range."""
+    q, k, v, do = draw(3, 131072, 16, n_head=1)
+    if keys == "one sharp":
+        k[:, :, 77] = 8 * q[:, :, 0]
+    if keys == "equal":
+        k = k[:, :, :1].expand_as(k).contiguous()
+    cfg = AttentionConfig(normaliser="lssa", reweight_p=p)
+    normaliser = make(cfg, 1, 16, 1024)
+    got = run("rows", normaliser, q, k, v, do)
+    assert all(g.isfinite().all() for g in got.values())
+    weights, exact = normaliser.weights(q, k), normaliser.weights(q.double(), k.double())
+    assert (weights.sum(-1) - 1).abs().max() <= 1e-5
+    assert (weights - exact).abs().sum(-1).max() <= 1e-3  # l1 distance of whole rows
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler")
+def test_compiled_rows_equal_eager_ones():
+    for options in ({"normaliser": "lssa", "reweight_p": 15}, {"normaliser": "relu_li", "reweight_p": 3}):
+        for t in (70, 129):  # the second length must not need a specialised graph to be right
+            inputs = draw(t, t, 32)
+            eager = make(AttentionConfig(**options), 2, 32, 300)
+            compiled = make(AttentionConfig(**options, compile_rows=True), 2, 32, 300)
+            want, got = (run("rows", normaliser, *inputs) for normaliser in (eager, compiled))
+            assert_close(got, want, inputs, 1e-5, f"compiled {options}, T = {t}")
+
+
+# 6. A KV cache changes nothing.
+
+
+@each_case
+def test_decoding_row_by_row(cfg):
+    if getattr(cfg, "bias", None) == "log_len":
+        pytest.skip("L is the current length: the formula itself changes while decoding")
+    q, k, v, _ = draw(24, 24, 16, dtype=torch.float64)
+    normaliser = make(cfg, 2, 16, train_len=24)
+    for dtype, tolerance in [(torch.float64, 1e-12), (torch.float32, 1e-5)]:
+        norm = copy.deepcopy(normaliser).to(dtype)
+        x, y, z = q.to(dtype), k.to(dtype), v.to(dtype)
+        for engine in [*engines(cfg), "auto"]:
+            full, keys = attend(x, y, z, norm, engine=engine), norm.cache_keys(y)
+            rows = [
+                attend(x[:, :, t : t + 1], keys[:, :, : t + 1], z[:, :, : t + 1], norm, engine, cached=True)
+                for t in range(24)
+            ]
+            error = (torch.cat(rows, 2) - full).abs().max() / full.abs().max()
+            assert error <= tolerance, f"{engine}, {dtype}: {error:.2e}"
+
+
+@pytest.mark.parametrize("engine", ["dense", "rows"])
+@pytest.mark.parametrize("reweight_p", [0, 15])
+def test_cached_keys_are_not_normalised_again(engine, reweight_p):
+    cfg = AttentionConfig(normaliser="lssa", reweight_p=reweight_p)
+    q, k, v, _ = draw(1, 40, 16)
+    normaliser = make(cfg, 2, 16, train_len=300)
+    keys = 1.5 * normaliser.cache_keys(k)
+    longer = attend(q, keys, v, normaliser, engine, cached=True)
+    want = attend(q, k, v, normaliser, engine)
+    torch.testing.assert_close(attend(q, keys, v, normaliser, engine), want, rtol=0, atol=1e-5)
+    assert (longer - want).abs().max() > 3e-4
+
+
+@pytest.mark.parametrize("n_keys", [200, 2000])
+def test_skipped_mass_bounds_the_error(n_keys):
+    """Rows sharp and flat: at most skip_mass max |v|, and of the sharp ones few keys are left."""
+    q, k, v, _ = draw(1, n_keys, 16)
+    k[:, 0] = k[:, 0] * 0.1 + k[:, 0, :1]  # head 0: nearly equal keys
+    normaliser = make(AttentionConfig(normaliser="lssa", reweight_p=15), 2, 16, train_len=300)
+    keys, alive = normaliser.cache_keys(k), []
+    exact = attend(q, keys, v, normaliser, "rows", cached=True)
+    for skip_mass in (1e-6, 1e-2):
+        normaliser.skip_mass = skip_mass
+        got = attend(q, keys, v, normaliser, "rows", cached=True)
+        assert (got - exact).abs().max() <= skip_mass * v.abs().max() + 1e-6
+        one_hot = torch.eye(n_keys).expand(1, 2, -1, -1)
+        alive.append(
+            (attend(q, keys, one_hot, normaliser, "rows", cached=True) > 0).sum(-1).flatten().tolist()
+        )
+    assert alive[1][1] < alive[0][1] < n_keys / 4
+
+
+# 7. What is rejected.
+
+
+def test_what_attend_cannot_do():
+    softmax, lssa = (make_normaliser(AttentionConfig(normaliser=n), 2, 16, 8) for n in ("softmax", "lssa"))
+    q, k, v, _ = draw(5, 3, 16)
+    for normaliser, engine, error, message in (
+        (lssa, "sdpa", UserError, "lssa with these options is not a softmax"),
+        (softmax, "fast", ValueError, "engine = 'fast'"),
+        *((softmax, engine, ValueError, "5 queries for 3 keys") for engine in ("dense", "rows", "sdpa")),
+    ):
+        with pytest.raises(error, match=message):
+            attend(q, k, v, normaliser, engine=engine)
+
+
+@pytest.mark.parametrize("n_queries", [9, 1, 4])
+@pytest.mark.parametrize(
+    "options", [{"normaliser": "lssa", "reweight_p": 3}, {"normaliser": "ssmax"}], ids=str
+)
+def test_padded_sequences_are_computed_alone(options, n_queries):
+    """With spans of real keys: each sequence's rows are its own without padding, padding gives zeros."""
+    normaliser = make_normaliser(AttentionConfig(**options), n_head=4, head_dim=8, train_len=16)
+    k, v = torch.randn(4, 2, 9, 8, requires_grad=True), torch.randn(4, 2, 9, 8)
+    q = torch.randn(4, 4, n_queries, 8)
+    mask = torch.tensor([[1] * 9, [0] * 3 + [1] * 6, [1] * 5 + [0] * 4, [0] * 9])
+    spans = mask_spans(mask)
+    assert spans is not None and mask_spans(torch.ones(2, 3)) is None
+    for engine in ("dense", "auto"):
+        out = attend(q, k, v, normaliser, engine, spans=spans)
+        for b, real in enumerate(mask.bool()):
+            ours = out[b, :, real[-n_queries:]]
+            assert not out[b, :, ~real[-n_queries:]].any()
+            if ours.shape[1]:
+                rows = q[b : b + 1, :, real[-n_queries:]]
+                alone = attend(rows, k[b : b + 1, :, real], v[b : b + 1, :, real], normaliser, engine)
+                torch.testing.assert_close(ours, alone[0], rtol=1e-5, atol=1e-6)
+        (dk,) = torch.autograd.grad(out.sum(), k)
+        assert not dk.transpose(1, 2)[~mask.bool()].any()
+    with pytest.raises(UserError, match="zeros between ones"):
+        mask_spans(torch.tensor([[1, 0, 1]]))
+
+
+@pytest.mark.parametrize("engine", ["dense", "rows", "sdpa", "auto"])
+@pytest.mark.parametrize("len_q", [1, 9])
+def test_ssmax_pn_ends_at_the_training_length(engine, len_q):
+    normaliser = make_normaliser(AttentionConfig(normaliser="ssmax_pn"), 2, 16, train_len=8)
+    q, k, v, _ = draw(len_q, 9, 16)
+    with pytest.raises(UserError, match="ssmax_pn"):
+        attend(q, k, v, normaliser, engine=engine)
+    with pytest.raises(UserError, match="ssmax_pn"):
+        normaliser.weights(q, k)
+    attend(q[:, :, :1], k[:, :, :8], v[:, :, :8], normaliser, engine=engine)

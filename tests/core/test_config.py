@@ -1,0 +1,258 @@
+"""Config files: inheritance, overrides, and what a user reads after each kind of mistake."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import one_line
+
+from config import changed_keys, config_from_dict, describe_keys, expand_sweep, load_config, to_toml
+from infra.cli import UserError
+from normalisers.adaptive import NormSoftmax
+from normalisers.base import NORMALISERS
+from schema import AttentionConfig, Config
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_loads_and_replays(path: Path, tmp_path: Path):
+    for chosen in expand_sweep(path):
+        config = load_config(path, chosen)
+        assert config.name == path.stem if not chosen else config.name.startswith(f"{path.stem}_")
+        assert load_config(write(tmp_path, "other_name.toml", to_toml(config))) == config
+        assert config_from_dict(config.model_dump(), "a checkpoint") == config
+
+
+def test_inheritance_and_override_order(tmp_path: Path):
+    write(tmp_path, "a.toml", 'name = "not_inherited"\nseed = 1\n[model]\nn_layer = 1\nn_head = 2\n')
+    write(tmp_path, "sub/b.toml", 'base = "../a.toml"\n[model]\nn_layer = 3\n')
+    c = write(tmp_path, "c.toml", 'base = "sub/b.toml"\n[attention]\nnormaliser = "lssa"\n')
+    config = load_config(c, ["--model.n-head", "4", "--attention.reweight_p=7"])
+    assert (config.name, config.seed) == ("c", 1)
+    assert (config.model.n_layer, config.model.n_head) == (3, 4)
+    assert (config.attention.normaliser, config.attention.reweight_p) == ("lssa", 7)
+
+
+def test_overrides_take_toml_values_and_bare_strings():
+    path = ROOT / "configs/gpt2_124m.toml"
+    options = "--log.wandb true --train.compile False --optimizer.lr 1e-3 --name 2024-11-20 --data.dir 1e3"
+    config = load_config(path, options.split())
+    assert config.log.wandb is True and config.train.compile is False
+    assert (config.optimizer.lr, config.name, config.data.dir) == (1e-3, "2024-11-20", "1e3")
+    assert load_config(path, ["--data.dir", "/a b"]).data.dir == "/a b"
+
+
+def test_a_section_given_as_one_value_keeps_its_other_keys(tiny_config: Path):
+    config = load_config(tiny_config, ["--train", "{max_steps = 20}"])
+    assert changed_keys(load_config(tiny_config), config).keys() == {"train.max_steps"}
+
+
+def test_changed_keys():
+    path = ROOT / "configs/lssar.toml"
+    a, b = load_config(path), load_config(path, ["--attention.reweight-p", "3", "--seed", "1"])
+    assert changed_keys(a, b) == {"attention.reweight_p": (15, 3), "seed": (1337, 1)}
+
+
+# Overrides on configs/gpt2_124m.toml, and what the message must contain besides the key and its value.
+BAD_OVERRIDES = [
+    ("--model.n_layer 0", "greater than or equal to 1"),
+    ("--model.n_layer twelve", "integer"),
+    ("--model.n_embd 100", "multiple of model.n_head = 12"),
+    ("--model.n_kv_head 5", "n_kv_head = 5: expected a divisor of model.n_head = 12"),
+    ("--model.rope_fraction 0.5", "model.rope_fraction = 0.5: only read by model.position = p_rope"),
+    ("--model.n_embd 36", "even head size"),
+    ("--model.norm batchnorm", "'layernorm' or 'rmsnorm'"),
+    ("--model.n_layers 3", "did you mean model.n_layer?"),
+    ("--model.dropout 0.1", "expected one of n_layer"),
+    ("--attention.normaliser softmaxx", "did you mean softmax?"),
+    ("--attention.normaliser zzz", "expected one of phi, softmax"),
+    ("--attention.normalizer lssa", "did you mean attention.normaliser?"),
+    ("--attention.reweight_p 257", "less than or equal to 256"),
+    ("--attention.tau 2.0", "unknown key; expected one of normaliser"),
+    ("--train.engine flash", "'auto'"),
+    ("--train.lr 0.1", "did you mean optimizer.lr?"),
+    ("--train.batch_tokens 1000", "multiple of train.seq_len = 1024"),
+    ("--train.micro_batch 7", "divisor of the 512 sequences"),
+    ("--optimizer.schedule wsd --optimizer.decay_fraction 0.99", "at most 0.9629"),
+    ("--base other.toml", "a base is named in a config file"),
+    ("--train.val_tokens 10", "at least train.seq_len = 1024"),
+    ("--train.compile maybe", "boolean"),
+    ("--optimizer.lr nan", "finite number"),
+    ("--optimizer.warmup_steps 99999999", "at most train.max_steps = 18865"),
+    (
+        "--attention.normaliser lssa --attention.reweight_p 3 --attention.reweight_p_warmup 99999",
+        "attention.reweight_p_warmup = 99999: expected at most train.max_steps = 18865",
+    ),
+    ("--train.loss-gamma 1.0", "train.loss_gamma = 1.0: only read by train.loss = norm_softmax"),
+    ("--train.loss-tau 1.0", "train.loss_tau = 1.0: not read by train.loss = softmax"),
+    ("--train.loss norm_softmax --train.loss-gamma -1.0", "loss_gamma = -1.0: expected greater than 0"),
+    ("--name a/b", "choose another --name"),
+    ("--modle.n_layer 3", "did you mean model?"),
+    ("--model 3", "a section"),
+]
+
+
+@pytest.mark.parametrize(("override", "expected"), BAD_OVERRIDES)
+def test_bad_values_give_one_line(override: str, expected: str):
+    section = override.split()[-2].removeprefix("--").split(".")[0]
+    with one_line("command line", section, expected):
+        load_config(ROOT / "configs/gpt2_124m.toml", override.split())
+
+
+BAD_ATTENTION = [
+    ('normaliser = "lssa"\ngamma = 2.0', "attention.gamma = 2.0: unknown key; expected one of"),
+    (
+        'normaliser = "phi"\nphi = "gelu"\nreweight_p = 3',
+        "attention.reweight_p = 3: re-weighting needs non-negative rows",
+    ),
+    ('normaliser = "phi"\nphi = "exp"\nl1 = false\nreweight_p = 3', "attention.reweight_p = 3"),
+    ('normaliser = "softmax"\nsink = "one"\nreweight_p = 3', "attention.reweight_p = 3"),
+    ('normaliser = "sigmoid"\nsink = "one"', "attention.sink = 'one': is part of the row sum"),
+    ('normaliser = "lssa"\nscale = -2.0', "attention.scale = -2.0"),
+    ('normaliser = "relu_shen"\nl1 = true', "attention.l1 = True"),
+    ('normaliser = "sigmoid"\nreweight_p = 3', "attention.reweight_p = 3"),
+    ('normaliser = "softmax_inverse"\nreweight_p = 3', "attention.reweight_p = 3"),
+    (
+        'normaliser = "sigmoid"\nbias = true',
+        "attention.bias = true: the learned b of SSMax needs a length_scale",
+    ),
+    (
+        'normaliser = "ssmax"\nbias = "log_n"',
+        "attention.bias = 'log_n': cancels in a softmax; expected true or false",
+    ),
+    ('normaliser = "relu_shen"\ngamma = "inf"', "attention.gamma = 'inf': expected number"),
+    (
+        'normaliser = "norm_softmax"\ngamma = -1.0',
+        "attention.gamma = -1.0: expected greater than 0 or 'sqrt_d' or 'inf'",
+    ),
+    ('normaliser = "norm_softmax"\ngamma = 1.0\ngamma_factor = 2.0', "attention.gamma_factor = 2.0"),
+    ('normaliser = "norm_softmax"\nvariant = "affine"\ngamma = 1.0', "attention.variant = 'affine'"),
+    ('normaliser = "norm_softmax"\nvariant = "inverse"\ngamma = "inf"', "attention.gamma = 'inf'"),
+    ('normaliser = "ssmax"\nscale = "one"\nscale_init = 0.2', "attention.scale_init = 0.2"),
+    (
+        'normaliser = "lssa"\nengine = "sdpa"',
+        "attention.engine = 'sdpa': lssa with these options is not a softmax",
+    ),
+    ('normaliser = "softmax"\nreweight_p = 3\nengine = "sdpa"', "attention.engine = 'sdpa'"),
+    ('normaliser = "lssa"\nreweight_p_warmup = 9', "attention.reweight_p_warmup = 9: only read with"),
+    ('normaliser = "lssa"\nnaive_power = true', "attention.naive_power = True: only read with"),
+    ('normaliser = "lssa"\nreweight_p = 3\nnaive_power = true\nengine = "triton"', "does not run"),
+]
+
+
+@pytest.mark.parametrize(("section", "expected"), BAD_ATTENTION)
+def test_attention_options_that_do_not_fit(section: str, expected: str, tmp_path: Path):
+    path = write(tmp_path, "x.toml", f"[attention]\n{section}\n")
+    with one_line(path, expected):
+        load_config(path)
+
+
+def test_a_bias_beside_a_sink_does_not_cancel():
+    assert AttentionConfig(normaliser="softmax", sink="one", bias="log_n").definition
+
+
+def test_all_problems_at_once_with_their_files(tmp_path: Path):
+    base = write(tmp_path, "base.toml", "[model]\nn_layer = 0\nn_embdd = 3\n")
+    path = write(tmp_path, "x.toml", 'base = "base.toml"\n[train]\nbatch_tokens = 1000\nmax_step = 3\n')
+    with pytest.raises(UserError) as e:
+        load_config(path, ["--optimizer.lr", "0"])
+    lines = str(e.value).splitlines()
+    assert len(lines) == 5
+    for source, key in [
+        (base, "model.n_layer"),
+        (base, "model.n_embdd"),
+        (path, "train.max_step"),
+        (path, "train.batch_tokens"),
+        ("command line", "optimizer.lr"),
+    ]:
+        assert any(line.startswith(f"{source}: {key} = ") for line in lines), (source, key, lines)
+
+
+def test_all_problems_between_keys_at_once():
+    overrides = ["--model.n-kv-head", "5", "--model.n-embd", "770", "--model.rope-fraction", "0.5"]
+    with pytest.raises(UserError) as e:
+        load_config(ROOT / "configs/gpt2_124m.toml", overrides)
+    keys = [line.split(" = ")[0] for line in str(e.value).splitlines()]
+    assert keys == [f"command line: model.{key}" for key in ("n_kv_head", "n_embd", "rope_fraction")]
+    with pytest.raises(UserError) as e:
+        load_config(ROOT / "configs/gpt2_124m.toml", ["--train.max-steps", "0"])
+    assert len(str(e.value).splitlines()) == 2  # nothing to train, and a longer warm-up
+
+
+def test_a_bad_key_does_not_drag_in_problems_with_its_default():
+    with pytest.raises(UserError) as e:
+        load_config(ROOT / "configs/gpt2_124m.toml", ["--train.seq_len", "x", "--train.batch_tokens", "1000"])
+    assert [line.split(" = ")[0] for line in str(e.value).splitlines()] == ["command line: train.seq_len"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('base = "missing.toml"', "missing.toml: no such config file (named as base by x.toml)"),
+        ('base = "x.toml"', "base files form a cycle: x.toml -> x.toml"),
+        ("base = 3", "base = 3: expected the name of a config file"),
+        ("[model\nn_layer = 3", "not valid TOML"),
+        ("[model]\nn_layer = 3\nn_layer = 4", "not valid TOML"),
+        ("seed = 1\n[seed]\nx = 1", "not valid TOML"),
+    ],
+)
+def test_bad_files(text: str, expected: str, tmp_path: Path):
+    with one_line("x.toml", expected):
+        load_config(write(tmp_path, "x.toml", text))
+
+
+def test_files_that_are_not_configs(tmp_path: Path):
+    binary = tmp_path / "b.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    missing = tmp_path / "no.toml"
+    for path, expected in [(missing, "no such"), (tmp_path, "cannot be read"), (binary, "not valid TOML")]:
+        with pytest.raises(UserError, match=expected):
+            load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["model.n_layer", "3"], "--section.key value"),
+        (["--seed"], "expected a value"),
+        (["--seed", "--name", "x"], "--seed: expected a value"),
+    ],  # fmt: skip
+)
+def test_malformed_overrides(args: list[str], expected: str):
+    with pytest.raises(UserError, match=expected):
+        load_config(ROOT / "configs/softmax.toml", args)
+
+
+def test_help_describes_options_that_a_class_of_ones_own_inherits(monkeypatch):
+    class Mine(NormSoftmax):
+        tau: float = 0.5
+
+    monkeypatch.setitem(NORMALISERS, "mine", Mine)
+    text = describe_keys(Config(name="x", attention=AttentionConfig(normaliser="mine")))
+    assert "--attention.tau  float = 0.5\n      Temperature." in text
+
+
+def test_command_line_error_and_help():
+    bad = subprocess.run(
+        [sys.executable, "train.py", "configs/lssar.toml", "--attention.reweigt-p", "3"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert bad.returncode == 2 and bad.stdout == ""
+    assert bad.stderr == (
+        "error: command line: attention.reweigt_p = 3: unknown key; did you mean attention.reweight_p?\n"
+    )
+    good = subprocess.run([sys.executable, "train.py", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert good.returncode == 0 and "--attention.reweight-p" in good.stdout
+    fields = [f for s in Config.model_fields.values() if hasattr(s.annotation, "model_fields")
+              for f in s.annotation.model_fields.values()]  # fmt: skip
+    assert all(field.description for field in fields)

@@ -1,0 +1,254 @@
+"""The normalisers are their papers' formulas: against reference.py, written independently of them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import (
+    CASES,
+    PHIS,
+    assert_close,
+    case_id,
+    draw,
+    each_case,
+    formula,
+    is_normalised,
+    make,
+    run,
+)
+from reference import FORMULAS, PHI, UNIFORM
+from torch import Tensor
+
+from attention import make_normaliser, resolve_engine
+from infra.cli import UserError
+from normalisers.base import NORMALISERS, RowContext, reweight, reweight_naive
+from normalisers.family import LSSA
+from normalisers.layer import NormaliserModule
+from schema import AttentionConfig
+
+# 1. The dense weights are the formulas.
+
+
+def test_every_registered_normaliser_is_a_case():
+    assert {cfg.values[0].normaliser for cfg in CASES} == set(NORMALISERS)
+    assert set(NORMALISERS) >= set(FORMULAS)
+    assert set(PHIS) == set(PHI)
+
+
+SHAPES = [(t, t) for t in (1, 2, 3, 4, 5, 33, 129)] + [(1, 33), (7, 33)]
+
+
+def row_errors(cfg: AttentionConfig, q: Tensor, k: Tensor, normaliser: NormaliserModule) -> Tensor:
+    """Each row's largest error; relative to the row's largest weight where rows are not normalised."""
+    got = normaliser.weights(q, k)
+    want = formula(cfg, 160)(q, k, dict(normaliser.named_parameters()))
+    assert got.dtype == q.dtype and got.shape == want.shape
+    future = torch.ones(got.shape[2:], dtype=torch.bool).triu(got.shape[3] - got.shape[2] + 1)
+    assert (got[..., future] == 0).all()
+    return row_distance(cfg, got, want)
+
+
+def row_distance(cfg: AttentionConfig, got: Tensor, want: Tensor) -> Tensor:
+    distance = (got.double() - want).abs().amax(-1)
+    return distance if is_normalised(cfg) else distance / want.abs().amax(-1).clamp(min=1e-30)
+
+
+def rounding_response(cfg: AttentionConfig, q: Tensor, k: Tensor, normaliser: NormaliserModule) -> Tensor:
+    """How far exact weights move, by row, when every number in q and k moves by half a float32 ulp.
+
+    No float32 code can be expected below a few times this: it cannot tell those inputs apart.
+    """
+    g = torch.Generator().manual_seed(0)
+    exact = copy.deepcopy(normaliser).double()
+
+    def moved(t: Tensor) -> Tensor:
+        return t.double() * (1 + 2.0**-24 * (2 * torch.randint(0, 2, t.shape, generator=g) - 1))
+
+    want = exact.weights(q.double(), k.double())
+    return torch.stack([row_distance(cfg, exact.weights(moved(q), moved(k)), want) for _ in range(8)]).amax(0)
+
+
+def is_ill_conditioned(cfg: AttentionConfig) -> bool:
+    """Where 1e-6 is beyond float32, because the formula magnifies the rounding of its scores.
+
+    reweight_p: by p n A / (n A - 1). ssmax, norm_softmax with a small gamma: by the low temperature.
+    Rows that are not normalised, and signed phi: relatively, where all scores of a short row are near
+    a zero of phi.
+    """
+    return (
+        cfg.reweight_p > 1
+        or getattr(cfg, "length_scale", "") == "ln_n"
+        or cfg.normaliser == "asentmax"
+        or getattr(cfg, "gamma", None) == 2.0
+        or not is_normalised(cfg)
+        or getattr(cfg, "phi", "") in ("identity", "gelu", "mish")
+    )
+
+
+@pytest.mark.parametrize("head_dim", [16, 64])
+@each_case
+def test_weights_are_the_formula_float32(cfg, head_dim):
+    for shape in SHAPES:
+        q, k, _, _ = draw(*shape, head_dim)
+        normaliser = make(cfg, 2, head_dim, train_len=160)
+        error = row_errors(cfg, q, k, normaliser)
+        tolerance = torch.tensor(1e-6, dtype=torch.float64)
+        if error.max() > tolerance and is_ill_conditioned(cfg):
+            tolerance = tolerance + 16 * rounding_response(cfg, q, k, normaliser)
+        assert (error <= tolerance).all(), f"T = {shape}: {error.max():.2e}"
+
+
+@pytest.mark.parametrize("head_dim", [16, 64])
+@each_case
+def test_weights_are_the_formula_float64(cfg, head_dim):
+    for shape in [*((t, t) for t in (1, 2, 3, 4, 5, 33)), (7, 129)]:
+        q, k, _, _ = draw(*shape, head_dim, dtype=torch.float64)
+        error = row_errors(cfg, q, k, make(cfg, 2, head_dim, train_len=160).double())
+        assert error.max() <= 1e-12, f"T = {shape}: {error.max():.2e}"
+
+
+@each_case
+def test_weights_are_the_formula_at_large_scores(cfg):
+    q, k, _, _ = draw(33, 33, 16, dtype=torch.float64)
+    error = row_errors(cfg, 8 * q, k, make(cfg, 2, 16, train_len=160).double())
+    assert error.max() <= 1e-12, f"{error.max():.2e}"
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1e3, 1e6])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"normaliser": "norm_softmax", "gamma": "inf"},
+        {"normaliser": "norm_softmax", "variant": "affine"},
+        {"normaliser": "logit_norm"},
+        {"normaliser": "lssa"},
+    ],
+    ids=case_id,
+)
+def test_normalised_scores_have_no_scale(options, scale):
+    """These formulas do not change when all queries are multiplied by a number."""
+    cfg = AttentionConfig(**options)
+    q, k, _, _ = draw(33, 33, 64)
+    error = row_errors(cfg, scale * q, k, make(cfg, 2, 64, train_len=160))
+    assert error.max() <= 1e-6, f"{error.max():.2e}"
+
+
+@each_case
+def test_learned_parameters(cfg):
+    normaliser = make_normaliser(cfg, n_head=3, head_dim=16, train_len=20)
+    got = {name: (tuple(p.shape), p.unique().tolist()) for name, p in normaliser.named_parameters()}
+    want: dict[str, Any] = {}
+    if getattr(cfg, "scale", "") == "learned":
+        want |= {"s": ((3,), pytest.approx([cfg.scale_init]))}
+    if getattr(cfg, "bias", False) is True:
+        want |= {"b": ((3,), [0.0])}
+    if getattr(cfg, "sink", "") == "learned":
+        want |= {"sink": ((3,), [0.0])}
+    if cfg.normaliser == "ssmax_pn":
+        want |= {"b": ((3,), [0.0]), "p_n": ((20,), [1.0])}
+    if getattr(cfg, "variant", "") == "affine":
+        want = {"w": ((3,), [1.0])}
+    if cfg.normaliser == "asentmax":
+        want = {"beta": ((3,), pytest.approx([0.1])), "gamma": ((3,), [1.0])}
+    if cfg.normaliser == "threshold":
+        want = {"beta": ((3,), [1.0])}
+    if cfg.normaliser == "elastic_softmax":
+        want = {"tau": ((3,), [-1.0])}
+    if cfg.normaliser in FORMULAS:
+        assert got == want
+
+
+def test_llama4_scale():
+    """Steps at multiples of 8192 keys, more than the cases have."""
+    n = torch.tensor([[8191.0], [8192.0], [3 * 8192.0]])
+    factor = AttentionConfig(length_scale="llama4", scale=2.0).definition.factor(RowContext(n, 30000, 8, 4))
+    assert factor.flatten().tolist() == pytest.approx([2.0, 2 + 0.2 * math.log(2), 2 + 0.2 * math.log(4)])
+
+
+def test_shift_of_a_subclass():
+    """`shift` counts without `bias`, and unbounds LSSA's scores, as a factor of one's own does."""
+
+    class Shifted(LSSA):
+        def shift(self, context):
+            return -context.n.sqrt()
+
+    q, k, *_ = draw(20, 20, 16, dtype=torch.float64)
+    normaliser = NormaliserModule(Shifted(), 0, 2, 16, 20)
+    q_scaled, k_float, context = normaliser.prepare(q, k)
+    s = torch.nn.functional.softplus(q_scaled @ k_float.mT - context.n.sqrt()) * context.visible(k.mT)
+    torch.testing.assert_close(normaliser.weights(q, k), s / s.sum(-1, keepdim=True))
+
+    class Sharper(LSSA):
+        def factor(self, context):
+            return super().factor(context) * context.n.log()
+
+    assert LSSA().bounded and not Shifted().bounded and not Sharper().bounded
+
+
+# 2. The rules of the re-weighting.
+
+
+@pytest.mark.parametrize("name", ["softmax", "lssa"])
+def test_naive_power_is_the_stable_one_until_float32_ends(name):
+    """The same o and gradients; (n A - 1)^p overflows from p = 13 on where one of 1,024 keys has the row."""
+    options, inputs = {"normaliser": name, "naive_power": True}, draw(33, 33, 16, dtype=torch.float64)
+    for engine in ("dense", "rows"):
+        naive, stable = (
+            run(engine, make_normaliser(AttentionConfig(**options | more), 2, 16, 33).double(), *inputs)
+            for more in ({"reweight_p": 7}, {"reweight_p": 7, "naive_power": False})
+        )
+        assert_close(naive, stable, inputs, 1e-12, engine)
+    one, even = torch.zeros(1, 1024), torch.full((1, 1024), 1 / 1024)
+    one[0, 0], even[0, 0] = 1.0, 1.1 / 1024
+    n = torch.tensor([[1024.0]])
+    assert reweight_naive(one, n, 12).equal(one) and not reweight_naive(one, n, 13).isfinite().all()
+    assert not reweight_naive(even, n, 50).isfinite().all()  # 0 / 0
+    for a in (one, even):
+        assert (reweight(a, n, 50) - one).abs().max() <= 1e-6
+    lssar = make_normaliser(AttentionConfig(**options, reweight_p=7), 2, 16, 33)
+    assert resolve_engine(lssar, "auto", torch.device("cuda"), torch.float32) == "rows"
+    with pytest.raises(UserError, match="no fused form"):
+        resolve_engine(lssar, "triton", torch.device("cuda"), torch.float32)
+
+
+@pytest.mark.parametrize("p", [1, 15])
+def test_uniform_rule_has_its_threshold(p):
+    """A row just under it keeps all its keys; just over it, the one key above the mean takes all."""
+    for excess, uniform in [(0.0, True), (0.99 * UNIFORM, True), (1.01 * UNIFORM, False)]:
+        t = 8
+        x = torch.zeros(t, t, dtype=torch.float64)
+        a = (1 + excess) / t  # softmax weight of key 0 in the last row; the others share the rest
+        x[-1, 0] = math.log(a / ((1 - a) / (t - 1)))
+        normaliser = make_normaliser(AttentionConfig(reweight_p=p), 1, t, 64)
+        got = normaliser.weights(x[None, None], math.sqrt(t) * torch.eye(t, dtype=x.dtype)[None, None])[0, 0]
+        want = torch.full((t,), 1 / t) if uniform else torch.eye(t)[0]
+        assert (got[-1] - want).abs().max() <= 2 * p * UNIFORM / t, excess
+
+
+# 3. Names.
+
+
+def test_a_name_is_given_once():
+    with pytest.raises(ValueError, match="Other: there is a normaliser 'lssa': expected another name"):
+
+        class Other(LSSA, name="lssa"):
+            pass
+
+
+def test_names_are_presets():
+    """A preset and its parts spelled out are the same weights."""
+    ssmax = AttentionConfig(normaliser="ssmax", scale="one")
+    parts = AttentionConfig(normaliser="phi", phi="exp", scale="one", length_scale="ln_n")
+    q, k, _, _ = draw(9, 9, 16)
+    a, b = (make_normaliser(cfg, 2, 16, 64).weights(q, k) for cfg in (ssmax, parts))
+    assert torch.equal(a, b)
+    lssa = AttentionConfig(normaliser="lssa")
+    parts = AttentionConfig(
+        normaliser="softmax", phi="softplus", scores="cosine", scale="ln_d", length_scale="ln_n"
+    )
+    a, b = (make_normaliser(cfg, 2, 16, 64).weights(q, k) for cfg in (lssa, parts))
+    assert torch.equal(a, b)

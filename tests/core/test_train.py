@@ -1,0 +1,160 @@
+"""Training: the same losses however the batch is split, and what the command line does."""
+
+import gzip
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from launch import build, metrics, resume, run, run_script
+from torch.nn.utils import parameters_to_vector
+
+import train
+from config import load_config
+from data.batches import train_batch, val_batch
+from infra.cli import UserError
+from infra.distributed import join_world
+from normalisers.base import NORMALISERS
+from training.checkpoint import find_checkpoints, load_checkpoint, load_model
+from training.run_log import RunLog
+from training.validation import validate
+
+
+def test_a_run_and_its_folder(tiny_config: Path, capsys: pytest.CaptureFixture[str]):
+    folder = run(tiny_config, "--train.max-steps", "6")
+    assert list(metrics(folder, "loss")) == [1, 2, 3, 4, 5, 6]
+    assert list(metrics(folder, "val_loss")) == [4, 6]
+    names = [path.name for path in find_checkpoints(folder)]
+    assert names == ["step_000006.pt", "step_000004.pt", "step_000003.pt"]
+    assert load_config(folder / "config.toml") == load_config(tiny_config, ["--train.max-steps", "6"])
+    assert "step 6/6 | loss" in capsys.readouterr().out
+
+    run(tiny_config, "--train.max-steps", "6")
+    assert "already has its 6 steps" in capsys.readouterr().out
+    assert list(metrics(folder, "loss")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_accumulated_step_is_that_of_the_whole_batch(tiny_config: Path):
+    state, reference = build(tiny_config), build(tiny_config).raw_model
+    x, y = train_batch(state.batches.stream, 0, 8, 16, "sequential", state.config.seed)
+    loss = reference(torch.from_numpy(x), torch.from_numpy(y))
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in reference.parameters() if p.grad is not None]).norm()
+    log = RunLog(state)
+    train.train_step(state, log)
+    assert log.pending[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert log.pending[0]["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+
+
+def test_the_first_update_is_clipped_and_warmed_up(tiny_config: Path):
+    flags = "--optimizer.name sgd --optimizer.lr 1.0 --optimizer.weight-decay 0.0 --optimizer.warmup-steps 4"
+    state = build(tiny_config, *flags.split(), "--train.grad-clip", "0.01")
+    log, before = RunLog(state), parameters_to_vector(state.raw_model.parameters()).detach()
+    train.train_step(state, log)
+    update = parameters_to_vector(state.raw_model.parameters()).detach() - before
+    assert update.norm().item() == pytest.approx(0.01 / 4, rel=1e-3)
+    assert log.pending[0]["lr"] == 0.25 and log.pending[0]["grad_norm"] > 0.1
+
+
+def test_validation_is_the_mean_over_the_first_val_tokens(tiny_config: Path):
+    state = build(tiny_config)
+    x, y = val_batch(state.val_stream, 0, 20, 16)
+    losses = state.raw_model.token_losses(torch.from_numpy(x), torch.from_numpy(y))
+    assert validate(state, RunLog(state)) is None
+    assert state.validation["loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
+
+
+def test_two_processes_give_the_losses_of_one(tiny_config: Path):
+    alone = run(tiny_config, "--name", "one")
+    result = run_script(tiny_config, "--name", "two", "--train.micro-batch", "2", processes=2)
+    assert result.returncode == 0, result.stderr
+    together = alone.parent / "two"
+    for key in ("loss", "val_loss", "grad_norm"):
+        assert metrics(together, key) == pytest.approx(metrics(alone, key), abs=1e-4)
+    # A checkpoint of two processes resumes in one, and has plain parameter names.
+    assert load_model(together).model.state_dict().keys() == load_model(alone).model.state_dict().keys()
+
+
+@pytest.mark.slow
+def test_fused_engine_in_two_processes(tiny_config: Path):
+    """The Triton kernels (interpreted here: conftest.py) under DistributedDataParallel, against `rows`."""
+    pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
+    flags = ["--attention.normaliser", "lssa", "--attention.reweight-p", "3", "--train.max-steps", "2"]
+    flags += ["--train.micro-batch", "8", "--train.val-tokens", "16", "--train.batch-tokens", "256"]
+    rows = run(tiny_config, *flags, "--name", "rows")
+    result = run_script(tiny_config, *flags, "--train.engine", "triton", "--name", "fused", processes=2)
+    assert result.returncode == 0, result.stderr
+    assert "engine triton (self-check: relative error" in result.stdout
+    assert metrics(rows.parent / "fused", "loss") == pytest.approx(metrics(rows, "loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize("normaliser", NORMALISERS)
+def test_every_normaliser_trains(normaliser: str, tiny_config: Path):
+    folder = run(tiny_config, "--attention.normaliser", normaliser, "--train.max-steps", "20")
+    losses = list(metrics(folder, "loss").values())
+    assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.3
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+def test_optimisers_lower_the_loss(optimizer: str, tiny_config: Path):
+    lr = "0.3" if optimizer == "sgd" else "0.01"
+    flags = ["--optimizer.name", optimizer, "--optimizer.lr", lr, "--train.max-steps", "20"]
+    losses = list(metrics(run(tiny_config, *flags), "loss").values())
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_bfloat16_and_shuffled_windows(tiny_config: Path):
+    folder = run(tiny_config, "--train.dtype", "bfloat16", "--data.order", "shuffled")
+    assert all(map(math.isfinite, metrics(folder, "loss").values()))
+    model = load_checkpoint(find_checkpoints(folder)[0])["model"]
+    assert all(tensor.dtype == torch.float32 for tensor in model.values())
+
+
+def test_flops_per_token(tiny_config: Path):
+    """By hand for the tiny model: 6 per multiplied weight, 6 T C per layer for causal attention."""
+    c, layers, vocab, head = 32, 2, 128, 16
+    flops = 6 * (vocab * c + layers * 12 * c * c) + layers * 6 * 16 * c
+    sigma = layers * 6 * 2 * head * c  # of each row's scores, by way of the keys' covariance
+    for more, flags in ((0, []), (0, ["--model.tie-embeddings", "false"]),
+                        (sigma, ["--attention.normaliser", "norm_softmax"])):  # fmt: skip
+        assert build(tiny_config, *flags).raw_model.flops_per_token() == flops + more
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def test_mistakes(tiny_config: Path):
+    with pytest.raises(UserError, match="model.vocab_size = 60"):
+        build(tiny_config, "--model.vocab_size", "60")
+    with pytest.raises(UserError, match="model.vocab_size = 50257: .* expected 64 to 1087"):
+        build(tiny_config, "--model.vocab_size", "50257")
+    with pytest.raises(UserError, match="nowhere: no such data folder"):
+        build(tiny_config, "--data.dir", "nowhere")
+    long = "--train.seq_len 1024 --train.batch_tokens 1024 --train.micro_batch 1 --train.val_tokens 1024"
+    with pytest.raises(UserError, match="expected at least 1025 for one window"):
+        build(tiny_config, *long.split())
+    with pytest.raises(UserError, match="no CUDA device"), join_world("cuda"):  # conftest.py hides them
+        pass
+
+
+def test_dry_run_leaves_nothing(
+    tiny_config: Path, call: Callable[..., None], capsys: pytest.CaptureFixture[str]
+):
+    for bad in (["--profile"], ["--profile=0"], ["--dry-run", "--profile", "1"]):
+        with pytest.raises(UserError, match="--profile"):
+            call(train, tiny_config, *bad)
+    call(train, tiny_config, "--dry-run")
+    assert not (tiny_config.parent / "runs").exists()
+    out = capsys.readouterr().out
+    for words in ("parameters", "engine sdpa", "memory ", "s a step", "all 12"):
+        assert words in out
+
+
+def test_profile_writes_a_trace(tiny_config: Path):
+    folder = resume(build(tiny_config), n_profiled=2)
+    with gzip.open(folder / "profile.json.gz") as f:
+        trace = json.load(f)
+    steps = {e["name"] for e in trace["traceEvents"] if e.get("name", "").startswith("ProfilerStep#")}
+    assert len(steps) == 2

@@ -1,0 +1,134 @@
+"""data/recall.py and evals/recall.py: right answers, right scores, and a model that learns to give them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_byte_run
+from launch import run
+from torch.nn.functional import one_hot
+
+from data.batches import train_batch
+from data.dataset import IGNORED, TokenStream
+from data.verify import verify
+from infra.cli import UserError
+from lab import recall, recall_data
+from lab.recall_data import TASKS, VOCAB, make_sequence
+from positions import UNSCALED
+
+
+def solve(text: str) -> dict[int, str]:
+    """The answers of a sequence's text, without its end-of-text, by position."""
+    n, answers = len(text), {}
+    if text[0] == "F":
+        for i in range(1, n, 2):
+            if text[i] == "w":
+                stored = text[i + 1]
+            elif text[i] == "r":
+                answers[i + 1] = stored
+        return answers
+    shown, _, asked = text[1:].partition("=")
+    if text[0] == "M":
+        value = dict(re.findall("([A-Z])([a-z])", shown))
+        assert len(value) == 8
+        return {n - len(asked) + i: value[asked[i - 1]] for i in range(1, 16, 2)}
+    (items,) = re.findall("<(.*)>", shown)
+    assert len(set(items)) == 8
+    answer = {"C": items, "R": items[::-1], "S": "".join(sorted(items))}[text[0]]
+    return {n - 8 + i: letter for i, letter in enumerate(answer)}
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("length", [40, 64, 4096])
+def test_answers(task: str, length: int) -> None:
+    """The mask marks the right answers and nothing else; all is fixed by the arguments; depths vary."""
+    depths = []
+    for i in range(30):
+        tokens, mask = make_sequence(task, length, str(i))
+        assert tokens.shape == mask.shape == (length,) and tokens[0] == VOCAB - 1
+        text = bytes(tokens[1:].tolist()).decode("ascii")
+        assert {int(j): text[j] for j in mask[1:].nonzero()[0]} == solve(text)
+        depths.append(max(text.find(mark) for mark in ("w1", "w0", "<")))
+        for again, same in ((str(i), True), (f"{i}x", False)):
+            assert np.array_equal(tokens, make_sequence(task, length, again)[0]) == same
+    if task in ("copy", "reverse", "sort") and length == 4096:
+        assert min(depths) < 800 and max(depths) > 3200
+
+
+def test_dataset(tmp_path: Path, call: Callable[..., None]) -> None:
+    """Windows are sequences in either order, and targets are answers only."""
+    call(recall_data, "--out", tmp_path, "--sequences", 50, "--seq-len", 40, "--seed", 3)
+    verify(tmp_path)
+    stream = TokenStream(tmp_path, "train")
+    for order in ("sequential", "shuffled"):
+        x, y = train_batch(stream, 1, 50, 40, order, seed=1)
+        assert sorted(chr(row[1]) for row in x) == sorted("MCRSF" * 10)
+        for row, targets in zip(x, y, strict=True):
+            text = bytes(row[1:].tolist()).decode("ascii")
+            assert {i: chr(t) for i, t in enumerate(targets.tolist()) if t != IGNORED} == solve(text)
+
+
+class Oracle:
+    """A model that predicts these tokens, wherever it is asked."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self.tokens, self.embedding = tokens, torch.nn.Embedding(1, 1)
+
+    def hidden(self, x: torch.Tensor, rope: object) -> torch.Tensor:
+        return one_hot(self.tokens[:, 1 : x.shape[1] + 1], VOCAB)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def test_scores_of_known_mistakes() -> None:
+    rows = [make_sequence("copy", 64, str(i)) for i in range(4)]
+    tokens, mask = (torch.tensor(np.array(part, np.int64)) for part in zip(*rows, strict=True))
+    predicted = tokens.clone()
+    predicted[1, -8] += 1
+    predicted[2, -1] += 1
+    predicted[2, -3] += 1
+    predicted[3, -9] += 1  # the "=", no answer
+    right = recall.answers_right(Oracle(predicted), tokens, mask.bool(), UNSCALED)  # type: ignore[arg-type]
+    wrong = [(row, place) for row, place in (~right).nonzero().tolist()]
+    assert right.shape == (4, 8) and wrong == [(1, 0), (2, 5), (2, 7)]
+    scores: dict[str, torch.Tensor | str] = {"copy": right.double(), "sort": right.double()}
+    (entry,) = recall.summarise([scores], [64], 4)["lengths"]
+    for name in ("copy", "mean"):
+        assert entry[name]["tokens"]["share"] == pytest.approx(29 / 32)
+        assert entry[name]["sequences"]["share"] == 0.5
+
+
+def test_a_model_learns(
+    tmp_path: Path, call: Callable[..., None], tiny_config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seconds of training solve a task at its own length; a length that the model rejects says so."""
+    call(recall_data, "--out", tmp_path / "data", "--tasks", "sort", "--sequences", 6400, "--seq-len", 40)
+    overrides = [
+        *("--data.dir", tmp_path / "data"),
+        *("--model.vocab-size", VOCAB, "--model.n-embd", 64, "--model.n-layer", 1),
+        *("--train.seq-len", 40, "--train.batch-tokens", 1280, "--train.micro-batch", 32),
+        *("--train.max-steps", 150, "--train.val-every", 1000, "--train.checkpoint-every", 1000),
+        *("--optimizer.lr", 1e-2, "--optimizer.warmup-steps", 10, "--attention.normaliser", "ssmax_pn"),
+    ]
+    run_dir = run(tiny_config, *map(str, overrides))
+    call(recall, run_dir, "--lengths", 40, 80, "--samples", 50)
+    short, long = json.loads((run_dir / "eval_recall.json").read_text())["lengths"]
+    assert short["sort"]["tokens"]["share"] > 0.95 and short["sort"] == short["mean"]
+    assert "sort" not in long and "p_n" in long["reason"]
+    assert "no result" in capsys.readouterr().out
+
+
+def test_what_it_rejects(tmp_path: Path, call: Callable[..., None], tiny_config: Path) -> None:
+    untrained = make_byte_run(tiny_config)
+    with pytest.raises(UserError, match="not written by lab.recall_data"):
+        call(recall, untrained)
+    call(recall_data, "--out", tmp_path / "data", "--sequences", 5)
+    with pytest.raises(UserError, match="65 tokens: expected an even number of at least 40"):
+        call(recall, untrained, "--data", tmp_path / "data", "--lengths", 65)
