@@ -6,28 +6,25 @@ make it the model of the SSMax paper as well: RMSNorm, SwiGLU, no biases, untied
     model = GPT(load_config("configs/gpt2_124m.toml"))
     loss = model(tokens, targets)                              # mean cross-entropy in nats
     losses = model.token_losses(tokens, targets, rope=RopeScaling("ntk"))   # (B, T), any length
-    text = model.generate(prompt, 100, temperature=0.8, top_k=50)        # with a KV cache
 
 The positions live in cos/sin tables that each forward pass computes anew from the training base: no
-table outlives a length, and none is in a checkpoint.
+table outlives a length, and none is in a checkpoint. Sampling is in generation.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention import Engine, attend, describe_engine, make_normaliser, resolve_engine
-from infra.cli import UserError
+from attention import ChosenEngine, attend, choose_engine, make_normaliser
+from normalisers.adaptive import AdaptiveSoftmax
 from normalisers.family import Phi
 from positions import SCORE_BIASES, UNSCALED, RopeScaling, apply_rope, rope_tables
-from schema import Config, ModelConfig, TrainConfig
+from schema import Config, Engine, ModelConfig, TrainConfig
 
 INIT_STD = 0.02
 NORM_EPS = 1e-5
@@ -51,7 +48,8 @@ class KVCache:
         end = self.length + k.shape[2]
         if end > self.max_length:
             raise ValueError(f"KVCache: {end} positions do not fit in max_length = {self.max_length}")
-        keys, values = self.keys[layer], self.values[layer]
+        keys = self.keys[layer]
+        values = self.values[layer]
         if keys is None or values is None:
             B, H, _, D = k.shape
             keys = self.keys[layer] = k.new_empty(B, H, self.max_length, D)
@@ -90,9 +88,12 @@ class Attention(nn.Module):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         m = config.model
-        self.layer, self.n_head, self.head_dim = layer, m.n_head, m.head_dim
-        self.n_kv_head, self.has_rope = m.kv_heads, m.rotating > 0
-        self.engine: Engine = config.train.engine  # resolved by GPT
+        self.layer = layer
+        self.n_head = m.n_head
+        self.head_dim = m.head_dim
+        self.n_kv_head = m.kv_heads
+        self.has_rope = m.rotating > 0
+        self.engine: ChosenEngine | Engine = "auto"  # chosen by GPT
         self.qkv = make_linear(m.n_embd, (m.n_head + 2 * m.kv_heads) * m.head_dim, m.bias)
         assert m.position in ("rope", "p_rope", "none", *SCORE_BIASES), m.position
         length = config.train.seq_len
@@ -106,16 +107,15 @@ class Attention(nn.Module):
         q, k, v = qkv.transpose(1, 2).split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
         return (apply_rope(q, cos, sin), apply_rope(k, cos, sin), v) if self.has_rope else (q, k, v)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, p: int | None = None
+    ) -> Tensor:
         q, k, v = self.project(x, cos, sin)
         spans = None
         if cache is not None:
             k, v = cache.append(self.layer, self.normaliser.cache_keys(k), v)
             spans = cache.spans
-        cached = cache is not None
-        y = attend(q, k, v, self.normaliser, self.engine, cached, spans)  # (B, H, T, D)
-        if self.normaliser.definition.output_norm:
-            y = F.rms_norm(y, (self.head_dim,), eps=NORM_EPS)
+        y = attend(q, k, v, self.normaliser, self.engine, cache is not None, spans, p)  # (B, H, T, D)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 
@@ -145,8 +145,10 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config.model)
         self.mlp = MLP(config.model)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, cache)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, p: int | None = None
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, cache, p)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -171,9 +173,11 @@ def scale_logits(z: Tensor, config: TrainConfig) -> Tensor:
         return z
     if config.loss == "norm_softmax":
         gamma = config.loss_gamma if isinstance(config.loss_gamma, float) else math.inf
-        square, tau = z.var(-1, correction=0, keepdim=True).clamp_max(gamma**2), 1.0
+        square = z.var(-1, correction=0, keepdim=True).clamp_max(gamma**2)
+        tau = 1.0
     else:
-        square, tau = z.square().sum(-1, keepdim=True), z.shape[-1] ** -0.5
+        square = z.square().sum(-1, keepdim=True)
+        tau = z.shape[-1] ** -0.5
     spread = square > torch.finfo(z.dtype).tiny  # equal logits (logit_norm: zeros) become 0, with gradient 0
     root = torch.where(spread, torch.where(spread, square, 1.0).sqrt(), math.inf)
     return z / (root * (config.loss_tau if config.loss_tau != "auto" else tau))
@@ -201,38 +205,40 @@ class GPT(nn.Module):
             self.lm_head.weight = self.embedding.weight
         if device is not None:  # moved after the initialisation: it draws the same numbers for every device
             self.to(device)
-        self.engine_description = self._resolve_engine()
+        self.choose_engine(config.train.engine)
 
-    def _resolve_engine(self) -> str:
-        """Choose the attention engine once, for this device and precision; compiled code could not.
+    def choose_engine(self, name: Engine = "auto") -> None:
+        """Choose the attention engine for all layers, for this device and precision; compiled code could not.
 
         Raises:
             UserError: for an engine that cannot run here.
         """
         device = self.embedding.weight.device
         dtype = torch.bfloat16 if self.config.train.dtype == "bfloat16" else torch.float32
+        self.engine = choose_engine(self.blocks[0].attention.normaliser, name, device, dtype)
         for block in self.blocks:
-            attention = block.attention
-            attention.engine = resolve_engine(attention.normaliser, attention.engine, device, dtype)
-        return describe_engine(attention.normaliser, attention.engine, device, dtype)
+            block.attention.engine = self.engine
 
     def rope(
         self, n_positions: int, scaling: RopeScaling, start: int = 0, device: torch.device | None = None
     ) -> tuple[Tensor, Tensor]:
         """`rope_tables` for this model, by default on its device."""
-        m, train_len = self.config.model, self.config.train.seq_len
+        m = self.config.model
+        train_len = self.config.train.seq_len
         device = device or self.embedding.weight.device
         return rope_tables(
             m.head_dim, n_positions, m.rope_theta, scaling, train_len, device, start, m.rotating
         )
 
-    def hidden(self, tokens: Tensor, rope: RopeScaling, cache: KVCache | None = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, rope: RopeScaling, cache: KVCache | None = None, p: int | None = None
+    ) -> Tensor:
         """The final norm's output, (B, T, C), for tokens (B, T) that follow what is in the cache."""
         start = 0 if cache is None else cache.length
         cos, sin = self.rope(start + tokens.shape[1], rope, start, tokens.device)  # (T, D/2) each
         x = self.embedding(tokens)  # (B, T, C)
         for block in self.blocks:
-            x = block(x, cos, sin, cache)
+            x = block(x, cos, sin, cache, p)
         if cache is not None:
             cache.length += tokens.shape[1]
         return self.final_norm(x)
@@ -262,6 +268,7 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         unscaled: bool = False,
         label_smoothing: float = 0.0,
+        p: int | None = None,
     ) -> Tensor:
         """Loss with targets, logits without.
 
@@ -272,16 +279,19 @@ class GPT(nn.Module):
             cache: read and extended; inference only.
             unscaled: leave out what train.loss does to the logits.
             label_smoothing: share of the target's probability spread over all tokens (Szegedy et al. 2016).
+            p: power of the re-weighting in place of reweight_p.
         Returns:
             The mean cross-entropy in nats, a float32 scalar, 0 without any target; or logits,
             (B, T, vocab_size) float32.
         """
-        hidden = self.hidden(tokens, rope, cache)
+        hidden = self.hidden(tokens, rope, cache, p)
         logits = self.unscaled_logits(hidden) if unscaled else self.logits(hidden)
         if targets is None:
             return logits
-        logits, targets = logits.flatten(0, 1), targets.flatten()
-        total = F.cross_entropy(logits, targets, label_smoothing=label_smoothing, reduction="sum")
+        targets = targets.flatten()
+        total = F.cross_entropy(
+            logits.flatten(0, 1), targets, label_smoothing=label_smoothing, reduction="sum"
+        )
         return total / (targets != -100).sum().clamp_min(1)
 
     @torch.no_grad()
@@ -298,58 +308,6 @@ class GPT(nn.Module):
             loss = F.cross_entropy(self.logits(h).flatten(0, 1), t.flatten(), reduction="none")
             losses.append(loss.view(t.shape))  # (B, chunk)
         return torch.cat(losses, dim=1)
-
-    @torch.no_grad()
-    def stream(
-        self,
-        tokens: Tensor,
-        n_new: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        generator: torch.Generator | None = None,
-        rope: RopeScaling = UNSCALED,
-        use_cache: bool = True,
-        n_tokens: int = 0,
-    ) -> Iterator[Tensor]:
-        """Sample n_new tokens after each row of `tokens`, one at a time; temperature 0 takes the likeliest.
-
-        Args:
-            tokens: (B, T) int64, T >= 1. Rows are of one length: in a padded one, n would count the padding.
-            top_k: sample from the k likeliest tokens only.
-            top_p: sample from the fewest tokens that together have this probability (Holtzman et al. 2020).
-            generator: source of randomness, on the model's device.
-            rope: scaled for the final length T + n_new unless it names a length.
-            use_cache: False computes the whole sequence again for each token, as does a model that is not
-                `cacheable`.
-            n_tokens: draw ids below this only (the tokeniser's, where the model has more rows); 0: all.
-        Yields:
-            (B, 1) int64, n_new times.
-        Raises:
-            UserError: an empty prompt, n_new < 0, temperature < 0, top_k < 1, top_p outside (0, 1]; NaN
-                logits.
-        """
-        T = tokens.shape[1]
-        check_sampling(T, n_new, temperature, top_k, top_p)
-        rope = replace(rope, length=rope.length or T + n_new)
-        cache = KVCache(self.config.model.n_layer, T + n_new) if use_cache and self.cacheable else None
-        for _ in range(n_new):
-            logits = self.logits(self.hidden(tokens, rope, cache)[:, -1])[:, : n_tokens or None]  # (B, V)
-            new = sample(logits, temperature, top_k, top_p, generator)
-            yield new
-            tokens = torch.cat((tokens, new), dim=1) if cache is None else new
-
-    def generate(self, tokens: Tensor, n_new: int, **options: Any) -> Tensor:
-        """`stream`'s arguments; all of it at once, (B, T + n_new) int64."""
-        return torch.cat([tokens, *self.stream(tokens, n_new, **options)], dim=1)
-
-    def skip_mass(self, share: float) -> None:
-        """Let decoding leave out up to this share of each re-weighted row (NormaliserModule.skip_mass)."""
-        if not 0 <= share < 1:
-            raise UserError(f"skip_mass = {share}: expected at least 0 and below 1")
-        for block in self.blocks:
-            block.attention.normaliser.skip_mass = share
 
     @property
     def cacheable(self) -> bool:
@@ -369,47 +327,12 @@ class GPT(nn.Module):
         standard deviation takes q Cov(k) q and the building of Cov(k). Recomputation and elementwise work do
         not count.
         """
-        m, seq_len = self.config.model, self.config.train.seq_len
+        m = self.config.model
+        seq_len = self.config.train.seq_len
         weights = sum(p.numel() for p in self.parameters() if p.ndim >= 2)
         if not m.tie_embeddings:
             weights -= self.embedding.weight.numel()  # looked up, not multiplied with
         attention = 6 * seq_len * m.n_embd
-        if self.config.attention.definition.adaptive:
+        if isinstance(self.config.attention.definition, AdaptiveSoftmax):
             attention += 3 * 2 * 2 * m.head_dim * m.n_embd
         return 6.0 * weights + m.n_layer * attention
-
-
-def check_sampling(
-    length: int, n_new: int, temperature: float, top_k: int | None, top_p: float | None
-) -> None:
-    """Raises UserError for what `GPT.stream` cannot do."""
-    if length < 1 or n_new < 0:
-        raise UserError(f"prompt of {length} tokens, {n_new} new ones: expected at least 1, at least 0")
-    if not 0 <= temperature < math.inf or (top_k is not None and top_k < 1):
-        raise UserError(f"temperature {temperature}, top_k {top_k}: expected at least 0, at least 1")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UserError(f"top_p {top_p}: expected above 0 and at most 1")
-
-
-def sample(
-    logits: Tensor,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """One token for each row of logits (B, V): (B, 1) int64."""
-    if logits.isnan().any():
-        raise UserError("the model computed NaN: no token to draw")
-    if temperature < torch.finfo(torch.float32).tiny:
-        return logits.argmax(dim=-1, keepdim=True)
-    if top_k is not None:
-        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
-        logits = logits.masked_fill(logits < kth, -math.inf)
-    # The largest logit is subtracted first, so that a tiny temperature cannot overflow.
-    probs = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
-    if top_p is not None:
-        ranked, order = probs.sort(dim=-1, descending=True)
-        outside = ranked.cumsum(dim=-1) - ranked >= top_p  # likelier ones have it all; never the first
-        probs = probs.masked_fill(outside.scatter(-1, order, outside), 0.0)
-    return torch.multinomial(probs, num_samples=1, generator=generator)

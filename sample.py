@@ -27,6 +27,7 @@ import tiktoken
 import torch
 
 from data.tokenizer import get_tokenizer
+from generation import stream
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world
 from model import GPT
@@ -39,7 +40,6 @@ def main() -> None:
     prompts = read_prompts(args)
     with join_world(args.device) as world:
         model, _, _, tokenizer_name = load_model(args.run, world.device)
-        model.skip_mass(args.skip_mass)
         tokenizer = get_tokenizer(tokenizer_name)
         if len(prompts) * args.samples > 1:
             print_all(model, tokenizer, prompts, args, world)
@@ -65,7 +65,8 @@ def sample_tokens(
     tokens = torch.tensor([tokenizer.eot_token, *tokenizer.encode_ordinary(prompt)], device=device)
     running = torch.ones(args.samples, dtype=torch.bool, device=device)
     with model.autocast():
-        for new in model.stream(
+        for new in stream(
+            model,
             tokens.repeat(args.samples, 1),
             args.tokens,
             temperature=0.0 if args.greedy else args.temperature,
@@ -133,8 +134,6 @@ def parse_args() -> argparse.Namespace:
     add("--rope", choices=get_args(RopeKind), default="none", help=rope_help)
     add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
     add("--no-cache", action="store_true", help="recompute all positions for each token: slow")
-    skip_help = "leave out up to this share of each re-weighted attention row (default: 0)"
-    add("--skip-mass", type=float, default=0.0, metavar="E", help=skip_help)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     args = parser.parse_args()
     args.rope_scaling = RopeScaling(args.rope, args.rope_theta)

@@ -353,6 +353,19 @@ SECTIONS: dict[str, type[Section]] = {
 }
 
 
+def describe_attention(options: AttentionConfig, model: ModelConfig | None = None) -> str:
+    """The [attention] section in a few words, 'lssa (reweight_p = 15)', and of [model] ', alibi, gate'."""
+    stated = options.definition.model_dump(exclude_defaults=True)
+    for key in ("reweight_p", "reweight_p_warmup"):
+        if getattr(options, key):
+            stated[key] = getattr(options, key)
+    listed = ", ".join(f"{key} = {value}" for key, value in stated.items())
+    text = options.normaliser + (f" ({listed})" if listed else "")
+    if model is not None and model.position != "rope":
+        text += ", no positions" if model.position == "none" else f", {model.position}"
+    return text + ", gate" * (model is not None and model.attention_gate)
+
+
 def may_change_on_resume(key: str) -> bool:
     """Whether a dotted key may differ between a run and its resumption (`free` and `resumable` fields)."""
     return "may_change" in _marks(key)

@@ -29,7 +29,7 @@ from infra.distributed import join_world
 from infra.files import exclusive_lock
 from training.checkpoint import CheckpointWriter, link, load_newest
 from training.loader import Batch
-from training.optim import set_learning_rates, set_power
+from training.optim import power_at, set_learning_rates
 from training.run_log import RunLog, format_duration
 from training.state import TrainState, init_from_run
 from training.validation import measure_attention, validate
@@ -143,7 +143,6 @@ def train(state: TrainState, log: RunLog, n_profiled: int = 0) -> None:
     with state.stop, profiler(n_traced, run_dir / "profile.json.gz") as after_step, writer:
         stopped = None
         if state.needs_validation:  # the run was stopped before this validation was done
-            set_power(state.raw_model, state.config.attention, state.step - 1)  # the last step's
             stopped = validate(state, log)
             if not stopped:
                 save(state, writer)
@@ -186,7 +185,6 @@ def train_step(state: TrainState, log: RunLog) -> str | None:
     config, clock = state.config, log.clock
     clock.mark("other")
     lr = set_learning_rates(state.optimizers, config.optimizer, state.step, config.train.max_steps)
-    set_power(state.raw_model, state.config.attention, state.step)
     batch = state.batches.take(state.step)
     clock.mark("data")
     loss = forward_backward(state, batch)
@@ -214,6 +212,7 @@ def train_step(state: TrainState, log: RunLog) -> str | None:
 
 def forward_backward(state: TrainState, batch: Batch) -> Tensor:
     """Accumulate the gradient of this process's micro-batches; returns their mean loss."""
+    p = power_at(state.config.attention, state.step)
     config, total = state.config.train, torch.zeros((), device=state.world.device)
     weights, n_targets = state.batches.loss_weights(batch)
     for i, ((x, y), weight) in enumerate(zip(batch, weights, strict=True)):
@@ -221,7 +220,7 @@ def forward_backward(state: TrainState, batch: Batch) -> Tensor:
         if state.world.size > 1:  # DDP averages gradients in the last backward of a step only
             state.model.require_backward_grad_sync = i == len(batch) - 1
         with state.raw_model.autocast():
-            loss = state.model(x, y, label_smoothing=config.label_smoothing) * weight
+            loss = state.model(x, y, label_smoothing=config.label_smoothing, p=p) * weight
         (loss * n_targets if config.reduction == "sum" else loss).backward()
         total += loss.detach()
     return total

@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attention import describe_attention
 from evals.common import open_validation
 from infra.cli import ArgumentParser, positive_int, run_main
 from model import GPT, KVCache
 from positions import RopeScaling
+from schema import describe_attention
 from training.attention_statistics import attention_inputs
 from training.checkpoint import load_model
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from normalisers.layer import NormaliserModule, share_heads
+from normalisers.layer import NormaliserLayer, share_heads
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False) -> Tensor:
+def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:
+    """Why this engine cannot run the layer there: it always can."""
+    return ""
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, cached: bool = False, p: int | None = None
+) -> Tensor:
     """`attention.attend` by definition; (B, H, Tq, D) in v's type."""
-    weights = normaliser.weights(q, k, cached)
+    weights = layer.weights(q, k, cached, p)
     return (weights @ share_heads(v, q).to(weights.dtype)).to(v.dtype)

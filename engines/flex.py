@@ -2,8 +2,8 @@
 
     softmax(at_distance(factor * q.k, t)) v,   t: distance of the key (ALiBi, scale_invariant)
 
-`factor` is multiplied into q, as the sdpa engine does; score_mod is the normaliser's own `at_distance`.
-Not yet run on a GPU: tests compare the eager form, with its gradients, and the C++ form with the definition;
+`factor` is multiplied into q, as the sdpa engine does. score_mod is the normaliser's own `at_distance`.
+No GPU has run it yet. Tests compare the eager form, with its gradients, and the C++ form with the definition.
 `auto` takes it only after the same comparison on the GPU (`self_check`).
 """
 
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from engines.sdpa import rescale
+from engines import rows
 from normalisers.base import Normaliser, RowContext
-from normalisers.layer import NormaliserModule
+from normalisers.family import Phi
+from normalisers.layer import NormaliserLayer
 
-DECODES = False  # `attend` gives single queries to rows
+DECODES = False  # a single query goes to rows
 BLOCK = 128  # of queries and of keys: blocks after the queries are skipped
 # Beyond its limit of 8 graphs torch runs FlexAttention unfused, silently; with fullgraph it raises. One graph
 # serves all lengths and layers, but not those with and without gradients, nor a batch of 1.
@@ -27,10 +28,28 @@ GRAPHS = 64
 compiled_attention = torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False) -> Tensor:
-    """`attention.attend` for normalisers with `has_flex`; (B, H, Tq, D) in v's type."""
-    q, k, context = rescale(q, k, v, normaliser, cached)
-    return run_prepared(q, k, v, context, normaliser)
+def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:
+    """Why this engine cannot run the layer there; "" if it can."""
+    definition = layer.definition
+    if not (isinstance(definition, Phi) and definition.is_softmax and layer.by_distance):
+        return f"{layer.label} is not a softmax of scores that depend on the distance"
+    if layer.reweight_p:
+        return f"{layer.label} re-weights its softmax"
+    if device.type != "cuda":  # where FlexAttention has no backward pass
+        return f"needs a CUDA device, found {device.type}"
+    if dtype == torch.float64:
+        return "does not compute in float64"
+    return ""
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, cached: bool = False, p: int | None = None
+) -> Tensor:
+    """`attention.attend` for a softmax by distance; (B, H, Tq, D) in v's type."""
+    if q.shape[-2] == 1:  # as good, without a mask for each length
+        return rows.run(q, k, v, layer, cached, p)
+    q, k, context = layer.prepare(q, k, cached, p, dtype=v.dtype)
+    return run_prepared(q, k, v, context, layer)
 
 
 def score_unit(definition: Normaliser) -> float:
@@ -39,16 +58,15 @@ def score_unit(definition: Normaliser) -> float:
 
 
 @torch.compiler.disable  # a compiled model then runs the graphs that the self-check has tested
-def run_prepared(
-    q: Tensor, k: Tensor, v: Tensor, context: RowContext, normaliser: NormaliserModule
-) -> Tensor:
+def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: NormaliserLayer) -> Tensor:
     """`run` for q and k whose products are the scores before `at_distance`."""
     mask, first = causal_mask(q.shape[-2], context.n_keys, v.device)
 
     def score_mod(x: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return normaliser.at_distance(x, (i + first - j).clamp_min(0).to(x.dtype), head)
+        return layer.at_distance(x, (i + first - j).clamp_min(0).to(x.dtype), head)
 
-    attention, grouped = compiled_attention if q.is_cuda else flex_attention, q.shape[1] != k.shape[1]
+    attention = compiled_attention if q.is_cuda else flex_attention
+    grouped = q.shape[1] != k.shape[1]
     # Numbers of the formula are constants of its graph: kernels cannot take them as arguments.
     with torch._dynamo.config.patch(recompile_limit=GRAPHS, specialize_float=True):
         return attention(q, k, v, score_mod, mask, scale=1.0, enable_gqa=grouped)

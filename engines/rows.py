@@ -13,44 +13,34 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from normalisers.base import RowContext, offset_and_scale
+from normalisers.base import Normaliser, RowContext, offset_and_scale, share_heads
 from normalisers.family import Phi, softplus
-from normalisers.layer import NormaliserModule, share_heads
+from normalisers.layer import NormaliserLayer
 
-GATHER_BELOW = 0.25  # share of live rows of V; above, a CPU reads all of V as fast as it finds them
+
+def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:
+    """Why this engine cannot run the layer there: it always can."""
+    return ""
 
 
 @torch.compiler.disable  # its backward runs autograd, which a compiled model cannot trace
-def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False) -> Tensor:
+def run(
+    q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, cached: bool = False, p: int | None = None
+) -> Tensor:
     """`attention.attend` by blocks of rows; (B, H, Tq, D) in v's type."""
-    dtype, v = v.dtype, share_heads(v, q)
-    q, k, context = normaliser.prepare(q, k, cached)
-    if cached and q.shape[-2] == 1:
-        return decode(q, k, v.to(q.dtype), normaliser, context).to(dtype)
+    dtype = v.dtype
+    q, k, context = layer.prepare(q, k, cached, p)
+    v = share_heads(v, q).to(q.dtype)
+    formula = BlockFormula(layer, context.p)
+    if cached and q.shape[-2] == 1:  # decoding: all keys are visible, and a float32 cache is not copied
+        weights, _ = formula.weights(q @ k.mT, context)  # (B, H, 1, n)
+        return (weights @ v).to(dtype)
     q, k = q.contiguous(), k.contiguous()  # once, instead of in each block's product
     # Learned parameters are passed explicitly: autograd tracks only the arguments of apply().
-    formula, learned = BlockFormula(normaliser), context.learned.values()
-    return RowBlocks.apply(q, k, v.to(q.dtype), formula, context, *learned).to(dtype)
-
-
-def decode(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, context: RowContext) -> Tensor:
-    """One query a head, (B, H, 1, D); a float32 KV cache without grouped heads is not copied."""
-    weights, _ = BlockFormula(normaliser).weights(q @ k.mT, context)  # (B, H, 1, n)
-    if normaliser.reweight_p and normaliser.skip_mass:
-        cut = weights.amax(-1, keepdim=True) * (normaliser.skip_mass / weights.shape[-1])
-        weights = weights.masked_fill_(weights < cut, 0.0)
-    if q.device.type != "cpu" or GATHER_BELOW * weights.numel() <= torch.count_nonzero(weights):
-        return weights @ v
-    # The sum over the live rows of V alone, by a gather that makes no copy of them.
-    first, out = torch.zeros(1, dtype=torch.long), []
-    for w, values in zip(weights.flatten(0, 2), v.flatten(0, 1), strict=True):
-        live = w.nonzero()[:, 0]
-        out.append(F.embedding_bag(live, values, first, mode="sum", per_sample_weights=w[live]))
-    return torch.cat(out).view(*q.shape[:-1], v.shape[-1])
+    return RowBlocks.apply(q, k, v, formula, context, *context.learned.values()).to(dtype)
 
 
 class RowBlocks(torch.autograd.Function):
@@ -151,19 +141,15 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 class BlockFormula:
     """A block's weights and their vector-Jacobian product: by autograd, or in closed form for LSSAR."""
 
-    def __init__(self, normaliser: NormaliserModule) -> None:
-        definition = normaliser.definition
-        self.normaliser, self.p = normaliser, normaliser.reweight_p
-        self.closed_form = (
-            bool(self.p) and normaliser.is_fusible
-            and isinstance(definition, Phi) and definition.phi == "softplus"
-            and definition.bounded and definition.sums_to_one
-        )  # fmt: skip
+    def __init__(self, layer: NormaliserLayer, p: int) -> None:
+        self.layer = layer
+        self.p = p
+        self.closed_form = p > 0 and not layer.by_distance and is_bounded_softplus(layer.definition)
 
     def weights(self, x: Tensor, context: RowContext) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The weights (..., R, K), and what `vjp` needs of them."""
         if not self.closed_form:
-            return self.normaliser.row_weights(x, context), ()
+            return self.layer.row_weights(x, context), ()
         weights, c, e = softplus_power(x, context.n, self.p)
         return weights, (c, e)
 
@@ -181,12 +167,20 @@ class BlockFormula:
         delta (..., R, 1): the rows' sum of weights * d_weights.
         """
         if self.closed_form:
-            weights, dx = softplus_power_vjp(x, context.n, self.p, *saved, d_weights, delta)
+            c, e = saved
+            weights, dx = softplus_power_vjp(x, context.n, self.p, c, e, d_weights, delta)
             return weights, dx, [None] * len(learned)
         with torch.enable_grad():
             weights, _ = self.weights(x.requires_grad_(), context)
         dx, *d_learned = torch.autograd.grad(weights, [x, *learned], d_weights, allow_unused=True)
         return weights.detach(), dx, d_learned
+
+
+def is_bounded_softplus(definition: Normaliser) -> bool:
+    """l1(softplus(x)) of bounded scores: LSSA, whose re-weighting has the closed form below."""
+    if not isinstance(definition, Phi) or type(definition).weights is not Phi.weights:
+        return False
+    return definition.phi == "softplus" and definition.bounded and definition.sums_to_one
 
 
 def softplus_power(x: Tensor, n: Tensor, p: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,7 +192,8 @@ def softplus_power(x: Tensor, n: Tensor, p: int) -> tuple[Tensor, Tensor, Tensor
     s = softplus(x)
     z = s.sum(-1, keepdim=True)
     offset, scale = offset_and_scale(n * s.amax(-1, keepdim=True) / z, n)
-    c, e = n * scale / z, offset * scale
+    c = n * scale / z
+    e = offset * scale
     t = s.mul_(c).sub_(e).relu_()
     weights = power_below(t, p).mul_(t)
     w = weights.sum(-1, keepdim=True)

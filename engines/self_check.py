@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engines.sdpa import rescale
 from infra.distributed import holds_everywhere
-from normalisers.base import Normaliser, reweight
-from normalisers.layer import NormaliserModule, share_heads
+from normalisers.adaptive import AdaptiveSoftmax
+from normalisers.base import Normaliser, reweight, share_heads
+from normalisers.layer import NormaliserLayer
 
 # The largest relative error of o, dq, dk and dv at which an engine is trusted. Only the rounding of
 # weights and of their gradients to the inputs' type is in it; a miscompiled kernel is off by far more.
@@ -27,15 +27,14 @@ class SelfCheck(NamedTuple):
 
 
 def check(
-    name: str, engine: ModuleType, normaliser: NormaliserModule, device: torch.device, dtype: torch.dtype
+    name: str, engine: ModuleType, layer: NormaliserLayer, device: torch.device, dtype: torch.dtype
 ) -> SelfCheck:
     """Whether the engine can be trusted with this normaliser on every rank; warns, once, if not.
 
     A collective: all processes that joined must call it, and get the same verdict.
     """
-    n = normaliser
-    shape = (n.n_head, n.head_dim, n.train_len, n.position)
-    return _check(name, engine, n.definition, n.reweight_p, shape, device, dtype)
+    shape = (layer.n_head, layer.head_dim, layer.train_len, layer.position)
+    return _check(name, engine, layer.definition, layer.reweight_p, shape, device, dtype)
 
 
 @cache
@@ -43,11 +42,12 @@ def _check(
     name: str, engine: ModuleType, definition: Normaliser, reweight_p: int,
     shape: tuple[int, int, int, str], device: torch.device, dtype: torch.dtype,
 ) -> SelfCheck:  # fmt: skip
-    error, problem = math.inf, ""
+    error = math.inf
+    problem = ""
     try:
         with torch.inference_mode(False):  # an evaluation may be the first caller
-            normaliser = NormaliserModule(definition, reweight_p, *shape).to(device)
-            error = engine_error(engine, normaliser, device, dtype)
+            layer = NormaliserLayer(definition, reweight_p, *shape).to(device)
+            error = engine_error(engine, layer, device, dtype)
     except Exception as e:  # whatever a missing or unfit compiler raises: the rows engine replaces it
         problem = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}"
     else:
@@ -55,63 +55,65 @@ def _check(
             problem = f"relative error {error:.1e}, expected at most {TOLERANCE[dtype]:.0e}"
     if holds_everywhere(not problem, device):
         return SelfCheck(error, "")
-    problem = problem or "failed on another rank"
-    warnings.warn(f"{name} failed its self-check, engine auto takes rows instead: {problem}", stacklevel=4)
+    problem = f"failed its self-check ({problem or 'on another rank'})"
+    warnings.warn(f"engine {name} {problem}: not used", stacklevel=4)
     return SelfCheck(error, problem)
 
 
 def engine_error(
-    engine: ModuleType, normaliser: NormaliserModule, device: torch.device, dtype: torch.dtype,
-    length: int = 200,
-) -> float:  # fmt: skip
+    engine: ModuleType, layer: NormaliserLayer, device: torch.device, dtype: torch.dtype, length: int = 200
+) -> float:
     """The engine's largest relative error (by norm) against float64, of o, dq, dk, dv and a decoded row.
 
     On random inputs: all queries, with the D axis not innermost, then the later half of them with one head of
     keys. Unless the weights depend on the distance or the temperature on the scores, also (but for dq, which
     cancels) on one long row of equal keys, where the rounding of its sum could pass for contrast.
     """
-    g, n_head, d = torch.Generator().manual_seed(0), normaliser.n_head, normaliser.head_dim
-    length = min(length, normaliser.train_len)  # ssmax_pn has no p_n beyond
+    g = torch.Generator().manual_seed(0)
+    n_head = layer.n_head
+    d = layer.head_dim
+    length = min(length, layer.train_len)  # ssmax_pn has no p_n beyond
     q, k, v, do = (torch.randn(1, n_head, d, length, generator=g).to(device, dtype).mT for _ in range(4))
-    errors = _errors(engine, normaliser, q, k, v, do)
+    errors = _errors(engine, layer, q, k, v, do)
     half = length // 2 + 1
-    errors += _errors(engine, normaliser, q[..., -half:, :], k[:, :1], v[:, :1], do[..., -half:, :])
-    if not (normaliser.by_distance or normaliser.definition.adaptive):  # undefined where scores are equal
-        if "p_n" not in normaliser.learned_names:
+    errors += _errors(engine, layer, q[..., -half:, :], k[:, :1], v[:, :1], do[..., -half:, :])
+    if not (layer.by_distance or isinstance(layer.definition, AdaptiveSoftmax)):  # undefined at equal scores
+        if "p_n" not in layer.learned_names:
             length = 65536 if device.type == "cuda" else 320
-        shapes = ((1, length), (n_head, 1))
-        v, do = (torch.randn(1, *shape, d, generator=g).to(device, dtype) for shape in shapes)
+        v, do = (
+            torch.randn(1, h, t, d, generator=g).to(device, dtype) for h, t in ((1, length), (n_head, 1))
+        )
         ones = torch.full_like(v, d**-0.25)
-        o, _, *others = _errors(engine, normaliser, ones[..., -1:, :].expand_as(do), ones, v, do)
+        o, _, *others = _errors(engine, layer, ones[..., -1:, :].expand_as(do), ones, v, do)
         errors += [o, *others]
     return torch.tensor(errors).max().item()  # NaN if one is
 
 
 def _errors(
-    engine: ModuleType, normaliser: NormaliserModule, q: Tensor, k: Tensor, v: Tensor, do: Tensor
+    engine: ModuleType, layer: NormaliserLayer, q: Tensor, k: Tensor, v: Tensor, do: Tensor
 ) -> list[float]:
     """Of o, dq, dk, dv and, where the engine decodes, the last row.
 
     Both sides get the same q and k, rounded as the kernels take them, so that re-weighting does not amplify
     that rounding.
     """
-    unit = engine.score_unit(normaliser.definition)
+    unit = engine.score_unit(layer.definition)
     with torch.no_grad():
-        decoded = [engine.run(q[..., -1:, :], k, v, normaliser)] if engine.DECODES else []
-        q, k, context = rescale(q, k, v, normaliser, unit=unit)
+        decoded = [engine.run(q[..., -1:, :], k, v, layer)] if engine.DECODES else []
+        q, k, context = layer.prepare(q, k, dtype=v.dtype, unit=unit)
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
     inputs64 = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    context64 = normaliser.context(inputs64[0], inputs64[1])
+    context64 = layer.context(inputs64[0], inputs64[1])
     with torch.enable_grad():
-        out = engine.run_prepared(*inputs, context, normaliser)
+        out = engine.run_prepared(*inputs, context, layer)
         got = [out, *torch.autograd.grad(out, inputs, do), *decoded]
         q, k, v = (share_heads(t, q) for t in inputs64)
         x = q @ k.mT / unit
         x = x.masked_fill(~context64.visible(x), -math.inf)
-        if normaliser.definition.adaptive:  # softmax, by `rescale` at its temperature already
-            out = reweight(x.softmax(-1), context64.n, normaliser.reweight_p) @ v
+        if isinstance(layer.definition, AdaptiveSoftmax):  # `prepare` has divided by its temperature
+            out = reweight(x.softmax(-1), context64.n, context64.p) @ v
         else:
-            out = normaliser.row_weights(x, context64) @ v
+            out = layer.row_weights(x, context64) @ v
         want = [out, *torch.autograd.grad(out, inputs64, do.double())]
         want += [out[..., -1:, :]] if decoded else []
     errors = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in zip(got, want, strict=True)]

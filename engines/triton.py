@@ -1,6 +1,6 @@
 """The triton engine: fused CUDA kernels for phi-attention, with or without l1 and re-weighting.
 
-    out = run(q, k, v, normaliser)                                         # what `attend` calls
+    out = run(q, k, v, layer)                                              # what `attend` calls
     o = phi_attention(q, k, v, phi="softplus", l1=True, p=15)              # LSSAR on prepared q and k
 
 The kernels are in triton_kernels.py, with the mathematics of forward and backward. This file chooses block
@@ -16,9 +16,9 @@ import torch
 import triton
 from torch import Tensor
 
-from engines import triton_decode
-from engines.sdpa import rescale
+from engines import rows, triton_decode
 from engines.triton_kernels import (
+    INTERPRETED,
     LOG2E,
     MAX_POWER,
     N_ROW,
@@ -31,17 +31,39 @@ from engines.triton_kernels import (
 )
 from normalisers.base import Normaliser, RowContext
 from normalisers.family import Phi
-from normalisers.layer import FUSED_HEAD_DIM, NormaliserModule
+from normalisers.layer import NormaliserLayer
 
 DECODES = True
+# The largest head sizes: beyond, tiles fit neither registers nor shared memory.
+MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 
 # ---------------------------------------------------------------- the engine
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserModule, cached: bool = False) -> Tensor:
+def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:
+    """Why this engine cannot run the layer there; "" if it can."""
+    definition = layer.definition
+    derives_weights = definition.is_softmax or type(definition).weights is Phi.weights
+    if layer.by_distance or not derives_weights or getattr(definition, "sink", "none") != "none":
+        return f"{layer.label} has no fused form"
+    if definition.is_softmax and not layer.reweight_p:
+        return f"{layer.label} is a softmax, which sdpa runs"
+    if device.type != "cuda" and not INTERPRETED:
+        return f"needs a CUDA device, found {device.type}"
+    if layer.head_dim > MAX_HEAD_DIM.get(dtype, 0):
+        return f"head size {layer.head_dim} in {dtype}: runs up to 256 in 16 bits, 128 in float32"
+    return ""
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, cached: bool = False, p: int | None = None
+) -> Tensor:
     """`attention.attend` by the fused kernels; (B, H, Tq, D) in v's type."""
-    q, k, context = rescale(q, k, v, normaliser, cached, score_unit(normaliser.definition))
-    return run_prepared(q, k, v, context, normaliser)
+    if v.shape[-1] != k.shape[-1]:  # the kernels' heads have one size
+        return rows.run(q, k, v, layer, cached, p)
+    unit = score_unit(layer.definition)
+    q, k, context = layer.prepare(q, k, cached, p, dtype=v.dtype, unit=unit)
+    return run_prepared(q, k, v, context, layer)
 
 
 def score_unit(definition: Normaliser) -> float:
@@ -53,18 +75,20 @@ def phi_of(definition: Normaliser) -> str:
     return definition.phi if isinstance(definition, Phi) else "exp"  # a softmax with its own temperature
 
 
-def run_prepared(
-    q: Tensor, k: Tensor, v: Tensor, context: RowContext, normaliser: NormaliserModule
-) -> Tensor:
+def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: NormaliserLayer) -> Tensor:
     """`run` for q and k whose products are `score_unit` times the scores."""
-    definition, p = normaliser.definition, normaliser.reweight_p
-    options: dict[str, Any] = {"phi": phi_of(definition), "p": p, "skip_mass": normaliser.skip_mass}
+    definition = layer.definition
+    phi = phi_of(definition)
     if not isinstance(definition, Phi):
-        return phi_attention(q, k, v, l1=True, **options)
-    shift, divisor, rows = definition.shift(context), definition.divisor(context), None
+        return phi_attention(q, k, v, phi=phi, l1=True, p=context.p)
+    shift = definition.shift(context)
+    row_shift = None
     if not (isinstance(shift, float) and shift == 0.0):
-        rows = (context.n * 0 + shift).squeeze(-1) * score_unit(definition)
-    out = phi_attention(q, k, v, rows, l1=definition.l1, bounded=definition.bounded, **options)
+        row_shift = (context.n * 0 + shift).squeeze(-1) * score_unit(definition)
+    out = phi_attention(
+        q, k, v, row_shift, phi=phi, l1=definition.l1, p=context.p, bounded=definition.bounded
+    )
+    divisor = definition.divisor(context)
     return out if isinstance(divisor, float) and divisor == 1.0 else (out / divisor).to(out.dtype)
 
 
@@ -138,28 +162,27 @@ def _launch(kernel: Any, of: str, form: Form, matrices: Sequence[Tensor], *args:
 
 def phi_attention(
     q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, *, phi: str, l1: bool, p: int = 0,
-    bounded: bool = False, skip_mass: float = 0.0,
+    bounded: bool = False,
 ) -> Tensor:  # fmt: skip
     """Causal attention with weights from phi(x), q.k + shift = `score_unit` x; see triton_kernels.py.
 
     Args:
         q: (B, H, Tq, D), the last Tq of the Tk positions; any strides, best with D contiguous.
         k, v: (B, n_kv_head, Tk, D), where n_kv_head divides H, of the same type: float32, float16 or
-            bfloat16; D <= FUSED_HEAD_DIM.
+            bfloat16; D <= MAX_HEAD_DIM.
         shift: (Tq,) added to q.k, a constant.
         phi: one of PHIS.
         l1: divide rows by sum |phi|.
         p: power of the re-weighting, at most 256; it needs l1 and a phi that is not negative. 0: none,
             which with exp and l1 is softmax and belongs to F.scaled_dot_product_attention.
         bounded: |x| < 70, so that no row of phi = softplus or sigmoid underflows: saves a check.
-        skip_mass: see NormaliserModule; for one query without a graph, with a power.
     Returns:
         (B, H, Tq, D) in the inputs' type. Scores and sums are float32; weights are rounded to the
         inputs' type where they meet v. float16 overflows where weights without l1 exceed 65504.
     """
     assert phi in PHIS and (phi, l1, p) != ("exp", True, 0), (phi, l1, p)  # the last is softmax: sdpa
     assert not p or (0 < p <= MAX_POWER and l1 and phi not in SIGNED), (phi, l1, p)
-    assert q.dtype == k.dtype == v.dtype and q.shape[-1] <= FUSED_HEAD_DIM.get(q.dtype, 0), q.dtype
+    assert q.dtype == k.dtype == v.dtype and q.shape[-1] <= MAX_HEAD_DIM.get(q.dtype, 0), q.dtype
     assert k.shape == v.shape and q.shape[::3] == k.shape[::3] and q.shape[2] <= k.shape[2], k.shape
     assert q.shape[1] % k.shape[1] == 0, (q.shape, k.shape)
     if shift is not None:
@@ -167,7 +190,7 @@ def phi_attention(
         shift = shift.to(torch.float32).contiguous()
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     decodes = q.shape[-2] == 1 and not needs_grad
-    return _forward_op(q, k, v, shift, phi, l1, p, bounded, skip_mass if decodes else None)[0]
+    return _forward_op(q, k, v, shift, phi, l1, p, bounded, decodes)[0]
 
 
 def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
@@ -184,16 +207,16 @@ def _new_output(q: Tensor) -> Tensor:
 @torch.library.custom_op("phi_attention::forward", mutates_args=())
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int, bounded: bool,
-    skip_mass: float | None,
+    decodes: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and the rows' statistics (B, H, Tq, 4); with skip_mass o alone, of one query (triton_decode.py)."""
+    """o and the rows' statistics (B, H, Tq, 4); decoding, o alone (triton_decode.py)."""
     o, stats = _fake_forward(q, k, v)
     if q.numel() == 0:
         return o, stats
     q, k, v = _rows_contiguous(q, k, v)
     form = Form(phi, l1, p, bounded, shift is not None, q.dtype != torch.float32, q.shape[-1])
-    if skip_mass is not None:
-        triton_decode.launch(q, k, v, shift, o, form, skip_mass if p else 0.0)
+    if decodes:
+        triton_decode.launch(q, k, v, shift, o, form)
     else:
         _launch(_forward, "forward", form, (q, k, v, o), q, k, v, stats if shift is None else shift, o, stats)
     return o, stats
@@ -218,7 +241,8 @@ def _backward_op(
     form = Form(phi, l1, p, bounded, has_shift, q.dtype != torch.float32, q.shape[-1])
     _launch(_backward_q, "backward_q", form, (q, k, v, o, do, dq), q, k, v, o, do, stats, dq, rows)
     # Grouped heads: gradients by query head, summed at the end (a loop over heads in the kernel spills).
-    grouped, by_head = k.shape[1] < q.shape[1], (*q.shape[:2], *k.shape[2:])
+    grouped = k.shape[1] < q.shape[1]
+    by_head = (*q.shape[:2], *k.shape[2:])
     dks, dvs = (stats.new_empty(by_head) if grouped else t for t in (dk, dv))
     _launch(_backward_kv, "backward_kv", form, (q, k, v, do, dks, dvs), q, k, v, do, stats, rows, dks, dvs)
     if grouped:

@@ -6,7 +6,7 @@
 
 A row of V is whole cache lines (128 bytes at head_dim 64 in 16 bits), and re-weighting gives most keys a
 weight of exactly 0. So a key and head cost 2 D bytes (K), 8 (its score, written and read) and 2 D times the
-share of live rows; softmax's cost 4 D. `NormaliserModule.skip_mass` leaves out more rows, with a bound.
+share of live rows; softmax's cost 4 D.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ DECODE_KEYS = 64  # keys of a tile
 MAX_SPLITS = 64
 
 
-def launch(
-    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, o: Tensor, form: Form, skip_mass: float
-) -> None:
+def launch(q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, o: Tensor, form: Form) -> None:
     """Fill o (B, H, 1, D) from q, k and v, (B, n_kv_head, n, D), all with D contiguous."""
     (B, H, _, D), (_, n_kv_head, n_keys, _) = q.shape, k.shape
     n_rows = B * H
@@ -54,7 +52,7 @@ def launch(
             q, k, shift, scores, sums, q.stride()[:2], k.stride()[:3], *split, form, DECODE_KEYS
         )
         _decode_values[(n_rows * n_splits,)](
-            v, scores, sums, parts, totals, v.stride()[:3], skip_mass / n_keys, *split, form, DECODE_KEYS,
+            v, scores, sums, parts, totals, v.stride()[:3], *split, form, DECODE_KEYS,
             MAX_SPLITS,
         )  # fmt: skip
         _decode_combine[(n_rows,)](parts, totals, o, o.stride()[:2], H, n_splits, form, MAX_SPLITS)
@@ -98,9 +96,9 @@ def _decode_scores(
     tl.store(at + 2 * n_splits, tl.max(peak, 0))
 
 
-@triton.jit(do_not_specialize=["n_keys", "n_splits", "per_split", "cut"])
+@triton.jit(do_not_specialize=["n_keys", "n_splits", "per_split"])
 def _decode_values(
-    v_ptr, scores_ptr, sums_ptr, parts_ptr, totals_ptr, v_strides, cut,
+    v_ptr, scores_ptr, sums_ptr, parts_ptr, totals_ptr, v_strides,
     n_head, group, n_keys, n_splits, per_split, form: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """sum w v (D,) and sum |w| of one split; w is relative to the row's largest where there is a power."""
@@ -128,7 +126,7 @@ def _decode_values(
         weight, _ = _weigh(s, c, e, form)
         weight = tl.where(j < stop, weight, 0.0)
         total += tl.abs(weight)
-        live = ~(tl.abs(weight) <= cut)  # NaN is live: it must reach o
+        live = ~(weight == 0.0)  # NaN is live: it must reach o
         weight = tl.where(live, weight, 0.0)
         at, exists = _tile_pointers(values, j0, BN, True, form)
         v = tl.load(at, mask=exists & live[:, None], other=0.0)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from attention import describe_attention
 from data.batches import val_windows
 from data.dataset import TokenStream
 from evals.output import Share
@@ -30,7 +29,7 @@ from infra.distributed import World
 from infra.files import write_json
 from model import GPT
 from positions import RopeKind, RopeScaling
-from schema import Config
+from schema import Config, describe_attention
 from training.checkpoint import load_model, read_config
 
 FIGURE_SUFFIXES = (".png", ".pdf", ".svg")

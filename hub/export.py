@@ -29,7 +29,6 @@ from typing import Any, get_args
 import tiktoken
 import torch
 
-from attention import describe_attention
 from config import to_toml
 from data.tokenizer import get_tokenizer
 from evals.output import format_rope
@@ -38,7 +37,7 @@ from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import read_json
 from model import GPT
 from positions import RopeKind, RopeScaling
-from schema import Config
+from schema import Config, describe_attention
 from training.checkpoint import load_model
 
 END = "<|endoftext|>"

@@ -20,7 +20,6 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from attention import mask_spans
 from config import config_from_dict
 from infra.cli import UserError
 from model import GPT, KVCache, scale_logits
@@ -70,8 +69,6 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: NormaliserGPTConfig) -> None:
         super().__init__(config)
         self.gpt = GPT(config_from_dict(config.gpt or {}, "config.json"))
-        for block in self.gpt.blocks:  # resolved at each call: the device is not known yet
-            block.attention.engine = "auto"
         # The output layer, and SSMax's p_n: one vector for all layers.
         tied = {"gpt.lm_head.weight": "gpt.embedding.weight"} if config.tie_word_embeddings else {}
         p_n = [f"gpt.{name}" for name in self.gpt.state_dict() if name.endswith(".p_n")]
@@ -156,3 +153,18 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         raise UserError("resize_token_embeddings: the vocabulary is that of the exported run")
+
+
+def mask_spans(mask: Tensor) -> list[tuple[int, int]] | None:
+    """`attend`'s spans from a padding mask (B, Tk), nonzero at real keys; None: no padding.
+
+    Raises:
+        UserError: padding between real keys.
+    """
+    mask = mask.bool()
+    counts, starts = mask.sum(-1).tolist(), mask.int().argmax(-1).tolist()
+    stops = (mask.shape[-1] - mask.flip(-1).int().argmax(-1)).tolist()
+    spans = [(start, start + n) for start, n in zip(starts, counts, strict=True)]
+    if any(n and span[1] != stop for n, span, stop in zip(counts, spans, stops, strict=True)):
+        raise UserError("attention_mask: has zeros between ones; expected padding on the left or right only")
+    return None if min(counts) == mask.shape[-1] else spans

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention import attend, make_normaliser, mask_spans
+from attention import attend, make_normaliser
+from hub.modeling import mask_spans
 from hub.native import import_transformers
 from infra.cli import UserError
 from model import NORM_EPS
@@ -113,7 +114,7 @@ def _attention(
     if normaliser is None or normaliser.made_of != (options, length):
         normaliser = make_normaliser(options, n_head, head_dim, length).to(query.device)
         normaliser.made_of, module.normaliser = (options, length), normaliser
-    out = attend(query, key, value, normaliser, options.engine, spans=spans)
+    out = attend(query, key, value, normaliser, "auto", spans=spans)
     if normaliser.definition.output_norm:
         out = F.rms_norm(out, (head_dim,), eps=NORM_EPS)
     return out.transpose(1, 2).contiguous(), None

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import trange
 
-from attention import describe_attention
 from config import config_from_dict, parse_overrides
 from evals.common import mean_and_stderr
 from evals.output import format_stderr, format_table
@@ -35,7 +34,7 @@ from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.files import write_json
 from lab.import_ import load_native
 from positions import RopeScaling, rope_frequencies
-from schema import AttentionConfig
+from schema import AttentionConfig, describe_attention
 
 ROPE_KINDS = ("none", "ntk", "theta")  # the scalings that change the base alone
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attention import describe_attention
 from config import changed_keys, load_config, same_run
 from evals.output import format_rope
 from infra.cli import UserError
@@ -20,7 +19,7 @@ from infra.files import read_json, read_jsonl
 from lab.tables import TableRow, ancestors_of
 from model import GPT
 from normalisers.adaptive import NormSoftmax
-from schema import Config
+from schema import Config, describe_attention
 
 FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length
 

@@ -17,12 +17,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from attention import describe_attention, make_normaliser
+from attention import make_normaliser
 from evals.common import FIGURE_SUFFIXES
 from evals.output import save_figure
 from infra.cli import ArgumentParser, UserError, run_main
 from normalisers.base import NORMALISERS
-from schema import AttentionConfig
+from schema import AttentionConfig, describe_attention
 
 HEAD_DIM, TRAIN_LEN, LENGTHS = 64, 1024, (64, 4096)
 N_COLUMNS = 6

@@ -6,10 +6,13 @@ import math
 from typing import ClassVar, Literal, Self
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
-from normalisers.base import Normaliser, RowContext
+from normalisers.base import Normaliser, RowContext, share_heads
+
+CHUNK = 64  # keys whose moments are merged at once
 
 # ---------------------------------------------------------------- softmax with a score-dependent temperature
 
@@ -17,10 +20,17 @@ from normalisers.base import Normaliser, RowContext
 class AdaptiveSoftmax(Normaliser):
     """softmax(x * inverse_temperature), x = q.k unscaled, from the mean and variance of a row's scores."""
 
-    adaptive: ClassVar[bool] = True
+    def inverse_temperature(self, mean: Tensor, var: Tensor, context: RowContext) -> Tensor:
+        """The factor of a row's scores from their moments, (..., R, 1)."""
+        raise NotImplementedError
 
     def factor(self, context: RowContext) -> float:
         return 1.0
+
+    def fused_factor(self, q: Tensor, k: Tensor, context: RowContext) -> Tensor:
+        factor = self.factor(context)
+        moments = score_moments(q * factor, share_heads(k.to(q.dtype), q), context)
+        return factor * self.inverse_temperature(*moments, context)
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
         x = context.zero_hidden(x)
@@ -29,6 +39,10 @@ class AdaptiveSoftmax(Normaliser):
     @property
     def sums_to_one(self) -> bool:
         return True
+
+    @property
+    def is_softmax(self) -> bool:
+        return type(self).weights is AdaptiveSoftmax.weights
 
 
 class NormSoftmax(AdaptiveSoftmax, name="norm_softmax"):
@@ -91,3 +105,68 @@ class LogitNorm(AdaptiveSoftmax, name="logit_norm"):
         norm = torch.where(nonzero, square, 1.0).sqrt()
         tau = self.tau if isinstance(self.tau, float) else context.n**-0.5
         return torch.where(nonzero, 1 / (norm * tau), 0.0)
+
+
+# ---------------------------------------------------------------- moments in linear time
+
+
+def score_moments(q: Tensor, k: Tensor, context: RowContext) -> tuple[Tensor, Tensor]:
+    """Mean and population variance of each row's visible scores q.k, in O(T) memory.
+
+    var = q' Cov(k) q over the visible keys: prefix sums of the chunks' means and covariances, merged
+    by Chan's formula, plus the row's own chunk directly. (E[x^2] - E[x]^2 would lose all digits when
+    keys share a mean.) Relative error about eps r^2, where keys vary r times as much in a direction that the
+    queries ignore as in those that matter.
+
+    Args:
+        q, k: (B, H, T, D) float32 or float64. With fewer queries than keys (decoding) or at most CHUNK keys,
+            the scores are computed directly.
+    Returns:
+        mean, var: each (B, H, T, 1).
+    """
+    if q.shape[-2] < k.shape[-2] or k.shape[-2] <= CHUNK:
+        return context.moments(q @ k.mT)
+    length = q.shape[-2]
+    n_chunks = math.ceil(length / CHUNK)
+    pad = (0, 0, 0, n_chunks * CHUNK - length)
+    q = F.pad(q, pad).unflatten(-2, (n_chunks, CHUNK))  # (B, H, C, c, D)
+    k = F.pad(k, pad).unflatten(-2, (n_chunks, CHUNK))
+
+    # All keys before the row's chunk: n_a keys with mean score mean_a and variance var_a.
+    k_mean, k_scatter, n_a = _prefix_moments(k)
+    mean_a = (q @ k_mean[..., None]).squeeze(-1)  # (B, H, C, c)
+    var_a = ((q @ k_scatter) * q).sum(-1) / n_a.clamp_min(1)
+    # The row's own chunk up to itself: n_b keys.
+    x = q @ k.mT  # (B, H, C, c, c)
+    own = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    n_b = torch.arange(1, CHUNK + 1, dtype=q.dtype, device=q.device)  # (c,)
+    mean_b = torch.where(own, x, 0.0).sum(-1) / n_b
+    var_b = torch.where(own, x - mean_b[..., None], 0.0).square().sum(-1) / n_b
+
+    n = n_a + n_b
+    delta = mean_b - mean_a
+    mean = mean_a + delta * n_b / n
+    var = (n_a * var_a + n_b * var_b + delta.square() * n_a * n_b / n) / n
+    return mean.flatten(-2)[..., :length, None], var.flatten(-2)[..., :length, None]
+
+
+def _prefix_moments(k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of all keys before each chunk: their mean (B, H, C, D), scatter (B, H, C, D, D), count (C, 1).
+
+    Prefixes are shifted, never `cumsum - own`: that leaks the own chunk through its rounding.
+    """
+    n_chunks, chunk = k.shape[-3:-1]
+    before = torch.arange(n_chunks, dtype=k.dtype, device=k.device)[:, None] * chunk  # (C, 1)
+    sums = k.sum(-2)  # (B, H, C, D)
+    mean = _exclusive_cumsum(sums, -2) / before.clamp_min(1)
+    own_mean = sums / chunk
+    centred = k - own_mean[..., None, :]
+    shift = own_mean - mean
+    weight = (before * chunk / (before + chunk))[..., None]  # (C, 1, 1)
+    scatter = centred.mT @ centred + weight * shift[..., :, None] * shift[..., None, :]
+    return mean, _exclusive_cumsum(scatter, -3), before
+
+
+def _exclusive_cumsum(t: Tensor, dim: int) -> Tensor:
+    zeros = torch.zeros_like(t.narrow(dim, 0, 1))
+    return torch.cat([zeros, t.narrow(dim, 0, t.shape[dim] - 1).cumsum(dim)], dim)

@@ -49,6 +49,7 @@ class RowContext:
     n_keys: int  # Tk: all keys of this call
     train_len: int  # L
     head_dim: int  # d
+    p: int = 0  # power of the re-weighting; 0: none
     learned: dict[str, Tensor] = field(default_factory=dict)  # name -> (H, 1, 1), p_n: (train_len,)
 
     def visible(self, x: Tensor) -> Tensor:
@@ -100,6 +101,17 @@ class L1Normalise(torch.autograd.Function):
         return (grads[0] - a.sign() * (grads[0] * a).sum(-1, keepdim=True)) * inverse
 
 
+def share_heads(t: Tensor, q: Tensor) -> Tensor:
+    """Keys or values (B, n_kv_head, T, D) as q's H heads see them, (B, H, T, D): copied if n_kv_head < H.
+
+    Head h of q belongs to head h // (H / n_kv_head) of t (grouped-query attention, Ainslie et al. 2023).
+    """
+    group, rest = divmod(q.shape[1], t.shape[1])
+    if rest:
+        raise ValueError(f"{q.shape[1]} heads of queries for {t.shape[1]} of keys: expected a multiple")
+    return t if group == 1 else t.repeat_interleave(group, dim=1)
+
+
 # ---------------------------------------------------------------- re-weighting (LSSAR)
 
 
@@ -116,15 +128,6 @@ def reweight(a: Tensor, n: Tensor, p: int) -> Tensor:
     """
     offset, scale = offset_and_scale(n * a.detach().amax(-1, keepdim=True), n)
     return l1_normalise(torch.relu(a * (n * scale) - offset * scale).pow(p))
-
-
-def reweight_naive(a: Tensor, n: Tensor, p: int) -> Tensor:
-    """`reweight` as eq. 5 is written: inf / inf where a power overflows, 0 / 0 where all of a row underflow.
-
-    For the comparison in results/gradients only.
-    """
-    powers = torch.relu(n * a - (n > 3).to(a.dtype)).pow(p)
-    return powers / powers.sum(-1, keepdim=True)
 
 
 def has_contrast(peak: Tensor, n: Tensor) -> Tensor:
@@ -159,7 +162,6 @@ class Normaliser(BaseModel):
     # Subtract the first key from all keys: softmax and sigma are invariant to a shift of a row's scores,
     # their rounding is not, most of all where keys are nearly equal.
     centre_keys: ClassVar[bool] = False
-    adaptive: ClassVar[bool] = False  # a softmax whose temperature depends on the scores
 
     scores: Scores = Field("dot", description="dot: q.k. cosine: q and k l2-normalised per head first.")
     output_norm: bool = Field(False, description="RMSNorm, without weights, of each head's output.")
@@ -181,9 +183,12 @@ class Normaliser(BaseModel):
         """g(n), what multiplies the score: a number, (R, 1) or (H, R, 1)."""
         return context.head_dim**-0.5
 
-    def inverse_temperature(self, mean: Tensor, var: Tensor, context: RowContext) -> Tensor:
-        """For `adaptive`: the factor from the moments of a row's scores, (..., R, 1)."""
-        raise NotImplementedError
+    def fused_factor(self, q: Tensor, k: Tensor, context: RowContext) -> Tensor | float:
+        """What multiplies q (B, H, R, D) for a kernel that knows no formula: by default `factor`.
+
+        k: (B, n_kv_head, K, D), normalised or centred as q is.
+        """
+        return self.factor(context)
 
     def at_distance(self, x: Tensor, t: Tensor) -> Tensor:
         """The scores x of keys at distance t = n - 1 - j from the query, t expanding to x's shape."""
@@ -200,28 +205,10 @@ class Normaliser(BaseModel):
 
     @property
     def by_distance(self) -> bool:
-        """The weights depend on the keys' distances: the sdpa and triton engines cannot run it."""
+        """The scores depend on the keys' distances."""
         return type(self).at_distance is not Normaliser.at_distance
 
     @property
-    def has_engine_form(self) -> bool:
-        """The weights are those that the sdpa and triton engines derive: a subclass may override them."""
-        from normalisers.adaptive import AdaptiveSoftmax
-        from normalisers.family import Phi
-
-        return type(self).weights in (Phi.weights, AdaptiveSoftmax.weights) and not self.by_distance
-
-    @property
     def is_softmax(self) -> bool:
-        """softmax of at_distance(factor * score): the flex engine can run it."""
+        """The weights are a softmax of the scores times `fused_factor`."""
         return False
-
-    @property
-    def is_rescaled_softmax(self) -> bool:
-        """softmax over queries rescaled by a row factor: the sdpa engine can run it."""
-        return self.adaptive and self.has_engine_form
-
-    @property
-    def is_fusible(self) -> bool:
-        """phi(x) over its row sum or a fixed number: the triton engine can run it."""
-        return self.adaptive and self.has_engine_form

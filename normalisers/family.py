@@ -203,14 +203,6 @@ class Phi(Scaled, name="phi"):
     def is_softmax(self) -> bool:
         return self.phi == "exp" and self.sums_to_one and type(self).weights is Phi.weights
 
-    @property
-    def is_rescaled_softmax(self) -> bool:
-        return self.is_softmax and self.is_fusible
-
-    @property
-    def is_fusible(self) -> bool:
-        return self.has_engine_form and self.sink == "none"
-
 
 def l1_of_positive(phi: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """phi(x) / sum phi(x) for phi = softplus or sigmoid, also where phi underflows.

@@ -15,11 +15,13 @@ import torch
 from reference import FORMULAS, reference_weights
 from torch import Tensor
 
-from attention import attend, make_normaliser
+from attention import attend, choose_engine, make_normaliser
+from engines import sdpa
+from normalisers.adaptive import AdaptiveSoftmax
 from normalisers.base import NORMALISERS
 from normalisers.family import PhiName
-from normalisers.layer import NormaliserModule
-from schema import AttentionConfig
+from normalisers.layer import NormaliserLayer
+from schema import AttentionConfig, Engine
 
 PHIS = get_args(PhiName)
 BIASES = ("log_train_len", "log_len", "log_n")
@@ -48,13 +50,11 @@ PLAIN: list[dict[str, Any]] = [
     {"normaliser": "norm_softmax", "variant": "inverse", "gamma": 3.0, "tau": 0.8},
     {"normaliser": "norm_softmax", "variant": "inverse", "gamma_factor": 2.0},
     {"normaliser": "logit_norm", "tau": 0.25},
-    *(
-        {"normaliser": name}
-        for name in ("scale_invariant", "entmax", "asentmax", "threshold", "stick_breaking")
-    ),
+    *({"normaliser": name} for name in ("scale_invariant", "entmax", "asentmax", "stick_breaking")),
     *({"normaliser": name} for name in ("softpick", "elastic_softmax")),
     {"normaliser": "scale_invariant", "tau": 2.0, "scores": "cosine", "scale": "sqrt_d"},
-    {"normaliser": "threshold", "power": 1, "kappa": 3.0},
+    {"normaliser": "threshold", "output_norm": False},
+    {"normaliser": "threshold", "power": 1, "kappa": 3.0, "output_norm": False},
     {"normaliser": "stick_breaking", "scale": "learned", "length_scale": "ln_n"},
     # The family's independent keys.
     {"normaliser": "softmax", "scores": "cosine", "scale": "sqrt_d"},  # QK-norm
@@ -113,7 +113,12 @@ each_case = pytest.mark.parametrize("cfg", CASES)
 
 
 def has_sdpa(cfg: AttentionConfig) -> bool:
-    return cfg.definition.is_rescaled_softmax and not cfg.reweight_p
+    return not sdpa.problem(make_normaliser(cfg, 2, 16, 40), torch.device("cpu"), torch.float32)
+
+
+def choose(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype, engine: Engine = "auto") -> str:
+    """The name of the engine that attend() takes."""
+    return choose_engine(layer, engine, device, dtype).name
 
 
 def engines(cfg: AttentionConfig) -> list[str]:
@@ -126,10 +131,15 @@ OWN_SCALE = ("entmax", "asentmax", "threshold", "stick_breaking", "softpick", "e
 def is_normalised(cfg: AttentionConfig) -> bool:
     """Whether rows have a scale of their own: sum |A| <= 1, a softmax shifted, or powers of a cosine."""
     d, name = cfg.definition, cfg.normaliser
-    return d.adaptive or getattr(d, "l1", False) or name.startswith("softmax_") or name in OWN_SCALE
+    return (
+        isinstance(d, AdaptiveSoftmax)
+        or getattr(d, "l1", False)
+        or name.startswith("softmax_")
+        or name in OWN_SCALE
+    )
 
 
-def make(cfg: AttentionConfig, n_head: int, head_dim: int, train_len: int, seed: int = 0) -> NormaliserModule:
+def make(cfg: AttentionConfig, n_head: int, head_dim: int, train_len: int, seed: int = 0) -> NormaliserLayer:
     """A normaliser whose learned parameters are away from their initial values, different in every head."""
     normaliser = make_normaliser(cfg, n_head=n_head, head_dim=head_dim, train_len=train_len)
     g = torch.Generator().manual_seed(seed)
@@ -150,7 +160,7 @@ def draw(
     return q, k, v, do
 
 
-def run(engine: Any, normaliser: NormaliserModule, q, k, v, do, autocast: bool = False) -> dict[str, Tensor]:
+def run(engine: Any, normaliser: NormaliserLayer, q, k, v, do, autocast: bool = False) -> dict[str, Tensor]:
     """o and every gradient of (o * do).sum(), with an engine or with weights given as a function."""
     q, k, v = (t.detach().clone().requires_grad_() for t in (q, k, v))
     params = dict(normaliser.named_parameters())
@@ -161,7 +171,7 @@ def run(engine: Any, normaliser: NormaliserModule, q, k, v, do, autocast: bool =
     return {"o": o.detach(), **dict(zip(inputs, grads, strict=True))}
 
 
-def exactly(normaliser: NormaliserModule, *inputs: Tensor) -> dict[str, Tensor]:
+def exactly(normaliser: NormaliserLayer, *inputs: Tensor) -> dict[str, Tensor]:
     """`run` in float64 on the same numbers; equal to the reference by the first tests of section 2."""
     q, k, v, do = (t.double() for t in inputs)
     return run("dense", copy.deepcopy(normaliser).double(), q, k, v, do)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engines.rows import query_blocks
 from model import GPT, KVCache
-from normalisers.base import RowContext, l1_normalise
-from normalisers.layer import NormaliserModule, share_heads
+from normalisers.base import RowContext, l1_normalise, share_heads
+from normalisers.layer import NormaliserLayer
 from positions import UNSCALED, RopeScaling
 
 TINY = 2.0**-16
@@ -33,18 +33,24 @@ STATISTICS = {
 
 
 @torch.no_grad()
-def model_statistics(model: GPT, tokens: Tensor, rope: RopeScaling = UNSCALED, n_rows: int = 0) -> Tensor:
+def model_statistics(
+    model: GPT, tokens: Tensor, rope: RopeScaling = UNSCALED, n_rows: int = 0, p: int | None = None
+) -> Tensor:
     """STATISTICS of tokens (B, T), as means over their last `n_rows` rows, 0: all.
 
     Returns: (B, n_layer, n_head, len(STATISTICS)) float32.
     """
-    layers = attention_inputs(model, tokens, rope)
-    return torch.stack([layer_statistics(each, q[:, :, -n_rows:], k) for each, q, k in layers], dim=1)
+    layers = attention_inputs(model, tokens, rope, p=p)
+    return torch.stack([layer_statistics(each, q[:, :, -n_rows:], k, p) for each, q, k in layers], dim=1)
 
 
 def attention_inputs(
-    model: GPT, tokens: Tensor, rope: RopeScaling = UNSCALED, cache: KVCache | None = None
-) -> Iterator[tuple[NormaliserModule, Tensor, Tensor]]:
+    model: GPT,
+    tokens: Tensor,
+    rope: RopeScaling = UNSCALED,
+    cache: KVCache | None = None,
+    p: int | None = None,
+) -> Iterator[tuple[NormaliserLayer, Tensor, Tensor]]:
     """Each layer's normaliser, q (B, H, T, D) and k after RoPE.
 
     Args:
@@ -60,14 +66,14 @@ def attention_inputs(
         if cache:
             k, _ = cache.append(i, attention.normaliser.cache_keys(k), v)
         yield attention.normaliser, q, k
-        x = block(x, cos, sin, cache)
+        x = block(x, cos, sin, cache, p)
 
 
-def layer_statistics(normaliser: NormaliserModule, q: Tensor, k: Tensor) -> Tensor:
+def layer_statistics(normaliser: NormaliserLayer, q: Tensor, k: Tensor, p: int | None = None) -> Tensor:
     """(B, H, Tq, D) and (B, H, Tk, D) after RoPE, the last Tq positions, to (B, H, len(STATISTICS))."""
     with torch.autocast(q.device.type, enabled=False):
         unscaled_q, unscaled_k = q.float(), share_heads(k, q).float()
-        q, k, context = normaliser.prepare(q, k)
+        q, k, context = normaliser.prepare(q, k, p=p)
         total = q.new_zeros(*q.shape[:2], len(STATISTICS))
         for batch, block, keys in query_blocks(q, k):
             unscaled = unscaled_q[batch, :, block] @ unscaled_k[batch, :, keys].mT  # (b, H, R, K)

@@ -5,7 +5,6 @@ import math
 from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
-from model import GPT
 from schema import AttentionConfig, OptimizerConfig
 
 
@@ -67,14 +66,8 @@ def set_learning_rates(
     return factor * config.lr
 
 
-def warmup_power(config: AttentionConfig, step: int) -> int:
+def power_at(config: AttentionConfig, step: int) -> int:
     """p of the re-weighting at a step: from 1 to reweight_p in equal spans of reweight_p_warmup steps."""
-    p, n_steps = config.reweight_p, config.reweight_p_warmup
+    p = config.reweight_p
+    n_steps = config.reweight_p_warmup
     return p if step >= n_steps else 1 + (p - 1) * step // n_steps
-
-
-def set_power(model: GPT, config: AttentionConfig, step: int) -> None:
-    """Set every layer's p for a step, if it is warmed up."""
-    if config.reweight_p_warmup:
-        for block in model.blocks:
-            block.attention.normaliser.reweight_p = warmup_power(config, step)

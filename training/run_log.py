@@ -28,13 +28,12 @@ from typing import Any
 import numpy
 import torch
 
-from attention import describe_attention
 from config import to_toml
 from data.batches import val_windows
 from infra.cli import UserError
 from infra.distributed import World
 from infra.files import read_jsonl, write_atomically
-from schema import Config
+from schema import Config, describe_attention
 from training.state import TrainState
 
 
@@ -146,7 +145,7 @@ class RunLog:
             f"run      {config.run_dir}",
             f"model    {raw_model.n_params() / 1e6:.2f}M parameters, {model.n_layer} layers, "
             f"{model.heads}, width {model.n_embd}",
-            f"attention {describe_attention(config.attention, model)}, engine {raw_model.engine_description}",
+            f"attention {describe_attention(config.attention, model)}, engine {raw_model.engine.note}",
             f"data     {config.data.dir}: {n_tokens:,} training tokens ({epochs:.2f} epochs), "
             f"validation on {n_val:,}",
             f"step     {train.batch_tokens:,} tokens = {self.world.size} processes x {n_micro} micro-batches "

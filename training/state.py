@@ -56,8 +56,6 @@ class TrainState:
         compiles = config.train.compile
         if compiles == "auto":
             compiles = world.device.type == "cuda"
-        if compiles and config.attention.reweight_p_warmup:
-            torch._dynamo.config.allow_unspec_int_on_nn_module = True  # one graph for every p
         self.local_model: Any = torch.compile(self.raw_model) if compiles else self.raw_model
         self.model: Any = DistributedDataParallel(self.local_model) if world.size > 1 else self.local_model
         self.optimizers = make_optimizers(self.raw_model, config.optimizer)

@@ -6,6 +6,7 @@ from data.batches import val_batch, val_windows
 from data.dataset import IGNORED
 from positions import UNSCALED
 from training.attention_statistics import STATISTICS, model_statistics
+from training.optim import power_at
 from training.run_log import RunLog
 from training.state import TrainState
 
@@ -21,6 +22,7 @@ def validate(state: TrainState, log: RunLog) -> str | None:
     Returns: The name of a signal that any rank received meanwhile: then there is no result.
     """
     config, world, model, micro = state.config.train, state.world, state.local_model, state.batches.micro
+    p = power_at(state.config.attention, max(0, state.step - 1))  # that of the last step
     n_windows = val_windows(state.val_stream, config.val_tokens, config.seq_len)
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)
     total, unscaled_total, n_targets = sums  # views
@@ -32,9 +34,9 @@ def validate(state: TrainState, log: RunLog) -> str | None:
             with state.raw_model.autocast():
                 n = (y != IGNORED).sum()
                 n_targets += n
-                total += model(x, y).double() * n
+                total += model(x, y, p=p).double() * n
                 if config.loss != "softmax":
-                    unscaled_total += model(x, y, unscaled=True).double() * n
+                    unscaled_total += model(x, y, unscaled=True, p=p).double() * n
         if stopped := state.stop.on_any_rank(world):
             return stopped
     loss, unscaled = (world.sum(sums)[:2] / n_targets).tolist()
@@ -52,9 +54,10 @@ def measure_attention(state: TrainState, log: RunLog) -> None:
         return
     model, read = state.raw_model, state.val_stream.read
     tokens = torch.from_numpy(read(0, state.config.train.seq_len))[None].to(state.world.device)
+    p = power_at(state.config.attention, max(0, state.step - 1))
     with model.autocast():
-        values = model_statistics(model, tokens, n_rows=ATTENTION_ROWS)
-        logits = model.unscaled_logits(model.hidden(tokens, UNSCALED)[:, -ATTENTION_ROWS:])
+        values = model_statistics(model, tokens, n_rows=ATTENTION_ROWS, p=p)
+        logits = model.unscaled_logits(model.hidden(tokens, UNSCALED, p=p)[:, -ATTENTION_ROWS:])
     log.pending[-1]["logit_std"] = logits.std(-1, correction=0).mean().item()
     by_layer = values.mean((0, 2)).T.tolist()  # (S, n_layer)
     for name, layers in zip(STATISTICS, by_layer, strict=True):

@@ -87,15 +87,11 @@ def direct_losses(run: Path, data: Path, length: int, rope: RopeKind) -> torch.T
 
 
 @pytest.mark.parametrize("rope", ["ntk", "none", "linear", "yarn"])
-@pytest.mark.parametrize(
-    "attention",
-    [{}, {"normaliser": "lssa", "reweight_p": 3}, {"engine": "dense"}],
-    ids=["sdpa", "rows", "dense"],
-)
+@pytest.mark.parametrize("attention", [{}, {"normaliser": "lssa", "reweight_p": 3}], ids=["sdpa", "rows"])
 def test_numbers_equal_direct_computation(tmp_path, data, evaluate, monkeypatch, attention, rope):
     run = make_run(tmp_path / "runs", "a", data, **attention)
     with monkeypatch.context() as patch:  # weights of (T, T) are never computed, also with engine dense
-        patch.delattr("engines.base.NormaliserModule.weights")
+        patch.delattr("engines.base.NormaliserLayer.weights")
         evaluate(run, "--lengths", *LENGTHS, "--rope", rope)
     result = read(run / "eval_length.json")
     assert result["data"]["tokens"] == N_SCORED and result["data"]["blocks"] == N_BLOCKS

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from generation import generate
 from infra.cli import UserError
 from model import GPT, KVCache
 from positions import RopeScaling, apply_rope, rope_tables
@@ -106,7 +107,7 @@ def test_autocast_keeps_float32_weights_and_loss():
     gpt = make_gpt()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = gpt(random_tokens(2, 16), random_tokens(2, 16, seed=2))
-        out = gpt.generate(random_tokens(2, 4), 4)
+        out = generate(gpt, random_tokens(2, 4), 4)
     assert loss.dtype == torch.float32 and abs(loss.item() - math.log(61)) < 0.1
     assert gpt.embedding.weight.dtype == torch.float32 and out.shape == (2, 8)
 
@@ -355,7 +356,7 @@ def test_padding_is_never_predicted(tie):
         gpt.lm_head.weight[61:] = 100 * gpt.hidden(tokens, RopeScaling())[0, -1]
     assert gpt.padded_vocab == 128 and gpt(tokens).shape == (2, 16, 61)
     assert torch.equal(gpt(tokens, targets), before)
-    out = gpt.generate(tokens, 20, generator=torch.Generator().manual_seed(0))
+    out = generate(gpt, tokens, 20, generator=torch.Generator().manual_seed(0))
     assert out.max() < 61
 
 
@@ -363,10 +364,10 @@ def test_padding_is_never_predicted(tie):
 def test_generate_greedy(attention):
     gpt, rope = make_gpt(attention, std=0.2, tie_embeddings=False), RopeScaling("ntk")
     prompt = random_tokens(2, 6)
-    out = gpt.generate(prompt, 20, temperature=0, rope=rope)
+    out = generate(gpt, prompt, 20, temperature=0, rope=rope)
     assert min(len(row.unique()) for row in out) > 7  # tied embeddings would repeat one token
-    assert torch.equal(out, gpt.generate(prompt, 20, temperature=0, rope=rope))
-    assert torch.equal(out, gpt.generate(prompt, 20, top_k=1, rope=rope))
+    assert torch.equal(out, generate(gpt, prompt, 20, temperature=0, rope=rope))
+    assert torch.equal(out, generate(gpt, prompt, 20, top_k=1, rope=rope))
     slow = prompt  # the whole sequence again for each token, scaled for the final length
     for _ in range(20):
         logits = gpt(slow, rope=RopeScaling("ntk", length=26))[:, -1]
@@ -378,7 +379,7 @@ def test_generate_sampling():
     gpt, prompt = make_gpt(std=0.2), random_tokens(1, 6).expand(64, 6)
 
     def run(seed, **options):
-        return gpt.generate(prompt, 3, generator=torch.Generator().manual_seed(seed), **options)
+        return generate(gpt, prompt, 3, generator=torch.Generator().manual_seed(seed), **options)
 
     assert torch.equal(run(0), run(0)) and not torch.equal(run(0), run(1))
     with torch.no_grad():
@@ -387,7 +388,7 @@ def test_generate_sampling():
     assert len(run(0, top_k=3, temperature=5.0)[:, 6].unique()) == 3
     cold = run(0, temperature=1e-30)  # must not overflow
     assert torch.equal(cold, run(0, temperature=0))
-    assert torch.equal(gpt.generate(prompt, 0), prompt)
+    assert torch.equal(generate(gpt, prompt, 0), prompt)
     assert run(0, top_k=1000).shape == (64, 9)
 
 
@@ -404,4 +405,4 @@ def test_generate_sampling():
 )
 def test_generate_errors(length, n_new, options):
     with pytest.raises(UserError, match="expected a"):
-        make_gpt().generate(random_tokens(1, length), n_new, **options)
+        generate(make_gpt(), random_tokens(1, length), n_new, **options)

@@ -12,6 +12,7 @@ from test_model import make_gpt, random_tokens
 
 import sample
 from data.tokenizer import get_tokenizer
+from generation import generate
 from infra.cli import UserError
 from model import GPT, KVCache
 from positions import RopeScaling
@@ -44,9 +45,9 @@ def test_cached_logits_equal_uncached(cfg):
 def test_a_batch_equals_its_rows():
     gpt = make_gpt({"normaliser": "lssa", "reweight_p": 3}, std=0.2)
     prompts = random_tokens(3, 6)
-    together = gpt.generate(prompts, 12, temperature=0)
+    together = generate(gpt, prompts, 12, temperature=0)
     for row, prompt in zip(together, prompts, strict=True):
-        assert torch.equal(row, gpt.generate(prompt[None], 12, temperature=0)[0])
+        assert torch.equal(row, generate(gpt, prompt[None], 12, temperature=0)[0])
 
 
 def test_top_p_takes_the_fewest_that_have_the_mass():
@@ -55,12 +56,12 @@ def test_top_p_takes_the_fewest_that_have_the_mass():
         probs, order = gpt(prompt[:1])[0, -1].softmax(-1).sort(descending=True)
     for top_p in (0.02, 0.3, 0.7):
         n = int((probs.cumsum(0) < top_p).sum()) + 1
-        new = gpt.generate(prompt, 1, top_p=top_p, generator=torch.Generator().manual_seed(0))[:, -1]
+        new = generate(gpt, prompt, 1, top_p=top_p, generator=torch.Generator().manual_seed(0))[:, -1]
         assert set(new.tolist()) <= set(order[:n].tolist())
         if n <= 30:
             assert set(new.tolist()) == set(order[:n].tolist())
-    everything = gpt.generate(prompt, 1, top_p=1.0, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(everything, gpt.generate(prompt, 1, generator=torch.Generator().manual_seed(0)))
+    everything = generate(gpt, prompt, 1, top_p=1.0, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(everything, generate(gpt, prompt, 1, generator=torch.Generator().manual_seed(0)))
 
 
 # ---- the script ----
@@ -100,8 +101,8 @@ def test_only_tokens_of_the_tokeniser_are_drawn(tmp_path, sampled, how):
     """From a model with more rows (model.vocab_size) than its tokeniser has tokens."""
     gpt = prefer_untokenised(make_gpt(vocab_size=400, tie_embeddings=False))
     prompt = random_tokens(1, 5)
-    assert gpt.generate(prompt, 8)[:, 5:].min() >= 257
-    assert gpt.generate(prompt, 8, n_tokens=257)[:, 5:].max() < 257
+    assert generate(gpt, prompt, 8)[:, 5:].min() >= 257
+    assert generate(gpt, prompt, 8, n_tokens=257)[:, 5:].max() < 257
     run = save_run(tmp_path / "run", gpt.config, gpt)
     assert sampled(run, "--prompt", "ab", "--tokens", 20, *how).count("ab") >= 1
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import assert_close, draw, make, run
+from attention_cases import assert_close, choose, draw, make, run
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-import attention
-from attention import attend, describe_engine, make_normaliser, resolve_engine
+from attention import attend, choose_engine, make_normaliser
 from engines import flex, self_check
 from infra.cli import UserError
 from schema import AttentionConfig
@@ -49,7 +48,7 @@ def test_agrees_with_the_definition(options, shape, backward_on_cpu, monkeypatch
     q, k, v, do = draw(*shape, 16, batch=2, n_head=4)
     inputs = (q, k[:, :2], v[:, :2], do)
     want = run("dense", normaliser.double(), *(t.double() for t in inputs))
-    monkeypatch.setattr("attention.resolve_engine", lambda normaliser, engine, *where: engine)
+    monkeypatch.setattr(flex, "problem", lambda *layer: "")
     got = run("flex", normaliser, *(t.double() for t in inputs))
     assert_close(got, want, inputs, 1e-12, "float64")
     got = run("flex", normaliser.float(), *inputs)
@@ -86,27 +85,27 @@ def test_lengths_and_layers_share_graphs(backend, monkeypatch):
 def test_choice(monkeypatch):
     """auto takes it on CUDA after its self-check; what it cannot run is an error."""
     for problem, chosen in (("no", "rows"), ("", "flex")):
-        monkeypatch.setattr(attention, "check", lambda *key, p=problem: self_check.SelfCheck(1e-3, p))
+        monkeypatch.setattr(self_check, "check", lambda *key, p=problem: self_check.SelfCheck(1e-3, p))
         for options in OPTIONS:
-            assert resolve_engine(build(options), "auto", CUDA, torch.bfloat16) == chosen
+            assert choose(build(options), CUDA, torch.bfloat16, "auto") == chosen
     alibi = build(OPTIONS[2])
-    assert describe_engine(alibi, "flex", CUDA, torch.bfloat16) == "flex (self-check: relative error 1.0e-03)"
-    assert resolve_engine(alibi, "auto", CPU, torch.float32) == "rows"
-    assert resolve_engine(alibi, "auto", CUDA, torch.float64) == "rows"
-    with pytest.raises(
-        UserError, match="engine = 'flex': needs a CUDA device, found cpu; expected auto or rows"
-    ):
-        resolve_engine(alibi, "flex", CPU, torch.float32)
+    assert (
+        choose_engine(alibi, "flex", CUDA, torch.bfloat16).note == "flex (self-check: relative error 1.0e-03)"
+    )
+    assert choose(alibi, CPU, torch.float32, "auto") == "rows"
+    assert choose(alibi, CUDA, torch.float64, "auto") == "rows"
+    with pytest.raises(UserError, match="engine = 'flex': needs a CUDA device, found cpu; expected auto"):
+        choose(alibi, CPU, torch.float32, "flex")
     for other in (
         {"normaliser": "scale_invariant", "reweight_p": 3},
         {"normaliser": "softmax", "sink": "one"},
     ):
         normaliser = make_normaliser(AttentionConfig(**other), 4, 16, 300, "alibi")
-        assert resolve_engine(normaliser, "auto", CUDA, torch.bfloat16) == "rows"
+        assert choose(normaliser, CUDA, torch.bfloat16, "auto") == "rows"
         with pytest.raises(
-            UserError, match="with alibi is not a softmax of scores that depend on the distance"
+            UserError, match=r"with alibi (re-weights its softmax|is not a softmax of scores)"
         ):
-            resolve_engine(normaliser, "flex", CUDA, torch.bfloat16)
+            choose(normaliser, CUDA, torch.bfloat16, "flex")
 
 
 @pytest.mark.parametrize("fault", ["", "wrong", "raises"])
@@ -121,7 +120,7 @@ def test_self_check(fault, backward_on_cpu, monkeypatch):
     monkeypatch.setattr(flex, "flex_attention", faulty)
     self_check._check.cache_clear()
     if fault:
-        with pytest.warns(UserWarning, match="flex failed its self-check, engine auto takes rows"):
+        with pytest.warns(UserWarning, match="engine flex failed its self-check"):
             assert self_check.check("flex", flex, build(OPTIONS[1]), CPU, torch.float32).problem
     else:
         assert self_check.check("flex", flex, build(OPTIONS[1]), CPU, torch.float32).error < 1e-5
