@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -42,6 +42,7 @@ from data.batches import val_batch
 from evals import common, output
 from evals.common import Blocks, EvaluatedRun, mean_and_stderr
 from evals.output import Result
+from evals.rows import text_key
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import World, join_world
 from model import GPT
@@ -75,6 +76,7 @@ def main() -> None:
             scores = [score(model, blocks, n, n_same, args.rope_scaling, world) for n in blocks.lengths]
             if world.is_main:  # at once: a later run may fail
                 results.append(run.write(summarise(scores, blocks, n_same, args.per_position), step, args))
+                run.append_rows("eval_length", results[-1], text_key(results[-1]["data"]), cells(results[-1]))
                 plot(results[-1:], run.file(".png"))
         if world.is_main:
             print(tables(results))
@@ -183,6 +185,19 @@ def summarise(scores: list[Tensor | str], blocks: Blocks, n_same: int, per_posit
             ]
     data = {"data": blocks.describe(), "same_target_tokens": n_same}
     return data | {"lengths": entries, "meaning": MEANING}
+
+
+def cells(result: Result) -> Iterator[tuple[int, int | None, str, float | None]]:
+    """The (length, block, measure, value) of a result's rows; without values for a rejected length."""
+    n_blocks = result["data"]["blocks"]
+    for entry in result["lengths"]:
+        length = entry["length"]
+        for measure, key in (("loss", "block_losses"), ("same_targets", "block_same_target_losses")):
+            for block, loss in enumerate(entry.get(key, [None] * n_blocks)):
+                yield length, block, measure, loss
+        losses = {bucket["from"]: bucket["loss"] for bucket in entry.get("buckets", [])}
+        for start, stop in pairwise(bucket_edges(length)):
+            yield length, None, f"loss[{start}:{stop}]", losses.get(start)
 
 
 def round_all(values: Tensor) -> list[float]:

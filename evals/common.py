@@ -11,7 +11,7 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +23,8 @@ from tqdm import tqdm
 
 from data.batches import val_windows
 from data.dataset import TokenStream
-from evals.output import Share
+from evals.output import Result, Share, format_rope
+from evals.rows import Row, write_rows
 from infra.cli import ArgumentParser, UserError, positive_int
 from infra.distributed import World
 from infra.files import write_json
@@ -78,6 +79,26 @@ class EvaluatedRun:
         write_json(result | summary, self.file(".json"))
         print(f"wrote {self.file('.json')}")
         return result | summary
+
+    def append_rows(
+        self,
+        evaluation: str,
+        result: Result,
+        text: str,
+        cells: Iterable[tuple[int, int | None, str, float | None]],
+    ) -> None:
+        """Add the result's numbers to rows.csv in its folder (see `evals.rows`).
+
+        Args:
+            evaluation: the script's name, without a tag.
+            result: what `write` has returned.
+            text: what was read, in a word.
+            cells: (length, block, measure, value) of each number.
+        """
+        config = self.config
+        run = (config.name, config.seed, config.optimizer.lr, result["step"], evaluation)
+        rope = format_rope(result)
+        write_rows(self.output.parent, (Row(*run, rope, text, *cell) for cell in cells))
 
 
 def open_runs(args: argparse.Namespace) -> tuple[list[EvaluatedRun], Path | None]:

@@ -274,6 +274,11 @@ def set_aside(run_dir: Path) -> Path:
     """Move what a training left of which no checkpoint is there to <run_dir>/old_1, or old_2, ..."""
     old = next(path for i in itertools.count(1) if not (path := run_dir / f"old_{i}").exists())
     old.mkdir()
-    for path in [*run_dir.glob("eval_*"), *run_dir.glob("init_from.txt"), run_dir / "metrics.jsonl"]:
+    for path in [
+        run_dir / "metrics.jsonl",
+        *run_dir.glob("eval_*"),
+        *run_dir.glob("init_from.txt"),
+        *run_dir.glob("rows.csv"),
+    ]:
         path.rename(old / path.name)
     return old

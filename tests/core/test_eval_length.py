@@ -17,10 +17,11 @@ from launch import run_script
 from torch.nn import functional as F
 
 import eval_length
-from config import config_from_dict
+from config import config_from_dict, to_toml
 from data.batches import val_batch
 from data.dataset import TokenStream
 from evals.common import Blocks, EvaluatedRun
+from evals.rows import Row, read_rows
 from infra.cli import UserError
 from infra.distributed import World
 from model import GPT
@@ -90,8 +91,8 @@ def direct_losses(run: Path, data: Path, length: int, rope: RopeKind) -> torch.T
 @pytest.mark.parametrize("attention", [{}, {"normaliser": "lssa", "reweight_p": 3}], ids=["sdpa", "rows"])
 def test_numbers_equal_direct_computation(tmp_path, data, evaluate, monkeypatch, attention, rope):
     run = make_run(tmp_path / "runs", "a", data, **attention)
-    with monkeypatch.context() as patch:  # weights of (T, T) are never computed, also with engine dense
-        patch.delattr("engines.base.NormaliserLayer.weights")
+    with monkeypatch.context() as patch:  # weights of (T, T) are never computed
+        patch.delattr("normalisers.layer.NormaliserLayer.weights")
         evaluate(run, "--lengths", *LENGTHS, "--rope", rope)
     result = read(run / "eval_length.json")
     assert result["data"]["tokens"] == N_SCORED and result["data"]["blocks"] == N_BLOCKS
@@ -174,6 +175,34 @@ def test_per_position(tmp_path, data, evaluate, monkeypatch):
     for folder in (a, runs):
         assert (folder / "eval_length_position.png").read_bytes().startswith(b"\x89PNG")
     assert not (b / "eval_length_position.png").exists()  # it rejected that length
+
+
+def test_rows(tmp_path, data, evaluate):
+    """Every block's losses, beside those of other scalings and of the run's validations."""
+    a = make_run(tmp_path / "runs", "a", data)
+    b = make_run(tmp_path / "runs", "b", data, normaliser="ssmax_pn")
+    evaluate(a, b, "--lengths", 16, 64)
+    evaluate(a, b, "--lengths", 16, 64, "--rope", "none", "--tag", "none")
+    (a / "config.toml").write_text(to_toml(read_config(a)))
+    (a / "metrics.jsonl").write_text('{"step": 7, "loss": 2}\n{"step": 7, "val_loss": 1.5}\n')
+    rows = read_rows([a, b])
+    assert tuple(rows.columns) == Row._fields
+    evaluate(a, b, "--lengths", 16, 64)  # again: replaces its own rows
+    assert read_rows([a, b]).value.isna().sum() == rows.value.isna().sum() == 2 * (2 * N_BLOCKS + 1)
+    assert len(read_rows([a, b])) == len(rows) == 2 * 2 * 2 * (2 * N_BLOCKS + 1) + 1
+    (validation,) = rows[rows.evaluation == "train"].itertuples()
+    assert (validation.measure, validation.value, validation.length) == ("val_loss", 1.5, 16)
+    text = TokenStream(data, "val").fingerprint.removeprefix("sha256 ")[:12] + f"+0x{N_BLOCKS}x64"
+    losses = rows[(rows.run == "a") & (rows.text == text)]
+    for rope, name in (("ntk", "eval_length.json"), ("none", "eval_length_none.json")):
+        for entry in read(a / name)["lengths"]:
+            part = losses[(losses.rope == rope) & (losses.length == entry["length"])]
+            by_measure = part.groupby("measure").value.agg(list).to_dict()
+            assert by_measure == {
+                "loss": entry["block_losses"],
+                "same_targets": entry["block_same_target_losses"],
+                f"loss[0:{entry['length']}]": [entry["buckets"][0]["loss"]],
+            }
 
 
 def test_configs_are_read_without_tensors(tmp_path, data):

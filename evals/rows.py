@@ -1,0 +1,112 @@
+"""Tidy rows: one number of one run a row, in rows.csv of the run folder.
+
+    run         name in the run's config, with its seed and its lr (the peak learning rate)
+    step        optimiser steps done
+    evaluation  the script that measured: eval_length, recall, needle, diagnose; train for validations
+    rope        RoPE scaling: none, ntk, linear, yarn, theta = 500000
+    text        what was read, see `text_key`; of another evaluation what its script says
+    length      tokens of a window
+    block       number of a block of the text from 0; empty for means over all of them
+    measure     loss (all tokens), same_targets, loss[0:128] (positions of a window), val_loss, ...
+    value       the number; empty where the model rejects the length or the number is not finite
+
+All columns but `value` are a row's key. Writing replaces the rows of the same key and keeps all others.
+
+    rows = read_rows(["runs/softmax", "runs/lssar"])  # a pandas DataFrame
+    rows[rows.measure == "loss"].groupby(["run", "length"]).value.mean()
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from config import load_config
+from infra.files import read_jsonl, write_atomically
+
+if TYPE_CHECKING:
+    import pandas
+
+FILE = "rows.csv"
+VALIDATIONS = ("val_loss", "val_cross_entropy")  # keys of metrics.jsonl
+
+
+class Row(NamedTuple):
+    run: str
+    seed: int
+    lr: float
+    step: int
+    evaluation: str
+    rope: str
+    text: str
+    length: int
+    block: int | None
+    measure: str
+    value: float | None
+
+
+def text_key(data: dict[str, Any]) -> str:
+    """The column `text` of scored blocks, from the key "data" of a result.
+
+    Example: "8f3a01b2c4d5+0x32x4096" is 32 blocks of 4096 tokens of the stream with that sha256 after its
+    first 0 tokens. A dataset without a sha256 has its number of tokens there.
+    """
+    identity = data["fingerprint"].removeprefix("sha256 ").split()[0][:12]
+    return f"{identity}+{data['skipped_tokens']}x{data['blocks']}x{data['block_length']}"
+
+
+def write_rows(folder: Path, rows: Iterable[Row]) -> None:
+    """Add rows to the folder's file, in place of those with the same key. The file is written atomically.
+
+    Raises UserError: it cannot be written.
+    """
+    path = folder / FILE
+    values: dict[tuple[str, ...], str] = {}  # by key
+    if path.exists():
+        with open(path, newline="", encoding="utf-8") as f:
+            values = {tuple(key): value for *key, value in list(csv.reader(f))[1:]}
+    for row in rows:
+        *key, value = row
+        is_finite = value is not None and math.isfinite(value)
+        values[tuple("" if part is None else str(part) for part in key)] = str(value) if is_finite else ""
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(Row._fields)
+    writer.writerows([*key, value] for key, value in values.items())
+    write_atomically(path, table.getvalue().encode())
+
+
+def read_rows(folders: Iterable[str | Path]) -> pandas.DataFrame:
+    """The rows of these run folders, with those of each run's validations: an empty value is NaN.
+
+    A folder without rows adds none. Raises UserError: a run's config.toml cannot be read.
+    """
+    import pandas
+
+    types: dict[str, Any] = dict.fromkeys(Row._fields, str)
+    types |= {"seed": int, "lr": float, "step": int, "length": int, "block": "Int64", "value": float}
+    tables = []
+    for folder in map(Path, folders):
+        if (folder / FILE).exists():
+            options = {"keep_default_na": False, "na_values": {"block": [""], "value": [""]}}
+            tables.append(pandas.read_csv(folder / FILE, dtype=types, **options))
+        tables.append(pandas.DataFrame(validation_rows(folder), columns=Row._fields).astype(types))
+    return pandas.concat(tables, ignore_index=True)
+
+
+def validation_rows(folder: Path) -> Iterator[Row]:
+    """The validations in metrics.jsonl; their text is empty, the first train.val_tokens of the config."""
+    records = read_jsonl(folder / "metrics.jsonl")
+    if not records:
+        return
+    config = load_config(folder / "config.toml")
+    run = (config.name, config.seed, config.optimizer.lr)
+    for record in records:
+        for measure in VALIDATIONS:
+            if measure in record:
+                step, length = record["step"], config.train.seq_len
+                yield Row(*run, step, "train", "none", "", length, None, measure, record[measure])
