@@ -21,7 +21,8 @@ from infra.cli import UserError
 
 RopeKind = Literal["none", "ntk", "theta", "linear", "yarn"]
 
-YARN_BETA_FAST, YARN_BETA_SLOW = 32.0, 1.0
+YARN_BETA_FAST = 32.0
+YARN_BETA_SLOW = 1.0
 
 
 def alibi(t: Tensor, head: Tensor, n_head: int) -> Tensor:

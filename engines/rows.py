@@ -38,7 +38,8 @@ def run(
     if cached and q.shape[-2] == 1:  # decoding: all keys are visible, and a float32 cache is not copied
         weights, _ = formula.weights(q @ k.mT, context)  # (B, H, 1, n)
         return (weights @ v).to(dtype)
-    q, k = q.contiguous(), k.contiguous()  # once, instead of in each block's product
+    q = q.contiguous()  # once, instead of in each block's product
+    k = k.contiguous()
     # Learned parameters are passed explicitly: autograd tracks only the arguments of apply().
     return RowBlocks.apply(q, k, v, formula, context, *context.learned.values()).to(dtype)
 
@@ -64,7 +65,8 @@ class RowBlocks(torch.autograd.Function):
             out[batch, :, block] = weights @ v[batch, :, keys]
             ctx.saved.append(saved)
         ctx.save_for_backward(q, k, v, out, *learned)
-        ctx.formula, ctx.context = formula, context
+        ctx.formula = formula
+        ctx.context = context
         return out
 
     @staticmethod
@@ -221,7 +223,9 @@ def power_below(t: Tensor, p: int) -> Tensor:
     """t^(p-1) for t >= 0; at p = 1 the indicator t > 0, so that p times it is the derivative of t^p."""
     if p == 1:
         return (t > 0).to(t.dtype)
-    p, result, square = p - 1, None, t
+    p = p - 1
+    result = None
+    square = t
     while p:  # in place: allocating a tensor per product costs more than the product
         if p & 1:
             result = square.clone() if result is None else result.mul_(square)

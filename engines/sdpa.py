@@ -40,7 +40,8 @@ def run(
     if not (is_plain and isinstance(scale, float)):
         q, k, _ = layer.prepare(q, k, cached, p, dtype=v.dtype)
         scale = 1.0
-    q, k = q.to(v.dtype), k.to(v.dtype)
+    q = q.to(v.dtype)
+    k = k.to(v.dtype)
     mask = None
     if 1 < n_queries < n_keys:  # is_causal would align the queries with the first keys
         mask = context.visible(k.mT)

@@ -147,7 +147,8 @@ def launch_options(launch: Launch) -> dict[str, int]:
 
 def _launch(kernel: Any, of: str, form: Form, matrices: Sequence[Tensor], *args: Tensor) -> None:
     """One program for each query head and block of rows or keys; `matrices`: q, k, others with strides."""
-    (B, H, n_queries, _), (_, n_kv_head, n_keys, _) = matrices[0].shape, matrices[1].shape
+    B, H, n_queries, _ = matrices[0].shape
+    _, n_kv_head, n_keys, _ = matrices[1].shape
     device = matrices[0].device
     launch = launch_of(of, form, torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9)
     n_blocks = triton.cdiv(*((n_keys, launch.keys) if of == "backward_kv" else (n_queries, launch.rows)))

@@ -36,14 +36,16 @@ MAX_SPLITS = 64
 
 def launch(q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, o: Tensor, form: Form) -> None:
     """Fill o (B, H, 1, D) from q, k and v, (B, n_kv_head, n, D), all with D contiguous."""
-    (B, H, _, D), (_, n_kv_head, n_keys, _) = q.shape, k.shape
+    B, H, _, D = q.shape
+    _, n_kv_head, n_keys, _ = k.shape
     n_rows = B * H
     n_processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
     n_tiles = triton.cdiv(n_keys, DECODE_KEYS)
     n_splits = min(n_tiles, MAX_SPLITS, triton.cdiv(4 * n_processors, n_rows))  # enough to fill the GPU
     per_split = triton.cdiv(n_tiles, n_splits) * DECODE_KEYS
     scores = q.new_empty(n_rows, n_keys, dtype=torch.float32)
-    sums, parts = scores.new_empty(n_rows, 3, n_splits), scores.new_empty(n_rows, n_splits, D)
+    sums = scores.new_empty(n_rows, 3, n_splits)
+    parts = scores.new_empty(n_rows, n_splits, D)
     totals = scores.new_empty(n_rows, n_splits)
     shift = scores if shift is None else shift
     split = (H, H // n_kv_head, n_keys, n_splits, per_split)

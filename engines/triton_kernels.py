@@ -1,6 +1,6 @@
 """Fused attention with an elementwise phi in place of exp: forward and backward Triton kernels.
 
-    o = phi_attention(q, k, v, phi="softplus", l1=True, p=15)      # LSSAR (engines/fused.py)
+    o = phi_attention(q, k, v, phi="softplus", l1=True, p=15)      # LSSAR (engines/triton.py)
 
 For scores x = q.k + shift and s = phi(x) at the keys a row sees, the weights C of a row are
 
@@ -10,7 +10,7 @@ For scores x = q.k + shift and s = phi(x) at the keys a row sees, the weights C 
 
 which is l1(ReLU(n A - O)^p) of A = s / Z (LSSAR paper, eq. 5) with r = n A - O divided by its row maximum
 r_max before the power. phi is increasing, so r_max is known from the largest x: forward takes one pass
-over the keys for Z and max x, one for o. (`normalisers.reweight` defines the rows with O = 0.)
+over the keys for Z and max x, one for o. (`normalisers.base.reweight` defines the rows with O = 0.)
 
 Backward, from o and two numbers a row, c' = c W^(-1/p) and e' = e W^(-1/p), so that C = t'^p with
 t' = ReLU(c' s - e'), and with D = do.o, dC = do.v:
@@ -52,13 +52,17 @@ N_ROW = tl.constexpr(4)  # floats per row, side by side, from forward and from `
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# sum |s| below which a row has no mass, as in normalisers.L1Normalise
+# sum |s| below which a row has no mass, as in normalisers.base.L1Normalise
 NO_MASS = tl.constexpr(1e8 * torch.finfo(torch.float32).tiny)
 # A row with sum phi < 2^-58 has phi(x) = e^x to the last digit at each key, for softplus and sigmoid.
 LOW = tl.constexpr(2.0**-58)
 CONTRAST = tl.constexpr(UNIFORM_TOLERANCE)
 CLOSE = tl.constexpr(2.0**-5)  # max s - mean s below which a row needs s exactly
 NEVER = tl.constexpr(-1e38)  # below every score
+# The loops over tiles (`_loop`). In one of them all rows see all keys, in the other they lie on the diagonal.
+BEFORE = tl.constexpr(0)  # tiles up to the middle
+AFTER = tl.constexpr(1)  # tiles from the middle on
+REDO = tl.constexpr(2)  # instead of both, with tiles of half the size, where a row is flagged
 
 
 @dataclass(frozen=True)
@@ -257,8 +261,8 @@ def _add_sums(total, lost, peak, y, HOW: tl.constexpr, form: tl.constexpr):
 def _row_constants(total, low_total, peak, shift, position, n_keys, form: tl.constexpr):
     """c, e, shift, and a flag for rows that are low (form.safe) or need exact softplus (form.log).
 
-    From the sums of phi and of 2^(y - peak), and peak = max y. `normalisers.reweight` explains O, and why
-    rows without contrast have none.
+    From the sums of phi and of 2^(y - peak), and peak = max y. `normalisers.base.reweight` explains O, and
+    why rows without contrast have none.
     """
     flag = tl.zeros_like(total)
     if form.safe:
@@ -363,11 +367,11 @@ def _query_block(n_head, n_queries, n_keys, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _loop(LOOP: tl.constexpr, first, middle, last, flag, form: tl.constexpr):
-    """Begin and end of loop LOOP: 0 up to `middle`, 1 from there; 2, exact, is both if a row is flagged."""
-    begin = middle if LOOP == 1 else first
-    end = middle if LOOP == 0 else last
+    """Begin and end of a loop; empty unless a row is flagged for REDO, and no row for the others."""
+    begin = middle if LOOP == AFTER else first
+    end = middle if LOOP == BEFORE else last
     if form.log:
-        end = tl.where((tl.max(flag, 0) > 0) == (LOOP == 2), end, begin)
+        end = tl.where((tl.max(flag, 0) > 0) == (LOOP == REDO), end, begin)
     return begin, end
 
 
@@ -426,15 +430,15 @@ def _forward(
     total = tl.zeros([BM], tl.float32)
     for LOOP in tl.static_range(3 if form.log else 2):
         begin, end = _loop(LOOP, 0, whole, stop, flag, form)
-        for j0 in tl.range(begin, end, BN >> LOOP // 2, num_stages=1 if LOOP == 2 else None):
-            k = _tile(keys, j0, BN >> LOOP // 2, LOOP > 0, form)
+        for j0 in tl.range(begin, end, BN >> LOOP // 2, num_stages=1 if LOOP == REDO else None):
+            k = _tile(keys, j0, BN >> LOOP // 2, LOOP != BEFORE, form)
             j = j0 + tl.arange(0, BN >> LOOP // 2)
             position = n_keys - n_queries + start + tl.arange(0, BM)  # anew: kept, it spills
             s, _ = _phi_of_scores(q, k, position[:, None], j[None, :], shift[:, None], flag[:, None],
-                                  LOOP > 0, LOOP == 2, form)  # fmt: skip
+                                  LOOP != BEFORE, LOOP == REDO, form)  # fmt: skip
             weight, _ = _weigh(s, c[:, None], e[:, None], form)
             total += tl.sum(tl.abs(weight) if form.signed else weight, 1)
-            v = _tile(values, j0, BN >> LOOP // 2, LOOP > 0, form)
+            v = _tile(values, j0, BN >> LOOP // 2, LOOP != BEFORE, form)
             acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=form.precision)
     if form.p > 0:  # c', e'
         scale = tl.where(total <= 0, 0.0, 1.0 / total)
@@ -477,11 +481,12 @@ def _backward_q(
     h_sum = tl.zeros([BM], tl.float32)
     for LOOP in tl.static_range(3 if form.log else 2):
         begin, end = _loop(LOOP, 0, whole, stop, flag, form)
-        for j0 in tl.range(begin, end, BN >> LOOP // 2, num_stages=1 if LOOP == 2 else None):
-            k = _tile(keys, j0, BN >> LOOP // 2, LOOP > 0, form)
-            v = _tile(values, j0, BN >> LOOP // 2, LOOP > 0, form)
-            s, slope = _phi_of_scores(q, k, position[:, None], (j0 + tl.arange(0, BN >> LOOP // 2))[None, :],
-                                      shift[:, None], flag[:, None], LOOP > 0, LOOP == 2, form)  # fmt: skip
+        for j0 in tl.range(begin, end, BN >> LOOP // 2, num_stages=1 if LOOP == REDO else None):
+            k = _tile(keys, j0, BN >> LOOP // 2, LOOP != BEFORE, form)
+            v = _tile(values, j0, BN >> LOOP // 2, LOOP != BEFORE, form)
+            j = j0 + tl.arange(0, BN >> LOOP // 2)
+            s, slope = _phi_of_scores(q, k, position[:, None], j[None, :], shift[:, None], flag[:, None],
+                                      LOOP != BEFORE, LOOP == REDO, form)  # fmt: skip
             dC = tl.dot(do, tl.trans(v), input_precision=form.precision)
             _, h = _weigh_and_grad(s, dC, c[:, None], e[:, None], delta[:, None], form)
             acc = tl.dot((h * slope).to(k.dtype), k, acc, input_precision=form.precision)
@@ -528,7 +533,7 @@ def _backward_kv(
     dv = tl.zeros([BN, BD], tl.float32)
     for LOOP in tl.static_range(3 if form.log else 2):
         begin, end = _loop(LOOP, start, whole, n_queries, flag, form)
-        for i0 in tl.range(begin, end, BM >> LOOP // 2, num_stages=1 if LOOP == 2 else None):
+        for i0 in tl.range(begin, end, BM >> LOOP // 2, num_stages=1 if LOOP == REDO else None):
             i = i0 + tl.arange(0, BM >> LOOP // 2)  # rows beyond have q = do = c = 0 and add nothing
             q = _tile(queries, i0, BM >> LOOP // 2, True, form)
             do = _tile(grads, i0, BM >> LOOP // 2, True, form)
@@ -538,7 +543,7 @@ def _backward_kv(
             if form.shifted:
                 _c, _e, shift, low = _load_rows(stats, i, n_queries, BM >> LOOP // 2)
             s, slope = _phi_of_scores(k, q, (n_keys - n_queries + i)[None, :], j[:, None], shift[None, :],
-                                      low[None, :], LOOP != 1, LOOP == 2, form)  # fmt: skip
+                                      low[None, :], LOOP != AFTER, LOOP == REDO, form)  # fmt: skip
             dC = tl.dot(v, tl.trans(do), input_precision=form.precision)
             weight, h = _weigh_and_grad(s, dC, c[None, :], e[None, :], delta[None, :], form)
             dv = tl.dot(weight.to(do.dtype), do, dv, input_precision=form.precision)

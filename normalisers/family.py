@@ -81,7 +81,8 @@ class Scaled(Normaliser):
         return {"s": torch.full((n_head,), self.scale_init)} if self.scale == "learned" else {}
 
     def factor(self, context: RowContext) -> Tensor | float:
-        d, unit = context.head_dim, 1.0
+        d = context.head_dim
+        unit = 1.0
         if self.scale in ("one", "learned"):
             s: Tensor | float = context.learned.get("s", 1.0)
             unit = d**-0.5 if self.scores == "dot" else 1.0
@@ -182,7 +183,8 @@ class Phi(Scaled, name="phi"):
         if self.l1:
             underflows = self.phi in ("softplus", "sigmoid") and not self.bounded
             return l1_of_positive(fn, x) if underflows else l1_normalise(fn(x))
-        a, divisor = fn(x), self.divisor(context)
+        a = fn(x)
+        divisor = self.divisor(context)
         return a if isinstance(divisor, float) and divisor == 1.0 else a / divisor
 
     def _softmax(self, x: Tensor, context: RowContext) -> Tensor:

@@ -236,6 +236,7 @@ class SoftmaxRecentredL1(Normaliser, name="softmax_recentred_l1"):
     """
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
-        a, n = x.softmax(-1), context.n
+        a = x.softmax(-1)
+        n = context.n
         centred = context.visible(x) & has_contrast(n * a.detach().amax(-1, keepdim=True), n)
         return l1_normalise(torch.where(centred, a - 1 / n, a))
