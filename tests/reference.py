@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-UNIFORM = 1e-5  # DESIGN, fact 2: a row whose largest n A - 1 is at most this is uniform up to rounding
+UNIFORM = 1e-5  # a row whose largest n A - 1 is at most this is uniform up to rounding
 
 
 @dataclass
@@ -138,7 +138,7 @@ PHI: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _score(row: Row, cfg: Any) -> Tensor:
-    """q k, or q^ k^ with q^ and k^ of length 1, times the scale, the length scale and s and b (DESIGN, 3)."""
+    """q k, or q^ k^ with q^ and k^ of length 1, times the scale, the length scale and s and b."""
     d, n = row.q.shape[0], row.n
     if cfg.scores == "cosine":
         product = (row.k / row.k.norm(dim=-1, keepdim=True) * (row.q / row.q.norm())).sum(-1)
