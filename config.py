@@ -1,14 +1,22 @@
 """The typed config: a TOML file plus `--section.key value` overrides become one frozen `Config`.
 
     python config.py configs/lssar.toml --attention.reweight-p 3    # print the resolved config
+    python config.py configs/comparison/A/lssa.toml --base configs/comparison/B.toml    # the same at scale B
     python config.py --help                                        # every key, its meaning, its default
 
-A file may start with `base = "other.toml"` (relative to itself, any depth) and then lists only what
-it changes. A file with a [sweep] section describes several runs, one for each combination of its values:
-`"attention.reweight_p" = [1, 3, 15]`. Several [[sweep]] sections describe the runs of each.
+A file may start with `base = "other.toml"` (relative to itself, any depth) and then lists only what it
+changes. `--base` on the command line takes the place of that line. A file with a [sweep] section describes
+several runs, one for each combination of its values, `"attention.reweight_p" = [1, 3, 15]`. Several [[sweep]]
+sections describe the runs of each.
 
-Files are data: nothing in them is executed. Every problem is reported at once, one line each, naming the
-file or override, the key, its value and what was expected.
+Numbers that follow from the sizes of a run may be left to it. The resolved config has them in two decimals:
+
+    attention.scale or scale_init = "ln_d_ln_L"           ln d * ln L, d the head size, L = train.seq_len
+    attention.scale or scale_init = "sqrt_d_over_ln_L"    sqrt(d) / ln L
+    attention.reweight_p_warmup, optimizer.warmup_steps   below 1: a share of train.max_steps, rounded down
+
+Files are data: nothing in them is executed. Every problem is reported at once, one line each, with the file
+or override, the key, its value and what was expected.
 """
 
 from __future__ import annotations
@@ -21,67 +29,80 @@ import re
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from infra.cli import ArgumentParser, UserError, run_main
-from normalisers.base import NORMALISERS, Normaliser
-from schema import SECTIONS, AttentionConfig, Config, Section, makes_another_run, problems_of
+from normalisers.base import NORMALISERS
+from schema import SECTIONS, Config, field_of, makes_another_run, problems_of
 
 # ---------------------------------------------------------------- reading and writing
 
+TYPE_NOISE = r"<class '(\w+)'>|typing\.|Annotated\[(\w+)[^\]]*\]"
 Values = dict[str, tuple[Any, str]]  # dotted key -> (value, the file or "command line" that it is from)
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a config file with its bases, apply `--section.key value` overrides, validate.
+    """Read a config file with its bases, apply overrides, validate.
 
     Args:
-        path: a TOML file.
-        overrides: what follows it on the command line; `--a.b-c 1`, `--a.b_c=1`, values as in TOML
-            (quotes around strings may be left out). They choose a value for each key of a [sweep].
+        overrides: what follows the file on the command line: `--a.b-c 1`, `--a.b_c=1`, `--base other.toml`.
+            Values are as in TOML, without quotes around strings. A value for each key chooses from a [sweep].
     Raises:
-        UserError: one line for each problem found.
+        UserError: one line for each problem.
     """
     path = Path(path)
-    values, sweeps = _read_file(path, ())
-    values.setdefault("name", (path.stem, str(path)))
     chosen = parse_overrides(overrides or [])
+    values, sweeps = _read_file(path, chosen.pop("base", None))
+    values.setdefault("name", (path.stem, str(path)))
     values |= {key: (value, "command line") for key, value in chosen.items()}
     missing = [sorted(sweep.keys() - chosen.keys()) for sweep in sweeps]
     if all(missing):
         options = ", or by ".join(" ".join(f"--{key} ..." for key in keys) for keys in missing)
         raise UserError(f"{path}: describes a sweep: python sweep.py {path}, or choose one run by {options}")
-    return _validate(values, str(path))
+    return _validate(_derive(values), str(path))
 
 
-def expand_sweep(path: str | Path, overrides: list[str] | None = None) -> list[list[str]]:
-    """The overrides of each run that a file's [sweep] describes; without a [sweep], none for one run.
+class SweepRun(NamedTuple):
+    """One of the runs that a file describes."""
 
-    Several keys give their product, the last one fastest; several [[sweep]] sections follow each other. A run
-    is called <file's stem>_<key>=<value>.
+    path: Path
+    name: str  # the file's stem and _<key>=<value> of each swept key
+    swept: dict[str, Any]  # dotted key -> the value of this run; empty without a [sweep]
 
-    Args:
-        overrides: keys that they set are not swept.
+    @property
+    def choices(self) -> list[str]:
+        """What chooses this run on a command line; nothing without a [sweep]."""
+        return [word for key, value in self.swept.items() for word in (f"--{key}", _toml_value(value))]
+
+    @property
+    def overrides(self) -> list[str]:
+        """The choices with the run's name."""
+        return [*self.choices, "--name", self.name] if self.swept else []
+
+
+def expand_sweep(path: str | Path, overrides: list[str] | None = None) -> list[SweepRun]:
+    """The runs that a file's [sweep] describes; without a [sweep], one.
+
+    Several keys give their product, the last one fastest; several [[sweep]] sections follow each other. Keys
+    that `overrides` set are not swept.
+
     Raises:
         UserError: the file cannot be read, or a key has no list of values.
     """
-    path, chosen = Path(path), parse_overrides(overrides or [])
-    runs = []
-    for sweep in _read_file(path, ())[1]:
-        left = [[(key, value) for value in values] for key, values in sweep.items() if key not in chosen]
-        runs += [_sweep_run(path.stem, pairs) for pairs in itertools.product(*left)]
-    return [run for i, run in enumerate(runs) if run not in runs[:i]]  # overrides may make them equal
-
-
-def _sweep_run(stem: str, pairs: tuple[tuple[str, Any], ...]) -> list[str]:
-    """The overrides of one run of a [sweep], its name among them; none if nothing is swept."""
-    if not pairs:
-        return []
-    parts = [f"{key.rpartition('.')[2]}={value}" for key, value in pairs]
-    name = re.sub(r"[^A-Za-z0-9._=+-]", "-", "_".join([stem, *parts]))
-    return [text for key, value in pairs for text in (f"--{key}", _toml_value(value))] + ["--name", name]
+    path = Path(path)
+    chosen = parse_overrides(overrides or [])
+    runs: list[SweepRun] = []
+    for sweep in _read_file(path, chosen.pop("base", None))[1]:
+        keys = [key for key in sweep if key not in chosen]
+        for combination in itertools.product(*(sweep[key] for key in keys)):
+            swept = dict(zip(keys, combination, strict=True))
+            parts = [path.stem, *(f"{key.rpartition('.')[2]}={value}" for key, value in swept.items())]
+            run = SweepRun(path, re.sub(r"[^A-Za-z0-9._=+-]", "-", "_".join(parts)), swept)
+            if run not in runs:  # two sections may differ in a key that an override sets
+                runs.append(run)
+    return runs
 
 
 def config_from_dict(values: dict[str, Any], source: str) -> Config:
@@ -95,19 +116,19 @@ def config_from_dict(values: dict[str, Any], source: str) -> Config:
 
 def to_toml(config: Config) -> str:
     """The resolved config as a TOML file that `load_config` reads back to an equal `Config`."""
-    lines, sections = [], []
-    for key, value in config.model_dump().items():
-        if isinstance(value, dict):
-            sections += ["", f"[{key}]", *(f"{k} = {_toml_value(v)}" for k, v in value.items())]
-        else:
-            lines.append(f"{key} = {_toml_value(value)}")
-    return "\n".join(lines + sections) + "\n"
+    values = config.model_dump()
+    lines = [f"{key} = {_toml_value(values[key])}" for key in values if key not in SECTIONS]
+    for section in SECTIONS:
+        lines += ["", f"[{section}]", *(f"{key} = {_toml_value(v)}" for key, v in values[section].items())]
+    return "\n".join(lines) + "\n"
 
 
 def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, each with (old value, new value)."""
-    a, b = _flatten(old.model_dump()), _flatten(new.model_dump())
-    return {key: (a.get(key), b.get(key)) for key in a | b if a.get(key) != b.get(key)}
+    before = _flatten(old.model_dump())
+    after = _flatten(new.model_dump())
+    pairs = {key: (before.get(key), after.get(key)) for key in before | after}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def same_run(first: Config, second: Config, *other: str) -> bool:
@@ -118,8 +139,7 @@ def same_run(first: Config, second: Config, *other: str) -> bool:
 def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespace]:
     """`script CONFIG.toml [--section.key value ...] [the parser's own flags]`.
 
-    --help prints the parser's flags, then every key with its type, its value (that of the file, if one is
-    named) and its meaning, and exits with status 0.
+    --help prints the parser's flags, then every key with its type, value and meaning.
 
     Returns:
         The config, and the values of the parser's own flags.
@@ -127,11 +147,12 @@ def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespa
         UserError: no config file, or a problem with it or with an override.
     """
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the config file")
-    parser.usage = "%(prog)s CONFIG.toml [--section.key VALUE ...] [options]"
+    parser.usage = "%(prog)s CONFIG.toml [--base BASE.toml] [--section.key VALUE ...] [options]"
     named = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
     if {"-h", "--help"} & set(sys.argv[1:]):
         files = [arg for arg in sys.argv[1:] if arg.endswith(".toml")]
-        config = load_config(files[0], expand_sweep(files[0])[0]) if files else Config(name="CONFIG")
+        first_run = expand_sweep(files[0])[0].overrides if files else []
+        config = load_config(files[0], first_run) if files else Config(name="CONFIG")
         print(f"{parser.format_help()}\n{describe_keys(config)}")
         sys.exit(0)
     args, overrides = parser.parse_known_args()
@@ -142,62 +163,110 @@ def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespa
 
 def describe_keys(config: Config) -> str:
     """Each key as "--section.key  TYPE = VALUE" and its meaning, the normaliser's options included."""
+    owners: list[tuple[str, type[BaseModel], Any]] = [("", Config, config)]
+    owners += [(f"{section}.", cls, getattr(config, section)) for section, cls in SECTIONS.items()]
+    owners += [("attention.", type(config.attention.definition), config.attention)]
     lines = ["config keys (in the file, or as options) and their values:"]
-    sections: dict[str, type[Section]] = {"": Config, **SECTIONS}
-    for section, cls in sections.items():
-        values = getattr(config, section) if section else config
-        definition = type(values.definition) if isinstance(values, AttentionConfig) else None
-        fields = cls.model_fields | (definition.model_fields if definition else {})
-        for name, field in fields.items():
+    for prefix, cls, values in owners:
+        for name, field in cls.model_fields.items():
             if name not in SECTIONS:
-                option = f"--{section}.{name}".replace("--.", "--").replace("_", "-")
-                pattern = r"<class '(\w+)'>|typing\.|Annotated\[(\w+)[^\]]*\]"
-                kind = re.sub(pattern, r"\1\2", str(field.annotation))
-                meaning = field.description or _inherited_meaning(definition, name)
-                meaning += f" One of {', '.join(NORMALISERS)}." * (name == "normaliser")
-                lines.append(f"\n  {option}  {kind} = {getattr(values, name)!r}\n      {meaning}")
+                kind = re.sub(TYPE_NOISE, r"\1\2", str(field.annotation))
+                lines.append(f"\n  --{prefix}{name.replace('_', '-')}  {kind} = {getattr(values, name)!r}")
+                lines.append(f"      {_meaning(cls, name)}")
     return "\n".join(lines)
 
 
-def _inherited_meaning(definition: type[Normaliser] | None, name: str) -> str:
-    """The description of an option whose class states another default alone."""
-    bases = definition.__mro__ if definition else ()
-    fields = (base.model_fields.get(name) for base in bases if issubclass(base, Normaliser))
-    return next((field.description for field in fields if field and field.description), "")
+def _meaning(cls: type[BaseModel], name: str) -> str:
+    """A key's description, inherited where a class states another default alone."""
+    fields = (base.model_fields.get(name) for base in cls.__mro__ if issubclass(base, BaseModel))
+    meaning = next((field.description for field in fields if field and field.description), "")
+    return f"{meaning} One of {', '.join(NORMALISERS)}." if name == "normaliser" else meaning
 
 
-def _read_file(path: Path, seen: tuple[Path, ...]) -> tuple[Values, list[dict[str, list[Any]]]]:
-    """A file's values on top of its bases', and its own [sweep] sections: an empty one if there is none."""
-    if path.resolve() in seen:
-        chain = " -> ".join(str(p.name) for p in (*seen, path.resolve()))
-        raise UserError(f"{path}: base files form a cycle: {chain}")
-    try:
-        with open(path, "rb") as f:
-            own = tomllib.load(f)
-    except FileNotFoundError:
-        via = f" (named as base by {seen[-1].name})" if seen else ""
-        raise UserError(f"{path}: no such config file{via}") from None
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read as a config file: {e.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise UserError(f"{path}: not valid TOML: {e}") from None
+def _read_file(
+    path: Path, other_base: str | None = None, seen: tuple[Path, ...] = ()
+) -> tuple[Values, list[dict[str, list[Any]]]]:
+    """A file's values on top of its base's, and its own [sweep] sections, an empty one if there is none.
 
-    base, sweep = own.pop("base", None), own.pop("sweep", {})
+    `other_base` takes the place of its own base; `seen` are the files that have this one as a base.
+    """
+    own = _read_toml(path, seen)
+    base = own.pop("base", None)
+    sweeps = _sweeps_of(path, own.pop("sweep", {}))
     values: Values = {}
     if base is not None:
         if not isinstance(base, str):
             raise UserError(f"{path}: base = {base!r}: expected the name of a config file")
-        values, _ = _read_file(path.parent / base, (*seen, path.resolve()))
-        values.pop("name", None)
-    values |= {key: (value, str(path)) for key, value in _flatten(own).items()}
-    sections = sweep if isinstance(sweep, list) else [sweep]
+        values, _ = _read_file(path.parent / base, None, (*seen, path.resolve()))
+    if other_base is not None:
+        values = _exchange_base(path, values, other_base)
+    values.pop("name", None)
+    return values | {key: (value, str(path)) for key, value in _flatten(own).items()}, sweeps
+
+
+def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in seen:
+        chain = " -> ".join(file.name for file in (*seen, path.resolve()))
+        raise UserError(f"{path}: base files form a cycle: {chain}")
+    try:
+        with open(path, "rb") as f:
+            return tomllib.load(f)
+    except OSError as e:
+        via = f" (the base of {seen[-1].name})" if seen else ""
+        raise UserError(f"{path}: cannot be read as a config file{via}: {e.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise UserError(f"{path}: not valid TOML: {e}") from None
+
+
+def _sweeps_of(path: Path, sweep: Any) -> list[dict[str, list[Any]]]:
+    sections = sweep if isinstance(sweep, list) else [sweep]  # [[sweep]] or [sweep]
     if not sections or not all(isinstance(section, dict) for section in sections):
         raise UserError(f"{path}: sweep = {sweep!r}: expected a section, or several [[sweep]] sections")
     sweeps = [_flatten(section) for section in sections]
-    for key, value in (item for section in sweeps for item in section.items()):
-        if not isinstance(value, list) or not value:
-            raise UserError(f"{path}: sweep: {key} = {value!r}: expected a list of values")
-    return values, sweeps
+    for key, values in itertools.chain(*(section.items() for section in sweeps)):
+        if not isinstance(values, list) or not values:
+            raise UserError(f"{path}: sweep: {key} = {values!r}: expected a list of values")
+    return sweeps
+
+
+def _exchange_base(path: Path, old: Values, base: str) -> Values:
+    """The values of `base`, for a file whose own base has the values `old`.
+
+    Raises:
+        UserError: the file builds on what its own base says of the attention.
+    """
+    new, _ = _read_file(Path(base), None, (path.resolve(),))
+    for key, (value, _) in old.items():
+        if key.startswith(("attention.", "model.position")) and _value(new, key) != value:
+            lost = f"{path} would lose {key} = {value!r} of its own base"
+            raise UserError(f"--base {base}: {lost}; expected a file that states it itself")
+    return new
+
+
+def _value(values: Values, key: str) -> Any:
+    """The given value of a key, or its default."""
+    field = field_of(key)
+    return values[key][0] if key in values else field.default if field else None
+
+
+def _derive(values: Values) -> Values:
+    """The values with numbers for what is left to the sizes of the run: see the top of this file."""
+
+    def size(key: str) -> int:
+        value = _value(values, key)
+        return value if isinstance(value, int) and value > 0 else 1  # validation names a bad one
+
+    head_dim = max(1, size("model.n_embd") // size("model.n_head"))
+    log_len = math.log(max(2, size("train.seq_len")))
+    formulas = {"ln_d_ln_L": math.log(head_dim) * log_len, "sqrt_d_over_ln_L": math.sqrt(head_dim) / log_len}
+    numbers: dict[str, Any] = {}
+    for key in ("attention.scale", "attention.scale_init"):
+        if (name := _value(values, key)) in ("ln_d_ln_L", "sqrt_d_over_ln_L"):
+            numbers[key] = round(formulas[name], 2)
+    for key in ("attention.reweight_p_warmup", "optimizer.warmup_steps"):
+        if isinstance(share := _value(values, key), float) and 0 < share < 1:
+            numbers[key] = int(share * size("train.max_steps"))
+    return values | {key: (number, values[key][1]) for key, number in numbers.items()}
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -221,7 +290,9 @@ def _nest(values: Values) -> dict[str, Any]:
 
 
 def parse_overrides(args: list[str]) -> dict[str, Any]:
-    values, rest = {}, list(args)
+    """Dotted key -> value of each `--section.key value`."""
+    values: dict[str, Any] = {}
+    rest = list(args)
     while rest:
         arg = rest.pop(0)
         if not arg.startswith("--") or len(arg) == 2:
@@ -237,9 +308,9 @@ def parse_overrides(args: list[str]) -> dict[str, Any]:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    section, _, name = key.rpartition(".")
-    field = SECTIONS.get(section, Config).model_fields.get(name)
-    if field is not None and field.annotation is str and not text.startswith('"'):
+    field = field_of(key)
+    is_string = key == "base" or (field is not None and field.annotation is str)
+    if is_string and not text.startswith('"'):
         return text  # a run may be called 7 or 2024-11-20
     try:
         value = tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")["value"]
@@ -260,26 +331,25 @@ def _toml_value(value: Any) -> str:
 def _validate(values: Values, path: str) -> Config:
     """The `Config`, or a UserError with every problem: those of single keys, then, with the offending
     keys taken out, those between keys."""
-    lines: list[str] = []
+    messages: list[str] = []
     bad: list[str] = []
     while True:
         try:
             config = Config.model_validate(_nest(values))
             break
         except ValidationError as e:
-            found = problems_of(e, "", Config)
-            lines += [
-                f"{_source(text.split(' ')[0], values, path)}: {text}"
-                for _, text in found
-                if not any(f"{key} " in text for key in bad)  # a problem with the default in its place
-            ]
-            bad += [key for key, _ in found if key]
-            if not any(key for key, _ in found):
-                break
-            values = {k: v for k, v in values.items() if not any(f"{k}.".startswith(f"{b}.") for b in bad)}
-            values.setdefault("name", ("unnamed", path))
-    if lines:
-        raise UserError("\n".join(dict.fromkeys(lines)))
+            problems = problems_of(e, "", Config)
+        for _, problem in problems:
+            if not any(f"{key} " in problem for key in bad):  # else it is with the default in its place
+                messages.append(f"{_source(problem.split(' ')[0], values, path)}: {problem}")
+        keys = [key for key, _ in problems if key]
+        if not keys:
+            break
+        bad += keys
+        values = {k: v for k, v in values.items() if not any(f"{k}.".startswith(f"{b}.") for b in bad)}
+        values.setdefault("name", ("unnamed", path))
+    if messages:
+        raise UserError("\n".join(dict.fromkeys(messages)))
     return config
 
 

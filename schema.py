@@ -1,16 +1,19 @@
 """The schema of a config: every key, its meaning, its bounds and its default.
 
-One frozen pydantic class for each section; config.py reads files and command lines into a `Config`. A
-normaliser's options are the fields of its class (normalisers.py, rivals.py) and keys of [attention].
+One frozen pydantic class for each section. config.py reads files and command lines into a `Config`. A
+normaliser's options are the fields of its class (normalisers/) and keys of [attention].
 """
 
 from __future__ import annotations
 
 import difflib
+import re
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from normalisers import adaptive, family, others  # noqa: F401  (their classes register themselves)
 from normalisers.base import NORMALISERS, Normaliser
@@ -19,61 +22,46 @@ Engine = Literal["auto", "dense", "rows", "sdpa", "triton", "flex"]
 
 
 class Section(BaseModel):
-    """Common rules of all sections: no unknown keys, no silent conversions, no changes later."""
+    """Common rules of all sections: no unknown keys, no silent conversions, no assignments."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def free(default: Any, **options: Any) -> Any:
-    """A field that may differ when a run resumes: it changes neither the model nor the loss curve."""
-    return Field(default, json_schema_extra={"may_change": True}, **options)
+def key(default: Any, meaning: str, **bounds: Any) -> Any:
+    """A field with its default, what --help says of it, and its bounds."""
+    return Field(default, description=meaning, **bounds)
 
 
-def resumable(default: Any, **options: Any) -> Any:
-    """A field that may differ when a run resumes, though from the start it would give another loss curve."""
-    return Field(default, json_schema_extra={"may_change": True, "another_run": True}, **options)
+def free(default: Any, meaning: str, **bounds: Any) -> Any:
+    """A key that may differ when a run resumes: it changes neither the model nor the loss curve."""
+    return key(default, meaning, json_schema_extra={"may_change": True}, **bounds)
+
+
+def resumable(default: Any, meaning: str, **bounds: Any) -> Any:
+    """A key that may differ when a run resumes, though from the start it would give another loss curve."""
+    return key(default, meaning, json_schema_extra={"may_change": True, "another_run": True}, **bounds)
 
 
 class ModelConfig(Section):
     """The transformer."""
 
-    n_layer: int = Field(12, ge=1, le=1024, description="Number of transformer blocks.")
-    n_head: int = Field(12, ge=1, le=1024, description="Attention heads per block.")
-    n_kv_head: int = Field(
-        0,
-        ge=0,
-        le=1024,
-        description="Heads of keys and values, each shared by n_head / n_kv_head query heads; 0: n_head.",
+    n_layer: int = key(12, "Number of transformer blocks.", ge=1, le=1024)
+    n_head: int = key(12, "Attention heads per block.", ge=1, le=1024)
+    n_kv_head: int = key(0, "Heads of keys and values. 0: n_head.", ge=0, le=1024)
+    n_embd: int = key(768, "Width of the residual stream.", ge=1, le=65536)
+    vocab_size: int = key(50257, "Tokens of the tokeniser, padded to a multiple of 128.", ge=2, le=65536)
+    norm: Literal["layernorm", "rmsnorm"] = key("layernorm", "Normalisation layer.")
+    mlp: Literal["gelu", "swiglu"] = key("gelu", "Feed-forward block.")
+    gelu: Literal["tanh", "exact"] = key("tanh", "GPT-2's approximation, or erf (they differ by 5e-4).")
+    mlp_hidden: int = key(0, "Hidden width of the MLP; 0: 4 * n_embd.", ge=0, le=2**20)
+    bias: bool = key(True, "Biases in the linear layers and in LayerNorm.")
+    tie_embeddings: bool = key(True, "Share the token embedding with the output layer.")
+    attention_gate: bool = key(False, "Multiply the heads' output by sigmoid(W x) (arXiv 2505.06708).")
+    position: Literal["rope", "p_rope", "none", "alibi"] = key(
+        "rope", "p_rope: RoPE on the highest frequencies alone. alibi: a bias on the scores."
     )
-    n_embd: int = Field(768, ge=1, le=65536, description="Width of the residual stream.")
-    vocab_size: int = Field(
-        50257,
-        ge=2,
-        le=65536,
-        description="Tokens of the tokeniser; padded to a multiple of 128 in the model.",
-    )
-    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="Normalisation layer.")
-    mlp: Literal["gelu", "swiglu"] = Field("gelu", description="Feed-forward block.")
-    gelu: Literal["tanh", "exact"] = Field(
-        "tanh",
-        description="GPT-2's tanh approximation, or erf, 2.5 to 4 times faster on a CPU. They differ by up "
-        "to 5e-4: evaluate a checkpoint with its own.",
-    )
-    mlp_hidden: int = Field(0, ge=0, le=2**20, description="Hidden width of the MLP; 0: 4 * n_embd.")
-    bias: bool = Field(True, description="Biases in the linear layers and in LayerNorm.")
-    tie_embeddings: bool = Field(True, description="Share the token embedding with the output layer.")
-    attention_gate: bool = Field(
-        False,
-        description="Multiply the heads' output by sigmoid(W x), x the layer's input (arXiv 2505.06708).",
-    )
-    position: Literal["rope", "p_rope", "none", "alibi"] = Field(
-        "rope",
-        description="p_rope: RoPE on the highest frequencies (rope_fraction). alibi: a bias on the scores.",
-    )
-    rope_theta: float = Field(10000.0, gt=0, description="Base of the rotary position embedding.")
-    rope_fraction: float = Field(
-        0.75, ge=0, le=1, description="p_rope: the part of the frequencies, from the highest on, that rotate."
-    )
+    rope_theta: float = key(10000.0, "Base of the rotary position embedding.", gt=0)
+    rope_fraction: float = key(0.75, "p_rope: share of frequencies that rotate.", ge=0, le=1)
 
     @property
     def head_dim(self) -> int:
@@ -90,34 +78,29 @@ class ModelConfig(Section):
 
     @property
     def heads(self) -> str:
-        return f"{self.n_head} heads" + f" ({self.n_kv_head} of keys and values)" * bool(self.n_kv_head)
+        grouped = f" ({self.n_kv_head} of keys and values)" if self.n_kv_head else ""
+        return f"{self.n_head} heads{grouped}"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        checks = {
-            f"model.n_kv_head = {self.n_kv_head}: expected a divisor of model.n_head = {self.n_head}":
-                self.n_head % self.kv_heads,
-            f"model.n_embd = {self.n_embd}: expected a multiple of model.n_head = {self.n_head}":
-                self.n_embd % self.n_head,
-            f"model.n_embd = {self.n_embd}: RoPE needs an even head size, n_embd / n_head = {self.head_dim}":
-                self.rotating and self.head_dim % 2 and not self.n_embd % self.n_head,
-            f"model.rope_fraction = {self.rope_fraction}: only read by model.position = p_rope":
-                self.position != "p_rope" and self.rope_fraction != 0.75,
-        }  # fmt: skip
-        return raise_found(self, checks)
+        problems = []
+        if self.n_head % self.kv_heads:
+            problems.append(("n_kv_head", f"expected a divisor of model.n_head = {self.n_head}"))
+        if self.n_embd % self.n_head:
+            problems.append(("n_embd", f"expected a multiple of model.n_head = {self.n_head}"))
+        elif self.rotating and self.head_dim % 2:
+            problems.append(("n_embd", f"RoPE needs an even head size, n_embd / n_head = {self.head_dim}"))
+        if self.position != "p_rope" and self.rope_fraction != 0.75:
+            problems.append(("rope_fraction", "only read by model.position = p_rope"))
+        raise_problems(self, "model.", problems)
+        return self
 
 
-def raise_found(section: Any, checks: dict[str, Any]) -> Any:
-    """The section; raises ValueError with the messages whose value is true."""
-    if problems := [message for message, found in checks.items() if found]:
-        raise ValueError("\n".join(problems))
-    return section
-
-
-def raise_problems(problems: list[str]) -> None:
-    """Raises ValueError with all of the messages, if there are any."""
+def raise_problems(section: Section, prefix: str, problems: list[tuple[str, str]]) -> None:
+    """Raises ValueError with a line "<prefix><key> = <value>: <problem>" for each, if there are any."""
     if problems:
-        raise ValueError("\n".join(problems))
+        lines = [f"{prefix}{key} = {attrgetter(key)(section)!r}: {problem}" for key, problem in problems]
+        raise ValueError("\n".join(lines))
 
 
 class OptionErrors(ValueError):
@@ -125,23 +108,13 @@ class OptionErrors(ValueError):
 
 
 class AttentionConfig(Section):
-    """The attention normaliser, its options (fields of its class in normalisers.py), its re-weighting."""
+    """The attention normaliser, its options (the fields of its class), its re-weighting."""
 
     model_config = ConfigDict(extra="allow")  # checked against the class, below
 
-    normaliser: str = Field(
-        "softmax", description="The formula; its options are keys here (--help after a config shows them)."
-    )
-    reweight_p: int = Field(
-        0, ge=0, le=256, description="Power p of the LSSAR re-weighting ReLU(n A - O)^p; 0: no re-weighting."
-    )
-    reweight_p_warmup: int = Field(
-        0,
-        ge=0,
-        description="Training steps over which p rises from 1 to reweight_p; 0: p is reweight_p from the "
-        "first step, as in the paper. Evaluations use reweight_p, validations in training the p of their "
-        "step.",
-    )
+    normaliser: str = key("softmax", "The formula. Its options are keys here (CONFIG --help shows them).")
+    reweight_p: int = key(0, "Power p of LSSAR's re-weighting. 0: none.", ge=0, le=256)
+    reweight_p_warmup: int = key(0, "Steps over which p rises from 1. Below 1: share of max_steps.", ge=0)
 
     @property
     def definition(self) -> Normaliser:
@@ -158,18 +131,13 @@ class AttentionConfig(Section):
             definition = cls.model_validate(self.model_extra)
         except ValidationError as e:
             raise OptionErrors(problems_of(e, "attention", cls)) from None
-        p = self.reweight_p
         problems = []
-        if p and not definition.sums_to_one:
-            problems.append(
-                f"attention.reweight_p = {p}: re-weighting needs non-negative rows that sum to one, which "
-                f"{self.normaliser} with these options does not give"
-            )
-        if self.reweight_p_warmup and p < 2:
-            problems.append(
-                f"attention.reweight_p_warmup = {self.reweight_p_warmup}: only read with reweight_p >= 2"
-            )
-        raise_problems(problems)
+        if self.reweight_p and not definition.sums_to_one:
+            needs = "re-weighting needs non-negative rows that sum to one, which"
+            problems.append(("reweight_p", f"{needs} {self.normaliser} with these options does not give"))
+        if self.reweight_p_warmup and self.reweight_p < 2:
+            problems.append(("reweight_p_warmup", "only read with reweight_p >= 2"))
+        raise_problems(self, "attention.", problems)
         assert self.model_extra is not None
         self.model_extra.update(definition.model_dump())  # a resolved config states every option
         return self
@@ -178,143 +146,92 @@ class AttentionConfig(Section):
 class DataConfig(Section):
     """Where the tokens come from and in which order."""
 
-    dir: str = resumable(
-        "data/fineweb10B", description="Folder of prepared shards (`python -m data.fineweb`)."
-    )
-    order: Literal["sequential", "shuffled"] = Field(
-        "sequential", description="Windows in stream order, or in a permutation fixed by the seed."
-    )
-    skip_steps: int = Field(
-        0, ge=0, description="Batches left out at the start, e.g. those that the run of init_from has seen."
-    )
+    dir: str = resumable("data/fineweb10B", "Folder of prepared shards (python -m data.fineweb).")
+    order: Literal["sequential", "shuffled"] = key("sequential", "Stream order, or permuted by the seed.")
+    skip_steps: int = key(0, "Batches left out at the start.", ge=0)
 
 
 class TrainConfig(Section):
     """How long, how much at a time, on what."""
 
-    max_steps: int = Field(
-        18865,
-        ge=0,
-        description="Optimiser steps of the whole run; 0: evaluate the init_from weights untrained.",
-    )
-    seq_len: int = Field(1024, ge=2, description="Training length T in tokens.")
-    batch_tokens: int = Field(524288, ge=2, description="Tokens of one optimiser step, over all processes.")
-    micro_batch: int = free(
-        32,
-        ge=1,
-        description="Sequences in one forward pass of one process, at most: halve it when out of memory.",
-    )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="Autocast type of the forward pass; weights stay float32."
-    )
-    device: Literal["auto", "cpu", "cuda"] = free("auto", description="auto: cuda where there is one.")
-    compile: Literal["auto"] | bool = free("auto", description="torch.compile the model; auto: on cuda.")
-    engine: Engine = Field(
+    max_steps: int = key(18865, "Optimiser steps. 0: evaluate the weights of init_from.", ge=0)
+    seq_len: int = key(1024, "Training length T in tokens.", ge=2)
+    batch_tokens: int = key(524288, "Tokens of one optimiser step, over all processes.", ge=2)
+    micro_batch: int = free(32, "Sequences of a forward pass. Halve it when out of memory.", ge=1)
+    dtype: Literal["bfloat16", "float32"] = key("bfloat16", "Autocast type; weights stay float32.")
+    device: Literal["auto", "cpu", "cuda"] = free("auto", "auto: cuda where there is one.")
+    compile: Literal["auto"] | bool = free("auto", "torch.compile the model; auto: on cuda.")
+    engine: Engine = key(
         "auto",
+        "The first of sdpa, triton, flex and rows that runs this normaliser here. dense holds (T, T).",
         exclude=True,  # a choice of this machine, in no checkpoint
-        description="Attention engine. auto: the first of sdpa, triton (fused kernels), flex (FlexAttention) "
-        "and rows that runs this normaliser here. dense holds (T, T).",
     )
-    grad_clip: float = Field(1.0, ge=0, description="Largest gradient norm; 0: no clipping.")
-    loss: Literal["softmax", "norm_softmax", "logit_norm"] = Field(
-        "softmax", description="How logits become the probabilities of the cross-entropy (NormSoftmax paper)."
-    )
-    loss_gamma: PositiveFloat | Literal["inf"] = Field(
-        "inf", description="norm_softmax: upper bound of the logits' standard deviation."
-    )
-    loss_tau: PositiveFloat | Literal["auto"] = Field(
-        "auto", description="Temperature. auto: 1 for norm_softmax, vocab_size^(-1/2) for logit_norm."
-    )
-    label_smoothing: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Share of each target's probability that is spread evenly over the vocabulary; in the "
-        "training loss only, not in validation.",
-    )
-    reduction: Literal["mean", "sum"] = Field(
-        "mean",
-        description="sum: the gradient is that of the sum of a step's token losses, so grad_clip, and "
-        "grad_norm in the log, are those of the sum; losses are logged per token either way.",
-    )
-    val_every: int = free(250, ge=1, description="Steps between validations (always after the last step).")
-    val_tokens: int = Field(
-        10_485_760,
-        ge=2,
-        description="Validation tokens, from the val shard's start; 100000000: all of it (the LSSAR paper).",
-    )
-    checkpoint_every: int = free(500, ge=1, description="Steps between checkpoints (always the last).")
-    keep_last: int = free(2, ge=1, description="Newest checkpoints to keep.")
-    keep_every: int = free(0, ge=0, description="Also keep checkpoints of multiples of this step; 0: none.")
-    on_bad_step: Literal["stop", "skip"] = resumable(
-        "stop", description="A loss or gradient norm that is not finite stops the run, or is skipped."
-    )
-    max_skips: int = resumable(10, ge=1, description="Consecutive skipped steps after which the run stops.")
-    outlier_z: float = resumable(
-        0.0, ge=0, description="Skip steps this many standard deviations above the last 128; 0: never."
-    )
+    grad_clip: float = key(1.0, "Largest gradient norm; 0: no clipping.", ge=0)
+    loss: Literal["softmax", "norm_softmax", "logit_norm"] = key("softmax", "Normaliser of the logits.")
+    loss_gamma: PositiveFloat | Literal["inf"] = key("inf", "norm_softmax: bound of the logits' sigma.")
+    loss_tau: PositiveFloat | Literal["auto"] = key("auto", "auto: 1, or for logit_norm vocab_size^(-1/2).")
+    label_smoothing: float = key(0.0, "Share of each target spread evenly, in training only.", ge=0, lt=1)
+    reduction: Literal["mean", "sum"] = key("mean", "Over a step's tokens, for gradients and grad_clip.")
+    val_every: int = free(250, "Steps between validations (always after the last step).", ge=1)
+    val_tokens: int = key(10_485_760, "Validation tokens, from the start of the shard.", ge=2)
+    checkpoint_every: int = free(500, "Steps between checkpoints (always the last).", ge=1)
+    keep_last: int = free(2, "Newest checkpoints to keep.", ge=1)
+    keep_every: int = free(0, "Also keep checkpoints of multiples of this step; 0: none.", ge=0)
+    on_bad_step: Literal["stop", "skip"] = resumable("stop", "At a loss or gradient that is not finite.")
+    max_skips: int = resumable(10, "Consecutive skipped steps that stop the run.", ge=1)
+    outlier_z: float = resumable(0.0, "Skip steps so many sigmas above the last 128; 0: never.", ge=0)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        problems = []
         n_seq, rest = divmod(self.batch_tokens, self.seq_len)
-        checks = {
-            f"train.batch_tokens = {self.batch_tokens}: expected a multiple of train.seq_len = "
-            f"{self.seq_len}": rest,
-            f"train.micro_batch = {self.micro_batch}: expected a divisor of the {n_seq} sequences in a step "
-            "(batch_tokens / seq_len), or more than them":
-                not rest and n_seq % min(self.micro_batch, n_seq),
-            f"train.val_tokens = {self.val_tokens}: expected at least train.seq_len = {self.seq_len}":
-                self.val_tokens < self.seq_len,
-            f"train.loss_gamma = {self.loss_gamma!r}: only read by train.loss = norm_softmax":
-                self.loss_gamma != "inf" and self.loss != "norm_softmax",
-            f"train.loss_tau = {self.loss_tau}: not read by train.loss = softmax":
-                self.loss_tau != "auto" and self.loss == "softmax",
-        }  # fmt: skip
-        return raise_found(self, checks)
+        if rest:
+            problems.append(("batch_tokens", f"expected a multiple of train.seq_len = {self.seq_len}"))
+        elif n_seq % min(self.micro_batch, n_seq):
+            divisor = f"expected a divisor of the {n_seq} sequences in a step (batch_tokens / seq_len)"
+            problems.append(("micro_batch", f"{divisor}, or more than them"))
+        if self.val_tokens < self.seq_len:
+            problems.append(("val_tokens", f"expected at least train.seq_len = {self.seq_len}"))
+        if self.loss_gamma != "inf" and self.loss != "norm_softmax":
+            problems.append(("loss_gamma", "only read by train.loss = norm_softmax"))
+        if self.loss_tau != "auto" and self.loss == "softmax":
+            problems.append(("loss_tau", "not read by train.loss = softmax"))
+        raise_problems(self, "train.", problems)
+        return self
 
 
 class OptimizerConfig(Section):
     """The optimiser and its learning-rate schedule."""
 
-    name: Literal["adamw", "muon", "sgd"] = Field(
-        "adamw", description="muon: for hidden matrices, with adamw for all else."
-    )
-    lr: float = Field(6e-4, gt=0, description="Peak learning rate.")
-    muon_lr: float = Field(0.02, gt=0, description="Peak learning rate of muon's matrices.")
-    beta1: float = Field(0.9, ge=0, lt=1, description="adamw: decay of the first moment.")
-    beta2: float = Field(0.95, ge=0, lt=1, description="adamw: decay of the second moment.")
-    momentum: float = Field(0.95, ge=0, lt=1, description="muon, sgd: momentum.")
-    weight_decay: float = Field(
-        0.1, ge=0, description="Weight decay, on matrices only (decoupled in adamw and muon)."
-    )
-    schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
-        "cosine", description="Shape after warm-up. wsd: constant, then linear over the last decay_fraction."
-    )
-    warmup_steps: int = Field(700, ge=0, description="Steps of linear warm-up from 0.")
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Final learning rate over peak.")
-    decay_fraction: float = Field(0.2, gt=0, le=1, description="wsd: share of max_steps spent decaying.")
+    name: Literal["adamw", "muon", "sgd"] = key("adamw", "muon: hidden matrices, adamw the rest.")
+    lr: float = key(6e-4, "Peak learning rate.", gt=0)
+    muon_lr: float = key(0.02, "Peak learning rate of muon's matrices.", gt=0)
+    beta1: float = key(0.9, "adamw: decay of the first moment.", ge=0, lt=1)
+    beta2: float = key(0.95, "adamw: decay of the second moment.", ge=0, lt=1)
+    momentum: float = key(0.95, "muon, sgd: momentum.", ge=0, lt=1)
+    weight_decay: float = key(0.1, "On matrices only; decoupled in adamw and muon.", ge=0)
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = key("cosine", "Shape after warm-up.")
+    warmup_steps: int = key(700, "Steps of linear warm-up. Below 1: share of max_steps.", ge=0)
+    min_lr_ratio: float = key(0.0, "Final learning rate over peak.", ge=0, le=1)
+    decay_fraction: float = key(0.2, "wsd: share of max_steps, at the end, of linear decay.", gt=0, le=1)
 
 
 class LogConfig(Section):
     """What a run records."""
 
-    dir: str = free("runs", description="Run folders are made here, as <dir>/<name>.")
-    every: int = free(10, ge=1, description="Steps between progress lines; metrics.jsonl has every step.")
-    attention_every: int = free(0, ge=0, description="Steps between qk_std, entropy and logit_std; 0: never.")
-    wandb: bool = free(False, description="Also log to Weights & Biases.")
-    wandb_project: str = free("attention-normalisers", description="W&B project.")
+    dir: str = free("runs", "Run folders are made here, as <dir>/<name>.")
+    every: int = free(10, "Steps between progress lines; metrics.jsonl has every step.", ge=1)
+    attention_every: int = free(0, "Steps between qk_std, entropy and logit_std; 0: never.", ge=0)
+    wandb: bool = free(False, "Also log to Weights & Biases.")
+    wandb_project: str = free("attention-normalisers", "W&B project.")
 
 
 class Config(Section):
     """A whole run. `base`, `name` and [sweep] are not inherited; `name` defaults to the file's stem."""
 
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$", description="Name of the run and of its folder."
-    )
-    seed: int = Field(1337, ge=0, lt=2**63, description="Seed of initialisation and data order.")
-    init_from: str = Field(
-        "", description="Run folder or checkpoint whose weights this run starts from; empty: random weights."
-    )
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$", description="Name of the run folder.")
+    seed: int = key(1337, "Seed of initialisation and data order.", ge=0, lt=2**63)
+    init_from: str = key("", "Run folder or checkpoint whose weights this run starts from.")
     model: ModelConfig = ModelConfig()
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
     data: DataConfig = DataConfig()
@@ -324,19 +241,20 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        steps, decay = self.optimizer.warmup_steps, self.optimizer.decay_fraction
-        power_steps, max_steps = self.attention.reweight_p_warmup, self.train.max_steps
-        at_most = f"expected at most train.max_steps = {max_steps}"
-        checks = {
-            "train.max_steps = 0: expected at least 1, or a run named by init_from":
-                max_steps == 0 and not self.init_from,
-            f"optimizer.warmup_steps = {steps}: {at_most}": steps > max_steps,
-            f"attention.reweight_p_warmup = {power_steps}: {at_most}": power_steps > max_steps,
-            f"optimizer.decay_fraction = {decay}: expected at most {1 - steps / max(1, max_steps):.4g}, the "
-            "share of the steps after warm-up":
-                self.optimizer.schedule == "wsd" and steps <= max_steps < steps + decay * max_steps,
-        }  # fmt: skip
-        return raise_found(self, checks)
+        problems = []
+        max_steps = self.train.max_steps
+        warmup_steps = self.optimizer.warmup_steps
+        decay_steps = self.optimizer.decay_fraction * max_steps
+        if max_steps == 0 and not self.init_from:
+            problems.append(("train.max_steps", "expected at least 1, or a run named by init_from"))
+        for key in ("optimizer.warmup_steps", "attention.reweight_p_warmup"):
+            if attrgetter(key)(self) > max_steps:
+                problems.append((key, f"expected at most train.max_steps = {max_steps}"))
+        if self.optimizer.schedule == "wsd" and warmup_steps <= max_steps < warmup_steps + decay_steps:
+            share = f"{1 - warmup_steps / max_steps:.4g}, the share of the steps after warm-up"
+            problems.append(("optimizer.decay_fraction", f"expected at most {share}"))
+        raise_problems(self, "", problems)
+        return self
 
     @property
     def run_dir(self) -> Path:
@@ -366,6 +284,12 @@ def describe_attention(options: AttentionConfig, model: ModelConfig | None = Non
     return text + ", gate" * (model is not None and model.attention_gate)
 
 
+def field_of(key: str) -> FieldInfo | None:
+    """The field of a dotted key; None for an unknown key and for a normaliser's option."""
+    section, _, name = key.rpartition(".")
+    return SECTIONS.get(section, Config).model_fields.get(name)
+
+
 def may_change_on_resume(key: str) -> bool:
     """Whether a dotted key may differ between a run and its resumption (`free` and `resumable` fields)."""
     return "may_change" in _marks(key)
@@ -373,13 +297,11 @@ def may_change_on_resume(key: str) -> bool:
 
 def makes_another_run(key: str) -> bool:
     """Whether runs that differ in a dotted key may have other loss curves (all but `free` fields)."""
-    marks = _marks(key)
-    return "may_change" not in marks or "another_run" in marks
+    return "may_change" not in _marks(key) or "another_run" in _marks(key)
 
 
 def _marks(key: str) -> dict[str, Any]:
-    section, _, name = key.rpartition(".")
-    field = SECTIONS.get(section, Config).model_fields.get(name)
+    field = field_of(key)
     extra = field.json_schema_extra if field else None
     return extra if isinstance(extra, dict) else {}
 
@@ -389,40 +311,39 @@ def _marks(key: str) -> dict[str, Any]:
 
 def problems_of(error: ValidationError, section: str, cls: type[BaseModel]) -> list[tuple[str, str]]:
     """(dotted key, "key = value: expected ...") of each problem; no key where several keys disagree."""
-    found: list[tuple[str, str]] = []
-    expected: dict[tuple[str, str], list[str]] = {}  # a union yields one error per alternative: join them
+    problems: list[tuple[str, str]] = []
+    expected: dict[tuple[str, str], list[str]] = {}  # a union has one error for each alternative
     prefix = f"{section}." if section else ""
     for e in error.errors(include_url=False):
-        if e["type"] == "value_error":  # from our own validators: complete messages
+        if e["type"] == "value_error":  # from our own validators, whose messages are complete
             cause = e["ctx"]["error"]
-            inner = cause.args[0] if isinstance(cause, OptionErrors) else None
-            found += inner or [("", prefix + line) for line in str(cause).split("\n")]
+            own = [("", prefix + line) for line in str(cause).split("\n")]
+            problems += cause.args[0] if isinstance(cause, OptionErrors) else own
             continue
-        loc = [str(part) for part in e["loc"]]  # without pydantic's union tags:
-        key = prefix + ".".join(loc[:2] if not section and loc[0] in SECTIONS else loc[:1])
+        location = [str(part) for part in e["loc"]]
+        depth = 2 if not section and location[0] in SECTIONS else 1  # what follows are pydantic's union tags
+        key = prefix + ".".join(location[:depth])
         head = f"{key} = {'a section' if isinstance(e['input'], dict) else repr(e['input'])}: "
         if e["type"] == "extra_forbidden":
-            found.append((key, f"{head}unknown key; {_nearest(key, cls)}"))
-        elif e["type"] == "string_pattern_mismatch":
-            found.append((key, f"{head}expected letters, digits and . _ = + - alone; choose another --name"))
+            problems.append((key, f"{head}unknown key; {_nearest(key, cls)}"))
         else:
-            what = e["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+            what = re.sub(r"^(Input|String) should (be )?(a valid )?", "", e["msg"])
             expected.setdefault((key, head), []).append("a section" if e["type"] == "model_type" else what)
-    joined = {at: " or ".join(dict.fromkeys(what)) for at, what in expected.items()}
-    return found + [(key, f"{head}expected {what}") for (key, head), what in joined.items()]
+    for (key, head), alternatives in expected.items():
+        problems.append((key, f"{head}expected {' or '.join(dict.fromkeys(alternatives))}"))
+    return problems
 
 
 def _nearest(dotted: str, cls: type[BaseModel]) -> str:
     """What the writer of an unknown key may have meant; cls: the normaliser's class in [attention]."""
-    *section, key = dotted.split(".")
-    if dotted == "base":
-        return "a base is named in a config file"
+    section, _, key = dotted.rpartition(".")
     for name, other in SECTIONS.items():
         if key in other.model_fields:
             return f"did you mean {name}.{key}?"
-    names = list((SECTIONS[section[0]] if section else Config).model_fields)
-    names += list(cls.model_fields) if section == ["attention"] else [] if section else ["base"]
-    return _suggest(key, names, ".".join([*section, ""]))
+    names = list(SECTIONS.get(section, Config).model_fields)
+    if section == "attention":
+        names += cls.model_fields
+    return _suggest(key, names, f"{section}." if section else "")
 
 
 def _suggest(word: str, names: list[str], prefix: str = "") -> str:

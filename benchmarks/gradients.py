@@ -150,7 +150,7 @@ def main() -> None:
     path = args.out / "gradients.json"
     done = {r["run"]: r for r in (json.loads(path.read_text()) if path.exists() else [])}
     records = []
-    for config in [load_config(file, chosen) for file in args.configs for chosen in expand_sweep(file)]:
+    for config in [load_config(file, run.overrides) for file in args.configs for run in expand_sweep(file)]:
         if config.name not in done:
             with join_world(config.train.device) as world:
                 done[config.name] = {"run": config.name} | train_run(config, world)

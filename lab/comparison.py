@@ -2,7 +2,7 @@
 
 A scale is a folder of runs, `runs/comparison_A`; more of its runs, at other learning rates, may lie in
 `runs/comparison_A_<word>`, and short runs at several rates, named <contestant>_<lr>, in `runs/comparison_A_lr`. A run
-is named <contestant> or <contestant>_seed=<seed>; a contestant is a file of configs/comparison/<scale>/. Each run
+is named <contestant> or <contestant>_seed=<seed>; a contestant is a file of configs/comparison/A/ or <scale>/. Each run
 leaves one line in <out>/<scale>.jsonl; tables and figures are drawn from these lines, so no run folder is
 needed to redraw.
 
@@ -435,10 +435,10 @@ def with_best_bold(losses: dict[Any, float]) -> dict[Any, str]:
 
 def definitions(scale: Scale) -> str:
     """What each contestant is: its config file's comment."""
-    folder = CONFIGS / "comparison" / scale.name
-    paths = [folder / f"{name}.toml" for name in sorted(scale.contestants)]
-    comments = {path.stem: path.read_text().split("\n", 1)[0] for path in paths if path.exists()}
-    return "\n".join(f"- `{name}`: {text.removeprefix('# ')}" for name, text in comments.items())
+    folders = (CONFIGS / "comparison" / scale.name, CONFIGS / "comparison/A")
+    paths = [folder / f"{name}.toml" for name in sorted(scale.contestants) for folder in folders]
+    comments = {p.stem: p.read_text().split("\n", 1)[0] for p in reversed(paths) if p.exists()}
+    return "\n".join(f"- `{name}`: {text.removeprefix('# ')}" for name, text in sorted(comments.items()))
 
 
 # ---------------------------------------------------------------- figures

@@ -23,7 +23,8 @@ copy and reverse (0.34 within the right list: letters do not repeat), 1/2 of sor
 and 1/2 of flipflop: 0.25 in the mean of all tasks.
 
 Writes recall_val_000000.bin, recall_train_000001.bin, the masks, and dataset.json (format: data/shards.py).
-Train on it with configs/comparison/recall/, evaluate with `python -m lab.recall`.
+Train a variant on it, `configs/comparison/A/lssa.toml --base configs/comparison/recall.toml`, evaluate with
+`python -m lab.recall`.
 """
 
 from __future__ import annotations

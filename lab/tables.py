@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import tomllib
@@ -33,12 +32,11 @@ def read_rows(folder: str, files: str) -> list[TableRow]:
     rows = []
     for name in files.split():
         path, key = CONFIGS / folder / f"{name}.toml", f"{folder}/{name}"
-        for overrides in expand_sweep(path):
-            config = load_config(path, overrides)
+        for chosen in expand_sweep(path):
+            config = load_config(path, chosen.overrides)
             ancestors = ancestors_of(config, lambda run: CONFIGS / folder / f"{run.name}.toml")
-            swept = dict(zip(overrides[:-2:2], overrides[1:-2:2], strict=True))  # --key: value as in TOML
-            keys = [key, *(f"{key}: {json.loads(value)}" for value in swept.values())]
-            model_keys = {k[8:]: getattr(config.model, k[8:]) for k in swept if k.startswith("--model.")}
+            keys = [key, *(f"{key}: {value}" for value in chosen.swept.values())]
+            model_keys = {k[6:]: value for k, value in chosen.swept.items() if k.startswith("model.")}
             rows.append(TableRow(tuple(keys), config, ancestors, model_keys))
     return rows
 

@@ -66,9 +66,10 @@ class Scaled(Normaliser):
     """
 
     scale: Scale = Field(
-        "rsqrt_d", description="Factor of the scores; learned: s per layer and head, from scale_init."
+        "rsqrt_d",
+        description="Factor of the scores, in a config also ln_d_ln_L; learned: s per head, from scale_init.",
     )
-    scale_init: float = Field(1.0, gt=0, description="Initial value of a learned scale.")
+    scale_init: float = Field(1.0, gt=0, description="Of a learned scale, in a config also sqrt_d_over_ln_L.")
     length_scale: LengthScale = Field("none", description="Factor that depends on n, the visible keys.")
 
     @model_validator(mode="after")

@@ -73,14 +73,14 @@ def test_every_config_trains(path, folder, softmax_runs):
     """The loss of the first and the last run that the file describes falls in 20 steps."""
     runs = expand_sweep(path)
     for chosen in runs[:1] if len(runs) == 1 else (runs[0], runs[-1]):
-        config = load_config(path, chosen)
+        config = load_config(path, chosen.overrides)
         # Adam's rates of a large model change little in 20 steps.
         lr = (1 if config.optimizer.name == "sgd" else 10) * config.optimizer.lr
         changes = {"name": f"{path.parent.name}-{config.name}", "optimizer.lr": str(lr)}
         changes["optimizer.warmup_steps"] = str(min(2, config.optimizer.warmup_steps))
         if config.init_from:
             changes["init_from"] = str(softmax_runs[config.model.tie_embeddings])
-        run = run_train(path, chosen + tiny(folder, **changes))
+        run = run_train(path, chosen.overrides + tiny(folder, **changes))
         losses = metrics(run, "loss")
         assert len(losses) == 20 and all(loss is not None and math.isfinite(loss) for loss in losses)
         assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.02, losses

@@ -1,0 +1,293 @@
+"""python -m lab.report on run folders: rows, seeds, scales, descent, the published numbers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import sweep
+from config import load_config, to_toml
+from infra.cli import UserError
+from lab import report
+from lab.figures import all_figures, fit_log
+from lab.runs import FACTORS, FinishedRun, RunIndex, experiment_of, read_runs
+from lab.tables import CONFIGS, PAPERS, read_published, read_rows, read_tables
+from schema import Config
+
+SWEEP = """
+[sweep]
+"attention.normaliser" = ["softmax", "lssa"]
+seed = [1, 2]
+"""
+
+
+@pytest.fixture
+def path(tiny_config: Path) -> Path:
+    """The tiny config as four runs, in tmp_path/runs."""
+    path = tiny_config.with_name("s.toml")
+    path.write_text(tiny_config.read_text() + SWEEP)
+    return path
+
+
+def leave_run(config: Config) -> None:
+    steps = config.train.max_steps
+    (config.run_dir / "checkpoints").mkdir(parents=True)
+    (config.run_dir / f"checkpoints/step_{steps:06d}.pt").touch()
+    (config.run_dir / "config.toml").write_text(to_toml(config))
+    (config.run_dir / "metrics.jsonl").write_text(f'{{"step": {steps}, "val_loss": 4.0}}\n')
+
+
+def make_run(folder: Path, name: str, losses: list[float], *overrides: str, step: int = 3) -> None:
+    """A run folder with evaluations whose losses at 1x, 2x, ... are given."""
+    given = {"name": name, "log.dir": folder, "train.max-steps": 3, "optimizer.warmup-steps": 1}
+    args = [text for key, value in given.items() for text in (f"--{key}", str(value))]
+    config = load_config(CONFIGS / "demo_softmax.toml", [*args, *overrides])
+    leave_run(config)
+    lengths = [
+        {"length": 128 * f, "reason": None, "loss": loss, "buckets": [{"from": 0, "to": 128, "loss": loss}]}
+        for f, loss in zip(FACTORS, losses, strict=True)
+    ]
+    rope = {"kind": "ntk", "theta": None}
+    result = {"step": step, "rope": rope, "lengths": lengths, "data": {"tokens": 4096}}
+    (config.run_dir / "eval_length.json").write_text(json.dumps(result))
+
+
+def table_of(paper: str, i: int, index: RunIndex) -> str:
+    return report.paper_table(read_tables()[paper][i], index, read_published()[paper])
+
+
+def cells(text: str, row: str) -> list[list[str]]:
+    """The lines of a row in a table of the report: the one that names it, and those below without a name."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    first = next(i for i, line in enumerate(lines) if line and line[0] == f"`{row}`")
+    return [lines[first], *itertools.takewhile(lambda line: line and line[0] == "", lines[first + 1 :])]
+
+
+def test_an_evaluation_with_a_tag_replaces_no_usual_one(tmp_path):
+    make_run(tmp_path, "a", [1.0, 2.0, 3.0, 4.0, 5.0])
+    usual = json.loads((tmp_path / "a/eval_length.json").read_text())
+    (tmp_path / "a/eval_length_20k.json").write_text(json.dumps(usual | {"lengths": []}))
+    (run,) = read_runs([str(tmp_path)])
+    assert run.loss("ntk", 16) == 5.0
+    (tmp_path / "a/eval_length.json").write_text("{")
+    with pytest.raises(UserError, match="eval_length.json: not valid JSON"):
+        read_runs([str(tmp_path)])
+
+
+def test_rows_find_their_runs(tmp_path, capsys):
+    for seed, shift in ((1, 0.0), (2, 0.1), (3, 0.2)):
+        make_run(tmp_path, f"any{seed}", [2 + shift] * 4 + [3 + shift], "--seed", str(seed))
+    make_run(tmp_path, "p15", [2.0] * 5, "--attention.normaliser", "lssa", "--attention.reweight-p", "15")
+    make_run(tmp_path, "any_again", [9.0] * 5, "--seed", "3")
+    make_run(tmp_path, "rate", [5.0] * 5, "--optimizer.lr", "1e-4")
+    make_run(tmp_path, "bold", [9.0] * 5, "--optimizer.weight-decay", "0.0")
+    make_run(tmp_path, "stale", [7.0] * 5, "--attention.normaliser", "relu_li", step=2)
+    (tmp_path / "p15/metrics.jsonl").write_text('{"step": 2, "val_loss": 4.0}\n')
+    with open(tmp_path / "any1/metrics.jsonl", "a") as f:
+        f.write('{"step": 3, "val')  # truncated by a kill
+    make_run(tmp_path, "diverged", [8.0] * 5, "--seed", "9")
+    (tmp_path / "diverged/metrics.jsonl").write_text('{"step": 3, "val_loss": null}\n')
+    make_run(tmp_path, "nope", [8.0] * 5, "--model.position", "none")  # softmax, but of no row
+    make_run(tmp_path, "gate", [8.0] * 5, "--model.attention-gate", "true")
+    index = RunIndex(read_runs([str(tmp_path)]))
+    printed = capsys.readouterr().out
+    assert f"skipped: {tmp_path / 'p15'} is not finished" in printed
+    assert f"skipped: {tmp_path / 'diverged'} ended at a loss that is not finite" in printed
+    assert f"left out: {tmp_path / 'any_again'}, a repeat of" in printed
+    assert index.groups[0].increases("ntk") == pytest.approx([1.0, 1.0, 1.0])  # 16x - 1x
+    seeds = ["", "ours, scale A, 3 seeds (`any1`), RoPE ntk", *4 * ["2.1000 ±0.1000"], "3.1000 ±0.1000"]
+    rate = ["", "ours, scale A (`rate`), RoPE ntk", *5 * ["5.0000"]]  # another recipe is no seed
+    assert cells(table_of("lssar", 0, index), "table1_softmax") == [
+        ["`table1_softmax`", "paper, Table 1, line 54", "3.1911", *4 * ["–"]], seeds, rate
+    ]  # fmt: skip
+    text = table_of("lssar", 3, index)
+    assert cells(text, "table4_softmax") == [["`table4_softmax`", *seeds[1:]], rate]
+    assert "`table4_lssa_p15`" in text.split("Neither published nor run: ")[1], "not finished: no number"
+    assert cells(text, "table4_relu_li")[1][1:4] == ["ours, scale A, validation in training", "4.0000", "–"]
+    robust = table_of("normsoftmax", 3, index)
+    assert cells(robust, "no_weight_decay_normaliser=softmax")[1][2] == "9.0000"
+    accuracy = cells(table_of("normsoftmax", 0, index), "gamma_gamma=inf")[0]
+    assert accuracy[1].startswith("paper, Table 1, line 170: nsm-inf, CIFAR10, ViT 88.01 % test accuracy;")
+    assert accuracy[2:] == 5 * ["–"]
+
+
+def test_figures_of_seeds_of_which_one_is_not_evaluated(tmp_path):
+    for seed in (1, 2):
+        make_run(tmp_path, f"any{seed}", [2.0] * 4 + [3.0], "--seed", str(seed))
+    (tmp_path / "any2/eval_length.json").unlink()
+    figures = all_figures(RunIndex(read_runs([str(tmp_path)])), ["lssar"], [])
+    drawn = {name: figure is not None for name, _, figure in figures}
+    assert drawn == {
+        "lssar_figure1_A_ntk.png": True, "lssar_figure2_A_ntk.png": False, "positions_A_ntk.png": True,
+        "learning_A.png": False,
+    }  # fmt: skip
+
+
+def test_scales_stay_apart(tmp_path):
+    make_run(tmp_path, "a", [2.0] * 5)
+    make_run(tmp_path, "b", [3.0] * 5, "--model.n-layer", "2")
+    index = RunIndex(read_runs([str(tmp_path)]))
+    lines = cells(table_of("lssar", 0, index), "table1_softmax")[1:]
+    assert [line[1] for line in lines] == ["ours, scale A, RoPE ntk", "ours, scale B, RoPE ntk"]
+    assert sorted(line[2] for line in lines) == ["2.0000", "3.0000"]
+    assert len(index.letters) == 2 and report.scales_text(index).count("Not a published scale") == 2
+    base = FinishedRun(Path(), load_config(CONFIGS / "gpt2_124m.toml"), [(18865, 3.2)], {}, 0)
+    assert "This is the LSSAR paper's model" in report.scales_text(RunIndex([base]))
+
+
+def test_runs_on_an_engine_that_needs_cuda_are_reported_anywhere(tmp_path):
+    for name, engine in (("a", "auto"), ("b", "flex")):
+        make_run(tmp_path, name, [2.0] * 5, "--model.position", "alibi", "--train.engine", engine)
+    a, b = read_runs([str(tmp_path)])
+    assert a.n_params == b.n_params
+
+
+def test_every_row_is_another_experiment() -> None:
+    """Else one run would be in two rows of a table that mean different things."""
+    tables = read_tables()
+    assert tuple(tables) == PAPERS and tuple(sorted(read_published())) == tuple(sorted(PAPERS))
+    keys: set[str] = set()
+    for table in itertools.chain(*tables.values()):
+        rows = read_rows(table["folder"], table["files"])
+        experiments = [
+            (experiment_of(row.config, *row.ancestors), *row.model_keys.items(),
+             row.config.train.max_steps if "by_steps" in table else None)
+            for row in rows
+        ]  # fmt: skip
+        doubles = {
+            row.config.name for row, e in zip(rows, experiments, strict=True) if experiments.count(e) > 1
+        }
+        same = {"norm_softmax", "gamma_gamma=8.0", "tau_gamma=sqrt_d_tau=1.0", "baseline"}
+        same |= {"gamma_gamma=inf", "tau_gamma=inf_tau=1.0", "scale_scale=rsqrt_d"}
+        same |= {"loss_norm_softmax_loss_gamma=inf", "loss_tau_loss_tau=1.0"}
+        assert doubles <= same, doubles
+        keys |= {key for row in rows for key in row.keys}
+    files = {f"{folder}/{path.stem}" for folder in ("lssar_paper", "normsoftmax_paper")
+             for path in (CONFIGS / folder).glob("*.toml")}  # fmt: skip
+    assert files <= keys
+
+
+def test_every_published_number_is_in_the_report_once_with_its_line(tmp_path) -> None:
+    """All 146: in the row of its config where it has one, which must exist; also without a run of a paper."""
+    make_run(tmp_path, "other", [2.0] * 5, "--train.loss", "norm_softmax", "--train.loss-gamma", "2.5")
+    index = RunIndex(read_runs([str(tmp_path)]))
+    n_numbers = 0
+    for paper, numbers in read_published().items():
+        keys = {key for table in read_tables()[paper] for row in read_rows(table["folder"], table["files"])
+                for key in row.keys}  # fmt: skip
+        lines = report.report_text(index, [paper], {}).splitlines()
+        for n in numbers:
+            if "config" in n:
+                assert n["config"] in keys, n
+                stem = n["config"].split("/")[1].split(":")[0]
+                found = [line for line in lines if line.startswith(f"| `{stem}")]
+                text = f", {n['column']} {n['printed']} {n['unit']}"
+                text = f" {n['printed']} |" if n["column"] == "val loss, 1x" else text
+                what = [f"{n['where']}, line {n['line']}", text]
+            else:
+                found, what = lines, [n["row"], n["unit"], f"| line {n['line']} |", f" {n['printed']} |"]
+            found = [line for line in found if all(text in line for text in what)]
+            assert len(found) == 1, (n, found)
+            n_numbers += 1
+    assert n_numbers == 146
+
+
+def test_a_run_belongs_to_the_row_that_it_descends_from(tmp_path, capsys) -> None:
+    """A fine-tuned (b) is not (f), though both are SSMax models that began from another run's weights."""
+    ssmax, at = ["--attention.normaliser", "ssmax"], "--init-from"
+    make_run(tmp_path, "a", [1.0] * 5)
+    make_run(tmp_path, "b", [2.0] * 5, *ssmax)
+    make_run(tmp_path, "e", [3.0] * 5, *ssmax, at, f"{tmp_path}/a", "--train.max-steps", "0",
+             "--optimizer.warmup-steps", "0", step=0)  # fmt: skip
+    make_run(tmp_path, "f", [4.0] * 5, *ssmax, at, f"{tmp_path}/a/checkpoints/step_000003.pt")
+    squad = ["--data.dir", "data/squad"]
+    make_run(tmp_path, "b_again", [5.0] * 5, *ssmax, at, "moved/b")  # beside, if not where it was
+    make_run(tmp_path, "sft_b", [6.0] * 5, *ssmax, *squad, at, f"{tmp_path}/b")
+    make_run(tmp_path, "sft_a", [7.0] * 5, *ssmax, *squad, at, f"{tmp_path}/a")
+    make_run(tmp_path, "orphan", [8.0] * 5, *ssmax, at, "nowhere")
+    index = RunIndex(read_runs([str(tmp_path)]))
+    assert "orphan descends from nowhere, which is not there" in capsys.readouterr().out
+    text = table_of("ssmax", 0, index)
+    ours = {row[0]: [line[2] for line in cells(text, f"{row}_162m") if line[1][:4] == "ours"] for row in
+            ("a_softmax", "b_ssmax", "e_after_pretraining", "f_during_pretraining")}  # fmt: skip
+    assert ours == {"a": ["1.0000"], "b": ["2.0000"], "e": ["3.0000"], "f": ["4.0000"]}
+    assert sum("from data/squad; 3 steps" in scale for scale in index.letters) == 1
+
+
+def test_training_lengths_are_compared_at_one_size(tmp_path) -> None:
+    """NormSoftmax, Figure 3a: final losses by steps; a size with one length is left out."""
+    norm = ["--attention.normaliser", "norm_softmax"]
+    make_run(tmp_path, "short", [2.0] * 5)
+    make_run(tmp_path, "long", [2.0] * 5, "--train.max-steps", "6", step=6)
+    make_run(tmp_path, "inf", [2.0] * 5, *norm, "--attention.gamma", "inf")
+    make_run(tmp_path, "wide", [2.0] * 5, *norm, "--model.n-embd", "64")
+    lines_of_losses = [json.dumps({"step": i, "loss": 5.0 - i / 1000}) for i in range(1, 201)]
+    for name, options in (("a", []), ("c", ["--attention.normaliser", "ssmax", "--attention.scale", "one"])):
+        make_run(tmp_path, name, [2.0] * 5, *options, "--train.max-steps", "200", step=200)
+        with open(tmp_path / name / "metrics.jsonl", "a") as f:
+            f.write("\n".join(lines_of_losses))
+    index, table = RunIndex(read_runs([str(tmp_path)])), read_tables()["normsoftmax"][2]
+    lines = report.steps_table(table, index).splitlines()
+    assert len(lines) == 7 and lines[0].startswith("4 layers, 2 heads of 64")
+    assert lines[2] == "| steps | softmax | norm_softmax (gamma = inf) |"
+    assert lines[4:] == ["| 3 | 4.0000 | 4.0000 |", "| 6 | 4.0000 | – |", "| 200 | 4.0000 | – |"]
+    assert report.steps_table(table, RunIndex([])) == "No runs of two lengths of training."
+
+    figures = {name: figure for name, _, figure in all_figures(index, ["ssmax", "normsoftmax"], []) if figure}
+    assert figures["normsoftmax_figure3a_1.png"].axes[0].get_xticks().tolist() == [3, 6, 200]
+    curve, _ = figures[f"ssmax_figure4_{index.letters[scale_with(index, '200 steps')]}.png"].axes[0].lines
+    assert curve.get_xdata().tolist() == list(range(2, 201, 2))  # type: ignore[union-attr]
+    assert curve.get_ydata()[-1] == pytest.approx(4.8005)  # type: ignore[index]
+
+
+def scale_with(index: RunIndex, text: str) -> str:
+    return next(scale for scale in index.letters if text in scale)
+
+
+def test_fit_of_p_n_finds_its_own_formula():
+    n = torch.arange(1, 201, dtype=torch.float64)
+    p_n = 0.7 * n.log() - 0.2
+    p_n[0] = 1.0  # never trained
+    assert fit_log(p_n) == pytest.approx((0.7, -0.2, 1.0), rel=1e-9)
+    assert fit_log(p_n + 0.1 * torch.sin(n))[2] < 1
+
+
+def test_evaluations_of_other_data_are_left_out(tmp_path, capsys):
+    make_run(tmp_path, "own", [2.0] * 5)
+    path = tmp_path / "own/eval_length.json"
+    result = json.loads(path.read_text())
+    result["data"]["dir"] = "elsewhere"
+    (tmp_path / "own/eval_length_other.json").write_text(json.dumps(result | {"lengths": []}))
+    path.unlink()
+    assert read_runs([str(tmp_path)])[0].evaluations == {}
+    assert "eval_length_other.json: of elsewhere, the run's data are" in capsys.readouterr().out
+
+
+def test_sweep_and_report_through_torchrun(path, call, monkeypatch):
+    """One run and one evaluation; then the report of the folder."""
+    run = path.parent / "runs/s_normaliser=softmax_seed=1"
+    monkeypatch.setattr(sweep, "EVALUATIONS", (("none", "none"),))
+    call(sweep, path, "--index", 0, "--nproc", 1, "--eval-tokens", 256, "--log.attention-every", 4)
+    evaluation = json.loads((run / "eval_length_none.json").read_text())
+    assert evaluation["rope"]["kind"] == "none" and evaluation["step"] == 12
+    assert [row["length"] for row in evaluation["lengths"]] == [16, 32, 64, 128, 256]
+    call(report, path.parent / "runs")
+    folder = path.parent / "runs/report"
+    text = (folder / "report.md").read_text()
+    assert "s_normaliser=softmax" in text and "Not a published scale" in text
+    loss = evaluation["lengths"][0]["loss"]
+    assert f"{loss:.4f}" in "".join(cells(text, "table1_softmax")[1])
+    assert json.loads((folder / "report.json").read_text())["runs"][0]["lengths"]["none"][0]["loss"] == loss
+    pictures = re.findall(r"\]\((.*?\.png)\)", text)
+    assert {"positions_A_none.png", "learning_A.png", "logits_A.png"} <= set(pictures)
+    assert any(picture.startswith("attention_A_") for picture in pictures)
+    assert all((folder / picture).stat().st_size for picture in pictures)
+    with pytest.raises(UserError, match="no finished run"):
+        read_runs([str(path.parent)])
+    with pytest.raises(UserError, match="nowhere: no such run folder"):
+        read_runs(["nowhere"])
