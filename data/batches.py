@@ -3,8 +3,6 @@
 There is no loader state to save, and any number of processes reads the same global batch, each its own rows.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Literal
 
@@ -32,8 +30,7 @@ def train_batch(
 
     Args:
         step: from 0.
-        n_seq: sequences of the step over all processes.
-        seq_len: T, in tokens.
+        n_seq: sequences of the step over all processes, of `seq_len` = T tokens each.
         seed: of the permutations, >= 0; sequential order ignores it.
         first, count: the slice for one process and micro-batch; count None: all that follow.
     Returns:
@@ -44,12 +41,16 @@ def train_batch(
     count = n_seq - first if count is None else count
     assert step >= 0 and 0 <= first <= first + count <= n_seq, (step, first, count, n_seq)
     _check_length(stream, seq_len)
-    window = step * n_seq + first
+    place = step * n_seq + first
     if order == "sequential":
-        return _read_windows(stream, window, count, seq_len)
-    x, y = np.empty((count, seq_len), np.int64), np.empty((count, seq_len), np.int64)
-    for row, shuffled in enumerate(_shuffled_windows(window, count, stream.n_tokens // seq_len, seed)):
-        x[row : row + 1], y[row : row + 1] = _read_windows(stream, shuffled, 1, seq_len)
+        return _read_windows(stream, place, count, seq_len)
+    n_windows = stream.n_tokens // seq_len
+    x = np.empty((count, seq_len), np.int64)
+    y = np.empty((count, seq_len), np.int64)
+    for row in range(count):
+        epoch, i = divmod(place + row, n_windows)
+        window = int(_permutation(n_windows, seed, epoch)[i])
+        x[row : row + 1], y[row : row + 1] = _read_windows(stream, window, 1, seq_len)
     return x, y
 
 
@@ -57,10 +58,7 @@ def val_windows(stream: TokenStream, n_tokens: int, seq_len: int) -> int:
     """How many windows of `seq_len` predictions fit the first `n_tokens` predictions of the stream.
 
     Fewer if the stream is shorter: its first token is not predicted. An `n_tokens` that several lengths
-    divide scores the same tokens at each.
-
-    Raises:
-        UserError: not even one window fits.
+    divide scores the same tokens at each. Raises UserError if not even one window fits.
     """
     _check_length(stream, seq_len)
     if n_tokens < seq_len:
@@ -69,12 +67,9 @@ def val_windows(stream: TokenStream, n_tokens: int, seq_len: int) -> int:
 
 
 def val_batch(stream: TokenStream, first: int, count: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Windows [first, first + count), consecutive from the stream's start.
+    """Windows [first, first + count), consecutive from the stream's start: x, y as of `train_batch`.
 
-    Returns:
-        x, y, as `train_batch` does. The tokens, in order, are the same for every T.
-    Raises:
-        UserError: the stream is too short for one window.
+    The tokens, in order, are the same for every T. Raises UserError for a stream shorter than one window.
     """
     _check_length(stream, seq_len)
     assert 0 <= first <= first + count <= (stream.n_tokens - 1) // seq_len, (first, count)
@@ -100,20 +95,11 @@ def _read_windows(stream: TokenStream, first: int, count: int, seq_len: int) -> 
     return x, y
 
 
-def _shuffled_windows(window: int, count: int, n_windows: int, seed: int) -> list[int]:
-    """The windows of the stream at places [window, window + count) of the shuffled order."""
-    shuffled: list[int] = []
-    while len(shuffled) < count:
-        epoch, place = divmod(window + len(shuffled), n_windows)
-        shuffled += _permutation(n_windows, seed, epoch)[place : place + count - len(shuffled)].tolist()
-    return shuffled
-
-
 @lru_cache(maxsize=1)  # 40 MB and 0.4 s for the 10^7 windows of 10^10 tokens at T = 1024
 def _permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of range(n), (n,) uint32, that (seed, epoch) fixes.
 
-    By RandomState, whose numbers numpy has frozen: Generator's may change with numpy's version, and with them
+    By RandomState, whose numbers numpy has frozen. Generator's may change with numpy's version, and with them
     the data of a resumed run.
     """
     # The seed last: it may fill two 32-bit words, and then (seed, epoch) would be ambiguous.

@@ -1,95 +1,104 @@
-"""The ready GPT-2 shards of kjj0/fineweb10B-gpt2, which is FineWeb's sample-10BT.
+"""Fetch ready GPT-2 shards: kjj0/fineweb10B-gpt2, the tokens of FineWeb's sample-10BT.
 
-Command line: `python -m data.fineweb --pretokenized`.
+    python -m data.pretokenized                # all of them, 20 GB -> data/fineweb10B
+    python -m data.pretokenized --shards 10    # validation and the first 10 training shards, 2 GB
+
+Each shard is compared with the hub's sha256. Stop it at any moment and run the same command again to resume.
+With a larger --shards it fetches the others.
+
+Writes fineweb_val_000000.bin, fineweb_train_000001.bin, ... (format: data/shards.py), and at the end
+dataset.json.
 """
 
-from __future__ import annotations
-
-import re
-import shutil
-from functools import partial
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data.dataset import begin_dataset, dataset_info, finish_dataset
+from data.dataset import begin_dataset, dataset_info, finish_dataset, print_summary
 from data.documents import naming
 from data.shards import MAX_TOKENS, ShardWriter, open_shard
-from infra.cli import UserError
+from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.files import exclusive_lock
 
-PRETOKENIZED = "kjj0/fineweb10B-gpt2"
-SHARD = re.compile(r"fineweb_(val|train)_\d{6}\.bin")
-HINT = "; run the same command again to resume; without a network, HF_HUB_OFFLINE=1 uses the hub's cache"
+REPO = "kjj0/fineweb10B-gpt2"
+VAL = "fineweb_val_000000.bin"
+VOCAB_SIZE = 50257
+HINT = "; run the same command again to resume"
 
 
-def fetch_pretokenized(out: Path, n_train: int | None) -> dict[str, Any]:
+def fetch(out: Path, n_train: int | None) -> dict[str, Any]:
     """Fetch the validation shard and the first `n_train` training shards (None: all); returns dataset.json.
 
-    Each is compared with the hub's sha256 and checked as a shard. Existing shards are checked and kept.
+    Shards that are there are compared and kept.
 
     Raises:
-        UserError: no network, fewer shards than asked for, or a folder with another dataset.
+        UserError: no network, fewer shards than asked for, a damaged one, or a folder with another dataset.
     """
-    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
-    offline, fetch = constants.HF_HUB_OFFLINE, partial(snapshot_download, PRETOKENIZED, repo_type="dataset")
     with exclusive_lock(out):
-        with naming(PRETOKENIZED, HINT):
-            if offline:  # the cache names a file's content by its sha256
-                cached = Path(fetch(allow_patterns="*_val_*.bin"))
-                commit, sha256 = cached.name, {path.name: path.resolve().name for path in cached.iterdir()}
-            else:
-                found = HfApi().dataset_info(PRETOKENIZED, files_metadata=True, timeout=10)
-                commit = str(found.sha)
-                sha256 = {file.rfilename: file.lfs.sha256 for file in found.siblings or [] if file.lfs}
-        wanted = _wanted(out, sorted(filter(SHARD.fullmatch, sha256)), n_train)
+        with naming(REPO, HINT):
+            repo = HfApi().dataset_info(REPO, files_metadata=True, timeout=10)
+        sha256 = {file.rfilename: file.lfs.sha256 for file in repo.siblings or [] if file.lfs}
+        for path in (*out.glob("*.bin"), *out.glob("manifest.jsonl")):
+            if path.name not in sha256:
+                raise UserError(f"{out}: holds {path.name}, another dataset's: choose another --out")
+        train = sorted(file for file in sha256 if file.startswith("fineweb_train_"))
+        if n_train and n_train > len(train):
+            raise UserError(f"--shards {n_train}: {REPO} has {len(train)} training shards")
+        present = [i for i, file in enumerate(train, 1) if (out / file).exists()]
+        train = train[: max([n_train or len(train), *present])]
         begin_dataset(out)
-        with naming(PRETOKENIZED, HINT):
-            if not offline:
-                fetch(revision=commit, allow_patterns=wanted, local_dir=out)
-            for name in wanted:
-                if not (out / name).exists():
-                    shutil.copyfile(cached / name, out / name)
-        info = {
+        with naming(REPO, HINT):
+            files = [VAL, *train]
+            snapshot_download(
+                REPO, repo_type="dataset", revision=repo.sha, allow_patterns=files, local_dir=out
+            )
+        info: dict[str, Any] = {
             "dataset": "fineweb",
             "tokenizer": "gpt2",
-            "vocab_size": 50257,
-            "source": f"{PRETOKENIZED} at commit {commit}",
-            "rows": {},
+            "vocab_size": VOCAB_SIZE,
+            "source": f"{REPO} at commit {repo.sha}",
+            "splits": {},
+            "shards": [],
         }
-        finish_dataset(out, info | _checked_splits(out, {name: sha256[name] for name in wanted}))
+        _add_split(out, info, "val", {VAL: sha256[VAL]})
+        _add_split(out, info, "train", {file: sha256[file] for file in train})
+        finish_dataset(out, info)
     return dataset_info(out)
 
 
-def _wanted(out: Path, names: list[str], n_train: int | None) -> list[str]:
-    """The shards to fetch of those on the hub, those of an earlier call included."""
-    val, train = ([name for name in names if f"_{split}_" in name] for split in ("val", "train"))
-    if not val or len(train) < (n_train or 1):
-        asked = f"--shards {n_train}: " if n_train else ""
-        raise UserError(f"{asked}{PRETOKENIZED} has {len(val)} validation and {len(train)} training shards")
-    for path in (*out.glob("*.bin"), *out.glob("manifest.jsonl")):
-        if path.name not in names:
-            raise UserError(f"{out}: holds {path.name}, another dataset's: choose another --out")
-    there = [index for index, name in enumerate(train, 1) if (out / name).exists()]
-    return val + train[: max([n_train or len(train), *there])]
+def _add_split(out: Path, info: dict[str, Any], split: str, sha256: dict[str, str]) -> None:
+    """Enter the split's shards in `info`, each compared with its sha256 on the hub."""
+    writer = ShardWriter(out, "fineweb", split, MAX_TOKENS, index=len(info["shards"]))
+    n_documents = 0
+    for file, expected in sha256.items():
+        try:
+            tokens = open_shard(out / file, VOCAB_SIZE)
+            writer.adopt({"file": file, "tokens": len(tokens), "sha256": expected})
+        except UserError as e:
+            (out / file).unlink(missing_ok=True)
+            raise UserError(f"{e}; deleted: run the same command again to fetch it anew") from None
+        n_documents += int(np.count_nonzero(tokens == VOCAB_SIZE - 1))
+    info["shards"] += writer.files
+    info["splits"][split] = writer.counts(n_documents)
 
 
-def _checked_splits(out: Path, sha256: dict[str, str]) -> dict[str, Any]:
-    """`splits` and `shards` of dataset.json, each shard compared with its sha256 on the hub."""
-    splits: dict[str, Any] = {}
-    shards: list[dict[str, Any]] = []
-    for index, split in enumerate(("val", "train")):
-        writer, documents = ShardWriter(out, "fineweb", split, MAX_TOKENS, index), 0
-        for name in (name for name in sha256 if f"_{split}_" in name):
-            try:
-                tokens = open_shard(out / name, 50257)
-                writer.adopt({"file": name, "tokens": len(tokens), "sha256": sha256[name]})
-            except UserError as e:
-                (out / name).unlink()
-                raise UserError(f"{e}; deleted: run the same command again to fetch it anew") from None
-            documents += int(np.count_nonzero(tokens == 50256))
-        shards += writer.files
-        splits[split] = writer.counts(documents)
-    return {"splits": splits, "shards": shards}
+def main() -> None:
+    parser = ArgumentParser(__doc__)
+    add = parser.add_argument
+    add("--shards", type=positive_int, metavar="N", help="training shards (default: all)")
+    default = Path(__file__).resolve().parent / "fineweb10B"
+    add("--out", type=Path, metavar="DIR", default=default, help="folder to write (default: data/fineweb10B)")
+    args = parser.parse_args()
+    try:
+        info = fetch(args.out, args.shards)
+    except KeyboardInterrupt:
+        os._exit(130)  # at once: threads may be downloading
+    print_summary(info, args.out)
+
+
+if __name__ == "__main__":
+    run_main(main)

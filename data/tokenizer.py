@@ -3,8 +3,6 @@
 Both are tiktoken `Encoding`s: `encode_ordinary(text)`, `decode(tokens)`, `n_vocab`, `eot_token`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import tiktoken
 
@@ -21,10 +19,15 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     Raises:
         UserError: an unknown name, or gpt2's files are neither cached nor can be downloaded.
     """
-    if name == "bytes":
-        return _bytes_encoding()
-    if name != "gpt2":
+    if name not in TOKENIZERS:
         raise UserError(f"tokenizer {name!r}: expected one of {', '.join(TOKENIZERS)}")
+    if name == "bytes":
+        return tiktoken.Encoding(
+            "bytes",
+            pat_str=r"[\s\S]{1,64}",  # any cut will do: there are no merges
+            mergeable_ranks={bytes([i]): i for i in range(256)},
+            special_tokens={"<|endoftext|>": 256},
+        )
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError, ImportError) as e:  # requests' exceptions are OSErrors
@@ -35,21 +38,11 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
         ) from None
 
 
-def _bytes_encoding() -> tiktoken.Encoding:
-    return tiktoken.Encoding(
-        "bytes",
-        pat_str=r"[\s\S]{1,64}",  # any cut will do: there are no merges
-        mergeable_ranks={bytes([i]): i for i in range(256)},
-        special_tokens={"<|endoftext|>": 256},
-        explicit_n_vocab=TOKENIZERS["bytes"],
-    )
-
-
 def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
     """The tokens of `encode_ordinary`, (n,) uint16, without a list of Python integers.
 
     Text that overflows the stack of tiktoken's regex engine, such as a million spaces and a word, is encoded
-    in halves: the tokens decode to the same text.
+    in halves. The tokens decode to the same text.
     """
     try:
         return encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)

@@ -1,138 +1,119 @@
-"""data.fineweb --pretokenized: what is fetched, compared, kept and rejected. The hub is a local folder."""
+"""data.pretokenized: what is fetched, compared, kept and rejected. The hub is a local folder."""
 
-from __future__ import annotations
-
-import fnmatch
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import one_line, write_shard
+from conftest import flip, one_line, write_shard
 
+from data import pretokenized
 from data.dataset import TokenStream, dataset_info
-from data.pretokenized import PRETOKENIZED, fetch_pretokenized
+from data.pretokenized import REPO, fetch
 from data.verify import verify
 from infra.cli import UserError
+
+COMMIT = "ab" * 20
 
 
 class Hub:
     """In place of huggingface_hub's API and snapshot_download: a folder, and what was fetched from it."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.fetched, self.calls = folder, [], 0  # type: ignore[var-annotated]
-        folder.mkdir(parents=True)
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.fetched: list[str] = []
+        self.sha256: dict[str, str] = {}
         rng = np.random.default_rng(0)
-        self.sha256 = {"README.md": ""}
-        (folder / "README.md").write_text("shards")
-        (folder.parent / "blobs").mkdir()
-        for name in ("val_000000", "train_000001", "train_000002", "train_000003"):
-            tokens = rng.integers(0, 50257, 500)
+        for label in ("val_000000", "train_000001", "train_000002", "train_000003"):
+            tokens = rng.integers(0, 50256, 500)
             tokens[::100] = 50256
-            name = f"fineweb_{name}.bin"
-            self.sha256[name] = write_shard(folder / name, tokens)
-            blob = (folder / name).rename(folder.parent / "blobs" / self.sha256[name])
-            (folder / name).symlink_to(blob)  # as in the hub's cache
-        monkeypatch.setattr("huggingface_hub.HfApi", lambda: self)
-        monkeypatch.setattr("huggingface_hub.snapshot_download", self.snapshot_download)
+            self.sha256[f"fineweb_{label}.bin"] = write_shard(folder / f"fineweb_{label}.bin", tokens)
 
-    def dataset_info(self, name: str, **options: Any) -> Any:
-        assert name == PRETOKENIZED
+    def dataset_info(self, repo: str, **options: Any) -> Any:
+        assert repo == REPO
         files = [
-            type("File", (), {"rfilename": name, "size": 1, "lfs": type("Lfs", (), {"sha256": sha256})})
-            for name, sha256 in self.sha256.items()
+            SimpleNamespace(rfilename=file, lfs=SimpleNamespace(sha256=sha256))
+            for file, sha256 in self.sha256.items()
         ]
-        return type("Info", (), {"sha": "ab" * 20, "siblings": files})
+        return SimpleNamespace(
+            sha=COMMIT, siblings=[*files, SimpleNamespace(rfilename="README.md", lfs=None)]
+        )
 
     def snapshot_download(
-        self,
-        name: str,
-        *,
-        repo_type: str,
-        allow_patterns: list[str],
-        revision: str = "main",
-        local_dir: Any = None,
-    ) -> str:
-        assert (name, repo_type) == (PRETOKENIZED, "dataset")
-        if local_dir is None:  # the hub's cache
-            return str(self.folder)
-        assert revision == "ab" * 20
-        for path in sorted(self.folder.iterdir()):
-            wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in allow_patterns)
-            if wanted and not (Path(local_dir) / path.name).exists():
-                shutil.copy(path, local_dir)
-                self.fetched.append(path.name)
-        return str(local_dir)
+        self, repo: str, *, repo_type: str, revision: str, allow_patterns: list[str], local_dir: Path
+    ) -> None:
+        assert (repo, repo_type, revision) == (REPO, "dataset", COMMIT)
+        for file in allow_patterns:
+            if not (local_dir / file).exists():
+                shutil.copy(self.folder / file, local_dir)
+                self.fetched.append(file)
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    return Hub(tmp_path / "hub" / ("ab" * 20), monkeypatch)
+    hub = Hub(tmp_path / "hub")
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+    return hub
 
 
-def test_all_or_some_shards(tmp_path: Path, hub: Hub) -> None:
+def test_all_or_some_shards(tmp_path: Path, hub: Hub, call: Any, capsys: Any) -> None:
     """The first n of them; more later; what is there stays, and is compared again."""
     out = tmp_path / "out"
-    info = fetch_pretokenized(out, 1)
-    assert hub.fetched == ["fineweb_train_000001.bin", "fineweb_val_000000.bin"]
-    assert info == dataset_info(out) and info["source"] == f"{PRETOKENIZED} at commit {'ab' * 20}"
-    assert info["splits"]["train"]["documents"] == 5 and info["tokenizer"] == "gpt2"
-    assert [file["sha256"] for file in info["shards"]] == [
-        hub.sha256[f"fineweb_{name}.bin"] for name in ("val_000000", "train_000001")
-    ]
-    fetch_pretokenized(out, None)
+    call(pretokenized, "--shards", 1, "--out", out)
+    assert "500 gpt2 tokens, 5 documents, 1 shards" in capsys.readouterr().out
+    assert hub.fetched == ["fineweb_val_000000.bin", "fineweb_train_000001.bin"]
+    info = dataset_info(out)
+    assert (info["source"], info["tokenizer"]) == (f"{REPO} at commit {COMMIT}", "gpt2")
+    assert [file["sha256"] for file in info["shards"]] == [hub.sha256[file] for file in hub.fetched]
+    fetch(out, None)
     assert hub.fetched[2:] == ["fineweb_train_000002.bin", "fineweb_train_000003.bin"]
     assert TokenStream(out, "train").n_tokens == 1500
-    assert len(fetch_pretokenized(out, 2)["shards"]) == 4 and len(hub.fetched) == 4
+    assert len(fetch(out, 2)["shards"]) == 4 and len(hub.fetched) == 4
     verify(out)
 
 
 @pytest.mark.parametrize("damage", ["bit", "truncated", "no shard"])
 def test_damaged_shards_are_deleted_and_fetched_anew(tmp_path: Path, hub: Hub, damage: str) -> None:
     out = tmp_path / "out"
-    fetch_pretokenized(out, 2)
+    fetch(out, 2)
     path = out / "fineweb_train_000002.bin"
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes({"bit": bytes(data), "truncated": bytes(data[:-2]), "no shard": b"x" * 2024}[damage])
+    whole = path.read_bytes()
+    path.write_bytes({"bit": whole, "truncated": whole[:-2], "no shard": b"x" * 2024}[damage])
+    if damage == "bit":
+        flip(path, -3)
     with one_line(path, "run the same command again"):
-        fetch_pretokenized(out, 2)
+        fetch(out, 2)
     with pytest.raises(UserError, match="did not finish"):
         TokenStream(out, "train")
-    fetch_pretokenized(out, 2)
+    fetch(out, 2)
     verify(out)
     assert hub.fetched.count(path.name) == 2
 
 
-def test_offline_from_the_cache(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    info = fetch_pretokenized(tmp_path / "out", 2)
-    assert info["source"].endswith("ab" * 20) and hub.fetched == []
-    for file in info["shards"]:
-        assert file["sha256"] == hub.sha256[file["file"]]
-    verify(tmp_path / "out")
-
-
 def test_rejections_are_one_line(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
-
-    def refused(n_train: int | None, *parts: str) -> None:
-        with one_line(*parts):
-            fetch_pretokenized(out, n_train)
-
-    refused(4, "--shards 4", "has 1 validation and 3 training shards")
+    with one_line("--shards 4", "has 3 training shards"):
+        fetch(out, 4)
     assert not out.exists()
     out.mkdir()
-    (out / "toy_train_000001.bin").write_bytes(b"precious")
-    refused(1, "toy_train_000001.bin", "choose another --out")
-    (out / "toy_train_000001.bin").unlink()
+    for foreign in ("toy_train_000001.bin", "manifest.jsonl"):
+        (out / foreign).write_bytes(b"precious")
+        with one_line(foreign, "choose another --out"):
+            fetch(out, 1)
+        assert [path.read_bytes() for path in out.iterdir()] == [b"precious"]
+        (out / foreign).unlink()
 
     def unreachable(*args: Any, **options: Any) -> None:
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    refused(1, "no route to host", "run the same command again", "HF_HUB_OFFLINE=1")
+    with one_line("no route to host", "run the same command again"):
+        fetch(out, 1)
     monkeypatch.setattr(hub, "dataset_info", unreachable)
-    refused(1, PRETOKENIZED, "no route to host", "HF_HUB_OFFLINE=1")
+    with one_line(REPO, "no route to host"):
+        fetch(out, 1)
     assert hub.fetched == []

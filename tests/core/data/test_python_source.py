@@ -1,20 +1,19 @@
 """The tokenisers, and the corpus of Python's own sources."""
 
-from __future__ import annotations
-
-import hashlib
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from conftest import make_dataset, needs_gpt2, one_line
 
 from data import python_source
-from data.dataset import TokenStream, dataset_info
+from data.dataset import TokenStream
 from data.tokenizer import get_tokenizer
+from data.verify import verify
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -76,7 +75,8 @@ def sources(tmp_path: Path) -> Path:
 
 
 def documents_of(folder: Path, split: str, tokenizer: str) -> list[str]:
-    encoding, stream = get_tokenizer(tokenizer), TokenStream(folder, split)
+    encoding = get_tokenizer(tokenizer)
+    stream = TokenStream(folder, split)
     tokens = stream.read(0, stream.n_tokens)
     ends = np.flatnonzero(tokens == encoding.eot_token)
     assert ends[0] == 0
@@ -86,52 +86,38 @@ def documents_of(folder: Path, split: str, tokenizer: str) -> list[str]:
 @pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=needs_gpt2)])
 def test_corpus_is_the_sources_split_by_file(sources: Path, tmp_path: Path, tokenizer: str) -> None:
     out = tmp_path / "out"
-    whole = python_source.build({"": sources}, tmp_path / "whole", tokenizer, val_fraction=0.2)
-    info = python_source.build({"": sources}, out, tokenizer, shard_size=10_000, val_fraction=0.2)
-    val, train = documents_of(out, "val", tokenizer), documents_of(out, "train", tokenizer)
+    info = python_source.build({"": sources}, out, tokenizer, val_fraction=0.2)
+    val = documents_of(out, "val", tokenizer)
+    train = documents_of(out, "train", tokenizer)
     expected = [path.read_bytes().decode() for path in sources.glob("package?/*.py")]
     assert sorted(val + train) == sorted(expected) and len(expected) == 20
-    n_bytes = {"val": sum(map(len, val)), "train": sum(map(len, train))}
-    assert 0.1 < n_bytes["val"] / sum(n_bytes.values()) <= 0.2
+    assert 0.1 < sum(map(len, val)) / sum(map(len, expected)) <= 0.2
     assert len(val) >= 2 and train != sorted(train)
-    assert info == dataset_info(out)
-    for split, texts in (("val", val), ("train", train)):
-        counts = info["splits"][split]
-        assert counts["sha256"] == whole["splits"][split]["sha256"]  # for any shard size
-        stream = TokenStream(out, split)
-        assert (counts["tokens"], counts["documents"]) == (stream.n_tokens, len(texts))
-        assert counts["shards"] == len(list(out.glob(f"python_{split}_*.bin"))) > 1
-    for entry in info["shards"]:
-        raw = (out / entry["file"]).read_bytes()
-        assert hashlib.sha256(raw).hexdigest() == entry["sha256"]
-        assert len(raw) == 1024 + 2 * entry["tokens"]
+    assert [counts["documents"] for counts in info["splits"].values()] == [len(val), len(train)]
+    verify(out)
 
 
-def test_corpus_is_reused_or_rebuilt(
-    sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_corpus_is_reused_or_rebuilt(sources: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
 
-    def build(shard_size: int = 50_000) -> str:
-        python_source.build({"": sources}, out, shard_size=shard_size)
+    def build(val_fraction: float = 0.1) -> str:
+        python_source.build({"": sources}, out, val_fraction=val_fraction)
         return capsys.readouterr().out
 
-    assert "written" in build()
+    assert "skipped: 1 copies, 1 empty, 1 unreadable or not UTF-8" in build()
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     again = build()
     assert again.count("\n") == 1 and "nothing to do" in again
-    shard = out / "python_train_000002.bin"
+    shard = out / "python_train_000001.bin"
     shard.write_bytes(before[shard.name][:-2])
-    assert f"not finished: {shard}: truncated" in build()
+    assert f"not finished: {shard}: " in build()
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
     (out / "dataset.json").unlink()  # as after an interrupted run
     (out / "dataset.unfinished").touch()
-    assert "did not finish" in build()
+    build()
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
-    assert "made with shard_size = 50000, now 60000" in build(60_000)
-    assert "nothing to do" in build(60_000)
+    assert "files    20" in build(0.2)
+    assert "nothing to do" in build(0.2)
 
 
 def test_corpus_spares_another_dataset(sources: Path, tmp_path: Path) -> None:
@@ -142,17 +128,11 @@ def test_corpus_spares_another_dataset(sources: Path, tmp_path: Path) -> None:
     assert sorted(path.stat().st_mtime_ns for path in toy.iterdir()) == before
 
 
-def test_corpus_without_sources(tmp_path: Path) -> None:
-    with one_line(tmp_path / "none", "no such folder"):
-        python_source.build({"": tmp_path / "none"}, tmp_path / "out")
-    (tmp_path / "lib").mkdir()
+def test_corpus_without_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with one_line("0 Python files"):
-        python_source.build({"": tmp_path / "lib"}, tmp_path / "out")
+        python_source.build({"": tmp_path / "none"}, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_missing_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "python311.zip"))
+    monkeypatch.setattr("sysconfig.get_path", lambda kind: str(tmp_path / "python311.zip"))
     with one_line(tmp_path / "python311.zip"):
         python_source.source_roots(False)
 
@@ -161,9 +141,7 @@ def test_missing_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ("args", "part"),
     [
         (["--tokenizer", "gpt3"], "'gpt3'"),
-        (["--shard-size", "0"], "at least 1"),
-        (["--val-fraction", "1.5"], "between 0 and 1"),
-        (["--shard", "5"], "--shard"),
+        (["--token", "gpt2"], "--token"),
         (["--out", __file__], "cannot be written: File exists"),
     ],
 )
@@ -177,7 +155,8 @@ def test_real_corpus(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "data.python_source", "--out", str(tmp_path / "out")]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert (result.returncode, result.stderr) == (0, "")  # no progress bar: stderr is no terminal
-    train, val = TokenStream(tmp_path / "out", "train"), TokenStream(tmp_path / "out", "val")
+    train = TokenStream(tmp_path / "out", "train")
+    val = TokenStream(tmp_path / "out", "val")
     assert train.n_tokens > 5_000_000
     assert val.n_tokens > 300_000
     sizes = [len(text) for text in documents_of(tmp_path / "out", "val", "bytes")]
