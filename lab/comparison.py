@@ -1,69 +1,65 @@
-"""The league: every normaliser under one recipe, from run folders to results/comparison.
+"""The comparison of variants under one recipe, from run folders to results/comparison.
 
-A scale is a folder of runs, `runs/comparison_A`; more of its runs, at other learning rates, may lie in
-`runs/comparison_A_<word>`, and short runs at several rates, named <contestant>_<lr>, in `runs/comparison_A_lr`. A run
-is named <contestant> or <contestant>_seed=<seed>; a contestant is a file of configs/comparison/A/ or <scale>/. Each run
-leaves one line in <out>/<scale>.jsonl; tables and figures are drawn from these lines, so no run folder is
-needed to redraw.
+A scale is a folder of runs, `runs/comparison_A`. More of its runs, at other learning rates, may lie in
+`runs/comparison_A_<word>`, and short runs at several rates, named <variant>_<lr>, in `runs/comparison_A_lr`. A
+run is named <variant> or <variant>_seed=<seed>. A variant is a file of configs/comparison/<scale>/. Each run leaves one line in <out>/<scale>.jsonl. Tables and figures are drawn from these lines, without run folders.
+The tasks of lab.recall are a scale of their own, `runs/comparison_recall`.
 
-The synthetic tasks of lab.recall are a scale of their own, `runs/comparison_recall`.
-
-Text: of the evaluated blocks the first quarter chooses the RoPE scaling, by the loss at the longest length,
-and then the learning rate, by the loss at 1x; every loss in the tables is of the other blocks. Evaluations of
-text behind it (`eval_length.py --skip`), on which nothing was chosen, are reported apart. Costs:
-train_step.json of `benchmarks.train_step --out`.
+The first quarter of the evaluated blocks chooses the RoPE scaling, by the loss at the longest length, and then the
+learning rate, by the loss at 1x. Every loss in the tables is of the other blocks. Evaluations of the text
+after them (`eval_length.py --skip`), on which nothing was chosen, are reported apart. The costs of a step are
+read from train_step.json of `benchmarks.train_step --out`.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import statistics
 import tomllib
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import torch
+import pandas as pd
 from matplotlib.figure import Figure
-from torch import Tensor
 
-from evals.common import mean_and_stderr
-from evals.output import MARKERS, format_length, format_rope, save_figure
+from config import expand_sweep, load_config
+from evals.output import MARKERS, format_length, format_rope, legend_below, save_figure
+from evals.rows import text_key
 from infra.cli import UserError
 from infra.files import read_json, read_jsonl, write_atomically
-from lab.figures import LOSS, draw_means, new_axes, with_legend
-from lab.runs import FinishedRun, read_runs, without_seed
-from lab.tables import CONFIGS, DASH, HERE, markdown, mean_and_spread
+from lab.figures import draw_lines, log_ticks
+from lab.runs import FinishedRun, main_text, read_runs
+from lab.tables import CONFIGS, DASH, PAPERS_FOLDER, markdown, mean_and_spread
+from normalisers.base import NORMALISERS
 
 BASELINE = "softmax"
 Record = dict[str, Any]
+spread = partial(mean_and_spread, digits=3)
+rounded = partial(pd.DataFrame.map, func="{:.3f}".format, na_action="ignore")
 
 
 # ---------------------------------------------------------------- records
 def record_of(run: FinishedRun) -> Record:
-    """What the league keeps of a run.
+    """What the comparison keeps of a run. Its variant stands under "contestant", its seed under "which".
 
-    Raises:
-        UserError: evaluations by an earlier version, of other or too little text.
+    Raises UserError: evaluations of too little text, or of several texts behind it.
     """
-    results = {rope: [e for e in r["lengths"] if e["reason"] is None] for rope, r in run.evaluations.items()}
-    if any("block_losses" not in entry for entries in results.values() for entry in entries):
-        raise UserError(f"{run.folder}: evaluated by an earlier version; run eval_length.py again")
-    data, *others = (result["data"] for result in run.evaluations.values())
-    if any(other != data for other in others) or data["blocks"] < 4:
-        raise UserError(f"{run.folder}: expected evaluations of one text, in 4 blocks or more")
-    checkpoints: dict[str, Record] = defaultdict(dict)
-    for path in sorted(run.folder.glob("eval_length*_step_*.json")):
-        result = read_json(path)
-        if result["data"].get("skipped_tokens"):
-            continue
-        by_length = {str(e["length"]): e.get("loss") for e in result["lengths"]}
-        checkpoints[format_rope(result)][str(result["step"])] = by_length
-    return {
+    losses = run.losses
+    last = losses[losses.step == run.config.train.max_steps]
+    seen = last[last.text == main_text(last)]
+    data = text_of(run, seen)
+    unseen = last[last.skipped_tokens >= data["blocks"] * data["block_length"]]
+    if data["blocks"] < 4 or unseen.text.nunique() > 1 or (unseen.blocks < 2).any():
+        raise UserError(f"{run.folder}: expected 4 blocks of text or more, one --skip, and 2 blocks after it")
+    whole = seen[seen.length == data["block_length"]].dropna(subset="value")
+    ends = whole.measure.str.extract(r"loss\[(\d+):(\d+)\]").dropna().astype(int)
+    positions = ends.assign(loss=whole.value).groupby(whole.rope).apply(lambda each: each.values.tolist())
+    n_steps = losses[losses.skipped_tokens == 0].groupby("text").step.nunique()
+    kept = losses[losses.text.isin(n_steps[n_steps > 1].index) & (losses.measure == "loss")]
+    record = {
         "kind": "run",
-        "contestant": without_seed(run.config.name),
+        "contestant": run.name,
         "which": run.config.seed,
         "lr": run.config.optimizer.lr,
         "parameters": run.n_params,
@@ -72,50 +68,45 @@ def record_of(run: FinishedRun) -> Record:
         "step_tokens": run.config.train.batch_tokens,
         "data": data,
         "validations": run.validations,
-        "lengths": {rope: losses_of(entries) for rope, entries in results.items()},
-        "positions": {
-            rope: [[part["from"], part["to"], part["loss"]] for part in entries[-1]["buckets"]]
-            for rope, entries in results.items()
-            if entries and entries[-1]["length"] == data["block_length"]
-        },
-        **unseen_losses(run, data),
-        "checkpoints": checkpoints,
-        "needle": {format_rope(r): needle_choices(r) for r in run.results("eval_needle")},
+        "lengths": losses_of(seen),
+        "positions": positions.to_dict(),
+        "checkpoints": nested(kept.groupby(["rope", "step", "length"]).value.mean()),
+        "needle": {format_rope(result): needle_choices(result) for result in run.results("eval_needle")},
     }
+    return record | (
+        {"unseen": losses_of(unseen), "unseen_data": text_of(run, unseen)} if len(unseen) else {}
+    )
 
 
-def losses_of(entries: list[Record]) -> Record:
-    """By length the losses of all blocks: all tokens, same targets."""
-    return {
-        str(e["length"]): [e["block_losses"], e["block_same_target_losses"]]
-        for e in entries
-        if e["reason"] is None
-    }
+def text_of(run: FinishedRun, losses: pd.DataFrame) -> Record:
+    """Which text, as in the result of eval_length.py."""
+    first = losses.iloc[0]
+    parts = {key: int(first[key]) for key in ("skipped_tokens", "blocks", "block_length")}
+    return {"dir": run.config.data.dir, "fingerprint": first.text.partition("+")[0], **parts}
 
 
-def unseen_losses(run: FinishedRun, data: Record) -> Record:
-    """By RoPE scaling `losses_of` text behind that of `data`, and which text it is; {} without any.
+def losses_of(losses: pd.DataFrame) -> Record:
+    """By RoPE scaling and length the losses of all blocks: over all tokens, and over the same targets."""
+    blocks = losses.dropna(subset=["block", "value"]).sort_values("block")
+    by_length = blocks.groupby(["rope", "length", "measure"]).value.agg(list).unstack()
+    return nested(by_length[["loss", "same_targets"]].apply(list, axis=1))
 
-    Raises:
-        UserError: evaluations of several texts, or of one block.
-    """
-    last = run.results("eval_length")
-    found = [r for r in last if r["data"].get("skipped_tokens", 0) >= data["blocks"] * data["block_length"]]
-    if any(r["data"] != found[0]["data"] for r in found):
-        raise UserError(f"{run.folder}: expected evaluations with one --skip and one --tokens")
-    if found and found[0]["data"]["blocks"] < 2:
-        raise UserError(f"{run.folder}: expected --tokens of two blocks or more after --skip")
-    losses = {format_rope(result): losses_of(result["lengths"]) for result in found}
-    return {"unseen": losses, "unseen_data": found[0]["data"]} if found else {}
+
+def nested(values: pd.Series) -> Record:
+    """A dictionary for each level of the index, with strings as keys."""
+    tree: Record = {}
+    for (*outer, key), value in values.items():
+        branch = tree
+        for name in outer:
+            branch = branch.setdefault(str(name), {})
+        branch[str(key)] = value
+    return tree
 
 
 def needle_choices(result: Record) -> dict[str, float]:
     """By length the share of needles whose right number is the likeliest of ten, over all depths."""
-    shares: dict[str, list[float]] = defaultdict(list)
-    for cell in result["cells"]:
-        if cell["reason"] is None:
-            shares[str(cell["length"])].append(cell["choice"]["share"])
-    return {length: statistics.fmean(values) for length, values in shares.items()}
+    shares = [(str(c["length"]), c["choice"]["share"]) for c in result["cells"] if c["reason"] is None]
+    return pd.DataFrame(shares).groupby(0, sort=False)[1].mean().to_dict() if shares else {}
 
 
 def recalls_of(folder: Path) -> Iterator[Record]:
@@ -127,15 +118,22 @@ def recalls_of(folder: Path) -> Iterator[Record]:
                 task: {str(entry["length"]): entry[task]["tokens"]["share"] for entry in entries}
                 for task in [*result["tasks"], "mean"]
             }
-            name, seed, rope = without_seed(run.config.name), run.config.seed, format_rope(result)
-            yield {"kind": "recall", "contestant": name, "which": seed, "rope": rope, "shares": shares}
+            which = {"contestant": run.name, "which": run.config.seed, "rope": format_rope(result)}
+            yield {"kind": "recall", **which, "shares": shares}
 
 
-def rates_of(folder: Path) -> Iterator[Record]:
-    """The validation losses of short runs at several learning rates: <contestant>_<lr>."""
-    for run in read_runs([str(folder)]) if folder.is_dir() else ():
-        name, lr = run.config.name.rpartition("_")[0], run.config.optimizer.lr
-        yield {"kind": "rate", "contestant": name, "which": lr, "loss": run.validations[-1][1]}
+def rates_and_costs_of(folder: Path) -> Iterator[Record]:
+    """The validation losses of short runs, <variant>_<lr>; the time of a step over the baseline's."""
+    short = folder.with_name(f"{folder.name}_lr")
+    for run in read_runs([str(short)]) if short.is_dir() else ():
+        which = {"contestant": run.config.name.rpartition("_")[0], "which": run.config.optimizer.lr}
+        yield {"kind": "rate", **which, "loss": run.validations[-1][1]}
+    path = folder / "train_step.json"
+    times = read_json(path) if path.exists() else {}
+    if times and BASELINE not in times:
+        raise UserError(f"{path}: expected {BASELINE} among the configs")
+    for name, time in times.items():
+        yield {"kind": "cost", "contestant": name, "which": "step", "ratio": time / times[BASELINE]}
 
 
 def update(folder: Path, out: Path) -> None:
@@ -145,22 +143,14 @@ def update(folder: Path, out: Path) -> None:
         UserError: not a folder of a scale, no finished or evaluated run in it, runs that do not compare with
             those on record, or see `record_of`.
     """
-    prefix, _, scale = folder.name.partition("_")
-    scale = scale.partition("_")[0]
+    prefix, scale, *_ = [*folder.name.split("_"), ""]
     if prefix != "comparison" or not scale:
         raise UserError(f"{folder}: expected the folder of a scale's runs: --comparison runs/comparison_A")
     if scale == "recall":
-        new = list(recalls_of(folder))
+        new = [*recalls_of(folder)]
     else:
-        new = [record_of(run) for run in read_runs([str(folder)]) if run.evaluations]
-        new += rates_of(folder.with_name(f"{folder.name}_lr"))
-        path = folder / "train_step.json"
-        times = read_json(path) if path.exists() else {}
-        if times and BASELINE not in times:
-            raise UserError(f"{path}: expected {BASELINE} among the configs")
-        for name, time in times.items():
-            ratio = time / times[BASELINE]
-            new.append({"kind": "cost", "contestant": name, "which": "step", "ratio": ratio})
+        new = [record_of(run) for run in read_runs([str(folder)]) if len(run.losses)]
+        new += rates_and_costs_of(folder)
     if not new:
         raise UserError(f"{folder}: expected evaluated runs, found none")
     path = out / f"{scale}.jsonl"
@@ -171,434 +161,385 @@ def update(folder: Path, out: Path) -> None:
     write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
 
 
-# ---------------------------------------------------------------- contestants
-class Contestant(NamedTuple):
-    """All seeds of a contestant at one learning rate and RoPE scaling."""
-
-    name: str
-    runs: list[Record]
-    rope: str
-    text: Literal["lengths", "unseen"] = "lengths"  # which evaluations: key of a record
-
-    def blocks(self, length: int, same_targets: bool = False, choosing: bool = False) -> Tensor:
-        """(seeds, blocks) losses of the reported blocks, or of those that choose RoPE scaling and rate.
-
-        (0, 0) if a seed has none at this length: rejected or not finite.
-        """
-        found = [run[self.text][self.rope].get(str(length)) for run in self.runs]
-        losses = [each[same_targets] for each in found if None not in found]
-        blocks = torch.tensor(losses, dtype=torch.float64).view(len(losses), -1 if losses else 0)
-        n = blocks.shape[1] // 4 if self.text == "lengths" else 0
-        return blocks[:, :n] if choosing else blocks[:, n:]
-
-    def loss(self, length: int, same_targets: bool = False) -> list[float]:
-        """Of each seed; empty if one has none."""
-        return self.blocks(length, same_targets).mean(1).tolist()
-
-    def choice_loss(self, length: int) -> float:
-        """On the blocks that choose; infinite if a seed has none."""
-        return self.blocks(length, choosing=True).mean().nan_to_num(math.inf).item()
-
-    @property
-    def lr(self) -> float:
-        return self.runs[0]["lr"]
-
-
-class Scale(NamedTuple):
-    name: str
-    lengths: list[int]  # 1x to 16x the training length
-    contestants: dict[str, Contestant]  # by name, the baseline first, then by the loss at 16x
-    rates: dict[str, list[Contestant]]  # by name, the seeds that its learning rates share, or all
-
-    @property
-    def has_rates(self) -> bool:
-        """Whether a contestant was trained at several learning rates."""
-        return any(len(rates) > 1 for rates in self.rates.values())
-
-
-def check_comparable(runs: list[Record], data: str = "data") -> None:
+def check_comparable(runs: Iterable[Record], data: str = "data") -> None:
     """Raises UserError unless all is the same that losses, and errors paired over text, depend on."""
-
-    def setting_of(run: Record) -> dict[str, Any]:
-        text = {key: run[data].get(key) for key in ("fingerprint", "blocks", "block_length")}
-        run_keys = {key: run[key] for key in ("steps", "step_tokens", "train_len")}
-        return {**text, "skipped_tokens": run[data].get("skipped_tokens", 0), **run_keys}
-
+    first: Record = {}
     for run in runs:
-        for key, first in setting_of(runs[0]).items():
-            if (value := setting_of(run)[key]) != first:
-                label = f"{run['contestant']}_seed={run['which']}"
-                raise UserError(f"{label}: {key} = {value}: expected {first}, as {runs[0]['contestant']} has")
+        setting = {"text": text_key({"skipped_tokens": 0} | run[data])}
+        setting |= {key: run[key] for key in ("contestant", "steps", "step_tokens", "train_len")}
+        first = first or setting
+        for key in setting.keys() - {"contestant"}:
+            if setting[key] != first[key]:
+                label = f"{run['contestant']}_seed={run['which']}: {key} = {setting[key]}"
+                raise UserError(f"{label}: expected {first[key]}, as {first['contestant']} has")
 
 
-def read_scale(name: str, records: list[Record]) -> Scale:
-    """The contestants of a scale, each at its better RoPE scaling and learning rate.
+# ---------------------------------------------------------------- choice of RoPE scaling and rate
+class Scale(NamedTuple):
+    """Runs of one scale, each variant at its better RoPE scaling and learning rate.
 
-    Raises:
-        UserError: runs that do not compare, seeds without a RoPE scaling in common.
+    A table of losses has a row for each block of text: variant, lr, rope, seed, training, length, block, loss,
+    same (the loss over the same targets at every length). A length that a seed lacks is left out.
     """
+
+    runs: pd.DataFrame  # variant, lr, rope, seed, label (the rate as tables show it), record
+    losses: pd.DataFrame  # of the blocks that are reported
+    unseen: pd.DataFrame  # of the text on which nothing was chosen
+    rates: pd.DataFrame  # as `losses`, at every learning rate, of the seeds that they share, if any
+
+
+def read_scale(records: list[Record]) -> Scale:
+    """Raises UserError: runs that do not compare, seeds without a RoPE scaling in common."""
     runs = [record for record in records if record["kind"] == "run"]
     check_comparable(runs)
-    lengths = sorted({int(n) for run in runs for losses in run["lengths"].values() for n in losses})
-    by_rate: dict[str, dict[float, list[Record]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs:
-        by_rate[run["contestant"]][run["lr"]].append(run)
-    contestants, rates = [], {}
-    for contestant, each in by_rate.items():
-        full = [at_better_rope(contestant, each[rate], lengths[-1]) for rate in sorted(each)]
-        shared = set.intersection(*({run["which"] for run in c.runs} for c in full))
-        common = [c._replace(runs=[r for r in c.runs if r["which"] in shared]) for c in full]
-        rates[contestant] = common if shared else full
-        losses = [c.choice_loss(lengths[0]) for c in rates[contestant]]
-        contestants.append(full[losses.index(min(losses))])
-    contestants.sort(key=lambda c: (c.name != BASELINE, statistics.fmean(c.loss(lengths[-1]) or [math.inf])))
-    return Scale(name, lengths, {c.name: c for c in contestants}, rates)
+    losses = tidy(runs)
+    is_choice = (losses.text == "lengths") & (losses.block < runs[0]["data"]["blocks"] // 4)
+    is_reported = (losses.text == "lengths") & ~is_choice
+    choices = losses[is_choice].pivot_table(
+        index=["variant", "lr", "rope", "seed"], columns="length", values="loss"
+    )
+    at_rope = better_ropes(choices.reset_index())
+    rates = of_shared_seeds(at_rope)
+    shortest = choices.columns[0]
+    best = rates.groupby(["variant", "lr"])[shortest].mean(skipna=False).reset_index()
+    best["label"] = best.lr.map("{:g}".format)
+    n_rates = best.groupby("variant").lr.transform("nunique")
+    if n_rates.max() > 1:
+        best["label"] += (n_rates == 1).map({True: "*", False: ""})
+    best = best.sort_values([shortest, "lr"]).drop_duplicates("variant")
+    chosen = at_rope.merge(best[["variant", "lr", "label"]])
+    by_run = pd.DataFrame([(r["contestant"], r["lr"], r["which"], r) for r in runs])
+    by_run.columns = ["variant", "lr", "seed", "record"]
+    parts = [complete(losses[is_reported], chosen), complete(losses[losses.text == "unseen"], chosen)]
+    return Scale(chosen.merge(by_run), *parts, rates=complete(losses[is_reported], rates))
 
 
-def at_better_rope(name: str, seeds: list[Record], length: int) -> Contestant:
-    ropes = sorted(set.intersection(*({*run["lengths"]} for run in seeds)))
-    if not ropes:
-        raise UserError(f"{name}: expected seeds evaluated at one RoPE scaling at least")
-    return min((Contestant(name, seeds, rope) for rope in ropes), key=lambda c: c.choice_loss(length))
+def tidy(runs: list[Record]) -> pd.DataFrame:
+    """A row for each loss of a block. Trainings that differ beyond the training length only are one."""
+    rows = [
+        (run["contestant"], run["lr"], rope, run["which"], json.dumps([run["which"], run["validations"]]),
+         text, int(length), range(len(losses)), losses, same_target_losses)
+        for run in runs
+        for text in ("lengths", "unseen")
+        for rope, by_length in run.get(text, {}).items()
+        for length, (losses, same_target_losses) in by_length.items()
+    ]  # fmt: skip
+    columns = ["variant", "lr", "rope", "seed", "training", "text", "length", "block", "loss", "same"]
+    blocks = pd.DataFrame(rows, columns=columns).explode(["block", "loss", "same"], ignore_index=True)
+    return blocks.astype({"block": int, "loss": float, "same": float})
+
+
+def better_ropes(choices: pd.DataFrame) -> pd.DataFrame:
+    """Of variant, lr, rope, seed and losses by length the rows at the scaling better at the longest length."""
+    n_seeds = choices.groupby(["variant", "lr"]).seed.transform("nunique")
+    of_all = choices[choices.groupby(["variant", "lr", "rope"]).seed.transform("nunique") == n_seeds]
+    if missing := set(choices.variant) - set(of_all.variant):
+        raise UserError(f"{min(missing)}: expected seeds evaluated at one RoPE scaling at least")
+    longest = choices.columns[-1]
+    means = of_all.groupby(["variant", "lr", "rope"])[longest].mean(skipna=False).reset_index()
+    best = means.sort_values([longest, "rope"]).drop_duplicates(["variant", "lr"])
+    return of_all.merge(best[["variant", "lr", "rope"]])
+
+
+def of_shared_seeds(choices: pd.DataFrame) -> pd.DataFrame:
+    """Those of the seeds that all learning rates of a variant share; all of a variant without such seeds."""
+    n_rates = choices.groupby("variant").lr.transform("nunique")
+    is_shared = choices.groupby(["variant", "seed"]).lr.transform("nunique") == n_rates
+    return choices[is_shared | ~is_shared.groupby(choices.variant).transform("any")]
+
+
+def complete(losses: pd.DataFrame, chosen: pd.DataFrame) -> pd.DataFrame:
+    """The losses of the chosen runs, without the lengths that a seed of a variant lacks."""
+    n_seeds = chosen.groupby(["variant", "lr"]).seed.nunique().rename("n_seeds").reset_index()
+    losses = losses.merge(chosen[["variant", "lr", "rope", "seed"]]).merge(n_seeds)
+    return losses[losses.groupby(["variant", "lr", "length"]).seed.transform("nunique") == losses.n_seeds]
 
 
 # ---------------------------------------------------------------- tables
-def main_table(scale: Scale, costs: dict[str, float]) -> str:
-    """Losses by length; differences to the baseline with their errors over text; step times over its."""
-    ends = scale.lengths[0], scale.lengths[-1]
-    header = ["contestant", "RoPE", "seeds", "lr", *map(format_length, scale.lengths)]
-    header += ["16x − 1x", "same targets, 16x", f"− {BASELINE}, 1x", f"− {BASELINE}, 16x"]
-    header += [f"step / {BASELINE}'s"] if costs else []
-    rows: list[list[str]] = []
-    for c in scale.contestants.values():
-        growth = [b - a for a, b in zip(*map(c.loss, ends), strict=False)]
-        losses = [*map(c.loss, scale.lengths), growth, c.loss(ends[1], same_targets=True)]
-        differences = [difference(scale.contestants.get(BASELINE), c, n) for n in ends]
-        cells = [mean_and_spread(each, digits=3) for each in losses]
-        rows.append([c.name, c.rope, str(len(c.runs)), rate_label(scale, c), *cells, *differences])
-        if costs:
-            rows[-1].append(f"{costs[c.name]:.2f}" if c.name in costs else DASH)
-    return markdown(header, rows, n_left=2)
+def seed_means(losses: pd.DataFrame) -> pd.DataFrame:
+    """By variant and seed the mean loss at each length."""
+    return losses.pivot_table(index=["variant", "seed"], columns="length", values="loss")
 
 
-def rate_label(scale: Scale, c: Contestant) -> str:
-    """The learning rate, with a star if it is the only one of a contestant and others have several."""
-    return f"{c.lr:g}{'*' if len(scale.rates[c.name]) == 1 and scale.has_rates else ''}"
+def main_table(runs: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
+    """By variant its losses at each length and its differences to the baseline.
+
+    The baseline comes first, the others by their loss at the longest length.
+    """
+    means = seed_means(losses)
+    lengths = [*means]
+    order = means[lengths[-1]].groupby("variant").mean().sort_values(kind="stable").index
+    order = [name for name in order if name == BASELINE] + [name for name in order if name != BASELINE]
+    means["growth"] = means[lengths[-1]] - means[lengths[0]]
+    means["same"] = losses[losses.length == lengths[-1]].groupby(["variant", "seed"]).same.mean()
+    cells = means.groupby("variant").agg(spread)
+    cells.columns = [*map(format_length, lengths), "16x − 1x", "same targets, 16x"]
+    by_variant = runs.groupby("variant")
+    table = by_variant.agg(RoPE=("rope", "first"), seeds=("seed", "nunique"), lr=("label", "first"))
+    table = table.join(cells).loc[order]
+    for factor, length in (("1x", lengths[0]), ("16x", lengths[-1])):
+        table[f"− {BASELINE}, {factor}"] = [difference(losses, BASELINE, name, length) for name in order]
+    return table
 
 
-def difference(old: Contestant | None, new: Contestant, length: int) -> str:
-    """Means over seeds, new - old, ± the standard error paired over blocks of text; see `paired_runs`.
+def paired(losses: pd.DataFrame, *pair: str) -> list[pd.DataFrame]:
+    """The losses of both, of the trainings that they share (they differ beyond T only), else of all."""
+    both = [losses[losses.variant == name] for name in pair]
+    shared = set(both[0].training) & set(both[1].training)
+    return [each[each.training.isin(shared)] if shared else each for each in both]
+
+
+def difference(losses: pd.DataFrame, old: str, new: str, length: int) -> str:
+    """Means over seeds, new - old, ± the standard error paired over blocks of text; see `paired`.
 
     A dash for the baseline itself, and where a loss is missing.
     """
-    if old is None or old is new or not (old.loss(length) and new.loss(length)):
-        return DASH
-    old, new = paired_runs(old, new)
-    mean, error = mean_and_stderr(new.blocks(length).mean(0) - old.blocks(length).mean(0))
-    return f"{mean:+.3f} ±{error:.3f}"
+    before, after = (b[b.length == length].groupby("block").loss.mean() for b in paired(losses, old, new))
+    gaps = (after - before).dropna()
+    return DASH if old == new or gaps.empty else f"{gaps.mean():+.3f} ±{gaps.sem():.3f}"
 
 
-def paired_runs(*pair: Contestant) -> list[Contestant]:
-    """Both, restricted to the trainings that they share (they differ beyond T only); else unchanged."""
-    runs = [{json.dumps([run["which"], run["validations"]]): run for run in c.runs} for c in pair]
-    keys = [key for key in runs[0] if key in runs[1]]
-    return [c._replace(runs=[r[key] for key in keys or r]) for c, r in zip(pair, runs, strict=True)]
+def seed_text(losses: pd.DataFrame, order: pd.Index) -> str:
+    """How far one seed moves a loss: the standard deviation pooled over variants with several seeds.
 
-
-def seed_text(scale: Scale) -> str:
-    """How far one seed moves a loss: the standard deviation pooled over contestants with several seeds.
-
-    Contestants that differ beyond the training length only have the same validations: they count once.
+    Variants that differ beyond the training length only have the same trainings: they count once.
     """
-    ends = scale.lengths[0], scale.lengths[-1]
-    found = [c for c in scale.contestants.values() if len(c.runs) > 1 and all(map(c.loss, ends))]
-    several = list({json.dumps([run["validations"] for run in c.runs]): c for c in found}.values())
-    if not several:
+    ends = seed_means(losses).iloc[:, [0, -1]].dropna().groupby("variant")
+    variances = ends.var().dropna().reindex(order).dropna()
+    trainings = losses.groupby("variant").training.unique().map(lambda each: "".join(sorted(each)))
+    variances = variances[~trainings[variances.index].duplicated(keep="last")]
+    if variances.empty:
         return "One seed each: how far a seed moves a loss is not known at this scale."
-    freedom = [len(c.runs) - 1 for c in several]
-    variances = [[statistics.variance(c.loss(n)) for c in several] for n in ends]
-    short, long = (math.sqrt(statistics.fmean(each, freedom)) for each in variances)
-    return (
-        f"One seed moves a loss by {short:.3f} at 1x and {long:.3f} at 16x (standard deviation, "
-        f"pooled over the {len(several)} contestants with several seeds)."
-    )
+    freedom = ends.size()[variances.index] - 1
+    short, long = (variances.mul(freedom, axis=0).sum() / freedom.sum()) ** 0.5
+    several = f"standard deviation, pooled over the {len(variances)} variants with several seeds"
+    return f"One seed moves a loss by {short:.3f} at 1x and {long:.3f} at 16x ({several})."
 
 
-def comparison_table(scale: Scale, comparisons: list[dict[str, str]]) -> str:
-    """One change at a time: from a contestant to the one that differs in it alone."""
+def changes_table(scale: Scale, changes: list[dict[str, str]]) -> pd.DataFrame:
+    """One change at a time: from a variant to the one that differs in it alone."""
+    labels = scale.runs.groupby("variant").label.first()
+    lengths = scale.losses.length
     rows = []
-    for each in comparisons:
-        old, new = (scale.contestants.get(each[key]) for key in ("from", "to"))
-        if old and new:
-            cells = [difference(old, new, n) for n in (scale.lengths[0], scale.lengths[-1])]
-            seeds = ", ".join(str(len(c.runs)) for c in paired_runs(old, new))
-            lr = ", ".join(rate_label(scale, c) for c in (old, new))
-            rows.append([each["change"], f"`{old.name}` → `{new.name}`", seeds, lr, *cells])
-    return markdown(["change", "from → to", "seeds", "lr", "1x", "16x"], rows, n_left=2)
+    for change in changes:
+        pair = [change["from"], change["to"]]
+        if set(pair) <= set(labels.index):
+            seeds = [str(each.seed.nunique()) for each in paired(scale.losses, *pair)]
+            ends = [difference(scale.losses, *pair, length) for length in (lengths.min(), lengths.max())]
+            rows.append([change["change"], *pair, ", ".join(seeds), ", ".join(labels[pair]), *ends])
+    return pd.DataFrame(rows, columns=["change", "from", "to", "seeds", "lr", "1x", "16x"])
 
 
-def grid(cells: dict[str, dict[Any, str]], label: Callable[[Any], str]) -> str:
-    """A row for each contestant, a column for each key, which `label` formats; dashes for the missing."""
-    keys = sorted(set().union(*cells.values()))
-    rows = [[name, *(each.get(key, DASH) for key in keys)] for name, each in cells.items()]
-    return markdown(["contestant", *map(label, keys)], rows, n_left=1)
+def rates_table(scale: Scale) -> pd.DataFrame:
+    """Losses at both ends of variants with several learning rates, over the seeds they share."""
+    several = scale.rates[scale.rates.groupby("variant").lr.transform("nunique") > 1]
+    if several.empty:
+        return several
+    by_seed = several.pivot_table(index=["variant", "seed"], columns=["length", "lr"], values="loss")
+    ends = {several.length.min(): "1x", several.length.max(): "16x"}
+    means = rounded(by_seed[[*ends]].groupby("variant").mean())
+    return means.set_axis([f"{ends[length]}, {lr:g}" for length, lr in means], axis=1)
 
 
-class Recall(NamedTuple):
-    """All seeds of a contestant at one RoPE scaling."""
-
-    rope: str
-    records: list[Record]
-
-    def shares(self, task: str, length: str) -> list[float]:
-        """Of each seed that has it, in per cent."""
-        found = (record["shares"].get(task, {}).get(length) for record in self.records)
-        return [100 * share for share in found if share is not None]
-
-    def mean(self, length: str) -> float:
-        """Over tasks and seeds; 0 without any."""
-        return statistics.fmean(self.shares("mean", length) or [0.0])
+def short_rates_table(records: list[Record]) -> pd.DataFrame:
+    """Validation losses of the short runs at each learning rate."""
+    rates = [(r["contestant"], r["which"], r["loss"]) for r in records if r["kind"] == "rate"]
+    losses = pd.DataFrame(rates, columns=["variant", "lr", "loss"]).pivot_table("loss", "variant", "lr")
+    return rounded(losses).rename(columns="{:g}".format)
 
 
-def best_recalls(records: list[Record]) -> dict[str, Recall]:
-    """By contestant, at the RoPE scaling whose mean over tasks at 16x is the better; the best first."""
-    longer = recall_lengths(records)[:5][-1]
-    by_rope: dict[tuple[str, str], list[Record]] = defaultdict(list)
-    for record in records:
-        by_rope[record["contestant"], record["rope"]].append(record)
-    found = [(name, Recall(rope, each)) for (name, rope), each in by_rope.items()]
-    best: dict[str, Recall] = {}
-    for name, recall in sorted(found, key=lambda pair: -pair[1].mean(longer)):
-        best.setdefault(name, recall)
-    return best
+def needle_table(scale: Scale, order: pd.Index) -> pd.DataFrame:
+    """In per cent, by length, of the first run of each variant."""
+    first = scale.runs.drop_duplicates("variant").set_index("variant").loc[order]
+    shares = pd.DataFrame([run.record["needle"].get(run.rope, {}) for run in first.itertuples()], order)
+    shares = (100 * shares.dropna(how="all")).map("{:.0f} %".format, na_action="ignore")
+    return shares.rename(columns=lambda length: format_length(int(length)))
 
 
-def recall_lengths(records: list[Record]) -> list[str]:
-    """1x, 2x, 4x, ... the training length."""
-    return sorted({n for r in records for n in r["shares"]["mean"]}, key=int)
-
-
-def recall_table(records: list[Record]) -> str:
-    """Mean over tasks by length, and each task at 16x the training length."""
-    lengths = recall_lengths(records)
+def recall_table(records: list[Record]) -> pd.DataFrame:
+    """In per cent the mean over tasks by length, and each task at 16x, at the RoPE scaling better at 16x."""
+    rows = [
+        (record["contestant"], record["rope"], record["which"], task, int(length), 100 * share)
+        for record in records
+        for task, by_length in record["shares"].items()
+        for length, share in by_length.items()
+    ]
+    shares = pd.DataFrame(rows, columns=["variant", "RoPE", "seed", "task", "length", "share"])
+    lengths = sorted(shares.length.unique())
+    longest = lengths[:5][-1]
+    choices = shares[(shares.task == "mean") & (shares.length == longest)].groupby(["variant", "RoPE"])
+    best = choices.share.mean().sort_values(ascending=False, kind="stable").reset_index()
+    best = best.drop_duplicates("variant")[["variant", "RoPE"]]
+    shares = shares.merge(best)
+    cells = shares.groupby(["variant", "task", "length"]).share.agg(partial(mean_and_spread, digits=0))
     tasks = [task for task in records[0]["shares"] if task != "mean"]
-    columns = [("mean", n) for n in lengths] + [(task, lengths[:5][-1]) for task in tasks]
-    rows = []
-    for name, recall in best_recalls(records).items():
-        cells = [mean_and_spread(recall.shares(*column), digits=0) for column in columns]
-        rows.append([name, recall.rope, str(len(recall.records)), *cells])
-    header = [n if task == "mean" else f"{task}, {n}" for task, n in columns]
-    return markdown(["contestant", "RoPE", "seeds", *header], rows, n_left=2)
+    cells = cells.unstack(["task", "length"])[[("mean", n) for n in lengths] + [(t, longest) for t in tasks]]
+    cells.columns = [str(n) if task == "mean" else f"{task}, {n}" for task, n in cells]
+    table = best.set_index("variant").assign(seeds=shares.groupby("variant").seed.nunique())
+    return table.join(cells)
 
 
-def summary_table(scales: list[Scale], recalls: list[Record]) -> str:
-    """Both ends of every scale beside recall, of the contestants that have more than one of these, if any."""
-    cells: dict[str, dict[Any, str]] = defaultdict(dict)
-    for scale in scales:
-        for c in scale.contestants.values():
-            for factor, n in ((1, scale.lengths[0]), (16, scale.lengths[-1])):
-                if losses := c.loss(n):
-                    cells[c.name][f"loss, {scale.name}", factor] = mean_and_spread(losses, digits=3)
-    for name, recall in best_recalls(recalls).items() if recalls else ():
-        for factor, length in zip((1, 4, 16), recall_lengths(recalls)[::2], strict=False):
-            cells[name]["recall", factor] = mean_and_spread(recall.shares("mean", length), digits=0)
-    several = {name: each for name, each in cells.items() if len({kind for kind, _ in each}) > 1}
-    return grid(several, lambda key: f"{key[0]}, {key[1]}x") if several else ""
-
-
-def rate_table(records: list[Record]) -> str:
-    """Validation losses of the short runs, the best of several bold."""
-    losses: dict[str, dict[float, float]] = defaultdict(dict)
-    for record in records:
-        if record["kind"] == "rate":
-            losses[record["contestant"]][record["which"]] = record["loss"]
-    cells = {name: with_best_bold(each) for name, each in sorted(losses.items())}
-    return grid(cells, "{:g}".format)
-
-
-def full_rate_table(scale: Scale) -> str:
-    """Losses at both ends of contestants with several learning rates, over the seeds they share."""
-    cells: dict[str, dict[Any, str]] = {}
-    for name, rates in sorted(scale.rates.items()):
-        if len(rates) > 1:
-            cells[name] = {}
-            for factor, length in ((1, scale.lengths[0]), (16, scale.lengths[-1])):
-                losses = {(factor, c.lr): c.loss(length) for c in rates}
-                cells[name] |= with_best_bold({key: statistics.fmean(x) for key, x in losses.items() if x})
-    return grid(cells, lambda key: f"{key[0]}x, {key[1]:g}")
-
-
-def with_best_bold(losses: dict[Any, float]) -> dict[Any, str]:
-    best = min(losses.values()) if len(losses) > 1 else None
-    return {key: f"**{x:.3f}**" if x == best else f"{x:.3f}" for key, x in losses.items()}
-
-
-def definitions(scale: Scale) -> str:
-    """What each contestant is: its config file's comment."""
-    folders = (CONFIGS / "comparison" / scale.name, CONFIGS / "comparison/A")
-    paths = [folder / f"{name}.toml" for name in sorted(scale.contestants) for folder in folders]
-    comments = {p.stem: p.read_text().split("\n", 1)[0] for p in reversed(paths) if p.exists()}
-    return "\n".join(f"- `{name}`: {text.removeprefix('# ')}" for name, text in sorted(comments.items()))
+def summary_table(tables: dict[str, pd.DataFrame], recall: pd.DataFrame) -> pd.DataFrame:
+    """Both ends of every scale beside recall, of the variants that have more than one of these."""
+    parts = []
+    for name, table in tables.items():
+        ends = table.iloc[:, [3, table.columns.get_loc("16x − 1x") - 1]]
+        parts.append(ends.set_axis([f"loss, {name}, 1x", f"loss, {name}, 16x"], axis=1))
+    if len(recall):
+        means = recall.drop(columns=["RoPE", "seeds"]).iloc[:, :5:2]
+        parts.append(
+            means.set_axis([f"recall, {factor}x" for factor in (1, 4, 16)[: means.shape[1]]], axis=1)
+        )
+    summary = pd.concat(parts, axis=1)
+    return summary[[sum(name in part.index for part in parts) > 1 for name in summary.index]]
 
 
 # ---------------------------------------------------------------- figures
-def plane_figure(scale: Scale, shown: list[Contestant]) -> Figure:
-    """Loss at 1x against loss at 16x, a dot for each contestant that has both; grey: not `shown`."""
-    title = f"Scale {scale.name}: lower left is better"
-    figure, axes = new_axes(title, "loss at 1x (nats per token)", "loss at 16x", height=7)
-    others = [c for c in scale.contestants.values() if c not in shown]
-    for i, c in enumerate([*shown, *others]):
-        losses = c.loss(scale.lengths[0]), c.loss(scale.lengths[-1])
-        if all(losses):
-            dx, dy = (statistics.stdev(each) if len(each) > 1 else 0.0 for each in losses)
-            style: dict[str, Any] = {"color": "0.7", "marker": ".", "zorder": 1}
-            if i < len(shown):
-                style = {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "label": c.name}
-            elif i == len(shown):
-                style["label"] = "the others of the table"
-            axes.errorbar(*map(statistics.fmean, losses), dy, dx, capsize=2, linestyle="none", **style)
+def plane_figure(title: str, losses: pd.DataFrame, shown: list[str]) -> Figure:
+    """Loss at 1x against loss at 16x, a dot for each variant that has both; grey: not `shown`."""
+    ends = seed_means(losses).iloc[:, [0, -1]].dropna().groupby("variant")
+    means = ends.mean()
+    spreads = ends.std()
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(
+        *means.drop(shown, errors="ignore").to_numpy().T, ".", color="0.7", label="the others of the table"
+    )
+    for i, name in enumerate(name for name in shown if name in means.index):
+        style = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i % 10}", "label": name}
+        axes.errorbar(*means.loc[name], *spreads.loc[name][::-1], capsize=2, linestyle="none", **style)
     low, high = axes.get_ylim()
     axes.set_ylim(low, min(high, 4 * low))
-    line = [max(axes.get_xlim()[0], axes.get_ylim()[0]), min(axes.get_xlim()[1], axes.get_ylim()[1])]
-    if line[0] < line[1]:
-        axes.plot(line, line, color="0.6", linestyle=":", label="flat: 16x = 1x")
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    axes.axline((low, low), slope=1, color="0.6", linestyle=":", label="flat: 16x = 1x")
+    axes.set(title=title, xlabel="loss at 1x (nats per token)", ylabel="loss at 16x")
+    axes.grid(alpha=0.3)
+    legend_below(figure, 3)
     return figure
 
 
-def length_figure(scale: Scale, shown: list[Contestant]) -> Figure | None:
-    figure, axes = new_axes(f"Scale {scale.name}", "length (tokens)", LOSS)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(scale.lengths, map(format_length, scale.lengths))
-    for i, c in enumerate(shown):
-        draw_means(axes, i, c.name, {n: losses for n in scale.lengths if (losses := c.loss(n))})
-    return with_legend(figure)
-
-
-def position_figure(scale: Scale, shown: list[Contestant]) -> Figure | None:
-    """Loss by position in windows of the longest length, over all evaluated blocks."""
-    figure, axes = new_axes(f"Scale {scale.name}", "position in windows of 16x (tokens)", LOSS)
-    axes.set_xscale("log", base=2)
-    for i, c in enumerate(shown):
-        parts = zip(*(run["positions"].get(c.rope, []) for run in c.runs), strict=False)
-        middle = {(seeds[0][0] + seeds[0][1]) / 2: [x for *_, x in seeds] for seeds in parts}
-        draw_means(axes, i, c.name, middle)
-    return with_legend(figure)
-
-
-def training_figure(scale: Scale) -> Figure | None:
-    """Loss at 1x and at 16x over the tokens trained, from kept checkpoints at the full p, one seed each."""
-    title = f"Scale {scale.name}: 1x dashed, 16x solid"
-    figure, axes = new_axes(title, "training tokens (millions)", LOSS)
-    found = [c for c in scale.contestants.values() if c.rope in c.runs[0]["checkpoints"]]
-    for i, c in enumerate(found):
-        checkpoints, millions = c.runs[0]["checkpoints"][c.rope], c.runs[0]["step_tokens"] / 1e6
-        for n, linestyle, label in ((scale.lengths[0], "--", ""), (scale.lengths[-1], "-", c.name)):
-            known = {step: checkpoints[step].get(str(n)) for step in sorted(checkpoints, key=int)}
-            values = {int(step) * millions: [x] for step, x in known.items() if x is not None}
-            draw_means(axes, i, label, values, linestyle)
-    return with_legend(figure)
+def scale_figures(title: str, scale: Scale, shown: list[str]) -> Iterator[tuple[str, str, Figure]]:
+    """Kind, caption and figure."""
+    yield (
+        "plane",
+        "Loss at 1x against loss at 16x",
+        plane_figure(f"{title}: lower left is better", scale.losses, shown),
+    )
+    lengths = sorted(scale.losses.length.unique())
+    runs = scale.runs[scale.runs.variant.isin(shown)]
+    by_length = seed_means(scale.losses).loc[runs.variant.unique()].stack().reset_index()
+    by_length.columns = ["name", "seed", "x", "y"]
+    figure = draw_lines(by_length, title, "length (tokens)", shown=shown)
+    yield "lengths", "Loss by length", log_ticks(figure, lengths)
+    positions = [
+        (run.variant, (first + end) / 2, loss)
+        for run in runs.itertuples()
+        for first, end, loss in run.record["positions"].get(run.rope, [])
+    ]
+    if positions:
+        points = pd.DataFrame(positions, columns=["name", "x", "y"])
+        figure = draw_lines(points, title, "position in windows of 16x (tokens)", shown=shown)
+        yield "positions", "Loss by position", log_ticks(figure, lengths)
+    training = [
+        (run.variant, factor, int(step) * run.record["step_tokens"] / 1e6, by_length[str(length)])
+        for run in scale.runs.drop_duplicates("variant").itertuples()
+        for length, factor in ((lengths[0], "1x"), (lengths[-1], "16x"))
+        for step, by_length in run.record["checkpoints"].get(run.rope, {}).items()
+        if by_length.get(str(length)) is not None
+    ]
+    if training:
+        points = pd.DataFrame(training, columns=["name", "panel", "x", "y"])
+        yield "training", "Loss over training tokens", draw_lines(points, title, "training tokens (millions)")
 
 
 # ---------------------------------------------------------------- results/comparison/README.md
-INTRODUCTION = (
-    "Which normaliser keeps its loss at lengths that it was never trained on, if all have the same model, "
-    "data, steps and evaluation? Drawn by `report.py --comparison` from the `.jsonl` files beside it, one line a "
-    "run."
-)
-SUMMARY = (
-    "Loss at 1x and 16x the training length (nats per token, ± standard deviation over seeds), and right "
-    "answers of the recall tasks in per cent (guessing: 25), of the contestants that have more than one of "
-    "these:"
-)
-RECALL = (
-    "Right answer tokens in per cent (guessing: 25), at the RoPE scaling that is better at 16x: means over "
-    "tasks by length, then each task at 16x; over seeds ± standard deviation."
-)
+INTRODUCTION = """\
+Which normaliser keeps its loss at lengths that it was never trained on, if all have the same model, data, steps
+and evaluation? Drawn by `python -m lab.report --comparison` from the `.jsonl` files beside it, a line a run."""
+SUMMARY = """\
+Loss at 1x and 16x the training length (nats per token, ± standard deviation over seeds), and right answers of
+the recall tasks in per cent (guessing: 25), of the variants that have more than one of these:"""
+RECALL = """\
+Right answer tokens in per cent (guessing: 25), at the RoPE scaling that is better at 16x. Means over tasks by
+length, then each task at 16x, over seeds ± standard deviation."""
+SCALE = """\
+{variants} configurations of {normalisers} of the {registered} registered normalisers. {size:.2f}M parameters,
+T = {train_len}, {steps:,} steps of {step_tokens:,} tokens from {data[dir]}. Evaluated on {data[blocks]} blocks of
+{data[block_length]:,} held-out tokens. The first quarter of them chose the RoPE scaling and, by the loss at 1x,
+the learning rate. The others are reported. A star marks a rate that is the only one of its variant. Losses are
+means over seeds ± standard deviation. Differences are ± standard error paired over text, of the shared seeds
+where two variants share trainings because they differ beyond T only. {seeds}"""
 
 
 def write_report(folders: list[str], out: Path) -> None:
     """Update the records of these scales, then draw every scale that has records in `out`."""
     for folder in map(Path, folders):
         update(folder, out)
-    paths = sorted(out.glob("*.jsonl"))
-    if not paths:
+    records = {path.stem: read_jsonl(path) for path in sorted(out.glob("*.jsonl"))}
+    if not records:
         raise UserError(f"{out}: no records; expected the folders of a scale: --comparison runs/comparison_A")
-    comparisons = tomllib.loads((HERE / "papers/comparison.toml").read_text())
-    records = {path.stem: read_jsonl(path) for path in paths}
-    recalls = records.pop("recall", [])
-    scales = {name: read_scale(name, each) for name, each in records.items()}
-    parts = ["# The league: every normaliser under one recipe", INTRODUCTION]
-    if summary := summary_table([*scales.values()], recalls):
-        parts += [SUMMARY, summary]
+    recall = recall_table(records.pop("recall")) if "recall" in records else pd.DataFrame()
+    settings = tomllib.loads((PAPERS_FOLDER / "comparison.toml").read_text())
+    scales = {name: read_scale(each) for name, each in records.items()}
+    tables = {name: main_table(scale.runs, scale.losses) for name, scale in scales.items()}
+    parts = ["# The comparison", INTRODUCTION]
+    summary = summary_table(tables, recall)
+    if len(summary):
+        parts += [SUMMARY, markdown(summary.reset_index(names="variant"))]
     findings = out / "findings.md"
     parts += [findings.read_text().strip()] if findings.exists() else []
     for name, scale in scales.items():
-        parts += scale_parts(scale, records[name], comparisons, out)
-    if recalls:
-        parts += ["## Synthetic recall", RECALL, recall_table(recalls)]
+        parts += scale_parts(name, scale, tables[name], records[name], settings["shown"], out)
+        parts.append(
+            write_csv_tables(name, scale, tables[name].index, records[name], settings["changes"], out)
+        )
+    if len(recall):
+        parts += ["## Synthetic recall", RECALL, markdown(recall.reset_index(), n_left=2)]
     write_atomically(out / "README.md", ("\n\n".join(parts) + "\n").encode())
     print(f"wrote {out / 'README.md'}")
 
 
-def scale_text(scale: Scale) -> str:
-    run = next(iter(scale.contestants.values())).runs[0]
-    data = run["data"]
-    trained = f"{run['steps']:,} steps of {run['step_tokens']:,} tokens from {data['dir']}"
-    return (
-        f"{run['parameters'] / 1e6:.2f}M parameters, T = {run['train_len']}, {trained}. Evaluated on "
-        f"{data['blocks']} blocks of {data['block_length']:,} held-out tokens: the first "
-        f"{data['blocks'] // 4} chose the RoPE scaling and, by the loss at 1x, the learning rate; the others "
-        f"are reported. Losses: mean over seeds ± standard deviation. Differences: ± standard error paired "
-        f"over text; where contestants share trainings, because they differ beyond T only, those of the "
-        f"shared seeds. {seed_text(scale)}"
-    )
-
-
-def unseen_parts(scale: Scale) -> list[str]:
-    """The table of the text on which nothing was chosen, if there are evaluations of it."""
-    every = scale.contestants.values()
-    found = [c for c in every if all(c.rope in run.get("unseen", {}) for run in c.runs)]
-    if not found:
-        return []
-    check_comparable([run for c in found for run in c.runs], "unseen_data")
-    lengths = sorted({int(n) for c in found for run in c.runs for n in run["unseen"][c.rope]})
-    unseen = scale._replace(lengths=lengths, contestants={c.name: c._replace(text="unseen") for c in found})
-    text = "The {blocks} blocks of {dir} after its first {skipped_tokens:,} tokens, those of the table above."
-    text = text.format(**found[0].runs[0]["unseen_data"])
-    return ["### Text on which nothing was chosen", text, main_table(unseen, {})]
-
-
-def scale_parts(scale: Scale, records: list[Record], comparisons: dict[str, Any], out: Path) -> list[str]:
+def scale_parts(
+    name: str, scale: Scale, table: pd.DataFrame, records: list[Record], shown: list[str], out: Path
+) -> Iterator[str]:
     """The paragraphs of one scale; writes its figures."""
-    parts = [f"## Scale {scale.name}"]
-    if scale.contestants:
-        costs = {record["contestant"]: record["ratio"] for record in records if record["kind"] == "cost"}
-        parts += [scale_text(scale), main_table(scale, costs)]
-        shown = [scale.contestants[c] for c in comparisons["shown"] if c in scale.contestants]
-        figures = {
-            "plane": ("Loss at 1x against loss at 16x", plane_figure(scale, shown)),
-            "lengths": ("Loss by length", length_figure(scale, shown)),
-            "positions": ("Loss by position", position_figure(scale, shown)),
-            "training": ("Loss over training tokens", training_figure(scale)),
-        }
-        for kind, (caption, figure) in figures.items():
-            if figure is not None:
-                save_figure(figure, out / f"{scale.name}_{kind}.png", dpi=110)
-                parts.append(f"![{caption}]({scale.name}_{kind}.png)")
-        found = [c for c in scale.contestants.values() if c.rope in c.runs[0]["needle"]]
-        needles = {c.name: c.runs[0]["needle"][c.rope] for c in found}
-        if needles:
-            text = "Share of needles whose number is the likeliest of ten (chance: 10 %), by length."
-            cells = {c: {int(n): f"{100 * x:.0f} %" for n, x in each.items()} for c, each in needles.items()}
-            parts += ["### Needle", text, grid(cells, format_length)]
-        parts += unseen_parts(scale)
-        parts += ["### One change at a time", comparison_table(scale, comparisons["comparison"])]
-        if scale.has_rates:
-            text = "Losses of full runs at each rate, over the seeds that a contestant's rates share. "
-            text += "Those with a star in the tables above were trained at one rate."
-            parts += ["### Learning rates, full runs", text, full_rate_table(scale)]
-    if any(record["kind"] == "rate" for record in records):
-        text = "Validation loss of short runs at each rate, one seed."
-        parts += ["### Learning rates, short runs", text, rate_table(records)]
-    return [*parts, "### Contestants", definitions(scale)]
+    costs = {r["contestant"]: f"{r['ratio']:.2f}" for r in records if r["kind"] == "cost"}
+    if costs:
+        table = table.assign(**{f"step / {BASELINE}'s": pd.Series(costs)})
+    files = [path for path in CONFIGS.glob(f"comparison/{name}/*.toml") if path.stem in table.index]
+    normalisers = {load_config(path, expand_sweep(path)[0]).attention.normaliser for path in files}
+    counts = {"variants": len(table), "normalisers": len(normalisers), "registered": len(NORMALISERS)}
+    run = scale.runs.record.iloc[0]
+    seeds = seed_text(scale.losses, table.index)
+    text = SCALE.format(size=run["parameters"] / 1e6, seeds=seeds, **counts, **run)
+    yield from (f"## Scale {name}", text, markdown(table.reset_index(), n_left=2))
+    for kind, caption, figure in scale_figures(f"Scale {name}", scale, shown):
+        save_figure(figure, out / f"{name}_{kind}.png", dpi=110)
+        yield f"![{caption}]({name}_{kind}.png)"
+
+
+def write_csv_tables(
+    name: str, scale: Scale, order: pd.Index, records: list[Record], changes: list[Any], out: Path
+) -> str:
+    """Links to the other tables of a scale."""
+    files = sorted(path for path in CONFIGS.glob(f"comparison/{name}/*.toml") if path.stem in order)
+    comments = {path.stem: path.read_text().split("\n", 1)[0].removeprefix("# ") for path in files}
+    unseen = pd.DataFrame()
+    if len(scale.unseen):
+        check_comparable(scale.runs[scale.runs.variant.isin(scale.unseen.variant)].record, "unseen_data")
+        unseen = main_table(scale.runs, scale.unseen).reindex(order.intersection(scale.unseen.variant))
+    tables = {
+        "variants": ("What each variant is", pd.DataFrame({"what it is": comments})),
+        "unseen": ("The table above on text on which nothing was chosen", unseen),
+        "changes": ("One change at a time", changes_table(scale, changes).set_index("change")),
+        "rates": ("Full runs at each learning rate, over the seeds that they share", rates_table(scale)),
+        "short_rates": ("Validation loss of short runs at each rate, one seed", short_rates_table(records)),
+        "needle": ("Share of needles whose number is the likeliest of ten", needle_table(scale, order)),
+    }
+    links = []
+    for kind, (caption, table) in tables.items():
+        if len(table):
+            file = f"{name}_{kind}.csv"
+            label = "change" if kind == "changes" else "variant"
+            write_atomically(out / file, table.fillna(DASH).to_csv(index_label=label).encode())
+            links.append(f"- [{file}]({file}): {caption}.")
+    return "\n".join(links)

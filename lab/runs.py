@@ -1,4 +1,4 @@
-"""Finished runs, grouped by experiment and scale: the runs that belong to a row of a paper."""
+"""Finished runs as tables: which experiment, scale and seed each run is, and its losses at every length."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 
-from config import changed_keys, load_config, same_run
-from evals.output import format_rope
+from config import changed_keys, load_config
+from evals.rows import read_rows
 from infra.cli import UserError
 from infra.files import read_json, read_jsonl
 from lab.tables import TableRow, ancestors_of
 from model import GPT
 from normalisers.adaptive import NormSoftmax
-from schema import Config, describe_attention
+from schema import Config, makes_another_run
 
 FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length
 
@@ -28,27 +29,28 @@ FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length
 class FinishedRun:
     folder: Path
     config: Config
-    validations: list[tuple[int, float]]  # (step, loss)
-    evaluations: dict[str, dict[str, Any]]  # RoPE scaling -> the result of eval_length.py
+    metrics: list[dict[str, Any]]  # the lines of metrics.jsonl
+    losses: pd.DataFrame  # the rows of eval_length.py, with the parts of their text
     steps_before: int = 0  # of all that it descends from by init_from
     ancestors: tuple[Config, ...] = ()  # what it descends from by init_from, the newest first
-    losses: tuple[float, ...] = ()  # of the training steps; NaN where one was not finite
+
+    def logged(self, key: str) -> dict[int, Any]:
+        """Step -> what metrics.jsonl has under a key, where it is finite."""
+        return {r["step"]: r[key] for r in self.metrics if r.get(key) is not None}
 
     def results(self, script: str) -> list[dict[str, Any]]:
         """What an evaluation wrote of the last step, with each --tag."""
         results = [read_json(path) for path in sorted(self.folder.glob(f"{script}*.json"))]
         return [result for result in results if result["step"] == self.config.train.max_steps]
 
-    def loss(self, rope: str, factor: int) -> float | None:
-        """At `factor` times the training length, over all tokens."""
-        for row in self.evaluations.get(rope, {"lengths": []})["lengths"]:
-            if row["length"] == factor * self.config.train.seq_len and row["reason"] is None:
-                return row["loss"]
-        return None
+    @property
+    def name(self) -> str:
+        """Its name without the seed."""
+        return re.sub(r"_?seed=?\d+", "", self.config.name)
 
-    @cached_property
-    def scale(self) -> str:
-        return scale_of(self.config, self.steps_before, *self.ancestors)
+    @property
+    def validations(self) -> list[tuple[int, float]]:
+        return list(self.logged("val_loss").items())
 
     @cached_property
     def n_params(self) -> int:
@@ -56,9 +58,11 @@ class FinishedRun:
             return GPT(self.config, device="meta").n_params()
 
 
+# ---------------------------------------------------------------- what a run is
 def size_of(config: Config) -> str:
     """Size of the model, length, batch and data."""
-    m, t = config.model, config.train
+    m = config.model
+    t = config.train
     kind = f"{m.norm}, {m.mlp}, {'tied' if m.tie_embeddings else 'untied'} embeddings"
     return (
         f"{m.n_layer} layers, {m.heads} of {m.head_dim}, {kind}, vocabulary {m.vocab_size}; "
@@ -68,9 +72,11 @@ def size_of(config: Config) -> str:
 
 def scale_of(config: Config, steps_before: int = 0, *ancestors: Config) -> str:
     """Size and amount of training: losses compare within one scale only."""
-    steps, before = steps_before + config.train.max_steps, ""
+    steps = steps_before + config.train.max_steps
+    before = ""
     if ancestors and size_of(ancestors[0]) != size_of(config):  # fine-tuned, not continued
-        steps, before = config.train.max_steps, f" after {steps_before:,} steps from {ancestors[0].data.dir}"
+        steps = config.train.max_steps
+        before = f" after {steps_before:,} steps from {ancestors[0].data.dir}"
     tokens = steps * config.train.batch_tokens
     return f"{size_of(config)}; {steps:,} steps ({tokens / 1e6:,.1f}M tokens){before}"
 
@@ -81,7 +87,10 @@ def experiment_of(config: Config, *ancestors: Config) -> str:
     Args:
         ancestors: what the config descends from by init_from, the newest first.
     """
-    a, m, t, o = config.attention, config.model, config.train, config.optimizer
+    a = config.attention
+    m = config.model
+    t = config.train
+    o = config.optimizer
     attention = a.model_dump()
     if isinstance(a.definition, NormSoftmax):  # sqrt_d is a number, too
         gamma = a.definition.gamma_number(m.head_dim)
@@ -104,6 +113,14 @@ def experiment_of(config: Config, *ancestors: Config) -> str:
     return json.dumps(attention | rest, sort_keys=True)
 
 
+def recipe_of(config: Config) -> str:
+    """All keys that a loss curve depends on, but for those that tell the seeds of a line apart."""
+    changed = changed_keys(Config(name="default"), config)
+    seeds = "name", "seed", "init_from"
+    return str({k: new for k, (_, new) in changed.items() if makes_another_run(k) and k not in seeds})
+
+
+# ---------------------------------------------------------------- reading run folders
 def read_runs(sources: list[str]) -> list[FinishedRun]:
     """The finished runs among the folders, or in them; prints which ones it skips.
 
@@ -125,25 +142,28 @@ def read_runs(sources: list[str]) -> list[FinishedRun]:
 def read_run(folder: Path) -> FinishedRun | None:
     """None, with a line on the console, if the run is not finished or has no finite last loss."""
     config = load_config(folder / "config.toml")
-    records = read_jsonl(folder / "metrics.jsonl")
-    validations = [(r["step"], r["val_loss"]) for r in records if r.get("val_loss") is not None]
-    if not validations or validations[-1][0] != config.train.max_steps:
-        last = records[-1] if records else {}
-        diverged = last.get("step") == config.train.max_steps and "val_loss" in last
-        print(f"skipped: {folder} {'ended at a loss that is not finite' if diverged else 'is not finished'}")
+    metrics = read_jsonl(folder / "metrics.jsonl")
+    last_step = config.train.max_steps
+    last_losses = [
+        record["val_loss"] for record in metrics if record.get("step") == last_step and "val_loss" in record
+    ]
+    if not last_losses or last_losses[-1] is None:
+        print(
+            f"skipped: {folder} {'ended at a loss that is not finite' if last_losses else 'is not finished'}"
+        )
         return None
-    evaluations: dict[str, dict[str, Any]] = {}  # of several at one RoPE scaling the usual one
-    usual = ("eval_length", "eval_length_none")
-    for path in sorted(folder.glob("eval_length*.json"), key=lambda path: (path.stem not in usual, path)):
-        result = read_json(path)
-        text = result["data"]
-        if Path(text.get("dir", config.data.dir)) != Path(config.data.dir):
-            print(f"skipped: {path}: of {text['dir']}, the run's data are {config.data.dir}")
-        elif result["step"] == config.train.max_steps and not text.get("skipped_tokens"):
-            evaluations.setdefault(format_rope(result), result)
-    steps_before, ancestors = read_ancestors(folder, config)
-    losses = tuple(math.nan if r["loss"] is None else r["loss"] for r in records if "loss" in r)
-    return FinishedRun(folder, config, validations, evaluations, steps_before, ancestors, losses)
+    rows = read_rows([folder])
+    losses = rows[rows.evaluation == "eval_length"]
+    parts = losses.text.str.extract(
+        r"\+(?P<skipped_tokens>\d+)x(?P<blocks>\d+)x(?P<block_length>\d+)"
+    ).astype(int)
+    return FinishedRun(folder, config, metrics, losses.join(parts), *read_ancestors(folder, config))
+
+
+def main_text(losses: pd.DataFrame) -> str:
+    """The text that most runs were evaluated on: of several the one that skips least, then the longest."""
+    texts = losses.groupby(["text", "skipped_tokens", "blocks"]).run.nunique().reset_index()
+    return texts.sort_values(["run", "skipped_tokens", "blocks"], ascending=[False, True, False]).text.iloc[0]
 
 
 def read_ancestors(folder: Path, config: Config) -> tuple[int, tuple[Config, ...]]:
@@ -164,82 +184,54 @@ def read_ancestors(folder: Path, config: Config) -> tuple[int, tuple[Config, ...
     ancestors = ancestors_of(config, find)
     summaries = [path / "init_from.txt" for path in seen if (path / "init_from.txt").exists()]
     steps = [re.search(r", step (\d+)$", path.read_text(), re.MULTILINE) for path in summaries]
-    return sum(int(found[1]) for found in steps if found), ancestors
+    return sum(int(step[1]) for step in steps if step), ancestors
 
 
-def without_seed(name: str) -> str:
-    return re.sub(r"_?seed=?\d+", "", name)
+# ---------------------------------------------------------------- tables of runs
+class Runs(NamedTuple):
+    """Runs that share a `line` differ in their seed alone; scales have letters, A the one with the most runs."""
+
+    table: pd.DataFrame  # a row for each run: run, line, name, scale, scale_text, experiment, recipe, seed
+    losses: pd.DataFrame  # rows of eval_length.py after the last step, with line, name, scale and factor
+
+    def means(self) -> pd.DataFrame:
+        """The mean over blocks: line, name, scale, seed, rope, factor (of the training length), length, loss."""
+        keys = ["line", "name", "scale", "seed", "rope", "factor", "length"]
+        means = self.losses[self.losses.measure == "loss"].groupby(keys).value.mean(skipna=False)
+        return means.dropna().rename("loss").reset_index()
+
+    def of_row(self, row: TableRow) -> pd.DataFrame:
+        """The runs that belong to a row of a paper, by scale."""
+        of_experiment = self.table[self.table.experiment == experiment_of(row.config, *row.ancestors)]
+        alike = [row.model_keys.items() <= vars(run.config.model).items() for run in of_experiment.run]
+        return of_experiment[pd.Series(alike, of_experiment.index, dtype=bool)].sort_values(["scale", "line"])
 
 
-class Group(NamedTuple):
-    """Runs of one experiment at one scale, one of each seed."""
+def tabulate(runs: list[FinishedRun]) -> Runs:
+    """The tables of runs; prints those that repeat another with its seed, which are left out.
 
-    scale: str  # its letter
-    experiment: str
-    runs: list[FinishedRun]
-
-    @property
-    def name(self) -> str:
-        """The name of the first run, without its seed."""
-        return without_seed(self.runs[0].config.name)
-
-    def losses(self, rope: str, factor: int) -> list[float]:
-        """Of the runs that were evaluated at `factor` times the training length."""
-        return [loss for run in self.runs if (loss := run.loss(rope, factor)) is not None]
-
-    def increases(self, rope: str) -> list[float]:
-        """Loss at 16x minus loss at 1x, of the runs that have both."""
-        pairs = [(run.loss(rope, 1), run.loss(rope, 16)) for run in self.runs]
-        return [b - a for a, b in pairs if a is not None and b is not None]
-
-
-class RunIndex:
-    """All runs, grouped by scale and experiment; prints those that repeat another with its seed: left out.
-
-    Attributes:
-        letters: scale -> its letter, A for the one with the most runs.
-        ropes: the RoPE scalings that runs were evaluated with.
+    The losses of a scale are of the text that most of its runs were evaluated on.
     """
-
-    def __init__(self, runs: list[FinishedRun]) -> None:
-        self.runs = runs
-        scales = sorted({run.scale for run in runs}, key=lambda s: -sum(run.scale == s for run in runs))
-        self.letters = {scale: chr(ord("A") + i) if i < 26 else f"S{i}" for i, scale in enumerate(scales)}
-        self.ropes = sorted({rope for run in runs for rope in run.evaluations})
-        self.groups: list[Group] = []
-        for run in runs:
-            key = (self.letters[run.scale], experiment_of(run.config, *run.ancestors))
-            candidates = (g for g in self.groups if (g.scale, g.experiment) == key)
-            varied = "name", "seed", "init_from"
-            group = next((g for g in candidates if same_run(g.runs[0].config, run.config, *varied)), None)
-            if group is None:
-                self.groups.append(Group(*key, [run]))
-            elif twin := next((r for r in group.runs if r.config.seed == run.config.seed), None):
-                print(f"left out: {run.folder}, a repeat of {twin.folder} with its seed")
-            else:
-                group.runs.append(run)
-
-    def of_row(self, row: TableRow) -> list[Group]:
-        """The groups that belong to a row of a paper, by scale."""
-        wanted = experiment_of(row.config, *row.ancestors)
-        return [
-            group
-            for group in sorted(self.groups, key=lambda group: group.scale)
-            if group.experiment == wanted
-            and row.model_keys.items() <= vars(group.runs[0].config.model).items()
-        ]
-
-    def training_lengths(self, rows: list[TableRow]) -> dict[str, dict[str, dict[int, list[float]]]]:
-        """Size -> attention -> steps -> final validation losses of the rows' experiments.
-
-        Of the sizes with two training lengths or more (NormSoftmax, Figure 3a).
-        """
-        sizes: dict[str, dict[str, dict[int, list[float]]]] = {}
-        for name, row in {describe_attention(row.config.attention): row for row in rows}.items():
-            for group in sorted(self.of_row(row), key=lambda group: group.runs[0].config.train.max_steps):
-                config, final = group.runs[0].config, [run.validations[-1][1] for run in group.runs]
-                sizes.setdefault(size_of(config), {}).setdefault(name, {})[config.train.max_steps] = final
-        return {size: found for size, found in sizes.items() if len(set().union(*found.values())) > 1}
-
-    def at_scale(self, letter: str) -> list[Group]:
-        return [group for group in self.groups if group.scale == letter]
+    table = pd.DataFrame({"run": runs, "seed": [run.config.seed for run in runs]})
+    table["scale_text"] = [scale_of(run.config, run.steps_before, *run.ancestors) for run in runs]
+    table["experiment"] = [experiment_of(run.config, *run.ancestors) for run in runs]
+    table["recipe"] = [recipe_of(run.config) for run in runs]
+    line = ["scale_text", "experiment", "recipe"]
+    repeats = table.duplicated([*line, "seed"])
+    for run in table[repeats].run:
+        print(f"left out: {run.folder}, a repeat of another run with its seed")
+    table = table[~repeats]
+    scales = [*table.scale_text.value_counts().index]
+    letters = {scale: chr(ord("A") + i) if i < 26 else f"S{i}" for i, scale in enumerate(scales)}
+    by_line = table.groupby(line, sort=False)
+    table["scale"] = table.scale_text.map(letters)
+    table["line"] = by_line.ngroup()
+    table["name"] = by_line.run.transform("first").map(lambda run: run.name)
+    losses = []
+    for row in table.itertuples():
+        factor = row.run.losses.length / row.run.config.train.seq_len
+        of_run = row.run.losses.assign(line=row.line, name=row.name, scale=row.scale, factor=factor)
+        losses.append(of_run[of_run.step == row.run.config.train.max_steps])
+    every = pd.concat(losses, ignore_index=True)
+    texts = {scale: main_text(of_scale) for scale, of_scale in every.groupby("scale")}
+    return Runs(table, every[every.text == every.scale.map(texts)])

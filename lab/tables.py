@@ -1,19 +1,20 @@
-"""The papers' tables: which config is which row (tables.toml), and the published numbers (published.toml)."""
+"""The papers' tables: which config is which row, and the published numbers; the one writer of tables."""
 
 from __future__ import annotations
 
-import re
-import statistics
+import json
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import pandas as pd
 
 from config import expand_sweep, load_config
 from schema import Config
 
-HERE = Path(__file__).resolve().parent
-CONFIGS = HERE.parent / "configs"
+PAPERS_FOLDER = Path(__file__).resolve().parent / "papers"
+CONFIGS = PAPERS_FOLDER.parents[1] / "configs"
 PAPERS = ("lssar", "ssmax", "normsoftmax")
 DASH = "–"
 
@@ -31,12 +32,14 @@ def read_rows(folder: str, files: str) -> list[TableRow]:
     """One row for each run that the files configs/<folder>/<name>.toml describe."""
     rows = []
     for name in files.split():
-        path, key = CONFIGS / folder / f"{name}.toml", f"{folder}/{name}"
-        for chosen in expand_sweep(path):
-            config = load_config(path, chosen.overrides)
+        path = CONFIGS / folder / f"{name}.toml"
+        key = f"{folder}/{name}"
+        for overrides in expand_sweep(path):
+            config = load_config(path, overrides)
             ancestors = ancestors_of(config, lambda run: CONFIGS / folder / f"{run.name}.toml")
-            keys = [key, *(f"{key}: {value}" for value in chosen.swept.values())]
-            model_keys = {k[6:]: value for k, value in chosen.swept.items() if k.startswith("model.")}
+            swept = dict(zip(overrides[:-2:2], overrides[1:-2:2], strict=True))  # --key: value as in TOML
+            keys = [key, *(f"{key}: {json.loads(value)}" for value in swept.values())]
+            model_keys = {k[8:]: getattr(config.model, k[8:]) for k in swept if k.startswith("--model.")}
             rows.append(TableRow(tuple(keys), config, ancestors, model_keys))
     return rows
 
@@ -61,31 +64,32 @@ def ancestors_of(config: Config, find: Callable[[Path], Path | None]) -> tuple[C
 def read_tables() -> dict[str, list[dict[str, Any]]]:
     """Paper -> its tables: title, folder and files; numbers: `where` of those that no config belongs to;
     by_steps: the table compares lengths of training."""
-    return tomllib.loads((HERE / "papers" / "tables.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((PAPERS_FOLDER / "tables.toml").read_text(encoding="utf-8"))
 
 
-def read_published() -> dict[str, list[dict[str, Any]]]:
-    """Paper -> its numbers: where, row, column, value, printed, unit, line, and config where one fits."""
-    content = tomllib.loads((HERE / "papers" / "published.toml").read_text(encoding="utf-8"))
-    published: dict[str, list[dict[str, Any]]] = {paper: [] for paper in content}
-    for paper, entry in content.items():
-        for group in entry["numbers"]:
-            for cells in group["values"]:
-                number = dict(zip(("row", "column", "printed", "line", "config"), cells, strict=False))
-                value = re.match(r"[+-]?[\d.]+", number["printed"])
-                assert value, number
-                number |= {"where": group["where"], "unit": group["unit"], "value": float(value[0])}
-                published[paper].append(number)
-    return published
+def read_published() -> pd.DataFrame:
+    """A row for each published number: paper, where, unit, row, column, printed, and config or ""."""
+    content = tomllib.loads((PAPERS_FOLDER / "published.toml").read_text(encoding="utf-8"))
+    columns = ["paper", "where", "unit", "row", "column", "printed", "config"]
+    numbers = [
+        [paper, group["where"], group["unit"], *cells, *[""] * (4 - len(cells))]
+        for paper, entry in content.items()
+        for group in entry["numbers"]
+        for cells in group["values"]
+    ]
+    return pd.DataFrame(numbers, columns=columns)
 
 
-def markdown(header: list[str], rows: Iterable[list[str]], n_left: int) -> str:
-    """A table whose first `n_left` columns are aligned left, the others right."""
-    align = ["---" if i < n_left else "---:" for i in range(len(header))]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, align, *rows])
+def markdown(table: pd.DataFrame, n_left: int = 1) -> str:
+    """The columns of `table`, the first `n_left` aligned left, the others right; a dash if missing."""
+    align = ["---" if i < n_left else "---:" for i in range(len(table.columns))]
+    rows = table.astype(object).where(table.notna(), DASH).astype(str).to_numpy().tolist()
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [[*table.columns], align, *rows])
 
 
-def mean_and_spread(values: list[float], digits: int = 4) -> str:
-    """'2.5012 ±0.0031': mean and standard deviation; the mean of one value, a dash for none."""
-    mean = f"{statistics.fmean(values):.{digits}f}" if values else DASH
-    return f"{mean} ±{statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+def mean_and_spread(values: pd.Series, digits: int = 4) -> str:
+    """'2.5012 ±0.0031': mean and standard deviation; the mean of one value; a dash if one is missing."""
+    if values.isna().any() or values.empty:
+        return DASH
+    mean = f"{values.mean():.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ±{values.std():.{digits}f}"

@@ -1,23 +1,37 @@
-"""python -m lab.report --comparison: records, the choice of a RoPE scaling, paired differences, redrawing without runs."""
+"""python -m lab.report --comparison: records, choice of RoPE scaling and rate, paired differences."""
 
+import csv
+import itertools
 import json
 import math
 import shutil
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from config import load_config, to_toml
+from evals.rows import Row, write_rows
 from infra.cli import UserError
 from infra.files import read_jsonl
 from lab import comparison, report
 
-# Losses of eight blocks: they differ more than the contestants.
+TEXT_KEY = "0123456789ab+0x8x32"  # eight blocks of 32 tokens
+UNSEEN_KEY = "0123456789ab+256x8x32"
+RESULTS = Path(__file__).parents[2] / "results/comparison"
+# Losses of eight blocks: they differ more than the variants.
 TEXT = [2.0, 1.0, 3.0, 1.5, 2.5, 1.2, 2.8, 2.0]
 NOISE = [0.0, 0.0, 0.01, -0.01, 0.01, -0.01, 0.01, -0.01]
 
 
-def leave_run(folder: Path, config_path: Path, name: str, lr: float, offsets: dict[str, list[float]]) -> None:
+def leave_run(
+    folder: Path,
+    config_path: Path,
+    name: str,
+    lr: float,
+    offsets: dict[str, list[float]],
+    text: str = TEXT_KEY,
+) -> None:
     """A finished run with losses `offsets[rope]` above TEXT, at 1x, 2x, ..."""
     config = load_config(config_path, ["--name", name, "--log.dir", str(folder), "--optimizer.lr", str(lr)])
     config.run_dir.mkdir(parents=True)
@@ -25,61 +39,78 @@ def leave_run(folder: Path, config_path: Path, name: str, lr: float, offsets: di
     step = config.train.max_steps
     (config.run_dir / "metrics.jsonl").write_text(json.dumps({"step": step, "val_loss": 2 + lr}) + "\n")
     for rope, each in offsets.items():
-        lengths = []
         for i, offset in enumerate(each):
             losses = [loss + offset + noise for loss, noise in zip(TEXT, NOISE, strict=True)]
-            lengths.append(
-                {
-                    "length": config.train.seq_len * 2**i,
-                    "reason": None if math.isfinite(offset) else "the model computed NaN or infinity",
-                    "loss": sum(losses) / 8,
-                    "block_losses": losses,
-                    "block_same_target_losses": losses,
-                    "buckets": [{"from": 0, "to": 16, "loss": 2.0}, {"from": 16, "to": 32, "loss": 3.0}],
-                }
-            )
-        data = {"dir": config.data.dir, "blocks": 8, "block_length": 2 * config.train.seq_len}
-        result = {"step": step, "rope": {"kind": rope, "theta": None}, "data": data, "lengths": lengths}
-        (config.run_dir / f"eval_length_{rope}.json").write_text(json.dumps(result))
+            leave_losses(config.run_dir, rope, 2**i, losses, text)
 
 
-def test_comparison_from_runs_and_again_without_them(tiny_config, tmp_path, call, capsys):
-    runs, out = tmp_path / "runs/comparison_A", tmp_path / "results"
+def leave_losses(
+    run: Path, rope: str, factor: int, losses: list[float], text: str, step: int | None = None
+) -> None:
+    """The rows of an evaluation at one length."""
+    config = load_config(run / "config.toml")
+    length = factor * config.train.seq_len
+    where = (step or config.train.max_steps, "eval_length", rope, text, length)
+    measures = [(block, name, loss) for name in ("loss", "same_targets") for block, loss in enumerate(losses)]
+    measures += [(None, "loss[0:16]", 2.0), (None, "loss[16:32]", 3.0)]
+    rows = [Row(config.name, config.seed, config.optimizer.lr, *where, *measure) for measure in measures]
+    write_rows(run, rows)
+
+
+def table_rows(folder: Path) -> list[list[str]]:
+    """The rows of all tables, of README.md and of the CSV files."""
+    lines = (folder / "README.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    return rows + [row for path in sorted(folder.glob("*.csv")) for row in csv.reader(path.open())]
+
+
+def test_committed_tables_come_out_of_the_committed_records(tmp_path, call):
+    for path in RESULTS.glob("*.jsonl"):
+        shutil.copy(path, tmp_path)
+    call(report, "--comparison", "--out", tmp_path)
+    assert table_rows(tmp_path) == table_rows(RESULTS)
+
+
+@pytest.fixture
+def runs(tiny_config, tmp_path) -> Path:
+    """Softmax in two seeds, LSSA at two rates, short runs at two rates."""
+    runs = tmp_path / "runs/comparison_A"
     for seed, shift in ((1, -0.1), (2, 0.1)):
-        name, seeded = f"softmax_seed={seed}", tmp_path / f"seed_{seed}.toml"
+        seeded = tmp_path / f"seed_{seed}.toml"
         seeded.write_text(f'base = "{tiny_config}"\nseed = {seed}\n')
-        leave_run(runs, seeded, name, 0.002, {"ntk": [shift, 0.5 + shift], "none": [shift, 0.9 + shift]})
+        losses = {"ntk": [shift, 0.5 + shift], "none": [shift, 0.9 + shift]}
+        leave_run(runs, seeded, f"softmax_seed={seed}", 0.002, losses)
     leave_run(runs, tiny_config, "lssa", 0.001, {"ntk": [0.2, 0.4], "none": [0.2, 0.3]})
     # Twice the rate is better at 16x, and 1x chooses.
     leave_run(tmp_path / "runs/comparison_A_fast", tiny_config, "lssa", 0.002, {"ntk": [0.3, 0.1]})
     for lr in (0.001, 0.002):
         leave_run(tmp_path / "runs/comparison_A_lr", tiny_config, f"lssa_{lr:g}", lr, {})
-    recall = {"rope": {"kind": "ntk", "theta": None}, "tasks": ["copy"]}
-    recall["step"] = load_config(tiny_config).train.max_steps
+    return runs
+
+
+def test_comparison_from_runs_and_again_without_them(runs, tiny_config, tmp_path, call):
+    out = tmp_path / "results"
+    step = load_config(tiny_config).train.max_steps
+    recall = {"rope": {"kind": "ntk", "theta": None}, "tasks": ["copy"], "step": step}
     for seed, share in ((1, 0.2), (2, 0.3)):
-        shares, name = {"tokens": {"share": share}}, f"lssa_seed={seed}"
+        name = f"lssa_seed={seed}"
+        shares = {"tokens": {"share": share}}
         recall["lengths"] = [{"length": 64, "reason": None, "copy": shares, "mean": shares}]
         leave_run(tmp_path / "runs/comparison_recall", tmp_path / f"seed_{seed}.toml", name, 0.1, {})
         (tmp_path / f"runs/comparison_recall/{name}/eval_recall.json").write_text(json.dumps(recall))
     cells = [{"length": 64, "depth": d, "reason": None, "choice": {"share": d / 100}} for d in (10, 30)]
     needle = recall | {"rope": {"kind": "none", "theta": None}, "cells": cells}
     (runs / "lssa/eval_needle.json").write_text(json.dumps(needle))
-    # A checkpoint file's evaluation is a point of the training figure, even at the last step.
-    last = json.loads((runs / "softmax_seed=1/eval_length_ntk.json").read_text())
-    last["lengths"][0]["block_losses"] = [9.0] * 8
-    (runs / f"softmax_seed=1/eval_length_ntk_step_{last['step']:06d}.json").write_text(json.dumps(last))
+    # Evaluations of checkpoints, on less text, are points of the training figure, even at the last step.
+    for at in (4, step):
+        leave_losses(runs / "softmax_seed=1", "ntk", 1, [9.0] * 4, "0123456789ab+0x4x32", at)
     # Text on which nothing was chosen: all of its blocks count. A step's cost.
-    unseen = last | {"data": {**last["data"], "skipped_tokens": 256}}
     for run, loss in (("softmax_seed=1", 3.0), ("softmax_seed=2", 5.0), ("lssa", 4.5)):
-        for rope in ("none", "ntk"):
-            unseen["rope"]["kind"] = rope
-            for entry in unseen["lengths"]:
-                entry["block_losses"] = [loss - 7] + 7 * [loss + 1]
-            (runs / run / f"eval_length_unseen_{rope}.json").write_text(json.dumps(unseen))
+        for rope, factor in itertools.product(("none", "ntk"), (1, 2)):
+            leave_losses(runs / run, rope, factor, [loss - 7] + 7 * [loss + 1], UNSEEN_KEY)
     (runs / "train_step.json").write_text(json.dumps({"lssa": 2.5, "softmax": 2.0}))
     call(report, "--comparison", runs, f"{runs}_fast", tmp_path / "runs/comparison_recall", "--out", out)
-    text = (out / "README.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    rows = table_rows(out)
     mean = sum(TEXT[2:]) / 6  # two of eight blocks choose the RoPE scaling
     softmax, lssa = (next(r for r in rows if r[0] == name and len(r) > 6) for name in ("softmax", "lssa"))
     assert softmax[1:4] == ["ntk", "2", "0.002*"] and lssa[1:4] == ["none", "1", "0.001"]
@@ -87,88 +118,99 @@ def test_comparison_from_runs_and_again_without_them(tiny_config, tmp_path, call
     assert lssa[4:6] == [f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}"] and lssa[6] == "0.100"
     # The same text and noise: the paired error vanishes, though the blocks differ by 0.7.
     assert lssa[-3:] == ["+0.200 ±0.000", "-0.200 ±0.000", "1.25"]
-    unseen_rows = [row for row in rows if row[0] == "lssa" and row[4:5] == ["4.500"]]
-    assert len(unseen_rows) == 1 and unseen_rows[0][-2:] == 2 * ["+0.500 ±0.000"]
-    assert "One seed moves a loss by 0.141 at 1x and 0.141 at 16x" in text
-    assert ["lssa", "**2.001**", "2.002"] in rows
-    ends = [f"**{mean + 0.2:.3f}**", f"{mean + 0.3:.3f}", f"{mean + 0.3:.3f}", f"**{mean + 0.1:.3f}**"]
-    assert ["lssa", *ends] in rows
+    (unseen,) = (row for row in rows if row[0] == "lssa" and row[4:5] == ["4.500"])
+    assert unseen[-2:] == 2 * ["+0.500 ±0.000"]
+    assert ["lssa", "2.001", "2.002"] in rows
+    ends = [f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}", f"{mean + 0.3:.3f}", f"{mean + 0.1:.3f}"]
+    assert ["lssa", *ends] in rows  # at both rates
     assert ["lssa", "20 %"] in rows and ["lssa", "ntk", "2", "25 ±7", "25 ±7"] in rows
     assert ["lssa", f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}", "25 ±7"] in rows  # both ends and recall
+    text = (out / "README.md").read_text()
+    assert "One seed moves a loss by 0.141 at 1x and 0.141 at 16x" in text
     for picture in ("A_plane.png", "A_lengths.png", "A_positions.png", "A_training.png"):
         assert (out / picture).read_bytes()[:4] == b"\x89PNG" and picture in text
+    (record,) = (r for r in read_jsonl(out / "A.jsonl") if r["kind"] == "run" and r["which"] == 1)
+    assert record["checkpoints"] == {"ntk": {"4": {"16": 9.0}, str(step): {"16": 9.0}}}
+    assert record["positions"]["none"] == [[0, 16, 2.0], [16, 32, 3.0]]
 
     shutil.rmtree(tmp_path / "runs")
     call(report, "--comparison", "--out", out)
-    assert (out / "README.md").read_text() == text
+    assert (out / "README.md").read_text() == text and table_rows(out) == rows
     assert len(read_jsonl(out / "A.jsonl")) == 8
 
 
 def test_errors_are_paired_over_text():
-    def contestant(*seeds: list[float], trainings: list[float] | None = None) -> comparison.Contestant:
-        runs = []
+    def losses(name: str, *seeds: list[float], trainings: list[float] | None = None) -> pd.DataFrame:
+        records = []
         for i, offsets in enumerate(seeds):
-            losses = [loss + offset for loss, offset in zip(TEXT, offsets, strict=True)]
-            validations = trainings[i] if trainings else offsets
-            runs.append(
-                {"lengths": {"ntk": {"16": [losses, losses]}}, "which": i, "validations": validations}
-            )
-        return comparison.Contestant("x", runs, "ntk")
+            blocks = [loss + offset for loss, offset in zip(TEXT, offsets, strict=True)]
+            record = {"contestant": name, "which": i, "lr": 0.1, "lengths": {"ntk": {"16": [blocks, blocks]}}}
+            records.append(record | {"validations": trainings[i] if trainings else [name, i]})
+        return comparison.tidy(records).query("block >= 2")
 
-    zero, mixed = contestant([0] * 8), contestant([9, 9, 1, 2, 1, 2, 1, 2])
-    assert comparison.difference(zero, mixed, 16) == f"+1.500 ±{math.sqrt(0.3 / 6):.3f}"
-    assert comparison.difference(zero, contestant([0] * 8), 16) == "+0.000 ±0.000"
+    def difference(*parts: pd.DataFrame) -> str:
+        return comparison.difference(pd.concat(parts), "old", "new", 16)
+
+    zero = losses("old", [0] * 8)
+    mixed = losses("new", [9, 9, 1, 2, 1, 2, 1, 2])
+    assert difference(zero, mixed) == f"+1.500 ±{math.sqrt(0.3 / 6):.3f}"
+    assert difference(zero, losses("new", [0] * 8)) == "+0.000 ±0.000"
     # Seed 0 is one training under two length scales: seed 1, which only one has, is left out.
-    old, new = contestant([0] * 8, [4] * 8, trainings=[1.0, 2.0]), contestant([1] * 8, trainings=[1.0])
-    assert comparison.difference(old, new, 16) == "+1.000 ±0.000"
+    old = losses("old", [0] * 8, [4] * 8, trainings=[1.0, 2.0])
+    assert difference(old, losses("new", [1] * 8, trainings=[1.0])) == "+1.000 ±0.000"
 
 
 def test_lengths_without_a_loss_are_dashes(tiny_config, tmp_path, call):
     """A scaling with a loss at 16x is chosen; seeds without one leave a dash, and the rest of the table."""
-    runs, nan = tmp_path / "comparison_A", math.nan
+    runs = tmp_path / "comparison_A"
+    nan = math.nan
     leave_run(runs, tiny_config, "softmax_seed=1", 0.1, {"ntk": [0.0, 1.0], "none": [0.0, nan]})
     leave_run(runs, tiny_config, "ssmax_seed=1", 0.1, {"ntk": [0.0, nan], "none": [0.0, nan]})
     other_seed = tmp_path / "seed_2.toml"
     other_seed.write_text(f'base = "{tiny_config}"\nseed = 2\n')
     leave_run(runs, other_seed, "ssmax_seed=2", 0.2, {"ntk": [1.0, nan], "none": [1.0, nan]})
     call(report, "--comparison", runs, "--out", tmp_path)
-    text = (tmp_path / "README.md").read_text()
-    rows = {row[0]: row for line in text.splitlines() if len(row := line.strip("| ").split(" | ")) > 5}
+    rows = {row[0]: row for row in table_rows(tmp_path) if len(row) > 7}
     assert rows["softmax"][1] == "ntk" and rows["ssmax"][5:] == [*"–––", "+0.000 ±0.000", "–"]
 
 
+def test_rates_compare_on_shared_seeds_and_scalings():
+    """Rate 2 is better on seed 1, which both have; rate 1's second seed does not count."""
+    choices = pd.DataFrame(
+        [("a", 1, "ntk", 1, 2.0, 3.0), ("a", 1, "ntk", 2, 0.0, 3.0), ("a", 1, "none", 1, 2.0, 1.0),
+         ("a", 2, "ntk", 1, 1.9, 9.0), ("a", 2, "none", 1, 1.9, 9.1)],
+        columns=["variant", "lr", "rope", "seed", 16, 256],
+    )  # fmt: skip
+    at_rope = comparison.better_ropes(choices)
+    assert set(at_rope.rope) == {"ntk"}  # "none" lacks a seed at rate 1 and is worse at rate 2
+    assert comparison.of_shared_seeds(at_rope)[["lr", "seed"]].values.tolist() == [[1, 1], [2, 1]]
+    with pytest.raises(UserError, match="a: expected seeds evaluated at one RoPE scaling at least"):
+        comparison.better_ropes(choices.iloc[[1, 2]])
+
+
 def test_mistakes(tiny_config, tmp_path, call):
-    with pytest.raises(UserError, match="no records; expected the folders of a scale"):
-        call(report, "--comparison", "--out", tmp_path)
+    runs = tmp_path / "comparison_A"
+
+    def check(message: str, *folders: Path) -> None:
+        with pytest.raises(UserError, match=message):
+            call(report, "--comparison", *folders, "--out", tmp_path)
+
+    check("no records; expected the folders of a scale")
     with pytest.raises(UserError, match="expected run folders"):
         call(report)
-    leave_run(tmp_path / "comparison_A", tiny_config, "softmax_seed=1", 0.1, {"ntk": [0.0]})
-    path = tmp_path / "comparison_A/softmax_seed=1/eval_length_ntk.json"
-    path.write_text(path.read_text().replace("block_losses", "old"))
-    with pytest.raises(UserError, match="evaluated by an earlier version; run eval_length.py again"):
-        call(report, "--comparison", tmp_path / "comparison_A", "--out", tmp_path)
-    path.write_text(path.read_text().replace("old", "block_losses"))
-    leave_run(tmp_path / "comparison_A", tiny_config, "lssa_seed=1", 0.1, {"ntk": [0.0]})
-    other = tmp_path / "comparison_A/lssa_seed=1/eval_length_ntk.json"
-    other.write_text(other.read_text().replace('"blocks": 8', '"blocks": 9'))
-    with pytest.raises(UserError, match="softmax_seed=1337: blocks = 8: expected 9, as lssa has"):
-        call(report, "--comparison", tmp_path / "comparison_A", "--out", tmp_path)
-    with pytest.raises(UserError, match="softmax_seed=1337: blocks"):  # comparison_report/ beside the runs
-        call(report, "--comparison", tmp_path / "comparison_A")
+    leave_run(runs, tiny_config, "softmax_seed=1", 0.1, {"ntk": [0.0]}, UNSEEN_KEY)
+    leave_run(runs, tiny_config, "lssa_seed=1", 0.1, {"ntk": [0.0]})
+    check(
+        r"softmax_seed=1337: text = 0123456789ab\+256x8x32: expected 0123456789ab\+0x8x32, as lssa has", runs
+    )
+    with pytest.raises(UserError, match="softmax_seed=1337: text"):  # comparison_report/ beside the runs
+        call(report, "--comparison", runs)
     assert (tmp_path / "comparison_report").is_dir() and not list(tmp_path.glob("**/A.jsonl"))
-    other.unlink()
-    for run, blocks in (("softmax_seed=1", 8), ("lssa_seed=1", 4)):
-        result = json.loads(path.read_text())
-        (path.parent.with_name(run) / "eval_length_ntk.json").write_text(json.dumps(result))
-        result["data"] |= {"skipped_tokens": 256, "blocks": blocks}
-        (path.parent.with_name(run) / "eval_length_unseen.json").write_text(json.dumps(result))
-    with pytest.raises(UserError, match="lssa_seed=1337: blocks = 4: expected 8, as softmax has"):
-        call(report, "--comparison", tmp_path / "comparison_A", "--out", tmp_path)
-    (tmp_path / "comparison_A/train_step.json").write_text('{"lssa": 1.0}')
-    with pytest.raises(UserError, match="train_step.json: expected softmax among the configs"):
-        call(report, "--comparison", tmp_path / "comparison_A", "--out", tmp_path)
-    with pytest.raises(UserError, match="expected the folder of a scale's runs"):
-        call(report, "--comparison", tmp_path / "comparison_A/lssa_seed=1", "--out", tmp_path)
+    leave_losses(runs / "softmax_seed=1", "ntk", 1, TEXT, TEXT_KEY)
+    leave_losses(runs / "lssa_seed=1", "ntk", 1, TEXT[:4], "0123456789ab+256x4x32")
+    check(r"softmax_seed=1337: text = 0123456789ab\+256x8x32: expected .*x4x32, as lssa has", runs)
+    (runs / "train_step.json").write_text('{"lssa": 1.0}')
+    check("train_step.json: expected softmax among the configs", runs)
+    check("expected the folder of a scale's runs", runs / "lssa_seed=1")
     (tmp_path / "comparison_recall").mkdir()
-    with pytest.raises(UserError, match="comparison_recall: no finished run in these folders"):
-        call(report, "--comparison", tmp_path / "comparison_recall", "--out", tmp_path)
+    check("comparison_recall: no finished run in these folders", tmp_path / "comparison_recall")

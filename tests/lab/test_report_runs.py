@@ -7,18 +7,21 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
-import torch
 
 import sweep
 from config import load_config, to_toml
+from evals.rows import Row, write_rows
 from infra.cli import UserError
 from lab import report
-from lab.figures import all_figures, fit_log
-from lab.runs import FACTORS, FinishedRun, RunIndex, experiment_of, read_runs
+from lab.figures import all_figures, draw_lines, fit_log
+from lab.runs import FACTORS, FinishedRun, Runs, experiment_of, read_runs, tabulate
 from lab.tables import CONFIGS, PAPERS, read_published, read_rows, read_tables
 from schema import Config
 
+TEXT = "0123456789ab+0x2x2048"
 SWEEP = """
 [sweep]
 "attention.normaliser" = ["softmax", "lssa"]
@@ -48,17 +51,15 @@ def make_run(folder: Path, name: str, losses: list[float], *overrides: str, step
     args = [text for key, value in given.items() for text in (f"--{key}", str(value))]
     config = load_config(CONFIGS / "demo_softmax.toml", [*args, *overrides])
     leave_run(config)
-    lengths = [
-        {"length": 128 * f, "reason": None, "loss": loss, "buckets": [{"from": 0, "to": 128, "loss": loss}]}
-        for f, loss in zip(FACTORS, losses, strict=True)
-    ]
-    rope = {"kind": "ntk", "theta": None}
-    result = {"step": step, "rope": rope, "lengths": lengths, "data": {"tokens": 4096}}
-    (config.run_dir / "eval_length.json").write_text(json.dumps(result))
+    run = (config.name, config.seed, config.optimizer.lr, step, "eval_length", "ntk", TEXT)
+    for factor, loss in zip(FACTORS, losses, strict=True):
+        measures = [(0, "loss", loss - 1), (1, "loss", loss + 1), (None, "loss[0:128]", loss)]
+        write_rows(config.run_dir, [Row(*run, 128 * factor, *measure) for measure in measures])
 
 
-def table_of(paper: str, i: int, index: RunIndex) -> str:
-    return report.paper_table(read_tables()[paper][i], index, read_published()[paper])
+def table_of(paper: str, i: int, runs: Runs) -> str:
+    published = read_published()
+    return report.paper_table(read_tables()[paper][i], runs, published[published.paper == paper])
 
 
 def cells(text: str, row: str) -> list[list[str]]:
@@ -68,15 +69,15 @@ def cells(text: str, row: str) -> list[list[str]]:
     return [lines[first], *itertools.takewhile(lambda line: line and line[0] == "", lines[first + 1 :])]
 
 
-def test_an_evaluation_with_a_tag_replaces_no_usual_one(tmp_path):
-    make_run(tmp_path, "a", [1.0, 2.0, 3.0, 4.0, 5.0])
-    usual = json.loads((tmp_path / "a/eval_length.json").read_text())
-    (tmp_path / "a/eval_length_20k.json").write_text(json.dumps(usual | {"lengths": []}))
-    (run,) = read_runs([str(tmp_path)])
-    assert run.loss("ntk", 16) == 5.0
-    (tmp_path / "a/eval_length.json").write_text("{")
-    with pytest.raises(UserError, match="eval_length.json: not valid JSON"):
-        read_runs([str(tmp_path)])
+def test_a_scale_is_compared_on_the_text_that_most_of_its_runs_read(tmp_path):
+    """Of equally many runs on the text that skips least."""
+    for name, seed in (("a", "1"), ("b", "2")):
+        make_run(tmp_path, name, [1.0, 2.0, 3.0, 4.0, 5.0], "--seed", seed)
+        for text in ("0123456789ab+4096x2x2048", f"other{name}+0x9x2048"):
+            row = Row(name, int(seed), 0.1, 3, "eval_length", "ntk", text, 128, 0, "loss", 9.0)
+            write_rows(tmp_path / name, [row])
+    means = tabulate(read_runs([str(tmp_path)])).means()
+    assert sorted(means.loss) == sorted(2 * [1.0, 2.0, 3.0, 4.0, 5.0])
 
 
 def test_rows_find_their_runs(tmp_path, capsys):
@@ -94,50 +95,60 @@ def test_rows_find_their_runs(tmp_path, capsys):
     (tmp_path / "diverged/metrics.jsonl").write_text('{"step": 3, "val_loss": null}\n')
     make_run(tmp_path, "nope", [8.0] * 5, "--model.position", "none")  # softmax, but of no row
     make_run(tmp_path, "gate", [8.0] * 5, "--model.attention-gate", "true")
-    index = RunIndex(read_runs([str(tmp_path)]))
+    runs = tabulate(read_runs([str(tmp_path)]))
     printed = capsys.readouterr().out
     assert f"skipped: {tmp_path / 'p15'} is not finished" in printed
     assert f"skipped: {tmp_path / 'diverged'} ended at a loss that is not finite" in printed
     assert f"left out: {tmp_path / 'any_again'}, a repeat of" in printed
-    assert index.groups[0].increases("ntk") == pytest.approx([1.0, 1.0, 1.0])  # 16x - 1x
+    of_scale = report.runs_table(runs.table[runs.table.scale == "A"], runs.means())
+    assert (
+        "| any1 | 1, 2, 3 | 842,496 | 4.0000 ±0.0000 | 2.1000 ±0.1000 | 3.1000 ±0.1000 | 1.0000 ±0.0000 |"
+        in of_scale
+    )
     seeds = ["", "ours, scale A, 3 seeds (`any1`), RoPE ntk", *4 * ["2.1000 ±0.1000"], "3.1000 ±0.1000"]
     rate = ["", "ours, scale A (`rate`), RoPE ntk", *5 * ["5.0000"]]  # another recipe is no seed
-    assert cells(table_of("lssar", 0, index), "table1_softmax") == [
-        ["`table1_softmax`", "paper, Table 1, line 54", "3.1911", *4 * ["–"]], seeds, rate
+    assert cells(table_of("lssar", 0, runs), "table1_softmax") == [
+        ["`table1_softmax`", "paper, Table 1", "3.1911", *4 * ["–"]], seeds, rate
     ]  # fmt: skip
-    text = table_of("lssar", 3, index)
+    text = table_of("lssar", 3, runs)
     assert cells(text, "table4_softmax") == [["`table4_softmax`", *seeds[1:]], rate]
     assert "`table4_lssa_p15`" in text.split("Neither published nor run: ")[1], "not finished: no number"
-    assert cells(text, "table4_relu_li")[1][1:4] == ["ours, scale A, validation in training", "4.0000", "–"]
-    robust = table_of("normsoftmax", 3, index)
+    assert cells(text, "table4_relu_li")[0][1:4] == ["ours, scale A, validation in training", "4.0000", "–"]
+    robust = table_of("normsoftmax", 3, runs)
     assert cells(robust, "no_weight_decay_normaliser=softmax")[1][2] == "9.0000"
-    accuracy = cells(table_of("normsoftmax", 0, index), "gamma_gamma=inf")[0]
-    assert accuracy[1].startswith("paper, Table 1, line 170: nsm-inf, CIFAR10, ViT 88.01 % test accuracy;")
+    accuracy = cells(table_of("normsoftmax", 0, runs), "gamma_gamma=inf")[0]
+    assert accuracy[1].startswith("paper, Table 1: nsm-inf, CIFAR10, ViT 88.01 % test accuracy;")
     assert accuracy[2:] == 5 * ["–"]
 
 
 def test_figures_of_seeds_of_which_one_is_not_evaluated(tmp_path):
     for seed in (1, 2):
         make_run(tmp_path, f"any{seed}", [2.0] * 4 + [3.0], "--seed", str(seed))
-    (tmp_path / "any2/eval_length.json").unlink()
-    figures = all_figures(RunIndex(read_runs([str(tmp_path)])), ["lssar"], [])
-    drawn = {name: figure is not None for name, _, figure in figures}
-    assert drawn == {
-        "lssar_figure1_A_ntk.png": True, "lssar_figure2_A_ntk.png": False, "positions_A_ntk.png": True,
-        "learning_A.png": False,
-    }  # fmt: skip
+    (tmp_path / "any2/rows.csv").unlink()
+    runs = tabulate(read_runs([str(tmp_path)]))
+    assert [name for name, *_ in all_figures(runs, ["lssar"])] == ["positions_A.png", "lssar_figure1_A.png"]
+
+
+def test_at_most_seven_lines_are_in_colour():
+    points = pd.DataFrame(
+        [(f"run{i}", x, i + x) for i in range(27) for x in (1, 2)], columns=["name", "x", "y"]
+    )
+    figure = draw_lines(points, "title", "step")
+    labels = figure.axes[0].get_legend_handles_labels()[1]
+    assert labels == ["20 others", *(f"run{i}" for i in range(7))]
 
 
 def test_scales_stay_apart(tmp_path):
     make_run(tmp_path, "a", [2.0] * 5)
     make_run(tmp_path, "b", [3.0] * 5, "--model.n-layer", "2")
-    index = RunIndex(read_runs([str(tmp_path)]))
-    lines = cells(table_of("lssar", 0, index), "table1_softmax")[1:]
+    runs = tabulate(read_runs([str(tmp_path)]))
+    lines = cells(table_of("lssar", 0, runs), "table1_softmax")[1:]
     assert [line[1] for line in lines] == ["ours, scale A, RoPE ntk", "ours, scale B, RoPE ntk"]
     assert sorted(line[2] for line in lines) == ["2.0000", "3.0000"]
-    assert len(index.letters) == 2 and report.scales_text(index).count("Not a published scale") == 2
-    base = FinishedRun(Path(), load_config(CONFIGS / "gpt2_124m.toml"), [(18865, 3.2)], {}, 0)
-    assert "This is the LSSAR paper's model" in report.scales_text(RunIndex([base]))
+    assert report.scales_text(runs).count("Not a published scale") == 2
+    (one, _) = read_runs([str(tmp_path)])
+    base = FinishedRun(Path(), load_config(CONFIGS / "gpt2_124m.toml"), one.metrics, one.losses)
+    assert "This is the LSSAR paper's model" in report.scales_text(tabulate([base]))
 
 
 def test_runs_on_an_engine_that_needs_cuda_are_reported_anywhere(tmp_path):
@@ -150,7 +161,7 @@ def test_runs_on_an_engine_that_needs_cuda_are_reported_anywhere(tmp_path):
 def test_every_row_is_another_experiment() -> None:
     """Else one run would be in two rows of a table that mean different things."""
     tables = read_tables()
-    assert tuple(tables) == PAPERS and tuple(sorted(read_published())) == tuple(sorted(PAPERS))
+    assert tuple(tables) == PAPERS and set(read_published().paper) == set(PAPERS)
     keys: set[str] = set()
     for table in itertools.chain(*tables.values()):
         rows = read_rows(table["folder"], table["files"])
@@ -172,29 +183,28 @@ def test_every_row_is_another_experiment() -> None:
     assert files <= keys
 
 
-def test_every_published_number_is_in_the_report_once_with_its_line(tmp_path) -> None:
+def test_every_published_number_is_in_the_report_once(tmp_path) -> None:
     """All 146: in the row of its config where it has one, which must exist; also without a run of a paper."""
     make_run(tmp_path, "other", [2.0] * 5, "--train.loss", "norm_softmax", "--train.loss-gamma", "2.5")
-    index = RunIndex(read_runs([str(tmp_path)]))
-    n_numbers = 0
-    for paper, numbers in read_published().items():
-        keys = {key for table in read_tables()[paper] for row in read_rows(table["folder"], table["files"])
-                for key in row.keys}  # fmt: skip
-        lines = report.report_text(index, [paper], {}).splitlines()
-        for n in numbers:
-            if "config" in n:
-                assert n["config"] in keys, n
-                stem = n["config"].split("/")[1].split(":")[0]
-                found = [line for line in lines if line.startswith(f"| `{stem}")]
-                text = f", {n['column']} {n['printed']} {n['unit']}"
-                text = f" {n['printed']} |" if n["column"] == "val loss, 1x" else text
-                what = [f"{n['where']}, line {n['line']}", text]
-            else:
-                found, what = lines, [n["row"], n["unit"], f"| line {n['line']} |", f" {n['printed']} |"]
-            found = [line for line in found if all(text in line for text in what)]
-            assert len(found) == 1, (n, found)
-            n_numbers += 1
-    assert n_numbers == 146
+    runs = tabulate(read_runs([str(tmp_path)]))
+    tables = itertools.chain(*read_tables().values())
+    keys = {key for table in tables for row in read_rows(table["folder"], table["files"]) for key in row.keys}
+    lines = {paper: report.report_text(runs, [paper], {}).splitlines() for paper in PAPERS}
+    published = read_published()
+    for n in published.itertuples():
+        parts = [n.row, n.unit, f" {n.printed} |"]
+        of_paper = lines[n.paper]
+        if n.config:
+            assert n.config in keys, n
+            stem = n.config.split("/")[1].split(":")[0]
+            of_paper = [line for line in of_paper if line.startswith(f"| `{stem}")]
+            is_loss = n.column == "val loss, 1x"
+            parts = [
+                n.where,
+                f" {n.printed} |" if is_loss else f"{n.where}: {n.row}, {n.column} {n.printed} {n.unit}",
+            ]
+        assert sum(all(part in line for part in parts) for line in of_paper) == 1, n
+    assert len(published) == 146
 
 
 def test_a_run_belongs_to_the_row_that_it_descends_from(tmp_path, capsys) -> None:
@@ -210,13 +220,13 @@ def test_a_run_belongs_to_the_row_that_it_descends_from(tmp_path, capsys) -> Non
     make_run(tmp_path, "sft_b", [6.0] * 5, *ssmax, *squad, at, f"{tmp_path}/b")
     make_run(tmp_path, "sft_a", [7.0] * 5, *ssmax, *squad, at, f"{tmp_path}/a")
     make_run(tmp_path, "orphan", [8.0] * 5, *ssmax, at, "nowhere")
-    index = RunIndex(read_runs([str(tmp_path)]))
+    runs = tabulate(read_runs([str(tmp_path)]))
     assert "orphan descends from nowhere, which is not there" in capsys.readouterr().out
-    text = table_of("ssmax", 0, index)
+    text = table_of("ssmax", 0, runs)
     ours = {row[0]: [line[2] for line in cells(text, f"{row}_162m") if line[1][:4] == "ours"] for row in
             ("a_softmax", "b_ssmax", "e_after_pretraining", "f_during_pretraining")}  # fmt: skip
     assert ours == {"a": ["1.0000"], "b": ["2.0000"], "e": ["3.0000"], "f": ["4.0000"]}
-    assert sum("from data/squad; 3 steps" in scale for scale in index.letters) == 1
+    assert sum("from data/squad; 3 steps" in scale for scale in runs.table.scale_text.unique()) == 1
 
 
 def test_training_lengths_are_compared_at_one_size(tmp_path) -> None:
@@ -231,41 +241,28 @@ def test_training_lengths_are_compared_at_one_size(tmp_path) -> None:
         make_run(tmp_path, name, [2.0] * 5, *options, "--train.max-steps", "200", step=200)
         with open(tmp_path / name / "metrics.jsonl", "a") as f:
             f.write("\n".join(lines_of_losses))
-    index, table = RunIndex(read_runs([str(tmp_path)])), read_tables()["normsoftmax"][2]
-    lines = report.steps_table(table, index).splitlines()
+    runs = tabulate(read_runs([str(tmp_path)]))
+    table = read_tables()["normsoftmax"][2]
+    lines = report.steps_table(table, runs).splitlines()
     assert len(lines) == 7 and lines[0].startswith("4 layers, 2 heads of 64")
     assert lines[2] == "| steps | softmax | norm_softmax (gamma = inf) |"
     assert lines[4:] == ["| 3 | 4.0000 | 4.0000 |", "| 6 | 4.0000 | – |", "| 200 | 4.0000 | – |"]
-    assert report.steps_table(table, RunIndex([])) == "No runs of two lengths of training."
+    nothing = runs._replace(table=runs.table[:0])
+    assert report.steps_table(table, nothing) == "No runs of two lengths of training."
 
-    figures = {name: figure for name, _, figure in all_figures(index, ["ssmax", "normsoftmax"], []) if figure}
-    assert figures["normsoftmax_figure3a_1.png"].axes[0].get_xticks().tolist() == [3, 6, 200]
-    curve, _ = figures[f"ssmax_figure4_{index.letters[scale_with(index, '200 steps')]}.png"].axes[0].lines
+    figures = {name: figure for name, _, figure in all_figures(runs, ["ssmax"])}
+    scale = runs.table[runs.table.scale_text.str.contains("200 steps")].scale.iloc[0]
+    curve = figures[f"ssmax_figure4_{scale}.png"].axes[0].lines[0]
     assert curve.get_xdata().tolist() == list(range(2, 201, 2))  # type: ignore[union-attr]
     assert curve.get_ydata()[-1] == pytest.approx(4.8005)  # type: ignore[index]
 
 
-def scale_with(index: RunIndex, text: str) -> str:
-    return next(scale for scale in index.letters if text in scale)
-
-
 def test_fit_of_p_n_finds_its_own_formula():
-    n = torch.arange(1, 201, dtype=torch.float64)
-    p_n = 0.7 * n.log() - 0.2
+    n = np.arange(1, 201)
+    p_n = 0.7 * np.log(n) - 0.2
     p_n[0] = 1.0  # never trained
     assert fit_log(p_n) == pytest.approx((0.7, -0.2, 1.0), rel=1e-9)
-    assert fit_log(p_n + 0.1 * torch.sin(n))[2] < 1
-
-
-def test_evaluations_of_other_data_are_left_out(tmp_path, capsys):
-    make_run(tmp_path, "own", [2.0] * 5)
-    path = tmp_path / "own/eval_length.json"
-    result = json.loads(path.read_text())
-    result["data"]["dir"] = "elsewhere"
-    (tmp_path / "own/eval_length_other.json").write_text(json.dumps(result | {"lengths": []}))
-    path.unlink()
-    assert read_runs([str(tmp_path)])[0].evaluations == {}
-    assert "eval_length_other.json: of elsewhere, the run's data are" in capsys.readouterr().out
+    assert fit_log(p_n + 0.1 * np.sin(n))[2] < 1
 
 
 def test_sweep_and_report_through_torchrun(path, call, monkeypatch):
@@ -282,9 +279,8 @@ def test_sweep_and_report_through_torchrun(path, call, monkeypatch):
     assert "s_normaliser=softmax" in text and "Not a published scale" in text
     loss = evaluation["lengths"][0]["loss"]
     assert f"{loss:.4f}" in "".join(cells(text, "table1_softmax")[1])
-    assert json.loads((folder / "report.json").read_text())["runs"][0]["lengths"]["none"][0]["loss"] == loss
     pictures = re.findall(r"\]\((.*?\.png)\)", text)
-    assert {"positions_A_none.png", "learning_A.png", "logits_A.png"} <= set(pictures)
+    assert {"positions_A.png", "learning_A.png"} <= set(pictures)
     assert any(picture.startswith("attention_A_") for picture in pictures)
     assert all((folder / picture).stat().st_size for picture in pictures)
     with pytest.raises(UserError, match="no finished run"):
