@@ -1,14 +1,15 @@
 """The comparison of variants under one recipe, from run folders to results/comparison.
 
-A scale is a folder of runs, `runs/comparison_A`. More of its runs, at other learning rates, may lie in
-`runs/comparison_A_<word>`, and short runs at several rates, named <variant>_<lr>, in `runs/comparison_A_lr`. A
-run is named <variant> or <variant>_seed=<seed>. A variant is a file of configs/comparison/<scale>/. Each run leaves one line in <out>/<scale>.jsonl. Tables and figures are drawn from these lines, without run folders.
-The tasks of lab.recall are a scale of their own, `runs/comparison_recall`.
+A scale is a folder of runs, `runs/comparison_A`. Runs at other learning rates may lie in
+`runs/comparison_A_<word>`, short runs at several rates, named <variant>_<lr>, in `runs/comparison_A_lr`.
+A run is named <variant> or <variant>_seed=<seed>. A variant is a file of configs/comparison/A or <scale>.
+Each run leaves a line in <out>/<scale>.jsonl, from which tables and figures are drawn. The tasks of
+lab.recall are a scale of their own, `runs/comparison_recall`.
 
-The first quarter of the evaluated blocks chooses the RoPE scaling, by the loss at the longest length, and then the
-learning rate, by the loss at 1x. Every loss in the tables is of the other blocks. Evaluations of the text
+The first quarter of the evaluated blocks chooses the RoPE scaling, by the loss at the longest length, then
+the learning rate, by the loss at 1x. Every loss in the tables is of the other blocks. Evaluations of text
 after them (`eval_length.py --skip`), on which nothing was chosen, are reported apart. The costs of a step are
-read from train_step.json of `benchmarks.train_step --out`.
+those of train_step.json, which `benchmarks.train_step --out` writes.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def record_of(run: FinishedRun) -> Record:
     ends = whole.measure.str.extract(r"loss\[(\d+):(\d+)\]").dropna().astype(int)
     positions = ends.assign(loss=whole.value).groupby(whole.rope).apply(lambda each: each.values.tolist())
     n_steps = losses[losses.skipped_tokens == 0].groupby("text").step.nunique()
-    kept = losses[losses.text.isin(n_steps[n_steps > 1].index) & (losses.measure == "loss")]
+    kept = losses[losses.text.isin(n_steps[n_steps > 1].index) & (losses.measure == "loss")].dropna()
     record = {
         "kind": "run",
         "contestant": run.name,
@@ -73,9 +74,9 @@ def record_of(run: FinishedRun) -> Record:
         "checkpoints": nested(kept.groupby(["rope", "step", "length"]).value.mean()),
         "needle": {format_rope(result): needle_choices(result) for result in run.results("eval_needle")},
     }
-    return record | (
-        {"unseen": losses_of(unseen), "unseen_data": text_of(run, unseen)} if len(unseen) else {}
-    )
+    if len(unseen):
+        record |= {"unseen": losses_of(unseen), "unseen_data": text_of(run, unseen)}
+    return record
 
 
 def text_of(run: FinishedRun, losses: pd.DataFrame) -> Record:
@@ -149,7 +150,7 @@ def update(folder: Path, out: Path) -> None:
     if scale == "recall":
         new = [*recalls_of(folder)]
     else:
-        new = [record_of(run) for run in read_runs([str(folder)]) if len(run.losses)]
+        new = [record_of(run) for run in read_runs([str(folder)]) if run.is_evaluated]
         new += rates_and_costs_of(folder)
     if not new:
         raise UserError(f"{folder}: expected evaluated runs, found none")
@@ -178,8 +179,8 @@ def check_comparable(runs: Iterable[Record], data: str = "data") -> None:
 class Scale(NamedTuple):
     """Runs of one scale, each variant at its better RoPE scaling and learning rate.
 
-    A table of losses has a row for each block of text: variant, lr, rope, seed, training, length, block, loss,
-    same (the loss over the same targets at every length). A length that a seed lacks is left out.
+    A table of losses has a row for each block of text: variant, lr, rope, seed, training, length, block, loss
+    and same (the loss over the same targets at every length). A length that a seed lacks is left out.
     """
 
     runs: pd.DataFrame  # variant, lr, rope, seed, label (the rate as tables show it), record
@@ -195,9 +196,8 @@ def read_scale(records: list[Record]) -> Scale:
     losses = tidy(runs)
     is_choice = (losses.text == "lengths") & (losses.block < runs[0]["data"]["blocks"] // 4)
     is_reported = (losses.text == "lengths") & ~is_choice
-    choices = losses[is_choice].pivot_table(
-        index=["variant", "lr", "rope", "seed"], columns="length", values="loss"
-    )
+    keys = ["variant", "lr", "rope", "seed"]
+    choices = losses[is_choice].pivot_table("loss", keys, "length")
     at_rope = better_ropes(choices.reset_index())
     rates = of_shared_seeds(at_rope)
     shortest = choices.columns[0]
@@ -210,8 +210,9 @@ def read_scale(records: list[Record]) -> Scale:
     chosen = at_rope.merge(best[["variant", "lr", "label"]])
     by_run = pd.DataFrame([(r["contestant"], r["lr"], r["which"], r) for r in runs])
     by_run.columns = ["variant", "lr", "seed", "record"]
-    parts = [complete(losses[is_reported], chosen), complete(losses[losses.text == "unseen"], chosen)]
-    return Scale(chosen.merge(by_run), *parts, rates=complete(losses[is_reported], rates))
+    reported = complete(losses[is_reported], chosen)
+    unseen = complete(losses[losses.text == "unseen"], chosen)
+    return Scale(chosen.merge(by_run), reported, unseen, complete(losses[is_reported], rates))
 
 
 def tidy(runs: list[Record]) -> pd.DataFrame:
@@ -230,7 +231,7 @@ def tidy(runs: list[Record]) -> pd.DataFrame:
 
 
 def better_ropes(choices: pd.DataFrame) -> pd.DataFrame:
-    """Of variant, lr, rope, seed and losses by length the rows at the scaling better at the longest length."""
+    """Of variant, lr, rope, seed and losses by length the rows at the better scaling at the longest."""
     n_seeds = choices.groupby(["variant", "lr"]).seed.transform("nunique")
     of_all = choices[choices.groupby(["variant", "lr", "rope"]).seed.transform("nunique") == n_seeds]
     if missing := set(choices.variant) - set(of_all.variant):
@@ -258,7 +259,7 @@ def complete(losses: pd.DataFrame, chosen: pd.DataFrame) -> pd.DataFrame:
 # ---------------------------------------------------------------- tables
 def seed_means(losses: pd.DataFrame) -> pd.DataFrame:
     """By variant and seed the mean loss at each length."""
-    return losses.pivot_table(index=["variant", "seed"], columns="length", values="loss")
+    return losses.pivot_table("loss", ["variant", "seed"], "length")
 
 
 def main_table(runs: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
@@ -322,11 +323,12 @@ def changes_table(scale: Scale, changes: list[dict[str, str]]) -> pd.DataFrame:
     lengths = scale.losses.length
     rows = []
     for change in changes:
-        pair = [change["from"], change["to"]]
-        if set(pair) <= set(labels.index):
-            seeds = [str(each.seed.nunique()) for each in paired(scale.losses, *pair)]
-            ends = [difference(scale.losses, *pair, length) for length in (lengths.min(), lengths.max())]
-            rows.append([change["change"], *pair, ", ".join(seeds), ", ".join(labels[pair]), *ends])
+        old = change["from"]
+        new = change["to"]
+        if {old, new} <= set(labels.index):
+            seeds = ", ".join(str(each.seed.nunique()) for each in paired(scale.losses, old, new))
+            ends = [difference(scale.losses, old, new, length) for length in (lengths.min(), lengths.max())]
+            rows.append([change["change"], old, new, seeds, f"{labels[old]}, {labels[new]}", *ends])
     return pd.DataFrame(rows, columns=["change", "from", "to", "seeds", "lr", "1x", "16x"])
 
 
@@ -335,10 +337,10 @@ def rates_table(scale: Scale) -> pd.DataFrame:
     several = scale.rates[scale.rates.groupby("variant").lr.transform("nunique") > 1]
     if several.empty:
         return several
-    by_seed = several.pivot_table(index=["variant", "seed"], columns=["length", "lr"], values="loss")
+    by_seed = several.pivot_table("loss", ["variant", "seed"], ["length", "lr"])
     ends = {several.length.min(): "1x", several.length.max(): "16x"}
-    means = rounded(by_seed[[*ends]].groupby("variant").mean())
-    return means.set_axis([f"{ends[length]}, {lr:g}" for length, lr in means], axis=1)
+    means = by_seed[[*ends]].groupby("variant").mean()
+    return rounded(means.set_axis([f"{ends[length]}, {lr:g}" for length, lr in means], axis=1))
 
 
 def short_rates_table(records: list[Record]) -> pd.DataFrame:
@@ -387,9 +389,8 @@ def summary_table(tables: dict[str, pd.DataFrame], recall: pd.DataFrame) -> pd.D
         parts.append(ends.set_axis([f"loss, {name}, 1x", f"loss, {name}, 16x"], axis=1))
     if len(recall):
         means = recall.drop(columns=["RoPE", "seeds"]).iloc[:, :5:2]
-        parts.append(
-            means.set_axis([f"recall, {factor}x" for factor in (1, 4, 16)[: means.shape[1]]], axis=1)
-        )
+        labels = ["recall, 1x", "recall, 4x", "recall, 16x"][: means.shape[1]]
+        parts.append(means.set_axis(labels, axis=1))
     summary = pd.concat(parts, axis=1)
     return summary[[sum(name in part.index for part in parts) > 1 for name in summary.index]]
 
@@ -402,11 +403,10 @@ def plane_figure(title: str, losses: pd.DataFrame, shown: list[str]) -> Figure:
     spreads = ends.std()
     figure = Figure(figsize=(8, 7), layout="constrained")
     axes = figure.subplots()
-    axes.plot(
-        *means.drop(shown, errors="ignore").to_numpy().T, ".", color="0.7", label="the others of the table"
-    )
+    others = means.drop(shown, errors="ignore").to_numpy()
+    axes.plot(*others.T, ".", color="0.7", label="the others of the table")
     for i, name in enumerate(name for name in shown if name in means.index):
-        style = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i % 10}", "label": name}
+        style: dict[str, Any] = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i % 10}", "label": name}
         axes.errorbar(*means.loc[name], *spreads.loc[name][::-1], capsize=2, linestyle="none", **style)
     low, high = axes.get_ylim()
     axes.set_ylim(low, min(high, 4 * low))
@@ -419,11 +419,8 @@ def plane_figure(title: str, losses: pd.DataFrame, shown: list[str]) -> Figure:
 
 def scale_figures(title: str, scale: Scale, shown: list[str]) -> Iterator[tuple[str, str, Figure]]:
     """Kind, caption and figure."""
-    yield (
-        "plane",
-        "Loss at 1x against loss at 16x",
-        plane_figure(f"{title}: lower left is better", scale.losses, shown),
-    )
+    figure = plane_figure(f"{title}: lower left is better", scale.losses, shown)
+    yield "plane", "Loss at 1x against loss at 16x", figure
     lengths = sorted(scale.losses.length.unique())
     runs = scale.runs[scale.runs.variant.isin(shown)]
     by_length = seed_means(scale.losses).loc[runs.variant.unique()].stack().reset_index()
@@ -453,8 +450,8 @@ def scale_figures(title: str, scale: Scale, shown: list[str]) -> Iterator[tuple[
 
 # ---------------------------------------------------------------- results/comparison/README.md
 INTRODUCTION = """\
-Which normaliser keeps its loss at lengths that it was never trained on, if all have the same model, data, steps
-and evaluation? Drawn by `python -m lab.report --comparison` from the `.jsonl` files beside it, a line a run."""
+Which normaliser keeps its loss at lengths that it was never trained on, if all have the same model, data,
+steps and evaluation? Drawn by `python -m lab.report --comparison` from the `.jsonl` files beside it."""
 SUMMARY = """\
 Loss at 1x and 16x the training length (nats per token, ± standard deviation over seeds), and right answers of
 the recall tasks in per cent (guessing: 25), of the variants that have more than one of these:"""
@@ -462,16 +459,17 @@ RECALL = """\
 Right answer tokens in per cent (guessing: 25), at the RoPE scaling that is better at 16x. Means over tasks by
 length, then each task at 16x, over seeds ± standard deviation."""
 SCALE = """\
-{variants} configurations of {normalisers} of the {registered} registered normalisers. {size:.2f}M parameters,
-T = {train_len}, {steps:,} steps of {step_tokens:,} tokens from {data[dir]}. Evaluated on {data[blocks]} blocks of
-{data[block_length]:,} held-out tokens. The first quarter of them chose the RoPE scaling and, by the loss at 1x,
-the learning rate. The others are reported. A star marks a rate that is the only one of its variant. Losses are
-means over seeds ± standard deviation. Differences are ± standard error paired over text, of the shared seeds
-where two variants share trainings because they differ beyond T only. {seeds}"""
+{variants} configurations of {normalisers} of the {registered} registered normalisers.
+{size:.2f}M parameters, T = {train_len}, {steps:,} steps of {step_tokens:,} tokens from {data[dir]}. Evaluated on {data[blocks]} blocks
+of {data[block_length]:,} held-out tokens. The first quarter of them chose the RoPE scaling and, by the loss
+at 1x, the learning rate. The others are reported. A star marks a rate that is the only one of its variant.
+Losses are means over seeds ± standard deviation. Differences are ± standard error paired over text, of the
+shared seeds where two variants share trainings because they differ beyond T only. {seeds}"""
 
 
 def write_report(folders: list[str], out: Path) -> None:
     """Update the records of these scales, then draw every scale that has records in `out`."""
+    out.mkdir(parents=True, exist_ok=True)
     for folder in map(Path, folders):
         update(folder, out)
     records = {path.stem: read_jsonl(path) for path in sorted(out.glob("*.jsonl"))}
@@ -498,6 +496,13 @@ def write_report(folders: list[str], out: Path) -> None:
     print(f"wrote {out / 'README.md'}")
 
 
+def variant_files(scale: str, variants: Iterable[str]) -> dict[str, Path]:
+    """By name the config file of each variant: of the scale, or of scale A under another base."""
+    folders = CONFIGS / "comparison/A", CONFIGS / "comparison" / scale
+    files = {path.stem: path for folder in folders for path in folder.glob("*.toml")}
+    return {name: files[name] for name in sorted(variants) if name in files}
+
+
 def scale_parts(
     name: str, scale: Scale, table: pd.DataFrame, records: list[Record], shown: list[str], out: Path
 ) -> Iterator[str]:
@@ -505,8 +510,8 @@ def scale_parts(
     costs = {r["contestant"]: f"{r['ratio']:.2f}" for r in records if r["kind"] == "cost"}
     if costs:
         table = table.assign(**{f"step / {BASELINE}'s": pd.Series(costs)})
-    files = [path for path in CONFIGS.glob(f"comparison/{name}/*.toml") if path.stem in table.index]
-    normalisers = {load_config(path, expand_sweep(path)[0]).attention.normaliser for path in files}
+    files = variant_files(name, table.index).values()
+    normalisers = {load_config(f, expand_sweep(f)[0].overrides).attention.normaliser for f in files}
     counts = {"variants": len(table), "normalisers": len(normalisers), "registered": len(NORMALISERS)}
     run = scale.runs.record.iloc[0]
     seeds = seed_text(scale.losses, table.index)
@@ -521,8 +526,8 @@ def write_csv_tables(
     name: str, scale: Scale, order: pd.Index, records: list[Record], changes: list[Any], out: Path
 ) -> str:
     """Links to the other tables of a scale."""
-    files = sorted(path for path in CONFIGS.glob(f"comparison/{name}/*.toml") if path.stem in order)
-    comments = {path.stem: path.read_text().split("\n", 1)[0].removeprefix("# ") for path in files}
+    files = variant_files(name, order)
+    comments = {variant: f.read_text().split("\n", 1)[0].removeprefix("# ") for variant, f in files.items()}
     unseen = pd.DataFrame()
     if len(scale.unseen):
         check_comparable(scale.runs[scale.runs.variant.isin(scale.unseen.variant)].record, "unseen_data")

@@ -74,10 +74,9 @@ def log_ticks(figure: Figure, ticks: Sequence[int], base: int = 2) -> Figure:
 
 def common_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
     """Learning curves, and the loss by position in windows of 16x."""
-    table = runs.table[runs.table.scale == scale]
     curves = [
         (row.name, row.run.steps_before + step, loss)
-        for row in table.itertuples(index=False)
+        for row in runs.table.query("scale == @scale").itertuples()
         for step, loss in row.run.validations
         if len(row.run.validations) > 1
     ]
@@ -85,7 +84,7 @@ def common_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
         title = f"Validation loss during training (scale {scale})"
         points = pd.DataFrame(curves, columns=["name", "x", "y"])
         yield f"learning_{scale}.png", title, draw_lines(points, title, "step", f"validation {LOSS}")
-    windows = runs.losses[(runs.losses.scale == scale) & (runs.losses.factor == 16)].dropna(subset="value")
+    windows = runs.losses.query("scale == @scale and factor == 16").dropna(subset="value")
     ends = windows.measure.str.extract(r"loss\[(\d+):(\d+)\]").dropna().astype(int)
     if len(ends):
         title = f"Loss by position in windows of 16x (scale {scale})"
@@ -99,8 +98,7 @@ def common_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
 
 def lssar_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
     """LSSAR's Figure 1: softmax and LSSAR by length. Figure 2: loss at each length against the power p."""
-    losses = runs.means()
-    losses = losses[(losses.scale == scale) & losses.factor.isin(FACTORS)]
+    losses = runs.means().query("scale == @scale and factor in @FACTORS")
     losses = losses.assign(panel="RoPE " + losses.rope, y=losses.loss)
     rows = read_rows("lssar_paper", "table4_softmax table4_lssa_p15")
     points = losses[losses.line.isin({line for row in rows for line in runs.of_row(row).line})]
@@ -156,20 +154,15 @@ def p_n_figure(run: FinishedRun) -> tuple[str, Figure]:
     p_n = parameters["blocks.0.attention.normaliser.p_n"].detach().double().numpy()
     a1, a2, r2 = fit_log(p_n)
     fit = f"{a1:.4f} ln n + {a2:.4f}, R² = {r2:.3f}"
-    published = (
-        read_published().query("where == 'Figure 2 (legend)'").set_index("column").printed.astype(float)
-    )
-    theirs = f"the paper's: {published.a1} ln n + {published.a2}"
+    theirs = read_published().query("where == 'Figure 2 (legend)'").set_index("column").printed.astype(float)
     n = np.arange(1, len(p_n) + 1)
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(n, p_n, ".", markersize=4, label="learned p_n")
-    axes.plot(n, a1 * np.log(n) + a2, label=fit)
-    axes.plot(n, published.a1 * np.log(n) + published.a2, "--", label=theirs)
-    axes.set(xlabel="n, visible keys", ylabel="p_n", title=run.config.name)
-    axes.grid(alpha=0.3)
-    legend_below(figure, 3)
-    return fit, figure
+    curves = {
+        "learned p_n": p_n,
+        fit: a1 * np.log(n) + a2,
+        f"the paper's: {theirs.a1} ln n + {theirs.a2}": theirs.a1 * np.log(n) + theirs.a2,
+    }
+    points = pd.DataFrame(curves).assign(x=n).melt("x", var_name="name", value_name="y")
+    return fit, draw_lines(points, run.config.name, "n, visible keys", "p_n", shown=[*curves])
 
 
 def normsoftmax_figures(runs: Runs, scale: str) -> Iterator[Drawn]:

@@ -6,11 +6,11 @@
     python -m lab.report --comparison runs/comparison_A      # the comparison -> runs/comparison_report/
     python -m lab.report --comparison                        # redrawn from results/comparison/*.jsonl
 
-Writes report.md and PNGs into --out. A row of a table is an experiment, a file in configs/. A run belongs to a row
-if its attention, positions, loss, kind of optimiser and the runs it started from (init_from) are the file's,
-whatever its size and name. Runs of one scale share a letter. Runs that differ in their seed alone share a line,
-mean ± standard deviation. Losses are eval_length.py's, at multiples of the training length, in nats per token.
-Unfinished runs are skipped.
+Writes report.md and PNGs into --out. A row of a table is an experiment, a file in configs/. A run belongs to
+a row if its attention, positions, loss, kind of optimiser and the runs it started from (init_from) are the
+file's, whatever its name and its size, unless the file sweeps over sizes. Runs of one scale share a letter.
+Runs that differ in their seed alone share a line, mean ± standard deviation. Losses are eval_length.py's, at
+multiples of the training length, in nats per token. Unfinished runs are skipped.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from typing import Any
 
 import pandas as pd
 
-from schema import describe_attention
 from config import load_config
 from evals.output import save_figure
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import write_atomically
 from lab import comparison
 from lab.figures import all_figures
-from lab.runs import FACTORS, Runs, read_runs, scale_of, size_of, tabulate
+from lab.runs import FACTORS, Runs, read_runs, scale_of, tabulate
 from lab.tables import CONFIGS, PAPERS, markdown, mean_and_spread, read_published, read_rows, read_tables
 
 RESULTS = CONFIGS.parent / "results"
@@ -39,19 +38,20 @@ PAPER_SCALES = {
 }
 INTRODUCTION = """\
 Made by `python -m lab.report` from run folders. Losses are in nats per token of each run's own tokeniser, at
-multiples of the training length; ± is the standard deviation over seeds. A dash: the run rejects the length or was
-not evaluated there, or the paper's text has no such number."""
+multiples of the training length; ± is the standard deviation over seeds. A dash: the run rejects the length
+or was not evaluated there, or the paper's text has no such number."""
 
 
 def main() -> None:
     args = parse_args()
     if args.comparison:
         beside = Path(args.runs[0]).parent / "comparison_report" if args.runs else RESULTS / "comparison"
-        comparison.write_report(args.runs, make_folder(Path(args.out or beside)))
+        comparison.write_report(args.runs, Path(args.out or beside))
         return
     runs = tabulate(read_runs(args.runs))
     papers = [args.paper] if args.paper else [*PAPERS]
-    out = make_folder(Path(args.out or runs.table.run.iloc[0].folder.resolve().parent / "report"))
+    out = Path(args.out or runs.table.run.iloc[0].folder.resolve().parent / "report")
+    out.mkdir(parents=True, exist_ok=True)
     captions = {}
     for file, caption, figure in all_figures(runs, papers):
         save_figure(figure, out / file, dpi=130)
@@ -60,27 +60,18 @@ def main() -> None:
     print(f"wrote {out / 'report.md'}")
 
 
-def make_folder(out: Path) -> Path:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"--out {out}: cannot be created: {e.strerror}") from None
-    return out
-
-
 def report_text(runs: Runs, papers: list[str], captions: dict[str, str]) -> str:
     parts = ["# Report", INTRODUCTION, f"## Scales\n\n{scales_text(runs)}"]
     losses = runs.means()
     for scale, of_scale in runs.table.groupby("scale"):
-        table = runs_table(of_scale, losses[losses.scale == scale])
-        parts += [f"## All runs of scale {scale}, by increase of loss with length", table]
+        heading = f"## All runs of scale {scale}, by increase of loss with length"
+        parts += [heading, runs_table(of_scale, losses[losses.scale == scale])]
     parts += [f"![{caption}]({file})\n\n{caption}." for file, caption in captions.items()]
     published = read_published()
     for paper in papers:
         of_paper = published[published.paper == paper]
         for table in read_tables()[paper]:
-            text = steps_table(table, runs) if "by_steps" in table else paper_table(table, runs, of_paper)
-            parts += [f"### {table['title']}", text]
+            parts += [f"### {table['title']}", paper_table(table, runs, of_paper)]
             for where in table.get("numbers", ()):
                 parts.append(numbers_table(of_paper[(of_paper["where"] == where) & (of_paper.config == "")]))
     return "\n\n".join(parts) + "\n"
@@ -89,15 +80,17 @@ def report_text(runs: Runs, papers: list[str], captions: dict[str, str]) -> str:
 def scales_text(runs: Runs) -> str:
     paper_scales = {scale_of(load_config(CONFIGS / file)): text for file, text in PAPER_SCALES.items()}
     lines = []
-    for (scale, text), of_scale in runs.table.groupby(["scale", "scale_text"]):
+    for (scale, scale_text), of_scale in runs.table.groupby(["scale", "scale_text"]):
         parameters = sorted({run.n_params for run in of_scale.run})
         size = " to ".join(f"{n:,}" for n in dict.fromkeys((parameters[0], parameters[-1])))
         texts = runs.losses[runs.losses.scale == scale]
         tokens = f" Evaluated on {(texts.blocks * texts.block_length).max():,} tokens." if len(texts) else ""
         whose = "**Not a published scale**: compare trends only."
-        if text in paper_scales:
-            whose = f"This is {paper_scales[text]}."
-        lines.append(f"- **{scale}** ({len(of_scale)} runs): {text}; {size} parameters.{tokens} {whose}")
+        if scale_text in paper_scales:
+            whose = f"This is {paper_scales[scale_text]}."
+        lines.append(
+            f"- **{scale}** ({len(of_scale)} runs): {scale_text}; {size} parameters.{tokens} {whose}"
+        )
     return "\n".join(lines)
 
 
@@ -169,31 +162,6 @@ def published_cells(numbers: pd.DataFrame) -> list[str]:
     return [f"paper, {'; '.join(sources)}", *numbers[is_loss].printed[-1:]]
 
 
-def steps_table(table: dict[str, Any], runs: Runs) -> str:
-    """Our final validation losses by steps of training, for each size of two lengths of training or more."""
-    by_attention = {
-        describe_attention(r.config.attention): r for r in read_rows(table["folder"], table["files"])
-    }
-    points = [
-        (size_of(run.config), attention, *run.validations[-1])
-        for attention, row in by_attention.items()
-        for run in runs.of_row(row).run
-    ]
-    parts = []
-    losses = pd.DataFrame(points, columns=["size", "attention", "steps", "loss"])
-    for size, of_size in losses.groupby("size", sort=False):
-        cells = (
-            of_size.groupby(["steps", "attention"], sort=False)
-            .loss.agg(mean_and_spread)
-            .unstack()
-            .sort_index()
-        )
-        if len(cells) > 1:
-            cells.insert(0, "steps", [f"{steps:,}" for steps in cells.index])
-            parts.append(f"{size}:\n\n{markdown(cells, n_left=0)}")
-    return "\n\n".join(parts) or "No runs of two lengths of training."
-
-
 def numbers_table(numbers: pd.DataFrame) -> str:
     """A paper's table whose numbers have no config: its rows, with their unit."""
     cells = numbers.set_index(["row", "unit", "column"]).printed.unstack(sort=False).reset_index()
@@ -204,11 +172,13 @@ def numbers_table(numbers: pd.DataFrame) -> str:
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders, or folders of run folders")
-    comparison_help = "the comparison of configs/comparison instead; RUN: a folder of runs for each scale"
-    parser.add_argument("--comparison", action="store_true", help=comparison_help)
+    parser.add_argument(
+        "--comparison", action="store_true", help="the comparison; RUN: a folder for each scale"
+    )
     parser.add_argument("--paper", choices=PAPERS, help="only this paper (default: all three)")
-    out_help = "(default: report/, with --comparison comparison_report/, in the folder that holds the runs)"
-    parser.add_argument("--out", metavar="DIR", help=out_help)
+    parser.add_argument(
+        "--out", metavar="DIR", help="(default: see above, in the folder that holds the runs)"
+    )
     args = parser.parse_args()
     if args.comparison and args.paper:
         raise UserError(f"--paper {args.paper}: not together with --comparison")

@@ -44,6 +44,11 @@ class FinishedRun:
         return [result for result in results if result["step"] == self.config.train.max_steps]
 
     @property
+    def is_evaluated(self) -> bool:
+        """Whether eval_length.py read its last step."""
+        return bool((self.losses.step == self.config.train.max_steps).any())
+
+    @property
     def name(self) -> str:
         """Its name without the seed."""
         return re.sub(r"_?seed=?\d+", "", self.config.name)
@@ -189,13 +194,13 @@ def read_ancestors(folder: Path, config: Config) -> tuple[int, tuple[Config, ...
 
 # ---------------------------------------------------------------- tables of runs
 class Runs(NamedTuple):
-    """Runs that share a `line` differ in their seed alone; scales have letters, A the one with the most runs."""
+    """Runs that share a `line` differ in their seed alone. Scale A is the one with the most runs."""
 
     table: pd.DataFrame  # a row for each run: run, line, name, scale, scale_text, experiment, recipe, seed
     losses: pd.DataFrame  # rows of eval_length.py after the last step, with line, name, scale and factor
 
     def means(self) -> pd.DataFrame:
-        """The mean over blocks: line, name, scale, seed, rope, factor (of the training length), length, loss."""
+        """Means over blocks: line, name, scale, seed, rope, factor (x training length), length, loss."""
         keys = ["line", "name", "scale", "seed", "rope", "factor", "length"]
         means = self.losses[self.losses.measure == "loss"].groupby(keys).value.mean(skipna=False)
         return means.dropna().rename("loss").reset_index()
@@ -203,7 +208,10 @@ class Runs(NamedTuple):
     def of_row(self, row: TableRow) -> pd.DataFrame:
         """The runs that belong to a row of a paper, by scale."""
         of_experiment = self.table[self.table.experiment == experiment_of(row.config, *row.ancestors)]
-        alike = [row.model_keys.items() <= vars(run.config.model).items() for run in of_experiment.run]
+        dumps = [run.config.model_dump() for run in of_experiment.run]
+        alike = [
+            all(dump[k.split(".")[0]][k.split(".")[1]] == v for k, v in row.sizes.items()) for dump in dumps
+        ]
         return of_experiment[pd.Series(alike, of_experiment.index, dtype=bool)].sort_values(["scale", "line"])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,7 @@ class TableRow(NamedTuple):
     keys: tuple[str, ...]  # as in published.toml: the file, and the file with its swept value
     config: Config
     ancestors: tuple[Config, ...]  # what it descends from by init_from
-    model_keys: dict[str, Any]  # swept keys of [model]: a run of this row has the same values
+    sizes: dict[str, Any]  # swept keys of [model], and the steps: a run of this row has the same values
 
 
 def read_rows(folder: str, files: str) -> list[TableRow]:
@@ -34,13 +33,14 @@ def read_rows(folder: str, files: str) -> list[TableRow]:
     for name in files.split():
         path = CONFIGS / folder / f"{name}.toml"
         key = f"{folder}/{name}"
-        for overrides in expand_sweep(path):
-            config = load_config(path, overrides)
+        for chosen in expand_sweep(path):
+            config = load_config(path, chosen.overrides)
             ancestors = ancestors_of(config, lambda run: CONFIGS / folder / f"{run.name}.toml")
-            swept = dict(zip(overrides[:-2:2], overrides[1:-2:2], strict=True))  # --key: value as in TOML
-            keys = [key, *(f"{key}: {json.loads(value)}" for value in swept.values())]
-            model_keys = {k[8:]: getattr(config.model, k[8:]) for k in swept if k.startswith("--model.")}
-            rows.append(TableRow(tuple(keys), config, ancestors, model_keys))
+            keys = (key, *(f"{key}: {value}" for value in chosen.swept.values()))
+            sizes = {
+                k: v for k, v in chosen.swept.items() if k.startswith("model.") or k == "train.max_steps"
+            }
+            rows.append(TableRow(keys, config, ancestors, sizes))
     return rows
 
 
@@ -62,21 +62,20 @@ def ancestors_of(config: Config, find: Callable[[Path], Path | None]) -> tuple[C
 
 
 def read_tables() -> dict[str, list[dict[str, Any]]]:
-    """Paper -> its tables: title, folder and files; numbers: `where` of those that no config belongs to;
-    by_steps: the table compares lengths of training."""
+    """Paper -> its tables: title, folder, files; numbers: `where` of those that no config belongs to."""
     return tomllib.loads((PAPERS_FOLDER / "tables.toml").read_text(encoding="utf-8"))
 
 
 def read_published() -> pd.DataFrame:
     """A row for each published number: paper, where, unit, row, column, printed, and config or ""."""
     content = tomllib.loads((PAPERS_FOLDER / "published.toml").read_text(encoding="utf-8"))
-    columns = ["paper", "where", "unit", "row", "column", "printed", "config"]
     numbers = [
         [paper, group["where"], group["unit"], *cells, *[""] * (4 - len(cells))]
         for paper, entry in content.items()
         for group in entry["numbers"]
         for cells in group["values"]
     ]
+    columns = ["paper", "where", "unit", "row", "column", "printed", "config"]
     return pd.DataFrame(numbers, columns=columns)
 
 

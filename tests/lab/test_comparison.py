@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -51,7 +52,9 @@ def leave_losses(
     config = load_config(run / "config.toml")
     length = factor * config.train.seq_len
     where = (step or config.train.max_steps, "eval_length", rope, text, length)
-    measures = [(block, name, loss) for name in ("loss", "same_targets") for block, loss in enumerate(losses)]
+    measures: list[Any] = [
+        (block, name, loss) for name in ("loss", "same_targets") for block, loss in enumerate(losses)
+    ]
     measures += [(None, "loss[0:16]", 2.0), (None, "loss[16:32]", 3.0)]
     rows = [Row(config.name, config.seed, config.optimizer.lr, *where, *measure) for measure in measures]
     write_rows(run, rows)

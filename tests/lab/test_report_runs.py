@@ -165,11 +165,7 @@ def test_every_row_is_another_experiment() -> None:
     keys: set[str] = set()
     for table in itertools.chain(*tables.values()):
         rows = read_rows(table["folder"], table["files"])
-        experiments = [
-            (experiment_of(row.config, *row.ancestors), *row.model_keys.items(),
-             row.config.train.max_steps if "by_steps" in table else None)
-            for row in rows
-        ]  # fmt: skip
+        experiments = [(experiment_of(row.config, *row.ancestors), *row.sizes.items()) for row in rows]
         doubles = {
             row.config.name for row, e in zip(rows, experiments, strict=True) if experiments.count(e) > 1
         }
@@ -229,30 +225,29 @@ def test_a_run_belongs_to_the_row_that_it_descends_from(tmp_path, capsys) -> Non
     assert sum("from data/squad; 3 steps" in scale for scale in runs.table.scale_text.unique()) == 1
 
 
-def test_training_lengths_are_compared_at_one_size(tmp_path) -> None:
-    """NormSoftmax, Figure 3a: final losses by steps; a size with one length is left out."""
-    norm = ["--attention.normaliser", "norm_softmax"]
-    make_run(tmp_path, "short", [2.0] * 5)
-    make_run(tmp_path, "long", [2.0] * 5, "--train.max-steps", "6", step=6)
-    make_run(tmp_path, "inf", [2.0] * 5, *norm, "--attention.gamma", "inf")
-    make_run(tmp_path, "wide", [2.0] * 5, *norm, "--model.n-embd", "64")
-    lines_of_losses = [json.dumps({"step": i, "loss": 5.0 - i / 1000}) for i in range(1, 201)]
+def test_rows_of_a_sweep_over_sizes_and_steps_have_runs_of_their_own(tmp_path) -> None:
+    """NormSoftmax, Figures 3a and 3c: another length of training, or depth, is another row."""
+    norm = ["--attention.normaliser", "norm_softmax", "--attention.gamma", "inf"]
+    make_run(tmp_path, "long", [2.0] * 5, *norm, "--train.max-steps", "4716", step=4716)
+    make_run(tmp_path, "deep", [3.0] * 5, *norm, "--model.n-layer", "6")
+    runs = tabulate(read_runs([str(tmp_path)]))
+    acceleration = table_of("normsoftmax", 2, runs)
+    assert acceleration.count("| ours") == 1
+    assert cells(acceleration, "acceleration_gamma=inf_max_steps=4716")[0][2] == "2.0000"
+    depth = table_of("normsoftmax", 4, runs)
+    assert depth.count("| ours") == 1 and cells(depth, "depth_gamma=inf_n_layer=6")[0][2] == "3.0000"
+
+
+def test_training_curves_are_means_over_hundredths(tmp_path) -> None:
+    losses = [json.dumps({"step": i, "loss": 5.0 - i / 1000}) for i in range(1, 201)]
     for name, options in (("a", []), ("c", ["--attention.normaliser", "ssmax", "--attention.scale", "one"])):
         make_run(tmp_path, name, [2.0] * 5, *options, "--train.max-steps", "200", step=200)
         with open(tmp_path / name / "metrics.jsonl", "a") as f:
-            f.write("\n".join(lines_of_losses))
-    runs = tabulate(read_runs([str(tmp_path)]))
-    table = read_tables()["normsoftmax"][2]
-    lines = report.steps_table(table, runs).splitlines()
-    assert len(lines) == 7 and lines[0].startswith("4 layers, 2 heads of 64")
-    assert lines[2] == "| steps | softmax | norm_softmax (gamma = inf) |"
-    assert lines[4:] == ["| 3 | 4.0000 | 4.0000 |", "| 6 | 4.0000 | – |", "| 200 | 4.0000 | – |"]
-    nothing = runs._replace(table=runs.table[:0])
-    assert report.steps_table(table, nothing) == "No runs of two lengths of training."
-
-    figures = {name: figure for name, _, figure in all_figures(runs, ["ssmax"])}
-    scale = runs.table[runs.table.scale_text.str.contains("200 steps")].scale.iloc[0]
-    curve = figures[f"ssmax_figure4_{scale}.png"].axes[0].lines[0]
+            f.write("\n".join(losses))
+    figures = {
+        name: figure for name, _, figure in all_figures(tabulate(read_runs([str(tmp_path)])), ["ssmax"])
+    }
+    curve = figures["ssmax_figure4_A.png"].axes[0].lines[0]
     assert curve.get_xdata().tolist() == list(range(2, 201, 2))  # type: ignore[union-attr]
     assert curve.get_ydata()[-1] == pytest.approx(4.8005)  # type: ignore[index]
 
