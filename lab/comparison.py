@@ -459,12 +459,13 @@ RECALL = """\
 Right answer tokens in per cent (guessing: 25), at the RoPE scaling that is better at 16x. Means over tasks by
 length, then each task at 16x, over seeds ± standard deviation."""
 SCALE = """\
-{variants} configurations of {normalisers} of the {registered} registered normalisers.
-{size:.2f}M parameters, T = {train_len}, {steps:,} steps of {step_tokens:,} tokens from {data[dir]}. Evaluated on {data[blocks]} blocks
-of {data[block_length]:,} held-out tokens. The first quarter of them chose the RoPE scaling and, by the loss
-at 1x, the learning rate. The others are reported. A star marks a rate that is the only one of its variant.
-Losses are means over seeds ± standard deviation. Differences are ± standard error paired over text, of the
-shared seeds where two variants share trainings because they differ beyond T only. {seeds}"""
+{variants} configurations of {normalisers} of the {registered} registered normalisers. {size:.2f}M
+parameters, T = {train_len}, {steps:,} steps of {step_tokens:,} tokens from {data[dir]}. Evaluated on
+{data[blocks]} blocks of {data[block_length]:,} held-out tokens. The first quarter of them chose the RoPE
+scaling and, by the loss at 1x, the learning rate. The others are reported. A star marks a rate that is the
+only one of its variant. Losses are means over seeds ± standard deviation. Differences are ± standard error
+paired over text, of the shared seeds where two variants share trainings because they differ beyond T only.
+{seeds}"""
 
 
 def write_report(folders: list[str], out: Path) -> None:

@@ -68,7 +68,7 @@ def table_rows(folder: Path) -> list[list[str]]:
 
 
 def test_committed_tables_come_out_of_the_committed_records(tmp_path, call):
-    for path in RESULTS.glob("*.jsonl"):
+    for path in [*RESULTS.glob("*.jsonl"), RESULTS / "findings.md"]:
         shutil.copy(path, tmp_path)
     call(report, "--comparison", "--out", tmp_path)
     assert table_rows(tmp_path) == table_rows(RESULTS)
