@@ -404,13 +404,14 @@ def plane_figure(title: str, losses: pd.DataFrame, shown: list[str]) -> Figure:
     figure = Figure(figsize=(8, 7), layout="constrained")
     axes = figure.subplots()
     others = means.drop(shown, errors="ignore").to_numpy()
-    axes.plot(*others.T, ".", color="0.7", label="the others of the table")
+    axes.plot(*others.T, ".", color="0.7", label="the others of the table" if len(others) else "")
     for i, name in enumerate(name for name in shown if name in means.index):
         style: dict[str, Any] = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i % 10}", "label": name}
         axes.errorbar(*means.loc[name], *spreads.loc[name][::-1], capsize=2, linestyle="none", **style)
     low, high = axes.get_ylim()
     axes.set_ylim(low, min(high, 4 * low))
-    axes.axline((low, low), slope=1, color="0.6", linestyle=":", label="flat: 16x = 1x")
+    start = max(low, axes.get_xlim()[0])
+    axes.axline((start, start), slope=1, color="0.6", linestyle=":", label="flat: 16x = 1x")
     axes.set(title=title, xlabel="loss at 1x (nats per token)", ylabel="loss at 16x")
     axes.grid(alpha=0.3)
     legend_below(figure, 3)
