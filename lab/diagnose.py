@@ -84,7 +84,7 @@ def score(
 
 # ---------------------------------------------------------------- summary and tables
 def summarise(length: int, scores: Tensor | str) -> dict[str, Any]:
-    """An entry of diagnose.json's "lengths": means by head, and over all heads with their error over blocks."""
+    """An entry of diagnose.json's "lengths": means by head, and over all heads with their error."""
     if isinstance(scores, str):
         return {"length": length, "reason": scores}
     entry: dict[str, Any] = {"length": length, "reason": None, "mean": {}, "stderr": {}, "heads": {}}

@@ -44,7 +44,10 @@ def test_exported_models_come_back(family, bias, tiny_config, call, capsys):
     [
         ({"head_dim": 8}, "head_dim = 8: our model does not compute that; expected 16"),
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps = 1e-06"),
-        ({"hidden_act": "relu"}, "hidden_act = relu"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type = linear",
+        ),
         ({"vocab_size": 100_000}, "model.vocab_size = 100000: expected less than or equal to 65536"),
     ],
 )
