@@ -143,7 +143,7 @@ def pair_qkv(
             part_in_halves = part.view(-1, 2, half, *columns)
         if neox_name in theirs:
             name = neox_name
-            there = theirs[name].view(m.n_head, 3, 2, half, *columns)[:, i]
+            there: Tensor | None = theirs[name].view(m.n_head, 3, 2, half, *columns)[:, i]
         else:
             name = f"model.layers.{layer}.self_attn.{'qkv'[i]}_proj.{kind}"
             there = theirs[name].view(-1, 2, half, *columns) if name in theirs else None
