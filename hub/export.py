@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import math
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,7 +30,7 @@ import torch
 
 from config import to_toml
 from data.tokenizer import get_tokenizer
-from evals.output import format_rope
+from evals.output import format_rope, length_table
 from hub.native import choose_architecture, import_transformers, largest_difference, native_model
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import read_json
@@ -209,11 +208,11 @@ Beyond {train_len} tokens add `rope="ntk"` to from_pretrained's arguments, or an
 that of the training repository. It needs torch, transformers and pydantic.
 """
 CARD_LOSSES = """
-Validation loss in nats, ± standard error: {tokens:,} tokens of `{data}`, RoPE scaling {rope}, step {step:,}.
+Validation loss in nats, ± standard error, by length; RoPE scaling {rope}:
 
-| length | loss | ± |
-|---:|---:|---:|
-{rows}
+```
+{table}
+```
 """
 
 
@@ -244,19 +243,8 @@ def losses_by_length(run_dir: Path) -> str:
     if not path.exists():
         return ""
     result = read_json(path)
-    lines = []
-    for entry in result["lengths"]:
-        loss = entry["reason"] or f"{entry['loss']:.4f}"
-        error = "-" if entry["reason"] else f"{entry['stderr'] or math.nan:.4f}"
-        lines.append(f"| {entry['length']} | {loss} | {error} |")
-    data = result["data"]
-    return CARD_LOSSES.format(
-        tokens=data["tokens"],
-        data=data["dir"],
-        rope=format_rope(result),
-        step=result["step"],
-        rows="\n".join(lines),
-    )
+    table = length_table([result], lambda entry: (entry["loss"], entry["stderr"]))
+    return CARD_LOSSES.format(rope=format_rope(result), table=table)
 
 
 # ---------------------------------------------------------------- tokenizer and check

@@ -4,11 +4,11 @@
     python -m lab.diagnose runs/softmax runs/ssmax runs/lssar --lengths 1024 4096 16384
     torchrun --standalone --nproc_per_node=8 -m lab.diagnose runs/lssar --tokens 1048576
 
-The validation text is cut into blocks of the longest length. The statistics are means over the last rows
-(queries) of each block, in windows of each length that all end there. So the queries are the same, with more
-context. They measure how wide the scores are, how concentrated the weights, and how much goes to the first
-token (the attention sink). --help lists them, training/attention_statistics.py has the formulas. Over
-training steps (NormSoftmax's Figures 2 and 4) `log.attention_every` records them and lab.report draws them.
+The validation text is cut into blocks of the longest length. The statistics are means over the last 128 rows
+(queries) of each block, or half the shortest length, in windows of each length that all end there. So the
+queries are the same, with more context. They measure how wide the scores are, how concentrated the weights,
+and how much goes to the first token (the attention sink). --help lists them. Over training steps (NormSoftmax,
+Figures 2 and 4) `log.attention_every` records them.
 
 Writes diagnose.json and diagnose.png into the run folder and adds the means to its rows.csv. The figure has a
 curve for each layer, and heat maps of layers and heads at the shortest and the longest length. Several runs
@@ -32,7 +32,7 @@ from evals import common, output
 from evals.common import Blocks, mean_and_stderr
 from evals.output import Result
 from evals.rows import text_key
-from infra.cli import ArgumentParser, UserError, positive_int, run_main
+from infra.cli import ArgumentParser, run_main
 from infra.distributed import World, join_world
 from model import GPT
 from positions import RopeScaling
@@ -47,9 +47,7 @@ def main() -> None:
         runs, picture = common.open_runs(args)
         all_blocks = common.open_blocks(args, runs)
         shortest = all_blocks[0].lengths[0]
-        n_rows = args.rows or max(1, min(128, shortest // 2))
-        if n_rows > shortest:
-            raise UserError(f"--rows {n_rows}: expected at most the shortest length, {shortest}")
+        n_rows = max(1, min(128, shortest // 2))
         results = []
         for run, blocks in zip(runs, all_blocks, strict=True):
             model, step = run.load(world)
@@ -182,8 +180,6 @@ def parse_args() -> argparse.Namespace:
     parser.epilog = "\n".join([heading, *listed])
     lengths_help = "window lengths (default: 1, 2, 4, 8, 16 x the training length)"
     common.add_arguments(parser, lengths_help, tokens=2**18)
-    rows_help = "the last N rows of each block (default: 128, or half the shortest length)"
-    parser.add_argument("--rows", type=positive_int, metavar="N", help=rows_help)
     return common.parse_arguments(parser, "diagnose")
 
 

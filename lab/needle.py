@@ -10,12 +10,10 @@ A piece of the validation text contains, at 10, 30, 50, 70 or 90 % of it, "The s
 with 95 % confidence intervals (Wilson):
 
     number         share of samples whose greedy answer is the whole number
-    first digit    share whose answer begins with the right digit
     choice         share in which the number is likelier than nine others of the same distribution: chance is
                    10 %, and a model needs no fine-tuning to beat it
     needle score   attention mass from behind the needle's colon to its end in the row that predicts the
-                   first digit, for each layer and head (Section 3.4): heads ranked (Figure 7), and the best
-                   head's in single samples of the longest length, marked by outcome (Figure 8)
+                   first digit, for each layer and head (Section 3.4), heads ranked (Figure 7)
 
 Sample i has the same text, city and number at every depth of a length and for every run of the same
 tokeniser. The paper multiplies RoPE's base by 50 (the first command). Its Figure 7 is of one example, here
@@ -58,13 +56,11 @@ CITIES = (
     *("Helsinki", "Jakarta", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Madrid", "Manila", "Nairobi"),
     *("Oslo", "Paris", "Prague", "Rome", "Seoul", "Sydney", "Tokyo", "Toronto", "Vienna", "Warsaw"),
 )
-MEASURES = ("number", "first_digit", "choice")
-OUTCOMES = {"whole number": "o", "first digit": "^", "wrong": "x"}  # with their markers
+MEASURES = ("number", "choice")
 N_CHOICES = 10
 ANSWER_TOKENS = 8  # room for seven digits
 TOKENS_AT_ONCE = 65536  # of one batch
 N_RANKED = 25  # heads in Figure 7
-N_TRIALS = 100  # samples in Figure 8
 
 
 def main() -> None:
@@ -182,13 +178,10 @@ def run_trials(model: GPT, trials: list[Trial], rope: RopeScaling, tokenizer: ti
     answers = [tokenizer.decode(tokens).strip() for tokens in greedy(model, first, rope, cache, tokenizer)]
     choices = [[trial.choices[i] for trial in trials] for i in range(N_CHOICES)]
     likelihoods = torch.stack([log_likelihood(model, first, tokens, rope, cache, n) for tokens in choices])
-    outcomes = [
-        [answer.startswith(trial.number) for answer, trial in zip(answers, trials, strict=True)],
-        [answer[:1] == trial.number[0] for answer, trial in zip(answers, trials, strict=True)],
-        (likelihoods[0] > likelihoods[1:].amax(0)).tolist(),
-    ]
-    measured = torch.tensor(outcomes, dtype=torch.float64, device=device).T  # (B, len(MEASURES))
-    return torch.cat((measured, needle_scores.flatten(1)), dim=1)
+    is_number = [answer.startswith(trial.number) for answer, trial in zip(answers, trials, strict=True)]
+    is_likeliest = likelihoods[0] > likelihoods[1:].amax(0)
+    outcomes = torch.stack((torch.tensor(is_number, device=device), is_likeliest), dim=1)
+    return torch.cat((outcomes.double(), needle_scores.flatten(1).double()), dim=1)
 
 
 def greedy(
@@ -224,11 +217,10 @@ def log_likelihood(
 def summarise(
     scores: dict[tuple[int, int], Tensor | str], model: GPT, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """What eval_needle.json holds besides the run's keys: shares and scores of each cell, single trials."""
+    """What eval_needle.json holds besides the run's keys: shares and needle scores of each cell."""
     m = model.config.model
     lengths = list(dict.fromkeys(length for length, _ in scores))
     cells: list[dict[str, Any]] = []
-    trials: list[dict[str, Any]] = []
     for (length, depth), measured in scores.items():
         cell: dict[str, Any] = {"length": length, "depth": depth, "reason": None}
         if isinstance(measured, str):
@@ -238,19 +230,9 @@ def summarise(
                 cell[measure] = proportion(int(measured[:, i].sum()), args.samples)
             heads = measured[:, len(MEASURES) :].mean(0)
             cell["needle_score"] = heads.view(m.n_layer, m.n_head).tolist()
-            if length == lengths[-1]:
-                single = measured[: max(1, N_TRIALS // len(args.depths))].tolist()
-                trials += [describe_trial(line) for line in single]
         cells.append(cell)
     task = {"samples": args.samples, "seed": args.seed, "lengths": lengths, "depths": args.depths}
-    return task | {"cells": cells, "trials": trials}
-
-
-def describe_trial(line: list[float]) -> dict[str, Any]:
-    """Of a row of `run_trials`: the best head's needle score, and the best of OUTCOMES that it reaches."""
-    is_number, is_first_digit, _, *heads = line
-    outcome = "whole number" if is_number else "first digit" if is_first_digit else "wrong"
-    return {"top_score": max(heads), "outcome": outcome}
+    return task | {"cells": cells}
 
 
 def measured_shares(summary: dict[str, Any]) -> list[tuple[int, int, str, float]]:
@@ -294,44 +276,27 @@ def tables(results: list[Result]) -> str:
     ]
     for measure in MEASURES:
         cells = share_table(results, measure).map(format_share, n=first["samples"])
-        parts.append(f"{measure.replace('_', ' ')}\n{cells.to_string()}")
-    best = {
-        result["run"]: {n: max(ranked_heads(result, n), default=math.nan) for n in first["lengths"]}
-        for result in results
-    }
-    heads = pandas.DataFrame.from_dict(best, orient="index").to_string(float_format="%.4f", na_rep="-")
-    parts.append(f"needle score of the best head, mean over all samples\n{heads}")
+        parts.append(f"{measure}\n{cells.to_string()}")
     return "\n\n".join(parts + output.rejections(results, "cells")) + "\n"
 
 
 # ---------------------------------------------------------------- figures
 def plot(results: list[Result], path: Path) -> None:
-    output.save_figure(draw(results), path)
-
-
-def draw(results: list[Result]) -> Figure:
-    """Shares by length, and by depth or, of several runs, by run (SSMax, Figure 6); Figures 7 and 8."""
-    figure = Figure(figsize=(14, 8), layout="constrained")
-    above, below = figure.subfigures(2, 1).flat  # type: ignore[union-attr]
+    """Shares by length, and by depth or, of several runs, by run (SSMax, Figure 6); Figure 7."""
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    *maps, ranks = figure.subplots(1, len(MEASURES) + 1)
     is_single = len(results) == 1
-    for axes, measure in zip(above.subplots(1, 3, sharey=True), MEASURES, strict=True):
+    for axes, measure in zip(maps, MEASURES, strict=True):
         shares = share_table(results, measure)
         # The depths of a sample are not independent: their mean has the interval of one.
         shares = shares.droplevel("run") if is_single else shares.groupby("run", sort=False).mean()
         draw_heat_map(axes, shares, results[0]["samples"])
-        axes.set_title(f"{measure.replace('_', ' ')}: share of samples, 95 % interval")
+        axes.set_title(f"{measure}: share of samples, 95 % interval")
         axes.set(xlabel="length (tokens)", ylabel="depth of the needle (%)" if is_single else "")
-        axes.label_outer()
-    ranks, trials = below.subplots(1, 2)
     draw_ranks(ranks, results)
-    draw_trials(trials, results)
-    for axes in (ranks, trials):
-        axes.set_ylabel("attention mass on the number")
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=8)
     titles = [f"{output.run_title(result)}, step {result['step']}" for result in results]
     figure.suptitle("\n".join([*titles, f"RoPE scaling {output.format_rope(*results)}"]), fontsize=10)
-    return figure
+    output.save_figure(figure, path)
 
 
 def draw_heat_map(axes: Any, shares: pandas.DataFrame, n: int) -> None:
@@ -357,18 +322,9 @@ def draw_ranks(axes: Any, results: list[Result]) -> None:
         axes.plot(range(1, len(scores) + 1)[:N_RANKED], scores[:N_RANKED], f"-{marker}", ms=4, label=label)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(title=f"needle score by rank of the head, {title}", xlabel="rank of the head")
-
-
-def draw_trials(axes: Any, results: list[Result]) -> None:
-    """Figure 8: the best head's needle score in single samples, marked by outcome."""
-    for i, result in enumerate(results):
-        trials = sorted(result["trials"], key=lambda trial: -trial["top_score"])
-        for outcome, marker in OUTCOMES.items():
-            points = {j + 1: t["top_score"] for j, t in enumerate(trials) if t["outcome"] == outcome}
-            label = f"{result['run']}: {outcome} ({len(points)})"
-            axes.scatter(points.keys(), points.values(), marker=marker, s=18, color=f"C{i % 10}", label=label)
-    longest = output.format_length(results[0]["lengths"][-1])
-    axes.set(title=f"best head's needle score in single samples at {longest}", xlabel="sample, by score")
+    axes.set_ylabel("attention mass on the number")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
 
 
 # ---------------------------------------------------------------- command line

@@ -57,7 +57,7 @@ def main() -> None:
     learned = learned_parameters(model)
     losses["replaced"] = measure(model, blocks, lengths, args.scaling)
     if args.steps:
-        fine_tune(model, read_blocks(tokenizer, train_text, len(train_text), [train_len]), args)
+        fine_tune(model, read_blocks(tokenizer, train_text, math.inf, [train_len]), args)
         losses["fine-tuned"] = measure(model, blocks, lengths, args.scaling)
     name = describe_attention(attention)
     print(f"{args.model}: loss in nats, ± standard error; {args.steps} steps; RoPE scaling {args.rope}\n")
@@ -120,7 +120,7 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {e}") from None
 
 
-def read_blocks(tokenizer: Any, text: str, limit: int, lengths: list[int]) -> Tensor:
+def read_blocks(tokenizer: Any, text: str, limit: float, lengths: list[int]) -> Tensor:
     """The text's first tokens in blocks of the longest length and one more: (n, longest + 1) int64.
 
     Raises:
@@ -130,7 +130,7 @@ def read_blocks(tokenizer: Any, text: str, limit: int, lengths: list[int]) -> Te
     if any(longest % length for length in lengths):
         raise UserError(f"--lengths {lengths}: expected divisors of the longest, so that all score the same")
     tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False))
-    n = min(len(tokens) - 1, limit) // longest
+    n = int(min(len(tokens) - 1, limit)) // longest
     if not n:
         raise UserError(f"a text of {len(tokens)} tokens: expected more than {longest}, the longest length")
     return tokens[: n * longest + 1].unfold(0, longest + 1, longest)

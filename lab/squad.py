@@ -2,7 +2,6 @@
 
     python -m lab.squad                                              # from the hub -> data/squad
     python -m lab.squad --train train-v2.0.json --val dev-v2.0.json  # local files in SQuAD's schema
-    python -m lab.squad --train dev-v2.0.json --tokenizer bytes --out data/squad_bytes
 
 Every question whose context, question and answer are not empty (86,820 in the paper) becomes one sequence of
 --seq-len tokens, which train.seq_len must equal:
@@ -14,7 +13,7 @@ Every question whose context, question and answer are not empty (86,820 in the p
 
 Only the first answer and the end-of-text after it are learned. A second pair of splits, trainmask and
 valmask, holds 1 for each token that counts in the loss and 0 for the others. Longer sequences are left out
-and counted. Without --val, all questions of every tenth article are held out.
+and counted.
 
 Writes squad_val_000000.bin, squad_train_000001.bin, the masks, and at the end dataset.json (format:
 data/shards.py). Train on it with configs/ssmax_paper/sft.toml.
@@ -38,7 +37,6 @@ from infra.files import exclusive_lock, read_json
 
 DATASET = "squad"
 HUB_NAME = "rajpurkar/squad_v2"
-HELD_OUT = 10  # without --val: one of this many articles
 
 
 class Sequence(NamedTuple):
@@ -49,7 +47,6 @@ class Sequence(NamedTuple):
 
 
 class Question(NamedTuple):
-    article: str
     context: str
     question: str
     answer: str
@@ -65,19 +62,6 @@ def question_prompt(context: str, question: str) -> str:
 
 
 # ---------------------------------------------------------------- reading
-def from_files(train: Path, val: Path | None) -> dict[str, list[Question]]:
-    """The questions of both splits."""
-    questions = list(read_questions(train))
-    if val:
-        return {"val": list(read_questions(val)), "train": questions}
-    articles = list(dict.fromkeys(question.article for question in questions))
-    held_out = set(articles[::HELD_OUT])
-    splits: dict[str, list[Question]] = {"val": [], "train": []}
-    for question in questions:
-        splits["val" if question.article in held_out else "train"].append(question)
-    return splits
-
-
 def read_questions(path: Path) -> Iterator[Question]:
     """The questions with an answer in a file of SQuAD's schema.
 
@@ -86,13 +70,12 @@ def read_questions(path: Path) -> Iterator[Question]:
     """
     content = read_json(path)
     try:
-        for i, article in enumerate(content["data"]):
-            title = article.get("title", str(i))
+        for article in content["data"]:
             for paragraph in article["paragraphs"]:
                 for qa in paragraph["qas"]:
                     for answer in qa["answers"][:1]:
-                        yield Question(title, paragraph["context"], qa["question"], answer["text"])
-    except (KeyError, TypeError, AttributeError) as e:
+                        yield Question(paragraph["context"], qa["question"], answer["text"])
+    except (KeyError, TypeError) as e:
         raise UserError(
             f"{path}: not of SQuAD's schema, {{data: [{{paragraphs: [{{context, qas: [{{question, answers: "
             f"[{{text}}]}}]}}]}}]}} ({type(e).__name__}: {e})"
@@ -100,7 +83,7 @@ def read_questions(path: Path) -> Iterator[Question]:
 
 
 def from_hub() -> dict[str, list[Question]]:
-    """As `from_files`, by `datasets`; offline from its cache."""
+    """The questions with an answer of both splits; offline from the cache of `datasets`."""
     import datasets
 
     hint = "; without a network give SQuAD's own files: --train train-v2.0.json --val dev-v2.0.json"
@@ -108,7 +91,7 @@ def from_hub() -> dict[str, list[Question]]:
         dataset = datasets.load_dataset(HUB_NAME)
         return {
             split: [
-                Question(row["title"], row["context"], row["question"], answer)
+                Question(row["context"], row["question"], answer)
                 for row in dataset[hub_split]
                 for answer in row["answers"]["text"][:1]
             ]
@@ -156,23 +139,25 @@ def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
     add("--train", type=Path, metavar="FILE", help="a local JSON (default: the dataset on the hub)")
-    add("--val", type=Path, metavar="FILE", help="a local JSON (default: every tenth article of --train)")
+    add("--val", type=Path, metavar="FILE", help="another, to validate on")
     add("--tokenizer", choices=TOKENIZERS, default="gpt2", help="(default: %(default)s)")
     add("--seq-len", type=int, default=1024, metavar="T", help="of every sequence (default: %(default)s)")
     default = Path("data") / DATASET
     add("--out", type=Path, metavar="DIR", default=default, help="folder to write (default: data/squad)")
     args = parser.parse_args()
-    if args.val and not args.train:
-        raise UserError("--val: expected --train as well")
+    if (args.val is None) != (args.train is None):
+        raise UserError("--train and --val: expected both or none")
     return args
 
 
 def main() -> None:
     args = parse_args()
     tokenizer = get_tokenizer(args.tokenizer)  # an error here leaves the folder unchanged
-    source = f"{args.train}, {args.val}" if args.val else str(args.train or HUB_NAME)
+    source = f"{args.train}, {args.val}" if args.train else HUB_NAME
     with exclusive_lock(args.out):
-        questions = from_files(args.train, args.val) if args.train else from_hub()
+        files = {"val": args.val, "train": args.train}
+        is_local = args.train is not None
+        questions = {split: [*read_questions(files[split])] for split in files} if is_local else from_hub()
         splits: dict[str, list[Sequence]] = {}
         for split, listed in questions.items():
             complete = [question for question in listed if question.is_complete]

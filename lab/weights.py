@@ -52,12 +52,16 @@ def row(options: AttentionConfig, n: int) -> tuple[Tensor, float]:
 
 
 def draw(out: Path) -> None:
-    choices = [AttentionConfig(normaliser=name) for name in NORMALISERS if name not in SAME_AS_SOFTMAX]
+    choices = [
+        AttentionConfig(normaliser=name) for name in sorted(NORMALISERS) if name not in SAME_AS_SOFTMAX
+    ]
     choices += [AttentionConfig(**options) for options in COMBINATIONS]
     figure = Figure(figsize=(15, 13), layout="constrained")
     axes = figure.subplots(-(-len(choices) // N_COLUMNS), N_COLUMNS, sharex=True, sharey=True).flat
     for axis in axes[len(choices) :]:
         axis.remove()
+    for axis in axes[len(choices) - N_COLUMNS : len(choices)]:  # the lowest of each column
+        axis.tick_params(labelbottom=True)
     for axis, options in zip(axes, choices, strict=False):
         of_needle = []
         for n in LENGTHS:

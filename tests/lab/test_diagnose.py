@@ -109,7 +109,7 @@ def test_script(tmp_path, data, call, capsys):
     runs = tmp_path / "runs"
     a = make_run(runs, "a", data, normaliser="lssa", reweight_p=3)
     b = make_run(runs, "b", data, normaliser="ssmax_pn")
-    call(diagnose, a, b, "--lengths", 16, 64, "--rows", 8, "--device", "cpu")
+    call(diagnose, a, b, "--lengths", 16, 64, "--device", "cpu")
     gpt = load_model(a).model
     tokens = torch.from_numpy(TokenStream(data, "val").read(0, 64 * N_BLOCKS)).view(-1, 64)
     for row, length in zip(read(a / "diagnose.json")["lengths"], (16, 64), strict=True):
@@ -122,8 +122,8 @@ def test_script(tmp_path, data, call, capsys):
             assert row["mean"][name] == pytest.approx(means.mean().item(), rel=1e-4, abs=1e-6)
             error = means.std().item() / N_BLOCKS**0.5
             assert row["stderr"][name] == pytest.approx(error, rel=1e-3, abs=1e-6)
-    call(diagnose, a, "--lengths", 64, "--rows", 8, "--device", "cpu", "--skip", 64, "--tag", "rest")
-    (rest,) = read(a / "diagnose_rest.json")["lengths"]
+    call(diagnose, a, "--lengths", 16, 64, "--device", "cpu", "--skip", 64, "--tag", "rest")
+    _, rest = read(a / "diagnose_rest.json")["lengths"]
     assert rest["mean"]["qk_std"] == pytest.approx(values[1:, ..., 0].mean().item(), rel=1e-4)
     rejected = read(b / "diagnose.json")["lengths"]
     assert rejected[0]["reason"] is None and "64 keys" in rejected[1]["reason"]

@@ -117,9 +117,6 @@ def result_of(run: Path) -> dict:
 def test_a_model_that_copies_finds_the_needle(run, evaluate, capsys):
     evaluate(run, "--lengths", 256, 600, "--samples", 5, "--depths", 10, 90)
     cells = result_of(run)["cells"]
-    trials = result_of(run)["trials"]
-    assert len(trials) == 10 and all(trial["top_score"] > 0.999 for trial in trials)
-    assert all(trial["outcome"] == "whole number" for trial in trials)
     assert [(cell["length"], cell["depth"]) for cell in cells] == [(256, 10), (256, 90), (600, 10), (600, 90)]
     for cell in cells:
         assert all(cell[name] == proportion(5, 5) for name in needle.MEASURES)
@@ -142,8 +139,7 @@ def test_rope_is_scaled_for_the_length(run, evaluate):
 
 
 def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate, monkeypatch):
-    """Every digit but the first comes out as 0: the first digit is right, the number is not. And one of ten
-    numbers is likelier than the right one."""
+    """Every digit but the first comes out as 0. And one of ten numbers is likelier than the right one."""
     values = cycle([-2.0, *8 * [-3.0], -1.0])
     monkeypatch.setattr(
         needle, "log_likelihood", lambda _, first, *more: first.new_full(first.shape[:1], next(values))
@@ -157,11 +153,8 @@ def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate, monkeypatc
         model.lm_head.weight[ord("0"), OWN + 1 : OWN + 11] = 500.0
     save_run(run, config, model, step)
     evaluate(run, "--lengths", 256, "--samples", 4, "--depths", 50)
-    result = result_of(run)
-    (cell,) = result["cells"]
-    assert cell["first_digit"] == proportion(4, 4)
+    (cell,) = result_of(run)["cells"]
     assert cell["number"] == cell["choice"] == proportion(0, 4)
-    assert [trial["outcome"] for trial in result["trials"]] == ["first digit"] * 4
 
 
 def test_trials_follow_their_definition():

@@ -40,42 +40,34 @@ def prepare(call: Callable[..., None]) -> Callable[..., None]:
 def source(tmp_path: Path) -> Path:
     path = tmp_path / "squad.json"
     path.write_text(json.dumps({"data": [article(f"t{i}", 3) for i in range(20)]}), encoding="utf-8")
+    articles = [article("a", 2), article("b" * 30, 2), article("c", 2)]
+    (tmp_path / "val.json").write_text(json.dumps({"data": articles}))
     return path
 
 
 @pytest.fixture
 def folder(tmp_path: Path, source: Path, prepare: Callable[..., None]) -> Path:
-    prepare("--train", source, "--out", tmp_path / "squad")
+    prepare("--train", source, "--val", tmp_path / "val.json", "--out", tmp_path / "squad")
     return tmp_path / "squad"
 
 
 def test_sequences_and_masks(folder: Path) -> None:
-    """Every tenth article is held out; what counts is the first answer and the end-of-text."""
-    for split, titles in (("val", [0, 10]), ("train", [i for i in range(20) if i not in (0, 10)])):
+    """What counts is the first answer and the end-of-text. Questions that are too long are left out."""
+    for split, titles, n in (("val", ["a", "c"], 2), ("train", [f"t{i}" for i in range(20)], 3)):
         stream = TokenStream(folder, split)
-        assert stream.n_tokens == 64 * 3 * len(titles) and stream.mask is not None
+        assert stream.n_tokens == 64 * n * len(titles) and stream.mask is not None
         sequences = stream.read(0, stream.n_tokens).reshape(-1, 64).tolist()
         masks = stream.mask.read(0, stream.n_tokens).reshape(-1, 64)
         for k, (tokens, mask) in enumerate(zip(sequences, masks, strict=True)):
-            title = f"t{titles[k // 3]}"
-            answer = f" {title}{'!' * (k % 3)}"
-            prompt = f"All about {title}.\n\nQuestion: What is {title} {k % 3}?\nAnswer:"
+            title = titles[k // n]
+            answer = f" {title}{'!' * (k % n)}"
+            prompt = f"All about {title}.\n\nQuestion: What is {title} {k % n}?\nAnswer:"
             end = 1 + len(prompt) + len(answer)
             assert tokens[0] == tokens[end] == BYTES.eot_token and not any(tokens[end + 1 :])
             assert BYTES.decode(tokens[1:end]) == prompt + answer
             assert mask.nonzero()[0].tolist() == list(range(1 + len(prompt), end + 1))
     verify(folder)
     assert load_config("configs/ssmax_paper/sft.toml").train.max_steps == 10 * (86_820 // 128)
-
-
-def test_too_long_ones_are_counted(
-    tmp_path: Path, source: Path, prepare: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    articles = [article("a", 2), article("b" * 30, 2), article("c", 2)]
-    (tmp_path / "val.json").write_text(json.dumps({"data": articles}))
-    prepare("--train", source, "--val", tmp_path / "val.json", "--out", tmp_path / "out")
-    assert "val    4 questions in 64 tokens each, 2 were longer" in capsys.readouterr().out
-    assert TokenStream(tmp_path / "out", "train").n_tokens == 60 * 64
 
 
 def test_from_the_hub(tmp_path: Path, prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +106,8 @@ def test_bad_input(
 ) -> None:
     (tmp_path / "bad.json").write_text(text)
     with pytest.raises(UserError, match=message):
-        prepare("--train", tmp_path / "bad.json", "--out", tmp_path / "out", *args)
+        bad = tmp_path / "bad.json"
+        prepare("--train", bad, "--val", bad, "--out", tmp_path / "out", *args)
     with pytest.raises(UserError):  # an unfinished dataset cannot be trained on
         TokenStream(tmp_path / "out", "train")
 
@@ -123,7 +116,7 @@ def test_a_finished_dataset_survives_mistakes(
     folder: Path, tmp_path: Path, prepare: Callable[..., None], call: Callable[..., None]
 ) -> None:
     with pytest.raises(UserError, match="none.json: cannot be read"):
-        prepare("--train", tmp_path / "none.json", "--out", folder)
+        prepare("--train", tmp_path / "none.json", "--val", tmp_path / "val.json", "--out", folder)
     with pytest.raises(UserError, match="holds squad_.*, another dataset's: choose another --out"):
         call(recall_data, "--sequences", "8", "--out", folder)
     assert TokenStream(folder, "train").mask is not None
