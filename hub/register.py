@@ -17,7 +17,6 @@ A normaliser with learned parameters (SSMax's s) becomes a submodule `normaliser
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,18 +31,6 @@ from schema import AttentionConfig, Engine
 REJECTED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
 
 
-class Registration(NamedTuple):
-    """What `register` was given."""
-
-    name: str
-    options: AttentionConfig
-    train_len: int
-    engine: Engine
-
-    def reject(self, problem: str) -> None:
-        raise UserError(f"attn_implementation {self.name!r}: {problem}")
-
-
 def register(name: str, options: AttentionConfig, train_len: int = 0, engine: Engine = "auto") -> None:
     """Make `attn_implementation=name` run this normaliser.
 
@@ -56,83 +43,90 @@ def register(name: str, options: AttentionConfig, train_len: int = 0, engine: En
     if options.normaliser == "ssmax_pn":
         raise UserError("ssmax_pn: one p_n for all layers; cannot be part of a model of transformers")
     transformers = import_transformers()
-    registration = Registration(name, options, train_len, engine)
-    transformers.AttentionInterface.register(name, partial(_attention, registration))
-    transformers.AttentionMaskInterface.register(name, partial(_make_mask, registration))
+    replacement = Replacement(name, options, train_len, engine)
+    transformers.AttentionInterface.register(name, replacement.attention)
+    transformers.AttentionMaskInterface.register(name, replacement.mask)
 
 
-def _make_mask(
-    registration: Registration,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Any = None,
-    attention_mask: Tensor | None = None,
-    batch_size: int = 1,
-    **_: Any,
-) -> Tensor | None:
-    """What `_attention` gets as its mask, made once for all layers. None: all keys.
+class Replacement(NamedTuple):
+    """What transformers calls in the place of its attention and its masks."""
 
-    (B, 1, 1, 3) integers: each sequence's span of real keys, and the number of keys present. A static cache
-    has more room.
-    """
-    from transformers.masking_utils import causal_mask_function
+    name: str
+    options: AttentionConfig
+    train_len: int
+    engine: Engine
 
-    from hub.modeling import mask_spans
+    def mask(
+        self,
+        q_length: int,
+        kv_length: int,
+        q_offset: int | Tensor = 0,
+        kv_offset: int = 0,
+        mask_function: Any = None,
+        attention_mask: Tensor | None = None,
+        batch_size: int = 1,
+        **_: Any,
+    ) -> Tensor | None:
+        """What `attention` gets as its mask, made once for all layers. None: all keys.
 
-    if mask_function not in (None, causal_mask_function) or kv_offset:
-        registration.reject("expected causal attention to all keys, in one sequence")
-    n_keys = int(q_offset) + q_length
-    spans = None if attention_mask is None else mask_spans(attention_mask[:, :n_keys])
-    if spans is None and kv_length == n_keys:
-        return None
-    return torch.tensor([(*span, n_keys) for span in spans or [(0, n_keys)] * batch_size])[:, None, None]
+        (B, 1, 1, 3) integers: each sequence's span of real keys, and the number of keys present. A static
+        cache has more room.
+        """
+        from transformers.masking_utils import causal_mask_function
 
+        from hub.modeling import mask_spans
 
-def _attention(
-    registration: Registration,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """query (B, H, Tq, D), key and value (B, H or fewer, Tk, D) to (B, Tq, H, D), and no weights."""
-    unsupported = [option for option in REJECTED if others.get(option) is not None]
-    if unsupported or dropout:
-        registration.reject(f"cannot run with {', '.join(unsupported) or 'dropout'}")
-    if getattr(module, "is_causal", True) is False:
-        registration.reject(f"{type(module).__name__} is not causal")
-    spans = None
-    if attention_mask is not None:
-        if attention_mask.shape[-1] != 3 or attention_mask.is_floating_point():
-            registration.reject("expected a padding mask, (batch, length)")
-        starts, stops, n_keys = attention_mask[:, 0, 0].T.tolist()
-        spans = list(zip(starts, stops, strict=True))
-        key = key[:, :, : n_keys[0]]
-        value = value[:, :, : n_keys[0]]
-    factor = 1.0 if scaling is None else scaling * math.sqrt(query.shape[3])
-    if not math.isclose(factor, 1.0):
-        query = query * factor  # so that x = scaling q.k, where the formulas have q.k / sqrt(d)
-    normaliser = _normaliser_of(module, registration, query)
-    out = attend(query, key, value, normaliser, registration.engine, spans=spans)
-    return out.transpose(1, 2).contiguous(), None
+        if mask_function not in (None, causal_mask_function) or kv_offset:
+            self.reject("expected causal attention to all keys, in one sequence")
+        n_keys = int(q_offset) + q_length
+        spans = None if attention_mask is None else mask_spans(attention_mask[:, :n_keys])
+        if spans is None and kv_length == n_keys:
+            return None
+        return torch.tensor([(*span, n_keys) for span in spans or [(0, n_keys)] * batch_size])[:, None, None]
 
+    def attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """query (B, H, Tq, D), key and value (B, H or fewer, Tk, D) to (B, Tq, H, D), and no weights."""
+        unsupported = [option for option in REJECTED if others.get(option) is not None]
+        if unsupported or dropout:
+            self.reject(f"cannot run with {', '.join(unsupported) or 'dropout'}")
+        if getattr(module, "is_causal", True) is False:
+            self.reject(f"{type(module).__name__} is not causal")
+        spans = None
+        if attention_mask is not None:
+            if attention_mask.shape[-1] != 3 or attention_mask.is_floating_point():
+                self.reject("expected a padding mask, (batch, length)")
+            starts, stops, n_keys = attention_mask[:, 0, 0].T.tolist()
+            spans = list(zip(starts, stops, strict=True))
+            key = key[:, :, : n_keys[0]]
+            value = value[:, :, : n_keys[0]]
+        factor = 1.0 if scaling is None else scaling * math.sqrt(query.shape[3])
+        if not math.isclose(factor, 1.0):
+            query = query * factor  # so that x = scaling q.k, where the formulas have q.k / sqrt(d)
+        out = attend(query, key, value, self.layer_of(module, query), self.engine, spans=spans)
+        return out.transpose(1, 2).contiguous(), None
 
-def _normaliser_of(module: Any, registration: Registration, query: Tensor) -> Any:
-    """The layer's submodule `normaliser`, made at its first use and anew for other options."""
-    options = registration.options
-    length = registration.train_len or module.config.max_position_embeddings
-    normaliser: Any = getattr(module, "normaliser", None)
-    if normaliser is None or normaliser.made_of != (options, length):
-        normaliser = make_normaliser(options, query.shape[1], query.shape[3], length).to(query.device)
-        normaliser.made_of = (options, length)
-        module.normaliser = normaliser
-    return normaliser
+    def layer_of(self, module: Any, query: Tensor) -> Any:
+        """The module's submodule `normaliser`, made at its first use and anew for other options."""
+        made_of = (self.options, self.train_len or module.config.max_position_embeddings)
+        layer: Any = getattr(module, "normaliser", None)
+        if layer is None or layer.made_of != made_of:
+            layer = make_normaliser(self.options, query.shape[1], query.shape[3], made_of[1])
+            layer.made_of = made_of
+            module.normaliser = layer.to(query.device)
+        return layer
+
+    def reject(self, problem: str) -> None:
+        raise UserError(f"attn_implementation {self.name!r}: {problem}")
 
 
 def learned_parameters(model: Any, folder: str | Path | None = None) -> list[nn.Parameter]:

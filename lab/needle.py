@@ -333,15 +333,11 @@ def parse_args() -> argparse.Namespace:
     lengths_help = "of the whole sequence with the answer (default: 1, 2, 4, 8 x the training length)"
     common.add_arguments(parser, lengths_help)
     add = parser.add_argument
-    depths_help = "of the needle in the text (default: 10 30 50 70 90)"
-    add("--depths", nargs="+", type=int, default=[10, 30, 50, 70, 90], metavar="PERCENT", help=depths_help)
+    depths = [10, 30, 50, 70, 90]
+    add("--depths", nargs="+", type=positive_int, default=depths, metavar="PERCENT", help="of the text")
     add("--samples", type=positive_int, default=1000, metavar="N", help="of each cell (default: %(default)s)")
     add("--seed", type=int, default=0, help="of texts, cities and numbers (default: 0)")
-    args = common.parse_arguments(parser, "eval_needle")
-    if args.seed < 0 or not all(0 <= depth <= 100 for depth in args.depths):
-        listed = " ".join(map(str, args.depths))
-        raise UserError(f"--seed {args.seed} --depths {listed}: expected 0 or more, 0 to 100 per cent")
-    return args
+    return common.parse_arguments(parser, "eval_needle")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,6 @@ from lab import recall_data
 from model import GPT
 from positions import RopeScaling
 
-FACTORS = (1, 2, 4, 8, 16, 32, 64)  # of the training length
 TOKENS_AT_ONCE = 65536  # of one batch
 
 
@@ -47,7 +46,7 @@ def main() -> None:
     with join_world(args.device) as world:
         runs, picture = common.open_runs(args)
         tasks = trained_tasks(runs, args.data)
-        lengths = common.choose_lengths(args.lengths, runs, FACTORS)
+        lengths = common.choose_lengths(args.lengths, runs, [2**i for i in range(7)])
         for length in lengths:
             recall_data.make_sequence(tasks[0], length, "")  # raises if it does not fit
         results = []
@@ -78,20 +77,14 @@ def main() -> None:
 
 
 def trained_tasks(runs: list[common.EvaluatedRun], data_dir: str | None) -> list[str]:
-    """The tasks that all runs were trained on.
-
-    Raises:
-        UserError: a run's dataset is not lab/recall_data.py's, or the runs have other tasks.
-    """
-    tasks: list[str] = []
-    for run in runs:
-        folder = data_dir or run.config.data.dir
-        info = dataset_info(folder)
-        if info.get("dataset") != recall_data.DATASET:
-            raise UserError(f"{run.label}: {folder}: expected a dataset that lab.recall_data has written")
-        if tasks and info["tasks"] != tasks:
-            raise UserError(f"{run.label}: tasks {', '.join(info['tasks'])}: expected {', '.join(tasks)}")
-        tasks = info["tasks"]
+    """The tasks that all runs were trained on. Raises UserError: another dataset, or other tasks."""
+    infos = [dataset_info(data_dir or run.config.data.dir) for run in runs]
+    for run, info in zip(runs, infos, strict=True):
+        if info.get("dataset") != recall_data.DATASET or info["tasks"] != infos[0]["tasks"]:
+            raise UserError(
+                f"{run.label}: expected a dataset of lab.recall_data, with the same tasks for all"
+            )
+    tasks: list[str] = infos[0]["tasks"]
     return tasks
 
 
@@ -178,10 +171,7 @@ def recall_curve(result: Result, task: str) -> Curve:
 # ---------------------------------------------------------------- command line
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
-    at_least = recall_data.MIN_LENGTH
-    common.add_arguments(
-        parser, f"even numbers from {at_least} (default: 1, 2, 4, ... 64 x the training length)"
-    )
+    common.add_arguments(parser, "even numbers (default: 1, 2, 4, ... 64 x the training length)")
     add = parser.add_argument
     add("--samples", type=positive_int, default=200, metavar="N", help="of each cell (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the sequences (default: %(default)s)")

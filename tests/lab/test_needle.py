@@ -256,7 +256,6 @@ def test_several_runs(run, tmp_path, evaluate, capsys):
     [
         (["--lengths", "100"], "--lengths 100: expected at least"),
         (["--lengths", "9000"], "at most the 5000 tokens of"),
-        (["--depths", "101"], "--depths 101: expected 0 or more, 0 to 100 per cent"),
     ],
 )
 def test_bad_input(run, evaluate, args, message):

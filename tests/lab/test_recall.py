@@ -131,7 +131,7 @@ def test_a_model_learns(
 
 def test_what_it_rejects(tmp_path: Path, call: Callable[..., None], tiny_config: Path) -> None:
     untrained = make_byte_run(tiny_config)
-    with pytest.raises(UserError, match="expected a dataset that lab.recall_data"):
+    with pytest.raises(UserError, match="expected a dataset of lab.recall_data"):
         call(recall, untrained)
     call(recall_data, "--out", tmp_path / "data", "--sequences", 5)
     with pytest.raises(UserError, match="65 tokens: expected an even number of at least 40"):
