@@ -25,7 +25,6 @@ from lab import needle
 from model import GPT, KVCache
 from positions import RopeScaling
 from schema import Config
-from training.attention_statistics import attention_mass
 from training.checkpoint import load_model
 
 LETTERS = " 0123456789"  # what the model copies, each with a direction of its own
@@ -183,28 +182,6 @@ def test_trials_follow_their_definition():
 
 
 @torch.no_grad()
-def test_attention_mass_is_that_of_the_dense_weights():
-    """Of the last row of the model's own forward pass; the cache then continues unchanged."""
-    gpt = make_gpt({"normaliser": "lssa", "reweight_p": 3}, std=0.2)
-    tokens = random_tokens(2, 20)
-    rope = RopeScaling("ntk", length=20)
-    where = torch.rand(2, 20, generator=torch.Generator().manual_seed(0)) < 0.5
-    cache = KVCache(2, 20)
-    gpt(tokens[:, :-1], rope=rope, cache=cache)
-    mass = attention_mass(gpt, tokens[:, -1:], rope, cache, where)
-    assert cache.length == 19
-    cos, sin = gpt.rope(20, rope)
-    x = gpt.embedding(tokens)
-    for i, block in enumerate(gpt.blocks):
-        q, k, _ = block.attention.project(block.attention_norm(x), cos, sin)
-        last = block.attention.normaliser.weights(q, k)[:, :, -1]  # (B, H, T)
-        torch.testing.assert_close(mass[:, i], (last * where[:, None]).sum(-1), atol=1e-5, rtol=1e-4)
-        x = block(x, cos, sin)
-    last = gpt(tokens[:, -1:], rope=rope, cache=cache)[:, -1]
-    torch.testing.assert_close(last, gpt(tokens, rope=rope)[:, -1], atol=1e-4, rtol=0)
-
-
-@torch.no_grad()
 def test_likelihoods_are_those_of_whole_sequences():
     """Answers of different lengths after one cached prompt, against the model run on each sequence."""
     gpt = make_gpt(std=0.2, vocab_size=257)
@@ -231,13 +208,6 @@ def test_answers_are_tokens_of_the_tokeniser_and_not_its_end_of_text():
     first = gpt(random_tokens(2, 12), rope=rope, cache=cache)[:, -1]
     assert first.argmax(-1).min() >= 257 and (first[:, :257].argmax(-1) == 256).all()
     assert max(map(max, needle.greedy(gpt, first, rope, cache, get_tokenizer("bytes")))) < 256
-
-
-def test_wilson_interval():
-    """Values from Wilson's formula worked out with pencil: z = 1.96, 8 of 10 and the ends."""
-    assert proportion(8, 10)["low"] == pytest.approx(0.4902, abs=1e-4)
-    assert proportion(8, 10)["high"] == pytest.approx(0.9433, abs=1e-4)
-    assert proportion(0, 10) == {"share": 0.0, "low": 0.0, "high": pytest.approx(0.2775, abs=1e-4)}
 
 
 def test_several_runs(run, tmp_path, evaluate, capsys):

@@ -17,6 +17,7 @@ from torch.nn.functional import one_hot
 from data.batches import train_batch
 from data.dataset import IGNORED, TokenStream
 from data.verify import verify
+from evals.common import proportion
 from evals.rows import read_rows
 from infra.cli import UserError
 from lab import recall, recall_data
@@ -103,6 +104,13 @@ def test_scores_of_known_mistakes() -> None:
     entry = recall.summarise(64, {"copy": right.double(), "sort": right.double()}, 4)
     for name in ("copy", "mean"):
         assert entry[name]["tokens"]["share"] == pytest.approx(29 / 32)
+
+
+def test_wilson_interval() -> None:
+    """Values from Wilson's formula worked out with pencil: z = 1.96, 8 of 10 and the ends."""
+    assert proportion(8, 10)["low"] == pytest.approx(0.4902, abs=1e-4)
+    assert proportion(8, 10)["high"] == pytest.approx(0.9433, abs=1e-4)
+    assert proportion(0, 10) == {"share": 0.0, "low": 0.0, "high": pytest.approx(0.2775, abs=1e-4)}
 
 
 def test_a_model_learns(
