@@ -53,10 +53,10 @@ def main() -> None:
             model, step = run.load(world)
             scores = [score(model, blocks, n, n_rows, args.rope_scaling, world) for n in blocks.lengths]
             if world.is_main:  # at once: a later run may fail
-                entries = [summarise(n, each) for n, each in zip(blocks.lengths, scores, strict=True)]
+                at_lengths = [summarise(n, each) for n, each in zip(blocks.lengths, scores, strict=True)]
                 data = blocks.describe() | {"rows": n_rows}
-                results.append(run.write({"data": data, "lengths": entries}, step, args))
-                run.append_rows("diagnose", results[-1], text_key(data), measured_means(entries))
+                results.append(run.write({"data": data, "lengths": at_lengths}, step, args))
+                run.append_rows("diagnose", results[-1], text_key(data), measured_means(at_lengths))
                 plot_layers(results[-1], run.file(".png"))
         if world.is_main:
             print(tables(results))
@@ -94,11 +94,11 @@ def summarise(length: int, scores: Tensor | str) -> dict[str, Any]:
     return entry
 
 
-def measured_means(entries: list[dict[str, Any]]) -> list[tuple[int, None, str, float]]:
+def measured_means(at_lengths: list[dict[str, Any]]) -> list[tuple[int, None, str, float]]:
     """(length, no block, statistic, mean); NaN where the length was rejected."""
     return [
         (entry["length"], None, name, entry["mean"][name] if "mean" in entry else math.nan)
-        for entry in entries
+        for entry in at_lengths
         for name in STATISTICS
     ]
 
@@ -136,13 +136,13 @@ def plot_layers(result: Result, path: Path) -> None:
     """A column for each statistic: a curve for each layer, mean over heads, and two heat maps."""
     figure = Figure(figsize=(3.2 * len(STATISTICS), 10), layout="constrained")
     grid = figure.subplots(3, len(STATISTICS))
-    entries = [entry for entry in result["lengths"] if entry["reason"] is None]
-    lengths = [entry["length"] for entry in entries]
+    at_lengths = [entry for entry in result["lengths"] if entry["reason"] is None]
+    lengths = [entry["length"] for entry in at_lengths]
     for i, name in enumerate(STATISTICS):
-        layers = np.array([np.mean(entry["heads"][name], axis=1) for entry in entries]).T
+        layers = np.array([np.mean(entry["heads"][name], axis=1) for entry in at_lengths]).T
         curves = [output.Curve(f"layer {j}", lengths, layer) for j, layer in enumerate(layers)]
         draw_statistic(grid[0, i], name, curves, [result])
-        draw_heat_maps(grid[1:, i], name, entries)
+        draw_heat_maps(grid[1:, i], name, at_lengths)
     figure.suptitle(f"{output.run_title(result)}, step {result['step']}")
     output.legend_below(figure, 6)
     output.save_figure(figure, path)
@@ -157,13 +157,13 @@ def draw_statistic(axes: Any, name: str, curves: list[output.Curve], results: li
         axes.set_ylim(bottom=0)
 
 
-def draw_heat_maps(panels: Any, name: str, entries: list[dict[str, Any]]) -> None:
+def draw_heat_maps(panels: Any, name: str, at_lengths: list[dict[str, Any]]) -> None:
     """Layers by heads at the shortest and the longest length, on one colour scale."""
-    if not entries:
+    if not at_lengths:
         return
-    maps = np.array([entry["heads"][name] for entry in (entries[0], entries[-1])])  # (2, layers, heads)
+    maps = np.array([entry["heads"][name] for entry in (at_lengths[0], at_lengths[-1])])  # (2, layers, heads)
     norm = "log" if name in LOGARITHMIC and maps.min() > 0 else "linear"
-    for axes, entry, heads in zip(panels, (entries[0], entries[-1]), maps, strict=True):
+    for axes, entry, heads in zip(panels, (at_lengths[0], at_lengths[-1]), maps, strict=True):
         image = axes.imshow(heads, norm=norm, aspect="auto", origin="lower")
         image.set_clim(maps.min(), maps.max())
         axes.set(title=f"{name} at {output.format_length(entry['length'])}", xlabel="head", ylabel="layer")

@@ -54,20 +54,15 @@ def main() -> None:
             model, step = run.load(world)
             cells = [{task: score(model, task, n, args, world) for task in tasks} for n in lengths]
             if world.is_main:  # at once: a later run may fail
-                entries = [
+                at_lengths = [
                     summarise(n, scores, args.samples) for n, scores in zip(lengths, cells, strict=True)
                 ]
-                summary = {"tasks": tasks, "samples": args.samples, "seed": args.seed, "lengths": entries}
+                summary = {"tasks": tasks, "samples": args.samples, "seed": args.seed, "lengths": at_lengths}
                 results.append(run.write(summary, step, args))
-                shares = [
-                    (
-                        entry["length"],
-                        None,
-                        task,
-                        entry[task]["tokens"]["share"] if task in entry else math.nan,
-                    )
-                    for entry, task in product(entries, tasks)
-                ]
+                shares = []
+                for entry, task in product(at_lengths, tasks):
+                    share = entry[task]["tokens"]["share"] if task in entry else math.nan
+                    shares.append((entry["length"], None, task, share))
                 run.append_rows("recall", results[-1], f"seed {args.seed}", shares)
                 plot(results[-1:], run.file(".png"))
         if world.is_main:
@@ -160,11 +155,11 @@ def plot(results: list[Result], path: Path) -> None:
 
 
 def recall_curve(result: Result, task: str) -> Curve:
-    entries = [entry for entry in result["lengths"] if entry["reason"] is None]
-    shares = [entry[task]["tokens"] for entry in entries]
+    at_lengths = [entry for entry in result["lengths"] if entry["reason"] is None]
+    shares = [entry[task]["tokens"] for entry in at_lengths]
     # Absolute: rounding may put an end of the interval a bit inside of 0 or 1.
     errors = [[abs(share["share"] - share[end]) for share in shares] for end in ("low", "high")]
-    lengths = [entry["length"] for entry in entries]
+    lengths = [entry["length"] for entry in at_lengths]
     return Curve(output.run_title(result), lengths, [share["share"] for share in shares], errors)
 
 

@@ -24,9 +24,12 @@ from infra.cli import ArgumentParser, UserError, run_main
 from normalisers.base import NORMALISERS
 from schema import AttentionConfig, describe_attention
 
-HEAD_DIM, TRAIN_LEN, LENGTHS = 64, 1024, (64, 4096)
+HEAD_DIM = 64
+TRAIN_LEN = 1024
+LENGTHS = (64, 4096)
 N_COLUMNS = 6
-NEEDLE_SCORE, NEEDLE_DISTANCE = 6.0, 32
+NEEDLE_SCORE = 6.0
+NEEDLE_DISTANCE = 32
 SAME_AS_SOFTMAX = ("ssmax_pn",)  # before training
 COMBINATIONS: list[dict[str, Any]] = [
     {"normaliser": "softmax", "scores": "cosine", "scale": "sqrt_d"},
