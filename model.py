@@ -207,14 +207,17 @@ class GPT(nn.Module):
             self.to(device)
         self.choose_engine(config.train.engine)
 
-    def choose_engine(self, name: Engine = "auto") -> None:
-        """Choose the attention engine for all layers, for this device and precision; compiled code could not.
+    def choose_engine(self, name: Engine = "auto", dtype: torch.dtype | None = None) -> None:
+        """Choose the attention engine for all layers, on the parameters' device; compiled code could not.
 
+        Args:
+            dtype: of q, k and v; None: that of the config's autocast.
         Raises:
             UserError: for an engine that cannot run here.
         """
         device = self.embedding.weight.device
-        dtype = torch.bfloat16 if self.config.train.dtype == "bfloat16" else torch.float32
+        if dtype is None:
+            dtype = torch.bfloat16 if self.config.train.dtype == "bfloat16" else torch.float32
         self.engine = choose_engine(self.blocks[0].attention.normaliser, name, device, dtype)
         for block in self.blocks:
             block.attention.engine = self.engine

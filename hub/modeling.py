@@ -3,10 +3,10 @@
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, rope="ntk")
 
-The model is the training code's `GPT`: the same normalisers, engines and positions. In padded batches n
-counts real keys only. RoPE's scaling is chosen in the config (`rope`, `rope_base`, `rope_length`, see
-`RopeScaling`): for the positions present, in `generate` for the final length, or always for `rope_length`;
-in a padded batch for the batch's length, so that its shorter sequences are scaled like its longest.
+The model is the training code's `GPT` with its normalisers, engines and positions. In padded batches n counts
+real keys only. The config chooses RoPE's scaling (`rope`, `rope_base`, `rope_length`, see `RopeScaling`). It
+is scaled for the positions present, in `generate` for the final length, and with `rope_length` always for
+that. The sequences of a padded batch are all scaled for the batch's length.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: NormaliserGPTConfig) -> None:
         super().__init__(config)
         self.gpt = GPT(config_from_dict(config.gpt or {}, "config.json"))
+        self.engine_chosen_for: tuple[torch.device, torch.dtype] | None = None
         # The output layer, and SSMax's p_n: one vector for all layers.
         tied = {"gpt.lm_head.weight": "gpt.embedding.weight"} if config.tie_word_embeddings else {}
         p_n = [f"gpt.{name}" for name in self.gpt.state_dict() if name.endswith(".p_n")]
@@ -111,6 +112,7 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             UserError: padding inside a sequence, or a cache for a model that can have none.
         """
+        self.choose_engine()
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if (past_key_values is not None or use_cache) and not self.gpt.cacheable:
@@ -128,13 +130,22 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
         unused = past_key_values is None and cache.spans is None
         hidden = self.gpt.hidden(input_ids, rope, None if unused else cache)
         # The layer is called, not its weight read: accelerate's hooks may have to load it.
-        logits = self.gpt.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
-        logits = scale_logits(logits[..., : self.config.vocab_size].float(), self.gpt.config.train)
+        padded_logits = self.gpt.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        unscaled = padded_logits[..., : self.config.vocab_size].float()
+        logits = scale_logits(unscaled, self.gpt.config.train)
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
         return output if return_dict else output.to_tuple()
+
+    def choose_engine(self) -> None:
+        """Let the model choose its attention engine anew wherever it was moved."""
+        parameter = self.gpt.embedding.weight
+        where = (parameter.device, parameter.dtype)
+        if where != self.engine_chosen_for and not torch.compiler.is_compiling():
+            self.gpt.choose_engine(dtype=parameter.dtype)
+            self.engine_chosen_for = where
 
     def generate(  # type: ignore[override]
         self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any
@@ -151,20 +162,20 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
         self.final_length = options.max_length
         return options
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        raise UserError("resize_token_embeddings: the vocabulary is that of the exported run")
-
 
 def mask_spans(mask: Tensor) -> list[tuple[int, int]] | None:
-    """`attend`'s spans from a padding mask (B, Tk), nonzero at real keys; None: no padding.
+    """`attend`'s spans from a padding mask (B, Tk), nonzero at real keys. None: no padding.
 
     Raises:
         UserError: padding between real keys.
     """
-    mask = mask.bool()
-    counts, starts = mask.sum(-1).tolist(), mask.int().argmax(-1).tolist()
-    stops = (mask.shape[-1] - mask.flip(-1).int().argmax(-1)).tolist()
-    spans = [(start, start + n) for start, n in zip(starts, counts, strict=True)]
-    if any(n and span[1] != stop for n, span, stop in zip(counts, spans, stops, strict=True)):
-        raise UserError("attention_mask: has zeros between ones; expected padding on the left or right only")
-    return None if min(counts) == mask.shape[-1] else spans
+    spans = []
+    for row in mask.bool().cpu():
+        places = row.nonzero()[:, 0].tolist()
+        start = places[0] if places else 0
+        if len(places) and places[-1] - start + 1 != len(places):
+            raise UserError(
+                "attention_mask: has zeros between ones; expected padding on the left or right only"
+            )
+        spans.append((start, start + len(places)))
+    return None if all(span == (0, mask.shape[-1]) for span in spans) else spans

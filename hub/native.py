@@ -8,7 +8,6 @@ One map of parameters, `pair_parameters`, serves export and import.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +21,28 @@ from positions import UNSCALED, RopeScaling
 from schema import Config
 
 ARCHITECTURES = {("rmsnorm", "swiglu"): "llama", ("layernorm", "gelu"): "gpt_neox"}
+# Their names of our modules; {} is the layer.
+LLAMA_NAMES = {
+    "model.embed_tokens": "embedding",
+    "lm_head": "lm_head",
+    "model.norm": "final_norm",
+    "model.layers.{}.input_layernorm": "blocks.{}.attention_norm",
+    "model.layers.{}.post_attention_layernorm": "blocks.{}.mlp_norm",
+    "model.layers.{}.self_attn.o_proj": "blocks.{}.attention.out",
+    "model.layers.{}.mlp.gate_proj": "blocks.{}.mlp.gate",
+    "model.layers.{}.mlp.up_proj": "blocks.{}.mlp.up",
+    "model.layers.{}.mlp.down_proj": "blocks.{}.mlp.down",
+}
+NEOX_NAMES = {
+    "gpt_neox.embed_in": "embedding",
+    "lm_head": "lm_head",
+    "gpt_neox.final_layer_norm": "final_norm",
+    "gpt_neox.layers.{}.input_layernorm": "blocks.{}.attention_norm",
+    "gpt_neox.layers.{}.post_attention_layernorm": "blocks.{}.mlp_norm",
+    "gpt_neox.layers.{}.attention.dense": "blocks.{}.attention.out",
+    "gpt_neox.layers.{}.mlp.dense_h_to_4h": "blocks.{}.mlp.up",
+    "gpt_neox.layers.{}.mlp.dense_4h_to_h": "blocks.{}.mlp.down",
+}
 
 
 def import_transformers() -> Any:
@@ -35,13 +56,14 @@ def import_transformers() -> Any:
 
 def choose_architecture(config: Config) -> str | None:
     """ "llama" or "gpt_neox"; None: neither computes what this model does."""
-    m, a = config.model, config.attention
+    m = config.model
+    a = config.attention
     is_softmax = a.definition == Softmax() and not a.reweight_p and config.train.loss == "softmax"
     if not is_softmax or m.position != "rope" or m.attention_gate:
         return None
     architecture = ARCHITECTURES.get((m.norm, m.mlp))
-    grouped = m.kv_heads < m.n_head
-    return None if grouped and architecture == "gpt_neox" else architecture
+    is_grouped = m.kv_heads < m.n_head
+    return None if is_grouped and architecture == "gpt_neox" else architecture
 
 
 def native_model(model: GPT, architecture: str, eot_token: int) -> Any:
@@ -68,75 +90,69 @@ def native_model(model: GPT, architecture: str, eot_token: int) -> Any:
         act = {"tanh": "gelu_new", "exact": "gelu"}[m.gelu]
         options |= {"hidden_act": act, "layer_norm_eps": NORM_EPS, "use_parallel_residual": False}
         native = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**options))
-    for values in native.state_dict().values():
-        values.zero_()  # what stays so: GPT-NeoX's biases where ours has none
-    for _, there, here in pair_parameters(model, native):
-        if there is not None:
-            there.copy_(here)
+    for parameter in native.state_dict().values():
+        parameter.zero_()  # what stays so: GPT-NeoX's biases where ours has none
+    for _, theirs, ours in pair_parameters(model, native):
+        if theirs is not None:
+            theirs.copy_(ours)
     return native
 
 
 def pair_parameters(model: GPT, native: Any) -> Iterator[tuple[str, Tensor | None, Tensor]]:
     """Each parameter's name in `native`, its values there and ours: views of one shape, to copy either way.
 
-    None: it has no such parameter (a bias). transformers' RoPE rotates pairs (x_i, x_{i + D/2}),
-    ours neighbours: the rows of q and k have another order.
+    None: it has no such parameter (a bias).
     """
-    m, ours, theirs = model.config.model, model.state_dict(), native.state_dict()
-    is_llama = native.config.model_type == "llama"
-    prefix, embedding, norm, parts = (
-        ("model", "embed_tokens", "norm", LLAMA_PARTS)
-        if is_llama
-        else ("gpt_neox", "embed_in", "final_layer_norm", NEOX_PARTS)
-    )
-    names = {f"{prefix}.{embedding}": "embedding", "lm_head": "lm_head", f"{prefix}.{norm}": "final_norm"}
-    for i in range(m.n_layer):
-        names |= {f"{prefix}.layers.{i}.{there}": f"blocks.{i}.{here}" for there, here in parts.items()}
-    for there, here in names.items():
+    m = model.config.model
+    ours = model.state_dict()
+    theirs = native.state_dict()
+    names = LLAMA_NAMES if native.config.model_type == "llama" else NEOX_NAMES
+    layers = range(m.n_layer)
+    modules = {there.format(i): here.format(i) for i in layers for there, here in names.items()}
+    for there, here in modules.items():
         for kind in ("weight", "bias"):
-            values, name = ours.get(f"{here}.{kind}"), f"{there}.{kind}"
-            if values is not None:
-                padded = here in ("embedding", "lm_head")
-                yield name, theirs.get(name), values[: m.vocab_size] if padded else values
-    for i, kind in itertools.product(range(m.n_layer), ("weight", "bias")):
-        values, there = ours.get(f"blocks.{i}.attention.qkv.{kind}"), f"{prefix}.layers.{i}"
-        if values is None:
-            continue
-        sizes = [n * m.head_dim for n in (m.n_head, m.kv_heads, m.kv_heads)]
-        for j, part in enumerate(values.split(sizes)):
-            shape = -1, 2, m.head_dim // 2, *values.shape[1:]  # halves of each head
-            here = part.view(shape)
-            if j < 2:
-                here = part.view(-1, m.head_dim // 2, 2, *values.shape[1:]).transpose(1, 2)
-            if is_llama:
-                name = f"{there}.self_attn.{'qkv'[j]}_proj.{kind}"
-                found = theirs[name].view(shape) if name in theirs else None
-            else:  # q, k and v of each head in turn
-                name = f"{there}.attention.query_key_value.{kind}"
-                found = theirs[name].view(m.n_head, 3, *shape[1:])[:, j] if name in theirs else None
-            yield name, found, here
+            parameter = ours.get(f"{here}.{kind}")
+            if parameter is not None:
+                is_padded = here in ("embedding", "lm_head")
+                name = f"{there}.{kind}"
+                yield name, theirs.get(name), parameter[: m.vocab_size] if is_padded else parameter
+    for i in layers:
+        for kind in ("weight", "bias"):
+            qkv = ours.get(f"blocks.{i}.attention.qkv.{kind}")
+            if qkv is not None:
+                yield from pair_qkv(model.config, theirs, i, kind, qkv)
+
+
+def pair_qkv(
+    config: Config, theirs: dict[str, Tensor], layer: int, kind: str, qkv: Tensor
+) -> Iterator[tuple[str, Tensor | None, Tensor]]:
+    """`pair_parameters` of a layer's queries, keys and values.
+
+    transformers' RoPE rotates pairs (x_i, x_{i + D/2}), ours neighbours: the rows of q and k have another
+    order. Llama keeps q, k and v apart. GPT-NeoX has those of each head in turn.
+    """
+    m = config.model
+    half = m.head_dim // 2
+    columns = qkv.shape[1:]  # of a weight
+    neox_name = f"gpt_neox.layers.{layer}.attention.query_key_value.{kind}"
+    sizes = [n * m.head_dim for n in (m.n_head, m.kv_heads, m.kv_heads)]
+    for i, part in enumerate(qkv.split(sizes)):
+        if i < 2:
+            part_in_halves = part.view(-1, half, 2, *columns).transpose(1, 2)
+        else:
+            part_in_halves = part.view(-1, 2, half, *columns)
+        if neox_name in theirs:
+            name = neox_name
+            there: Tensor | None = theirs[name].view(m.n_head, 3, 2, half, *columns)[:, i]
+        else:
+            name = f"model.layers.{layer}.self_attn.{'qkv'[i]}_proj.{kind}"
+            there = theirs[name].view(-1, 2, half, *columns) if name in theirs else None
+        yield name, there, part_in_halves
 
 
 @torch.no_grad()
 def largest_difference(model: GPT, theirs: Any, length: int, rope: RopeScaling = UNSCALED) -> float:
     """Between the logits of our model and of transformers', on two rows of random tokens."""
-    shape, generator = (2, length), torch.Generator().manual_seed(0)
-    x = torch.randint(model.config.model.vocab_size, shape, generator=generator)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(model.config.model.vocab_size, (2, length), generator=generator)
     return (theirs.eval()(x).logits - model(x, rope=rope)).abs().max().item()
-
-
-LLAMA_PARTS = {
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "self_attn.o_proj": "attention.out",
-    "mlp.gate_proj": "mlp.gate",
-    "mlp.up_proj": "mlp.up",
-    "mlp.down_proj": "mlp.down",
-}
-NEOX_PARTS = {
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "attention.dense": "attention.out",
-    "mlp.dense_h_to_4h": "mlp.up",
-    "mlp.dense_4h_to_h": "mlp.down",
-}

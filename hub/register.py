@@ -6,11 +6,10 @@
     register("lssar", AttentionConfig(normaliser="lssa", reweight_p=15))
     model = AutoModelForCausalLM.from_pretrained("any Llama, Qwen3, GPT-NeoX", attn_implementation="lssar")
 
-For causal models that call transformers' AttentionInterface: grouped-query heads, padding on the left or
-right (n counts real keys), dynamic and static caches. The weights are the normaliser's definition on its
-`engine`; positions, QK-norm and the scale of the scores stay the model's. Rejected: sliding windows, packed
-sequences, soft-capped scores, the model's own sinks, dropout, layers that are not causal, and `ssmax_pn`,
-whose p_n all layers share.
+For causal models that call transformers' AttentionInterface, with grouped-query heads, padding on the left or
+right (n counts real keys), dynamic and static caches. Positions, QK-norm and the scale of the scores stay the
+model's. Rejected are sliding windows, packed sequences, soft-capped scores, the model's own sinks, dropout,
+layers that are not causal, and `ssmax_pn`, whose p_n all layers share.
 
 A normaliser with learned parameters (SSMax's s) becomes a submodule `normaliser` of each attention layer.
 """
@@ -18,106 +17,116 @@ A normaliser with learned parameters (SSMax's s) becomes a submodule `normaliser
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attention import attend, make_normaliser
-from hub.modeling import mask_spans
 from hub.native import import_transformers
 from infra.cli import UserError
-from model import NORM_EPS
-from schema import AttentionConfig
+from schema import AttentionConfig, Engine
 
 REJECTED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
 
 
-def register(name: str, options: AttentionConfig, train_len: int = 0) -> None:
+def register(name: str, options: AttentionConfig, train_len: int = 0, engine: Engine = "auto") -> None:
     """Make `attn_implementation=name` run this normaliser.
 
     Args:
         train_len: L of the formulas that use it; 0: the model's max_position_embeddings.
+        engine: as `attend`'s.
     Raises:
         UserError: for `ssmax_pn`.
     """
     if options.normaliser == "ssmax_pn":
         raise UserError("ssmax_pn: one p_n for all layers; cannot be part of a model of transformers")
     transformers = import_transformers()
-    function = partial(_attention, name, options, train_len)
-    transformers.AttentionInterface.register(name, function)
-    transformers.AttentionMaskInterface.register(name, partial(_make_mask, name))
+    replacement = Replacement(name, options, train_len, engine)
+    transformers.AttentionInterface.register(name, replacement.attention)
+    transformers.AttentionMaskInterface.register(name, replacement.mask)
 
 
-def _make_mask(
-    name: str,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Any = None,
-    attention_mask: Tensor | None = None,
-    batch_size: int = 1,
-    **_: Any,
-) -> Tensor | None:
-    """What `_attention` gets as its mask, made once for all layers: (B, 1, 1, 3) integers, each sequence's
-    span of real keys, and the number of keys present (a static cache has more room). None: all keys."""
-    from transformers.masking_utils import causal_mask_function
+class Replacement(NamedTuple):
+    """What transformers calls in the place of its attention and its masks."""
 
-    if mask_function not in (None, causal_mask_function) or kv_offset:
-        raise UserError(
-            f"attn_implementation {name!r}: expected causal attention to all keys, in one sequence"
-        )
-    n_keys = int(q_offset) + q_length
-    spans = None if attention_mask is None else mask_spans(attention_mask[:, :n_keys])
-    if spans is None and kv_length == n_keys:
-        return None
-    return torch.tensor([(*span, n_keys) for span in spans or [(0, n_keys)] * batch_size])[:, None, None]
+    name: str
+    options: AttentionConfig
+    train_len: int
+    engine: Engine
 
+    def mask(
+        self,
+        q_length: int,
+        kv_length: int,
+        q_offset: int | Tensor = 0,
+        kv_offset: int = 0,
+        mask_function: Any = None,
+        attention_mask: Tensor | None = None,
+        batch_size: int = 1,
+        **_: Any,
+    ) -> Tensor | None:
+        """What `attention` gets as its mask, made once for all layers. None: all keys.
 
-def _attention(
-    name: str,
-    options: AttentionConfig,
-    train_len: int,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """query (B, H, Tq, D), key and value (B, H or fewer, Tk, D) to (B, Tq, H, D), and no weights."""
-    found = [option for option in REJECTED if others.get(option) is not None]
-    if found or dropout:
-        raise UserError(f"attn_implementation {name!r}: cannot run with {', '.join(found) or 'dropout'}")
-    if getattr(module, "is_causal", True) is False:
-        raise UserError(f"attn_implementation {name!r}: {type(module).__name__} is not causal")
-    spans = None
-    if attention_mask is not None:
-        if attention_mask.shape[-1] != 3 or attention_mask.is_floating_point():
-            raise UserError(f"attn_implementation {name!r}: expected a padding mask, (batch, length)")
-        values = attention_mask[:, 0, 0].tolist()
-        spans, n_keys = [(start, stop) for start, stop, _ in values], values[0][2]
-        key, value = key[:, :, :n_keys], value[:, :, :n_keys]
-    n_head, head_dim = query.shape[1], query.shape[3]
-    factor = 1.0 if scaling is None else scaling * math.sqrt(head_dim)
-    if not math.isclose(factor, 1.0):
-        query = query * factor  # so that x = scaling q.k, where the formulas have q.k / sqrt(d)
-    config: Any = module.config
-    length = train_len or config.max_position_embeddings
-    normaliser: Any = getattr(module, "normaliser", None)
-    if normaliser is None or normaliser.made_of != (options, length):
-        normaliser = make_normaliser(options, n_head, head_dim, length).to(query.device)
-        normaliser.made_of, module.normaliser = (options, length), normaliser
-    out = attend(query, key, value, normaliser, "auto", spans=spans)
-    if normaliser.definition.output_norm:
-        out = F.rms_norm(out, (head_dim,), eps=NORM_EPS)
-    return out.transpose(1, 2).contiguous(), None
+        (B, 1, 1, 3) integers: each sequence's span of real keys, and the number of keys present. A static
+        cache has more room.
+        """
+        from transformers.masking_utils import causal_mask_function
+
+        from hub.modeling import mask_spans
+
+        if mask_function not in (None, causal_mask_function) or kv_offset:
+            self.reject("expected causal attention to all keys, in one sequence")
+        n_keys = int(q_offset) + q_length
+        spans = None if attention_mask is None else mask_spans(attention_mask[:, :n_keys])
+        if spans is None and kv_length == n_keys:
+            return None
+        return torch.tensor([(*span, n_keys) for span in spans or [(0, n_keys)] * batch_size])[:, None, None]
+
+    def attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """query (B, H, Tq, D), key and value (B, H or fewer, Tk, D) to (B, Tq, H, D), and no weights."""
+        unsupported = [option for option in REJECTED if others.get(option) is not None]
+        if unsupported or dropout:
+            self.reject(f"cannot run with {', '.join(unsupported) or 'dropout'}")
+        if getattr(module, "is_causal", True) is False:
+            self.reject(f"{type(module).__name__} is not causal")
+        spans = None
+        if attention_mask is not None:
+            if attention_mask.shape[-1] != 3 or attention_mask.is_floating_point():
+                self.reject("expected a padding mask, (batch, length)")
+            starts, stops, n_keys = attention_mask[:, 0, 0].T.tolist()
+            spans = list(zip(starts, stops, strict=True))
+            key = key[:, :, : n_keys[0]]
+            value = value[:, :, : n_keys[0]]
+        factor = 1.0 if scaling is None else scaling * math.sqrt(query.shape[3])
+        if not math.isclose(factor, 1.0):
+            query = query * factor  # so that x = scaling q.k, where the formulas have q.k / sqrt(d)
+        out = attend(query, key, value, self.layer_of(module, query), self.engine, spans=spans)
+        return out.transpose(1, 2).contiguous(), None
+
+    def layer_of(self, module: Any, query: Tensor) -> Any:
+        """The module's submodule `normaliser`, made at its first use and anew for other options."""
+        made_of = (self.options, self.train_len or module.config.max_position_embeddings)
+        layer: Any = getattr(module, "normaliser", None)
+        if layer is None or layer.made_of != made_of:
+            layer = make_normaliser(self.options, query.shape[1], query.shape[3], made_of[1])
+            layer.made_of = made_of
+            module.normaliser = layer.to(query.device)
+        return layer
+
+    def reject(self, problem: str) -> None:
+        raise UserError(f"attn_implementation {self.name!r}: {problem}")
 
 
 def learned_parameters(model: Any, folder: str | Path | None = None) -> list[nn.Parameter]:
@@ -136,9 +145,10 @@ def learned_parameters(model: Any, folder: str | Path | None = None) -> list[nn.
     if folder is not None:
         from safetensors.torch import load_file
 
-        files = map(load_file, Path(folder).glob("*.safetensors"))
-        saved = {key: t for tensors in files for key, t in tensors.items() if key in learned}
-        if missing := learned.keys() - saved:
+        saved: dict[str, Tensor] = {}
+        for path in Path(folder).glob("*.safetensors"):
+            saved |= load_file(path)
+        if missing := learned.keys() - saved.keys():
             raise UserError(f"{folder}: no value of {min(missing)} in its .safetensors")
-        model.load_state_dict(saved, strict=False)
+        model.load_state_dict({key: saved[key] for key in learned}, strict=False)
     return list(learned.values())

@@ -4,14 +4,15 @@
     python -m lab.diagnose runs/softmax runs/ssmax runs/lssar --lengths 1024 4096 16384
     torchrun --standalone --nproc_per_node=8 -m lab.diagnose runs/lssar --tokens 1048576
 
-The validation text is cut into blocks of the longest length. The statistics are means over the last rows
-(queries) of each block, in windows of each length that all end there: the same queries, with more context.
-They measure how wide the scores are, how concentrated the weights, and how much goes to the first token (the
-attention sink). --help lists them; training/attention_statistics.py has the formulas. Over training steps,
-NormSoftmax's Figures 2 and 4, `log.attention_every` records them and report.py draws them.
+The validation text is cut into blocks of the longest length. The statistics are means over the last 128 rows
+(queries) of each block, or half the shortest length, in windows of each length that all end there. So the
+queries are the same, with more context. They measure how wide the scores are, how concentrated the weights,
+and how much goes to the first token (the attention sink). --help lists them. `log.attention_every` records
+them over training steps (NormSoftmax, Figures 2 and 4).
 
-Writes diagnose.json and diagnose.png (curves for each layer; heat maps of layers and heads at the shortest
-and the longest length) into the run folder; several runs get one more figure, with a curve for each.
+Writes diagnose.json and diagnose.png into the run folder and adds the means to its rows.csv. The figure has a
+curve for each layer, and heat maps of layers and heads at the shortest and the longest length. Several runs
+get one more figure, with a curve for each.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from torch import Tensor
 from evals import common, output
 from evals.common import Blocks, mean_and_stderr
 from evals.output import Result
-from infra.cli import ArgumentParser, UserError, positive_int, run_main
+from evals.rows import text_key
+from infra.cli import ArgumentParser, run_main
 from infra.distributed import World, join_world
 from model import GPT
 from positions import RopeScaling
 from training.attention_statistics import STATISTICS, model_statistics
 
-MEANING = STATISTICS | {"heads": "for each layer, for each head", "mean": "over layers and heads"}
+LOGARITHMIC = ("effective_keys",)  # from one key to all
 
 
 def main() -> None:
@@ -44,13 +46,17 @@ def main() -> None:
     with join_world(args.device) as world:
         runs, picture = common.open_runs(args)
         all_blocks = common.open_blocks(args, runs)
-        n_rows = choose_rows(args.rows, all_blocks[0].lengths)
+        shortest = all_blocks[0].lengths[0]
+        n_rows = max(1, min(128, shortest // 2))
         results = []
         for run, blocks in zip(runs, all_blocks, strict=True):
             model, step = run.load(world)
             scores = [score(model, blocks, n, n_rows, args.rope_scaling, world) for n in blocks.lengths]
             if world.is_main:  # at once: a later run may fail
-                results.append(run.write(summarise(scores, blocks, n_rows), step, args))
+                at_lengths = [summarise(n, each) for n, each in zip(blocks.lengths, scores, strict=True)]
+                data = blocks.describe() | {"rows": n_rows}
+                results.append(run.write({"data": data, "lengths": at_lengths}, step, args))
+                run.append_rows("diagnose", results[-1], text_key(data), measured_means(at_lengths))
                 plot_layers(results[-1], run.file(".png"))
         if world.is_main:
             print(tables(results))
@@ -59,14 +65,6 @@ def main() -> None:
 
 
 # ---------------------------------------------------------------- score
-def choose_rows(given: int | None, lengths: list[int]) -> int:
-    """The number of last rows in each block. Raises UserError if the shortest window has fewer."""
-    n_rows = given or max(1, min(128, lengths[0] // 2))
-    if n_rows > lengths[0]:
-        raise UserError(f"--rows {n_rows}: expected at most the shortest length, {lengths[0]}")
-    return n_rows
-
-
 def score(
     model: GPT, blocks: Blocks, length: int, n_rows: int, rope: RopeScaling, world: World
 ) -> Tensor | str:
@@ -83,18 +81,26 @@ def score(
 
 
 # ---------------------------------------------------------------- summary and tables
-def summarise(scores: list[Tensor | str], blocks: Blocks, n_rows: int) -> dict[str, Any]:
-    """What diagnose.json holds besides the run's keys: means by head, and over all heads with their error."""
-    entries = []
-    for length, values in zip(blocks.lengths, scores, strict=True):
-        entry: dict[str, Any] = {"length": length, "reason": values if isinstance(values, str) else None}
-        if not isinstance(values, str):
-            entry |= {"mean": {}, "stderr": {}, "heads": {}}
-            for i, name in enumerate(STATISTICS):
-                entry["mean"][name], entry["stderr"][name] = mean_and_stderr(values[..., i].mean((1, 2)))
-                entry["heads"][name] = values.mean(0)[..., i].tolist()  # (n_layer, n_head)
-        entries.append(entry)
-    return {"data": blocks.describe() | {"rows": n_rows}, "lengths": entries, "meaning": MEANING}
+def summarise(length: int, scores: Tensor | str) -> dict[str, Any]:
+    """An entry of diagnose.json's "lengths": means by head, and over all heads with their error."""
+    if isinstance(scores, str):
+        return {"length": length, "reason": scores}
+    entry: dict[str, Any] = {"length": length, "reason": None, "mean": {}, "stderr": {}, "heads": {}}
+    for name, of_heads in zip(STATISTICS, scores.unbind(-1), strict=True):  # (n_blocks, n_layer, n_head)
+        mean, stderr = mean_and_stderr(of_heads.mean((1, 2)))
+        entry["mean"][name] = mean
+        entry["stderr"][name] = stderr
+        entry["heads"][name] = of_heads.mean(0).tolist()
+    return entry
+
+
+def measured_means(at_lengths: list[dict[str, Any]]) -> list[tuple[int, None, str, float]]:
+    """(length, no block, statistic, mean); NaN where the length was rejected."""
+    return [
+        (entry["length"], None, name, entry["mean"][name] if "mean" in entry else math.nan)
+        for entry in at_lengths
+        for name in STATISTICS
+    ]
 
 
 def mean_of(name: str) -> output.Value:
@@ -120,11 +126,8 @@ def plot(results: list[Result], path: Path) -> None:
     """A panel for each statistic: a curve for each run, means over layers and heads."""
     n_columns = math.ceil(len(STATISTICS) / 2)
     figure = Figure(figsize=(3.2 * n_columns, 6.8), layout="constrained")
-    panels = figure.subplots(2, n_columns).flat
-    for name, axes in zip(STATISTICS, panels, strict=False):
+    for name, axes in zip(STATISTICS, figure.subplots(2, n_columns).flat, strict=True):
         draw_statistic(axes, name, output.length_curves(results, mean_of(name)), results)
-    for axes in panels[len(STATISTICS) :]:
-        axes.axis("off")
     output.legend_below(figure, 6)
     output.save_figure(figure, path)
 
@@ -133,13 +136,13 @@ def plot_layers(result: Result, path: Path) -> None:
     """A column for each statistic: a curve for each layer, mean over heads, and two heat maps."""
     figure = Figure(figsize=(3.2 * len(STATISTICS), 10), layout="constrained")
     grid = figure.subplots(3, len(STATISTICS))
-    entries = [entry for entry in result["lengths"] if entry["reason"] is None]
-    lengths = [entry["length"] for entry in entries]
+    at_lengths = [entry for entry in result["lengths"] if entry["reason"] is None]
+    lengths = [entry["length"] for entry in at_lengths]
     for i, name in enumerate(STATISTICS):
-        layers = np.array([np.mean(entry["heads"][name], axis=1) for entry in entries]).T
+        layers = np.array([np.mean(entry["heads"][name], axis=1) for entry in at_lengths]).T
         curves = [output.Curve(f"layer {j}", lengths, layer) for j, layer in enumerate(layers)]
         draw_statistic(grid[0, i], name, curves, [result])
-        draw_heat_maps(grid[1:, i], name, entries)
+        draw_heat_maps(grid[1:, i], name, at_lengths)
     figure.suptitle(f"{output.run_title(result)}, step {result['step']}")
     output.legend_below(figure, 6)
     output.save_figure(figure, path)
@@ -148,16 +151,21 @@ def plot_layers(result: Result, path: Path) -> None:
 def draw_statistic(axes: Any, name: str, curves: list[output.Curve], results: list[Result]) -> None:
     output.draw_curves(axes, curves, [entry["length"] for entry in results[0]["lengths"]], results)
     axes.set(title=name, xlabel="window length (tokens)")
-    axes.set_ylim(bottom=0)
+    if name in LOGARITHMIC:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
 
 
-def draw_heat_maps(panels: Any, name: str, entries: list[dict[str, Any]]) -> None:
+def draw_heat_maps(panels: Any, name: str, at_lengths: list[dict[str, Any]]) -> None:
     """Layers by heads at the shortest and the longest length, on one colour scale."""
-    if not entries:
+    if not at_lengths:
         return
-    maps = np.array([entry["heads"][name] for entry in (entries[0], entries[-1])])  # (2, layers, heads)
-    for axes, entry, heads in zip(panels, (entries[0], entries[-1]), maps, strict=True):
-        image = axes.imshow(heads, vmin=maps.min(), vmax=maps.max(), aspect="auto", origin="lower")
+    maps = np.array([entry["heads"][name] for entry in (at_lengths[0], at_lengths[-1])])  # (2, layers, heads)
+    norm = "log" if name in LOGARITHMIC and maps.min() > 0 else "linear"
+    for axes, entry, heads in zip(panels, (at_lengths[0], at_lengths[-1]), maps, strict=True):
+        image = axes.imshow(heads, norm=norm, aspect="auto", origin="lower")
+        image.set_clim(maps.min(), maps.max())
         axes.set(title=f"{name} at {output.format_length(entry['length'])}", xlabel="head", ylabel="layer")
         for axis, n in zip((axes.yaxis, axes.xaxis), heads.shape, strict=True):
             axis.set_ticks(range(0, n, 1 + n // 12))
@@ -170,11 +178,8 @@ def parse_args() -> argparse.Namespace:
     listed = [f"  {name:18}{meaning}" for name, meaning in STATISTICS.items()]
     heading = "p = |A| / sum |A| over the n visible keys, the weights of a softmax:"
     parser.epilog = "\n".join([heading, *listed])
-    common.add_arguments(
-        parser, "window lengths (default: 1, 2, 4, 8, 16 x the training length)", tokens=2**18
-    )
-    rows_help = "the last N rows of each block (default: 128, or half the shortest length)"
-    parser.add_argument("--rows", type=positive_int, metavar="N", help=rows_help)
+    lengths_help = "window lengths (default: 1, 2, 4, 8, 16 x the training length)"
+    common.add_arguments(parser, lengths_help, tokens=2**18)
     return common.parse_arguments(parser, "diagnose")
 
 

@@ -52,34 +52,57 @@ def main() -> None:
 def load_native(source: str, **options: Any) -> tuple[Any, Any]:
     """The model in float32, and its tokenizer. Raises UserError: absent, unreadable, not reachable."""
     transformers = import_transformers()
+    load = transformers.AutoModelForCausalLM.from_pretrained
     try:
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        options |= {"trust_remote_code": False}
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        return load(source, dtype=torch.float32, **options), tokenizer
+        return load(source, dtype=torch.float32, trust_remote_code=False, **options), tokenizer
     except (OSError, ValueError) as e:
         raise UserError(f"{source}: cannot be loaded: {shorten(str(e), 300)}") from None
 
 
-def convert_config(c: Any, source: str, run: Path) -> Config:
+def convert_config(theirs: Any, source: str, run: Path) -> Config:
     """The run's config. Raises UserError: all that our model does not compute, by its name in config.json."""
-    if c.model_type not in ARCHITECTURES.values():
+    check_config(theirs, source)
+    norm, mlp = next(key for key, name in ARCHITECTURES.items() if name == theirs.model_type)
+    length = theirs.max_position_embeddings
+    kv_heads = getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
+    model = {
+        "n_layer": theirs.num_hidden_layers,
+        "n_head": theirs.num_attention_heads,
+        "n_kv_head": kv_heads if kv_heads < theirs.num_attention_heads else 0,
+        "n_embd": theirs.hidden_size,
+        "vocab_size": theirs.vocab_size,
+        "norm": norm,
+        "mlp": mlp,
+        "gelu": GELU.get(theirs.hidden_act, "tanh"),
+        "mlp_hidden": theirs.intermediate_size,
+        "bias": theirs.model_type != "llama" or theirs.attention_bias or theirs.mlp_bias,
+        "tie_embeddings": theirs.tie_word_embeddings,
+        "rope_theta": float(theirs.rope_parameters["rope_theta"]),
+    }
+    train = {"seq_len": length, "batch_tokens": length, "micro_batch": 1, "val_tokens": length}
+    sections = {"name": run.name, "model": model, "train": train, "log": {"dir": str(run.parent)}}
+    return config_from_dict(sections, source)
+
+
+def check_config(theirs: Any, source: str) -> None:
+    if theirs.model_type not in ARCHITECTURES.values():
         fits = " or ".join(ARCHITECTURES.values())
-        raise UserError(f"{source}: model_type = {c.model_type}: expected {fits}")
-    is_llama, head_dim = c.model_type == "llama", c.hidden_size // c.num_attention_heads
-    rope = getattr(c, "rope_parameters", None) or {}
+        raise UserError(f"{source}: model_type = {theirs.model_type}: expected {fits}")
+    head_dim = theirs.hidden_size // theirs.num_attention_heads
+    rope = getattr(theirs, "rope_parameters", None) or {}
     checks: list[tuple[str, Any, tuple[Any, ...]]] = [
         ("rope_type", rope.get("rope_type"), ("default",)),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,)),
-        ("head_dim", getattr(c, "head_dim", None) or head_dim, (head_dim,)),
+        ("head_dim", getattr(theirs, "head_dim", None) or head_dim, (head_dim,)),
     ]
-    if is_llama:
-        checks.append(("hidden_act", c.hidden_act, ("silu",)))
-        checks.append(("rms_norm_eps", c.rms_norm_eps, (NORM_EPS,)))
+    if theirs.model_type == "llama":
+        checks.append(("hidden_act", theirs.hidden_act, ("silu",)))
+        checks.append(("rms_norm_eps", theirs.rms_norm_eps, (NORM_EPS,)))
     else:
-        checks.append(("use_parallel_residual", c.use_parallel_residual, (False,)))
-        checks.append(("hidden_act", c.hidden_act, tuple(GELU)))
-        checks.append(("layer_norm_eps", c.layer_norm_eps, (NORM_EPS,)))
+        checks.append(("use_parallel_residual", theirs.use_parallel_residual, (False,)))
+        checks.append(("hidden_act", theirs.hidden_act, tuple(GELU)))
+        checks.append(("layer_norm_eps", theirs.layer_norm_eps, (NORM_EPS,)))
     problems = [
         f"{source}: {key} = {value}: our model does not compute that; expected {' or '.join(map(str, fits))}"
         for key, value, fits in checks
@@ -87,33 +110,14 @@ def convert_config(c: Any, source: str, run: Path) -> Config:
     ]
     if problems:
         raise UserError("\n".join(problems))
-    norm, mlp = next(key for key, name in ARCHITECTURES.items() if name == c.model_type)
-    length = c.max_position_embeddings
-    kv_heads = getattr(c, "num_key_value_heads", c.num_attention_heads)
-    model = {
-        "n_layer": c.num_hidden_layers,
-        "n_head": c.num_attention_heads,
-        "n_kv_head": kv_heads if kv_heads < c.num_attention_heads else 0,
-        "n_embd": c.hidden_size,
-        "vocab_size": c.vocab_size,
-        "norm": norm,
-        "mlp": mlp,
-        "gelu": GELU.get(c.hidden_act, "tanh"),
-        "mlp_hidden": c.intermediate_size,
-        "bias": not is_llama or c.attention_bias or c.mlp_bias,
-        "tie_embeddings": c.tie_word_embeddings,
-        "rope_theta": float(rope["rope_theta"]),
-    }
-    train = {"seq_len": length, "batch_tokens": length, "micro_batch": 1, "val_tokens": length}
-    values = {"name": run.name, "model": model, "train": train, "log": {"dir": str(run.parent)}}
-    return config_from_dict(values, source)
 
 
 def convert_model(native: Any, config: Config) -> GPT:
     """Our model with the values of theirs; a bias that they do not have is zero."""
-    model, left = GPT(config).eval(), set(native.state_dict())
-    for name, there, here in pair_parameters(model, native):
-        here.copy_(torch.zeros_like(here) if there is None else there)
+    model = GPT(config).eval()
+    left = set(native.state_dict())
+    for name, theirs, ours in pair_parameters(model, native):
+        ours.copy_(torch.zeros_like(ours) if theirs is None else theirs)
         left.discard(name)
     if left:
         raise UserError(f"{native.config.model_type}: no place for {', '.join(sorted(left)[:3])}")

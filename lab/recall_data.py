@@ -4,8 +4,9 @@
     python -m lab.recall_data --tasks copy --sequences 20000 --out data/copy
 
 A sequence fills one window of --seq-len tokens, which train.seq_len must equal, so windows and sequences
-coincide in either data.order. It opens with end-of-text and the task's letter; only answers are learned (a
-loss mask, as data/squad.py's). Shown with four of the eight items, answers in brackets:
+coincide in either data.order. It opens with end-of-text and the task's letter. A loss mask, as
+lab/squad.py's, marks the answers, which alone are learned. Shown with four of the eight items, answers in
+brackets:
 
     mqar       M;~Kd*Ga:!Pm&?Be,=G[a]K[d]B[e]P[m]   the value of each key, keys in another order
                                                     (multi-query associative recall, Arora et al. 2023)
@@ -14,9 +15,9 @@ loss mask, as data/squad.py's). Shown with four of the eight items, answers in b
     sort       S*;<hbnk>,:-&=[bhkn]                 in the alphabet's order
     flipflop   Fw1i0i1r[1]i0w0i1r[0]                the last bit written; i: ignore (Liu et al. 2023)
 
-A longer sequence has as much to recall among more noise (flipflop: ignored bits), at random places: the
-amount never exceeds what training showed, so errors are of retrieval among more keys at larger distances, not
-of an algorithm on longer lists. Tokens are the bytes of ASCII text, so sample.py and data.verify read them.
+A longer sequence has as much to recall among more noise (flipflop: ignored bits), at random places. So
+errors are of retrieval among more keys at larger distances, not of an algorithm on longer lists. Tokens are
+the bytes of ASCII text.
 
 The best guess of an answer token, given those before it but nothing found, is right in 1/16 of mqar, 0.08 of
 copy and reverse (0.34 within the right list: letters do not repeat), 1/2 of sort (the alphabet's next letter)
@@ -33,14 +34,13 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import numpy as np
 
-from data.dataset import begin_dataset, finish_dataset, write_split
 from data.tokenizer import TOKENIZERS
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.files import exclusive_lock
+from lab.squad import Sequence, write_masked
 
 DATASET = "recall"
 VOCAB = TOKENIZERS["bytes"]  # the last is end-of-text
@@ -56,10 +56,9 @@ Task = Callable[[Random, int], tuple[str, range | list[int]]]
 
 
 # ---------------------------------------------------------------- tasks: n characters, and where answers are
-
-
 def mqar(rng: Random, n: int) -> tuple[str, range]:
-    keys, values = rng.sample(KEYS, N_ITEMS), rng.choices(LETTERS, k=N_ITEMS)
+    keys = rng.sample(KEYS, N_ITEMS)
+    values = rng.choices(LETTERS, k=N_ITEMS)
     pairs = [key + value for key, value in zip(keys, values, strict=True)]
     queries = "".join(rng.sample(pairs, N_ITEMS))
     return f"{bury(rng, pairs, n - 1 - len(queries))}={queries}", range(n - len(queries) + 1, n, 2)
@@ -80,11 +79,13 @@ def flipflop(rng: Random, n: int) -> tuple[str, list[int]]:
     """The first instruction writes, the last one reads (Liu et al. 2023, Section 3)."""
     last = n // 2 - 1
     places = rng.sample(range(1, last), 2 * (N_EVENTS - 1))
-    writes, reads = {0, *places[1::2]}, {last, *places[::2]}
-    bits, stored = rng.choices("01", k=last + 1), 0
+    writes = {0, *places[1::2]}
+    reads = {last, *places[::2]}
+    bits = rng.choices("01", k=last + 1)
+    stored = "0"
     for i in sorted(writes | reads):
-        stored = i if i in writes else stored
-        bits[i] = bits[stored]
+        stored = bits[i] if i in writes else stored
+        bits[i] = stored
     text = "".join(("w" if i in writes else "r" if i in reads else "i") + bit for i, bit in enumerate(bits))
     return text, [2 * i + 1 for i in sorted(reads)]
 
@@ -106,8 +107,8 @@ TASKS: dict[str, Task] = {
 }
 
 
-def make_sequence(task: str, length: int, seed: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and mask, 1 for each token of the answer: (length,) uint16 each, fixed by the arguments.
+def make_sequence(task: str, length: int, seed: str) -> Sequence:
+    """A sequence whose mask is 1 for each token of the answer, fixed by the arguments.
 
     Raises:
         UserError: an odd length, or one below MIN_LENGTH.
@@ -115,41 +116,30 @@ def make_sequence(task: str, length: int, seed: str) -> tuple[np.ndarray, np.nda
     if length < MIN_LENGTH or length % 2:
         raise UserError(f"a sequence of {length} tokens: expected an even number of at least {MIN_LENGTH}")
     text, answers = TASKS[task](Random(f"{seed} {task} {length}"), length - 2)
-    tokens, mask = np.zeros(length, np.uint16), np.zeros(length, np.uint16)
-    tokens[:2] = VOCAB - 1, ord(task[0].upper())
-    tokens[2:] = np.frombuffer(text.encode("ascii"), np.uint8)
+    opening = [VOCAB - 1, ord(task[0].upper())]
+    tokens = np.array(opening + list(text.encode("ascii")), np.uint16)
+    mask = np.zeros(length, np.uint16)
     mask[2:][answers] = 1
-    return tokens, mask
+    return Sequence(tokens, mask)
 
 
 # ---------------------------------------------------------------- writing
-
-
-def build(out: Path, tasks: list[str], n_train: int, length: int, seed: int) -> None:
-    """Write both splits, tasks in turn, then their masks, and print the counts."""
-    info: dict[str, Any] = {
-        "dataset": DATASET, "tokenizer": "bytes", "vocab_size": VOCAB,
-        "source": f"data/recall.py, seed {seed}", "sequence_length": length, "tasks": tasks, "splits": {},
-        "shards": [],
-    }  # fmt: skip
-    for split, n in (("val", N_VAL), ("train", n_train)):
-        rows = [make_sequence(tasks[i % len(tasks)], length, f"{seed} {split} {i}") for i in range(n)]
-        write_split(out, info, split, [tokens for tokens, _ in rows], n)
-        write_split(out, info, f"{split}mask", [mask for _, mask in rows], 0)
-        print(f"{split:6} {n:,} sequences of {length} tokens: {', '.join(tasks)}")
-    finish_dataset(out, info)
-    print(f"written {out}")
-
-
 def main() -> None:
-    args = _parse_args()
-    make_sequence(args.tasks[0], args.seq_len, "")  # an error here leaves the folder unchanged
+    args = parse_args()
+    sizes = {"val": N_VAL, "train": args.sequences}
+    splits: dict[str, list[Sequence]] = {}
+    for split, n in sizes.items():
+        tasks = [args.tasks[i % len(args.tasks)] for i in range(n)]  # in turn
+        splits[split] = [
+            make_sequence(task, args.seq_len, f"{args.seed} {split} {i}") for i, task in enumerate(tasks)
+        ]
+    info = {"dataset": DATASET, "tokenizer": "bytes", "vocab_size": VOCAB, "tasks": args.tasks}
+    info["source"] = f"lab/recall_data.py, seed {args.seed}"
     with exclusive_lock(args.out):
-        begin_dataset(args.out, DATASET)
-        build(args.out, list(dict.fromkeys(args.tasks)), args.sequences, args.seq_len, args.seed)
+        write_masked(args.out, info, splits)
 
 
-def _parse_args() -> argparse.Namespace:
+def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help="(default: all)")
@@ -157,7 +147,7 @@ def _parse_args() -> argparse.Namespace:
     add("--sequences", type=positive_int, default=2**17, metavar="N", help=n_help)
     add("--seq-len", type=int, default=64, metavar="T", help="of every sequence (default: %(default)s)")
     add("--seed", type=int, default=0, help="of all sequences (default: %(default)s)")
-    default = Path(__file__).parent / DATASET
+    default = Path("data") / DATASET
     add("--out", type=Path, metavar="DIR", default=default, help="folder to write (default: data/recall)")
     return parser.parse_args()
 

@@ -5,10 +5,10 @@
     python -m lab.replace MODEL --val-text b.txt --steps 0 --normaliser lssa --reweight-p 15 --out lssar.json
 
 (SSMax paper, (e).) MODEL is a folder or a name on the Hugging Face hub: any causal model that `hub.register`
-can change. Options of the normaliser are options here. `--scale-init auto` is SSMax's 1 / mean of ln n,
-n = 1 ... the training length: on average the scores keep their size.
+can change. Options of the normaliser are options here. `--scale-init auto` is SSMax's 1 / mean of ln n over
+n = 1 ... the training length, with which the scores keep their size on average.
 
-Every length scores the same tokens, the first of the validation text, cut into blocks of the longest
+Every length scores the same tokens, the first of the validation text. They are cut into blocks of the longest
 length and each block into windows; ± is the standard error over blocks. The fine-tuning is AdamW on all
 parameters in float32, without dropout, the learning rate falling linearly to zero, on windows of the training
 length in a seeded order.
@@ -36,49 +36,44 @@ from lab.import_ import load_native
 from positions import RopeScaling, rope_frequencies
 from schema import AttentionConfig, describe_attention
 
-ROPE_KINDS = ("none", "ntk", "theta")  # the scalings that change the base alone
+Losses = dict[int, tuple[float, float | None]]  # by length: mean and its standard error
 
 
 def main() -> None:
     args, options = parse_args()
-    make_attention(args.normaliser, dict(options), train_len=2)  # a mistake ends here, before the model loads
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    make_attention(args.normaliser, options, train_len=2)  # a mistake ends here, before the model loads
+    val_text = read_text(args.val_text)
+    train_text = read_text(args.train_text) if args.steps else ""
     model, tokenizer = load_native(args.model, attn_implementation="sdpa")
-    model = model.to(device).eval()
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     train_len = model.config.max_position_embeddings
     attention = make_attention(args.normaliser, options, train_len)
     lengths = sorted(set(args.lengths or [factor * train_len for factor in (1, 2, 4, 8)]))
-    blocks = read_blocks(tokenizer, args.val_text, args.tokens, lengths)
-    windows = read_blocks(tokenizer, args.train_text, None, [train_len]) if args.steps else None
-
+    blocks = read_blocks(tokenizer, val_text, args.tokens, lengths)
     register("replacement", attention, train_len)
 
-    losses: dict[str, dict[int, Any]] = {}
-
-    def measure(state: str) -> None:
-        losses[state] = {length: window_loss(model, blocks, length, args.scaling) for length in lengths}
-
-    measure("softmax")
+    losses = {"softmax": measure(model, blocks, lengths, args.scaling)}
     model.set_attn_implementation("replacement")
     learned = learned_parameters(model)
-    measure("replaced")
-    if windows is not None:
-        fine_tune(model, windows, args)
-        measure("fine-tuned")
-    rows = [["state", "attention", *map(str, lengths)]]
-    for state, by_length in losses.items():
-        name = "softmax" if state == "softmax" else describe_attention(attention)
-        rows.append([state, name, *(format_stderr(*by_length[length]) for length in lengths)])
+    losses["replaced"] = measure(model, blocks, lengths, args.scaling)
+    if args.steps:
+        fine_tune(model, read_blocks(tokenizer, train_text, math.inf, [train_len]), args)
+        losses["fine-tuned"] = measure(model, blocks, lengths, args.scaling)
+    name = describe_attention(attention)
     print(f"{args.model}: loss in nats, ± standard error; {args.steps} steps; RoPE scaling {args.rope}\n")
-    print(format_table(rows))
+    table = [["state", "attention", *map(str, lengths)]]
+    for state, by_length in losses.items():
+        cells = [format_stderr(*by_length[length]) for length in lengths]
+        table.append([state, "softmax" if state == "softmax" else name, *cells])
+    print(format_table(table))
     if args.save:
         model.save_pretrained(args.save)
         tokenizer.save_pretrained(args.save)
     if args.out:
-        settings = {key: getattr(args, key) for key in ("model", "rope", "rope_theta", "lr", "batch", "seed")}
-        result = settings | {"normaliser": describe_attention(attention), "steps": args.steps}
-        result |= {"train_len": train_len, "tokens": len(blocks) * lengths[-1], "losses": losses}
-        write_json(result | {"learned": [p.tolist() for p in learned]}, args.out)  # the newest values
+        keys = ("model", "rope", "rope_theta", "lr", "batch", "seed", "steps")
+        result = {key: getattr(args, key) for key in keys} | {"normaliser": name, "train_len": train_len}
+        result |= {"tokens": len(blocks) * lengths[-1], "losses": losses}
+        write_json(result | {"learned": [p.tolist() for p in learned]}, args.out)
 
 
 def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -91,7 +86,8 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
     add("--train-text", type=Path, metavar="FILE", help="the text to fine-tune on (with --steps above 0)")
     add("--lengths", nargs="+", type=positive_int, metavar="T", help="(default: 1, 2, 4, 8 training lengths)")
     add("--tokens", type=positive_int, default=131072, help="tokens to evaluate on (default: %(default)s)")
-    add("--rope", choices=ROPE_KINDS, default="ntk", help="RoPE scaling (default: ntk)")
+    # The scalings that change the base alone.
+    add("--rope", choices=("none", "ntk", "theta"), default="ntk", help="RoPE scaling (default: ntk)")
     add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
     add("--steps", type=int, default=100, help="fine-tuning steps; 0: none (default: %(default)s)")
     add("--lr", type=float, default=1e-4, help="peak learning rate (default: %(default)s)")
@@ -103,11 +99,6 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
     args.scaling = RopeScaling(args.rope, args.rope_theta)
     if args.out and not args.out.parent.is_dir():
         raise UserError(f"--out {args.out}: expected a file in a folder that exists")
-    if args.steps < 0:
-        raise UserError(f"--steps {args.steps}: expected at least 0")
-    for path in (args.val_text, args.train_text):
-        if path is not None:
-            read_text(path)
     if args.steps and args.train_text is None:
         raise UserError(f"--steps {args.steps}: needs --train-text; or give --steps 0")
     return args, parse_overrides(rest)
@@ -115,10 +106,10 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
 
 def make_attention(normaliser: str, options: dict[str, Any], train_len: int) -> AttentionConfig:
     """The checked [attention] section; scale_init = auto is 1 / mean ln n over n = 1 ... train_len."""
-    if options.get("scale_init") == "auto":
-        options["scale_init"] = train_len / math.lgamma(train_len + 1)  # sum of ln n = ln train_len!
-    values = {"normaliser": normaliser, **options}
-    return config_from_dict({"name": "replace", "attention": values}, "command line").attention
+    section = {"normaliser": normaliser, **options}
+    if section.get("scale_init") == "auto":
+        section["scale_init"] = train_len / math.lgamma(train_len + 1)  # sum of ln n = ln train_len!
+    return config_from_dict({"name": "replace", "attention": section}, "command line").attention
 
 
 # ---------------------------------------------------------------- text
@@ -129,29 +120,36 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {e}") from None
 
 
-def read_blocks(tokenizer: Any, path: Path, limit: int | None, lengths: list[int]) -> Tensor:
+def read_blocks(tokenizer: Any, text: str, limit: float, lengths: list[int]) -> Tensor:
     """The text's first tokens in blocks of the longest length and one more: (n, longest + 1) int64.
 
-    Raises UserError: unreadable, too short.
+    Raises:
+        UserError: the text is too short, or a length does not divide the longest.
     """
-    text, size = read_text(path), lengths[-1]
-    if any(size % length for length in lengths):
+    longest = lengths[-1]
+    if any(longest % length for length in lengths):
         raise UserError(f"--lengths {lengths}: expected divisors of the longest, so that all score the same")
     tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False))
-    n = min(len(tokens) - 1, limit or len(tokens)) // size
+    n = int(min(len(tokens) - 1, limit)) // longest
     if not n:
-        raise UserError(f"{path}: {len(tokens)} tokens; expected more than {size}, the longest length")
-    return tokens[: n * size + 1].unfold(0, size + 1, size)
+        raise UserError(f"a text of {len(tokens)} tokens: expected more than {longest}, the longest length")
+    return tokens[: n * longest + 1].unfold(0, longest + 1, longest)
 
 
 # ---------------------------------------------------------------- losses
+def measure(model: Any, blocks: Tensor, lengths: list[int], scaling: RopeScaling) -> Losses:
+    return {length: window_loss(model, blocks, length, scaling) for length in lengths}
+
+
 @torch.no_grad()
 def window_loss(model: Any, blocks: Tensor, length: int, scaling: RopeScaling) -> tuple[float, float | None]:
     """Mean loss in windows of this length, in nats, and its standard error over blocks."""
     scale_rope(model, length, scaling)
-    at_once, means = max(1, 8192 // length), []
+    at_once = max(1, 8192 // length)
+    means = []
     for block in blocks:
-        x, y = block[:-1].view(-1, length), block[1:].view(-1, length)
+        x = block[:-1].view(-1, length)
+        y = block[1:].view(-1, length)
         pairs = zip(x.split(at_once), y.split(at_once), strict=True)
         means.append(torch.stack([len(a) * next_token_loss(model, a, b) for a, b in pairs]).sum() / len(x))
     return mean_and_stderr(torch.stack(means).double().cpu())
@@ -167,20 +165,19 @@ def scale_rope(model: Any, length: int, scaling: RopeScaling) -> None:
     """RoPE's frequencies for sequences of this length, from the model's own base.
 
     Raises:
-        UserError: the model scales them by itself, or has none.
+        UserError: the model scales them by itself, or has learned positions.
     """
+    train_len = model.config.max_position_embeddings
     modules = [module for module in model.modules() if hasattr(module, "inv_freq")]
-    if not modules and scaling.kind != "none":
-        raise UserError(f"--rope {scaling.kind}: the model has no RoPE; expected none")
-    known = model.config.max_position_embeddings
-    if not modules and length > known:
-        raise UserError(f"--lengths {length}: expected at most {known}: the model has learned positions")
+    if not modules and (length > train_len or scaling.kind != "none"):
+        raise UserError(f"the model has no RoPE: expected --rope none, --lengths of at most {train_len}")
     for module in modules:
         rope = module.config.rope_parameters
         if rope.get("rope_type") != "default":
             raise UserError(f"rope_type = {rope.get('rope_type')}: expected default, to scale it here")
-        d, device = 2 * len(module.inv_freq), module.inv_freq.device
-        freqs, _ = rope_frequencies(d, rope["rope_theta"], scaling, length, known, device)
+        d = 2 * len(module.inv_freq)
+        device = module.inv_freq.device
+        freqs, _ = rope_frequencies(d, rope["rope_theta"], scaling, length, train_len, device)
         module.inv_freq = freqs.float()
 
 
@@ -192,8 +189,8 @@ def fine_tune(model: Any, windows: Tensor, args: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
     for step in trange(args.steps, desc="fine-tuning", leave=False, disable=None):
         chosen = order[torch.arange(step * args.batch, (step + 1) * args.batch) % len(order)]
-        x = windows[chosen]
-        next_token_loss(model, x[:, :-1], x[:, 1:]).backward()
+        tokens = windows[chosen]
+        next_token_loss(model, tokens[:, :-1], tokens[:, 1:]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = args.lr * (1 - step / args.steps)

@@ -2,7 +2,6 @@
 
     python -m lab.squad                                              # from the hub -> data/squad
     python -m lab.squad --train train-v2.0.json --val dev-v2.0.json  # local files in SQuAD's schema
-    python -m lab.squad --train dev-v2.0.json --tokenizer bytes --out data/squad_bytes
 
 Every question whose context, question and answer are not empty (86,820 in the paper) becomes one sequence of
 --seq-len tokens, which train.seq_len must equal:
@@ -12,10 +11,9 @@ Every question whose context, question and answer are not empty (86,820 in the p
     Question: {question}
     Answer: {answer}<|endoftext|>, and zeros to the end
 
-Only the first answer and the end-of-text after it are learned: a second pair of splits, trainmask and
-valmask, holds 1 for each token that counts and 0 for the others, token by token. Training and validation
-leave the others out of the loss. Longer sequences are left out and counted. Without --val, all questions of
-every tenth article are held out.
+Only the first answer and the end-of-text after it are learned. A second pair of splits, trainmask and
+valmask, holds 1 for each token that counts in the loss and 0 for the others. Longer sequences are left out
+and counted.
 
 Writes squad_val_000000.bin, squad_train_000001.bin, the masks, and at the end dataset.json (format:
 data/shards.py). Train on it with configs/ssmax_paper/sft.toml.
@@ -24,7 +22,6 @@ data/shards.py). Train on it with configs/ssmax_paper/sft.toml.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,16 +33,20 @@ from data.dataset import begin_dataset, finish_dataset, write_split
 from data.documents import naming
 from data.tokenizer import TOKENIZERS, get_tokenizer
 from infra.cli import ArgumentParser, UserError, run_main
-from infra.files import exclusive_lock
+from infra.files import exclusive_lock, read_json
 
 DATASET = "squad"
 HUB_NAME = "rajpurkar/squad_v2"
-HUB_SPLITS = {"val": "validation", "train": "train"}
-HELD_OUT = 10  # without --val: one of this many articles
+
+
+class Sequence(NamedTuple):
+    """One window of training: (T,) uint16 each."""
+
+    tokens: np.ndarray
+    mask: np.ndarray  # 1 for each token that counts in the loss
 
 
 class Question(NamedTuple):
-    article: str
     context: str
     question: str
     answer: str
@@ -61,133 +62,115 @@ def question_prompt(context: str, question: str) -> str:
 
 
 # ---------------------------------------------------------------- reading
-
-
-def from_files(train: Path, val: Path | None) -> tuple[dict[str, list[Question]], str]:
-    """Both splits, and a description of the source."""
-    questions = list(read_questions(train))
-    if val:
-        return {"val": list(read_questions(val)), "train": questions}, f"{train}, {val}"
-    held_out = set(list(dict.fromkeys(q.article for q in questions))[::HELD_OUT])
-    splits: dict[str, list[Question]] = {"val": [], "train": []}
-    for question in questions:
-        splits["val" if question.article in held_out else "train"].append(question)
-    return splits, str(train)
-
-
 def read_questions(path: Path) -> Iterator[Question]:
     """The questions with an answer in a file of SQuAD's schema.
 
     Raises:
         UserError: the file cannot be read or has another schema.
     """
+    content = read_json(path)
     try:
-        articles = json.loads(path.read_text(encoding="utf-8"))["data"]
-        for i, article in enumerate(articles):
+        for article in content["data"]:
             for paragraph in article["paragraphs"]:
                 for qa in paragraph["qas"]:
-                    if qa["answers"]:
-                        title, answer = article.get("title", str(i)), qa["answers"][0]["text"]
-                        question = Question(title, paragraph["context"], qa["question"], answer)
-                        if not all(isinstance(text, str) for text in question):
-                            raise TypeError(f"expected texts, found {question}")
-                        yield question
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read: {e.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+                    for answer in qa["answers"][:1]:
+                        yield Question(paragraph["context"], qa["question"], answer["text"])
+    except (KeyError, TypeError) as e:
         raise UserError(
             f"{path}: not of SQuAD's schema, {{data: [{{paragraphs: [{{context, qas: [{{question, answers: "
             f"[{{text}}]}}]}}]}}]}} ({type(e).__name__}: {e})"
         ) from None
 
 
-def from_hub() -> tuple[dict[str, list[Question]], str]:
-    """As `from_files`, by `datasets`; offline from its cache."""
+def from_hub() -> dict[str, list[Question]]:
+    """The questions with an answer of both splits; offline from the cache of `datasets`."""
     import datasets
 
     hint = "; without a network give SQuAD's own files: --train train-v2.0.json --val dev-v2.0.json"
     with naming(f"{HUB_NAME} on the hub", hint):
-        found = datasets.load_dataset(HUB_NAME)
-        splits = {
+        dataset = datasets.load_dataset(HUB_NAME)
+        return {
             split: [
-                Question(row["title"], row["context"], row["question"], row["answers"]["text"][0])
-                for row in found[name]
-                if row["answers"]["text"]
+                Question(row["context"], row["question"], answer)
+                for row in dataset[hub_split]
+                for answer in row["answers"]["text"][:1]
             ]
-            for split, name in HUB_SPLITS.items()
+            for split, hub_split in (("val", "validation"), ("train", "train"))
         }
-    return splits, HUB_NAME
 
 
 # ---------------------------------------------------------------- writing
-
-
-def make_sequence(
-    question: Question, tokenizer: tiktoken.Encoding, seq_len: int
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """Tokens and mask, (seq_len,) uint16 each; None if they do not fit."""
+def make_sequence(question: Question, tokenizer: tiktoken.Encoding, seq_len: int) -> Sequence | None:
+    """None if the question does not fit."""
     prompt = tokenizer.encode_ordinary(question_prompt(question.context, question.question))
     answer = tokenizer.encode_ordinary(f" {question.answer}")
     start = 1 + len(prompt)
     stop = start + len(answer) + 1
     if stop > seq_len:
         return None
-    tokens, mask = np.zeros(seq_len, np.uint16), np.zeros(seq_len, np.uint16)
+    tokens = np.zeros(seq_len, np.uint16)
     tokens[:stop] = [tokenizer.eot_token, *prompt, *answer, tokenizer.eot_token]
+    mask = np.zeros(seq_len, np.uint16)
     mask[start:stop] = 1
-    return tokens, mask
+    return Sequence(tokens, mask)
 
 
-def build(
-    out: Path, splits: dict[str, list[Question]], source: str, tokenizer_name: str, seq_len: int
+def write_masked(
+    out: Path, info: dict[str, Any], splits: dict[str, list[Sequence]], n_documents: int = 1
 ) -> None:
-    """Write the sequences of both splits, then the masks, and print the counts."""
-    tokenizer = get_tokenizer(tokenizer_name)
-    info: dict[str, Any] = {
-        "dataset": DATASET, "tokenizer": tokenizer_name, "vocab_size": tokenizer.n_vocab, "source": source,
-        "sequence_length": seq_len, "splits": {}, "shards": [],
-    }  # fmt: skip
-    kept: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
-    for split, questions in splits.items():
-        rows = [make_sequence(question, tokenizer, seq_len) for question in questions if question.is_complete]
-        kept[split] = [row for row in rows if row is not None]
-        if not kept[split]:
-            raise UserError(f"{source}: {split}: no question fits --seq-len {seq_len}")
-        n, longer = len(kept[split]), len(rows) - len(kept[split])
-        print(f"{split:6} {n:,} questions in sequences of {seq_len} tokens, {longer:,} were longer")
-    begin_dataset(out, DATASET)
-    for split, sequences in kept.items():
-        # For data/verify.py the zeros after an end-of-text are a document, too.
-        write_split(out, info, split, [tokens for tokens, _ in sequences], 2 * len(sequences))
-    for split, sequences in kept.items():
-        write_split(out, info, f"{split}mask", [mask for _, mask in sequences], 0)
-    finish_dataset(out, info)
+    """Write the sequences of all splits, then their masks.
+
+    Args:
+        info: keys of dataset.json. Those of the shards are added.
+        n_documents: that data/verify.py finds in a sequence.
+    """
+    listed = {"sequence_length": len(splits["train"][0].tokens), **info, "splits": {}, "shards": []}
+    begin_dataset(out, info["dataset"])
+    for split, sequences in splits.items():
+        n = n_documents * len(sequences)
+        write_split(out, listed, split, [sequence.tokens for sequence in sequences], n)
+    for split, sequences in splits.items():
+        write_split(out, listed, f"{split}mask", [sequence.mask for sequence in sequences], 0)
+    finish_dataset(out, listed)
     print(f"written {out}")
 
 
-def _parse_args() -> argparse.Namespace:
+def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
     add("--train", type=Path, metavar="FILE", help="a local JSON (default: the dataset on the hub)")
-    add("--val", type=Path, metavar="FILE", help="a local JSON (default: every tenth article of --train)")
+    add("--val", type=Path, metavar="FILE", help="another, to validate on")
     add("--tokenizer", choices=TOKENIZERS, default="gpt2", help="(default: %(default)s)")
     add("--seq-len", type=int, default=1024, metavar="T", help="of every sequence (default: %(default)s)")
-    default = Path(__file__).parent / DATASET
+    default = Path("data") / DATASET
     add("--out", type=Path, metavar="DIR", default=default, help="folder to write (default: data/squad)")
     args = parser.parse_args()
-    if args.val and not args.train:
-        raise UserError("--val: expected --train as well")
-    if args.seq_len < 8:
-        raise UserError(f"--seq-len {args.seq_len}: expected at least 8")
+    if (args.val is None) != (args.train is None):
+        raise UserError("--train and --val: expected both or none")
     return args
 
 
 def main() -> None:
-    args = _parse_args()
-    get_tokenizer(args.tokenizer)  # an error here leaves the folder unchanged
+    args = parse_args()
+    tokenizer = get_tokenizer(args.tokenizer)  # an error here leaves the folder unchanged
+    source = f"{args.train}, {args.val}" if args.train else HUB_NAME
     with exclusive_lock(args.out):
-        splits, source = from_files(args.train, args.val) if args.train else from_hub()
-        build(args.out, splits, source, args.tokenizer, args.seq_len)
+        files = {"val": args.val, "train": args.train}
+        is_local = args.train is not None
+        questions = {split: [*read_questions(files[split])] for split in files} if is_local else from_hub()
+        splits: dict[str, list[Sequence]] = {}
+        for split, listed in questions.items():
+            complete = [question for question in listed if question.is_complete]
+            sequences = [make_sequence(question, tokenizer, args.seq_len) for question in complete]
+            splits[split] = [sequence for sequence in sequences if sequence is not None]
+            n = len(splits[split])
+            n_longer = len(complete) - n
+            if not n:
+                raise UserError(f"{source}: {split}: no question fits --seq-len {args.seq_len}")
+            print(f"{split:6} {n:,} questions in {args.seq_len} tokens each, {n_longer:,} were longer")
+        info = {"dataset": DATASET, "tokenizer": args.tokenizer, "vocab_size": tokenizer.n_vocab}
+        # The zeros after an end-of-text are a document, too.
+        write_masked(args.out, info | {"source": source}, splits, n_documents=2)
 
 
 if __name__ == "__main__":

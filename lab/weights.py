@@ -24,9 +24,12 @@ from infra.cli import ArgumentParser, UserError, run_main
 from normalisers.base import NORMALISERS
 from schema import AttentionConfig, describe_attention
 
-HEAD_DIM, TRAIN_LEN, LENGTHS = 64, 1024, (64, 4096)
+HEAD_DIM = 64
+TRAIN_LEN = 1024
+LENGTHS = (64, 4096)
 N_COLUMNS = 6
-NEEDLE_SCORE, NEEDLE_DISTANCE = 6.0, 32
+NEEDLE_SCORE = 6.0
+NEEDLE_DISTANCE = 32
 SAME_AS_SOFTMAX = ("ssmax_pn",)  # before training
 COMBINATIONS: list[dict[str, Any]] = [
     {"normaliser": "softmax", "scores": "cosine", "scale": "sqrt_d"},
@@ -52,12 +55,16 @@ def row(options: AttentionConfig, n: int) -> tuple[Tensor, float]:
 
 
 def draw(out: Path) -> None:
-    choices = [AttentionConfig(normaliser=name) for name in NORMALISERS if name not in SAME_AS_SOFTMAX]
+    choices = [
+        AttentionConfig(normaliser=name) for name in sorted(NORMALISERS) if name not in SAME_AS_SOFTMAX
+    ]
     choices += [AttentionConfig(**options) for options in COMBINATIONS]
     figure = Figure(figsize=(15, 13), layout="constrained")
     axes = figure.subplots(-(-len(choices) // N_COLUMNS), N_COLUMNS, sharex=True, sharey=True).flat
     for axis in axes[len(choices) :]:
         axis.remove()
+    for axis in axes[len(choices) - N_COLUMNS : len(choices)]:  # the lowest of each column
+        axis.tick_params(labelbottom=True)
     for axis, options in zip(axes, choices, strict=False):
         of_needle = []
         for n in LENGTHS:

@@ -1,151 +1,47 @@
-"""Attention statistics against those of the dense weights, in evals/diagnose.py and in training logs."""
+"""lab/diagnose.py: the statistics of training/attention_statistics.py by length, as means and by head."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from attention_cases import draw, each_case, make
-from launch import records, run
 from test_eval_length import N_BLOCKS, data, make_run, read
-from test_model import make_gpt, random_tokens
 
-import model
 from data.dataset import TokenStream
+from evals.rows import read_rows
 from lab import diagnose
 from positions import RopeScaling
-from schema import AttentionConfig
-from training import attention_statistics
-from training.attention_statistics import STATISTICS, layer_statistics, model_statistics
+from training.attention_statistics import STATISTICS, model_statistics
 from training.checkpoint import load_model
 
 __all__ = ["data"]  # a fixture
-NAMES = list(STATISTICS)
-
-
-def from_dense(weights: torch.Tensor, unscaled: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """STATISTICS of (B, H, Tq, Tk) row by row, from the definitions, as means over rows: (B, H, S)."""
-    B, H, n_queries, n_keys = weights.shape
-    out = torch.zeros(B, H, n_queries, len(STATISTICS), dtype=torch.float64)
-    for b, h, r in torch.cartesian_prod(torch.arange(B), torch.arange(H), torch.arange(n_queries)).tolist():
-        n = n_keys - n_queries + r + 1
-        a, x = weights[b, h, r, :n].abs().double(), scores[b, h, r, :n].double()
-        mass = a.sum().item()
-        p = (a / mass).tolist() if mass > 1e-30 else [0.0] * n
-        entropy = -sum(v * math.log(v) for v in p if v > 0)
-        out[b, h, r] = torch.tensor(
-            [
-                unscaled[b, h, r, :n].double().std(correction=0),
-                x.std(correction=0),
-                entropy,
-                entropy / math.log(n) if n > 1 else 0.0,
-                math.exp(entropy) if mass > 1e-30 else 0.0,
-                max(p),
-                p[0],
-                sum(v < 2**-16 for v in p) / n,
-            ]
-        )
-    return out.mean(2)
-
-
-@each_case
-@pytest.mark.parametrize("len_q", [8, 21])
-def test_statistics_are_those_of_the_dense_weights(cfg, len_q, monkeypatch):
-    """In blocks of 7 rows and the keys that they see, sequence by sequence."""
-    normaliser = make(cfg, n_head=2, head_dim=8, train_len=24)
-    q, k, _, _ = draw(len_q, 21, head_dim=8, batch=2)
-    q = 4 * q  # gives small weights for `tiny` to count
-    blocks = [(slice(b, b + 1), slice(i, min(i + 7, len_q)), slice(21 - len_q + min(i + 7, len_q)))
-              for b in range(2) for i in range(0, len_q, 7)]  # fmt: skip
-    monkeypatch.setattr(attention_statistics, "query_blocks", lambda q, k: blocks)
-    with torch.no_grad():
-        found = layer_statistics(normaliser, q, k).double()
-        prepared_q, prepared_k, _ = normaliser.prepare(q, k)
-        expected = from_dense(normaliser.weights(q, k), q @ k.mT, prepared_q @ prepared_k.mT)
-    tiny = NAMES.index("tiny")
-    torch.testing.assert_close(found[..., :tiny], expected[..., :tiny], atol=2e-4, rtol=2e-4)
-    # A weight within rounding of the threshold may fall on either side.
-    torch.testing.assert_close(found[..., tiny], expected[..., tiny], atol=0.02, rtol=0)
-
-
-def test_known_rows():
-    """Uniform rows: entropy ln n, n keys; and rows on one key."""
-    normaliser = make(AttentionConfig(), n_head=1, head_dim=4, train_len=8)
-    k = torch.zeros(1, 1, 6, 4)
-    uniform = dict(zip(NAMES, layer_statistics(normaliser, torch.ones(1, 1, 1, 4), k)[0, 0], strict=True))
-    assert uniform["entropy"] == pytest.approx(math.log(6)) and uniform["effective_keys"] == pytest.approx(6)
-    assert uniform["relative_entropy"] == pytest.approx(1)
-    assert uniform["first_token"] == uniform["largest"] == pytest.approx(1 / 6)
-    assert uniform["score_std"] == uniform["tiny"] == 0
-    k[:, :, 0] = 100.0
-    sink = dict(zip(NAMES, layer_statistics(normaliser, torch.ones(1, 1, 1, 4), k)[0, 0], strict=True))
-    assert sink["entropy"] == 0 and sink["effective_keys"] == sink["first_token"] == sink["largest"] == 1
-    assert sink["tiny"] == pytest.approx(5 / 6)
-    assert sink["score_std"] == pytest.approx(200 * math.sqrt(5) / 6)
-    assert sink["qk_std"] == pytest.approx(400 * math.sqrt(5) / 6)
-
-
-@torch.no_grad()
-def test_layers_see_what_the_model_computes(monkeypatch):
-    """Each layer's q and k, two heads sharing one of k, are those of the model's own forward pass."""
-    gpt = make_gpt({"normaliser": "lssa"}, std=0.2, n_kv_head=1)
-    tokens, rope, seen, real = random_tokens(2, 40), RopeScaling("ntk"), [], model.attend
-
-    def attend(q, k, v, *args, **options):
-        seen.append((q, k))
-        return real(q, k, v, *args, **options)
-
-    monkeypatch.setattr(model, "attend", attend)
-    gpt(tokens, rope=rope)
-    expected = [
-        layer_statistics(block.attention.normaliser, q[:, :, -5:], k)
-        for block, (q, k) in zip(gpt.blocks, list(seen), strict=True)
-    ]
-    torch.testing.assert_close(model_statistics(gpt, tokens, rope, n_rows=5), torch.stack(expected, 1))
 
 
 def test_script(tmp_path, data, call, capsys):
     runs = tmp_path / "runs"
     a = make_run(runs, "a", data, normaliser="lssa", reweight_p=3)
     b = make_run(runs, "b", data, normaliser="ssmax_pn")
-    call(diagnose, a, b, "--lengths", 16, 64, "--rows", 8, "--device", "cpu")
+    call(diagnose, a, b, "--lengths", 16, 64, "--device", "cpu")
     gpt = load_model(a).model
     tokens = torch.from_numpy(TokenStream(data, "val").read(0, 64 * N_BLOCKS)).view(-1, 64)
-    for row, length in zip(read(a / "diagnose.json")["lengths"], (16, 64), strict=True):
+    for entry, length in zip(read(a / "diagnose.json")["lengths"], (16, 64), strict=True):
         values = model_statistics(gpt, tokens[:, -length:], RopeScaling("ntk"), n_rows=8)
-        for name, expected in zip(NAMES, values.unbind(-1), strict=True):  # (N_BLOCKS, layers, heads)
-            heads = torch.tensor(row["heads"][name])
+        for name, expected in zip(STATISTICS, values.unbind(-1), strict=True):  # (N_BLOCKS, layers, heads)
+            heads = torch.tensor(entry["heads"][name])
             assert heads.shape == (2, 2)
             torch.testing.assert_close(heads, expected.mean(0), atol=1e-5, rtol=1e-5)
             means = expected.mean((1, 2))
-            assert row["mean"][name] == pytest.approx(means.mean().item(), rel=1e-4, abs=1e-6)
+            assert entry["mean"][name] == pytest.approx(means.mean().item(), rel=1e-4, abs=1e-6)
             error = means.std().item() / N_BLOCKS**0.5
-            assert row["stderr"][name] == pytest.approx(error, rel=1e-3, abs=1e-6)
-    call(diagnose, a, "--lengths", 64, "--rows", 8, "--device", "cpu", "--skip", 64, "--tag", "rest")
-    (rest,) = read(a / "diagnose_rest.json")["lengths"]
+            assert entry["stderr"][name] == pytest.approx(error, rel=1e-3, abs=1e-6)
+    call(diagnose, a, "--lengths", 16, 64, "--device", "cpu", "--skip", 64, "--tag", "rest")
+    _, rest = read(a / "diagnose_rest.json")["lengths"]
     assert rest["mean"]["qk_std"] == pytest.approx(values[1:, ..., 0].mean().item(), rel=1e-4)
     rejected = read(b / "diagnose.json")["lengths"]
     assert rejected[0]["reason"] is None and "64 keys" in rejected[1]["reason"]
     for figure in (a / "diagnose.png", b / "diagnose.png", runs / "diagnose.png"):
         assert figure.read_bytes().startswith(b"\x89PNG")
+    rows = read_rows([a])
+    keys = rows[rows.evaluation == "diagnose"].groupby("length").measure.agg(list)
+    assert keys[16] == keys[64] == 2 * [*STATISTICS]  # of two texts
     out = capsys.readouterr().out
     assert all(text in out for text in STATISTICS.values()) and "b at 64: no result" in out
-
-
-def test_training_logs_each_layer(tiny_config):
-    """In the lines of the steps that attention_every divides; the losses are those of a run without."""
-
-    def logged(name, *overrides):
-        lines = records(run(tiny_config, "--name", name, "--train.max-steps", "4", *overrides))
-        return {line["step"]: line for line in lines if "loss" in line}
-
-    without = logged("without", "--log.every", "1")
-    lines = logged("with", "--log.attention-every", "2", "--log.every", "3")
-    assert [step for step, line in lines.items() if "entropy" in line] == [2, 4]
-    for step in (2, 4):
-        assert lines[step]["logit_std"] > 0
-        for name in ("qk_std", "entropy"):
-            assert list(lines[step][name]) == ["layer_0", "layer_1"]
-            assert all(value > 0 for value in lines[step][name].values())
-    assert all(line["loss"] == without[step]["loss"] for step, line in lines.items())

@@ -1,4 +1,4 @@
-"""hub/import_.py: what hub/export.py wrote comes back; what does not fit is rejected by name."""
+"""lab/import_.py: what hub/export.py wrote comes back; what does not fit is rejected by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ transformers = pytest.importorskip("transformers")
 def test_exported_models_come_back(family, bias, tiny_config, call, capsys):
     options = [*family, "--model.bias", bias]
     run = make_byte_run(tiny_config, *options)
-    out, back = tiny_config.with_name("out"), tiny_config.with_name("back")
+    out = tiny_config.with_name("out")
+    back = tiny_config.with_name("back")
     call(export, run, out)
     call(import_, out, back)
     printed = capsys.readouterr().out
@@ -30,15 +31,10 @@ def test_exported_models_come_back(family, bias, tiny_config, call, capsys):
     x = torch.randint(257, (2, 16))
     assert (load_model(back).model(x) - load_model(run).model(x)).abs().max() <= 1e-4
     if bias == "true":  # GPT-NeoX has biases in any case
-        fresh = GPT(
-            load_config(
-                tiny_config, ["--model.vocab-size", "257", *options, "--attention.normaliser", "ssmax"]
-            )
-        )
+        overrides = ["--model.vocab-size", "257", *options, "--attention.normaliser", "ssmax"]
+        fresh = GPT(load_config(tiny_config, overrides))
         summary = "\n".join(init_from_run(fresh, back, "bytes"))
-        assert (
-            "normaliser.s (2 tensors)" in summary and "rope_theta 10000.0" not in summary.split("changed")[0]
-        )
+        assert "normaliser.s (2 tensors)" in summary
     with pytest.raises(UserError, match="exists; expected a new folder"):
         call(import_, out, back)
 
@@ -48,7 +44,6 @@ def test_exported_models_come_back(family, bias, tiny_config, call, capsys):
     [
         ({"head_dim": 8}, "head_dim = 8: our model does not compute that; expected 16"),
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps = 1e-06"),
-        ({"hidden_act": "relu"}, "hidden_act = relu"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
             "rope_type = linear",

@@ -1,29 +1,30 @@
-"""evals/needle.py on a model built by hand to copy the needle, so that every number is known."""
+"""lab/needle.py on a model built by hand to copy the needle, so that every number is known."""
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import save_run, write_shard
-from test_eval_length import read
+from conftest import save_run
 from test_model import make_gpt, random_tokens
 from test_sample import prefer_untokenised
 
 from config import config_from_dict
-from data.dataset import finish_dataset
+from data.dataset import begin_dataset, finish_dataset, write_split
 from data.tokenizer import get_tokenizer
 from evals.common import proportion
+from evals.rows import read_rows
 from infra.cli import UserError
 from lab import needle
 from model import GPT, KVCache
 from positions import RopeScaling
 from schema import Config
-from training.attention_statistics import attention_mass
 from training.checkpoint import load_model
 
 LETTERS = " 0123456789"  # what the model copies, each with a direction of its own
@@ -92,12 +93,12 @@ def distinct_digits(rng: np.random.Generator) -> list[str]:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder with the copying model, and a haystack of letters without digits."""
-    (tmp_path / "data").mkdir()
     text = np.random.default_rng(0).choice(np.frombuffer(b"abcdefgh .,", np.uint8), 5000)
-    sha = write_shard(tmp_path / "data" / "toy_val_000000.bin", text.astype(np.int64))
-    shards = [{"file": "toy_val_000000.bin", "tokens": len(text), "sha256": sha}]
-    info = {"dataset": "toy", "tokenizer": "bytes", "vocab_size": 257, "source": "test", "splits": {}}
-    finish_dataset(tmp_path / "data", info | {"shards": shards})
+    info: dict = {"dataset": "toy", "tokenizer": "bytes", "vocab_size": 257, "source": "test"}
+    info |= {"splits": {}, "shards": []}
+    begin_dataset(tmp_path / "data")
+    write_split(tmp_path / "data", info, "val", [text.astype(np.int64)], 1)
+    finish_dataset(tmp_path / "data", info)
     config = copying_config(tmp_path)
     monkeypatch.setattr(needle, "draw_numbers", distinct_digits)
     return save_run(tmp_path / "runs" / "copy", config, copying_model(config))
@@ -108,12 +109,13 @@ def evaluate(call):
     return partial(call, needle, "--device", "cpu")
 
 
+def result_of(run: Path) -> dict:
+    return json.loads((run / "eval_needle.json").read_text())
+
+
 def test_a_model_that_copies_finds_the_needle(run, evaluate, capsys):
-    evaluate(run, "--lengths", 256, 600, "--samples", 5, "--depths", 10, 90, "--trials", 7)
-    result = read(run / "eval_needle.json")
-    cells, trials = result["cells"], result["trials"]
-    assert len(trials) == 7 and all(trial["top_score"] > 0.999 for trial in trials)
-    assert all(trial["outcome"] == "whole number" for trial in trials)
+    evaluate(run, "--lengths", 256, 600, "--samples", 5, "--depths", 10, 90)
+    cells = result_of(run)["cells"]
     assert [(cell["length"], cell["depth"]) for cell in cells] == [(256, 10), (256, 90), (600, 10), (600, 90)]
     for cell in cells:
         assert all(cell[name] == proportion(5, 5) for name in needle.MEASURES)
@@ -122,18 +124,21 @@ def test_a_model_that_copies_finds_the_needle(run, evaluate, capsys):
         assert score[0, 0] < 1e-3  # layer 0 head 0 looks at the byte before
     assert (run / "eval_needle.png").read_bytes().startswith(b"\x89PNG")
     assert "100.0 % [56.6, 100.0]" in capsys.readouterr().out
+    rows = read_rows([run])
+    assert (rows.evaluation == "needle").all() and (rows.value == 1).all()
+    choices = rows[rows.measure == "choice"]
+    assert [*zip(choices.length, choices.block, strict=True)] == [(256, 10), (256, 90), (600, 10), (600, 90)]
 
 
 def test_rope_is_scaled_for_the_length(run, evaluate):
     """Positions divided by 600 / 256: the byte before is no longer one radian away."""
-    evaluate(run, "--lengths", 600, "--samples", 2, "--depths", 50, "--trials", 1, "--rope", "linear")
-    (cell,) = read(run / "eval_needle.json")["cells"]
+    evaluate(run, "--lengths", 600, "--samples", 2, "--depths", 50, "--rope", "linear")
+    (cell,) = result_of(run)["cells"]
     assert cell["number"] == proportion(0, 2)
 
 
 def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate, monkeypatch):
-    """Every digit but the first comes out as 0: the first digit is right, the number is not. And one of ten
-    numbers is likelier than the right one."""
+    """Every digit but the first comes out as 0. And one of ten numbers is likelier than the right one."""
     values = cycle([-2.0, *8 * [-3.0], -1.0])
     monkeypatch.setattr(
         needle, "log_likelihood", lambda _, first, *more: first.new_full(first.shape[:1], next(values))
@@ -146,18 +151,16 @@ def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate, monkeypatc
         # After a digit (no longer after a space) the output's 0 is raised above the copied digit.
         model.lm_head.weight[ord("0"), OWN + 1 : OWN + 11] = 500.0
     save_run(run, config, model, step)
-    evaluate(run, "--lengths", 256, "--samples", 4, "--depths", 50, "--trials", 4)
-    result = read(run / "eval_needle.json")
-    (cell,) = result["cells"]
-    assert cell["first_digit"] == proportion(4, 4)
+    evaluate(run, "--lengths", 256, "--samples", 4, "--depths", 50)
+    (cell,) = result_of(run)["cells"]
     assert cell["number"] == cell["choice"] == proportion(0, 4)
-    assert [trial["outcome"] for trial in result["trials"]] == ["first digit"] * 4
 
 
 def test_trials_follow_their_definition():
     tokenizer = get_tokenizer("bytes")
     text = np.frombuffer(b"abcd" * 1000, np.uint8)
-    haystack = needle.Haystack(lambda start, n: text[start : start + n], len(text), tokenizer, "test")
+    stream = SimpleNamespace(read=lambda start, n: text[start : start + n], n_tokens=len(text))
+    haystack = needle.Haystack(stream, tokenizer)
     for depth in (0, 10, 50, 100):
         trial = needle.make_trial(haystack, 400, depth, seed=0, index=7)
         assert len(trial.prompt) == 400 - needle.ANSWER_TOKENS and trial.prompt[0] == tokenizer.eot_token
@@ -179,37 +182,18 @@ def test_trials_follow_their_definition():
 
 
 @torch.no_grad()
-def test_attention_mass_is_that_of_the_dense_weights():
-    """Of the last row of the model's own forward pass; the cache then continues unchanged."""
-    gpt = make_gpt({"normaliser": "lssa", "reweight_p": 3}, std=0.2)
-    tokens, rope = random_tokens(2, 20), RopeScaling("ntk", length=20)
-    where = torch.rand(2, 20, generator=torch.Generator().manual_seed(0)) < 0.5
-    cache = KVCache(2, 20)
-    gpt(tokens[:, :-1], rope=rope, cache=cache)
-    mass = attention_mass(gpt, tokens[:, -1:], rope, cache, where)
-    assert cache.length == 19
-    cos, sin = gpt.rope(20, rope)
-    x = gpt.embedding(tokens)
-    for i, block in enumerate(gpt.blocks):
-        q, k, _ = block.attention.project(block.attention_norm(x), cos, sin)
-        last = block.attention.normaliser.weights(q, k)[:, :, -1]  # (B, H, T)
-        torch.testing.assert_close(mass[:, i], (last * where[:, None]).sum(-1), atol=1e-5, rtol=1e-4)
-        x = block(x, cos, sin)
-    last = gpt(tokens[:, -1:], rope=rope, cache=cache)[:, -1]
-    torch.testing.assert_close(last, gpt(tokens, rope=rope)[:, -1], atol=1e-4, rtol=0)
-
-
-@torch.no_grad()
 def test_likelihoods_are_those_of_whole_sequences():
     """Answers of different lengths after one cached prompt, against the model run on each sequence."""
-    gpt, rope = make_gpt(std=0.2, vocab_size=257), RopeScaling("ntk", length=20)
-    prompt, answers = random_tokens(2, 12), [[3, 4, 5], [7]]
+    gpt = make_gpt(std=0.2, vocab_size=257)
+    rope = RopeScaling("ntk", length=20)
+    prompt = random_tokens(2, 12)
+    answers = [[3, 4, 5], [7]]
     cache = KVCache(2, 20)
     first = gpt(prompt, rope=rope, cache=cache)[:, -1]
     needle.greedy(gpt, first, rope, cache, get_tokenizer("bytes"))  # leaves the cache longer
-    found = needle.log_likelihood(gpt, first, answers, rope, cache, 12)
-    for row, answer, value in zip(prompt, answers, found, strict=True):
-        logs = gpt(torch.tensor([row.tolist() + answer]), rope=rope)[0].log_softmax(-1)
+    likelihoods = needle.log_likelihood(gpt, first, answers, rope, cache, 12)
+    for tokens, answer, value in zip(prompt, answers, likelihoods, strict=True):
+        logs = gpt(torch.tensor([tokens.tolist() + answer]), rope=rope)[0].log_softmax(-1)
         expected = sum(logs[11 + i, token] for i, token in enumerate(answer))
         assert value.item() == pytest.approx(expected.item(), abs=1e-4)
 
@@ -217,7 +201,8 @@ def test_likelihoods_are_those_of_whole_sequences():
 @torch.no_grad()
 def test_answers_are_tokens_of_the_tokeniser_and_not_its_end_of_text():
     """Of a model with more rows than its tokeniser has tokens, which prefers those rows, then end-of-text."""
-    gpt, rope = prefer_untokenised(make_gpt(vocab_size=400, tie_embeddings=False)), RopeScaling()
+    gpt = prefer_untokenised(make_gpt(vocab_size=400, tie_embeddings=False))
+    rope = RopeScaling()
     gpt.lm_head.weight.data[256] = 0.5
     cache = KVCache(2, 20)
     first = gpt(random_tokens(2, 12), rope=rope, cache=cache)[:, -1]
@@ -225,22 +210,13 @@ def test_answers_are_tokens_of_the_tokeniser_and_not_its_end_of_text():
     assert max(map(max, needle.greedy(gpt, first, rope, cache, get_tokenizer("bytes")))) < 256
 
 
-def test_wilson_interval():
-    """Values from Wilson's formula worked out with pencil: z = 1.96, 8 of 10 and the ends."""
-    assert proportion(8, 10)["low"] == pytest.approx(0.4902, abs=1e-4)
-    assert proportion(8, 10)["high"] == pytest.approx(0.9433, abs=1e-4)
-    assert proportion(0, 10) == {"share": 0.0, "low": 0.0, "high": pytest.approx(0.2775, abs=1e-4)}
-
-
-def test_several_runs_and_a_folder_of_texts(run, tmp_path, evaluate, capsys):
+def test_several_runs(run, tmp_path, evaluate, capsys):
     config = copying_config(tmp_path, attention={"normaliser": "ssmax_pn"})
     other = save_run(tmp_path / "runs" / "short", config, GPT(config))
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("She sells sea shells. " * 60)
-    evaluate(run, other, "--haystack", tmp_path / "texts", "--lengths", 256, 300, "--samples", 2)
-    cells = read(other / "eval_needle.json")["cells"]
+    evaluate(run, other, "--lengths", 256, 300, "--samples", 2)
+    cells = result_of(other)["cells"]
     assert [cell["reason"] is None for cell in cells] == [True] * 5 + [False] * 5
-    assert all(cell["number"] == proportion(2, 2) for cell in read(run / "eval_needle.json")["cells"])
+    assert all(cell["number"] == proportion(2, 2) for cell in result_of(run)["cells"])
     assert (tmp_path / "runs" / "eval_needle.png").exists()
     assert "short at 300, 10 %: no result: ssmax_pn" in capsys.readouterr().out
 
@@ -250,8 +226,6 @@ def test_several_runs_and_a_folder_of_texts(run, tmp_path, evaluate, capsys):
     [
         (["--lengths", "100"], "--lengths 100: expected at least"),
         (["--lengths", "9000"], "at most the 5000 tokens of"),
-        (["--haystack", "none"], "--haystack none: expected a folder with .txt files"),
-        (["--depths", "101"], "--depths 101: expected 0 to 100 per cent"),
     ],
 )
 def test_bad_input(run, evaluate, args, message):

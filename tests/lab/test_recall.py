@@ -1,4 +1,4 @@
-"""data/recall.py and evals/recall.py: right answers, right scores, and a model that learns to give them."""
+"""lab/recall_data.py and lab/recall.py: right answers, right scores, and a model that learns to give them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from torch.nn.functional import one_hot
 from data.batches import train_batch
 from data.dataset import IGNORED, TokenStream
 from data.verify import verify
+from evals.common import proportion
+from evals.rows import read_rows
 from infra.cli import UserError
 from lab import recall, recall_data
 from lab.recall_data import TASKS, VOCAB, make_sequence
@@ -25,7 +27,8 @@ from positions import UNSCALED
 
 def solve(text: str) -> dict[int, str]:
     """The answers of a sequence's text, without its end-of-text, by position."""
-    n, answers = len(text), {}
+    n = len(text)
+    answers = {}
     if text[0] == "F":
         for i in range(1, n, 2):
             if text[i] == "w":
@@ -98,11 +101,16 @@ def test_scores_of_known_mistakes() -> None:
     right = recall.answers_right(Oracle(predicted), tokens, mask.bool(), UNSCALED)  # type: ignore[arg-type]
     wrong = [(row, place) for row, place in (~right).nonzero().tolist()]
     assert right.shape == (4, 8) and wrong == [(1, 0), (2, 5), (2, 7)]
-    scores: dict[str, torch.Tensor | str] = {"copy": right.double(), "sort": right.double()}
-    (entry,) = recall.summarise([scores], [64], 4)["lengths"]
+    entry = recall.summarise(64, {"copy": right.double(), "sort": right.double()}, 4)
     for name in ("copy", "mean"):
         assert entry[name]["tokens"]["share"] == pytest.approx(29 / 32)
-        assert entry[name]["sequences"]["share"] == 0.5
+
+
+def test_wilson_interval() -> None:
+    """Values from Wilson's formula worked out with pencil: z = 1.96, 8 of 10 and the ends."""
+    assert proportion(8, 10)["low"] == pytest.approx(0.4902, abs=1e-4)
+    assert proportion(8, 10)["high"] == pytest.approx(0.9433, abs=1e-4)
+    assert proportion(0, 10) == {"share": 0.0, "low": 0.0, "high": pytest.approx(0.2775, abs=1e-4)}
 
 
 def test_a_model_learns(
@@ -123,11 +131,15 @@ def test_a_model_learns(
     assert short["sort"]["tokens"]["share"] > 0.95 and short["sort"] == short["mean"]
     assert "sort" not in long and "p_n" in long["reason"]
     assert "no result" in capsys.readouterr().out
+    rows = read_rows([run_dir])
+    rows = rows[rows.evaluation == "recall"]
+    assert rows.measure.tolist() == ["sort", "sort"] and rows.length.tolist() == [40, 80]
+    assert rows.value.tolist()[0] > 0.95 and rows.value.isna().tolist()[1]
 
 
 def test_what_it_rejects(tmp_path: Path, call: Callable[..., None], tiny_config: Path) -> None:
     untrained = make_byte_run(tiny_config)
-    with pytest.raises(UserError, match="not written by lab.recall_data"):
+    with pytest.raises(UserError, match="expected a dataset of lab.recall_data"):
         call(recall, untrained)
     call(recall_data, "--out", tmp_path / "data", "--sequences", 5)
     with pytest.raises(UserError, match="65 tokens: expected an even number of at least 40"):
