@@ -17,11 +17,19 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Read when Triton is imported, which torch may do in any test file: the kernels then run on the CPU
-# (tests/engines/test_fused.py). Nothing else in the tests uses Triton.
-os.environ["TRITON_INTERPRET"] = "1"
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the tests on the CPU, but for `pytest -m gpu`.
+
+    TRITON_INTERPRET is read when Triton is imported, which torch may do in any test file. The kernels then
+    run on the CPU (tests/core/engines/test_triton.py).
+    """
+    if config.getoption("markexpr") != "gpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 
 VOCAB = 64
 needs_gpt2 = pytest.mark.skipif(

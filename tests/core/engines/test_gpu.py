@@ -1,0 +1,69 @@
+"""The compiled engines on a GPU, against the definition in float64: `pytest -m gpu`."""
+
+import pytest
+import torch
+
+from attention import attend, make_normaliser
+from engines.self_check import TOLERANCE, engine_error
+from schema import AttentionConfig
+
+pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
+from engines import flex
+from engines import triton as triton_engine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = torch.device("cuda")
+LSSAR = {"normaliser": "lssa", "reweight_p": 15}
+FUSED = [
+    LSSAR,
+    {"normaliser": "lssa"},
+    {"normaliser": "lssa", "reweight_p": 100},
+    {"normaliser": "softmax", "reweight_p": 3},
+    {"normaliser": "sigmoid"},
+    {"normaliser": "phi", "phi": "gelu"},
+]
+
+
+def error_of(engine, options, head_dim, dtype, length=200):
+    """Of o, dq, dk, dv and of a decoded row, the largest error."""
+    layer = make_normaliser(AttentionConfig(**options), 2, head_dim, 1024).to(CUDA)
+    return engine_error(engine, layer, CUDA, dtype, length)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("options", FUSED, ids=str)
+def test_triton(options, dtype):
+    assert error_of(triton_engine, options, 64, dtype, 1000) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("head_dim", [32, 80, 128, 256])
+def test_triton_head_sizes(head_dim):
+    assert error_of(triton_engine, LSSAR, head_dim, torch.bfloat16) <= TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_flex(dtype):
+    assert error_of(flex, {"normaliser": "scale_invariant"}, 64, dtype) <= TOLERANCE[dtype]
+
+
+def gradients(q, k, v, do):
+    """o, dq, dk and dv of LSSAR."""
+    layer = make_normaliser(AttentionConfig(**LSSAR), q.shape[1], 64, q.shape[2]).to(CUDA)
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    o = attend(*inputs, layer, "triton")
+    return o, *torch.autograd.grad(o, inputs, do)
+
+
+def test_two_backward_passes_give_the_same_bits():
+    inputs = torch.randn(4, 4, 12, 4096, 64, device=CUDA, dtype=torch.bfloat16)
+    assert all(map(torch.equal, gradients(*inputs), gradients(*inputs)))
+
+
+def test_rows_that_span_more_than_2_31_elements():
+    """The last head of a fused projection, (B, T, 3, H, D), against a copy of it."""
+    wide = torch.randn(1, 131072, 3, 128, 64, device=CUDA, dtype=torch.bfloat16)
+    views = [*wide[:, :, :, -1:].permute(2, 0, 3, 1, 4), torch.randn_like(wide[:, :, 0, -1:].transpose(1, 2))]
+    assert all(map(torch.equal, gradients(*views), gradients(*(t.contiguous() for t in views))))
