@@ -5,14 +5,16 @@
     python -m benchmarks.kernels --arch 90 --head-dim 64 --dtype bfloat16 --all-forms
     python -m benchmarks.kernels --arch 90 --grouped         # k and v with fewer heads than q
 
-LSSAR's kernels (phi = softplus, l1, a power), or those of every phi with and without l1, power and shift,
-with the launch table's block sizes. Columns: registers a thread, bytes spilled to local memory, shared
-memory of a block against what the architecture allows, and instructions per score in each loop with matrix
-products (forward: the pass for Z on whole and on diagonal tiles, and exactly where rows need it; the pass for
-o likewise; backward_q: whole, diagonal, exact; backward_kv: diagonal, whole, exact), counted in the machine
-code: without a GPU the best guide to a kernel's speed. The last lines add up whole tiles. Exit status 1 if a
-kernel needs more shared memory than there is, lost its loops, or, one of LSSAR for 16-bit inputs at head_dim
-64, spills.
+The kernels are LSSAR's (phi = softplus, l1, a power), or those of every phi with and without l1, power and
+shift, with the block sizes of the launch table. The table has registers a thread, bytes spilled to local
+memory, shared memory of a block against what the architecture allows, and instructions per score in each loop
+with matrix products, counted in the machine code: without a GPU the best guide to speed. The loops
+of forward are the pass for Z on whole tiles, on diagonal ones, and exactly where rows need it, then the same
+for o. Those of backward_q are whole, diagonal, exact, of backward_kv diagonal, whole, exact. The last lines
+add up whole tiles.
+
+Exit status 1 if a kernel needs more shared memory than there is, lost its loops, or, one of LSSAR for 16-bit
+inputs at head_dim 64, spills.
 """
 
 from __future__ import annotations
@@ -22,10 +24,20 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engines import triton as attention_kernels
+from engines import triton_decode
+from engines.triton import Launch, launch_of, launch_options
+from engines.triton_kernels import INTERPRETED, PHIS, SIGNED, Form
 from infra.cli import ArgumentParser, UserError, run_main
 
 KERNELS = ("forward", "backward_q", "backward_kv", "decode_scores", "decode_values", "decode_combine")
@@ -35,68 +47,136 @@ MATRIX_OPS = re.compile(r"HGMMA|HMMA|UTC\w*MMA")
 INSTRUCTION = re.compile(
     r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);", re.MULTILINE
 )
-
-
-class Compiled(NamedTuple):
-    registers: int
-    spilled: int  # bytes
-    shared: int  # bytes
-    per_score: list[float]  # of the loops in order
-    whole: float  # together, of those that run on tiles off the diagonal
-    lost: int  # loops
-
-
-def signature(kernel: Any, form: Any, launch: Any, grouped: bool) -> tuple[dict, dict, dict]:
-    """Argument types, constants and alignments of a kernel, by the names of its arguments."""
-    from engines.triton_decode import MAX_SPLITS
-
-    types: dict[str, Any] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    aligned: dict[tuple[int, ...], Any] = {}
-    values = {"form": form, "BM": launch.rows, "BN": launch.keys, "SPLITS": MAX_SPLITS}
-    values |= {} if grouped else {"group": 1}
-    of_inputs = "*bf16" if form.fast else "*fp32"
-    for i, name in enumerate(kernel.arg_names):
-        if name.endswith("_ptr"):
-            is_float = name in FLOATS or (grouped and name in ("dk_ptr", "dv_ptr"))  # by heads of q
-            types[name] = "*fp32" if is_float else of_inputs
-            aligned[(i,)] = [["tt.divisibility", 16]]
-        elif name.endswith("_strides"):
-            n = 2 if "decode" in kernel.__name__ and name[0] in "qo" else 3
-            types[name] = ("i32",) * n
-            aligned |= {(i, axis): [["tt.divisibility", 16]] for axis in range(n)}
-        elif name in values:
-            types[name], constants[(i,)] = "constexpr", values[name]
-        else:
-            types[name] = "fp32" if name == "cut" else "i32"
-    return types, constants, aligned
+DIVISIBLE = [["tt.divisibility", 16]]
+HEADER = (
+    "| arch   | inputs   |   d | form              | kernel      | regs | spill | shared KB     "
+    "| instructions per score        |\n"
+    "|--------|----------|-----|-------------------|-------------|------|-------|---------------"
+    "|-------------------------------|"
+)
 
 
 class Case(NamedTuple):
+    """A kernel to compile; `grouped`: k and v have fewer heads than q."""
+
     kernel: str
-    dtype: str
-    head_dim: int
     arch: int
+    form: Form
     grouped: bool
-    # of triton_kernels.Form
-    phi: str
-    l1: bool
-    p: int
-    bounded: bool
-    has_shift: bool
 
-    def __str__(self) -> str:
-        form = f"{self.phi}, l1 = {self.l1}, p = {self.p}, has_shift = {self.has_shift}"
-        heads = "grouped heads, " * self.grouped
-        return f"{self.kernel} {self.dtype} sm_{self.arch} head_dim {self.head_dim} ({heads}{form})"
+    @property
+    def inputs(self) -> str:
+        """What it is compiled for: architecture, type and head size."""
+        return f"sm_{self.arch} {'bfloat16' if self.form.fast else 'float32'} head_dim {self.form.d}"
+
+    @property
+    def launch(self) -> Launch:
+        if self.kernel.startswith("decode"):
+            return Launch(1, triton_decode.DECODE_KEYS, 4, 3)
+        return launch_of(self.kernel, self.form, self.arch // 10)
 
 
-def all_forms() -> list[tuple[str, bool, int, bool, bool]]:
+class Compiled(NamedTuple):
+    """What a kernel became: registers a thread, bytes, and instructions a score of its loops in order."""
+
+    registers: int
+    spilled: int
+    shared: int
+    per_score: list[float]
+
+
+def source_of(case: Case) -> ASTSource:
+    """The kernel with the types, constants and alignments of its arguments."""
+    decoding = case.kernel.startswith("decode")
+    kernel = getattr(triton_decode if decoding else attention_kernels, f"_{case.kernel}")
+    constants_by_name = {"form": case.form, "BM": case.launch.rows, "BN": case.launch.keys}
+    constants_by_name |= {"SPLITS": triton_decode.MAX_SPLITS} | ({} if case.grouped else {"group": 1})
+    types: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    aligned: dict[tuple[int, ...], Any] = {}
+    for i, name in enumerate(kernel.arg_names):
+        if name.endswith("_ptr"):
+            by_query_head = case.grouped and name in ("dk_ptr", "dv_ptr")
+            is_float = name in FLOATS or by_query_head or not case.form.fast
+            types[name] = "*fp32" if is_float else "*bf16"
+            aligned[(i,)] = DIVISIBLE
+        elif name.endswith("_strides"):
+            n_axes = 2 if decoding and name[0] in "qo" else 3
+            types[name] = ("i32",) * n_axes
+            aligned |= {(i, axis): DIVISIBLE for axis in range(n_axes)}
+        elif name in constants_by_name:
+            types[name] = "constexpr"
+            constants[(i,)] = constants_by_name[name]
+        else:
+            types[name] = "i32"
+    return ASTSource(kernel, types, constants, aligned)
+
+
+def compile_kernel(case: Case) -> Compiled:
+    """Registers and spills come from the resource table of the cubin, loops from its disassembly."""
+    launch = case.launch
+    options = {} if case.kernel.startswith("decode") else launch_options(launch)
+    compiled = triton.compile(source_of(case), target=GPUTarget("cuda", case.arch, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        resources, code = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", resources)
+    assert usage is not None, resources
+    scores_a_thread = launch.rows * launch.keys / launch.warps / 32
+    per_score = [n / scores_a_thread for n in loop_lengths(code)]
+    return Compiled(int(usage[1]), int(usage[2]), compiled.metadata.shared, per_score)
+
+
+def loop_lengths(code: str) -> list[int]:
+    """The number of instructions of each innermost loop with matrix products."""
+    lines = [(int(match[1], 16), match[2], match[3]) for match in INSTRUCTION.finditer(code)]
+    line_at = {address: i for i, (address, _, _) in enumerate(lines)}
+    lengths = []
+    for i, (address, op, operands) in enumerate(lines):
+        jump = re.search(r"0x([0-9a-f]+)", operands) if op.startswith("BRA") else None
+        target = int(jump[1], 16) if jump else address
+        if target < address and target in line_at:
+            body = lines[line_at[target] : i + 1]
+            if any(MATRIX_OPS.match(op) for _, op, _ in body):
+                lengths.append(len(body))
+    return lengths
+
+
+def examine(case: Case) -> tuple[str, list[str], float]:
+    """One line of the table, what is wrong with the kernel, and its instructions a score on whole tiles."""
+    compiled = compile_kernel(case)
+    form = case.form
+    n_sums = (2 + (form.sums != form.sums_again)) * (case.kernel == "forward" and form.two_pass)
+    n_loops = 0 if case.kernel.startswith("decode") else n_sums + 2 + form.log
+    per_score = compiled.per_score[:n_loops]  # what follows are waits
+    whole = {n_sums + (case.kernel == "backward_kv"), *([0] if n_sums else [])}
+    limit = SHARED_LIMITS.get(case.arch, 99)
+    problems = []
+    if len(per_score) < n_loops:
+        problems.append(f"{case}: lost {n_loops - len(per_score)} loops")
+    if compiled.shared > limit * 1024:
+        problems.append(f"{case}: {compiled.shared} bytes of shared memory")
+    if compiled.spilled and form.bounded and form.fast and form.d == 64:
+        problems.append(f"{case}: spills {compiled.spilled} bytes")
+    arch, dtype, _, head_dim = case.inputs.split()
+    phi = f"{form.phi}{' l1' * form.l1}{' shift' * form.has_shift}" + (f" p={form.p}" if form.p else "")
+    line = (
+        f"| {arch:6} | {dtype:8} | {head_dim:>3} | {phi:17} | {case.kernel:11} | {compiled.registers:4} "
+        f"| {compiled.spilled:5} | {compiled.shared / 1024:6.1f} of {limit} "
+        f"| {' '.join(f'{x:.1f}' for x in per_score):29} |"
+    )
+    return line, problems, sum(x for i, x in enumerate(per_score) if i in whole)
+
+
+def all_forms(fast: bool, head_dim: int) -> list[Form]:
     """Every phi with and without l1, a power where it may have one, a shift where a normaliser has one."""
-    from engines.triton_kernels import PHIS, SIGNED
-
     return [
-        (phi, l1, p, False, has_shift)
+        Form(phi, l1, p, False, has_shift, fast, head_dim)
         for phi in PHIS
         for l1 in (True, False)
         for p in ((0, 3) if l1 and phi not in SIGNED else (0,))
@@ -104,137 +184,36 @@ def all_forms() -> list[tuple[str, bool, int, bool, bool]]:
     ]
 
 
-def compile_kernel(case: Case) -> Compiled:
-    import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from engines import triton as at
-    from engines import triton_decode
-
-    dtype = getattr(torch, case.dtype)
-    form = at.Form(*case[5:], dtype != torch.float32, case.head_dim)
-    decoding = case.kernel.startswith("decode")
-    decode_launch = at.Launch(1, triton_decode.DECODE_KEYS, 4, 3)
-    launch = decode_launch if decoding else at.launch_of(case.kernel, form, case.arch // 10)
-    kernel = getattr(triton_decode if decoding else at, f"_{case.kernel}")
-    types, constants, aligned = signature(kernel, form, launch, case.grouped)
-    compiled = triton.compile(
-        ASTSource(kernel, types, constants, aligned),
-        target=GPUTarget("cuda", case.arch, 32),
-        options={} if decoding else at.launch_options(launch),
-    )
-    scores = launch.rows * launch.keys / launch.warps / 32
-    n_sums = (2 + (form.sums != form.sums_again)) * (case.kernel == "forward" and form.two_pass)
-    n_loops = 0 if decoding else n_sums + 2 + form.log
-    whole = {n_sums + (case.kernel == "backward_kv"), *([0] if n_sums else [])}
-    return read_cubin(compiled.asm["cubin"], compiled.metadata.shared, scores, n_loops, whole)
-
-
-def read_cubin(cubin: bytes, shared: int, scores: float, n_loops: int, whole: set[int]) -> Compiled:
-    """Registers and spills from the resource table, loops with matrix products from the disassembly."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        table, code = (
-            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
-            for option in ("-res-usage", "-sass")
-        )
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", table)
-    assert usage is not None, table
-    found = loops(code, scores)[:n_loops]  # what follows are waits
-    off_diagonal = sum(x for i, x in enumerate(found) if i in whole)
-    return Compiled(int(usage[1]), int(usage[2]), shared, found, off_diagonal, n_loops - len(found))
-
-
-def loops(code: str, scores: float) -> list[float]:
-    """Instructions of each innermost loop with matrix products, over the scores a thread computes in it."""
-    lines = [(int(m[1], 16), m[2], m[3]) for m in INSTRUCTION.finditer(code)]
-    at = {address: i for i, (address, _, _) in enumerate(lines)}
-    found = []
-    for i, (address, op, rest) in enumerate(lines):
-        target = re.search(r"0x([0-9a-f]+)", rest) if op.startswith("BRA") else None
-        if target is None or int(target[1], 16) >= address or int(target[1], 16) not in at:
-            continue
-        body = lines[at[int(target[1], 16)] : i + 1]
-        if any(MATRIX_OPS.match(op) for _, op, _ in body):
-            found.append(len(body) / scores)
-    return found
-
-
-def row(case: Case) -> tuple[str, str | None, float]:
-    """One line of the table, what is wrong with this kernel, and its instructions a score on whole tiles."""
-    result = compile_kernel(case)
-    limit, problem = SHARED_LIMITS.get(case.arch, 99), None
-    if result.lost:
-        problem = f"{case}: lost {result.lost} loops"
-    if result.shared > limit * 1024:
-        problem = f"{case}: {result.shared} bytes of shared memory"
-    if result.spilled and case.bounded and (case.dtype, case.head_dim) == ("bfloat16", 64):
-        problem = f"{case}: spills {result.spilled} bytes"
-    per_score = " ".join(f"{x:.1f}" for x in result.per_score)
-    phi = f"{case.phi}{' l1' * case.l1}{' shift' * case.has_shift}" + (f" p={case.p}" if case.p else "")
-    line = (
-        f"| sm_{case.arch:<3} | {case.dtype:8} | {case.head_dim:3} | {phi:17} | {case.kernel:11} "
-        f"| {result.registers:4} | {result.spilled:5} | {result.shared / 1024:6.1f} of {limit} "
-        f"| {per_score:29} |"
-    )
-    return line, problem, result.whole
-
-
 def main() -> None:
     parser = ArgumentParser(__doc__)
+    dtypes = ["bfloat16", "float32"]
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100], help="80 is sm_80, ...")
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument(
-        "--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"]
-    )
+    parser.add_argument("--dtype", nargs="+", default=dtypes, choices=dtypes)
     parser.add_argument("--p", type=int, default=15, help="power of the re-weighting, 0: none (default: 15)")
     parser.add_argument("--grouped", action="store_true", help="grouped-query attention")
     parser.add_argument("--all-forms", action="store_true", help="instead of LSSAR's alone")
     args = parser.parse_args()
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if INTERPRETED:
         raise UserError("TRITON_INTERPRET = 1: interpreted kernels cannot be compiled; unset it")
-    import torch
-    import triton
-
-    forms = all_forms() if args.all_forms else [("softplus", True, args.p, True, False)]
-    cases = [
-        Case(kernel, dtype, head_dim, arch, args.grouped, *form)
-        for arch in args.arch
-        for dtype in args.dtype
-        for head_dim in args.head_dim
-        if head_dim <= (128 if dtype == "float32" else 256)
-        for form in forms
-        for kernel in KERNELS
-    ]
-    print(f"triton {triton.__version__}, torch {torch.__version__}\n")
-    head = (
-        "arch  ",
-        "inputs  ",
-        "  d",
-        f"{'form':17}",
-        f"{'kernel':11}",
-        "regs",
-        "spill",
-        f"{'shared KB':13}",
-    )
-    print(f"| {' | '.join(head)} | {'instructions per score':29} |")
-    print(f"|{'|'.join('-' * (len(title) + 2) for title in head)}|{'-' * 31}|")
-    problems, sums = [], dict[str, float]()
+    cases = []
+    for arch in args.arch:
+        for fast in (dtype == "bfloat16" for dtype in args.dtype):
+            for head_dim in (d for d in args.head_dim if fast or d <= 128):
+                lssar = Form("softplus", True, args.p, True, False, fast, head_dim)
+                forms = all_forms(fast, head_dim) if args.all_forms else [lssar]
+                cases += [Case(kernel, arch, form, args.grouped) for form in forms for kernel in KERNELS]
+    print(f"triton {triton.__version__}, torch {torch.__version__}\n\n{HEADER}")
+    problems: list[str] = []
+    sums: Counter[str] = Counter()
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
-        for case, (line, problem, whole) in zip(cases, pool.map(row, cases), strict=True):
+        for case, (line, wrong, whole) in zip(cases, pool.map(examine, cases), strict=True):
             print(line, flush=True)
-            problems += [problem] if problem else []
-            name = f"sm_{case.arch} {case.dtype} head_dim {case.head_dim}"
-            sums[name] = sums.get(name, 0.0) + whole
+            problems += wrong
+            sums[case.inputs] += whole  # type: ignore[assignment]
     if not args.all_forms:
         print("\nInstructions a score on whole tiles, forward + backward:")
-        print("\n".join(f"- {name}: {total:.1f}" for name, total in sums.items()))
+        print("\n".join(f"- {inputs}: {total:.1f}" for inputs, total in sums.items()))
     if problems:
         print("\n" + "\n".join(problems), file=sys.stderr)
         sys.exit(1)

@@ -1,6 +1,6 @@
 """The fused kernels, by Triton's interpreter on the CPU (conftest.py), against float64 dense weights.
 
-benchmarks/kernels.py compiles every kernel for real GPUs; benchmarks/gpu.sh measures on one.
+benchmarks/kernels.py compiles every kernel for real GPUs. benchmarks/gpu.py measures on one.
 """
 
 from __future__ import annotations
