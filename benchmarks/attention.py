@@ -41,6 +41,8 @@ CASES: dict[str, tuple[AttentionConfig, Engine]] = {
         if definition.__module__ == "normalisers.others"
     },
 }
+N_HEAD = 2
+HEAD_DIM = 64
 NAIVE = "LSSAR p=15 naive dense"
 DENSE_LIMIT = 4096  # (T, T) tensors of a longer dense run would take tens of GB
 COLUMNS = ("case", "T", "fwd", "f + b", "f + b range", "f + b ms", "f + b MB")
@@ -82,11 +84,11 @@ def seconds(fn: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(name: str, length: int, n_head: int, head_dim: int, repeats: int) -> str:
+def measure(name: str, length: int, repeats: int) -> str:
     """One row of the table."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, n_head, length, head_dim, requires_grad=True) for _ in range(3))
-    do = torch.randn(1, n_head, length, head_dim)
+    q, k, v = (torch.randn(1, N_HEAD, length, HEAD_DIM, requires_grad=True) for _ in range(3))
+    do = torch.randn(1, N_HEAD, length, HEAD_DIM)
 
     def softmax() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -97,7 +99,7 @@ def measure(name: str, length: int, n_head: int, head_dim: int, repeats: int) ->
         return attend(q, k, v, layer, engine)
 
     options, engine = CASES.get(name, (LSSAR, "dense"))
-    layer = make_normaliser(options, n_head, head_dim, length)
+    layer = make_normaliser(options, N_HEAD, HEAD_DIM, length)
 
     def both(fn: Callable[[], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(fn(), [q, k, v], do)
@@ -121,20 +123,18 @@ def measure(name: str, length: int, n_head: int, head_dim: int, repeats: int) ->
 def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("--lengths", type=positive_int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--heads", type=positive_int, default=2)
-    parser.add_argument("--head-dim", type=positive_int, default=64)
     parser.add_argument("--repeats", type=positive_int, default=7, help="half as many above T = 4096")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(
-        f"torch {torch.__version__}, one thread, batch 1, {args.heads} heads of {args.head_dim}, float32, "
+        f"torch {torch.__version__}, one thread, batch 1, {N_HEAD} heads of {HEAD_DIM}, float32, "
         f"{args.repeats} repeats\n\n| {' | '.join(COLUMNS)} |\n|---|{'---:|' * (len(COLUMNS) - 1)}"
     )
     for length in args.lengths:
         repeats = args.repeats if length <= 4096 else max(3, args.repeats // 2)
         for name in [*CASES, NAIVE]:
             if "dense" not in name or length <= DENSE_LIMIT:
-                print(measure(name, length, args.heads, args.head_dim, repeats), flush=True)
+                print(measure(name, length, repeats), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,9 @@
     python -m benchmarks.chaos --kills 2            # as in CI
 
 Every second kill waits until a checkpoint is being written. With two processes one rank is killed, and
-`torchrun --max-restarts` restarts the run.
+`torchrun --max-restarts` restarts the run. Data must be prepared (python -m data.python_source).
 """
 
-import json
 import os
 import random
 import shutil
@@ -19,7 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from infra.cli import ArgumentParser, UserError, run_main
+from infra.cli import ArgumentParser, UserError, positive_int, run_main
+from infra.files import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 OVERRIDES = [  # a small model, short steps and many checkpoints
@@ -31,108 +31,91 @@ OVERRIDES = [  # a small model, short steps and many checkpoints
 PATIENCE = 1500  # seconds for a restart: gloo waits five times its timeout where a connection is refused
 KEPT = ("step", "loss", "lr", "grad_norm", "val_loss", "skipped")  # the keys that no clock changes
 
+Process = subprocess.Popen[bytes]
 
-def start(folder: Path, name: str, processes: int) -> subprocess.Popen[bytes]:
-    """A run in its own process group; its output goes to `<name>.log`."""
+
+def start(run: Path, n_ranks: int) -> Process:
+    """A run in its own process group; its output goes to `<run>.log`."""
     command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    if n_ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"]
         command += ["--max-restarts=100", "--monitor-interval=0.1"]
-    command += ["train.py", "configs/demo_lssar.toml", "--name", name, "--log.dir", str(folder), *OVERRIDES]
+    command += ["train.py", "configs/demo_lssar.toml", "--name", run.name, "--log.dir", str(run.parent)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    with open(folder / f"{name}.log", "ab") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
+    with open(f"{run}.log", "ab") as log:
+        return subprocess.Popen(
+            [*command, *OVERRIDES], cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
+        )
 
 
 def curve(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the clock."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: line[key] for key in KEPT if key in line} for line in lines]
+    return [{key: record.get(key) for key in KEPT} for record in read_jsonl(run / "metrics.jsonl")]
 
 
-def undisturbed(folder: Path, processes: int) -> tuple[list[dict[str, Any]], float]:
-    """The curve of an undisturbed run, and how long it took."""
-    began = time.monotonic()
-    name = f"undisturbed{processes}"
-    if start(folder, name, processes).wait(timeout=600):
-        raise UserError(f"the undisturbed run failed:\n{(folder / f'{name}.log').read_text()[-2000:]}")
-    return curve(folder / name), time.monotonic() - began
-
-
-def ranks(process: subprocess.Popen[bytes], processes: int) -> list[int]:
-    """The ids of the training processes: torchrun's children, or the run itself."""
-    if processes == 1:
-        return [process.pid]
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-
-
-def writing(run: Path) -> bool:
+def writes_checkpoint(run: Path) -> bool:
     """Whether a checkpoint is being written now; killed writes have left older files."""
     try:
-        ages = [time.time() - path.stat().st_mtime for path in (run / "checkpoints").glob(".step_*.tmp")]
+        return any(time.time() - path.stat().st_mtime < 0.2 for path in run.glob("checkpoints/.step_*.tmp"))
     except FileNotFoundError:
         return False
-    return any(age < 0.2 for age in ages)
 
 
-def kill_one(
-    process: subprocess.Popen[bytes], processes: int, run: Path, patience: float, in_write: bool
-) -> bool:
-    """Kill one rank after `patience` seconds, or during the next write of a checkpoint; False: too late."""
-    end = time.monotonic() + patience
-    while process.poll() is None and time.monotonic() < end:
-        if in_write and writing(run):
-            break
+def kill_one(process: Process, n_ranks: int, run: Path, delay: float, in_write: bool) -> bool:
+    """Kill one rank after `delay` seconds, or in the next write of a checkpoint; False: it was too late."""
+    end = time.monotonic() + delay
+    while process.poll() is None and time.monotonic() < end and not (in_write and writes_checkpoint(run)):
         time.sleep(0.0005 if in_write else 0.01)
-    if process.poll() is not None:
-        return False
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:
-        os.kill(random.choice(ranks(process, processes)), signal.SIGKILL)
+        ranks = [process.pid] if n_ranks == 1 else children.read_text().split()
+        os.kill(int(random.choice(ranks)), signal.SIGKILL)
     except (ProcessLookupError, FileNotFoundError, IndexError):  # it has ended, or not started
         return False
     return True
 
 
-def chaos(folder: Path, processes: int, kills: int) -> None:
-    expected, seconds = undisturbed(folder, processes)
-    random.seed(processes)
-    done, in_writes, rounds = 0, 0, 0
-    while done < kills:
-        rounds += 1
-        name = f"killed{processes}-{rounds}"
-        run, process = folder / name, start(folder, name, processes)
+def chaos(folder: Path, n_ranks: int, n_kills: int) -> None:
+    undisturbed = folder / f"undisturbed{n_ranks}"
+    began = time.monotonic()
+    if start(undisturbed, n_ranks).wait(timeout=600):
+        raise UserError(f"the undisturbed run failed: see {undisturbed}.log")
+    seconds = time.monotonic() - began
+    random.seed(n_ranks)
+    kills = 0
+    partial = 0
+    while kills < n_kills:
+        run = folder / f"killed{n_ranks}-{len(list(folder.glob('*.log')))}"
+        process = start(run, n_ranks)
         while process.poll() is None or process.returncode:
-            in_write = done % 2 == 1
-            patience = random.uniform(0.3, 0.9) * seconds
-            killed = done < kills and kill_one(process, processes, run, patience, in_write)
-            done += killed
-            in_writes += killed and in_write and writing(run)
-            if processes == 1 or done >= kills:
+            in_write = kills % 2 == 1
+            delay = random.uniform(0.3, 0.9) * seconds
+            killed = kills < n_kills and kill_one(process, n_ranks, run, delay, in_write)
+            kills += killed
+            partial += killed and in_write and writes_checkpoint(run)
+            if n_ranks == 1 or kills >= n_kills:
                 process.wait(timeout=PATIENCE)
             if process.poll():
-                if not killed or processes > 1:  # torchrun must restart it
-                    raise UserError(f"{run}: failed without a kill; see {folder / f'{name}.log'}")
-                process = start(folder, name, processes)
-        output = (folder / f"{name}.log").read_text()
-        same = curve(run) == expected
+                if not killed or n_ranks > 1:  # torchrun must restart it
+                    raise UserError(f"{run}: failed without a kill; see {run}.log")
+                process = start(run, n_ranks)
+        output = Path(f"{run}.log").read_text()
+        if curve(run) != curve(undisturbed) or ("Traceback" in output and n_ranks == 1):
+            raise UserError(f"{run}: not the curve of the undisturbed run; see {run}.log")
+        resumed = f"resumed {output.count('resumed from')} times: the same curve"
         print(
-            f"{processes} process(es): {done} kills, {in_writes} left a partial checkpoint, resumed "
-            f"{output.count('resumed from')} times: {'the same curve' if same else 'ANOTHER CURVE'}",
+            f"{n_ranks} process(es): {kills} kills, {partial} left a partial checkpoint, {resumed}",
             flush=True,
         )
-        if not same or "Traceback" in output and processes == 1:
-            raise UserError(f"{run}: not the curve of the undisturbed run; see {folder / f'{name}.log'}")
 
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
-    parser.add_argument("--kills", type=int, default=20, help="for each number of processes (default: 20)")
+    parser.add_argument("--kills", type=positive_int, default=20, help="for each number of processes (20)")
     args = parser.parse_args()
-    if not (ROOT / "data" / "python_bytes").is_dir():
-        raise UserError("data/python_bytes: no such data; run python -m data.python_source first")
     folder = Path(tempfile.mkdtemp())  # kept if something fails
-    for processes in (1, 2):
-        chaos(folder, processes, args.kills)
+    for n_ranks in (1, 2):
+        chaos(folder, n_ranks, args.kills)
     shutil.rmtree(folder)
 
 

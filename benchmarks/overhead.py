@@ -20,7 +20,6 @@ import torch
 
 import train
 from config import load_config
-from data.batches import train_batch
 from infra.cli import ArgumentParser, positive_int, run_main
 from infra.distributed import World, join_world
 from schema import Config
@@ -34,21 +33,16 @@ BLOCK = 50
 
 def plain(config: Config, world: World) -> Callable[[], None]:
     state = TrainState(config, world)
-    model, batches = state.model, state.batches
 
     def step() -> None:
         set_learning_rates(state.optimizers, config.optimizer, state.step, config.train.max_steps)
-        n_micro = batches.per_rank // batches.micro
-        for i in range(n_micro):
-            arrays = train_batch(
-                batches.stream, state.step, batches.per_rank, config.train.seq_len, config.data.order,
-                config.seed, i * batches.micro, batches.micro,
-            )  # fmt: skip
-            x, y = (torch.from_numpy(a).to(world.device) for a in arrays)
+        batch = state.batches.read(state.step)
+        for micro_batch in batch:
+            x, y = (tokens.to(world.device) for tokens in micro_batch)
             with state.raw_model.autocast():
-                loss = model(x, y) / n_micro
+                loss = state.model(x, y) / len(batch)
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip)
+        torch.nn.utils.clip_grad_norm_(state.raw_model.parameters(), config.train.grad_clip)
         for optimizer in state.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -59,9 +53,10 @@ def plain(config: Config, world: World) -> Callable[[], None]:
 
 def guarded(config: Config, world: World, save: bool) -> Callable[[], None]:
     state = TrainState(config, world)
-    log, writer = RunLog(state), CheckpointWriter(config.run_dir, 2, 0)
+    log = RunLog(state)
     log.open_folder([])
     log.print = lambda *lines: None  # type: ignore[method-assign]
+    writer = CheckpointWriter(config.run_dir, 2, 0)
 
     def step() -> None:
         train.train_step(state, log)
@@ -85,28 +80,31 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         configs = [load_config(args.config, ["--log.dir", folder, "--name", name]) for name in "abcd"]
         with join_world(configs[0].train.device) as world:
-            ways = {
+            steps = {
                 "plain": plain(configs[0], world),
                 "plain again": plain(configs[1], world),
                 "train.py": guarded(configs[2], world, save=False),
                 "+ saving": guarded(configs[3], world, save=True),
             }
-            times: dict[str, list[float]] = {name: [] for name in ways}
-            for block in range(1 + args.steps // BLOCK):  # the first is warm-up
-                for name, step in ways.items():
+            seconds: dict[str, list[float]] = {name: [] for name in steps}
+            for _ in range(1 + args.steps // BLOCK):
+                for name, step in steps.items():
                     start = time.perf_counter()
                     for _ in range(BLOCK):
                         step()
                     if world.device.type == "cuda":
                         torch.cuda.synchronize()
-                    times[name] += [time.perf_counter() - start] if block else []
-    n_threads = torch.get_num_threads()
-    print(f"{args.config}, {args.steps // BLOCK} blocks of {BLOCK} steps of each, {n_threads} threads\n")
+                    seconds[name].append(time.perf_counter() - start)
+    print(
+        f"{args.config}, {args.steps // BLOCK} blocks of {BLOCK} steps, {torch.get_num_threads()} threads\n"
+    )
     print("| | mean ms a step | total time over plain | median of the blocks' ratios |\n|---|---:|---:|---:|")
-    for name, own in times.items():
-        ratio = statistics.median(a / b for a, b in zip(own, times["plain"], strict=True))
-        total, mean = sum(own) / sum(times["plain"]), 1000 * statistics.fmean(own) / BLOCK
-        print(f"| {name} | {mean:.1f} | {total:.3f} | {ratio:.3f} |")
+    base = seconds["plain"][1:]  # the first block is warm-up
+    for name in steps:
+        own = seconds[name][1:]
+        ratio = statistics.median(a / b for a, b in zip(own, base, strict=True))
+        mean = 1000 * statistics.fmean(own) / BLOCK
+        print(f"| {name} | {mean:.1f} | {sum(own) / sum(base):.3f} | {ratio:.3f} |")
 
 
 if __name__ == "__main__":

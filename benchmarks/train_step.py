@@ -4,7 +4,7 @@
     python -m benchmarks.train_step configs/softmax.toml configs/lssar.toml --steps 20
     python -m benchmarks.train_step --train.seq-len 1024 --train.micro-batch 1    # overrides, of all configs
 
-All models are in one process and take their steps alternately, so that a drifting machine slows all; a ratio
+All models are in one process and take their steps alternately, so that a drifting machine slows all. A ratio
 is the median over the rounds. CPU time is that of the process: with one thread it leaves out what other
 processes take. Data must be prepared (python -m data.python_source). With --out FILE also {name: median ratio
 of CPU time, on CUDA of step time} as JSON, which `python -m lab.report --comparison` reads.
@@ -28,7 +28,8 @@ from training.state import TrainState
 
 def timed_step(state: TrainState) -> tuple[float, float]:
     """Seconds of a step: elapsed, and of the process's CPU time."""
-    start, cpu_start = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    cpu_start = time.process_time()
     train.train_step(state, RunLog(state))
     if state.world.device.type == "cuda":
         torch.cuda.synchronize()
@@ -40,40 +41,41 @@ def main() -> None:
     parser.usage = "%(prog)s [CONFIG.toml ...] [--steps N] [--section.key VALUE ...]"
     parser.add_argument("--steps", type=positive_int, default=15, help="steps of each config (default: 15)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the ratios as JSON")
-    first = next((i for i, arg in enumerate(sys.argv) if i and arg.startswith("-")), len(sys.argv))
+    first = next((i for i, word in enumerate(sys.argv) if i and word.startswith("-")), len(sys.argv))
     args, overrides = parser.parse_known_args(sys.argv[first:])
     if args.out and not args.out.parent.is_dir():
         raise UserError(f"--out {args.out}: expected a file in a folder that exists")
     paths = sys.argv[1:first] or ["configs/demo_softmax.toml", "configs/demo_lssar.toml"]
     configs = [load_config(path, overrides) for path in paths]
+    # The models share their code, and torch would silently run it uncompiled from the ninth graph on.
+    torch._dynamo.config.recompile_limit = 8 * len(configs)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     with join_world(configs[0].train.device) as world:
         states = [TrainState(config, world) for config in configs]
         for state in states:
             state.step = state.config.attention.reweight_p_warmup  # from the full p on
-            timed_step(state), timed_step(state)  # warm-up, and compilation
-        times = [[timed_step(state) for state in states] for _ in range(args.steps)]
-
-    train_config = configs[0].train
+            for _ in range(2):  # warm-up, and compilation
+                timed_step(state)
+        rounds = [[timed_step(state) for state in states] for _ in range(args.steps)]
+    settings = configs[0].train
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {world.device.type}, "
-        f"{states[0].raw_model.n_params() / 1e6:.2f}M parameters, T = {train_config.seq_len}, "
-        f"{train_config.batch_tokens} tokens a step, {args.steps} steps\n"
+        f"{states[0].raw_model.n_params() / 1e6:.2f}M parameters, T = {settings.seq_len}, "
+        f"{settings.batch_tokens} tokens a step, {args.steps} steps\n"
     )
-    print("| config                     | tokens/s | step time over the first | CPU time over the first |")
-    print("|----------------------------|---------:|-------------------------:|------------------------:|")
-    medians = {}
+    print("| config | tokens/s | step time over the first | CPU time over the first |\n|---|---:|---:|---:|")
+    ratio_of = {}
     for i, config in enumerate(configs):
-        rate = config.train.batch_tokens / statistics.median(row[i][0] for row in times)
+        rate = config.train.batch_tokens / statistics.median(times[i][0] for times in rounds)
         cells = []
         for clock in (0, 1):
-            ratios = sorted(row[i][clock] / row[0][clock] for row in times)
+            ratios = sorted(times[i][clock] / times[0][clock] for times in rounds)
             cells.append(f"{statistics.median(ratios):.3f} ({ratios[0]:.2f}-{ratios[-1]:.2f})")
             if clock == (world.device.type == "cpu"):
-                medians[config.name] = statistics.median(ratios)
-        name = config.name
-        print(f"| {name:26} | {rate:8.0f} | {cells[0]:>24} | {cells[1]:>23} |")
+                ratio_of[config.name] = statistics.median(ratios)
+        print(f"| {config.name} | {rate:.0f} | {cells[0]} | {cells[1]} |")
     if args.out:
-        write_json(medians, args.out)
+        write_json(ratio_of, args.out)
 
 
 if __name__ == "__main__":
