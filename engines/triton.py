@@ -108,7 +108,8 @@ class Launch(NamedTuple):
 # One table for all processes, by compute capability (major), kernel and padded head_dim: nothing is tuned
 # at run time, so no rank and no restart can pick other blocks, and with them other roundings.
 # `benchmarks/kernels.py` compiles every entry and prints registers, spills, shared memory and
-# instructions per score, by which these were chosen. Tiles are 128 long on the side that stays, which halves the traffic from the L2 cache.
+# instructions per score, by which these were chosen. Tiles are 128 long on the side that stays, which
+# halves the traffic from the L2 cache.
 LAUNCHES: dict[int, dict[str, dict[int, Launch]]] = {
     8: {
         "forward": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
