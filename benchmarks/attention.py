@@ -45,7 +45,7 @@ N_HEAD = 2
 HEAD_DIM = 64
 NAIVE = "LSSAR p=15 naive dense"
 DENSE_LIMIT = 4096  # (T, T) tensors of a longer dense run would take tens of GB
-COLUMNS = ("case", "T", "fwd", "f + b", "f + b range", "f + b ms", "f + b MB")
+HEADER = "| case | T | fwd | f + b | f + b range | f + b ms | f + b MB |\n|---|---:|---:|---:|---:|---:|---:|"
 
 
 def naive_lssar(q: Tensor, k: Tensor, v: Tensor, p: int = 15) -> Tensor:
@@ -93,13 +93,11 @@ def measure(name: str, length: int, repeats: int) -> str:
     def softmax() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    def case() -> Tensor:
-        if name == NAIVE:
-            return naive_lssar(q, k, v)
-        return attend(q, k, v, layer, engine)
-
     options, engine = CASES.get(name, (LSSAR, "dense"))
     layer = make_normaliser(options, N_HEAD, HEAD_DIM, length)
+
+    def case() -> Tensor:
+        return naive_lssar(q, k, v) if name == NAIVE else attend(q, k, v, layer, engine)
 
     def both(fn: Callable[[], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(fn(), [q, k, v], do)
@@ -128,7 +126,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(
         f"torch {torch.__version__}, one thread, batch 1, {N_HEAD} heads of {HEAD_DIM}, float32, "
-        f"{args.repeats} repeats\n\n| {' | '.join(COLUMNS)} |\n|---|{'---:|' * (len(COLUMNS) - 1)}"
+        f"{args.repeats} repeats\n\n{HEADER}"
     )
     for length in args.lengths:
         repeats = args.repeats if length <= 4096 else max(3, args.repeats // 2)

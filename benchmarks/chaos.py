@@ -68,7 +68,7 @@ def kill_one(process: Process, n_ranks: int, run: Path, delay: float, in_write: 
         time.sleep(0.0005 if in_write else 0.01)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:
-        ranks = [process.pid] if n_ranks == 1 else children.read_text().split()
+        ranks = [str(process.pid)] if n_ranks == 1 else children.read_text().split()
         os.kill(int(random.choice(ranks)), signal.SIGKILL)
     except (ProcessLookupError, FileNotFoundError, IndexError):  # it has ended, or not started
         return False

@@ -4,9 +4,8 @@
     TRITON_INTERPRET=1 python -m benchmarks.gpu --smoke       # tiny sizes on a CPU: does this script run?
 
 attention    65,536 tokens in 768 dimensions (12 heads of 64, or 6 of 128), causal, bfloat16. Medians of
-             triton.testing.do_bench, of forward and of forward + backward. The ratios are to softmax by
+             triton.testing.do_bench, forward + backward. The ratios are to softmax by
              F.scaled_dot_product_attention on FlashAttention-2 and on cuDNN, timed right after each case.
-             TFLOP/s counts the seven products that softmax needs, whatever a kernel computes.
 step         a compiled training step of GPT-2 124M (forward, backward, AdamW), 32 sequences of 1,024 tokens.
 decode       one token of 8 sequences on 12 heads of 64 with n cached random keys, in a CUDA graph.
 
@@ -26,7 +25,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -49,6 +48,7 @@ from schema import AttentionConfig, Engine
 
 Row = dict[str, Any]
 BASELINES = {"FlashAttention-2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+ROWS = Path("runs/gpu/rows.jsonl")
 HEAD_DIMS = (64, 128)
 CASES: dict[str, tuple[dict[str, Any], Engine]] = {
     "LSSAR p=15": ({"normaliser": "lssa", "reweight_p": 15}, "triton"),
@@ -94,13 +94,6 @@ class Bench:
         fn()
         return 1e3 * (time.perf_counter() - start)
 
-    def forward_backward(self, fn: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[float, float]:
-        """Milliseconds of forward, and of forward + backward."""
-        *qkv, do = inputs
-        with torch.no_grad():
-            forward = self.milliseconds(lambda: fn(*qkv))
-        return forward, self.milliseconds(lambda: torch.autograd.grad(fn(*qkv), qkv, do))
-
 
 def mend_interpreter() -> None:
     """Triton 3.6's interpreter takes int() of arrays with one element, which NumPy 2.4 rejects."""
@@ -126,13 +119,15 @@ def softmax(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[-2] > 1)
 
 
-def baselines(measure: Callable[[Any], Any], *inputs: Tensor) -> Iterator[tuple[str, Any]]:
-    """`measure` of each baseline that this GPU and this torch have."""
+def ratios(ms: float, measure: Callable[[Callable[..., Tensor]], float]) -> Row:
+    """ms over what `measure` gives for each baseline that this GPU and this torch have."""
+    row = {}
     for name, backend in BASELINES.items():
         try:
-            yield name, measure(partial(softmax, backend, *inputs))
+            row[f"over {name}"] = ms / measure(partial(softmax, backend))
         except RuntimeError as error:
             print(f"no {name} here: {repr(error)[:200]}")
+    return row
 
 
 # ---------------------------------------------------------------- compiling first
@@ -162,18 +157,16 @@ def compile_case(smoke: bool, name: str, head_dim: int) -> None:
 
 
 def attention_row(bench: Bench, name: str, head_dim: int, length: int) -> Row:
-    inputs = bench.inputs(length, head_dim)
+    *qkv, do = bench.inputs(length, head_dim)
     layer = bench.layer(name, head_dim, length)
     engine = unchecked(CASES[name][1])
+
+    def forward_backward(fn: Callable[..., Tensor]) -> float:
+        return bench.milliseconds(lambda: torch.autograd.grad(fn(*qkv), qkv, do))
+
     # Compiled as in a model, which fuses the normalisation of q and k.
-    run = bench.compile(lambda q, k, v: attend(q, k, v, layer, engine))
-    forward, both = bench.forward_backward(run, inputs)
-    # Softmax has 2 products forward and 5 backward, of T T D multiplications a head, half of them masked.
-    flops = 7 * inputs[0].shape[0] * bench.width * length**2
-    row = {"forward ms": forward, "both ms": both, "TFLOP/s": flops / both / 1e9}
-    for baseline, times in baselines(partial(bench.forward_backward, inputs=inputs)):
-        row |= {f"forward / {baseline}": forward / times[0], f"both / {baseline}": both / times[1]}
-    return row
+    ms = forward_backward(bench.compile(lambda q, k, v: attend(q, k, v, layer, engine)))
+    return {"ms": ms} | ratios(ms, forward_backward)
 
 
 def step_row(bench: Bench, name: str) -> Row:
@@ -216,10 +209,7 @@ def decode_row(bench: Bench, n_keys: int) -> Row:
     in_graph = partial(bench.milliseconds, rep=100, timer=do_bench_cudagraph)
     with torch.no_grad():
         ms = in_graph(run)
-        row = {"us": 1e3 * ms}
-        for baseline, softmax_ms in baselines(in_graph, q, k, v):
-            row[f"us / {baseline}"] = ms / softmax_ms
-    return row
+        return {"ms": ms} | ratios(ms, lambda fn: in_graph(lambda: fn(q, k, v)))
 
 
 def plan(smoke: bool) -> list[tuple[Callable[..., Row], Row]]:
@@ -235,7 +225,7 @@ def plan(smoke: bool) -> list[tuple[Callable[..., Row], Row]]:
     return [attention[0], *steps, *attention[1:], *decoding]
 
 
-def measure_all(bench: Bench, path: Path) -> bool:
+def measure_all(bench: Bench) -> bool:
     """Print and append every row; whether all of them could be measured."""
     device = "CPU, interpreted" if bench.smoke else torch.cuda.get_device_name()
     machine = {"device": device, "torch": torch.__version__, "triton": triton.__version__}
@@ -250,7 +240,7 @@ def measure_all(bench: Bench, path: Path) -> bool:
         except Exception as error:  # out of memory, or no such kernel: the other rows may work
             row |= {"failed": repr(error)[:200]}
             whole = False
-        with path.open("a") as file:
+        with ROWS.open("a") as file:
             file.write(json.dumps(row | machine | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n")
         if list(row) != columns:
             columns = list(row)
@@ -264,23 +254,21 @@ def measure_all(bench: Bench, path: Path) -> bool:
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of rows.jsonl (runs/gpu)")
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU, with TRITON_INTERPRET=1")
     args = parser.parse_args()
     if args.smoke != INTERPRETED:
         raise UserError("--smoke and TRITON_INTERPRET=1 go together: expected both or neither")
     if not args.smoke and not torch.cuda.is_available():
         raise UserError("no CUDA device: expected one, or TRITON_INTERPRET=1 and --smoke")
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "rows.jsonl"
+    ROWS.parent.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` runs
     try:
         bench = Bench(args.smoke)
         compile_all(bench)
-        whole = measure_all(bench, path)
+        whole = measure_all(bench)
     finally:
-        if "GPU_ROWS" in os.environ and path.exists():
-            shutil.copy(path, os.environ["GPU_ROWS"])
+        if "GPU_ROWS" in os.environ and ROWS.exists():
+            shutil.copy(ROWS, os.environ["GPU_ROWS"])
     sys.exit(not whole)
 
 

@@ -23,7 +23,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import train
-from attention import make_normaliser
 from config import expand_sweep, load_config
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import World, join_world
@@ -77,12 +76,10 @@ def train_both(config: Config, world: World) -> Iterator[Record]:
 @torch.no_grad()
 def weights_before(state: TrainState) -> Iterator[tuple[Tensor, Tensor]]:
     """Each layer's weights before the re-weighting, (1, H, T, T), and n, (T, 1), on validation tokens."""
-    config, length = state.config, state.config.train.seq_len
-    plain = config.attention.model_copy(update={"reweight_p": 0})
-    layer = make_normaliser(plain, config.model.n_head, config.model.head_dim, length)
+    length = state.config.train.seq_len
     tokens = torch.from_numpy(state.val_stream.read(0, length))[None].to(state.world.device)
-    for _, q, k in attention_inputs(state.raw_model, tokens):
-        yield layer.weights(q, k), torch.arange(1, length + 1, device=q.device)[:, None]
+    for layer, q, k in attention_inputs(state.raw_model, tokens):
+        yield layer.weights(q, k, p=0), torch.arange(1, length + 1, device=q.device)[:, None]
 
 
 def largest_peak(state: TrainState) -> float:

@@ -76,15 +76,6 @@ class Case(NamedTuple):
         return launch_of(self.kernel, self.form, self.arch // 10)
 
 
-class Compiled(NamedTuple):
-    """What a kernel became: registers a thread, bytes, and instructions a score of its loops in order."""
-
-    registers: int
-    spilled: int
-    shared: int
-    per_score: list[float]
-
-
 def source_of(case: Case) -> ASTSource:
     """The kernel with the types, constants and alignments of its arguments."""
     decoding = case.kernel.startswith("decode")
@@ -112,24 +103,17 @@ def source_of(case: Case) -> ASTSource:
     return ASTSource(kernel, types, constants, aligned)
 
 
-def compile_kernel(case: Case) -> Compiled:
-    """Registers and spills come from the resource table of the cubin, loops from its disassembly."""
-    launch = case.launch
-    options = {} if case.kernel.startswith("decode") else launch_options(launch)
-    compiled = triton.compile(source_of(case), target=GPUTarget("cuda", case.arch, 32), options=options)
+def disassemble(cubin: bytes) -> tuple[int, int, str]:
+    """Registers a thread, bytes spilled, and the machine code."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        resources, code = (
-            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
-            for option in ("-res-usage", "-sass")
-        )
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", resources)
-    assert usage is not None, resources
-    scores_a_thread = launch.rows * launch.keys / launch.warps / 32
-    per_score = [n / scores_a_thread for n in loop_lengths(code)]
-    return Compiled(int(usage[1]), int(usage[2]), compiled.metadata.shared, per_score)
+        command = [str(tool), "-res-usage", "-sass", file.name]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", output)
+    assert usage is not None, output[:1000]
+    return int(usage[1]), int(usage[2]), output
 
 
 def loop_lengths(code: str) -> list[int]:
@@ -149,25 +133,31 @@ def loop_lengths(code: str) -> list[int]:
 
 def examine(case: Case) -> tuple[str, list[str], float]:
     """One line of the table, what is wrong with the kernel, and its instructions a score on whole tiles."""
-    compiled = compile_kernel(case)
     form = case.form
+    launch = case.launch
+    decoding = case.kernel.startswith("decode")
+    options = {} if decoding else launch_options(launch)
+    compiled = triton.compile(source_of(case), target=GPUTarget("cuda", case.arch, 32), options=options)
+    registers, spilled, code = disassemble(compiled.asm["cubin"])
+    shared = compiled.metadata.shared
     n_sums = (2 + (form.sums != form.sums_again)) * (case.kernel == "forward" and form.two_pass)
-    n_loops = 0 if case.kernel.startswith("decode") else n_sums + 2 + form.log
-    per_score = compiled.per_score[:n_loops]  # what follows are waits
+    n_loops = 0 if decoding else n_sums + 2 + form.log
+    scores_a_thread = launch.rows * launch.keys / launch.warps / 32
+    per_score = [n / scores_a_thread for n in loop_lengths(code)][:n_loops]  # what follows are waits
     whole = {n_sums + (case.kernel == "backward_kv"), *([0] if n_sums else [])}
     limit = SHARED_LIMITS.get(case.arch, 99)
     problems = []
     if len(per_score) < n_loops:
         problems.append(f"{case}: lost {n_loops - len(per_score)} loops")
-    if compiled.shared > limit * 1024:
-        problems.append(f"{case}: {compiled.shared} bytes of shared memory")
-    if compiled.spilled and form.bounded and form.fast and form.d == 64:
-        problems.append(f"{case}: spills {compiled.spilled} bytes")
+    if shared > limit * 1024:
+        problems.append(f"{case}: {shared} bytes of shared memory")
+    if spilled and form.bounded and form.fast and form.d == 64:
+        problems.append(f"{case}: spills {spilled} bytes")
     arch, dtype, _, head_dim = case.inputs.split()
     phi = f"{form.phi}{' l1' * form.l1}{' shift' * form.has_shift}" + (f" p={form.p}" if form.p else "")
     line = (
-        f"| {arch:6} | {dtype:8} | {head_dim:>3} | {phi:17} | {case.kernel:11} | {compiled.registers:4} "
-        f"| {compiled.spilled:5} | {compiled.shared / 1024:6.1f} of {limit} "
+        f"| {arch:6} | {dtype:8} | {head_dim:>3} | {phi:17} | {case.kernel:11} | {registers:4} "
+        f"| {spilled:5} | {shared / 1024:6.1f} of {limit} "
         f"| {' '.join(f'{x:.1f}' for x in per_score):29} |"
     )
     return line, problems, sum(x for i, x in enumerate(per_score) if i in whole)

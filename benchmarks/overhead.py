@@ -11,7 +11,6 @@ and prints the ratios of the times. The ratio of two plain loops is the noise.
 """
 
 import gc
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -71,12 +70,22 @@ def guarded(config: Config, world: World, save: bool) -> Callable[[], None]:
     return step
 
 
+def timed_block(step: Callable[[], None], world: World) -> float:
+    start = time.perf_counter()
+    for _ in range(BLOCK):
+        step()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("config", nargs="?", default="configs/demo_softmax.toml")
     parser.add_argument("--steps", type=positive_int, default=200, help="of each (default: %(default)s)")
     args = parser.parse_args()
     gc.disable()  # as in train.py
+    n_blocks = max(1, args.steps // BLOCK)
     with tempfile.TemporaryDirectory() as folder:
         configs = [load_config(args.config, ["--log.dir", folder, "--name", name]) for name in "abcd"]
         with join_world(configs[0].train.device) as world:
@@ -86,25 +95,12 @@ def main() -> None:
                 "train.py": guarded(configs[2], world, save=False),
                 "+ saving": guarded(configs[3], world, save=True),
             }
-            seconds: dict[str, list[float]] = {name: [] for name in steps}
-            for _ in range(1 + args.steps // BLOCK):
-                for name, step in steps.items():
-                    start = time.perf_counter()
-                    for _ in range(BLOCK):
-                        step()
-                    if world.device.type == "cuda":
-                        torch.cuda.synchronize()
-                    seconds[name].append(time.perf_counter() - start)
-    print(
-        f"{args.config}, {args.steps // BLOCK} blocks of {BLOCK} steps, {torch.get_num_threads()} threads\n"
-    )
-    print("| | mean ms a step | total time over plain | median of the blocks' ratios |\n|---|---:|---:|---:|")
-    base = seconds["plain"][1:]  # the first block is warm-up
-    for name in steps:
-        own = seconds[name][1:]
-        ratio = statistics.median(a / b for a, b in zip(own, base, strict=True))
-        mean = 1000 * statistics.fmean(own) / BLOCK
-        print(f"| {name} | {mean:.1f} | {sum(own) / sum(base):.3f} | {ratio:.3f} |")
+            rounds = [[timed_block(step, world) for step in steps.values()] for _ in range(1 + n_blocks)]
+    print(f"{args.config}, {n_blocks} blocks of {BLOCK} steps, {torch.get_num_threads()} threads\n")
+    print("| | mean ms a step | total time over plain |\n|---|---:|---:|")
+    totals = [sum(seconds) for seconds in zip(*rounds[1:], strict=True)]  # the first block is warm-up
+    for name, total in zip(steps, totals, strict=True):
+        print(f"| {name} | {1000 * total / n_blocks / BLOCK:.1f} | {total / totals[0]:.3f} |")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ Writing: the file's rows, repeated to --tokens, go through
 each in turn, --rounds times.
 
 Reading: --batches of batches at T = 1024 out of 20 shards, in each order.
-
-(Not called tokenize.py: that is a module of Python's.)
 """
 
 from __future__ import annotations
@@ -45,8 +43,7 @@ def texts(path: Path) -> Iterator[str]:
 
 
 def encode(text: str) -> list[int]:
-    encoding = tiktoken.get_encoding("gpt2")
-    return [encoding.eot_token, *encoding.encode_ordinary(text)]
+    return [50256, *tiktoken.get_encoding("gpt2").encode_ordinary(text)]
 
 
 def one_process(path: Path) -> int:
@@ -111,7 +108,7 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=positive_int, default=110_000_000, help="at least, more than a shard (%(default)s)"
     )
-    parser.add_argument("--rounds", type=positive_int, default=3, help="default: %(default)s")
+    parser.add_argument("--rounds", type=positive_int, default=3)
     parser.add_argument("--batches", type=positive_int, default=2000, help="to read (%(default)s)")
     args = parser.parse_args()
     if not args.parquet.is_file():

@@ -54,9 +54,8 @@ def main() -> None:
         states = [TrainState(config, world) for config in configs]
         for state in states:
             state.step = state.config.attention.reweight_p_warmup  # from the full p on
-            for _ in range(2):  # warm-up, and compilation
-                timed_step(state)
-        rounds = [[timed_step(state) for state in states] for _ in range(args.steps)]
+        rounds = [[timed_step(state) for state in states] for _ in range(3 + args.steps)]
+        rounds = rounds[3:]  # without warm-up and compilation
     settings = configs[0].train
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {world.device.type}, "

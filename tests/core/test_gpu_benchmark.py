@@ -15,8 +15,9 @@ from engines.triton_kernels import INTERPRETED
 @pytest.mark.filterwarnings("ignore")
 def test_smoke(call, tmp_path, monkeypatch):
     monkeypatch.setenv("GPU_ROWS", str(tmp_path))
+    monkeypatch.setattr(gpu, "ROWS", tmp_path / "gpu" / "rows.jsonl")
     with pytest.raises(SystemExit) as status:
-        call(gpu, "--smoke", "--out", tmp_path / "out")
+        call(gpu, "--smoke")
     records = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert not status.value.code and not any("failed" in record for record in records)
     assert [record["part"] for record in records[:4]] == ["attention", "step", "step", "step"]
