@@ -27,23 +27,21 @@ from infra.cli import ArgumentParser, positive_int, run_main
 from normalisers.base import NORMALISERS
 from schema import AttentionConfig, Engine
 
+NAIVE = "LSSAR p=15 naive"
 LSSAR = AttentionConfig(normaliser="lssa", reweight_p=15)
-CASES: dict[str, tuple[AttentionConfig, Engine]] = {
-    "softmax rows": (AttentionConfig(), "rows"),
-    "LSSAR p=15 rows": (LSSAR, "rows"),
-    "LSSA rows": (AttentionConfig(normaliser="lssa"), "rows"),
-    "SSMax sdpa": (AttentionConfig(normaliser="ssmax"), "sdpa"),
-    "NormSoftmax sdpa": (AttentionConfig(normaliser="norm_softmax"), "sdpa"),
-    "NormSoftmax dense": (AttentionConfig(normaliser="norm_softmax"), "dense"),
-    **{
-        f"{name} rows": (AttentionConfig(normaliser=name), "rows")
-        for name, definition in NORMALISERS.items()
-        if definition.__module__ == "normalisers.others"
-    },
-}
+OTHERS = [name for name, formula in NORMALISERS.items() if formula.__module__ == "normalisers.others"]
+CASES: list[tuple[str, AttentionConfig, Engine]] = [
+    ("softmax", AttentionConfig(), "rows"),
+    ("LSSAR p=15", LSSAR, "rows"),
+    ("LSSA", AttentionConfig(normaliser="lssa"), "rows"),
+    ("SSMax", AttentionConfig(normaliser="ssmax"), "sdpa"),
+    ("NormSoftmax", AttentionConfig(normaliser="norm_softmax"), "sdpa"),
+    ("NormSoftmax", AttentionConfig(normaliser="norm_softmax"), "dense"),
+    *((name, AttentionConfig(normaliser=name), "rows") for name in OTHERS),
+    (NAIVE, LSSAR, "dense"),
+]
 N_HEAD = 2
 HEAD_DIM = 64
-NAIVE = "LSSAR p=15 naive dense"
 DENSE_LIMIT = 4096  # (T, T) tensors of a longer dense run would take tens of GB
 HEADER = "| case | T | fwd | f + b | f + b range | f + b ms | f + b MB |\n|---|---:|---:|---:|---:|---:|---:|"
 
@@ -84,7 +82,7 @@ def seconds(fn: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(name: str, length: int, repeats: int) -> str:
+def measure(name: str, options: AttentionConfig, engine: Engine, length: int, repeats: int) -> str:
     """One row of the table."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, N_HEAD, length, HEAD_DIM, requires_grad=True) for _ in range(3))
@@ -93,7 +91,6 @@ def measure(name: str, length: int, repeats: int) -> str:
     def softmax() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    options, engine = CASES.get(name, (LSSAR, "dense"))
     layer = make_normaliser(options, N_HEAD, HEAD_DIM, length)
 
     def case() -> Tensor:
@@ -112,10 +109,8 @@ def measure(name: str, length: int, repeats: int) -> str:
     ratios = [ours / base for ours, base in pairs]
     spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
     ms = 1e3 * statistics.median(ours for ours, _ in pairs)
-    numbers = (
-        f"{forward:.2f} | {statistics.median(ratios):.2f} | {spread} | {ms:.1f} | {memory.peak / 1e6:.0f}"
-    )
-    return f"| {name} | {length} | {numbers} |"
+    numbers = f"{forward:.2f} | {statistics.median(ratios):.2f} | {spread} | {ms:.1f}"
+    return f"| {name} {engine} | {length} | {numbers} | {memory.peak / 1e6:.0f} |"
 
 
 def main() -> None:
@@ -130,9 +125,9 @@ def main() -> None:
     )
     for length in args.lengths:
         repeats = args.repeats if length <= 4096 else max(3, args.repeats // 2)
-        for name in [*CASES, NAIVE]:
-            if "dense" not in name or length <= DENSE_LIMIT:
-                print(measure(name, length, repeats), flush=True)
+        for name, options, engine in CASES:
+            if engine != "dense" or length <= DENSE_LIMIT:
+                print(measure(name, options, engine, length, repeats), flush=True)
 
 
 if __name__ == "__main__":

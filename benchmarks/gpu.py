@@ -78,10 +78,11 @@ class Bench:
         q, k, v, do = (torch.randn(shape, device=self.device, dtype=self.dtype) for _ in range(4))
         return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do]
 
-    def layer(self, name: str, head_dim: int, length: int) -> NormaliserLayer:
-        """The normaliser of a case, for `length` training tokens."""
-        options = AttentionConfig(**CASES[name][0])
-        return make_normaliser(options, self.width // head_dim, head_dim, length).to(self.device)
+    def attention(self, name: str, head_dim: int, length: int) -> tuple[NormaliserLayer, ChosenEngine]:
+        """A case for `length` training tokens; its engine, without a self-check at each length."""
+        options, engine = CASES[name]
+        layer = make_normaliser(AttentionConfig(**options), self.width // head_dim, head_dim, length)
+        return layer.to(self.device), ChosenEngine(engine, load_engine(engine).run, engine)
 
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn if self.smoke else torch.compile(fn, dynamic=False)
@@ -106,11 +107,6 @@ def mend_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_index_too
-
-
-def unchecked(engine: Engine) -> ChosenEngine:
-    """The engine without its self-check, which would run for each length."""
-    return ChosenEngine(engine, load_engine(engine).run, engine)
 
 
 def softmax(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -147,7 +143,7 @@ def compile_case(smoke: bool, name: str, head_dim: int) -> None:
     """Run a case and its self-check: what Triton compiles does not depend on batch and length."""
     bench = Bench(smoke)
     q, k, v, do = bench.inputs(16 if smoke else 256, head_dim)
-    layer = bench.layer(name, head_dim, k.shape[-2])
+    layer, _ = bench.attention(name, head_dim, k.shape[-2])
     torch.autograd.grad(attend(q, k, v, layer, "triton"), (q, k, v), do)
     with torch.no_grad():
         attend(q[:, :, -1:], layer.cache_keys(k), v, layer, "triton", cached=True)
@@ -158,8 +154,7 @@ def compile_case(smoke: bool, name: str, head_dim: int) -> None:
 
 def attention_row(bench: Bench, name: str, head_dim: int, length: int) -> Row:
     *qkv, do = bench.inputs(length, head_dim)
-    layer = bench.layer(name, head_dim, length)
-    engine = unchecked(CASES[name][1])
+    layer, engine = bench.attention(name, head_dim, length)
 
     def forward_backward(fn: Callable[..., Tensor]) -> float:
         return bench.milliseconds(lambda: torch.autograd.grad(fn(*qkv), qkv, do))
@@ -172,12 +167,11 @@ def attention_row(bench: Bench, name: str, head_dim: int, length: int) -> Row:
 def step_row(bench: Bench, name: str) -> Row:
     options, engine = CASES[name]
     length, batch = (32, 2) if bench.smoke else (1024, 32)
-    train = {"seq_len": length, "batch_tokens": length * batch, "micro_batch": batch, "engine": engine}
-    sections: dict[str, Any] = {"attention": options, "train": train, "optimizer": {"warmup_steps": 0}}
-    if bench.smoke:
-        sections["train"] |= {"dtype": "float32"}
-        sections["model"] = {"n_layer": 1, "n_head": 1, "n_embd": 32, "vocab_size": 100}
-    config = config_from_dict({"name": "benchmark", **sections}, "benchmarks/gpu.py")
+    train: Row = {"seq_len": length, "batch_tokens": length * batch, "micro_batch": batch, "engine": engine}
+    train["dtype"] = "float32" if bench.smoke else "bfloat16"
+    small = {"n_layer": 1, "n_head": 1, "n_embd": 32, "vocab_size": 100} if bench.smoke else {}
+    sections = {"name": "benchmark", "model": small, "attention": options, "train": train}
+    config = config_from_dict(sections, "benchmarks/gpu.py")
     model = GPT(config, bench.device)
     compiled = bench.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -203,9 +197,9 @@ def decode_row(bench: Bench, n_keys: int) -> Row:
     shape = (1 if bench.smoke else 8, bench.width // 64, n_keys, 64)
     k, v = (torch.randn(shape, device=bench.device, dtype=bench.dtype) for _ in range(2))
     q = torch.randn_like(k[:, :, :1])
-    layer = bench.layer("LSSAR p=15", 64, n_keys)
+    layer, engine = bench.attention("LSSAR p=15", 64, n_keys)
     keys = layer.cache_keys(k)
-    run = bench.compile(lambda: attend(q, keys, v, layer, unchecked("triton"), cached=True))
+    run = bench.compile(lambda: attend(q, keys, v, layer, engine, cached=True))
     in_graph = partial(bench.milliseconds, rep=100, timer=do_bench_cudagraph)
     with torch.no_grad():
         ms = in_graph(run)

@@ -131,13 +131,9 @@ def draw(records: list[Record]) -> Figure:
         if record["bad_step"]:
             height = norms[-1] if norms else 10 ** (0.5 - 0.12 * rank)
             axes.plot(record["bad_step"], height, "X", color=f"C{rank}", ms=9, mec="k", clip_on=False)
-    for axes, name in zip(panels, names, strict=True):
-        axes.set(title=name, xlabel="step", yscale="log")
-        axes.grid(alpha=0.3)
-    axes.plot([], [], "k", lw=3, alpha=0.4, label="as written")
-    axes.plot([], [], "X", color="w", mec="k", ms=9, label="first step not finite")
-    panels[0].set_ylabel("gradient norm before clipping")
-    axes.legend(frameon=False, fontsize=8, ncols=2)
+        axes.set(title=record["normaliser"], xlabel="step", yscale="log")
+    panels[0].set_ylabel("gradient norm before clipping (wide: as written; X: not finite)")
+    panels[0].legend(frameon=False, fontsize=8, ncols=2)
     return figure
 
 

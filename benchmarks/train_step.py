@@ -3,16 +3,19 @@
     python -m benchmarks.train_step                                   # the demo's model on CPU
     python -m benchmarks.train_step configs/softmax.toml configs/lssar.toml --steps 20
     python -m benchmarks.train_step --train.seq-len 1024 --train.micro-batch 1    # overrides, of all configs
+    python -m benchmarks.train_step --plain                           # what guard, log and loader cost
 
 All models are in one process and take their steps alternately, so that a drifting machine slows all. A ratio
 is the median over the rounds. CPU time is that of the process: with one thread it leaves out what other
 processes take. Data must be prepared (python -m data.python_source). With --out FILE also {name: median ratio
-of CPU time, on CUDA of step time} as JSON, which `python -m lab.report --comparison` reads.
+of CPU time, on CUDA of step time} as JSON, which `python -m lab.report --comparison` reads. --plain adds a
+first row: the first config by the plainest correct loop with the same model.
 """
 
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,15 +25,36 @@ from config import load_config
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import join_world
 from infra.files import write_json
+from training.optim import set_learning_rates
 from training.run_log import RunLog
 from training.state import TrainState
 
 
-def timed_step(state: TrainState) -> tuple[float, float]:
+def train_step(state: TrainState) -> None:
+    train.train_step(state, RunLog(state))
+
+
+def plain_step(state: TrainState) -> None:
+    """A step without guard, log and reading ahead."""
+    set_learning_rates(state.optimizers, state.config.optimizer, state.step, state.config.train.max_steps)
+    batch = state.batches.read(state.step)
+    for micro_batch in batch:
+        x, y = (tokens.to(state.world.device) for tokens in micro_batch)
+        with state.raw_model.autocast():
+            loss = state.model(x, y) / len(batch)
+        loss.backward()
+    torch.nn.utils.clip_grad_norm_(state.raw_model.parameters(), state.config.train.grad_clip)
+    for optimizer in state.optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+
+
+def timed(step: Callable[[TrainState], None], state: TrainState) -> tuple[float, float]:
     """Seconds of a step: elapsed, and of the process's CPU time."""
     start = time.perf_counter()
     cpu_start = time.process_time()
-    train.train_step(state, RunLog(state))
+    step(state)
     if state.world.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start, time.process_time() - cpu_start
@@ -41,12 +65,17 @@ def main() -> None:
     parser.usage = "%(prog)s [CONFIG.toml ...] [--steps N] [--section.key VALUE ...]"
     parser.add_argument("--steps", type=positive_int, default=15, help="steps of each config (default: 15)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the ratios as JSON")
+    parser.add_argument("--plain", action="store_true", help="also the plainest loop")
     first = next((i for i, word in enumerate(sys.argv) if i and word.startswith("-")), len(sys.argv))
     args, overrides = parser.parse_known_args(sys.argv[first:])
     if args.out and not args.out.parent.is_dir():
         raise UserError(f"--out {args.out}: expected a file in a folder that exists")
     paths = sys.argv[1:first] or ["configs/demo_softmax.toml", "configs/demo_lssar.toml"]
     configs = [load_config(path, overrides) for path in paths]
+    names = [config.name for config in configs]
+    if args.plain:
+        configs.insert(0, configs[0])
+        names.insert(0, "plain loop")
     # The models share their code, and torch would silently run it uncompiled from the ninth graph on.
     torch._dynamo.config.recompile_limit = 8 * len(configs)
     torch._dynamo.config.fail_on_recompile_limit_hit = True
@@ -54,7 +83,8 @@ def main() -> None:
         states = [TrainState(config, world) for config in configs]
         for state in states:
             state.step = state.config.attention.reweight_p_warmup  # from the full p on
-        rounds = [[timed_step(state) for state in states] for _ in range(3 + args.steps)]
+        steps = [plain_step if args.plain and i == 0 else train_step for i in range(len(states))]
+        rounds = [list(map(timed, steps, states)) for _ in range(3 + args.steps)]
         rounds = rounds[3:]  # without warm-up and compilation
     settings = configs[0].train
     print(
@@ -64,15 +94,15 @@ def main() -> None:
     )
     print("| config | tokens/s | step time over the first | CPU time over the first |\n|---|---:|---:|---:|")
     ratio_of = {}
-    for i, config in enumerate(configs):
-        rate = config.train.batch_tokens / statistics.median(times[i][0] for times in rounds)
+    for i, name in enumerate(names):
+        rate = settings.batch_tokens / statistics.median(times[i][0] for times in rounds)
         cells = []
         for clock in (0, 1):
             ratios = sorted(times[i][clock] / times[0][clock] for times in rounds)
             cells.append(f"{statistics.median(ratios):.3f} ({ratios[0]:.2f}-{ratios[-1]:.2f})")
             if clock == (world.device.type == "cpu"):
-                ratio_of[config.name] = statistics.median(ratios)
-        print(f"| {config.name} | {rate:.0f} | {cells[0]} | {cells[1]} |")
+                ratio_of[name] = statistics.median(ratios)
+        print(f"| {name} | {rate:.0f} | {cells[0]} | {cells[1]} |")
     if args.out:
         write_json(ratio_of, args.out)
 
