@@ -148,7 +148,9 @@ def main() -> None:
     records: list[Record] = json.loads(path.read_text()) if path.exists() else []
     done = {(record["normaliser"], record["p"]) for record in records}
     with join_world("cpu") as world:
-        for config in [load_config(file, chosen) for file in args.configs for chosen in expand_sweep(file)]:
+        for config in [
+            load_config(file, run.overrides) for file in args.configs for run in expand_sweep(file)
+        ]:
             if (config.attention.normaliser, config.attention.reweight_p) not in done:
                 records += train_both(config, world)
                 write_json(records, path)
