@@ -3,14 +3,13 @@
     python sample.py runs/demo_lssar --prompt "def "
     python sample.py runs/demo_softmax --prompt "class " "import " --samples 3 --tokens 100 --top-p 0.9
     python sample.py runs/demo_lssar --prompt-file start.py --tokens 4000 --rope ntk --greedy
-    torchrun --standalone --nproc_per_node=8 sample.py runs/lssar --prompt-file prompts/*.txt --samples 64
 
-Prints each prompt and its continuation up to the end of the document: a single one token by token, several
-at the end, each under a line that names it. The number of tokens per second goes to stderr.
+Prints each prompt and its continuation up to the end of the document. A single one appears token by token,
+several after each prompt, each under a line that names it. The number of tokens per second goes to stderr.
 
-The samples of a prompt form a batch. Prompts do not: padding would change n, the number of keys that a query
-sees. Prompt i is sampled with seed + i, independent of the other prompts. With --rope ntk RoPE is scaled for
-the final length, prompt and all new tokens; the default is none, unlike that of the evaluations.
+The samples of a prompt form a batch. Prompts do not, because padding would change n, the number of keys that
+a query sees. Prompt i is sampled with seed + i, independent of the others. With --rope ntk RoPE is scaled for
+the final length, prompt and all new tokens. The default is none, unlike that of the evaluations.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import torch
 from data.tokenizer import get_tokenizer
 from generation import stream
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
-from infra.distributed import World, join_world
+from infra.distributed import choose_device
 from model import GPT
 from positions import RopeKind, RopeScaling
 from training.checkpoint import load_model
@@ -38,13 +37,15 @@ from training.checkpoint import load_model
 def main() -> None:
     args = parse_args()
     prompts = read_prompts(args)
-    with join_world(args.device) as world:
-        model, _, _, tokenizer_name = load_model(args.run, world.device)
-        tokenizer = get_tokenizer(tokenizer_name)
-        if len(prompts) * args.samples > 1:
-            print_all(model, tokenizer, prompts, args, world)
-        elif world.is_main:
-            print_stream(model, tokenizer, prompts[0], args)
+    trained = load_model(args.run, choose_device(args.device))
+    tokenizer = get_tokenizer(trained.tokenizer)
+    began = time.perf_counter()
+    if len(prompts) * args.samples == 1:
+        n_tokens = print_stream(trained.model, tokenizer, prompts[0], args)
+    else:
+        n_tokens = print_all(trained.model, tokenizer, prompts, args)
+    seconds = time.perf_counter() - began
+    print(f"{n_tokens} tokens in {seconds:.2f} s: {n_tokens / seconds:.1f} tokens/s", file=sys.stderr)
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -83,44 +84,34 @@ def sample_tokens(
             yield new[:, 0].tolist()
 
 
-def print_stream(model: GPT, tokenizer: tiktoken.Encoding, prompt: str, args: argparse.Namespace) -> None:
-    """Print the only sample, token by token."""
+def print_stream(model: GPT, tokenizer: tiktoken.Encoding, prompt: str, args: argparse.Namespace) -> int:
+    """Print the only sample, token by token; returns the number of tokens."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may be several tokens
-    start, n = time.perf_counter(), 0
+    n_tokens = 0
     print(prompt, end="", flush=True)
     for (token,) in sample_tokens(model, tokenizer, prompt, args.seed, args):
         print(decoder.decode(tokenizer.decode_single_token_bytes(token)), end="", flush=True)
-        n += 1
+        n_tokens += 1
     print(decoder.decode(b"", final=True))
-    print_speed(n, time.perf_counter() - start)
+    return n_tokens
 
 
-def print_all(
-    model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str], args: argparse.Namespace, world: World
-) -> None:
-    """Sample this rank's share of the prompts; rank 0 prints all."""
-    start, texts, n = time.perf_counter(), {}, 0
-    for i in range(world.rank, len(prompts), world.size):
-        steps = list(sample_tokens(model, tokenizer, prompts[i], args.seed + i, args))
-        n += len(steps) * args.samples
+def print_all(model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str], args: argparse.Namespace) -> int:
+    """Print every sample of every prompt; returns the number of tokens."""
+    n_tokens = 0
+    for i, prompt in enumerate(prompts):
+        steps = list(sample_tokens(model, tokenizer, prompt, args.seed + i, args))
+        n_tokens += len(steps) * args.samples
         for j in range(args.samples):
             tokens = [step[j] for step in steps]
             end = tokens.index(tokenizer.eot_token) if tokenizer.eot_token in tokens else len(tokens)
-            texts[i, j] = prompts[i] + tokenizer.decode(tokens[:end])
-    gathered = world.gather_objects((texts, n))
-    if world.is_main:
-        for (i, j), text in sorted(item for texts, _ in gathered for item in texts.items()):
-            print(f"--- prompt {i + 1}, sample {j + 1}\n{text}")
-        print_speed(sum(n for _, n in gathered), time.perf_counter() - start)
-
-
-def print_speed(n: int, seconds: float) -> None:
-    print(f"{n} tokens in {seconds:.2f} s: {n / seconds:.1f} tokens/s", file=sys.stderr)
+            print(f"--- prompt {i + 1}, sample {j + 1}\n{prompt}{tokenizer.decode(tokens[:end])}")
+    return n_tokens
 
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
-    add, rope_help = parser.add_argument, "RoPE scaling past the training length (default: none)"
+    add = parser.add_argument
     add("run", help="run folder (its newest checkpoint) or one checkpoint file")
     add("--prompt", nargs="+", metavar="TEXT", help="texts to continue (default: a line break)")
     add("--prompt-file", nargs="+", metavar="FILE", help="files to continue, each as one prompt")
@@ -131,7 +122,7 @@ def parse_args() -> argparse.Namespace:
     add("--top-k", type=int, default=50, help="sample from the k likeliest tokens (default: 50)")
     add("--top-p", type=float, help="sample from the fewest tokens that have this probability")
     add("--seed", type=int, default=0, help="of the first prompt (default: 0)")
-    add("--rope", choices=get_args(RopeKind), default="none", help=rope_help)
+    add("--rope", choices=get_args(RopeKind), default="none", help="RoPE scaling (default: none)")
     add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
     add("--no-cache", action="store_true", help="recompute all positions for each token: slow")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")

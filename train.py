@@ -8,7 +8,7 @@
 
 Writes runs/<name>/: config.toml (resolved; `train.py runs/<name>/config.toml --name again` replays it),
 metrics.jsonl (a line per step), starts.jsonl (commit, versions, hardware) and checkpoints/. The same command,
-run again, resumes from the newest checkpoint. SIGTERM, Ctrl-C and SIGUSR1 finish the step and save; a second
+run again, resumes from the newest checkpoint. SIGTERM, Ctrl-C and SIGUSR1 finish the step and save. A second
 Ctrl-C stops at once.
 """
 
@@ -16,9 +16,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +25,10 @@ from config import parse_command_line
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import join_world
 from infra.files import exclusive_lock
-from training.checkpoint import CheckpointWriter, link, load_newest
+from training.checkpoint import CheckpointWriter, load_newest, mend_folder
 from training.loader import Batch
 from training.optim import power_at, set_learning_rates
+from training.profiler import profiler
 from training.run_log import RunLog, format_duration
 from training.state import TrainState, init_from_run
 from training.validation import measure_attention, validate
@@ -56,42 +55,36 @@ def main() -> None:
             train(state, log, n_profiled=args.profile)
 
 
-# ---------------------------------------------------------------- around the loop
-
-
 def start_or_resume(state: TrainState) -> RunLog:
     """Set the weights that the run starts from, and open its folder.
 
+    The weights come from the run's newest checkpoint, with its step, optimiser and RNG states. Without one
+    they are those of the run that init_from names, and without that those of the seed.
+
     Raises UserError: the folder holds another run, init_from does not fit, or ranks see different files.
     """
-    config, world = state.config, state.world
-    # The weights come from the first of these that there is:
-    #   1. this run's newest checkpoint, with its step, optimiser and RNG states;
-    #   2. the run that init_from names: its weights only;
-    #   3. the seed, as built.
-    found = load_newest(config.run_dir)
+    config = state.config
+    newest = load_newest(config.run_dir)
     init_summary: list[str] = []
-    if found is not None:
-        state.restore(*found)
+    if newest is not None:
+        state.restore(newest.path, newest.content)
     elif config.init_from:
         init_summary = init_from_run(state.raw_model, config.init_from, state.data_info()["tokenizer"])
-    if not world.agree([state.step, init_summary]):
+    if not state.world.agree([state.step, init_summary]):
         raise UserError(f"{config.run_dir}: the processes see different checkpoints; expected one folder")
-    if world.is_main:
-        for partial in config.run_dir.glob("checkpoints/.*.tmp"):  # of a killed write
-            partial.unlink()
-        if found is not None and state.is_best:  # a killed run may not have made this link
-            link(found[0], found[0].with_name("best.pt"))
+    if state.world.is_main:
+        mend_folder(config.run_dir, newest.path if newest and state.is_best else None)
     log = RunLog(state)
     log.open_folder(init_summary)
-    if found is not None and state.step < config.train.max_steps:
-        log.print(f"resumed from {found[0]}: {state.step} of {config.train.max_steps} steps done")
+    if newest is not None and state.step < config.train.max_steps:
+        log.print(f"resumed from {newest.path}: {state.step} of {config.train.max_steps} steps done")
     return log
 
 
 def dry_run(state: TrainState) -> None:
     """Train DRY_STEPS steps without a run folder; print sizes, memory and speed."""
-    config, log = state.config, RunLog(state)
+    config = state.config
+    log = RunLog(state)
     if config.init_from:
         log.print(*init_from_run(state.raw_model, config.init_from, state.data_info()["tokenizer"]))
     log.describe_run()
@@ -101,8 +94,9 @@ def dry_run(state: TrainState) -> None:
                 raise KeyboardInterrupt
             if i == 0:
                 log.clock.restart()
-    report, max_steps = log.clock.report(), config.train.max_steps
+    report = log.clock.report()
     seconds = report["step_ms"] / 1000
+    max_steps = config.train.max_steps
     log.print(
         f"memory   {report['memory_gb']:.2f} GB at the peak, in one process",
         f"time     {seconds:.3g} s a step: {format_duration(1000 * seconds)} for 1000 steps, "
@@ -110,34 +104,19 @@ def dry_run(state: TrainState) -> None:
     )
 
 
-@contextmanager
-def profiler(n_steps: int, path: Path) -> Iterator[Callable[[], None]]:
-    """Trace `n_steps` steps after two of warm-up (0: none) to `path`; yields what to call after a step."""
-    if not n_steps:
-        yield lambda: None
-        return
-
-    def write(profile: torch.profiler.profile) -> None:
-        profile.export_chrome_trace(str(path))
-        found = f"{profile.step_num - 2} steps"
-        print(f"wrote {path}: {found}, for https://ui.perfetto.dev or chrome://tracing", flush=True)
-
-    schedule = torch.profiler.schedule(wait=1, warmup=1, active=n_steps, repeat=1)
-    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profile:
-        yield profile.step
-
-
 # ---------------------------------------------------------------- the loop
 
 
 def train(state: TrainState, log: RunLog, n_profiled: int = 0) -> None:
     """Train until max_steps or until a rank receives a signal to stop."""
-    config, run_dir = state.config.train, state.config.run_dir
+    config = state.config.train
+    run_dir = state.config.run_dir
+    attention_every = state.config.log.attention_every
     if state.step == config.max_steps and not state.needs_validation:
         log.close(f"finished: {run_dir} already has its {config.max_steps} steps")
         return
     log.describe_run()
-    began, attention_every = time.monotonic(), state.config.log.attention_every
+    began = time.monotonic()
     writer = CheckpointWriter(run_dir, config.keep_last, config.keep_every)
     n_traced = n_profiled if state.world.is_main else 0
     with state.stop, profiler(n_traced, run_dir / "profile.json.gz") as after_step, writer:
@@ -151,7 +130,8 @@ def train(state: TrainState, log: RunLog, n_profiled: int = 0) -> None:
             stopped = train_step(state, log)
             after_step()
             writer.check()
-            val_due, save_due = state.is_due(config.val_every), state.is_due(config.checkpoint_every)
+            val_due = state.is_due(config.val_every)
+            save_due = state.is_due(config.checkpoint_every)
 
             # Log, before saving: metrics.jsonl has every step that a checkpoint contains.
             if attention_every and state.step % attention_every == 0:
@@ -182,7 +162,8 @@ def train_step(state: TrainState, log: RunLog) -> str | None:
     Returns: The name of a signal that any rank received, if one did.
     Raises UserError: the step is bad and the config does not skip it (see `Guard`).
     """
-    config, clock = state.config, log.clock
+    config = state.config
+    clock = log.clock
     clock.mark("other")
     lr = set_learning_rates(state.optimizers, config.optimizer, state.step, config.train.max_steps)
     batch = state.batches.take(state.step)
@@ -212,11 +193,14 @@ def train_step(state: TrainState, log: RunLog) -> str | None:
 
 def forward_backward(state: TrainState, batch: Batch) -> Tensor:
     """Accumulate the gradient of this process's micro-batches; returns their mean loss."""
+    config = state.config.train
+    device = state.world.device
     p = power_at(state.config.attention, state.step)
-    config, total = state.config.train, torch.zeros((), device=state.world.device)
     weights, n_targets = state.batches.loss_weights(batch)
-    for i, ((x, y), weight) in enumerate(zip(batch, weights, strict=True)):
-        x, y = (t.to(state.world.device, non_blocking=True) for t in (x, y))  # (micro, T) each
+    total = torch.zeros((), device=device)
+    for i, ((x, y), weight) in enumerate(zip(batch, weights, strict=True)):  # x, y: (micro, T) each
+        x = x.to(device, non_blocking=True)
+        y = y.to(device, non_blocking=True)
         if state.world.size > 1:  # DDP averages gradients in the last backward of a step only
             state.model.require_backward_grad_sync = i == len(batch) - 1
         with state.raw_model.autocast():

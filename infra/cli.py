@@ -38,11 +38,16 @@ def n_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def drop_output() -> None:
+    """Send what is still printed nowhere, for a closed pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def run_main(main: Callable[[], None]) -> None:
     """Run a script's main(). A `UserError` is printed as "error: ..." lines, exit status 2, no traceback.
 
-    Under torchrun local rank 0 prints the error; the other ranks wait 3 s, by when torchrun has killed them
-    if they failed alike. A failed rank exits at once: NCCL's destructors would wait for the other ranks.
+    Under torchrun local rank 0 prints the error. The other ranks wait 3 s, by when torchrun has killed them
+    if they failed alike. A failed rank exits at once, since NCCL's destructors would wait for the others.
     """
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
 
@@ -64,8 +69,8 @@ def run_main(main: Callable[[], None]) -> None:
         leave(2)
     except KeyboardInterrupt:
         leave(130)
-    except BrokenPipeError:  # stdout was closed early, e.g. by `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # stdout was closed early, as by `head`
+        drop_output()
         leave(1)
     except Exception:
         if alone:

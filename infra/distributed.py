@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Self
 
 import torch
@@ -20,8 +19,6 @@ PEER_EXITED = (
     *("Connection closed by peer", "Connection reset by peer", "connectFullMesh failed", "Timed out waiting"),
     *("ncclRemoteError", "remote process exited"),
 )
-# gloo's default is 30 minutes. It waits five times its timeout for a process that exits while others connect.
-GLOO_TIMEOUT = timedelta(seconds=60)
 _KEPT_GROUPS: list[Any] = []  # process groups kept until the interpreter exits (see `join_world`)
 
 
@@ -63,7 +60,7 @@ class World:
 
 
 def holds_everywhere(fact: bool, device: torch.device) -> bool:
-    """Whether it holds in every process that joined: a collective, if any did."""
+    """Whether it holds in every process that joined. A collective, if any did."""
     if not dist.is_initialized():
         return fact
     verdict = torch.tensor(float(fact), device=device)
@@ -71,37 +68,43 @@ def holds_everywhere(fact: bool, device: torch.device) -> bool:
     return bool(verdict)
 
 
+def choose_device(device: str) -> torch.device:
+    """The device of this process: the CPU, or the GPU with its local rank.
+
+    Args:
+        device: "cpu", "cuda", or "auto", which is cuda where there is one.
+    Raises UserError: no CUDA device, or fewer than processes.
+    """
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("device cuda: this machine has no CUDA device; expected cpu or auto")
+    n_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    n_gpus = torch.cuda.device_count()
+    if n_processes > n_gpus:
+        raise UserError(f"torchrun --nproc_per_node={n_processes}: expected at most {n_gpus}, the GPUs here")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
 @contextmanager
 def join_world(device: str) -> Iterator[World]:
     """Join the processes that torchrun started, if it did, for the duration of a with block.
 
-    Args:
-        device: "cpu", "cuda", or "auto": cuda if available.
-    Raises UserError: no CUDA device, or fewer than processes; another process exited during a collective.
+    Raises UserError: see `choose_device`; or another process exited during a collective.
     """
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    use_cuda = torch.cuda.is_available() and device != "cpu"
-    if device == "cuda" and not use_cuda:
-        raise UserError("device cuda: this machine has no CUDA device; expected cpu or auto")
-    if use_cuda and local_size > (n := torch.cuda.device_count()):
-        raise UserError(
-            f"torchrun --nproc_per_node={local_size}: expected at most {n}, the number of GPUs here"
-        )
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    own_device = choose_device(device)
+    use_cuda = own_device.type == "cuda"
     if use_cuda:
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(own_device)
     failed = True
     try:
         if size > 1:
-            backend, timeout = ("nccl", None) if use_cuda else ("gloo", GLOO_TIMEOUT)
-            dist.init_process_group(backend, timeout=timeout)
-            if not use_cuda:  # connected: from here on a slow rank is no error
-                dist.barrier()
-                dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))
-        yield World(rank, size, torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"))
+            dist.init_process_group("nccl" if use_cuda else "gloo")
+        yield World(int(os.environ.get("RANK", 0)), size, own_device)
         failed = False
     except RuntimeError as e:
-        if size > 1 and any(words in str(e) for words in PEER_EXITED):
+        if size > 1 and any(part in str(e) for part in PEER_EXITED):
             reason = str(e).strip().splitlines()[0][-160:]
             raise UserError(f"another process exited ({reason}): see its error message") from None
         raise
@@ -117,8 +120,8 @@ def join_world(device: str) -> Iterator[World]:
 class StopSignals:
     """Records SIGTERM, SIGINT and SIGUSR1 (SLURM's warning) for the duration of a with block.
 
-    A second SIGINT raises KeyboardInterrupt if it arrives a second or more after the first: torchrun forwards
-    Ctrl-C to processes that may have received it from the terminal. torchrun does not forward SIGUSR1.
+    A second SIGINT raises KeyboardInterrupt if it arrives a second or more after the first, because torchrun
+    forwards Ctrl-C to processes that may have received it from the terminal. It does not forward SIGUSR1.
 
     Attributes:
         number: of the first signal received, or 0.

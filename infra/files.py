@@ -1,4 +1,4 @@
-"""Files that are whole or absent: atomic writes, JSON, JSON lines, and a lock on a folder."""
+"""Files that are whole or absent, JSON, JSON lines, and a lock on a folder."""
 
 import fcntl
 import json
@@ -13,7 +13,7 @@ from infra.cli import UserError
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that appears under its name once it is complete and on disk, or not at all.
+    """A binary file that appears under its name once it is complete and on disk.
 
     Raises UserError: it cannot be written.
     """
@@ -43,10 +43,10 @@ def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
 def write_json(value: Any, path: Path) -> None:
     """Raises UserError: NaN or infinity, which JSON does not have; or it cannot be written."""
     try:
-        text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+        document = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
     except ValueError as e:
         raise UserError(f"{path}: not written: {e}") from None
-    write_atomically(path, f"{text}\n".encode())
+    write_atomically(path, f"{document}\n".encode())
 
 
 def read_json(path: Path) -> Any:
@@ -70,9 +70,7 @@ def read_jsonl(path: Path) -> list[Any]:
 
 @contextmanager
 def exclusive_lock(folder: Path) -> Iterator[None]:
-    """Make the folder and lock it, where its file system can: concurrent writers would corrupt the files.
-
-    Left empty, it is removed.
+    """Make the folder and lock it, where its file system can. Left empty, it is removed.
 
     Raises UserError: another process holds the lock, or the folder cannot be made.
     """

@@ -7,12 +7,12 @@ A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of
     config      the run's resolved config, as a dict
     model       parameters by their plain names (never torch.compile's or DDP's prefixes)
     optimizers  the optimisers' states
-    validation  {"step", "loss", "best", "best_step"}: the newest and the best one; -1, None before the first
+    validation  {"step", "loss", "best", "best_step"} of the newest and the best one; at first -1, None
     guard       recent losses and gradient norms (see `training.guard`)
     rng         torch's RNG states of each process
     data        {"tokenizer": name, "train": fingerprint, "val": fingerprint} and masks (`TokenStream`)
 
-It holds tensors and plain values only and is read with `weights_only`: loading one runs no code.
+It holds tensors and plain values only and is read with `weights_only`, so loading one runs no code.
 `checkpoints/best.pt` is the one with the lowest validation loss, under a second name.
 """
 
@@ -39,40 +39,43 @@ KEYS = {"format", "step", "config", "model", "optimizers", "validation", "guard"
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints in a background thread: training waits only for the copy of the tensors.
+    """Writes a run's checkpoints in a background thread. Training waits for the copy of the tensors only.
 
-    Leaving its with block waits for the write in progress, except after KeyboardInterrupt. keep_last and
-    keep_every are as in [train].
+    Leaving its with block waits for the write in progress, except after KeyboardInterrupt.
+
+    Args:
+        keep_last, keep_every: as in [train].
     """
 
     def __init__(self, run_dir: Path, keep_last: int, keep_every: int) -> None:
-        self.run_dir, self.keep_last, self.keep_every = run_dir, keep_last, keep_every
-        self._thread = threading.Thread()
+        self.run_dir = run_dir
+        self.keep = (keep_last, keep_every)
+        self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     def save(self, state: dict[str, Any], is_best: bool) -> None:
         """Wait for the previous write, copy the state, start writing the copy."""
         self.finish()
-        arguments = copy_to_cpu(state), self.keep_last, self.keep_every, is_best
         # A daemon: a second Ctrl-C does not wait for it.
-        self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(copy_to_cpu(state), is_best), daemon=True)
         self._thread.start()
 
-    def _write(self, *arguments: Any) -> None:
+    def _write(self, state: dict[str, Any], is_best: bool) -> None:
         try:
-            save_checkpoint(self.run_dir, *arguments)
+            save_checkpoint(self.run_dir, state, *self.keep, is_best)
         except Exception as e:  # `check` raises it in the training thread
             self._error = e
 
     def check(self) -> None:
         """Raises the error of a failed write, once (UserError: see `save_checkpoint`)."""
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 
     def finish(self) -> None:
         """Wait for the write in progress, then `check`."""
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join()
         self.check()
 
@@ -85,7 +88,7 @@ class CheckpointWriter:
 
 
 def copy_to_cpu(state: Any) -> Any:
-    """A copy in host memory of nested dicts and lists of tensors; tied weights stay one."""
+    """A copy in host memory of nested dicts and lists of tensors, in which tied weights stay one."""
     copies: dict[Any, torch.Tensor] = {}
 
     def copy(t: torch.Tensor) -> torch.Tensor:
@@ -100,9 +103,9 @@ def copy_to_cpu(state: Any) -> Any:
 def save_checkpoint(
     run_dir: Path, state: dict[str, Any], keep_last: int, keep_every: int = 0, is_best: bool = False
 ) -> Path:
-    """Write `checkpoints/step_<step>.pt` so that it is either complete or absent; delete old ones.
+    """Write `checkpoints/step_<step>.pt`, whole or not at all, and delete old ones.
 
-    Raises UserError: it cannot be written; existing checkpoints are unchanged.
+    Raises UserError: it cannot be written. Existing checkpoints are unchanged then.
     """
     path = run_dir / "checkpoints" / f"step_{state['step']:06d}.pt"
     try:
@@ -120,8 +123,16 @@ def save_checkpoint(
     return path
 
 
+def mend_folder(run_dir: Path, best: Path | None) -> None:
+    """Finish what a kill has interrupted: remove half a file, link `best` as best.pt."""
+    for partial in run_dir.glob("checkpoints/.*.tmp"):
+        partial.unlink()
+    if best is not None:
+        link(best, best.with_name("best.pt"))
+
+
 def link(path: Path, name: Path) -> None:
-    """Give a file a second name, atomically: a reader finds the old file or the new one."""
+    """Give a file a second name, atomically."""
     if name.exists() and name.samefile(path):  # os.replace would leave the temporary name
         return
     temporary = name.with_name(f".{name.name}.tmp")
@@ -144,8 +155,10 @@ def find_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
-    """Read one checkpoint file into host memory; lazily: tensors are memory-mapped, checksums not verified.
+    """Read one checkpoint file into host memory.
 
+    Args:
+        lazily: map the tensors to memory and do not verify their checksums.
     Raises UserError: absent, damaged, or not a checkpoint of this format.
     """
     try:
@@ -164,21 +177,46 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
     return state
 
 
-def load_newest(run_dir: Path, lazily: bool = False) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint that loads, or None if there are none; damaged ones are reported on stderr.
+class CheckpointFile(NamedTuple):
+    path: Path
+    content: dict[str, Any]
+
+
+def load_newest(run_dir: Path, lazily: bool = False) -> CheckpointFile | None:
+    """The newest checkpoint that loads, or None without any. Damaged ones are reported on stderr.
 
     Raises UserError: there are checkpoints, but none loads.
     """
     paths = find_checkpoints(run_dir)
     for path in paths:
         try:
-            return path, load_checkpoint(path, lazily)
+            return CheckpointFile(path, load_checkpoint(path, lazily))
         except UserError as e:
             if os.environ.get("RANK", "0") == "0":
                 print(f"warning: {e}; skipped", file=sys.stderr, flush=True)
     if paths:
         raise UserError(f"{run_dir / 'checkpoints'}: none of the {len(paths)} checkpoints loads")
     return None
+
+
+def load_source(source: str | Path, lazily: bool = False) -> CheckpointFile:
+    """The newest checkpoint of a run folder, or one checkpoint file.
+
+    Raises UserError: nothing there, or nothing that loads.
+    """
+    path = Path(source)
+    if not path.is_dir():
+        return CheckpointFile(path, load_checkpoint(path, lazily))
+    newest = load_newest(path, lazily)
+    if newest is None:
+        raise UserError(f"{path}: no checkpoint in {path / 'checkpoints'}; train.py writes them there")
+    return newest
+
+
+def read_config(source: str | Path) -> Config:
+    """The config of a run or checkpoint (see `load_source`), without reading its tensors."""
+    path, content = load_source(source, lazily=True)
+    return config_from_dict(content["config"], str(path))
 
 
 class Trained(NamedTuple):
@@ -190,31 +228,13 @@ class Trained(NamedTuple):
     tokenizer: str
 
 
-def load_source(source: str | Path, lazily: bool = False) -> tuple[Path, dict[str, Any]]:
-    """The newest checkpoint of a run folder, or one checkpoint file.
-
-    Raises UserError: nothing there, or nothing that loads.
-    """
-    path = Path(source)
-    found = load_newest(path, lazily) if path.is_dir() else (path, load_checkpoint(path, lazily))
-    if found is None:
-        raise UserError(f"{path}: no checkpoint in {path / 'checkpoints'}; train.py writes them there")
-    return found
-
-
-def read_config(source: str | Path) -> Config:
-    """The config of a run or checkpoint (see `load_source`), without reading its tensors."""
-    path, state = load_source(source, lazily=True)
-    return config_from_dict(state["config"], str(path))
-
-
 def load_model(source: str | Path, device: torch.device | str = "cpu") -> Trained:
     """The trained model of a run or checkpoint (see `load_source`), for evaluation."""
-    path, state = load_source(source)
-    config = config_from_dict(state["config"], str(path))
+    path, content = load_source(source)
+    config = config_from_dict(content["config"], str(path))
     model = GPT(config, device)
-    load_parameters(model, state["model"], path)
-    return Trained(model.eval(), config, state["step"], state["data"]["tokenizer"])
+    load_parameters(model, content["model"], path)
+    return Trained(model.eval(), config, content["step"], content["data"]["tokenizer"])
 
 
 def load_parameters(model: nn.Module, parameters: dict[str, Any], path: Path) -> None:

@@ -25,35 +25,33 @@ class Guard:
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.recent = {what: deque[float](maxlen=WINDOW) for what in ("loss", "gradient norm")}
-        self.n_rejected, self.is_outlier = 0, False
+        self.n_rejected = 0
+        self.is_outlier = False
 
     def check(self, losses: list[float], norms: list[float]) -> str:
         """Why a step is bad, given the loss and the gradient norm of each rank; "" if it is good."""
         means = {"loss": statistics.fmean(losses), "gradient norm": norms[0]}
-        found = [
-            f"{what} {value} on rank {rank}"
-            for what, values in (("loss", losses), ("gradient norm", norms))
-            for rank, value in enumerate(values)
-            if not math.isfinite(value)
-        ]
-        self.is_outlier = not found and bool(found := self._outliers(means))
-        if found:
+        problem = not_finite("loss", losses) or not_finite("gradient norm", norms)
+        self.is_outlier = False
+        if not problem and self.config.outlier_z:
+            problem = self._outlier(means)
+            self.is_outlier = problem != ""
+        if problem:
             self.n_rejected += 1
-            return found[0]
+            return problem
         self.n_rejected = 0
         for what, value in means.items():
             self.recent[what].append(value)
         return ""
 
-    def _outliers(self, means: dict[str, float]) -> list[str]:
-        found = []
+    def _outlier(self, means: dict[str, float]) -> str:
         for what, value in means.items():
             recent = self.recent[what]
-            if self.config.outlier_z and len(recent) == WINDOW and (std := statistics.stdev(recent)):
+            if len(recent) == WINDOW and (std := statistics.stdev(recent)):
                 z = (value - statistics.fmean(recent)) / std
                 if z > self.config.outlier_z:
-                    found.append(f"{what} {value:.4g}, {z:.1f} standard deviations above the last {WINDOW}")
-        return found
+                    return f"{what} {value:.4g}, {z:.1f} standard deviations above the last {WINDOW}"
+        return ""
 
     def handle_bad_step(self, where: str) -> str:
         """The line to log about a step that `check` has rejected; where: step, reason and data.
@@ -74,3 +72,9 @@ class Guard:
         self.n_rejected = state["skipped"]
         for what, values in self.recent.items():
             values.extend(state[what])
+
+
+def not_finite(what: str, values: list[float]) -> str:
+    """The first of the ranks' values that is not finite, in words; "" if all are."""
+    bad = [f"{what} {value} on rank {rank}" for rank, value in enumerate(values) if not math.isfinite(value)]
+    return bad[0] if bad else ""

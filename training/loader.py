@@ -21,13 +21,13 @@ def open_streams(config: Config) -> tuple[TokenStream, TokenStream]:
     Raises UserError: the data does not fit the model's vocabulary, train.seq_len or train.val_tokens.
     """
     seq_len = config.train.seq_len
-    train, val = TokenStream(config.data.dir, "train"), TokenStream(config.data.dir, "val")
+    train = TokenStream(config.data.dir, "train")
+    val = TokenStream(config.data.dir, "val")
     train.check_model(config.model.vocab_size)
     length = train.info.get("sequence_length", seq_len)
     if length != seq_len:
-        raise UserError(
-            f"train.seq_len = {seq_len}: {train.folder} has sequences of {length} tokens; expected that"
-        )
+        reason = f"{train.folder} has sequences of {length} tokens"
+        raise UserError(f"train.seq_len = {seq_len}: expected {length}; {reason}")
     val_windows(val, config.train.val_tokens, seq_len)  # raises if it is too short
     return train, val
 
@@ -41,7 +41,9 @@ class BatchLoader:
     """
 
     def __init__(self, stream: TokenStream, config: Config, world: World) -> None:
-        self.stream, self.config, self.world = stream, config, world
+        self.stream = stream
+        self.config = config
+        self.world = world
         self.n_seq = config.train.batch_tokens // config.train.seq_len
         self.per_rank = self.n_seq // world.size
         self.micro = min(config.train.micro_batch, self.per_rank)
@@ -63,15 +65,16 @@ class BatchLoader:
 
     def read(self, step: int) -> Batch:
         """The micro-batches of a step, page-locked for a GPU: their copy then does not block the host."""
-        config, on_gpu = self.config, self.world.device.type == "cuda"
-        begin, batch = self.per_rank * self.world.rank, []
+        config = self.config
+        batch: Batch = []
+        begin = self.per_rank * self.world.rank
         for first in range(begin, begin + self.per_rank, self.micro):
             arrays = train_batch(
                 self.stream, config.data.skip_steps + step, self.n_seq, config.train.seq_len,
                 config.data.order, config.seed, first, count=self.micro,
             )  # fmt: skip
-            x, y = (torch.from_numpy(a) for a in arrays)
-            batch.append((x.pin_memory(), y.pin_memory()) if on_gpu else (x, y))
+            x, y = map(torch.from_numpy, arrays)
+            batch.append((x.pin_memory(), y.pin_memory()) if self.world.device.type == "cuda" else (x, y))
         return batch
 
     def loss_weights(self, batch: Batch) -> tuple[list[float], int]:

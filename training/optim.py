@@ -1,4 +1,4 @@
-"""Optimisers, their parameter groups, and what follows a schedule: the learning rate, the power p."""
+"""Optimisers, their parameter groups, and the schedules of the learning rate and of the power p."""
 
 import math
 
@@ -11,24 +11,23 @@ from schema import AttentionConfig, OptimizerConfig
 def make_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer]:
     """The optimisers, with weight decay on matrices only and each group's peak learning rate as `peak_lr`.
 
-    muon updates the matrices of the blocks; adamw updates the embedding, the output layer and all vectors.
+    muon updates the matrices of the blocks. adamw then has the embedding, the output layer and all vectors.
     """
     matrices = {name: p for name, p in model.named_parameters() if p.ndim >= 2}  # tied ones once
     vectors = [p for p in model.parameters() if p.ndim < 2]
     hidden = [matrices.pop(name) for name in list(matrices) if config.name == "muon" and "blocks." in name]
-    decay, momentum = config.weight_decay, config.momentum
     groups = [
-        {"params": [*matrices.values()], "weight_decay": decay},
+        {"params": [*matrices.values()], "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
     optimizers: list[Optimizer]
     if config.name == "sgd":
-        optimizers = [SGD(groups, lr=config.lr, momentum=momentum)]
+        optimizers = [SGD(groups, lr=config.lr, momentum=config.momentum)]
     else:
-        betas = (config.beta1, config.beta2)
-        optimizers = [AdamW(groups, lr=config.lr, betas=betas, fused=True)]
+        optimizers = [AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)]
     if hidden:
-        optimizers.append(Muon(hidden, lr=config.muon_lr, momentum=momentum, weight_decay=decay))
+        options = {"momentum": config.momentum, "weight_decay": config.weight_decay}
+        optimizers.append(Muon(hidden, lr=config.muon_lr, **options))
     all_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     grouped = [id(p) for group in all_groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters())  # each in exactly one group
@@ -68,6 +67,6 @@ def set_learning_rates(
 
 def power_at(config: AttentionConfig, step: int) -> int:
     """p of the re-weighting at a step: from 1 to reweight_p in equal spans of reweight_p_warmup steps."""
-    p = config.reweight_p
-    n_steps = config.reweight_p_warmup
-    return p if step >= n_steps else 1 + (p - 1) * step // n_steps
+    if step >= config.reweight_p_warmup:
+        return config.reweight_p
+    return 1 + (config.reweight_p - 1) * step // config.reweight_p_warmup

@@ -1,11 +1,11 @@
 """The log of a run, written by rank 0 to its folder.
 
 config.toml      the resolved config; `train.py` takes it like any other
-metrics.jsonl    a line per step: step, loss, lr, grad_norm; at logged steps also tokens_per_s, step_ms
-                 and its parts, mfu, memory_gb; every log.attention_every steps qk_std and entropy,
-                 {"layer_0": ...} each, and logit_std; {"step", "val_loss"} per validation, with
-                 "val_cross_entropy", that of the unscaled logits, if train.loss is not softmax; null: NaN or
-                 infinity
+metrics.jsonl    a line per step and one per validation; null is NaN or infinity
+                   step, loss, lr, grad_norm
+                   tokens_per_s, step_ms and its parts, mfu, memory_gb at logged steps
+                   qk_std and entropy as {"layer_0": ...}, logit_std every log.attention_every steps
+                   val_loss, and val_cross_entropy of the unscaled logits if train.loss is not softmax
 init_from.txt    with init_from: what was copied, what is new, what was dropped
 starts.jsonl     a line per start: time, step, command, git commit, versions, hardware
 wandb_id         with log.wandb: the W&B run, which a resumed run continues
@@ -30,7 +30,7 @@ import torch
 
 from config import to_toml
 from data.batches import val_windows
-from infra.cli import UserError
+from infra.cli import UserError, drop_output
 from infra.distributed import World
 from infra.files import read_jsonl, write_atomically
 from schema import Config, describe_attention
@@ -38,37 +38,41 @@ from training.state import TrainState
 
 
 class RunLog:
-    """metrics.jsonl, the console and W&B; only rank 0 prints and writes.
+    """metrics.jsonl, the console and W&B. Only rank 0 prints and writes.
 
     Records wait for a `flush`. Before `open_folder` (in a dry run) nothing is written to disk.
     """
 
     def __init__(self, state: TrainState) -> None:
-        self.state, self.config, self.world = state, state.config, state.world
+        self.state = state
+        self.config = state.config
+        self.world = state.world
         self.pending: list[dict[str, Any]] = []
         self.clock = Clock(state)
         self.metrics: Path | None = None
         self.wandb: Any = None
 
     def open_folder(self, init_summary: list[str]) -> None:
-        """Make the run folder; drop metrics of steps and validations after those in the state.
+        """Make the run folder, and drop metrics of steps and validations after those in the state.
 
         Args:
             init_summary: what init_from copied, for init_from.txt and the console.
-
         Raises UserError: it cannot be written.
         """
         if not self.world.is_main:
             return
-        run_dir, step, val_step = self.config.run_dir, self.state.step, self.state.validation["step"]
-        self.metrics = path = run_dir / "metrics.jsonl"
+        run_dir = self.config.run_dir
+        step = self.state.step
+        val_step = self.state.validation["step"]
+        self.metrics = run_dir / "metrics.jsonl"
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            if step == 0 and val_step < 0 and path.exists() and read_jsonl(path):
+            if step == 0 and val_step < 0 and read_jsonl(self.metrics):
                 old = set_aside(run_dir)
                 self.print(f"{run_dir} has no checkpoint: starting at step 0, its results are now in {old}")
             write_atomically(run_dir / "config.toml", to_toml(self.config).encode())
-            write_atomically(path, to_jsonl(records_up_to(read_jsonl(path), step, val_step)).encode())
+            kept = records_up_to(read_jsonl(self.metrics), step, val_step)
+            write_atomically(self.metrics, to_jsonl(kept).encode())
             with open(run_dir / "starts.jsonl", "a") as f:
                 f.write(to_jsonl([start_record(self.world, step)]))
             if init_summary:
@@ -85,7 +89,7 @@ class RunLog:
         try:
             print(*lines, sep="\n", flush=True)
         except BrokenPipeError:  # Ctrl-C has ended `| tee`, too, and this run still has to save
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            drop_output()
 
     def add_step(self, loss: float, grad_norm: float, lr: float, skipped: str = "") -> None:
         record = {"step": self.state.step, "loss": loss, "lr": lr, "grad_norm": grad_norm}
@@ -95,7 +99,8 @@ class RunLog:
         """Write the pending records, sync them to disk, print the newest."""
         if not self.pending:
             return
-        last, max_steps = self.pending[-1], self.config.train.max_steps
+        max_steps = self.config.train.max_steps
+        last = self.pending[-1]
         last |= self.clock.report()
         self._write(self.pending)
         self.pending = []
@@ -110,12 +115,12 @@ class RunLog:
     def add_validation(self, val_loss: float, unscaled: float | None = None) -> None:
         record = {"step": self.state.step, "val_loss": val_loss}
         width = len(str(self.config.train.max_steps))
-        text = f"step {self.state.step:>{width}} | validation loss {val_loss:.4f}"
+        line = f"step {self.state.step:>{width}} | validation loss {val_loss:.4f}"
         if unscaled is not None:
             record["val_cross_entropy"] = unscaled
-            text += f" | cross-entropy of the unscaled logits {unscaled:.4f}"
+            line += f" | cross-entropy of the unscaled logits {unscaled:.4f}"
         self._write([record])
-        self.print(text)
+        self.print(line)
 
     def _write(self, records: list[dict[str, Any]]) -> None:
         if self.metrics is None:
@@ -127,20 +132,26 @@ class RunLog:
                 os.fsync(f.fileno())
         except OSError as e:
             raise UserError(f"{self.metrics}: cannot be written: {e.strerror}") from None
-        for record in records if self.wandb is not None else []:
-            self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+        if self.wandb is not None:
+            for record in records:
+                self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
 
-    def close(self, text: str) -> None:
-        self.print(text)
+    def close(self, line: str) -> None:
+        self.print(line)
         if self.wandb is not None:
             self.wandb.finish()
 
     def describe_run(self) -> None:
         """Print model, attention, data and step, a line each."""
-        config, raw_model, batches = self.config, self.state.raw_model, self.state.batches
-        model, train, n_tokens = config.model, config.train, batches.stream.n_tokens
+        config = self.config
+        model = config.model
+        train = config.train
+        raw_model = self.state.raw_model
+        batches = self.state.batches
+        n_tokens = batches.stream.n_tokens
+        epochs = train.max_steps * train.batch_tokens / n_tokens
         n_val = train.seq_len * val_windows(self.state.val_stream, train.val_tokens, train.seq_len)
-        epochs, n_micro = train.max_steps * train.batch_tokens / n_tokens, batches.per_rank // batches.micro
+        n_micro = batches.per_rank // batches.micro
         self.print(
             f"run      {config.run_dir}",
             f"model    {raw_model.n_params() / 1e6:.2f}M parameters, {model.n_layer} layers, "
@@ -158,12 +169,13 @@ class RunLog:
 class Clock:
     """Where a step's time goes: data, forward and backward, optimiser, other.
 
-    GPU work is timed only where the step syncs anyway (for the guard), so the optimiser's kernels count
-    where the host next waits: in the next step's forward and backward.
+    GPU work is timed only where the step syncs anyway, for the guard. The optimiser's kernels count where
+    the host next waits, in the next step's forward and backward.
     """
 
     def __init__(self, state: TrainState) -> None:
-        self.world, self.tokens_per_step = state.world, state.config.train.batch_tokens
+        self.world = state.world
+        self.tokens_per_step = state.config.train.batch_tokens
         self.flops_per_token = state.raw_model.flops_per_token()
         self.restart()
 
@@ -182,12 +194,13 @@ class Clock:
     def report(self) -> dict[str, Any]:
         """Means over the steps since the last report."""
         self.mark("other")
-        n_steps, seconds = max(1, self.n_steps), max(self.last - self.began, 1e-9)
+        seconds = max(self.last - self.began, 1e-9)
         tokens_per_s = self.n_steps * self.tokens_per_step / seconds
         record: dict[str, Any] = {"tokens_per_s": round(tokens_per_s)}
-        for name, total in ({"step": seconds} | self.parts).items():
-            record[f"{name}_ms"] = round(1000 * total / n_steps, 2)
-        if peak := peak_flops(self.world.device):
+        for part, total in ({"step": seconds} | self.parts).items():
+            record[f"{part}_ms"] = round(1000 * total / max(1, self.n_steps), 2)
+        peak = peak_flops(self.world.device)
+        if peak is not None:
             record["mfu"] = round(self.flops_per_token * tokens_per_s / (peak * self.world.size), 4)
         record["memory_gb"] = round(peak_memory(self.world.device) / 1e9, 3)
         self.restart()
@@ -196,9 +209,9 @@ class Clock:
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 matrix-multiplication FLOP/s from the data sheet; None for a device not in this list."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     sheets = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
-    return next((flops for key, flops in sheets.items() if key in name), None)
+    return next((flops for card, flops in sheets.items() if card in device_name), None)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -210,15 +223,18 @@ def peak_memory(device: torch.device) -> int:
 
 def start_record(world: World, step: int) -> dict[str, Any]:
     """What explains a start later: command, commit, versions, hardware."""
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "numpy": numpy.__version__}
-    versions["python"] = platform.python_version()
     gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": step,
         "command": sys.orig_argv,
         "commit": git_commit(),
-        "versions": versions,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "numpy": numpy.__version__,
+        },
         "host": platform.node(),
         "device": gpu or platform.processor() or platform.machine(),
         "processes": world.size,
@@ -230,11 +246,9 @@ def start_record(world: World, step: int) -> dict[str, Any]:
 def git_commit() -> str | None:
     """The commit of the code, with "+" if tracked files differ from it; None outside a git checkout."""
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    options: dict[str, Any] = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
     with suppress(OSError, subprocess.SubprocessError):
-        result = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
-        )
-        return result.stdout.strip() or None
+        return subprocess.run(command, timeout=10, **options).stdout.strip() or None
     return None
 
 
@@ -274,11 +288,7 @@ def set_aside(run_dir: Path) -> Path:
     """Move what a training left of which no checkpoint is there to <run_dir>/old_1, or old_2, ..."""
     old = next(path for i in itertools.count(1) if not (path := run_dir / f"old_{i}").exists())
     old.mkdir()
-    for path in [
-        run_dir / "metrics.jsonl",
-        *run_dir.glob("eval_*"),
-        *run_dir.glob("init_from.txt"),
-        *run_dir.glob("rows.csv"),
-    ]:
-        path.rename(old / path.name)
+    for pattern in ("metrics.jsonl", "eval_*", "rows.csv", "init_from.txt"):
+        for path in run_dir.glob(pattern):
+            path.rename(old / path.name)
     return old

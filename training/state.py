@@ -20,7 +20,7 @@ from schema import Config, makes_another_run, may_change_on_resume
 from training.checkpoint import load_parameters, load_source
 from training.guard import Guard
 from training.loader import BatchLoader, open_streams
-from training.optim import make_optimizers
+from training.optim import make_optimizers, power_at
 
 UNREPORTED_KEYS = ("name", "init_from", "log.")  # config changes not printed at init_from
 
@@ -31,22 +31,25 @@ def keep_freed_memory() -> None:
     Memory that goes back to the kernel after a step is mapped and zeroed again in the next.
     """
     with suppress(OSError, AttributeError):  # another C library
-        mallopt, m_trim_threshold, m_mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3  # malloc.h
-        mallopt(m_trim_threshold, 2**31 - 1)
-        mallopt(m_mmap_threshold, 2**25)  # the largest that it accepts
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD in malloc.h
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, the largest that it accepts
 
 
 class TrainState:
     """The parts of a run, built from the config and its seed.
 
     Attributes:
-        raw_model, local_model, model: the same parameters: with plain names, compiled, and under DDP.
+        raw_model: the model, with plain names of its parameters.
+        local_model: the same, compiled if the config says so.
+        model: the same, under DistributedDataParallel if there are several processes.
         step: optimiser steps done, skipped ones included.
         validation: the newest and the best one (see `training.checkpoint`).
     """
 
     def __init__(self, config: Config, world: World) -> None:
-        self.config, self.world = config, world
+        self.config = config
+        self.world = world
         if world.device.type == "cpu":
             keep_freed_memory()
         train_stream, self.val_stream = open_streams(config)
@@ -59,7 +62,9 @@ class TrainState:
         self.local_model: Any = torch.compile(self.raw_model) if compiles else self.raw_model
         self.model: Any = DistributedDataParallel(self.local_model) if world.size > 1 else self.local_model
         self.optimizers = make_optimizers(self.raw_model, config.optimizer)
-        self.guard, self.stop, self.step = Guard(config.train), StopSignals(), 0
+        self.guard = Guard(config.train)
+        self.stop = StopSignals()
+        self.step = 0
         self.validation: dict[str, Any] = {"step": -1, "loss": None, "best": None, "best_step": None}
 
     def is_due(self, every: int) -> bool:
@@ -71,10 +76,16 @@ class TrainState:
         return self.validation["best_step"] == self.step
 
     @property
+    def power(self) -> int:
+        """p of the re-weighting in the last step done, or in the first."""
+        return power_at(self.config.attention, max(0, self.step - 1))
+
+    @property
     def needs_validation(self) -> bool:
-        """A validation is due and not done; at step 0 one is due only if the run has no steps."""
-        done = self.validation["step"] == self.step or self.step == 0 < self.config.train.max_steps
-        return not done and self.is_due(self.config.train.val_every)
+        """A validation is due and not done. At step 0 one is due only if the run has no steps."""
+        if self.validation["step"] == self.step or self.step == 0 < self.config.train.max_steps:
+            return False
+        return self.is_due(self.config.train.val_every)
 
     def record_validation(self, loss: float) -> None:
         best = self.validation["best"]
@@ -84,7 +95,8 @@ class TrainState:
 
     def data_info(self) -> dict[str, str]:
         """The identity of the data, which a resumed run must share."""
-        train, val = self.batches.stream, self.val_stream
+        train = self.batches.stream
+        val = self.val_stream
         info = {"tokenizer": train.info["tokenizer"], "train": train.fingerprint, "val": val.fingerprint}
         return info | {f"{s.split}mask": s.mask.fingerprint for s in (train, val) if s.mask}
 
@@ -104,26 +116,36 @@ class TrainState:
             "data": self.data_info(),
         }
 
+    def difference_to(self, checkpoint: dict[str, Any], path: Path) -> str:
+        """What the loss curve depends on and the checkpoint has otherwise, in config and data; "": nothing.
+
+        A finished run may differ in all but what its curve depends on, and in where the same data lie.
+        """
+        changed = changed_keys(config_from_dict(checkpoint["config"], str(path)), self.config)
+        if checkpoint["step"] < self.config.train.max_steps:
+            changed = {key: pair for key, pair in changed.items() if not may_change_on_resume(key)}
+        else:
+            changed = {k: pair for k, pair in changed.items() if makes_another_run(k) and k != "data.dir"}
+        before = checkpoint["data"]
+        data = self.data_info()
+        for key in before | data:
+            if before.get(key) != data.get(key):
+                changed[f"data: {key}"] = (before.get(key), data.get(key))
+        return "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
+
     def restore(self, path: Path, checkpoint: dict[str, Any]) -> None:
         """Continue from a checkpoint of this run.
 
         Raises UserError: lists every difference in config and data; resuming would join two runs' curves.
         """
-        data, before = self.data_info(), checkpoint["data"]
-        changed = changed_keys(config_from_dict(checkpoint["config"], str(path)), self.config)
-        if checkpoint["step"] < self.config.train.max_steps:
-            changed = {key: values for key, values in changed.items() if not may_change_on_resume(key)}
-        else:  # finished: only what its curve does not depend on, and where the same data lie
-            changed = {key: v for key, v in changed.items() if makes_another_run(key) and key != "data.dir"}
-        pairs = {key: (before.get(key), data.get(key)) for key in before | data}
-        changed |= {f"data: {key}": pair for key, pair in pairs.items() if pair[0] != pair[1]}
-        if changed:
-            found = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
-            raise UserError(f"{path.parents[1]}: holds another run ({found}): choose another --name")
+        difference = self.difference_to(checkpoint, path)
+        if difference:
+            raise UserError(f"{path.parents[1]}: holds another run ({difference}): choose another --name")
         load_parameters(self.raw_model, checkpoint["model"], path)
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.step, self.validation = checkpoint["step"], checkpoint["validation"]
+        self.step = checkpoint["step"]
+        self.validation = checkpoint["validation"]
         self.guard.load_state_dict(checkpoint["guard"])
         if len(checkpoint["rng"]) == self.world.size:
             rng = checkpoint["rng"][self.world.rank]
@@ -133,45 +155,47 @@ class TrainState:
 
 
 def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
-    """Copy each parameter that another run's model shares, bit for bit; leave the others.
+    """Copy each parameter that another run's model shares, bit for bit, and leave the others.
 
-    [model] must fit, [attention] may add and drop parameters, the data to train on must have the same
-    `tokenizer`. source: the folder of a finished run, or a checkpoint file.
-
-    Returns: the summary for the log: what is copied, new, dropped and changed.
-    Raises UserError: nothing there, an unfinished run, another tokeniser, or a parameter of another shape,
-    with its name.
+    Args:
+        source: the folder of a finished run, or a checkpoint file. [model] must fit, [attention] may add and
+            drop parameters.
+        tokenizer: of the data to train on, which must be that of the source.
+    Returns: The summary for the log: what is copied, new, dropped and changed.
+    Raises UserError: nothing there, an unfinished run, another tokeniser, or a parameter of another shape.
     """
-    path, state = load_source(source)
-    old, theirs, trained_on = config_from_dict(state["config"], str(path)), state["model"], state["data"]
+    path, content = load_source(source)
+    old = config_from_dict(content["config"], str(path))
     prefix = f"init_from = {str(source)!r}"
-    if Path(source).is_dir() and 0 < state["step"] < old.train.max_steps:  # 0: of lab.import_
-        found = f"{state['step']} of {old.train.max_steps} steps"
-        raise UserError(f"{prefix}: has {found}: expected a finished run, or a checkpoint file: {path}")
-    if trained_on["tokenizer"] != tokenizer:
-        raise UserError(f"{prefix}: trained on tokens of {trained_on['tokenizer']}, the data has {tokenizer}")
+    if Path(source).is_dir() and 0 < content["step"] < old.train.max_steps:  # 0: of lab.import_
+        done = f"{content['step']} of {old.train.max_steps} steps"
+        raise UserError(f"{prefix}: has {done}: expected a finished run, or a checkpoint file: {path}")
+    trained_on = content["data"]["tokenizer"]
+    if trained_on != tokenizer:
+        raise UserError(f"{prefix}: trained on tokens of {trained_on}, the data has {tokenizer}")
     ours = model.state_dict()
+    theirs = content["model"]
     changes = [
         f"{key} {was!r} -> {now!r}"
         for key, (was, now) in changed_keys(old, model.config).items()
         if not key.startswith(UNREPORTED_KEYS)
     ]
     copied = {name: theirs[name] for name in ours if name in theirs}
-    problems = {
-        f"{any_layer(name)} is {tuple(ours[name].shape)} here, {tuple(tensor.shape)} there": None
-        for name, tensor in copied.items()
-        if ours[name].shape != tensor.shape
+    problems = {  # all layers as one
+        any_layer(name): f"{any_layer(name)} is {tuple(ours[name].shape)} here, {tuple(their.shape)} there"
+        for name, their in copied.items()
+        if ours[name].shape != their.shape
     }
     tied = model.config.model.tie_embeddings
     if tied and not torch.equal(theirs["lm_head.weight"], theirs["embedding.weight"]):
-        problems["lm_head.weight is tied to the embedding here, not there"] = None
+        problems["lm_head.weight"] = "lm_head.weight is tied to the embedding here, not there"
     if problems:
-        shapes = [text for text in changes if text.startswith(("model.", "train.seq_len"))]
-        raise UserError(f"{prefix}: does not fit: {'; '.join(problems)} ({', '.join(shapes)})")
+        causes = [change for change in changes if change.startswith(("model.", "train.seq_len"))]
+        raise UserError(f"{prefix}: does not fit: {'; '.join(problems.values())} ({', '.join(causes)})")
     model.load_state_dict(copied, strict=False)
     n_values = sum({ours[name].data_ptr(): ours[name].numel() for name in copied}.values())  # tied ones once
     return [
-        f"init_from {source}, step {state['step']}",
+        f"init_from {source}, step {content['step']}",
         f"  copied      {len(copied)} tensors, {n_values:,} values",
         f"  new         {missing_names(ours, theirs)}; the optimiser's state",
         f"  dropped     {missing_names(theirs, ours)}",
