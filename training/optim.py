@@ -26,8 +26,8 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer
     else:
         optimizers = [AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)]
     if hidden:
-        options = {"momentum": config.momentum, "weight_decay": config.weight_decay}
-        optimizers.append(Muon(hidden, lr=config.muon_lr, **options))
+        decay = config.weight_decay
+        optimizers.append(Muon(hidden, lr=config.muon_lr, momentum=config.momentum, weight_decay=decay))
     all_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     grouped = [id(p) for group in all_groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters())  # each in exactly one group

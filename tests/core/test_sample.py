@@ -138,11 +138,11 @@ def test_a_sample_ends_with_the_document(run, sampled, monkeypatch):
     eot = get_tokenizer("bytes").eot_token
     steps = [[97, 98], [eot, 99], [100, 101], [102, eot], [103, 104]]
 
-    def stream(self, tokens, n_new, **options):
+    def stream(model, tokens, n_new, **options):
         assert tokens[:, 0].eq(eot).all() and options["top_k"] == 50
         return (torch.tensor(step)[:, None] for step in steps)
 
-    monkeypatch.setattr(GPT, "stream", stream)
+    monkeypatch.setattr(sample, "stream", stream)
     out = sampled(run, "--prompt", ">", "--samples", 2)
     assert out == "--- prompt 1, sample 1\n>a\n--- prompt 1, sample 2\n>bce\n"
 
