@@ -10,24 +10,22 @@ Every length scores the same tokens, the first of the validation stream (after -
 the longest length; each block is cut into windows of length T, for each T. Reported:
 
     loss           mean over all tokens, in nats. A longer window gives tokens more context, and puts most of
-                   them at positions that training never had: this number contains both effects.
+                   them at positions that training never had. This number contains both effects.
     same targets   mean over the last tokens of each block only (as many as the training length), predicted
-                   from windows of length T that all end there: only the context changes.
+                   from windows of length T that all end there. Only the context changes.
     per position   loss by position in the window, in buckets that double; with --per-position also in 100
                    equal parts of the longest window, as a curve with its standard error (SSMax, Figure 5).
 
-Standard errors are those of means over blocks: the losses of neighbouring tokens are correlated. `change` in
-the JSON is the difference to the shortest length with its paired error, smaller than that of either loss.
+Standard errors are those of means over blocks, since the losses of neighbouring tokens are correlated. The
+losses of single blocks are in rows.csv (see evals/rows.py), to pair runs or lengths over text.
 
-Writes eval_length.json and .png into the run folder (eval_length_<checkpoint> for one checkpoint file), with
---per-position also eval_length_position.png; several runs get one more figure. --tag none names the results
-eval_length_none.
+Writes eval_length.json and .png into the run folder (eval_length_<checkpoint> for one checkpoint file).
+Several runs get one more figure. --tag none names the results eval_length_none.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from operator import itemgetter
@@ -42,7 +40,7 @@ from data.batches import val_batch
 from evals import common, output
 from evals.common import Blocks, EvaluatedRun, mean_and_stderr
 from evals.output import Result
-from evals.rows import text_key
+from evals.rows import Cell, text_key
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import World, join_world
 from model import GPT
@@ -54,9 +52,7 @@ LOGITS_AT_ONCE = 1024  # positions whose logits exist together: 0.2 GB for GPT-2
 MEANING = {
     "loss": "mean cross-entropy in nats over all tokens; the same tokens at every length",
     "stderr": "standard error of the mean over blocks of the longest length; null: only one block",
-    "change": "loss minus the shortest length's, null if that has none; change_stderr is paired over blocks",
     "same_target_loss": "mean over the last same_target_tokens of each block, in windows that end there",
-    "perplexity": "exp(loss); null: too large for a float",
     "block_losses": "loss of each block, block_same_target_losses likewise: to pair runs over text",
     "buckets": "loss at positions from <= i < to of the window",
     "positions": "loss at positions from <= i < to of the longest window; stderr over blocks",
@@ -75,9 +71,10 @@ def main() -> None:
             model, step = run.load(world)
             scores = [score(model, blocks, n, n_same, args.rope_scaling, world) for n in blocks.lengths]
             if world.is_main:  # at once: a later run may fail
-                results.append(run.write(summarise(scores, blocks, n_same, args.per_position), step, args))
-                run.append_rows("eval_length", results[-1], text_key(results[-1]["data"]), cells(results[-1]))
-                plot(results[-1:], run.file(".png"))
+                result = run.write(summarise(scores, blocks, n_same, args.per_position), step, args)
+                run.append_rows("eval_length", result, text_key(result["data"]), cells(result))
+                plot([result], run.file(".png"))
+                results.append(result)
         if world.is_main:
             print(tables(results))
             if picture:
@@ -86,23 +83,23 @@ def main() -> None:
 
 # ---------------------------------------------------------------- windows
 def count_same_targets(lengths: list[int], runs: list[EvaluatedRun]) -> int:
-    """The number of last tokens of a block that count as same targets: at most a training length.
+    """The number of last tokens of a block that count as same targets, at most a training length.
 
-    Raises:
-        UserError: a length does not divide the longest.
+    Raises UserError: a length does not divide the longest. All lengths have to score the same tokens.
     """
     for length in lengths:
         if lengths[-1] % length:
+            given = " ".join(map(str, lengths))
             raise UserError(
-                f"--lengths {' '.join(map(str, lengths))}: {length} does not divide the longest; expected "
-                "divisors of it, so that every length scores the same tokens"
+                f"--lengths {given}: {length} does not divide the longest; expected divisors of it"
             )
     return min(lengths[0], *(run.config.train.seq_len for run in runs))
 
 
 def bucket_edges(length: int) -> list[int]:
     """0, 128, 256, 512, ... and the length itself."""
-    edges, edge = [0], FIRST_BUCKET
+    edges = [0]
+    edge = FIRST_BUCKET
     while edge < length:
         edges.append(edge)
         edge *= 2
@@ -119,10 +116,7 @@ def part_edges(length: int) -> list[int]:
 def score(
     model: GPT, blocks: Blocks, length: int, n_same: int, rope: RopeScaling, world: World
 ) -> Tensor | str:
-    """The `block_sums` of every block, (n_blocks, n_sums), or why there are none (see `common.score_all`).
-
-    A block is always scored by one rank in one batch, so the number of ranks changes nothing.
-    """
+    """The `block_sums` of every block, (n_blocks, n_sums), or why there are none (see `common.score_all`)."""
 
     def sums(items: Sequence[int]) -> Tensor:
         return torch.stack([block_sums(block_losses(model, blocks, i, length, rope), n_same) for i in items])
@@ -131,10 +125,7 @@ def score(
 
 
 def block_losses(model: GPT, blocks: Blocks, block: int, length: int, rope: RopeScaling) -> Tensor:
-    """The losses of one block's tokens: (W, T) float32, W = longest / T consecutive windows of one batch.
-
-    W·T is the same for all lengths, and so is the peak memory.
-    """
+    """The losses of one block's tokens: (W, T) float32, W = longest / T consecutive windows of one batch."""
     n = blocks.longest // length
     first = (blocks.n_skipped + block) * n
     x, y = map(torch.from_numpy, val_batch(blocks.stream, first, n, length))  # (W, T)
@@ -155,67 +146,59 @@ def block_sums(losses: Tensor, n_same: int) -> Tensor:
 # ---------------------------------------------------------------- summary
 def summarise(scores: list[Tensor | str], blocks: Blocks, n_same: int, per_position: bool) -> dict[str, Any]:
     """Means and standard errors, finite numbers only: what eval_length.json holds besides the run's keys."""
-    shortest, entries = None, []
+    entries = []
     for length, sums in zip(blocks.lengths, scores, strict=True):
         entry: dict[str, Any] = {"length": length, "reason": sums if isinstance(sums, str) else None}
         entries.append(entry)
         if isinstance(sums, str):
             continue
-        buckets, parts = list(pairwise(bucket_edges(length))), list(pairwise(part_edges(length)))
-        by_bucket, by_part, same = sums.split((len(buckets), len(parts), 1), dim=1)
-        total = by_bucket.sum(1)  # (n_blocks,)
-        shortest = total if length == blocks.lengths[0] else shortest
-        entry["loss"], entry["stderr"] = mean_and_stderr(total / blocks.longest)
-        entry["perplexity"] = math.exp(entry["loss"]) if entry["loss"] < 700 else None  # exp(710) is inf
-        change = None if shortest is None else mean_and_stderr((total - shortest) / blocks.longest)
-        entry["change"], entry["change_stderr"] = change or (None, None)
-        entry["same_target_loss"], entry["same_target_stderr"] = mean_and_stderr(same[:, 0] / n_same)
-        entry["block_losses"] = round_all(total / blocks.longest)
-        entry["block_same_target_losses"] = round_all(same[:, 0] / n_same)
-        n_windows = blocks.n_blocks * blocks.longest // length
-        entry["buckets"] = [
-            {"from": i, "to": j, "loss": total / (n_windows * (j - i))}
-            for (i, j), total in zip(buckets, by_bucket.sum(0).tolist(), strict=True)
-        ]
+        buckets = bucket_edges(length)
+        parts = part_edges(length)
+        by_bucket, by_part, same = sums.split((len(buckets) - 1, len(parts) - 1, 1), dim=1)  # (n_blocks, ...)
+        for key, losses in (("", by_bucket.sum(1) / blocks.longest), ("same_target_", same[:, 0] / n_same)):
+            entry[f"{key}loss"], entry[f"{key}stderr"] = mean_and_stderr(losses)
+            entry[f"block_{key}losses"] = [round(loss, 6) for loss in losses.tolist()]
+        n_windows = blocks.longest // length  # of a block
+        entry["buckets"] = range_losses(by_bucket / n_windows, buckets)
         if per_position and length == blocks.longest:
-            found = [mean_and_stderr(by_part[:, k] / (j - i)) for k, (i, j) in enumerate(parts)]
-            entry["positions"] = [
-                {"from": i, "to": j, "loss": loss, "stderr": stderr}
-                for (i, j), (loss, stderr) in zip(parts, found, strict=True)
-            ]
+            entry["positions"] = range_losses(by_part, parts)
     data = {"data": blocks.describe(), "same_target_tokens": n_same}
     return data | {"lengths": entries, "meaning": MEANING}
 
 
-def cells(result: Result) -> Iterator[tuple[int, int | None, str, float | None]]:
-    """The (length, block, measure, value) of a result's rows; without values for a rejected length."""
-    n_blocks = result["data"]["blocks"]
+def range_losses(sums: Tensor, edges: list[int]) -> list[dict[str, Any]]:
+    """Means over the positions between edges, from each block's sums in a window, (n_blocks, n)."""
+    ranges = []
+    for (start, stop), block_sums in zip(pairwise(edges), sums.T, strict=True):
+        loss, stderr = mean_and_stderr(block_sums / (stop - start))
+        ranges.append({"from": start, "to": stop, "loss": loss, "stderr": stderr})
+    return ranges
+
+
+def cells(result: Result) -> Iterator[Cell]:
+    """The numbers of a result's rows; None for those of a rejected length."""
+    nothing = [None] * result["data"]["blocks"]
     for entry in result["lengths"]:
         length = entry["length"]
         for measure, key in (("loss", "block_losses"), ("same_targets", "block_same_target_losses")):
-            for block, loss in enumerate(entry.get(key, [None] * n_blocks)):
+            for block, loss in enumerate(entry.get(key, nothing)):
                 yield length, block, measure, loss
         losses = {bucket["from"]: bucket["loss"] for bucket in entry.get("buckets", [])}
         for start, stop in pairwise(bucket_edges(length)):
             yield length, None, f"loss[{start}:{stop}]", losses.get(start)
 
 
-def round_all(values: Tensor) -> list[float]:
-    return [round(value, 6) for value in values.tolist()]
-
-
 # ---------------------------------------------------------------- tables
 def tables(results: list[Result]) -> str:
     """All tables as text, each with a line that describes it."""
-    span, block = results[0]["same_target_tokens"], results[0]["data"]["block_length"]
+    span = results[0]["same_target_tokens"]
+    block = results[0]["data"]["block_length"]
     parts = [
         describe_data(results),
         f"Loss in nats over all tokens, ± standard error over blocks; RoPE {output.format_rope(*results)}.",
         output.length_table(results, itemgetter("loss", "stderr")),
         f"Same targets: loss over the last {span} tokens of each block, from windows that end there.",
         output.length_table(results, itemgetter("same_target_loss", "same_target_stderr")),
-        "Perplexity over all tokens.",
-        output.length_table(results, itemgetter("perplexity", "stderr"), lambda x, _: f"{x or math.inf:.4g}"),
         f"Loss by position in windows of {block} tokens.",
         bucket_table(results),
     ]
@@ -223,13 +206,16 @@ def tables(results: list[Result]) -> str:
 
 
 def describe_data(results: list[Result]) -> str:
-    """The scored tokens; run by run where they differ."""
-    text = "Scored: {tokens:,} tokens of {dir} ({split}) after {skipped_tokens:,}, {blocks} blocks of "
-    text += "{block_length}"
-    texts = [text.format(**result["data"]) for result in results]
-    if len(set(texts)) == 1:
-        return f"{texts[0]}."
-    listed = [f"{text}: {result['run']}." for text, result in zip(texts, results, strict=True)]
+    """The scored tokens, run by run where they differ."""
+    runs: dict[str, list[str]] = {}  # by their text
+    for result in results:
+        data = result["data"]
+        skipped = f"after {data['skipped_tokens']:,}, {data['blocks']} blocks of {data['block_length']}"
+        scored = f"Scored: {data['tokens']:,} tokens of {data['dir']} ({data['split']}) {skipped}"
+        runs.setdefault(scored, []).append(result["run"])
+    if len(runs) == 1:
+        return f"{scored}."
+    listed = [f"{scored}: {', '.join(labels)}." for scored, labels in runs.items()]
     return "\n".join([*listed, "Runs that were scored on other tokens do not compare."])
 
 
@@ -244,51 +230,43 @@ def bucket_table(results: list[Result]) -> str:
     return output.format_table(rows)
 
 
-# ---------------------------------------------------------------- figures
+# ---------------------------------------------------------------- figure
 def plot(results: list[Result], path: Path) -> None:
-    """The figure of all lengths, and that of --per-position where results have it."""
-    plot_lengths(results, path)
-    if any("positions" in result["lengths"][-1] for result in results):
-        plot_positions(results, path.with_name(f"{path.stem}_position{path.suffix}"))
-
-
-def plot_lengths(results: list[Result], path: Path) -> None:
-    """Loss against length: all tokens on the left, the same targets on the right."""
-    figure = Figure(figsize=(11, 4.5 + 0.2 * (len(results) // 3)), layout="constrained")
+    """Loss against length over all tokens and over the same targets, and that of --per-position."""
+    with_positions = any("positions" in result["lengths"][-1] for result in results)
+    figure = Figure(
+        figsize=(16 if with_positions else 11, 4.5 + 0.2 * (len(results) // 3)), layout="constrained"
+    )
+    panels = figure.subplots(1, 3 if with_positions else 2, sharey=True)
     lengths = [entry["length"] for entry in results[0]["lengths"]]
     span = output.format_length(results[0]["same_target_tokens"])
+    rope = f"(tokens), RoPE scaling {output.format_rope(*results)}"
     titles = {"": "All tokens", "same_target_": f"Same targets (last {span} tokens of each block)"}
-    xlabel = f"window length (tokens), RoPE scaling {output.format_rope(*results)}"
-    for axes, (key, title) in zip(figure.subplots(1, 2, sharey=True), titles.items(), strict=True):
+    for axes, (key, title) in zip(panels, titles.items(), strict=False):
         curves = output.length_curves(results, itemgetter(f"{key}loss", f"{key}stderr"))
         output.draw_curves(axes, curves, lengths, results)
-        axes.set(title=title, xlabel=xlabel, ylabel="validation loss (nats)")
+        axes.set(title=title, xlabel=f"window length {rope}", ylabel="validation loss (nats)")
         axes.tick_params(labelleft=True)
+    if with_positions:
+        draw_positions(panels[2], results)
+        panels[2].set(xlabel=f"position in the window {rope}")
     output.legend_below(figure, 3)
     output.save_figure(figure, path)
 
 
-def plot_positions(results: list[Result], path: Path) -> None:
+def draw_positions(axes: Any, results: list[Result]) -> None:
     """Loss against the position in the longest window, with a band of one standard error."""
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
     for result in results:
         parts = result["lengths"][-1].get("positions", [])  # none if the length was rejected
         middle = [(part["from"] + part["to"]) / 2 for part in parts]
-        low, high = ([part["loss"] + sign * (part["stderr"] or 0.0) for part in parts] for sign in (-1, 1))
-        (line,) = axes.plot(middle, [part["loss"] for part in parts], label=output.run_title(result))
+        low = [part["loss"] - (part["stderr"] or 0.0) for part in parts]
+        high = [part["loss"] + (part["stderr"] or 0.0) for part in parts]
+        (line,) = axes.plot(middle, [part["loss"] for part in parts])
         axes.fill_between(middle, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
     output.mark_training_length(axes, results)
-    blocks, length = results[0]["data"]["blocks"], results[0]["data"]["block_length"]
-    axes.set(
-        title=f"Means over {blocks} windows in {len(part_edges(length)) - 1} parts, ± standard error",
-        xlabel=f"position in the window (tokens), RoPE scaling {output.format_rope(*results)}",
-        ylabel="validation loss (nats)",
-        xlim=(0, length),
-    )
+    axes.set(title=f"By position, means over {results[0]['data']['blocks']} windows, ± standard error")
+    axes.tick_params(labelleft=True)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    output.save_figure(figure, path)
 
 
 # ---------------------------------------------------------------- command line

@@ -4,7 +4,6 @@
     torchrun --standalone --nproc_per_node=8 train.py configs/lssar.toml  # 8 GPUs
     python train.py configs/lssar.toml --attention.reweight-p 3 --name lssar_p3
     python train.py configs/lssar.toml --dry-run                          # sizes, memory, speed; no run
-    python train.py configs/lssar.toml --profile 5                        # also trace 5 steps
 
 Writes runs/<name>/: config.toml (resolved; `train.py runs/<name>/config.toml --name again` replays it),
 metrics.jsonl (a line per step), starts.jsonl (commit, versions, hardware) and checkpoints/. The same command,
@@ -22,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from config import parse_command_line
-from infra.cli import ArgumentParser, UserError, positive_int, run_main
+from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import join_world
 from infra.files import exclusive_lock
 from training.checkpoint import CheckpointWriter, load_newest, mend_folder
 from training.loader import Batch
 from training.optim import power_at, set_learning_rates
-from training.profiler import profiler
 from training.run_log import RunLog, format_duration
 from training.state import TrainState, init_from_run
 from training.validation import measure_attention, validate
@@ -39,10 +37,7 @@ DRY_STEPS = 4  # of --dry-run; the first is not timed
 def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("--dry-run", action="store_true", help="print sizes, memory and speed; no run")
-    parser.add_argument("--profile", type=positive_int, default=0, metavar="N", help="also trace N steps")
     config, args = parse_command_line(parser)
-    if args.dry_run and args.profile:
-        raise UserError("--profile: not together with --dry-run")
     with join_world(config.train.device) as world:
         state = TrainState(config, world)
         if args.dry_run:
@@ -52,7 +47,7 @@ def main() -> None:
             log = start_or_resume(state)
             gc.freeze()  # scanning all of torch's objects takes 0.1 s and more,
             gc.disable()  # and a rank that collects garbage within a step delays all others
-            train(state, log, n_profiled=args.profile)
+            train(state, log)
 
 
 def start_or_resume(state: TrainState) -> RunLog:
@@ -67,17 +62,17 @@ def start_or_resume(state: TrainState) -> RunLog:
     newest = load_newest(config.run_dir)
     init_summary: list[str] = []
     if newest is not None:
-        state.restore(newest.path, newest.content)
+        state.restore(*newest)
     elif config.init_from:
         init_summary = init_from_run(state.raw_model, config.init_from, state.data_info()["tokenizer"])
     if not state.world.agree([state.step, init_summary]):
         raise UserError(f"{config.run_dir}: the processes see different checkpoints; expected one folder")
     if state.world.is_main:
-        mend_folder(config.run_dir, newest.path if newest and state.is_best else None)
+        mend_folder(config.run_dir, newest[0] if newest and state.is_best else None)
     log = RunLog(state)
     log.open_folder(init_summary)
     if newest is not None and state.step < config.train.max_steps:
-        log.print(f"resumed from {newest.path}: {state.step} of {config.train.max_steps} steps done")
+        log.print(f"resumed from {newest[0]}: {state.step} of {config.train.max_steps} steps done")
     return log
 
 
@@ -107,7 +102,7 @@ def dry_run(state: TrainState) -> None:
 # ---------------------------------------------------------------- the loop
 
 
-def train(state: TrainState, log: RunLog, n_profiled: int = 0) -> None:
+def train(state: TrainState, log: RunLog) -> None:
     """Train until max_steps or until a rank receives a signal to stop."""
     config = state.config.train
     run_dir = state.config.run_dir
@@ -118,8 +113,7 @@ def train(state: TrainState, log: RunLog, n_profiled: int = 0) -> None:
     log.describe_run()
     began = time.monotonic()
     writer = CheckpointWriter(run_dir, config.keep_last, config.keep_every)
-    n_traced = n_profiled if state.world.is_main else 0
-    with state.stop, profiler(n_traced, run_dir / "profile.json.gz") as after_step, writer:
+    with state.stop, writer:
         stopped = None
         if state.needs_validation:  # the run was stopped before this validation was done
             stopped = validate(state, log)
@@ -128,7 +122,6 @@ def train(state: TrainState, log: RunLog, n_profiled: int = 0) -> None:
             log.clock.restart()
         while state.step < config.max_steps and not stopped:
             stopped = train_step(state, log)
-            after_step()
             writer.check()
             val_due = state.is_due(config.val_every)
             save_due = state.is_due(config.checkpoint_every)

@@ -1,8 +1,8 @@
 """Shared parts of the evaluations: runs, validation text, options and scores.
 
-Each evaluation is a pipeline, score -> summary -> table, plot, that its own main() drives: every source is
-read before the first is evaluated; each run's <script>.json and <script>.png (<script>_<checkpoint> for a
-checkpoint file) are written as soon as it is finished; several runs get one more figure.
+Each evaluation is a pipeline, score -> summary -> rows, table, plot, that its own main() drives. Every source
+is read before the first is evaluated. Each run's <script>.json and <script>.png (<script>_<checkpoint> for a
+checkpoint file) are written as soon as it is finished. Several runs get one more figure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tqdm import tqdm
 from data.batches import val_windows
 from data.dataset import TokenStream
 from evals.output import Result, Share, format_rope
-from evals.rows import Row, write_rows
+from evals.rows import Cell, Row, write_rows
 from infra.cli import ArgumentParser, UserError, positive_int
 from infra.distributed import World
 from infra.files import write_json
@@ -52,8 +52,7 @@ class EvaluatedRun:
     def load(self, world: World) -> tuple[GPT, int]:
         """The model on this rank's device, and its step.
 
-        Raises:
-            UserError: the model does not load, or the ranks got different checkpoints.
+        Raises UserError: the model does not load, or the ranks got different checkpoints.
         """
         model, _, step, _ = load_model(self.source, world.device)
         if not world.agree(step):
@@ -62,17 +61,16 @@ class EvaluatedRun:
 
     def write(self, summary: dict[str, Any], step: int, args: argparse.Namespace) -> dict[str, Any]:
         """Write and return the result: the keys that every evaluation has, and its summary."""
-        rope = {"kind": args.rope, "theta": args.rope_theta}
-        if not self.config.model.rotating:  # nothing to scale
-            rope = {"kind": "none", "theta": None}
+        config = self.config
+        scales = config.model.rotating > 0
         result = {
             "run": self.label,
             "source": str(self.source),
             "step": step,
-            "normaliser": describe_attention(self.config.attention, self.config.model),
-            "train_len": self.config.train.seq_len,
-            "dtype": self.config.train.dtype,
-            "rope": rope,
+            "normaliser": describe_attention(config.attention, config.model),
+            "train_len": config.train.seq_len,
+            "dtype": config.train.dtype,
+            "rope": {"kind": args.rope if scales else "none", "theta": args.rope_theta if scales else None},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "torch": torch.__version__,
         }
@@ -80,21 +78,8 @@ class EvaluatedRun:
         print(f"wrote {self.file('.json')}")
         return result | summary
 
-    def append_rows(
-        self,
-        evaluation: str,
-        result: Result,
-        text: str,
-        cells: Iterable[tuple[int, int | None, str, float | None]],
-    ) -> None:
-        """Add the result's numbers to rows.csv in its folder (see `evals.rows`).
-
-        Args:
-            evaluation: the script's name, without a tag.
-            result: what `write` has returned.
-            text: what was read, in a word.
-            cells: (length, block, measure, value) of each number.
-        """
+    def append_rows(self, evaluation: str, result: Result, text: str, cells: Iterable[Cell]) -> None:
+        """Add the numbers of a result, which `write` has returned, to rows.csv (see `evals.rows`)."""
         config = self.config
         run = (config.name, config.seed, config.optimizer.lr, result["step"], evaluation)
         rope = format_rope(result)
@@ -102,37 +87,32 @@ class EvaluatedRun:
 
 
 def open_runs(args: argparse.Namespace) -> tuple[list[EvaluatedRun], Path | None]:
-    """Check every source, without its tensors: ten models may not fit in memory.
+    """Check every source without its tensors, since ten models may not fit in memory.
 
-    Returns:
-        The runs, and the path of the figure with all of them; None: a single run already has its own.
-    Raises:
-        UserError: a source does not load or is given twice, or its folder cannot be written.
+    Returns: The runs, and the path of the figure with all of them. None: a single run already has its own.
+    Raises UserError: a source does not load or is given twice, or its folder cannot be written.
     """
-    paths = [Path(source) for source in args.runs]
-    labels, outputs = zip(*(name_results(path, args.name) for path in paths), strict=True)
-    runs = []
-    for path, label, output in zip(paths, labels, outputs, strict=True):
-        if outputs.count(output) > 1:
-            raise UserError(f"{path}: given twice")
-        config = read_config(path)
+    runs: list[EvaluatedRun] = []
+    for source in map(Path, args.runs):
+        label, output = name_results(source.resolve(), args.name)
+        if any(output == run.output for run in runs):
+            raise UserError(f"{source}: given twice")
+        if any(label == run.label for run in runs):
+            label = str(source)
+        config = read_config(source)
         if not os.access(output.parent, os.W_OK):
             raise UserError(f"{output.parent}: cannot be written; the results go there")
-        runs.append(EvaluatedRun(path, label if labels.count(label) == 1 else str(path), config, output))
+        runs.append(EvaluatedRun(source, label, config, output))
     if args.out is not None or len(runs) == 1:
         return runs, args.out
-    folders = [output.parent for output in outputs]
+    folders = [run.output.parent for run in runs]
     common = Path(os.path.commonpath(folders))
     # Two checkpoints of one run: <name>.png there is the figure of the run itself.
     return runs, common / f"{args.name}{'_all' if common in folders else ''}.png"
 
 
 def name_results(source: Path, name: str) -> tuple[str, Path]:
-    """A source's label, and the path of its results without suffix.
-
-    Results go into the run's folder; beside a checkpoint file that belongs to no run.
-    """
-    source = source.resolve()
+    """A source's label, and the path of its results without suffix, in the run's folder or beside a file."""
     if source.is_dir():
         return source.name, source / name
     if source.parent.name != "checkpoints":
@@ -145,8 +125,7 @@ def name_results(source: Path, name: str) -> tuple[str, Path]:
 def open_validation(config: Config, data_dir: str | None) -> TokenStream:
     """The validation tokens, checked against the model's vocabulary.
 
-    Raises:
-        UserError: missing, damaged, masked for fine-tuning, or tokens outside the model's vocabulary.
+    Raises UserError: missing, damaged, masked for fine-tuning, or tokens outside the model's vocabulary.
     """
     stream = TokenStream(data_dir or config.data.dir, "val")
     stream.check_model(config.model.vocab_size)
@@ -185,8 +164,7 @@ class Blocks:
 def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Blocks]:
     """Each run's blocks, in windows of 1 to 16 training lengths unless --lengths says otherwise.
 
-    Raises:
-        UserError: bad data, or a stream or --tokens shorter than one block, or all of it skipped.
+    Raises UserError: bad data, or a stream or --tokens shorter than one block, or all of it skipped.
     """
     streams = [open_validation(run.config, args.data) for run in runs]
     lengths = choose_lengths(args.lengths, runs, (1, 2, 4, 8, 16))
@@ -230,8 +208,7 @@ def add_arguments(parser: ArgumentParser, lengths_help: str, tokens: int | None 
 def parse_arguments(parser: ArgumentParser, script: str) -> argparse.Namespace:
     """The command line. Adds `name`, of the results, and `rope_scaling`.
 
-    Raises:
-        UserError: a bad option, --rope and --rope-theta that do not fit together.
+    Raises UserError: a bad option, --rope and --rope-theta that do not fit together.
     """
     args = parser.parse_args()
     if args.tag and not re.fullmatch(r"[\w.+-]+", args.tag):
@@ -249,31 +226,31 @@ def parse_arguments(parser: ArgumentParser, script: str) -> argparse.Namespace:
 def score_all(
     world: World, label: str, n_items: int, score: Callable[[Sequence[int]], Tensor], batch: int = 1
 ) -> Tensor | str:
-    """All items' scores, in order, the same on every rank; each rank takes its share of the items.
+    """All items' scores, in order, the same on every rank. Each rank takes its share of the items.
 
     Args:
         score: of the items with these numbers, at most `batch`: (n, ...).
     Returns:
-        (n_items, ...) float64 on the CPU; or why there are none: the model rejects the input (ssmax_pn, whose
-        p_n ends at the training length), or a score is not finite.
+        (n_items, ...) float64 on the CPU; or why there are none. Then the model rejects the input (ssmax_pn,
+        whose p_n ends at the training length), or a score is not finite.
     """
     share = range(world.rank, n_items, world.size)
-    rows: dict[int, Tensor] = {}
-    reason = None
+    own: dict[int, Tensor] = {}
+    reason = ""
     bar = tqdm(range(0, len(share), batch), label, leave=False, disable=None if world.is_main else True)
     try:
         for i in bar:
             items = share[i : i + batch]
-            rows |= zip(items, score(items).double().cpu(), strict=True)
+            own |= zip(items, score(items).double().cpu(), strict=True)
     except UserError as e:  # every rank still joins the collective
         reason = str(e)
-    gathered: dict[int, Tensor] = {}
-    for theirs, why in world.gather_objects((rows, reason)):
-        gathered |= theirs
-        reason = reason or why
-    if reason is not None:
+    by_item: dict[int, Tensor] = {}
+    for theirs, their_reason in world.gather_objects((own, reason)):
+        by_item |= theirs
+        reason = reason or their_reason
+    if reason:
         return reason
-    scores = torch.stack([gathered[i] for i in range(n_items)])
+    scores = torch.stack([by_item[i] for i in range(n_items)])
     return scores if scores.isfinite().all() else "the model computed NaN or infinity"
 
 
@@ -285,7 +262,8 @@ def mean_and_stderr(values: Tensor) -> tuple[float, float | None]:
 
 def proportion(successes: float, n: int) -> Share:
     """The share with its 95 % confidence interval (Wilson 1927), which is not empty at 0 and 1 either."""
-    share, z2 = successes / n, 1.959964**2
-    centre, scale = (share + z2 / (2 * n)) / (1 + z2 / n), 1 / (1 + z2 / n)
-    half = scale * math.sqrt(z2 * share * (1 - share) / n + z2 * z2 / (4 * n * n))
+    share = successes / n
+    z2 = 1.959964**2
+    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = 1 / (1 + z2 / n) * math.sqrt(z2 * share * (1 - share) / n + z2 * z2 / (4 * n * n))
     return {"share": share, "low": max(0.0, centre - half), "high": min(1.0, centre + half)}

@@ -23,8 +23,9 @@ def format_stderr(mean: float, stderr: float | None) -> str:
 
 def percent(value: Share, digits: int = 1) -> str:
     """A share as '62.5 % [54.0, 70.2]'."""
-    share, low, high = (f"{100 * value[key]:.{digits}f}" for key in ("share", "low", "high"))
-    return f"{share} % [{low}, {high}]"
+    return "{share:.{0}f} % [{low:.{0}f}, {high:.{0}f}]".format(
+        digits, **{k: 100 * v for k, v in value.items()}
+    )
 
 
 def format_length(length: int) -> str:
@@ -35,32 +36,34 @@ def format_length(length: int) -> str:
 def format_rope(*results: Result) -> str:
     """'ntk', 'theta = 500000', 'ntk and none' of models with RoPE and without."""
     ropes = (result["rope"] for result in results)
-    names = [rope["kind"] + (f" = {rope['theta']:g}" if rope["theta"] else "") for rope in ropes]
-    return " and ".join(dict.fromkeys(names))
+    scalings = [rope["kind"] + (f" = {rope['theta']:g}" if rope["theta"] else "") for rope in ropes]
+    return " and ".join(dict.fromkeys(scalings))
 
 
 def run_title(result: Result) -> str:
     return f"{result['run']}: {result['normaliser']}"
 
 
-def format_table(rows: list[list[str]]) -> str:
-    """Aligned columns, two to the left and numbers to the right; a rule below the header."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in [rows[0], ["-" * width for width in widths], *rows[1:]]:
-        cells = [f"{text:{'<' if i < 2 else '>'}{widths[i]}}" for i, text in enumerate(row)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+def format_table(lines: list[list[str]]) -> str:
+    """Aligned columns, two to the left and numbers to the right, with a rule below the header."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    formatted = []
+    for line in [lines[0], ["-" * width for width in widths], *lines[1:]]:
+        cells = [f"{cell:{'<' if i < 2 else '>'}{widths[i]}}" for i, cell in enumerate(line)]
+        formatted.append("  ".join(cells).rstrip())
+    return "\n".join(formatted)
 
 
-def length_table(results: list[Result], value: Value, cell: Callable[..., str] = format_stderr) -> str:
-    """Runs down, lengths across, a dash for a rejected length; `cell` formats a `value`."""
+def length_table(results: list[Result], value: Value) -> str:
+    """Runs down, lengths across, a dash for a rejected length."""
     lengths = [str(entry["length"]) for entry in results[0]["lengths"]]
-    rows = [["run", "normaliser", "step", "trained at", *lengths]]
+    lines = [["run", "normaliser", "step", "trained at", *lengths]]
     for result in results:
-        cells = [cell(*value(entry)) if entry["reason"] is None else "-" for entry in result["lengths"]]
-        rows.append([*(str(result[key]) for key in ("run", "normaliser", "step", "train_len")), *cells])
-    return format_table(rows)
+        line = [str(result[key]) for key in ("run", "normaliser", "step", "train_len")]
+        for entry in result["lengths"]:
+            line.append(format_stderr(*value(entry)) if entry["reason"] is None else "-")
+        lines.append(line)
+    return format_table(lines)
 
 
 def rejections(results: list[Result], key: str = "lengths") -> list[str]:
@@ -89,16 +92,17 @@ def length_curves(results: list[Result], value: Value) -> list[Curve]:
     curves = []
     for result in results:
         known = {entry["length"]: value(entry) for entry in result["lengths"] if entry["reason"] is None}
-        values, errors = [mean for mean, _ in known.values()], [error or 0.0 for _, error in known.values()]
-        curves.append(Curve(run_title(result), list(known), values, errors))
+        means = [mean for mean, _ in known.values()]
+        errors = [error or 0.0 for _, error in known.values()]
+        curves.append(Curve(run_title(result), list(known), means, errors))
     return curves
 
 
 def draw_curves(axes: Any, curves: list[Curve], lengths: list[int], results: list[Result]) -> None:
     """Error bars over a logarithmic x axis with `lengths` as its only ticks."""
+    style = {"markersize": 5, "capsize": 3, "elinewidth": 0.8}
     for i, (label, x, y, errors) in enumerate(curves):
-        style = {"marker": MARKERS[i % len(MARKERS)], "markersize": 5, "capsize": 3, "elinewidth": 0.8}
-        axes.errorbar(x, y, errors, label=label, **style)
+        axes.errorbar(x, y, errors, label=label, marker=MARKERS[i % len(MARKERS)], **style)
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, map(format_length, lengths))
     axes.set_xticks([], minor=True)

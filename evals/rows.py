@@ -35,6 +35,9 @@ FILE = "rows.csv"
 VALIDATIONS = ("val_loss", "val_cross_entropy")  # keys of metrics.jsonl
 
 
+Cell = tuple[int, int | None, str, float | None]  # length, block, measure and value of a row
+
+
 class Row(NamedTuple):
     run: str
     seed: int

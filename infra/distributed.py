@@ -15,10 +15,8 @@ from torch import Tensor
 from infra.cli import UserError
 
 # Parts of gloo's and NCCL's messages when a peer process has exited.
-PEER_EXITED = (
-    *("Connection closed by peer", "Connection reset by peer", "connectFullMesh failed", "Timed out waiting"),
-    *("ncclRemoteError", "remote process exited"),
-)
+PEER_EXITED = ("Connection closed by peer", "Connection reset by peer", "connectFullMesh failed",
+               "Timed out waiting", "ncclRemoteError", "remote process exited")  # fmt: skip
 _KEPT_GROUPS: list[Any] = []  # process groups kept until the interpreter exits (see `join_world`)
 
 
@@ -69,16 +67,14 @@ def holds_everywhere(fact: bool, device: torch.device) -> bool:
 
 
 def choose_device(device: str) -> torch.device:
-    """The device of this process: the CPU, or the GPU with its local rank.
+    """The CPU, or the GPU with this process's local rank. auto is cuda where there is one.
 
-    Args:
-        device: "cpu", "cuda", or "auto", which is cuda where there is one.
     Raises UserError: no CUDA device, or fewer than processes.
     """
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device cuda: this machine has no CUDA device; expected cpu or auto")
+    if device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
     n_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     n_gpus = torch.cuda.device_count()
     if n_processes > n_gpus:

@@ -40,6 +40,17 @@ def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
         f.writelines(parts)
 
 
+def append_synced(path: Path, addition: str) -> None:
+    """Append a text and sync it to disk. Raises UserError: it cannot be written."""
+    try:
+        with open(path, "a", encoding="utf-8") as f:
+            f.write(addition)
+            f.flush()
+            os.fsync(f.fileno())
+    except OSError as e:
+        raise UserError(f"{path}: cannot be written: {e.strerror}") from None
+
+
 def write_json(value: Any, path: Path) -> None:
     """Raises UserError: NaN or infinity, which JSON does not have; or it cannot be written."""
     try:

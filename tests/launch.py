@@ -25,9 +25,9 @@ def build(path: Path, *overrides: str) -> TrainState:
     return TrainState(load_config(path, list(overrides)), CPU)
 
 
-def resume(state: TrainState, n_profiled: int = 0) -> Path:
+def resume(state: TrainState) -> Path:
     """Train from the newest checkpoint or from scratch; returns the run folder."""
-    train.train(state, train.start_or_resume(state), n_profiled)
+    train.train(state, train.start_or_resume(state))
     return state.config.run_dir
 
 

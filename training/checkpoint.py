@@ -41,10 +41,8 @@ KEYS = {"format", "step", "config", "model", "optimizers", "validation", "guard"
 class CheckpointWriter:
     """Writes a run's checkpoints in a background thread. Training waits for the copy of the tensors only.
 
-    Leaving its with block waits for the write in progress, except after KeyboardInterrupt.
-
-    Args:
-        keep_last, keep_every: as in [train].
+    Leaving its with block waits for the write in progress, except after KeyboardInterrupt. keep_last and
+    keep_every are as in [train].
     """
 
     def __init__(self, run_dir: Path, keep_last: int, keep_every: int) -> None:
@@ -155,10 +153,8 @@ def find_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
-    """Read one checkpoint file into host memory.
+    """Read one checkpoint file into host memory; lazily: map it, without a look at its checksums.
 
-    Args:
-        lazily: map the tensors to memory and do not verify their checksums.
     Raises UserError: absent, damaged, or not a checkpoint of this format.
     """
     try:
@@ -169,7 +165,7 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path}: no such run folder or checkpoint") from None
     except Exception as e:  # which one depends on the damage
-        reason = next(iter(str(e).strip().splitlines()), type(e).__name__)
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise UserError(f"{path}: damaged or unreadable checkpoint ({reason})") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT or KEYS - state.keys():
         expected = f"expected format {FORMAT} and the keys {', '.join(sorted(KEYS))}"
@@ -177,12 +173,7 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
     return state
 
 
-class CheckpointFile(NamedTuple):
-    path: Path
-    content: dict[str, Any]
-
-
-def load_newest(run_dir: Path, lazily: bool = False) -> CheckpointFile | None:
+def load_newest(run_dir: Path, lazily: bool = False) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that loads, or None without any. Damaged ones are reported on stderr.
 
     Raises UserError: there are checkpoints, but none loads.
@@ -190,7 +181,7 @@ def load_newest(run_dir: Path, lazily: bool = False) -> CheckpointFile | None:
     paths = find_checkpoints(run_dir)
     for path in paths:
         try:
-            return CheckpointFile(path, load_checkpoint(path, lazily))
+            return path, load_checkpoint(path, lazily)
         except UserError as e:
             if os.environ.get("RANK", "0") == "0":
                 print(f"warning: {e}; skipped", file=sys.stderr, flush=True)
@@ -199,14 +190,14 @@ def load_newest(run_dir: Path, lazily: bool = False) -> CheckpointFile | None:
     return None
 
 
-def load_source(source: str | Path, lazily: bool = False) -> CheckpointFile:
+def load_source(source: str | Path, lazily: bool = False) -> tuple[Path, dict[str, Any]]:
     """The newest checkpoint of a run folder, or one checkpoint file.
 
     Raises UserError: nothing there, or nothing that loads.
     """
     path = Path(source)
     if not path.is_dir():
-        return CheckpointFile(path, load_checkpoint(path, lazily))
+        return path, load_checkpoint(path, lazily)
     newest = load_newest(path, lazily)
     if newest is None:
         raise UserError(f"{path}: no checkpoint in {path / 'checkpoints'}; train.py writes them there")

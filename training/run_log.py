@@ -32,7 +32,7 @@ from config import to_toml
 from data.batches import val_windows
 from infra.cli import UserError, drop_output
 from infra.distributed import World
-from infra.files import read_jsonl, write_atomically
+from infra.files import append_synced, read_jsonl, write_atomically
 from schema import Config, describe_attention
 from training.state import TrainState
 
@@ -55,9 +55,7 @@ class RunLog:
     def open_folder(self, init_summary: list[str]) -> None:
         """Make the run folder, and drop metrics of steps and validations after those in the state.
 
-        Args:
-            init_summary: what init_from copied, for init_from.txt and the console.
-        Raises UserError: it cannot be written.
+        init_summary is what init_from copied. Raises UserError: the folder cannot be written.
         """
         if not self.world.is_main:
             return
@@ -65,21 +63,17 @@ class RunLog:
         step = self.state.step
         val_step = self.state.validation["step"]
         self.metrics = run_dir / "metrics.jsonl"
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            if step == 0 and val_step < 0 and read_jsonl(self.metrics):
-                old = set_aside(run_dir)
-                self.print(f"{run_dir} has no checkpoint: starting at step 0, its results are now in {old}")
-            write_atomically(run_dir / "config.toml", to_toml(self.config).encode())
-            kept = records_up_to(read_jsonl(self.metrics), step, val_step)
-            write_atomically(self.metrics, to_jsonl(kept).encode())
-            with open(run_dir / "starts.jsonl", "a") as f:
-                f.write(to_jsonl([start_record(self.world, step)]))
-            if init_summary:
-                write_atomically(run_dir / "init_from.txt", "\n".join([*init_summary, ""]).encode())
-                self.print(*init_summary)
-        except OSError as e:
-            raise UserError(f"{run_dir}: the run folder cannot be written: {e.strerror}") from None
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if step == 0 and val_step < 0 and read_jsonl(self.metrics):
+            old = set_aside(run_dir)
+            self.print(f"{run_dir} has no checkpoint: starting at step 0, its results are now in {old}")
+        write_atomically(run_dir / "config.toml", to_toml(self.config).encode())
+        kept = records_up_to(read_jsonl(self.metrics), step, val_step)
+        write_atomically(self.metrics, to_jsonl(kept).encode())
+        append_synced(run_dir / "starts.jsonl", to_jsonl([start_record(self.world, step)]))
+        if init_summary:
+            write_atomically(run_dir / "init_from.txt", "\n".join([*init_summary, ""]).encode())
+            self.print(*init_summary)
         if self.config.log.wandb:
             self.wandb = open_wandb(self.config)
 
@@ -125,13 +119,7 @@ class RunLog:
     def _write(self, records: list[dict[str, Any]]) -> None:
         if self.metrics is None:
             return
-        try:
-            with open(self.metrics, "a") as f:
-                f.write(to_jsonl(records))
-                f.flush()
-                os.fsync(f.fileno())
-        except OSError as e:
-            raise UserError(f"{self.metrics}: cannot be written: {e.strerror}") from None
+        append_synced(self.metrics, to_jsonl(records))
         if self.wandb is not None:
             for record in records:
                 self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
@@ -146,8 +134,8 @@ class RunLog:
         config = self.config
         model = config.model
         train = config.train
-        raw_model = self.state.raw_model
         batches = self.state.batches
+        raw_model = self.state.raw_model
         n_tokens = batches.stream.n_tokens
         epochs = train.max_steps * train.batch_tokens / n_tokens
         n_val = train.seq_len * val_windows(self.state.val_stream, train.val_tokens, train.seq_len)
@@ -230,17 +218,15 @@ def start_record(world: World, step: int) -> dict[str, Any]:
         "command": sys.orig_argv,
         "commit": git_commit(),
         "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "numpy": numpy.__version__,
+            "python": platform.python_version(), "torch": torch.__version__,
+            "cuda": torch.version.cuda, "numpy": numpy.__version__,
         },
         "host": platform.node(),
         "device": gpu or platform.processor() or platform.machine(),
         "processes": world.size,
         "threads": torch.get_num_threads(),
         "slurm_job": os.environ.get("SLURM_JOB_ID"),
-    }
+    }  # fmt: skip
 
 
 def git_commit() -> str | None:

@@ -1,10 +1,8 @@
 """The state of a run: what it starts from, what changes from step to step, what a checkpoint saves."""
 
-import ctypes
 import math
 import re
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +23,11 @@ from training.optim import make_optimizers, power_at
 UNREPORTED_KEYS = ("name", "init_from", "log.")  # config changes not printed at init_from
 
 
-def keep_freed_memory() -> None:
-    """Let glibc keep what is freed, up to 2 GiB, as CUDA's allocator does.
-
-    Memory that goes back to the kernel after a step is mapped and zeroed again in the next.
-    """
-    with suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD in malloc.h
-        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, the largest that it accepts
-
-
 class TrainState:
     """The parts of a run, built from the config and its seed.
 
     Attributes:
-        raw_model: the model, with plain names of its parameters.
-        local_model: the same, compiled if the config says so.
-        model: the same, under DistributedDataParallel if there are several processes.
+        raw_model: the model. local_model: the same, perhaps compiled. model: that, perhaps under DDP.
         step: optimiser steps done, skipped ones included.
         validation: the newest and the best one (see `training.checkpoint`).
     """
@@ -50,8 +35,6 @@ class TrainState:
     def __init__(self, config: Config, world: World) -> None:
         self.config = config
         self.world = world
-        if world.device.type == "cpu":
-            keep_freed_memory()
         train_stream, self.val_stream = open_streams(config)
         self.batches = BatchLoader(train_stream, config, world)
         torch.manual_seed(config.seed)
@@ -95,10 +78,12 @@ class TrainState:
 
     def data_info(self) -> dict[str, str]:
         """The identity of the data, which a resumed run must share."""
-        train = self.batches.stream
-        val = self.val_stream
-        info = {"tokenizer": train.info["tokenizer"], "train": train.fingerprint, "val": val.fingerprint}
-        return info | {f"{s.split}mask": s.mask.fingerprint for s in (train, val) if s.mask}
+        info = {"tokenizer": self.batches.stream.info["tokenizer"]}
+        for stream in (self.batches.stream, self.val_stream):
+            info[stream.split] = stream.fingerprint
+            if stream.mask:
+                info[f"{stream.split}mask"] = stream.mask.fingerprint
+        return info
 
     def to_checkpoint(self) -> dict[str, Any]:
         """What `training.checkpoint` writes. A collective: it gathers the RNG state of every rank."""
@@ -157,10 +142,9 @@ class TrainState:
 def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     """Copy each parameter that another run's model shares, bit for bit, and leave the others.
 
-    Args:
-        source: the folder of a finished run, or a checkpoint file. [model] must fit, [attention] may add and
-            drop parameters.
-        tokenizer: of the data to train on, which must be that of the source.
+    source is the folder of a finished run, or a checkpoint file, trained with the same tokenizer. [model] must
+    fit, [attention] may add and drop parameters.
+
     Returns: The summary for the log: what is copied, new, dropped and changed.
     Raises UserError: nothing there, an unfinished run, another tokeniser, or a parameter of another shape.
     """

@@ -1,14 +1,12 @@
 """Training: the same losses however the batch is split, and what the command line does."""
 
-import gzip
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from launch import build, metrics, resume, run, run_script
+from launch import build, metrics, run, run_script
 from torch.nn.utils import parameters_to_vector
 
 import train
@@ -142,19 +140,8 @@ def test_mistakes(tiny_config: Path):
 def test_dry_run_leaves_nothing(
     tiny_config: Path, call: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ):
-    for bad in (["--profile"], ["--profile=0"], ["--dry-run", "--profile", "1"]):
-        with pytest.raises(UserError, match="--profile"):
-            call(train, tiny_config, *bad)
     call(train, tiny_config, "--dry-run")
     assert not (tiny_config.parent / "runs").exists()
     out = capsys.readouterr().out
     for words in ("parameters", "engine sdpa", "memory ", "s a step", "all 12"):
         assert words in out
-
-
-def test_profile_writes_a_trace(tiny_config: Path):
-    folder = resume(build(tiny_config), n_profiled=2)
-    with gzip.open(folder / "profile.json.gz") as f:
-        trace = json.load(f)
-    steps = {e["name"] for e in trace["traceEvents"] if e.get("name", "").startswith("ProfilerStep#")}
-    assert len(steps) == 2
