@@ -142,8 +142,8 @@ class TrainState:
 def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     """Copy each parameter that another run's model shares, bit for bit, and leave the others.
 
-    source is the folder of a finished run, or a checkpoint file, trained with the same tokenizer. [model] must
-    fit, [attention] may add and drop parameters.
+    source is the folder of a finished run, or a checkpoint file, of the same tokeniser. [model] must fit,
+    [attention] may add and drop parameters.
 
     Returns: The summary for the log: what is copied, new, dropped and changed.
     Raises UserError: nothing there, an unfinished run, another tokeniser, or a parameter of another shape.

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from config import load_config
 from model import GPT
@@ -68,3 +70,16 @@ def test_the_power_of_the_re_weighting_rises(tiny_config: Path):
     full = model(x)  # as evaluations load it
     assert not torch.equal(model(x, p=power_at(config.attention, 2)), full)
     assert torch.equal(model(x, p=power_at(config.attention, 8)), full)
+
+
+def test_a_compiled_model_has_few_graphs_for_all_powers(tiny_config: Path):
+    """p is an argument, which torch.compile makes dynamic at its second value."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    flags = "--attention.normaliser lssa --attention.reweight-p 15 --train.engine dense"
+    model = GPT(load_config(tiny_config, flags.split()))
+    compiled = torch.compile(model, backend=counter)
+    tokens = torch.arange(16)[None]
+    for p in range(1, 16):
+        assert torch.equal(compiled(tokens, p=p), model(tokens, p=p))
+    assert counter.frame_count <= 3
