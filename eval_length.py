@@ -222,12 +222,12 @@ def describe_data(results: list[Result]) -> str:
 def bucket_table(results: list[Result]) -> str:
     """Loss by position at the longest length."""
     edges = list(pairwise(bucket_edges(results[0]["data"]["block_length"])))
-    rows = [["run", "normaliser", *(f"{start}-{stop - 1}" for start, stop in edges)]]
+    lines = [["run", "normaliser", *(f"{start}-{stop - 1}" for start, stop in edges)]]
     for result in results:
         buckets = result["lengths"][-1].get("buckets")  # none if the length was rejected
         cells = [f"{bucket['loss']:.4f}" for bucket in buckets] if buckets else ["-"] * len(edges)
-        rows.append([result["run"], result["normaliser"], *cells])
-    return output.format_table(rows)
+        lines.append([result["run"], result["normaliser"], *cells])
+    return output.format_table(lines)
 
 
 # ---------------------------------------------------------------- figure

@@ -108,8 +108,9 @@ def validation_rows(folder: Path) -> Iterator[Row]:
         return
     config = load_config(folder / "config.toml")
     run = (config.name, config.seed, config.optimizer.lr)
+    length = config.train.seq_len
     for record in records:
         for measure in VALIDATIONS:
             if measure in record:
-                step, length = record["step"], config.train.seq_len
+                step = record["step"]
                 yield Row(*run, step, "train", "none", "", length, None, measure, record[measure])

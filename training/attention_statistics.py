@@ -1,6 +1,6 @@
 """Statistics of a trained model's attention weights, for each layer and head.
 
-    values = model_statistics(model, tokens, n_rows=128)        # (B, n_layer, n_head, len(STATISTICS))
+    means = model_statistics(model, tokens, n_rows=128)         # (B, n_layer, n_head, len(STATISTICS))
     mass = attention_mass(model, token, rope, cache, where)     # (B, n_layer, n_head)
 
 A row with weights A over its n visible keys has p = |A| / sum |A| (A itself, for a softmax). The weights are
@@ -72,15 +72,17 @@ def attention_inputs(
 def layer_statistics(normaliser: NormaliserLayer, q: Tensor, k: Tensor, p: int | None = None) -> Tensor:
     """(B, H, Tq, D) and (B, H, Tk, D) after RoPE, the last Tq positions, to (B, H, len(STATISTICS))."""
     with torch.autocast(q.device.type, enabled=False):
-        unscaled_q, unscaled_k = q.float(), share_heads(k, q).float()
+        unscaled_q = q.float()
+        unscaled_k = share_heads(k, q).float()
         q, k, context = normaliser.prepare(q, k, p=p)
         total = q.new_zeros(*q.shape[:2], len(STATISTICS))
         for batch, block, keys in query_blocks(q, k):
             unscaled = unscaled_q[batch, :, block] @ unscaled_k[batch, :, keys].mT  # (b, H, R, K)
             x = q[batch, :, block] @ k[batch, :, keys].mT
-            rows = replace(context, n=context.n[block])
-            weights = normaliser.row_weights(x.masked_fill(~rows.visible(x), -torch.inf), rows)
-            total[batch] += row_statistics(unscaled, x, weights, rows).sum(-2)
+            block_context = replace(context, n=context.n[block])
+            hidden = ~block_context.visible(x)
+            weights = normaliser.row_weights(x.masked_fill(hidden, -torch.inf), block_context)
+            total[batch] += row_statistics(unscaled, x, weights, block_context).sum(-2)
         return total / q.shape[-2]
 
 
@@ -90,8 +92,9 @@ def row_statistics(unscaled: Tensor, x: Tensor, weights: Tensor, context: RowCon
     A row of zero weights has entropy 0 and 0 effective keys.
     """
     p = l1_normalise(weights.abs())
-    entropy, n = -torch.xlogy(p, p).sum(-1), context.n[:, 0]
-    values = {
+    n = context.n[:, 0]
+    entropy = -torch.xlogy(p, p).sum(-1)
+    statistics = {
         "qk_std": context.moments(unscaled)[1].sqrt().squeeze(-1),
         "score_std": context.moments(x)[1].sqrt().squeeze(-1),
         "entropy": entropy,
@@ -101,7 +104,7 @@ def row_statistics(unscaled: Tensor, x: Tensor, weights: Tensor, context: RowCon
         "first_token": p[..., 0],
         "tiny": (context.visible(p) & (p < TINY)).sum(-1) / n,
     }
-    return torch.stack([values[name] for name in STATISTICS], dim=-1)
+    return torch.stack([statistics[key] for key in STATISTICS], dim=-1)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """What a run measures on validation data: its loss, and with log.attention_every attention and logits."""
 
+import numpy as np
 import torch
 
 from data.batches import val_batch, val_windows
@@ -31,7 +32,7 @@ def validate(state: TrainState, log: RunLog) -> str | None:
         first = start + world.rank * micro
         if first < n_windows:
             batch = val_batch(state.val_stream, first, min(micro, n_windows - first), config.seq_len)
-            x, y = (torch.from_numpy(a).to(world.device) for a in batch)  # (micro, T) each
+            x, y = torch.from_numpy(np.stack(batch)).to(world.device)  # (micro, T) each
             with state.raw_model.autocast():
                 n = (y != IGNORED).sum()
                 n_targets += n

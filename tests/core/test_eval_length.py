@@ -78,7 +78,8 @@ def mean_and_error(values: torch.Tensor) -> tuple[object, object]:
 def direct_losses(run: Path, data: Path, length: int, rope: RopeKind) -> torch.Tensor:
     """Losses of all scored tokens in stream order, (N,) float64, from full logits, window by window."""
     model = load_model(run).model
-    stream, losses = TokenStream(data, "val"), []
+    stream = TokenStream(data, "val")
+    losses = []
     for window in range(N_SCORED // length):
         x, y = map(torch.from_numpy, val_batch(stream, window, 1, length))
         with torch.no_grad():
@@ -100,9 +101,8 @@ def test_numbers_equal_direct_computation(tmp_path, data, evaluate, monkeypatch,
     assert [row["length"] for row in result["lengths"]] == LENGTHS
     for row in result["lengths"]:
         blocks = direct_losses(run, data, row["length"], rope).view(N_BLOCKS, 64)
-        means, same = blocks.mean(1), blocks[:, -8:].mean(1)
-        assert (row["loss"], row["stderr"]) == mean_and_error(means)
-        assert (row["same_target_loss"], row["same_target_stderr"]) == mean_and_error(same)
+        assert (row["loss"], row["stderr"]) == mean_and_error(blocks.mean(1))
+        assert (row["same_target_loss"], row["same_target_stderr"]) == mean_and_error(blocks[:, -8:].mean(1))
 
 
 def test_every_target_is_scored_once_at_each_length(tmp_path, data, evaluate, monkeypatch):
@@ -111,7 +111,8 @@ def test_every_target_is_scored_once_at_each_length(tmp_path, data, evaluate, mo
     positions = torch.arange(N_SCORED, dtype=torch.float32)
 
     def position(model: GPT, blocks: Blocks, block: int, length: int, rope: RopeScaling) -> torch.Tensor:
-        n, start = blocks.longest // length, block * blocks.longest
+        n = blocks.longest // length
+        start = block * blocks.longest
         x, y = val_batch(blocks.stream, block * n, n, length)
         np.testing.assert_array_equal(y.ravel(), blocks.stream.read(start + 1, blocks.longest))
         return positions[start : start + blocks.longest].view(n, length)
@@ -132,7 +133,8 @@ def test_skipped_text(tmp_path, data, evaluate):
     run = make_run(tmp_path / "runs", "a", data)
     evaluate(run, "--lengths", *LENGTHS)
     evaluate(run, "--lengths", *LENGTHS, "--skip", "33", "--tokens", "64", "--tag", "rest")
-    whole, rest = read(run / "eval_length.json"), read(run / "eval_length_rest.json")
+    whole = read(run / "eval_length.json")
+    rest = read(run / "eval_length_rest.json")
     assert [rest["data"][key] for key in ("skipped_tokens", "tokens", "blocks")] == [64, 64, 1]
     for a, b in zip(whole["lengths"], rest["lengths"], strict=True):
         assert b["block_losses"] == a["block_losses"][1:2]
@@ -158,7 +160,8 @@ def test_per_position(tmp_path, data, evaluate, monkeypatch):
     assert eval_length.part_edges(20000)[:3] == [0, 200, 400] and eval_length.part_edges(20000)[-1] == 20000
     monkeypatch.setattr(eval_length, "POSITION_PARTS", 6)  # 64 does not divide: parts of 10 and 11
     runs = tmp_path / "runs"
-    a, b = make_run(runs, "a", data), make_run(runs, "b", data, normaliser="ssmax_pn")
+    a = make_run(runs, "a", data)
+    b = make_run(runs, "b", data, normaliser="ssmax_pn")
     evaluate(a, b, "--lengths", 32, 64, "--per-position")
     by_block = direct_losses(a, data, 64, "ntk").view(N_BLOCKS, 64)
     short, long = lengths_of(a)
@@ -232,7 +235,8 @@ def test_a_finished_run_is_written_before_the_next_fails(tmp_path, data, evaluat
 
 def test_several_runs_defaults_and_rejected_lengths(tmp_path, data, evaluate, capsys):
     runs = tmp_path / "runs"
-    a, b = make_run(runs, "a", data), make_run(runs, "b", data, position="none", normaliser="ssmax_pn")
+    a = make_run(runs, "a", data)
+    b = make_run(runs, "b", data, position="none", normaliser="ssmax_pn")
     evaluate(a, b)
     assert [read(run / "eval_length.json")["rope"]["kind"] for run in (a, b)] == ["ntk", "none"]
     assert [row["length"] for row in lengths_of(a)] == [16, 32, 64, 128, 256]
@@ -253,7 +257,8 @@ def test_checkpoint_files_and_tags(tmp_path, data, evaluate):
     runs = tmp_path / "runs"
     run = make_run(runs, "a", data, step=7)
     make_run(runs, "a", data, step=9)
-    old, new = run / "checkpoints" / "step_000007.pt", run / "checkpoints" / "step_000009.pt"
+    old = run / "checkpoints" / "step_000007.pt"
+    new = run / "checkpoints" / "step_000009.pt"
     evaluate(old, new, run, "--lengths", 16, 32)
     results = [read(run / f"eval_length{name}.json") for name in ("_step_000007", "_step_000009", "")]
     assert [result["step"] for result in results] == [7, 9, 9]
@@ -304,21 +309,14 @@ def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
     [
         (["{tmp}/none"], "no such run folder or checkpoint"),
         (["{tmp}/empty"], "no checkpoint in"),
-        (["{tmp}/bad.pt"], "bad.pt"),
-        ([], "RUN"),
         (["{run}", "{run}"], "given twice"),
         (["{run}", "{tmp}/none"], "no such run folder or checkpoint"),  # before the first is evaluated
         (["{run}", "--lengths", "16", "512"], "at least 513 for one window of length 512"),
         (["{run}", "--lengths", "32", "--tokens", "31"], "--tokens 31: expected at least 32"),
-        (
-            ["{run}", "--lengths", "32", "--skip", "512", "--tag", "a"],
-            "expected a block of 32; the data has ",
-        ),
+        (["{run}", "--skip", "512", "--tag", "a"], "expected a block of 256; the data has "),
         (["{run}", "--lengths", "32", "--skip", "32"], "--skip 32: expected a --tag"),
         (["{run}", "--lengths", "24", "64"], "24 does not divide the longest"),
-        (["{run}", "--lengths", "0"], "'0': expected an integer, at least 1"),
         (["{run}", "--rope", "theta"], "base None: expected a number above 0"),
-        (["{run}", "--data", "{tmp}/none"], "no such data folder"),
         (["{run}", "--data", "{tmp}/gpt2"], "tokenised with 50257 tokens"),
         (["{run}", "--tag", "a/b"], "--tag a/b: expected only letters"),
         (["{run}", "--out", "{tmp}/none/curve.png"], "in a folder that exists"),
@@ -327,8 +325,6 @@ def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
 def test_bad_input(tmp_path, data, evaluate, args, message):
     run = make_run(tmp_path / "runs", "a", data)
     (tmp_path / "empty").mkdir()
-    whole = (run / "checkpoints" / "step_000007.pt").read_bytes()
-    (tmp_path / "bad.pt").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "gpt2").mkdir()
     write_shard(tmp_path / "gpt2" / "toy_val_000000.bin", np.zeros(999, dtype=np.int64))
     with one_line(message):

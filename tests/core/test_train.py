@@ -35,7 +35,8 @@ def test_a_run_and_its_folder(tiny_config: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_accumulated_step_is_that_of_the_whole_batch(tiny_config: Path):
-    state, reference = build(tiny_config), build(tiny_config).raw_model
+    state = build(tiny_config)
+    reference = build(tiny_config).raw_model
     x, y = train_batch(state.batches.stream, 0, 8, 16, "sequential", state.config.seed)
     loss = reference(torch.from_numpy(x), torch.from_numpy(y))
     loss.backward()
@@ -49,7 +50,8 @@ def test_accumulated_step_is_that_of_the_whole_batch(tiny_config: Path):
 def test_the_first_update_is_clipped_and_warmed_up(tiny_config: Path):
     flags = "--optimizer.name sgd --optimizer.lr 1.0 --optimizer.weight-decay 0.0 --optimizer.warmup-steps 4"
     state = build(tiny_config, *flags.split(), "--train.grad-clip", "0.01")
-    log, before = RunLog(state), parameters_to_vector(state.raw_model.parameters()).detach()
+    log = RunLog(state)
+    before = parameters_to_vector(state.raw_model.parameters()).detach()
     train.train_step(state, log)
     update = parameters_to_vector(state.raw_model.parameters()).detach() - before
     assert update.norm().item() == pytest.approx(0.01 / 4, rel=1e-3)

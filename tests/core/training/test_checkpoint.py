@@ -24,12 +24,12 @@ from training.checkpoint import (
 
 def damage(path: Path, how: str) -> None:
     content = path.read_bytes()
-    size, middle = len(content), len(content) // 2
+    middle = len(content) // 2
     path.unlink()  # not overwritten: best.pt may be the same file
     bad = {
         "truncated": content[:middle],
-        "zeros": bytes(size),
-        "random": np.random.default_rng(0).bytes(size),
+        "zeros": bytes(len(content)),
+        "random": np.random.default_rng(0).bytes(len(content)),
         "bit": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
         "empty": b"",
     }
@@ -56,8 +56,8 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_used(
     folder = shutil.copytree(two_checkpoints, tmp_path / "run")
     newest, previous = find_checkpoints(folder)
     damage(newest, how)
-    found = load_newest(folder)
-    assert found is not None and found[0] == previous and found[1]["step"] == 3
+    loaded = load_newest(folder)
+    assert loaded is not None and loaded[0] == previous and loaded[1]["step"] == 3
     assert f"warning: {newest}: " in capsys.readouterr().err
     previous.unlink()
     with pytest.raises(UserError, match="none of the 1 checkpoints loads"):
@@ -66,7 +66,8 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_used(
 
 def test_a_damaged_run_resumes_to_the_same_curve(tiny_config: Path, capsys: pytest.CaptureFixture[str]):
     folder = run(tiny_config)
-    expected, newest = curve(folder), find_checkpoints(folder)[0]
+    expected = curve(folder)
+    newest = find_checkpoints(folder)[0]
     damage(newest, "truncated")
     run(tiny_config)
     assert f"warning: {newest}: damaged" in capsys.readouterr().err
@@ -85,7 +86,8 @@ def test_training_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest
     """The file has the state at `save`, whatever happens to the tensors meanwhile."""
     may_write = threading.Event()
     delay_writes(monkeypatch, may_write, 20)
-    writer, weight = CheckpointWriter(tmp_path, keep_last=2, keep_every=0), torch.ones(3)
+    writer = CheckpointWriter(tmp_path, keep_last=2, keep_every=0)
+    weight = torch.ones(3)
     values = {"format": checkpoint.FORMAT, "step": 1, "model": weight}
     writer.save({key: {} for key in checkpoint.KEYS} | values, False)
     weight.zero_()  # the next step

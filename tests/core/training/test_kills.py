@@ -47,7 +47,8 @@ def test_a_signal_during_validation_stops_it_and_it_is_done_on_resume(
     power = ["--attention.normaliser", "lssa", "--attention.reweight-p", "7"]
     tiny_config.write_text(to_toml(load_config(tiny_config, [*power, "--attention.reweight-p-warmup", "12"])))
     whole = run(tiny_config, "--name", "whole")
-    state, asked = build(tiny_config, "--name", "stopped"), []
+    state = build(tiny_config, "--name", "stopped")
+    asked = []
     on_any_rank = StopSignals.on_any_rank
 
     def on_any_rank_with_signal(stop: StopSignals, world: World) -> str | None:
@@ -83,7 +84,8 @@ def wait_for_checkpoint(folder: Path) -> None:
 def test_a_killed_run_resumes_to_the_same_curve(tiny_config: Path):
     """SIGKILL at a random moment after the first checkpoint; benchmarks/chaos.py does it at length."""
     flags = ["--train.max-steps", "120", "--train.checkpoint-every", "20", "--train.val-every", "120"]
-    whole, killed = run(tiny_config, *flags, "--name", "whole"), tiny_config.parent / "runs" / "killed"
+    whole = run(tiny_config, *flags, "--name", "whole")
+    killed = tiny_config.parent / "runs" / "killed"
     process = start(tiny_config, *flags, "--name", "killed")
     wait_for_checkpoint(killed)
     process.kill()

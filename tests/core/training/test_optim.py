@@ -29,7 +29,8 @@ def test_every_parameter_is_in_one_group(optimizer: str, tied: str, tiny_config:
         hidden = {id(p) for name, p in model.named_parameters() if "blocks." in name and p.ndim >= 2}
         assert {id(p) for p in optimizers[1].param_groups[0]["params"]} == hidden
         assert optimizers[1].param_groups[0]["peak_lr"] == config.optimizer.muon_lr
-    main, betas = optimizers[0].param_groups[0], (config.optimizer.beta1, config.optimizer.beta2)
+    main = optimizers[0].param_groups[0]
+    betas = (config.optimizer.beta1, config.optimizer.beta2)
     assert main["peak_lr"] == 0.01 and main.get("betas", betas) == betas
     momenta = [group["momentum"] for group in groups if "momentum" in group]
     assert set(momenta) == (set() if optimizer == "adamw" else {config.optimizer.momentum})
@@ -66,7 +67,8 @@ def test_the_power_of_the_re_weighting_rises(tiny_config: Path):
     assert powers(7, 0) == 9 * [7]
     flags = "--attention.normaliser lssa --attention.reweight-p 15 --attention.reweight-p-warmup 8"
     config = load_config(tiny_config, flags.split())
-    model, x = GPT(config), torch.arange(16)[None]
+    model = GPT(config)
+    x = torch.arange(16)[None]
     full = model(x)  # as evaluations load it
     assert not torch.equal(model(x, p=power_at(config.attention, 2)), full)
     assert torch.equal(model(x, p=power_at(config.attention, 8)), full)

@@ -18,7 +18,8 @@ from training.run_log import records_up_to
 def test_starts_and_timing(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("training.run_log.peak_flops", lambda device: 1e7)
     state = build(tiny_config, "--train.max-steps", "4")
-    folder, flops = resume(state), state.raw_model.flops_per_token()
+    folder = resume(state)
+    flops = state.raw_model.flops_per_token()
     (first,) = read_jsonl(folder / "starts.jsonl")
     assert first["step"] == 0 and first["processes"] == 1 and first["versions"]["torch"] == torch.__version__
     assert isinstance(first["command"], list) and len(first["commit"] or "0" * 40) in (40, 41)
@@ -47,12 +48,11 @@ def test_a_run_without_checkpoints_keeps_its_old_metrics(tiny_config: Path):
 
 def test_a_run_is_saved_though_nobody_reads_its_output(tiny_config: Path, tmp_path: Path):
     """As after Ctrl-C in `train.py ... | tee log`, which reaches both."""
-    folder, stop = tmp_path / "runs" / "tiny", patched_script(tmp_path, "os.kill(os.getpid(), 2)")
-    process = start(tiny_config, script=stop)
+    process = start(tiny_config, script=patched_script(tmp_path, "os.kill(os.getpid(), 2)"))
     process.stdout.close()
     assert process.wait(timeout=120) == 0, process.stderr.read()
     process.stderr.close()
-    assert (folder / "checkpoints" / "step_000005.pt").exists()
+    assert (tmp_path / "runs/tiny/checkpoints/step_000005.pt").exists()
 
 
 def test_one_process_writes_a_run_folder(tiny_config: Path, call: Callable[..., None]):
@@ -74,7 +74,8 @@ def test_lines_of_a_killed_run_are_not_doubled(tmp_path: Path):
 def test_wandb_offline_logs_and_resumes_the_same_run(tiny_config: Path, tmp_path: Path):
     """With the real package, without a network."""
     pytest.importorskip("wandb")
-    folder, ids = tmp_path / "runs" / "tiny", []
+    folder = tmp_path / "runs" / "tiny"
+    ids = []
     stop = patched_script(tmp_path, "os.kill(os.getpid(), 15)")
     for script in (stop, "train.py"):
         process = start(
