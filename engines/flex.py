@@ -48,7 +48,8 @@ def run(
     """`attention.attend` for a softmax by distance; (B, H, Tq, D) in v's type."""
     if q.shape[-2] == 1:  # as good, without a mask for each length
         return rows.run(q, k, v, layer, cached, p)
-    q, k, context = layer.prepare(q, k, cached, p, dtype=v.dtype)
+    context = layer.context(q, k, p)
+    q, k = layer.prepare(q, k, context, cached, v.dtype)
     return run_prepared(q, k, v, context, layer)
 
 

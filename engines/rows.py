@@ -32,7 +32,8 @@ def run(
 ) -> Tensor:
     """`attention.attend` by blocks of rows; (B, H, Tq, D) in v's type."""
     dtype = v.dtype
-    q, k, context = layer.prepare(q, k, cached, p)
+    context = layer.context(q, k, p)
+    q, k = layer.prepare(q, k, context, cached)
     v = share_heads(v, q).to(q.dtype)
     formula = BlockFormula(layer, context.p)
     if cached and q.shape[-2] == 1:  # decoding: all keys are visible, and a float32 cache is not copied

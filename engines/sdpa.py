@@ -38,7 +38,7 @@ def run(
     scale = definition.factor(context)
     is_plain = definition.scores == "dot" and not isinstance(definition, AdaptiveSoftmax)
     if not (is_plain and isinstance(scale, float)):
-        q, k, _ = layer.prepare(q, k, cached, p, dtype=v.dtype)
+        q, k = layer.prepare(q, k, context, cached, v.dtype)
         scale = 1.0
     q = q.to(v.dtype)
     k = k.to(v.dtype)

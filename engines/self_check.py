@@ -100,7 +100,8 @@ def _errors(
     unit = engine.score_unit(layer.definition)
     with torch.no_grad():
         decoded = [engine.run(q[..., -1:, :], k, v, layer)] if engine.DECODES else []
-        q, k, context = layer.prepare(q, k, dtype=v.dtype, unit=unit)
+        context = layer.context(q, k)
+        q, k = layer.prepare(q, k, context, dtype=v.dtype, unit=unit)
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
     inputs64 = [t.detach().double().requires_grad_() for t in (q, k, v)]
     context64 = layer.context(inputs64[0], inputs64[1])

@@ -61,8 +61,8 @@ def run(
     """`attention.attend` by the fused kernels; (B, H, Tq, D) in v's type."""
     if v.shape[-1] != k.shape[-1]:  # the kernels' heads have one size
         return rows.run(q, k, v, layer, cached, p)
-    unit = score_unit(layer.definition)
-    q, k, context = layer.prepare(q, k, cached, p, dtype=v.dtype, unit=unit)
+    context = layer.context(q, k, p)
+    q, k = layer.prepare(q, k, context, cached, v.dtype, score_unit(layer.definition))
     return run_prepared(q, k, v, context, layer)
 
 

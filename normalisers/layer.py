@@ -63,7 +63,8 @@ class NormaliserLayer(nn.Module):
             (B, H, Tq, Tk) in float32 (float64 for float64 inputs), 0 at keys after the query.
         """
         with torch.autocast(q.device.type, enabled=False):
-            q, k, context = self.prepare(q, k, cached, p)
+            context = self.context(q, k, p)
+            q, k = self.prepare(q, k, context, cached)
             x = q @ k.mT  # (B, H, Tq, Tk)
             return self.row_weights(x.masked_fill(~context.visible(x), -math.inf), context)
 
@@ -98,15 +99,15 @@ class NormaliserLayer(nn.Module):
         self,
         q: Tensor,
         k: Tensor,
+        context: RowContext,
         cached: bool = False,
-        p: int | None = None,
         dtype: torch.dtype | None = None,
         unit: float = 1.0,
-    ) -> tuple[Tensor, Tensor, RowContext]:
-        """q and k whose products are the scores, and the rows' `RowContext`. Every engine starts here.
+    ) -> tuple[Tensor, Tensor]:
+        """q and k whose products are the scores. Every engine starts here.
 
         Args:
-            q, k: as in `weights`.
+            q, k, cached: as in `weights`.
             dtype: of the kernel that multiplies them. Its products are `unit` times the scores, and the
                 temperature of an adaptive softmax is in them. None: the definition multiplies them.
         Returns:
@@ -114,7 +115,6 @@ class NormaliserLayer(nn.Module):
             are float32 (float64 for float64 inputs), and k has H heads.
         """
         definition = self.definition
-        context = self.context(q, k, p)
         given = k
         q = q.to(torch.promote_types(q.dtype, torch.float32))
         if not cached:
@@ -126,11 +126,11 @@ class NormaliserLayer(nn.Module):
             k = k.to(q.dtype)
             k = k - k[..., :1, :]
         if dtype is None:
-            return q * definition.factor(context), share_heads(k.to(q.dtype), q), context
+            return q * definition.factor(context), share_heads(k.to(q.dtype), q)
         factor = definition.fused_factor(q, k, context)
         if definition.centre_keys and definition.scores == "dot" and dtype.itemsize == 2:
             k = given  # centred keys would be rounded once more, and a softmax does not see the shift
-        return (q * (factor * unit)).to(dtype), k.to(dtype), context
+        return (q * (factor * unit)).to(dtype), k.to(dtype)
 
     def context(self, q: Tensor, k: Tensor, p: int | None = None) -> RowContext:
         """The `RowContext` of queries (..., Tq, D) that are the last of the Tk positions of the keys."""

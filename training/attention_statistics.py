@@ -74,7 +74,8 @@ def layer_statistics(normaliser: NormaliserLayer, q: Tensor, k: Tensor, p: int |
     with torch.autocast(q.device.type, enabled=False):
         unscaled_q = q.float()
         unscaled_k = share_heads(k, q).float()
-        q, k, context = normaliser.prepare(q, k, p=p)
+        context = normaliser.context(q, k, p)
+        q, k = normaliser.prepare(q, k, context)
         total = q.new_zeros(*q.shape[:2], len(STATISTICS))
         for batch, block, keys in query_blocks(q, k):
             unscaled = unscaled_q[batch, :, block] @ unscaled_k[batch, :, keys].mT  # (b, H, R, K)

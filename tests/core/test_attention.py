@@ -235,14 +235,15 @@ def test_alibi(options):
     q, k, v, do = draw(37, 70, 16, n_head=4, dtype=torch.float64)
     normaliser = make_normaliser(cfg, 4, 16, 70, "alibi").double()
     with torch.no_grad():
-        plain = normaliser.prepare(q, k)
-        x = plain[0] @ plain[1].mT
+        context = normaliser.context(q, k)
+        scaled_q, shared_k = normaliser.prepare(q, k, context)
+        x = scaled_q @ shared_k.mT
         for h, slope in enumerate((1 / 4, 1 / 16, 1 / 64, 1 / 256)):
             for i in range(37):
                 x[:, h, i] -= slope * (33 + i - torch.arange(70)).clamp_min(0)
-        x = x.masked_fill(~plain[2].visible(x), -math.inf)
-        weights = cfg.definition.weights(x, plain[2])
-        want = (reweight(weights, plain[2].n, cfg.reweight_p) if cfg.reweight_p else weights) @ v
+        x = x.masked_fill(~context.visible(x), -math.inf)
+        weights = cfg.definition.weights(x, context)
+        want = (reweight(weights, context.n, cfg.reweight_p) if cfg.reweight_p else weights) @ v
     dense, rows = (run(engine, normaliser, q, k, v, do) for engine in ("dense", "rows"))
     assert (dense["o"] - want).abs().max() <= 1e-12
     assert_close(rows, dense, (q, k, v, do), 1e-12, "rows")

@@ -166,7 +166,8 @@ def test_shift_of_a_subclass():
 
     q, k, *_ = draw(20, 20, 16, dtype=torch.float64)
     normaliser = NormaliserLayer(Shifted(), 0, 2, 16, 20)
-    q_scaled, k_float, context = normaliser.prepare(q, k)
+    context = normaliser.context(q, k)
+    q_scaled, k_float = normaliser.prepare(q, k, context)
     s = torch.nn.functional.softplus(q_scaled @ k_float.mT - context.n.sqrt()) * context.visible(k.mT)
     torch.testing.assert_close(normaliser.weights(q, k), s / s.sum(-1, keepdim=True))
 

@@ -58,7 +58,7 @@ def test_statistics_are_those_of_the_dense_weights(cfg, len_q, monkeypatch):
     monkeypatch.setattr(attention_statistics, "query_blocks", lambda q, k: blocks)
     with torch.no_grad():
         found = layer_statistics(normaliser, q, k).double()
-        prepared_q, prepared_k, _ = normaliser.prepare(q, k)
+        prepared_q, prepared_k = normaliser.prepare(q, k, normaliser.context(q, k))
         expected = from_dense(normaliser.weights(q, k), q @ k.mT, prepared_q @ prepared_k.mT)
     tiny = NAMES.index("tiny")
     torch.testing.assert_close(found[..., :tiny], expected[..., :tiny], atol=2e-4, rtol=2e-4)
