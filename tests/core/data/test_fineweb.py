@@ -13,11 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import lru_cache
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -32,7 +29,7 @@ from conftest import flip, needs_gpt2, one_line
 
 from data import documents, fineweb
 from data.dataset import TokenStream, dataset_info
-from data.documents import EMPTY, REPAIRED, hub_dataset, local_files
+from data.documents import hub_dataset, local_files
 from infra.cli import UserError
 from infra.files import exclusive_lock
 
@@ -42,36 +39,33 @@ OPTIONS = {"dataset": "fineweb", "tokenizer": "bytes", "shard_size": 100, "max_t
 
 
 class Row(NamedTuple):
-    """A row of an input, and what is expected of it."""
+    """A row of an input, and the document that is expected of it."""
 
     raw: bytes | None  # parquet: the text; JSON: the line
     text: str = ""  # "": no document
-    note: str = ""
 
 
 ODD_PARQUET = [
-    Row(None, "", EMPTY),
-    Row(b"", "", EMPTY),
-    Row(b"caf\xe9 \xff\xfe!", "caf\ufffd \ufffd\ufffd!", REPAIRED),
-    Row(b"\xed\xa0\x80", "\ufffd\ufffd\ufffd", REPAIRED),  # UTF-8 of half a surrogate pair
-    Row(b"a<|endoftext|>\x00b", "a<|endoftext|>\x00b"),
-    Row("漢字🎉 e\u0301\r\n".encode(), "漢字🎉 e\u0301\r\n"),
+    Row(None),
+    Row(b""),
+    Row(b"caf\xe9 \xff\xfe!", "caf\ufffd \ufffd\ufffd!"),
+    Row(b"\xed\xa0\x80", "\ufffd\ufffd\ufffd"),  # UTF-8 of half a surrogate pair
+    Row("<|endoftext|>\x00 漢字🎉 e\u0301\r\n".encode(), "<|endoftext|>\x00 漢字🎉 e\u0301\r\n"),
 ]
 ODD_JSON = [
-    Row(b"  \t \r", "", EMPTY),
-    Row(b'{"text": ""}', "", EMPTY),
-    Row(b'{"text": null}', "", EMPTY),
-    Row(b'{"text": "half \\ud83d pair"}', "half \ufffd pair", REPAIRED),
-    Row(b'{"text": "\\ud83c\\udf89"}', "🎉"),
-    Row(b'{"text": "raw \xff byte"}', "raw \ufffd byte", REPAIRED),
-    Row(b' {"a": [1, {"text": 0}], "text": "<|endoftext|>", "z": null} \r', "<|endoftext|>"),
-    Row(b'{"text": "\\u0000\\n"}', "\x00\n"),
+    Row(b"  \t"),
+    Row(b'{"text": ""}'),
+    Row(b'{"text": null}'),
+    Row(b'{"text": "half \\ud83d pair \\ud83c\\udf89"}', "half \ufffd pair 🎉"),
+    Row(b'{"text": "raw \xff byte"}', "raw \ufffd byte"),
+    Row(b'{"text": "2026-11-23"}', "2026-11-23"),
+    Row(b' {"a": [1, {"text": 0}], "text": "<|endoftext|>\\u0000\\n", "z": null} ', "<|endoftext|>\x00\n"),
 ]
 
 
 def plain(text: str, is_json: bool) -> Row:
     raw = json.dumps({"id": 1, "text": text}) if is_json else text
-    return Row(raw.encode(), text, "" if text else EMPTY)
+    return Row(raw.encode(), text)
 
 
 def some_rows(n: int, seed: int, is_json: bool) -> list[Row]:
@@ -107,8 +101,8 @@ def make_corpus(folder: Path, files: dict[str, list[Row]]) -> Corpus:
     return {write(folder / file, rows): rows for file, rows in files.items()}
 
 
-def texts_corpus(folder: Path, *texts: str, file: str = "a.jsonl") -> Corpus:
-    return make_corpus(folder, {file: [plain(text, "jsonl" in file) for text in texts]})
+def texts_corpus(folder: Path, *texts: str) -> Corpus:
+    return make_corpus(folder, {"a.jsonl": [plain(text, True) for text in texts]})
 
 
 @pytest.fixture
@@ -155,7 +149,6 @@ class Expected:
         starts = np.flatnonzero(self.stream == (256 if tokenizer == "bytes" else 50256))
         n_val = int((starts < shard_size).sum())
         self.documents = {"val": n_val, "train": len(starts) - n_val}
-        self.rows = dict(Counter(row.note for row in rows if row.note)) if max_tokens is None else None
 
     def check(self, out: Path) -> None:
         """The folder holds exactly that."""
@@ -167,7 +160,6 @@ class Expected:
             (file, hashlib.sha256(content).hexdigest()) for file, content in self.shards.items()
         ]
         assert {split: counts["documents"] for split, counts in info["splits"].items()} == self.documents
-        assert self.rows is None or info["rows"] == self.rows
         train = TokenStream(out, "train")
         n_val = len(self.stream) - train.n_tokens
         np.testing.assert_array_equal(train.read(0, train.n_tokens), self.stream[n_val:])
@@ -209,23 +201,20 @@ def rejected(paths: Iterable[Path], out: Path, *parts: object, **options: Any) -
         build(paths, out, **options)
 
 
-@pytest.mark.parametrize("shard_size", [1, 100, 997])
+@pytest.mark.parametrize("shard_size", [100, 997])
 def test_tokens_are_those_of_an_independent_pass(
     tmp_path: Path, small: Corpus, shard_size: int, monkeypatch: Any
 ) -> None:
-    if shard_size == 1:  # a shard per token
-        small = texts_corpus(tmp_path / "tiny", "ab", "", "c")
     for block in (1, 2**20):
         monkeypatch.setattr(documents, "BLOCK_CHARACTERS", block)
         build(small, tmp_path / f"{block}", shard_size=shard_size)
         Expected(small, shard_size=shard_size).check(tmp_path / f"{block}")
 
 
-@pytest.mark.parametrize("file", ["a.jsonl", "a.parquet"])
-def test_documents_that_end_where_shards_do(tmp_path: Path, out: Path, file: str) -> None:
+def test_documents_that_end_where_shards_do(tmp_path: Path, out: Path) -> None:
     """Rows without text before, between and after; the last shard is full."""
     texts = ["", "", "x" * 99, "", "y" * 99, "z" * 199, "", "", "v" * 49, "w" * 49, "", "u" * 99, "", ""]
-    corpus = texts_corpus(tmp_path / "in", *texts, file=file)
+    corpus = texts_corpus(tmp_path / "in", *texts)
     expected = Expected(corpus)
     assert (len(expected.shards), expected.n_whole) == (6, 600)
     build(corpus, out)
@@ -245,12 +234,11 @@ def test_max_tokens_is_exact(tmp_path: Path, small: Corpus) -> None:
         assert (out / "dataset.json").read_bytes() == before
 
 
-def test_columns_and_odd_file_names(tmp_path: Path, out: Path) -> None:
-    """Brackets, and on Linux names that are not UTF-8."""
+def test_a_column_in_a_file_with_brackets(tmp_path: Path, out: Path) -> None:
     rows = [plain("x" * 99, False), plain("y" * 300, False)]
     lines = [Row(json.dumps({"content": "z" * 50, "text": 3}).encode(), "z" * 50)]
-    odd = tmp_path / os.fsdecode(b"d\xe9.jsonl")
-    corpus = {write(tmp_path / "a[1].parquet", rows, column="content"): rows, write(odd, lines): lines}
+    json_file = write(tmp_path / "b.jsonl", lines)
+    corpus = {write(tmp_path / "a[1].parquet", rows, column="content"): rows, json_file: lines}
     build(corpus, out, column="content")
     Expected(corpus).check(out)
 
@@ -281,7 +269,7 @@ def test_resumes_after_every_shard(tmp_path: Path, small: Corpus) -> None:
     build(small, tmp_path / "reference", shard_size=200)
     reference = contents(tmp_path / "reference")
     shards = list(Expected(small, shard_size=200).shards)
-    for n_shards in (0, 1, 2, 7, 12, len(shards) - 1, len(shards)):
+    for n_shards in range(len(shards) + 1):
         out = tmp_path / f"out{n_shards}"
         shutil.copytree(tmp_path / "reference", out)
         truncate_manifest(out, n_shards)
@@ -292,29 +280,6 @@ def test_resumes_after_every_shard(tmp_path: Path, small: Corpus) -> None:
         build(small, out, shard_size=200)
         assert identities(out, shards[:n_shards]) == before
         assert contents(out) == reference
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("No space left on device")])
-def test_writes_that_fail_again_and_again(
-    out: Path, small: Corpus, error: BaseException, monkeypatch: Any
-) -> None:
-    """Every fifth one, until it is done: most runs start in mid-file and mid-document."""
-    flush = fineweb.ShardWriter.flush
-    calls = count(1)
-
-    def failing(writer: Any) -> None:
-        if next(calls) % 5 == 0:
-            raise error
-        flush(writer)
-
-    monkeypatch.setattr(fineweb.ShardWriter, "flush", failing)
-    while not (out / "dataset.json").exists():
-        done = listed(out)
-        with suppress(type(error)):
-            build(small, out)
-        assert len(listed(out)) > len(done)
-    assert next(calls) > 25
-    Expected(small).check(out)
 
 
 DAMAGES: dict[str, tuple[int, Callable[[Path], Any]]] = {
@@ -355,7 +320,6 @@ def test_a_finished_folder_is_left_alone(out: Path, small: Corpus, capsys: Any) 
     ):
         damage()
         assert build(small, out) == info
-        assert "not finished: " in capsys.readouterr().out
         Expected(small).check(out)
 
 
@@ -379,7 +343,7 @@ def test_other_options_and_inputs_are_rejected(tmp_path: Path, out: Path, small:
 
 
 def test_foreign_shards_and_damaged_manifests_are_spared(out: Path, small: Corpus) -> None:
-    for file in ("toy_train_000001.bin", "fineweb_val_000000.bin", "weights.bin"):
+    for file in ("toy_train_000001.bin", "fineweb_val_000000.bin"):
         out.mkdir()
         (out / file).write_bytes(b"precious")
         rejected(small, out, out, file, "choose another --out")
@@ -387,11 +351,10 @@ def test_foreign_shards_and_damaged_manifests_are_spared(out: Path, small: Corpu
         shutil.rmtree(out)
     build(small, out)
     lines = (out / "manifest.jsonl").read_bytes().splitlines(keepends=True)
-    for content in (b"garbage\n" + b"".join(lines[1:]), b"".join(lines[1:]), b"null\n"):
-        (out / "manifest.jsonl").write_bytes(content)
-        before = contents(out)
-        rejected(small, out, out, "manifest.jsonl: damaged")
-        assert contents(out) == before
+    (out / "manifest.jsonl").write_bytes(b"".join(lines[1:]))
+    before = contents(out)
+    rejected(small, out, out, "manifest.jsonl: damaged")
+    assert contents(out) == before
     # A torn line in the middle: the shards from there on are made again.
     (out / "manifest.jsonl").write_bytes(b"".join([*lines[:4], b'{"fi\n', *lines[5:]]))
     (out / "dataset.json").unlink()
@@ -405,7 +368,6 @@ def test_inputs_that_cannot_be_read(tmp_path: Path, out: Path, small: Corpus) ->
     parquet = list(small)[0].read_bytes()
     gz = list(small)[4].read_bytes()
     for file, content in (
-        ("z.parquet", b"garbage" * 100),
         ("z.parquet", parquet[:-9] + parquet[-8:]),
         ("z.jsonl.gz", gz[: len(gz) // 2]),
         ("z.jsonl.gz", gz[:-6] + bytes([gz[-6] ^ 1]) + gz[-5:]),  # the checksum
@@ -416,35 +378,20 @@ def test_inputs_that_cannot_be_read(tmp_path: Path, out: Path, small: Corpus) ->
         assert len(listed(out)) > 20
         assert all((out / shard).read_bytes() == shards[shard] for shard in listed(out))
         shutil.rmtree(out)
-    bad = tmp_path / "z.parquet"
-    for table, part in (
-        ({"content": ["x"], "url": ["y"]}, "no column text: expected one of content, url"),
-        ({"text": [1, 2]}, "a column of int64: expected strings"),
-    ):
-        pq.write_table(pa.table(table), bad)
-        rejected([bad], out, bad, part)
 
 
 @pytest.mark.parametrize(
-    ("line", "part"),
-    [
-        (b'{"text": "x"', "not valid JSON"),
-        (b"[" * 10**5, "not valid JSON"),
-        (b'{"content": "x"}', 'a string "text"'),
-        (b'{"text": ["x\\ny"]}', 'a string "text"'),
-    ],
+    "line", [b'{"text": "x"', b"[" * 10**5, b'{"content": "x"}', b'{"text": ["x\\ny"]}', b'{"text": 1}', b"3"]
 )
-def test_bad_lines_are_named(tmp_path: Path, out: Path, line: bytes, part: str) -> None:
+def test_bad_lines_are_named(tmp_path: Path, out: Path, line: bytes) -> None:
     corpus = make_corpus(tmp_path / "in", {"a.jsonl": [*some_rows(31, 10, True), Row(line)]})
-    rejected(corpus, out, f"{list(corpus)[0]}, line 32: ", part)
+    rejected(corpus, out, f"{list(corpus)[0]}, line 32: ", 'a JSON object with a string "text"')
     assert len(listed(out)) > 3
 
 
-@pytest.mark.parametrize(("n_characters", "part"), [(0, "0 tokens of text"), (99, "100 tokens of text")])
-def test_too_little_text(tmp_path: Path, out: Path, n_characters: int, part: str) -> None:
+def test_too_little_text(tmp_path: Path, out: Path) -> None:
     """One shard, all of it validation."""
-    corpus = texts_corpus(tmp_path / "in", "", "x" * n_characters)
-    rejected(corpus, out, part, "more than a shard of 100", "try --shard-size")
+    rejected(texts_corpus(tmp_path / "in", "", "x" * 99), out, "100 tokens of text", "try --shard-size")
     with pytest.raises(UserError, match="did not finish"):
         dataset_info(out)
 
@@ -469,7 +416,7 @@ def build_repo(folder: Path, out: Path, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_dataset_by_name(out: Path, repo: tuple[Path, Corpus]) -> None:
-    """Repaired rows and all; resumed within each of its files."""
+    """Resumed within each of its files."""
     folder, corpus = repo
     expected = Expected(corpus)
     build_repo(folder, out)
@@ -483,11 +430,7 @@ def test_a_dataset_by_name(out: Path, repo: tuple[Path, Corpus]) -> None:
 
 @pytest.mark.parametrize(
     ("key", "content", "part"),
-    [
-        ("column", "text", "Column name ['text'] not in the dataset"),
-        ("column", "nested", "expected strings"),
-        ("split", "test", "cannot be read: ValueError: Bad split: test"),
-    ],
+    [("column", "text", "Column name ['text'] not in the dataset"), ("column", "nested", "expected strings")],
 )
 def test_datasets_that_cannot_be_read(
     out: Path, repo: tuple[Path, Corpus], key: str, content: str, part: str
@@ -536,14 +479,11 @@ def test_no_network_is_one_line(monkeypatch: Any, call: Any) -> None:
     [
         (["--files", "x", "--dataset", "x"], "--files: expected no --dataset"),
         (["--max-tokens", "100", "--shard-size", "100"], "--max-tokens 100: expected more than"),
-        (["--workers", "0"], "--workers"),
-        (["--shard-size", str(2**31)], "2147483647"),
-        (["--files", "pyproject.toml"], "expected .parquet"),
+        (["--files", __file__], "expected .parquet"),
         (["--files", "none*.parquet"], "no such files"),
     ],
 )
-def test_wrong_options_are_one_line(args: list[str], part: str, call: Any, monkeypatch: Any) -> None:
-    monkeypatch.chdir(ROOT)
+def test_wrong_options_are_one_line(args: list[str], part: str, call: Any) -> None:
     with one_line(part):
         call(fineweb, *args)
 
@@ -554,10 +494,7 @@ def test_the_command(tmp_path: Path, out: Path, small: Corpus, call: Any, capsys
     call(fineweb, "--files", *patterns, "--out", out, "--tokenizer", "bytes", "--shard-size", 1000)
     expected = Expected(small, shard_size=1000)
     expected.check(out)
-    printed = capsys.readouterr().out
-    for part in (f"{expected.n_whole - 1000:,} bytes tokens", "6 local files, a.parquet to f.parquet"):
-        assert part in printed
-    assert f"{(expected.rows or {})[EMPTY]} {EMPTY}" in printed
+    assert "local files (6): a.parquet to f.parquet" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
