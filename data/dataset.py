@@ -90,9 +90,10 @@ def write_split(
     shard_size: int = 10**8,
 ) -> None:
     """Write a split's shards after those in `info`, the content of dataset.json, and enter them there."""
-    with ShardWriter(folder, info["dataset"], split, shard_size, index=len(info["shards"])) as writer:
-        for tokens in sequences:
-            writer.add(tokens)
+    writer = ShardWriter(folder, info["dataset"], split, shard_size, index=len(info["shards"]))
+    for tokens in sequences:
+        writer.add(tokens)
+    writer.flush()
     info["shards"] += writer.files
     info["splits"][split] = writer.counts(n_documents)
 
@@ -117,8 +118,7 @@ def dataset_info(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     path = folder / INFO_NAME
     if not folder.is_dir():
-        problem = "a file: expected a data folder" if folder.exists() else "no such data folder"
-        raise UserError(f"{folder}: {problem}; {HOW_TO_PREPARE}")
+        raise UserError(f"{folder}: no such data folder; {HOW_TO_PREPARE}")
     if (folder / UNFINISHED_NAME).exists():
         raise UserError(f"{folder}: its preparation did not finish; run the script that prepares it again")
     if not path.exists():

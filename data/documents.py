@@ -24,10 +24,10 @@ BATCH_ROWS = 64  # read at a time
 
 
 class Input(NamedTuple):
-    """A file of rows. Reading it gives the text of each row, "" for a row without text."""
+    """A file of rows."""
 
     name: str
-    read: Callable[[], Iterator[str]]
+    read: Callable[[], Iterator[str]]  # the text of each row, "" for a row without text
 
 
 class Source(NamedTuple):

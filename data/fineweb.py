@@ -244,8 +244,6 @@ def _parse_args() -> argparse.Namespace:
         parser.error("--files: expected no --dataset, --name, --split or --revision, which are the hub's")
     if args.shard_size > MAX_TOKENS:
         parser.error(f"--shard-size {args.shard_size}: expected at most {MAX_TOKENS}")
-    if args.max_tokens and args.max_tokens <= args.shard_size:
-        parser.error(f"--max-tokens {args.max_tokens}: expected more than one shard of {args.shard_size}")
     return args
 
 
@@ -260,9 +258,7 @@ def _open_source(args: argparse.Namespace) -> tuple[Source, str, Path]:
     label = re.sub(r"[^A-Za-z0-9-]+", "-", Path(repo).resolve().name)  # no "_", which separates the split
     folder = "-".join(filter(None, (label, name)))
     out = args.out or DATA / folder.replace("fineweb-sample-10BT", "fineweb10B")
-    begun = read_manifest(out)[0]["options"]
-    is_same = (begun.get("repo"), begun.get("revision")) == (repo, revision)
-    commit = begun.get("commit") if is_same else None  # a resumed run stays at its commit
+    commit = read_manifest(out)[0]["options"].get("commit")  # a resumed run stays at its commit
     source = documents.hub_dataset(repo, name, args.split or "train", args.column, revision, commit)
     return source, label, out
 

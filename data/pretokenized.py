@@ -56,14 +56,9 @@ def fetch(out: Path, n_train: int | None) -> dict[str, Any]:
             snapshot_download(
                 REPO, repo_type="dataset", revision=repo.sha, allow_patterns=files, local_dir=out
             )
-        info: dict[str, Any] = {
-            "dataset": "fineweb",
-            "tokenizer": "gpt2",
-            "vocab_size": VOCAB_SIZE,
-            "source": f"{REPO} at commit {repo.sha}",
-            "splits": {},
-            "shards": [],
-        }
+        source = f"{REPO} at commit {repo.sha}"
+        info = {"dataset": "fineweb", "tokenizer": "gpt2", "vocab_size": VOCAB_SIZE, "source": source}
+        info |= {"splits": {}, "shards": []}
         _add_split(out, info, "val", {VAL: sha256[VAL]})
         _add_split(out, info, "train", {file: sha256[file] for file in train})
         return finish_dataset(out, info)

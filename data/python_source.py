@@ -5,8 +5,8 @@
 
 About 12 MB of text with many long files: every .py file of the standard library except tests (folders named
 test, tests, idle_test: three times as much again) and files generated when Python is built (config-*,
-_sysconfigdata*). Skipped and counted: empty files, files that are not UTF-8, copies of another file. The
-corpus differs between Python versions; the sha256 printed at the end, also in dataset.json, identifies it.
+_sysconfigdata*). Empty files, files that are not UTF-8 and copies of another file are skipped. The corpus
+differs between Python versions; the sha256 printed at the end, also in dataset.json, identifies it.
 
 Whole files are held out for validation, chosen by a hash of their relative path, the same share of the bytes
 of short and of long ones. Documents are ordered by that hash, not by folder, so neighbouring windows are not
@@ -19,7 +19,6 @@ dataset.json. A finished folder is left unchanged; what is damaged or was made w
 import hashlib
 import platform
 import sysconfig
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,11 +51,10 @@ def standard_library() -> Path:
     return root
 
 
-def collect(root: Path) -> tuple[list[Document], Counter[str]]:
-    """All documents below the root, and the number of skipped files by reason."""
+def collect(root: Path) -> list[Document]:
+    """All documents below the root."""
     documents: list[Document] = []
-    skipped: Counter[str] = Counter()
-    seen: set[bytes] = set()  # a copy in the other split would leak into validation
+    seen: set[str] = set()  # a copy in the other split would leak into validation
     for relative in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
         *folders, file = relative.split("/")
         generated = file.startswith("_sysconfigdata") or any(f.startswith("config-") for f in folders)
@@ -66,16 +64,11 @@ def collect(root: Path) -> tuple[list[Document], Counter[str]]:
             content = (root / relative).read_bytes()
             text = content.decode("utf-8")
         except (OSError, UnicodeDecodeError):
-            skipped["unreadable or not UTF-8"] += 1
             continue
-        if not content:
-            skipped["empty"] += 1
-        elif content in seen:
-            skipped["copies"] += 1
-        else:
-            seen.add(content)
+        if text and text not in seen:
+            seen.add(text)
             documents.append(Document(relative, text, len(content)))
-    return documents, skipped
+    return documents
 
 
 def split_documents(documents: list[Document], val_fraction: float) -> dict[str, list[Document]]:
@@ -86,10 +79,8 @@ def split_documents(documents: list[Document], val_fraction: float) -> dict[str,
     are not left to chance.
 
     Raises:
-        UserError: fewer than two documents.
+        UserError: too few documents.
     """
-    if len(documents) < 2:
-        raise UserError(f"{len(documents)} Python files with text: expected at least 2, one for each split")
     ordered = sorted(documents, key=lambda document: document.rank)
     held_out: set[str] = set()
     for size_class in range(len(SIZE_CLASSES) + 1):
@@ -99,8 +90,8 @@ def split_documents(documents: list[Document], val_fraction: float) -> dict[str,
             if document.n_bytes <= room:
                 held_out.add(document.path)
                 room -= document.n_bytes
-    if not held_out:  # a handful of files
-        held_out.add(min(ordered, key=lambda document: document.n_bytes).path)
+    if not held_out:
+        raise UserError(f"{len(documents)} Python files with text: too few to hold one out")
     return {
         "val": [document for document in ordered if document.path in held_out],
         "train": [document for document in ordered if document.path not in held_out],
@@ -124,21 +115,15 @@ def build(root: Path, out: Path, tokenizer: str = "bytes", val_fraction: float =
     if finished and settings.items() <= finished["settings"].items():
         print(f"{out}: finished before; nothing to do (delete it to rebuild it)")
         return finished
-    documents, skipped = collect(root)
-    splits = split_documents(documents, val_fraction)
+    splits = split_documents(collect(root), val_fraction)
     dataset.begin_dataset(out, DATASET)
     python = platform.python_version()
-    info: dict[str, Any] = {
-        "dataset": DATASET, "tokenizer": tokenizer, "vocab_size": encoding.n_vocab,
-        "source": f"Python {python} library sources", "python": python, "settings": settings,
-        "splits": {}, "shards": [],
-    }  # fmt: skip
+    source = f"Python {python} library sources"
+    info = {"dataset": DATASET, "tokenizer": tokenizer, "vocab_size": encoding.n_vocab, "source": source}
+    info |= {"python": python, "settings": settings, "splits": {}, "shards": []}
     for split, members in splits.items():
         tokens = ([encoding.eot_token, *encoding.encode_ordinary(document.text)] for document in members)
         dataset.write_split(out, info, split, tokens, len(members))
-    n_bytes = sum(document.n_bytes for document in documents)
-    left_out = ", ".join(f"{n} {reason}" for reason, n in sorted(skipped.items())) or "none"
-    print(f"files    {len(documents)}, {n_bytes / 1e6:.2f} MB; skipped: {left_out}")
     return dataset.finish_dataset(out, info)
 
 
