@@ -92,11 +92,8 @@ def _stream(column: str, split: str, *path: str | None, **options: Any) -> Any:
 
 def _texts(tables: Any) -> Iterator[str]:
     for table in tables.iter(BATCH_ROWS):
-        column = table.column(0)
-        if column.type not in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
-            raise UserError(f"a column of {column.type}: expected strings")
         # As binary: a column of strings may hold invalid UTF-8, not checked so far.
-        for row in column.cast(pa.large_binary()).to_pylist():
+        for row in table.column(0).cast(pa.large_binary()).to_pylist():
             yield (row or b"").decode("utf-8", "replace")
 
 
@@ -129,15 +126,14 @@ def local_files(patterns: list[str], column: str) -> Source:
             raise UserError(f"--files {pattern}: no such files: expected paths or 'DIR/**/*.parquet'")
         matches.update(map(os.path.normpath, paths))
     files = sorted(matches)
+    inputs = []
     for file in files:
         if not file.endswith((".parquet", ".jsonl", ".jsonl.gz")):
             raise UserError(f"{file}: expected .parquet, .jsonl or .jsonl.gz")
-    ends = dict.fromkeys((os.path.basename(files[0]), os.path.basename(files[-1])))
-    description = f"local files ({len(files)}): {' to '.join(ends)}"
-    inputs = []
-    for file in files:
         texts = _parquet_texts if file.endswith(".parquet") else _json_texts
         inputs.append(Input(file, partial(texts, file, column)))
+    ends = dict.fromkeys((os.path.basename(files[0]), os.path.basename(files[-1])))
+    description = f"local files ({len(files)}): {' to '.join(ends)}"
     hashes = [_fingerprint(Path(file)) for file in files]
     return Source(description, {"column": column}, hashes, lambda: inputs)
 
@@ -167,8 +163,7 @@ def hub_dataset(
     if Path(repo).is_dir():
         hashes = [_fingerprint(path) for path in sorted(Path(repo).rglob("*")) if path.is_file()]
     elif commit is None:
-        hint = f"; `hf download {repo} --repo-type dataset --local-dir DIR`, then --files 'DIR/**/*.parquet'"
-        with naming(f"{repo} at {revision}", f"{hint} reads local files"):
+        with naming(f"{repo} at {revision}"):
             commit = HfApi().dataset_info(repo, revision=revision, timeout=10).sha
 
     def open_inputs() -> list[Input]:

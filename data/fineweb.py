@@ -258,7 +258,9 @@ def _open_source(args: argparse.Namespace) -> tuple[Source, str, Path]:
     label = re.sub(r"[^A-Za-z0-9-]+", "-", Path(repo).resolve().name)  # no "_", which separates the split
     folder = "-".join(filter(None, (label, name)))
     out = args.out or DATA / folder.replace("fineweb-sample-10BT", "fineweb10B")
-    commit = read_manifest(out)[0]["options"].get("commit")  # a resumed run stays at its commit
+    begun = read_manifest(out)[0]["options"]
+    is_same = (begun.get("repo"), begun.get("revision")) == (repo, revision)
+    commit = begun.get("commit") if is_same else None  # a resumed run stays at its commit
     source = documents.hub_dataset(repo, name, args.split or "train", args.column, revision, commit)
     return source, label, out
 

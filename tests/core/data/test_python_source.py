@@ -17,9 +17,6 @@ from data.verify import verify
 ROOT = Path(__file__).resolve().parents[3]
 
 
-# ---------------------------------------------------------------- tokenisers
-
-
 def test_bytes_tokenizer() -> None:
     encoding = get_tokenizer("bytes")
     assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
@@ -30,18 +27,12 @@ def test_bytes_tokenizer() -> None:
 
 
 def test_tokenizer_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    with one_line("'gpt3'", "bytes, gpt2"):
-        get_tokenizer("gpt3")
-
     def unreachable(name: str) -> None:
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr("tiktoken.get_encoding", unreachable)
     with one_line("TIKTOKEN_CACHE_DIR", "no route to host"):
         get_tokenizer("gpt2")
-
-
-# ---------------------------------------------------------------- the Python corpus
 
 
 @pytest.fixture
@@ -102,10 +93,6 @@ def test_corpus_is_reused_or_rebuilt(sources: Path, tmp_path: Path, capsys: Any)
     shard.write_bytes(before[shard.name][:-2])
     assert f"not finished: {shard}: " in build()
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    (out / "dataset.json").unlink()  # as after an interrupted run
-    (out / "dataset.unfinished").touch()
-    build()
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert "nothing to do" not in build(0.2)
     assert "nothing to do" in build(0.2)
 
@@ -116,12 +103,6 @@ def test_corpus_spares_another_dataset(sources: Path, tmp_path: Path) -> None:
     with one_line(toy, "another dataset"):
         python_source.build(sources, toy)
     assert sorted(path.stat().st_mtime_ns for path in toy.iterdir()) == before
-
-
-def test_corpus_without_sources(tmp_path: Path) -> None:
-    with one_line("0 Python files"):
-        python_source.build(tmp_path / "none", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_real_corpus(tmp_path: Path) -> None:

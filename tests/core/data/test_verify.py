@@ -57,9 +57,6 @@ def test_info(dataset: Path, call: Callable[..., None], capsys: Any) -> None:
     printed = capsys.readouterr().out
     for part in ("source     a test", "bytes, vocabulary 257", "450,000 tokens, 40 documents"):
         assert part in printed
-    (dataset / "dataset.json").unlink()
-    call(verify_module, "info", dataset)
-    assert "unknown: no dataset.json" in capsys.readouterr().out
 
 
 def test_healthy_datasets_have_no_problems(dataset: Path) -> None:
@@ -69,31 +66,23 @@ def test_healthy_datasets_have_no_problems(dataset: Path) -> None:
     assert verify(dataset) == []
 
 
-# Of each damage: the file that has to be named, what is done to it, a part of the line.
-SHARD = "toy_train_000003.bin"
-DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
-    "flipped bit": (SHARD, lambda path: flip(path, 1024 + 2 * 12_345), "sha256"),
-    "flipped bit in the header": (SHARD, lambda path: flip(path, 500), "sha256"),
-    "truncated": (SHARD, lambda path: os.truncate(path, 9999), "9999 bytes"),
-    "shorter": (SHARD, lambda path: write_shard(path, np.ones(9, int)), "expected 100000 tokens"),
-    "missing last": ("toy_train_000005.bin", lambda path: path.unlink(), "No such file"),
-    "extra": ("toy_train_000006.bin", lambda path: write_shard(path, [EOT, 1]), "not listed"),
-    "foreign": ("copy.bin", lambda path: path.write_bytes(b"1"), "expected a name like"),
+# Of each damaged file: what is done to it, and a part of the line.
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "copy.bin": (lambda path: path.write_bytes(b"1"), "expected a name like"),
+    "toy_train_000001.bin": (lambda path: flip(path, 1024 + 2 * 12_345), "sha256"),
+    "toy_train_000002.bin": (lambda path: flip(path, 500), "sha256"),  # in the header
+    "toy_train_000003.bin": (lambda path: os.truncate(path, 9999), "9999 bytes"),
+    "toy_train_000004.bin": (lambda path: write_shard(path, np.ones(9, int)), "expected 100000 tokens"),
+    "toy_train_000005.bin": (lambda path: path.unlink(), "No such file"),
+    "toy_train_000006.bin": (lambda path: write_shard(path, [EOT, 1]), "not listed"),
 }
 
 
-def damage(folder: Path, kind: str) -> tuple[Path, str]:
-    """Do it; returns what the line has to name and to say."""
-    file, do, part = DAMAGES[kind]
-    do(folder / file)
-    return folder / file, part
-
-
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_each_damage_is_one_line_that_names_the_file(dataset: Path, kind: str) -> None:
-    path, part = damage(dataset, kind)
-    (line,) = verify(dataset)
-    assert line.startswith(f"{path}: ") and part in line
+def test_each_damage_is_one_line_that_names_the_file(dataset: Path) -> None:
+    for file, (damage, _) in DAMAGES.items():
+        damage(dataset / file)
+    for line, (file, (_, part)) in zip(verify(dataset), DAMAGES.items(), strict=True):
+        assert line.startswith(f"{dataset / file}: ") and part in line
 
 
 def test_a_token_that_the_sample_misses(dataset: Path) -> None:
@@ -105,14 +94,6 @@ def test_a_token_that_the_sample_misses(dataset: Path) -> None:
     (dataset / "dataset.json").write_text(json.dumps(info))
     shards.open_shard(path, 257)
     assert verify(dataset) == [f"{path}: token 50000: expected only tokens below 257"]
-
-
-def test_all_damages_at_once(dataset: Path) -> None:
-    flip(train_shard(dataset, 1), 1024)
-    flip(dataset / "toy_val_000000.bin", 0)
-    damaged = [damage(dataset, kind)[0].name for kind in ("truncated", "missing last", "extra", "foreign")]
-    damaged += ["toy_train_000001.bin", "toy_val_000000.bin"]
-    assert sorted(Path(line.split(": ")[0]).name for line in verify(dataset)) == sorted(damaged)
 
 
 def test_gaps_without_dataset_json(dataset: Path) -> None:
