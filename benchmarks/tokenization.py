@@ -87,9 +87,9 @@ def writing(path: Path, n_tokens: int, rounds: int, folder: Path) -> None:
 
 def reading(n_batches: int, folder: Path) -> None:
     rng = np.random.default_rng(0)
-    with ShardWriter(folder, "random", "train", 10**7, 1) as writer:
-        for _ in range(20):
-            writer.add(rng.integers(0, 50257, 10**7, dtype=np.uint16))
+    writer = ShardWriter(folder, "random", "train", 10**7, 1)
+    for _ in range(20):
+        writer.add(rng.integers(0, 50257, 10**7, dtype=np.uint16))
     stream = TokenStream(folder, "train")
     print(f"\n20 shards, {stream.n_tokens:,} tokens, one process, {n_batches:,} batches of each kind\n")
     print("| order | rows a batch | M tokens/s |\n|---|---:|---:|")

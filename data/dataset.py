@@ -90,18 +90,21 @@ def write_split(
     shard_size: int = 10**8,
 ) -> None:
     """Write a split's shards after those in `info`, the content of dataset.json, and enter them there."""
-    with ShardWriter(folder, info["dataset"], split, shard_size, index=len(info["shards"])) as writer:
-        for tokens in sequences:
-            writer.add(tokens)
+    writer = ShardWriter(folder, info["dataset"], split, shard_size, index=len(info["shards"]))
+    for tokens in sequences:
+        writer.add(tokens)
+    writer.flush()
     info["shards"] += writer.files
     info["splits"][split] = writer.counts(n_documents)
 
 
-def finish_dataset(folder: Path, info: dict[str, Any]) -> None:
-    """Write dataset.json and remove the mark of `begin_dataset`: the last step of a preparation."""
+def finish_dataset(folder: Path, info: dict[str, Any]) -> dict[str, Any]:
+    """Write dataset.json and remove the mark of `begin_dataset`: the last step. Returns what it wrote."""
     path = folder / INFO_NAME
-    write_json(_check_info({"format_version": 1} | info, path), path)
+    whole_info = _check_info({"format_version": 1} | info, path)
+    write_json(whole_info, path)
     (folder / UNFINISHED_NAME).unlink(missing_ok=True)
+    return whole_info
 
 
 def dataset_info(folder: str | Path) -> dict[str, Any]:
@@ -115,8 +118,7 @@ def dataset_info(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     path = folder / INFO_NAME
     if not folder.is_dir():
-        problem = "a file: expected a data folder" if folder.exists() else "no such data folder"
-        raise UserError(f"{folder}: {problem}; {HOW_TO_PREPARE}")
+        raise UserError(f"{folder}: no such data folder; {HOW_TO_PREPARE}")
     if (folder / UNFINISHED_NAME).exists():
         raise UserError(f"{folder}: its preparation did not finish; run the script that prepares it again")
     if not path.exists():
@@ -220,23 +222,17 @@ class TokenStream:
             )
 
 
-def split_of(file: str) -> str | None:
-    """The split that a shard's file name has; None if it is no shard's name."""
-    match = SHARD_NAME.fullmatch(file)
-    return match["split"] if match else None
-
-
 def find_shards(folder: Path, split: str) -> list[Path]:
     """The split's shards in index order. Raises UserError for none, a gap, or a mix of datasets."""
-    matches = [match for path in folder.glob("*.bin") if (match := SHARD_NAME.fullmatch(path.name))]
-    files = {int(match["index"]): match[0] for match in matches if match["split"] == split}
-    datasets = {match["dataset"] for match in matches if match["split"] == split}
+    shards = list(filter(None, (SHARD_NAME.fullmatch(path.name) for path in folder.glob("*.bin"))))
+    files = {int(shard["index"]): shard[0] for shard in shards if shard["split"] == split}
+    datasets = {shard["dataset"] for shard in shards if shard["split"] == split}
     if not files:
         raise UserError(f"{folder}: no shards named *_{split}_000001.bin; {HOW_TO_PREPARE}")
     if len(datasets) > 1:
         raise UserError(f"{folder}: shards of {', '.join(sorted(datasets))}: expected one dataset a folder")
     # The indices count over all splits. Number 0, of val, may have been left out of a download.
-    gaps = set(range(1, max(files))) - {int(match["index"]) for match in matches}
+    gaps = set(range(1, max(files))) - {int(shard["index"]) for shard in shards}
     if gaps:
         first_gap = f"{datasets.pop()}_{split}_{min(gaps):06d}.bin"
         raise UserError(f"{folder / first_gap}: missing, though shard {max(files):06d} is there")

@@ -8,8 +8,8 @@
     python -m data.pretokenized                         # ready shards instead: a script of its own
 
 The first shard is validation, the rest training. Each document is `<|endoftext|>` and its text in GPT-2's
-BPE; special-token text inside a document is encoded as ordinary text. Rows without text are skipped, invalid
-UTF-8 becomes U+FFFD; dataset.json counts both.
+BPE. Special-token text inside a document is encoded as ordinary text. Rows without text are skipped. Invalid
+UTF-8 becomes U+FFFD.
 
 Stop it at any moment, by Ctrl-C or by pulling the plug, and run the same command again: it resumes after the
 last finished shard, and the shards are byte for byte those of an uninterrupted run, for any --workers.
@@ -22,7 +22,7 @@ import argparse
 import json
 import re
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -72,7 +72,6 @@ class ShardCutter:
 
     Attributes:
         cursor: the first token that is not yet in a shard.
-        notes: how many of the rows before the cursor's were skipped or repaired.
         shards: the manifest's lines on shards.
     """
 
@@ -85,7 +84,6 @@ class ShardCutter:
         self.val = ShardWriter(folder, options["dataset"], "val", self.shard_size, 0)
         self.train = ShardWriter(folder, options["dataset"], "train", self.shard_size, 1)
         self.cursor = Cursor()
-        self.notes = Counter[str]()
         self.shards: list[dict[str, Any]] = []
         self._documents = 0  # that begin in the current shard
 
@@ -110,13 +108,12 @@ class ShardCutter:
                 self._writer.adopt(shard)
                 self.shards.append(shard)
                 self.cursor = Cursor(*shard["next"])
-                self.notes = Counter(shard["rows"])
         except UserError as e:
             print(f"made again from here on: {e}", file=sys.stderr)
 
     def add(self, block: Block, tokens: list[np.ndarray]) -> None:
         """Append a block that begins in the cursor's row, from the cursor on, up to --max-tokens."""
-        for row, (document, note) in enumerate(zip(tokens, block.notes, strict=True), block.row):
+        for row, document in enumerate(tokens, block.row):
             begin = self.cursor.token
             self._documents += begin == 0 and len(document) > 0
             while begin < len(document):
@@ -129,8 +126,6 @@ class ShardCutter:
                     return
                 begin = end
             self.cursor = Cursor(block.input, row + 1)
-            if note:
-                self.notes[note] += 1
 
     def finish(self) -> None:
         """Write the last, shorter shard. Raises UserError if there are no training tokens."""
@@ -146,8 +141,7 @@ class ShardCutter:
         """Record a shard that was finished since the last call, if there is one."""
         files = self.val.files + self.train.files
         if len(files) > len(self.shards):
-            progress = {"documents": self._documents, "next": self.cursor, "rows": dict(self.notes)}
-            self.shards.append(files[-1] | progress)
+            self.shards.append(files[-1] | {"documents": self._documents, "next": self.cursor})
             self._documents = 0
             self.save_manifest()
 
@@ -159,8 +153,8 @@ class ShardCutter:
 def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """manifest.jsonl: its first line, on the input and the options, and then those of the finished shards.
 
-    A shard's line has its file, tokens and sha256, the documents that begin in it, where the next shard
-    begins (`next`: a Cursor), and counts of the rows skipped or repaired so far.
+    A shard's line has its file, tokens and sha256, the documents that begin in it, and where the next shard
+    begins (`next`: a Cursor).
     """
     header, *shards = read_jsonl(folder / MANIFEST_NAME) or [{"options": {}, "files": []}]
     if not isinstance(header, dict) or not header.keys() >= {"options", "files"}:
@@ -200,12 +194,10 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
             "tokenizer": options["tokenizer"],
             "vocab_size": TOKENIZERS[options["tokenizer"]],
             "source": source.description,
-            "rows": dict(sorted(cutter.notes.items())),
             "splits": {"val": cutter.val.counts(val), "train": cutter.train.counts(sum(train))},
             "shards": cutter.val.files + cutter.train.files,
         }
-        dataset.finish_dataset(out, info)
-    return dataset.dataset_info(out)
+        return dataset.finish_dataset(out, info)
 
 
 def _check_same(out: Path, begun: dict[str, Any], header: dict[str, Any]) -> None:
@@ -252,8 +244,6 @@ def _parse_args() -> argparse.Namespace:
         parser.error("--files: expected no --dataset, --name, --split or --revision, which are the hub's")
     if args.shard_size > MAX_TOKENS:
         parser.error(f"--shard-size {args.shard_size}: expected at most {MAX_TOKENS}")
-    if args.max_tokens and args.max_tokens <= args.shard_size:
-        parser.error(f"--max-tokens {args.max_tokens}: expected more than one shard of {args.shard_size}")
     return args
 
 
@@ -280,8 +270,6 @@ def main() -> None:
     source, label, out = _open_source(args)
     options = {"dataset": label} | {key: getattr(args, key) for key in OPTIONS}
     info = build(source, out, options, args.workers)
-    for note, n in info["rows"].items():
-        print(f"rows     {n:,} {note}")
     dataset.print_summary(info, out)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from data.dataset import begin_dataset, dataset_info, finish_dataset, print_summary
+from data.dataset import begin_dataset, finish_dataset, print_summary
 from data.documents import naming
 from data.shards import MAX_TOKENS, ShardWriter, open_shard
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
@@ -56,18 +56,12 @@ def fetch(out: Path, n_train: int | None) -> dict[str, Any]:
             snapshot_download(
                 REPO, repo_type="dataset", revision=repo.sha, allow_patterns=files, local_dir=out
             )
-        info: dict[str, Any] = {
-            "dataset": "fineweb",
-            "tokenizer": "gpt2",
-            "vocab_size": VOCAB_SIZE,
-            "source": f"{REPO} at commit {repo.sha}",
-            "splits": {},
-            "shards": [],
-        }
+        source = f"{REPO} at commit {repo.sha}"
+        info = {"dataset": "fineweb", "tokenizer": "gpt2", "vocab_size": VOCAB_SIZE, "source": source}
+        info |= {"splits": {}, "shards": []}
         _add_split(out, info, "val", {VAL: sha256[VAL]})
         _add_split(out, info, "train", {file: sha256[file] for file in train})
-        finish_dataset(out, info)
-    return dataset_info(out)
+        return finish_dataset(out, info)
 
 
 def _add_split(out: Path, info: dict[str, Any], split: str, sha256: dict[str, str]) -> None:

@@ -2,12 +2,11 @@
 
     python -m data.python_source                       # bytes tokeniser -> data/python_bytes
     python -m data.python_source --tokenizer gpt2      # -> data/python_gpt2
-    python -m data.python_source --site-packages       # installed packages too
 
 About 12 MB of text with many long files: every .py file of the standard library except tests (folders named
 test, tests, idle_test: three times as much again) and files generated when Python is built (config-*,
-_sysconfigdata*). Skipped and counted: empty files, files that are not UTF-8, copies of another file. The
-corpus differs between Python versions; the sha256 printed at the end, also in dataset.json, identifies it.
+_sysconfigdata*). Empty files, files that are not UTF-8 and copies of another file are skipped. The corpus
+differs between Python versions; the sha256 printed at the end, also in dataset.json, identifies it.
 
 Whole files are held out for validation, chosen by a hash of their relative path, the same share of the bytes
 of short and of long ones. Documents are ordered by that hash, not by folder, so neighbouring windows are not
@@ -18,11 +17,8 @@ dataset.json. A finished folder is left unchanged; what is damaged or was made w
 """
 
 import hashlib
-import os
 import platform
 import sysconfig
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +33,7 @@ SIZE_CLASSES = (16 * 1024, 64 * 1024)  # bytes; the validation split takes its s
 
 
 class Document(NamedTuple):
-    path: str  # relative to its root, with "/" on any platform
+    path: str  # relative to the root, with "/" on any platform
     text: str
     n_bytes: int
 
@@ -47,48 +43,24 @@ class Document(NamedTuple):
         return hashlib.sha256(self.path.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def source_roots(site_packages: bool) -> dict[str, Path]:
-    """Folders to read, by the prefix of their files' names. Raises UserError without library sources."""
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    if not (stdlib / "os.py").is_file():
-        raise UserError(f"{stdlib}: expected the standard library's sources there (os.py and so on)")
-    roots = {"": stdlib}
-    if site_packages:
-        roots["site-packages/"] = Path(sysconfig.get_path("purelib"))
-    return roots
-
-
-def collect(roots: dict[str, Path]) -> tuple[list[Document], Counter[str]]:
-    """All documents below the roots, and the number of skipped files by reason."""
+def collect(root: Path) -> list[Document]:
+    """All documents below the root."""
     documents: list[Document] = []
-    skipped: Counter[str] = Counter()
-    seen: set[bytes] = set()  # a copy in the other split would leak into validation
-    for prefix, root in roots.items():
-        for relative, path in sorted(_python_files(root)):
-            try:
-                content = path.read_bytes()
-                text = content.decode("utf-8")
-            except (OSError, UnicodeDecodeError):
-                skipped["unreadable or not UTF-8"] += 1
-                continue
-            digest = hashlib.sha256(content).digest()
-            if not content:
-                skipped["empty"] += 1
-            elif digest in seen:
-                skipped["copies"] += 1
-            else:
-                seen.add(digest)
-                documents.append(Document(prefix + relative, text, len(content)))
-    return documents, skipped
-
-
-def _python_files(root: Path) -> Iterator[tuple[str, Path]]:
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [f for f in subfolders if f not in SKIPPED_FOLDERS and not f.startswith("config-")]
-        for file in files:
-            if file.endswith(".py") and not file.startswith("_sysconfigdata"):
-                path = Path(folder, file)
-                yield path.relative_to(root).as_posix(), path
+    seen: set[str] = set()  # a copy in the other split would leak into validation
+    for relative in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
+        *folders, file = relative.split("/")
+        generated = file.startswith("_sysconfigdata") or any(f.startswith("config-") for f in folders)
+        if generated or not SKIPPED_FOLDERS.isdisjoint(folders):
+            continue
+        try:
+            content = (root / relative).read_bytes()
+            text = content.decode("utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if text and text not in seen:
+            seen.add(text)
+            documents.append(Document(relative, text, len(content)))
+    return documents
 
 
 def split_documents(documents: list[Document], val_fraction: float) -> dict[str, list[Document]]:
@@ -99,10 +71,8 @@ def split_documents(documents: list[Document], val_fraction: float) -> dict[str,
     are not left to chance.
 
     Raises:
-        UserError: fewer than two documents.
+        UserError: too few documents.
     """
-    if len(documents) < 2:
-        raise UserError(f"{len(documents)} Python files with text: expected at least 2, one for each split")
     ordered = sorted(documents, key=lambda document: document.rank)
     held_out: set[str] = set()
     for size_class in range(len(SIZE_CLASSES) + 1):
@@ -112,52 +82,41 @@ def split_documents(documents: list[Document], val_fraction: float) -> dict[str,
             if document.n_bytes <= room:
                 held_out.add(document.path)
                 room -= document.n_bytes
-    if not held_out:  # a handful of files
-        held_out.add(min(ordered, key=lambda document: document.n_bytes).path)
+    if not held_out:
+        raise UserError(f"{len(documents)} Python files with text: expected more, to hold some out")
     return {
         "val": [document for document in ordered if document.path in held_out],
         "train": [document for document in ordered if document.path not in held_out],
     }
 
 
-def build(
-    roots: dict[str, Path], out: Path, tokenizer: str = "bytes", val_fraction: float = 0.05
-) -> dict[str, Any]:
+def build(root: Path, out: Path, tokenizer: str = "bytes", val_fraction: float = 0.05) -> dict[str, Any]:
     """Make the dataset in folder `out`, or find it finished there; returns the content of dataset.json.
 
     Args:
-        roots: as `source_roots` returns them.
+        root: the folder of the sources.
         val_fraction: share of the bytes held out, in (0, 1).
     Raises:
         UserError: no sources, an unknown tokeniser, a folder that cannot be written or has another dataset.
     """
     encoding = get_tokenizer(tokenizer)
-    site_packages = len(roots) > 1
-    settings = {"tokenizer": tokenizer, "val_fraction": val_fraction, "site_packages": site_packages}
+    settings = {"tokenizer": tokenizer, "val_fraction": val_fraction}
     finished = dataset.finished_info(out)
     if finished and "settings" not in finished:
         raise UserError(f"{out}: holds another dataset: choose another --out")
     if finished and settings.items() <= finished["settings"].items():
         print(f"{out}: finished before; nothing to do (delete it to rebuild it)")
         return finished
-    documents, skipped = collect(roots)
-    splits = split_documents(documents, val_fraction)
+    splits = split_documents(collect(root), val_fraction)
     dataset.begin_dataset(out, DATASET)
     python = platform.python_version()
-    packages = " and installed packages" if site_packages else ""
-    info: dict[str, Any] = {
-        "dataset": DATASET, "tokenizer": tokenizer, "vocab_size": encoding.n_vocab,
-        "source": f"Python {python} library sources{packages}", "python": python, "settings": settings,
-        "splits": {}, "shards": [],
-    }  # fmt: skip
+    source = f"Python {python} library sources"
+    info = {"dataset": DATASET, "tokenizer": tokenizer, "vocab_size": encoding.n_vocab, "source": source}
+    info |= {"python": python, "settings": settings, "splits": {}, "shards": []}
     for split, members in splits.items():
         tokens = ([encoding.eot_token, *encoding.encode_ordinary(document.text)] for document in members)
         dataset.write_split(out, info, split, tokens, len(members))
-    dataset.finish_dataset(out, info)
-    n_bytes = sum(document.n_bytes for document in documents)
-    left_out = ", ".join(f"{n} {reason}" for reason, n in sorted(skipped.items())) or "none"
-    print(f"files    {len(documents)}, {n_bytes / 1e6:.2f} MB; skipped: {left_out}")
-    return dataset.dataset_info(out)
+    return dataset.finish_dataset(out, info)
 
 
 def main() -> None:
@@ -165,11 +124,10 @@ def main() -> None:
     add = parser.add_argument
     add("--tokenizer", choices=TOKENIZERS, default="bytes", help="gpt2 needs a download (default: bytes)")
     add("--out", type=Path, metavar="DIR", help="folder to write (default: data/python_<tokenizer>)")
-    add("--site-packages", action="store_true", help="take the installed packages' sources too")
     args = parser.parse_args()
     out = args.out or Path(__file__).parent / f"python_{args.tokenizer}"
     with exclusive_lock(out):
-        info = build(source_roots(args.site_packages), out, args.tokenizer)
+        info = build(Path(sysconfig.get_path("stdlib")), out, args.tokenizer)
     dataset.print_summary(info, out)
 
 

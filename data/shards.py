@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +30,7 @@ SHARD_NAME = re.compile(r"(?P<dataset>.+)_(?P<split>[^_]+)_(?P<index>[0-9]{6})\.
 class ShardWriter:
     """Cuts a stream of tokens into shards `{dataset}_{split}_{index:06d}.bin` of `shard_size` tokens.
 
-    A context manager: leaving it without an exception writes the last, shorter shard. Memory holds one shard.
+    `flush` writes the last, shorter shard. Memory holds one shard.
 
     Attributes:
         files: the finished shards, as dataset.json lists them.
@@ -49,13 +49,6 @@ class ShardWriter:
         self._content = bytearray()  # of the current shard
         self._digest = hashlib.sha256()  # of the stream
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        if exception[0] is None:
-            self.flush()
-
     @property
     def room(self) -> int:
         """Tokens until the current shard is full."""
@@ -63,7 +56,11 @@ class ShardWriter:
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Append tokens (n,). Raises UserError: a token does not fit uint16; a failed write."""
-        rest = _as_uint16(tokens, self._path())
+        rest = np.asarray(tokens)
+        if rest.size and (rest.dtype.kind not in "iu" or rest.min() < 0 or rest.max() > 65535):
+            problem = f"{rest.dtype} {rest.min()} to {rest.max()}: expected tokens 0 to 65535"
+            raise UserError(f"{self._path()}: {problem}")
+        rest = np.ascontiguousarray(rest, TOKEN)
         while len(rest):
             part = rest[: self.room]
             rest = rest[len(part) :]
@@ -95,8 +92,6 @@ class ShardWriter:
         """
         path = self._path()
         tokens = map_tokens(path)
-        if path.name != recorded["file"]:
-            raise UserError(f"{path}: expected {recorded['file']}")
         check_recorded(path, tokens, recorded)
         self._digest.update(tokens.data)
         release_pages(tokens)
@@ -111,14 +106,6 @@ class ShardWriter:
 
     def _path(self) -> Path:
         return self.folder / f"{self.dataset}_{self.split}_{self.index:06d}.bin"
-
-
-def _as_uint16(tokens: Sequence[int] | np.ndarray, path: Path) -> np.ndarray:
-    array = np.asarray(tokens)
-    if array.size and (array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 65535):
-        raise UserError(f"{path}: {array.dtype} {array.min()} to {array.max()}: expected tokens 0 to 65535")
-    assert array.ndim == 1, array.shape
-    return np.ascontiguousarray(array, TOKEN)
 
 
 def open_shard(path: Path, vocab_size: int) -> np.memmap:

@@ -1,6 +1,6 @@
 """The content of a dataset, and whether it is intact.
 
-    python -m data.verify info data/fineweb10B      # counts, lengths of the documents, how they begin
+    python -m data.verify info data/fineweb10B      # tokens, documents and their lengths
     python -m data.verify verify data/fineweb10B    # read every byte, compare with dataset.json
 
 `verify` names every damage it finds, one line each, with its file; then the exit status is 2.
@@ -14,85 +14,57 @@ from tqdm import tqdm
 
 from data import dataset, shards
 from data.dataset import HOW_TO_PREPARE, INFO_NAME, TokenStream
-from data.tokenizer import get_tokenizer
+from data.shards import SHARD_NAME
 from infra.cli import ArgumentParser, UserError, run_main
 
 LONG = (1024, 4096, 16384)  # tokens; documents of at least these lengths are counted
-PEEK_CHARACTERS = 200
 
 
-def document_lengths(stream: TokenStream) -> tuple[int, np.ndarray]:
-    """Where documents begin in a split.
-
-    Returns:
-        The number of tokens before the first document, which end one that began before the split, and the
-        length of each document in the split, (documents,) int64.
-    """
+def document_lengths(stream: TokenStream) -> np.ndarray:
+    """The length of each document that begins in a split, (documents,) int64. The last one ends with it."""
     starts = [np.empty(0, np.int64)]
     position = 0
     for shard in stream.shards:
         starts.append(position + np.flatnonzero(shard == stream.vocab_size - 1))
         position += len(shard)
         shards.release_pages(shard)
-    lengths = np.diff(np.concatenate(starts), append=position)
-    return position - int(lengths.sum()), lengths
+    return np.diff(np.concatenate(starts), append=position)
 
 
 def print_info(folder: Path) -> None:
     info = dataset.dataset_info(folder)
-    splits = info.get("splits") or _splits_of(folder)
-    streams = [TokenStream(folder, split) for split in splits if not split.endswith("mask")]
-    if not streams:
-        raise UserError(f"{folder}: no shards named like fineweb_train_000001.bin; {HOW_TO_PREPARE}")
     print(f"source     {info.get('source', f'unknown: no {INFO_NAME}, so gpt2 is assumed')}")
     print(f"tokeniser  {info['tokenizer']}, vocabulary {info['vocab_size']}")
-    for stream in streams:
-        head, lengths = document_lengths(stream)
-        mean_length = lengths.mean() if len(lengths) else 0
-        print(f"\n{stream.split}: {stream.n_tokens:,} tokens in {len(stream.shards)} shards")
-        print(f"  {len(lengths):,} documents, {mean_length:,.1f} tokens on average")
-        if head:
-            print(f"  {head:,} tokens of a document that began before the split")
+    for split in _splits_of(folder):
+        stream = TokenStream(folder, split)
+        lengths = document_lengths(stream)
+        print(f"{split:10} {stream.n_tokens:,} tokens, {len(lengths):,} documents")
         for limit in LONG:
             long = lengths[lengths >= limit]
             share = long.sum() / stream.n_tokens
-            print(f"  {share:.1%} of the tokens in {len(long):,} documents of at least {limit:,}")
-        if len(lengths):
-            print(f"  the first begins {_beginning(stream, head, int(lengths[0]))}")
-
-
-def _beginning(stream: TokenStream, start: int, length: int) -> str:
-    """The first characters of the document there, on one line, or why they cannot be shown."""
-    most = 1 + 4 * PEEK_CHARACTERS  # a character is at most 4 tokens, as UTF-8 has at most 4 bytes
-    tokens = stream.read(start, min(length, most))
-    try:
-        text = get_tokenizer(stream.info["tokenizer"]).decode(tokens[1:].tolist())
-    except (UserError, KeyError) as e:  # KeyError: a token that the tokeniser does not have
-        return f"(not shown: {e})"
-    return repr(text[:PEEK_CHARACTERS]) + ("..." if len(text) > PEEK_CHARACTERS else "")
+            print(f"{'':10} {share:.1%} of the tokens in {len(long):,} documents of at least {limit:,}")
 
 
 def _splits_of(folder: Path) -> list[str]:
-    """The splits in the names of the shards, in order of their indices."""
-    files = sorted((path.name for path in folder.glob("*.bin")), key=lambda file: file[-10:])
-    return list(dict.fromkeys(split for file in files if (split := dataset.split_of(file))))
+    """The splits in the names of the shards."""
+    names = [SHARD_NAME.fullmatch(path.name) for path in folder.glob("*.bin")]
+    splits = sorted({name["split"] for name in names if name})
+    if not splits:
+        raise UserError(f"{folder}: no shards named like fineweb_train_000001.bin; {HOW_TO_PREPARE}")
+    return splits
 
 
 def verify(folder: Path) -> str:
-    """Read every byte of a dataset once and compare it with its dataset.json.
+    """Compare every byte of a dataset with its dataset.json, and say what was read.
 
     Compared are each shard's name, header, size, sha256 and tokens, and the order of a split's shards.
 
-    Returns:
-        What was read.
     Raises:
         UserError: one line for each damage, naming the file; no such folder, or nothing in it to verify.
     """
     info = dataset.dataset_info(folder)
     listed = {file["file"]: file for file in info.get("shards", [])}
     files = {path.name for path in folder.glob("*.bin")} | listed.keys()
-    if not files:
-        raise UserError(f"{folder}: no shards in it; {HOW_TO_PREPARE}")
     problems = []
     n_tokens = 0
     for file in tqdm(sorted(files), "verifying", unit=" shards", leave=False, disable=None):
@@ -112,7 +84,7 @@ def verify(folder: Path) -> str:
 
 def _check_shard(path: Path, info: dict[str, Any], recorded: dict[str, Any] | None) -> int:
     """The tokens of a shard. Raises UserError: its damage."""
-    if dataset.split_of(path.name) is None:
+    if not SHARD_NAME.fullmatch(path.name):
         raise UserError(f"{path}: expected a name like fineweb_train_000001.bin")
     if recorded is None and "shards" in info:
         raise UserError(f"{path}: not listed in {INFO_NAME}: expected no other shards")

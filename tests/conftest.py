@@ -75,27 +75,31 @@ every = 2
 """
 
 
+def write_dataset(folder: Path, splits: dict[str, Any], shard_size: int, vocab: int = 257) -> Path:
+    """A prepared dataset of these tokens, whose last one is `<|endoftext|>`."""
+    from data.dataset import begin_dataset, finish_dataset, write_split
+
+    begin_dataset(folder)
+    info: dict[str, Any] = {"dataset": "toy", "tokenizer": "bytes", "vocab_size": vocab, "source": "a test"}
+    info |= {"splits": {}, "shards": []}
+    for split, tokens in splits.items():
+        n_documents = int((np.asarray(tokens) == vocab - 1).sum())
+        write_split(folder, info, split, [tokens], n_documents, shard_size)
+    finish_dataset(folder, info)
+    return folder
+
+
 def make_dataset(folder: Path, n_val: int = 1000, n_train: int = 5500, vocab: int = VOCAB) -> Path:
     """A prepared dataset with something to learn: each token mostly determines the next."""
-    from data.dataset import begin_dataset, finish_dataset
-    from data.shards import ShardWriter
-
     rng = np.random.default_rng(0)
     follower = rng.permutation(vocab)
-    begin_dataset(folder)
-    splits: dict[str, object] = {}
-    shards: list[dict[str, object]] = []
+    splits = {}
     for split, n in (("val", n_val), ("train", n_train)):
         tokens = [0]
         while len(tokens) < n:
             tokens.append(int(follower[tokens[-1]] if rng.random() < 0.9 else rng.integers(vocab)))
-        with ShardWriter(folder, "tiny", split, 3000, len(shards)) as writer:
-            writer.add(tokens)
-        splits[split] = writer.counts(1)
-        shards += writer.files
-    info = {"dataset": "tiny", "tokenizer": "bytes", "vocab_size": vocab, "source": "a test"}
-    finish_dataset(folder, info | {"splits": splits, "shards": shards})
-    return folder
+        splits[split] = tokens
+    return write_dataset(folder, splits, 3000, vocab)
 
 
 def flip(path: Path, at: int) -> None:
@@ -110,8 +114,9 @@ def write_shard(path: Path, tokens: Any) -> str:
     from data.shards import ShardWriter
 
     dataset, split, index = path.stem.rsplit("_", 2)
-    with ShardWriter(path.parent, dataset, split, 10**9, int(index)) as writer:
-        writer.add(tokens)
+    writer = ShardWriter(path.parent, dataset, split, 10**9, int(index))
+    writer.add(tokens)
+    writer.flush()
     sha256: str = writer.files[0]["sha256"]
     return sha256
 

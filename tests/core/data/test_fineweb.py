@@ -13,11 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import lru_cache
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -32,7 +29,7 @@ from conftest import flip, needs_gpt2, one_line
 
 from data import documents, fineweb
 from data.dataset import TokenStream, dataset_info
-from data.documents import EMPTY, REPAIRED, hub_dataset, local_files
+from data.documents import hub_dataset, local_files
 from infra.cli import UserError
 from infra.files import exclusive_lock
 
@@ -42,36 +39,33 @@ OPTIONS = {"dataset": "fineweb", "tokenizer": "bytes", "shard_size": 100, "max_t
 
 
 class Row(NamedTuple):
-    """A row of an input, and what is expected of it."""
+    """A row of an input, and the document that is expected of it."""
 
     raw: bytes | None  # parquet: the text; JSON: the line
     text: str = ""  # "": no document
-    note: str = ""
 
 
 ODD_PARQUET = [
-    Row(None, "", EMPTY),
-    Row(b"", "", EMPTY),
-    Row(b"caf\xe9 \xff\xfe!", "caf\ufffd \ufffd\ufffd!", REPAIRED),
-    Row(b"\xed\xa0\x80", "\ufffd\ufffd\ufffd", REPAIRED),  # UTF-8 of half a surrogate pair
-    Row(b"a<|endoftext|>\x00b", "a<|endoftext|>\x00b"),
-    Row("漢字🎉 e\u0301\r\n".encode(), "漢字🎉 e\u0301\r\n"),
+    Row(None),
+    Row(b""),
+    Row(b"caf\xe9 \xff\xfe!", "caf\ufffd \ufffd\ufffd!"),
+    Row(b"\xed\xa0\x80", "\ufffd\ufffd\ufffd"),  # UTF-8 of half a surrogate pair
+    Row("<|endoftext|>\x00 漢字🎉 e\u0301\r\n".encode(), "<|endoftext|>\x00 漢字🎉 e\u0301\r\n"),
 ]
 ODD_JSON = [
-    Row(b"  \t \r", "", EMPTY),
-    Row(b'{"text": ""}', "", EMPTY),
-    Row(b'{"text": null}', "", EMPTY),
-    Row(b'{"text": "half \\ud83d pair"}', "half \ufffd pair", REPAIRED),
-    Row(b'{"text": "\\ud83c\\udf89"}', "🎉"),
-    Row(b'{"text": "raw \xff byte"}', "raw \ufffd byte", REPAIRED),
-    Row(b' {"a": [1, {"text": 0}], "text": "<|endoftext|>", "z": null} \r', "<|endoftext|>"),
-    Row(b'{"text": "\\u0000\\n"}', "\x00\n"),
+    Row(b"  \t"),
+    Row(b'{"text": ""}'),
+    Row(b'{"text": null}'),
+    Row(b'{"text": "half \\ud83d pair \\ud83c\\udf89"}', "half \ufffd pair 🎉"),
+    Row(b'{"text": "raw \xff byte"}', "raw \ufffd byte"),
+    Row(b'{"text": "2026-11-23"}', "2026-11-23"),
+    Row(b' {"a": [1, {"text": 0}], "text": "<|endoftext|>\\u0000\\n", "z": null} ', "<|endoftext|>\x00\n"),
 ]
 
 
 def plain(text: str, is_json: bool) -> Row:
     raw = json.dumps({"id": 1, "text": text}) if is_json else text
-    return Row(raw.encode(), text, "" if text else EMPTY)
+    return Row(raw.encode(), text)
 
 
 def some_rows(n: int, seed: int, is_json: bool) -> list[Row]:
@@ -107,8 +101,8 @@ def make_corpus(folder: Path, files: dict[str, list[Row]]) -> Corpus:
     return {write(folder / file, rows): rows for file, rows in files.items()}
 
 
-def texts_corpus(folder: Path, *texts: str, file: str = "a.jsonl") -> Corpus:
-    return make_corpus(folder, {file: [plain(text, "jsonl" in file) for text in texts]})
+def texts_corpus(folder: Path, *texts: str) -> Corpus:
+    return make_corpus(folder, {"a.jsonl": [plain(text, True) for text in texts]})
 
 
 @pytest.fixture
@@ -144,33 +138,28 @@ class Expected:
             return [50256, *tiktoken.get_encoding("gpt2").encode_ordinary(text)]
 
         rows = [row for file in corpus.values() for row in file]
-        stream = np.array([token for row in rows if row.text for token in encode(row.text)], "<u2")
-        self.n_whole = len(stream)
-        self.stream = stream[:max_tokens]
+        whole = np.array([token for row in rows if row.text for token in encode(row.text)], "<u2")
+        self.n_whole = len(whole)
+        stream = whole[:max_tokens]
         self.shards = {}
-        for i, start in enumerate(range(0, len(self.stream), shard_size)):
-            part = self.stream[start : start + shard_size]
+        for i, start in enumerate(range(0, len(stream), shard_size)):
+            part = stream[start : start + shard_size]
             header = np.array([20240520, 1, len(part)] + [0] * 253, "<i4")
             self.shards[f"fineweb_{'train' if i else 'val'}_{i:06d}.bin"] = header.tobytes() + part.tobytes()
-        starts = np.flatnonzero(self.stream == (256 if tokenizer == "bytes" else 50256))
+        starts = np.flatnonzero(stream == (256 if tokenizer == "bytes" else 50256))
         n_val = int((starts < shard_size).sum())
         self.documents = {"val": n_val, "train": len(starts) - n_val}
-        self.rows = dict(Counter(row.note for row in rows if row.note)) if max_tokens is None else None
 
     def check(self, out: Path) -> None:
         """The folder holds exactly that."""
         files = contents(out)
-        assert sorted(files) == sorted([*self.shards, "manifest.jsonl", "dataset.json"])
-        assert {file: content for file, content in files.items() if file in self.shards} == self.shards
         info = dataset_info(out)
+        del files["manifest.jsonl"], files["dataset.json"]
+        assert files == self.shards
         assert [(file["file"], file["sha256"]) for file in info["shards"]] == [
             (file, hashlib.sha256(content).hexdigest()) for file, content in self.shards.items()
         ]
         assert {split: counts["documents"] for split, counts in info["splits"].items()} == self.documents
-        assert self.rows is None or info["rows"] == self.rows
-        train = TokenStream(out, "train")
-        n_val = len(self.stream) - train.n_tokens
-        np.testing.assert_array_equal(train.read(0, train.n_tokens), self.stream[n_val:])
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -209,23 +198,20 @@ def rejected(paths: Iterable[Path], out: Path, *parts: object, **options: Any) -
         build(paths, out, **options)
 
 
-@pytest.mark.parametrize("shard_size", [1, 100, 997])
+@pytest.mark.parametrize("shard_size", [100, 997])
 def test_tokens_are_those_of_an_independent_pass(
     tmp_path: Path, small: Corpus, shard_size: int, monkeypatch: Any
 ) -> None:
-    if shard_size == 1:  # a shard per token
-        small = texts_corpus(tmp_path / "tiny", "ab", "", "c")
     for block in (1, 2**20):
         monkeypatch.setattr(documents, "BLOCK_CHARACTERS", block)
         build(small, tmp_path / f"{block}", shard_size=shard_size)
         Expected(small, shard_size=shard_size).check(tmp_path / f"{block}")
 
 
-@pytest.mark.parametrize("file", ["a.jsonl", "a.parquet"])
-def test_documents_that_end_where_shards_do(tmp_path: Path, out: Path, file: str) -> None:
+def test_documents_that_end_where_shards_do(tmp_path: Path, out: Path) -> None:
     """Rows without text before, between and after; the last shard is full."""
-    texts = ["", "", "x" * 99, "", "y" * 99, "z" * 199, "", "", "v" * 49, "w" * 49, "", "u" * 99, "", ""]
-    corpus = texts_corpus(tmp_path / "in", *texts, file=file)
+    texts = ["", "x" * 99, "", "y" * 99, "z" * 199, "", "", "v" * 49, "w" * 49, "", "u" * 99, "", ""]
+    corpus = texts_corpus(tmp_path / "in", *texts)
     expected = Expected(corpus)
     assert (len(expected.shards), expected.n_whole) == (6, 600)
     build(corpus, out)
@@ -245,12 +231,9 @@ def test_max_tokens_is_exact(tmp_path: Path, small: Corpus) -> None:
         assert (out / "dataset.json").read_bytes() == before
 
 
-def test_columns_and_odd_file_names(tmp_path: Path, out: Path) -> None:
-    """Brackets, and on Linux names that are not UTF-8."""
+def test_a_column_in_a_file_with_brackets(tmp_path: Path, out: Path) -> None:
     rows = [plain("x" * 99, False), plain("y" * 300, False)]
-    lines = [Row(json.dumps({"content": "z" * 50, "text": 3}).encode(), "z" * 50)]
-    odd = tmp_path / os.fsdecode(b"d\xe9.jsonl")
-    corpus = {write(tmp_path / "a[1].parquet", rows, column="content"): rows, write(odd, lines): lines}
+    corpus = {write(tmp_path / "a[1].parquet", rows, column="content"): rows}
     build(corpus, out, column="content")
     Expected(corpus).check(out)
 
@@ -262,9 +245,7 @@ def test_gpt2(tmp_path: Path, out: Path, small: Corpus) -> None:
     Expected(small, "gpt2").check(tmp_path / "small")
     texts = ["a", " " * 10**6 + "b"]
     build(texts_corpus(tmp_path / "in2", *texts), out, tokenizer="gpt2", shard_size=10**5)
-    tokens = [
-        token for split in ("val", "train") for shard in TokenStream(out, split).shards for token in shard
-    ]
+    tokens = np.concatenate([*TokenStream(out, "val").shards, *TokenStream(out, "train").shards]).tolist()
     assert tiktoken.get_encoding("gpt2").decode(tokens) == "".join(f"<|endoftext|>{text}" for text in texts)
 
 
@@ -281,7 +262,7 @@ def test_resumes_after_every_shard(tmp_path: Path, small: Corpus) -> None:
     build(small, tmp_path / "reference", shard_size=200)
     reference = contents(tmp_path / "reference")
     shards = list(Expected(small, shard_size=200).shards)
-    for n_shards in (0, 1, 2, 7, 12, len(shards) - 1, len(shards)):
+    for n_shards in range(len(shards) + 1):
         out = tmp_path / f"out{n_shards}"
         shutil.copytree(tmp_path / "reference", out)
         truncate_manifest(out, n_shards)
@@ -294,42 +275,18 @@ def test_resumes_after_every_shard(tmp_path: Path, small: Corpus) -> None:
         assert contents(out) == reference
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("No space left on device")])
-def test_writes_that_fail_again_and_again(
-    out: Path, small: Corpus, error: BaseException, monkeypatch: Any
+@pytest.mark.parametrize(
+    ("index", "damage"),
+    [
+        (4, lambda path: os.truncate(path, 1222)),
+        (-1, Path.unlink),
+        (5, lambda path: flip(path, 600)),  # the header's padding
+        (0, lambda path: flip(path, 1024)),
+    ],
+)
+def test_damaged_shards_are_named_and_made_again(
+    out: Path, small: Corpus, index: int, damage: Callable[[Path], Any], capsys: Any
 ) -> None:
-    """Every fifth one, until it is done: most runs start in mid-file and mid-document."""
-    flush = fineweb.ShardWriter.flush
-    calls = count(1)
-
-    def failing(writer: Any) -> None:
-        if next(calls) % 5 == 0:
-            raise error
-        flush(writer)
-
-    monkeypatch.setattr(fineweb.ShardWriter, "flush", failing)
-    while not (out / "dataset.json").exists():
-        done = listed(out)
-        with suppress(type(error)):
-            build(small, out)
-        assert len(listed(out)) > len(done)
-    assert next(calls) > 25
-    Expected(small).check(out)
-
-
-DAMAGES: dict[str, tuple[int, Callable[[Path], Any]]] = {
-    "truncated": (4, lambda path: os.truncate(path, 1222)),
-    "missing": (4, Path.unlink),
-    "last missing": (-1, Path.unlink),
-    "padding": (5, lambda path: flip(path, 600)),
-    "first token": (0, lambda path: flip(path, 1024)),
-    "last token": (-1, lambda path: flip(path, -1)),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_damaged_shards_are_named_and_made_again(out: Path, small: Corpus, kind: str, capsys: Any) -> None:
-    index, damage = DAMAGES[kind]
     expected = Expected(small)
     build(small, out)
     shards = list(expected.shards)
@@ -355,43 +312,38 @@ def test_a_finished_folder_is_left_alone(out: Path, small: Corpus, capsys: Any) 
     ):
         damage()
         assert build(small, out) == info
-        assert "not finished: " in capsys.readouterr().out
         Expected(small).check(out)
 
 
-def test_other_options_and_inputs_are_rejected(tmp_path: Path, out: Path, small: Corpus) -> None:
+def test_other_options_and_inputs_are_rejected(out: Path, small: Corpus) -> None:
     build(small, out, max_tokens=2000)
     truncate_manifest(out, 8)
     before = contents(out)
     rejected(small, out, out, "shard_size = 100, not 101", shard_size=101, max_tokens=2000)
     rejected(small, out, out, "max_tokens = 2000, not None")
-    rejected(small, out, out, "column = text, not other", column="other", max_tokens=2000)
-    rejected(list(small)[:-1], out, out, "begun with files = ", max_tokens=2000)
     flip(list(small)[2], -5)
     rejected(small, out, out, "begun with files = ", max_tokens=2000)
     flip(list(small)[2], -5)
     with exclusive_lock(out):
         rejected(small, out, out, "another process", max_tokens=2000)
     assert contents(out) == before
-    moved = [Path(shutil.move(path, tmp_path)) for path in small]
-    build(moved, out, max_tokens=2000)  # contents and order count, not places
+    build(small, out, max_tokens=2000)
     Expected(small, max_tokens=2000).check(out)
 
 
 def test_foreign_shards_and_damaged_manifests_are_spared(out: Path, small: Corpus) -> None:
-    for file in ("toy_train_000001.bin", "fineweb_val_000000.bin", "weights.bin"):
-        out.mkdir()
-        (out / file).write_bytes(b"precious")
-        rejected(small, out, out, file, "choose another --out")
-        assert contents(out) == {file: b"precious"}
-        shutil.rmtree(out)
+    out.mkdir()
+    foreign = out / "fineweb_val_000000.bin"
+    foreign.write_bytes(b"precious")
+    rejected(small, out, out, foreign.name, "choose another --out")
+    assert foreign.read_bytes() == b"precious"
+    foreign.unlink()
     build(small, out)
     lines = (out / "manifest.jsonl").read_bytes().splitlines(keepends=True)
-    for content in (b"garbage\n" + b"".join(lines[1:]), b"".join(lines[1:]), b"null\n"):
-        (out / "manifest.jsonl").write_bytes(content)
-        before = contents(out)
-        rejected(small, out, out, "manifest.jsonl: damaged")
-        assert contents(out) == before
+    (out / "manifest.jsonl").write_bytes(b"".join(lines[1:]))
+    before = contents(out)
+    rejected(small, out, out, "manifest.jsonl: damaged")
+    assert contents(out) == before
     # A torn line in the middle: the shards from there on are made again.
     (out / "manifest.jsonl").write_bytes(b"".join([*lines[:4], b'{"fi\n', *lines[5:]]))
     (out / "dataset.json").unlink()
@@ -405,7 +357,6 @@ def test_inputs_that_cannot_be_read(tmp_path: Path, out: Path, small: Corpus) ->
     parquet = list(small)[0].read_bytes()
     gz = list(small)[4].read_bytes()
     for file, content in (
-        ("z.parquet", b"garbage" * 100),
         ("z.parquet", parquet[:-9] + parquet[-8:]),
         ("z.jsonl.gz", gz[: len(gz) // 2]),
         ("z.jsonl.gz", gz[:-6] + bytes([gz[-6] ^ 1]) + gz[-5:]),  # the checksum
@@ -416,35 +367,19 @@ def test_inputs_that_cannot_be_read(tmp_path: Path, out: Path, small: Corpus) ->
         assert len(listed(out)) > 20
         assert all((out / shard).read_bytes() == shards[shard] for shard in listed(out))
         shutil.rmtree(out)
-    bad = tmp_path / "z.parquet"
-    for table, part in (
-        ({"content": ["x"], "url": ["y"]}, "no column text: expected one of content, url"),
-        ({"text": [1, 2]}, "a column of int64: expected strings"),
-    ):
-        pq.write_table(pa.table(table), bad)
-        rejected([bad], out, bad, part)
 
 
 @pytest.mark.parametrize(
-    ("line", "part"),
-    [
-        (b'{"text": "x"', "not valid JSON"),
-        (b"[" * 10**5, "not valid JSON"),
-        (b'{"content": "x"}', 'a string "text"'),
-        (b'{"text": ["x\\ny"]}', 'a string "text"'),
-    ],
+    "line", [b'{"text": "x"', b"[" * 10**5, b'{"content": "x"}', b'{"text": ["x\\ny"]}', b'{"text": 1}', b"3"]
 )
-def test_bad_lines_are_named(tmp_path: Path, out: Path, line: bytes, part: str) -> None:
+def test_bad_lines_are_named(tmp_path: Path, out: Path, line: bytes) -> None:
     corpus = make_corpus(tmp_path / "in", {"a.jsonl": [*some_rows(31, 10, True), Row(line)]})
-    rejected(corpus, out, f"{list(corpus)[0]}, line 32: ", part)
+    rejected(corpus, out, f"{list(corpus)[0]}, line 32: ", 'a JSON object with a string "text"')
     assert len(listed(out)) > 3
 
 
-@pytest.mark.parametrize(("n_characters", "part"), [(0, "0 tokens of text"), (99, "100 tokens of text")])
-def test_too_little_text(tmp_path: Path, out: Path, n_characters: int, part: str) -> None:
-    """One shard, all of it validation."""
-    corpus = texts_corpus(tmp_path / "in", "", "x" * n_characters)
-    rejected(corpus, out, part, "more than a shard of 100", "try --shard-size")
+def test_too_little_text(tmp_path: Path, out: Path) -> None:
+    rejected(texts_corpus(tmp_path / "in", "", "x" * 99), out, "100 tokens of text", "try --shard-size")
     with pytest.raises(UserError, match="did not finish"):
         dataset_info(out)
 
@@ -463,13 +398,12 @@ def repo(tmp_path: Path) -> tuple[Path, Corpus]:
     return folder, files
 
 
-def build_repo(folder: Path, out: Path, **changes: Any) -> dict[str, Any]:
-    settings = {"name": "big", "split": "train", "column": "content", "revision": "main", "commit": None}
-    return fineweb.build(hub_dataset(str(folder), **(settings | changes)), out, OPTIONS, 1)
+def build_repo(folder: Path, out: Path, column: str = "content") -> dict[str, Any]:
+    return fineweb.build(hub_dataset(str(folder), "big", "train", column, "main", None), out, OPTIONS, 1)
 
 
 def test_a_dataset_by_name(out: Path, repo: tuple[Path, Corpus]) -> None:
-    """Repaired rows and all; resumed within each of its files."""
+    """Resumed within each of its files."""
     folder, corpus = repo
     expected = Expected(corpus)
     build_repo(folder, out)
@@ -481,19 +415,10 @@ def test_a_dataset_by_name(out: Path, repo: tuple[Path, Corpus]) -> None:
         assert contents(out) == reference
 
 
-@pytest.mark.parametrize(
-    ("key", "content", "part"),
-    [
-        ("column", "text", "Column name ['text'] not in the dataset"),
-        ("column", "nested", "expected strings"),
-        ("split", "test", "cannot be read: ValueError: Bad split: test"),
-    ],
-)
-def test_datasets_that_cannot_be_read(
-    out: Path, repo: tuple[Path, Corpus], key: str, content: str, part: str
-) -> None:
-    with one_line(repo[0], part):
-        build_repo(repo[0], out, **{key: content})
+def test_columns_that_cannot_be_read(out: Path, repo: tuple[Path, Corpus]) -> None:
+    for column, part in (("text", "Column name ['text'] not in the dataset"), ("nested", "cannot be read")):
+        with one_line(repo[0], part):
+            build_repo(repo[0], out, column)
 
 
 def test_the_hub_is_asked_for_a_commit_once(
@@ -502,50 +427,34 @@ def test_the_hub_is_asked_for_a_commit_once(
     """Defaults are FineWeb's; an interrupted run stays at its commit when main moves on."""
     asked: list[Any] = []
 
-    class Api:
-        def dataset_info(self, name: str, **options: Any) -> Any:
-            asked.append((name, options["revision"]))
-            return SimpleNamespace(sha="ab" * 20)
+    def dataset_info(name: str, revision: str, timeout: float) -> Any:
+        asked.append((name, revision))
+        return SimpleNamespace(sha="ab" * 20)
 
     def load_local(*arguments: Any, **options: Any) -> Any:
         asked.append((*arguments, options))
         return load_builder(str(repo[0]), "big")
 
     load_builder = datasets.load_dataset_builder
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: SimpleNamespace(dataset_info=dataset_info))
     monkeypatch.setattr("datasets.load_dataset_builder", load_local)
     args = ["--out", out, "--tokenizer", "bytes", "--shard-size", 100, "--column", "content"]
     loaded = ("HuggingFaceFW/fineweb", "sample-10BT", {"revision": "ab" * 20})
     call(fineweb, *args)
-    assert asked == [("HuggingFaceFW/fineweb", "main"), loaded]
     truncate_manifest(out, 2)
     call(fineweb, *args)
-    assert asked[2:] == [loaded]
+    assert asked == [("HuggingFaceFW/fineweb", "main"), loaded, loaded]
     Expected(repo[1]).check(out)
     assert "HuggingFaceFW/fineweb sample-10BT train at commit abab" in capsys.readouterr().out
 
 
-def test_no_network_is_one_line(monkeypatch: Any, call: Any) -> None:
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: 1 / 0)
-    with one_line("HuggingFaceFW/fineweb", "ZeroDivisionError", "--files"):
-        call(fineweb, "--tokenizer", "bytes")
-
-
-@pytest.mark.parametrize(
-    ("args", "part"),
-    [
+def test_wrong_options_are_one_line(call: Any) -> None:
+    for options, part in (
         (["--files", "x", "--dataset", "x"], "--files: expected no --dataset"),
-        (["--max-tokens", "100", "--shard-size", "100"], "--max-tokens 100: expected more than"),
-        (["--workers", "0"], "--workers"),
-        (["--shard-size", str(2**31)], "2147483647"),
-        (["--files", "pyproject.toml"], "expected .parquet"),
-        (["--files", "none*.parquet"], "no such files"),
-    ],
-)
-def test_wrong_options_are_one_line(args: list[str], part: str, call: Any, monkeypatch: Any) -> None:
-    monkeypatch.chdir(ROOT)
-    with one_line(part):
-        call(fineweb, *args)
+        (["--files", __file__], "expected .parquet"),
+    ):
+        with one_line(part):
+            call(fineweb, *options)
 
 
 def test_the_command(tmp_path: Path, out: Path, small: Corpus, call: Any, capsys: Any) -> None:
@@ -554,23 +463,7 @@ def test_the_command(tmp_path: Path, out: Path, small: Corpus, call: Any, capsys
     call(fineweb, "--files", *patterns, "--out", out, "--tokenizer", "bytes", "--shard-size", 1000)
     expected = Expected(small, shard_size=1000)
     expected.check(out)
-    printed = capsys.readouterr().out
-    for part in (f"{expected.n_whole - 1000:,} bytes tokens", "6 local files, a.parquet to f.parquet"):
-        assert part in printed
-    assert f"{(expected.rows or {})[EMPTY]} {EMPTY}" in printed
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Corpus, Expected]:
-    """A .jsonl and a .parquet file, 20 MB of documents that are not all alike."""
-    rng = random.Random(20240520)
-    texts = ["".join(rng.choices("abcdefgh \né", k=rng.randint(1, 3000))) for _ in range(400)] * 32
-    files = {
-        "a.jsonl": [plain(text, True) for text in texts[:5000]],
-        "b.parquet": [plain(text, False) for text in texts[5000:]],
-    }
-    corpus = make_corpus(tmp_path_factory.mktemp("large") / "in", files)
-    return corpus, Expected(corpus, shard_size=200_000)
+    assert "local files (6): a.parquet to f.parquet" in capsys.readouterr().out
 
 
 def start(corpus: Corpus, out: Path, workers: int) -> subprocess.Popen[str]:
@@ -582,10 +475,13 @@ def start(corpus: Corpus, out: Path, workers: int) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_kills_at_random_moments(out: Path, large: tuple[Corpus, Expected]) -> None:
-    """SIGKILL and Ctrl-C, each in mid-work, with one worker and two, until it is done."""
-    corpus, expected = large
+def test_kills_at_random_moments(tmp_path: Path, out: Path) -> None:
+    """SIGKILL and Ctrl-C, each in mid-work of 20 MB, with one worker and two, until it is done."""
     rng = random.Random(1)
+    texts = ["".join(rng.choices("abcdefgh \né", k=rng.randint(1, 3000))) for _ in range(400)] * 32
+    files = {"a.jsonl": [plain(text, True) for text in texts[:5000]]}
+    files["b.parquet"] = [plain(text, False) for text in texts[5000:]]
+    corpus = make_corpus(tmp_path / "in", files)
     for workers, stop, status in ((1, signal.SIGKILL, -9), (2, signal.SIGINT, 130), (2, signal.SIGKILL, -9)):
         done = listed(out)
         before = identities(out, done)
@@ -603,4 +499,4 @@ def test_kills_at_random_moments(out: Path, large: tuple[Corpus, Expected]) -> N
     with start(corpus, out, workers) as process:
         stderr = process.communicate(timeout=HANGS)[1]
     assert (process.returncode, stderr) == (0, "")
-    expected.check(out)
+    Expected(corpus, shard_size=200_000).check(out)
