@@ -1,10 +1,9 @@
 """The comparison of variants under one recipe, from run folders to results/comparison.
 
 A scale is a folder of runs, `runs/comparison_A`. Runs at other learning rates may lie in
-`runs/comparison_A_<word>`, short runs at several rates, named <variant>_<lr>, in `runs/comparison_A_lr`.
-A run is named <variant> or <variant>_seed=<seed>. A variant is a file of configs/comparison/A or <scale>.
-Each run leaves a line in <out>/<scale>.jsonl, from which tables and figures are drawn. The tasks of
-lab.recall are a scale of their own, `runs/comparison_recall`.
+`runs/comparison_A_<word>`. A run is named <variant> or <variant>_seed=<seed>. A variant is a file of
+configs/comparison/A or <scale>. Each run leaves a line in <out>/<scale>.jsonl, from which tables and figures
+are drawn. The tasks of lab.recall are a scale of their own, `runs/comparison_recall`.
 
 The first quarter of the evaluated blocks chooses the RoPE scaling, by the loss at the longest length, then
 the learning rate, by the loss at 1x. Every loss in the tables is of the other blocks. Evaluations of text
@@ -16,15 +15,13 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from config import expand_sweep, load_config
 from evals.output import MARKERS, format_length, format_rope, legend_below, save_figure
 from evals.rows import text_key
 from infra.cli import UserError
@@ -32,12 +29,9 @@ from infra.files import read_json, read_jsonl, write_atomically
 from lab.figures import draw_lines, log_ticks
 from lab.runs import FinishedRun, main_text, read_runs
 from lab.tables import CONFIGS, DASH, PAPERS_FOLDER, markdown, mean_and_spread
-from normalisers.base import NORMALISERS
 
 BASELINE = "softmax"
 Record = dict[str, Any]
-spread = partial(mean_and_spread, digits=3)
-rounded = partial(pd.DataFrame.map, func="{:.3f}".format, na_action="ignore")
 
 
 # ---------------------------------------------------------------- records
@@ -47,17 +41,14 @@ def record_of(run: FinishedRun) -> Record:
     Raises UserError: evaluations of too little text, or of several texts behind it.
     """
     losses = run.losses
-    last = losses[losses.step == run.config.train.max_steps]
-    seen = last[last.text == main_text(last)]
+    seen = losses[losses.text == main_text(losses)]
     data = text_of(run, seen)
-    unseen = last[last.skipped_tokens >= data["blocks"] * data["block_length"]]
+    unseen = losses[losses.skipped_tokens >= data["blocks"] * data["block_length"]]
     if data["blocks"] < 4 or unseen.text.nunique() > 1 or (unseen.blocks < 2).any():
         raise UserError(f"{run.folder}: expected 4 blocks of text or more, one --skip, and 2 blocks after it")
     whole = seen[seen.length == data["block_length"]].dropna(subset="value")
     ends = whole.measure.str.extract(r"loss\[(\d+):(\d+)\]").dropna().astype(int)
     positions = ends.assign(loss=whole.value).groupby(whole.rope).apply(lambda each: each.values.tolist())
-    n_steps = losses[losses.skipped_tokens == 0].groupby("text").step.nunique()
-    kept = losses[losses.text.isin(n_steps[n_steps > 1].index) & (losses.measure == "loss")].dropna()
     record = {
         "kind": "run",
         "contestant": run.name,
@@ -68,11 +59,9 @@ def record_of(run: FinishedRun) -> Record:
         "steps": run.steps_before + run.config.train.max_steps,
         "step_tokens": run.config.train.batch_tokens,
         "data": data,
-        "validations": run.validations,
+        "validations": [*run.logged("val_loss").items()],
         "lengths": losses_of(seen),
         "positions": positions.to_dict(),
-        "checkpoints": nested(kept.groupby(["rope", "step", "length"]).value.mean()),
-        "needle": {format_rope(result): needle_choices(result) for result in run.results("eval_needle")},
     }
     if len(unseen):
         record |= {"unseen": losses_of(unseen), "unseen_data": text_of(run, unseen)}
@@ -86,49 +75,32 @@ def text_of(run: FinishedRun, losses: pd.DataFrame) -> Record:
     return {"dir": run.config.data.dir, "fingerprint": first.text.partition("+")[0], **parts}
 
 
-def losses_of(losses: pd.DataFrame) -> Record:
+def losses_of(losses: pd.DataFrame) -> dict[str, dict[str, list[list[float]]]]:
     """By RoPE scaling and length the losses of all blocks: over all tokens, and over the same targets."""
     blocks = losses.dropna(subset=["block", "value"]).sort_values("block")
-    by_length = blocks.groupby(["rope", "length", "measure"]).value.agg(list).unstack()
-    return nested(by_length[["loss", "same_targets"]].apply(list, axis=1))
-
-
-def nested(values: pd.Series) -> Record:
-    """A dictionary for each level of the index, with strings as keys."""
-    tree: Record = {}
-    for (*outer, key), value in values.items():
-        branch = tree
-        for name in outer:
-            branch = branch.setdefault(str(name), {})
-        branch[str(key)] = value
-    return tree
-
-
-def needle_choices(result: Record) -> dict[str, float]:
-    """By length the share of needles whose right number is the likeliest of ten, over all depths."""
-    shares = [(str(c["length"]), c["choice"]["share"]) for c in result["cells"] if c["reason"] is None]
-    return pd.DataFrame(shares).groupby(0, sort=False)[1].mean().to_dict() if shares else {}
+    by_length: dict[str, dict[str, list[list[float]]]] = {}
+    for (rope, length, _), each in blocks.groupby(["rope", "length", "measure"]).value:
+        by_length.setdefault(rope, {}).setdefault(str(length), []).append(each.tolist())
+    return by_length
 
 
 def recalls_of(folder: Path) -> Iterator[Record]:
     """The shares of right answer tokens of the runs that lab.recall evaluated, by task and length."""
     for run in read_runs([str(folder)]):
-        for result in run.results("eval_recall"):
+        for path in sorted(run.folder.glob("eval_recall*.json")):
+            result = read_json(path)
             entries = [entry for entry in result["lengths"] if entry["reason"] is None]
             shares = {
                 task: {str(entry["length"]): entry[task]["tokens"]["share"] for entry in entries}
                 for task in [*result["tasks"], "mean"]
             }
             which = {"contestant": run.name, "which": run.config.seed, "rope": format_rope(result)}
-            yield {"kind": "recall", **which, "shares": shares}
+            if result["step"] == run.config.train.max_steps:
+                yield {"kind": "recall", **which, "shares": shares}
 
 
-def rates_and_costs_of(folder: Path) -> Iterator[Record]:
-    """The validation losses of short runs, <variant>_<lr>; the time of a step over the baseline's."""
-    short = folder.with_name(f"{folder.name}_lr")
-    for run in read_runs([str(short)]) if short.is_dir() else ():
-        which = {"contestant": run.config.name.rpartition("_")[0], "which": run.config.optimizer.lr}
-        yield {"kind": "rate", **which, "loss": run.validations[-1][1]}
+def costs_of(folder: Path) -> Iterator[Record]:
+    """The time of a step of each variant over the baseline's."""
     path = folder / "train_step.json"
     times = read_json(path) if path.exists() else {}
     if times and BASELINE not in times:
@@ -140,9 +112,7 @@ def rates_and_costs_of(folder: Path) -> Iterator[Record]:
 def update(folder: Path, out: Path) -> None:
     """Write the records of a scale's runs; those of runs that are no longer there stay.
 
-    Raises:
-        UserError: not a folder of a scale, no finished or evaluated run in it, runs that do not compare with
-            those on record, or see `record_of`.
+    Raises UserError: no folder of a scale, no evaluated run in it, or runs that do not compare.
     """
     prefix, scale, *_ = [*folder.name.split("_"), ""]
     if prefix != "comparison" or not scale:
@@ -150,8 +120,7 @@ def update(folder: Path, out: Path) -> None:
     if scale == "recall":
         new = [*recalls_of(folder)]
     else:
-        new = [record_of(run) for run in read_runs([str(folder)]) if run.is_evaluated]
-        new += rates_and_costs_of(folder)
+        new = [record_of(run) for run in read_runs([str(folder)]) if len(run.losses)] + [*costs_of(folder)]
     if not new:
         raise UserError(f"{folder}: expected evaluated runs, found none")
     path = out / f"{scale}.jsonl"
@@ -162,17 +131,18 @@ def update(folder: Path, out: Path) -> None:
     write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
 
 
-def check_comparable(runs: Iterable[Record], data: str = "data") -> None:
+def check_comparable(runs: list[Record]) -> None:
     """Raises UserError unless all is the same that losses, and errors paired over text, depend on."""
-    first: Record = {}
+    expected: dict[str, tuple[str, Any]] = {}
     for run in runs:
-        setting = {"text": text_key({"skipped_tokens": 0} | run[data])}
-        setting |= {key: run[key] for key in ("contestant", "steps", "step_tokens", "train_len")}
-        first = first or setting
-        for key in setting.keys() - {"contestant"}:
-            if setting[key] != first[key]:
-                label = f"{run['contestant']}_seed={run['which']}: {key} = {setting[key]}"
-                raise UserError(f"{label}: expected {first[key]}, as {first['contestant']} has")
+        setting = {key: run[key] for key in ("steps", "step_tokens", "train_len")}
+        texts = {key: {"skipped_tokens": 0} | run[key] for key in ("data", "unseen_data") if key in run}
+        setting |= {key: text_key(text) for key, text in texts.items()}
+        for key, value in setting.items():
+            name, first = expected.setdefault(key, (run["contestant"], value))
+            if value != first:
+                label = f"{run['contestant']}_seed={run['which']}"
+                raise UserError(f"{label}: {key} = {value}: expected {first}, as {name} has")
 
 
 # ---------------------------------------------------------------- choice of RoPE scaling and rate
@@ -190,29 +160,29 @@ class Scale(NamedTuple):
 
 
 def read_scale(records: list[Record]) -> Scale:
-    """Raises UserError: runs that do not compare, seeds without a RoPE scaling in common."""
+    """Raises UserError: seeds without a RoPE scaling in common."""
     runs = [record for record in records if record["kind"] == "run"]
-    check_comparable(runs)
     losses = tidy(runs)
-    is_choice = (losses.text == "lengths") & (losses.block < runs[0]["data"]["blocks"] // 4)
-    is_reported = (losses.text == "lengths") & ~is_choice
-    keys = ["variant", "lr", "rope", "seed"]
-    choices = losses[is_choice].pivot_table("loss", keys, "length")
+    seen = losses[losses.text == "lengths"]
+    is_choice = seen.block < runs[0]["data"]["blocks"] // 4
+    choices = seen[is_choice].pivot_table("loss", ["variant", "lr", "rope", "seed"], "length")
     at_rope = better_ropes(choices.reset_index())
     rates = of_shared_seeds(at_rope)
     shortest = choices.columns[0]
     best = rates.groupby(["variant", "lr"])[shortest].mean(skipna=False).reset_index()
-    best["label"] = best.lr.map("{:g}".format)
     n_rates = best.groupby("variant").lr.transform("nunique")
-    if n_rates.max() > 1:
-        best["label"] += (n_rates == 1).map({True: "*", False: ""})
+    is_only = (n_rates == 1) & (n_rates.max() > 1)
+    best["label"] = best.lr.map("{:g}".format) + is_only.map({True: "*", False: ""})
     best = best.sort_values([shortest, "lr"]).drop_duplicates("variant")
     chosen = at_rope.merge(best[["variant", "lr", "label"]])
-    by_run = pd.DataFrame([(r["contestant"], r["lr"], r["which"], r) for r in runs])
-    by_run.columns = ["variant", "lr", "seed", "record"]
-    reported = complete(losses[is_reported], chosen)
-    unseen = complete(losses[losses.text == "unseen"], chosen)
-    return Scale(chosen.merge(by_run), reported, unseen, complete(losses[is_reported], rates))
+    by_run = pd.DataFrame(runs)[["contestant", "lr", "which"]].set_axis(["variant", "lr", "seed"], axis=1)
+    unseen = losses[losses.text == "unseen"]
+    return Scale(
+        chosen.merge(by_run.assign(record=runs)),
+        complete(seen[~is_choice], chosen),
+        complete(unseen, chosen),
+        complete(seen[~is_choice], rates),
+    )
 
 
 def tidy(runs: list[Record]) -> pd.DataFrame:
@@ -263,17 +233,14 @@ def seed_means(losses: pd.DataFrame) -> pd.DataFrame:
 
 
 def main_table(runs: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
-    """By variant its losses at each length and its differences to the baseline.
-
-    The baseline comes first, the others by their loss at the longest length.
-    """
+    """By variant its losses at each length, and its differences to the baseline, which comes first."""
     means = seed_means(losses)
     lengths = [*means]
     order = means[lengths[-1]].groupby("variant").mean().sort_values(kind="stable").index
     order = [name for name in order if name == BASELINE] + [name for name in order if name != BASELINE]
     means["growth"] = means[lengths[-1]] - means[lengths[0]]
     means["same"] = losses[losses.length == lengths[-1]].groupby(["variant", "seed"]).same.mean()
-    cells = means.groupby("variant").agg(spread)
+    cells = means.groupby("variant").agg(mean_and_spread, digits=3)
     cells.columns = [*map(format_length, lengths), "16x − 1x", "same targets, 16x"]
     by_variant = runs.groupby("variant")
     table = by_variant.agg(RoPE=("rope", "first"), seeds=("seed", "nunique"), lr=("label", "first"))
@@ -291,24 +258,20 @@ def paired(losses: pd.DataFrame, *pair: str) -> list[pd.DataFrame]:
 
 
 def difference(losses: pd.DataFrame, old: str, new: str, length: int) -> str:
-    """Means over seeds, new - old, ± the standard error paired over blocks of text; see `paired`.
-
-    A dash for the baseline itself, and where a loss is missing.
-    """
+    """Means over seeds, new - old, ± the standard error paired over blocks of text; see `paired`."""
     before, after = (b[b.length == length].groupby("block").loss.mean() for b in paired(losses, old, new))
     gaps = (after - before).dropna()
     return DASH if old == new or gaps.empty else f"{gaps.mean():+.3f} ±{gaps.sem():.3f}"
 
 
-def seed_text(losses: pd.DataFrame, order: pd.Index) -> str:
+def seed_text(losses: pd.DataFrame) -> str:
     """How far one seed moves a loss: the standard deviation pooled over variants with several seeds.
 
     Variants that differ beyond the training length only have the same trainings: they count once.
     """
     ends = seed_means(losses).iloc[:, [0, -1]].dropna().groupby("variant")
-    variances = ends.var().dropna().reindex(order).dropna()
-    trainings = losses.groupby("variant").training.unique().map(lambda each: "".join(sorted(each)))
-    variances = variances[~trainings[variances.index].duplicated(keep="last")]
+    trainings = losses.groupby("variant").training.agg(frozenset)
+    variances = ends.var().drop(trainings[trainings.duplicated()].index, errors="ignore").dropna()
     if variances.empty:
         return "One seed each: how far a seed moves a loss is not known at this scale."
     freedom = ends.size()[variances.index] - 1
@@ -329,33 +292,22 @@ def changes_table(scale: Scale, changes: list[dict[str, str]]) -> pd.DataFrame:
             seeds = ", ".join(str(each.seed.nunique()) for each in paired(scale.losses, old, new))
             ends = [difference(scale.losses, old, new, length) for length in (lengths.min(), lengths.max())]
             rows.append([change["change"], old, new, seeds, f"{labels[old]}, {labels[new]}", *ends])
-    return pd.DataFrame(rows, columns=["change", "from", "to", "seeds", "lr", "1x", "16x"])
+    columns = ["change", "from", "to", "seeds", "lr", "1x", "16x"]
+    return pd.DataFrame(rows, columns=columns).set_index("change")
 
 
 def rates_table(scale: Scale) -> pd.DataFrame:
     """Losses at both ends of variants with several learning rates, over the seeds they share."""
     several = scale.rates[scale.rates.groupby("variant").lr.transform("nunique") > 1]
-    if several.empty:
-        return several
     by_seed = several.pivot_table("loss", ["variant", "seed"], ["length", "lr"])
-    ends = {several.length.min(): "1x", several.length.max(): "16x"}
-    means = by_seed[[*ends]].groupby("variant").mean()
-    return rounded(means.set_axis([f"{ends[length]}, {lr:g}" for length, lr in means], axis=1))
-
-
-def short_rates_table(records: list[Record]) -> pd.DataFrame:
-    """Validation losses of the short runs at each learning rate."""
-    rates = [(r["contestant"], r["which"], r["loss"]) for r in records if r["kind"] == "rate"]
-    losses = pd.DataFrame(rates, columns=["variant", "lr", "loss"]).pivot_table("loss", "variant", "lr")
-    return rounded(losses).rename(columns="{:g}".format)
-
-
-def needle_table(scale: Scale, order: pd.Index) -> pd.DataFrame:
-    """In per cent, by length, of the first run of each variant."""
-    first = scale.runs.drop_duplicates("variant").set_index("variant").loc[order]
-    shares = pd.DataFrame([run.record["needle"].get(run.rope, {}) for run in first.itertuples()], order)
-    shares = (100 * shares.dropna(how="all")).map("{:.0f} %".format, na_action="ignore")
-    return shares.rename(columns=lambda length: format_length(int(length)))
+    means = by_seed.groupby("variant").mean()
+    lengths = scale.losses.length
+    columns = {
+        f"{factor}, {lr:g}": means[length, lr]
+        for factor, length in (("1x", lengths.min()), ("16x", lengths.max()))
+        for lr in sorted(several.lr.unique())
+    }
+    return pd.DataFrame(columns, means.index).map("{:.3f}".format, na_action="ignore")
 
 
 def recall_table(records: list[Record]) -> pd.DataFrame:
@@ -369,16 +321,16 @@ def recall_table(records: list[Record]) -> pd.DataFrame:
     shares = pd.DataFrame(rows, columns=["variant", "RoPE", "seed", "task", "length", "share"])
     lengths = sorted(shares.length.unique())
     longest = lengths[:5][-1]
-    choices = shares[(shares.task == "mean") & (shares.length == longest)].groupby(["variant", "RoPE"])
-    best = choices.share.mean().sort_values(ascending=False, kind="stable").reset_index()
-    best = best.drop_duplicates("variant")[["variant", "RoPE"]]
-    shares = shares.merge(best)
-    cells = shares.groupby(["variant", "task", "length"]).share.agg(partial(mean_and_spread, digits=0))
+    by_rope = shares[(shares.task == "mean") & (shares.length == longest)].groupby(["variant", "RoPE"])
+    best = by_rope.share.mean().sort_values(ascending=False, kind="stable").reset_index()
+    best = best.drop_duplicates("variant").set_index("variant")[["RoPE"]]
+    shares = shares.merge(best.reset_index())
+    cells = shares.groupby(["variant", "task", "length"]).share.agg(mean_and_spread, digits=0)
+    cells = cells.unstack(["task", "length"])
+    best["seeds"] = shares.groupby("variant").seed.nunique()
+    columns = {str(length): cells["mean", length] for length in lengths}
     tasks = [task for task in records[0]["shares"] if task != "mean"]
-    cells = cells.unstack(["task", "length"])[[("mean", n) for n in lengths] + [(t, longest) for t in tasks]]
-    cells.columns = [str(n) if task == "mean" else f"{task}, {n}" for task, n in cells]
-    table = best.set_index("variant").assign(seeds=shares.groupby("variant").seed.nunique())
-    return table.join(cells)
+    return best.assign(**columns, **{f"{task}, {longest}": cells[task, longest] for task in tasks})
 
 
 def summary_table(tables: dict[str, pd.DataFrame], recall: pd.DataFrame) -> pd.DataFrame:
@@ -388,7 +340,7 @@ def summary_table(tables: dict[str, pd.DataFrame], recall: pd.DataFrame) -> pd.D
         ends = table.iloc[:, [3, table.columns.get_loc("16x − 1x") - 1]]
         parts.append(ends.set_axis([f"loss, {name}, 1x", f"loss, {name}, 16x"], axis=1))
     if len(recall):
-        means = recall.drop(columns=["RoPE", "seeds"]).iloc[:, :5:2]
+        means = recall.iloc[:, 2:7:2]
         labels = ["recall, 1x", "recall, 4x", "recall, 16x"][: means.shape[1]]
         parts.append(means.set_axis(labels, axis=1))
     summary = pd.concat(parts, axis=1)
@@ -405,9 +357,10 @@ def plane_figure(title: str, losses: pd.DataFrame, shown: list[str]) -> Figure:
     axes = figure.subplots()
     others = means.drop(shown, errors="ignore").to_numpy()
     axes.plot(*others.T, ".", color="0.7", label="the others of the table" if len(others) else "")
-    for i, name in enumerate(name for name in shown if name in means.index):
-        style: dict[str, Any] = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i % 10}", "label": name}
-        axes.errorbar(*means.loc[name], *spreads.loc[name][::-1], capsize=2, linestyle="none", **style)
+    for i, name in enumerate(shown):
+        if name in means.index:
+            fmt = f"C{i % 10}{MARKERS[i % len(MARKERS)]}"
+            axes.errorbar(*means.loc[name], *spreads.loc[name][::-1], fmt=fmt, label=name, capsize=2)
     low, high = axes.get_ylim()
     axes.set_ylim(low, min(high, 4 * low))
     start = max(low, axes.get_xlim()[0])
@@ -423,55 +376,23 @@ def scale_figures(title: str, scale: Scale, shown: list[str]) -> Iterator[tuple[
     figure = plane_figure(f"{title}: lower left is better", scale.losses, shown)
     yield "plane", "Loss at 1x against loss at 16x", figure
     lengths = sorted(scale.losses.length.unique())
-    runs = scale.runs[scale.runs.variant.isin(shown)]
-    by_length = seed_means(scale.losses).loc[runs.variant.unique()].stack().reset_index()
-    by_length.columns = ["name", "seed", "x", "y"]
+    by_length = seed_means(scale.losses).stack().reset_index().set_axis(["name", "seed", "x", "y"], axis=1)
     figure = draw_lines(by_length, title, "length (tokens)", shown=shown)
     yield "lengths", "Loss by length", log_ticks(figure, lengths)
     positions = [
         (run.variant, (first + end) / 2, loss)
-        for run in runs.itertuples()
+        for run in scale.runs.itertuples()
         for first, end, loss in run.record["positions"].get(run.rope, [])
     ]
     if positions:
         points = pd.DataFrame(positions, columns=["name", "x", "y"])
         figure = draw_lines(points, title, "position in windows of 16x (tokens)", shown=shown)
         yield "positions", "Loss by position", log_ticks(figure, lengths)
-    training = [
-        (run.variant, factor, int(step) * run.record["step_tokens"] / 1e6, by_length[str(length)])
-        for run in scale.runs.drop_duplicates("variant").itertuples()
-        for length, factor in ((lengths[0], "1x"), (lengths[-1], "16x"))
-        for step, by_length in run.record["checkpoints"].get(run.rope, {}).items()
-        if by_length.get(str(length)) is not None
-    ]
-    if training:
-        points = pd.DataFrame(training, columns=["name", "panel", "x", "y"])
-        yield "training", "Loss over training tokens", draw_lines(points, title, "training tokens (millions)")
 
 
 # ---------------------------------------------------------------- results/comparison/README.md
-INTRODUCTION = """\
-Which normaliser keeps its loss at lengths that it was never trained on, if all have the same model, data,
-steps and evaluation? Drawn by `python -m lab.report --comparison` from the `.jsonl` files beside it."""
-SUMMARY = """\
-Loss at 1x and 16x the training length (nats per token, ± standard deviation over seeds), and right answers of
-the recall tasks in per cent (guessing: 25), of the variants that have more than one of these:"""
-RECALL = """\
-Right answer tokens in per cent (guessing: 25), at the RoPE scaling that is better at 16x. Means over tasks by
-length, then each task at 16x, over seeds ± standard deviation."""
-SCALE = """\
-{variants} configurations of {normalisers} of the {registered} registered normalisers. {size:.2f}M
-parameters, T = {train_len}, {steps:,} steps of {step_tokens:,} tokens from {data[dir]}. Evaluated on
-{data[blocks]} blocks of {data[block_length]:,} held-out tokens. The first quarter of them chose the RoPE
-scaling and, by the loss at 1x, the learning rate. The others are reported. A star marks a rate that is the
-only one of its variant. Losses are means over seeds ± standard deviation. Differences are ± standard error
-paired over text, of the shared seeds where two variants share trainings because they differ beyond T only.
-{seeds}"""
-
-
 def write_report(folders: list[str], out: Path) -> None:
     """Update the records of these scales, then draw every scale that has records in `out`."""
-    out.mkdir(parents=True, exist_ok=True)
     for folder in map(Path, folders):
         update(folder, out)
     records = {path.stem: read_jsonl(path) for path in sorted(out.glob("*.jsonl"))}
@@ -479,74 +400,52 @@ def write_report(folders: list[str], out: Path) -> None:
         raise UserError(f"{out}: no records; expected the folders of a scale: --comparison runs/comparison_A")
     recall = recall_table(records.pop("recall")) if "recall" in records else pd.DataFrame()
     settings = tomllib.loads((PAPERS_FOLDER / "comparison.toml").read_text())
-    scales = {name: read_scale(each) for name, each in records.items()}
+    scales = {name: read_scale(of_scale) for name, of_scale in records.items()}
     tables = {name: main_table(scale.runs, scale.losses) for name, scale in scales.items()}
-    parts = ["# The comparison", INTRODUCTION]
+    parts = ["# The comparison", settings["introduction"]]
     summary = summary_table(tables, recall)
     if len(summary):
-        parts += [SUMMARY, markdown(summary.reset_index(names="variant"))]
+        parts += [settings["summary"], markdown(summary.reset_index(names="variant"))]
     findings = out / "findings.md"
     parts += [findings.read_text().strip()] if findings.exists() else []
     for name, scale in scales.items():
-        parts += scale_parts(name, scale, tables[name], records[name], settings["shown"], out)
-        parts.append(
-            write_csv_tables(name, scale, tables[name].index, records[name], settings["changes"], out)
-        )
+        costs = {r["contestant"]: f"{r['ratio']:.2f}" for r in records[name] if r["kind"] == "cost"}
+        if costs:
+            tables[name][f"step / {BASELINE}'s"] = pd.Series(costs)
+        parts += scale_parts(name, scale, tables[name], settings, out)
     if len(recall):
-        parts += ["## Synthetic recall", RECALL, markdown(recall.reset_index(), n_left=2)]
+        parts += ["## Synthetic recall", settings["recall"], markdown(recall.reset_index(), n_left=2)]
     write_atomically(out / "README.md", ("\n\n".join(parts) + "\n").encode())
     print(f"wrote {out / 'README.md'}")
 
 
-def variant_files(scale: str, variants: Iterable[str]) -> dict[str, Path]:
-    """By name the config file of each variant: of the scale, or of scale A under another base."""
-    folders = CONFIGS / "comparison/A", CONFIGS / "comparison" / scale
+def scale_parts(name: str, scale: Scale, table: pd.DataFrame, settings: Record, out: Path) -> Iterator[str]:
+    """The paragraphs of one scale; writes its figures and its other tables."""
+    folders = CONFIGS / "comparison/A", CONFIGS / "comparison" / name
     files = {path.stem: path for folder in folders for path in folder.glob("*.toml")}
-    return {name: files[name] for name in sorted(variants) if name in files}
-
-
-def scale_parts(
-    name: str, scale: Scale, table: pd.DataFrame, records: list[Record], shown: list[str], out: Path
-) -> Iterator[str]:
-    """The paragraphs of one scale; writes its figures."""
-    costs = {r["contestant"]: f"{r['ratio']:.2f}" for r in records if r["kind"] == "cost"}
-    if costs:
-        table = table.assign(**{f"step / {BASELINE}'s": pd.Series(costs)})
-    files = variant_files(name, table.index).values()
-    normalisers = {load_config(f, expand_sweep(f)[0].overrides).attention.normaliser for f in files}
-    counts = {"variants": len(table), "normalisers": len(normalisers), "registered": len(NORMALISERS)}
+    files = {variant: files[variant] for variant in sorted(table.index) if variant in files}
     run = scale.runs.record.iloc[0]
-    seeds = seed_text(scale.losses, table.index)
-    text = SCALE.format(size=run["parameters"] / 1e6, seeds=seeds, **counts, **run)
+    text = settings["scale"].format(
+        variants=len(table), size=run["parameters"] / 1e6, seeds=seed_text(scale.losses), **run
+    )
     yield from (f"## Scale {name}", text, markdown(table.reset_index(), n_left=2))
-    for kind, caption, figure in scale_figures(f"Scale {name}", scale, shown):
+    for kind, caption, figure in scale_figures(f"Scale {name}", scale, settings["shown"]):
         save_figure(figure, out / f"{name}_{kind}.png", dpi=110)
         yield f"![{caption}]({name}_{kind}.png)"
-
-
-def write_csv_tables(
-    name: str, scale: Scale, order: pd.Index, records: list[Record], changes: list[Any], out: Path
-) -> str:
-    """Links to the other tables of a scale."""
-    files = variant_files(name, order)
     comments = {variant: f.read_text().split("\n", 1)[0].removeprefix("# ") for variant, f in files.items()}
-    unseen = pd.DataFrame()
-    if len(scale.unseen):
-        check_comparable(scale.runs[scale.runs.variant.isin(scale.unseen.variant)].record, "unseen_data")
-        unseen = main_table(scale.runs, scale.unseen).reindex(order.intersection(scale.unseen.variant))
+    what = pd.Series(comments, name="what it is").rename_axis("variant").to_frame()
+    has_unseen = table.index.intersection(scale.unseen.variant)
+    unseen = main_table(scale.runs, scale.unseen).loc[has_unseen] if len(has_unseen) else pd.DataFrame()
     tables = {
-        "variants": ("What each variant is", pd.DataFrame({"what it is": comments})),
+        "variants": ("What each variant is", what),
         "unseen": ("The table above on text on which nothing was chosen", unseen),
-        "changes": ("One change at a time", changes_table(scale, changes).set_index("change")),
+        "changes": ("One change at a time", changes_table(scale, settings["changes"])),
         "rates": ("Full runs at each learning rate, over the seeds that they share", rates_table(scale)),
-        "short_rates": ("Validation loss of short runs at each rate, one seed", short_rates_table(records)),
-        "needle": ("Share of needles whose number is the likeliest of ten", needle_table(scale, order)),
     }
     links = []
-    for kind, (caption, table) in tables.items():
-        if len(table):
+    for kind, (caption, of_kind) in tables.items():
+        if len(of_kind):
             file = f"{name}_{kind}.csv"
-            label = "change" if kind == "changes" else "variant"
-            write_atomically(out / file, table.fillna(DASH).to_csv(index_label=label).encode())
+            write_atomically(out / file, of_kind.fillna(DASH).to_csv().encode())
             links.append(f"- [{file}]({file}): {caption}.")
-    return "\n".join(links)
+    yield "\n".join(links)

@@ -1,6 +1,6 @@
 """Lines of means over seeds, and the figures of the papers' report.
 
-LSSAR's Figures 1 and 2, SSMax's 2 (p_n) and 4, NormSoftmax's 2 and 4, learning curves and positions.
+LSSAR's Figures 1 and 2, SSMax's 2 (p_n) and 4, NormSoftmax's 2a and 4.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ def draw_lines(
 
     Args:
         points: name, x, y, a row for each seed; panel: which axes, if there are several.
-        shown: the names in colour, the others are grey; by default the N_SHOWN that end lowest.
+        shown: the names in colour, the others are grey; by default the first N_SHOWN.
     """
     points = points if "panel" in points else points.assign(panel="")
     means = points.groupby(["panel", "name", "x"]).y.agg(["mean", "std"]).reset_index()
-    if not len(shown):
-        ends = means.loc[means.groupby(["panel", "name"]).x.idxmax()]
-        shown = [*ends.groupby("name")["mean"].mean().nsmallest(N_SHOWN).index]
+    shown = shown or [*points.name.unique()[:N_SHOWN]]
     panels = points.panel.unique()
     figure = Figure(figsize=(max(8, 5 * len(panels)), 5.5), layout="constrained")
-    for axes, panel in zip(
-        figure.subplots(1, len(panels), sharey=sharey, squeeze=False)[0], panels, strict=True
-    ):
+    figure.subplots(1, len(panels), sharey=sharey)
+    for axes, panel in zip(figure.axes, panels, strict=True):
         lines = means[means.panel == panel]
         others = lines[~lines.name.isin(shown)].groupby("name")
         for i, (_, line) in enumerate(others):
             label = "" if i else f"{len(others)} others"
             axes.plot(line.x, line["mean"], color="0.8", zorder=1, label=label)
-        for i, name in enumerate(name for name in shown if name in set(points.name)):
+        for i, name in enumerate(shown):
             line = lines[lines.name == name]
             marker = MARKERS[i % len(MARKERS)] if len(line) < 30 else ""
-            style = {"color": f"C{i % 10}", "marker": marker, "markersize": 4, "capsize": 3 if marker else 0}
-            axes.errorbar(line.x, line["mean"], line["std"], label=name, linewidth=1.5, **style)
+            if len(line):
+                style = f"C{i % 10}{marker}-"
+                axes.errorbar(
+                    line.x, line["mean"], line["std"], fmt=style, label=name, markersize=4, capsize=3
+                )
         axes.set(xlabel=xlabel, title=panel)
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel(ylabel)
@@ -70,30 +70,6 @@ def log_ticks(figure: Figure, ticks: Sequence[int], base: int = 2) -> Figure:
         axes.set_xticks(ticks, [format_length(tick) for tick in ticks])
         axes.set_xticks([], minor=True)
     return figure
-
-
-def common_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
-    """Learning curves, and the loss by position in windows of 16x."""
-    curves = [
-        (row.name, row.run.steps_before + step, loss)
-        for row in runs.table.query("scale == @scale").itertuples()
-        for step, loss in row.run.validations
-        if len(row.run.validations) > 1
-    ]
-    if curves:
-        title = f"Validation loss during training (scale {scale})"
-        points = pd.DataFrame(curves, columns=["name", "x", "y"])
-        yield f"learning_{scale}.png", title, draw_lines(points, title, "step", f"validation {LOSS}")
-    windows = runs.losses.query("scale == @scale and factor == 16").dropna(subset="value")
-    ends = windows.measure.str.extract(r"loss\[(\d+):(\d+)\]").dropna().astype(int)
-    if len(ends):
-        title = f"Loss by position in windows of 16x (scale {scale})"
-        points = windows.loc[ends.index].assign(x=ends.mean(axis=1), panel="RoPE " + windows.rope)
-        yield (
-            f"positions_{scale}.png",
-            title,
-            draw_lines(points.rename(columns={"value": "y"}), title, "position"),
-        )
 
 
 def lssar_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
@@ -128,8 +104,8 @@ def ssmax_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
             losses = pd.DataFrame(line.run.logged("loss").items(), columns=["x", "y"])
             hundredths = losses.groupby(losses.index * 100 // max(len(losses), 1))
             curves.append(hundredths.agg({"x": "max", "y": "mean"}).assign(name=line.name))
-    points = pd.concat(curves) if curves else pd.DataFrame({"name": []})
-    if points.name.nunique() > 1:
+    if len(curves) > 1:
+        points = pd.concat(curves)
         title = f"SSMax, Figure 4: training loss of (a) to (d) (scale {scale})"
         figure = draw_lines(points, title, "step", f"training {LOSS}")
         figure.axes[0].set_ylim(top=points.y[5].max())  # the first steps would take most of the height
@@ -150,44 +126,35 @@ def fit_log(p_n: np.ndarray) -> tuple[float, float, float]:
 
 def p_n_figure(run: FinishedRun) -> tuple[str, Figure]:
     """A run's learned p_n with its least-squares fit, in words, too, and the paper's (SSMax, Section 2.1)."""
-    parameters = dict(load_model(run.folder).model.named_parameters())
-    p_n = parameters["blocks.0.attention.normaliser.p_n"].detach().double().numpy()
+    p_n = load_model(run.folder).model.state_dict()["blocks.0.attention.normaliser.p_n"].double().numpy()
     a1, a2, r2 = fit_log(p_n)
     fit = f"{a1:.4f} ln n + {a2:.4f}, R² = {r2:.3f}"
     theirs = read_published().query("where == 'Figure 2 (legend)'").set_index("column").printed.astype(float)
-    n = np.arange(1, len(p_n) + 1)
-    curves = {
-        "learned p_n": p_n,
-        fit: a1 * np.log(n) + a2,
-        f"the paper's: {theirs.a1} ln n + {theirs.a2}": theirs.a1 * np.log(n) + theirs.a2,
-    }
-    points = pd.DataFrame(curves).assign(x=n).melt("x", var_name="name", value_name="y")
+    log_n = np.log(np.arange(1, len(p_n) + 1))
+    paper = f"the paper's: {theirs.a1} ln n + {theirs.a2}"
+    curves = pd.DataFrame({"learned p_n": p_n, fit: a1 * log_n + a2, paper: theirs.a1 * log_n + theirs.a2})
+    points = curves.assign(x=curves.index + 1).melt("x", var_name="name", value_name="y")
     return fit, draw_lines(points, run.config.name, "n, visible keys", "p_n", shown=[*curves])
 
 
 def normsoftmax_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
-    """NormSoftmax's Figures 2 and 4: what log.attention_every recorded of the first seed of each line."""
-    panels = {
-        "qk_std": "std of q.k, unscaled (Figure 2a)",
-        "entropy": "entropy of the weights, nats (Figure 4)",
-        "logit_std": "std of the logits (Figure 2b)",
-    }
+    """NormSoftmax's Figures 2a and 4: what log.attention_every recorded of the first seed of each line."""
+    panels = {"qk_std": "std of q.k, unscaled (Figure 2a)", "entropy": "entropy, nats (Figure 4)"}
     for line in runs.table.query("scale == @scale").drop_duplicates("line").itertuples():
         points = [
-            (panel, name, step, value)
+            (panel, layer, step, value)
             for key, panel in panels.items()
-            for step, values in line.run.logged(key).items()
-            for name, value in (values.items() if isinstance(values, dict) else [("logits", values)])
+            for step, by_layer in line.run.logged(key).items()
+            for layer, value in by_layer.items()
         ]
         if points:
-            title = f"NormSoftmax, Figures 2 and 4: attention of {line.name} in training (scale {scale})"
+            title = f"NormSoftmax, Figures 2a and 4: attention of {line.name} in training (scale {scale})"
             table = pd.DataFrame(points, columns=["panel", "name", "x", "y"])
-            figure = draw_lines(table, title, "step", "", shown=table.name.unique(), sharey=False)
+            figure = draw_lines(table, title, "step", "", shown=[*table.name.unique()], sharey=False)
             yield f"attention_{scale}_{line.Index}.png", title, figure
 
 
-def all_figures(runs: Runs, papers: Sequence[str]) -> Iterator[Drawn]:
-    of_paper = {"lssar": lssar_figures, "ssmax": ssmax_figures, "normsoftmax": normsoftmax_figures}
+def all_figures(runs: Runs) -> Iterator[Drawn]:
     for scale in sorted(runs.table.scale.unique()):
-        for draw in [common_figures, *(of_paper[paper] for paper in papers)]:
+        for draw in (lssar_figures, ssmax_figures, normsoftmax_figures):
             yield from draw(runs, scale)

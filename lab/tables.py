@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ from schema import Config
 
 PAPERS_FOLDER = Path(__file__).resolve().parent / "papers"
 CONFIGS = PAPERS_FOLDER.parents[1] / "configs"
-PAPERS = ("lssar", "ssmax", "normsoftmax")
 DASH = "–"
 
 
@@ -23,7 +21,6 @@ class TableRow(NamedTuple):
 
     keys: tuple[str, ...]  # as in published.toml: the file, and the file with its swept value
     config: Config
-    ancestors: tuple[Config, ...]  # what it descends from by init_from
     sizes: dict[str, Any]  # swept keys of [model], and the steps: a run of this row has the same values
 
 
@@ -35,30 +32,10 @@ def read_rows(folder: str, files: str) -> list[TableRow]:
         key = f"{folder}/{name}"
         for chosen in expand_sweep(path):
             config = load_config(path, chosen.overrides)
-            ancestors = ancestors_of(config, lambda run: CONFIGS / folder / f"{run.name}.toml")
             keys = (key, *(f"{key}: {value}" for value in chosen.swept.values()))
-            sizes = {
-                k: v for k, v in chosen.swept.items() if k.startswith("model.") or k == "train.max_steps"
-            }
-            rows.append(TableRow(keys, config, ancestors, sizes))
+            sizes = {k: v for k, v in chosen.swept.items() if k.startswith(("model.", "train.max_steps"))}
+            rows.append(TableRow(keys, config, sizes))
     return rows
-
-
-def ancestors_of(config: Config, find: Callable[[Path], Path | None]) -> tuple[Config, ...]:
-    """The configs of the runs that init_from leads back to, the newest first, as far as they are found.
-
-    Args:
-        find: from a run's folder to its config file.
-    """
-    ancestors: list[Config] = []
-    while config.init_from:
-        source = Path(config.init_from)
-        path = find(source.parent.parent if source.suffix == ".pt" else source)  # runs/a/checkpoints/x.pt
-        if path is None:
-            break
-        config = load_config(path)
-        ancestors.append(config)
-    return tuple(ancestors)
 
 
 def read_tables() -> dict[str, list[dict[str, Any]]]:
@@ -69,14 +46,10 @@ def read_tables() -> dict[str, list[dict[str, Any]]]:
 def read_published() -> pd.DataFrame:
     """A row for each published number: paper, where, unit, row, column, printed, and config or ""."""
     content = tomllib.loads((PAPERS_FOLDER / "published.toml").read_text(encoding="utf-8"))
-    numbers = [
-        [paper, group["where"], group["unit"], *cells, *[""] * (4 - len(cells))]
-        for paper, entry in content.items()
-        for group in entry["numbers"]
-        for cells in group["values"]
-    ]
-    columns = ["paper", "where", "unit", "row", "column", "printed", "config"]
-    return pd.DataFrame(numbers, columns=columns)
+    papers = [pd.DataFrame(entry["numbers"]).assign(paper=paper) for paper, entry in content.items()]
+    numbers = pd.concat(papers).explode("values", ignore_index=True)
+    cells = pd.DataFrame([*numbers["values"]], columns=["row", "column", "printed", "config"])
+    return numbers[["paper", "where", "unit"]].join(cells.fillna(""))
 
 
 def markdown(table: pd.DataFrame, n_left: int = 1) -> str:
