@@ -299,14 +299,9 @@ def changes_table(scale: Scale, changes: list[dict[str, str]]) -> pd.DataFrame:
 def rates_table(scale: Scale) -> pd.DataFrame:
     """Losses at both ends of variants with several learning rates, over the seeds they share."""
     several = scale.rates[scale.rates.groupby("variant").lr.transform("nunique") > 1]
-    by_seed = several.pivot_table("loss", ["variant", "seed"], ["length", "lr"])
-    means = by_seed.groupby("variant").mean()
-    lengths = scale.losses.length
-    columns = {
-        f"{factor}, {lr:g}": means[length, lr]
-        for factor, length in (("1x", lengths.min()), ("16x", lengths.max()))
-        for lr in sorted(several.lr.unique())
-    }
+    means = several.pivot_table("loss", ["variant", "seed"], ["length", "lr"]).groupby("variant").mean()
+    ends = {scale.losses.length.min(): "1x", scale.losses.length.max(): "16x"}
+    columns = {f"{ends[length]}, {lr:g}": means[length, lr] for length, lr in means if length in ends}
     return pd.DataFrame(columns, means.index).map("{:.3f}".format, na_action="ignore")
 
 
@@ -359,8 +354,10 @@ def plane_figure(title: str, losses: pd.DataFrame, shown: list[str]) -> Figure:
     axes.plot(*others.T, ".", color="0.7", label="the others of the table" if len(others) else "")
     for i, name in enumerate(shown):
         if name in means.index:
-            fmt = f"C{i % 10}{MARKERS[i % len(MARKERS)]}"
-            axes.errorbar(*means.loc[name], *spreads.loc[name][::-1], fmt=fmt, label=name, capsize=2)
+            style = f"C{i % 10}{MARKERS[i % len(MARKERS)]}"
+            x, y = means.loc[name]
+            x_error, y_error = spreads.loc[name]
+            axes.errorbar(x, y, y_error, x_error, style, label=name, capsize=2)
     low, high = axes.get_ylim()
     axes.set_ylim(low, min(high, 4 * low))
     start = max(low, axes.get_xlim()[0])

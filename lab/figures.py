@@ -46,14 +46,15 @@ def draw_lines(
         others = lines[~lines.name.isin(shown)].groupby("name")
         for i, (_, line) in enumerate(others):
             label = "" if i else f"{len(others)} others"
-            axes.plot(line.x, line["mean"], color="0.8", zorder=1, label=label)
+            axes.plot(line.x, line["mean"], color="0.8", linewidth=0.8, zorder=1, label=label)
         for i, name in enumerate(shown):
             line = lines[lines.name == name]
             marker = MARKERS[i % len(MARKERS)] if len(line) < 30 else ""
             if len(line):
                 style = f"C{i % 10}{marker}-"
+                capsize = 3 if marker else 0
                 axes.errorbar(
-                    line.x, line["mean"], line["std"], fmt=style, label=name, markersize=4, capsize=3
+                    line.x, line["mean"], line["std"], fmt=style, label=name, markersize=4, capsize=capsize
                 )
         axes.set(xlabel=xlabel, title=panel)
         axes.grid(alpha=0.3)

@@ -117,7 +117,8 @@ def paper_table(table: dict[str, Any], runs: Runs, published: pd.DataFrame) -> s
         names = [f"`{row.config.name}`"] + [""] * len(of_row)
         cells += [[name, *line_cells] for name, line_cells in zip(names, of_row, strict=False)]
     header = [f"row (`configs/{table['folder']}/`)", "source", *(f"{factor}x" for factor in FACTORS)]
-    return markdown(pd.DataFrame(cells).reindex(columns=range(7)).set_axis(header, axis=1), n_left=2)
+    lines = [dict(zip(header, line_cells, strict=False)) for line_cells in cells]
+    return markdown(pd.DataFrame(lines, columns=header), n_left=2)
 
 
 def published_cells(numbers: pd.DataFrame) -> list[str]:

@@ -48,7 +48,8 @@ def read_published() -> pd.DataFrame:
     content = tomllib.loads((PAPERS_FOLDER / "published.toml").read_text(encoding="utf-8"))
     papers = [pd.DataFrame(entry["numbers"]).assign(paper=paper) for paper, entry in content.items()]
     numbers = pd.concat(papers).explode("values", ignore_index=True)
-    cells = pd.DataFrame([*numbers["values"]], columns=["row", "column", "printed", "config"])
+    columns = ["row", "column", "printed", "config"]
+    cells = pd.DataFrame([dict(zip(columns, each, strict=False)) for each in numbers["values"]])
     return numbers[["paper", "where", "unit"]].join(cells.fillna(""))
 
 

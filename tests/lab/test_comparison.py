@@ -45,13 +45,10 @@ def leave_run(
             leave_losses(config.run_dir, rope, 2**i, losses, text)
 
 
-def leave_losses(
-    run: Path, rope: str, factor: int, losses: list[float], text: str, step: int | None = None
-) -> None:
+def leave_losses(run: Path, rope: str, factor: int, losses: list[float], text: str) -> None:
     """The rows of an evaluation at one length."""
     config = load_config(run / "config.toml")
-    length = factor * config.train.seq_len
-    where = (step or config.train.max_steps, "eval_length", rope, text, length)
+    where = (config.train.max_steps, "eval_length", rope, text, factor * config.train.seq_len)
     measures: list[Any] = [
         (block, name, loss) for name in ("loss", "same_targets") for block, loss in enumerate(losses)
     ]
@@ -76,7 +73,7 @@ def test_committed_tables_come_out_of_the_committed_records(tmp_path, call):
 
 @pytest.fixture
 def runs(tiny_config, tmp_path) -> Path:
-    """Softmax in two seeds, LSSA at two rates, short runs at two rates."""
+    """Softmax in two seeds, LSSA at two rates."""
     runs = tmp_path / "runs/comparison_A"
     for seed, shift in ((1, -0.1), (2, 0.1)):
         seeded = tmp_path / f"seed_{seed}.toml"
@@ -86,8 +83,6 @@ def runs(tiny_config, tmp_path) -> Path:
     leave_run(runs, tiny_config, "lssa", 0.001, {"ntk": [0.2, 0.4], "none": [0.2, 0.3]})
     # Twice the rate is better at 16x, and 1x chooses.
     leave_run(tmp_path / "runs/comparison_A_fast", tiny_config, "lssa", 0.002, {"ntk": [0.3, 0.1]})
-    for lr in (0.001, 0.002):
-        leave_run(tmp_path / "runs/comparison_A_lr", tiny_config, f"lssa_{lr:g}", lr, {})
     return runs
 
 
@@ -101,12 +96,6 @@ def test_comparison_from_runs_and_again_without_them(runs, tiny_config, tmp_path
         recall["lengths"] = [{"length": 64, "reason": None, "copy": shares, "mean": shares}]
         leave_run(tmp_path / "runs/comparison_recall", tmp_path / f"seed_{seed}.toml", name, 0.1, {})
         (tmp_path / f"runs/comparison_recall/{name}/eval_recall.json").write_text(json.dumps(recall))
-    cells = [{"length": 64, "depth": d, "reason": None, "choice": {"share": d / 100}} for d in (10, 30)]
-    needle = recall | {"rope": {"kind": "none", "theta": None}, "cells": cells}
-    (runs / "lssa/eval_needle.json").write_text(json.dumps(needle))
-    # Evaluations of checkpoints, on less text, are points of the training figure, even at the last step.
-    for at in (4, step):
-        leave_losses(runs / "softmax_seed=1", "ntk", 1, [9.0] * 4, "0123456789ab+0x4x32", at)
     # Text on which nothing was chosen: all of its blocks count. A step's cost.
     for run, loss in (("softmax_seed=1", 3.0), ("softmax_seed=2", 5.0), ("lssa", 4.5)):
         for rope, factor in itertools.product(("none", "ntk"), (1, 2)):
@@ -123,23 +112,21 @@ def test_comparison_from_runs_and_again_without_them(runs, tiny_config, tmp_path
     assert lssa[-3:] == ["+0.200 ±0.000", "-0.200 ±0.000", "1.25"]
     (unseen,) = (row for row in rows if row[0] == "lssa" and row[4:5] == ["4.500"])
     assert unseen[-2:] == 2 * ["+0.500 ±0.000"]
-    assert ["lssa", "2.001", "2.002"] in rows
     ends = [f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}", f"{mean + 0.3:.3f}", f"{mean + 0.1:.3f}"]
     assert ["lssa", *ends] in rows  # at both rates
-    assert ["lssa", "20 %"] in rows and ["lssa", "ntk", "2", "25 ±7", "25 ±7"] in rows
+    assert ["lssa", "ntk", "2", "25 ±7", "25 ±7"] in rows
     assert ["lssa", f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}", "25 ±7"] in rows  # both ends and recall
     text = (out / "README.md").read_text()
     assert "One seed moves a loss by 0.141 at 1x and 0.141 at 16x" in text
-    for picture in ("A_plane.png", "A_lengths.png", "A_positions.png", "A_training.png"):
+    for picture in ("A_plane.png", "A_lengths.png", "A_positions.png"):
         assert (out / picture).read_bytes()[:4] == b"\x89PNG" and picture in text
     (record,) = (r for r in read_jsonl(out / "A.jsonl") if r["kind"] == "run" and r["which"] == 1)
-    assert record["checkpoints"] == {"ntk": {"4": {"16": 9.0}, str(step): {"16": 9.0}}}
     assert record["positions"]["none"] == [[0, 16, 2.0], [16, 32, 3.0]]
 
     shutil.rmtree(tmp_path / "runs")
     call(report, "--comparison", "--out", out)
     assert (out / "README.md").read_text() == text and table_rows(out) == rows
-    assert len(read_jsonl(out / "A.jsonl")) == 8
+    assert len(read_jsonl(out / "A.jsonl")) == 6
 
 
 def test_errors_are_paired_over_text():
@@ -204,16 +191,18 @@ def test_mistakes(tiny_config, tmp_path, call):
     leave_run(runs, tiny_config, "softmax_seed=1", 0.1, {"ntk": [0.0]}, UNSEEN_KEY)
     leave_run(runs, tiny_config, "lssa_seed=1", 0.1, {"ntk": [0.0]})
     check(
-        r"softmax_seed=1337: text = 0123456789ab\+256x8x32: expected 0123456789ab\+0x8x32, as lssa has", runs
+        r"softmax_seed=1337: data = 0123456789ab\+256x8x32: expected 0123456789ab\+0x8x32, as lssa has", runs
     )
-    with pytest.raises(UserError, match="softmax_seed=1337: text"):  # comparison_report/ beside the runs
+    with pytest.raises(UserError, match="softmax_seed=1337: data"):
         call(report, "--comparison", runs)
-    assert (tmp_path / "comparison_report").is_dir() and not list(tmp_path.glob("**/A.jsonl"))
+    assert not list(tmp_path.glob("**/A.jsonl"))
     leave_losses(runs / "softmax_seed=1", "ntk", 1, TEXT, TEXT_KEY)
     leave_losses(runs / "lssa_seed=1", "ntk", 1, TEXT[:4], "0123456789ab+256x4x32")
-    check(r"softmax_seed=1337: text = 0123456789ab\+256x8x32: expected .*x4x32, as lssa has", runs)
+    check(r"softmax_seed=1337: unseen_data = 0123456789ab\+256x8x32: expected .*x4x32, as lssa has", runs)
     (runs / "train_step.json").write_text('{"lssa": 1.0}')
     check("train_step.json: expected softmax among the configs", runs)
     check("expected the folder of a scale's runs", runs / "lssa_seed=1")
+    with pytest.raises(UserError, match="cannot be written"):
+        call(report, "--comparison", "--out", runs / "train_step.json/out")
     (tmp_path / "comparison_recall").mkdir()
     check("comparison_recall: no finished run in these folders", tmp_path / "comparison_recall")

@@ -1,233 +1,260 @@
-"""The papers' experiments through train.py: every config trains, models have the papers' sizes, init_from
-copies weights, and the losses of the NormSoftmax paper are what their formulas say."""
+"""python -m lab.report on run folders: rows, seeds, scales, descent, the published numbers."""
 
 from __future__ import annotations
 
-import math
-import sys
+import itertools
+import json
+import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch.nn import functional as F
 
-import train
-from config import expand_sweep, load_config
-from data.batches import train_batch
-from data.dataset import TokenStream
+import sweep
+from config import load_config, to_toml
+from evals.rows import Row, write_rows
 from infra.cli import UserError
-from infra.files import read_jsonl
-from model import GPT, scale_logits
-from schema import TrainConfig
-from training.checkpoint import find_checkpoints, load_checkpoint, load_model
+from lab import report
+from lab.figures import all_figures, fit_log
+from lab.runs import FACTORS, Runs, experiment_of, read_runs, tabulate
+from lab.tables import CONFIGS, read_published, read_rows, read_tables
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-EXPERIMENTS = sorted(CONFIGS.glob("*/*.toml"))
-BASES = {True: "softmax.toml", False: "ssmax_paper/a_softmax_162m.toml"}  # embeddings are tied: file
-TINY = {
-    "model.n_layer": "2", "model.n_head": "2", "model.n_embd": "32", "model.vocab_size": "64",
-    "train.max_steps": "20", "train.seq_len": "16", "train.batch_tokens": "256", "train.val_every": "20",
-    "train.val_tokens": "320", "train.dtype": "float32", "train.device": "cpu", "data.skip_steps": "0",
-    "train.checkpoint_every": "1000", "optimizer.warmup_steps": "2",
-}  # fmt: skip
+TEXT = "0123456789ab+0x2x2048"
+SWEEP = """
+[sweep]
+"attention.normaliser" = ["softmax", "lssa"]
+seed = [1, 2]
+"""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_dataset: Path) -> Path:
-    folder = tmp_path_factory.mktemp("papers")
-    (folder / "data").symlink_to(tiny_dataset)
-    return folder
+@pytest.fixture
+def path(tiny_config: Path) -> Path:
+    """The tiny config as four runs, in tmp_path/runs."""
+    path = tiny_config.with_name("s.toml")
+    path.write_text(tiny_config.read_text() + SWEEP)
+    return path
 
 
-def tiny(folder: Path, **changes: str) -> list[str]:
-    """Overrides for a model that trains in a tenth of a second."""
-    values = TINY | {"data.dir": str(folder / "data"), "log.dir": str(folder / "runs")}
-    values |= {key.replace("__", "."): value for key, value in changes.items()}
-    return [text for key, value in values.items() for text in (f"--{key}", value)]
+def make_run(
+    folder: Path, name: str, losses: list[float], *overrides: str, step: int = 3, begun: str = ""
+) -> None:
+    """A run folder with evaluations whose losses at 1x, 2x, ... are given."""
+    given = {"name": name, "log.dir": folder, "train.max-steps": 3, "optimizer.warmup-steps": 1}
+    args = [text for key, value in given.items() for text in (f"--{key}", str(value))]
+    config = load_config(CONFIGS / "demo_softmax.toml", [*args, *overrides])
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "config.toml").write_text(to_toml(config))
+    validation = {"step": config.train.max_steps, "val_loss": 4.0}
+    (config.run_dir / "metrics.jsonl").write_text(json.dumps(validation) + "\n")
+    if begun:
+        (config.run_dir / "init_from.txt").write_text(begun)
+    run = (config.name, config.seed, config.optimizer.lr, step, "eval_length", "ntk", TEXT)
+    for factor, loss in zip(FACTORS, losses, strict=True):
+        measures = [(0, "loss", loss - 1), (1, "loss", loss + 1), (None, "loss[0:128]", loss)]
+        write_rows(config.run_dir, [Row(*run, 128 * factor, *measure) for measure in measures])
 
 
-def run_train(path: Path, overrides: list[str]) -> Path:
-    """Train in this process; returns the run folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["train.py", str(path), *overrides])
-        train.main()
-    return load_config(path, overrides).run_dir
+def table_of(paper: str, i: int, runs: Runs) -> str:
+    published = read_published()
+    return report.paper_table(read_tables()[paper][i], runs, published[published.paper == paper])
 
 
-def metrics(run: Path, key: str) -> list[float]:
-    return [record[key] for record in read_jsonl(run / "metrics.jsonl") if key in record]
+def cells(text: str, row: str) -> list[list[str]]:
+    """The lines of a row in a table of the report: the one that names it, and those below without a name."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    first = next(i for i, line in enumerate(lines) if line and line[0] == f"`{row}`")
+    return [lines[first], *itertools.takewhile(lambda line: line and line[0] == "", lines[first + 1 :])]
 
 
-@pytest.fixture(scope="module")
-def softmax_runs(folder: Path) -> dict[bool, Path]:
-    return {
-        tied: run_train(CONFIGS / file, tiny(folder, name=f"source_{tied}")) for tied, file in BASES.items()
+def test_a_scale_is_compared_on_the_text_that_most_of_its_runs_read(tmp_path):
+    """Of equally many runs on the text that skips least."""
+    for name, seed in (("a", "1"), ("b", "2")):
+        make_run(tmp_path, name, [1.0, 2.0, 3.0, 4.0, 5.0], "--seed", seed)
+        for text in ("0123456789ab+4096x2x2048", f"other{name}+0x9x2048"):
+            row = Row(name, int(seed), 0.1, 3, "eval_length", "ntk", text, 128, 0, "loss", 9.0)
+            write_rows(tmp_path / name, [row])
+    means = tabulate(read_runs([str(tmp_path)])).means()
+    assert sorted(means.loss) == sorted(2 * [1.0, 2.0, 3.0, 4.0, 5.0])
+
+
+def test_rows_find_their_runs(tmp_path, capsys):
+    for seed, shift in ((1, 0.0), (2, 0.1), (3, 0.2)):
+        make_run(tmp_path, f"any{seed}", [2 + shift] * 4 + [3 + shift], "--seed", str(seed))
+    make_run(tmp_path, "p15", [2.0] * 5, "--attention.normaliser", "lssa", "--attention.reweight-p", "15")
+    make_run(tmp_path, "any_again", [9.0] * 5, "--seed", "3")
+    make_run(tmp_path, "rate", [5.0] * 5, "--optimizer.lr", "1e-4")
+    make_run(tmp_path, "bold", [9.0] * 5, "--optimizer.weight-decay", "0.0")
+    make_run(tmp_path, "stale", [7.0] * 5, "--attention.normaliser", "relu_li", step=2)  # evaluated before
+    (tmp_path / "p15/metrics.jsonl").write_text('{"step": 2, "val_loss": 4.0}\n')
+    with open(tmp_path / "any1/metrics.jsonl", "a") as f:
+        f.write('{"step": 3, "val')  # truncated by a kill
+    make_run(tmp_path, "diverged", [8.0] * 5, "--seed", "9")
+    (tmp_path / "diverged/metrics.jsonl").write_text('{"step": 3, "val_loss": null}\n')
+    make_run(tmp_path, "nope", [8.0] * 5, "--model.position", "none")  # softmax, but of no row
+    make_run(tmp_path, "gate", [8.0] * 5, "--model.attention-gate", "true")
+    runs = tabulate(read_runs([str(tmp_path)]))
+    printed = capsys.readouterr().out
+    for name in ("p15", "diverged"):
+        assert f"skipped: {tmp_path / name} is not finished, or its last loss is not finite" in printed
+    assert f"left out: {tmp_path / 'any_again'}, a repeat of" in printed
+    of_scale = report.runs_table(runs.table[runs.table.scale == "A"], runs.means())
+    assert (
+        "| any1 | 1, 2, 3 | 842,496 | 4.0000 ±0.0000 | 2.1000 ±0.1000 | 3.1000 ±0.1000 | 1.0000 ±0.0000 |"
+        in of_scale
+    )
+    seeds = ["", "ours, scale A, 3 seeds (`any1`), RoPE ntk", *4 * ["2.1000 ±0.1000"], "3.1000 ±0.1000"]
+    rate = ["", "ours, scale A (`rate`), RoPE ntk", *5 * ["5.0000"]]  # another recipe is no seed
+    assert cells(table_of("lssar", 0, runs), "table1_softmax") == [
+        ["`table1_softmax`", "paper, Table 1", "3.1911", *4 * ["–"]], seeds, rate
+    ]  # fmt: skip
+    text = table_of("lssar", 3, runs)
+    assert cells(text, "table4_softmax") == [["`table4_softmax`", *seeds[1:]], rate]
+    assert "table4_lssa_p15" not in text and "table4_relu_li" not in text, "not finished, not evaluated"
+    robust = table_of("normsoftmax", 3, runs)
+    assert cells(robust, "no_weight_decay_normaliser=softmax")[1][2] == "9.0000"
+    accuracy = cells(table_of("normsoftmax", 0, runs), "gamma_gamma=inf")[0]
+    assert accuracy[1].startswith("paper, Table 1: nsm-inf, CIFAR10, ViT 88.01 % test accuracy;")
+    assert accuracy[2:] == 5 * ["–"]
+
+
+def test_scales_stay_apart(tmp_path):
+    make_run(tmp_path, "a", [2.0] * 5)
+    make_run(tmp_path, "b", [3.0] * 5, "--model.n-layer", "2")
+    runs = tabulate(read_runs([str(tmp_path)]))
+    lines = cells(table_of("lssar", 0, runs), "table1_softmax")[1:]
+    assert [line[1] for line in lines] == ["ours, scale A (`a`), RoPE ntk", "ours, scale B (`b`), RoPE ntk"]
+    assert sorted(line[2] for line in lines) == ["2.0000", "3.0000"]
+    assert report.scales_text(runs).count("layers, 2 heads of 64") == 2
+
+
+def test_every_row_is_another_experiment() -> None:
+    """Else one run would be in two rows of a table that mean different things."""
+    tables = read_tables()
+    assert set(read_published().paper) == set(tables)
+    keys: set[str] = set()
+    for table in itertools.chain(*tables.values()):
+        rows = read_rows(table["folder"], table["files"])
+        experiments = [(experiment_of(row.config), *row.sizes.items()) for row in rows]
+        doubles = {
+            row.config.name for row, e in zip(rows, experiments, strict=True) if experiments.count(e) > 1
+        }
+        assert doubles <= {"norm_softmax", "tau_gamma=sqrt_d_tau=1.0", "baseline", "gamma_gamma=inf",
+                           "tau_gamma=inf_tau=1.0", "scale_scale=rsqrt_d"}, doubles  # fmt: skip
+        keys |= {key for row in rows for key in row.keys}
+    files = {f"{folder}/{path.stem}" for folder in ("lssar_paper", "normsoftmax_paper")
+             for path in (CONFIGS / folder).glob("*.toml")}  # fmt: skip
+    assert files <= keys
+
+
+def test_every_published_number_is_in_the_report_once(tmp_path) -> None:
+    """All 146: in the row of its config where it has one, which must exist; also without a run of a paper."""
+    make_run(tmp_path, "other", [2.0] * 5, "--train.loss", "norm_softmax", "--train.loss-gamma", "2.5")
+    runs = tabulate(read_runs([str(tmp_path)]))
+    tables = itertools.chain(*read_tables().values())
+    keys = {key for table in tables for row in read_rows(table["folder"], table["files"]) for key in row.keys}
+    text = report.report_text(runs, {})
+    tables_of = {paper: [table["title"] for table in tables] for paper, tables in read_tables().items()}
+    sections = {section.splitlines()[0]: section.splitlines() for section in text.split("\n### ")}
+    lines = {
+        paper: [line for title in titles for line in sections[title]] for paper, titles in tables_of.items()
     }
+    published = read_published()
+    for n in published.itertuples():
+        parts = [n.row, n.unit, f" {n.printed} |"]
+        of_paper = lines[n.paper]
+        if n.config:
+            assert n.config in keys, n
+            stem = n.config.split("/")[1].split(":")[0]
+            of_paper = [line for line in of_paper if line.startswith(f"| `{stem}")]
+            is_loss = n.column == "val loss, 1x"
+            parts = [
+                n.where,
+                f" {n.printed} |" if is_loss else f"{n.where}: {n.row}, {n.column} {n.printed} {n.unit}",
+            ]
+        assert sum(all(part in line for part in parts) for line in of_paper) == 1, n
+    assert len(published) == 146
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_every_config_trains(path, folder, softmax_runs):
-    """The loss of the first and the last run that the file describes falls in 20 steps."""
-    runs = expand_sweep(path)
-    for chosen in runs[:1] if len(runs) == 1 else (runs[0], runs[-1]):
-        config = load_config(path, chosen.overrides)
-        # Adam's rates of a large model change little in 20 steps.
-        lr = (1 if config.optimizer.name == "sgd" else 10) * config.optimizer.lr
-        changes = {"name": f"{path.parent.name}-{config.name}", "optimizer.lr": str(lr)}
-        changes["optimizer.warmup_steps"] = str(min(2, config.optimizer.warmup_steps))
-        if config.init_from:
-            changes["init_from"] = str(softmax_runs[config.model.tie_embeddings])
-        run = run_train(path, chosen.overrides + tiny(folder, **changes))
-        losses = metrics(run, "loss")
-        assert len(losses) == 20 and all(loss is not None and math.isfinite(loss) for loss in losses)
-        assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.02, losses
-        trained = load_config(run / "config.toml")
-        assert trained.attention == config.attention and trained.train.loss == config.train.loss
+def test_a_run_belongs_to_a_row_with_init_from_if_it_replaced_the_normaliser(tmp_path) -> None:
+    """A fine-tuned (b) is not (f), though both are SSMax models that began from another run's weights."""
+    ssmax = ["--attention.normaliser", "ssmax"]
+    replaced = "  changed     attention.normaliser 'softmax' -> 'ssmax', train.max_steps 3 -> 2\n"
+    make_run(tmp_path, "a", [1.0] * 5)
+    make_run(tmp_path, "b", [2.0] * 5, *ssmax)
+    for name, loss, source, steps, summary in (
+        ("e", 3.0, "a, step 3", 0, replaced),
+        ("f", 4.0, "a/checkpoints/step_000001.pt, step 1", 2, replaced),
+        ("b_again", 5.0, "b, step 3", 3, "  changed     nothing\n"),
+        ("sft_b", 6.0, "b, step 3", 3, "  changed     data.dir 'a' -> 'data/squad'\n"),
+        ("sft_a", 7.0, "a, step 3", 3, replaced.replace("train", "data.dir 'a' -> 'data/squad', train")),
+        ("orphan", 8.0, "", 3, ""),
+    ):
+        options = ["--init-from", "runs/x", "--train.max-steps", str(steps), "--optimizer.warmup-steps", "0"]
+        begun = f"init_from {source}\n{summary}" if source else ""
+        make_run(tmp_path, name, [loss] * 5, *ssmax, *options, step=steps, begun=begun)
+    runs = tabulate(read_runs([str(tmp_path)]))
+    text = table_of("ssmax", 0, runs)
+    ours = [line.split(" | ")[2] for line in text.splitlines() if "ours, scale A" in line]
+    assert ours == ["1.0000", "2.0000", "3.0000"]
+    assert len(runs.table) == 8 and len({*runs.table.line}) == 8
+    assert set(runs.table[runs.table.scale == "A"].name) >= {"a", "b", "e", "f"}
 
 
-@pytest.mark.parametrize(
-    ("name", "n_params", "more"),
-    [(f"ssmax_paper/{row}_{size}.toml", n, more)
-       for size, n in (("124m", 123_689_472), ("162m", 162_220_800))
-       for row, more in (("a_softmax", 0), ("b_ssmax", 144), ("c_ssmax_s1", 0), ("d_ssmax_bias", 288))],
-)  # fmt: skip
-def test_parameters_of_the_papers_models(name, n_params, more):
-    """124M and 162M; SSMax adds one parameter for each of 12 x 12 heads, with the bias two."""
-    with torch.device("meta"):
-        assert GPT(load_config(CONFIGS / name), device="meta").n_params() == n_params + more
+def test_rows_of_a_sweep_over_sizes_and_steps_have_runs_of_their_own(tmp_path) -> None:
+    """NormSoftmax, Figures 3a and 3c: another length of training, or depth, is another row."""
+    norm = ["--attention.normaliser", "norm_softmax", "--attention.gamma", "inf"]
+    make_run(tmp_path, "long", [2.0] * 5, *norm, "--train.max-steps", "4716", step=4716)
+    make_run(tmp_path, "deep", [3.0] * 5, *norm, "--model.n-layer", "6")
+    runs = tabulate(read_runs([str(tmp_path)]))
+    acceleration = table_of("normsoftmax", 2, runs)
+    assert acceleration.count("| ours") == 1
+    assert cells(acceleration, "acceleration_gamma=inf_max_steps=4716")[0][2] == "2.0000"
+    depth = table_of("normsoftmax", 4, runs)
+    assert depth.count("| ours") == 1 and cells(depth, "depth_gamma=inf_n_layer=6")[0][2] == "3.0000"
 
 
-@pytest.mark.parametrize("name", ["ssmax_paper/f_during_pretraining_162m", "comparison/A/ssmax_during"])
-def test_scale_init_of_replaced_softmax(name):
-    """SSMax (e), (f): the reciprocal of the mean of ln n."""
-    config = load_config(CONFIGS / f"{name}.toml")
-    mean = np.log(np.arange(1, config.train.seq_len + 1)).mean()
-    assert config.attention.model_dump()["scale_init"] == pytest.approx(1 / mean, rel=3e-4)
+def test_figures(tmp_path) -> None:
+    """Of seeds of which one is not evaluated; training curves are means over hundredths."""
+    losses = [json.dumps({"step": i, "loss": 5.0 - i / 1000}) for i in range(1, 201)]
+    ssmax = ["--attention.normaliser", "ssmax", "--attention.scale", "one"]
+    for name, options in (("a", []), ("a2", ["--seed", "2"]), ("c", ssmax)):
+        make_run(tmp_path, name, [2.0] * 5, *options, "--train.max-steps", "200", step=200)
+        with open(tmp_path / name / "metrics.jsonl", "a") as f:
+            f.write("\n".join(losses))
+    (tmp_path / "a2/rows.csv").unlink()
+    figures = {name: figure for name, _, figure in all_figures(tabulate(read_runs([str(tmp_path)])))}
+    assert [*figures] == ["lssar_figure1_A.png", "ssmax_figure4_A.png"]
+    curve = figures["ssmax_figure4_A.png"].axes[0].lines[0]
+    assert curve.get_xdata().tolist() == list(range(2, 201, 2))  # type: ignore[union-attr]
+    assert curve.get_ydata()[-1] == pytest.approx(4.8005)  # type: ignore[index]
 
 
-# ---------------------------------------------------------------- init_from
+def test_fit_of_p_n_finds_its_own_formula():
+    n = np.arange(1, 201)
+    p_n = 0.7 * np.log(n) - 0.2
+    p_n[0] = 1.0  # never trained
+    assert fit_log(p_n) == pytest.approx((0.7, -0.2, 1.0), rel=1e-9)
+    assert fit_log(p_n + 0.1 * np.sin(n))[2] < 1
 
 
-def parameters(run: Path) -> dict[str, torch.Tensor]:
-    return load_model(run).model.state_dict()
-
-
-def test_init_from_copies_weights_bit_for_bit_and_nothing_else(folder, softmax_runs, capsys):
-    source = softmax_runs[False]
-    path = CONFIGS / "ssmax_paper/e_after_pretraining_162m.toml"
-    zero_steps = {"train__max_steps": "0", "optimizer__warmup_steps": "0"}
-    overrides = tiny(folder, name="e", init_from=str(source), **zero_steps)
-    run = run_train(path, overrides)
-    out = capsys.readouterr().out
-    old, new = parameters(source), parameters(run)
-    assert all(torch.equal(old[name], new[name]) for name in old)
-    added = new.keys() - old.keys()
-    assert added == {f"blocks.{i}.attention.normaliser.s" for i in (0, 1)}
-    assert all(torch.equal(new[name], torch.full((2,), 0.1685)) for name in added)
-    assert "blocks.*.attention.normaliser.s (2 tensors); the optimiser's state" in out
-    assert "dropped     nothing" in out and "attention.normaliser 'softmax' -> 'ssmax'" in out
-    assert (run / "init_from.txt").read_text() in out
-    state = load_checkpoint(find_checkpoints(run)[0])
-    assert state["step"] == 0 and not state["optimizers"][0]["state"]
-    assert len(metrics(run, "val_loss")) == 1 and not metrics(run, "loss")
-    run_train(path, overrides)
-    assert "finished" in capsys.readouterr().out
-    assert len(metrics(run, "val_loss")) == 1
-
-    back = run_train(CONFIGS / "ssmax_paper/a_softmax_162m.toml",
-                     tiny(folder, name="back", init_from=str(run), **zero_steps))  # fmt: skip
-    assert "dropped     blocks.*.attention.normaliser.s (2 tensors)" in capsys.readouterr().out
-    assert all(torch.equal(old[name], tensor) for name, tensor in parameters(back).items())
-
-
-def test_init_from_starts_a_run_that_resumes_by_itself(folder, softmax_runs):
-    """Step 1 is that of the other run's weights on the batch after data.skip_steps; resuming does not read
-    the other run again."""
-    path, source = CONFIGS / "lssar.toml", softmax_runs[True]
-    overrides = tiny(folder, name="tuned", init_from=str(find_checkpoints(source)[0]), train__max_steps="6",
-                     train__checkpoint_every="3", data__skip_steps="5")  # fmt: skip
-    run = run_train(path, overrides)
-    config = load_config(path, overrides)
-    model = GPT(config)
-    model.load_state_dict(parameters(source))
-    stream = TokenStream(folder / "data", "train")
-    x, y = train_batch(stream, 5, n_seq=16, seq_len=16, order=config.data.order, seed=config.seed)
-    loss = model(torch.from_numpy(x), torch.from_numpy(y)).item()
-    whole = metrics(run, "loss")
-    assert whole[0] == pytest.approx(loss, rel=1e-6)
-    find_checkpoints(run)[0].unlink()  # as if killed after step 3
-    hidden = source.rename(source.with_name("hidden"))
-    try:
-        run_train(path, overrides)
-    finally:
-        hidden.rename(source)
-    assert metrics(run, "loss") == whole
-
-
-@pytest.mark.parametrize(
-    ("tied", "changes", "expected"),
-    [
-        (True, {"model__n_embd": "64"}, r"embedding.weight is \(128, 64\) here, \(128, 32\) there"),
-        (True, {"model__mlp_hidden": "8"}, r"blocks.\*.mlp.up.weight is .*model.mlp_hidden \w+ -> 8"),
-        (True, {"init_from": "nowhere"}, "nowhere: no such run folder or checkpoint"),
-        (False, {"model__tie_embeddings": "true"}, "lm_head.weight is tied to the embedding here, not there"),
-    ],
-)
-def test_init_from_rejects_what_does_not_fit(tied, changes, expected, folder, softmax_runs):
-    changes = {"init_from": str(softmax_runs[tied]), "name": "rejected"} | changes
-    with pytest.raises(UserError, match=expected) as e:
-        run_train(CONFIGS / BASES[tied], tiny(folder, **changes))
-    assert len(str(e.value).splitlines()) == 1
-    assert not (folder / "runs/rejected").exists()
-
-
-# ---------------------------------------------------------------- the loss
-
-
-@pytest.mark.parametrize(
-    ("gamma", "tau"),
-    [(None, None), ("inf", 0.5), (2.0, 1.5), (100.0, None), ("logit_norm", None), ("logit_norm", 0.3)],
-)
-def test_scaled_logits_of_the_vocabulary(gamma, tau):
-    """norm_softmax: z / (tau min(sigma, gamma)); logit_norm: z / (tau |z|), tau = V^(-1/2) by default."""
-    z = torch.randn(3, 5, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3 + 1
-    is_norm = gamma != "logit_norm"
-    options: dict[str, Any] = {"loss": "norm_softmax" if is_norm else "logit_norm"}
-    options |= {"loss_tau": tau} if tau else {}
-    options |= {"loss_gamma": gamma} if is_norm and gamma else {}
-    for row, got in zip(z.flatten(0, 1), scale_logits(z, TrainConfig(**options)).flatten(0, 1), strict=True):
-        if is_norm:
-            divisor = (tau or 1.0) * min(row.std(correction=0).item(), float(gamma or "inf"))
-        else:
-            divisor = (tau or 40**-0.5) * row.norm().item()
-        assert got.tolist() == pytest.approx((row / divisor).tolist(), rel=1e-12)
-
-
-@pytest.mark.parametrize("loss", ["norm_softmax", "logit_norm"])
-def test_equal_logits_have_a_uniform_distribution_and_small_gradients(loss):
-    """Zero where the formula has none; logit_norm's of equal logits other than zero is that of any others."""
-    for value in (0.0, 7.0):
-        z = torch.full((2, 9), value, requires_grad=True)
-        out = F.cross_entropy(scale_logits(z, TrainConfig(loss=loss)), torch.tensor([1, 2]))  # type: ignore[arg-type]
-        out.backward()
-        assert out.item() == pytest.approx(math.log(9), rel=1e-6) and z.grad is not None
-        assert z.grad.abs().max() < 1 and (z.grad == 0).all() == (loss == "norm_softmax" or value == 0.0)
-
-
-def test_validation_reports_both_losses(folder, softmax_runs):
-    run = run_train(CONFIGS / "softmax.toml", tiny(folder, name="both", train__loss="norm_softmax"))
-    model = load_model(run).model
-    tokens = torch.from_numpy(TokenStream(folder / "data", "val").read(0, 321).astype(np.int64))
-    x, y = tokens[:-1].view(20, 16), tokens[1:].view(20, 16)
-    with torch.no_grad():
-        unscaled = model(x, unscaled=True).flatten(0, 1).double()
-        own = model.token_losses(x, y).mean().item()
-    cross_entropy = F.cross_entropy(unscaled, y.flatten()).item()
-    assert metrics(run, "val_cross_entropy")[-1] == pytest.approx(cross_entropy)
-    sigma = unscaled.std(-1, correction=0, keepdim=True)
-    loss = F.cross_entropy(unscaled / sigma, y.flatten()).item()
-    assert metrics(run, "val_loss")[-1] == pytest.approx(loss) == pytest.approx(own)
-    assert not metrics(softmax_runs[True], "val_cross_entropy")
+def test_sweep_and_report_through_torchrun(path, call, monkeypatch):
+    """One run and one evaluation; then the report of the folder."""
+    run = path.parent / "runs/s_normaliser=softmax_seed=1"
+    monkeypatch.setattr(sweep, "EVALUATIONS", (("none", "none"),))
+    call(sweep, path, "--index", 0, "--nproc", 1, "--eval-tokens", 256, "--log.attention-every", 4)
+    evaluation = json.loads((run / "eval_length_none.json").read_text())
+    assert evaluation["rope"]["kind"] == "none" and evaluation["step"] == 12
+    assert [row["length"] for row in evaluation["lengths"]] == [16, 32, 64, 128, 256]
+    call(report, path.parent / "runs")
+    folder = path.parent / "runs/report"
+    text = (folder / "report.md").read_text()
+    assert "s_normaliser=softmax" in text
+    loss = evaluation["lengths"][0]["loss"]
+    assert f"{loss:.4f}" in "".join(cells(text, "table1_softmax")[1])
+    pictures = re.findall(r"\]\((.*?\.png)\)", text)
+    assert any(picture.startswith("attention_A_") for picture in pictures)
+    assert all((folder / picture).stat().st_size for picture in pictures)
+    with pytest.raises(UserError, match="no finished run"):
+        read_runs([str(path.parent)])
+    with pytest.raises(UserError, match="nowhere: no such run folder"):
+        read_runs(["nowhere"])
