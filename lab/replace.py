@@ -56,16 +56,15 @@ def main() -> None:
     learned = learned_parameters(model)
     losses["replaced"] = measure(model, blocks, lengths, scaling)
     if args.steps:
-        fine_tune(
-            model, read_blocks(tokenizer, args.train_text.read_text(), math.inf, [train_len]), scaling, args
-        )
+        windows = read_blocks(tokenizer, args.train_text.read_text(), math.inf, [train_len])
+        fine_tune(model, windows, scaling, args)
         losses["fine-tuned"] = measure(model, blocks, lengths, scaling)
     name = describe_attention(attention)
     print(f"{args.model}: loss in nats, ± standard error; {args.steps} steps; RoPE scaling {args.rope}\n")
     table = [["state", "attention", *map(str, lengths)]]
     for state, by_length in losses.items():
-        cells = [format_stderr(*by_length[length]) for length in lengths]
-        table.append([state, "softmax" if state == "softmax" else name, *cells])
+        attention_name = "softmax" if state == "softmax" else name
+        table.append([state, attention_name, *(format_stderr(*loss) for loss in by_length.values())])
     print(format_table(table))
     if learned:
         print("\nlearned parameters of each layer:", *(p.tolist() for p in learned), sep="\n")
@@ -124,15 +123,11 @@ def measure(model: Any, blocks: Tensor, lengths: list[int], scaling: RopeScaling
     losses = {}
     for length in lengths:
         scale_rope(model, length, scaling)
-        at_once = max(1, 8192 // length)
         means = []
         for block in blocks:
             x = block[:-1].view(-1, length)
             y = block[1:].view(-1, length)
-            pairs = zip(x.split(at_once), y.split(at_once), strict=True)
-            means.append(
-                torch.stack([len(a) * next_token_loss(model, a, b) for a, b in pairs]).sum() / len(x)
-            )
+            means.append(next_token_loss(model, x, y))
         losses[length] = mean_and_stderr(torch.stack(means).double().cpu())
     return losses
 

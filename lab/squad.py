@@ -100,16 +100,14 @@ def main() -> None:
             dataset = datasets.load_dataset(args.source)
         splits: dict[str, list[Sequence]] = {}
         for split, theirs in (("val", "validation"), ("train", "train")):
-            sequences = [
-                make_sequence(row, tokenizer, args.seq_len) for row in dataset[theirs] if is_complete(row)
-            ]
+            complete = filter(is_complete, dataset[theirs])
+            sequences = [make_sequence(row, tokenizer, args.seq_len) for row in complete]
             splits[split] = [sequence for sequence in sequences if sequence is not None]
             n = len(splits[split])
+            n_longer = len(sequences) - n
             if not n:
                 raise UserError(f"{args.source}: {split}: no question fits --seq-len {args.seq_len}")
-            print(
-                f"{split:6} {n:,} questions in {args.seq_len} tokens each, {len(sequences) - n:,} were longer"
-            )
+            print(f"{split:6} {n:,} questions in {args.seq_len} tokens each, {n_longer:,} were longer")
         info = {"dataset": DATASET, "tokenizer": args.tokenizer, "vocab_size": tokenizer.n_vocab}
         # The zeros after an end-of-text are a document, too.
         write_masked(args.out, info | {"source": args.source}, splits, n_documents=2)

@@ -2,9 +2,10 @@
 
     python -m lab.weights docs/weights.png
 
-The query sees n keys, all N(0, 1) in d = 64 dimensions, so that x = q.k / sqrt(d) is about N(0, 1); one key,
-32 tokens back, has x = 6. Learned parameters have their initial values (ssmax_pn's are softmax), the training
-length is 1024. A panel shows the absolute weights by rank for n = 64 and n = 4096; its title, that one key's weight at both.
+The query sees n keys, all N(0, 1) in d = 64 dimensions, so that x = q.k / sqrt(d) is about N(0, 1). One key,
+32 tokens back, has x = 6. Learned parameters have their initial values, with which ssmax_pn is softmax. The
+training length is 1024. A panel shows the absolute weights by rank for n = 64 and n = 4096. Its title has
+that one key's weight at both.
 """
 
 from __future__ import annotations
