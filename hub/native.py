@@ -1,9 +1,7 @@
 """Llama and GPT-NeoX: the two architectures of transformers that compute what our softmax models do.
 
-    Llama      norm = rmsnorm, mlp = swiglu: the SSMax paper's model
-    GPT-NeoX   norm = layernorm, mlp = gelu: this repo's base, without parallel residuals, RoPE on whole heads
-
-One map of parameters, `pair_parameters`, serves export and import.
+Llama      norm = rmsnorm, mlp = swiglu: the SSMax paper's model
+GPT-NeoX   norm = layernorm, mlp = gelu: this repo's base, without parallel residuals, RoPE on whole heads
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from torch import Tensor
 from infra.cli import UserError
 from model import GPT, NORM_EPS
 from normalisers.family import Softmax
-from positions import UNSCALED, RopeScaling
 from schema import Config
 
 ARCHITECTURES = {("rmsnorm", "swiglu"): "llama", ("layernorm", "gelu"): "gpt_neox"}
@@ -58,80 +55,58 @@ def choose_architecture(config: Config) -> str | None:
     return None if is_grouped and architecture == "gpt_neox" else architecture
 
 
-def native_config(config: Config, architecture: str) -> Any:
-    """The LlamaConfig or GPTNeoXConfig of a model that computes the same."""
+def native_model(model: GPT, architecture: str, eot_token: int) -> Any:
+    """A LlamaForCausalLM or GPTNeoXForCausalLM with the weights of `model`, in float32."""
     transformers = import_transformers()
-    m = config.model
+    m = model.config.model
     options: dict[str, Any] = {
         "vocab_size": m.vocab_size,
         "hidden_size": m.n_embd,
         "intermediate_size": m.mlp_hidden or 4 * m.n_embd,
         "num_hidden_layers": m.n_layer,
         "num_attention_heads": m.n_head,
-        "max_position_embeddings": config.train.seq_len,
+        "max_position_embeddings": model.config.train.seq_len,
         "tie_word_embeddings": m.tie_embeddings,
+        "bos_token_id": eot_token,
+        "eos_token_id": eot_token,
         "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta, "partial_rotary_factor": 1.0},
     }
     if architecture == "llama":
         options |= {"num_key_value_heads": m.kv_heads}
         options |= {"rms_norm_eps": NORM_EPS, "attention_bias": m.bias, "mlp_bias": m.bias}
-        return transformers.LlamaConfig(**options)
-    act = {"tanh": "gelu_new", "exact": "gelu"}[m.gelu]
-    options |= {"hidden_act": act, "layer_norm_eps": NORM_EPS, "use_parallel_residual": False}
-    return transformers.GPTNeoXConfig(**options)
-
-
-def native_model(model: GPT, architecture: str, eot_token: int) -> Any:
-    """A LlamaForCausalLM or GPTNeoXForCausalLM with the weights of `model`, in float32."""
-    config = native_config(model.config, architecture)
-    config.bos_token_id = config.eos_token_id = eot_token
-    native = import_transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in native.state_dict().values():
-        parameter.zero_()  # what stays so: GPT-NeoX's biases where ours has none
-    for _, theirs, ours in pair_parameters(model, native):
-        if theirs is not None:
-            theirs.copy_(ours)
+        native = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
+    else:
+        act = {"tanh": "gelu_new", "exact": "gelu"}[m.gelu]
+        options |= {"hidden_act": act, "layer_norm_eps": NORM_EPS, "use_parallel_residual": False}
+        native = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**options))
+    # What ours does not have are biases of GPT-NeoX.
+    values = {name: torch.zeros_like(theirs) for name, theirs in native.state_dict().items()}
+    native.load_state_dict(values | dict(native_parameters(model, architecture)))
     return native
 
 
-def pair_parameters(model: GPT, native: Any) -> Iterator[tuple[str, Tensor | None, Tensor]]:
-    """Each parameter's name in `native`, its values there and ours: views of one shape, to copy either way.
+def native_parameters(model: GPT, architecture: str) -> Iterator[tuple[str, Tensor]]:
+    """The parameters under transformers' names.
 
-    None: it has no such parameter (a bias). transformers' RoPE rotates pairs (x_i, x_{i + D/2}), ours
-    neighbours: the rows of q and k have another order. Llama keeps q, k and v apart. GPT-NeoX has those of
-    each head in turn.
+    transformers' RoPE rotates pairs (x_i, x_{i + D/2}), ours neighbours: the rows of q and k have another
+    order. Llama keeps q, k and v apart. GPT-NeoX has those of each head in turn.
     """
     m = model.config.model
-    theirs = native.state_dict()
-    is_neox = native.config.model_type == "gpt_neox"
-    half = m.head_dim // 2
+    is_neox = architecture == "gpt_neox"
     for name, ours in model.state_dict().items():
         module, _, kind = name.rpartition(".")
         layer = module.split(".")[1] if module.startswith("blocks.") else ""
-        if module.endswith(".qkv"):
-            columns = ours.shape[1:]  # of a weight
-            sizes = [n * m.head_dim for n in (m.n_head, m.kv_heads, m.kv_heads)]
-            for i, part in enumerate(ours.split(sizes)):
-                halves = part.view(-1, 2, half, *columns)
-                if i < 2:
-                    halves = part.view(-1, half, 2, *columns).transpose(1, 2)
-                if is_neox:
-                    there = f"gpt_neox.layers.{layer}.attention.query_key_value.{kind}"
-                    yield there, theirs[there].view(m.n_head, 3, 2, half, *columns)[:, i], halves
-                else:
-                    there = f"model.layers.{layer}.self_attn.{'qkv'[i]}_proj.{kind}"
-                    their_part = theirs.get(there)
-                    yield there, None if their_part is None else their_part.view(halves.shape), halves
-        else:
+        if not module.endswith(".qkv"):
             there = MODULES[module.replace(f".{layer}.", ".{}.", 1)][is_neox].format(layer)
-            if module in ("embedding", "lm_head"):
-                ours = ours[: m.vocab_size]  # without rows of padding
-            yield f"{there}.{kind}", theirs.get(f"{there}.{kind}"), ours
-
-
-@torch.no_grad()
-def largest_difference(model: GPT, theirs: Any, length: int, rope: RopeScaling = UNSCALED) -> float:
-    """Between the logits of our model and of transformers', on two rows of random tokens."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randint(model.config.model.vocab_size, (2, length), generator=generator)
-    return (theirs.eval()(x).logits - model(x, rope=rope)).abs().max().item()
+            is_padded = module in ("embedding", "lm_head")
+            yield f"{there}.{kind}", ours[: m.vocab_size] if is_padded else ours
+            continue
+        columns = ours.shape[1:]  # of a weight
+        q, k, v = ours.split([n * m.head_dim for n in (m.n_head, m.kv_heads, m.kv_heads)])
+        q, k = (part.view(-1, m.head_dim // 2, 2, *columns).transpose(1, 2) for part in (q, k))
+        if is_neox:
+            heads = torch.stack([part.reshape(m.n_head, -1, *columns) for part in (q, k, v)], dim=1)
+            yield f"gpt_neox.layers.{layer}.attention.query_key_value.{kind}", heads.flatten(0, 2)
+        else:
+            for letter, part in zip("qkv", (q, k, v), strict=True):
+                yield f"model.layers.{layer}.self_attn.{letter}_proj.{kind}", part.reshape(-1, *columns)

@@ -3,7 +3,6 @@
     python -m lab.needle runs/ssmax --lengths 1000 2000 5000 10000 --rope theta --rope-theta 500000
     python -m lab.needle runs/softmax runs/ssmax runs/lssar --samples 100
     python -m lab.needle runs/sft --data data/fineweb10B                # fine-tuned: no text of its own
-    torchrun --standalone --nproc_per_node=8 -m lab.needle runs/ssmax
 
 A piece of the validation text contains, at 10, 30, 50, 70 or 90 % of it, "The special magic {city} number is:
 {seven digits}.". The question and the beginning of its answer follow. Lengths include all of it. Reported
@@ -16,8 +15,7 @@ with 95 % confidence intervals (Wilson):
                    first digit, for each layer and head (Section 3.4), heads ranked (Figure 7)
 
 Sample i has the same text, city and number at every depth of a length and for every run of the same
-tokeniser. The paper multiplies RoPE's base by 50 (the first command). Its Figure 7 is of one example, here
-heads are ranked by their mean over all samples.
+tokeniser. The paper multiplies RoPE's base by 50. Its Figure 7 is of one example, ours of all samples.
 
 Writes eval_needle.json and eval_needle.png into the run folder and adds to its rows.csv. Several runs get one
 more figure.
@@ -71,9 +69,8 @@ def main() -> None:
         streams = [common.open_validation(run.config, args.data) for run in runs]
         haystacks = [Haystack(stream, get_tokenizer(stream.info["tokenizer"])) for stream in streams]
         lengths = common.choose_lengths(args.lengths, runs, (1, 2, 4, 8))
-        for haystack in haystacks:
-            for length in lengths:
-                make_trial(haystack, length, 50, args.seed, 0)  # raises if it does not fit
+        for haystack, length in product(haystacks, lengths):
+            make_trial(haystack, length, 50, 0)  # raises if it does not fit
 
         def measure(i: int, model: GPT) -> tuple[dict[str, Any], str, list[Any]]:
             if not model.cacheable:
@@ -82,9 +79,9 @@ def main() -> None:
             for length, depth in product(lengths, args.depths):
                 scores = score(model, haystacks[i], length, depth, args, world)
                 cells.append({"length": length, "depth": depth, **summarise(scores, model, args.samples)})
-            task = {"samples": args.samples, "seed": args.seed, "lengths": lengths, "depths": args.depths}
+            task = {"samples": args.samples, "seed": 0, "lengths": lengths, "depths": args.depths}
             summary = {"haystack": str(haystacks[i].stream.folder), **task, "cells": cells}
-            return summary, f"seed {args.seed}", measured_shares(cells)
+            return summary, "seed 0", measured_shares(cells)
 
         common.evaluate("needle", args, world, runs, picture, measure, tables, plot)
 
@@ -111,7 +108,7 @@ def draw_numbers(rng: np.random.Generator) -> list[str]:
     return [str(1_000_000 + n) for n in rng.choice(9_000_000, N_CHOICES, replace=False)]
 
 
-def make_trial(haystack: Haystack, length: int, depth: int, seed: int, index: int) -> Trial:
+def make_trial(haystack: Haystack, length: int, depth: int, index: int) -> Trial:
     """Sample `index`: `length` tokens with the answer, the needle at `depth` per cent of the text.
 
     Raises:
@@ -119,7 +116,7 @@ def make_trial(haystack: Haystack, length: int, depth: int, seed: int, index: in
     """
     stream, tokenizer = haystack
     encode = tokenizer.encode_ordinary
-    rng = np.random.default_rng([seed, index])
+    rng = np.random.default_rng([0, index])
     city = CITIES[rng.integers(len(CITIES))]
     numbers = draw_numbers(rng)
     answers = [encode(f" {number}") for number in numbers]
@@ -154,7 +151,7 @@ def score(
     rope = RopeScaling(args.rope, args.rope_theta, length)
 
     def outcomes(items: Sequence[int]) -> Tensor:
-        trials = [make_trial(haystack, length, depth, args.seed, i) for i in items]
+        trials = [make_trial(haystack, length, depth, i) for i in items]
         with model.autocast():
             return run_trials(model, trials, rope, haystack.tokenizer)
 
@@ -297,7 +294,6 @@ def parse_args() -> argparse.Namespace:
     depths = [10, 30, 50, 70, 90]
     add("--depths", nargs="+", type=positive_int, default=depths, metavar="PERCENT", help="of the text")
     add("--samples", type=positive_int, default=1000, metavar="N", help="of each cell (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of texts, cities and numbers (default: 0)")
     return common.parse_arguments(parser, "eval_needle")
 
 

@@ -1,6 +1,5 @@
 """Synthetic recall: does a model trained on lab/recall_data.py still retrieve at lengths it never saw?
 
-    python -m lab.recall runs/comparison_recall/softmax
     python -m lab.recall runs/comparison_recall/*/ --rope none --tag none
     python -m lab.recall runs/comparison_recall/lssar_p15 --lengths 64 1024 16384 --samples 50
 
@@ -52,10 +51,8 @@ def main() -> None:
             recall_data.make_sequence(tasks[0], length, "")  # raises if it does not fit
 
         def measure(_: int, model: GPT) -> tuple[dict[str, Any], str, list[Any]]:
-            at_lengths = []
-            for length in lengths:
-                scores = {task: score(model, task, length, args, world) for task in tasks}
-                at_lengths.append(summarise(length, scores, args.samples))
+            cells = [{task: score(model, task, n, args, world) for task in tasks} for n in lengths]
+            at_lengths = [summarise(n, each, args.samples) for n, each in zip(lengths, cells, strict=True)]
             summary = {"tasks": tasks, "samples": args.samples, "seed": 0, "lengths": at_lengths}
             shares = [
                 (entry["length"], None, task, entry[task]["tokens"]["share"] if task in entry else math.nan)

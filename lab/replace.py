@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ from tqdm import trange
 from config import config_from_dict, parse_overrides
 from evals.common import mean_and_stderr
 from evals.output import format_stderr, format_table
+from hub.native import import_transformers
 from hub.register import learned_parameters, register
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
-from lab.import_ import load_native
 from positions import RopeScaling, rope_frequencies
 from schema import AttentionConfig, describe_attention
 
@@ -43,7 +44,7 @@ def main() -> None:
     make_attention(args.normaliser, options, train_len=2)  # a mistake ends here, before the model loads
     scaling = RopeScaling(args.rope)
     val_text = args.val_text.read_text()
-    model, tokenizer = load_native(args.model, attn_implementation="sdpa")
+    model, tokenizer = load_native(args.model)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     train_len = model.config.max_position_embeddings
     attention = make_attention(args.normaliser, options, train_len)
@@ -84,11 +85,20 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
     add("--steps", type=int, default=100, help="fine-tuning steps; 0: none (default: %(default)s)")
     add("--lr", type=float, default=1e-4, help="peak learning rate (default: %(default)s)")
     add("--batch", type=positive_int, default=32, help="windows in a step (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the order of windows (default: %(default)s)")
     args, rest = parser.parse_known_args()
     if args.steps and args.train_text is None:
         raise UserError(f"--steps {args.steps}: needs --train-text; or give --steps 0")
     return args, parse_overrides(rest)
+
+
+def load_native(source: str) -> tuple[Any, Any]:
+    """The model in float32, and its tokenizer. Raises UserError: absent, unreadable, not reachable."""
+    transformers = import_transformers()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        return transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), tokenizer
+    except (OSError, ValueError) as e:
+        raise UserError(f"{source}: cannot be loaded: {shorten(str(e), 300)}") from None
 
 
 def make_attention(normaliser: str, options: dict[str, Any], train_len: int) -> AttentionConfig:
@@ -158,11 +168,10 @@ def scale_rope(model: Any, length: int, scaling: RopeScaling) -> None:
         module.inv_freq = freqs.float()
 
 
-# ---------------------------------------------------------------- fine-tuning
 def fine_tune(model: Any, windows: Tensor, scaling: RopeScaling, args: argparse.Namespace) -> None:
     """AdamW on all parameters, in float32, at the training length."""
     scale_rope(model, windows.shape[1] - 1, scaling)
-    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(args.seed))
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
     for step in trange(args.steps, desc="fine-tuning", leave=False, disable=None):
         chosen = order[torch.arange(step * args.batch, (step + 1) * args.batch) % len(order)]

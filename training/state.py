@@ -151,7 +151,7 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     path, content = load_source(source)
     old = config_from_dict(content["config"], str(path))
     prefix = f"init_from = {str(source)!r}"
-    if Path(source).is_dir() and 0 < content["step"] < old.train.max_steps:  # 0: of lab.import_
+    if Path(source).is_dir() and content["step"] < old.train.max_steps:
         done = f"{content['step']} of {old.train.max_steps} steps"
         raise UserError(f"{prefix}: has {done}: expected a finished run, or a checkpoint file: {path}")
     trained_on = content["data"]["tokenizer"]
