@@ -66,19 +66,14 @@ def main() -> None:
         runs, picture = common.open_runs(args)
         all_blocks = common.open_blocks(args, runs)
         n_same = count_same_targets(all_blocks[0].lengths, runs)
-        results = []
-        for run, blocks in zip(runs, all_blocks, strict=True):
-            model, step = run.load(world)
+
+        def measure(i: int, model: GPT) -> tuple[dict[str, Any], str, Iterator[Any]]:
+            blocks = all_blocks[i]
             scores = [score(model, blocks, n, n_same, args.rope_scaling, world) for n in blocks.lengths]
-            if world.is_main:  # at once: a later run may fail
-                result = run.write(summarise(scores, blocks, n_same, args.per_position), step, args)
-                run.append_rows("eval_length", result, text_key(result["data"]), cells(result))
-                plot([result], run.file(".png"))
-                results.append(result)
-        if world.is_main:
-            print(tables(results))
-            if picture:
-                plot(results, picture)
+            summary = summarise(scores, blocks, n_same, args.per_position)
+            return summary, text_key(summary["data"]), cells(summary)
+
+        common.evaluate("eval_length", args, world, runs, picture, measure, tables, plot)
 
 
 # ---------------------------------------------------------------- windows

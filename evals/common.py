@@ -111,6 +111,35 @@ def open_runs(args: argparse.Namespace) -> tuple[list[EvaluatedRun], Path | None
     return runs, common / f"{args.name}{'_all' if common in folders else ''}.png"
 
 
+def evaluate(
+    script: str,
+    args: argparse.Namespace,
+    world: World,
+    runs: list[EvaluatedRun],
+    picture: Path | None,
+    measure: Callable[[int, GPT], tuple[dict[str, Any], str, Iterable[Any]]],
+    tables: Callable[[list[Result]], str],
+    plot: Callable[[list[Result], Path], None],
+) -> None:
+    """Measure each run and write its results, then print the table and draw the figure of all.
+
+    Args:
+        measure: of a run's number and its model: the summary, what text was read, and the rows' cells.
+    """
+    results = []
+    for i, run in enumerate(runs):
+        model, step = run.load(world)
+        summary, text, cells = measure(i, model)
+        if world.is_main:  # at once: a later run may fail
+            results.append(run.write(summary, step, args))
+            run.append_rows(script, results[-1], text, cells)
+            plot(results[-1:], run.file(".png"))
+    if world.is_main:
+        print(tables(results))
+        if picture:
+            plot(results, picture)
+
+
 def name_results(source: Path, name: str) -> tuple[str, Path]:
     """A source's label, and the path of its results without suffix, in the run's folder or beside a file."""
     if source.is_dir():

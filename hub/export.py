@@ -30,10 +30,8 @@ import torch
 
 from config import to_toml
 from data.tokenizer import get_tokenizer
-from evals.output import format_rope, length_table
 from hub.native import choose_architecture, import_transformers, largest_difference, native_model
 from infra.cli import ArgumentParser, UserError, run_main
-from infra.files import read_json
 from model import GPT
 from positions import RopeKind, RopeScaling
 from schema import describe_attention
@@ -64,7 +62,7 @@ def main() -> None:
         fast_tokenizer.save_pretrained(args.out)
         if architecture is None:
             copy_code(args.out)
-        card = model_card(args.out, Path(args.run), trained, architecture is None)
+        card = model_card(args.out.name, trained, architecture is None)
         (args.out / "README.md").write_text(card, encoding="utf-8")
     except OSError as e:
         raise UserError(f"{args.out}: cannot be written: {e.strerror or e}") from None
@@ -194,32 +192,16 @@ model = transformers.AutoModelForCausalLM.from_pretrained("{folder}"{option})
 tokenizer = transformers.AutoTokenizer.from_pretrained("{folder}"{option})
 ```
 
-```sh
-lm_eval --model hf --model_args pretrained={folder}{flag} --tasks hellaswag
-```
-{code}{losses}
 The training run, as `python train.py config.toml`:
 
 ```toml
 {toml}```
 """
-CARD_CODE = """
-Beyond {train_len} tokens add `rope="ntk"` to from_pretrained's arguments, or another scaling. The code is
-that of the training repository. It needs torch, transformers and pydantic.
-"""
-CARD_LOSSES = """
-Validation loss in nats, ± standard error, by length; RoPE scaling {rope}:
-
-```
-{table}
-```
-"""
 
 
-def model_card(out: Path, run: Path, trained: Trained, is_code: bool) -> str:
-    """README.md: what the model is, how to run it, its losses by length if they were measured, its config."""
+def model_card(folder: str, trained: Trained, is_code: bool) -> str:
+    """README.md: what the model is, how to load it, its config."""
     config = trained.config
-    train_len = config.train.seq_len
     return CARD.format(
         name=config.name,
         attention=describe_attention(config.attention, config.model),
@@ -227,24 +209,11 @@ def model_card(out: Path, run: Path, trained: Trained, is_code: bool) -> str:
         batch_tokens=config.train.batch_tokens,
         data=config.data.dir,
         tokenizer=trained.tokenizer,
-        train_len=train_len,
-        folder=out.name,
+        train_len=config.train.seq_len,
+        folder=folder,
         option=", trust_remote_code=True" if is_code else "",
-        flag=",trust_remote_code=True" if is_code else "",
-        code=CARD_CODE.format(train_len=train_len) if is_code else "",
-        losses=losses_by_length(run if run.is_dir() else run.parent.parent),
         toml=to_toml(config),
     )
-
-
-def losses_by_length(run_dir: Path) -> str:
-    """The card's section about eval_length.json; empty if there is none."""
-    path = run_dir / "eval_length.json"
-    if not path.exists():
-        return ""
-    result = read_json(path)
-    table = length_table([result], lambda entry: (entry["loss"], entry["stderr"]))
-    return CARD_LOSSES.format(rope=format_rope(result), table=table)
 
 
 # ---------------------------------------------------------------- tokenizer and check

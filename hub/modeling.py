@@ -169,13 +169,10 @@ def mask_spans(mask: Tensor) -> list[tuple[int, int]] | None:
     Raises:
         UserError: padding between real keys.
     """
-    spans = []
-    for row in mask.bool().cpu():
-        places = row.nonzero()[:, 0].tolist()
-        start = places[0] if places else 0
-        if len(places) and places[-1] - start + 1 != len(places):
-            raise UserError(
-                "attention_mask: has zeros between ones; expected padding on the left or right only"
-            )
-        spans.append((start, start + len(places)))
-    return None if all(span == (0, mask.shape[-1]) for span in spans) else spans
+    real = mask.bool().cpu()
+    starts = real.int().argmax(1)
+    stops = starts + real.sum(1)
+    places = torch.arange(real.shape[1])
+    if not real.equal((places >= starts[:, None]) & (places < stops[:, None])):
+        raise UserError("attention_mask: has zeros between ones; expected padding on the left or right only")
+    return None if real.all() else list(zip(starts.tolist(), stops.tolist(), strict=True))

@@ -21,27 +21,19 @@ from positions import UNSCALED, RopeScaling
 from schema import Config
 
 ARCHITECTURES = {("rmsnorm", "swiglu"): "llama", ("layernorm", "gelu"): "gpt_neox"}
-# Their names of our modules; {} is the layer.
-LLAMA_NAMES = {
-    "model.embed_tokens": "embedding",
-    "lm_head": "lm_head",
-    "model.norm": "final_norm",
-    "model.layers.{}.input_layernorm": "blocks.{}.attention_norm",
-    "model.layers.{}.post_attention_layernorm": "blocks.{}.mlp_norm",
-    "model.layers.{}.self_attn.o_proj": "blocks.{}.attention.out",
-    "model.layers.{}.mlp.gate_proj": "blocks.{}.mlp.gate",
-    "model.layers.{}.mlp.up_proj": "blocks.{}.mlp.up",
-    "model.layers.{}.mlp.down_proj": "blocks.{}.mlp.down",
-}
-NEOX_NAMES = {
-    "gpt_neox.embed_in": "embedding",
-    "lm_head": "lm_head",
-    "gpt_neox.final_layer_norm": "final_norm",
-    "gpt_neox.layers.{}.input_layernorm": "blocks.{}.attention_norm",
-    "gpt_neox.layers.{}.post_attention_layernorm": "blocks.{}.mlp_norm",
-    "gpt_neox.layers.{}.attention.dense": "blocks.{}.attention.out",
-    "gpt_neox.layers.{}.mlp.dense_h_to_4h": "blocks.{}.mlp.up",
-    "gpt_neox.layers.{}.mlp.dense_4h_to_h": "blocks.{}.mlp.down",
+MODULES = {  # our names, Llama's and GPT-NeoX's; {} is the layer
+    "embedding": ("model.embed_tokens", "gpt_neox.embed_in"),
+    "lm_head": ("lm_head", "lm_head"),
+    "final_norm": ("model.norm", "gpt_neox.final_layer_norm"),
+    "blocks.{}.attention_norm": ("model.layers.{}.input_layernorm", "gpt_neox.layers.{}.input_layernorm"),
+    "blocks.{}.mlp_norm": (
+        "model.layers.{}.post_attention_layernorm",
+        "gpt_neox.layers.{}.post_attention_layernorm",
+    ),
+    "blocks.{}.attention.out": ("model.layers.{}.self_attn.o_proj", "gpt_neox.layers.{}.attention.dense"),
+    "blocks.{}.mlp.gate": ("model.layers.{}.mlp.gate_proj", ""),
+    "blocks.{}.mlp.up": ("model.layers.{}.mlp.up_proj", "gpt_neox.layers.{}.mlp.dense_h_to_4h"),
+    "blocks.{}.mlp.down": ("model.layers.{}.mlp.down_proj", "gpt_neox.layers.{}.mlp.dense_4h_to_h"),
 }
 
 
@@ -66,30 +58,34 @@ def choose_architecture(config: Config) -> str | None:
     return None if is_grouped and architecture == "gpt_neox" else architecture
 
 
-def native_model(model: GPT, architecture: str, eot_token: int) -> Any:
-    """A LlamaForCausalLM or GPTNeoXForCausalLM with the weights of `model`, in float32."""
+def native_config(config: Config, architecture: str) -> Any:
+    """The LlamaConfig or GPTNeoXConfig of a model that computes the same."""
     transformers = import_transformers()
-    m = model.config.model
+    m = config.model
     options: dict[str, Any] = {
         "vocab_size": m.vocab_size,
         "hidden_size": m.n_embd,
         "intermediate_size": m.mlp_hidden or 4 * m.n_embd,
         "num_hidden_layers": m.n_layer,
         "num_attention_heads": m.n_head,
-        "max_position_embeddings": model.config.train.seq_len,
+        "max_position_embeddings": config.train.seq_len,
         "tie_word_embeddings": m.tie_embeddings,
-        "bos_token_id": eot_token,
-        "eos_token_id": eot_token,
         "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta, "partial_rotary_factor": 1.0},
     }
     if architecture == "llama":
         options |= {"num_key_value_heads": m.kv_heads}
         options |= {"rms_norm_eps": NORM_EPS, "attention_bias": m.bias, "mlp_bias": m.bias}
-        native = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
-    else:
-        act = {"tanh": "gelu_new", "exact": "gelu"}[m.gelu]
-        options |= {"hidden_act": act, "layer_norm_eps": NORM_EPS, "use_parallel_residual": False}
-        native = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**options))
+        return transformers.LlamaConfig(**options)
+    act = {"tanh": "gelu_new", "exact": "gelu"}[m.gelu]
+    options |= {"hidden_act": act, "layer_norm_eps": NORM_EPS, "use_parallel_residual": False}
+    return transformers.GPTNeoXConfig(**options)
+
+
+def native_model(model: GPT, architecture: str, eot_token: int) -> Any:
+    """A LlamaForCausalLM or GPTNeoXForCausalLM with the weights of `model`, in float32."""
+    config = native_config(model.config, architecture)
+    config.bos_token_id = config.eos_token_id = eot_token
+    native = import_transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in native.state_dict().values():
         parameter.zero_()  # what stays so: GPT-NeoX's biases where ours has none
     for _, theirs, ours in pair_parameters(model, native):
@@ -101,53 +97,36 @@ def native_model(model: GPT, architecture: str, eot_token: int) -> Any:
 def pair_parameters(model: GPT, native: Any) -> Iterator[tuple[str, Tensor | None, Tensor]]:
     """Each parameter's name in `native`, its values there and ours: views of one shape, to copy either way.
 
-    None: it has no such parameter (a bias).
+    None: it has no such parameter (a bias). transformers' RoPE rotates pairs (x_i, x_{i + D/2}), ours
+    neighbours: the rows of q and k have another order. Llama keeps q, k and v apart. GPT-NeoX has those of
+    each head in turn.
     """
     m = model.config.model
-    ours = model.state_dict()
     theirs = native.state_dict()
-    names = LLAMA_NAMES if native.config.model_type == "llama" else NEOX_NAMES
-    layers = range(m.n_layer)
-    modules = {there.format(i): here.format(i) for i in layers for there, here in names.items()}
-    for there, here in modules.items():
-        for kind in ("weight", "bias"):
-            parameter = ours.get(f"{here}.{kind}")
-            if parameter is not None:
-                is_padded = here in ("embedding", "lm_head")
-                name = f"{there}.{kind}"
-                yield name, theirs.get(name), parameter[: m.vocab_size] if is_padded else parameter
-    for i in layers:
-        for kind in ("weight", "bias"):
-            qkv = ours.get(f"blocks.{i}.attention.qkv.{kind}")
-            if qkv is not None:
-                yield from pair_qkv(model.config, theirs, i, kind, qkv)
-
-
-def pair_qkv(
-    config: Config, theirs: dict[str, Tensor], layer: int, kind: str, qkv: Tensor
-) -> Iterator[tuple[str, Tensor | None, Tensor]]:
-    """`pair_parameters` of a layer's queries, keys and values.
-
-    transformers' RoPE rotates pairs (x_i, x_{i + D/2}), ours neighbours: the rows of q and k have another
-    order. Llama keeps q, k and v apart. GPT-NeoX has those of each head in turn.
-    """
-    m = config.model
+    is_neox = native.config.model_type == "gpt_neox"
     half = m.head_dim // 2
-    columns = qkv.shape[1:]  # of a weight
-    neox_name = f"gpt_neox.layers.{layer}.attention.query_key_value.{kind}"
-    sizes = [n * m.head_dim for n in (m.n_head, m.kv_heads, m.kv_heads)]
-    for i, part in enumerate(qkv.split(sizes)):
-        if i < 2:
-            part_in_halves = part.view(-1, half, 2, *columns).transpose(1, 2)
+    for name, ours in model.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        layer = module.split(".")[1] if module.startswith("blocks.") else ""
+        if module.endswith(".qkv"):
+            columns = ours.shape[1:]  # of a weight
+            sizes = [n * m.head_dim for n in (m.n_head, m.kv_heads, m.kv_heads)]
+            for i, part in enumerate(ours.split(sizes)):
+                halves = part.view(-1, 2, half, *columns)
+                if i < 2:
+                    halves = part.view(-1, half, 2, *columns).transpose(1, 2)
+                if is_neox:
+                    there = f"gpt_neox.layers.{layer}.attention.query_key_value.{kind}"
+                    yield there, theirs[there].view(m.n_head, 3, 2, half, *columns)[:, i], halves
+                else:
+                    there = f"model.layers.{layer}.self_attn.{'qkv'[i]}_proj.{kind}"
+                    their_part = theirs.get(there)
+                    yield there, None if their_part is None else their_part.view(halves.shape), halves
         else:
-            part_in_halves = part.view(-1, 2, half, *columns)
-        if neox_name in theirs:
-            name = neox_name
-            there: Tensor | None = theirs[name].view(m.n_head, 3, 2, half, *columns)[:, i]
-        else:
-            name = f"model.layers.{layer}.self_attn.{'qkv'[i]}_proj.{kind}"
-            there = theirs[name].view(-1, 2, half, *columns) if name in theirs else None
-        yield name, there, part_in_halves
+            there = MODULES[module.replace(f".{layer}.", ".{}.", 1)][is_neox].format(layer)
+            if module in ("embedding", "lm_head"):
+                ours = ours[: m.vocab_size]  # without rows of padding
+            yield f"{there}.{kind}", theirs.get(f"{there}.{kind}"), ours
 
 
 @torch.no_grad()

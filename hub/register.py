@@ -17,7 +17,6 @@ A normaliser with learned parameters (SSMax's s) becomes a submodule `normaliser
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,24 +25,23 @@ from torch import Tensor, nn
 from attention import attend, make_normaliser
 from hub.native import import_transformers
 from infra.cli import UserError
-from schema import AttentionConfig, Engine
+from schema import AttentionConfig
 
 REJECTED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
 
 
-def register(name: str, options: AttentionConfig, train_len: int = 0, engine: Engine = "auto") -> None:
+def register(name: str, options: AttentionConfig, train_len: int = 0) -> None:
     """Make `attn_implementation=name` run this normaliser.
 
     Args:
         train_len: L of the formulas that use it; 0: the model's max_position_embeddings.
-        engine: as `attend`'s.
     Raises:
         UserError: for `ssmax_pn`.
     """
     if options.normaliser == "ssmax_pn":
         raise UserError("ssmax_pn: one p_n for all layers; cannot be part of a model of transformers")
     transformers = import_transformers()
-    replacement = Replacement(name, options, train_len, engine)
+    replacement = Replacement(name, options, train_len)
     transformers.AttentionInterface.register(name, replacement.attention)
     transformers.AttentionMaskInterface.register(name, replacement.mask)
 
@@ -54,7 +52,6 @@ class Replacement(NamedTuple):
     name: str
     options: AttentionConfig
     train_len: int
-    engine: Engine
 
     def mask(
         self,
@@ -112,7 +109,7 @@ class Replacement(NamedTuple):
         factor = 1.0 if scaling is None else scaling * math.sqrt(query.shape[3])
         if not math.isclose(factor, 1.0):
             query = query * factor  # so that x = scaling q.k, where the formulas have q.k / sqrt(d)
-        out = attend(query, key, value, self.layer_of(module, query), self.engine, spans=spans)
+        out = attend(query, key, value, self.layer_of(module, query), spans=spans)
         return out.transpose(1, 2).contiguous(), None
 
     def layer_of(self, module: Any, query: Tensor) -> Any:
@@ -129,26 +126,16 @@ class Replacement(NamedTuple):
         raise UserError(f"attn_implementation {self.name!r}: {problem}")
 
 
-def learned_parameters(model: Any, folder: str | Path | None = None) -> list[nn.Parameter]:
+def learned_parameters(model: Any) -> list[nn.Parameter]:
     """The normalisers' learned parameters, for an optimiser: all layers have them after a first forward pass.
 
-    Args:
-        folder: read their values from what `model.save_pretrained` wrote there; from_pretrained does not.
+    `from_pretrained` does not read them. After this call `model.load_state_dict` does.
+
     Raises:
-        UserError: the model does not call transformers' AttentionInterface, or `folder` lacks a value.
+        UserError: the model does not call transformers' AttentionInterface.
     """
     with torch.no_grad():
         model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
     if not any(hasattr(module, "normaliser") for module in model.modules()):
         raise UserError(f"{type(model).__name__}: no layer calls transformers' AttentionInterface")
-    learned = {key: p for key, p in model.named_parameters() if ".normaliser." in key}
-    if folder is not None:
-        from safetensors.torch import load_file
-
-        saved: dict[str, Tensor] = {}
-        for path in Path(folder).glob("*.safetensors"):
-            saved |= load_file(path)
-        if missing := learned.keys() - saved.keys():
-            raise UserError(f"{folder}: no value of {min(missing)} in its .safetensors")
-        model.load_state_dict({key: saved[key] for key in learned}, strict=False)
-    return list(learned.values())
+    return [p for key, p in model.named_parameters() if ".normaliser." in key]

@@ -11,8 +11,7 @@ and how much goes to the first token (the attention sink). --help lists them. `l
 them over training steps (NormSoftmax, Figures 2 and 4).
 
 Writes diagnose.json and diagnose.png into the run folder and adds the means to its rows.csv. The figure has a
-curve for each layer, and heat maps of layers and heads at the shortest and the longest length. Several runs
-get one more figure, with a curve for each.
+curve for each layer. Several runs get one more figure, with a curve for each.
 """
 
 from __future__ import annotations
@@ -38,30 +37,22 @@ from model import GPT
 from positions import RopeScaling
 from training.attention_statistics import STATISTICS, model_statistics
 
-LOGARITHMIC = ("effective_keys",)  # from one key to all
-
 
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
         runs, picture = common.open_runs(args)
         all_blocks = common.open_blocks(args, runs)
-        shortest = all_blocks[0].lengths[0]
-        n_rows = max(1, min(128, shortest // 2))
-        results = []
-        for run, blocks in zip(runs, all_blocks, strict=True):
-            model, step = run.load(world)
+        n_rows = max(1, min(128, all_blocks[0].lengths[0] // 2))
+
+        def measure(i: int, model: GPT) -> tuple[dict[str, Any], str, list[Any]]:
+            blocks = all_blocks[i]
+            data = blocks.describe() | {"rows": n_rows}
             scores = [score(model, blocks, n, n_rows, args.rope_scaling, world) for n in blocks.lengths]
-            if world.is_main:  # at once: a later run may fail
-                at_lengths = [summarise(n, each) for n, each in zip(blocks.lengths, scores, strict=True)]
-                data = blocks.describe() | {"rows": n_rows}
-                results.append(run.write({"data": data, "lengths": at_lengths}, step, args))
-                run.append_rows("diagnose", results[-1], text_key(data), measured_means(at_lengths))
-                plot_layers(results[-1], run.file(".png"))
-        if world.is_main:
-            print(tables(results))
-            if picture:
-                plot(results, picture)
+            at_lengths = [summarise(n, each) for n, each in zip(blocks.lengths, scores, strict=True)]
+            return {"data": data, "lengths": at_lengths}, text_key(data), measured_means(at_lengths)
+
+        common.evaluate("diagnose", args, world, runs, picture, measure, tables, plot)
 
 
 # ---------------------------------------------------------------- score
@@ -121,55 +112,30 @@ def tables(results: list[Result]) -> str:
     return "\n\n".join(parts + output.rejections(results)) + "\n"
 
 
-# ---------------------------------------------------------------- figures
+# ---------------------------------------------------------------- figure
 def plot(results: list[Result], path: Path) -> None:
-    """A panel for each statistic: a curve for each run, means over layers and heads."""
+    """A panel for each statistic: a curve for each layer of a single run, or for each of several runs."""
     n_columns = math.ceil(len(STATISTICS) / 2)
+    lengths = [entry["length"] for entry in results[0]["lengths"]]
     figure = Figure(figsize=(3.2 * n_columns, 6.8), layout="constrained")
     for name, axes in zip(STATISTICS, figure.subplots(2, n_columns).flat, strict=True):
-        draw_statistic(axes, name, output.length_curves(results, mean_of(name)), results)
+        is_single = len(results) == 1
+        curves = layer_curves(results[0], name) if is_single else output.length_curves(results, mean_of(name))
+        output.draw_curves(axes, curves, lengths, results)
+        axes.set(title=name, xlabel="window length (tokens)")
+        if name == "effective_keys":  # from one key to all
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
     output.legend_below(figure, 6)
     output.save_figure(figure, path)
 
 
-def plot_layers(result: Result, path: Path) -> None:
-    """A column for each statistic: a curve for each layer, mean over heads, and two heat maps."""
-    figure = Figure(figsize=(3.2 * len(STATISTICS), 10), layout="constrained")
-    grid = figure.subplots(3, len(STATISTICS))
-    at_lengths = [entry for entry in result["lengths"] if entry["reason"] is None]
-    lengths = [entry["length"] for entry in at_lengths]
-    for i, name in enumerate(STATISTICS):
-        layers = np.array([np.mean(entry["heads"][name], axis=1) for entry in at_lengths]).T
-        curves = [output.Curve(f"layer {j}", lengths, layer) for j, layer in enumerate(layers)]
-        draw_statistic(grid[0, i], name, curves, [result])
-        draw_heat_maps(grid[1:, i], name, at_lengths)
-    figure.suptitle(f"{output.run_title(result)}, step {result['step']}")
-    output.legend_below(figure, 6)
-    output.save_figure(figure, path)
-
-
-def draw_statistic(axes: Any, name: str, curves: list[output.Curve], results: list[Result]) -> None:
-    output.draw_curves(axes, curves, [entry["length"] for entry in results[0]["lengths"]], results)
-    axes.set(title=name, xlabel="window length (tokens)")
-    if name in LOGARITHMIC:
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=0)
-
-
-def draw_heat_maps(panels: Any, name: str, at_lengths: list[dict[str, Any]]) -> None:
-    """Layers by heads at the shortest and the longest length, on one colour scale."""
-    if not at_lengths:
-        return
-    maps = np.array([entry["heads"][name] for entry in (at_lengths[0], at_lengths[-1])])  # (2, layers, heads)
-    norm = "log" if name in LOGARITHMIC and maps.min() > 0 else "linear"
-    for axes, entry, heads in zip(panels, (at_lengths[0], at_lengths[-1]), maps, strict=True):
-        image = axes.imshow(heads, norm=norm, aspect="auto", origin="lower")
-        image.set_clim(maps.min(), maps.max())
-        axes.set(title=f"{name} at {output.format_length(entry['length'])}", xlabel="head", ylabel="layer")
-        for axis, n in zip((axes.yaxis, axes.xaxis), heads.shape, strict=True):
-            axis.set_ticks(range(0, n, 1 + n // 12))
-    panels[0].figure.colorbar(image, ax=panels, shrink=0.8)
+def layer_curves(result: Result, name: str) -> list[output.Curve]:
+    """A statistic's means over the heads of each layer."""
+    means = {e["length"]: np.mean(e["heads"][name], axis=1) for e in result["lengths"] if "heads" in e}
+    layers = np.array([*means.values()]).T
+    return [output.Curve(f"layer {i}", [*means], [*layer]) for i, layer in enumerate(layers)]
 
 
 # ---------------------------------------------------------------- command line

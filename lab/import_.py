@@ -19,14 +19,17 @@ import torch
 from config import config_from_dict, to_toml
 from data.tokenizer import TOKENIZERS, get_tokenizer
 from hub.export import CHECK_TEXT
-from hub.native import ARCHITECTURES, import_transformers, largest_difference, pair_parameters
+from hub.native import ARCHITECTURES, import_transformers, largest_difference, native_config, pair_parameters
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import write_atomically
-from model import GPT, NORM_EPS
+from model import GPT
 from schema import Config
 from training.checkpoint import save_checkpoint
 
-GELU = {"gelu": "exact", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
+COMPARED = [
+    *("rope_type", "partial_rotary_factor", "head_dim", "hidden_act"),
+    *("rms_norm_eps", "layer_norm_eps", "use_parallel_residual"),
+]
 
 
 def main() -> None:
@@ -62,7 +65,9 @@ def load_native(source: str, **options: Any) -> tuple[Any, Any]:
 
 def convert_config(theirs: Any, source: str, run: Path) -> Config:
     """The run's config. Raises UserError: all that our model does not compute, by its name in config.json."""
-    check_config(theirs, source)
+    if theirs.model_type not in ARCHITECTURES.values():
+        fits = " or ".join(ARCHITECTURES.values())
+        raise UserError(f"{source}: model_type = {theirs.model_type}: expected {fits}")
     norm, mlp = next(key for key, name in ARCHITECTURES.items() if name == theirs.model_type)
     length = theirs.max_position_embeddings
     kv_heads = getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
@@ -74,7 +79,7 @@ def convert_config(theirs: Any, source: str, run: Path) -> Config:
         "vocab_size": theirs.vocab_size,
         "norm": norm,
         "mlp": mlp,
-        "gelu": GELU.get(theirs.hidden_act, "tanh"),
+        "gelu": "exact" if theirs.hidden_act == "gelu" else "tanh",
         "mlp_hidden": theirs.intermediate_size,
         "bias": theirs.model_type != "llama" or theirs.attention_bias or theirs.mlp_bias,
         "tie_embeddings": theirs.tie_word_embeddings,
@@ -82,45 +87,32 @@ def convert_config(theirs: Any, source: str, run: Path) -> Config:
     }
     train = {"seq_len": length, "batch_tokens": length, "micro_batch": 1, "val_tokens": length}
     sections = {"name": run.name, "model": model, "train": train, "log": {"dir": str(run.parent)}}
-    return config_from_dict(sections, source)
+    config = config_from_dict(sections, source)
+    theirs_listed = list_keys(theirs)
+    computed = list_keys(native_config(config, theirs.model_type))
+    differences = [
+        f"{source}: {key} = {theirs_listed[key]}: our model does not compute that; expected {computed[key]}"
+        for key in COMPARED
+        if key in computed and theirs_listed[key] != computed[key]
+    ]
+    if differences:
+        raise UserError("\n".join(differences))
+    return config
 
 
-def check_config(theirs: Any, source: str) -> None:
-    if theirs.model_type not in ARCHITECTURES.values():
-        fits = " or ".join(ARCHITECTURES.values())
-        raise UserError(f"{source}: model_type = {theirs.model_type}: expected {fits}")
-    head_dim = theirs.hidden_size // theirs.num_attention_heads
-    rope = getattr(theirs, "rope_parameters", None) or {}
-    checks: list[tuple[str, Any, tuple[Any, ...]]] = [
-        ("rope_type", rope.get("rope_type"), ("default",)),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,)),
-        ("head_dim", getattr(theirs, "head_dim", None) or head_dim, (head_dim,)),
-    ]
-    if theirs.model_type == "llama":
-        checks.append(("hidden_act", theirs.hidden_act, ("silu",)))
-        checks.append(("rms_norm_eps", theirs.rms_norm_eps, (NORM_EPS,)))
-    else:
-        checks.append(("use_parallel_residual", theirs.use_parallel_residual, (False,)))
-        checks.append(("hidden_act", theirs.hidden_act, tuple(GELU)))
-        checks.append(("layer_norm_eps", theirs.layer_norm_eps, (NORM_EPS,)))
-    problems = [
-        f"{source}: {key} = {value}: our model does not compute that; expected {' or '.join(map(str, fits))}"
-        for key, value, fits in checks
-        if value not in fits
-    ]
-    if problems:
-        raise UserError("\n".join(problems))
+def list_keys(theirs: Any) -> dict[str, Any]:
+    """The keys of config.json and those of its RoPE, with one name for each activation."""
+    keys = theirs.to_dict()
+    if keys["hidden_act"] in ("gelu_fast", "gelu_pytorch_tanh"):
+        keys["hidden_act"] = "gelu_new"
+    return keys | {"partial_rotary_factor": 1.0, **keys["rope_parameters"]}
 
 
 def convert_model(native: Any, config: Config) -> GPT:
     """Our model with the values of theirs; a bias that they do not have is zero."""
     model = GPT(config).eval()
-    left = set(native.state_dict())
-    for name, theirs, ours in pair_parameters(model, native):
+    for _, theirs, ours in pair_parameters(model, native):
         ours.copy_(torch.zeros_like(ours) if theirs is None else theirs)
-        left.discard(name)
-    if left:
-        raise UserError(f"{native.config.model_type}: no place for {', '.join(sorted(left)[:3])}")
     return model
 
 

@@ -3,7 +3,6 @@
     python -m lab.needle runs/ssmax --lengths 1000 2000 5000 10000 --rope theta --rope-theta 500000
     python -m lab.needle runs/softmax runs/ssmax runs/lssar --samples 100
     python -m lab.needle runs/sft --data data/fineweb10B                # fine-tuned: no text of its own
-    torchrun --standalone --nproc_per_node=8 -m lab.needle runs/ssmax
 
 A piece of the validation text contains, at 10, 30, 50, 70 or 90 % of it, "The special magic {city} number is:
 {seven digits}.". The question and the beginning of its answer follow. Lengths include all of it. Reported
@@ -16,8 +15,7 @@ with 95 % confidence intervals (Wilson):
                    first digit, for each layer and head (Section 3.4), heads ranked (Figure 7)
 
 Sample i has the same text, city and number at every depth of a length and for every run of the same
-tokeniser. The paper multiplies RoPE's base by 50 (the first command). Its Figure 7 is of one example, here
-heads are ranked by their mean over all samples.
+tokeniser. The paper multiplies RoPE's base by 50. Its Figure 7 is of one example, ours of all samples.
 
 Writes eval_needle.json and eval_needle.png into the run folder and adds to its rows.csv. Several runs get one
 more figure.
@@ -27,8 +25,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
-from itertools import cycle
+from collections.abc import Callable, Sequence
+from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,25 +69,21 @@ def main() -> None:
         streams = [common.open_validation(run.config, args.data) for run in runs]
         haystacks = [Haystack(stream, get_tokenizer(stream.info["tokenizer"])) for stream in streams]
         lengths = common.choose_lengths(args.lengths, runs, (1, 2, 4, 8))
-        for haystack in haystacks:
-            for length in lengths:
-                make_trial(haystack, length, 50, args.seed, 0)  # raises if it does not fit
-        results = []
-        for run, haystack in zip(runs, haystacks, strict=True):
-            model, step = run.load(world)
+        for haystack, length in product(haystacks, lengths):
+            make_trial(haystack, length, 50, 0)  # raises if it does not fit
+
+        def measure(i: int, model: GPT) -> tuple[dict[str, Any], str, list[Any]]:
             if not model.cacheable:
-                raise UserError(f"{run.label}: needs a KV cache, which bias = log_len rules out")
-            cells = [(length, depth) for length in lengths for depth in args.depths]
-            scores = {cell: score(model, haystack, *cell, args, world) for cell in cells}
-            if world.is_main:  # at once: a later run may fail
-                summary = {"haystack": str(haystack.stream.folder), **summarise(scores, model, args)}
-                results.append(run.write(summary, step, args))
-                run.append_rows("needle", results[-1], f"seed {args.seed}", measured_shares(summary))
-                plot(results[-1:], run.file(".png"))
-        if world.is_main:
-            print(tables(results))
-            if picture:
-                plot(results, picture)
+                raise UserError(f"{runs[i].label}: needs a KV cache, which bias = log_len rules out")
+            cells = []
+            for length, depth in product(lengths, args.depths):
+                scores = score(model, haystacks[i], length, depth, args, world)
+                cells.append({"length": length, "depth": depth, **summarise(scores, model, args.samples)})
+            task = {"samples": args.samples, "seed": 0, "lengths": lengths, "depths": args.depths}
+            summary = {"haystack": str(haystacks[i].stream.folder), **task, "cells": cells}
+            return summary, "seed 0", measured_shares(cells)
+
+        common.evaluate("needle", args, world, runs, picture, measure, tables, plot)
 
 
 # ---------------------------------------------------------------- task
@@ -113,7 +108,7 @@ def draw_numbers(rng: np.random.Generator) -> list[str]:
     return [str(1_000_000 + n) for n in rng.choice(9_000_000, N_CHOICES, replace=False)]
 
 
-def make_trial(haystack: Haystack, length: int, depth: int, seed: int, index: int) -> Trial:
+def make_trial(haystack: Haystack, length: int, depth: int, index: int) -> Trial:
     """Sample `index`: `length` tokens with the answer, the needle at `depth` per cent of the text.
 
     Raises:
@@ -121,7 +116,7 @@ def make_trial(haystack: Haystack, length: int, depth: int, seed: int, index: in
     """
     stream, tokenizer = haystack
     encode = tokenizer.encode_ordinary
-    rng = np.random.default_rng([seed, index])
+    rng = np.random.default_rng([0, index])
     city = CITIES[rng.integers(len(CITIES))]
     numbers = draw_numbers(rng)
     answers = [encode(f" {number}") for number in numbers]
@@ -156,7 +151,7 @@ def score(
     rope = RopeScaling(args.rope, args.rope_theta, length)
 
     def outcomes(items: Sequence[int]) -> Tensor:
-        trials = [make_trial(haystack, length, depth, args.seed, i) for i in items]
+        trials = [make_trial(haystack, length, depth, i) for i in items]
         with model.autocast():
             return run_trials(model, trials, rope, haystack.tokenizer)
 
@@ -214,57 +209,32 @@ def log_likelihood(
 
 
 # ---------------------------------------------------------------- summary and tables
-def summarise(
-    scores: dict[tuple[int, int], Tensor | str], model: GPT, args: argparse.Namespace
-) -> dict[str, Any]:
-    """What eval_needle.json holds besides the run's keys: shares and needle scores of each cell."""
+def summarise(scores: Tensor | str, model: GPT, n: int) -> dict[str, Any]:
+    """A cell's shares of n samples, and its needle scores by layer and head."""
+    if isinstance(scores, str):
+        return {"reason": scores}
     m = model.config.model
-    lengths = list(dict.fromkeys(length for length, _ in scores))
-    cells: list[dict[str, Any]] = []
-    for (length, depth), measured in scores.items():
-        cell: dict[str, Any] = {"length": length, "depth": depth, "reason": None}
-        if isinstance(measured, str):
-            cell["reason"] = measured
-        else:
-            for i, measure in enumerate(MEASURES):
-                cell[measure] = proportion(int(measured[:, i].sum()), args.samples)
-            heads = measured[:, len(MEASURES) :].mean(0)
-            cell["needle_score"] = heads.view(m.n_layer, m.n_head).tolist()
-        cells.append(cell)
-    task = {"samples": args.samples, "seed": args.seed, "lengths": lengths, "depths": args.depths}
-    return task | {"cells": cells}
+    shares = {measure: proportion(int(scores[:, i].sum()), n) for i, measure in enumerate(MEASURES)}
+    heads = scores[:, len(MEASURES) :].mean(0).view(m.n_layer, m.n_head)
+    return {"reason": None, **shares, "needle_score": heads.tolist()}
 
 
-def measured_shares(summary: dict[str, Any]) -> list[tuple[int, int, str, float]]:
+def measured_shares(cells: list[dict[str, Any]]) -> list[tuple[int, int, str, float]]:
     """(length, depth, measure, share); NaN where the length was rejected."""
     return [
         (cell["length"], cell["depth"], measure, cell[measure]["share"] if measure in cell else math.nan)
-        for cell in summary["cells"]
-        for measure in MEASURES
+        for cell, measure in product(cells, MEASURES)
     ]
 
 
-def share_table(results: list[Result], measure: str) -> pandas.DataFrame:
-    """The shares of a measure: runs and depths down, lengths across."""
-    columns = ["length", "depth", "measure", "share"]
-    names = [result["run"] for result in results]
-    shares = [pandas.DataFrame(measured_shares(result), columns=columns) for result in results]
-    joined = pandas.concat(shares, keys=names, names=["run", None]).reset_index("run")
-    of_measure = joined[joined.measure == measure]
-    table = of_measure.pivot(index=["run", "depth"], columns="length", values="share")
-    return table.reindex(names, level="run")
-
-
-def format_share(share: float, n: int, digits: int = 1) -> str:
-    """'62.5 % [54.0, 70.2]', or '-' for NaN."""
-    return "-" if math.isnan(share) else output.percent(proportion(n * share, n), digits)
-
-
-def ranked_heads(result: Result, length: int) -> list[float]:
-    """Each head's needle score, mean over depths, in descending order. Empty: the length was rejected."""
-    cells = [cell for cell in result["cells"] if cell["length"] == length and cell["reason"] is None]
-    scores = torch.tensor([cell["needle_score"] for cell in cells])  # (n_depths, n_layer, n_head)
-    return scores.mean(0).flatten().sort(descending=True).values.tolist() if cells else []
+def share_table(results: list[Result], measure: str, value: Callable[[Any], Any]) -> pandas.DataFrame:
+    """The `value` of each share: runs and depths down, lengths across. NaN where the length was rejected."""
+    shares = {
+        (result["run"], cell["depth"], cell["length"]): value(cell[measure]) if measure in cell else math.nan
+        for result in results
+        for cell in result["cells"]
+    }
+    return pandas.Series(shares).rename_axis(["run", "depth", "length"]).unstack(sort=False)
 
 
 def tables(results: list[Result]) -> str:
@@ -275,56 +245,44 @@ def tables(results: list[Result]) -> str:
         f"{output.format_rope(*results)}; 95 % confidence intervals."
     ]
     for measure in MEASURES:
-        cells = share_table(results, measure).map(format_share, n=first["samples"])
-        parts.append(f"{measure}\n{cells.to_string()}")
+        parts.append(f"{measure}\n{share_table(results, measure, output.percent).to_string(na_rep='-')}")
     return "\n\n".join(parts + output.rejections(results, "cells")) + "\n"
 
 
-# ---------------------------------------------------------------- figures
+# ---------------------------------------------------------------- figure
 def plot(results: list[Result], path: Path) -> None:
     """Shares by length, and by depth or, of several runs, by run (SSMax, Figure 6); Figure 7."""
     figure = Figure(figsize=(15, 5), layout="constrained")
     *maps, ranks = figure.subplots(1, len(MEASURES) + 1)
     is_single = len(results) == 1
     for axes, measure in zip(maps, MEASURES, strict=True):
-        shares = share_table(results, measure)
-        # The depths of a sample are not independent: their mean has the interval of one.
+        shares = share_table(results, measure, itemgetter("share"))
         shares = shares.droplevel("run") if is_single else shares.groupby("run", sort=False).mean()
-        draw_heat_map(axes, shares, results[0]["samples"])
-        axes.set_title(f"{measure}: share of samples, 95 % interval")
-        axes.set(xlabel="length (tokens)", ylabel="depth of the needle (%)" if is_single else "")
-    draw_ranks(ranks, results)
+        axes.imshow(shares, vmin=0, vmax=1, aspect="auto")
+        for (row, column), share in np.ndenumerate(shares):
+            axes.text(column, row, f"{share:.0%}", ha="center", color="w" if share < 0.5 else "k")
+        axes.set_xticks(range(shares.shape[1]), shares.columns)
+        axes.set_yticks(range(len(shares)), shares.index)
+        axes.set(title=f"{measure}: share of samples", xlabel="length (tokens)", ylabel=shares.index.name)
+    heads = ranked_heads(results)
+    if len(heads):  # else every length was rejected
+        heads.plot(ax=ranks, style="o-", ms=4, grid=True, title="needle score by rank of the head")
+    ranks.set(xlabel="rank of the head", ylabel="attention mass on the number")
     titles = [f"{output.run_title(result)}, step {result['step']}" for result in results]
     figure.suptitle("\n".join([*titles, f"RoPE scaling {output.format_rope(*results)}"]), fontsize=10)
     output.save_figure(figure, path)
 
 
-def draw_heat_map(axes: Any, shares: pandas.DataFrame, n: int) -> None:
-    """Shares of n with their intervals as text; white where the length was rejected."""
-    axes.imshow(shares, vmin=0, vmax=1, aspect="auto")
-    for (i, j), share in np.ndenumerate(shares.to_numpy()):
-        text = format_share(share, n, digits=0).replace("% ", "%\n")
-        axes.text(j, i, text, ha="center", va="center", fontsize=8, color="w" if share < 0.5 else "k")
-    axes.set_xticks(range(shares.shape[1]), map(output.format_length, shares.columns))
-    axes.set_yticks(range(len(shares)), shares.index)
-
-
-def draw_ranks(axes: Any, results: list[Result]) -> None:
-    """Figure 7: the best heads by descending needle score; a line for each length, or for each run."""
-    lengths = results[0]["lengths"]
-    if len(results) == 1:
-        lines = {output.format_length(length): ranked_heads(results[0], length) for length in lengths}
-        title = "by length"
-    else:
-        lines = {result["run"]: ranked_heads(result, lengths[-1]) for result in results}
-        title = f"at {output.format_length(lengths[-1])}"
-    for marker, (label, scores) in zip(cycle(output.MARKERS), lines.items(), strict=False):
-        axes.plot(range(1, len(scores) + 1)[:N_RANKED], scores[:N_RANKED], f"-{marker}", ms=4, label=label)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set(title=f"needle score by rank of the head, {title}", xlabel="rank of the head")
-    axes.set_ylabel("attention mass on the number")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
+def ranked_heads(results: list[Result]) -> pandas.DataFrame:
+    """Needle scores, means over depths, of the best heads: by length, of several runs at the longest one."""
+    by_rank = {}
+    for result, length in product(results, results[0]["lengths"]):
+        cells = [cell for cell in result["cells"] if cell["length"] == length and cell["reason"] is None]
+        if cells:
+            scores = np.mean([cell["needle_score"] for cell in cells], axis=0).flatten()
+            by_rank[result["run"] if len(results) > 1 else length] = np.sort(scores)[::-1][:N_RANKED]
+    heads = pandas.DataFrame(by_rank)
+    return heads.set_axis(range(1, len(heads) + 1))
 
 
 # ---------------------------------------------------------------- command line
@@ -336,7 +294,6 @@ def parse_args() -> argparse.Namespace:
     depths = [10, 30, 50, 70, 90]
     add("--depths", nargs="+", type=positive_int, default=depths, metavar="PERCENT", help="of the text")
     add("--samples", type=positive_int, default=1000, metavar="N", help="of each cell (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of texts, cities and numbers (default: 0)")
     return common.parse_arguments(parser, "eval_needle")
 
 

@@ -1,6 +1,5 @@
 """Synthetic recall: does a model trained on lab/recall_data.py still retrieve at lengths it never saw?
 
-    python -m lab.recall runs/comparison_recall/softmax
     python -m lab.recall runs/comparison_recall/*/ --rope none --tag none
     python -m lab.recall runs/comparison_recall/lssar_p15 --lengths 64 1024 16384 --samples 50
 
@@ -19,6 +18,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from torch import Tensor
 from data.dataset import dataset_info
 from evals import common, output
 from evals.common import proportion
-from evals.output import Curve, Result, percent
+from evals.output import Result, percent
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world
 from lab import recall_data
@@ -49,26 +49,18 @@ def main() -> None:
         lengths = common.choose_lengths(args.lengths, runs, [2**i for i in range(7)])
         for length in lengths:
             recall_data.make_sequence(tasks[0], length, "")  # raises if it does not fit
-        results = []
-        for run in runs:
-            model, step = run.load(world)
+
+        def measure(_: int, model: GPT) -> tuple[dict[str, Any], str, list[Any]]:
             cells = [{task: score(model, task, n, args, world) for task in tasks} for n in lengths]
-            if world.is_main:  # at once: a later run may fail
-                at_lengths = [
-                    summarise(n, scores, args.samples) for n, scores in zip(lengths, cells, strict=True)
-                ]
-                summary = {"tasks": tasks, "samples": args.samples, "seed": args.seed, "lengths": at_lengths}
-                results.append(run.write(summary, step, args))
-                shares = []
-                for entry, task in product(at_lengths, tasks):
-                    share = entry[task]["tokens"]["share"] if task in entry else math.nan
-                    shares.append((entry["length"], None, task, share))
-                run.append_rows("recall", results[-1], f"seed {args.seed}", shares)
-                plot(results[-1:], run.file(".png"))
-        if world.is_main:
-            print(tables(results))
-            if picture:
-                plot(results, picture)
+            at_lengths = [summarise(n, each, args.samples) for n, each in zip(lengths, cells, strict=True)]
+            summary = {"tasks": tasks, "samples": args.samples, "seed": 0, "lengths": at_lengths}
+            shares = [
+                (entry["length"], None, task, entry[task]["tokens"]["share"] if task in entry else math.nan)
+                for entry, task in product(at_lengths, tasks)
+            ]
+            return summary, "seed 0", shares
+
+        common.evaluate("recall", args, world, runs, picture, measure, tables, plot)
 
 
 def trained_tasks(runs: list[common.EvaluatedRun], data_dir: str | None) -> list[str]:
@@ -89,7 +81,7 @@ def score(model: GPT, task: str, length: int, args: argparse.Namespace, world: W
     rope = RopeScaling(args.rope, args.rope_theta, length)
 
     def right(items: Sequence[int]) -> Tensor:
-        pairs = [recall_data.make_sequence(task, length, f"{args.seed} evaluation {i}") for i in items]
+        pairs = [recall_data.make_sequence(task, length, f"0 evaluation {i}") for i in items]
         tokens, mask = (np.stack(part).astype(np.int64) for part in zip(*pairs, strict=True))  # (B, T) each
         with model.autocast():
             return answers_right(model, torch.from_numpy(tokens), torch.from_numpy(mask).bool(), rope)
@@ -140,36 +132,31 @@ def plot(results: list[Result], path: Path) -> None:
     """The share of right tokens against length: a panel for each task, and their mean."""
     panels = (*results[0]["tasks"], "mean")
     lengths = [entry["length"] for entry in results[0]["lengths"]]
-    figure = Figure(figsize=(13, 7 + 0.2 * (len(results) // 3)), layout="constrained")
-    grid = figure.subplots(-(-len(panels) // 3), min(3, len(panels)), sharey=True, squeeze=False).flatten()
-    for i, (axes, task) in enumerate(zip(grid, panels, strict=False)):
-        curves = [recall_curve(result, task) for result in results]
+    figure = Figure(figsize=(4 * len(panels), 4), layout="constrained")
+    grid = figure.subplots(1, len(panels), sharey=True)
+    for axes, task in zip(grid, panels, strict=True):
+        curves = output.length_curves(results, partial(share_and_errors, task))
+        curves = [curve._replace(errors=np.transpose(curve.errors)) for curve in curves]
         output.draw_curves(axes, curves, lengths, results)
-        axes.set(title=task, ylim=(-0.03, 1.03), xlabel="length (tokens)" if i + 3 >= len(panels) else "")
-    for axes in grid[len(panels) :]:
-        axes.remove()
-    figure.supylabel("share of answer tokens that are right, 95 % interval")
+        axes.set(title=task, ylim=(-0.03, 1.03), xlabel="length (tokens)")
+    figure.supylabel("right answer tokens, 95 % interval")
     figure.suptitle(f"RoPE scaling {output.format_rope(*results)}")
-    output.legend_below(figure, 3)
+    output.legend_below(figure, 6)
     output.save_figure(figure, path)
 
 
-def recall_curve(result: Result, task: str) -> Curve:
-    at_lengths = [entry for entry in result["lengths"] if entry["reason"] is None]
-    shares = [entry[task]["tokens"] for entry in at_lengths]
-    # Absolute: rounding may put an end of the interval a bit inside of 0 or 1.
-    errors = [[abs(share["share"] - share[end]) for share in shares] for end in ("low", "high")]
-    lengths = [entry["length"] for entry in at_lengths]
-    return Curve(output.run_title(result), lengths, [share["share"] for share in shares], errors)
+def share_and_errors(task: str, entry: dict[str, Any]) -> Any:
+    """A task's share, and how far below and above it the interval reaches."""
+    share, low, high = (entry[task]["tokens"][key] for key in ("share", "low", "high"))
+    return share, (abs(share - low), abs(high - share))  # rounding may put an end inside of 0 or 1
 
 
 # ---------------------------------------------------------------- command line
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     common.add_arguments(parser, "even numbers (default: 1, 2, 4, ... 64 x the training length)")
-    add = parser.add_argument
-    add("--samples", type=positive_int, default=200, metavar="N", help="of each cell (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the sequences (default: %(default)s)")
+    samples_help = "of each cell (default: %(default)s)"
+    parser.add_argument("--samples", type=positive_int, default=200, metavar="N", help=samples_help)
     return common.parse_arguments(parser, "eval_recall")
 
 

@@ -130,11 +130,9 @@ def main() -> None:
     splits: dict[str, list[Sequence]] = {}
     for split, n in sizes.items():
         tasks = [args.tasks[i % len(args.tasks)] for i in range(n)]  # in turn
-        splits[split] = [
-            make_sequence(task, args.seq_len, f"{args.seed} {split} {i}") for i, task in enumerate(tasks)
-        ]
+        splits[split] = [make_sequence(task, args.seq_len, f"0 {split} {i}") for i, task in enumerate(tasks)]
     info = {"dataset": DATASET, "tokenizer": "bytes", "vocab_size": VOCAB, "tasks": args.tasks}
-    info["source"] = f"lab/recall_data.py, seed {args.seed}"
+    info["source"] = "lab/recall_data.py, seed 0"
     with exclusive_lock(args.out):
         write_masked(args.out, info, splits)
 
@@ -146,7 +144,6 @@ def parse_args() -> argparse.Namespace:
     n_help = "to train on (default: %(default)s)"
     add("--sequences", type=positive_int, default=2**17, metavar="N", help=n_help)
     add("--seq-len", type=int, default=64, metavar="T", help="of every sequence (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of all sequences (default: %(default)s)")
     default = Path("data") / DATASET
     add("--out", type=Path, metavar="DIR", default=default, help="folder to write (default: data/recall)")
     return parser.parse_args()

@@ -2,7 +2,7 @@
 
     python -m lab.replace MODEL --train-text a.txt --val-text b.txt --normaliser ssmax --scale-init auto
     python -m lab.replace MODEL --train-text a.txt --val-text b.txt --normaliser softmax      # the control
-    python -m lab.replace MODEL --val-text b.txt --steps 0 --normaliser lssa --reweight-p 15 --out lssar.json
+    python -m lab.replace MODEL --val-text b.txt --steps 0 --normaliser lssa --reweight-p 15
 
 (SSMax paper, (e).) MODEL is a folder or a name on the Hugging Face hub: any causal model that `hub.register`
 can change. Options of the normaliser are options here. `--scale-init auto` is SSMax's 1 / mean of ln n over
@@ -31,7 +31,6 @@ from evals.common import mean_and_stderr
 from evals.output import format_stderr, format_table
 from hub.register import learned_parameters, register
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
-from infra.files import write_json
 from lab.import_ import load_native
 from positions import RopeScaling, rope_frequencies
 from schema import AttentionConfig, describe_attention
@@ -42,9 +41,9 @@ Losses = dict[int, tuple[float, float | None]]  # by length: mean and its standa
 def main() -> None:
     args, options = parse_args()
     make_attention(args.normaliser, options, train_len=2)  # a mistake ends here, before the model loads
+    scaling = RopeScaling(args.rope)
     val_text = read_text(args.val_text)
-    train_text = read_text(args.train_text) if args.steps else ""
-    model, tokenizer = load_native(args.model, attn_implementation="sdpa")
+    model, tokenizer = load_native(args.model)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     train_len = model.config.max_position_embeddings
     attention = make_attention(args.normaliser, options, train_len)
@@ -52,28 +51,23 @@ def main() -> None:
     blocks = read_blocks(tokenizer, val_text, args.tokens, lengths)
     register("replacement", attention, train_len)
 
-    losses = {"softmax": measure(model, blocks, lengths, args.scaling)}
+    losses = {"softmax": measure(model, blocks, lengths, scaling)}
     model.set_attn_implementation("replacement")
     learned = learned_parameters(model)
-    losses["replaced"] = measure(model, blocks, lengths, args.scaling)
+    losses["replaced"] = measure(model, blocks, lengths, scaling)
     if args.steps:
-        fine_tune(model, read_blocks(tokenizer, train_text, math.inf, [train_len]), args)
-        losses["fine-tuned"] = measure(model, blocks, lengths, args.scaling)
+        windows = read_blocks(tokenizer, read_text(args.train_text), math.inf, [train_len])
+        fine_tune(model, windows, scaling, args)
+        losses["fine-tuned"] = measure(model, blocks, lengths, scaling)
     name = describe_attention(attention)
     print(f"{args.model}: loss in nats, ± standard error; {args.steps} steps; RoPE scaling {args.rope}\n")
     table = [["state", "attention", *map(str, lengths)]]
     for state, by_length in losses.items():
-        cells = [format_stderr(*by_length[length]) for length in lengths]
-        table.append([state, "softmax" if state == "softmax" else name, *cells])
+        attention_name = "softmax" if state == "softmax" else name
+        table.append([state, attention_name, *(format_stderr(*loss) for loss in by_length.values())])
     print(format_table(table))
-    if args.save:
-        model.save_pretrained(args.save)
-        tokenizer.save_pretrained(args.save)
-    if args.out:
-        keys = ("model", "rope", "rope_theta", "lr", "batch", "seed", "steps")
-        result = {key: getattr(args, key) for key in keys} | {"normaliser": name, "train_len": train_len}
-        result |= {"tokens": len(blocks) * lengths[-1], "losses": losses}
-        write_json(result | {"learned": [p.tolist() for p in learned]}, args.out)
+    if learned:
+        print("\nlearned parameters of each layer:", *(p.tolist() for p in learned), sep="\n")
 
 
 def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -86,22 +80,22 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
     add("--train-text", type=Path, metavar="FILE", help="the text to fine-tune on (with --steps above 0)")
     add("--lengths", nargs="+", type=positive_int, metavar="T", help="(default: 1, 2, 4, 8 training lengths)")
     add("--tokens", type=positive_int, default=131072, help="tokens to evaluate on (default: %(default)s)")
-    # The scalings that change the base alone.
-    add("--rope", choices=("none", "ntk", "theta"), default="ntk", help="RoPE scaling (default: ntk)")
-    add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
+    add("--rope", choices=("none", "ntk"), default="ntk", help="RoPE scaling (default: ntk)")
     add("--steps", type=int, default=100, help="fine-tuning steps; 0: none (default: %(default)s)")
     add("--lr", type=float, default=1e-4, help="peak learning rate (default: %(default)s)")
     add("--batch", type=positive_int, default=32, help="windows in a step (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the order of windows (default: %(default)s)")
-    add("--out", type=Path, metavar="FILE", help="write the numbers as JSON")
-    add("--save", type=Path, metavar="FOLDER", help="save the model (see hub.register.learned_parameters)")
     args, rest = parser.parse_known_args()
-    args.scaling = RopeScaling(args.rope, args.rope_theta)
-    if args.out and not args.out.parent.is_dir():
-        raise UserError(f"--out {args.out}: expected a file in a folder that exists")
     if args.steps and args.train_text is None:
         raise UserError(f"--steps {args.steps}: needs --train-text; or give --steps 0")
     return args, parse_overrides(rest)
+
+
+def read_text(path: Path) -> str:
+    """Raises UserError: it cannot be read as UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{path}: cannot be read as UTF-8 text: {e}") from None
 
 
 def make_attention(normaliser: str, options: dict[str, Any], train_len: int) -> AttentionConfig:
@@ -113,13 +107,6 @@ def make_attention(normaliser: str, options: dict[str, Any], train_len: int) -> 
 
 
 # ---------------------------------------------------------------- text
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"{path}: cannot be read as UTF-8 text: {e}") from None
-
-
 def read_blocks(tokenizer: Any, text: str, limit: float, lengths: list[int]) -> Tensor:
     """The text's first tokens in blocks of the longest length and one more: (n, longest + 1) int64.
 
@@ -137,22 +124,19 @@ def read_blocks(tokenizer: Any, text: str, limit: float, lengths: list[int]) -> 
 
 
 # ---------------------------------------------------------------- losses
-def measure(model: Any, blocks: Tensor, lengths: list[int], scaling: RopeScaling) -> Losses:
-    return {length: window_loss(model, blocks, length, scaling) for length in lengths}
-
-
 @torch.no_grad()
-def window_loss(model: Any, blocks: Tensor, length: int, scaling: RopeScaling) -> tuple[float, float | None]:
-    """Mean loss in windows of this length, in nats, and its standard error over blocks."""
-    scale_rope(model, length, scaling)
-    at_once = max(1, 8192 // length)
-    means = []
-    for block in blocks:
-        x = block[:-1].view(-1, length)
-        y = block[1:].view(-1, length)
-        pairs = zip(x.split(at_once), y.split(at_once), strict=True)
-        means.append(torch.stack([len(a) * next_token_loss(model, a, b) for a, b in pairs]).sum() / len(x))
-    return mean_and_stderr(torch.stack(means).double().cpu())
+def measure(model: Any, blocks: Tensor, lengths: list[int], scaling: RopeScaling) -> Losses:
+    """Mean loss in windows of each length, in nats, and its standard error over blocks."""
+    losses = {}
+    for length in lengths:
+        scale_rope(model, length, scaling)
+        means = []
+        for block in blocks:
+            x = block[:-1].view(-1, length)
+            y = block[1:].view(-1, length)
+            means.append(next_token_loss(model, x, y))
+        losses[length] = mean_and_stderr(torch.stack(means).double().cpu())
+    return losses
 
 
 def next_token_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -181,11 +165,10 @@ def scale_rope(model: Any, length: int, scaling: RopeScaling) -> None:
         module.inv_freq = freqs.float()
 
 
-# ---------------------------------------------------------------- fine-tuning
-def fine_tune(model: Any, windows: Tensor, args: argparse.Namespace) -> None:
+def fine_tune(model: Any, windows: Tensor, scaling: RopeScaling, args: argparse.Namespace) -> None:
     """AdamW on all parameters, in float32, at the training length."""
-    scale_rope(model, windows.shape[1] - 1, args.scaling)
-    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(args.seed))
+    scale_rope(model, windows.shape[1] - 1, scaling)
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
     for step in trange(args.steps, desc="fine-tuning", leave=False, disable=None):
         chosen = order[torch.arange(step * args.batch, (step + 1) * args.batch) % len(order)]

@@ -194,17 +194,3 @@ def test_only_a_new_folder_is_written(tiny_config, call):
     run = make_byte_run(tiny_config)
     with pytest.raises(UserError, match="exists; expected a new folder"):
         call(export, run, run)
-
-
-def test_card_has_the_measured_losses(tiny_config, call):
-    pytest.importorskip("transformers")
-    run = make_byte_run(tiny_config, "--attention.normaliser", "lssa")
-    out = tiny_config.with_name("out")
-    lengths = [{"length": 16, "reason": None, "loss": 1.23456, "stderr": 0.01}]
-    lengths += [{"length": 32, "reason": "rejected"}]
-    result = {"lengths": lengths, "rope": {"kind": "ntk", "theta": None}, "step": 1, "run": "tiny"}
-    result |= {"normaliser": "lssa", "train_len": 16}
-    (run / "eval_length.json").write_text(json.dumps(result))
-    call(export, run, out)
-    card = (out / "README.md").read_text()
-    assert "1.2346 ±0.0100   -" in card and "[attention]" in card.splitlines()

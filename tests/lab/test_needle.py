@@ -162,7 +162,7 @@ def test_trials_follow_their_definition():
     stream = SimpleNamespace(read=lambda start, n: text[start : start + n], n_tokens=len(text))
     haystack = needle.Haystack(stream, tokenizer)
     for depth in (0, 10, 50, 100):
-        trial = needle.make_trial(haystack, 400, depth, seed=0, index=7)
+        trial = needle.make_trial(haystack, 400, depth, index=7)
         assert len(trial.prompt) == 400 - needle.ANSWER_TOKENS and trial.prompt[0] == tokenizer.eot_token
         words = tokenizer.decode(trial.prompt[1:])
         statement = words[words.index("The special") :]
@@ -177,8 +177,8 @@ def test_trials_follow_their_definition():
         before = words.index("\nThe special")
         after = words.index("\n\nQuestion") - words.index(trial.number) - 9
         assert before == (before + after) * depth // 100
-        again = needle.make_trial(haystack, 400, depth, seed=0, index=7)
-        assert again == trial != needle.make_trial(haystack, 400, depth, seed=0, index=8)
+        again = needle.make_trial(haystack, 400, depth, index=7)
+        assert again == trial != needle.make_trial(haystack, 400, depth, index=8)
 
 
 @torch.no_grad()

@@ -20,15 +20,12 @@ from lab import recall_data, squad
 BYTES = get_tokenizer("bytes")
 
 
-def article(title: str, n: int) -> dict[str, Any]:
-    """A paragraph with n questions that have answers, one that has none, and an answer without a question."""
-    qas = [
-        {"question": f"What is {title} {i}?", "answers": [{"text": f"{title}{'!' * i}"}, {"text": "no"}]}
-        for i in range(n)
-    ]
-    qas += [{"question": "Why?", "answers": []}, {"question": "  ", "answers": [{"text": "because"}]}]
-    paragraph = {"context": f"All about {title}.", "qas": qas}
-    return {"title": title, "paragraphs": [paragraph]}
+def article(title: str, n: int) -> list[dict[str, Any]]:
+    """n questions that have answers, one that has none, and an answer without a question."""
+    qas = [(f"What is {title} {i}?", [f"{title}{'!' * i}", "no"]) for i in range(n)]
+    qas += [("Why?", []), ("  ", ["because"])]
+    common = {"context": f"All about {title}."}
+    return [common | {"question": question, "answers": {"text": texts}} for question, texts in qas]
 
 
 @pytest.fixture
@@ -37,17 +34,21 @@ def prepare(call: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    path = tmp_path / "squad.json"
-    path.write_text(json.dumps({"data": [article(f"t{i}", 3) for i in range(20)]}), encoding="utf-8")
-    articles = [article("a", 2), article("b" * 30, 2), article("c", 2)]
-    (tmp_path / "val.json").write_text(json.dumps({"data": articles}))
-    return path
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder as `datasets` reads it."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    splits = {"train": [article(f"t{i}", 3) for i in range(20)]}
+    splits["validation"] = [article("a", 2), article("b" * 30, 2), article("c", 2)]
+    (tmp_path / "source").mkdir()
+    for split, articles in splits.items():
+        lines = [json.dumps(row) + "\n" for rows in articles for row in rows]
+        (tmp_path / f"source/{split}.jsonl").write_text("".join(lines))
+    return tmp_path / "source"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, source: Path, prepare: Callable[..., None]) -> Path:
-    prepare("--train", source, "--val", tmp_path / "val.json", "--out", tmp_path / "squad")
+    prepare("--source", source, "--out", tmp_path / "squad")
     return tmp_path / "squad"
 
 
@@ -70,53 +71,13 @@ def test_sequences_and_masks(folder: Path) -> None:
     assert load_config("configs/ssmax_paper/sft.toml").train.max_steps == 10 * (86_820 // 128)
 
 
-def test_from_the_hub(tmp_path: Path, prepare: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    def questions(name: str, n: int) -> list[dict[str, Any]]:
-        answers: list[list[str]] = [[], *[["a", "b"]] * n]
-        common = {"title": "t", "question": "q?"}
-        return [common | {"context": f"{name} {i}", "answers": {"text": t}} for i, t in enumerate(answers)]
-
-    dataset = {"train": questions("train", 5), "validation": questions("validation", 2)}
-    monkeypatch.setattr("datasets.load_dataset", lambda name: dataset if "squad_v2" in name else {})
-    prepare("--out", tmp_path / "out")
-    train = TokenStream(tmp_path / "out", "train")
-    val = TokenStream(tmp_path / "out", "val")
-    assert (train.n_tokens, val.n_tokens) == (5 * 64, 2 * 64)
-    assert BYTES.decode(val.read(1, 12).tolist()) == "validation 1"
-
-    def unreachable(name: str) -> None:
-        raise ConnectionError("no route\nto host")
-
-    monkeypatch.setattr("datasets.load_dataset", unreachable)
-    with pytest.raises(UserError, match="no route to host.*--train train-v2.0.json"):
-        prepare("--out", tmp_path / "other")
-
-
-@pytest.mark.parametrize(
-    "text, args, message",
-    [
-        ("{", [], "bad.json: not valid JSON"),
-        ('{"data": [{"paragraphs": [{"qas": [{}]}]}]}', [], "not of SQuAD's schema.*'answers'"),
-        ('{"data": []}', [], "val: no question fits --seq-len 64"),
-        ('{"data": []}', ["--val", "none.json"], "none.json: cannot be read"),
-    ],
-)
-def test_bad_input(
-    tmp_path: Path, prepare: Callable[..., None], text: str, args: list[str], message: str
+def test_mistakes_leave_a_finished_dataset(
+    folder: Path, source: Path, tmp_path: Path, prepare: Callable[..., None], call: Callable[..., None]
 ) -> None:
-    (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(UserError, match=message):
-        bad = tmp_path / "bad.json"
-        prepare("--train", bad, "--val", bad, "--out", tmp_path / "out", *args)
-    with pytest.raises(UserError):  # an unfinished dataset cannot be trained on
-        TokenStream(tmp_path / "out", "train")
-
-
-def test_a_finished_dataset_survives_mistakes(
-    folder: Path, tmp_path: Path, prepare: Callable[..., None], call: Callable[..., None]
-) -> None:
-    with pytest.raises(UserError, match="none.json: cannot be read"):
-        prepare("--train", tmp_path / "none.json", "--val", tmp_path / "val.json", "--out", folder)
+    with pytest.raises(UserError, match="none: cannot be read: .*; --source may also be a folder"):
+        prepare("--source", tmp_path / "none", "--out", folder)
+    with pytest.raises(UserError, match="val: no question fits --seq-len 9"):
+        prepare("--source", source, "--seq-len", 9, "--out", folder)
     with pytest.raises(UserError, match="holds squad_.*, another dataset's: choose another --out"):
         call(recall_data, "--sequences", "8", "--out", folder)
     assert TokenStream(folder, "train").mask is not None
