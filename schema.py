@@ -179,7 +179,6 @@ class TrainConfig(Section):
     keep_every: int = free(0, "Also keep checkpoints of multiples of this step; 0: none.", ge=0)
     on_bad_step: Literal["stop", "skip"] = resumable("stop", "At a loss or gradient that is not finite.")
     max_skips: int = resumable(10, "Consecutive skipped steps that stop the run.", ge=1)
-    outlier_z: float = resumable(0.0, "Skip steps so many sigmas above the last 128; 0: never.", ge=0)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -24,14 +24,14 @@ from config import parse_command_line
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import join_world
 from infra.files import exclusive_lock
-from training.checkpoint import CheckpointWriter, load_newest, mend_folder
+from training.checkpoint import load_newest, mend_folder, save_checkpoint
 from training.loader import Batch
 from training.optim import power_at, set_learning_rates
-from training.run_log import RunLog, format_duration
+from training.run_log import RunLog, format_duration, peak_memory
 from training.state import TrainState, init_from_run
 from training.validation import measure_attention, validate
 
-DRY_STEPS = 4  # of --dry-run; the first is not timed
+DRY_STEPS = 3  # timed by --dry-run
 
 
 def main() -> None:
@@ -45,16 +45,12 @@ def main() -> None:
             return
         with exclusive_lock(config.run_dir) if world.is_main else nullcontext():
             log = start_or_resume(state)
-            gc.freeze()  # scanning all of torch's objects takes 0.1 s and more,
-            gc.disable()  # and a rank that collects garbage within a step delays all others
+            gc.freeze()  # scanning all of torch's objects takes 0.1 s, and one rank delays all others
             train(state, log)
 
 
 def start_or_resume(state: TrainState) -> RunLog:
-    """Set the weights that the run starts from, and open its folder.
-
-    The weights come from the run's newest checkpoint, with its step, optimiser and RNG states. Without one
-    they are those of the run that init_from names, and without that those of the seed.
+    """Load the run's newest checkpoint, or else the weights that init_from names, and open the run's folder.
 
     Raises UserError: the folder holds another run, init_from does not fit, or ranks see different files.
     """
@@ -71,29 +67,26 @@ def start_or_resume(state: TrainState) -> RunLog:
         mend_folder(config.run_dir, newest[0] if newest and state.is_best else None)
     log = RunLog(state)
     log.open_folder(init_summary)
-    if newest is not None and state.step < config.train.max_steps:
+    if newest is not None:
         log.print(f"resumed from {newest[0]}: {state.step} of {config.train.max_steps} steps done")
     return log
 
 
 def dry_run(state: TrainState) -> None:
-    """Train DRY_STEPS steps without a run folder; print sizes, memory and speed."""
+    """Train a few steps without a run folder; print sizes, memory and speed."""
     config = state.config
     log = RunLog(state)
     if config.init_from:
         log.print(*init_from_run(state.raw_model, config.init_from, state.data_info()["tokenizer"]))
     log.describe_run()
-    with state.stop:
-        for i in range(DRY_STEPS):
-            if train_step(state, log):
-                raise KeyboardInterrupt
-            if i == 0:
-                log.clock.restart()
-    report = log.clock.report()
-    seconds = report["step_ms"] / 1000
+    train_step(state, log)  # not timed, it compiles
+    began = time.perf_counter()
+    for _ in range(DRY_STEPS):
+        train_step(state, log)
+    seconds = (time.perf_counter() - began) / DRY_STEPS
     max_steps = config.train.max_steps
     log.print(
-        f"memory   {report['memory_gb']:.2f} GB at the peak, in one process",
+        f"memory   {peak_memory(state.world.device) / 1e9:.2f} GB at the peak, in one process",
         f"time     {seconds:.3g} s a step: {format_duration(1000 * seconds)} for 1000 steps, "
         f"{format_duration(max_steps * seconds)} for all {max_steps}",
     )
@@ -105,24 +98,18 @@ def dry_run(state: TrainState) -> None:
 def train(state: TrainState, log: RunLog) -> None:
     """Train until max_steps or until a rank receives a signal to stop."""
     config = state.config.train
-    run_dir = state.config.run_dir
     attention_every = state.config.log.attention_every
-    if state.step == config.max_steps and not state.needs_validation:
-        log.close(f"finished: {run_dir} already has its {config.max_steps} steps")
-        return
     log.describe_run()
     began = time.monotonic()
-    writer = CheckpointWriter(run_dir, config.keep_last, config.keep_every)
-    with state.stop, writer:
+    with state.stop:
         stopped = None
         if state.needs_validation:  # the run was stopped before this validation was done
             stopped = validate(state, log)
             if not stopped:
-                save(state, writer)
-            log.clock.restart()
+                save(state)
+            log.restart_clock()
         while state.step < config.max_steps and not stopped:
             stopped = train_step(state, log)
-            writer.check()
             val_due = state.is_due(config.val_every)
             save_due = state.is_due(config.checkpoint_every)
 
@@ -138,49 +125,42 @@ def train(state: TrainState, log: RunLog) -> None:
 
             # Save
             if save_due or stopped or state.is_best:
-                save(state, writer)
+                save(state)
             if val_due or save_due:
-                gc.collect()
-                log.clock.restart()
+                log.restart_clock()
     if stopped:
         at = f"step {state.step} of {config.max_steps}"
         log.close(f"stopped by {stopped} after {at}, saved: the same command resumes the run")
     else:
-        log.close(f"finished in {format_duration(time.monotonic() - began)}: {run_dir}")
+        log.close(f"finished in {format_duration(time.monotonic() - began)}: {state.config.run_dir}")
 
 
 def train_step(state: TrainState, log: RunLog) -> str | None:
-    """One step: forward and backward, the guard, the optimiser.
+    """One step: forward and backward, the search for NaN and infinity, the optimiser.
 
     Returns: The name of a signal that any rank received, if one did.
-    Raises UserError: the step is bad and the config does not skip it (see `Guard`).
+    Raises UserError: the step is bad and the config does not skip it.
     """
     config = state.config
-    clock = log.clock
-    clock.mark("other")
     lr = set_learning_rates(state.optimizers, config.optimizer, state.step, config.train.max_steps)
     batch = state.batches.take(state.step)
-    clock.mark("data")
     loss = forward_backward(state, batch)
     grad_norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), config.train.grad_clip or math.inf)
     # The only host sync per step: all ranks skip the update if any rank rejects it.
     signal = torch.full_like(loss, state.stop.number)
     losses, norms, signals = state.world.gather(torch.stack([loss, grad_norm, signal])).T.tolist()
-    clock.mark("forward_backward")
-    bad = state.guard.check(losses, norms)
+    bad = find_problem(losses, norms)
+    state.n_skipped = state.n_skipped + 1 if bad else 0
     if not bad:
         for optimizer in state.optimizers:
             optimizer.step()
     for optimizer in state.optimizers:
         optimizer.zero_grad(set_to_none=True)
     state.step += 1
-    clock.mark("optimizer")
-    clock.n_steps += 1
     log.add_step(statistics.fmean(losses), norms[0], lr, bad)
     if bad:
         log.flush()
-        where = f"step {state.step}: {bad}, on {state.batches.describe(state.step - 1)}"
-        log.print(state.guard.handle_bad_step(where))
+        log.print(skip_or_stop(state, bad))
     return state.stop.name_of(int(max(signals)))
 
 
@@ -203,10 +183,38 @@ def forward_backward(state: TrainState, batch: Batch) -> Tensor:
     return total
 
 
-def save(state: TrainState, writer: CheckpointWriter) -> None:
+def find_problem(losses: list[float], norms: list[float]) -> str:
+    """Why a step is bad, given the loss and the gradient norm of each rank; "" if it is good."""
+    for what, values in (("loss", losses), ("gradient norm", norms)):
+        for rank, value in enumerate(values):
+            if not math.isfinite(value):
+                return f"{what} {value} on rank {rank}"
+    return ""
+
+
+def skip_or_stop(state: TrainState, problem: str) -> str:
+    """The line to log about a bad step.
+
+    Raises UserError: the config does not skip bad steps, or not that many in a row.
+    """
+    config = state.config.train
+    data = state.config.data
+    end = (data.skip_steps + state.step) * state.batches.n_seq
+    sequences = f"sequences {end - state.batches.n_seq} to {end - 1} in {data.order} order"
+    where = f"step {state.step}: {problem}, on {sequences}"
+    if config.on_bad_step == "stop":
+        hint = '(train.on_bad_step = "skip" skips such steps)'
+        raise UserError(f"{where}: stopped, the last checkpoint is unchanged {hint}")
+    if state.n_skipped >= config.max_skips:
+        raise UserError(f"{where}: stopped after {state.n_skipped} bad steps in a row (train.max_skips)")
+    return f"{where}: skipped"
+
+
+def save(state: TrainState) -> None:
+    config = state.config.train
     checkpoint = state.to_checkpoint()  # on every rank: a collective
     if state.world.is_main:
-        writer.save(checkpoint, state.is_best)
+        save_checkpoint(state.config.run_dir, checkpoint, config.keep_last, config.keep_every, state.is_best)
 
 
 if __name__ == "__main__":

@@ -32,12 +32,6 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The tensor summed over all processes, in place."""
-        if self.size > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
     def gather(self, values: Tensor) -> Tensor:
         """The values (k,) of every process, as (size, k) float64 in host memory: one collective, one sync."""
         every = values.double().repeat(self.size, 1)
@@ -118,15 +112,12 @@ class StopSignals:
 
     A second SIGINT raises KeyboardInterrupt if it arrives a second or more after the first, because torchrun
     forwards Ctrl-C to processes that may have received it from the terminal. It does not forward SIGUSR1.
-
-    Attributes:
-        number: of the first signal received, or 0.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
     def __init__(self) -> None:
-        self.number = 0
+        self.number = 0  # of the first signal received
         self._interrupted = 0.0  # time of the first SIGINT
 
     def __enter__(self) -> Self:

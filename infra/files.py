@@ -91,16 +91,15 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
     except OSError as e:
         raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system on exit or kill
-        except BlockingIOError:
-            raise UserError(f"{folder}: another process is writing there") from None
-        except OSError:  # a file system without locks
-            pass
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                folder.rmdir()
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system on exit or kill
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(f"{folder}: another process is writing there") from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
     finally:
+        with suppress(OSError):
+            folder.rmdir()
         os.close(descriptor)

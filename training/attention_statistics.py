@@ -1,8 +1,5 @@
 """Statistics of a trained model's attention weights, for each layer and head.
 
-    means = model_statistics(model, tokens, n_rows=128)         # (B, n_layer, n_head, len(STATISTICS))
-    mass = attention_mass(model, token, rope, cache, where)     # (B, n_layer, n_head)
-
 A row with weights A over its n visible keys has p = |A| / sum |A| (A itself, for a softmax). The weights are
 those of the normaliser's definition, in blocks of rows: O(block * T) memory.
 """
@@ -15,7 +12,7 @@ from torch import Tensor
 
 from engines.rows import query_blocks
 from model import GPT, KVCache
-from normalisers.base import RowContext, l1_normalise, share_heads
+from normalisers.base import l1_normalise, share_heads
 from normalisers.layer import NormaliserLayer
 from positions import UNSCALED, RopeScaling
 
@@ -70,7 +67,10 @@ def attention_inputs(
 
 
 def layer_statistics(normaliser: NormaliserLayer, q: Tensor, k: Tensor, p: int | None = None) -> Tensor:
-    """(B, H, Tq, D) and (B, H, Tk, D) after RoPE, the last Tq positions, to (B, H, len(STATISTICS))."""
+    """Means over the rows of q (B, H, Tq, D), the last positions of k (B, H, Tk, D), both after RoPE.
+
+    A row of zero weights has entropy 0 and 0 effective keys. Returns: (B, H, len(STATISTICS)).
+    """
     with torch.autocast(q.device.type, enabled=False):
         unscaled_q = q.float()
         unscaled_k = share_heads(k, q).float()
@@ -83,39 +83,28 @@ def layer_statistics(normaliser: NormaliserLayer, q: Tensor, k: Tensor, p: int |
             block_context = replace(context, n=context.n[block])
             hidden = ~block_context.visible(x)
             weights = normaliser.row_weights(x.masked_fill(hidden, -torch.inf), block_context)
-            total[batch] += row_statistics(unscaled, x, weights, block_context).sum(-2)
+            mass = l1_normalise(weights.abs())  # (b, H, R, K)
+            n = block_context.n[:, 0]
+            entropy = -torch.xlogy(mass, mass).sum(-1)
+            rows = {
+                "qk_std": block_context.moments(unscaled)[1].sqrt().squeeze(-1),
+                "score_std": block_context.moments(x)[1].sqrt().squeeze(-1),
+                "entropy": entropy,
+                "relative_entropy": entropy / n.clamp_min(2).log(),  # 0 for a row of one key
+                "effective_keys": torch.where((mass > 0).any(-1), entropy.exp(), 0.0),
+                "largest": mass.amax(-1),
+                "first_token": mass[..., 0],
+                "tiny": (~hidden & (mass < TINY)).sum(-1) / n,
+            }
+            total[batch] += torch.stack([rows[key].sum(-1) for key in STATISTICS], dim=-1)  # (b, H, S)
         return total / q.shape[-2]
-
-
-def row_statistics(unscaled: Tensor, x: Tensor, weights: Tensor, context: RowContext) -> Tensor:
-    """q.k, scores (both finite) and weights (..., R, K) to STATISTICS, (..., R, len(STATISTICS)).
-
-    A row of zero weights has entropy 0 and 0 effective keys.
-    """
-    p = l1_normalise(weights.abs())
-    n = context.n[:, 0]
-    entropy = -torch.xlogy(p, p).sum(-1)
-    statistics = {
-        "qk_std": context.moments(unscaled)[1].sqrt().squeeze(-1),
-        "score_std": context.moments(x)[1].sqrt().squeeze(-1),
-        "entropy": entropy,
-        "relative_entropy": entropy / n.clamp_min(2).log(),  # 0 for a row of one key
-        "effective_keys": torch.where((p > 0).any(-1), entropy.exp(), 0.0),
-        "largest": p.amax(-1),
-        "first_token": p[..., 0],
-        "tiny": (context.visible(p) & (p < TINY)).sum(-1) / n,
-    }
-    return torch.stack([statistics[key] for key in STATISTICS], dim=-1)
 
 
 @torch.no_grad()
 def attention_mass(model: GPT, token: Tensor, rope: RopeScaling, cache: KVCache, where: Tensor) -> Tensor:
-    """Sum of p over some keys in the next token's row, for each layer and head.
+    """Sum of p over the keys `where` (B, n) in the row of token (B, 1), which follows the n - 1 cached ones.
 
-    Args:
-        token: (B, 1) int64, the token after the cached ones; the cache's length does not change.
-        where: (B, n) bool, of the n = cache.length + 1 keys.
-    Returns: (B, n_layer, n_head) float32.
+    The cache's length does not change. Returns: (B, n_layer, n_head) float32.
     """
     layers = []
     for normaliser, q, keys in attention_inputs(model, token, rope, cache):

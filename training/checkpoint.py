@@ -1,4 +1,4 @@
-"""Checkpoint files: written atomically in the background, found newest first, loaded safely.
+"""Checkpoint files: written atomically, found newest first, loaded safely.
 
 A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of
 
@@ -8,7 +8,7 @@ A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of
     model       parameters by their plain names (never torch.compile's or DDP's prefixes)
     optimizers  the optimisers' states
     validation  {"step", "loss", "best", "best_step"} of the newest and the best one; at first -1, None
-    guard       recent losses and gradient norms (see `training.guard`)
+    guard       {"skipped": steps skipped in a row}
     rng         torch's RNG states of each process
     data        {"tokenizer": name, "train": fingerprint, "val": fingerprint} and masks (`TokenStream`)
 
@@ -19,14 +19,11 @@ It holds tensors and plain values only and is read with `weights_only`, so loadi
 import os
 import shutil
 import sys
-import threading
 import zipfile
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from config import config_from_dict
 from infra.cli import UserError
@@ -35,72 +32,11 @@ from model import GPT
 from schema import Config
 
 FORMAT = 3
-KEYS = {"format", "step", "config", "model", "optimizers", "validation", "guard", "rng", "data"}
-
-
-class CheckpointWriter:
-    """Writes a run's checkpoints in a background thread. Training waits for the copy of the tensors only.
-
-    Leaving its with block waits for the write in progress, except after KeyboardInterrupt. keep_last and
-    keep_every are as in [train].
-    """
-
-    def __init__(self, run_dir: Path, keep_last: int, keep_every: int) -> None:
-        self.run_dir = run_dir
-        self.keep = (keep_last, keep_every)
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-
-    def save(self, state: dict[str, Any], is_best: bool) -> None:
-        """Wait for the previous write, copy the state, start writing the copy."""
-        self.finish()
-        # A daemon: a second Ctrl-C does not wait for it.
-        self._thread = threading.Thread(target=self._write, args=(copy_to_cpu(state), is_best), daemon=True)
-        self._thread.start()
-
-    def _write(self, state: dict[str, Any], is_best: bool) -> None:
-        try:
-            save_checkpoint(self.run_dir, state, *self.keep, is_best)
-        except Exception as e:  # `check` raises it in the training thread
-            self._error = e
-
-    def check(self) -> None:
-        """Raises the error of a failed write, once (UserError: see `save_checkpoint`)."""
-        error = self._error
-        self._error = None
-        if error is not None:
-            raise error
-
-    def finish(self) -> None:
-        """Wait for the write in progress, then `check`."""
-        if self._thread is not None:
-            self._thread.join()
-        self.check()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not KeyboardInterrupt:
-            self.finish()
-
-
-def copy_to_cpu(state: Any) -> Any:
-    """A copy in host memory of nested dicts and lists of tensors, in which tied weights stay one."""
-    copies: dict[Any, torch.Tensor] = {}
-
-    def copy(t: torch.Tensor) -> torch.Tensor:
-        key = (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
-        if not t.numel() or key not in copies:
-            copies[key] = t.detach().to("cpu", copy=True)
-        return copies[key]
-
-    return tree_map_only(torch.Tensor, copy, state)
 
 
 def save_checkpoint(
     run_dir: Path, state: dict[str, Any], keep_last: int, keep_every: int = 0, is_best: bool = False
-) -> Path:
+) -> None:
     """Write `checkpoints/step_<step>.pt`, whole or not at all, and delete old ones.
 
     Raises UserError: it cannot be written. Existing checkpoints are unchanged then.
@@ -118,21 +54,18 @@ def save_checkpoint(
                 old.unlink()
     except (OSError, RuntimeError) as e:  # RuntimeError: a full disk, in torch's zip writer
         raise UserError(f"{path}: the checkpoint could not be written: {e}") from None
-    return path
 
 
 def mend_folder(run_dir: Path, best: Path | None) -> None:
     """Finish what a kill has interrupted: remove half a file, link `best` as best.pt."""
-    for partial in run_dir.glob("checkpoints/.*.tmp"):
-        partial.unlink()
     if best is not None:
         link(best, best.with_name("best.pt"))
+    for partial in run_dir.glob("checkpoints/.*.tmp"):  # also of a link to the same file
+        partial.unlink()
 
 
 def link(path: Path, name: Path) -> None:
     """Give a file a second name, atomically."""
-    if name.exists() and name.samefile(path):  # os.replace would leave the temporary name
-        return
     temporary = name.with_name(f".{name.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -167,9 +100,8 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
     except Exception as e:  # which one depends on the damage
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise UserError(f"{path}: damaged or unreadable checkpoint ({reason})") from None
-    if not isinstance(state, dict) or state.get("format") != FORMAT or KEYS - state.keys():
-        expected = f"expected format {FORMAT} and the keys {', '.join(sorted(KEYS))}"
-        raise UserError(f"{path}: not a checkpoint of this version ({expected})")
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise UserError(f"{path}: not a checkpoint of this version; expected format {FORMAT}")
     return state
 
 
@@ -224,16 +156,5 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Traine
     path, content = load_source(source)
     config = config_from_dict(content["config"], str(path))
     model = GPT(config, device)
-    load_parameters(model, content["model"], path)
+    model.load_state_dict(content["model"])
     return Trained(model.eval(), config, content["step"], content["data"]["tokenizer"])
-
-
-def load_parameters(model: nn.Module, parameters: dict[str, Any], path: Path) -> None:
-    """Copy a checkpoint's parameters into the model.
-
-    Raises UserError: a parameter is missing, unknown, or of another shape.
-    """
-    try:
-        model.load_state_dict(parameters)
-    except RuntimeError as e:
-        raise UserError(f"{path}: does not fit its config: {' '.join(str(e).split())}") from None

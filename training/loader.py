@@ -87,8 +87,3 @@ class BatchLoader:
         counts = torch.tensor([int((y != IGNORED).sum()) for _, y in batch], device=self.world.device)
         n_targets = max(1, int(self.world.gather(counts.sum()[None]).sum()))
         return [count * self.world.size / n_targets for count in counts.tolist()], n_targets
-
-    def describe(self, step: int) -> str:
-        """Where a step's batch is in the data, for messages."""
-        first = (self.config.data.skip_steps + step) * self.n_seq
-        return f"sequences {first} to {first + self.n_seq - 1} of the data in {self.config.data.order} order"

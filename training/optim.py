@@ -28,11 +28,9 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer
     if hidden:
         decay = config.weight_decay
         optimizers.append(Muon(hidden, lr=config.muon_lr, momentum=config.momentum, weight_decay=decay))
-    all_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    grouped = [id(p) for group in all_groups for p in group["params"]]
-    assert sorted(grouped) == sorted(id(p) for p in model.parameters())  # each in exactly one group
-    for group in all_groups:
-        group["peak_lr"] = group["lr"]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
     return optimizers
 
 

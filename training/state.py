@@ -14,13 +14,10 @@ from config import changed_keys, config_from_dict
 from infra.cli import UserError
 from infra.distributed import StopSignals, World
 from model import GPT
-from schema import Config, makes_another_run, may_change_on_resume
-from training.checkpoint import load_parameters, load_source
-from training.guard import Guard
+from schema import Config, may_change_on_resume
+from training.checkpoint import load_source
 from training.loader import BatchLoader, open_streams
 from training.optim import make_optimizers, power_at
-
-UNREPORTED_KEYS = ("name", "init_from", "log.")  # config changes not printed at init_from
 
 
 class TrainState:
@@ -28,7 +25,7 @@ class TrainState:
 
     Attributes:
         raw_model: the model. local_model: the same, perhaps compiled. model: that, perhaps under DDP.
-        step: optimiser steps done, skipped ones included.
+        step: optimiser steps done, skipped ones included. n_skipped: steps skipped in a row.
         validation: the newest and the best one (see `training.checkpoint`).
     """
 
@@ -39,15 +36,14 @@ class TrainState:
         self.batches = BatchLoader(train_stream, config, world)
         torch.manual_seed(config.seed)
         self.raw_model = GPT(config, world.device)
-        compiles = config.train.compile
-        if compiles == "auto":
-            compiles = world.device.type == "cuda"
+        setting = config.train.compile
+        compiles = world.device.type == "cuda" if setting == "auto" else setting
         self.local_model: Any = torch.compile(self.raw_model) if compiles else self.raw_model
         self.model: Any = DistributedDataParallel(self.local_model) if world.size > 1 else self.local_model
         self.optimizers = make_optimizers(self.raw_model, config.optimizer)
-        self.guard = Guard(config.train)
         self.stop = StopSignals()
         self.step = 0
+        self.n_skipped = 0
         self.validation: dict[str, Any] = {"step": -1, "loss": None, "best": None, "best_step": None}
 
     def is_due(self, every: int) -> bool:
@@ -96,42 +92,32 @@ class TrainState:
             "model": self.raw_model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "validation": self.validation,
-            "guard": self.guard.state_dict(),
+            "guard": {"skipped": self.n_skipped},
             "rng": self.world.gather_objects(rng),
             "data": self.data_info(),
         }
-
-    def difference_to(self, checkpoint: dict[str, Any], path: Path) -> str:
-        """What the loss curve depends on and the checkpoint has otherwise, in config and data; "": nothing.
-
-        A finished run may differ in all but what its curve depends on, and in where the same data lie.
-        """
-        changed = changed_keys(config_from_dict(checkpoint["config"], str(path)), self.config)
-        if checkpoint["step"] < self.config.train.max_steps:
-            changed = {key: pair for key, pair in changed.items() if not may_change_on_resume(key)}
-        else:
-            changed = {k: pair for k, pair in changed.items() if makes_another_run(k) and k != "data.dir"}
-        before = checkpoint["data"]
-        data = self.data_info()
-        for key in before | data:
-            if before.get(key) != data.get(key):
-                changed[f"data: {key}"] = (before.get(key), data.get(key))
-        return "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
 
     def restore(self, path: Path, checkpoint: dict[str, Any]) -> None:
         """Continue from a checkpoint of this run.
 
         Raises UserError: lists every difference in config and data; resuming would join two runs' curves.
         """
-        difference = self.difference_to(checkpoint, path)
-        if difference:
-            raise UserError(f"{path.parents[1]}: holds another run ({difference}): choose another --name")
-        load_parameters(self.raw_model, checkpoint["model"], path)
+        changed = changed_keys(config_from_dict(checkpoint["config"], str(path)), self.config)
+        changed = {key: pair for key, pair in changed.items() if not may_change_on_resume(key)}
+        before = checkpoint["data"]
+        data = self.data_info()
+        for key in before | data:
+            if before.get(key) != data.get(key):
+                changed[f"data: {key}"] = (before.get(key), data.get(key))
+        if changed:
+            listed = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
+            raise UserError(f"{path.parents[1]}: holds another run ({listed}): choose another --name")
+        self.raw_model.load_state_dict(checkpoint["model"])
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step = checkpoint["step"]
         self.validation = checkpoint["validation"]
-        self.guard.load_state_dict(checkpoint["guard"])
+        self.n_skipped = checkpoint["guard"]["skipped"]
         if len(checkpoint["rng"]) == self.world.size:
             rng = checkpoint["rng"][self.world.rank]
             torch.set_rng_state(rng["cpu"])
@@ -152,8 +138,7 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     old = config_from_dict(content["config"], str(path))
     prefix = f"init_from = {str(source)!r}"
     if Path(source).is_dir() and 0 < content["step"] < old.train.max_steps:  # 0: of lab.import_
-        done = f"{content['step']} of {old.train.max_steps} steps"
-        raise UserError(f"{prefix}: has {done}: expected a finished run, or a checkpoint file: {path}")
+        raise UserError(f"{prefix}: expected a finished run, or a checkpoint file: {path}")
     trained_on = content["data"]["tokenizer"]
     if trained_on != tokenizer:
         raise UserError(f"{prefix}: trained on tokens of {trained_on}, the data has {tokenizer}")
@@ -162,25 +147,20 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     changes = [
         f"{key} {was!r} -> {now!r}"
         for key, (was, now) in changed_keys(old, model.config).items()
-        if not key.startswith(UNREPORTED_KEYS)
+        if not key.startswith(("name", "init_from", "log."))
     ]
     copied = {name: theirs[name] for name in ours if name in theirs}
-    problems = {  # all layers as one
-        any_layer(name): f"{any_layer(name)} is {tuple(ours[name].shape)} here, {tuple(their.shape)} there"
-        for name, their in copied.items()
-        if ours[name].shape != their.shape
-    }
+    for name, their in copied.items():
+        if ours[name].shape != their.shape:
+            shapes = f"{any_layer(name)} is {tuple(ours[name].shape)} here, {tuple(their.shape)} there"
+            raise UserError(f"{prefix}: {shapes} ({', '.join(changes)})")
     tied = model.config.model.tie_embeddings
     if tied and not torch.equal(theirs["lm_head.weight"], theirs["embedding.weight"]):
-        problems["lm_head.weight"] = "lm_head.weight is tied to the embedding here, not there"
-    if problems:
-        causes = [change for change in changes if change.startswith(("model.", "train.seq_len"))]
-        raise UserError(f"{prefix}: does not fit: {'; '.join(problems.values())} ({', '.join(causes)})")
+        raise UserError(f"{prefix}: lm_head.weight is tied to the embedding here, not there")
     model.load_state_dict(copied, strict=False)
-    n_values = sum({ours[name].data_ptr(): ours[name].numel() for name in copied}.values())  # tied ones once
     return [
         f"init_from {source}, step {content['step']}",
-        f"  copied      {len(copied)} tensors, {n_values:,} values",
+        f"  copied      {len(copied)} tensors",
         f"  new         {missing_names(ours, theirs)}; the optimiser's state",
         f"  dropped     {missing_names(theirs, ours)}",
         f"  changed     {', '.join(changes) or 'nothing'}",

@@ -26,8 +26,7 @@ def validate(state: TrainState, log: RunLog) -> str | None:
     world = state.world
     micro = state.batches.micro
     n_windows = val_windows(state.val_stream, config.val_tokens, config.seq_len)
-    sums = torch.zeros(3, dtype=torch.float64, device=world.device)
-    total, unscaled_total, n_targets = sums  # views
+    sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # losses, unscaled ones, targets
     for start in range(0, n_windows, world.size * micro):
         first = start + world.rank * micro
         if first < n_windows:
@@ -35,13 +34,14 @@ def validate(state: TrainState, log: RunLog) -> str | None:
             x, y = torch.from_numpy(np.stack(batch)).to(world.device)  # (micro, T) each
             with state.raw_model.autocast():
                 n = (y != IGNORED).sum()
-                n_targets += n
-                total += state.local_model(x, y, p=state.power).double() * n
+                sums[2] += n
+                sums[0] += state.local_model(x, y, p=state.power).double() * n
                 if config.loss != "softmax":
-                    unscaled_total += state.local_model(x, y, p=state.power, unscaled=True).double() * n
+                    sums[1] += state.local_model(x, y, p=state.power, unscaled=True).double() * n
         if stopped := state.stop.on_any_rank(world):
             return stopped
-    loss, unscaled = (world.sum(sums)[:2] / n_targets).tolist()
+    sums = world.gather(sums).sum(0)
+    loss, unscaled = (sums[:2] / sums[2]).tolist()
     state.record_validation(loss)
     log.add_validation(loss, unscaled if config.loss != "softmax" else None)
     return None

@@ -158,7 +158,7 @@ def test_another_config_under_the_same_name_is_left_to_train(path, call, monkeyp
 
 @pytest.mark.parametrize(
     ("key", "values", "n"),
-    [("data.dir", ["a", "b"], 2), ("train.outlier_z", [0, 6], 2), ("train.micro_batch", [1, 2], 1)],
+    [("data.dir", ["a", "b"], 2), ("train.max_skips", [1, 6], 2), ("train.micro_batch", [1, 2], 1)],
 )
 def test_what_may_differ_on_resume_and_makes_another_run(key, values, n, tiny_config):
     tiny_config.write_text(f'{tiny_config.read_text()}[sweep]\n"{key}" = {values}\n')

@@ -30,7 +30,7 @@ def test_a_run_and_its_folder(tiny_config: Path, capsys: pytest.CaptureFixture[s
     assert "step 6/6 | loss" in capsys.readouterr().out
 
     run(tiny_config, "--train.max-steps", "6")
-    assert "already has its 6 steps" in capsys.readouterr().out
+    assert "6 of 6 steps done" in capsys.readouterr().out
     assert list(metrics(folder, "loss")) == [1, 2, 3, 4, 5, 6]
 
 
@@ -97,14 +97,6 @@ def test_every_normaliser_trains(normaliser: str, tiny_config: Path):
     assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.3
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
-def test_optimisers_lower_the_loss(optimizer: str, tiny_config: Path):
-    lr = "0.3" if optimizer == "sgd" else "0.01"
-    flags = ["--optimizer.name", optimizer, "--optimizer.lr", lr, "--train.max-steps", "20"]
-    losses = list(metrics(run(tiny_config, *flags), "loss").values())
-    assert losses[-1] < losses[0] - 0.5
-
-
 def test_bfloat16_and_shuffled_windows(tiny_config: Path):
     folder = run(tiny_config, "--train.dtype", "bfloat16", "--data.order", "shuffled")
     assert all(map(math.isfinite, metrics(folder, "loss").values()))
@@ -126,12 +118,8 @@ def test_flops_per_token(tiny_config: Path):
 
 
 def test_mistakes(tiny_config: Path):
-    with pytest.raises(UserError, match="model.vocab_size = 60"):
-        build(tiny_config, "--model.vocab_size", "60")
     with pytest.raises(UserError, match="model.vocab_size = 50257: .* expected 64 to 1087"):
         build(tiny_config, "--model.vocab_size", "50257")
-    with pytest.raises(UserError, match="nowhere: no such data folder"):
-        build(tiny_config, "--data.dir", "nowhere")
     long = "--train.seq_len 1024 --train.batch_tokens 1024 --train.micro_batch 1 --train.val_tokens 1024"
     with pytest.raises(UserError, match="expected at least 1025 for one window"):
         build(tiny_config, *long.split())

@@ -13,7 +13,6 @@ from test_model import make_gpt, random_tokens
 import model
 from model import KVCache
 from positions import RopeScaling
-from schema import AttentionConfig
 from training import attention_statistics
 from training.attention_statistics import STATISTICS, attention_mass, layer_statistics, model_statistics
 
@@ -64,23 +63,6 @@ def test_statistics_are_those_of_the_dense_weights(cfg, len_q, monkeypatch):
     torch.testing.assert_close(found[..., :tiny], expected[..., :tiny], atol=2e-4, rtol=2e-4)
     # A weight within rounding of the threshold may fall on either side.
     torch.testing.assert_close(found[..., tiny], expected[..., tiny], atol=0.02, rtol=0)
-
-
-def test_known_rows():
-    """Uniform rows: entropy ln n, n keys; and rows on one key."""
-    normaliser = make(AttentionConfig(), n_head=1, head_dim=4, train_len=8)
-    k = torch.zeros(1, 1, 6, 4)
-    uniform = dict(zip(NAMES, layer_statistics(normaliser, torch.ones(1, 1, 1, 4), k)[0, 0], strict=True))
-    assert uniform["entropy"] == pytest.approx(math.log(6)) and uniform["effective_keys"] == pytest.approx(6)
-    assert uniform["relative_entropy"] == pytest.approx(1)
-    assert uniform["first_token"] == uniform["largest"] == pytest.approx(1 / 6)
-    assert uniform["score_std"] == uniform["tiny"] == 0
-    k[:, :, 0] = 100.0
-    sink = dict(zip(NAMES, layer_statistics(normaliser, torch.ones(1, 1, 1, 4), k)[0, 0], strict=True))
-    assert sink["entropy"] == 0 and sink["effective_keys"] == sink["first_token"] == sink["largest"] == 1
-    assert sink["tiny"] == pytest.approx(5 / 6)
-    assert sink["score_std"] == pytest.approx(200 * math.sqrt(5) / 6)
-    assert sink["qk_std"] == pytest.approx(400 * math.sqrt(5) / 6)
 
 
 @torch.no_grad()

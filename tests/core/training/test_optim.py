@@ -56,7 +56,7 @@ def test_schedules():
     assert 0 < factors("cosine")[-1] < factors("linear")[-1] < 0.02
 
 
-def test_the_power_of_the_re_weighting_rises(tiny_config: Path):
+def test_the_power_of_the_re_weighting_rises():
     def powers(p: int, n_steps: int) -> list[int]:
         config = AttentionConfig(normaliser="lssa", reweight_p=p, reweight_p_warmup=n_steps)
         return [power_at(config, step) for step in range(9)]
@@ -65,13 +65,6 @@ def test_the_power_of_the_re_weighting_rises(tiny_config: Path):
     assert powers(3, 4) == [1, 1, 2, 2, 3, 3, 3, 3, 3]
     assert powers(2, 8) == [1] * 8 + [2]
     assert powers(7, 0) == 9 * [7]
-    flags = "--attention.normaliser lssa --attention.reweight-p 15 --attention.reweight-p-warmup 8"
-    config = load_config(tiny_config, flags.split())
-    model = GPT(config)
-    x = torch.arange(16)[None]
-    full = model(x)  # as evaluations load it
-    assert not torch.equal(model(x, p=power_at(config.attention, 2)), full)
-    assert torch.equal(model(x, p=power_at(config.attention, 8)), full)
 
 
 def test_a_compiled_model_has_few_graphs_for_all_powers(tiny_config: Path):

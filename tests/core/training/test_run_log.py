@@ -12,7 +12,6 @@ import train
 from config import load_config
 from infra.cli import UserError
 from infra.files import exclusive_lock, read_jsonl
-from training.run_log import records_up_to
 
 
 def test_starts_and_timing(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
@@ -26,8 +25,6 @@ def test_starts_and_timing(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
     timed = [r for r in records(folder) if "step_ms" in r]
     assert [r["step"] for r in timed] == [2, 3, 4]  # every second one, and each that is saved
     for r in timed:
-        parts = sum(r[f"{part}_ms"] for part in ("data", "forward_backward", "optimizer", "other"))
-        assert parts == pytest.approx(r["step_ms"], abs=0.05)
         assert r["tokens_per_s"] == pytest.approx(128 / (r["step_ms"] / 1000), rel=0.01)
         assert r["mfu"] == pytest.approx(flops * r["tokens_per_s"] / 1e7, rel=0.01)
         assert r["memory_gb"] > 0
@@ -60,14 +57,6 @@ def test_one_process_writes_a_run_folder(tiny_config: Path, call: Callable[..., 
     with exclusive_lock(config.run_dir), pytest.raises(UserError, match="another process is writing there"):
         call(train, tiny_config)
     assert not (config.run_dir / "metrics.jsonl").exists()
-
-
-def test_lines_of_a_killed_run_are_not_doubled(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1.0}\nnot json\n{"step": 3}\n{"st')
-    lines = read_jsonl(path)
-    assert records_up_to(lines, 2, 0) == [{"step": 1}, {"step": 2}]
-    assert records_up_to(lines, 2, 2) == [{"step": 1}, {"step": 2}, {"step": 2, "val_loss": 1.0}]
 
 
 @pytest.mark.slow
