@@ -3,7 +3,7 @@
     python -m benchmarks.train_step                                   # the demo's model on CPU
     python -m benchmarks.train_step configs/softmax.toml configs/lssar.toml --steps 20
     python -m benchmarks.train_step --train.seq-len 1024 --train.micro-batch 1    # overrides, of all configs
-    python -m benchmarks.train_step --plain                           # what guard, log and loader cost
+    python -m benchmarks.train_step --plain                           # what log and loader cost
 
 All models are in one process and take their steps alternately, so that a drifting machine slows all. A ratio
 is the median over the rounds. CPU time is that of the process: with one thread it leaves out what other
@@ -35,7 +35,7 @@ def train_step(state: TrainState) -> None:
 
 
 def plain_step(state: TrainState) -> None:
-    """A step without guard, log and reading ahead."""
+    """A step without log, a look for NaN and reading ahead."""
     set_learning_rates(state.optimizers, state.config.optimizer, state.step, state.config.train.max_steps)
     batch = state.batches.read(state.step)
     for micro_batch in batch:

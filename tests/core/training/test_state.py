@@ -56,22 +56,16 @@ def test_another_run_in_the_same_folder_is_rejected(tiny_config: Path, tiny_data
         run(tiny_config, "--optimizer.lr", "0.02", "--data.dir", str(other))
 
 
-def validate_to(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
-    """Make the run's validations result in these losses."""
-    left = iter(losses)
-
-    def validate(state: TrainState, log: RunLog) -> None:
-        loss = next(left)
-        state.record_validation(loss)
-        log.add_validation(loss)
-
-    monkeypatch.setattr(train, "validate", validate)
-
-
 def test_the_best_checkpoint_is_kept_apart(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
     """And a validation that is not finite is never the best."""
+    losses = {4: math.nan, 8: 2.0, 12: 2.5}
+
+    def validate(state: TrainState, log: RunLog) -> None:
+        state.record_validation(losses[state.step])
+        log.add_validation(losses[state.step])
+
+    monkeypatch.setattr(train, "validate", validate)
     state = build(tiny_config, "--train.keep-last", "1")
-    validate_to(monkeypatch, [math.nan, 2.0, 2.5])
     folder = resume(state)
     best = load_checkpoint(folder / "checkpoints" / "best.pt")
     assert best["step"] == 8 and best["validation"] == {"step": 8, "loss": 2.0, "best": 2.0, "best_step": 8}
