@@ -142,19 +142,18 @@ def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespa
     Raises:
         UserError: no config file, or a problem with it or with an override.
     """
-    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the config file")
     parser.usage = "%(prog)s CONFIG.toml [--base BASE.toml] [--section.key VALUE ...] [options]"
-    named = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
+    files = [arg for arg in sys.argv[1:2] if not arg.startswith("-")]
     if {"-h", "--help"} & set(sys.argv[1:]):
-        files = [arg for arg in sys.argv[1:] if arg.endswith(".toml")]
-        first_run = expand_sweep(files[0])[0].overrides if files else []
-        config = load_config(files[0], first_run) if files else Config(name="CONFIG")
+        config = (
+            load_config(files[0], expand_sweep(files[0])[0].overrides) if files else Config(name="CONFIG")
+        )
         print(f"{parser.format_help()}\n{describe_keys(config)}")
         sys.exit(0)
-    args, overrides = parser.parse_known_args()
-    if not named:
+    if not files:
         raise UserError(f"expected a config file: {parser.prog} configs/lssar.toml (or --help)")
-    return load_config(args.config, overrides), args
+    args, overrides = parser.parse_known_args(sys.argv[2:])
+    return load_config(files[0], overrides), args
 
 
 def describe_keys(config: Config) -> str:
@@ -317,7 +316,7 @@ def _toml_value(value: Any) -> str:
 def _validate(values: Values, path: str) -> Config:
     """The `Config`, or a UserError with every problem: those of single keys, then, with the offending
     keys taken out, those between keys."""
-    messages: list[str] = []
+    messages: dict[str, None] = {}  # in order, each once
     bad: list[str] = []
     while True:
         try:
@@ -327,7 +326,7 @@ def _validate(values: Values, path: str) -> Config:
             problems = problems_of(e, "", Config)
         for _, problem in problems:
             if not any(f"{key} " in problem for key in bad):  # else it is with the default in its place
-                messages.append(f"{_source(problem.split(' ')[0], values, path)}: {problem}")
+                messages[f"{_source(problem.split(' ')[0], values, path)}: {problem}"] = None
         keys = [key for key, _ in problems if key]
         if not keys:
             break
@@ -335,7 +334,7 @@ def _validate(values: Values, path: str) -> Config:
         values = {k: v for k, v in values.items() if not any(f"{k}.".startswith(f"{b}.") for b in bad)}
         values.setdefault("name", ("unnamed", path))
     if messages:
-        raise UserError("\n".join(dict.fromkeys(messages)))
+        raise UserError("\n".join(messages))
     return config
 
 

@@ -63,8 +63,9 @@ def main() -> None:
             for length in blocks.lengths:
                 sums = score(model, blocks, length, n_same, args.rope_scaling, world)
                 at_lengths.append(summarise(length, sums, blocks, n_same))
-            summary = {"data": blocks.describe(), "same_target_tokens": n_same, "lengths": at_lengths}
-            return summary, text_key(summary["data"]), cells(summary)
+            data = blocks.describe()
+            summary = {"data": data, "same_target_tokens": n_same, "lengths": at_lengths}
+            return summary, text_key(data), cells(summary)
 
         common.evaluate("eval_length", args, world, runs, picture, measure, tables, plot)
 

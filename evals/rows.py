@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pandas
 
 FILE = "rows.csv"
-VALIDATIONS = ("val_loss", "val_cross_entropy")  # keys of metrics.jsonl
+VALIDATIONS = {"val_loss", "val_cross_entropy"}  # keys of metrics.jsonl
 Cell = tuple[int, int | None, str, float | None]  # length, block, measure and value of a row
 
 
@@ -94,11 +94,11 @@ def read_rows(folders: Iterable[str | Path]) -> pandas.DataFrame:
 def validation_rows(folder: Path) -> Iterator[Row]:
     """The validations in metrics.jsonl; their text is empty, the first train.val_tokens of the config."""
     records = read_jsonl(folder / "metrics.jsonl")
-    if records:
-        config = load_config(folder / "config.toml")
-        run = (config.name, config.seed, config.optimizer.lr)
+    if not records:
+        return
+    config = load_config(folder / "config.toml")
+    run = (config.name, config.seed, config.optimizer.lr)
+    length = config.train.seq_len
     for record in records:
-        for measure in VALIDATIONS:
-            if measure in record:
-                where = (record["step"], "train", "none", "", config.train.seq_len, None)
-                yield Row(*run, *where, measure, record[measure])
+        for measure in sorted(VALIDATIONS & record.keys()):
+            yield Row(*run, record["step"], "train", "none", "", length, None, measure, record[measure])
