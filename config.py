@@ -9,11 +9,11 @@ changes. `--base` on the command line takes the place of that line. A file with 
 several runs, one for each combination of its values, `"attention.reweight_p" = [1, 3, 15]`. Several [[sweep]]
 sections describe the runs of each.
 
-Numbers that follow from the sizes of a run may be left to it. The resolved config has them in two decimals:
+Numbers that follow from the sizes of a run may be left to it. The resolved config has the numbers:
 
     attention.scale or scale_init = "ln_d_ln_L"           ln d * ln L, d the head size, L = train.seq_len
     attention.scale or scale_init = "sqrt_d_over_ln_L"    sqrt(d) / ln L
-    attention.reweight_p_warmup, optimizer.warmup_steps   below 1: a share of train.max_steps, rounded down
+    attention.reweight_p_warmup                           below 1: a share of train.max_steps, rounded down
 
 Files are data: nothing in them is executed. Every problem is reported at once, one line each, with the file
 or override, the key, its value and what was expected.
@@ -72,14 +72,10 @@ class SweepRun(NamedTuple):
     swept: dict[str, Any]  # dotted key -> the value of this run; empty without a [sweep]
 
     @property
-    def choices(self) -> list[str]:
-        """What chooses this run on a command line; nothing without a [sweep]."""
-        return [word for key, value in self.swept.items() for word in (f"--{key}", _toml_value(value))]
-
-    @property
     def overrides(self) -> list[str]:
-        """The choices with the run's name."""
-        return [*self.choices, "--name", self.name] if self.swept else []
+        """What chooses this run on a command line, and its name; nothing without a [sweep]."""
+        choices = [word for key, value in self.swept.items() for word in (f"--{key}", _toml_value(value))]
+        return [*choices, "--name", self.name] if self.swept else []
 
 
 def expand_sweep(path: str | Path, overrides: list[str] | None = None) -> list[SweepRun]:
@@ -146,19 +142,18 @@ def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespa
     Raises:
         UserError: no config file, or a problem with it or with an override.
     """
-    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the config file")
     parser.usage = "%(prog)s CONFIG.toml [--base BASE.toml] [--section.key VALUE ...] [options]"
-    named = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
+    files = [arg for arg in sys.argv[1:2] if not arg.startswith("-")]
     if {"-h", "--help"} & set(sys.argv[1:]):
-        files = [arg for arg in sys.argv[1:] if arg.endswith(".toml")]
-        first_run = expand_sweep(files[0])[0].overrides if files else []
-        config = load_config(files[0], first_run) if files else Config(name="CONFIG")
+        config = (
+            load_config(files[0], expand_sweep(files[0])[0].overrides) if files else Config(name="CONFIG")
+        )
         print(f"{parser.format_help()}\n{describe_keys(config)}")
         sys.exit(0)
-    args, overrides = parser.parse_known_args()
-    if not named:
+    if not files:
         raise UserError(f"expected a config file: {parser.prog} configs/lssar.toml (or --help)")
-    return load_config(args.config, overrides), args
+    args, overrides = parser.parse_known_args(sys.argv[2:])
+    return load_config(files[0], overrides), args
 
 
 def describe_keys(config: Config) -> str:
@@ -199,7 +194,12 @@ def _read_file(
             raise UserError(f"{path}: base = {base!r}: expected the name of a config file")
         values, _ = _read_file(path.parent / base, None, (*seen, path.resolve()))
     if other_base is not None:
-        values = _exchange_base(path, values, other_base)
+        lost = values
+        values, _ = _read_file(Path(other_base), None, (path.resolve(),))
+        for key, (value, _) in lost.items():
+            if key.startswith(("attention.", "model.position")) and _value(values, key) != value:
+                problem = f"{path} would lose {key} = {value!r} of its own base"
+                raise UserError(f"--base {other_base}: {problem}; expected a file that states it itself")
     values.pop("name", None)
     return values | {key: (value, str(path)) for key, value in _flatten(own).items()}, sweeps
 
@@ -212,8 +212,10 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         with open(path, "rb") as f:
             return tomllib.load(f)
     except OSError as e:
-        via = f" (the base of {seen[-1].name})" if seen else ""
-        raise UserError(f"{path}: cannot be read as a config file{via}: {e.strerror}") from None
+        problem = (
+            "no such config file" if isinstance(e, FileNotFoundError) else f"cannot be read: {e.strerror}"
+        )
+        raise UserError(f"{path}: {problem}" + (f" (the base of {seen[-1].name})" if seen else "")) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UserError(f"{path}: not valid TOML: {e}") from None
 
@@ -227,20 +229,6 @@ def _sweeps_of(path: Path, sweep: Any) -> list[dict[str, list[Any]]]:
         if not isinstance(values, list) or not values:
             raise UserError(f"{path}: sweep: {key} = {values!r}: expected a list of values")
     return sweeps
-
-
-def _exchange_base(path: Path, old: Values, base: str) -> Values:
-    """The values of `base`, for a file whose own base has the values `old`.
-
-    Raises:
-        UserError: the file builds on what its own base says of the attention.
-    """
-    new, _ = _read_file(Path(base), None, (path.resolve(),))
-    for key, (value, _) in old.items():
-        if key.startswith(("attention.", "model.position")) and _value(new, key) != value:
-            lost = f"{path} would lose {key} = {value!r} of its own base"
-            raise UserError(f"--base {base}: {lost}; expected a file that states it itself")
-    return new
 
 
 def _value(values: Values, key: str) -> Any:
@@ -259,14 +247,13 @@ def _derive(values: Values) -> Values:
     head_dim = max(1, size("model.n_embd") // size("model.n_head"))
     log_len = math.log(max(2, size("train.seq_len")))
     formulas = {"ln_d_ln_L": math.log(head_dim) * log_len, "sqrt_d_over_ln_L": math.sqrt(head_dim) / log_len}
-    numbers: dict[str, Any] = {}
-    for key in ("attention.scale", "attention.scale_init"):
-        if (name := _value(values, key)) in ("ln_d_ln_L", "sqrt_d_over_ln_L"):
-            numbers[key] = round(formulas[name], 2)
-    for key in ("attention.reweight_p_warmup", "optimizer.warmup_steps"):
-        if isinstance(share := _value(values, key), float) and 0 < share < 1:
-            numbers[key] = int(share * size("train.max_steps"))
-    return values | {key: (number, values[key][1]) for key, number in numbers.items()}
+    derived = dict(values)
+    for key, (value, source) in values.items():
+        if key in ("attention.scale", "attention.scale_init") and str(value) in formulas:
+            derived[key] = (round(formulas[value], 2), source)
+        if key == "attention.reweight_p_warmup" and isinstance(value, float) and 0 < value < 1:
+            derived[key] = (int(value * size("train.max_steps")), source)
+    return derived
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -279,13 +266,11 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _nest(values: Values) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, (value, _) in values.items():
-        *sections, name = key.split(".")
-        inner = nested
-        for section in sections:
-            if not isinstance(inner.get(section), dict):  # overwritten; validation reports it
-                inner[section] = {}
-            inner = inner[section]
-        inner[name] = value
+        section, dot, name = key.partition(".")
+        if not dot:
+            nested[key] = value
+        elif isinstance(nested.setdefault(section, {}), dict):  # else validation reports the section
+            nested[section][name] = value
     return nested
 
 
@@ -321,7 +306,7 @@ def _parse_value(key: str, text: str) -> Any:
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, bool | str):  # in these two JSON is TOML
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return json.dumps(value, ensure_ascii=False)
     return repr(value)
 
 
@@ -331,7 +316,7 @@ def _toml_value(value: Any) -> str:
 def _validate(values: Values, path: str) -> Config:
     """The `Config`, or a UserError with every problem: those of single keys, then, with the offending
     keys taken out, those between keys."""
-    messages: list[str] = []
+    messages: dict[str, None] = {}  # in order, each once
     bad: list[str] = []
     while True:
         try:
@@ -341,7 +326,7 @@ def _validate(values: Values, path: str) -> Config:
             problems = problems_of(e, "", Config)
         for _, problem in problems:
             if not any(f"{key} " in problem for key in bad):  # else it is with the default in its place
-                messages.append(f"{_source(problem.split(' ')[0], values, path)}: {problem}")
+                messages[f"{_source(problem.split(' ')[0], values, path)}: {problem}"] = None
         keys = [key for key, _ in problems if key]
         if not keys:
             break
@@ -349,7 +334,7 @@ def _validate(values: Values, path: str) -> Config:
         values = {k: v for k, v in values.items() if not any(f"{k}.".startswith(f"{b}.") for b in bad)}
         values.setdefault("name", ("unnamed", path))
     if messages:
-        raise UserError("\n".join(dict.fromkeys(messages)))
+        raise UserError("\n".join(messages))
     return config
 
 

@@ -3,7 +3,7 @@
     python eval_length.py runs/lssar                                      # a run's newest checkpoint
     python eval_length.py runs/softmax runs/lssa runs/lssar               # one table, one figure
     python eval_length.py runs/lssar/checkpoints/step_018865.pt --rope theta --rope-theta 500000
-    python eval_length.py runs/a runs/b --per-position --lengths 20000    # as SSMax, Figure 5
+    python eval_length.py runs/lssar --rope none --tag none               # results beside the others
     torchrun --standalone --nproc_per_node=8 eval_length.py runs/lssar --tokens 10485760
 
 Every length scores the same tokens, the first of the validation stream (after --skip), cut into blocks of
@@ -13,14 +13,13 @@ the longest length; each block is cut into windows of length T, for each T. Repo
                    them at positions that training never had. This number contains both effects.
     same targets   mean over the last tokens of each block only (as many as the training length), predicted
                    from windows of length T that all end there. Only the context changes.
-    per position   loss by position in the window, in buckets that double; with --per-position also in 100
-                   equal parts of the longest window, as a curve with its standard error (SSMax, Figure 5).
+    buckets        loss by position in the window, in buckets that double.
 
 Standard errors are those of means over blocks, since the losses of neighbouring tokens are correlated. The
 losses of single blocks are in rows.csv (see evals/rows.py), to pair runs or lengths over text.
 
-Writes eval_length.json and .png into the run folder (eval_length_<checkpoint> for one checkpoint file).
-Several runs get one more figure. --tag none names the results eval_length_none.
+Writes eval_length.json and .png into the run folder (eval_length_<checkpoint> for one checkpoint file). With
+--tag none they are eval_length_none. Several runs get one more figure.
 """
 
 from __future__ import annotations
@@ -47,17 +46,8 @@ from model import GPT
 from positions import RopeScaling
 
 FIRST_BUCKET = 128  # positions; each further bucket reaches twice as far
-POSITION_PARTS = 100  # points of the --per-position curve
 LOGITS_AT_ONCE = 1024  # positions whose logits exist together: 0.2 GB for GPT-2's vocabulary
-MEANING = {
-    "loss": "mean cross-entropy in nats over all tokens; the same tokens at every length",
-    "stderr": "standard error of the mean over blocks of the longest length; null: only one block",
-    "same_target_loss": "mean over the last same_target_tokens of each block, in windows that end there",
-    "block_losses": "loss of each block, block_same_target_losses likewise: to pair runs over text",
-    "buckets": "loss at positions from <= i < to of the window",
-    "positions": "loss at positions from <= i < to of the longest window; stderr over blocks",
-    "reason": "why there are no numbers for this length; null: there are",
-}
+SCORED = "Scored: {blocks} blocks of {block_length} tokens of {dir} ({split}) after {skipped_tokens:,}."
 
 
 def main() -> None:
@@ -67,11 +57,15 @@ def main() -> None:
         all_blocks = common.open_blocks(args, runs)
         n_same = count_same_targets(all_blocks[0].lengths, runs)
 
-        def measure(i: int, model: GPT) -> tuple[dict[str, Any], str, Iterator[Any]]:
+        def measure(i: int, model: GPT) -> tuple[dict[str, Any], str, Iterator[Cell]]:
             blocks = all_blocks[i]
-            scores = [score(model, blocks, n, n_same, args.rope_scaling, world) for n in blocks.lengths]
-            summary = summarise(scores, blocks, n_same, args.per_position)
-            return summary, text_key(summary["data"]), cells(summary)
+            at_lengths = []
+            for length in blocks.lengths:
+                sums = score(model, blocks, length, n_same, args.rope_scaling, world)
+                at_lengths.append(summarise(length, sums, blocks, n_same))
+            data = blocks.describe()
+            summary = {"data": data, "same_target_tokens": n_same, "lengths": at_lengths}
+            return summary, text_key(data), cells(summary)
 
         common.evaluate("eval_length", args, world, runs, picture, measure, tables, plot)
 
@@ -84,10 +78,7 @@ def count_same_targets(lengths: list[int], runs: list[EvaluatedRun]) -> int:
     """
     for length in lengths:
         if lengths[-1] % length:
-            given = " ".join(map(str, lengths))
-            raise UserError(
-                f"--lengths {given}: {length} does not divide the longest; expected divisors of it"
-            )
+            raise UserError(f"--lengths: {length} does not divide the longest, {lengths[-1]}")
     return min(lengths[0], *(run.config.train.seq_len for run in runs))
 
 
@@ -99,12 +90,6 @@ def bucket_edges(length: int) -> list[int]:
         edges.append(edge)
         edge *= 2
     return [*edges, length]
-
-
-def part_edges(length: int) -> list[int]:
-    """0 to the length in POSITION_PARTS equal parts; one part for each position of a short window."""
-    n = min(POSITION_PARTS, length)
-    return [length * i // n for i in range(n + 1)]
 
 
 # ---------------------------------------------------------------- score
@@ -130,50 +115,38 @@ def block_losses(model: GPT, blocks: Blocks, block: int, length: int, rope: Rope
 
 
 def block_sums(losses: Tensor, n_same: int) -> Tensor:
-    """(W, T) losses to float64 sums: by bucket, by part, and over the same targets, a block's last tokens."""
+    """(W, T) losses to float64 sums, of each bucket and of the same targets, a block's last tokens."""
     losses = losses.double()
     by_position = losses.sum(0)  # (T,)
-    edges = bucket_edges(len(by_position)), part_edges(len(by_position))
-    sums = [by_position[i:j].sum() for each in edges for i, j in pairwise(each)]
-    return torch.stack([*sums, losses[-1, -n_same:].sum()])
+    buckets = [by_position[i:j].sum() for i, j in pairwise(bucket_edges(len(by_position)))]
+    return torch.stack([*buckets, losses[-1, -n_same:].sum()])
 
 
 # ---------------------------------------------------------------- summary
-def summarise(scores: list[Tensor | str], blocks: Blocks, n_same: int, per_position: bool) -> dict[str, Any]:
-    """Means and standard errors, finite numbers only: what eval_length.json holds besides the run's keys."""
-    entries = []
-    for length, sums in zip(blocks.lengths, scores, strict=True):
-        entry: dict[str, Any] = {"length": length, "reason": sums if isinstance(sums, str) else None}
-        entries.append(entry)
-        if isinstance(sums, str):
-            continue
-        buckets = bucket_edges(length)
-        parts = part_edges(length)
-        by_bucket, by_part, same = sums.split((len(buckets) - 1, len(parts) - 1, 1), dim=1)  # (n_blocks, ...)
-        for key, losses in (("", by_bucket.sum(1) / blocks.longest), ("same_target_", same[:, 0] / n_same)):
-            entry[f"{key}loss"], entry[f"{key}stderr"] = mean_and_stderr(losses)
-            entry[f"block_{key}losses"] = [round(loss, 6) for loss in losses.tolist()]
-        n_windows = blocks.longest // length  # of a block
-        entry["buckets"] = range_losses(by_bucket / n_windows, buckets)
-        if per_position and length == blocks.longest:
-            entry["positions"] = range_losses(by_part, parts)
-    data = {"data": blocks.describe(), "same_target_tokens": n_same}
-    return data | {"lengths": entries, "meaning": MEANING}
+def summarise(length: int, sums: Tensor | str, blocks: Blocks, n_same: int) -> dict[str, Any]:
+    """An entry of "lengths" in eval_length.json: means and standard errors, or the reason for none."""
+    if isinstance(sums, str):
+        return {"length": length, "reason": sums}
+    by_bucket = sums[:, :-1]  # (n_blocks, n_buckets)
+    losses = by_bucket.sum(1) / blocks.longest  # (n_blocks,)
+    same_targets = sums[:, -1] / n_same
+    entry: dict[str, Any] = {"length": length, "reason": None}
+    entry["loss"], entry["stderr"] = mean_and_stderr(losses)
+    entry["same_target_loss"], entry["same_target_stderr"] = mean_and_stderr(same_targets)
+    entry["block_losses"] = [round(loss, 6) for loss in losses.tolist()]
+    entry["block_same_target_losses"] = [round(loss, 6) for loss in same_targets.tolist()]
+    entry["buckets"] = []
+    window_sums = by_bucket.T / (blocks.longest // length)
+    for (start, stop), bucket_sums in zip(pairwise(bucket_edges(length)), window_sums, strict=True):
+        loss, stderr = mean_and_stderr(bucket_sums / (stop - start))
+        entry["buckets"].append({"from": start, "to": stop, "loss": loss, "stderr": stderr})
+    return entry
 
 
-def range_losses(sums: Tensor, edges: list[int]) -> list[dict[str, Any]]:
-    """Means over the positions between edges, from each block's sums in a window, (n_blocks, n)."""
-    ranges = []
-    for (start, stop), block_sums in zip(pairwise(edges), sums.T, strict=True):
-        loss, stderr = mean_and_stderr(block_sums / (stop - start))
-        ranges.append({"from": start, "to": stop, "loss": loss, "stderr": stderr})
-    return ranges
-
-
-def cells(result: Result) -> Iterator[Cell]:
-    """The numbers of a result's rows; None for those of a rejected length."""
-    nothing = [None] * result["data"]["blocks"]
-    for entry in result["lengths"]:
+def cells(summary: dict[str, Any]) -> Iterator[Cell]:
+    """The numbers of a summary's rows; None for those of a rejected length."""
+    nothing = [None] * summary["data"]["blocks"]
+    for entry in summary["lengths"]:
         length = entry["length"]
         for measure, key in (("loss", "block_losses"), ("same_targets", "block_same_target_losses")):
             for block, loss in enumerate(entry.get(key, nothing)):
@@ -188,8 +161,9 @@ def tables(results: list[Result]) -> str:
     """All tables as text, each with a line that describes it."""
     span = results[0]["same_target_tokens"]
     block = results[0]["data"]["block_length"]
+    scored = dict.fromkeys(SCORED.format_map(result["data"]) for result in results)  # one line if they agree
     parts = [
-        describe_data(results),
+        "\n".join(scored),
         f"Loss in nats over all tokens, ± standard error over blocks; RoPE {output.format_rope(*results)}.",
         output.length_table(results, itemgetter("loss", "stderr")),
         f"Same targets: loss over the last {span} tokens of each block, from windows that end there.",
@@ -198,20 +172,6 @@ def tables(results: list[Result]) -> str:
         bucket_table(results),
     ]
     return "\n\n".join(parts + output.rejections(results)) + "\n"
-
-
-def describe_data(results: list[Result]) -> str:
-    """The scored tokens, run by run where they differ."""
-    runs: dict[str, list[str]] = {}  # by their text
-    for result in results:
-        data = result["data"]
-        skipped = f"after {data['skipped_tokens']:,}, {data['blocks']} blocks of {data['block_length']}"
-        scored = f"Scored: {data['tokens']:,} tokens of {data['dir']} ({data['split']}) {skipped}"
-        runs.setdefault(scored, []).append(result["run"])
-    if len(runs) == 1:
-        return f"{scored}."
-    listed = [f"{scored}: {', '.join(labels)}." for scored, labels in runs.items()]
-    return "\n".join([*listed, "Runs that were scored on other tokens do not compare."])
 
 
 def bucket_table(results: list[Result]) -> str:
@@ -227,41 +187,20 @@ def bucket_table(results: list[Result]) -> str:
 
 # ---------------------------------------------------------------- figure
 def plot(results: list[Result], path: Path) -> None:
-    """Loss against length over all tokens and over the same targets, and that of --per-position."""
-    with_positions = any("positions" in result["lengths"][-1] for result in results)
-    figure = Figure(
-        figsize=(16 if with_positions else 11, 4.5 + 0.2 * (len(results) // 3)), layout="constrained"
-    )
-    panels = figure.subplots(1, 3 if with_positions else 2, sharey=True)
+    """Loss against length, over all tokens and over the same targets."""
+    figure = Figure(figsize=(11, 4.5 + 0.2 * (len(results) // 3)), layout="constrained")
     lengths = [entry["length"] for entry in results[0]["lengths"]]
     span = output.format_length(results[0]["same_target_tokens"])
-    rope = f"(tokens), RoPE scaling {output.format_rope(*results)}"
     titles = {"": "All tokens", "same_target_": f"Same targets (last {span} tokens of each block)"}
-    for axes, (key, title) in zip(panels, titles.items(), strict=False):
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (key, title) in zip(panels, titles.items(), strict=True):
         curves = output.length_curves(results, itemgetter(f"{key}loss", f"{key}stderr"))
         output.draw_curves(axes, curves, lengths, results)
-        axes.set(title=title, xlabel=f"window length {rope}", ylabel="validation loss (nats)")
+        axes.set(title=title, xlabel=f"window length (tokens), RoPE scaling {output.format_rope(*results)}")
+        axes.set(ylabel="validation loss (nats)")
         axes.tick_params(labelleft=True)
-    if with_positions:
-        draw_positions(panels[2], results)
-        panels[2].set(xlabel=f"position in the window {rope}")
     output.legend_below(figure, 3)
     output.save_figure(figure, path)
-
-
-def draw_positions(axes: Any, results: list[Result]) -> None:
-    """Loss against the position in the longest window, with a band of one standard error."""
-    for result in results:
-        parts = result["lengths"][-1].get("positions", [])  # none if the length was rejected
-        middle = [(part["from"] + part["to"]) / 2 for part in parts]
-        low = [part["loss"] - (part["stderr"] or 0.0) for part in parts]
-        high = [part["loss"] + (part["stderr"] or 0.0) for part in parts]
-        (line,) = axes.plot(middle, [part["loss"] for part in parts])
-        axes.fill_between(middle, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-    output.mark_training_length(axes, results)
-    axes.set(title=f"By position, means over {results[0]['data']['blocks']} windows, ± standard error")
-    axes.tick_params(labelleft=True)
-    axes.grid(alpha=0.3)
 
 
 # ---------------------------------------------------------------- command line
@@ -269,8 +208,6 @@ def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     lengths_help = "divisors of the longest (default: 1, 2, 4, 8, 16 x the training length)"
     common.add_arguments(parser, lengths_help, tokens=2**20)
-    position_help = "also a curve of the loss by position in windows of the longest length"
-    parser.add_argument("--per-position", action="store_true", help=position_help)
     return common.parse_arguments(parser, "eval_length")
 
 

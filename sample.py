@@ -2,10 +2,10 @@
 
     python sample.py runs/demo_lssar --prompt "def "
     python sample.py runs/demo_softmax --prompt "class " "import " --samples 3 --tokens 100 --top-p 0.9
-    python sample.py runs/demo_lssar --prompt-file start.py --tokens 4000 --rope ntk --greedy
+    python sample.py runs/demo_lssar --prompt-file start.py --tokens 4000 --rope ntk --temperature 0
 
-Prints each prompt and its continuation up to the end of the document. A single one appears token by token,
-several after each prompt, each under a line that names it. The number of tokens per second goes to stderr.
+Prints each prompt and its continuation up to the end of the document, token by token. Several texts appear
+each under a line that names it, the samples of a prompt once they are complete.
 
 The samples of a prompt form a batch. Prompts do not, because padding would change n, the number of keys that
 a query sees. Prompt i is sampled with seed + i, independent of the others. With --rope ntk RoPE is scaled for
@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
 from typing import get_args
 
@@ -39,13 +38,14 @@ def main() -> None:
     prompts = read_prompts(args)
     trained = load_model(args.run, choose_device(args.device))
     tokenizer = get_tokenizer(trained.tokenizer)
-    began = time.perf_counter()
-    if len(prompts) * args.samples == 1:
-        n_tokens = print_stream(trained.model, tokenizer, prompts[0], args)
-    else:
-        n_tokens = print_all(trained.model, tokenizer, prompts, args)
-    seconds = time.perf_counter() - began
-    print(f"{n_tokens} tokens in {seconds:.2f} s: {n_tokens / seconds:.1f} tokens/s", file=sys.stderr)
+    for i, prompt in enumerate(prompts):
+        steps = sample_tokens(trained.model, tokenizer, prompt, args.seed + i, args)
+        if args.samples > 1:
+            steps = list(steps)
+        for j in range(args.samples):
+            if len(prompts) * args.samples > 1:
+                print(f"--- prompt {i + 1}, sample {j + 1}")
+            print_text(tokenizer, prompt, (step[j] for step in steps))
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -60,7 +60,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 def sample_tokens(
     model: GPT, tokenizer: tiktoken.Encoding, prompt: str, seed: int, args: argparse.Namespace
-) -> Iterator[list[int]]:
+) -> Iterable[list[int]]:
     """The next token of each sample of the prompt, until all samples have ended."""
     device = model.embedding.weight.device
     tokens = torch.tensor([tokenizer.eot_token, *tokenizer.encode_ordinary(prompt)], device=device)
@@ -70,12 +70,11 @@ def sample_tokens(
             model,
             tokens.repeat(args.samples, 1),
             args.tokens,
-            temperature=0.0 if args.greedy else args.temperature,
+            temperature=args.temperature,
             top_k=args.top_k,
             top_p=args.top_p,
             generator=torch.Generator(device).manual_seed(seed),
             rope=args.rope_scaling,
-            use_cache=not args.no_cache,
             n_tokens=tokenizer.n_vocab,
         ):
             running &= new[:, 0] != tokenizer.eot_token
@@ -84,29 +83,13 @@ def sample_tokens(
             yield new[:, 0].tolist()
 
 
-def print_stream(model: GPT, tokenizer: tiktoken.Encoding, prompt: str, args: argparse.Namespace) -> int:
-    """Print the only sample, token by token; returns the number of tokens."""
+def print_text(tokenizer: tiktoken.Encoding, prompt: str, tokens: Iterable[int]) -> None:
+    """Print the prompt and, as soon as they come, the tokens up to the end of the document."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may be several tokens
-    n_tokens = 0
     print(prompt, end="", flush=True)
-    for (token,) in sample_tokens(model, tokenizer, prompt, args.seed, args):
+    for token in takewhile(lambda token: token != tokenizer.eot_token, tokens):
         print(decoder.decode(tokenizer.decode_single_token_bytes(token)), end="", flush=True)
-        n_tokens += 1
     print(decoder.decode(b"", final=True))
-    return n_tokens
-
-
-def print_all(model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str], args: argparse.Namespace) -> int:
-    """Print every sample of every prompt; returns the number of tokens."""
-    n_tokens = 0
-    for i, prompt in enumerate(prompts):
-        steps = list(sample_tokens(model, tokenizer, prompt, args.seed + i, args))
-        n_tokens += len(steps) * args.samples
-        for j in range(args.samples):
-            tokens = [step[j] for step in steps]
-            end = tokens.index(tokenizer.eot_token) if tokenizer.eot_token in tokens else len(tokens)
-            print(f"--- prompt {i + 1}, sample {j + 1}\n{prompt}{tokenizer.decode(tokens[:end])}")
-    return n_tokens
 
 
 def parse_args() -> argparse.Namespace:
@@ -118,13 +101,11 @@ def parse_args() -> argparse.Namespace:
     add("--samples", type=positive_int, default=1, metavar="N", help="of each prompt (default: 1)")
     add("--tokens", type=int, default=500, metavar="N", help="new tokens (default: 500)")
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
-    add("--greedy", action="store_true", help="the same as --temperature 0")
     add("--top-k", type=int, default=50, help="sample from the k likeliest tokens (default: 50)")
     add("--top-p", type=float, help="sample from the fewest tokens that have this probability")
     add("--seed", type=int, default=0, help="of the first prompt (default: 0)")
     add("--rope", choices=get_args(RopeKind), default="none", help="RoPE scaling (default: none)")
     add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
-    add("--no-cache", action="store_true", help="recompute all positions for each token: slow")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     args = parser.parse_args()
     args.rope_scaling = RopeScaling(args.rope, args.rope_theta)

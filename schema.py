@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from normalisers import adaptive, family, others  # noqa: F401  (their classes register themselves)
 from normalisers.base import NORMALISERS, Normaliser
 
+NAME_RULE = "letters, digits and . _ = + -, the first a letter or a digit"
 Engine = Literal["auto", "dense", "rows", "sdpa", "triton", "flex"]
 
 
@@ -210,7 +211,7 @@ class OptimizerConfig(Section):
     momentum: float = key(0.95, "muon, sgd: momentum.", ge=0, lt=1)
     weight_decay: float = key(0.1, "On matrices only; decoupled in adamw and muon.", ge=0)
     schedule: Literal["constant", "cosine", "linear", "wsd"] = key("cosine", "Shape after warm-up.")
-    warmup_steps: int = key(700, "Steps of linear warm-up. Below 1: share of max_steps.", ge=0)
+    warmup_steps: int = key(700, "Steps of linear warm-up.", ge=0)
     min_lr_ratio: float = key(0.0, "Final learning rate over peak.", ge=0, le=1)
     decay_fraction: float = key(0.2, "wsd: share of max_steps, at the end, of linear decay.", gt=0, le=1)
 
@@ -327,6 +328,7 @@ def problems_of(error: ValidationError, section: str, cls: type[BaseModel]) -> l
             problems.append((key, f"{head}unknown key; {_nearest(key, cls)}"))
         else:
             what = re.sub(r"^(Input|String) should (be )?(a valid )?", "", e["msg"])
+            what = NAME_RULE if e["type"] == "string_pattern_mismatch" else what
             expected.setdefault((key, head), []).append("a section" if e["type"] == "model_type" else what)
     for (key, head), alternatives in expected.items():
         problems.append((key, f"{head}expected {' or '.join(dict.fromkeys(alternatives))}"))

@@ -78,16 +78,14 @@ class Job(NamedTuple):
 def main() -> None:
     args, overrides = parse_args(sys.argv[1:])
     jobs = make_jobs(args.configs, overrides, args.tag)
-    first = 0
-    if args.index is not None:
-        if args.index not in range(len(jobs)):
-            raise UserError(f"--index {args.index}: expected 0 to {len(jobs) - 1}, the number of a run")
-        first = args.index
-        jobs = [jobs[first]]
+    if args.index is not None and args.index not in range(len(jobs)):
+        raise UserError(f"--index {args.index}: expected 0 to {len(jobs) - 1}, the number of a run")
     if args.list:
-        for i, job in enumerate(jobs, first):
+        for i, job in enumerate(jobs):
             print(f"{i:3}  {job.config.run_dir}  {job.state}")
         return
+    if args.index is not None:
+        jobs = [jobs[args.index]]
     check_resources(args, jobs)
     with StopSignals() as stop:
         failures = run_all(jobs, args, stop)
@@ -110,8 +108,7 @@ def make_jobs(configs: list[str], overrides: list[str], tag: str | None) -> list
         raise UserError("--name: runs are named after their files; expected --tag WORD, added to each name")
     jobs: dict[Path, Job] = {}
     for run in (run for path in configs for run in expand_sweep(path, overrides)):
-        name = f"{run.name}_{tag}" if tag else run.name
-        arguments = [*run.choices, *overrides, "--name", name]
+        arguments = [*run.overrides, *overrides, *(["--name", f"{run.name}_{tag}"] if tag else [])]
         config = load_config(run.path, arguments)
         if config.run_dir in jobs:
             raise UserError(f"{run.path}: two runs would be called {config.run_dir}; expected other names")
@@ -125,10 +122,9 @@ def make_jobs(configs: list[str], overrides: list[str], tag: str | None) -> list
 
 def check_resources(args: argparse.Namespace, jobs: list[Job]) -> None:
     """Raises UserError for too few tokens of an evaluation, or more processes than GPUs."""
-    for config in (job.config for job in jobs):
-        needed = 16 * config.train.seq_len
-        if 0 < args.eval_tokens < needed:
-            raise UserError(f"--eval-tokens {args.eval_tokens}: {config.name} needs at least {needed}, or 0")
+    needed = 16 * max(job.config.train.seq_len for job in jobs)
+    if args.eval_tokens and args.eval_tokens < needed:
+        raise UserError(f"--eval-tokens {args.eval_tokens}: expected at least {needed}, 16 windows, or 0")
     gpus = torch.cuda.device_count()
     on_gpus = gpus > 0 and any(job.config.train.device != "cpu" for job in jobs)
     if on_gpus and args.jobs > 1 and args.jobs * args.nproc > gpus:  # CUDA would show the last runs none
@@ -143,12 +139,9 @@ def run_all(jobs: list[Job], args: argparse.Namespace, stop: StopSignals) -> lis
         slots.put(slot)
 
     def failure_of(i: int) -> str | None:
-        if stop.number:
-            return None
         slot = slots.get()
-        print(f"== {i + 1}/{len(jobs)}  {jobs[i].config.run_dir}", flush=True)
         try:
-            failure = run_job(jobs[i], args, slot, stop)
+            failure = run_job(jobs[i], f"{i + 1}/{len(jobs)}", args, slot, stop)
         except (ValueError, OSError) as e:  # an unreadable run folder: the others may be fine
             failure = str(e)
         finally:
@@ -163,22 +156,22 @@ def run_all(jobs: list[Job], args: argparse.Namespace, stop: StopSignals) -> lis
         return [line for line in pool.map(failure_of, range(len(jobs))) if line]
 
 
-def run_job(job: Job, args: argparse.Namespace, slot: int, stop: StopSignals) -> str | None:
+def run_job(job: Job, number: str, args: argparse.Namespace, slot: int, stop: StopSignals) -> str | None:
     """Do the job's unfinished commands. Returns the failure; None: success, or a signal came."""
     run_dir = job.config.run_dir
     commands = [] if job.is_trained else [["train.py", *job.arguments]]
     for rope, tag in EVALUATIONS if args.eval_tokens else ():
         if not job.is_evaluated(tag):
             options = ["--rope", rope, "--tokens", str(args.eval_tokens), "--device", job.config.train.device]
-            tag_options = ["--tag", tag] if tag else []
-            commands.append(["eval_length.py", str(run_dir), *options, *tag_options])
+            commands.append(["eval_length.py", str(run_dir), *options, *(["--tag", tag] if tag else [])])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     log = run_dir.with_name(f"{run_dir.name}.log") if args.jobs > 1 else None
     for script, *arguments in commands:
-        command = [*torchrun, f"--nproc_per_node={args.nproc}", str(HERE / script), *arguments]
-        status = run(command, stop, share_of_machine(args, slot), log)
         if stop.number:
             return None
+        print(f"== {number}  {run_dir}: {script}", flush=True)
+        command = [*torchrun, f"--nproc_per_node={args.nproc}", str(HERE / script), *arguments]
+        status = run(command, stop, share_of_machine(args, slot), log)
         if status:
             return f"{script} ended with status {status}" + (f", see {log}" if log else "")
         if script == "train.py" and not job.is_trained:  # it received a signal itself
@@ -238,8 +231,6 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args, overrides = parser.parse_known_args(argv[n_configs:])  # no override's value is taken for a file
     args.configs = argv[:n_configs]
     args.nproc = args.nproc or max(1, torch.cuda.device_count() // args.jobs)
-    if args.eval_tokens < 0:
-        raise UserError(f"--eval-tokens {args.eval_tokens}: expected 0 or more")
     if not args.configs:
         raise UserError("expected config files: sweep.py configs/lssar_paper/figure2_lssa.toml (or --help)")
     return args, overrides

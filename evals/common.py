@@ -59,7 +59,7 @@ class EvaluatedRun:
             raise UserError(f"{self.source}: got a new checkpoint while it was read; try again")
         return model, step
 
-    def write(self, summary: dict[str, Any], step: int, args: argparse.Namespace) -> dict[str, Any]:
+    def write(self, step: int, summary: Result, args: argparse.Namespace) -> Result:
         """Write and return the result: the keys that every evaluation has, and its summary."""
         config = self.config
         scales = config.model.rotating > 0
@@ -73,17 +73,11 @@ class EvaluatedRun:
             "rope": {"kind": args.rope if scales else "none", "theta": args.rope_theta if scales else None},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "torch": torch.__version__,
+            **summary,
         }
-        write_json(result | summary, self.file(".json"))
+        write_json(result, self.file(".json"))
         print(f"wrote {self.file('.json')}")
-        return result | summary
-
-    def append_rows(self, evaluation: str, result: Result, text: str, cells: Iterable[Cell]) -> None:
-        """Add the numbers of a result, which `write` has returned, to rows.csv (see `evals.rows`)."""
-        config = self.config
-        run = (config.name, config.seed, config.optimizer.lr, result["step"], evaluation)
-        rope = format_rope(result)
-        write_rows(self.output.parent, (Row(*run, rope, text, *cell) for cell in cells))
+        return result
 
 
 def open_runs(args: argparse.Namespace) -> tuple[list[EvaluatedRun], Path | None]:
@@ -117,7 +111,7 @@ def evaluate(
     world: World,
     runs: list[EvaluatedRun],
     picture: Path | None,
-    measure: Callable[[int, GPT], tuple[dict[str, Any], str, Iterable[Any]]],
+    measure: Callable[[int, GPT], tuple[Result, str, Iterable[Cell]]],
     tables: Callable[[list[Result]], str],
     plot: Callable[[list[Result], Path], None],
 ) -> None:
@@ -131,9 +125,12 @@ def evaluate(
         model, step = run.load(world)
         summary, text, cells = measure(i, model)
         if world.is_main:  # at once: a later run may fail
-            results.append(run.write(summary, step, args))
-            run.append_rows(script, results[-1], text, cells)
-            plot(results[-1:], run.file(".png"))
+            result = run.write(step, summary, args)
+            config = run.config
+            key = (config.name, config.seed, config.optimizer.lr, step, script, format_rope(result), text)
+            write_rows(run.output.parent, (Row(*key, *cell) for cell in cells))
+            plot([result], run.file(".png"))
+            results.append(result)
     if world.is_main:
         print(tables(results))
         if picture:
@@ -144,9 +141,7 @@ def name_results(source: Path, name: str) -> tuple[str, Path]:
     """A source's label, and the path of its results without suffix, in the run's folder or beside a file."""
     if source.is_dir():
         return source.name, source / name
-    if source.parent.name != "checkpoints":
-        return source.stem, source.with_name(f"{name}_{source.stem}")
-    folder = source.parent.parent
+    folder = source.parent.parent if source.parent.name == "checkpoints" else source.parent
     return f"{folder.name}/{source.stem}", folder / f"{name}_{source.stem}"
 
 
@@ -263,24 +258,23 @@ def score_all(
         (n_items, ...) float64 on the CPU; or why there are none. Then the model rejects the input (ssmax_pn,
         whose p_n ends at the training length), or a score is not finite.
     """
-    share = range(world.rank, n_items, world.size)
-    own: dict[int, Tensor] = {}
+    own = range(world.rank, n_items, world.size)
+    scores: dict[int, Tensor] = {}
     reason = ""
-    bar = tqdm(range(0, len(share), batch), label, leave=False, disable=None if world.is_main else True)
+    bar = tqdm(range(0, len(own), batch), label, leave=False, disable=None if world.is_main else True)
     try:
         for i in bar:
-            items = share[i : i + batch]
-            own |= zip(items, score(items).double().cpu(), strict=True)
+            items = own[i : i + batch]
+            scores |= zip(items, score(items).double().cpu(), strict=True)
     except UserError as e:  # every rank still joins the collective
         reason = str(e)
-    by_item: dict[int, Tensor] = {}
-    for theirs, their_reason in world.gather_objects((own, reason)):
-        by_item |= theirs
+    for theirs, their_reason in world.gather_objects((scores, reason)):
+        scores |= theirs
         reason = reason or their_reason
     if reason:
         return reason
-    scores = torch.stack([by_item[i] for i in range(n_items)])
-    return scores if scores.isfinite().all() else "the model computed NaN or infinity"
+    in_order = torch.stack([scores[i] for i in range(n_items)])
+    return in_order if in_order.isfinite().all() else "the model computed NaN or infinity"
 
 
 def mean_and_stderr(values: Tensor) -> tuple[float, float | None]:

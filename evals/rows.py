@@ -18,9 +18,6 @@ All columns but `value` are a row's key. Writing replaces the rows of the same k
 
 from __future__ import annotations
 
-import csv
-import io
-import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,9 +29,7 @@ if TYPE_CHECKING:
     import pandas
 
 FILE = "rows.csv"
-VALIDATIONS = ("val_loss", "val_cross_entropy")  # keys of metrics.jsonl
-
-
+VALIDATIONS = {"val_loss", "val_cross_entropy"}  # keys of metrics.jsonl
 Cell = tuple[int, int | None, str, float | None]  # length, block, measure and value of a row
 
 
@@ -67,20 +62,15 @@ def write_rows(folder: Path, rows: Iterable[Row]) -> None:
 
     Raises UserError: it cannot be written.
     """
+    import pandas
+
     path = folder / FILE
-    values: dict[tuple[str, ...], str] = {}  # by key
+    new = pandas.DataFrame(rows, columns=Row._fields, dtype=object)
+    table = new.where(new.notna(), "").astype(str)
     if path.exists():
-        with open(path, newline="", encoding="utf-8") as f:
-            values = {tuple(key): value for *key, value in list(csv.reader(f))[1:]}
-    for row in rows:
-        *key, value = row
-        is_finite = value is not None and math.isfinite(value)
-        values[tuple("" if part is None else str(part) for part in key)] = str(value) if is_finite else ""
-    table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(Row._fields)
-    writer.writerows([*key, value] for key, value in values.items())
-    write_atomically(path, table.getvalue().encode())
+        old = pandas.read_csv(path, dtype=str, keep_default_na=False)
+        table = pandas.concat([old, table]).drop_duplicates([*Row._fields[:-1]], keep="last")
+    write_atomically(path, table.to_csv(index=False, lineterminator="\n").encode())
 
 
 def read_rows(folders: Iterable[str | Path]) -> pandas.DataFrame:
@@ -110,7 +100,5 @@ def validation_rows(folder: Path) -> Iterator[Row]:
     run = (config.name, config.seed, config.optimizer.lr)
     length = config.train.seq_len
     for record in records:
-        for measure in VALIDATIONS:
-            if measure in record:
-                step = record["step"]
-                yield Row(*run, step, "train", "none", "", length, None, measure, record[measure])
+        for measure in sorted(VALIDATIONS & record.keys()):
+            yield Row(*run, record["step"], "train", "none", "", length, None, measure, record[measure])

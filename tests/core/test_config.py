@@ -56,9 +56,8 @@ def test_numbers_that_follow_from_the_sizes():
         assert config.attention.model_dump()["scale"] == scale
         config = load_config(RECIPE, [*length, "learned", "--attention.scale-init", "sqrt_d_over_ln_L"])
         assert config.attention.model_dump()["scale_init"] == scale_init
-    words = "--attention.reweight-p 3 --attention.reweight-p-warmup 0.5 --optimizer.warmup-steps 0.1"
-    config = load_config(RECIPE, words.split())
-    assert (config.attention.reweight_p_warmup, config.optimizer.warmup_steps) == (9432, 1886)
+    config = load_config(RECIPE, ["--attention.reweight-p", "3", "--attention.reweight-p-warmup", "0.5"])
+    assert config.attention.reweight_p_warmup == 9432
 
 
 def test_another_base_loses_nothing_of_the_attention(tmp_path: Path):
@@ -67,7 +66,7 @@ def test_another_base_loses_nothing_of_the_attention(tmp_path: Path):
     assert (config.attention.normaliser, config.train.max_steps) == ("lssa", 800)
     with one_line("configs/lssar.toml would lose attention.normaliser = 'lssa' of its own base"):
         load_config(ROOT / "configs/lssar.toml", ["--base", str(recipe)])
-    with one_line("nowhere.toml: cannot be read as a config file (the base of lssa.toml)"):
+    with one_line("nowhere.toml: no such config file (the base of lssa.toml)"):
         load_config(ROOT / "configs/lssa.toml", ["--base", "nowhere.toml"])
 
 
@@ -125,7 +124,7 @@ BAD_OVERRIDES = [
     ("--optimizer.warmup_steps 1.5", "warmup_steps = 1.5: expected integer"),
     ("--train.loss-gamma 1.0", "train.loss_gamma = 1.0: only read by train.loss = norm_softmax"),
     ("--train.loss-tau 1.0", "train.loss_tau = 1.0: not read by train.loss = softmax"),
-    ("--name a/b", "name = 'a/b': expected match pattern"),
+    ("--name a/b", "name = 'a/b': expected letters, digits and ."),
     ("--modle.n_layer 3", "did you mean model?"),
     ("--model 3", "a section"),
 ]
@@ -209,7 +208,7 @@ def test_a_bad_key_does_not_drag_in_problems_with_its_default():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('base = "missing.toml"', "missing.toml: cannot be read as a config file (the base of x.toml)"),
+        ('base = "missing.toml"', "missing.toml: no such config file (the base of x.toml)"),
         ('base = "x.toml"', "base files form a cycle: x.toml -> x.toml"),
         ("base = 3", "base = 3: expected the name of a config file"),
         ("[model\nn_layer = 3", "not valid TOML"),
@@ -225,7 +224,11 @@ def test_files_that_are_not_configs(tmp_path: Path):
     binary = tmp_path / "b.toml"
     binary.write_bytes(b"\xff\xfe\x00")
     missing = tmp_path / "no.toml"
-    for path, expected in [(missing, "No such"), (tmp_path, "cannot be read"), (binary, "not valid TOML")]:
+    for path, expected in [
+        (missing, "no such config file"),
+        (tmp_path, "cannot be read"),
+        (binary, "not valid TOML"),
+    ]:
         with pytest.raises(UserError, match=expected):
             load_config(path)
 

@@ -42,10 +42,11 @@ def test_cached_logits_equal_uncached(cfg):
         assert error > 1e-3
 
 
-def test_a_batch_equals_its_rows():
+def test_a_batch_equals_its_rows_and_the_uncached():
     gpt = make_gpt({"normaliser": "lssa", "reweight_p": 3}, std=0.2)
     prompts = random_tokens(3, 6)
     together = generate(gpt, prompts, 12, temperature=0)
+    assert torch.equal(together, generate(gpt, prompts, 12, temperature=0, use_cache=False))
     for row, prompt in zip(together, prompts, strict=True):
         assert torch.equal(row, generate(gpt, prompt[None], 12, temperature=0)[0])
 
@@ -80,9 +81,7 @@ def sampled(call, capsys):
 
     def stdout(*args: object) -> str:
         call(sample, *args, "--device", "cpu")
-        out, err = capsys.readouterr()
-        assert err.strip().endswith("tokens/s")
-        return out
+        return capsys.readouterr().out
 
     return stdout
 
@@ -96,7 +95,7 @@ def prefer_untokenised(gpt: GPT) -> GPT:
     return gpt
 
 
-@pytest.mark.parametrize("how", [["--greedy"], ["--temperature", 1.0], ["--samples", 2, "--top-p", 0.9]])
+@pytest.mark.parametrize("how", [["--temperature", 0], ["--samples", 2, "--top-p", 0.9]])
 def test_only_tokens_of_the_tokeniser_are_drawn(tmp_path, sampled, how):
     """From a model with more rows (model.vocab_size) than its tokeniser has tokens."""
     gpt = prefer_untokenised(make_gpt(vocab_size=400, tie_embeddings=False))
@@ -109,12 +108,11 @@ def test_only_tokens_of_the_tokeniser_are_drawn(tmp_path, sampled, how):
 
 def test_streamed_text_is_the_batch_text(run, sampled, tmp_path):
     (tmp_path / "prompt.txt").write_text("é!", encoding="utf-8")
-    ask = (run, "--tokens", 40, "--rope", "ntk", "--greedy")
+    ask = (run, "--tokens", 40, "--rope", "ntk", "--temperature", 0)
     alone = [sampled(*ask, "--prompt", "ab"), sampled(*ask, "--prompt-file", tmp_path / "prompt.txt")]
     assert alone[1].startswith("é!")
     both = sampled(*ask, "--prompt", "ab", "--prompt-file", tmp_path / "prompt.txt")
     assert both == f"--- prompt 1, sample 1\n{alone[0]}--- prompt 2, sample 1\n{alone[1]}"
-    assert alone[0] == sampled(*ask, "--prompt", "ab", "--no-cache")
     assert alone[0] == sampled(*ask, "--prompt", "ab", "--seed", 9)
     assert alone[0] != sampled(*ask, "--prompt", "ab", "--rope", "none")
 
@@ -125,8 +123,6 @@ def test_seeds(run, sampled):
 
     first, second = texts("--prompt", "ab", "ab", "--seed", 5)
     assert first[len("1, sample 1") :] != second[len("2, sample 1") :]
-    (again, *_) = texts("--prompt", "ab", "xyz", "--seed", 5)
-    assert again == first
     shifted = texts("--prompt", "xyz", "ab", "--seed", 4)
     assert shifted[1][1:] == first[1:]
     three = texts("--prompt", "ab", "--samples", 3)
