@@ -7,9 +7,7 @@
 A file may start with `base = "other.toml"` (relative to itself, any depth) and then lists only what it
 changes. `--base` on the command line takes the place of that line. A file with a [sweep] section describes
 several runs, one for each combination of its values, `"attention.reweight_p" = [1, 3, 15]`. Several [[sweep]]
-sections describe the runs of each.
-
-Numbers that follow from the sizes of a run may be left to it. The resolved config has the numbers:
+sections describe the runs of each. Numbers that follow from the sizes of a run may be left to it:
 
     attention.scale or scale_init = "ln_d_ln_L"           ln d * ln L, d the head size, L = train.seq_len
     attention.scale or scale_init = "sqrt_d_over_ln_L"    sqrt(d) / ln L
@@ -34,7 +32,6 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from infra.cli import ArgumentParser, UserError, run_main
-from normalisers.base import NORMALISERS
 from schema import SECTIONS, Config, field_of, makes_another_run, problems_of
 
 # ---------------------------------------------------------------- reading and writing
@@ -49,8 +46,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     Args:
         overrides: what follows the file on the command line: `--a.b-c 1`, `--a.b_c=1`, `--base other.toml`.
             Values are as in TOML, without quotes around strings. A value for each key chooses from a [sweep].
-    Raises:
-        UserError: one line for each problem.
+    Raises UserError: one line for each problem.
     """
     path = Path(path)
     chosen = parse_overrides(overrides or [])
@@ -84,8 +80,7 @@ def expand_sweep(path: str | Path, overrides: list[str] | None = None) -> list[S
     Several keys give their product, the last one fastest; several [[sweep]] sections follow each other. Keys
     that `overrides` set are not swept.
 
-    Raises:
-        UserError: the file cannot be read, or a key has no list of values.
+    Raises UserError: the file cannot be read, or a key has no list of values.
     """
     path = Path(path)
     chosen = parse_overrides(overrides or [])
@@ -104,8 +99,7 @@ def expand_sweep(path: str | Path, overrides: list[str] | None = None) -> list[S
 def config_from_dict(values: dict[str, Any], source: str) -> Config:
     """The inverse of `Config.model_dump()`, for configs kept in checkpoints.
 
-    Raises:
-        UserError: naming `source`, for each key that this version of the code does not accept.
+    Raises UserError: naming `source`, for each key that this version of the code does not accept.
     """
     return _validate({key: (value, source) for key, value in _flatten(values).items()}, source)
 
@@ -137,10 +131,8 @@ def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespa
 
     --help prints the parser's flags, then every key with its type, value and meaning.
 
-    Returns:
-        The config, and the values of the parser's own flags.
-    Raises:
-        UserError: no config file, or a problem with it or with an override.
+    Returns: The config, and the values of the parser's own flags.
+    Raises UserError: no config file, or a problem with it or with an override.
     """
     parser.usage = "%(prog)s CONFIG.toml [--base BASE.toml] [--section.key VALUE ...] [options]"
     files = [arg for arg in sys.argv[1:2] if not arg.startswith("-")]
@@ -163,19 +155,14 @@ def describe_keys(config: Config) -> str:
     owners += [("attention.", type(config.attention.definition), config.attention)]
     lines = ["config keys (in the file, or as options) and their values:"]
     for prefix, cls, values in owners:
-        for name, field in cls.model_fields.items():
-            if name not in SECTIONS:
-                kind = re.sub(TYPE_NOISE, r"\1\2", str(field.annotation))
-                lines.append(f"\n  --{prefix}{name.replace('_', '-')}  {kind} = {getattr(values, name)!r}")
-                lines.append(f"      {_meaning(cls, name)}")
+        for name in (name for name in cls.model_fields if name not in SECTIONS):
+            kind = re.sub(TYPE_NOISE, r"\1\2", str(cls.model_fields[name].annotation))
+            # A class that states another default alone inherits the description.
+            bases = [base.model_fields for base in cls.__mro__ if issubclass(base, BaseModel)]
+            meanings = [fields[name].description for fields in bases if name in fields]
+            lines.append(f"\n  --{prefix}{name.replace('_', '-')}  {kind} = {getattr(values, name)!r}")
+            lines.append(f"      {next(filter(None, meanings), '')}")
     return "\n".join(lines)
-
-
-def _meaning(cls: type[BaseModel], name: str) -> str:
-    """A key's description, inherited where a class states another default alone."""
-    fields = (base.model_fields.get(name) for base in cls.__mro__ if issubclass(base, BaseModel))
-    meaning = next((field.description for field in fields if field and field.description), "")
-    return f"{meaning} One of {', '.join(NORMALISERS)}." if name == "normaliser" else meaning
 
 
 def _read_file(
@@ -247,12 +234,13 @@ def _derive(values: Values) -> Values:
     head_dim = max(1, size("model.n_embd") // size("model.n_head"))
     log_len = math.log(max(2, size("train.seq_len")))
     formulas = {"ln_d_ln_L": math.log(head_dim) * log_len, "sqrt_d_over_ln_L": math.sqrt(head_dim) / log_len}
-    derived = dict(values)
+    derived: Values = {}
     for key, (value, source) in values.items():
         if key in ("attention.scale", "attention.scale_init") and str(value) in formulas:
-            derived[key] = (round(formulas[value], 2), source)
+            value = round(formulas[value], 2)
         if key == "attention.reweight_p_warmup" and isinstance(value, float) and 0 < value < 1:
-            derived[key] = (int(value * size("train.max_steps")), source)
+            value = int(value * size("train.max_steps"))
+        derived[key] = (value, source)
     return derived
 
 

@@ -113,7 +113,7 @@ class AttentionConfig(Section):
 
     model_config = ConfigDict(extra="allow")  # checked against the class, below
 
-    normaliser: str = key("softmax", "The formula. Its options are keys here (CONFIG --help shows them).")
+    normaliser: str = key("softmax", f"The formula, one of {', '.join(NORMALISERS)}.")
     reweight_p: int = key(0, "Power p of LSSAR's re-weighting. 0: none.", ge=0, le=256)
     reweight_p_warmup: int = key(0, "Steps over which p rises from 1. Below 1: share of max_steps.", ge=0)
 
@@ -261,14 +261,7 @@ class Config(Section):
         return Path(self.log.dir) / self.name
 
 
-SECTIONS: dict[str, type[Section]] = {
-    "model": ModelConfig,
-    "attention": AttentionConfig,
-    "data": DataConfig,
-    "train": TrainConfig,
-    "optimizer": OptimizerConfig,
-    "log": LogConfig,
-}
+SECTIONS = {name: type(section) for name, section in Config(name="x") if isinstance(section, Section)}
 
 
 def describe_attention(options: AttentionConfig, model: ModelConfig | None = None) -> str:

@@ -101,8 +101,7 @@ def main() -> None:
 def make_jobs(configs: list[str], overrides: list[str], tag: str | None) -> list[Job]:
     """All runs of all files, checked before the first one starts; prints which repeat another: left out.
 
-    Raises:
-        UserError: a config with a problem; two runs of one name.
+    Raises UserError: a config with a problem; two runs of one name.
     """
     if any(word.partition("=")[0] == "--name" for word in overrides):
         raise UserError("--name: runs are named after their files; expected --tag WORD, added to each name")

@@ -190,18 +190,21 @@ def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Bloc
 
     Raises UserError: bad data, or a stream or --tokens shorter than one block, or all of it skipped.
     """
-    streams = [open_validation(run.config, args.data) for run in runs]
     lengths = choose_lengths(args.lengths, runs, (1, 2, 4, 8, 16))
-    if args.tokens < lengths[-1]:
-        raise UserError(f"--tokens {args.tokens}: expected at least {lengths[-1]}, the longest length")
-    n_skipped = -(-args.skip // lengths[-1])
-    wanted = n_skipped * lengths[-1] + args.tokens
-    ends = [val_windows(stream, wanted, lengths[-1]) for stream in streams]
-    if min(ends) <= n_skipped:
-        options = f"--skip {args.skip} --tokens {args.tokens}"
-        raise UserError(f"{options}: expected a block of {lengths[-1]}; the data has {min(ends)} in all")
-    pairs = zip(streams, ends, strict=True)
-    return [Blocks(stream, lengths, end - n_skipped, n_skipped) for stream, end in pairs]
+    longest = lengths[-1]
+    if args.tokens < longest:
+        raise UserError(f"--tokens {args.tokens}: expected at least {longest}, the longest length")
+    n_skipped = math.ceil(args.skip / longest)
+    all_blocks = []
+    for run in runs:
+        stream = open_validation(run.config, args.data)
+        end = val_windows(stream, n_skipped * longest + args.tokens, longest)
+        if end <= n_skipped:
+            raise UserError(
+                f"--skip {args.skip}: expected a block of {longest} after it; the data has {end} in all"
+            )
+        all_blocks.append(Blocks(stream, lengths, end - n_skipped, n_skipped))
+    return all_blocks
 
 
 def choose_lengths(given: list[int] | None, runs: list[EvaluatedRun], factors: Sequence[int]) -> list[int]:

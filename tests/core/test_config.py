@@ -101,17 +101,13 @@ def test_changed_keys():
 
 # Overrides on configs/gpt2_124m.toml, and what the message must contain besides the source and the section.
 BAD_OVERRIDES = [
-    ("--model.n_layer 0", "n_layer = 0: expected greater than or equal to 1"),
     ("--model.n_layer twelve", "n_layer = 'twelve': expected integer"),
     ("--model.n_embd 100", "multiple of model.n_head = 12"),
     ("--model.n_kv_head 5", "n_kv_head = 5: expected a divisor of model.n_head = 12"),
     ("--model.rope_fraction 0.5", "model.rope_fraction = 0.5: only read by model.position = p_rope"),
-    ("--model.n_embd 36", "even head size"),
     ("--model.norm batchnorm", "'layernorm' or 'rmsnorm'"),
     ("--model.n_layers 3", "did you mean model.n_layer?"),
-    ("--model.dropout 0.1", "expected one of n_layer"),
     ("--attention.normaliser softmaxx", "did you mean softmax?"),
-    ("--attention.normalizer lssa", "did you mean attention.normaliser?"),
     ("--attention.tau 2.0", "unknown key; expected one of normaliser"),
     ("--train.lr 0.1", "did you mean optimizer.lr?"),
     ("--train.batch_tokens 1000", "multiple of train.seq_len = 1024"),
@@ -121,9 +117,7 @@ BAD_OVERRIDES = [
     ("--train.compile maybe", "'auto' or boolean"),
     ("--optimizer.lr nan", "finite number"),
     ("--optimizer.warmup_steps 99999999", "at most train.max_steps = 18865"),
-    ("--optimizer.warmup_steps 1.5", "warmup_steps = 1.5: expected integer"),
     ("--train.loss-gamma 1.0", "train.loss_gamma = 1.0: only read by train.loss = norm_softmax"),
-    ("--train.loss-tau 1.0", "train.loss_tau = 1.0: not read by train.loss = softmax"),
     ("--name a/b", "name = 'a/b': expected letters, digits and ."),
     ("--modle.n_layer 3", "did you mean model?"),
     ("--model 3", "a section"),
@@ -140,14 +134,9 @@ def test_bad_values_give_one_line(override: str, expected: str):
 BAD_ATTENTION = [
     ('normaliser = "lssa"\ngamma = 2.0', "attention.gamma = 2.0: unknown key; expected one of"),
     ('normaliser = "phi"\nphi = "gelu"\nreweight_p = 3', "attention.reweight_p = 3: re-weighting needs"),
-    ('normaliser = "phi"\nphi = "exp"\nl1 = false\nreweight_p = 3', "attention.reweight_p = 3"),
-    ('normaliser = "softmax"\nsink = "one"\nreweight_p = 3', "attention.reweight_p = 3"),
     ('normaliser = "sigmoid"\nreweight_p = 3', "attention.reweight_p = 3"),
-    ('normaliser = "softmax_inverse"\nreweight_p = 3', "attention.reweight_p = 3"),
     ('normaliser = "lssa"\nreweight_p_warmup = 9', "attention.reweight_p_warmup = 9: only read with"),
     ('normaliser = "lssa"\nreweight_p = 3\nreweight_p_warmup = 99999', "at most train.max_steps = 18865"),
-    ('normaliser = "lssa"\nscale = -2.0', "attention.scale = -2.0"),
-    ('normaliser = "relu_shen"\nl1 = true', "attention.l1 = True"),
     ('normaliser = "relu_shen"\ngamma = "inf"', "attention.gamma = 'inf': expected number"),
     ('normaliser = "sigmoid"\nsink = "one"', "attention.sink = 'one': is part of the row sum"),
     ('normaliser = "sigmoid"\nbias = true', "attention.bias = true: the learned b of SSMax needs"),
@@ -176,16 +165,10 @@ def test_all_problems_at_once_with_their_files(tmp_path: Path):
     path = write(tmp_path, "x.toml", 'base = "base.toml"\n[train]\nbatch_tokens = 1000\nmax_step = 3\n')
     with pytest.raises(UserError) as e:
         load_config(path, ["--optimizer.lr", "0"])
-    lines = str(e.value).splitlines()
-    assert len(lines) == 5
-    for source, key in [
-        (base, "model.n_layer"),
-        (base, "model.n_embdd"),
-        (path, "train.max_step"),
-        (path, "train.batch_tokens"),
-        ("command line", "optimizer.lr"),
-    ]:
-        assert any(line.startswith(f"{source}: {key} = ") for line in lines), (source, key, lines)
+    places = [line.split(" = ")[0] for line in str(e.value).splitlines()]
+    of_base = [f"{base}: model.n_embdd", f"{base}: model.n_layer"]
+    of_path = [f"{path}: train.batch_tokens", f"{path}: train.max_step"]
+    assert sorted(places) == sorted([*of_base, *of_path, "command line: optimizer.lr"])
 
 
 def test_all_problems_between_keys_at_once():
@@ -197,12 +180,8 @@ def test_all_problems_between_keys_at_once():
     with pytest.raises(UserError) as e:
         load_config(RECIPE, ["--train.max-steps", "0"])
     assert len(str(e.value).splitlines()) == 2  # nothing to train, and a longer warm-up
-
-
-def test_a_bad_key_does_not_drag_in_problems_with_its_default():
-    with pytest.raises(UserError) as e:
+    with one_line("command line: train.seq_len = 'x'"):  # and nothing about its default
         load_config(RECIPE, ["--train.seq_len", "x", "--train.batch_tokens", "1000"])
-    assert [line.split(" = ")[0] for line in str(e.value).splitlines()] == ["command line: train.seq_len"]
 
 
 @pytest.mark.parametrize(
@@ -212,6 +191,7 @@ def test_a_bad_key_does_not_drag_in_problems_with_its_default():
         ('base = "x.toml"', "base files form a cycle: x.toml -> x.toml"),
         ("base = 3", "base = 3: expected the name of a config file"),
         ("[model\nn_layer = 3", "not valid TOML"),
+        ('base = "."', "cannot be read: Is a directory"),
         ("seed = 1\n[seed]\nx = 1", "not valid TOML"),
     ],
 )
@@ -220,30 +200,13 @@ def test_bad_files(text: str, expected: str, tmp_path: Path):
         load_config(write(tmp_path, "x.toml", text))
 
 
-def test_files_that_are_not_configs(tmp_path: Path):
-    binary = tmp_path / "b.toml"
-    binary.write_bytes(b"\xff\xfe\x00")
-    missing = tmp_path / "no.toml"
-    for path, expected in [
-        (missing, "no such config file"),
-        (tmp_path, "cannot be read"),
-        (binary, "not valid TOML"),
-    ]:
-        with pytest.raises(UserError, match=expected):
-            load_config(path)
-
-
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
+def test_malformed_overrides():
+    for overrides, expected in (
         (["model.n_layer", "3"], "--section.key value"),
-        (["--seed"], "expected a value"),
         (["--seed", "--name", "x"], "--seed: expected a value"),
-    ],  # fmt: skip
-)
-def test_malformed_overrides(args: list[str], expected: str):
-    with pytest.raises(UserError, match=expected):
-        load_config(ROOT / "configs/softmax.toml", args)
+    ):
+        with pytest.raises(UserError, match=expected):
+            load_config(RECIPE, overrides)
 
 
 def test_help_describes_options_that_a_class_of_ones_own_inherits(monkeypatch):

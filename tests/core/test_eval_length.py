@@ -131,13 +131,12 @@ def test_every_target_is_scored_once_at_each_length(tmp_path, data, evaluate, mo
 def test_skipped_text(tmp_path, data, evaluate):
     """--skip leaves out whole blocks; the others keep their losses."""
     run = make_run(tmp_path / "runs", "a", data)
-    evaluate(run, "--lengths", *LENGTHS)
-    evaluate(run, "--lengths", *LENGTHS, "--skip", "33", "--tokens", "64", "--tag", "rest")
-    whole = read(run / "eval_length.json")
+    evaluate(run, "--lengths", 16, 64)
+    evaluate(run, "--lengths", 16, 64, "--skip", 33, "--tokens", 64, "--tag", "rest")
     rest = read(run / "eval_length_rest.json")
     assert [rest["data"][key] for key in ("skipped_tokens", "tokens", "blocks")] == [64, 64, 1]
-    for a, b in zip(whole["lengths"], rest["lengths"], strict=True):
-        assert b["block_losses"] == a["block_losses"][1:2]
+    for whole, part in zip(lengths_of(run), rest["lengths"], strict=True):
+        assert part["block_losses"] == whole["block_losses"][1:2]
 
 
 def test_buckets(tmp_path, data, evaluate, monkeypatch):
@@ -285,7 +284,7 @@ def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
         (["{run}", "{run}"], "given twice"),
         (["{run}", "--lengths", "16", "512"], "at least 513 for one window of length 512"),
         (["{run}", "--lengths", "32", "--tokens", "31"], "--tokens 31: expected at least 32"),
-        (["{run}", "--skip", "512", "--tag", "a"], "expected a block of 256; the data has "),
+        (["{run}", "--skip", "512", "--tag", "a"], "expected a block of 256 after it; the data has "),
         (["{run}", "--lengths", "32", "--skip", "32"], "--skip 32: expected a --tag"),
         (["{run}", "--lengths", "24", "64"], "24 does not divide the longest"),
         (["{run}", "--rope", "theta"], "base None: expected a number above 0"),

@@ -150,10 +150,9 @@ def test_another_config_under_the_same_name_is_left_to_train(path, call, monkeyp
     """train.py names the difference; skipping would present the old run as the new one."""
     FakeTorchrun(monkeypatch)
     call(sweep, path, "--index", "3")
-    for key, value in (("--optimizer.lr", "0.02"), ("--data.dir", "elsewhere")):
-        FakeTorchrun(monkeypatch, failing=key)
-        with pytest.raises(SystemExit):
-            call(sweep, path, "--index", "3", key, value)
+    FakeTorchrun(monkeypatch, failing="--optimizer.lr")
+    with pytest.raises(SystemExit):
+        call(sweep, path, "--index", "3", "--optimizer.lr", "0.02")
 
 
 @pytest.mark.parametrize(
@@ -166,18 +165,14 @@ def test_what_may_differ_on_resume_and_makes_another_run(key, values, n, tiny_co
 
 
 def test_list_and_mistakes(path, call, capsys):
-    for options, names in (
-        (
-            ["--tag", "x"],
-            [f"s_normaliser={name}_seed={seed}_x" for name in ("softmax", "lssa") for seed in (1, 2)],
-        ),
-        (["--seed", "7"], ["s_normaliser=softmax", "s_normaliser=lssa"]),
-    ):
+    listed: dict[tuple[str, str], list[str]] = {
+        ("--tag", "x"): [f"s_normaliser={name}_seed={i}_x" for name in ("softmax", "lssa") for i in (1, 2)],
+        ("--seed", "7"): ["s_normaliser=softmax", "s_normaliser=lssa"],
+    }
+    for options, names in listed.items():
         call(sweep, path, "--list", *options)
-        lines = capsys.readouterr().out.splitlines()
-        assert [line.split("/")[-1].split(maxsplit=1) for line in lines] == [
-            [name, "to run"] for name in names
-        ]
+        states = [line.split("/")[-1] for line in capsys.readouterr().out.splitlines()]
+        assert states == [f"{name}  to run" for name in names]
     mistakes: list[tuple[list[object], str]] = [
         ([], "expected config files"),
         ([path, "--index", "4"], "--index 4: expected 0 to 3"),
@@ -232,12 +227,12 @@ def test_sweep_expands_to_the_product(tmp_path):
     runs = [load_config(path, run.overrides).attention for run in expand_sweep(path)]
     assert [run.normaliser for run in runs] == 2 * ["softmax"] + 2 * ["norm_softmax"]
     assert [run.model_dump()["gamma"] for run in runs[2:]] == ["sqrt_d", "inf"]
-    assert load_config(path, ["--attention.gamma", "inf"]).attention == runs[3]
     with pytest.raises(UserError, match="run by --attention.normaliser ..., or by --attention.gamma"):
         load_config(path, ["--seed", "1"])
-    path.write_text("sweep = 3\n")
-    with pytest.raises(UserError, match=r"sweep = 3: expected a section, or several \[\[sweep\]\] sections"):
-        expand_sweep(path)
-    path.write_text('[sweep]\n"attention.reweight_p" = 3\n')
-    with pytest.raises(UserError, match=r"sweep: attention.reweight_p = 3: expected a list of values"):
-        expand_sweep(path)
+    for text, expected in (
+        ("sweep = 3", r"sweep = 3: expected a section, or several \[\[sweep\]\] sections"),
+        ('[sweep]\n"attention.reweight_p" = 3', "sweep: attention.reweight_p = 3: expected a list of values"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=expected):
+            expand_sweep(path)
