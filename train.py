@@ -2,7 +2,7 @@
 
     python train.py configs/demo_lssar.toml                               # one process, CPU or one GPU
     torchrun --standalone --nproc_per_node=8 train.py configs/lssar.toml  # 8 GPUs
-    python train.py configs/lssar.toml --attention.reweight-p 3 --name lssar_p3
+    python train.py configs/lssar.toml --attention.reweight-p 7 --name lssar_p7
     python train.py configs/lssar.toml --dry-run                          # sizes, memory, speed; no run
 
 Writes runs/<name>/: config.toml (resolved; `train.py runs/<name>/config.toml --name again` replays it),
@@ -45,7 +45,8 @@ def main() -> None:
             return
         with exclusive_lock(config.run_dir) if world.is_main else nullcontext():
             log = start_or_resume(state)
-            gc.freeze()  # scanning all of torch's objects takes 0.1 s, and one rank delays all others
+            gc.freeze()  # scanning all of torch's objects takes 0.1 s and more,
+            gc.disable()  # and a rank that collects garbage within a step delays all others
             train(state, log)
 
 
@@ -127,6 +128,7 @@ def train(state: TrainState, log: RunLog) -> None:
             if save_due or stopped or state.is_best:
                 save(state)
             if val_due or save_due:
+                gc.collect()
                 log.restart_clock()
     if stopped:
         at = f"step {state.step} of {config.max_steps}"

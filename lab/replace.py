@@ -75,7 +75,7 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
     add("model", help="folder or name on the Hugging Face hub")
-    add("--normaliser", required=True, help="a name of ours; its options are options here: --reweight-p 3")
+    add("--normaliser", required=True, help="a name of ours; its options are options here: --reweight-p 15")
     add("--val-text", type=Path, required=True, metavar="FILE", help="the text to evaluate on")
     add("--train-text", type=Path, metavar="FILE", help="the text to fine-tune on (with --steps above 0)")
     add("--lengths", nargs="+", type=positive_int, metavar="T", help="(default: 1, 2, 4, 8 training lengths)")

@@ -156,5 +156,13 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Traine
     path, content = load_source(source)
     config = config_from_dict(content["config"], str(path))
     model = GPT(config, device)
-    model.load_state_dict(content["model"])
+    load_parameters(model, content["model"], path)
     return Trained(model.eval(), config, content["step"], content["data"]["tokenizer"])
+
+
+def load_parameters(model: GPT, parameters: dict[str, Any], path: Path) -> None:
+    """Raises UserError: a parameter of the checkpoint is missing, unknown, or of another shape."""
+    try:
+        model.load_state_dict(parameters)
+    except RuntimeError as e:
+        raise UserError(f"{path}: does not fit its config: {' '.join(str(e).split())}") from None

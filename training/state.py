@@ -14,8 +14,8 @@ from config import changed_keys, config_from_dict
 from infra.cli import UserError
 from infra.distributed import StopSignals, World
 from model import GPT
-from schema import Config, may_change_on_resume
-from training.checkpoint import load_source
+from schema import Config, makes_another_run, may_change_on_resume
+from training.checkpoint import load_parameters, load_source
 from training.loader import BatchLoader, open_streams
 from training.optim import make_optimizers, power_at
 
@@ -103,7 +103,10 @@ class TrainState:
         Raises UserError: lists every difference in config and data; resuming would join two runs' curves.
         """
         changed = changed_keys(config_from_dict(checkpoint["config"], str(path)), self.config)
-        changed = {key: pair for key, pair in changed.items() if not may_change_on_resume(key)}
+        if checkpoint["step"] < self.config.train.max_steps:
+            changed = {key: pair for key, pair in changed.items() if not may_change_on_resume(key)}
+        else:  # finished: only what its curve does not depend on, and where the same data lie
+            changed = {key: v for key, v in changed.items() if makes_another_run(key) and key != "data.dir"}
         before = checkpoint["data"]
         data = self.data_info()
         for key in before | data:
@@ -112,7 +115,7 @@ class TrainState:
         if changed:
             listed = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
             raise UserError(f"{path.parents[1]}: holds another run ({listed}): choose another --name")
-        self.raw_model.load_state_dict(checkpoint["model"])
+        load_parameters(self.raw_model, checkpoint["model"], path)
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step = checkpoint["step"]

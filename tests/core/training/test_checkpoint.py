@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import one_line
 from launch import build, curve, resume, run
 
 from infra.cli import UserError
-from training.checkpoint import find_checkpoints, load_checkpoint, load_newest, save_checkpoint
+from training.checkpoint import find_checkpoints, load_checkpoint, load_model, load_newest, save_checkpoint
 
 
 def damage(path: Path, how: str) -> None:
@@ -90,3 +91,14 @@ def test_what_a_kill_leaves(tiny_config: Path):
         assert load_checkpoint(checkpoints / "best.pt")["step"] == 12
     run(tiny_config)
     assert not list(checkpoints.glob(".*"))
+
+
+def test_parameters_that_do_not_fit_the_config_are_named(tiny_config: Path):
+    path = find_checkpoints(run(tiny_config))[0]
+    content = load_checkpoint(path)
+    del content["model"]["final_norm.weight"]
+    torch.save(content, path)
+    with one_line(path, "does not fit its config", "final_norm.weight"):
+        load_model(path)
+    with one_line(path, "does not fit its config", "final_norm.weight"):
+        build(tiny_config).restore(path, content)

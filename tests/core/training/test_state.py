@@ -47,6 +47,8 @@ def test_a_resumed_run_is_the_same_run(
 def test_another_run_in_the_same_folder_is_rejected(tiny_config: Path, tiny_dataset: Path, tmp_path: Path):
     folder = run(tiny_config)
     assert run(tiny_config, "--train.micro-batch", "2", "--log.every", "1") == folder
+    with pytest.raises(UserError, match="train.on_bad_step was 'stop', now 'skip'.*another --name"):
+        run(tiny_config, "--train.on-bad-step", "skip")  # free while it trains, but this curve did not use it
     other = shutil.copytree(tiny_dataset, tmp_path / "other")
     info = json.loads((other / "dataset.json").read_text())
     info["splits"]["train"]["sha256"] = "f00"
