@@ -146,9 +146,10 @@ def summarise(length: int, sums: Tensor | str, blocks: Blocks, n_same: int) -> d
 def cells(summary: dict[str, Any]) -> Iterator[Cell]:
     """The numbers of a summary's rows; None for those of a rejected length."""
     nothing = [None] * summary["data"]["blocks"]
+    same_targets = f"same_targets[{summary['same_target_tokens']}]"
     for entry in summary["lengths"]:
         length = entry["length"]
-        for measure, key in (("loss", "block_losses"), ("same_targets", "block_same_target_losses")):
+        for measure, key in (("loss", "block_losses"), (same_targets, "block_same_target_losses")):
             for block, loss in enumerate(entry.get(key, nothing)):
                 yield length, block, measure, loss
         losses = {bucket["from"]: bucket["loss"] for bucket in entry.get("buckets", [])}

@@ -5,10 +5,10 @@
     python train.py configs/lssar.toml --attention.reweight-p 7 --name lssar_p7
     python train.py configs/lssar.toml --dry-run                          # sizes, memory, speed; no run
 
-Writes runs/<name>/: config.toml (resolved; `train.py runs/<name>/config.toml --name again` replays it),
-metrics.jsonl (a line per step), starts.jsonl (commit, versions, hardware) and checkpoints/. The same command,
-run again, resumes from the newest checkpoint. SIGTERM, Ctrl-C and SIGUSR1 finish the step and save. A second
-Ctrl-C stops at once.
+Writes runs/<name>/: config.toml (resolved; `train.py runs/<name>/config.toml --name again` replays it, on the
+engine that fits there), metrics.jsonl (a line per step), starts.jsonl (commit, versions, hardware) and
+checkpoints/. The same command, run again, resumes from the newest checkpoint. SIGTERM, Ctrl-C and SIGUSR1
+finish the step and save. A second Ctrl-C stops at once.
 """
 
 import gc

@@ -40,6 +40,7 @@ def record_of(run: FinishedRun) -> Record:
 
     Raises UserError: evaluations of too little text, or of several texts behind it.
     """
+    measures = ("loss", f"same_targets[{run.config.train.seq_len}]")
     losses = run.losses
     seen = losses[losses.text == main_text(losses)]
     data = text_of(run, seen)
@@ -60,11 +61,11 @@ def record_of(run: FinishedRun) -> Record:
         "step_tokens": run.config.train.batch_tokens,
         "data": data,
         "validations": [*run.logged("val_loss").items()],
-        "lengths": losses_of(seen),
+        "lengths": losses_of(seen, measures),
         "positions": positions.to_dict(),
     }
     if len(unseen):
-        record |= {"unseen": losses_of(unseen), "unseen_data": text_of(run, unseen)}
+        record |= {"unseen": losses_of(unseen, measures), "unseen_data": text_of(run, unseen)}
     return record
 
 
@@ -75,9 +76,9 @@ def text_of(run: FinishedRun, losses: pd.DataFrame) -> Record:
     return {"dir": run.config.data.dir, "fingerprint": first.text.partition("+")[0], **parts}
 
 
-def losses_of(losses: pd.DataFrame) -> dict[str, dict[str, list[list[float]]]]:
-    """By RoPE scaling and length the losses of all blocks: over all tokens, and over the same targets."""
-    blocks = losses.dropna(subset=["block", "value"]).sort_values("block")
+def losses_of(losses: pd.DataFrame, measures: tuple[str, str]) -> dict[str, dict[str, list[list[float]]]]:
+    """By RoPE scaling and length the losses of all blocks, by the two measures in turn."""
+    blocks = losses[losses.measure.isin(measures)].dropna(subset=["block", "value"]).sort_values("block")
     by_length: dict[str, dict[str, list[list[float]]]] = {}
     for (rope, length, _), each in blocks.groupby(["rope", "length", "measure"]).value:
         by_length.setdefault(rope, {}).setdefault(str(length), []).append(each.tolist())

@@ -128,7 +128,7 @@ class NormaliserLayer(nn.Module):
         if dtype is None:
             return q * definition.factor(context), share_heads(k.to(q.dtype), q)
         factor = definition.fused_factor(q, k, context)
-        if definition.centre_keys and definition.scores == "dot" and dtype.itemsize == 2:
+        if definition.scores == "dot" and dtype.itemsize == 2:
             k = given  # centred keys would be rounded once more, and a softmax does not see the shift
         return (q * (factor * unit)).to(dtype), k.to(dtype)
 

@@ -1,4 +1,4 @@
-"""Normalisers of other papers, to compare with: the same small classes as in normalisers.py.
+"""Normalisers of other papers, to compare with: the same small classes as in family.py.
 
 x = q.k / sqrt(d) unless `scores`, `scale` or `length_scale` say otherwise; n = number of keys the query sees.
 The docstrings of formulas that newer papers give say what they were checked against.

@@ -2,7 +2,7 @@
 
 A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of
 
-    format      3
+    format      4
     step        optimiser steps done
     config      the run's resolved config, as a dict
     model       parameters by their plain names (never torch.compile's or DDP's prefixes)
@@ -31,7 +31,8 @@ from infra.files import atomic_file
 from model import GPT
 from schema import Config
 
-FORMAT = 3
+FORMAT = 4
+KEYS = {"format", "step", "config", "model", "optimizers", "validation", "guard", "rng", "data"}
 
 
 def save_checkpoint(
@@ -100,8 +101,9 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
     except Exception as e:  # which one depends on the damage
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise UserError(f"{path}: damaged or unreadable checkpoint ({reason})") from None
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise UserError(f"{path}: not a checkpoint of this version; expected format {FORMAT}")
+    if not isinstance(state, dict) or state.get("format") != FORMAT or KEYS - state.keys():
+        expected = f"expected format {FORMAT} and the keys {', '.join(sorted(KEYS))}"
+        raise UserError(f"{path}: not a checkpoint of this version; {expected}")
     return state
 
 

@@ -175,7 +175,7 @@ def test_rows(tmp_path, data, evaluate):
             by_measure = part.groupby("measure").value.agg(list).to_dict()
             assert by_measure == {
                 "loss": entry["block_losses"],
-                "same_targets": entry["block_same_target_losses"],
+                "same_targets[16]": entry["block_same_target_losses"],
                 f"loss[0:{entry['length']}]": [entry["buckets"][0]["loss"]],
             }
 

@@ -49,9 +49,8 @@ def leave_losses(run: Path, rope: str, factor: int, losses: list[float], text: s
     """The rows of an evaluation at one length."""
     config = load_config(run / "config.toml")
     where = (config.train.max_steps, "eval_length", rope, text, factor * config.train.seq_len)
-    measures: list[Any] = [
-        (block, name, loss) for name in ("loss", "same_targets") for block, loss in enumerate(losses)
-    ]
+    names = ("loss", f"same_targets[{config.train.seq_len}]")
+    measures: list[Any] = [(block, name, loss) for name in names for block, loss in enumerate(losses)]
     measures += [(None, "loss[0:16]", 2.0), (None, "loss[16:32]", 3.0)]
     rows = [Row(config.name, config.seed, config.optimizer.lr, *where, *measure) for measure in measures]
     write_rows(run, rows)

@@ -10,7 +10,14 @@ from conftest import one_line
 from launch import build, curve, resume, run
 
 from infra.cli import UserError
-from training.checkpoint import find_checkpoints, load_checkpoint, load_model, load_newest, save_checkpoint
+from training.checkpoint import (
+    KEYS,
+    find_checkpoints,
+    load_checkpoint,
+    load_model,
+    load_newest,
+    save_checkpoint,
+)
 
 
 def damage(path: Path, how: str) -> None:
@@ -33,7 +40,9 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory, tiny_dataset: Path
     folder = tmp_path_factory.mktemp("run")
     weights = torch.arange(30000.0)
     for step in (3, 6):
-        save_checkpoint(folder, {"step": step, "model": {"w": weights}}, keep_last=2)
+        state = dict.fromkeys(KEYS) | {"step": step, "model": {"w": weights}}
+        del state["format"]
+        save_checkpoint(folder, state, keep_last=2)
     return folder
 
 
