@@ -175,19 +175,16 @@ class TokenStream:
         self.split = split
         self.info = dataset_info(folder)
         self.vocab_size: int = self.info["vocab_size"]
-        self.shards = [open_shard(path, self.vocab_size) for path in find_shards(self.folder, split)]
+        paths = find_shards(self.folder, split)
+        self.shards = [open_shard(path, self.vocab_size) for path in paths]
         # Python ints: as numpy int32 their sum overflows at 103 shards of 10^8.
         self._starts = list(accumulate(map(len, self.shards), initial=0))
         self.n_tokens = self._starts[-1]
-        splits = self.info.get("splits", {})
-        n_listed = splits[split]["tokens"] if split in splits else self.n_tokens
-        if self.n_tokens != n_listed:  # a lost last shard would silently change the stream
-            raise UserError(
-                f"{folder}: the shards of {split} have {self.n_tokens} tokens: {INFO_NAME} lists {n_listed}; "
-                f"`python -m data.verify verify {folder}` names the file"
-            )
+        if "shards" in self.info:
+            lengths = {path.name: len(shard) for path, shard in zip(paths, self.shards, strict=True)}
+            self._check_listed(lengths)
         mask = f"{split}mask"
-        self.mask = TokenStream(folder, mask) if mask in splits else None
+        self.mask = TokenStream(folder, mask) if mask in self.info.get("splits", {}) else None
         if self.mask and self.mask.n_tokens != self.n_tokens:
             n_mask = self.mask.n_tokens
             raise UserError(f"{folder}: {mask} has {n_mask} tokens: expected {self.n_tokens}, as {split}")
@@ -221,18 +218,36 @@ class TokenStream:
                 f"({self.info['tokenizer']}); expected {self.vocab_size} to {most}"
             )
 
+    def _check_listed(self, lengths: dict[str, int]) -> None:
+        """The shards are those in dataset.json: a lost last one would silently change the stream."""
+        files = {shard["file"]: shard["tokens"] for shard in self.info["shards"]}
+        listed = {file: n for file, n in files.items() if file.split("_")[-2:-1] == [self.split]}
+        different = lengths.items() ^ listed.items()
+        if different:
+            file = min(different)[0]
+            n_tokens = lengths.get(file, "no")
+            n_listed = listed.get(file, "none")
+            raise UserError(f"{self.folder / file}: {n_tokens} tokens: {INFO_NAME} lists {n_listed}")
+
 
 def find_shards(folder: Path, split: str) -> list[Path]:
     """The split's shards in index order. Raises UserError for none, a gap, or a mix of datasets."""
-    shards = list(filter(None, (SHARD_NAME.fullmatch(path.name) for path in folder.glob("*.bin"))))
+    shards = []
+    for path in sorted(folder.glob("*.bin")):
+        shard = SHARD_NAME.fullmatch(path.name)
+        if shard:
+            shards.append(shard)
+        elif f"_{split}_" in path.name:
+            raise UserError(f"{path}: expected a name like fineweb_{split}_000001.bin")
     files = {int(shard["index"]): shard[0] for shard in shards if shard["split"] == split}
     datasets = {shard["dataset"] for shard in shards if shard["split"] == split}
     if not files:
         raise UserError(f"{folder}: no shards named *_{split}_000001.bin; {HOW_TO_PREPARE}")
     if len(datasets) > 1:
         raise UserError(f"{folder}: shards of {', '.join(sorted(datasets))}: expected one dataset a folder")
-    # The indices count over all splits. Number 0, of val, may have been left out of a download.
-    gaps = set(range(1, max(files))) - {int(shard["index"]) for shard in shards}
+    # The indices before the first are other splits'. Number 0, of val, may have been left out of a download.
+    others = {int(shard["index"]) for shard in shards if shard["dataset"] in datasets}
+    gaps = {i for i in range(1, max(files)) if i not in (others if i < min(files) else files)}
     if gaps:
         first_gap = f"{datasets.pop()}_{split}_{min(gaps):06d}.bin"
         raise UserError(f"{folder / first_gap}: missing, though shard {max(files):06d} is there")

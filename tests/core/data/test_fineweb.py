@@ -3,6 +3,7 @@
 Most builds are of small blocks, one at a time (`inline`); the tests of the command are of full ones.
 """
 
+import errno
 import gzip
 import hashlib
 import json
@@ -18,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -273,6 +275,20 @@ def test_resumes_after_every_shard(tmp_path: Path, small: Corpus) -> None:
         build(small, out, shard_size=200)
         assert identities(out, shards[:n_shards]) == before
         assert contents(out) == reference
+
+
+def test_a_write_that_fails(tmp_path: Path, small: Corpus, monkeypatch: Any) -> None:
+    """Each of the first ones, and that of dataset.json; the same build then resumes."""
+    expected = Expected(small)
+    for n in (*range(10), 2 + 4 * len(expected.shards)):
+        out = tmp_path / f"out{n}"
+        full = OSError(errno.ENOSPC, "No space left on device")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", Mock(side_effect=[*[None] * n, full]))
+            rejected(small, out, "cannot be written: No space left")
+        assert (out / "dataset.unfinished").exists() and not list(out.glob(".*"))
+        build(small, out)
+        expected.check(out)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,28 @@ def test_gaps_and_mixtures_are_rejected(tmp_path: Path) -> None:
     write_shard(tmp_path / "other_train_000005.bin", [1])
     with one_line(tmp_path, "other, toy"):
         TokenStream(tmp_path, "train")
+    (tmp_path / "other_train_000005.bin").rename(tmp_path / "toy_train_5.bin")
+    with one_line("toy_train_5.bin", "expected a name like fineweb_train_000001.bin"):
+        TokenStream(tmp_path, "train")
+
+
+def test_several_val_shards_before_train(tmp_path: Path) -> None:
+    write_shard(tmp_path / "toy_val_000000.bin", [0])
+    write_shard(tmp_path / "toy_val_000001.bin", [1])
+    write_train(tmp_path, [[2], [3]], first=2)
+    assert TokenStream(tmp_path, "val").read(0, 2).tolist() == [0, 1]
+    assert TokenStream(tmp_path, "train").read(0, 2).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("missing", "file"), [(1, "other_val_000001"), (2, "toy_val_000002"), (2, "other_val_000002")]
+)
+def test_other_shards_fill_no_gap(tmp_path: Path, missing: int, file: str) -> None:
+    write_train(tmp_path, [[1], [2], [3]])
+    path = tmp_path / f"toy_train_{missing:06d}.bin"
+    path.rename(tmp_path / f"{file}.bin")
+    with one_line(path, "missing, though shard 000003 is there"):
+        TokenStream(tmp_path, "train")
 
 
 # ---------------------------------------------------------------- dataset.json
@@ -121,11 +143,17 @@ def test_dataset_info(tmp_path: Path, toy: Path) -> None:
 def test_shards_must_be_those_in_dataset_json(toy: Path) -> None:
     last = toy / "toy_train_000005.bin"
     last.unlink()  # no gap in the numbers
-    with one_line(toy, "train have 8 tokens", "lists 10"):
+    with one_line(last, "no tokens", "lists 2"):
         TokenStream(toy, "train")
-    write_shard(last, [1, 2, 3])
-    with one_line(toy, "train have 11 tokens"):
+    first = toy / "toy_train_000003.bin"
+    write_shard(first, [1, 2, 3])
+    write_shard(last, [1, 2, 3])  # as many tokens in all
+    with one_line(first, "3 tokens", "lists 4"):
         TokenStream(toy, "train")
+    val = toy / "toy_val_000000.bin"  # number 0 is no gap
+    val.rename(toy / "toy_val_000003.bin")
+    with one_line(val, "no tokens", "lists 4"):
+        TokenStream(toy, "val")
 
 
 def test_damaged_dataset_json_is_named(toy: Path) -> None:
@@ -216,6 +244,15 @@ def test_shuffled_is_a_permutation_of_windows_per_epoch(tmp_path: Path) -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 12
     assert not np.array_equal(epochs, starts(1))
     assert not np.array_equal(epochs, starts(2**40))
+
+
+def test_permutation_is_unbiased() -> None:
+    """Where place 3 of 10 goes over 4000 epochs; and neighbours do not stay neighbours."""
+    counts = np.bincount([batches._permutation(10, 0, epoch)[3] for epoch in range(4000)], minlength=10)
+    assert (np.abs(counts - 400) < 5 * 20).all()  # 5 standard deviations
+    permutation = batches._permutation(10**5, 0, 0).astype(np.int64)
+    assert (np.abs(np.diff(permutation)) == 1).sum() < 20  # 2 are expected by chance
+    assert abs(np.corrcoef(np.arange(10**5), permutation)[0, 1]) < 0.02
 
 
 def test_permutation_is_fixed_forever() -> None:
