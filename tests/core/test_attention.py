@@ -178,6 +178,18 @@ def test_norm_softmax_does_not_round_its_centred_keys():
     assert (got - want).norm() <= 5e-3 * want.norm()
 
 
+def test_bfloat16_keys_reach_sdpa_as_given():
+    """Not through float32: their gradient is bitwise that of attention with the rescaled q and k itself."""
+    q, k, v, do = draw(129, 129, 32, dtype=torch.bfloat16)
+    normaliser = make(AttentionConfig(normaliser="logit_norm"), 2, 32, 300)
+    k.requires_grad_()
+    scaled_q, _ = normaliser.prepare(q, k, normaliser.context(q, k), dtype=torch.bfloat16)
+    o = F.scaled_dot_product_attention(scaled_q, k, v, is_causal=True, scale=1.0)
+    (want,) = torch.autograd.grad(o, k, do)
+    (got,) = torch.autograd.grad(attend(q, k, v, normaliser, "sdpa"), k, do)
+    assert torch.equal(got, want)
+
+
 @each_case
 def test_queries_and_keys_of_another_type_than_the_values(cfg):
     q, k, v, _ = draw(37, 37, 16)

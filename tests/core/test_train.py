@@ -97,6 +97,13 @@ def test_every_normaliser_trains(normaliser: str, tiny_config: Path):
     assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.parametrize(("optimizer", "lr"), [("adamw", "0.01"), ("muon", "0.01"), ("sgd", "0.3")])
+def test_optimisers_lower_the_loss(optimizer: str, lr: str, tiny_config: Path):
+    flags = ["--optimizer.name", optimizer, "--optimizer.lr", lr, "--train.max-steps", "20"]
+    losses = list(metrics(run(tiny_config, *flags), "loss").values())
+    assert losses[-1] < losses[0] - 0.5
+
+
 def test_bfloat16_and_shuffled_windows(tiny_config: Path):
     folder = run(tiny_config, "--train.dtype", "bfloat16", "--data.order", "shuffled")
     assert all(map(math.isfinite, metrics(folder, "loss").values()))

@@ -62,6 +62,17 @@ def test_too_many_skips_in_a_row_stop_the_run(tiny_config: Path, monkeypatch: py
         resume(build(tiny_config, "--train.on-bad-step", "skip", "--train.max-skips", "3"))
 
 
+def test_skips_in_a_row_are_counted_across_a_resume(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+    flags = ["--train.on-bad-step", "skip", "--train.max-skips", "3"]
+    break_at({5, 6, 7}, monkeypatch)
+    for skipped_before in (0, 2):  # from scratch, and from the checkpoint of step 6
+        state = build(tiny_config, *flags)
+        log = train.start_or_resume(state)
+        assert state.n_skipped == skipped_before
+        with pytest.raises(UserError, match="step 7: .*stopped after 3 bad steps in a row"):
+            train.train(state, log)
+
+
 def test_a_nan_on_one_rank_ends_all(tiny_config: Path, tmp_path: Path):
     script = patched_script(tmp_path, "loss = loss * math.nan", rank=1)
     process = start(tiny_config, script=script, processes=2)

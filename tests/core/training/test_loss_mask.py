@@ -17,7 +17,9 @@ from data.batches import train_batch, val_batch
 from data.dataset import IGNORED, TokenStream, finish_dataset, write_split
 from evals.common import open_validation
 from infra.cli import UserError
+from infra.distributed import World
 from train import forward_backward, start_or_resume
+from training.loader import BatchLoader
 from training.state import TrainState
 
 
@@ -120,6 +122,20 @@ def test_training_lowers_it_and_validates_on_it(config_path: Path) -> None:
     with torch.no_grad():
         expected = answer_loss(state, x, y).item()
     assert metrics(run_dir, "val_loss")[12] == pytest.approx(expected, rel=1e-5)
+
+
+def test_ranks_weigh_by_their_targets(config_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean over two ranks is that over all targets."""
+    config = load_config(config_path, ["--train.micro-batch", "2"])
+    stream = TokenStream(config.data.dir, "train")
+    loaders = [BatchLoader(stream, config, World(rank, 2, torch.device("cpu"))) for rank in (0, 1)]
+    batches = [loader.read(0) for loader in loaders]
+    counts = torch.tensor([[int((y != IGNORED).sum()) for _, y in batch] for batch in batches])
+    monkeypatch.setattr(World, "gather", lambda world, values: counts.sum(1, keepdim=True))
+    for loader, batch, own in zip(loaders, batches, counts, strict=True):
+        weights, n_targets = loader.loss_weights(batch)
+        assert n_targets == counts.sum()
+        assert weights == pytest.approx((2 * own / n_targets).tolist())
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import train
 from config import load_config
 from infra.cli import UserError
 from infra.files import exclusive_lock, read_jsonl
+from training.run_log import RunLog
 
 
 def test_starts_and_timing(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
@@ -54,6 +55,21 @@ def test_one_process_writes_a_run_folder(tiny_config: Path, call: Callable[..., 
     with exclusive_lock(config.run_dir), pytest.raises(UserError, match="another process is writing there"):
         call(train, tiny_config)
     assert not (config.run_dir / "metrics.jsonl").exists()
+
+
+def test_lines_of_a_killed_run_are_not_doubled(tiny_config: Path):
+    """Neither steps after the checkpoint are kept, nor a validation that it does not know of."""
+    state = build(tiny_config)
+    state.step = 2
+    path = state.config.run_dir / "metrics.jsonl"
+    path.parent.mkdir(parents=True)
+    steps = [{"step": 1}, {"step": 2}]
+    validation = {"step": 2, "val_loss": 1.0}
+    for val_step, kept in ((0, steps), (2, [*steps, validation])):
+        path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1.0}\nnot json\n{"step": 3}\n{"st')
+        state.validation["step"] = val_step
+        RunLog(state).open_folder([])
+        assert read_jsonl(path) == kept
 
 
 @pytest.mark.slow
