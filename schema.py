@@ -115,7 +115,9 @@ class AttentionConfig(Section):
 
     normaliser: str = key("softmax", f"The formula, one of {', '.join(NORMALISERS)}.")
     reweight_p: int = key(0, "Power p of LSSAR's re-weighting. 0: none.", ge=0, le=256)
-    reweight_p_warmup: int = key(0, "Steps over which p rises from 1. Below 1: share of max_steps.", ge=0)
+    reweight_p_warmup: int = key(
+        0, "Steps over which p rises from 1; in a file or option also a share of max_steps.", ge=0
+    )
 
     @property
     def definition(self) -> Normaliser:

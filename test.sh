@@ -3,7 +3,7 @@
 #
 #   ./test.sh                         all but the tests marked slow
 #   ./test.sh --all                   slow tests, too (CI)
-#   ./test.sh tests/test_sweep.py     other arguments go to pytest
+#   ./test.sh tests/core/test_sweep.py     other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "$0")"
 . ./environment.sh

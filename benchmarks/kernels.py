@@ -177,7 +177,9 @@ def all_forms(fast: bool, head_dim: int) -> list[Form]:
 def main() -> None:
     parser = ArgumentParser(__doc__)
     dtypes = ["bfloat16", "float32"]
-    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100], help="80 is sm_80, ...")
+    parser.add_argument(
+        "--arch", type=int, nargs="+", choices=(80, 90, 100), default=[80, 90, 100], help="80 is sm_80, ..."
+    )
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--dtype", nargs="+", default=dtypes, choices=dtypes)
     parser.add_argument("--p", type=int, default=15, help="power of the re-weighting, 0: none (default: 15)")

@@ -242,7 +242,7 @@ def find_shards(folder: Path, split: str) -> list[Path]:
     files = {int(shard["index"]): shard[0] for shard in shards if shard["split"] == split}
     datasets = {shard["dataset"] for shard in shards if shard["split"] == split}
     if not files:
-        raise UserError(f"{folder}: no shards named *_{split}_000001.bin; {HOW_TO_PREPARE}")
+        raise UserError(f"{folder}: no shards named *_{split}_*.bin; {HOW_TO_PREPARE}")
     if len(datasets) > 1:
         raise UserError(f"{folder}: shards of {', '.join(sorted(datasets))}: expected one dataset a folder")
     # The indices before the first are other splits'. Number 0, of val, may have been left out of a download.

@@ -10,8 +10,8 @@
 
 Needs `pip install -r requirements-hub.txt`. Who loads the folder needs torch, transformers and pydantic. A
 softmax model with layernorm and gelu, or with rmsnorm and swiglu, is written as GPT-NeoX or Llama and needs
-no trust_remote_code. --code writes it as all others: with this repo's own definitions, copied from
-hub/modeling.py and what it imports. Their RoPE scaling is a key of config.json and an argument of
+no trust_remote_code. With --rope or --code it is written as all others: with this repo's own definitions,
+copied from hub/modeling.py and what it imports. Their RoPE scaling is a key of config.json and an argument of
 from_pretrained: rope = "ntk", "theta" (with rope_base), "linear", "yarn".
 
 The vocabulary's padding is dropped in the native forms. In training every document began with <|endoftext|>.

@@ -132,7 +132,7 @@ def make_trial(haystack: Haystack, length: int, depth: int, index: int) -> Trial
     if room < 1 or stream.n_tokens <= room:
         raise UserError(
             f"--lengths {length}: expected at least {length - room + 1}, for needle and question, and "
-            f"at most the {stream.n_tokens} tokens of {stream.folder}"
+            f"at most the {stream.n_tokens} tokens of {stream.folder} (default: 1, 2, 4, 8 x T)"
         )
     start = int(rng.integers(2**40)) % max(1, stream.n_tokens - room)
     text = stream.read(start, room).tolist()
@@ -292,9 +292,19 @@ def parse_args() -> argparse.Namespace:
     common.add_arguments(parser, lengths_help)
     add = parser.add_argument
     depths = [10, 30, 50, 70, 90]
-    add("--depths", nargs="+", type=positive_int, default=depths, metavar="PERCENT", help="of the text")
+    add(
+        "--depths",
+        nargs="+",
+        type=positive_int,
+        default=depths,
+        metavar="PERCENT",
+        help="of the text, at most 100",
+    )
     add("--samples", type=positive_int, default=1000, metavar="N", help="of each cell (default: %(default)s)")
-    return common.parse_arguments(parser, "eval_needle")
+    args = common.parse_arguments(parser, "eval_needle")
+    if max(args.depths) > 100:
+        raise UserError(f"--depths {max(args.depths)}: expected at most 100 per cent")
+    return args
 
 
 if __name__ == "__main__":

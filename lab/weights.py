@@ -19,8 +19,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from attention import make_normaliser
+from evals.common import FIGURE_SUFFIXES
 from evals.output import save_figure
-from infra.cli import ArgumentParser, run_main
+from infra.cli import ArgumentParser, UserError, run_main
 from normalisers.base import NORMALISERS
 from schema import AttentionConfig, describe_attention
 
@@ -55,6 +56,9 @@ def row(options: AttentionConfig, n: int) -> Tensor:
 def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("out", type=Path, help="figure to write")
+    out = parser.parse_args().out
+    if out.suffix not in FIGURE_SUFFIXES:
+        raise UserError(f"{out}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}")
     choices = [AttentionConfig(normaliser=name) for name in sorted(NORMALISERS) if name != "ssmax_pn"]
     choices += [AttentionConfig(**options) for options in COMBINATIONS]
     figure = Figure(figsize=(15, 13), layout="constrained")
@@ -76,7 +80,7 @@ def main() -> None:
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower right", ncols=2, frameon=False)
     figure.supxlabel("rank of the key")
     figure.supylabel("absolute weight")
-    save_figure(figure, parser.parse_args().out, dpi=80)
+    save_figure(figure, out, dpi=80)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     reference_weights(cfg, q, k, train_len, params)  ->  (B, H, Tq, Tk) float64
 
-It shares no code with normalisers.py. Every function below sees one query `q` (D,), the keys that this
+It shares no code with normalisers/. Every function below sees one query `q` (D,), the keys that this
 query may see `k` (n, D), and nothing else, so causality, the meaning of n and the rows of a KV cache
 need no mask. All of it is made of differentiable torch operations: gradients can be compared too.
 """

@@ -461,7 +461,7 @@ def test_self_check_finds_faults(monkeypatch, fault):
 RANK = """
 import os, warnings, torch
 from attention import make_normaliser
-from config import AttentionConfig
+from schema import AttentionConfig
 from engines import self_check
 from engines import triton as triton_engine
 from infra.distributed import join_world
