@@ -47,7 +47,7 @@ from positions import RopeScaling
 
 FIRST_BUCKET = 128  # positions; each further bucket reaches twice as far
 LOGITS_AT_ONCE = 1024  # positions whose logits exist together: 0.2 GB for GPT-2's vocabulary
-SCORED = "Scored: {blocks} blocks of {block_length} tokens of {dir} ({split}) after {skipped_tokens:,}."
+SCORED = "Scored: {blocks} blocks of {block_length} tokens of {dir} ({split}) after token {skipped_tokens:,}."
 
 
 def main() -> None:
