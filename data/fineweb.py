@@ -20,6 +20,7 @@ of the input at which each shard ends), and at the end dataset.json.
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections import deque
@@ -269,7 +270,10 @@ def main() -> None:
     args = _parse_args()
     source, label, out = _open_source(args)
     options = {"dataset": label} | {key: getattr(args, key) for key in OPTIONS}
-    info = build(source, out, options, args.workers)
+    try:
+        info = build(source, out, options, args.workers)
+    except KeyboardInterrupt:
+        os._exit(130)  # at once: an orderly exit would abort in the threads that read ahead
     dataset.print_summary(info, out)
 
 
