@@ -135,6 +135,21 @@ def tiny_config(tmp_path: Path, tiny_dataset: Path) -> Path:
     return path
 
 
+SWEEP = """
+[sweep]
+"attention.normaliser" = ["softmax", "lssa"]
+seed = [1, 2]
+"""
+
+
+@pytest.fixture
+def four_runs(tiny_config: Path) -> Path:
+    """A sweep of the tiny config, s.toml, whose runs go to tmp_path/runs."""
+    path = tiny_config.with_name("s.toml")
+    path.write_text(tiny_config.read_text() + SWEEP)
+    return path
+
+
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A script's main() with these arguments, in this process."""

@@ -21,19 +21,6 @@ from infra.distributed import StopSignals
 from schema import Config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SWEEP = """
-[sweep]
-"attention.normaliser" = ["softmax", "lssa"]
-seed = [1, 2]
-"""
-
-
-@pytest.fixture
-def path(tiny_config: Path) -> Path:
-    """The tiny config as four runs, in tmp_path/runs."""
-    path = tiny_config.with_name("s.toml")
-    path.write_text(tiny_config.read_text() + SWEEP)
-    return path
 
 
 class FakeTorchrun:
@@ -71,13 +58,13 @@ def leave_run(config: Config) -> None:
     (config.run_dir / "metrics.jsonl").write_text(f'{{"step": {steps}, "val_loss": 4.0}}\n')
 
 
-def test_all_runs_but_the_finished_ones_and_on_after_a_failure(path, call, monkeypatch, capsys):
+def test_all_runs_but_the_finished_ones_and_on_after_a_failure(four_runs, call, monkeypatch, capsys):
     fake = FakeTorchrun(monkeypatch, failing="normaliser=softmax_seed=2")
     with pytest.raises(SystemExit) as e:
-        call(sweep, path, "--optimizer.lr", "0.01")
+        call(sweep, four_runs, "--optimizer.lr", "0.01")
     out = capsys.readouterr().out
     assert e.value.code == 1 and "3 of 4 runs are trained and evaluated" in out
-    run = path.parent / "runs/s_normaliser=softmax_seed=2"
+    run = four_runs.parent / "runs/s_normaliser=softmax_seed=2"
     assert out.splitlines()[-1] == f"failed: {run}: train.py ended with status 2"
     done = ["train.py", "eval_length.py", "eval_length.py"]
     assert fake.scripts == [*done, "train.py", *done, *done]
@@ -86,12 +73,12 @@ def test_all_runs_but_the_finished_ones_and_on_after_a_failure(path, call, monke
     assert ropes == 3 * ["ntk", "none"]
 
     again = FakeTorchrun(monkeypatch)
-    call(sweep, path, "--optimizer.lr", "0.01")
+    call(sweep, four_runs, "--optimizer.lr", "0.01")
     assert again.scripts == done
     assert "4 of 4 runs are trained and evaluated" in capsys.readouterr().out
 
 
-def test_jobs_run_side_by_side_with_their_share_of_the_machine(path, call, monkeypatch, capsys):
+def test_jobs_run_side_by_side_with_their_share_of_the_machine(four_runs, call, monkeypatch, capsys):
     """Each call waits for a second one at the same time; one that cannot start stops no other run."""
     fake = FakeTorchrun(monkeypatch)
     barrier = Barrier(2)
@@ -101,7 +88,7 @@ def test_jobs_run_side_by_side_with_their_share_of_the_machine(path, call, monke
         barrier.wait(timeout=60)
         shares.append((env["OMP_NUM_THREADS"], env.get("CUDA_VISIBLE_DEVICES")))
         assert env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "600"  # time to save
-        assert log.parent == path.parent / "runs" and log.name.startswith("s_normaliser=")
+        assert log.parent == four_runs.parent / "runs" and log.name.startswith("s_normaliser=")
         if "normaliser=softmax_seed=2" in log.name:
             raise OSError("disk full")
         return fake.run(command, stop)
@@ -112,24 +99,24 @@ def test_jobs_run_side_by_side_with_their_share_of_the_machine(path, call, monke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9,8,7,6,5,4")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with pytest.raises(SystemExit):
-        call(sweep, path, "--jobs", 2, "--eval-tokens", 0)
+        call(sweep, four_runs, "--jobs", 2, "--eval-tokens", 0)
     out = capsys.readouterr().out
     assert fake.scripts == 3 * ["train.py"] and "3 of 4 runs" in out and "seed=2: disk full" in out
     assert set(shares) == {("2", "9,8,7"), ("2", "6,5,4")}
     with pytest.raises(UserError, match="--jobs 4 --nproc 2: expected at most 6 processes, one a GPU"):
-        call(sweep, path, "--jobs", 4, "--nproc", 2, "--train.device", "cuda")
+        call(sweep, four_runs, "--jobs", 4, "--nproc", 2, "--train.device", "cuda")
 
 
-def test_a_run_that_was_stopped_itself_is_not_evaluated(path, call, monkeypatch, capsys):
+def test_a_run_that_was_stopped_itself_is_not_evaluated(four_runs, call, monkeypatch, capsys):
     """By a signal to train.py, which then exits with 0. An unreadable run folder hides no other in --list."""
     monkeypatch.setattr(sweep, "run", lambda *args: 0)
     with pytest.raises(SystemExit):
-        call(sweep, path, "--index", "0")
+        call(sweep, four_runs, "--index", "0")
     assert "train.py stopped before its last step" in capsys.readouterr().out
     overrides = ["--attention.normaliser", "softmax", "--seed", "1", "--name", "s_normaliser=softmax_seed=1"]
-    leave_run(load_config(path, overrides))
-    (path.parent / "runs/s_normaliser=softmax_seed=1/config.toml").write_text("{")
-    call(sweep, path, "--list")
+    leave_run(load_config(four_runs, overrides))
+    (four_runs.parent / "runs/s_normaliser=softmax_seed=1/config.toml").write_text("{")
+    call(sweep, four_runs, "--list")
     states = capsys.readouterr().out.splitlines()
     assert len(states) == 4 and "not valid TOML" in states[0] and states[1].endswith("to run")
 
@@ -146,13 +133,13 @@ def test_every_run_of_a_folder_has_a_name_of_its_own(folder, capsys):
     )
 
 
-def test_another_config_under_the_same_name_is_left_to_train(path, call, monkeypatch):
+def test_another_config_under_the_same_name_is_left_to_train(four_runs, call, monkeypatch):
     """train.py names the difference; skipping would present the old run as the new one."""
     FakeTorchrun(monkeypatch)
-    call(sweep, path, "--index", "3")
+    call(sweep, four_runs, "--index", "3")
     FakeTorchrun(monkeypatch, failing="--optimizer.lr")
     with pytest.raises(SystemExit):
-        call(sweep, path, "--index", "3", "--optimizer.lr", "0.02")
+        call(sweep, four_runs, "--index", "3", "--optimizer.lr", "0.02")
 
 
 @pytest.mark.parametrize(
@@ -164,32 +151,32 @@ def test_what_may_differ_on_resume_and_makes_another_run(key, values, n, tiny_co
     assert len(sweep.make_jobs([str(tiny_config)], [], None)) == n
 
 
-def test_list_and_mistakes(path, call, capsys):
+def test_list_and_mistakes(four_runs, call, capsys):
     listed: dict[tuple[str, str], list[str]] = {
         ("--tag", "x"): [f"s_normaliser={name}_seed={i}_x" for name in ("softmax", "lssa") for i in (1, 2)],
         ("--seed", "7"): ["s_normaliser=softmax", "s_normaliser=lssa"],
     }
     for options, names in listed.items():
-        call(sweep, path, "--list", *options)
+        call(sweep, four_runs, "--list", *options)
         states = [line.split("/")[-1] for line in capsys.readouterr().out.splitlines()]
         assert states == [f"{name}  to run" for name in names]
     mistakes: list[tuple[list[object], str]] = [
         ([], "expected config files"),
-        ([path, "--index", "4"], "--index 4: expected 0 to 3"),
-        ([path, "--train.max_step", "4"], "did you mean train.max_steps"),
-        ([path, path], "two runs would be called"),
-        ([path, "--name", "x"], "expected --tag WORD"),
-        ([path, "--eval-tokens", "-1"], "--eval-tokens -1: expected at least 256"),
+        ([four_runs, "--index", "4"], "--index 4: expected 0 to 3"),
+        ([four_runs, "--train.max_step", "4"], "did you mean train.max_steps"),
+        ([four_runs, four_runs], "two runs would be called"),
+        ([four_runs, "--name", "x"], "expected --tag WORD"),
+        ([four_runs, "--eval-tokens", "-1"], "--eval-tokens -1: expected at least 256"),
     ]
     for args, expected in mistakes:
         with pytest.raises(UserError, match=expected):
             call(sweep, *args)
 
 
-def test_a_run_and_its_evaluation_through_torchrun(path, call, monkeypatch):
-    run = path.parent / "runs/s_normaliser=softmax_seed=1"
+def test_a_run_and_its_evaluation_through_torchrun(four_runs, call, monkeypatch):
+    run = four_runs.parent / "runs/s_normaliser=softmax_seed=1"
     monkeypatch.setattr(sweep, "EVALUATIONS", (("none", "none"),))
-    call(sweep, path, "--index", 0, "--nproc", 1, "--eval-tokens", 256)
+    call(sweep, four_runs, "--index", 0, "--nproc", 1, "--eval-tokens", 256)
     evaluation = json.loads((run / "eval_length_none.json").read_text())
     assert evaluation["rope"]["kind"] == "none" and evaluation["step"] == 12
     assert [row["length"] for row in evaluation["lengths"]] == [16, 32, 64, 128, 256]

@@ -20,19 +20,6 @@ from lab.runs import FACTORS, Runs, experiment_of, read_runs, tabulate
 from lab.tables import CONFIGS, read_published, read_rows, read_tables
 
 TEXT = "0123456789ab+0x2x2048"
-SWEEP = """
-[sweep]
-"attention.normaliser" = ["softmax", "lssa"]
-seed = [1, 2]
-"""
-
-
-@pytest.fixture
-def path(tiny_config: Path) -> Path:
-    """The tiny config as four runs, in tmp_path/runs."""
-    path = tiny_config.with_name("s.toml")
-    path.write_text(tiny_config.read_text() + SWEEP)
-    return path
 
 
 def make_run(
@@ -237,16 +224,16 @@ def test_fit_of_p_n_finds_its_own_formula():
     assert fit_log(p_n + 0.1 * np.sin(n))[2] < 1
 
 
-def test_sweep_and_report_through_torchrun(path, call, monkeypatch):
+def test_sweep_and_report_through_torchrun(four_runs, call, monkeypatch):
     """One run and one evaluation; then the report of the folder."""
-    run = path.parent / "runs/s_normaliser=softmax_seed=1"
+    run = four_runs.parent / "runs/s_normaliser=softmax_seed=1"
     monkeypatch.setattr(sweep, "EVALUATIONS", (("none", "none"),))
-    call(sweep, path, "--index", 0, "--nproc", 1, "--eval-tokens", 256, "--log.attention-every", 4)
+    call(sweep, four_runs, "--index", 0, "--nproc", 1, "--eval-tokens", 256, "--log.attention-every", 4)
     evaluation = json.loads((run / "eval_length_none.json").read_text())
     assert evaluation["rope"]["kind"] == "none" and evaluation["step"] == 12
     assert [row["length"] for row in evaluation["lengths"]] == [16, 32, 64, 128, 256]
-    call(report, path.parent / "runs")
-    folder = path.parent / "runs/report"
+    call(report, four_runs.parent / "runs")
+    folder = four_runs.parent / "runs/report"
     text = (folder / "report.md").read_text()
     assert "s_normaliser=softmax" in text
     loss = evaluation["lengths"][0]["loss"]
@@ -255,6 +242,6 @@ def test_sweep_and_report_through_torchrun(path, call, monkeypatch):
     assert any(picture.startswith("attention_A_") for picture in pictures)
     assert all((folder / picture).stat().st_size for picture in pictures)
     with pytest.raises(UserError, match="no finished run"):
-        read_runs([str(path.parent)])
+        read_runs([str(four_runs.parent)])
     with pytest.raises(UserError, match="nowhere: no such run folder"):
         read_runs(["nowhere"])
