@@ -28,7 +28,7 @@ OVERRIDES = [  # a small model, short steps and many checkpoints
     *("--train.val-every", "20", "--train.checkpoint-every", "5", "--train.keep-last", "3"),
     *("--optimizer.warmup-steps", "10", "--log.every", "5"),
 ]
-PATIENCE = 1500  # seconds for a restart: gloo waits five times its timeout where a connection is refused
+PATIENCE = 300  # seconds for a restart and the rest of the run
 KEPT = ("step", "loss", "lr", "grad_norm", "val_loss", "skipped")  # the keys that no clock changes
 
 Process = subprocess.Popen[bytes]

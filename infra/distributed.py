@@ -90,7 +90,12 @@ def join_world(device: str) -> Iterator[World]:
     failed = True
     try:
         if size > 1:
-            dist.init_process_group("nccl" if use_cuda else "gloo")
+            # torchrun keeps one store over its restarts (PyTorch issue 135712): each start needs keys of its own,
+            # or it connects to addresses of the processes before it.
+            store, rank, _ = next(dist.rendezvous("env://"))
+            own_keys = dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            backend = "nccl" if use_cuda else "gloo"
+            dist.init_process_group(backend, store=own_keys, rank=rank, world_size=size)
         yield World(int(os.environ.get("RANK", 0)), size, own_device)
         failed = False
     except RuntimeError as e:
