@@ -164,6 +164,7 @@ class TrainConfig(Section):
     dtype: Literal["bfloat16", "float32"] = key("bfloat16", "Autocast type; weights stay float32.")
     device: Literal["auto", "cpu", "cuda"] = free("auto", "auto: cuda where there is one.")
     compile: Literal["auto"] | bool = free("auto", "torch.compile the model; auto: on cuda.")
+    deterministic: bool = resumable(False, "Bit-identical steps on CUDA as far as torch can, and slower.")
     engine: Engine = key(
         "auto",
         "The first of sdpa, triton, flex and rows that runs this normaliser here. dense holds (T, T).",

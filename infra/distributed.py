@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Self
 
 import torch
@@ -17,6 +18,7 @@ from infra.cli import UserError
 # Parts of gloo's and NCCL's messages when a peer process has exited.
 PEER_EXITED = ("Connection closed by peer", "Connection reset by peer", "connectFullMesh failed",
                "Timed out waiting", "ncclRemoteError", "remote process exited")  # fmt: skip
+TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may evaluate or write for long
 _KEPT_GROUPS: list[Any] = []  # process groups kept until the interpreter exits (see `join_world`)
 
 
@@ -90,12 +92,15 @@ def join_world(device: str) -> Iterator[World]:
     failed = True
     try:
         if size > 1:
-            # torchrun keeps one store over its restarts (PyTorch issue 135712): each start needs keys of its own,
-            # or it connects to addresses of the processes before it.
+            # torchrun keeps one store over its restarts (PyTorch issue 135712). Each start needs keys of its
+            # own, or it connects to addresses of the processes before it.
             store, rank, _ = next(dist.rendezvous("env://"))
             own_keys = dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             backend = "nccl" if use_cuda else "gloo"
-            dist.init_process_group(backend, store=own_keys, rank=rank, world_size=size)
+            dist.init_process_group(
+                backend, store=own_keys, rank=rank, world_size=size, timeout=TIMEOUT,
+                device_id=own_device if use_cuda else None,
+            )  # fmt: skip
         yield World(int(os.environ.get("RANK", 0)), size, own_device)
         failed = False
     except RuntimeError as e:

@@ -1,6 +1,7 @@
 """The state of a run: what it starts from, what changes from step to step, what a checkpoint saves."""
 
 import math
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -35,11 +36,16 @@ class TrainState:
         train_stream, self.val_stream = open_streams(config)
         self.batches = BatchLoader(train_stream, config, world)
         torch.manual_seed(config.seed)
+        if config.train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at cuBLAS's first product
+        torch.use_deterministic_algorithms(config.train.deterministic)
         self.raw_model = GPT(config, world.device)
         setting = config.train.compile
         compiles = world.device.type == "cuda" if setting == "auto" else setting
         self.local_model: Any = torch.compile(self.raw_model) if compiles else self.raw_model
-        self.model: Any = DistributedDataParallel(self.local_model) if world.size > 1 else self.local_model
+        self.model: Any = self.local_model
+        if world.size > 1:
+            self.model = DistributedDataParallel(self.local_model, gradient_as_bucket_view=True)
         self.optimizers = make_optimizers(self.raw_model, config.optimizer)
         self.stop = StopSignals()
         self.step = 0

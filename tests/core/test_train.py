@@ -104,6 +104,14 @@ def test_optimisers_lower_the_loss(optimizer: str, lr: str, tiny_config: Path):
     assert losses[-1] < losses[0] - 0.5
 
 
+def test_deterministic_algorithms_are_asked_for(tiny_config: Path):
+    """On a CPU every step is repeatable anyway: what is tested is that torch is told."""
+    build(tiny_config, "--train.deterministic", "true")
+    assert torch.are_deterministic_algorithms_enabled()
+    build(tiny_config)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_bfloat16_and_shuffled_windows(tiny_config: Path):
     folder = run(tiny_config, "--train.dtype", "bfloat16", "--data.order", "shuffled")
     assert all(map(math.isfinite, metrics(folder, "loss").values()))
