@@ -11,6 +11,18 @@ from torch import Tensor, nn
 from normalisers.base import Normaliser, RowContext, reweight, share_heads
 from positions import SCORE_BIASES
 
+COSINE_EPS = 1e-3
+
+
+def to_unit(x: Tensor) -> Tensor:
+    """x / max(||x||_2, 1e-3) over the last axis: the unit vectors whose products are cosine scores.
+
+    Vectors of a norm of 1e-3 or more are divided by their norm. Shorter ones keep a norm below 1. A zero
+    vector has the score 0 with every other, and at most 1000 times the gradient of a unit vector. With
+    F.normalize's own 1e-12 a projection that begins at zero has a gradient norm of 1e11 in its first step.
+    """
+    return F.normalize(x, dim=-1, eps=COSINE_EPS)
+
 
 class NormaliserLayer(nn.Module):
     """A normaliser for one attention layer, with its learned parameters (`learned_names`: s, b, p_n, ...).
@@ -93,7 +105,7 @@ class NormaliserLayer(nn.Module):
         """k as a KV cache holds it: l2-normalised for cosine scores, once instead of in every step."""
         if self.definition.scores != "cosine":
             return k
-        return F.normalize(k.to(torch.promote_types(k.dtype, torch.float32)), dim=-1).to(k.dtype)
+        return to_unit(k.to(torch.promote_types(k.dtype, torch.float32))).to(k.dtype)
 
     def prepare(
         self,
@@ -120,8 +132,8 @@ class NormaliserLayer(nn.Module):
         if not cached:
             k = k.to(q.dtype)
         if definition.scores == "cosine":
-            q = F.normalize(q, dim=-1)
-            k = k if cached else F.normalize(k, dim=-1)
+            q = to_unit(q)
+            k = k if cached else to_unit(k)
         if definition.centre_keys:
             k = k.to(q.dtype)
             k = k - k[..., :1, :]

@@ -342,6 +342,32 @@ def shared_mean(ratio: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q, k + ratio, v, do
 
 
+ZERO_COSINES = [
+    {"normaliser": "lssa"},
+    {"normaliser": "lssa", "reweight_p": 15},
+    {"normaliser": "softmax", "scores": "cosine", "scale": "sqrt_d"},
+    {"normaliser": "norm_softmax", "scores": "cosine"},
+    {"normaliser": "threshold", "output_norm": False},
+]
+
+
+@pytest.mark.parametrize("options", ZERO_COSINES, ids=case_id)
+def test_zero_vectors_under_cosine_scores_have_bounded_gradients(options):
+    """A projection that begins at zero; the bound is that of vectors of norm 1e-3."""
+    cfg = AttentionConfig(**options)
+    normaliser = make(cfg, 2, 16, train_len=40)
+    q, k, v, do = draw(40, 40, 16)
+    ordinary = run("dense", normaliser, q, k, v, do)
+    for zero in ("q", "k"):
+        got = [run(e, normaliser, q * (zero != "q"), k * (zero != "k"), v, do) for e in engines(cfg)]
+        largest = ordinary[f"d{zero}"].abs().max()
+        for each in got:
+            assert all(g.isfinite().all() for g in each.values())
+            assert each[f"d{zero}"].abs().max() < 1e5 * largest
+        assert_close(got[-1], got[0], (q, k, v), 1e-5, f"zero {zero}")
+    torch.testing.assert_close(normaliser.cache_keys(k), F.normalize(k, dim=-1), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("ratio, tolerance", [(0.0, 1e-6), (10.0, 5.6e-6), (100.0, 5.6e-5)])
 @pytest.mark.parametrize("options", [{}, {"gamma": "inf"}, {"variant": "affine"}, {"variant": "inverse"}])
 def test_sigma_survives_a_shared_mean(options, ratio, tolerance):
