@@ -1,4 +1,4 @@
-"""Loss at lengths that a model was never trained on, 1x to 16x its training length.
+"""What context is worth to a model: its loss at 1x to 16x the training length, and with its context cut.
 
     python eval_length.py runs/lssar                                      # a run's newest checkpoint
     python eval_length.py runs/softmax runs/lssa runs/lssar               # one table, one figure
@@ -9,14 +9,19 @@
 Every length scores the same tokens, the first of the validation stream (after --skip), cut into blocks of
 the longest length; each block is cut into windows of length T, for each T. Reported:
 
-    loss           mean over all tokens, in nats. A longer window gives tokens more context, and puts most of
-                   them at positions that training never had. This number contains both effects.
-    same targets   mean over the last tokens of each block only (as many as the training length), predicted
-                   from windows of length T that all end there. Only the context changes.
-    buckets        loss by position in the window, in buckets that double.
+    same targets   mean loss in nats over the last tokens of each block only (as many as the training
+                   length), predicted from windows of length T that all end there. Only the context changes.
+    cut            the loss of the same targets with the context cut at the training length, at no cost to
+                   the user. A sliding window, whose positions need no RoPE scaling.
+    gain           cut - loss. Above 0 the model uses the longer context, about 0 is damage limited.
+    gain by position   that of all tokens in windows of the longest length, in buckets that double.
+    loss           mean over all tokens. A longer window gives tokens more context, and puts most of them at
+                   positions that training never had. This number contains both effects.
+    buckets        loss by position in the window.
 
-Standard errors are those of means over blocks, since the losses of neighbouring tokens are correlated. The
-losses of single blocks are in rows.csv (see evals/rows.py), to pair runs or lengths over text.
+Standard errors are those of means over blocks, since the losses of neighbouring tokens are correlated. A
+gain's are paired: those of the blocks' differences. The losses of single blocks are in rows.csv (see
+evals/rows.py), to pair runs or lengths over text.
 
 Writes eval_length.json and .png into the run folder (eval_length_<checkpoint> for one checkpoint file). With
 --tag none they are eval_length_none. Several runs get one more figure.
@@ -25,7 +30,9 @@ Writes eval_length.json and .png into the run folder (eval_length_<checkpoint> f
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -47,6 +54,7 @@ from positions import RopeScaling
 
 FIRST_BUCKET = 128  # positions; each further bucket reaches twice as far
 LOGITS_AT_ONCE = 1024  # positions whose logits exist together: 0.2 GB for GPT-2's vocabulary
+CUT_STRIDES = 4  # of the sliding window: a target sees 7/8 of it on average; 8 would cost twice as much
 SCORED = "Scored: {blocks} blocks of {block_length} tokens of {dir} ({split}) after token {skipped_tokens:,}."
 
 
@@ -59,12 +67,15 @@ def main() -> None:
 
         def measure(i: int, model: GPT) -> tuple[dict[str, Any], str, Iterator[Cell]]:
             blocks = all_blocks[i]
-            at_lengths = []
-            for length in blocks.lengths:
-                sums = score(model, blocks, length, n_same, args.rope_scaling, world)
-                at_lengths.append(summarise(length, sums, blocks, n_same))
             data = blocks.describe()
-            summary = {"data": data, "same_target_tokens": n_same, "lengths": at_lengths}
+            losses = partial(cut_losses, model, blocks, context=n_same)
+            cut_sums = score(world, "cut", blocks, n_same, losses)
+            cut = summarise(blocks.longest, cut_sums, blocks, n_same) | {"length": n_same}
+            summary = {"data": data, "same_target_tokens": n_same, "cut": cut, "lengths": []}
+            for length in blocks.lengths:
+                losses = partial(block_losses, model, blocks, length=length, rope=args.rope_scaling)
+                sums = score(world, f"{length} tokens", blocks, n_same, losses)
+                summary["lengths"].append(summarise(length, sums, blocks, n_same, cut_sums))
             return summary, text_key(data), cells(summary)
 
         common.evaluate("eval_length", args, world, runs, picture, measure, tables, plot)
@@ -94,14 +105,14 @@ def bucket_edges(length: int) -> list[int]:
 
 # ---------------------------------------------------------------- score
 def score(
-    model: GPT, blocks: Blocks, length: int, n_same: int, rope: RopeScaling, world: World
+    world: World, label: str, blocks: Blocks, n_same: int, losses: Callable[[int], Tensor]
 ) -> Tensor | str:
     """The `block_sums` of every block, (n_blocks, n_sums), or why there are none (see `common.score_all`)."""
 
     def sums(items: Sequence[int]) -> Tensor:
-        return torch.stack([block_sums(block_losses(model, blocks, i, length, rope), n_same) for i in items])
+        return torch.stack([block_sums(losses(i), n_same) for i in items])
 
-    return common.score_all(world, f"{length} tokens", blocks.n_blocks, sums)
+    return common.score_all(world, label, blocks.n_blocks, sums)
 
 
 def block_losses(model: GPT, blocks: Blocks, block: int, length: int, rope: RopeScaling) -> Tensor:
@@ -114,6 +125,31 @@ def block_losses(model: GPT, blocks: Blocks, block: int, length: int, rope: Rope
         return model.token_losses(x.to(device), y.to(device), rope=rope, chunk=max(1, LOGITS_AT_ONCE // n))
 
 
+def cut_losses(model: GPT, blocks: Blocks, block: int, context: int) -> Tensor:
+    """The losses of one block's tokens with their context cut: (1, longest) float32.
+
+    A window of `context` tokens moves by a quarter of them and scores those that it reaches, which so see at
+    least three quarters (Press et al. 2021, arXiv 2012.15832, section 2; "Perplexity of fixed-length models"
+    in the documentation of transformers). The first window scores all of its tokens.
+    """
+    x, y = map(torch.from_numpy, val_batch(blocks.stream, blocks.n_skipped + block, 1, blocks.longest))
+    x = x[0].to(model.embedding.weight.device)  # (longest,)
+    y = y[0].to(x.device)
+    n = blocks.longest // context  # windows at once: as many tokens as a forward pass of `block_losses` has
+    chunk = max(1, LOGITS_AT_ONCE // n)
+    stride = math.ceil(context / CUT_STRIDES)
+    last = blocks.longest - context
+    starts = torch.tensor([*range(stride, last, stride), last], device=x.device)
+    losses = x.new_empty(blocks.longest, dtype=torch.float32)
+    with model.autocast():
+        losses[:context] = model.token_losses(x[None, :context], y[None, :context], chunk=chunk)[0]
+        for some in starts.split(n):
+            positions = some[:, None] + torch.arange(context, device=x.device)  # (n, context)
+            scored = positions[:, -stride:]  # (n, stride)
+            losses[scored] = model.token_losses(x[positions], y[scored], chunk=chunk)
+    return losses[None]
+
+
 def block_sums(losses: Tensor, n_same: int) -> Tensor:
     """(W, T) losses to float64 sums, of each bucket and of the same targets, a block's last tokens."""
     losses = losses.double()
@@ -123,8 +159,13 @@ def block_sums(losses: Tensor, n_same: int) -> Tensor:
 
 
 # ---------------------------------------------------------------- summary
-def summarise(length: int, sums: Tensor | str, blocks: Blocks, n_same: int) -> dict[str, Any]:
-    """An entry of "lengths" in eval_length.json: means and standard errors, or the reason for none."""
+def summarise(
+    length: int, sums: Tensor | str, blocks: Blocks, n_same: int, cut_sums: Tensor | str = ""
+) -> dict[str, Any]:
+    """An entry of "lengths" in eval_length.json: means and standard errors, or the reason for none.
+
+    With the sums of the cut, too, its gain, and at the longest length those of the buckets.
+    """
     if isinstance(sums, str):
         return {"length": length, "reason": sums}
     by_bucket = sums[:, :-1]  # (n_blocks, n_buckets)
@@ -140,6 +181,13 @@ def summarise(length: int, sums: Tensor | str, blocks: Blocks, n_same: int) -> d
     for (start, stop), bucket_sums in zip(pairwise(bucket_edges(length)), window_sums, strict=True):
         loss, stderr = mean_and_stderr(bucket_sums / (stop - start))
         entry["buckets"].append({"from": start, "to": stop, "loss": loss, "stderr": stderr})
+    if isinstance(cut_sums, Tensor):
+        same_gains = cut_sums[:, -1] / n_same - same_targets
+        entry["gain"], entry["gain_stderr"] = mean_and_stderr(same_gains)
+        gains = (cut_sums - sums).T[:-1] if length == blocks.longest else ()  # (n_buckets, n_blocks)
+        for bucket, of_bucket in zip(entry["buckets"], gains, strict=False):
+            mean, stderr = mean_and_stderr(of_bucket / (bucket["to"] - bucket["from"]))
+            bucket |= {"gain": mean, "gain_stderr": stderr}
     return entry
 
 
@@ -155,6 +203,11 @@ def cells(summary: dict[str, Any]) -> Iterator[Cell]:
         losses = {bucket["from"]: bucket["loss"] for bucket in entry.get("buckets", [])}
         for start, stop in pairwise(bucket_edges(length)):
             yield length, None, f"loss[{start}:{stop}]", losses.get(start)
+    cut = summary["cut"]
+    for block, loss in enumerate(cut.get("block_same_target_losses", nothing)):
+        yield cut["length"], block, f"cut[{cut['length']}]", loss
+    for bucket in cut.get("buckets", []):
+        yield cut["length"], None, f"cut[{bucket['from']}:{bucket['to']}]", bucket["loss"]
 
 
 # ---------------------------------------------------------------- tables
@@ -163,36 +216,47 @@ def tables(results: list[Result]) -> str:
     span = results[0]["same_target_tokens"]
     block = results[0]["data"]["block_length"]
     scored = dict.fromkeys(SCORED.format_map(result["data"]) for result in results)  # one line if they agree
+    errors = f"± standard error over blocks; RoPE {output.format_rope(*results)}."
     parts = [
         "\n".join(scored),
-        f"Loss in nats over all tokens, ± standard error over blocks; RoPE {output.format_rope(*results)}.",
+        f"Same targets: loss in nats over the last {span} tokens of each block, {errors}\n"
+        f"Cut: each of them sees at most {span} tokens. A length: they are the last of a window of it.",
+        output.length_table(results, itemgetter("same_target_loss", "same_target_stderr"), f"cut at {span}"),
+        "Gain: what the length takes off the loss of the cut, ± standard error paired over blocks.",
+        output.length_table(results, gain),
+        f"Gain by position in windows of {block} tokens, all tokens.",
+        bucket_table(results, gain),
+        f"Loss over all tokens, {errors}",
         output.length_table(results, itemgetter("loss", "stderr")),
-        f"Same targets: loss over the last {span} tokens of each block, from windows that end there.",
-        output.length_table(results, itemgetter("same_target_loss", "same_target_stderr")),
         f"Loss by position in windows of {block} tokens.",
-        bucket_table(results),
+        bucket_table(results, itemgetter("loss", "stderr")),
     ]
     return "\n\n".join(parts + output.rejections(results)) + "\n"
 
 
-def bucket_table(results: list[Result]) -> str:
-    """Loss by position at the longest length."""
+def gain(entry: dict[str, Any]) -> tuple[float, float | None]:
+    """Of an entry of "lengths" or of its buckets; NaN if the cut has no result."""
+    return entry.get("gain", math.nan), entry.get("gain_stderr")
+
+
+def bucket_table(results: list[Result], value: output.Value) -> str:
+    """A value by position at the longest length."""
     edges = list(pairwise(bucket_edges(results[0]["data"]["block_length"])))
     lines = [["run", "normaliser", *(f"{start}-{stop - 1}" for start, stop in edges)]]
     for result in results:
         buckets = result["lengths"][-1].get("buckets")  # none if the length was rejected
-        cells = [f"{bucket['loss']:.4f}" for bucket in buckets] if buckets else ["-"] * len(edges)
+        cells = [output.format_stderr(*value(each)) for each in buckets] if buckets else ["-"] * len(edges)
         lines.append([result["run"], result["normaliser"], *cells])
     return output.format_table(lines)
 
 
 # ---------------------------------------------------------------- figure
 def plot(results: list[Result], path: Path) -> None:
-    """Loss against length, over all tokens and over the same targets."""
+    """Loss against length, over the same targets beside the cut's, and over all tokens."""
     figure = Figure(figsize=(11, 4.5 + 0.2 * (len(results) // 3)), layout="constrained")
     lengths = [entry["length"] for entry in results[0]["lengths"]]
     span = output.format_length(results[0]["same_target_tokens"])
-    titles = {"": "All tokens", "same_target_": f"Same targets (last {span} tokens of each block)"}
+    titles = {"same_target_": f"Same targets (last {span} tokens of each block)", "": "All tokens"}
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (key, title) in zip(panels, titles.items(), strict=True):
         curves = output.length_curves(results, itemgetter(f"{key}loss", f"{key}stderr"))
@@ -200,6 +264,11 @@ def plot(results: list[Result], path: Path) -> None:
         axes.set(title=title, xlabel=f"window length (tokens), RoPE scaling {output.format_rope(*results)}")
         axes.set(ylabel="validation loss (nats)")
         axes.tick_params(labelleft=True)
+    for i, result in enumerate(results):
+        if result["cut"]["reason"] is None:
+            label = f"context cut at {span}, in a run's colour" if i == 0 else None
+            loss = result["cut"]["same_target_loss"]
+            panels[0].axhline(loss, color=f"C{i}", linestyle="--", linewidth=1.2, label=label)
     output.legend_below(figure, 3)
     output.save_figure(figure, path)
 

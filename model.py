@@ -301,11 +301,12 @@ class GPT(nn.Module):
     def token_losses(
         self, tokens: Tensor, targets: Tensor, *, rope: RopeScaling = UNSCALED, chunk: int = 1024
     ) -> Tensor:
-        """Each position's cross-entropy in nats, (B, T) float32 (0 where the target is -100).
+        """Cross-entropy in nats of targets (B, S), those of the last S positions: (B, S) float32.
 
+        It is 0 where the target is -100.
         Logits exist for `chunk` positions at a time: (T, V) at T = 16384 would take 3.3 GB a row.
         """
-        hidden = self.hidden(tokens, rope)  # (B, T, C)
+        hidden = self.hidden(tokens, rope)[:, -targets.shape[1] :]  # (B, S, C)
         losses = []
         for h, t in zip(hidden.split(chunk, dim=1), targets.split(chunk, dim=1), strict=True):
             loss = F.cross_entropy(self.logits(h).flatten(0, 1), t.flatten(), reduction="none")

@@ -54,13 +54,13 @@ def format_table(lines: list[list[str]]) -> str:
     return "\n".join(formatted)
 
 
-def length_table(results: list[Result], value: Value) -> str:
-    """Runs down, lengths across, a dash for a rejected length."""
+def length_table(results: list[Result], value: Value, cut: str = "") -> str:
+    """Runs down, lengths across, a dash for a rejected length. First the entry "cut", if it gets a name."""
     lengths = [str(entry["length"]) for entry in results[0]["lengths"]]
-    lines = [["run", "normaliser", "step", "trained at", *lengths]]
+    lines = [["run", "normaliser", "step", "trained at", *([cut] if cut else []), *lengths]]
     for result in results:
         line = [str(result[key]) for key in ("run", "normaliser", "step", "train_len")]
-        for entry in result["lengths"]:
+        for entry in ([result["cut"]] if cut else []) + result["lengths"]:
             line.append(format_stderr(*value(entry)) if entry["reason"] is None else "-")
         lines.append(line)
     return format_table(lines)
@@ -102,7 +102,7 @@ def draw_curves(axes: Any, curves: list[Curve], lengths: list[int], results: lis
     """Error bars over a logarithmic x axis with `lengths` as its only ticks."""
     style = {"markersize": 5, "capsize": 3, "elinewidth": 0.8}
     for i, (label, x, y, errors) in enumerate(curves):
-        axes.errorbar(x, y, errors, label=label, marker=MARKERS[i % len(MARKERS)], **style)
+        axes.errorbar(x, y, errors, label=label, color=f"C{i}", marker=MARKERS[i % len(MARKERS)], **style)
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, map(format_length, lengths))
     axes.set_xticks([], minor=True)
@@ -114,7 +114,7 @@ def mark_training_length(axes: Any, results: list[Result]) -> None:
     """A vertical line at each training length, one of them labelled."""
     for i, train_len in enumerate({result["train_len"] for result in results}):
         label = None if i else "training length"
-        axes.axvline(train_len, color="0.4", linestyle="--", linewidth=1, label=label)
+        axes.axvline(train_len, color="0.4", linestyle=":", linewidth=1, label=label)
 
 
 def legend_below(figure: Figure, n_columns: int) -> None:

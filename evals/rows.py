@@ -8,7 +8,8 @@
     length      tokens of a window
     block       number of a block of the text from 0; empty for means over all of them
     measure     loss (all tokens), same_targets[128] (the last 128 of a block), loss[0:128] (positions of a
-                window), val_loss, ...
+                window), cut[128] (the last 128 of a block with their context cut at `length`, unscaled
+                positions in a row of any RoPE scaling), cut[0:128] (positions of a block), val_loss, ...
     value       the number; empty where the model rejects the length or the number is not finite
 
 All columns but `value` are a row's key. Writing replaces the rows of the same key and keeps all others.

@@ -105,6 +105,44 @@ def test_numbers_equal_direct_computation(tmp_path, data, evaluate, monkeypatch,
         assert (row["same_target_loss"], row["same_target_stderr"]) == mean_and_error(blocks[:, -8:].mean(1))
 
 
+@pytest.mark.parametrize("strides", [8, 4, 3], ids=["exact", "even", "ragged"])
+def test_cut_and_gain_equal_direct_computation(tmp_path, data, evaluate, monkeypatch, strides):
+    """A forward pass for each target; a window that moves by 1 shows it exactly its last 8 tokens."""
+    run = make_run(tmp_path / "runs", "a", data)
+    monkeypatch.setattr(eval_length, "CUT_STRIDES", strides)
+    monkeypatch.setattr(eval_length, "FIRST_BUCKET", 8)
+    evaluate(run, "--lengths", *LENGTHS)
+    result = read(run / "eval_length.json")
+    stride = math.ceil(8 / strides)
+    model = load_model(run).model
+    stream = TokenStream(data, "val")
+    cut = torch.empty(N_BLOCKS, 64, dtype=torch.float64)
+    for block in range(N_BLOCKS):
+        tokens = torch.from_numpy(stream.read(64 * block, 65)).long()
+        for i in range(64):
+            start = min(stride * math.ceil(max(0, i + 1 - 8) / stride), 64 - 8)
+            if i >= 64 - stride:
+                start = 64 - 8
+            with torch.no_grad():
+                logits = model(tokens[None, start : i + 1])[0, -1].double()
+            cut[block, i] = F.cross_entropy(logits, tokens[i + 1])
+    entry = result["cut"]
+    assert entry["length"] == 8
+    assert (entry["loss"], entry["stderr"]) == mean_and_error(cut.mean(1))
+    same_targets = cut[:, -8:].mean(1)
+    assert (entry["same_target_loss"], entry["same_target_stderr"]) == mean_and_error(same_targets)
+    for row in result["lengths"]:
+        blocks = direct_losses(run, data, row["length"], "ntk").view(N_BLOCKS, 64)
+        gains = (same_targets - blocks[:, -8:].mean(1)).numpy()
+        assert (row["gain"], row["gain_stderr"]) == (close(gains.mean()), close(gains.std(ddof=1) / 5**0.5))
+    for bucket in result["lengths"][-1]["buckets"]:
+        part = slice(bucket["from"], bucket["to"])
+        gains = (cut[:, part].mean(1) - blocks[:, part].mean(1)).numpy()
+        expected = close(gains.mean()), close(gains.std(ddof=1) / 5**0.5)
+        assert (bucket["gain"], bucket["gain_stderr"]) == expected
+    assert not any("gain" in bucket for row in result["lengths"][:-1] for bucket in row["buckets"])
+
+
 def test_every_target_is_scored_once_at_each_length(tmp_path, data, evaluate, monkeypatch):
     """With the position in the stream as its loss, sums are those of positions."""
     run = make_run(tmp_path / "runs", "a", data)
@@ -164,7 +202,7 @@ def test_rows(tmp_path, data, evaluate):
     assert tuple(rows.columns) == Row._fields
     evaluate(a, b, "--lengths", 16, 64)  # again: replaces its own rows
     assert read_rows([a, b]).value.isna().sum() == rows.value.isna().sum() == 2 * (2 * N_BLOCKS + 1)
-    assert len(read_rows([a, b])) == len(rows) == 2 * 2 * 2 * (2 * N_BLOCKS + 1) + 1
+    assert len(read_rows([a, b])) == len(rows) == 2 * 2 * (2 * (2 * N_BLOCKS + 1) + N_BLOCKS + 1) + 1
     (validation,) = rows[rows.evaluation == "train"].itertuples()
     assert (validation.measure, validation.value, validation.length) == ("val_loss", 1.5, 16)
     text = TokenStream(data, "val").fingerprint.removeprefix("sha256 ")[:12] + f"+0x{N_BLOCKS}x64"
@@ -172,12 +210,20 @@ def test_rows(tmp_path, data, evaluate):
     for rope, name in (("ntk", "eval_length.json"), ("none", "eval_length_none.json")):
         for entry in read(a / name)["lengths"]:
             part = losses[(losses.rope == rope) & (losses.length == entry["length"])]
+            part = part[~part.measure.str.startswith("cut")]
             by_measure = part.groupby("measure").value.agg(list).to_dict()
             assert by_measure == {
                 "loss": entry["block_losses"],
                 "same_targets[16]": entry["block_same_target_losses"],
                 f"loss[0:{entry['length']}]": [entry["buckets"][0]["loss"]],
             }
+        cut = read(a / name)["cut"]
+        part = losses[(losses.rope == rope) & losses.measure.str.startswith("cut")]
+        assert part.length.unique().tolist() == [16]
+        assert part.groupby("measure").value.agg(list).to_dict() == {
+            "cut[16]": cut["block_same_target_losses"],
+            "cut[0:64]": [cut["loss"]],
+        }
 
 
 def test_configs_are_read_without_tensors(tmp_path, data):
@@ -265,11 +311,11 @@ def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
     b = make_run(tmp_path / "runs", "b", data, normaliser="ssmax_pn")
     args = (a, b, "--lengths", 16, 64)
     evaluate(*args)
-    one = [lengths_of(run) for run in (a, b)]
+    one = [[*lengths_of(run), read(run / "eval_length.json")["cut"]] for run in (a, b)]
     done = run_script(*args, "--device", "cpu", script="eval_length.py", processes=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout == capsys.readouterr().out
-    two = [lengths_of(run) for run in (a, b)]
+    two = [[*lengths_of(run), read(run / "eval_length.json")["cut"]] for run in (a, b)]
     for x, y in zip(sum(one, []), sum(two, []), strict=True):
         assert x.keys() == y.keys() and x["reason"] == y["reason"]
         for key in x.keys() - {"buckets", "reason"}:
