@@ -13,8 +13,8 @@ sections describe the runs of each. Numbers that follow from the sizes of a run 
     attention.scale or scale_init = "sqrt_d_over_ln_L"    sqrt(d) / ln L
     attention.reweight_p_warmup                           below 1: a share of train.max_steps, rounded down
 
-Files are data: nothing in them is executed. Every problem is reported at once, one line each, with the file
-or override, the key, its value and what was expected.
+Files are data: nothing in them is executed, but `normaliser = "file.py:Class"` imports that file. Every
+problem is reported at once, a line each, with the file or override, the key, its value and what was expected.
 """
 
 from __future__ import annotations

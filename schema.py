@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from normalisers import adaptive, family, others  # noqa: F401  (their classes register themselves)
 from normalisers.base import NORMALISERS, Normaliser
+from normalisers.own import find_normaliser
 
 NAME_RULE = "letters, digits and . _ = + -, the first a letter or a digit"
 Engine = Literal["auto", "dense", "rows", "sdpa", "triton", "flex"]
@@ -113,7 +114,7 @@ class AttentionConfig(Section):
 
     model_config = ConfigDict(extra="allow")  # checked against the class, below
 
-    normaliser: str = key("softmax", f"The formula, one of {', '.join(NORMALISERS)}.")
+    normaliser: str = key("softmax", f"file.py:Class, or one of {', '.join(NORMALISERS)}.")
     reweight_p: int = key(0, "Power p of LSSAR's re-weighting. 0: none.", ge=0, le=256)
     reweight_p_warmup: int = key(
         0, "Steps over which p rises from 1; in a file or option also a share of max_steps.", ge=0
@@ -122,11 +123,16 @@ class AttentionConfig(Section):
     @property
     def definition(self) -> Normaliser:
         """The normaliser's class with its options."""
-        return NORMALISERS[self.normaliser].model_validate(self.model_extra)
+        cls = find_normaliser(self.normaliser)
+        assert cls is not None  # checked below
+        return cls.model_validate(self.model_extra)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        cls = NORMALISERS.get(self.normaliser)
+        try:
+            cls = find_normaliser(self.normaliser)
+        except ValueError as e:
+            raise ValueError(f"attention.normaliser = {self.normaliser!r}: {e}") from None
         if cls is None:
             hint = _suggest(self.normaliser, list(NORMALISERS))
             raise ValueError(f"attention.normaliser = {self.normaliser!r}: unknown; {hint}")

@@ -61,7 +61,7 @@ def main() -> None:
         converted.save_pretrained(args.out)
         fast_tokenizer.save_pretrained(args.out)
         if architecture is None:
-            copy_code(args.out)
+            copy_code(args.out, trained.config.attention.normaliser)
         card = model_card(args.out.name, trained, architecture is None)
         (args.out / "README.md").write_text(card, encoding="utf-8")
     except OSError as e:
@@ -90,8 +90,10 @@ def own_model(model: GPT, rope: RopeScaling, eot_token: int) -> Any:
     from hub.modeling import NormaliserGPTConfig, NormaliserGPTForCausalLM
 
     m = model.config.model
+    gpt = model.config.model_dump(exclude={"data", "log"})
+    gpt["attention"]["normaliser"] = model.config.attention.definition.name  # of a file of its own, too
     config = NormaliserGPTConfig(
-        gpt=model.config.model_dump(exclude={"data", "log"}),
+        gpt=gpt,
         rope=rope.kind,
         rope_base=rope.theta,
         vocab_size=m.vocab_size,
@@ -115,10 +117,11 @@ def own_model(model: GPT, rope: RopeScaling, eot_token: int) -> Any:
 
 
 # ---------------------------------------------------------------- code
-def copy_code(out: Path) -> None:
+def copy_code(out: Path, normaliser: str) -> None:
     """Write hub/modeling.py and each module of ours that it imports, as hub_modeling.py, engines_rows.py ...
 
-    The files are flat because transformers loads no packages from a model's folder.
+    The files are flat because transformers loads no packages from a model's folder. A normaliser's own file
+    becomes own_<name>.py. It may import this repo's modules and installed packages.
     """
     waiting = ["hub.modeling"]
     copied = set[str]()
@@ -129,6 +132,13 @@ def copy_code(out: Path) -> None:
             source, imported = flatten(module_path(module).read_text(encoding="utf-8"))
             (out / f"{flat(module)}.py").write_text(source, encoding="utf-8")
             waiting += imported
+    file, _, class_name = normaliser.rpartition(":")
+    if file:
+        own = f"own_{Path(file).stem}"
+        source, _ = flatten(Path(file).read_text(encoding="utf-8"))
+        (out / f"{own}.py").write_text(source, encoding="utf-8")
+        with open(out / "hub_modeling.py", "a", encoding="utf-8") as f:
+            f.write(f"from .{own} import {class_name}  # registers it\n")
 
 
 def module_path(module: str) -> Path:

@@ -135,6 +135,32 @@ def tiny_config(tmp_path: Path, tiny_dataset: Path) -> Path:
     return path
 
 
+OWN_NORMALISER = """
+from pydantic import Field
+from torch import Tensor
+
+from normalisers.base import RowContext
+from normalisers.family import Softmax
+
+class Mine(Softmax, name="mine"):
+    beta: float = Field(0.5, ge=0, description="How much sharper scores get with ln n.")
+
+    def factor(self, context: RowContext) -> Tensor | float:
+        return (1 + self.beta * context.n.log()) * super().factor(context)
+"""
+
+
+@pytest.fixture
+def own_file(tmp_path: Path) -> Iterator[Path]:
+    """A file with a normaliser of its own, mine.py:Mine."""
+    from normalisers.base import NORMALISERS
+
+    path = tmp_path / "mine.py"
+    path.write_text(OWN_NORMALISER)
+    yield path
+    NORMALISERS.pop("mine", None)
+
+
 SWEEP = """
 [sweep]
 "attention.normaliser" = ["softmax", "lssa"]

@@ -12,7 +12,8 @@ A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of
     rng         torch's RNG states of each process
     data        {"tokenizer": name, "train": fingerprint, "val": fingerprint} and masks (`TokenStream`)
 
-It holds tensors and plain values only and is read with `weights_only`, so loading one runs no code.
+It holds tensors and plain values only and is read with `weights_only`, so loading one runs no code, except
+that of a file that its normaliser names (normalisers/own.py).
 `checkpoints/best.pt` is the one with the lowest validation loss, under a second name.
 """
 
@@ -29,6 +30,7 @@ from config import config_from_dict
 from infra.cli import UserError
 from infra.files import atomic_file
 from model import GPT
+from normalisers import own
 from schema import Config
 
 FORMAT = 4
@@ -157,6 +159,9 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Traine
     """The trained model of a run or checkpoint (see `load_source`), for evaluation."""
     path, content = load_source(source)
     config = config_from_dict(content["config"], str(path))
+    for file, sha256 in own.fingerprint(config.attention.normaliser).items():
+        if content["data"].get(file) != sha256:
+            print(f"warning: {file} is not as it was when {path} was trained", file=sys.stderr, flush=True)
     model = GPT(config, device)
     load_parameters(model, content["model"], path)
     return Trained(model.eval(), config, content["step"], content["data"]["tokenizer"])

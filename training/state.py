@@ -15,6 +15,7 @@ from config import changed_keys, config_from_dict
 from infra.cli import UserError
 from infra.distributed import StopSignals, World
 from model import GPT
+from normalisers import own
 from schema import Config, makes_another_run, may_change_on_resume
 from training.checkpoint import load_parameters, load_source
 from training.loader import BatchLoader, open_streams
@@ -79,8 +80,9 @@ class TrainState:
             self.validation |= {"best": loss, "best_step": self.step}
 
     def data_info(self) -> dict[str, str]:
-        """The identity of the data, which a resumed run must share."""
+        """The identity of the data, and of a normaliser's own file, which a resumed run must share."""
         info = {"tokenizer": self.batches.stream.info["tokenizer"]}
+        info |= own.fingerprint(self.config.attention.normaliser)
         for stream in (self.batches.stream, self.val_stream):
             info[stream.split] = stream.fingerprint
             if stream.mask:

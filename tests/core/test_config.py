@@ -218,6 +218,22 @@ def test_help_describes_options_that_a_class_of_ones_own_inherits(monkeypatch):
     assert "--attention.tau  float = 0.5\n      Temperature." in text
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nowhere.py:Mine", "cannot be imported here: FileNotFoundError"),
+        ("{}", "unknown; expected one of"),
+        ("{}:Yours", "expected `class Yours(Softmax, name="),
+        ("{}:Softmax", "ValueError: Mine: there is a normaliser 'softmax'"),
+    ],
+)
+def test_a_file_of_ones_own_that_does_not_fit(name: str, expected: str, own_file: Path):
+    if name == "{}:Softmax":
+        own_file.write_text(own_file.read_text().replace('name="mine"', 'name="softmax"'))
+    with one_line(expected):
+        load_config(RECIPE, ["--attention.normaliser", name.format(own_file)])
+
+
 def test_command_line_error_and_help():
     bad = subprocess.run(
         [sys.executable, "train.py", "configs/lssar.toml", "--attention.reweigt-p", "3"],

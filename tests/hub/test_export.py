@@ -156,7 +156,7 @@ def flags(options: dict[str, object]) -> list[str]:
     return [text for key, value in options.items() for text in (f"--attention.{key}", json.dumps(value))]
 
 
-def test_exported_models_are_ours(tiny_config, call):
+def test_exported_models_are_ours(tiny_config, own_file, call):
     lssar = flags({"normaliser": "lssa", "reweight_p": 15})
     llama_like = [*FAMILIES["llama"], "--model.tie-embeddings", "false", "--model.bias", "false"]
     untrained = ["--train.max-steps", "0", "--optimizer.warmup-steps", "0", "--init-from", "runs/a"]
@@ -164,6 +164,7 @@ def test_exported_models_are_ours(tiny_config, call):
         ([*lssar, *llama_like, *untrained], "ntk"),
         ([*flags({"normaliser": "ssmax_pn"}), "--model.n-kv-head", "1"], "none"),
         ([*flags({"normaliser": "sigmoid", "bias": "log_len"}), "--model.position", "alibi"], "linear"),
+        (["--attention.normaliser", f"{own_file}:Mine"], "ntk"),
     ]
     compare_in_a_fresh_process(cases, tiny_config, call)
 

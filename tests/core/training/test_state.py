@@ -12,7 +12,7 @@ from launch import build, curve, records, resume, run
 import train
 from infra.cli import UserError
 from infra.files import append_synced
-from training.checkpoint import find_checkpoints, load_checkpoint
+from training.checkpoint import find_checkpoints, load_checkpoint, load_model
 from training.run_log import RunLog
 from training.state import TrainState
 
@@ -73,3 +73,17 @@ def test_the_best_checkpoint_is_kept_apart(tiny_config: Path, monkeypatch: pytes
     assert best["step"] == 8 and best["validation"] == {"step": 8, "loss": 2.0, "best": 2.0, "best_step": 8}
     assert state.validation == {"step": 12, "loss": 2.5, "best": 2.0, "best_step": 8}
     assert [r["val_loss"] for r in records(folder) if "val_loss" in r] == [None, 2.0, 2.5]
+
+
+def test_a_file_of_ones_own_is_the_same_on_resume(tiny_config: Path, own_file: Path, capsys):
+    options = ["--attention.normaliser", f"{own_file}:Mine"]
+    folder = run(tiny_config, *options)
+    assert load_model(folder).config.attention.definition.name == "mine" and not capsys.readouterr().err
+    own_file.write_text(own_file.read_text().replace("0.5", "0.7"))
+    load_model(folder)
+    assert (
+        capsys.readouterr().err
+        == f"warning: {own_file} is not as it was when {find_checkpoints(folder)[0]} was trained\n"
+    )
+    with pytest.raises(UserError, match=f"data: {own_file} was .*, now .*another --name"):
+        run(tiny_config, *options)

@@ -1,0 +1,122 @@
+"""A variant of one's own among the published ones of scale A, from a config file to a table and figures.
+
+    python -m lab.compare my_softmax.toml                # both published learning rates
+    python -m lab.compare my_softmax.toml configs/comparison/A/softmax.toml --fresh --seed 1   # on other text
+
+A file states its [attention], and its positions in [model], on top of configs/comparison/A.toml. The same
+command resumes. What cannot be compared is refused before the training. Writes the table, the figures and
+the runs to runs/compare/<file>/, or --out. The published text is the library of Python 3.11.7, which
+data.python_source prepares there. With --fresh any text will do, and the table has these files alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import sweep
+from config import changed_keys, load_config
+from data.dataset import TokenStream
+from infra.cli import ArgumentParser, UserError, run_main
+from infra.files import exclusive_lock, read_jsonl, write_atomically
+from lab import comparison
+from lab.figures import N_SHOWN
+from lab.report import RESULTS
+from lab.runs import read_run
+from lab.tables import CONFIGS, PAPERS_FOLDER, markdown
+from schema import makes_another_run
+
+BASE = CONFIGS / "comparison/A.toml"
+N_TOKENS = 131072  # of an evaluation; the text on which nothing is chosen is as long and follows it
+OWN_KEYS = ("attention.", "model.position", "model.rope", "model.attention_gate")  # what a variant may change
+OTHER_KEYS = {"name", "seed", "optimizer.lr", "data.dir"}
+
+
+def main() -> None:
+    args, extra = parse_args()
+    records = [] if args.fresh else [r for r in read_jsonl(RESULTS / "A.jsonl") if r["kind"] == "run"]
+    base = ["--base", str(BASE), *extra]
+    at_rates = {f"{args.out}/lr={lr:g}": [*base, "--optimizer.lr", str(lr)] for lr in args.rates}
+    overrides = [[*options, "--log.dir", folder] for folder, options in at_rates.items()]
+    jobs = [job for each in overrides for job in sweep.make_jobs(args.configs, each, None)]
+    for job in jobs:
+        check_comparable(job, records)
+    for each in overrides:
+        run("sweep.py", *args.configs, *each, "--eval-tokens", str(N_TOKENS))
+    if not all(job.is_trained for job in jobs):
+        raise UserError("stopped before the last step of a run; the same command resumes")
+    for job in jobs:
+        evaluate_unseen(job)
+    write_report(jobs, records, args.out)
+
+
+def check_comparable(job: sweep.Job, records: list[comparison.Record]) -> None:
+    """Raises UserError: another recipe than the base's, or another text or a name that the records have."""
+    config = job.config
+    for key, (old, new) in changed_keys(load_config(BASE), config).items():
+        if makes_another_run(key) and not key.startswith(OWN_KEYS) and key not in OTHER_KEYS:
+            raise UserError(f"{config.name}: {key} = {new!r}: expected {old!r}, as all of scale A have")
+    stream = TokenStream(config.data.dir, "val")
+    theirs = records[0]["data"]["fingerprint"] if records else stream.fingerprint
+    if not stream.fingerprint.startswith(f"sha256 {theirs.removeprefix('sha256 ')}"):
+        ours = f"{stream.info['tokenizer']} tokens, {stream.fingerprint}"
+        expected = f"expected bytes of Python 3.11.7's library, sha256 {theirs}, or --fresh"
+        raise UserError(f"{config.data.dir}: {ours}: {expected}")
+    stem = Path(job.arguments[0]).stem
+    if stem in {record["contestant"] for record in records}:
+        raise UserError(f"{stem}: a published variant has this name; expected another file name, or --fresh")
+
+
+def run(script: str, *arguments: str) -> None:
+    """Run a script of this repo; exit with its status if it fails."""
+    status = subprocess.run([sys.executable, str(CONFIGS.parent / script), *arguments]).returncode
+    if status:
+        sys.exit(status)
+
+
+def evaluate_unseen(job: sweep.Job) -> None:
+    """Score the text on which nothing is chosen, once, as the published runs were."""
+    length = job.config.train.seq_len
+    text = f"--skip {N_TOKENS} --tokens {N_TOKENS} --lengths {length} {16 * length}".split()
+    for rope in ("ntk", "none"):
+        if not (job.config.run_dir / f"eval_length_unseen_{rope}.json").exists():
+            run("eval_length.py", str(job.config.run_dir), *text, "--rope", rope, "--tag", f"unseen_{rope}")
+
+
+def write_report(jobs: list[sweep.Job], records: list[comparison.Record], out: Path) -> None:
+    """Write the comparison of these runs and the published ones, and print the lines in colour."""
+    own = [comparison.record_of(each) for job in jobs if (each := read_run(job.config.run_dir))]
+    comparison.check_comparable([*records, *own])
+    scale = comparison.read_scale([*records, *own])
+    table = comparison.main_table(scale.runs, scale.losses)
+    settings = tomllib.loads((PAPERS_FOLDER / "comparison.toml").read_text(encoding="utf-8"))
+    names = list(dict.fromkeys(record["contestant"] for record in own))
+    settings["shown"] = list(dict.fromkeys([*names, *settings["shown"]]))[:N_SHOWN]
+    with exclusive_lock(out):
+        parts = [f"# The comparison with {', '.join(names)}"]
+        parts += comparison.scale_parts("A", scale, table, settings, out)
+        write_atomically(out / "README.md", ("\n\n".join(parts) + "\n").encode())
+    ends = [3, table.columns.get_loc("16x − 1x") - 1, *range(-4, 0)]
+    shown = table[table.index.isin(settings["shown"])].iloc[:, [0, 1, 2, *ends]]
+    print(markdown(shown.reset_index(), n_left=2))
+    print(f"wrote {out / 'README.md'}, with all {len(table)} variants")
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and overrides for all runs."""
+    parser = ArgumentParser(__doc__)
+    add = parser.add_argument
+    add("configs", nargs="+", metavar="CONFIG", help="config files, first")
+    add("--rates", nargs="+", type=float, default=[2e-3, 4e-3], metavar="LR", help="learning rates")
+    add("--fresh", action="store_true", help="without the published records")
+    add("--out", type=Path, metavar="DIR", help="(default: runs/compare/<name of the first file>)")
+    args, extra = parser.parse_known_args()
+    args.out = args.out or Path("runs/compare") / Path(args.configs[0]).stem
+    return args, extra
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,43 @@
+"""A normaliser from a file outside this repo: `normaliser = "my_softmax.py:MySoftmax"` in [attention]."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from pathlib import Path
+
+from normalisers.base import NORMALISERS, Normaliser
+
+FILES: dict[Path, str] = {}  # imported so far -> the name of the module
+
+
+def find_normaliser(name: str) -> type[Normaliser] | None:
+    """The class with a registered name, or a class of a file, which is imported once; None: no such name.
+
+    Raises ValueError: the file cannot be imported, or has no such normaliser.
+    """
+    file, _, class_name = name.rpartition(":")
+    if not file:
+        return NORMALISERS.get(name)
+    path = Path(file).resolve()
+    module = f"own_{len(FILES)}_{path.stem}"
+    try:
+        if path not in FILES:
+            spec = importlib.util.spec_from_file_location(module, path)
+            assert spec is not None and spec.loader is not None, "expected a file that ends in .py"
+            sys.modules[module] = importlib.util.module_from_spec(spec)  # where pydantic looks for types
+            spec.loader.exec_module(sys.modules[module])
+            FILES[path] = module
+    except Exception as e:
+        raise ValueError(f"cannot be imported here: {type(e).__name__}: {e}") from None
+    cls = getattr(sys.modules[FILES[path]], class_name, None)
+    if not (isinstance(cls, type) and issubclass(cls, Normaliser) and "name" in vars(cls)):
+        raise ValueError(f'expected `class {class_name}(Softmax, name="...")` or the like in {file}')
+    return cls
+
+
+def fingerprint(name: str) -> dict[str, str]:
+    """File and sha256 of a class of a file, as a checkpoint keeps them; {} for a registered name."""
+    file = name.rpartition(":")[0]
+    return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest()} if file else {}
