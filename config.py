@@ -38,6 +38,7 @@ from schema import SECTIONS, Config, field_of, makes_another_run, problems_of
 
 TYPE_NOISE = r"<class '(\w+)'>|typing\.|Annotated\[(\w+)[^\]]*\]"
 Values = dict[str, tuple[Any, str]]  # dotted key -> (value, the file or "command line" that it is from)
+MOVED: dict[str, str] = {}  # dotted key of v0.1.0 or later -> what it is called now
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
@@ -247,7 +248,9 @@ def _derive(values: Values) -> Values:
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        dotted = f"{prefix}{key}"
+        moved = MOVED.get(dotted, dotted)
+        flat |= _flatten(value, f"{dotted}.") if isinstance(value, dict) else {moved: value}
     return flat
 
 

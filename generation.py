@@ -72,10 +72,10 @@ def check_sampling(
     """Raises UserError for what `stream` cannot do."""
     if length < 1 or n_new < 0:
         raise UserError(f"prompt of {length} tokens, {n_new} new ones: expected at least 1, at least 0")
-    if not 0 <= temperature < math.inf or (top_k is not None and top_k < 1):
-        raise UserError(f"temperature {temperature}, top_k {top_k}: expected at least 0, at least 1")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UserError(f"top_p {top_p}: expected above 0 and at most 1")
+    if not 0 <= temperature <= 1e30 or (top_k is not None and top_k < 1):
+        raise UserError(f"temperature {temperature}, top_k {top_k}: expected 0 to 1e30, at least 1")
+    if top_p is not None and not 1e-30 <= top_p <= 1:  # in float32 it would round to 0
+        raise UserError(f"top_p {top_p}: expected at least 1e-30 and at most 1")
 
 
 def sample(

@@ -26,8 +26,9 @@ import torch
 
 from data.tokenizer import get_tokenizer
 from generation import stream
-from infra.cli import ArgumentParser, UserError, positive_int, run_main
+from infra.cli import ArgumentParser, UserError, integer, run_main
 from infra.distributed import choose_device
+from infra.files import read_text
 from model import GPT
 from positions import RopeKind, RopeScaling
 from training.checkpoint import load_model
@@ -52,9 +53,9 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt or [])
     for path in args.prompt_file or []:
         try:
-            prompts.append(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as e:
-            raise UserError(f"--prompt-file {path}: cannot be read as UTF-8 text: {e}") from None
+            prompts.append(read_text(Path(path)))
+        except UserError as e:
+            raise UserError(f"--prompt-file {e}") from None
     return prompts or ["\n"]
 
 
@@ -98,8 +99,8 @@ def parse_args() -> argparse.Namespace:
     add("run", help="run folder (its newest checkpoint) or one checkpoint file")
     add("--prompt", nargs="+", metavar="TEXT", help="texts to continue (default: a line break)")
     add("--prompt-file", nargs="+", metavar="FILE", help="files to continue, each as one prompt")
-    add("--samples", type=positive_int, default=1, metavar="N", help="of each prompt (default: 1)")
-    add("--tokens", type=int, default=500, metavar="N", help="new tokens (default: 500)")
+    add("--samples", type=integer(1, 4096), default=1, metavar="N", help="of each prompt (default: 1)")
+    add("--tokens", type=integer(0, 2**20), default=500, metavar="N", help="new tokens (default: 500)")
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     add("--top-k", type=int, default=50, help="sample from the k likeliest tokens (default: 50)")
     add("--top-p", type=float, help="sample from the fewest tokens that have this probability")

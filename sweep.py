@@ -35,9 +35,10 @@ import torch
 from config import expand_sweep, load_config, same_run
 from infra.cli import ArgumentParser, UserError, n_cores, positive_int, run_main
 from infra.distributed import StopSignals
-from infra.files import read_json, read_jsonl
+from infra.files import exclusive_lock, read_json
 from schema import Config
 from training.checkpoint import find_checkpoints, step_of
+from training.run_log import Record, read_metrics
 
 HERE = Path(__file__).resolve().parent
 EVALUATIONS = (("ntk", None), ("none", "none"))  # --rope, --tag
@@ -59,7 +60,7 @@ class Job(NamedTuple):
             return False
         if not same_run(load_config(run_dir / "config.toml"), self.config):
             return False  # train.py names the difference
-        records = read_jsonl(run_dir / "metrics.jsonl")
+        records = read_metrics(run_dir)
         return bool(records) and "val_loss" in records[-1] and records[-1]["step"] == max_steps
 
     @property
@@ -72,7 +73,7 @@ class Job(NamedTuple):
 
     def is_evaluated(self, tag: str | None) -> bool:
         path = self.config.run_dir / (f"eval_length_{tag}.json" if tag else "eval_length.json")
-        return path.exists() and read_json(path)["step"] == self.config.train.max_steps
+        return path.exists() and read_json(path, Record)["step"] == self.config.train.max_steps
 
 
 def main() -> None:
@@ -139,15 +140,17 @@ def run_all(jobs: list[Job], args: argparse.Namespace, stop: StopSignals) -> lis
 
     def failure_of(i: int) -> str | None:
         slot = slots.get()
+        run_dir = jobs[i].config.run_dir
         try:
-            failure = run_job(jobs[i], f"{i + 1}/{len(jobs)}", args, slot, stop)
+            with exclusive_lock(run_dir.with_name(f".{run_dir.name}.sweep")):  # of another sweep
+                failure = run_job(jobs[i], f"{i + 1}/{len(jobs)}", args, slot, stop)
         except (ValueError, OSError) as e:  # an unreadable run folder: the others may be fine
             failure = str(e)
         finally:
             slots.put(slot)
         if failure is None or stop.number:
             return None
-        line = f"failed: {jobs[i].config.run_dir}: {failure}"
+        line = f"failed: {run_dir}: {failure}"
         print(line, flush=True)
         return line
 
@@ -158,7 +161,8 @@ def run_all(jobs: list[Job], args: argparse.Namespace, stop: StopSignals) -> lis
 def run_job(job: Job, number: str, args: argparse.Namespace, slot: int, stop: StopSignals) -> str | None:
     """Do the job's unfinished commands. Returns the failure; None: success, or a signal came."""
     run_dir = job.config.run_dir
-    commands = [] if job.is_trained else [["train.py", *job.arguments]]
+    with exclusive_lock(run_dir):  # of a training
+        commands = [] if job.is_trained else [["train.py", *job.arguments]]
     for rope, tag in EVALUATIONS if args.eval_tokens else ():
         if not job.is_evaluated(tag):
             options = ["--rope", rope, "--tokens", str(args.eval_tokens), "--device", job.config.train.device]

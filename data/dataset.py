@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from data.shards import SHARD_NAME, ShardWriter, open_shard, release_pages
 from infra.cli import UserError
-from infra.files import read_json, write_json
+from infra.files import check_shape, read_json, write_json
 
 INFO_NAME = "dataset.json"
 UNFINISHED_NAME = "dataset.unfinished"
@@ -101,8 +101,8 @@ def write_split(
 def finish_dataset(folder: Path, info: dict[str, Any]) -> dict[str, Any]:
     """Write dataset.json and remove the mark of `begin_dataset`: the last step. Returns what it wrote."""
     path = folder / INFO_NAME
-    whole_info = _check_info({"format_version": 1} | info, path)
-    write_json(whole_info, path)
+    whole_info = {"format_version": 1} | info
+    write_json(check_shape(whole_info, DatasetInfo, path), path)
     (folder / UNFINISHED_NAME).unlink(missing_ok=True)
     return whole_info
 
@@ -123,7 +123,8 @@ def dataset_info(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"{folder}: its preparation did not finish; run the script that prepares it again")
     if not path.exists():
         return {"tokenizer": "gpt2", "vocab_size": 50257}
-    return _check_info(read_json(path), path)
+    info: dict[str, Any] = read_json(path, DatasetInfo)
+    return info
 
 
 def finished_info(folder: Path) -> dict[str, Any] | None:
@@ -136,15 +137,6 @@ def finished_info(folder: Path) -> dict[str, Any] | None:
     except UserError as e:
         print(f"not finished: {e}")
         return None
-
-
-def _check_info(info: Any, path: Path) -> dict[str, Any]:
-    try:
-        return DatasetInfo.model_validate(info).model_dump()
-    except ValidationError as e:
-        first = e.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"])) or "the file"
-        raise UserError(f"{path}: {key} = {str(first['input'])[:60]!r}: {first['msg']}") from None
 
 
 def print_summary(info: dict[str, Any], folder: Path) -> None:

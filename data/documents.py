@@ -21,6 +21,7 @@ from infra.cli import UserError
 
 BLOCK_CHARACTERS = 2**20
 BATCH_ROWS = 64  # read at a time
+LONGEST_LINE = 2**27  # characters of a row of JSON
 
 
 class Input(NamedTuple):
@@ -106,7 +107,9 @@ def _json_texts(path: str, key: str) -> Iterator[str]:
     """The strings under the key. Not by `datasets`, which makes times of texts that look like them."""
     opener: Any = gzip.open if path.endswith(".gz") else open
     with opener(path, "rt", encoding="utf-8", errors="replace", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(partial(lines.readline, LONGEST_LINE + 1), ""), 1):
+            if len(line) > LONGEST_LINE:
+                raise UserError(f"{path}, line {number}: expected at most {LONGEST_LINE:,} characters")
             try:
                 text = json.loads(line)[key] or "" if line.strip() else ""
                 # JSON can write half a surrogate pair.
@@ -128,8 +131,8 @@ def local_files(patterns: list[str], column: str) -> Source:
     files = sorted(matches)
     inputs = []
     for file in files:
-        if not file.endswith((".parquet", ".jsonl", ".jsonl.gz")):
-            raise UserError(f"{file}: expected .parquet, .jsonl or .jsonl.gz")
+        if not file.endswith((".parquet", ".jsonl", ".jsonl.gz")) or not os.path.isfile(file):
+            raise UserError(f"{file}: expected a file, .parquet, .jsonl or .jsonl.gz")
         texts = _parquet_texts if file.endswith(".parquet") else _json_texts
         inputs.append(Input(file, partial(texts, file, column)))
     ends = dict.fromkeys((os.path.basename(files[0]), os.path.basename(files[-1])))

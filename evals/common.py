@@ -88,8 +88,9 @@ def open_runs(args: argparse.Namespace) -> tuple[list[EvaluatedRun], Path | None
     """
     runs: list[EvaluatedRun] = []
     for source in map(Path, args.runs):
-        label, output = name_results(source.resolve(), args.name)
-        if any(output == run.output for run in runs):
+        absolute = Path(os.path.abspath(source))  # not resolved: the results of a link stay where it is
+        label, output = name_results(absolute, args.name)
+        if any(output.resolve() == run.output.resolve() for run in runs):
             raise UserError(f"{source}: given twice")
         if any(label == run.label for run in runs):
             label = str(source)

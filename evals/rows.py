@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import load_config
-from infra.files import read_jsonl, write_atomically
+from infra.cli import UserError
+from infra.files import waiting_lock, write_atomically
+from training.run_log import read_metrics
 
 if TYPE_CHECKING:
     import pandas
@@ -62,17 +64,29 @@ def text_key(data: dict[str, Any]) -> str:
 def write_rows(folder: Path, rows: Iterable[Row]) -> None:
     """Add rows to the folder's file, in place of those with the same key. The file is written atomically.
 
-    Raises UserError: it cannot be written.
+    Another evaluation that writes there waits (.rows.lock). Raises UserError: it cannot be read or written.
     """
     import pandas
 
     path = folder / FILE
     new = pandas.DataFrame(rows, columns=Row._fields, dtype=object)
     table = new.where(new.notna(), "").astype(str)
-    if path.exists():
-        old = pandas.read_csv(path, dtype=str, keep_default_na=False)
-        table = pandas.concat([old, table]).drop_duplicates([*Row._fields[:-1]], keep="last")
-    write_atomically(path, table.to_csv(index=False, lineterminator="\n").encode())
+    with waiting_lock(folder / ".rows.lock"):
+        if path.exists():
+            old = read_table(path, dtype=str, keep_default_na=False)
+            table = pandas.concat([old, table]).drop_duplicates([*Row._fields[:-1]], keep="last")
+        write_atomically(path, table.to_csv(index=False, lineterminator="\n").encode())
+
+
+def read_table(path: Path, **options: Any) -> pandas.DataFrame:
+    """A rows.csv. Raises UserError: it is damaged."""
+    import pandas
+
+    try:
+        return pandas.read_csv(path, usecols=Row._fields, **options)
+    except (ValueError, OSError) as e:  # pandas' own errors are ValueErrors
+        reason = " ".join(str(e).split())
+        raise UserError(f"{path}: damaged ({reason}): delete it and evaluate the run again") from None
 
 
 def read_rows(folders: Iterable[str | Path]) -> pandas.DataFrame:
@@ -88,14 +102,14 @@ def read_rows(folders: Iterable[str | Path]) -> pandas.DataFrame:
     for folder in map(Path, folders):
         if (folder / FILE).exists():
             options = {"keep_default_na": False, "na_values": {"block": [""], "value": [""]}}
-            tables.append(pandas.read_csv(folder / FILE, dtype=types, **options))
+            tables.append(read_table(folder / FILE, dtype=types, **options))
         tables.append(pandas.DataFrame(validation_rows(folder), columns=Row._fields).astype(types))
     return pandas.concat(tables, ignore_index=True)
 
 
 def validation_rows(folder: Path) -> Iterator[Row]:
     """The validations in metrics.jsonl; their text is empty, the first train.val_tokens of the config."""
-    records = read_jsonl(folder / "metrics.jsonl")
+    records = read_metrics(folder)
     if not records:
         return
     config = load_config(folder / "config.toml")

@@ -1,12 +1,15 @@
 """What every command shares: errors a user can mend, the argument parser, and how a command ends."""
 
 import argparse
+import math
 import os
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from contextlib import suppress
+from typing import Any, NoReturn
 
 
 class UserError(ValueError):
@@ -25,12 +28,36 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        for word in sys.argv:
+            try:
+                word.encode()
+            except UnicodeEncodeError:
+                raise UserError(f"{word!r}: expected UTF-8") from None
+        return super().parse_known_args(*args, **options)
 
-def positive_int(text: str) -> int:
-    """An argparse type: an integer >= 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer, at least 1")
-    return int(text)
+
+def integer(low: int, high: int) -> Callable[[str], int]:
+    """An argparse type: an integer from low to high."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"-?\d{1,30}", text) or not low <= int(text) <= high:
+            expected = f"expected an integer, at least {low}, at most {high:,}"
+            raise argparse.ArgumentTypeError(f"{text!r}: {expected}")
+        return int(text)
+
+    return parse
+
+
+positive_int = integer(1, 10**12)
+
+
+def positive_float(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
 
 
 def n_cores() -> int:
@@ -41,6 +68,13 @@ def n_cores() -> int:
 def drop_output() -> None:
     """Send what is still printed nowhere, for a closed pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def reason_of(error: Exception) -> str:
+    """What to print of an error that the user can mend; "" of another one."""
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate" in str(error)):
+        return f"out of memory: {' '.join(str(error).split())}"
+    return str(error) if isinstance(error, UserError | OSError) else ""
 
 
 def run_main(main: Callable[[], None]) -> None:
@@ -60,20 +94,23 @@ def run_main(main: Callable[[], None]) -> None:
     try:
         main()
         sys.stdout.flush()  # a closed pipe is an error here, not while Python exits
-    except UserError as e:
-        prefix = "error: "
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(3)
-            prefix += f"rank {os.environ.get('RANK')}: "
-        print("\n".join(prefix + line for line in str(e).splitlines()), file=sys.stderr, flush=True)
-        leave(2)
     except KeyboardInterrupt:
         leave(130)
     except BrokenPipeError:  # stdout was closed early, as by `head`
         drop_output()
         leave(1)
-    except Exception:
-        if alone:
-            raise
-        traceback.print_exc()
-        leave(1)
+    except Exception as e:
+        reason = reason_of(e)
+        if not reason:
+            if alone:
+                raise
+            traceback.print_exc()
+            leave(1)
+        prefix = "error: "
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(3)
+            prefix += f"rank {os.environ.get('RANK')}: "
+        print("\n".join(prefix + line for line in reason.splitlines()), file=sys.stderr, flush=True)
+        if isinstance(e, OSError):  # perhaps of a full disk under stdout
+            drop_output()
+        leave(2)

@@ -1,23 +1,29 @@
-"""Files that are whole or absent, JSON, JSON lines, and a lock on a folder."""
+"""Files that are whole or absent, JSON, JSON lines, the shape of what they hold, and locks."""
 
 import fcntl
 import json
 import os
+import reprlib
+import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pydantic import BaseModel, ValidationError
+
 from infra.cli import UserError
+
+TEXT_LIMIT = 2**26  # characters of a text that is read at once
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A binary file that appears under its name once it is complete and on disk.
 
-    Raises UserError: it cannot be written.
+    Another process may write the same one: the last to finish wins. Raises UserError: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "wb") as f:
             yield f
@@ -54,28 +60,63 @@ def append_synced(path: Path, addition: str) -> None:
 def write_json(value: Any, path: Path) -> None:
     """Raises UserError: NaN or infinity, which JSON does not have; or it cannot be written."""
     try:
-        document = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+        document = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False).encode()
     except ValueError as e:
         raise UserError(f"{path}: not written: {e}") from None
-    write_atomically(path, f"{document}\n".encode())
+    write_atomically(path, document, b"\n")
 
 
-def read_json(path: Path) -> Any:
-    """Raises UserError: cannot be read, or is not JSON."""
+def read_text(path: Path) -> str:
+    """Raises UserError: no UTF-8, or endless, as a device or a pipe may be."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as f:
+            text = f.read(TEXT_LIMIT + 1)
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{path}: cannot be read as UTF-8 text: {e}") from None
+    if len(text) > TEXT_LIMIT:
+        raise UserError(f"{path}: expected at most {TEXT_LIMIT:,} characters")
+    return text
+
+
+def check_shape(content: Any, shape: type[BaseModel], where: object) -> Any:
+    """The content, if it has the fields of `shape`. Raises UserError: the first one that does not fit."""
+    try:
+        shape.model_validate(content)
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"])) or "the content"
+        value = "" if first["type"] == "missing" else f" = {' '.join(reprlib.repr(first['input']).split())}"
+        raise UserError(f"{where}: {key}{value}: {first['msg']}") from None
+    return content
+
+
+def read_json(path: Path, shape: type[BaseModel] | None = None) -> Any:
+    """Raises UserError: cannot be read, is not JSON, or lacks the fields of `shape`."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise UserError(f"{path}: cannot be read: {e.strerror}") from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{path}: not valid JSON: {e}") from None
+    return check_shape(content, shape, path) if shape else content
 
 
-def read_jsonl(path: Path) -> list[Any]:
-    """The records of a JSON-lines file, without a line that was truncated by a kill; [] if it is absent."""
+def read_jsonl(path: Path, shape: type[BaseModel] | None = None) -> list[Any]:
+    """The records of a JSON-lines file, without a line that was truncated by a kill; [] if it is absent.
+
+    Raises UserError: it cannot be read, or a line lacks the fields of `shape`.
+    """
     records = []
-    for line in path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []:
-        with suppress(ValueError):
-            records.append(json.loads(line))
+    try:
+        lines = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read: {e.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        records.append(check_shape(record, shape, f"{path}, line {number}") if shape else record)
     return records
 
 
@@ -93,8 +134,9 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system on exit or kill
     except BlockingIOError:
+        holder = lock_holder(descriptor)
         os.close(descriptor)
-        raise UserError(f"{folder}: another process is writing there") from None
+        raise UserError(f"{folder}: another process is writing there{holder}") from None
     except OSError:  # a file system without locks
         pass
     try:
@@ -103,3 +145,24 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
         with suppress(OSError):
             folder.rmdir()
         os.close(descriptor)
+
+
+def lock_holder(descriptor: int) -> str:
+    """ " (process 123)", who has the lock of an open file; "" where the system does not say (not Linux)."""
+    inode = str(os.fstat(descriptor).st_ino)
+    with suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, _, _, _, process, place, *_ = line.split()
+            if place.rpartition(":")[2] == inode:
+                return f" (process {process})"
+    return ""
+
+
+@contextmanager
+def waiting_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of this file, which is made and stays, once no other process has it."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # no locks there, or a read-only folder, which the writer names
+            lock = stack.enter_context(open(path, "ab"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

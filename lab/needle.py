@@ -69,8 +69,8 @@ def main() -> None:
         streams = [common.open_validation(run.config, args.data) for run in runs]
         haystacks = [Haystack(stream, get_tokenizer(stream.info["tokenizer"])) for stream in streams]
         lengths = common.choose_lengths(args.lengths, runs, (1, 2, 4, 8))
-        for haystack, length in product(haystacks, lengths):
-            make_trial(haystack, length, 50, 0)  # raises if it does not fit
+        for haystack, length, i in product(haystacks, {lengths[0], lengths[-1]}, range(args.samples)):
+            make_trial(haystack, length, 50, i)  # raises if it does not fit
 
         def measure(i: int, model: GPT) -> tuple[dict[str, Any], str, list[Any]]:
             if not model.cacheable:

@@ -38,7 +38,7 @@ from random import Random
 import numpy as np
 
 from data.tokenizer import TOKENIZERS
-from infra.cli import ArgumentParser, UserError, positive_int, run_main
+from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
 from infra.files import exclusive_lock
 from lab.squad import Sequence, write_masked
 
@@ -143,7 +143,8 @@ def parse_args() -> argparse.Namespace:
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help="(default: all)")
     n_help = "to train on (default: %(default)s)"
     add("--sequences", type=positive_int, default=2**17, metavar="N", help=n_help)
-    add("--seq-len", type=int, default=64, metavar="T", help="of every sequence (default: %(default)s)")
+    length_help = "of every sequence (default: %(default)s)"
+    add("--seq-len", type=integer(2, 2**20), default=64, metavar="T", help=length_help)
     default = Path("data") / DATASET
     add("--out", type=Path, metavar="DIR", default=default, help="folder to write (default: data/recall)")
     return parser.parse_args()

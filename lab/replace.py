@@ -30,7 +30,8 @@ from config import config_from_dict, parse_overrides
 from evals.common import mean_and_stderr
 from evals.output import format_stderr, format_table
 from hub.register import learned_parameters, register
-from infra.cli import ArgumentParser, UserError, positive_int, run_main
+from infra.cli import ArgumentParser, UserError, integer, positive_float, positive_int, run_main
+from infra.files import read_text
 from lab.import_ import load_native
 from positions import RopeScaling, rope_frequencies
 from schema import AttentionConfig, describe_attention
@@ -81,21 +82,13 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
     add("--lengths", nargs="+", type=positive_int, metavar="T", help="(default: 1, 2, 4, 8 training lengths)")
     add("--tokens", type=positive_int, default=131072, help="tokens to evaluate on (default: %(default)s)")
     add("--rope", choices=("none", "ntk"), default="ntk", help="RoPE scaling (default: ntk)")
-    add("--steps", type=int, default=100, help="fine-tuning steps; 0: none (default: %(default)s)")
-    add("--lr", type=float, default=1e-4, help="peak learning rate (default: %(default)s)")
+    add("--steps", type=integer(0, 10**6), default=100, help="of fine-tuning (default: %(default)s)")
+    add("--lr", type=positive_float, default=1e-4, help="peak learning rate (default: %(default)s)")
     add("--batch", type=positive_int, default=32, help="windows in a step (default: %(default)s)")
     args, rest = parser.parse_known_args()
     if args.steps and args.train_text is None:
         raise UserError(f"--steps {args.steps}: needs --train-text; or give --steps 0")
     return args, parse_overrides(rest)
-
-
-def read_text(path: Path) -> str:
-    """Raises UserError: it cannot be read as UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"{path}: cannot be read as UTF-8 text: {e}") from None
 
 
 def make_attention(normaliser: str, options: dict[str, Any], train_len: int) -> AttentionConfig:

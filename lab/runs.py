@@ -16,10 +16,12 @@ import torch
 from config import changed_keys, load_config
 from evals.rows import read_rows
 from infra.cli import UserError
-from infra.files import read_jsonl
+from infra.files import read_text
 from lab.tables import TableRow
 from model import GPT
 from schema import Config, makes_another_run
+from training.checkpoint import find_checkpoints
+from training.run_log import read_metrics
 
 FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length
 
@@ -123,13 +125,14 @@ def read_run(folder: Path) -> FinishedRun | None:
     last = rows[rows.step == config.train.max_steps]
     if last[last.measure == "val_loss"].value.dropna().empty:
         print(f"skipped: {folder} is not finished, or its last loss is not finite")
+        if find_checkpoints(folder) and not (folder / "metrics.jsonl").exists():
+            print(f"{folder}: metrics.jsonl is lost; the command that trained it restores the last loss")
         return None
     losses = last[last.evaluation == "eval_length"]
     parts = losses.text.str.extract(r"\+(?P<skipped_tokens>\d+)x(?P<blocks>\d+)x(?P<block_length>\d+)")
-    metrics = read_jsonl(folder / "metrics.jsonl")
     path = folder / "init_from.txt"
-    begun = path.read_text() if path.exists() else ""
-    return FinishedRun(folder, config, metrics, losses.join(parts.astype(int)), begun)
+    begun = read_text(path) if path.exists() else ""
+    return FinishedRun(folder, config, read_metrics(folder), losses.join(parts.astype(int)), begun)
 
 
 def main_text(losses: pd.DataFrame) -> str:

@@ -31,7 +31,7 @@ import tiktoken
 from data.dataset import begin_dataset, finish_dataset, write_split
 from data.documents import naming
 from data.tokenizer import TOKENIZERS, get_tokenizer
-from infra.cli import ArgumentParser, UserError, run_main
+from infra.cli import ArgumentParser, UserError, integer, run_main
 from infra.files import exclusive_lock
 
 DATASET = "squad"
@@ -118,7 +118,8 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--source", default="rajpurkar/squad_v2", help="on the hub, or a folder (default: %(default)s)")
     add("--tokenizer", choices=TOKENIZERS, default="gpt2", help="(default: %(default)s)")
-    add("--seq-len", type=int, default=1024, metavar="T", help="of every sequence (default: %(default)s)")
+    length_help = "of every sequence (default: %(default)s)"
+    add("--seq-len", type=integer(2, 2**20), default=1024, metavar="T", help=length_help)
     default = Path("data") / DATASET
     add("--out", type=Path, metavar="DIR", default=default, help="folder to write (default: data/squad)")
     return parser.parse_args()

@@ -22,19 +22,50 @@ import shutil
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from pydantic import BaseModel, Field
+from torch import Tensor
 
 from config import config_from_dict
 from infra.cli import UserError
-from infra.files import atomic_file
+from infra.files import atomic_file, check_shape
 from model import GPT
 from normalisers import own
 from schema import Config
 
 FORMAT = 4
-KEYS = {"format", "step", "config", "model", "optimizers", "validation", "guard", "rng", "data"}
+
+
+class Validation(BaseModel, strict=True):
+    """The newest and the best one; an imported model has none."""
+
+    step: int = -1
+    loss: float | None = None
+    best: float | None = None
+    best_step: int | None = None
+
+
+class Data(BaseModel, strict=True, extra="allow"):
+    tokenizer: str
+
+
+class Checkpoint(BaseModel, strict=True, arbitrary_types_allowed=True):
+    """The shape that every checkpoint has, whatever its model; later versions may add keys."""
+
+    format: Literal[4]
+    step: int = Field(ge=0)
+    config: dict[str, Any]
+    model: dict[str, Tensor]
+    optimizers: list[dict[str, Any]]
+    validation: Validation
+    guard: dict[str, int]
+    rng: list[dict[str, Tensor]]
+    data: Data
+
+
+KEYS = set(Checkpoint.model_fields)
 
 
 def save_checkpoint(
@@ -93,6 +124,8 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
 
     Raises UserError: absent, damaged, or not a checkpoint of this format.
     """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: expected a run folder or a checkpoint file")
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load does not check the checksums
             if not lazily and archive.testzip() is not None:
@@ -103,10 +136,8 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
     except Exception as e:  # which one depends on the damage
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise UserError(f"{path}: damaged or unreadable checkpoint ({reason})") from None
-    if not isinstance(state, dict) or state.get("format") != FORMAT or KEYS - state.keys():
-        expected = f"expected format {FORMAT} and the keys {', '.join(sorted(KEYS))}"
-        raise UserError(f"{path}: not a checkpoint of this version; {expected}")
-    return state
+    checkpoint: dict[str, Any] = check_shape(state, Checkpoint, f"{path}: not a checkpoint of this version")
+    return checkpoint
 
 
 def load_newest(run_dir: Path, lazily: bool = False) -> tuple[Path, dict[str, Any]] | None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 
 from config import to_toml
 from infra.cli import UserError, drop_output
@@ -29,6 +30,23 @@ from infra.distributed import World
 from infra.files import append_synced, read_jsonl, write_atomically
 from schema import Config, describe_attention
 from training.state import TrainState
+
+
+class Record(BaseModel, strict=True):
+    """The keys of a line of metrics.jsonl that are read again; null: not finite."""
+
+    step: int
+    loss: float | None = None
+    val_loss: float | None = None
+    val_cross_entropy: float | None = None
+    logit_std: float | None = None
+    qk_std: dict[str, float | None] = {}
+    entropy: dict[str, float | None] = {}
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl, see `read_jsonl`."""
+    return read_jsonl(run_dir / "metrics.jsonl", Record)
 
 
 class RunLog:
@@ -57,9 +75,15 @@ class RunLog:
         step = self.state.step
         self.metrics = run_dir / "metrics.jsonl"
         run_dir.mkdir(parents=True, exist_ok=True)
-        logged = read_jsonl(self.metrics)
+        logged = read_metrics(run_dir)
         val_step = self.state.validation["step"]
         kept = [each for each in logged if each["step"] <= (val_step if "val_loss" in each else step)]
+        n_lost = step - sum("val_loss" not in each for each in kept)
+        if n_lost > 0:
+            self.print(f"warning: {self.metrics} has lost {n_lost} of {step} steps, which no checkpoint has")
+        val_loss = self.state.validation["loss"]
+        if val_loss is not None and not any(val_step == r["step"] for r in kept if "val_loss" in r):
+            kept.append({"step": val_step, "val_loss": val_loss})  # which the checkpoint has, too
         if logged and not kept:
             old = set_aside(run_dir)
             self.print(f"{run_dir} has no checkpoint: starting at step 0, its results are now in {old}")
@@ -81,8 +105,10 @@ class RunLog:
             return
         try:
             print(*lines, sep="\n", flush=True)
-        except BrokenPipeError:  # Ctrl-C has ended `| tee`, too, and this run still has to save
+        except OSError as e:  # Ctrl-C has ended `| tee`, too, or its disk is full: this run still has to save
             drop_output()
+            with suppress(OSError):
+                print(f"warning: no more output: {e.strerror}", file=sys.stderr, flush=True)
 
     def add_step(self, loss: float, grad_norm: float, lr: float, skipped: str = "") -> None:
         record = {"step": self.state.step, "loss": loss, "lr": lr, "grad_norm": grad_norm}

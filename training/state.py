@@ -19,7 +19,7 @@ from normalisers import own
 from schema import Config, makes_another_run, may_change_on_resume
 from training.checkpoint import load_parameters, load_source
 from training.loader import BatchLoader, open_streams
-from training.optim import make_optimizers, power_at
+from training.optim import load_optimizers, make_optimizers, power_at
 
 
 class TrainState:
@@ -124,16 +124,19 @@ class TrainState:
             listed = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
             raise UserError(f"{path.parents[1]}: holds another run ({listed}): choose another --name")
         load_parameters(self.raw_model, checkpoint["model"], path)
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        try:
+            load_optimizers(self.optimizers, checkpoint["optimizers"])
+            if len(checkpoint["rng"]) == self.world.size:
+                rng = checkpoint["rng"][self.world.rank]
+                torch.set_rng_state(rng["cpu"])
+                if "cuda" in rng and torch.cuda.is_available():
+                    torch.cuda.set_rng_state(rng["cuda"])
+        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as e:
+            reason = " ".join(f"{type(e).__name__}: {e}".split())[:200]
+            raise UserError(f"{path}: optimizers or rng do not fit this run: {reason}") from None
         self.step = checkpoint["step"]
-        self.validation = checkpoint["validation"]
-        self.n_skipped = checkpoint["guard"]["skipped"]
-        if len(checkpoint["rng"]) == self.world.size:
-            rng = checkpoint["rng"][self.world.rank]
-            torch.set_rng_state(rng["cpu"])
-            if "cuda" in rng and torch.cuda.is_available():
-                torch.cuda.set_rng_state(rng["cuda"])
+        self.validation |= checkpoint["validation"]
+        self.n_skipped = checkpoint["guard"].get("skipped", 0)
 
 
 def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:

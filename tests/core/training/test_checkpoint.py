@@ -10,14 +10,7 @@ from conftest import one_line
 from launch import build, curve, resume, run
 
 from infra.cli import UserError
-from training.checkpoint import (
-    KEYS,
-    find_checkpoints,
-    load_checkpoint,
-    load_model,
-    load_newest,
-    save_checkpoint,
-)
+from training.checkpoint import find_checkpoints, load_checkpoint, load_model, load_newest, save_checkpoint
 
 
 def damage(path: Path, how: str) -> None:
@@ -40,8 +33,8 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory, tiny_dataset: Path
     folder = tmp_path_factory.mktemp("run")
     weights = torch.arange(30000.0)
     for step in (3, 6):
-        state = dict.fromkeys(KEYS) | {"step": step, "model": {"w": weights}}
-        del state["format"]
+        state = {"step": step, "config": {}, "model": {"w": weights}, "optimizers": [], "validation": {}}
+        state |= {"guard": {}, "rng": [], "data": {"tokenizer": "bytes"}}
         save_checkpoint(folder, state, keep_last=2)
     return folder
 

@@ -1,0 +1,63 @@
+"""A run that v0.1.0 left: it loads and continues with that version's losses."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import one_line, write_dataset
+from launch import metrics, run
+
+import config
+from config import load_config
+from training.checkpoint import load_checkpoint, load_model, read_config
+
+# Made by `python train.py` of the tag v0.1.0, torch 2.13, on these tokens; killed after its step 4.
+FILES = Path(__file__).parent / "v0.1.0"
+TOKENS = [i * i // 5 % 63 for i in range(2000)]
+LOSSES = {5: 3.995386838912964, 6: 3.9714136123657227, 7: 3.9519588947296143, 8: 3.9579391479492188}
+VALIDATION = 3.9441356658935547  # after step 8
+
+
+@pytest.fixture
+def old_run(tmp_path: Path) -> Path:
+    write_dataset(tmp_path / "data", {"val": TOKENS[:200], "train": TOKENS}, 10**6, 64)
+    folder = tmp_path / "runs/v0_1_0"
+    (folder / "checkpoints").mkdir(parents=True)
+    packed = (FILES / "step_000004.pt.gz").read_bytes()
+    (folder / "checkpoints/step_000004.pt").write_bytes(gzip.decompress(packed))
+    (folder / "config.toml").write_text((FILES / "config.toml").read_text())
+    return folder
+
+
+def resume(folder: Path) -> Path:
+    places = ["--data.dir", str(folder.parents[1] / "data"), "--log.dir", str(folder.parent)]
+    return run(folder / "config.toml", *places)
+
+
+def test_it_resumes_with_the_same_losses(old_run: Path, capsys: pytest.CaptureFixture[str]):
+    assert resume(old_run) == old_run
+    assert "step_000004.pt: 4 of 8 steps done" in capsys.readouterr().out
+    assert metrics(old_run, "loss") == pytest.approx(LOSSES, rel=1e-5)
+    assert metrics(old_run, "val_loss")[8] == pytest.approx(VALIDATION, rel=1e-5)
+
+
+def test_a_key_that_moved_is_mapped_by_name(old_run: Path, monkeypatch: pytest.MonkeyPatch):
+    """In a checkpoint and in a config file; what is not listed is named."""
+    path = old_run / "checkpoints/step_000004.pt"
+    content = load_checkpoint(path)
+    content["config"]["model"]["width"] = content["config"]["model"].pop("n_embd")
+    del content["config"]["optimizer"]["schedule"]  # as a key that is new since
+    torch.save(content, path)
+    text = (old_run / "config.toml").read_text()
+    (old_run / "config.toml").write_text(text.replace("n_embd = 8", "width = 8"))
+    for read in (read_config, load_model):
+        with one_line(path, "model.width = 8: unknown key"):
+            read(path)
+    monkeypatch.setattr(config, "MOVED", {"model.width": "model.n_embd"})
+    assert load_model(path).config == read_config(path)
+    assert load_config(old_run / "config.toml").model.n_embd == 8
+    resume(old_run)
+    assert metrics(old_run, "loss") == pytest.approx(LOSSES, rel=1e-5)
