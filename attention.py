@@ -41,7 +41,12 @@ class ChosenEngine(NamedTuple):
 
 
 def make_normaliser(
-    options: AttentionConfig, n_head: int, head_dim: int, train_len: int, position: str = "rope"
+    options: AttentionConfig,
+    n_head: int,
+    head_dim: int,
+    train_len: int,
+    position: str = "rope",
+    window: int = 0,
 ) -> NormaliserLayer:
     """Build the normaliser named in `options`.
 
@@ -49,8 +54,11 @@ def make_normaliser(
         n_head, head_dim: of the attention layer that it serves.
         train_len: training length in tokens (L in the formulas that use it).
         position: `model.position`, which may bias the scores (ALiBi).
+        window: `model.window`, the last keys that a query sees; 0: all.
     """
-    return NormaliserLayer(options.definition, options.reweight_p, n_head, head_dim, train_len, position)
+    return NormaliserLayer(
+        options.definition, options.reweight_p, n_head, head_dim, train_len, position, window
+    )
 
 
 def attend(
@@ -72,7 +80,7 @@ def attend(
         cached: k comes from `layer.cache_keys`.
         spans: for a padded batch, the positions [start, stop) of each sequence's real keys. n counts only
             these. Sequences with the same span are computed together; padding gets zeros.
-        p: power of the re-weighting in place of the layer's.
+        p: the largest power of the re-weighting, where the layer's is higher.
     Returns:
         (B, H, Tq, D) in v's type. Scores and weights are float32 (float64 for float64 inputs).
     Raises:

@@ -61,7 +61,7 @@ def score_unit(definition: Normaliser) -> float:
 @torch.compiler.disable  # a compiled model then runs the graphs that the self-check has tested
 def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: NormaliserLayer) -> Tensor:
     """`run` for q and k whose products are the scores before `at_distance`."""
-    mask, first = causal_mask(q.shape[-2], context.n_keys, v.device)
+    mask, first = causal_mask(q.shape[-2], context.n_keys, v.device, layer.window)
 
     def score_mod(x: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return layer.at_distance(x, (i + first - j).clamp_min(0).to(x.dtype), head)
@@ -75,22 +75,26 @@ def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: No
 
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)  # an evaluation may be the first caller, and training the next
-def causal_mask(n_queries: int, n_keys: int, device: torch.device) -> tuple[BlockMask, Tensor]:
+def causal_mask(
+    n_queries: int, n_keys: int, device: torch.device, window: int = 0
+) -> tuple[BlockMask, Tensor]:
     """The blocks of keys that each block of queries sees, and the first query's position.
 
     `create_block_mask` would hold a (Tq, Tk) tensor.
     """
     # A tensor: of the numbers that change, a graph for dynamic shapes takes no others.
     first = torch.full((), n_keys - n_queries, device=device, dtype=torch.int32)
-    stop = (first + torch.arange(BLOCK, n_queries + BLOCK, BLOCK, device=device)).clamp_max(n_keys)
-    seen = ((stop + BLOCK - 1) // BLOCK).int()
+    reach = torch.full((), window or n_keys, device=device, dtype=torch.int32)
+    start = first + torch.arange(0, n_queries, BLOCK, device=device)  # of each block of queries
     n_blocks = (n_keys + BLOCK - 1) // BLOCK
-    blocks = torch.arange(n_blocks, device=device, dtype=torch.int32).repeat(len(seen), 1)
+    before = (start - reach + 1).clamp_min(0) // BLOCK  # blocks of keys before all windows
+    seen = ((start + BLOCK).clamp_max(n_keys) + BLOCK - 1) // BLOCK - before
+    blocks = torch.arange(n_blocks, device=device) + before[:, None]
     mask = BlockMask.from_kv_blocks(
-        seen[None, None],
-        blocks[None, None],
+        seen[None, None].int(),
+        blocks[None, None].clamp_max(n_blocks - 1).int(),
         BLOCK_SIZE=BLOCK,
-        mask_mod=lambda batch, head, i, j: i + first >= j,
+        mask_mod=lambda batch, head, i, j: (i + first >= j) & (i + first - j < reach),
         seq_lengths=(n_queries, n_keys),
     )
     return mask, first

@@ -34,14 +34,14 @@ def check(
 
     A collective: all processes that joined must call it, and get the same verdict.
     """
-    shape = (layer.n_head, layer.head_dim, layer.train_len, layer.position)
+    shape = (layer.n_head, layer.head_dim, layer.train_len, layer.position, layer.window)
     return _check(name, engine, layer.definition, layer.reweight_p, shape, device, dtype)
 
 
 @cache
 def _check(
     name: str, engine: ModuleType, definition: Normaliser, reweight_p: int,
-    shape: tuple[int, int, int, str], device: torch.device, dtype: torch.dtype,
+    shape: tuple[int, int, int, str, int], device: torch.device, dtype: torch.dtype,
 ) -> SelfCheck:  # fmt: skip
     tolerance = TOLERANCE[dtype] * max(1.0, reweight_p / 100)
     error = math.inf

@@ -28,7 +28,7 @@ arXiv 2501.19399), NormSoftmax (Jiang et al.: "NormSoftmax: Normalizing the Inpu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -45,20 +45,30 @@ UNIFORM_TOLERANCE = 1e-5  # of n max(A) - 1, below which a row counts as uniform
 class RowContext:
     """What the formulas know about a block of R query rows besides its scores."""
 
-    n: Tensor  # (R, 1) float: number of keys each row sees
+    n: Tensor  # (R, 1) float: number of keys each row sees, with a window W at most W
     n_keys: int  # Tk: all keys of this call
     train_len: int  # L
     head_dim: int  # d
     p: int = 0  # power of the re-weighting; 0: none
     learned: dict[str, Tensor] = field(default_factory=dict)  # name -> (H, 1, 1), p_n: (train_len,)
+    first: Tensor | None = None  # (R, 1): the first key each row sees; None: key 0
+
+    def block(self, rows: slice, keys: slice) -> RowContext:
+        """Of these rows, whose keys are a slice of all."""
+        first = None if self.first is None else self.first[rows] - (keys.start or 0)
+        return replace(self, n=self.n[rows], first=first)
 
     def visible(self, x: Tensor) -> Tensor:
         """(R, K) bool: the keys of x (..., K) that each row sees."""
-        return torch.arange(x.shape[-1], device=x.device) < self.n
+        keys = torch.arange(x.shape[-1], device=x.device)
+        if self.first is None:
+            return keys < self.n
+        return (keys >= self.first) & (keys < self.first + self.n)
 
     def distance(self, x: Tensor) -> Tensor:
-        """(R, K): how far back each key of x (..., K) is from its row's query; 0 at the hidden keys."""
-        return (self.n - 1 - torch.arange(x.shape[-1], device=x.device)).clamp_min(0)
+        """(R, K): how far back each key of x (..., K) is from its row's query; 0 at the keys after it."""
+        own = self.n - 1 if self.first is None else self.first + self.n - 1
+        return (own - torch.arange(x.shape[-1], device=x.device)).clamp_min(0)
 
     def zero_hidden(self, x: Tensor) -> Tensor:
         """x with 0 at the hidden keys."""

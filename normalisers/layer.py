@@ -33,6 +33,7 @@ class NormaliserLayer(nn.Module):
         n_head, head_dim: of the layer.
         train_len: training length in tokens (L in the formulas that use it).
         position: `model.position`, which may bias the scores (`positions.SCORE_BIASES`).
+        window: the last keys that a query sees, its own included; 0: all.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class NormaliserLayer(nn.Module):
         head_dim: int,
         train_len: int,
         position: str = "rope",
+        window: int = 0,
     ) -> None:
         super().__init__()
         self.definition = definition
@@ -51,6 +53,7 @@ class NormaliserLayer(nn.Module):
         self.head_dim = head_dim
         self.train_len = train_len
         self.position = position
+        self.window = window
         self.learned_names = []
         for name, value in definition.learned(n_head, train_len).items():
             self.register_parameter(name, nn.Parameter(value))
@@ -70,7 +73,7 @@ class NormaliserLayer(nn.Module):
         Args:
             q, k: (B, H, Tq, D) and (B, n_kv_head, Tk, D) after RoPE. The queries are the last Tq positions.
             cached: k comes from `cache_keys`.
-            p: power of the re-weighting in place of reweight_p.
+            p: the largest power of the re-weighting, where reweight_p is higher.
         Returns:
             (B, H, Tq, Tk) in float32 (float64 for float64 inputs), 0 at keys after the query.
         """
@@ -152,8 +155,19 @@ class NormaliserLayer(nn.Module):
         if n_queries > n_keys:
             raise ValueError(f"{n_queries} queries for {n_keys} keys: expected at most as many")
         n = torch.arange(n_keys - n_queries + 1, n_keys + 1, dtype=dtype, device=q.device)[:, None]
-        p = self.reweight_p if p is None else p
-        return RowContext(n, n_keys, self.train_len, self.head_dim, p, self.learned(dtype))
+        first = None
+        if self.window:
+            first = (n - self.window).clamp_min(0)
+            n = n.clamp_max(self.window)
+        p = self.reweight_p if p is None else min(p, self.reweight_p)
+        return RowContext(n, n_keys, self.train_len, self.head_dim, p, self.learned(dtype), first)
+
+    def cut(self, q: Tensor, k: Tensor, v: Tensor, context: RowContext) -> tuple[Tensor, Tensor, RowContext]:
+        """k, v and their `RowContext` without the keys that lie before the windows of all queries."""
+        n_before = k.shape[-2] - q.shape[-2] + 1 - self.window
+        if not self.window or n_before <= 0:
+            return k, v, context
+        return k[..., n_before:, :], v[..., n_before:, :], context.block(slice(None), slice(n_before, None))
 
     def learned(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Learned parameters, those per head as (H, 1, 1) to broadcast against (B, H, R, K)."""

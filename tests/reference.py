@@ -44,7 +44,7 @@ class Row:
 
 
 def reference_weights(
-    cfg: Any, q: Tensor, k: Tensor, train_len: int, params: dict[str, Tensor] | None = None
+    cfg: Any, q: Tensor, k: Tensor, train_len: int, params: dict[str, Tensor] | None = None, window: int = 0
 ) -> Tensor:
     """Dense weights of a causal attention whose queries are the last Tq of Tk positions.
 
@@ -53,6 +53,7 @@ def reference_weights(
         q: (B, H, Tq, D). k: (B, H, Tk, D). Any dtype; converted to float64.
         train_len: the training length.
         params: the normaliser's learned parameters by name: `s`, `b`, `sink`, `w` (H,), `p_n` (train_len,).
+        window: the last keys that a query sees; 0: all.
     Returns:
         (B, H, Tq, Tk) float64, zeros above the diagonal.
     Raises:
@@ -69,11 +70,12 @@ def reference_weights(
             of_head = {name: p if name == "p_n" else p[h] for name, p in params.items()}
             for r in range(len_q):
                 n = len_k - len_q + r + 1
-                row = Row(q[b, h, r], k[b, h, :n], len_k, train_len, of_head)
+                first = max(0, n - window) if window else 0
+                row = Row(q[b, h, r], k[b, h, first:n], len_k, train_len, of_head)
                 a = FORMULAS[cfg.normaliser](row, cfg)
                 if cfg.reweight_p:
                     a = reweight(a, cfg.reweight_p)
-                rows.append(torch.cat([a, a.new_zeros(len_k - n)]))
+                rows.append(torch.cat([a.new_zeros(first), a, a.new_zeros(len_k - n)]))
     return torch.stack(rows).view(batch, n_head, len_q, len_k)
 
 

@@ -5,7 +5,6 @@ those of the normaliser's definition, in blocks of rows: O(block * T) memory.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -55,9 +54,9 @@ def attention_inputs(
         cache: k is then of all keys, prepared for it (`cache_keys`); its length does not change.
     """
     start = cache.length if cache else 0
-    cos, sin = model.rope(start + tokens.shape[1], rope, start)
+    tables = model.rope(start + tokens.shape[1], rope, start)
     x = model.embedding(tokens)  # (B, T, C)
-    for i, block in enumerate(model.blocks):
+    for i, (block, (cos, sin)) in enumerate(zip(model.blocks, tables, strict=True)):
         attention = block.attention
         q, k, v = attention.project(block.attention_norm(x), cos, sin)
         if cache:
@@ -77,10 +76,10 @@ def layer_statistics(normaliser: NormaliserLayer, q: Tensor, k: Tensor, p: int |
         context = normaliser.context(q, k, p)
         q, k = normaliser.prepare(q, k, context)
         total = q.new_zeros(*q.shape[:2], len(STATISTICS))
-        for batch, block, keys in query_blocks(q, k):
+        for batch, block, keys in query_blocks(q, k, normaliser.window):
             unscaled = unscaled_q[batch, :, block] @ unscaled_k[batch, :, keys].mT  # (b, H, R, K)
             x = q[batch, :, block] @ k[batch, :, keys].mT
-            block_context = replace(context, n=context.n[block])
+            block_context = context.block(block, keys)
             hidden = ~block_context.visible(x)
             weights = normaliser.row_weights(x.masked_fill(hidden, -torch.inf), block_context)
             mass = l1_normalise(weights.abs())  # (b, H, R, K)
@@ -93,7 +92,7 @@ def layer_statistics(normaliser: NormaliserLayer, q: Tensor, k: Tensor, p: int |
                 "relative_entropy": entropy / n.clamp_min(2).log(),  # 0 for a row of one key
                 "effective_keys": torch.where((mass > 0).any(-1), entropy.exp(), 0.0),
                 "largest": mass.amax(-1),
-                "first_token": mass[..., 0],
+                "first_token": mass[..., 0] * (not keys.start),
                 "tiny": (~hidden & (mass < TINY)).sum(-1) / n,
             }
             total[batch] += torch.stack([rows[key].sum(-1) for key in STATISTICS], dim=-1)  # (b, H, S)

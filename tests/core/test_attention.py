@@ -22,6 +22,7 @@ from attention_cases import (
     make,
     run,
 )
+from reference import reference_weights
 from torch import Tensor
 
 from attention import attend, make_normaliser
@@ -262,6 +263,41 @@ def test_alibi(options):
     assert choose(normaliser, q.device, q.dtype) == "rows"
     with pytest.raises(UserError, match="with alibi"):
         attend(q, k, v, normaliser, "sdpa")
+
+
+WINDOWED = [
+    *BIG,
+    {"normaliser": "softmax"},
+    {"normaliser": "ssmax", "reweight_p": 3, "scores": "cosine"},
+    *({"normaliser": name} for name in ("stick_breaking", "scale_invariant", "elastic_softmax", "threshold")),
+    {"normaliser": "softmax", "sink": "learned"},
+]
+
+
+@pytest.mark.parametrize("window", [1, 5, 64])
+@pytest.mark.parametrize("options", WINDOWED, ids=case_id)
+def test_window(options, window):
+    """Every query sees its last keys, of which n counts; all engines, grouped heads, and decoding."""
+    cfg = AttentionConfig(**{"output_norm": False, **options})
+    normaliser = make(cfg, 4, 8, train_len=40).double()
+    normaliser.window = window
+    engine = "sdpa" if has_sdpa(cfg) and options["normaliser"] != "norm_softmax" else "rows"
+    assert choose(normaliser, torch.device("cpu"), torch.float64) == engine
+    assert triton.problem(normaliser, torch.device("cuda"), torch.float32).endswith("kernels do not know")
+    for len_q, len_k in [(73, 73), (9, 33), (3, 3)]:
+        q, _, _, do = draw(len_q, len_k, 8, n_head=4, dtype=torch.float64)
+        _, k, v, _ = draw(len_q, len_k, 8, dtype=torch.float64)
+        want = reference_weights(
+            cfg, q, k.repeat_interleave(2, 1), 40, dict(normaliser.named_parameters()), window
+        )
+        assert (normaliser.weights(q, k) - want).abs().max() <= 1e-12
+        dense = run("dense", normaliser, q, k, v, do)
+        for name in {"rows", engine}:
+            assert_close(run(name, normaliser, q, k, v, do), dense, (q, k, v, do), 1e-11, f"{name} {len_q}")
+        keys = normaliser.cache_keys(k)
+        for name in {"rows", "dense", engine}:
+            last = attend(q[:, :, -1:], keys, v, normaliser, name, cached=True)
+            assert (last - dense["o"][:, :, -1:]).abs().max() <= 1e-12
 
 
 # 4. Extreme rows.

@@ -259,6 +259,52 @@ def test_causality(attention):
 
 
 PIECES = [7, 9, 1, 7]
+HYBRID = [{"every": 2, "position": "none", "window": 0, "attention": {"length_scale": "log_train_len_n"}}]
+MIXED = [{"at": [0], "window": 3, "attention": LSSAR}, {"at": [1], "position": "alibi", "rope_theta": 5e3}]
+
+
+@pytest.mark.parametrize(("window", "layers"), [(5, []), (5, HYBRID), (0, MIXED)], ids=str)
+def test_layers_of_their_own(window, layers):
+    """Each block is the one of a model whose [model] and [attention] are that layer's; decoding agrees."""
+    config = make_config(window=window).model_copy(update={"layers": layers})
+    torch.manual_seed(0)
+    gpt = GPT(config)
+    for p in gpt.parameters():
+        if p.dim() == 2:
+            torch.nn.init.normal_(p, std=0.2)
+    gpt.double()
+    tokens, rope = random_tokens(2, 24), RopeScaling("ntk", length=24)
+    cache = KVCache(n_layer=2, max_length=24)
+    with torch.no_grad():
+        x = gpt.embedding(tokens)
+        for i, block in enumerate(gpt.blocks):
+            of_layer = config.of_layer(i)
+            alone = GPT(of_layer).double()
+            alone.blocks[i].load_state_dict(block.state_dict())
+            x = alone.blocks[i](x, *alone.rope(24, rope)[i])
+        logits = gpt.logits(gpt.final_norm(x))
+        pieces = [gpt(piece, rope=rope, cache=cache) for piece in tokens.split(PIECES, dim=1)]
+        far = tokens.clone()
+        far[:, 0] = (far[:, 0] + 1) % 61
+        seen = (gpt(far, rope=rope) - logits).abs().amax(-1)[0] > 1e-9
+    torch.testing.assert_close(gpt(tokens, rope=rope), logits, atol=1e-9, rtol=0)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), logits, atol=1e-9, rtol=0)
+    if not layers:  # two layers of a window of 5 see 9 tokens
+        assert seen.tolist() == [True] * 9 + [False] * 15
+        assert gpt.flops_per_token() < make_gpt().flops_per_token()
+
+
+def test_one_schedule_of_p_for_all_layers():
+    """p bounds each layer's own power: those that are not re-weighted stay so."""
+    layers = [{"at": [0], "attention": {"normaliser": "softmax"}}]
+    gpt = GPT(make_config(LSSAR).model_copy(update={"layers": layers}))
+    p3 = GPT(make_config(LSSAR | {"reweight_p": 3}).model_copy(update={"layers": layers}))
+    p3.load_state_dict(gpt.state_dict())
+    tokens = random_tokens(2, 24)
+    with torch.no_grad():
+        assert torch.equal(gpt(tokens, p=3), p3(tokens)) and torch.equal(gpt(tokens, p=15), gpt(tokens))
+    assert [block.attention.engine.name for block in gpt.blocks] == ["sdpa", "rows"]
+    assert gpt.engine.note == "sdpa, rows"
 
 
 @pytest.mark.parametrize(("parts", "pieces"), [

@@ -45,6 +45,7 @@ def backward_on_cpu(monkeypatch):
 def test_agrees_with_the_definition(options, shape, backward_on_cpu, monkeypatch):
     """o and every gradient, grouped heads, odd lengths, as many queries as keys and fewer."""
     normaliser = build(options)
+    normaliser.window = 140 * (shape[0] == 130)
     q, k, v, do = draw(*shape, 16, batch=2, n_head=4)
     inputs = (q, k[:, :2], v[:, :2], do)
     want = run("dense", normaliser.double(), *(t.double() for t in inputs))
@@ -56,9 +57,14 @@ def test_agrees_with_the_definition(options, shape, backward_on_cpu, monkeypatch
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (300, 300), (70, 200), (256, 384), (500, 1000), (1, 1)])
-def test_causal_mask(shape):
-    got, first = flex.causal_mask(*shape, CPU)
-    want = create_block_mask(lambda b, h, i, j: i + first >= j, None, None, *shape, device="cpu")
+@pytest.mark.parametrize("window", [0, 1, 130])
+def test_causal_mask(shape, window):
+    got, first = flex.causal_mask(*shape, CPU, window)
+
+    def visible(b, h, i, j):
+        return (i + first >= j) & (i + first - j < (window or 1000))
+
+    want = create_block_mask(visible, None, None, *shape, device="cpu")
     assert torch.equal(got.to_dense(), want.to_dense())
 
 
