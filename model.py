@@ -31,7 +31,7 @@ NORM_EPS = 1e-5
 
 
 class KVCache:
-    """The keys (after RoPE and `cache_keys`) and values of every layer so far. For inference: in-place.
+    """The keys (as `cache_keys` makes them) and values of every layer so far. For inference: in-place.
 
     Room for `max_length` positions is allocated at a layer's first use, in the keys' and values' dtype.
     """
@@ -51,9 +51,8 @@ class KVCache:
         keys = self.keys[layer]
         values = self.values[layer]
         if keys is None or values is None:
-            B, H, _, D = k.shape
-            keys = self.keys[layer] = k.new_empty(B, H, self.max_length, D)
-            values = self.values[layer] = v.new_empty(B, H, self.max_length, D)
+            keys = self.keys[layer] = k.new_empty(*k.shape[:2], self.max_length, k.shape[-1])
+            values = self.values[layer] = v.new_empty(*v.shape[:2], self.max_length, v.shape[-1])
         keys[:, :, self.length : end] = k
         values[:, :, self.length : end] = v
         return keys[:, :, :end], values[:, :, :end]
@@ -97,26 +96,37 @@ class Attention(nn.Module):
         self.qkv = make_linear(m.n_embd, (m.n_head + 2 * m.kv_heads) * m.head_dim, m.bias)
         assert m.position in ("rope", "p_rope", "none", *SCORE_BIASES), m.position
         self.normaliser = make_normaliser(
-            config.attention, m.n_head, m.head_dim, config.train.seq_len, m.position, m.window
+            config.attention, m.n_head, m.head_dim, config.train.seq_len, m.position, m.window, m.n_embd
         )
         self.gate = make_linear(m.n_embd, m.n_embd, m.bias) if m.attention_gate else None
         self.out = make_linear(m.n_embd, m.n_embd, m.bias, residual_std(m))
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, C) to q (B, H, T, D) and k after RoPE, and v: (B, n_kv_head, T, D) each."""
+    def project(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """(B, T, C) to q (B, H, T, D) and k after RoPE, and v: (B, n_kv_head, T, D) each, and the signals.
+
+        With a cache, which is extended: k, as `cache_keys` makes it, v and the signals of all keys.
+        """
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, heads of q, k and v, D)
         q, k, v = qkv.transpose(1, 2).split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
-        return (apply_rope(q, cos, sin), apply_rope(k, cos, sin), v) if self.has_rope else (q, k, v)
+        if self.has_rope:
+            q = apply_rope(q, cos, sin)
+            k = apply_rope(k, cos, sin)
+        signals = self.normaliser.read(x)
+        if cache is not None:
+            k, v = cache.append(self.layer, self.normaliser.cache_keys(k, signals), v)
+            k, signals = self.normaliser.split_keys(k)
+        return q, k, v, signals
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, p: int | None = None
     ) -> Tensor:
-        q, k, v = self.project(x, cos, sin)
-        spans = None
-        if cache is not None:
-            k, v = cache.append(self.layer, self.normaliser.cache_keys(k), v)
-            spans = cache.spans
-        y = attend(q, k, v, self.normaliser, self.engine, cache is not None, spans, p)  # (B, H, T, D)
+        q, k, v, signals = self.project(x, cos, sin, cache)
+        spans = None if cache is None else cache.spans
+        y = attend(
+            q, k, v, self.normaliser, self.engine, cache is not None, spans, p, signals
+        )  # (B, H, T, D)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 

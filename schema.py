@@ -256,8 +256,8 @@ class Config(Section):
     init_from: str = key("", "Run folder or checkpoint whose weights this run starts from.")
     layers: list[dict[str, Any]] = key(
         [],
-        "[[layers]]: what some layers have of their own: at = [0, -1] (the first and the last) or every = 4 (3, 7, ...), "
-        "and position, window, rope_theta, rope_fraction, attention = { ... }.",
+        "[[layers]]: what layers at = [0, -1] (first, last) or every = 4 (3, 7, ...) have of their own: "
+        "position, window, rope_theta, rope_fraction, attention = { ... }.",
     )
     model: ModelConfig = ModelConfig()
     attention: AttentionConfig = Field(default_factory=AttentionConfig)

@@ -29,19 +29,25 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
         return f"{layer.label} is not a softmax over rescaled queries"
     if layer.reweight_p:
         return f"{layer.label} re-weights its softmax"
-    if layer.by_distance:
-        return f"{layer.label} has scores that depend on the distance"
+    if layer.by_distance or layer.definition.by_key:
+        return f"{layer.label} adds to the scores, by distance or by key"
     if layer.window and isinstance(layer.definition, AdaptiveSoftmax):
         return f"{layer.label} has moments of its scores, which need all keys, and a window"
     return ""
 
 
 def run(
-    q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, cached: bool = False, p: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: NormaliserLayer,
+    cached: bool = False,
+    p: int | None = None,
+    signals: Tensor | None = None,
 ) -> Tensor:
     """`attention.attend` for a softmax; (B, H, Tq, D) in v's type."""
     definition = layer.definition
-    k, v, context = layer.cut(q, k, v, layer.context(q, k, p))
+    k, v, context = layer.cut(q, k, v, layer.context(q, k, p, signals))
     n_queries = q.shape[-2]
     n_keys = k.shape[-2]
     scale = definition.factor(context)
@@ -79,8 +85,8 @@ def run_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Te
     k, v = (torch.cat((t[:, :, :-1], t[:, :, 1:]), dim=-2) for t in (k, v))  # (B, H, blocks - 1, 2 W, D)
     rows = torch.arange(window, device=q.device)[:, None]
     keys = torch.arange(2 * window, device=q.device)
-    by_block = (t.transpose(1, 2).flatten(0, 1) for t in (q[:, :, 1:], k, v))
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q[:, :, 1:], k, v))
     visible = (keys > rows) & (keys <= rows + window)
-    rest = F.scaled_dot_product_attention(*by_block, attn_mask=visible, scale=scale, enable_gqa=grouped)
-    rest = rest.unflatten(0, (len(q), -1)).transpose(1, 2)  # (B, H, blocks - 1, W, D)
+    rest = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=grouped)
+    rest = rest.unflatten(0, (len(first), -1)).transpose(1, 2)  # (B, H, blocks - 1, W, D)
     return torch.cat((first[:, :, None], rest), dim=2).flatten(2, 3)[:, :, :length]

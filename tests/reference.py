@@ -30,6 +30,10 @@ class Row:
     train_len: int
     params: dict[str, Tensor]  # learned parameters of this row's head: scalars, and p_n (train_len,)
 
+    def signal(self, i: int) -> Tensor:
+        """(n,): what the formula reads from the layer's input at each key. Tests take a channel of the keys."""
+        return self.k[:, i]
+
     @property
     def n(self) -> int:
         return self.k.shape[0]
@@ -233,6 +237,12 @@ def _scale_invariant(row: Row, cfg: Any) -> Tensor:
     return exp_l1((2 * log + 1) ** 0.5 * _score(row, cfg) - 2 * log)
 
 
+def _fox(row: Row, cfg: Any) -> Tensor:
+    """softmax(x_j + sum of ln f_t over the keys t after j), f = sigmoid of the signal: arXiv 2503.02130."""
+    log_f = -log_1p_exp(-row.signal(0))
+    return exp_l1(_score(row, cfg) + torch.stack([log_f[j + 1 :].sum() for j in range(row.n)]))
+
+
 def _entmax(row: Row, cfg: Any) -> Tensor:
     """1.5-entmax by sorting: the support is the largest k whose threshold lies below its smallest score.
 
@@ -292,6 +302,7 @@ FORMULAS: dict[str, Callable[[Row, Any], Tensor]] = {
     "norm_softmax": _norm_softmax,
     "logit_norm": _logit_norm,
     "scale_invariant": _scale_invariant,
+    "fox": _fox,
     "entmax": _entmax,
     "asentmax": _entmax,
     "threshold": _threshold,

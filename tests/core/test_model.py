@@ -314,7 +314,7 @@ def test_one_schedule_of_p_for_all_layers():
     ({"position": "alibi"}, PIECES), ({"attention_gate": True}, PIECES),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize(
-    "attention", [{}, LSSAR, {"normaliser": "threshold"}, {"normaliser": "scale_invariant"}]
+    "attention", [{}, LSSAR, *({"normaliser": name} for name in ("threshold", "scale_invariant", "fox"))]
 )
 def test_cache_equals_uncached(attention, parts, pieces):
     gpt = make_gpt(attention, std=0.2, **parts).double()  # float32 rounds differently on each CPU
@@ -325,6 +325,29 @@ def test_cache_equals_uncached(attention, parts, pieces):
         logits = [gpt(piece, rope=rope, cache=cache) for piece in tokens.split(pieces, dim=1)]
     assert cache.length == 24 and cache.keys[0].shape[1] == gpt.config.model.kv_heads
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-9, rtol=0)
+
+
+def test_fox_reads_the_layers_input():
+    """Of a single layer: logits move with w and b, start at sigmoid(0) a token, and count real keys only."""
+    gpt = make_gpt({"normaliser": "fox"}, std=0.2, n_layer=1, position="none").double()
+    signal = gpt.blocks[0].attention.normaliser.signal
+    assert signal.weight.shape == (2, 32) and signal.bias.tolist() == [0, 0]
+    tokens = random_tokens(2, 24)
+    with torch.no_grad():
+        whole = gpt(tokens)
+        cache = KVCache(n_layer=1, max_length=24)
+        cache.spans = [(0, 24), (5, 24)]
+        padded = gpt(tokens, cache=cache)
+        torch.testing.assert_close(padded[0], whole[0], atol=1e-9, rtol=0)
+        torch.testing.assert_close(padded[1, 5:], gpt(tokens[1:, 5:])[0], atol=1e-9, rtol=0)
+        signal.weight.zero_()
+        signal.bias.fill_(100.0)  # forgets nothing
+        softmax = make_gpt({}, n_layer=1, position="none").double()
+        softmax.load_state_dict({k: v for k, v in gpt.state_dict().items() if "signal" not in k})
+        torch.testing.assert_close(gpt(tokens), softmax(tokens), atol=1e-9, rtol=0)
+        signal.bias.zero_()
+    gpt(tokens, tokens).backward()
+    assert signal.weight.grad.abs().max() > 0 and signal.bias.grad.abs().min() > 0
 
 
 @pytest.mark.parametrize("position", ["none", "alibi"])

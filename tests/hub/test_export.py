@@ -165,6 +165,7 @@ def test_exported_models_are_ours(tiny_config, own_file, call):
         ([*flags({"normaliser": "ssmax_pn"}), "--model.n-kv-head", "1"], "none"),
         ([*flags({"normaliser": "sigmoid", "bias": "log_len"}), "--model.position", "alibi"], "linear"),
         (["--attention.normaliser", f"{own_file}:Mine"], "ntk"),
+        ([*flags({"normaliser": "fox"}), "--model.position", "none"], "none"),
         (["--model.window", "9", "--layers", '[{at = [1], position = "none", window = 0}]'], "ntk"),
     ]
     compare_in_a_fresh_process(cases, tiny_config, call)

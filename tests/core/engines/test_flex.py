@@ -23,6 +23,7 @@ OPTIONS = [
     {"normaliser": "scale_invariant"},
     {"normaliser": "scale_invariant", "scores": "cosine", "scale": "learned", "tau": 2.0, "alibi": True},
     {"normaliser": "ssmax", "bias": True, "alibi": True},
+    {"normaliser": "fox", "alibi": True},
 ]
 
 
@@ -114,8 +115,9 @@ def test_choice(monkeypatch):
             choose(normaliser, CUDA, torch.bfloat16, "flex")
 
 
+@pytest.mark.parametrize("options", [OPTIONS[1], {"normaliser": "fox"}], ids=["distance", "fox"])
 @pytest.mark.parametrize("fault", ["", "wrong", "raises"])
-def test_self_check(fault, backward_on_cpu, monkeypatch):
+def test_self_check(options, fault, backward_on_cpu, monkeypatch):
     def faulty(q, *rest, **options):
         if fault == "raises":
             raise RuntimeError("out of shared memory\nand more lines")
@@ -127,7 +129,7 @@ def test_self_check(fault, backward_on_cpu, monkeypatch):
     self_check._check.cache_clear()
     if fault:
         with pytest.warns(UserWarning, match="engine flex failed its self-check"):
-            assert self_check.check("flex", flex, build(OPTIONS[1]), CPU, torch.float32).problem
+            assert self_check.check("flex", flex, build(options), CPU, torch.float32).problem
     else:
-        assert self_check.check("flex", flex, build(OPTIONS[1]), CPU, torch.float32).error < 1e-5
+        assert self_check.check("flex", flex, build(options), CPU, torch.float32).error < 1e-5
     self_check._check.cache_clear()
