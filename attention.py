@@ -41,7 +41,13 @@ class ChosenEngine(NamedTuple):
 
 
 def make_normaliser(
-    options: AttentionConfig, n_head: int, head_dim: int, train_len: int, position: str = "rope"
+    options: AttentionConfig,
+    n_head: int,
+    head_dim: int,
+    train_len: int,
+    position: str = "rope",
+    window: int = 0,
+    width: int = 0,
 ) -> NormaliserLayer:
     """Build the normaliser named in `options`.
 
@@ -49,8 +55,12 @@ def make_normaliser(
         n_head, head_dim: of the attention layer that it serves.
         train_len: training length in tokens (L in the formulas that use it).
         position: `model.position`, which may bias the scores (ALiBi).
+        window: `model.window`, the last keys that a query sees; 0: all.
+        width: of the layer's input, from which some formulas compute `signals` (`NormaliserLayer.read`).
     """
-    return NormaliserLayer(options.definition, options.reweight_p, n_head, head_dim, train_len, position)
+    return NormaliserLayer(
+        options.definition, options.reweight_p, n_head, head_dim, train_len, position, window, width
+    )
 
 
 def attend(
@@ -62,6 +72,7 @@ def attend(
     cached: bool = False,
     spans: Sequence[tuple[int, int]] | None = None,
     p: int | None = None,
+    signals: Tensor | None = None,
 ) -> Tensor:
     """Causal attention: layer.weights(q, k) @ v, RMS-normalised per head where the formula has output_norm.
 
@@ -72,7 +83,8 @@ def attend(
         cached: k comes from `layer.cache_keys`.
         spans: for a padded batch, the positions [start, stop) of each sequence's real keys. n counts only
             these. Sequences with the same span are computed together; padding gets zeros.
-        p: power of the re-weighting in place of the layer's.
+        p: the largest power of the re-weighting, where the layer's is higher.
+        signals: (B, H, Tk, n) of all keys, from `layer.read`, for formulas that read the layer's input.
     Returns:
         (B, H, Tq, D) in v's type. Scores and weights are float32 (float64 for float64 inputs).
     Raises:
@@ -89,10 +101,11 @@ def attend(
             keys = slice(start, stop)
             if queries.start < queries.stop:
                 real = q[sequences, :, queries], k[sequences, :, keys], v[sequences, :, keys]
-                out[sequences, :, queries] = attend(*real, layer, engine, cached, p=p)
+                of_keys = None if signals is None else signals[sequences, :, keys]
+                out[sequences, :, queries] = attend(*real, layer, engine, cached, None, p, of_keys)
         return out
     with torch.autocast(q.device.type, enabled=False):
-        out = engine.run(q, k, v, layer, cached, p)
+        out = engine.run(q, k, v, layer, cached, p, signals)
     if layer.definition.output_norm:
         out = F.rms_norm(out, out.shape[-1:], eps=OUTPUT_NORM_EPS)
     return out

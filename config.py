@@ -4,6 +4,9 @@
     python config.py configs/comparison/A/lssa.toml --base configs/comparison/B.toml    # the same at scale B
     python config.py --help                                        # every key, its meaning, its default
 
+[[layers]] sections state what some layers have of their own, as in configs/rivals/hybrid.toml. On the command
+line they are one value, --layers '[{every = 4, position = "none"}]'.
+
 A file may start with `base = "other.toml"` (relative to itself, any depth) and then lists only what it
 changes. `--base` on the command line takes the place of that line. A file with a [sweep] section describes
 several runs, one for each combination of its values, `"attention.reweight_p" = [1, 3, 15]`. Several [[sweep]]
@@ -185,7 +188,10 @@ def _read_file(
         lost = values
         values, _ = _read_file(Path(other_base), None, (path.resolve(),))
         for key, (value, _) in lost.items():
-            if key.startswith(("attention.", "model.position")) and _value(values, key) != value:
+            if (
+                key.startswith(("attention.", "model.position", "model.window", "layers"))
+                and _value(values, key) != value
+            ):
                 problem = f"{path} would lose {key} = {value!r} of its own base"
                 raise UserError(f"--base {other_base}: {problem}; expected a file that states it itself")
     values.pop("name", None)
@@ -235,14 +241,20 @@ def _derive(values: Values) -> Values:
     head_dim = max(1, size("model.n_embd") // size("model.n_head"))
     log_len = math.log(max(2, size("train.seq_len")))
     formulas = {"ln_d_ln_L": math.log(head_dim) * log_len, "sqrt_d_over_ln_L": math.sqrt(head_dim) / log_len}
-    derived: Values = {}
-    for key, (value, source) in values.items():
+
+    def number(key: str, value: Any) -> Any:
         if key in ("attention.scale", "attention.scale_init") and str(value) in formulas:
-            value = round(formulas[value], 2)
+            return round(formulas[value], 2)
         if key == "attention.reweight_p_warmup" and isinstance(value, float) and 0 < value < 1:
-            value = int(value * size("train.max_steps"))
-        derived[key] = (value, source)
-    return derived
+            return int(value * size("train.max_steps"))
+        if key == "layers" and isinstance(value, list):
+            return [number("layer", entry) for entry in value]
+        if key in ("layer", "attention") and isinstance(value, dict):
+            prefix = "attention." if key == "attention" else ""
+            return {name: number(prefix + name, own) for name, own in value.items()}
+        return value
+
+    return {key: (number(key, value), source) for key, (value, source) in values.items()}
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -298,6 +310,10 @@ def _parse_value(key: str, text: str) -> Any:
 def _toml_value(value: Any) -> str:
     if isinstance(value, bool | str):  # in these two JSON is TOML
         return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml_value(own)}' for key, own in value.items())}}}"
     return repr(value)
 
 
@@ -317,7 +333,7 @@ def _validate(values: Values, path: str) -> Config:
             problems = problems_of(e, "", Config)
         for _, problem in problems:
             if not any(f"{key} " in problem for key in bad):  # else it is with the default in its place
-                messages[f"{_source(problem.split(' ')[0], values, path)}: {problem}"] = None
+                messages[f"{_source(problem, values, path)}: {problem}"] = None
         keys = [key for key, _ in problems if key]
         if not keys:
             break
@@ -329,8 +345,9 @@ def _validate(values: Values, path: str) -> Config:
     return config
 
 
-def _source(dotted: str, values: Values, path: str) -> str:
-    """Where a key, or the first key of a section, was written."""
+def _source(problem: str, values: Values, path: str) -> str:
+    """Where the key that a problem begins with, or the first key of that section, was written."""
+    dotted = re.split(r"[ :\[]", problem)[0]
     keys = [dotted] if dotted in values else [key for key in values if key.startswith(f"{dotted}.")]
     return values[keys[0]][1] if keys else path
 

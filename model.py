@@ -24,14 +24,14 @@ from attention import ChosenEngine, attend, choose_engine, make_normaliser
 from normalisers.adaptive import AdaptiveSoftmax
 from normalisers.family import Phi
 from positions import SCORE_BIASES, UNSCALED, RopeScaling, apply_rope, rope_tables
-from schema import Config, Engine, ModelConfig, TrainConfig
+from schema import Config, Engine, ModelConfig, TrainConfig, describe_attention
 
 INIT_STD = 0.02
 NORM_EPS = 1e-5
 
 
 class KVCache:
-    """The keys (after RoPE and `cache_keys`) and values of every layer so far. For inference: in-place.
+    """The keys (as `cache_keys` makes them) and values of every layer so far. For inference: in-place.
 
     Room for `max_length` positions is allocated at a layer's first use, in the keys' and values' dtype.
     """
@@ -51,9 +51,8 @@ class KVCache:
         keys = self.keys[layer]
         values = self.values[layer]
         if keys is None or values is None:
-            B, H, _, D = k.shape
-            keys = self.keys[layer] = k.new_empty(B, H, self.max_length, D)
-            values = self.values[layer] = v.new_empty(B, H, self.max_length, D)
+            keys = self.keys[layer] = k.new_empty(*k.shape[:2], self.max_length, k.shape[-1])
+            values = self.values[layer] = v.new_empty(*v.shape[:2], self.max_length, v.shape[-1])
         keys[:, :, self.length : end] = k
         values[:, :, self.length : end] = v
         return keys[:, :, :end], values[:, :, :end]
@@ -96,26 +95,38 @@ class Attention(nn.Module):
         self.engine: ChosenEngine | Engine = "auto"  # chosen by GPT
         self.qkv = make_linear(m.n_embd, (m.n_head + 2 * m.kv_heads) * m.head_dim, m.bias)
         assert m.position in ("rope", "p_rope", "none", *SCORE_BIASES), m.position
-        length = config.train.seq_len
-        self.normaliser = make_normaliser(config.attention, m.n_head, m.head_dim, length, m.position)
+        self.normaliser = make_normaliser(
+            config.attention, m.n_head, m.head_dim, config.train.seq_len, m.position, m.window, m.n_embd
+        )
         self.gate = make_linear(m.n_embd, m.n_embd, m.bias) if m.attention_gate else None
         self.out = make_linear(m.n_embd, m.n_embd, m.bias, residual_std(m))
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, C) to q (B, H, T, D) and k after RoPE, and v: (B, n_kv_head, T, D) each."""
+    def project(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """(B, T, C) to q (B, H, T, D) and k after RoPE, and v: (B, n_kv_head, T, D) each, and the signals.
+
+        With a cache, which is extended: k, as `cache_keys` makes it, v and the signals of all keys.
+        """
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, heads of q, k and v, D)
         q, k, v = qkv.transpose(1, 2).split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
-        return (apply_rope(q, cos, sin), apply_rope(k, cos, sin), v) if self.has_rope else (q, k, v)
+        if self.has_rope:
+            q = apply_rope(q, cos, sin)
+            k = apply_rope(k, cos, sin)
+        signals = self.normaliser.read(x)
+        if cache is not None:
+            k, v = cache.append(self.layer, self.normaliser.cache_keys(k, signals), v)
+            k, signals = self.normaliser.split_keys(k)
+        return q, k, v, signals
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, p: int | None = None
     ) -> Tensor:
-        q, k, v = self.project(x, cos, sin)
-        spans = None
-        if cache is not None:
-            k, v = cache.append(self.layer, self.normaliser.cache_keys(k), v)
-            spans = cache.spans
-        y = attend(q, k, v, self.normaliser, self.engine, cache is not None, spans, p)  # (B, H, T, D)
+        q, k, v, signals = self.project(x, cos, sin, cache)
+        spans = None if cache is None else cache.spans
+        y = attend(
+            q, k, v, self.normaliser, self.engine, cache is not None, spans, p, signals
+        )  # (B, H, T, D)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 
@@ -153,11 +164,11 @@ class Block(nn.Module):
 
 
 def share_p_n(blocks: list[Block]) -> None:
-    """ssmax_pn has one p_n for all layers and heads (SSMax eq. 3): tie every block's to the first's."""
-    first = blocks[0].attention.normaliser
-    if hasattr(first, "p_n"):
-        for block in blocks[1:]:
-            block.attention.normaliser.p_n = first.p_n
+    """ssmax_pn has one p_n for all layers and heads (SSMax eq. 3): tie all to the first's."""
+    normalisers = [block.attention.normaliser for block in blocks]
+    sharing = [normaliser for normaliser in normalisers if hasattr(normaliser, "p_n")]
+    for normaliser in sharing[1:]:
+        normaliser.p_n = sharing[0].p_n
 
 
 def scale_logits(z: Tensor, config: TrainConfig) -> Tensor:
@@ -196,7 +207,8 @@ class GPT(nn.Module):
         self.padded_vocab = 128 * math.ceil(m.vocab_size / 128)  # whole tiles for the largest matmul
         self.embedding = nn.Embedding(self.padded_vocab, m.n_embd)
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
-        blocks = [Block(config, layer) for layer in range(m.n_layer)]
+        self.of_layers = [config.of_layer(layer) for layer in range(m.n_layer)]
+        blocks = [Block(of_layer, layer) for layer, of_layer in enumerate(self.of_layers)]
         share_p_n(blocks)
         self.blocks: Sequence[Block] = nn.ModuleList(blocks)  # type: ignore[assignment]  # ModuleList is not generic
         self.final_norm = make_norm(m)
@@ -208,7 +220,7 @@ class GPT(nn.Module):
         self.choose_engine(config.train.engine)
 
     def choose_engine(self, name: Engine = "auto", dtype: torch.dtype | None = None) -> None:
-        """Choose the attention engine for all layers, on the parameters' device; compiled code could not.
+        """Choose each layer's attention engine, on the parameters' device; compiled code could not.
 
         Args:
             dtype: of q, k and v; None: that of the config's autocast.
@@ -218,29 +230,40 @@ class GPT(nn.Module):
         device = self.embedding.weight.device
         if dtype is None:
             dtype = torch.bfloat16 if self.config.train.dtype == "bfloat16" else torch.float32
-        self.engine = choose_engine(self.blocks[0].attention.normaliser, name, device, dtype)
-        for block in self.blocks:
-            block.attention.engine = self.engine
+        chosen: dict[str, ChosenEngine] = {}
+        for of_layer, block in zip(self.of_layers, self.blocks, strict=True):
+            what = describe_attention(of_layer.attention, of_layer.model)
+            if what not in chosen:
+                chosen[what] = choose_engine(block.attention.normaliser, name, device, dtype)
+            block.attention.engine = chosen[what]
+        notes = dict.fromkeys(engine.note for engine in chosen.values())
+        self.engine = next(iter(chosen.values()))._replace(note=", ".join(notes))
 
     def rope(
         self, n_positions: int, scaling: RopeScaling, start: int = 0, device: torch.device | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """`rope_tables` for this model, by default on its device."""
-        m = self.config.model
+    ) -> list[tuple[Tensor, Tensor]]:
+        """`rope_tables` of each layer, by default on the model's device."""
         train_len = self.config.train.seq_len
         device = device or self.embedding.weight.device
-        return rope_tables(
-            m.head_dim, n_positions, m.rope_theta, scaling, train_len, device, start, m.rotating
-        )
+        tables: dict[tuple[float, float], tuple[Tensor, Tensor]] = {}
+        of_layers = []
+        for m in (of_layer.model for of_layer in self.of_layers):
+            frequencies = (m.rope_theta, m.rotating)
+            if frequencies not in tables:
+                tables[frequencies] = rope_tables(
+                    m.head_dim, n_positions, m.rope_theta, scaling, train_len, device, start, m.rotating
+                )
+            of_layers.append(tables[frequencies])
+        return of_layers
 
     def hidden(
         self, tokens: Tensor, rope: RopeScaling, cache: KVCache | None = None, p: int | None = None
     ) -> Tensor:
         """The final norm's output, (B, T, C), for tokens (B, T) that follow what is in the cache."""
         start = 0 if cache is None else cache.length
-        cos, sin = self.rope(start + tokens.shape[1], rope, start, tokens.device)  # (T, D/2) each
+        tables = self.rope(start + tokens.shape[1], rope, start, tokens.device)  # (T, D/2) each
         x = self.embedding(tokens)  # (B, T, C)
-        for block in self.blocks:
+        for block, (cos, sin) in zip(self.blocks, tables, strict=True):
             x = block(x, cos, sin, cache, p)
         if cache is not None:
             cache.length += tokens.shape[1]
@@ -282,7 +305,7 @@ class GPT(nn.Module):
             cache: read and extended; inference only.
             unscaled: leave out what train.loss does to the logits.
             label_smoothing: share of the target's probability spread over all tokens (Szegedy et al. 2016).
-            p: power of the re-weighting in place of reweight_p.
+            p: the largest power of the re-weighting, in layers with a higher reweight_p.
         Returns:
             The mean cross-entropy in nats, a float32 scalar, 0 without any target; or logits,
             (B, T, vocab_size) float32.
@@ -316,8 +339,8 @@ class GPT(nn.Module):
     @property
     def cacheable(self) -> bool:
         """Whether a position's output is final: not if a row's weights depend on the number of all keys."""
-        definition = self.config.attention.definition
-        return not (isinstance(definition, Phi) and definition.bias == "log_len")
+        definitions = [of_layer.attention.definition for of_layer in self.of_layers]
+        return not any(isinstance(each, Phi) and each.bias == "log_len" for each in definitions)
 
     def n_params(self) -> int:
         """Number of parameters, shared ones once."""
@@ -327,16 +350,19 @@ class GPT(nn.Module):
         """FLOPs of forward and backward per training token: what MFU counts (PaLM, appendix B, causal).
 
         6 for each weight that is multiplied with, and 6 T C in each layer's attention: two products of T/2
-        visible keys on average forward, four backward. Re-weighting and l1 add no products; NormSoftmax's
-        standard deviation takes q Cov(k) q and the building of Cov(k). Recomputation and elementwise work do
-        not count.
+        visible keys on average forward, four backward; a window W < T has W - W^2 / 2T keys. Re-weighting and
+        l1 add no products; NormSoftmax's standard deviation takes q Cov(k) q and the building of Cov(k).
+        Recomputation and elementwise work do not count.
         """
         m = self.config.model
         seq_len = self.config.train.seq_len
         weights = sum(p.numel() for p in self.parameters() if p.ndim >= 2)
         if not m.tie_embeddings:
             weights -= self.embedding.weight.numel()  # looked up, not multiplied with
-        attention = 6 * seq_len * m.n_embd
-        if isinstance(self.config.attention.definition, AdaptiveSoftmax):
-            attention += 3 * 2 * 2 * m.head_dim * m.n_embd
-        return 6.0 * weights + m.n_layer * attention
+        attention = 0.0
+        for of_layer in self.of_layers:
+            window = min(of_layer.model.window or seq_len, seq_len)
+            attention += 12 * (window - window**2 / (2 * seq_len)) * m.n_embd
+            if isinstance(of_layer.attention.definition, AdaptiveSoftmax):
+                attention += 3 * 2 * 2 * m.head_dim * m.n_embd
+        return 6.0 * weights + attention

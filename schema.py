@@ -62,6 +62,7 @@ class ModelConfig(Section):
     position: Literal["rope", "p_rope", "none", "alibi"] = key(
         "rope", "p_rope: RoPE on the highest frequencies alone. alibi: a bias on the scores."
     )
+    window: int = key(0, "The last keys that a query sees, its own included. 0: all.", ge=0)
     rope_theta: float = key(10000.0, "Base of the rotary position embedding.", gt=0)
     rope_fraction: float = key(0.75, "p_rope: share of frequencies that rotate.", ge=0, le=1)
 
@@ -235,12 +236,29 @@ class LogConfig(Section):
     wandb_project: str = free("attention-normalisers", "W&B project.")
 
 
+class LayerKeys(Section):
+    """An entry of [[layers]]: which layers, and their own keys of [model] and [attention]."""
+
+    at: list[int] = []
+    every: int = 1
+    position: Any = None
+    window: Any = None
+    rope_theta: Any = None
+    rope_fraction: Any = None
+    attention: dict[str, Any] = {}
+
+
 class Config(Section):
     """A whole run. `base`, `name` and [sweep] are not inherited; `name` defaults to the file's stem."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$", description="Name of the run folder.")
     seed: int = key(1337, "Seed of initialisation and data order.", ge=0, lt=2**63)
     init_from: str = key("", "Run folder or checkpoint whose weights this run starts from.")
+    layers: list[dict[str, Any]] = key(
+        [],
+        "[[layers]]: what layers at = [0, -1] (first, last) or every = 4 (3, 7, ...) have of their own: "
+        "position, window, rope_theta, rope_fraction, attention = { ... }.",
+    )
     model: ModelConfig = ModelConfig()
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
     data: DataConfig = DataConfig()
@@ -263,7 +281,51 @@ class Config(Section):
             share = f"{1 - warmup_steps / max_steps:.4g}, the share of the steps after warm-up"
             problems.append(("optimizer.decay_fraction", f"expected at most {share}"))
         raise_problems(self, "", problems)
+        if lines := self._layer_problems():
+            raise ValueError("\n".join(lines))
         return self
+
+    def _layer_problems(self) -> list[str]:
+        """A line for each problem of [[layers]]: of its entries, else of the first layer that has one."""
+        lines = []
+        n_layer = self.model.n_layer
+        for n, entry in enumerate(self.layers):
+            try:
+                keys = LayerKeys.model_validate(entry)
+            except ValidationError as e:
+                lines += [line for _, line in problems_of(e, f"layers[{n}]", LayerKeys)]
+                continue
+            exists = all(-n_layer <= i < n_layer for i in keys.at) and 1 <= keys.every <= n_layer
+            if not exists or ("at" in entry) == ("every" in entry):
+                expected = f"expected either at, of layers 0 to {n_layer - 1}, or every, 1 to {n_layer}"
+                lines.append(f"layers[{n}] = {entry}: {expected}")
+            if "reweight_p_warmup" in keys.attention:
+                lines.append(f"layers[{n}].attention: expected reweight_p_warmup in [attention], for all")
+        for i in range(0 if lines else n_layer):
+            try:
+                self.of_layer(i)
+            except ValidationError as e:
+                return [f"layers: in layer {i} {line}" for _, line in problems_of(e, "", Config)]
+        return lines
+
+    def of_layer(self, i: int) -> Config:
+        """The config of layer i, from 0: with what the entries of [[layers]] that name it state, in order.
+
+        Their `attention` changes keys of [attention] or, with a normaliser, takes the section's place.
+        """
+        if not self.layers:
+            return self
+        model = self.model.model_dump()
+        attention = self.attention.model_dump(exclude={"reweight_p_warmup"})
+        for entry in self.layers:
+            at = [each % self.model.n_layer for each in entry.get("at", [])]
+            if i in at or ("every" in entry and (i + 1) % entry["every"] == 0):
+                if "position" in entry:
+                    model.pop("rope_fraction", None)
+                model |= {key: entry[key] for key in entry if key in ModelConfig.model_fields}
+                options = entry.get("attention", {})
+                attention = options if "normaliser" in options else attention | options
+        return Config.model_validate({**dict(self), "model": model, "attention": attention, "layers": []})
 
     @property
     def run_dir(self) -> Path:
@@ -283,7 +345,23 @@ def describe_attention(options: AttentionConfig, model: ModelConfig | None = Non
     text = options.normaliser + (f" ({listed})" if listed else "")
     if model is not None and model.position != "rope":
         text += ", no positions" if model.position == "none" else f", {model.position}"
+    if model is not None and model.window:
+        text += f", window {model.window}"
     return text + ", gate" * (model is not None and model.attention_gate)
+
+
+def describe_layers(config: Config) -> str:
+    """`describe_attention` of each: 'layers 0, 1: softmax, window 128; layer 2: lssa' where they differ."""
+    groups: dict[str, list[int]] = {}
+    for i in range(config.model.n_layer):
+        of_layer = config.of_layer(i)
+        groups.setdefault(describe_attention(of_layer.attention, of_layer.model), []).append(i)
+    if len(groups) == 1:
+        return next(iter(groups))
+    return "; ".join(
+        f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}: {text}"
+        for text, layers in groups.items()
+    )
 
 
 def field_of(key: str) -> FieldInfo | None:
@@ -343,7 +421,7 @@ def _nearest(dotted: str, cls: type[BaseModel]) -> str:
     for name, other in SECTIONS.items():
         if key in other.model_fields:
             return f"did you mean {name}.{key}?"
-    names = list(SECTIONS.get(section, Config).model_fields)
+    names = list(SECTIONS.get(section, cls).model_fields)
     if section == "attention":
         names += cls.model_fields
     return _suggest(key, names, f"{section}." if section else "")

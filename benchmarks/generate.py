@@ -61,8 +61,9 @@ class NextToken:
         """Share of the next token's weights that are above 0."""
         shares = []
         with self.model.autocast():
-            for layer, q, keys in attention_inputs(self.model, self.token, self.rope, self.cache):
-                shares.append((layer.weights(q, keys, cached=True) > 0).float().mean().item())
+            for layer, q, keys, signals in attention_inputs(self.model, self.token, self.rope, self.cache):
+                weights = layer.weights(q, keys, cached=True, signals=signals)
+                shares.append((weights > 0).float().mean().item())
         return statistics.mean(shares)
 
 

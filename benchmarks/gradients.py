@@ -78,8 +78,8 @@ def weights_before(state: TrainState) -> Iterator[tuple[Tensor, Tensor]]:
     """Each layer's weights before the re-weighting, (1, H, T, T), and n, (T, 1), on validation tokens."""
     length = state.config.train.seq_len
     tokens = torch.from_numpy(state.val_stream.read(0, length))[None].to(state.world.device)
-    for layer, q, k in attention_inputs(state.raw_model, tokens):
-        yield layer.weights(q, k, p=0), torch.arange(1, length + 1, device=q.device)[:, None]
+    for layer, q, k, signals in attention_inputs(state.raw_model, tokens):
+        yield layer.weights(q, k, p=0, signals=signals), torch.arange(1, length + 1, device=q.device)[:, None]
 
 
 def largest_peak(state: TrainState) -> float:

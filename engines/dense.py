@@ -14,8 +14,14 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
 
 
 def run(
-    q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, cached: bool = False, p: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: NormaliserLayer,
+    cached: bool = False,
+    p: int | None = None,
+    signals: Tensor | None = None,
 ) -> Tensor:
     """`attention.attend` by definition; (B, H, Tq, D) in v's type."""
-    weights = layer.weights(q, k, cached, p)
+    weights = layer.weights(q, k, cached, p, signals)
     return (weights @ share_heads(v, q).to(weights.dtype)).to(v.dtype)

@@ -1,8 +1,9 @@
-"""The flex engine: a softmax of scores that depend on the distance, by FlexAttention, on CUDA.
+"""The flex engine: a softmax of scores that depend on the distance or the key, by FlexAttention, on CUDA.
 
-    softmax(at_distance(factor * q.k, t)) v,   t: distance of the key (ALiBi, scale_invariant)
+    softmax(at_distance(factor * q.k + beta_j - beta_i, t)) v,   t: distance of the key
 
-`factor` is multiplied into q, as the sdpa engine does. score_mod is the normaliser's own `at_distance`.
+`factor` is multiplied into q, as the sdpa engine does. score_mod is the normaliser's own `at_distance`, as of
+ALiBi, after its `key_bias` beta, as of FoX. beta is in float32 here: sums over 16K tokens are good to 1e-3.
 No GPU has run it yet. Tests compare the eager form, with its gradients, and the C++ form with the definition.
 `auto` takes it only after the same comparison on the GPU (`self_check`).
 """
@@ -31,8 +32,9 @@ compiled_attention = torch.compile(flex_attention, dynamic=True, fullgraph=True)
 def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:
     """Why this engine cannot run the layer there; "" if it can."""
     definition = layer.definition
-    if not (isinstance(definition, Phi) and definition.is_softmax and layer.by_distance):
-        return f"{layer.label} is not a softmax of scores that depend on the distance"
+    depends = layer.by_distance or definition.by_key
+    if not (isinstance(definition, Phi) and definition.is_softmax and depends):
+        return f"{layer.label} is not a softmax of scores that depend on the distance or the key"
     if layer.reweight_p:
         return f"{layer.label} re-weights its softmax"
     if device.type != "cuda":  # where FlexAttention has no backward pass
@@ -43,12 +45,18 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
 
 
 def run(
-    q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, cached: bool = False, p: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: NormaliserLayer,
+    cached: bool = False,
+    p: int | None = None,
+    signals: Tensor | None = None,
 ) -> Tensor:
-    """`attention.attend` for a softmax by distance; (B, H, Tq, D) in v's type."""
+    """`attention.attend` for a softmax by distance or key; (B, H, Tq, D) in v's type."""
     if q.shape[-2] == 1:  # as good, without a mask for each length
-        return rows.run(q, k, v, layer, cached, p)
-    context = layer.context(q, k, p)
+        return rows.run(q, k, v, layer, cached, p, signals)
+    context = layer.context(q, k, p, signals)
     q, k = layer.prepare(q, k, context, cached, v.dtype)
     return run_prepared(q, k, v, context, layer)
 
@@ -60,10 +68,15 @@ def score_unit(definition: Normaliser) -> float:
 
 @torch.compiler.disable  # a compiled model then runs the graphs that the self-check has tested
 def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: NormaliserLayer) -> Tensor:
-    """`run` for q and k whose products are the scores before `at_distance`."""
-    mask, first = causal_mask(q.shape[-2], context.n_keys, v.device)
+    """`run` for q and k whose products are the scores before `key_bias` and `at_distance`."""
+    bias = context.key_bias
+    if bias is not None:
+        bias = (bias - bias[..., -1:]).to(torch.promote_types(v.dtype, torch.float32))
+    mask, first = causal_mask(q.shape[-2], context.n_keys, v.device, layer.window)
 
     def score_mod(x: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if bias is not None:
+            x = x + (bias[batch, head, j] - bias[batch, head, i + first]).to(x.dtype)
         return layer.at_distance(x, (i + first - j).clamp_min(0).to(x.dtype), head)
 
     attention = compiled_attention if q.is_cuda else flex_attention
@@ -75,22 +88,26 @@ def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: No
 
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)  # an evaluation may be the first caller, and training the next
-def causal_mask(n_queries: int, n_keys: int, device: torch.device) -> tuple[BlockMask, Tensor]:
+def causal_mask(
+    n_queries: int, n_keys: int, device: torch.device, window: int = 0
+) -> tuple[BlockMask, Tensor]:
     """The blocks of keys that each block of queries sees, and the first query's position.
 
     `create_block_mask` would hold a (Tq, Tk) tensor.
     """
     # A tensor: of the numbers that change, a graph for dynamic shapes takes no others.
     first = torch.full((), n_keys - n_queries, device=device, dtype=torch.int32)
-    stop = (first + torch.arange(BLOCK, n_queries + BLOCK, BLOCK, device=device)).clamp_max(n_keys)
-    seen = ((stop + BLOCK - 1) // BLOCK).int()
+    reach = torch.full((), window or n_keys, device=device, dtype=torch.int32)
+    start = first + torch.arange(0, n_queries, BLOCK, device=device)  # of each block of queries
     n_blocks = (n_keys + BLOCK - 1) // BLOCK
-    blocks = torch.arange(n_blocks, device=device, dtype=torch.int32).repeat(len(seen), 1)
+    before = (start - reach + 1).clamp_min(0) // BLOCK  # blocks of keys before all windows
+    seen = ((start + BLOCK).clamp_max(n_keys) + BLOCK - 1) // BLOCK - before
+    blocks = torch.arange(n_blocks, device=device) + before[:, None]
     mask = BlockMask.from_kv_blocks(
-        seen[None, None],
-        blocks[None, None],
+        seen[None, None].int(),
+        blocks[None, None].clamp_max(n_blocks - 1).int(),
         BLOCK_SIZE=BLOCK,
-        mask_mod=lambda batch, head, i, j: i + first >= j,
+        mask_mod=lambda batch, head, i, j: (i + first >= j) & (i + first - j < reach),
         seq_lengths=(n_queries, n_keys),
     )
     return mask, first

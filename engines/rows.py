@@ -28,21 +28,28 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
 
 @torch.compiler.disable  # its backward runs autograd, which a compiled model cannot trace
 def run(
-    q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, cached: bool = False, p: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: NormaliserLayer,
+    cached: bool = False,
+    p: int | None = None,
+    signals: Tensor | None = None,
 ) -> Tensor:
     """`attention.attend` by blocks of rows; (B, H, Tq, D) in v's type."""
     dtype = v.dtype
-    context = layer.context(q, k, p)
+    k, v, context = layer.cut(q, k, v, layer.context(q, k, p, signals))
     q, k = layer.prepare(q, k, context, cached)
     v = share_heads(v, q).to(q.dtype)
     formula = BlockFormula(layer, context.p)
     if cached and q.shape[-2] == 1:  # decoding: all keys are visible, and a float32 cache is not copied
-        weights, _ = formula.weights(q @ k.mT, context)  # (B, H, 1, n)
+        weights, _ = formula.weights(context.add_bias(q @ k.mT), context)  # (B, H, 1, n)
         return (weights @ v).to(dtype)
     q = q.contiguous()  # once, instead of in each block's product
     k = k.contiguous()
     # Learned parameters are passed explicitly: autograd tracks only the arguments of apply().
-    return RowBlocks.apply(q, k, v, formula, context, *context.learned.values()).to(dtype)
+    learned = context.learned.values()
+    return RowBlocks.apply(q, k, v, context.key_bias, formula, context, *learned).to(dtype)
 
 
 class RowBlocks(torch.autograd.Function):
@@ -54,13 +61,14 @@ class RowBlocks(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        key_bias: Tensor | None,
         formula: BlockFormula,
         context: RowContext,
         *learned: Tensor,
     ) -> Tensor:
         out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
         ctx.saved = []  # by block
-        for batch, block, keys in query_blocks(q, k):
+        for batch, block, keys in query_blocks(q, k, formula.layer.window):
             x, context_here = _block_scores(q, k, context, batch, block, keys)
             weights, saved = formula.weights(x, context_here)
             out[batch, :, block] = weights @ v[batch, :, keys]
@@ -85,8 +93,10 @@ class RowBlocks(torch.autograd.Function):
         inputs = [t for t in learned if t.requires_grad]
         d_inputs = [torch.zeros_like(t) for t in inputs]
         context = replace(ctx.context, learned=dict(zip(ctx.context.learned, learned, strict=True)))
+        d_bias = None if context.key_bias is None else torch.zeros_like(context.key_bias)  # (B, H, K)
         delta = (do * out).sum(-1, keepdim=True)  # (B, H, Tq, 1)
-        for (batch, block, keys), saved in zip(query_blocks(q, k), ctx.saved, strict=True):
+        blocks = query_blocks(q, k, ctx.formula.layer.window)
+        for (batch, block, keys), saved in zip(blocks, ctx.saved, strict=True):
             x, context_here = _block_scores(q, k, context, batch, block, keys)
             d_out = do[batch, :, block]
             d_weights = d_out @ v[batch, :, keys].mT
@@ -96,15 +106,18 @@ class RowBlocks(torch.autograd.Function):
             dq[batch, :, block] = dx @ k[batch, :, keys]
             _add_product(dk[batch, :, keys], dx.mT, q[batch, :, block])
             _add_product(dv[batch, :, keys], weights.mT, d_out)
+            if d_bias is not None:
+                d_bias[batch, :, keys] += dx.sum(-2)
+                d_bias[batch, :, d_bias.shape[-1] - q.shape[-2] :][..., block] -= dx.sum(-1)
             for total, part in zip(d_inputs, d_block, strict=True):
                 if part is not None:
                     total += part
         by_input = iter(d_inputs)
-        return dq, dk, dv, None, None, *(next(by_input) if t.requires_grad else None for t in learned)
+        return dq, dk, dv, d_bias, None, None, *(next(by_input) if t.requires_grad else None for t in learned)
 
 
-def query_blocks(q: Tensor, k: Tensor) -> list[tuple[slice, slice, slice]]:
-    """The (batch, query, key) slices that the engine visits: all keys up to the block's last row.
+def query_blocks(q: Tensor, k: Tensor, window: int = 0) -> list[tuple[slice, slice, slice]]:
+    """The (batch, query, key) slices that the engine visits: the keys that any of the block's rows sees.
 
     Blocks are small enough for a CPU's cache (2 MB of scores) or a few hundred MB on a GPU.
     """
@@ -115,9 +128,11 @@ def query_blocks(q: Tensor, k: Tensor) -> list[tuple[slice, slice, slice]]:
     for start in range(0, n_queries, n_rows):
         stop = min(start + n_rows, n_queries)
         last_key = n_keys - n_queries + stop
-        n_sequences = max(1, budget // (n_head * n_rows * last_key))
+        first_key = max(0, n_keys - n_queries + start + 1 - window) if window else 0
+        n_sequences = max(1, budget // (n_head * n_rows * (last_key - first_key)))
         for first in range(0, n_batch, n_sequences):
-            blocks.append((slice(first, first + n_sequences), slice(start, stop), slice(last_key)))
+            keys = slice(first_key, last_key)
+            blocks.append((slice(first, first + n_sequences), slice(start, stop), keys))
     return blocks
 
 
@@ -125,12 +140,15 @@ def _block_scores(
     q: Tensor, k: Tensor, context: RowContext, batch: slice, block: slice, keys: slice
 ) -> tuple[Tensor, RowContext]:
     """A block's scores with -inf at hidden keys, and its `RowContext`."""
-    x = q[batch, :, block] @ k[batch, :, keys].mT  # (b, H, R, K)
-    n_rows = x.shape[-2]
-    # Only the last R keys are hidden from any row of the block.
-    future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=x.device).triu(1)
-    x[..., -n_rows:].masked_fill_(future, -math.inf)
-    return x, replace(context, n=context.n[block])
+    context = context.block(batch, block, keys)
+    x = context.add_bias(q[batch, :, block] @ k[batch, :, keys].mT)  # (b, H, R, K)
+    if context.first is None:  # only the last R keys are hidden from any row of the block
+        n_rows = x.shape[-2]
+        future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=x.device).triu(1)
+        x[..., -n_rows:].masked_fill_(future, -math.inf)
+    else:
+        x.masked_fill_(~context.visible(x), -math.inf)
+    return x, context
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

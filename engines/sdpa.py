@@ -3,7 +3,7 @@
     softmax(factor * q.k) v = sdpa(factor * q, k, v),   factor: a number, by row, or by row and head
 
 The factor of NormSoftmax and LogitNorm depends on the scores. `AdaptiveSoftmax.fused_factor` computes it in
-linear time.
+linear time. A window W is computed in blocks of W queries, each with its 2 W keys.
 """
 
 from __future__ import annotations
@@ -29,19 +29,27 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
         return f"{layer.label} is not a softmax over rescaled queries"
     if layer.reweight_p:
         return f"{layer.label} re-weights its softmax"
-    if layer.by_distance:
-        return f"{layer.label} has scores that depend on the distance"
+    if layer.by_distance or layer.definition.by_key:
+        return f"{layer.label} adds to the scores, by distance or by key"
+    if layer.window and isinstance(layer.definition, AdaptiveSoftmax):
+        return f"{layer.label} has moments of its scores, which need all keys, and a window"
     return ""
 
 
 def run(
-    q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, cached: bool = False, p: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: NormaliserLayer,
+    cached: bool = False,
+    p: int | None = None,
+    signals: Tensor | None = None,
 ) -> Tensor:
     """`attention.attend` for a softmax; (B, H, Tq, D) in v's type."""
+    definition = layer.definition
+    k, v, context = layer.cut(q, k, v, layer.context(q, k, p, signals))
     n_queries = q.shape[-2]
     n_keys = k.shape[-2]
-    definition = layer.definition
-    context = layer.context(q, k, p)
     scale = definition.factor(context)
     is_plain = definition.scores == "dot" and not isinstance(definition, AdaptiveSoftmax)
     if not (is_plain and isinstance(scale, float)):
@@ -49,13 +57,36 @@ def run(
         scale = 1.0
     q = q.to(v.dtype)
     k = k.to(v.dtype)
+    grouped = q.shape[1] != k.shape[1]
+    if n_queries == n_keys and 0 < layer.window < n_keys:
+        return run_blocks(q, k, v, layer.window, scale)
     mask = None
     if 1 < n_queries < n_keys:  # is_causal would align the queries with the first keys
         mask = context.visible(k.mT)
     # Not the bare comparison: under torch.compile it is symbolic, and is_causal must be a plain bool.
     causal = True if n_queries == n_keys and n_queries > 1 else False  # noqa: SIM210
-    grouped = q.shape[1] != k.shape[1]
     with sdpa_kernel(DECODERS) if q.is_cuda and n_queries < n_keys else nullcontext():
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
+
+
+def run_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+    """softmax(scale q.k) v over the last `window` keys of each query, as many queries as keys.
+
+    A block of `window` queries sees its own keys and those of the block before it, whatever the length.
+    """
+    length = q.shape[-2]
+    q, k, v = (F.pad(t, (0, 0, 0, -length % window)).unflatten(-2, (-1, window)) for t in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]  # (B, H, blocks, W, D)
+    first = F.scaled_dot_product_attention(
+        q[:, :, 0], k[:, :, 0], v[:, :, 0], is_causal=True, scale=scale, enable_gqa=grouped
+    )
+    k, v = (torch.cat((t[:, :, :-1], t[:, :, 1:]), dim=-2) for t in (k, v))  # (B, H, blocks - 1, 2 W, D)
+    rows = torch.arange(window, device=q.device)[:, None]
+    keys = torch.arange(2 * window, device=q.device)
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q[:, :, 1:], k, v))
+    visible = (keys > rows) & (keys <= rows + window)
+    rest = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=grouped)
+    rest = rest.unflatten(0, (len(first), -1)).transpose(1, 2)  # (B, H, blocks - 1, W, D)
+    return torch.cat((first[:, :, None], rest), dim=2).flatten(2, 3)[:, :, :length]

@@ -34,14 +34,14 @@ def check(
 
     A collective: all processes that joined must call it, and get the same verdict.
     """
-    shape = (layer.n_head, layer.head_dim, layer.train_len, layer.position)
+    shape = (layer.n_head, layer.head_dim, layer.train_len, layer.position, layer.window)
     return _check(name, engine, layer.definition, layer.reweight_p, shape, device, dtype)
 
 
 @cache
 def _check(
     name: str, engine: ModuleType, definition: Normaliser, reweight_p: int,
-    shape: tuple[int, int, int, str], device: torch.device, dtype: torch.dtype,
+    shape: tuple[int, int, int, str, int], device: torch.device, dtype: torch.dtype,
 ) -> SelfCheck:  # fmt: skip
     tolerance = TOLERANCE[dtype] * max(1.0, reweight_p / 100)
     error = math.inf
@@ -76,10 +76,13 @@ def engine_error(
     d = layer.head_dim
     length = min(length, layer.train_len)  # ssmax_pn has no p_n beyond
     q, k, v, do = (torch.randn(1, n_head, d, length, generator=g).to(device, dtype).mT for _ in range(4))
-    errors = _errors(engine, layer, q, k, v, do)
+    signals = q.float()[..., : len(layer.definition.signals)] if layer.definition.signals else None
+    errors = _errors(engine, layer, q, k, v, do, signals)
     half = length // 2 + 1
-    errors += _errors(engine, layer, q[..., -half:, :], k[:, :1], v[:, :1], do[..., -half:, :])
-    if not (layer.by_distance or isinstance(layer.definition, AdaptiveSoftmax)):  # undefined at equal scores
+    errors += _errors(engine, layer, q[..., -half:, :], k[:, :1], v[:, :1], do[..., -half:, :], signals)
+    # Undefined at equal scores:
+    varies = layer.by_distance or layer.definition.signals or isinstance(layer.definition, AdaptiveSoftmax)
+    if not varies:
         if "p_n" not in layer.learned_names:
             length = 65536 if device.type == "cuda" else 320
         v, do = (
@@ -92,26 +95,34 @@ def engine_error(
 
 
 def _errors(
-    engine: ModuleType, layer: NormaliserLayer, q: Tensor, k: Tensor, v: Tensor, do: Tensor
+    engine: ModuleType,
+    layer: NormaliserLayer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    signals: Tensor | None = None,
 ) -> list[float]:
-    """Of o, dq, dk, dv and, where the engine decodes, the last row.
+    """Of o, dq, dk, dv, of the signals' gradient and, where the engine decodes, of the last row.
 
     Both sides get the same q and k, rounded as the kernels take them, so that re-weighting does not amplify
     that rounding.
     """
     unit = engine.score_unit(layer.definition)
     with torch.no_grad():
-        decoded = [engine.run(q[..., -1:, :], k, v, layer)] if engine.DECODES else []
-        context = layer.context(q, k)
-        q, k = layer.prepare(q, k, context, dtype=v.dtype, unit=unit)
-    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-    inputs64 = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    context64 = layer.context(inputs64[0], inputs64[1])
+        decoded = [engine.run(q[..., -1:, :], k, v, layer, signals=signals)] if engine.DECODES else []
+        q, k = layer.prepare(q, k, layer.context(q, k, signals=signals), dtype=v.dtype, unit=unit)
+    by_key = layer.definition.by_key
+    given = [q, k, v] if signals is None or not by_key else [q, k, v, signals]
+    inputs = [t.detach().requires_grad_() for t in given]
+    inputs64 = [t.detach().double().requires_grad_() for t in given]
     with torch.enable_grad():
-        out = engine.run_prepared(*inputs, context, layer)
+        context = layer.context(q, k, signals=inputs[3] if by_key else signals)
+        context64 = layer.context(inputs64[0], inputs64[1], signals=inputs64[3] if by_key else signals)
+        out = engine.run_prepared(*inputs[:3], context, layer)
         got = [out, *torch.autograd.grad(out, inputs, do), *decoded]
-        q, k, v = (share_heads(t, q) for t in inputs64)
-        x = q @ k.mT / unit
+        q, k, v = (share_heads(t, q) for t in inputs64[:3])
+        x = context64.add_bias(q @ k.mT / unit)
         x = x.masked_fill(~context64.visible(x), -math.inf)
         if isinstance(layer.definition, AdaptiveSoftmax):  # `prepare` has divided by its temperature
             out = reweight(x.softmax(-1), context64.n, context64.p) @ v

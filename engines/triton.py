@@ -44,7 +44,14 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
     """Why this engine cannot run the layer there; "" if it can."""
     definition = layer.definition
     derives_weights = definition.is_softmax or type(definition).weights is Phi.weights
-    if layer.by_distance or not derives_weights or getattr(definition, "sink", "none") != "none":
+    if layer.window:
+        return f"{layer.label} has a window, which its kernels do not know"
+    if (
+        layer.by_distance
+        or definition.by_key
+        or not derives_weights
+        or getattr(definition, "sink", "none") != "none"
+    ):
         return f"{layer.label} has no fused form"
     if definition.is_softmax and not layer.reweight_p:
         return f"{layer.label} is a softmax, which sdpa runs"
@@ -56,12 +63,18 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
 
 
 def run(
-    q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, cached: bool = False, p: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: NormaliserLayer,
+    cached: bool = False,
+    p: int | None = None,
+    signals: Tensor | None = None,
 ) -> Tensor:
     """`attention.attend` by the fused kernels; (B, H, Tq, D) in v's type."""
     if v.shape[-1] != k.shape[-1]:  # the kernels' heads have one size
-        return rows.run(q, k, v, layer, cached, p)
-    context = layer.context(q, k, p)
+        return rows.run(q, k, v, layer, cached, p, signals)
+    context = layer.context(q, k, p, signals)
     q, k = layer.prepare(q, k, context, cached, v.dtype, score_unit(layer.definition))
     return run_prepared(q, k, v, context, layer)
 

@@ -30,7 +30,7 @@ from infra.distributed import World
 from infra.files import write_json
 from model import GPT
 from positions import RopeKind, RopeScaling
-from schema import Config, describe_attention
+from schema import Config, describe_layers
 from training.checkpoint import load_model, read_config
 
 FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
@@ -62,12 +62,12 @@ class EvaluatedRun:
     def write(self, step: int, summary: Result, args: argparse.Namespace) -> Result:
         """Write and return the result: the keys that every evaluation has, and its summary."""
         config = self.config
-        scales = config.model.rotating > 0
+        scales = any(config.of_layer(i).model.rotating > 0 for i in range(config.model.n_layer))
         result = {
             "run": self.label,
             "source": str(self.source),
             "step": step,
-            "normaliser": describe_attention(config.attention, config.model),
+            "normaliser": describe_layers(config),
             "train_len": config.train.seq_len,
             "dtype": config.train.dtype,
             "rope": {"kind": args.rope if scales else "none", "theta": args.rope_theta if scales else None},

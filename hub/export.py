@@ -34,7 +34,7 @@ from hub.native import choose_architecture, import_transformers, largest_differe
 from infra.cli import ArgumentParser, UserError, run_main
 from model import GPT
 from positions import RopeKind, RopeScaling
-from schema import describe_attention
+from schema import describe_layers
 from training.checkpoint import Trained, load_model
 
 END = "<|endoftext|>"
@@ -214,7 +214,7 @@ def model_card(folder: str, trained: Trained, is_code: bool) -> str:
     config = trained.config
     return CARD.format(
         name=config.name,
-        attention=describe_attention(config.attention, config.model),
+        attention=describe_layers(config),
         step=trained.step,
         batch_tokens=config.train.batch_tokens,
         data=config.data.dir,

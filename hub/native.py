@@ -51,7 +51,7 @@ def choose_architecture(config: Config) -> str | None:
     m = config.model
     a = config.attention
     is_softmax = a.definition == Softmax() and not a.reweight_p and config.train.loss == "softmax"
-    if not is_softmax or m.position != "rope" or m.attention_gate:
+    if not is_softmax or m.position != "rope" or m.window or m.attention_gate or config.layers:
         return None
     architecture = ARCHITECTURES.get((m.norm, m.mlp))
     is_grouped = m.kv_heads < m.n_head

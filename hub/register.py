@@ -36,8 +36,12 @@ def register(name: str, options: AttentionConfig, train_len: int = 0) -> None:
     Args:
         train_len: L of the formulas that use it; 0: the model's max_position_embeddings.
     Raises:
-        UserError: for `ssmax_pn`.
+        UserError: for `ssmax_pn`, and a normaliser that reads the layer's input.
     """
+    if options.definition.signals:
+        raise UserError(
+            f"{options.normaliser} reads the layer's input: cannot be part of a model of transformers"
+        )
     if options.normaliser == "ssmax_pn":
         raise UserError("ssmax_pn: one p_n for all layers; cannot be part of a model of transformers")
     transformers = import_transformers()

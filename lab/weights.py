@@ -60,6 +60,7 @@ def main() -> None:
     if out.suffix not in FIGURE_SUFFIXES:
         raise UserError(f"{out}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}")
     choices = [AttentionConfig(normaliser=name) for name in sorted(NORMALISERS) if name != "ssmax_pn"]
+    choices = [options for options in choices if not options.definition.signals]  # from the layer's input
     choices += [AttentionConfig(**options) for options in COMBINATIONS]
     figure = Figure(figsize=(15, 13), layout="constrained")
     axes = figure.subplots(-(-len(choices) // N_COLUMNS), N_COLUMNS, sharex=True, sharey=True).flat

@@ -28,7 +28,7 @@ arXiv 2501.19399), NormSoftmax (Jiang et al.: "NormSoftmax: Normalizing the Inpu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -45,20 +45,51 @@ UNIFORM_TOLERANCE = 1e-5  # of n max(A) - 1, below which a row counts as uniform
 class RowContext:
     """What the formulas know about a block of R query rows besides its scores."""
 
-    n: Tensor  # (R, 1) float: number of keys each row sees
+    n: Tensor  # (R, 1) float: number of keys each row sees, with a window W at most W
     n_keys: int  # Tk: all keys of this call
     train_len: int  # L
     head_dim: int  # d
     p: int = 0  # power of the re-weighting; 0: none
     learned: dict[str, Tensor] = field(default_factory=dict)  # name -> (H, 1, 1), p_n: (train_len,)
+    first: Tensor | None = None  # (R, 1): the first key each row sees; None: key 0
+    signals: dict[str, Tensor] = field(default_factory=dict)  # of the rows, for `factor`: (B, H, R, 1) each
+    key_bias: Tensor | None = (
+        None  # (B, H, K) float64, and the rows' own, (B, H, R): see `Normaliser.key_bias`
+    )
+    own_bias: Tensor | None = None
+
+    def block(self, batch: slice, rows: slice, keys: slice) -> RowContext:
+        """Of these sequences and rows, whose keys are a slice of all; without signals."""
+        first = None if self.first is None else self.first[rows] - (keys.start or 0)
+        context = replace(self, n=self.n[rows], first=first, signals={})
+        if self.key_bias is None or self.own_bias is None:
+            return context
+        own_bias = self.own_bias[batch, :, rows]
+        return replace(context, key_bias=self.key_bias[batch, :, keys], own_bias=own_bias)
+
+    def add_bias(self, x: Tensor) -> Tensor:
+        """The scores x (B, H, R, K) with `Normaliser.key_bias`.
+
+        Both biases are taken from the first row's: in float32, sums over 16K tokens then keep their digits at
+        the keys near a block's rows.
+        """
+        if self.key_bias is None or self.own_bias is None:
+            return x
+        origin = self.own_bias[..., :1]
+        of_keys = (self.key_bias - origin)[..., None, :].to(x.dtype)
+        return x + of_keys - (self.own_bias - origin)[..., None].to(x.dtype)
 
     def visible(self, x: Tensor) -> Tensor:
         """(R, K) bool: the keys of x (..., K) that each row sees."""
-        return torch.arange(x.shape[-1], device=x.device) < self.n
+        keys = torch.arange(x.shape[-1], device=x.device)
+        if self.first is None:
+            return keys < self.n
+        return (keys >= self.first) & (keys < self.first + self.n)
 
     def distance(self, x: Tensor) -> Tensor:
-        """(R, K): how far back each key of x (..., K) is from its row's query; 0 at the hidden keys."""
-        return (self.n - 1 - torch.arange(x.shape[-1], device=x.device)).clamp_min(0)
+        """(R, K): how far back each key of x (..., K) is from its row's query; 0 at the keys after it."""
+        own = self.n - 1 if self.first is None else self.first + self.n - 1
+        return (own - torch.arange(x.shape[-1], device=x.device)).clamp_min(0)
 
     def zero_hidden(self, x: Tensor) -> Tensor:
         """x with 0 at the hidden keys."""
@@ -190,6 +221,18 @@ class Normaliser(BaseModel):
         """
         return self.factor(context)
 
+    @property
+    def signals(self) -> dict[str, float]:
+        """Names and initial b of numbers w.h + b per head, h the layer's input, w and b learned.
+
+        `factor` finds those of the rows in `context.signals`, `key_bias` gets those of all keys.
+        """
+        return {}
+
+    def key_bias(self, signals: dict[str, Tensor]) -> Tensor | None:
+        """beta (B, H, Tk), best in float64. beta_j - beta_i is added to the score of query i and key j."""
+        return None
+
     def at_distance(self, x: Tensor, t: Tensor) -> Tensor:
         """The scores x of keys at distance t = n - 1 - j from the query, t expanding to x's shape."""
         return x
@@ -202,6 +245,11 @@ class Normaliser(BaseModel):
     def sums_to_one(self) -> bool:
         """Rows are non-negative and sum to one, so that re-weighting is defined."""
         return False
+
+    @property
+    def by_key(self) -> bool:
+        """The scores have a `key_bias`."""
+        return type(self).key_bias is not Normaliser.key_bias
 
     @property
     def by_distance(self) -> bool:

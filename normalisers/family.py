@@ -167,7 +167,7 @@ class Phi(Scaled, name="phi"):
     @property
     def bounded(self) -> bool:
         """|score| < 70 at every length and head size in use: no phi of a score underflows in float32."""
-        as_here = type(self).shift is Phi.shift and type(self).factor is Scaled.factor
+        as_here = type(self).shift is Phi.shift and type(self).factor is Scaled.factor and not self.by_key
         return self.scores == "cosine" and self.scale == "ln_d" and not self.bias and as_here
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:

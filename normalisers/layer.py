@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from infra.cli import UserError
 from normalisers.base import Normaliser, RowContext, reweight, share_heads
 from positions import SCORE_BIASES
 
 COSINE_EPS = 1e-3
+SIGNAL_STD = 0.02
 
 
 def to_unit(x: Tensor) -> Tensor:
@@ -33,6 +36,8 @@ class NormaliserLayer(nn.Module):
         n_head, head_dim: of the layer.
         train_len: training length in tokens (L in the formulas that use it).
         position: `model.position`, which may bias the scores (`positions.SCORE_BIASES`).
+        window: the last keys that a query sees, its own included; 0: all.
+        width: of the layer's input, for formulas that read it (`Normaliser.signals`).
     """
 
     def __init__(
@@ -43,6 +48,8 @@ class NormaliserLayer(nn.Module):
         head_dim: int,
         train_len: int,
         position: str = "rope",
+        window: int = 0,
+        width: int = 0,
     ) -> None:
         super().__init__()
         self.definition = definition
@@ -51,10 +58,16 @@ class NormaliserLayer(nn.Module):
         self.head_dim = head_dim
         self.train_len = train_len
         self.position = position
+        self.window = window
         self.learned_names = []
         for name, value in definition.learned(n_head, train_len).items():
             self.register_parameter(name, nn.Parameter(value))
             self.learned_names.append(name)
+        if definition.signals and width:
+            self.signal = nn.Linear(width, n_head * len(definition.signals))
+            nn.init.normal_(self.signal.weight, std=SIGNAL_STD)
+            with torch.no_grad():  # (H, signals) each
+                self.signal.bias.copy_(torch.tensor([*definition.signals.values()] * n_head))
 
     @property
     def label(self) -> str:
@@ -64,20 +77,25 @@ class NormaliserLayer(nn.Module):
 
     # ---------------------------------------------------------------- the definition
 
-    def weights(self, q: Tensor, k: Tensor, cached: bool = False, p: int | None = None) -> Tensor:
+    def weights(
+        self, q: Tensor, k: Tensor, cached: bool = False, p: int | None = None, signals: Tensor | None = None
+    ) -> Tensor:
         """The dense weights, by definition.
 
         Args:
             q, k: (B, H, Tq, D) and (B, n_kv_head, Tk, D) after RoPE. The queries are the last Tq positions.
             cached: k comes from `cache_keys`.
-            p: power of the re-weighting in place of reweight_p.
+            p: the largest power of the re-weighting, where reweight_p is higher.
+            signals: of all keys, (B, H, Tk, n), from `read`.
         Returns:
             (B, H, Tq, Tk) in float32 (float64 for float64 inputs), 0 at keys after the query.
         """
         with torch.autocast(q.device.type, enabled=False):
-            context = self.context(q, k, p)
+            context = self.context(q, k, p, signals)
             q, k = self.prepare(q, k, context, cached)
             x = q @ k.mT  # (B, H, Tq, Tk)
+            if self.definition.by_key:
+                x = context.add_bias(x.double()).to(x.dtype)
             return self.row_weights(x.masked_fill(~context.visible(x), -math.inf), context)
 
     def row_weights(self, x: Tensor, context: RowContext) -> Tensor:
@@ -101,11 +119,37 @@ class NormaliserLayer(nn.Module):
 
     # ---------------------------------------------------------------- q and k
 
-    def cache_keys(self, k: Tensor) -> Tensor:
-        """k as a KV cache holds it: l2-normalised for cosine scores, once instead of in every step."""
-        if self.definition.scores != "cosine":
+    def read(self, h: Tensor) -> Tensor | None:
+        """The formula's signals, (B, H, T, n) in at least float32, of the layer's input (B, T, C)."""
+        if not self.definition.signals:
+            return None
+        dtype = torch.promote_types(h.dtype, torch.float32)
+        with torch.autocast(h.device.type, enabled=False):
+            numbers = F.linear(h.to(dtype), self.signal.weight.to(dtype), self.signal.bias.to(dtype))
+        return numbers.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+
+    def cache_keys(self, k: Tensor, signals: Tensor | None = None) -> Tensor:
+        """k as a KV cache holds it: l2-normalised for cosine scores, once instead of in every step.
+
+        The bits of the signals, in k's type, lie behind a key's channels: any cache keeps both.
+        """
+        if self.definition.scores == "cosine":
+            k = to_unit(k.to(torch.promote_types(k.dtype, torch.float32))).to(k.dtype)
+        if signals is None:
             return k
-        return to_unit(k.to(torch.promote_types(k.dtype, torch.float32))).to(k.dtype)
+        # (B, n_kv_head, T, numbers of a key head)
+        by_key_head = signals.unflatten(1, (k.shape[1], -1)).transpose(2, 3).flatten(3)
+        return torch.cat((k, by_key_head.contiguous().view(k.dtype)), dim=-1)
+
+    def split_keys(self, cached: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The keys and signals of `cache_keys`."""
+        n = len(self.definition.signals)
+        if not n:
+            return cached, None
+        dtype = torch.promote_types(cached.dtype, torch.float32)
+        size = self.n_head // cached.shape[1] * n * dtype.itemsize // cached.dtype.itemsize
+        numbers = cached[..., -size:].contiguous().view(dtype).unflatten(-1, (-1, n))
+        return cached[..., :-size], numbers.transpose(2, 3).flatten(1, 2)
 
     def prepare(
         self,
@@ -144,7 +188,9 @@ class NormaliserLayer(nn.Module):
             k = given  # centred keys would be rounded once more, and a softmax does not see the shift
         return (q * (factor * unit)).to(dtype), k.to(dtype)
 
-    def context(self, q: Tensor, k: Tensor, p: int | None = None) -> RowContext:
+    def context(
+        self, q: Tensor, k: Tensor, p: int | None = None, signals: Tensor | None = None
+    ) -> RowContext:
         """The `RowContext` of queries (..., Tq, D) that are the last of the Tk positions of the keys."""
         n_queries = q.shape[-2]
         n_keys = k.shape[-2]
@@ -152,8 +198,30 @@ class NormaliserLayer(nn.Module):
         if n_queries > n_keys:
             raise ValueError(f"{n_queries} queries for {n_keys} keys: expected at most as many")
         n = torch.arange(n_keys - n_queries + 1, n_keys + 1, dtype=dtype, device=q.device)[:, None]
-        p = self.reweight_p if p is None else p
-        return RowContext(n, n_keys, self.train_len, self.head_dim, p, self.learned(dtype))
+        first = None
+        if self.window:
+            first = (n - self.window).clamp_min(0)
+            n = n.clamp_max(self.window)
+        p = self.reweight_p if p is None else min(p, self.reweight_p)
+        context = RowContext(n, n_keys, self.train_len, self.head_dim, p, self.learned(dtype), first)
+        if not self.definition.signals:
+            return context
+        if signals is None:
+            raise UserError(f"{self.definition.name} reads the layer's input: expected signals")
+        by_name = dict(zip(self.definition.signals, signals.to(dtype).unbind(-1), strict=True))
+        of_rows = {name: each[..., -n_queries:, None] for name, each in by_name.items()}
+        bias = self.definition.key_bias(by_name)
+        own_bias = None if bias is None else bias[..., -n_queries:]
+        return replace(context, signals=of_rows, key_bias=bias, own_bias=own_bias)
+
+    def cut(self, q: Tensor, k: Tensor, v: Tensor, context: RowContext) -> tuple[Tensor, Tensor, RowContext]:
+        """k, v and their `RowContext` without the keys that lie before the windows of all queries."""
+        n_before = k.shape[-2] - q.shape[-2] + 1 - self.window
+        if not self.window or n_before <= 0:
+            return k, v, context
+        keys = slice(n_before, None)
+        cut = replace(context.block(slice(None), slice(None), keys), signals=context.signals)
+        return k[..., keys, :], v[..., keys, :], cut
 
     def learned(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Learned parameters, those per head as (H, 1, 1) to broadcast against (B, H, R, K)."""

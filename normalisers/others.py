@@ -211,6 +211,22 @@ class ElasticSoftmax(Scaled, name="elastic_softmax"):
         return context.zero_hidden(torch.relu(x.softmax(-1) + context.learned["tau"] / context.n))
 
 
+class FoX(Softmax, name="fox"):
+    """softmax(x_ij + sum_{j < t <= i} ln sigmoid(w.h_t + b)), h the layer's input, w and b learned per head.
+
+    Forgetting attention (arXiv 2503.02130), there without positions (`model.position = "none"`). w starts at
+    N(0, 0.02^2), b at 0, as in the authors' code (zhixuan-lin/forgetting-transformer), against which the
+    formula was checked. Their "Pro" block's norms, gate and shifts are not here.
+    """
+
+    @property
+    def signals(self) -> dict[str, float]:
+        return {"forget": 0.0}
+
+    def key_bias(self, signals: dict[str, Tensor]) -> Tensor:
+        return -F.logsigmoid(signals["forget"]).double().cumsum(-1)
+
+
 # ---------------------------------------------------------------- softmax, shifted or negated
 
 

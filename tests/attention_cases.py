@@ -15,10 +15,11 @@ import torch
 from reference import FORMULAS, reference_weights
 from torch import Tensor
 
-from attention import attend, choose_engine, make_normaliser
+import attention
+from attention import choose_engine, make_normaliser
 from engines import sdpa
 from normalisers.adaptive import AdaptiveSoftmax
-from normalisers.base import NORMALISERS
+from normalisers.base import NORMALISERS, share_heads
 from normalisers.family import PhiName
 from normalisers.layer import NormaliserLayer
 from schema import AttentionConfig, Engine
@@ -158,6 +159,25 @@ def draw(
     shapes = [(batch, n_head, t, head_dim) for t in (len_q, len_k, len_k, len_q)]
     q, k, v, do = (torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes)
     return q, k, v, do
+
+
+def signals_of(normaliser: NormaliserLayer, q: Tensor, k: Tensor) -> Tensor | None:
+    """In the place of what a formula reads from a layer's input: the first channels of the keys."""
+    n = len(normaliser.definition.signals)
+    return share_heads(k, q)[..., :n] if n else None
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserLayer, engine: Any = "auto", **options: Any
+):
+    """`attention.attend` with `signals_of` the keys."""
+    signals = signals_of(normaliser, q, k)
+    return attention.attend(q, k, v, normaliser, engine, signals=signals, **options)
+
+
+def weights_of(normaliser: NormaliserLayer, q: Tensor, k: Tensor) -> Tensor:
+    """The dense weights with `signals_of` the keys."""
+    return normaliser.weights(q, k, signals=signals_of(normaliser, q, k))
 
 
 def run(engine: Any, normaliser: NormaliserLayer, q, k, v, do, autocast: bool = False) -> dict[str, Tensor]:

@@ -30,6 +30,10 @@ class Row:
     train_len: int
     params: dict[str, Tensor]  # learned parameters of this row's head: scalars, and p_n (train_len,)
 
+    def signal(self, i: int) -> Tensor:
+        """(n,): what the formula reads from the layer's input at each key. Tests take a channel of the keys."""
+        return self.k[:, i]
+
     @property
     def n(self) -> int:
         return self.k.shape[0]
@@ -44,7 +48,7 @@ class Row:
 
 
 def reference_weights(
-    cfg: Any, q: Tensor, k: Tensor, train_len: int, params: dict[str, Tensor] | None = None
+    cfg: Any, q: Tensor, k: Tensor, train_len: int, params: dict[str, Tensor] | None = None, window: int = 0
 ) -> Tensor:
     """Dense weights of a causal attention whose queries are the last Tq of Tk positions.
 
@@ -53,6 +57,7 @@ def reference_weights(
         q: (B, H, Tq, D). k: (B, H, Tk, D). Any dtype; converted to float64.
         train_len: the training length.
         params: the normaliser's learned parameters by name: `s`, `b`, `sink`, `w` (H,), `p_n` (train_len,).
+        window: the last keys that a query sees; 0: all.
     Returns:
         (B, H, Tq, Tk) float64, zeros above the diagonal.
     Raises:
@@ -69,11 +74,12 @@ def reference_weights(
             of_head = {name: p if name == "p_n" else p[h] for name, p in params.items()}
             for r in range(len_q):
                 n = len_k - len_q + r + 1
-                row = Row(q[b, h, r], k[b, h, :n], len_k, train_len, of_head)
+                first = max(0, n - window) if window else 0
+                row = Row(q[b, h, r], k[b, h, first:n], len_k, train_len, of_head)
                 a = FORMULAS[cfg.normaliser](row, cfg)
                 if cfg.reweight_p:
                     a = reweight(a, cfg.reweight_p)
-                rows.append(torch.cat([a, a.new_zeros(len_k - n)]))
+                rows.append(torch.cat([a.new_zeros(first), a, a.new_zeros(len_k - n)]))
     return torch.stack(rows).view(batch, n_head, len_q, len_k)
 
 
@@ -231,6 +237,12 @@ def _scale_invariant(row: Row, cfg: Any) -> Tensor:
     return exp_l1((2 * log + 1) ** 0.5 * _score(row, cfg) - 2 * log)
 
 
+def _fox(row: Row, cfg: Any) -> Tensor:
+    """softmax(x_j + sum of ln f_t over the keys t after j), f = sigmoid of the signal: arXiv 2503.02130."""
+    log_f = -log_1p_exp(-row.signal(0))
+    return exp_l1(_score(row, cfg) + torch.stack([log_f[j + 1 :].sum() for j in range(row.n)]))
+
+
 def _entmax(row: Row, cfg: Any) -> Tensor:
     """1.5-entmax by sorting: the support is the largest k whose threshold lies below its smallest score.
 
@@ -290,6 +302,7 @@ FORMULAS: dict[str, Callable[[Row, Any], Tensor]] = {
     "norm_softmax": _norm_softmax,
     "logit_norm": _logit_norm,
     "scale_invariant": _scale_invariant,
+    "fox": _fox,
     "entmax": _entmax,
     "asentmax": _entmax,
     "threshold": _threshold,

@@ -5,7 +5,6 @@ those of the normaliser's definition, in blocks of rows: O(block * T) memory.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -38,7 +37,8 @@ def model_statistics(
     Returns: (B, n_layer, n_head, len(STATISTICS)) float32.
     """
     layers = attention_inputs(model, tokens, rope, p=p)
-    return torch.stack([layer_statistics(each, q[:, :, -n_rows:], k, p) for each, q, k in layers], dim=1)
+    of_layers = [layer_statistics(each, q[:, :, -n_rows:], k, signals, p) for each, q, k, signals in layers]
+    return torch.stack(of_layers, dim=1)
 
 
 def attention_inputs(
@@ -47,26 +47,26 @@ def attention_inputs(
     rope: RopeScaling = UNSCALED,
     cache: KVCache | None = None,
     p: int | None = None,
-) -> Iterator[tuple[NormaliserLayer, Tensor, Tensor]]:
-    """Each layer's normaliser, q (B, H, T, D) and k after RoPE.
+) -> Iterator[tuple[NormaliserLayer, Tensor, Tensor, Tensor | None]]:
+    """Each layer's normaliser, q (B, H, T, D) and k after RoPE, and the signals.
 
     Args:
         tokens: (B, T); with a cache those after the cached ones.
         cache: k is then of all keys, prepared for it (`cache_keys`); its length does not change.
     """
     start = cache.length if cache else 0
-    cos, sin = model.rope(start + tokens.shape[1], rope, start)
+    tables = model.rope(start + tokens.shape[1], rope, start)
     x = model.embedding(tokens)  # (B, T, C)
-    for i, block in enumerate(model.blocks):
+    for block, (cos, sin) in zip(model.blocks, tables, strict=True):
         attention = block.attention
-        q, k, v = attention.project(block.attention_norm(x), cos, sin)
-        if cache:
-            k, _ = cache.append(i, attention.normaliser.cache_keys(k), v)
-        yield attention.normaliser, q, k
+        q, k, _, signals = attention.project(block.attention_norm(x), cos, sin, cache)
+        yield attention.normaliser, q, k, signals
         x = block(x, cos, sin, cache, p)
 
 
-def layer_statistics(normaliser: NormaliserLayer, q: Tensor, k: Tensor, p: int | None = None) -> Tensor:
+def layer_statistics(
+    normaliser: NormaliserLayer, q: Tensor, k: Tensor, signals: Tensor | None = None, p: int | None = None
+) -> Tensor:
     """Means over the rows of q (B, H, Tq, D), the last positions of k (B, H, Tk, D), both after RoPE.
 
     A row of zero weights has entropy 0 and 0 effective keys. Returns: (B, H, len(STATISTICS)).
@@ -74,13 +74,13 @@ def layer_statistics(normaliser: NormaliserLayer, q: Tensor, k: Tensor, p: int |
     with torch.autocast(q.device.type, enabled=False):
         unscaled_q = q.float()
         unscaled_k = share_heads(k, q).float()
-        context = normaliser.context(q, k, p)
+        context = normaliser.context(q, k, p, signals)
         q, k = normaliser.prepare(q, k, context)
         total = q.new_zeros(*q.shape[:2], len(STATISTICS))
-        for batch, block, keys in query_blocks(q, k):
+        for batch, block, keys in query_blocks(q, k, normaliser.window):
             unscaled = unscaled_q[batch, :, block] @ unscaled_k[batch, :, keys].mT  # (b, H, R, K)
-            x = q[batch, :, block] @ k[batch, :, keys].mT
-            block_context = replace(context, n=context.n[block])
+            block_context = context.block(batch, block, keys)
+            x = block_context.add_bias(q[batch, :, block] @ k[batch, :, keys].mT)
             hidden = ~block_context.visible(x)
             weights = normaliser.row_weights(x.masked_fill(hidden, -torch.inf), block_context)
             mass = l1_normalise(weights.abs())  # (b, H, R, K)
@@ -93,7 +93,7 @@ def layer_statistics(normaliser: NormaliserLayer, q: Tensor, k: Tensor, p: int |
                 "relative_entropy": entropy / n.clamp_min(2).log(),  # 0 for a row of one key
                 "effective_keys": torch.where((mass > 0).any(-1), entropy.exp(), 0.0),
                 "largest": mass.amax(-1),
-                "first_token": mass[..., 0],
+                "first_token": mass[..., 0] * (not keys.start),
                 "tiny": (~hidden & (mass < TINY)).sum(-1) / n,
             }
             total[batch] += torch.stack([rows[key].sum(-1) for key in STATISTICS], dim=-1)  # (b, H, S)
@@ -107,7 +107,7 @@ def attention_mass(model: GPT, token: Tensor, rope: RopeScaling, cache: KVCache,
     The cache's length does not change. Returns: (B, n_layer, n_head) float32.
     """
     layers = []
-    for normaliser, q, keys in attention_inputs(model, token, rope, cache):
-        weights = normaliser.weights(q, keys, cached=True)[:, :, 0]
+    for normaliser, q, keys, signals in attention_inputs(model, token, rope, cache):
+        weights = normaliser.weights(q, keys, cached=True, signals=signals)[:, :, 0]
         layers.append((l1_normalise(weights.abs()) * where[:, None]).sum(-1))  # (B, H, n) -> (B, H)
     return torch.stack(layers, dim=1)

@@ -80,8 +80,9 @@ def set_learning_rates(
     return factor * config.lr
 
 
-def power_at(config: AttentionConfig, step: int) -> int:
-    """p of the re-weighting at a step: from 1 to reweight_p in equal spans of reweight_p_warmup steps."""
+def power_at(config: AttentionConfig, step: int) -> int | None:
+    """The largest p of the re-weighting at a step: from 1 to reweight_p in equal spans of reweight_p_warmup
+    steps, then None: each layer's own."""
     if step >= config.reweight_p_warmup:
-        return config.reweight_p
+        return None
     return 1 + (config.reweight_p - 1) * step // config.reweight_p_warmup

@@ -28,7 +28,7 @@ from config import to_toml
 from infra.cli import UserError, drop_output
 from infra.distributed import World
 from infra.files import append_synced, read_jsonl, write_atomically
-from schema import Config, describe_attention
+from schema import Config, describe_layers
 from training.state import TrainState
 
 
@@ -172,7 +172,7 @@ class RunLog:
             f"run      {config.run_dir}",
             f"model    {raw_model.n_params() / 1e6:.2f}M parameters, {config.model.n_layer} layers, "
             f"{config.model.heads}, width {config.model.n_embd}",
-            f"attention {describe_attention(config.attention, config.model)}, engine {raw_model.engine.note}",
+            f"attention {describe_layers(config)}, engine {raw_model.engine.note}",
             f"data     {config.data.dir}: {n_tokens:,} training tokens ({epochs:.2f} epochs)",
             f"step     {train.batch_tokens:,} tokens, {self.state.batches.micro} sequences at a time, "
             f"T = {train.seq_len}, {self.world.size} processes on {self.world.device.type}, {train.dtype}",

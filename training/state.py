@@ -62,8 +62,8 @@ class TrainState:
         return self.validation["best_step"] == self.step
 
     @property
-    def power(self) -> int:
-        """p of the re-weighting in the last step done, or in the first."""
+    def power(self) -> int | None:
+        """`power_at` the last step done, or the first."""
         return power_at(self.config.attention, max(0, self.step - 1))
 
     @property

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from attention_cases import (
     CASES,
     assert_close,
+    attend,
     case_id,
     choose,
     draw,
@@ -21,10 +22,13 @@ from attention_cases import (
     has_sdpa,
     make,
     run,
+    weights_of,
 )
+from reference import reference_weights
 from torch import Tensor
 
-from attention import attend, make_normaliser
+import attention
+from attention import make_normaliser
 from engines import triton
 from infra.cli import UserError
 from normalisers.adaptive import NormSoftmax
@@ -137,7 +141,9 @@ def test_what_sdpa_supports_and_auto_takes():
     for (cfg,) in (case.values for case in CASES):
         plain = not cfg.reweight_p and getattr(cfg, "sink", "none") == "none"
         is_softmax = cfg.normaliser in by_sdpa or (getattr(cfg, "phi", "") == "exp" and cfg.l1)
-        assert has_sdpa(cfg) == (is_softmax and plain and cfg.normaliser != "scale_invariant"), cfg
+        assert has_sdpa(cfg) == (is_softmax and plain and cfg.normaliser not in ("scale_invariant", "fox")), (
+            cfg
+        )
         engine = choose(make(cfg, 2, 16, 40), torch.device("cpu"), torch.float32)
         assert engine == ("sdpa" if has_sdpa(cfg) else "rows")
 
@@ -213,7 +219,7 @@ def test_gradcheck(cfg):
             t.requires_grad_()
         for engine in engines(cfg):
             assert torch.autograd.gradcheck(
-                lambda q, k, v, *params, engine=engine, norm=normaliser: attend(q, k, v, norm, engine=engine),
+                lambda q, k, v, *params, engine=engine, norm=normaliser: attend(q, k, v, norm, engine),
                 inputs,
                 fast_mode=not cfg.reweight_p,
             )
@@ -262,6 +268,41 @@ def test_alibi(options):
     assert choose(normaliser, q.device, q.dtype) == "rows"
     with pytest.raises(UserError, match="with alibi"):
         attend(q, k, v, normaliser, "sdpa")
+
+
+WINDOWED = [
+    *BIG,
+    {"normaliser": "softmax"},
+    {"normaliser": "ssmax", "reweight_p": 3, "scores": "cosine"},
+    *({"normaliser": name} for name in ("stick_breaking", "scale_invariant", "elastic_softmax", "threshold")),
+    *({"normaliser": "softmax", "sink": "learned"}, {"normaliser": "fox"}),
+]
+
+
+@pytest.mark.parametrize("window", [1, 5, 64])
+@pytest.mark.parametrize("options", WINDOWED, ids=case_id)
+def test_window(options, window):
+    """Every query sees its last keys, of which n counts; all engines, grouped heads, and decoding."""
+    cfg = AttentionConfig(**{"output_norm": False, **options})
+    normaliser = make(cfg, 4, 8, train_len=40).double()
+    normaliser.window = window
+    engine = "sdpa" if has_sdpa(cfg) and options["normaliser"] != "norm_softmax" else "rows"
+    assert choose(normaliser, torch.device("cpu"), torch.float64) == engine
+    assert triton.problem(normaliser, torch.device("cuda"), torch.float32).endswith("kernels do not know")
+    for len_q, len_k in [(73, 73), (9, 33), (3, 3)]:
+        q, _, _, do = draw(len_q, len_k, 8, n_head=4, dtype=torch.float64)
+        _, k, v, _ = draw(len_q, len_k, 8, dtype=torch.float64)
+        want = reference_weights(
+            cfg, q, k.repeat_interleave(2, 1), 40, dict(normaliser.named_parameters()), window
+        )
+        assert (weights_of(normaliser, q, k) - want).abs().max() <= 1e-12
+        dense = run("dense", normaliser, q, k, v, do)
+        for name in {"rows", engine}:
+            assert_close(run(name, normaliser, q, k, v, do), dense, (q, k, v, do), 1e-11, f"{name} {len_q}")
+        keys = normaliser.cache_keys(k)
+        for name in {"rows", "dense", engine}:
+            last = attend(q[:, :, -1:], keys, v, normaliser, name, cached=True)
+            assert (last - dense["o"][:, :, -1:]).abs().max() <= 1e-12
 
 
 # 4. Extreme rows.
@@ -479,11 +520,30 @@ def test_output_norm_is_applied_by_attend(engine):
     assert torch.equal(normed, F.rms_norm(plain, (16,), eps=1e-5))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_cache_keeps_every_bit_of_the_signals(dtype):
+    """Of 6 query heads in 2 heads of keys."""
+    normaliser = make(AttentionConfig(normaliser="fox"), 6, 16, 64)
+    keys = torch.randn(2, 2, 9, 16, dtype=dtype)
+    signals = torch.randn(2, 6, 9, 1, dtype=torch.promote_types(dtype, torch.float32))
+    got_keys, got_signals = normaliser.split_keys(normaliser.cache_keys(keys, signals))
+    assert torch.equal(got_keys, keys) and torch.equal(got_signals, signals)
+
+
+def test_biases_by_key_keep_their_digits_in_float32():
+    """Sums of 16K terms, of which float32 would leave 1e-3, and their gradients."""
+    inputs = draw(128, 16384, 16)
+    normaliser = make(AttentionConfig(normaliser="fox"), 2, 16, 1024)
+    assert_close(run("rows", normaliser, *inputs), exactly(normaliser, *inputs), inputs, 1e-5, "rows")
+
+
 # 7. What is rejected.
 
 
 def test_what_attend_cannot_do():
     softmax, lssa = (make_normaliser(AttentionConfig(normaliser=n), 2, 16, 8) for n in ("softmax", "lssa"))
+    with pytest.raises(UserError, match="fox reads the layer's input: expected signals"):
+        attention.attend(*draw(3, 3, 16)[:3], make(AttentionConfig(normaliser="fox"), 2, 16, 8))
     q, k, v, _ = draw(5, 3, 16)
     for normaliser, engine, error, message in (
         (lssa, "sdpa", UserError, "lssa with these options is not a softmax"),

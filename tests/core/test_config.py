@@ -11,7 +11,7 @@ from config import changed_keys, config_from_dict, describe_keys, expand_sweep, 
 from infra.cli import UserError
 from normalisers.adaptive import NormSoftmax
 from normalisers.base import NORMALISERS
-from schema import AttentionConfig, Config
+from schema import AttentionConfig, Config, describe_layers
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs/gpt2_124m.toml"
@@ -42,7 +42,9 @@ def test_every_variant_of_the_comparison_trains_at_another_scale(scale: str):
         config = load_config(path, [*run.overrides, "--base", base])
         own = load_config(path, run.overrides)
         sizes = {"n_layer", "n_head", "n_embd", "vocab_size", "gelu"}
-        assert config.model == load_config(base).model.model_copy(update={"position": own.model.position})
+        update = {"position": own.model.position, "window": own.model.window}
+        assert config.model == load_config(base).model.model_copy(update=update)
+        assert config.layers == own.layers
         assert own.model.model_dump(exclude=sizes) == config.model.model_dump(exclude=sizes)
         changed = {key for key in changed_keys(own, config) if key.startswith("attention.")}
         assert changed <= {"attention.scale", "attention.scale_init", "attention.reweight_p_warmup"}
@@ -147,6 +149,69 @@ BAD_ATTENTION = [
     ('normaliser = "norm_softmax"\nvariant = "affine"\ngamma = 1.0', "attention.variant = 'affine'"),
     ('normaliser = "norm_softmax"\nvariant = "inverse"\ngamma = "inf"', "attention.gamma = 'inf'"),
 ]
+
+
+def test_layers(tmp_path: Path):
+    """Later entries win; a normaliser takes the section's place, other keys change it; sizes give numbers."""
+    text = """
+[model]
+position = "p_rope"
+rope_fraction = 0.5
+[attention]
+scores = "cosine"
+scale = "sqrt_d"
+[[layers]]
+every = 4
+position = "none"
+attention = { length_scale = "ln_n" }
+[[layers]]
+at = [0, -1]
+window = 128
+rope_theta = 5e5
+attention = { normaliser = "ssmax", scores = "cosine", scale_init = "sqrt_d_over_ln_L" }
+"""
+    config = load_config(write(tmp_path, "x.toml", f'base = "{RECIPE}"\n{text}'))
+    of_layers = [config.of_layer(i) for i in range(12)]
+    assert [c.model.position for c in of_layers] == 2 * [*3 * ["p_rope"], "none"] + 3 * ["p_rope"] + ["none"]
+    assert [c.model.window for c in of_layers] == [128, *10 * [0], 128]
+    assert [c.model.rope_theta for c in of_layers] == [5e5, *10 * [1e4], 5e5]
+    assert of_layers[1].attention == config.attention and of_layers[1].model == config.model
+    assert of_layers[3].attention.model_dump() == config.attention.model_dump() | {"length_scale": "ln_n"}
+    assert of_layers[0].attention == AttentionConfig(normaliser="ssmax", scores="cosine", scale_init=1.15)
+    assert load_config(write(tmp_path, "y.toml", to_toml(config)), ["--name", "x"]) == config
+    qk_norm = "softmax (scores = cosine, scale = sqrt_d"
+    assert describe_layers(config) == (
+        "layer 0: ssmax (scores = cosine, scale_init = 1.15), p_rope, window 128; "
+        f"layers 1, 2, 4, 5, 6, 8, 9, 10: {qk_norm}), p_rope; "
+        f"layers 3, 7: {qk_norm}, length_scale = ln_n), no positions; "
+        "layer 11: ssmax (scores = cosine, scale_init = 1.15), no positions, window 128"
+    )
+    value = '[{every = 12, attention = {normaliser = "lssa"}}]'
+    config = load_config(RECIPE, ["--layers", value])
+    assert [config.of_layer(i).attention.normaliser for i in (10, 11)] == ["softmax", "lssa"]
+    write(tmp_path, "layers.toml", "[[layers]]\nevery = 4\nwindow = 9\n")
+    with one_line("would lose layers = [{'every': 4, 'window': 9}] of its own base"):
+        load_config(write(tmp_path, "z.toml", 'base = "layers.toml"'), ["--base", str(RECIPE)])
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ("{every = 2, windw = 1}", "layers[0].windw = 1: unknown key; did you mean layers[0].window?"),
+        ("{every = 13}", "expected either at, of layers 0 to 11, or every, 1 to 12"),
+        ("{at = [12]}", "layers[0] = {'at': [12]}: expected either at"),
+        ("{window = 3}", "layers[0] = {'window': 3}: expected either at"),
+        ("{at = 3}", "layers[0].at = 3: expected list"),
+        ("{at = [3], window = -1}", "layers: in layer 3 model.window = -1: expected greater than or equal"),
+        ("{at = [3], attention = {tau = 1.0}}", "layers: in layer 3 attention.tau = 1.0: unknown key"),
+        ("{at = [3], attention = {reweight_p_warmup = 9}}", "expected reweight_p_warmup in [attention]"),
+        ("3", "layers"),
+    ],
+)
+def test_layers_that_do_not_fit(entry: str, expected: str, tmp_path: Path):
+    path = write(tmp_path, "x.toml", f"layers = [{entry}]\n")
+    with one_line(path, expected):
+        load_config(path)
 
 
 @pytest.mark.parametrize(("section", "expected"), BAD_ATTENTION)

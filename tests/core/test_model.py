@@ -259,6 +259,52 @@ def test_causality(attention):
 
 
 PIECES = [7, 9, 1, 7]
+HYBRID = [{"every": 2, "position": "none", "window": 0, "attention": {"length_scale": "log_train_len_n"}}]
+MIXED = [{"at": [0], "window": 3, "attention": LSSAR}, {"at": [1], "position": "alibi", "rope_theta": 5e3}]
+
+
+@pytest.mark.parametrize(("window", "layers"), [(5, []), (5, HYBRID), (0, MIXED)], ids=str)
+def test_layers_of_their_own(window, layers):
+    """Each block is the one of a model whose [model] and [attention] are that layer's; decoding agrees."""
+    config = make_config(window=window).model_copy(update={"layers": layers})
+    torch.manual_seed(0)
+    gpt = GPT(config)
+    for p in gpt.parameters():
+        if p.dim() == 2:
+            torch.nn.init.normal_(p, std=0.2)
+    gpt.double()
+    tokens, rope = random_tokens(2, 24), RopeScaling("ntk", length=24)
+    cache = KVCache(n_layer=2, max_length=24)
+    with torch.no_grad():
+        x = gpt.embedding(tokens)
+        for i, block in enumerate(gpt.blocks):
+            of_layer = config.of_layer(i)
+            alone = GPT(of_layer).double()
+            alone.blocks[i].load_state_dict(block.state_dict())
+            x = alone.blocks[i](x, *alone.rope(24, rope)[i])
+        logits = gpt.logits(gpt.final_norm(x))
+        pieces = [gpt(piece, rope=rope, cache=cache) for piece in tokens.split(PIECES, dim=1)]
+        far = tokens.clone()
+        far[:, 0] = (far[:, 0] + 1) % 61
+        seen = (gpt(far, rope=rope) - logits).abs().amax(-1)[0] > 1e-9
+    torch.testing.assert_close(gpt(tokens, rope=rope), logits, atol=1e-9, rtol=0)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), logits, atol=1e-9, rtol=0)
+    if not layers:  # two layers of a window of 5 see 9 tokens
+        assert seen.tolist() == [True] * 9 + [False] * 15
+        assert gpt.flops_per_token() < make_gpt().flops_per_token()
+
+
+def test_one_schedule_of_p_for_all_layers():
+    """p bounds each layer's own power: those that are not re-weighted stay so."""
+    layers = [{"at": [0], "attention": {"normaliser": "softmax"}}]
+    gpt = GPT(make_config(LSSAR).model_copy(update={"layers": layers}))
+    p3 = GPT(make_config(LSSAR | {"reweight_p": 3}).model_copy(update={"layers": layers}))
+    p3.load_state_dict(gpt.state_dict())
+    tokens = random_tokens(2, 24)
+    with torch.no_grad():
+        assert torch.equal(gpt(tokens, p=3), p3(tokens)) and torch.equal(gpt(tokens, p=15), gpt(tokens))
+    assert [block.attention.engine.name for block in gpt.blocks] == ["sdpa", "rows"]
+    assert gpt.engine.note == "sdpa, rows"
 
 
 @pytest.mark.parametrize(("parts", "pieces"), [
@@ -268,7 +314,7 @@ PIECES = [7, 9, 1, 7]
     ({"position": "alibi"}, PIECES), ({"attention_gate": True}, PIECES),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize(
-    "attention", [{}, LSSAR, {"normaliser": "threshold"}, {"normaliser": "scale_invariant"}]
+    "attention", [{}, LSSAR, *({"normaliser": name} for name in ("threshold", "scale_invariant", "fox"))]
 )
 def test_cache_equals_uncached(attention, parts, pieces):
     gpt = make_gpt(attention, std=0.2, **parts).double()  # float32 rounds differently on each CPU
@@ -279,6 +325,29 @@ def test_cache_equals_uncached(attention, parts, pieces):
         logits = [gpt(piece, rope=rope, cache=cache) for piece in tokens.split(pieces, dim=1)]
     assert cache.length == 24 and cache.keys[0].shape[1] == gpt.config.model.kv_heads
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-9, rtol=0)
+
+
+def test_fox_reads_the_layers_input():
+    """Of a single layer: logits move with w and b, start at sigmoid(0) a token, and count real keys only."""
+    gpt = make_gpt({"normaliser": "fox"}, std=0.2, n_layer=1, position="none").double()
+    signal = gpt.blocks[0].attention.normaliser.signal
+    assert signal.weight.shape == (2, 32) and signal.bias.tolist() == [0, 0]
+    tokens = random_tokens(2, 24)
+    with torch.no_grad():
+        whole = gpt(tokens)
+        cache = KVCache(n_layer=1, max_length=24)
+        cache.spans = [(0, 24), (5, 24)]
+        padded = gpt(tokens, cache=cache)
+        torch.testing.assert_close(padded[0], whole[0], atol=1e-9, rtol=0)
+        torch.testing.assert_close(padded[1, 5:], gpt(tokens[1:, 5:])[0], atol=1e-9, rtol=0)
+        signal.weight.zero_()
+        signal.bias.fill_(100.0)  # forgets nothing
+        softmax = make_gpt({}, n_layer=1, position="none").double()
+        softmax.load_state_dict({k: v for k, v in gpt.state_dict().items() if "signal" not in k})
+        torch.testing.assert_close(gpt(tokens), softmax(tokens), atol=1e-9, rtol=0)
+        signal.bias.zero_()
+    gpt(tokens, tokens).backward()
+    assert signal.weight.grad.abs().max() > 0 and signal.bias.grad.abs().min() > 0
 
 
 @pytest.mark.parametrize("position", ["none", "alibi"])

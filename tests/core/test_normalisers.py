@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import CASES, PHIS, case_id, draw, each_case, formula, is_normalised, make
+from attention_cases import CASES, PHIS, case_id, draw, each_case, formula, is_normalised, make, weights_of
 from reference import FORMULAS, PHI, UNIFORM
 from torch import Tensor
 
@@ -32,7 +32,7 @@ SHAPES = [(t, t) for t in (1, 2, 3, 4, 5, 33, 129)] + [(1, 33), (7, 33)]
 
 def row_errors(cfg: AttentionConfig, q: Tensor, k: Tensor, normaliser: NormaliserLayer) -> Tensor:
     """Each row's largest error; relative to the row's largest weight where rows are not normalised."""
-    got = normaliser.weights(q, k)
+    got = weights_of(normaliser, q, k)
     want = formula(cfg, 160)(q, k, dict(normaliser.named_parameters()))
     assert got.dtype == q.dtype and got.shape == want.shape
     future = torch.ones(got.shape[2:], dtype=torch.bool).triu(got.shape[3] - got.shape[2] + 1)
@@ -56,8 +56,10 @@ def rounding_response(cfg: AttentionConfig, q: Tensor, k: Tensor, normaliser: No
     def moved(t: Tensor) -> Tensor:
         return t.double() * (1 + 2.0**-24 * (2 * torch.randint(0, 2, t.shape, generator=g) - 1))
 
-    want = exact.weights(q.double(), k.double())
-    return torch.stack([row_distance(cfg, exact.weights(moved(q), moved(k)), want) for _ in range(8)]).amax(0)
+    want = weights_of(exact, q.double(), k.double())
+    return torch.stack(
+        [row_distance(cfg, weights_of(exact, moved(q), moved(k)), want) for _ in range(8)]
+    ).amax(0)
 
 
 def is_ill_conditioned(cfg: AttentionConfig) -> bool:

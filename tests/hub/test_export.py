@@ -165,12 +165,15 @@ def test_exported_models_are_ours(tiny_config, own_file, call):
         ([*flags({"normaliser": "ssmax_pn"}), "--model.n-kv-head", "1"], "none"),
         ([*flags({"normaliser": "sigmoid", "bias": "log_len"}), "--model.position", "alibi"], "linear"),
         (["--attention.normaliser", f"{own_file}:Mine"], "ntk"),
+        ([*flags({"normaliser": "fox"}), "--model.position", "none"], "none"),
+        (["--model.window", "9", "--layers", '[{at = [1], position = "none", window = 0}]'], "ntk"),
     ]
     compare_in_a_fresh_process(cases, tiny_config, call)
 
 
 def test_native_only_where_exact(tiny_config):
     changes = ["--model.position=alibi", "--model.attention-gate=true", "--attention.output-norm=true"]
+    changes += ["--model.window=9", "--layers=[{at = [1], position = 'none'}]"]
     changes += ["--model.n-kv-head=1", "--attention.scores=cosine", "--train.loss=logit_norm"]
     changes += ["--model.norm=rmsnorm"]
     assert choose_architecture(load_config(tiny_config)) == "gpt_neox"

@@ -23,6 +23,7 @@ OPTIONS = [
     {"normaliser": "scale_invariant"},
     {"normaliser": "scale_invariant", "scores": "cosine", "scale": "learned", "tau": 2.0, "alibi": True},
     {"normaliser": "ssmax", "bias": True, "alibi": True},
+    {"normaliser": "fox", "alibi": True},
 ]
 
 
@@ -45,6 +46,7 @@ def backward_on_cpu(monkeypatch):
 def test_agrees_with_the_definition(options, shape, backward_on_cpu, monkeypatch):
     """o and every gradient, grouped heads, odd lengths, as many queries as keys and fewer."""
     normaliser = build(options)
+    normaliser.window = 140 * (shape[0] == 130)
     q, k, v, do = draw(*shape, 16, batch=2, n_head=4)
     inputs = (q, k[:, :2], v[:, :2], do)
     want = run("dense", normaliser.double(), *(t.double() for t in inputs))
@@ -56,9 +58,14 @@ def test_agrees_with_the_definition(options, shape, backward_on_cpu, monkeypatch
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (300, 300), (70, 200), (256, 384), (500, 1000), (1, 1)])
-def test_causal_mask(shape):
-    got, first = flex.causal_mask(*shape, CPU)
-    want = create_block_mask(lambda b, h, i, j: i + first >= j, None, None, *shape, device="cpu")
+@pytest.mark.parametrize("window", [0, 1, 130])
+def test_causal_mask(shape, window):
+    got, first = flex.causal_mask(*shape, CPU, window)
+
+    def visible(b, h, i, j):
+        return (i + first >= j) & (i + first - j < (window or 1000))
+
+    want = create_block_mask(visible, None, None, *shape, device="cpu")
     assert torch.equal(got.to_dense(), want.to_dense())
 
 
@@ -108,8 +115,9 @@ def test_choice(monkeypatch):
             choose(normaliser, CUDA, torch.bfloat16, "flex")
 
 
+@pytest.mark.parametrize("options", [OPTIONS[1], {"normaliser": "fox"}], ids=["distance", "fox"])
 @pytest.mark.parametrize("fault", ["", "wrong", "raises"])
-def test_self_check(fault, backward_on_cpu, monkeypatch):
+def test_self_check(options, fault, backward_on_cpu, monkeypatch):
     def faulty(q, *rest, **options):
         if fault == "raises":
             raise RuntimeError("out of shared memory\nand more lines")
@@ -121,7 +129,7 @@ def test_self_check(fault, backward_on_cpu, monkeypatch):
     self_check._check.cache_clear()
     if fault:
         with pytest.warns(UserWarning, match="engine flex failed its self-check"):
-            assert self_check.check("flex", flex, build(OPTIONS[1]), CPU, torch.float32).problem
+            assert self_check.check("flex", flex, build(options), CPU, torch.float32).problem
     else:
-        assert self_check.check("flex", flex, build(OPTIONS[1]), CPU, torch.float32).error < 1e-5
+        assert self_check.check("flex", flex, build(options), CPU, torch.float32).error < 1e-5
     self_check._check.cache_clear()

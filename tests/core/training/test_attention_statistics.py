@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from attention_cases import draw, each_case, make
+from attention_cases import draw, each_case, make, signals_of, weights_of
 from launch import records, run
 from test_model import make_gpt, random_tokens
 
@@ -54,11 +54,14 @@ def test_statistics_are_those_of_the_dense_weights(cfg, len_q, monkeypatch):
     q = 4 * q  # gives small weights for `tiny` to count
     blocks = [(slice(b, b + 1), slice(i, min(i + 7, len_q)), slice(21 - len_q + min(i + 7, len_q)))
               for b in range(2) for i in range(0, len_q, 7)]  # fmt: skip
-    monkeypatch.setattr(attention_statistics, "query_blocks", lambda q, k: blocks)
+    monkeypatch.setattr(attention_statistics, "query_blocks", lambda *_: blocks)
     with torch.no_grad():
-        found = layer_statistics(normaliser, q, k).double()
-        prepared_q, prepared_k = normaliser.prepare(q, k, normaliser.context(q, k))
-        expected = from_dense(normaliser.weights(q, k), q @ k.mT, prepared_q @ prepared_k.mT)
+        signals = signals_of(normaliser, q, k)
+        found = layer_statistics(normaliser, q, k, signals).double()
+        context = normaliser.context(q, k, signals=signals)
+        prepared_q, prepared_k = normaliser.prepare(q, k, context)
+        scores = context.add_bias(prepared_q @ prepared_k.mT)
+        expected = from_dense(weights_of(normaliser, q, k), q @ k.mT, scores)
     tiny = NAMES.index("tiny")
     torch.testing.assert_close(found[..., :tiny], expected[..., :tiny], atol=2e-4, rtol=2e-4)
     # A weight within rounding of the threshold may fall on either side.
@@ -98,13 +101,13 @@ def test_attention_mass_is_that_of_the_dense_weights():
     gpt(tokens[:, :-1], rope=rope, cache=cache)
     mass = attention_mass(gpt, tokens[:, -1:], rope, cache, where)
     assert cache.length == 19
-    cos, sin = gpt.rope(20, rope)
+    tables = gpt.rope(20, rope)
     x = gpt.embedding(tokens)
     for i, block in enumerate(gpt.blocks):
-        q, k, _ = block.attention.project(block.attention_norm(x), cos, sin)
+        q, k, *_ = block.attention.project(block.attention_norm(x), *tables[i])
         last = block.attention.normaliser.weights(q, k)[:, :, -1]  # (B, H, T)
         torch.testing.assert_close(mass[:, i], (last * where[:, None]).sum(-1), atol=1e-5, rtol=1e-4)
-        x = block(x, cos, sin)
+        x = block(x, *tables[i])
     last = gpt(tokens[:, -1:], rope=rope, cache=cache)[:, -1]
     torch.testing.assert_close(last, gpt(tokens, rope=rope)[:, -1], atol=1e-4, rtol=0)
 

@@ -57,14 +57,14 @@ def test_schedules():
 
 
 def test_the_power_of_the_re_weighting_rises():
-    def powers(p: int, n_steps: int) -> list[int]:
+    def powers(p: int, n_steps: int) -> list[int | None]:
         config = AttentionConfig(normaliser="lssa", reweight_p=p, reweight_p_warmup=n_steps)
         return [power_at(config, step) for step in range(9)]
 
-    assert powers(15, 8) == [1, 2, 4, 6, 8, 9, 11, 13, 15]
-    assert powers(3, 4) == [1, 1, 2, 2, 3, 3, 3, 3, 3]
-    assert powers(2, 8) == [1] * 8 + [2]
-    assert powers(7, 0) == 9 * [7]
+    assert powers(15, 8) == [1, 2, 4, 6, 8, 9, 11, 13, None]
+    assert powers(3, 4) == [1, 1, 2, 2, *5 * [None]]
+    assert powers(2, 8) == [1] * 8 + [None]
+    assert powers(7, 0) == 9 * [None]
 
 
 def test_a_compiled_model_has_few_graphs_for_all_powers(tiny_config: Path):
