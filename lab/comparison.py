@@ -121,7 +121,9 @@ def update(folder: Path, out: Path) -> None:
     if scale == "recall":
         new = [*recalls_of(folder)]
     else:
-        new = [record_of(run) for run in read_runs([str(folder)]) if len(run.losses)] + [*costs_of(folder)]
+        runs = read_runs([str(folder)])
+        evaluated = [run for run in runs if run.losses[run.losses.measure == "loss"].value.notna().any()]
+        new = [*map(record_of, evaluated), *costs_of(folder)]
     if not new:
         raise UserError(f"{folder}: expected evaluated runs, found none")
     path = out / f"{scale}.jsonl"
@@ -150,8 +152,9 @@ def check_comparable(runs: list[Record]) -> None:
 class Scale(NamedTuple):
     """Runs of one scale, each variant at its better RoPE scaling and learning rate.
 
-    A table of losses has a row for each block of text: variant, lr, rope, seed, training, length, block, loss
-    and same (the loss over the same targets at every length). A length that a seed lacks is left out.
+    A table of losses has a row for each block of text: variant, lr, rope, seed, training, length, its multiple
+    of the training length as factor, block, loss and same (the loss over the same targets at every length). A
+    length that a seed lacks is left out.
     """
 
     runs: pd.DataFrame  # variant, lr, rope, seed, label (the rate as tables show it), record
@@ -164,6 +167,7 @@ def read_scale(records: list[Record]) -> Scale:
     """Raises UserError: seeds without a RoPE scaling in common."""
     runs = [record for record in records if record["kind"] == "run"]
     losses = tidy(runs)
+    losses["factor"] = losses.length / runs[0]["train_len"]
     seen = losses[losses.text == "lengths"]
     is_choice = seen.block < runs[0]["data"]["blocks"] // 4
     choices = seen[is_choice].pivot_table("loss", ["variant", "lr", "rope", "seed"], "length")
@@ -199,6 +203,11 @@ def tidy(runs: list[Record]) -> pd.DataFrame:
     columns = ["variant", "lr", "rope", "seed", "training", "text", "length", "block", "loss", "same"]
     blocks = pd.DataFrame(rows, columns=columns).explode(["block", "loss", "same"], ignore_index=True)
     return blocks.astype({"block": int, "loss": float, "same": float})
+
+
+def end_labels(losses: pd.DataFrame) -> list[str]:
+    """The shortest and the longest length as multiples of the training length: ["1x", "16x"]."""
+    return [f"{factor:g}x" for factor in (losses.factor.min(), losses.factor.max())]
 
 
 def better_ropes(choices: pd.DataFrame) -> pd.DataFrame:
@@ -242,12 +251,13 @@ def main_table(runs: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
     means["growth"] = means[lengths[-1]] - means[lengths[0]]
     means["same"] = losses[losses.length == lengths[-1]].groupby(["variant", "seed"]).same.mean()
     cells = means.groupby("variant").agg(mean_and_spread, digits=3)
-    cells.columns = [*map(format_length, lengths), "16x − 1x", "same targets, 16x"]
+    short, long = end_labels(losses)
+    cells.columns = [*map(format_length, lengths), f"{long} − {short}", f"same targets, {long}"]
     by_variant = runs.groupby("variant")
     table = by_variant.agg(RoPE=("rope", "first"), seeds=("seed", "nunique"), lr=("label", "first"))
     table = table.join(cells).loc[order]
-    for factor, length in (("1x", lengths[0]), ("16x", lengths[-1])):
-        table[f"− {BASELINE}, {factor}"] = [difference(losses, BASELINE, name, length) for name in order]
+    for label, length in ((short, lengths[0]), (long, lengths[-1])):
+        table[f"− {BASELINE}, {label}"] = [difference(losses, BASELINE, name, length) for name in order]
     return table
 
 
@@ -278,7 +288,8 @@ def seed_text(losses: pd.DataFrame) -> str:
     freedom = ends.size()[variances.index] - 1
     short, long = (variances.mul(freedom, axis=0).sum() / freedom.sum()) ** 0.5
     several = f"standard deviation, pooled over the {len(variances)} variants with several seeds"
-    return f"One seed moves a loss by {short:.3f} at 1x and {long:.3f} at 16x ({several})."
+    at_short, at_long = end_labels(losses)
+    return f"One seed moves a loss by {short:.3f} at {at_short} and {long:.3f} at {at_long} ({several})."
 
 
 def changes_table(scale: Scale, changes: list[dict[str, str]]) -> pd.DataFrame:
@@ -293,21 +304,22 @@ def changes_table(scale: Scale, changes: list[dict[str, str]]) -> pd.DataFrame:
             seeds = ", ".join(str(each.seed.nunique()) for each in paired(scale.losses, old, new))
             ends = [difference(scale.losses, old, new, length) for length in (lengths.min(), lengths.max())]
             rows.append([change["change"], old, new, seeds, f"{labels[old]}, {labels[new]}", *ends])
-    columns = ["change", "from", "to", "seeds", "lr", "1x", "16x"]
+    columns = ["change", "from", "to", "seeds", "lr", *end_labels(scale.losses)]
     return pd.DataFrame(rows, columns=columns).set_index("change")
 
 
 def rates_table(scale: Scale) -> pd.DataFrame:
     """Losses at both ends of variants with several learning rates, over the seeds they share."""
+    lengths = scale.losses.length
     several = scale.rates[scale.rates.groupby("variant").lr.transform("nunique") > 1]
     means = several.pivot_table("loss", ["variant", "seed"], ["length", "lr"]).groupby("variant").mean()
-    ends = {scale.losses.length.min(): "1x", scale.losses.length.max(): "16x"}
+    ends = dict(zip((lengths.min(), lengths.max()), end_labels(scale.losses), strict=True))
     columns = {f"{ends[length]}, {lr:g}": means[length, lr] for length, lr in means if length in ends}
     return pd.DataFrame(columns, means.index).map("{:.3f}".format, na_action="ignore")
 
 
 def recall_table(records: list[Record]) -> pd.DataFrame:
-    """In per cent the mean over tasks by length, and each task at 16x, at the RoPE scaling better at 16x."""
+    """In per cent the mean over tasks by length and each task at the longest, at the better scaling there."""
     rows = [
         (record["contestant"], record["rope"], record["which"], task, int(length), 100 * share)
         for record in records
@@ -333,11 +345,13 @@ def summary_table(tables: dict[str, pd.DataFrame], recall: pd.DataFrame) -> pd.D
     """Both ends of every scale beside recall, of the variants that have more than one of these."""
     parts = []
     for name, table in tables.items():
-        ends = table.iloc[:, [3, table.columns.get_loc("16x − 1x") - 1]]
-        parts.append(ends.set_axis([f"loss, {name}, 1x", f"loss, {name}, 16x"], axis=1))
+        growth = next(column for column in table if " − " in column)
+        ends = table.iloc[:, [3, table.columns.get_loc(growth) - 1]]
+        long, _, short = growth.partition(" − ")
+        parts.append(ends.set_axis([f"loss, {name}, {short}", f"loss, {name}, {long}"], axis=1))
     if len(recall):
         means = recall.iloc[:, 2:7:2]
-        labels = ["recall, 1x", "recall, 4x", "recall, 16x"][: means.shape[1]]
+        labels = [f"recall, {int(length) / int(means.columns[0]):g}x" for length in means]
         parts.append(means.set_axis(labels, axis=1))
     summary = pd.concat(parts, axis=1)
     return summary[[sum(name in part.index for part in parts) > 1 for name in summary.index]]
@@ -345,7 +359,8 @@ def summary_table(tables: dict[str, pd.DataFrame], recall: pd.DataFrame) -> pd.D
 
 # ---------------------------------------------------------------- figures
 def plane_figure(title: str, losses: pd.DataFrame, shown: list[str]) -> Figure:
-    """Loss at 1x against loss at 16x, a dot for each variant that has both; grey: not `shown`."""
+    """Loss at the shortest against the longest length, a dot for each variant with both; grey: not `shown`."""
+    short, long = end_labels(losses)
     ends = seed_means(losses).iloc[:, [0, -1]].dropna().groupby("variant")
     means = ends.mean()
     spreads = ends.std()
@@ -362,8 +377,8 @@ def plane_figure(title: str, losses: pd.DataFrame, shown: list[str]) -> Figure:
     low, high = axes.get_ylim()
     axes.set_ylim(low, min(high, 4 * low))
     start = max(low, axes.get_xlim()[0])
-    axes.axline((start, start), slope=1, color="0.6", linestyle=":", label="flat: 16x = 1x")
-    axes.set(title=title, xlabel="loss at 1x (nats per token)", ylabel="loss at 16x")
+    axes.axline((start, start), slope=1, color="0.6", linestyle=":", label=f"flat: {long} = {short}")
+    axes.set(title=title, xlabel=f"loss at {short} (nats per token)", ylabel=f"loss at {long}")
     axes.grid(alpha=0.3)
     legend_below(figure, 3)
     return figure
@@ -372,7 +387,8 @@ def plane_figure(title: str, losses: pd.DataFrame, shown: list[str]) -> Figure:
 def scale_figures(title: str, scale: Scale, shown: list[str]) -> Iterator[tuple[str, str, Figure]]:
     """Kind, caption and figure."""
     figure = plane_figure(f"{title}: lower left is better", scale.losses, shown)
-    yield "plane", "Loss at 1x against loss at 16x", figure
+    short, long = end_labels(scale.losses)
+    yield "plane", f"Loss at {short} against loss at {long}", figure
     lengths = sorted(scale.losses.length.unique())
     by_length = seed_means(scale.losses).stack().reset_index().set_axis(["name", "seed", "x", "y"], axis=1)
     figure = draw_lines(by_length, title, "length (tokens)", shown=shown)
@@ -384,7 +400,7 @@ def scale_figures(title: str, scale: Scale, shown: list[str]) -> Iterator[tuple[
     ]
     if positions:
         points = pd.DataFrame(positions, columns=["name", "x", "y"])
-        figure = draw_lines(points, title, "position in windows of 16x (tokens)", shown=shown)
+        figure = draw_lines(points, title, f"position in windows of {long} (tokens)", shown=shown)
         yield "positions", "Loss by position", log_ticks(figure, lengths)
 
 

@@ -116,7 +116,7 @@ def test_comparison_from_runs_and_again_without_them(runs, tiny_config, tmp_path
     assert ["lssa", "ntk", "2", "25 ±7", "25 ±7"] in rows
     assert ["lssa", f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}", "25 ±7"] in rows  # both ends and recall
     text = (out / "README.md").read_text()
-    assert "One seed moves a loss by 0.141 at 1x and 0.141 at 16x" in text
+    assert "One seed moves a loss by 0.141 at 1x and 0.141 at 2x" in text and "16x" not in "".join(rows[0])
     for picture in ("A_plane.png", "A_lengths.png", "A_positions.png"):
         assert (out / picture).read_bytes()[:4] == b"\x89PNG" and picture in text
     (record,) = (r for r in read_jsonl(out / "A.jsonl") if r["kind"] == "run" and r["which"] == 1)
@@ -155,9 +155,16 @@ def test_lengths_without_a_loss_are_dashes(tiny_config, tmp_path, call):
     nan = math.nan
     leave_run(runs, tiny_config, "softmax_seed=1", 0.1, {"ntk": [0.0, 1.0], "none": [0.0, nan]})
     leave_run(runs, tiny_config, "ssmax_seed=1", 0.1, {"ntk": [0.0, nan], "none": [0.0, nan]})
+    only_pn = tmp_path / "comparison_B"
+    leave_run(only_pn, tiny_config, "ssmax_pn", 0.1, {})
+    leave_losses(only_pn / "ssmax_pn", "ntk", 2, [nan] * 8, TEXT_KEY)
+    with pytest.raises(UserError, match="comparison_B: expected evaluated runs, found none"):
+        call(report, "--comparison", only_pn, "--out", tmp_path)
     other_seed = tmp_path / "seed_2.toml"
     other_seed.write_text(f'base = "{tiny_config}"\nseed = 2\n')
     leave_run(runs, other_seed, "ssmax_seed=2", 0.2, {"ntk": [1.0, nan], "none": [1.0, nan]})
+    leave_run(runs, tiny_config, "ssmax_pn_seed=1", 0.1, {})  # evaluated beyond T alone, which it rejects
+    leave_losses(runs / "ssmax_pn_seed=1", "ntk", 2, [nan] * 8, TEXT_KEY)
     call(report, "--comparison", runs, "--out", tmp_path)
     rows = {row[0]: row for row in table_rows(tmp_path) if len(row) > 7}
     assert rows["softmax"][1] == "ntk" and rows["ssmax"][5:] == [*"–––", "+0.000 ±0.000", "–"]
