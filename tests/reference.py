@@ -31,7 +31,7 @@ class Row:
     params: dict[str, Tensor]  # learned parameters of this row's head: scalars, and p_n (train_len,)
 
     def signal(self, i: int) -> Tensor:
-        """(n,): what the formula reads from the layer's input at each key; tests take channel i of the keys."""
+        """(n,): what the formula reads from the layer's input at each key, in tests channel i of the keys."""
         return self.k[:, i]
 
     @property
