@@ -39,6 +39,8 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
 
 def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` for a softmax; (B, H, Tq, D) in v's type."""
+    if v.shape[-1] < q.shape[-1]:  # PoPE; flash attention has one head size
+        return run(q, k, F.pad(v, (0, q.shape[-1] - v.shape[-1])), layer, context)[..., : v.shape[-1]]
     definition = layer.definition
     k, v, context = layer.cut(q, k, v, context)
     n_queries = q.shape[-2]

@@ -187,7 +187,7 @@ class NormaliserLayer(nn.Module):
     def context(
         self, q: Tensor, k: Tensor, cached: bool = False, p: int | None = None, signals: Tensor | None = None
     ) -> RowContext:
-        """The `RowContext` of queries (..., Tq, D), the last of the Tk positions of the keys: see `weights`."""
+        """The `RowContext` of queries (..., Tq, D), the last of the Tk positions, of `weights`' arguments."""
         n_queries = q.shape[-2]
         n_keys = k.shape[-2]
         dtype = torch.promote_types(q.dtype, torch.float32)

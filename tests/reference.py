@@ -151,13 +151,17 @@ def _score(row: Row, cfg: Any) -> Tensor:
         natural = product
     else:
         product, natural = row.raw, row.x
-    g = {
+    g: Any = {
         "none": 1.0,
         "ln_n": math.log(n),
         "sqrt_2ln_n": math.sqrt(2 * math.log(n)),
         "log_train_len_n": max(1.0, math.log(n) / math.log(row.train_len)),
         "llama4": 1 + 0.1 * math.log(n // 8192 + 1),
+        "info_scale": math.sqrt((1 - n ** (-2 / d)) / (1 - row.train_len ** (-2 / d))),
+        "query": 1.0,
     }[cfg.length_scale]
+    if cfg.length_scale == "query":
+        g = 1 + log_1p_exp(row.signal(0)[-1]) * math.log(max(2, n)) ** (2 * torch.tanh(row.signal(1)[-1]))
     b = row.params["b"] if getattr(cfg, "bias", False) is True else 0.0
     if cfg.scale == "learned":
         return (row.params["s"] * g + b) * natural
