@@ -105,7 +105,7 @@ def attend(
                 out[sequences, :, queries] = attend(*real, layer, engine, cached, None, p, of_keys)
         return out
     with torch.autocast(q.device.type, enabled=False):
-        out = engine.run(q, k, v, layer, cached, p, signals)
+        out = engine.run(q, k, v, layer, layer.context(q, k, cached, p, signals))
     if layer.definition.output_norm:
         out = F.rms_norm(out, out.shape[-1:], eps=OUTPUT_NORM_EPS)
     return out

@@ -14,6 +14,7 @@ sections describe the runs of each. Numbers that follow from the sizes of a run 
 
     attention.scale or scale_init = "ln_d_ln_L"           ln d * ln L, d the head size, L = train.seq_len
     attention.scale or scale_init = "sqrt_d_over_ln_L"    sqrt(d) / ln L
+    attention.scale or scale_init = "1.3 sqrt_d"          1.3 sqrt(d), a gain on QK-norm's softmax
     attention.reweight_p_warmup                           below 1: a share of train.max_steps, rounded down
 
 Files are data: nothing in them is executed, but `normaliser = "file.py:Class"` imports that file. Every
@@ -243,8 +244,11 @@ def _derive(values: Values) -> Values:
     formulas = {"ln_d_ln_L": math.log(head_dim) * log_len, "sqrt_d_over_ln_L": math.sqrt(head_dim) / log_len}
 
     def number(key: str, value: Any) -> Any:
-        if key in ("attention.scale", "attention.scale_init") and str(value) in formulas:
-            return round(formulas[value], 2)
+        if key in ("attention.scale", "attention.scale_init") and isinstance(value, str):
+            gain = re.fullmatch(r"(\d+\.?\d*) sqrt_d", value)
+            if gain:
+                return round(float(gain[1]) * math.sqrt(head_dim), 4)
+            return round(formulas[value], 2) if value in formulas else value
         if key == "attention.reweight_p_warmup" and isinstance(value, float) and 0 < value < 1:
             return int(value * size("train.max_steps"))
         if key == "layers" and isinstance(value, list):

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from attention import ChosenEngine, attend, choose_engine, make_normaliser
 from normalisers.adaptive import AdaptiveSoftmax
 from normalisers.family import Phi
-from positions import SCORE_BIASES, UNSCALED, RopeScaling, apply_rope, rope_tables
+from positions import UNSCALED, RopeScaling, apply_pope, apply_rope, rope_tables
 from schema import Config, Engine, ModelConfig, TrainConfig, describe_attention
 
 INIT_STD = 0.02
@@ -94,7 +94,8 @@ class Attention(nn.Module):
         self.has_rope = m.rotating > 0
         self.engine: ChosenEngine | Engine = "auto"  # chosen by GPT
         self.qkv = make_linear(m.n_embd, (m.n_head + 2 * m.kv_heads) * m.head_dim, m.bias)
-        assert m.position in ("rope", "p_rope", "none", *SCORE_BIASES), m.position
+        # PoPE's delta, a vector for the optimiser: in [-2 pi, 0], beyond which it has no gradient.
+        self.delta = nn.Parameter(torch.zeros(m.kv_heads * m.head_dim)) if m.position == "pope" else None
         self.normaliser = make_normaliser(
             config.attention, m.n_head, m.head_dim, config.train.seq_len, m.position, m.window, m.n_embd
         )
@@ -110,7 +111,11 @@ class Attention(nn.Module):
         """
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, heads of q, k and v, D)
         q, k, v = qkv.transpose(1, 2).split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
-        if self.has_rope:
+        if self.delta is not None:
+            delta = self.delta.clamp(-2 * math.pi, 0).view(self.n_kv_head, 1, self.head_dim)
+            q = apply_pope(q, cos, sin)
+            k = apply_pope(k, cos, sin, delta)
+        elif self.has_rope:
             q = apply_rope(q, cos, sin)
             k = apply_rope(k, cos, sin)
         signals = self.normaliser.read(x)
@@ -245,13 +250,14 @@ class GPT(nn.Module):
         """`rope_tables` of each layer, by default on the model's device."""
         train_len = self.config.train.seq_len
         device = device or self.embedding.weight.device
-        tables: dict[tuple[float, float], tuple[Tensor, Tensor]] = {}
+        tables: dict[tuple[int, float, float], tuple[Tensor, Tensor]] = {}
         of_layers = []
         for m in (of_layer.model for of_layer in self.of_layers):
-            frequencies = (m.rope_theta, m.rotating)
+            size = 2 * m.head_dim if m.position == "pope" else m.head_dim
+            frequencies = (size, m.rope_theta, m.rotating)
             if frequencies not in tables:
                 tables[frequencies] = rope_tables(
-                    m.head_dim, n_positions, m.rope_theta, scaling, train_len, device, start, m.rotating
+                    size, n_positions, m.rope_theta, scaling, train_len, device, start, m.rotating
                 )
             of_layers.append(tables[frequencies])
         return of_layers
@@ -362,7 +368,8 @@ class GPT(nn.Module):
         attention = 0.0
         for of_layer in self.of_layers:
             window = min(of_layer.model.window or seq_len, seq_len)
-            attention += 12 * (window - window**2 / (2 * seq_len)) * m.n_embd
+            pope = 1.5 if of_layer.model.position == "pope" else 1.0  # its q and k are twice as wide
+            attention += pope * 12 * (window - window**2 / (2 * seq_len)) * m.n_embd
             if isinstance(of_layer.attention.definition, AdaptiveSoftmax):
                 attention += 3 * 2 * 2 * m.head_dim * m.n_embd
         return 6.0 * weights + attention

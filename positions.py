@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from infra.cli import UserError
@@ -170,3 +171,20 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.view_as_real(turned).flatten(-2).to(x.dtype)
     a, b = pairs.unbind(-1)
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
+
+
+def apply_pope(x: Tensor, cos: Tensor, sin: Tensor, phase: Tensor | None = None) -> Tensor:
+    """softplus(x_c) at the angle m w_c + phase_c: PoPE (Gopalakrishnan et al. 2025, arXiv 2509.10534).
+
+    With phase = delta on the keys alone q.k is sum_c softplus(q_c) softplus(k_c) cos((i - j) w_c - delta_c).
+
+    Args:
+        x: (B, H, T, D). cos, sin: (T, D) float32, of `rope_tables` for heads of 2 D. phase: (H, 1, D).
+    Returns:
+        (B, H, T, 2 D) in x's dtype, computed in float32.
+    """
+    if phase is not None:
+        turn = phase.float()
+        cos, sin = cos * turn.cos() - sin * turn.sin(), sin * turn.cos() + cos * turn.sin()
+    size = F.softplus(x.float())
+    return torch.cat((size * cos, size * sin), dim=-1).to(x.dtype)

@@ -59,8 +59,8 @@ class ModelConfig(Section):
     bias: bool = key(True, "Biases in the linear layers and in LayerNorm.")
     tie_embeddings: bool = key(True, "Share the token embedding with the output layer.")
     attention_gate: bool = key(False, "Multiply the heads' output by sigmoid(W x) (arXiv 2505.06708).")
-    position: Literal["rope", "p_rope", "none", "alibi"] = key(
-        "rope", "p_rope: RoPE on the highest frequencies alone. alibi: a bias on the scores."
+    position: Literal["rope", "p_rope", "pope", "none", "alibi"] = key(
+        "rope", "p_rope: RoPE on the highest frequencies alone. pope: polar. alibi: a bias on the scores."
     )
     window: int = key(0, "The last keys that a query sees, its own included. 0: all.", ge=0)
     rope_theta: float = key(10000.0, "Base of the rotary position embedding.", gt=0)
@@ -77,7 +77,7 @@ class ModelConfig(Section):
     @property
     def rotating(self) -> float:
         """The part of RoPE's frequencies that rotate."""
-        return {"rope": 1.0, "p_rope": self.rope_fraction}.get(self.position, 0.0)
+        return {"rope": 1.0, "pope": 1.0, "p_rope": self.rope_fraction}.get(self.position, 0.0)
 
     @property
     def heads(self) -> str:
@@ -215,6 +215,7 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "muon", "sgd"] = key("adamw", "muon: hidden matrices, adamw the rest.")
     lr: float = key(6e-4, "Peak learning rate.", gt=0)
+    scalar_lr: float = key(0.0, "Peak rate of normalisers' learned scalars (s, b, sinks ...). 0: lr.", ge=0)
     muon_lr: float = key(0.02, "Peak learning rate of muon's matrices.", gt=0)
     beta1: float = key(0.9, "adamw: decay of the first moment.", ge=0, lt=1)
     beta2: float = key(0.95, "adamw: decay of the second moment.", ge=0, lt=1)

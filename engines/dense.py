@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from normalisers.base import RowContext
 from normalisers.layer import NormaliserLayer, share_heads
 
 
@@ -13,15 +14,7 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
     return ""
 
 
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layer: NormaliserLayer,
-    cached: bool = False,
-    p: int | None = None,
-    signals: Tensor | None = None,
-) -> Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` by definition; (B, H, Tq, D) in v's type."""
-    weights = layer.weights(q, k, cached, p, signals)
+    weights = layer.dense_weights(q, k, context)
     return (weights @ share_heads(v, q).to(weights.dtype)).to(v.dtype)

@@ -44,20 +44,11 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
     return ""
 
 
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layer: NormaliserLayer,
-    cached: bool = False,
-    p: int | None = None,
-    signals: Tensor | None = None,
-) -> Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` for a softmax by distance or key; (B, H, Tq, D) in v's type."""
     if q.shape[-2] == 1:  # as good, without a mask for each length
-        return rows.run(q, k, v, layer, cached, p, signals)
-    context = layer.context(q, k, p, signals)
-    q, k = layer.prepare(q, k, context, cached, v.dtype)
+        return rows.run(q, k, v, layer, context)
+    q, k = layer.prepare(q, k, context, v.dtype)
     return run_prepared(q, k, v, context, layer)
 
 

@@ -27,22 +27,16 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
 
 
 @torch.compiler.disable  # its backward runs autograd, which a compiled model cannot trace
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layer: NormaliserLayer,
-    cached: bool = False,
-    p: int | None = None,
-    signals: Tensor | None = None,
-) -> Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` by blocks of rows; (B, H, Tq, D) in v's type."""
     dtype = v.dtype
-    k, v, context = layer.cut(q, k, v, layer.context(q, k, p, signals))
-    q, k = layer.prepare(q, k, context, cached)
+    k, v, context = layer.cut(q, k, v, context)
+    q, k = layer.prepare(q, k, context)
     v = share_heads(v, q).to(q.dtype)
     formula = BlockFormula(layer, context.p)
-    if cached and q.shape[-2] == 1:  # decoding: all keys are visible, and a float32 cache is not copied
+    if (
+        context.cached and q.shape[-2] == 1
+    ):  # decoding: all keys are visible, and a float32 cache is not copied
         weights, _ = formula.weights(context.add_bias(q @ k.mT), context)  # (B, H, 1, n)
         return (weights @ v).to(dtype)
     q = q.contiguous()  # once, instead of in each block's product

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from normalisers.adaptive import AdaptiveSoftmax
+from normalisers.base import RowContext
 from normalisers.layer import NormaliserLayer
 
 # torch 2.11 prefers cuDNN on Hopper and Blackwell, which builds a plan for each new number of keys: tens of
@@ -36,24 +37,18 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
     return ""
 
 
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layer: NormaliserLayer,
-    cached: bool = False,
-    p: int | None = None,
-    signals: Tensor | None = None,
-) -> Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` for a softmax; (B, H, Tq, D) in v's type."""
+    if v.shape[-1] < q.shape[-1]:  # PoPE; flash attention has one head size
+        return run(q, k, F.pad(v, (0, q.shape[-1] - v.shape[-1])), layer, context)[..., : v.shape[-1]]
     definition = layer.definition
-    k, v, context = layer.cut(q, k, v, layer.context(q, k, p, signals))
+    k, v, context = layer.cut(q, k, v, context)
     n_queries = q.shape[-2]
     n_keys = k.shape[-2]
     scale = definition.factor(context)
     is_plain = definition.scores == "dot" and not isinstance(definition, AdaptiveSoftmax)
     if not (is_plain and isinstance(scale, float)):
-        q, k = layer.prepare(q, k, context, cached, v.dtype)
+        q, k = layer.prepare(q, k, context, v.dtype)
         scale = 1.0
     q = q.to(v.dtype)
     k = k.to(v.dtype)

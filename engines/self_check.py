@@ -110,7 +110,9 @@ def _errors(
     """
     unit = engine.score_unit(layer.definition)
     with torch.no_grad():
-        decoded = [engine.run(q[..., -1:, :], k, v, layer, signals=signals)] if engine.DECODES else []
+        row = q[..., -1:, :]
+        of_row = layer.context(row, k, signals=signals)
+        decoded = [engine.run(row, k, v, layer, of_row)] if engine.DECODES else []
         q, k = layer.prepare(q, k, layer.context(q, k, signals=signals), dtype=v.dtype, unit=unit)
     by_key = layer.definition.by_key
     given = [q, k, v] if signals is None or not by_key else [q, k, v, signals]

@@ -62,20 +62,11 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
     return ""
 
 
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layer: NormaliserLayer,
-    cached: bool = False,
-    p: int | None = None,
-    signals: Tensor | None = None,
-) -> Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` by the fused kernels; (B, H, Tq, D) in v's type."""
     if v.shape[-1] != k.shape[-1]:  # the kernels' heads have one size
-        return rows.run(q, k, v, layer, cached, p, signals)
-    context = layer.context(q, k, p, signals)
-    q, k = layer.prepare(q, k, context, cached, v.dtype, score_unit(layer.definition))
+        return rows.run(q, k, v, layer, context)
+    q, k = layer.prepare(q, k, context, v.dtype, score_unit(layer.definition))
     return run_prepared(q, k, v, context, layer)
 
 

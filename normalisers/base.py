@@ -57,6 +57,7 @@ class RowContext:
         None  # (B, H, K) float64, and the rows' own, (B, H, R): see `Normaliser.key_bias`
     )
     own_bias: Tensor | None = None
+    cached: bool = False  # the keys come from `cache_keys`
 
     def block(self, batch: slice, rows: slice, keys: slice) -> RowContext:
         """Of these sequences and rows, whose keys are a slice of all; without signals."""

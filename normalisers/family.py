@@ -44,7 +44,7 @@ PHI: dict[str, PhiFunction] = {
 }
 
 Scale = Literal["rsqrt_d", "sqrt_d", "ln_d", "one", "learned"] | PositiveFloat
-LengthScale = Literal["none", "ln_n", "sqrt_2ln_n", "log_train_len_n", "llama4"]
+LengthScale = Literal["none", "ln_n", "sqrt_2ln_n", "log_train_len_n", "llama4", "info_scale", "query"]
 Bias = bool | Literal["log_train_len", "log_len", "log_n"]
 
 
@@ -62,7 +62,11 @@ class Scaled(Normaliser):
 
     length_scale    none: 1; ln_n (SSMax, LSSAR); sqrt_2ln_n: sqrt(2 ln n);
                     log_train_len_n: max(1, ln n / ln L), L = training length;
-                    llama4: 1 + 0.1 ln(floor(n / 8192) + 1)
+                    llama4: 1 + 0.1 ln(floor(n / 8192) + 1);
+                    info_scale: sqrt((1 - n^(-2/d)) / (1 - L^(-2/d))) (InfoScale, arXiv 2501.08570, there with
+                    the length of the text for n; checked against the authors' code);
+                    query: 1 + beta (ln n)^gamma, beta = softplus(w.h + b), gamma = 2 tanh(u.h + c), h the
+                    query's layer input (adaptive-scalable entmax, arXiv 2506.16640, of any weights)
     """
 
     scale: Scale = Field(
@@ -80,6 +84,10 @@ class Scaled(Normaliser):
 
     def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
         return {"s": torch.full((n_head,), self.scale_init)} if self.scale == "learned" else {}
+
+    @property
+    def signals(self) -> dict[str, float]:
+        return {"beta": 0.0, "gamma": 0.0} if self.length_scale == "query" else {}
 
     def factor(self, context: RowContext) -> Tensor | float:
         d = context.head_dim
@@ -101,6 +109,13 @@ class Scaled(Normaliser):
                 g = s * (context.n.log() / math.log(context.train_len)).clamp_min(1)
             case "llama4":
                 g = s * (1 + 0.1 * ((context.n / 8192).floor() + 1).log())
+            case "info_scale":
+                most = math.expm1(-2 / d * math.log(context.train_len))
+                g = s * (torch.expm1(-2 / d * context.n.log()) / most).sqrt()
+            case "query":
+                gamma = 2 * context.signals["gamma"].tanh()
+                log_n = context.n.clamp_min(2).log()  # a row of one key has the same weight at any factor
+                g = s * (1 + softplus(context.signals["beta"]) * log_n**gamma)
         return (g + self.offset(context)) * unit
 
     def offset(self, context: RowContext) -> Tensor | float:
@@ -167,7 +182,7 @@ class Phi(Scaled, name="phi"):
     @property
     def bounded(self) -> bool:
         """|score| < 70 at every length and head size in use: no phi of a score underflows in float32."""
-        as_here = type(self).shift is Phi.shift and type(self).factor is Scaled.factor and not self.by_key
+        as_here = type(self).shift is Phi.shift and type(self).factor is Scaled.factor and not self.signals
         return self.scores == "cosine" and self.scale == "ln_d" and not self.bias and as_here
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:

@@ -91,12 +91,14 @@ class NormaliserLayer(nn.Module):
             (B, H, Tq, Tk) in float32 (float64 for float64 inputs), 0 at keys after the query.
         """
         with torch.autocast(q.device.type, enabled=False):
-            context = self.context(q, k, p, signals)
-            q, k = self.prepare(q, k, context, cached)
-            x = q @ k.mT  # (B, H, Tq, Tk)
-            if self.definition.by_key:
-                x = context.add_bias(x.double()).to(x.dtype)
-            return self.row_weights(x.masked_fill(~context.visible(x), -math.inf), context)
+            return self.dense_weights(q, k, self.context(q, k, cached, p, signals))
+
+    def dense_weights(self, q: Tensor, k: Tensor, context: RowContext) -> Tensor:
+        q, k = self.prepare(q, k, context)
+        x = q @ k.mT  # (B, H, Tq, Tk)
+        if self.definition.by_key:
+            x = context.add_bias(x.double()).to(x.dtype)
+        return self.row_weights(x.masked_fill(~context.visible(x), -math.inf), context)
 
     def row_weights(self, x: Tensor, context: RowContext) -> Tensor:
         """Scores (..., R, K), -inf at hidden keys, to weights: the formula, then the re-weighting."""
@@ -152,18 +154,12 @@ class NormaliserLayer(nn.Module):
         return cached[..., :-size], numbers.transpose(2, 3).flatten(1, 2)
 
     def prepare(
-        self,
-        q: Tensor,
-        k: Tensor,
-        context: RowContext,
-        cached: bool = False,
-        dtype: torch.dtype | None = None,
-        unit: float = 1.0,
+        self, q: Tensor, k: Tensor, context: RowContext, dtype: torch.dtype | None = None, unit: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """q and k whose products are the scores. Every engine starts here.
 
         Args:
-            q, k, cached: as in `weights`.
+            q, k: as in `weights`.
             dtype: of the kernel that multiplies them. Its products are `unit` times the scores, and the
                 temperature of an adaptive softmax is in them. None: the definition multiplies them.
         Returns:
@@ -173,11 +169,11 @@ class NormaliserLayer(nn.Module):
         definition = self.definition
         given = k
         q = q.to(torch.promote_types(q.dtype, torch.float32))
-        if not cached:
+        if not context.cached:
             k = k.to(q.dtype)
         if definition.scores == "cosine":
             q = to_unit(q)
-            k = k if cached else to_unit(k)
+            k = k if context.cached else to_unit(k)
         if definition.centre_keys:
             k = k.to(q.dtype)
             k = k - k[..., :1, :]
@@ -189,9 +185,9 @@ class NormaliserLayer(nn.Module):
         return (q * (factor * unit)).to(dtype), k.to(dtype)
 
     def context(
-        self, q: Tensor, k: Tensor, p: int | None = None, signals: Tensor | None = None
+        self, q: Tensor, k: Tensor, cached: bool = False, p: int | None = None, signals: Tensor | None = None
     ) -> RowContext:
-        """The `RowContext` of queries (..., Tq, D) that are the last of the Tk positions of the keys."""
+        """The `RowContext` of queries (..., Tq, D), the last of the Tk positions, of `weights`' arguments."""
         n_queries = q.shape[-2]
         n_keys = k.shape[-2]
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -203,7 +199,8 @@ class NormaliserLayer(nn.Module):
             first = (n - self.window).clamp_min(0)
             n = n.clamp_max(self.window)
         p = self.reweight_p if p is None else min(p, self.reweight_p)
-        context = RowContext(n, n_keys, self.train_len, self.head_dim, p, self.learned(dtype), first)
+        learned = self.learned(dtype)
+        context = RowContext(n, n_keys, self.train_len, self.head_dim, p, learned, first, cached=cached)
         if not self.definition.signals:
             return context
         if signals is None:

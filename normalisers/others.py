@@ -123,8 +123,8 @@ class ASEntmax(Entmax, name="asentmax"):
     """1.5-entmax of (delta + beta (ln n)^gamma) x, beta and gamma learned per head. (arXiv 2506.16640)
 
     Checked against the authors' code (deep-spin/asentmax). Its main variant computes them from the layer's
-    input h, beta = softplus(w h), gamma = 2 tanh(u h) with w, u per head. This is its other one, "learn",
-    whose beta starts at random in 0.1 ... 1 and gamma in 0 +- 0.1 (here 0.1 and 1); both have ln(n + 1).
+    input, which is `entmax` with length_scale = "query". This is its other one, "learn", whose beta starts at
+    random in 0.1 ... 1 and gamma in 0 +- 0.1 (here 0.1 and 1); both have ln(n + 1).
     """
 
     scale: Literal["rsqrt_d"] = "rsqrt_d"
@@ -221,7 +221,7 @@ class FoX(Softmax, name="fox"):
 
     @property
     def signals(self) -> dict[str, float]:
-        return {"forget": 0.0}
+        return {"forget": 0.0} | super().signals
 
     def key_bias(self, signals: dict[str, Tensor]) -> Tensor:
         return -F.logsigmoid(signals["forget"]).double().cumsum(-1)

@@ -65,8 +65,9 @@ PLAIN: list[dict[str, Any]] = [
     {"normaliser": "softmax", "scale": "one", "length_scale": "ln_n", "bias": True},
     *(
         {"normaliser": "softmax", "length_scale": scale}
-        for scale in ("sqrt_2ln_n", "log_train_len_n", "llama4")
+        for scale in ("sqrt_2ln_n", "log_train_len_n", "llama4", "info_scale", "query")
     ),
+    *({"normaliser": name, "length_scale": "query"} for name in ("entmax", "stick_breaking")),
     *({"normaliser": "softmax", "sink": sink} for sink in ("one", "learned")),
     {"normaliser": "lssa", "sink": "learned"},
     {"normaliser": "lssa", "bias": "log_n", "reweight_p": 3},

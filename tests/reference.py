@@ -31,7 +31,7 @@ class Row:
     params: dict[str, Tensor]  # learned parameters of this row's head: scalars, and p_n (train_len,)
 
     def signal(self, i: int) -> Tensor:
-        """(n,): what the formula reads from the layer's input at each key. Tests take a channel of the keys."""
+        """(n,): what the formula reads from the layer's input at each key, in tests channel i of the keys."""
         return self.k[:, i]
 
     @property
@@ -151,13 +151,17 @@ def _score(row: Row, cfg: Any) -> Tensor:
         natural = product
     else:
         product, natural = row.raw, row.x
-    g = {
+    g: Any = {
         "none": 1.0,
         "ln_n": math.log(n),
         "sqrt_2ln_n": math.sqrt(2 * math.log(n)),
         "log_train_len_n": max(1.0, math.log(n) / math.log(row.train_len)),
         "llama4": 1 + 0.1 * math.log(n // 8192 + 1),
+        "info_scale": math.sqrt((1 - n ** (-2 / d)) / (1 - row.train_len ** (-2 / d))),
+        "query": 1.0,
     }[cfg.length_scale]
+    if cfg.length_scale == "query":
+        g = 1 + log_1p_exp(row.signal(0)[-1]) * math.log(max(2, n)) ** (2 * torch.tanh(row.signal(1)[-1]))
     b = row.params["b"] if getattr(cfg, "bias", False) is True else 0.0
     if cfg.scale == "learned":
         return (row.params["s"] * g + b) * natural

@@ -74,7 +74,7 @@ def layer_statistics(
     with torch.autocast(q.device.type, enabled=False):
         unscaled_q = q.float()
         unscaled_k = share_heads(k, q).float()
-        context = normaliser.context(q, k, p, signals)
+        context = normaliser.context(q, k, p=p, signals=signals)
         q, k = normaliser.prepare(q, k, context)
         total = q.new_zeros(*q.shape[:2], len(STATISTICS))
         for batch, block, keys in query_blocks(q, k, normaliser.window):

@@ -13,14 +13,18 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer
     """The optimisers, with weight decay on matrices only and each group's peak learning rate as `peak_lr`.
 
     muon updates the matrices of the blocks. adamw then has the embedding, the output layer and all vectors.
+    With scalar_lr the normalisers' vectors (s, b, p_n, sinks, the b of `signals`, not its w) are a group.
     """
     matrices = {name: p for name, p in model.named_parameters() if p.ndim >= 2}  # tied ones once
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    vectors = {name: p for name, p in model.named_parameters() if p.ndim < 2}
+    scalars = [vectors.pop(name) for name in list(vectors) if config.scalar_lr and ".normaliser." in name]
     hidden = [matrices.pop(name) for name in list(matrices) if config.name == "muon" and "blocks." in name]
     groups = [
         {"params": [*matrices.values()], "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [*vectors.values()], "weight_decay": 0.0},
     ]
+    if scalars:
+        groups.append({"params": scalars, "weight_decay": 0.0, "lr": config.scalar_lr})
     optimizers: list[Optimizer]
     if config.name == "sgd":
         optimizers = [SGD(groups, lr=config.lr, momentum=config.momentum)]

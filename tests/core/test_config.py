@@ -58,6 +58,8 @@ def test_numbers_that_follow_from_the_sizes():
         assert config.attention.model_dump()["scale"] == scale
         config = load_config(RECIPE, [*length, "learned", "--attention.scale-init", "sqrt_d_over_ln_L"])
         assert config.attention.model_dump()["scale_init"] == scale_init
+    config = load_config(RECIPE, ["--attention.scores", "cosine", "--attention.scale", "1.3 sqrt_d"])
+    assert config.attention.model_dump()["scale"] == 10.4
     config = load_config(RECIPE, ["--attention.reweight-p", "3", "--attention.reweight-p-warmup", "0.5"])
     assert config.attention.reweight_p_warmup == 9432
 

@@ -311,7 +311,7 @@ def test_one_schedule_of_p_for_all_layers():
     ({}, [1] * 24), ({}, [10] + [1] * 14), ({}, [24]),
     ({"n_kv_head": 1}, [1] * 24), ({"n_kv_head": 1}, PIECES),
     ({"position": "none"}, PIECES), ({"position": "p_rope", "rope_fraction": 0.5}, PIECES),
-    ({"position": "alibi"}, PIECES), ({"attention_gate": True}, PIECES),
+    ({"position": "alibi"}, PIECES), ({"attention_gate": True}, PIECES), ({"position": "pope"}, PIECES),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize(
     "attention", [{}, LSSAR, *({"normaliser": name} for name in ("threshold", "scale_invariant", "fox"))]
@@ -348,6 +348,31 @@ def test_fox_reads_the_layers_input():
         signal.bias.zero_()
     gpt(tokens, tokens).backward()
     assert signal.weight.grad.abs().max() > 0 and signal.bias.grad.abs().min() > 0
+
+
+def test_pope():
+    """Scores by the paper's sum, delta clamped to [-2 pi, 0] and learned for each key head and channel."""
+    gpt = make_gpt(std=0.2, position="pope", n_kv_head=1, n_layer=1)
+    attention = gpt.blocks[0].attention
+    assert attention.delta.shape == (16,) and not attention.delta.any()
+    with torch.no_grad():
+        attention.delta.copy_(torch.linspace(-7, 1, 16))
+    x = torch.randn(1, 9, 32)
+    cos, sin = gpt.rope(9, RopeScaling())[0]
+    q, k, v, _ = attention.project(x, cos, sin)
+    assert q.shape == (1, 2, 9, 32) and k.shape == (1, 1, 9, 32) and v.shape == (1, 1, 9, 16)
+    raw = attention.qkv(x).unflatten(-1, (4, 16)).double()  # heads q, q, k, v
+    delta = attention.delta.double().clamp(-2 * math.pi, 0)
+    theta = 10000.0 ** (-torch.arange(16, dtype=torch.float64) / 16)
+    size = torch.log1p(raw.exp())
+    for h, i, j in ((0, 5, 2), (1, 8, 8), (1, 8, 0)):
+        want = (size[0, i, h] * size[0, j, 2] * ((i - j) * theta - delta).cos()).sum()
+        assert (q[0, h, i] @ k[0, 0, j] - want).abs() <= 1e-5
+    tokens = random_tokens(2, 16)
+    gpt(tokens, tokens).backward()
+    inside = (attention.delta <= 0) & (attention.delta >= -2 * math.pi)
+    assert torch.equal(attention.delta.grad != 0, inside)
+    assert gpt.flops_per_token() > make_gpt(n_kv_head=1, n_layer=1).flops_per_token()
 
 
 @pytest.mark.parametrize("position", ["none", "alibi"])

@@ -65,13 +65,13 @@ def rounding_response(cfg: AttentionConfig, q: Tensor, k: Tensor, normaliser: No
 def is_ill_conditioned(cfg: AttentionConfig) -> bool:
     """Where 1e-6 is beyond float32, because the formula magnifies the rounding of its scores.
 
-    reweight_p: by p n A / (n A - 1). ssmax, norm_softmax with a small gamma: by the low temperature.
-    Rows that are not normalised, and signed phi: relatively, where all scores of a short row are near
-    a zero of phi.
+    reweight_p: by p n A / (n A - 1). ssmax, query scales, norm_softmax with a small gamma: by the low
+    temperature. Rows that are not normalised, and signed phi: relatively, where all scores of a short row
+    are near a zero of phi.
     """
     return (
         cfg.reweight_p > 1
-        or getattr(cfg, "length_scale", "") == "ln_n"
+        or getattr(cfg, "length_scale", "") in ("ln_n", "query")
         or cfg.normaliser == "asentmax"
         or getattr(cfg, "gamma", None) == 2.0
         or not is_normalised(cfg)

@@ -166,6 +166,7 @@ def test_exported_models_are_ours(tiny_config, own_file, call):
         ([*flags({"normaliser": "sigmoid", "bias": "log_len"}), "--model.position", "alibi"], "linear"),
         (["--attention.normaliser", f"{own_file}:Mine"], "ntk"),
         ([*flags({"normaliser": "fox"}), "--model.position", "none"], "none"),
+        ([*flags({"length_scale": "query"}), "--model.position", "pope"], "yarn"),
         (["--model.window", "9", "--layers", '[{at = [1], position = "none", window = 0}]'], "ntk"),
     ]
     compare_in_a_fresh_process(cases, tiny_config, call)
@@ -186,7 +187,7 @@ def test_every_normaliser_and_scaling_leaves(tiny_config, call):
     lssar = flags({"normaliser": "lssa", "reweight_p": 15})
     cases = [(flags(options), "ntk") for options in OPTIONS]
     cases += [(lssar, rope) for rope in get_args(RopeKind)]
-    positions = [["--model.position", name] for name in ("p_rope", "none", "alibi")]
+    positions = [["--model.position", name] for name in ("p_rope", "pope", "none", "alibi")]
     cases += [([*some, *each], "ntk") for some in (lssar, []) for each in positions]
     cases += [([*lssar, "--model.attention-gate", "true", "--attention.output-norm", "true"], "yarn")]
     cases += [([*lssar, "--train.loss", loss], "ntk") for loss in ("norm_softmax", "logit_norm")]

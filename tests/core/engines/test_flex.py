@@ -80,11 +80,13 @@ def test_lengths_and_layers_share_graphs(backend, monkeypatch):
         for length in (300, 513, 640):
             q, k, v, _ = draw(length, length, 16, batch=2, n_head=4)
             for layer in layers:
-                got, want = flex.run(q, k, v, layer), attend(q, k, v, layer, "dense")
+                got, want = flex.run(q, k, v, layer, layer.context(q, k)), attend(q, k, v, layer, "dense")
                 assert (got - want).norm() <= 1e-6 * want.norm()
         assert counter.frame_count == 1
         # In a compiled model as well, where the engine is a graph break.
-        model = torch.compile(lambda q: flex.run(q, k, v, layers[0]) * 2, backend="eager")
+        model = torch.compile(
+            lambda q: flex.run(q, k, v, layers[0], layers[0].context(q, k)) * 2, backend="eager"
+        )
         assert (model(q) - 2 * want).norm() <= 1e-6 * want.norm()
     assert counter.frame_count <= 2
 
