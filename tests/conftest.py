@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -29,6 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("markexpr") != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_finish() -> None:
+    """As train.main() does: training collects garbage at each save, which would scan all tests each time."""
+    gc.collect()
+    gc.freeze()
 
 
 VOCAB = 64
