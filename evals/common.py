@@ -75,7 +75,7 @@ class EvaluatedRun:
             "torch": torch.__version__,
             **summary,
         }
-        write_json(result, self.file(".json"))
+        write_json(result, self.file(".json"), shared=True)
         print(f"wrote {self.file('.json')}")
         return result
 

@@ -127,6 +127,6 @@ def legend_below(figure: Figure, n_columns: int) -> None:
 
 
 def save_figure(figure: Figure, path: Path, dpi: int = 150) -> None:
-    with atomic_file(path) as f:
+    with atomic_file(path, shared=True) as f:
         figure.savefig(f, format=path.suffix[1:], dpi=dpi)
     print(f"wrote {path}")

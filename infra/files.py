@@ -18,12 +18,14 @@ TEXT_LIMIT = 2**26  # characters of a text that is read at once
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, shared: bool = False) -> Iterator[BinaryIO]:
     """A binary file that appears under its name once it is complete and on disk.
 
-    Another process may write the same one: the last to finish wins. Raises UserError: it cannot be written.
+    Where it is shared another process may write it at the same time, and the last to finish wins. Elsewhere
+    the next writer replaces what a killed one has left. Raises UserError: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    unique = f".{secrets.token_hex(4)}" if shared else ""
+    temporary = path.with_name(f".{path.name}{unique}.tmp")
     try:
         with open(temporary, "wb") as f:
             yield f
@@ -57,13 +59,14 @@ def append_synced(path: Path, addition: str) -> None:
         raise UserError(f"{path}: cannot be written: {e.strerror}") from None
 
 
-def write_json(value: Any, path: Path) -> None:
+def write_json(value: Any, path: Path, shared: bool = False) -> None:
     """Raises UserError: NaN or infinity, which JSON does not have; or it cannot be written."""
     try:
         document = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False).encode()
     except ValueError as e:
         raise UserError(f"{path}: not written: {e}") from None
-    write_atomically(path, document, b"\n")
+    with atomic_file(path, shared) as f:
+        f.write(document + b"\n")
 
 
 def read_text(path: Path) -> str:

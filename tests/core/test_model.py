@@ -498,5 +498,5 @@ def test_generate_sampling():
     ],
 )
 def test_generate_errors(length, n_new, options):
-    with pytest.raises(UserError, match="expected a"):
+    with pytest.raises(UserError, match="expected"):
         generate(make_gpt(), random_tokens(1, length), n_new, **options)

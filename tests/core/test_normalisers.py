@@ -121,6 +121,8 @@ def test_weights_are_the_formula_at_large_scores(cfg):
 )
 def test_normalised_scores_have_no_scale(options, scale):
     """These formulas do not change when all queries are multiplied by a number."""
+    if options["normaliser"] == "lssa" and scale < 1e-3:
+        pytest.skip("norms below 1e-3 count as 1e-3 (normalisers.layer.to_unit)")
     cfg = AttentionConfig(**options)
     q, k, _, _ = draw(33, 33, 64)
     error = row_errors(cfg, scale * q, k, make(cfg, 2, 64, train_len=160))

@@ -467,7 +467,7 @@ def test_the_hub_is_asked_for_a_commit_once(
 def test_wrong_options_are_one_line(call: Any) -> None:
     for options, part in (
         (["--files", "x", "--dataset", "x"], "--files: expected no --dataset"),
-        (["--files", __file__], "expected .parquet"),
+        (["--files", __file__], ".parquet"),
     ):
         with one_line(part):
             call(fineweb, *options)
