@@ -70,7 +70,7 @@ def main() -> None:
             data = blocks.describe()
             cut_sums = score(world, "cut", blocks, n_same, partial(cut_losses, model, blocks, context=n_same))
             cut = summarise(blocks.longest, cut_sums, blocks, n_same) | {"length": n_same}
-            summary = {"options": options[i], "data": data, "same_target_tokens": n_same}
+            summary: dict[str, Any] = {"options": options[i], "data": data, "same_target_tokens": n_same}
             summary |= {"cut": cut, "lengths": []}
             for length in blocks.lengths:
                 losses = partial(block_losses, model, blocks, length=length, rope=args.rope_scaling)
@@ -174,10 +174,7 @@ def block_sums(losses: Tensor, n_same: int) -> Tensor:
 def summarise(
     length: int, sums: Tensor | str, blocks: Blocks, n_same: int, cut_sums: Tensor | str | None = None
 ) -> dict[str, Any]:
-    """An entry of "lengths" in eval_length.json: means and standard errors, or the reason for none.
-
-    With the sums of the cut, too, its gain, and at the longest length those of the buckets.
-    """
+    """An entry of "lengths" in eval_length.json, with its gains over the cut, or the reason for none."""
     if isinstance(sums, str) or isinstance(cut_sums, str):
         return {"length": length, "reason": sums if isinstance(sums, str) else cut_sums}
     by_bucket = sums[:, :-1]  # (n_blocks, n_buckets)
@@ -272,10 +269,9 @@ def plot(results: list[Result], path: Path) -> None:
         axes.set(ylabel="validation loss (nats)")
         axes.tick_params(labelleft=True)
     for i, result in enumerate(results):
-        if result["cut"]["reason"] is None:
-            label = f"context cut at {span}, in a run's colour" if i == 0 else None
-            loss = result["cut"]["same_target_loss"]
-            panels[0].axhline(loss, color=f"C{i}", linestyle="--", linewidth=1.2, label=label)
+        label = f"context cut at {span}, in a run's colour" if i == 0 else None
+        loss = result["cut"].get("same_target_loss", math.nan)
+        panels[0].axhline(loss, color=f"C{i}", linestyle="--", linewidth=1.2, label=label)
     output.legend_below(figure, 3)
     output.save_figure(figure, path)
 
