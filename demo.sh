@@ -33,7 +33,7 @@ if [ -s runs/$prefix.txt ] && [ "$picture" -nt $softmax/checkpoints ] && [ "$pic
     [ "$picture" -nt $lssar/checkpoints ]; then
     cat runs/$prefix.txt
 else
-    $PYTHON eval_length.py $softmax $ssmax $lssar --tokens $eval_tokens --out "$picture" | tee runs/$prefix.txt
+    $PYTHON eval_length.py $softmax $ssmax $lssar --tokens $eval_tokens --replace --out "$picture" | tee runs/$prefix.txt
 fi
 echo "== done"
 echo "curves    $softmax/metrics.jsonl and so on"

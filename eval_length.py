@@ -11,20 +11,18 @@ the longest length; each block is cut into windows of length T, for each T. Repo
 
     same targets   mean loss in nats over the last tokens of each block only (as many as the training
                    length), predicted from windows of length T that all end there. Only the context changes.
-    cut            the loss of the same targets with the context cut at the training length, at no cost to
-                   the user. A sliding window, whose positions need no RoPE scaling.
-    gain           cut - loss. Above 0 the model uses the longer context, about 0 is damage limited.
-    gain by position   that of all tokens in windows of the longest length, in buckets that double.
-    loss           mean over all tokens. A longer window gives tokens more context, and puts most of them at
-                   positions that training never had. This number contains both effects.
-    buckets        loss by position in the window.
+    cut            that of the same targets with their context cut at the training length: a sliding window,
+                   whose positions need no RoPE scaling. It costs a user nothing.
+    gain           cut - loss: above 0 the model uses the longer context, near 0 it is only not damaged. By
+                   position in windows of the longest length, too, of all tokens, in buckets that double.
+    loss           mean over all tokens, and by position. It mixes the context's worth with the harm of
+                   positions that training never had.
 
-Standard errors are those of means over blocks, since the losses of neighbouring tokens are correlated. A
-gain's are paired: those of the blocks' differences. The losses of single blocks are in rows.csv (see
-evals/rows.py), to pair runs or lengths over text.
+Standard errors are over blocks, since the losses of neighbouring tokens are correlated. A gain's is paired:
+that of the blocks' differences. rows.csv (see evals/rows.py) has single blocks, to pair runs over text.
 
 Writes eval_length.json and .png into the run folder (eval_length_<checkpoint> for one checkpoint file). With
---tag none they are eval_length_none. Several runs get one more figure.
+--tag none they are eval_length_none, beside results of other options. Several runs get one more figure.
 """
 
 from __future__ import annotations
@@ -49,6 +47,7 @@ from evals.output import Result
 from evals.rows import Cell, text_key
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import World, join_world
+from infra.files import read_json
 from model import GPT
 from positions import RopeScaling
 
@@ -61,17 +60,18 @@ SCORED = "Scored: {blocks} blocks of {block_length} tokens of {dir} ({split}) af
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs, picture = common.open_runs(args)
+        runs, picture = common.open_runs(args, world)
         all_blocks = common.open_blocks(args, runs)
+        options = [options_of(run, blocks, args) for run, blocks in zip(runs, all_blocks, strict=True)]
         n_same = count_same_targets(all_blocks[0].lengths, runs)
 
         def measure(i: int, model: GPT) -> tuple[dict[str, Any], str, Iterator[Cell]]:
             blocks = all_blocks[i]
             data = blocks.describe()
-            losses = partial(cut_losses, model, blocks, context=n_same)
-            cut_sums = score(world, "cut", blocks, n_same, losses)
+            cut_sums = score(world, "cut", blocks, n_same, partial(cut_losses, model, blocks, context=n_same))
             cut = summarise(blocks.longest, cut_sums, blocks, n_same) | {"length": n_same}
-            summary = {"data": data, "same_target_tokens": n_same, "cut": cut, "lengths": []}
+            summary: dict[str, Any] = {"options": options[i], "data": data, "same_target_tokens": n_same}
+            summary |= {"cut": cut, "lengths": []}
             for length in blocks.lengths:
                 losses = partial(block_losses, model, blocks, length=length, rope=args.rope_scaling)
                 sums = score(world, f"{length} tokens", blocks, n_same, losses)
@@ -79,6 +79,18 @@ def main() -> None:
             return summary, text_key(data), cells(summary)
 
         common.evaluate("eval_length", args, world, runs, picture, measure, tables, plot)
+
+
+def options_of(run: EvaluatedRun, blocks: Blocks, args: argparse.Namespace) -> dict[str, Any]:
+    """The key "options" of a result. Raises UserError: the run has a result of others, and no --replace."""
+    options = {key: getattr(args, key) for key in ("tokens", "skip", "rope", "rope_theta")}
+    options |= {"data": str(blocks.stream.folder), "lengths": blocks.lengths}
+    path = run.file(".json")
+    old = read_json(path).get("options", {}) if path.exists() and not args.replace else {}
+    others = ", ".join(f"{key} = {value}" for key, value in old.items() if options[key] != value)
+    if others:
+        raise UserError(f"{path}: has {others}: expected a --tag, for results beside these, or --replace")
+    return options
 
 
 # ---------------------------------------------------------------- windows
@@ -132,19 +144,19 @@ def cut_losses(model: GPT, blocks: Blocks, block: int, context: int) -> Tensor:
     least three quarters (Press et al. 2021, arXiv 2012.15832, section 2; "Perplexity of fixed-length models"
     in the documentation of transformers). The first window scores all of its tokens.
     """
-    x, y = map(torch.from_numpy, val_batch(blocks.stream, blocks.n_skipped + block, 1, blocks.longest))
-    x = x[0].to(model.embedding.weight.device)  # (longest,)
-    y = y[0].to(x.device)
+    device = model.embedding.weight.device
+    windows = val_batch(blocks.stream, blocks.n_skipped + block, 1, blocks.longest)
+    x, y = (torch.from_numpy(each[0]).to(device) for each in windows)  # (longest,)
     n = blocks.longest // context  # windows at once: as many tokens as a forward pass of `block_losses` has
     chunk = max(1, LOGITS_AT_ONCE // n)
     stride = math.ceil(context / CUT_STRIDES)
     last = blocks.longest - context
-    starts = torch.tensor([*range(stride, last, stride), last], device=x.device)
-    losses = x.new_empty(blocks.longest, dtype=torch.float32)
+    starts = torch.tensor([*range(stride, last, stride), last], device=device)
+    losses = torch.empty(blocks.longest, device=device)
     with model.autocast():
         losses[:context] = model.token_losses(x[None, :context], y[None, :context], chunk=chunk)[0]
         for some in starts.split(n):
-            positions = some[:, None] + torch.arange(context, device=x.device)  # (n, context)
+            positions = some[:, None] + torch.arange(context, device=device)  # (n, context)
             scored = positions[:, -stride:]  # (n, stride)
             losses[scored] = model.token_losses(x[positions], y[scored], chunk=chunk)
     return losses[None]
@@ -160,14 +172,11 @@ def block_sums(losses: Tensor, n_same: int) -> Tensor:
 
 # ---------------------------------------------------------------- summary
 def summarise(
-    length: int, sums: Tensor | str, blocks: Blocks, n_same: int, cut_sums: Tensor | str = ""
+    length: int, sums: Tensor | str, blocks: Blocks, n_same: int, cut_sums: Tensor | str | None = None
 ) -> dict[str, Any]:
-    """An entry of "lengths" in eval_length.json: means and standard errors, or the reason for none.
-
-    With the sums of the cut, too, its gain, and at the longest length those of the buckets.
-    """
-    if isinstance(sums, str):
-        return {"length": length, "reason": sums}
+    """An entry of "lengths" in eval_length.json, with its gains over the cut, or the reason for none."""
+    if isinstance(sums, str) or isinstance(cut_sums, str):
+        return {"length": length, "reason": sums if isinstance(sums, str) else cut_sums}
     by_bucket = sums[:, :-1]  # (n_blocks, n_buckets)
     losses = by_bucket.sum(1) / blocks.longest  # (n_blocks,)
     same_targets = sums[:, -1] / n_same
@@ -181,13 +190,12 @@ def summarise(
     for (start, stop), bucket_sums in zip(pairwise(bucket_edges(length)), window_sums, strict=True):
         loss, stderr = mean_and_stderr(bucket_sums / (stop - start))
         entry["buckets"].append({"from": start, "to": stop, "loss": loss, "stderr": stderr})
-    if isinstance(cut_sums, Tensor):
-        same_gains = cut_sums[:, -1] / n_same - same_targets
-        entry["gain"], entry["gain_stderr"] = mean_and_stderr(same_gains)
+    if cut_sums is not None:
+        entry["gain"], entry["gain_stderr"] = mean_and_stderr(cut_sums[:, -1] / n_same - same_targets)
         gains = (cut_sums - sums).T[:-1] if length == blocks.longest else ()  # (n_buckets, n_blocks)
         for bucket, of_bucket in zip(entry["buckets"], gains, strict=False):
-            mean, stderr = mean_and_stderr(of_bucket / (bucket["to"] - bucket["from"]))
-            bucket |= {"gain": mean, "gain_stderr": stderr}
+            n_positions = bucket["to"] - bucket["from"]
+            bucket["gain"], bucket["gain_stderr"] = mean_and_stderr(of_bucket / n_positions)
     return entry
 
 
@@ -216,6 +224,7 @@ def tables(results: list[Result]) -> str:
     span = results[0]["same_target_tokens"]
     block = results[0]["data"]["block_length"]
     scored = dict.fromkeys(SCORED.format_map(result["data"]) for result in results)  # one line if they agree
+    gain = itemgetter("gain", "gain_stderr")
     errors = f"± standard error over blocks; RoPE {output.format_rope(*results)}."
     parts = [
         "\n".join(scored),
@@ -232,11 +241,6 @@ def tables(results: list[Result]) -> str:
         bucket_table(results, itemgetter("loss", "stderr")),
     ]
     return "\n\n".join(parts + output.rejections(results)) + "\n"
-
-
-def gain(entry: dict[str, Any]) -> tuple[float, float | None]:
-    """Of an entry of "lengths" or of its buckets; NaN if the cut has no result."""
-    return entry.get("gain", math.nan), entry.get("gain_stderr")
 
 
 def bucket_table(results: list[Result], value: output.Value) -> str:
@@ -265,10 +269,9 @@ def plot(results: list[Result], path: Path) -> None:
         axes.set(ylabel="validation loss (nats)")
         axes.tick_params(labelleft=True)
     for i, result in enumerate(results):
-        if result["cut"]["reason"] is None:
-            label = f"context cut at {span}, in a run's colour" if i == 0 else None
-            loss = result["cut"]["same_target_loss"]
-            panels[0].axhline(loss, color=f"C{i}", linestyle="--", linewidth=1.2, label=label)
+        label = f"context cut at {span}, in a run's colour" if i == 0 else None
+        loss = result["cut"].get("same_target_loss", math.nan)
+        panels[0].axhline(loss, color=f"C{i}", linestyle="--", linewidth=1.2, label=label)
     output.legend_below(figure, 3)
     output.save_figure(figure, path)
 
@@ -278,6 +281,7 @@ def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     lengths_help = "divisors of the longest (default: 1, 2, 4, 8, 16 x the training length)"
     common.add_arguments(parser, lengths_help, tokens=2**20)
+    parser.add_argument("--replace", action="store_true", help="also results of another evaluation")
     return common.parse_arguments(parser, "eval_length")
 
 

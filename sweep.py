@@ -71,9 +71,15 @@ class Job(NamedTuple):
         except (ValueError, OSError) as e:
             return str(e)
 
-    def is_evaluated(self, tag: str | None) -> bool:
-        path = self.config.run_dir / (f"eval_length_{tag}.json" if tag else "eval_length.json")
-        return path.exists() and read_json(path, Record)["step"] == self.config.train.max_steps
+    def is_evaluated(self, rope: str, tag: str | None, tokens: int) -> bool:
+        """Whether its folder has the results of the last step that `run_job` asks for."""
+        config = self.config
+        path = config.run_dir / (f"eval_length_{tag}.json" if tag else "eval_length.json")
+        lengths = [factor * config.train.seq_len for factor in (1, 2, 4, 8, 16)]
+        options = {"tokens": tokens, "skip": 0, "rope": rope, "rope_theta": None}
+        options |= {"data": str(Path(config.data.dir)), "lengths": lengths}
+        result = read_json(path, Record) if path.exists() else {}
+        return result.get("step") == config.train.max_steps and result.get("options") == options
 
 
 def main() -> None:
@@ -93,7 +99,8 @@ def main() -> None:
         if stop.number:
             print(f"stopped by {stop.name_of(stop.number)}: the same command resumes")
             return
-    print(f"{len(jobs) - len(failures)} of {len(jobs)} runs are trained and evaluated")
+    evaluated = " and evaluated" if args.eval_tokens else ""
+    print(f"{len(jobs) - len(failures)} of {len(jobs)} runs are trained{evaluated}")
     if failures:
         print("\n".join(failures))
         sys.exit(1)
@@ -164,9 +171,10 @@ def run_job(job: Job, number: str, args: argparse.Namespace, slot: int, stop: St
     with exclusive_lock(run_dir):  # of a training
         commands = [] if job.is_trained else [["train.py", *job.arguments]]
     for rope, tag in EVALUATIONS if args.eval_tokens else ():
-        if not job.is_evaluated(tag):
+        if not job.is_evaluated(rope, tag, args.eval_tokens):
             options = ["--rope", rope, "--tokens", str(args.eval_tokens), "--device", job.config.train.device]
-            commands.append(["eval_length.py", str(run_dir), *options, *(["--tag", tag] if tag else [])])
+            options += ["--tag", tag] if tag else []
+            commands.append(["eval_length.py", str(run_dir), "--replace", *options])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     log = run_dir.with_name(f"{run_dir.name}.log") if args.jobs > 1 else None
     for script, *arguments in commands:

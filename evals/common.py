@@ -31,7 +31,7 @@ from infra.files import write_json
 from model import GPT
 from positions import RopeKind, RopeScaling
 from schema import Config, describe_layers
-from training.checkpoint import load_model, read_config
+from training.checkpoint import find_checkpoints, load_model, read_config
 
 FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 
@@ -80,14 +80,20 @@ class EvaluatedRun:
         return result
 
 
-def open_runs(args: argparse.Namespace) -> tuple[list[EvaluatedRun], Path | None]:
+def open_runs(args: argparse.Namespace, world: World) -> tuple[list[EvaluatedRun], Path | None]:
     """Check every source without its tensors, since ten models may not fit in memory.
 
+    Folders without a checkpoint, such as lab.report's, are skipped with a line, unless all are.
     Returns: The runs, and the path of the figure with all of them. None: a single run already has its own.
     Raises UserError: a source does not load or is given twice, or its folder cannot be written.
     """
     runs: list[EvaluatedRun] = []
-    for source in map(Path, args.runs):
+    sources = [Path(source) for source in args.runs]
+    trained = [source for source in sources if not source.is_dir() or find_checkpoints(source)]
+    for source in sources if trained and world.is_main else ():
+        if source not in trained:
+            print(f"skipped: {source} has no checkpoint")
+    for source in trained or sources:
         absolute = Path(os.path.abspath(source))  # not resolved: the results of a link stay where it is
         label, output = name_results(absolute, args.name)
         if any(output.resolve() == run.output.resolve() for run in runs):

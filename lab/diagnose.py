@@ -41,7 +41,7 @@ from training.attention_statistics import STATISTICS, model_statistics
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs, picture = common.open_runs(args)
+        runs, picture = common.open_runs(args, world)
         all_blocks = common.open_blocks(args, runs)
         n_rows = max(1, min(128, all_blocks[0].lengths[0] // 2))
 

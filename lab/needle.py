@@ -65,7 +65,7 @@ N_RANKED = 25  # heads in Figure 7
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs, picture = common.open_runs(args)
+        runs, picture = common.open_runs(args, world)
         streams = [common.open_validation(run.config, args.data) for run in runs]
         haystacks = [Haystack(stream, get_tokenizer(stream.info["tokenizer"])) for stream in streams]
         lengths = common.choose_lengths(args.lengths, runs, (1, 2, 4, 8))

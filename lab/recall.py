@@ -44,7 +44,7 @@ TOKENS_AT_ONCE = 65536  # of one batch
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs, picture = common.open_runs(args)
+        runs, picture = common.open_runs(args, world)
         tasks = trained_tasks(runs, args.data)
         lengths = common.choose_lengths(args.lengths, runs, [2**i for i in range(7)])
         for length in lengths:

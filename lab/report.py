@@ -5,9 +5,10 @@
     python -m lab.report --comparison runs/comparison_A      # the comparison -> runs/comparison_report/
     python -m lab.report --comparison                        # redrawn from results/comparison/*.jsonl
 
-Writes report.md and PNGs into --out. A row of a table is an experiment, a file in configs/. A run belongs to
-a row if its attention, positions, loss and kind of optimiser are the file's, whatever its name and its size,
-unless the file sweeps over sizes. If the file has init_from, the run has to replace another's normaliser.
+Writes report.md and PNGs into --out, in place of an earlier report's. A row of a table is an experiment, a
+file in configs/. A run belongs to a row if its attention, positions, loss and kind of optimiser are the
+file's, whatever its name and its size, unless the file sweeps over sizes. If the file has init_from, the run
+has to replace another's normaliser.
 Runs of one scale share a letter. Runs that differ in their seed alone share a line, mean ± standard
 deviation. Losses are eval_length.py's, at multiples of the training length. Unfinished runs are skipped.
 """
@@ -15,6 +16,7 @@ deviation. Losses are eval_length.py's, at multiples of the training length. Unf
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +54,12 @@ def main() -> None:
         for file, caption, figure in all_figures(runs):
             save_figure(figure, out / file, dpi=130)
             captions[file] = caption
-        write_atomically(out / "report.md", report_text(runs, captions).encode())
-    print(f"wrote {out / 'report.md'}")
+        path = out / "report.md"
+        earlier = re.findall(r"\]\(([^()/]+\.png)\)", path.read_text()) if path.exists() else []
+        write_atomically(path, report_text(runs, captions).encode())
+        for file in {*earlier} - {*captions}:
+            (out / file).unlink(missing_ok=True)
+    print(f"wrote {path}")
 
 
 def report_text(runs: Runs, captions: dict[str, str]) -> str:

@@ -147,7 +147,7 @@ class Runs(NamedTuple):
     """Runs that share a `line` differ in their seed alone. Scale A is the one with the most runs."""
 
     table: pd.DataFrame  # a row for each run: run, line, name, scale, scale_text, experiment, recipe, seed
-    losses: pd.DataFrame  # rows of eval_length.py after the last step, with line, name, scale and factor
+    losses: pd.DataFrame  # rows of eval_length.py after the last step, with folder, line, name, scale, factor
 
     def means(self) -> pd.DataFrame:
         """Means over blocks: line, name, scale, seed, rope, factor (x training length), length, loss."""
@@ -169,7 +169,8 @@ class Runs(NamedTuple):
 def tabulate(runs: list[FinishedRun]) -> Runs:
     """The tables of runs; prints those that repeat another with its seed, which are left out.
 
-    The losses of a scale are of the text that most of its runs were evaluated on.
+    The losses of a scale are of the text that most of its runs were evaluated on. Raises UserError: a run was
+    evaluated, but not on that text.
     """
     table = pd.DataFrame({"run": runs, "seed": [run.config.seed for run in runs]})
     table["scale_text"] = [scale_of(run.config, run.steps_before) for run in runs]
@@ -189,7 +190,14 @@ def tabulate(runs: list[FinishedRun]) -> Runs:
     losses = []
     for row in table.itertuples():
         factor = row.run.losses.length / row.run.config.train.seq_len
-        losses.append(row.run.losses.assign(line=row.line, name=row.name, scale=row.scale, factor=factor))
+        columns = {"folder": str(row.run.folder), "line": row.line, "name": row.name, "scale": row.scale}
+        losses.append(row.run.losses.assign(**columns, factor=factor))
     every = pd.concat(losses, ignore_index=True)
     texts = {scale: main_text(of_scale) for scale, of_scale in every.groupby("scale")}
-    return Runs(table, every[every.text == every.scale.map(texts)])
+    shared = every[every.text == every.scale.map(texts)]
+    others = every[~every.folder.isin(shared.folder)]
+    if len(others):
+        first = others.iloc[0]
+        expected = f"expected {texts[first.scale]}, as most runs of its scale: eval_length.py --tokens"
+        raise UserError(f"{first.folder}: evaluated on the text {first.text}: {expected}")
+    return Runs(table, shared)

@@ -166,6 +166,32 @@ def test_every_target_is_scored_once_at_each_length(tmp_path, data, evaluate, mo
         assert total == pytest.approx(positions.sum().item())
 
 
+def test_results_of_other_options_are_kept(tmp_path, data, evaluate, capsys):
+    """Every option that changes the numbers; the same options, or --replace, write again."""
+    a, b = (make_run(tmp_path / "runs", name, data) for name in "ab")
+    report = tmp_path / "runs/report"
+    report.mkdir()
+    evaluate(a, b, report, "--lengths", 16, 64)
+    assert f"skipped: {report} has no checkpoint\n" in capsys.readouterr().out
+    before = (a / "eval_length.json").read_bytes()
+    other_data = make_dataset(tmp_path / "other", n_val=N_SCORED + 20, n_train=100)
+    for options, has in (
+        (["--lengths", 32, 64], "lengths = [16, 64]"),
+        (["--lengths", 16, 64, "--tokens", 64], "tokens = 1048576"),
+        (["--lengths", 16, 64, "--rope", "none"], "rope = ntk"),
+        (["--lengths", 16, 64, "--rope", "theta", "--rope-theta", 5e3], "rope = ntk, rope_theta = None"),
+        (["--lengths", 16, 64, "--data", other_data], f"data = {data}"),
+    ):
+        with one_line(f"a/eval_length.json: has {has}: expected a --tag"):
+            evaluate(b, a, "--tag", "x", *options, "--replace")
+            evaluate(a, *options)
+        assert (a / "eval_length.json").read_bytes() == before
+    evaluate(a, "--lengths", 16, 64)
+    assert lengths_of(a) == json.loads(before)["lengths"]
+    evaluate(a, "--lengths", 32, 64, "--replace")
+    assert [row["length"] for row in lengths_of(a)] == [32, 64]
+
+
 def test_skipped_text(tmp_path, data, evaluate):
     """--skip leaves out whole blocks; the others keep their losses."""
     run = make_run(tmp_path / "runs", "a", data)

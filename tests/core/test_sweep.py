@@ -41,8 +41,12 @@ class FakeTorchrun:
         self.commands.append([script, *arguments])
         if script == "eval_length.py":
             run_dir, tag = Path(arguments[0]), "_none" if "--tag" in arguments else ""
-            step = load_config(run_dir / "config.toml").train.max_steps
-            (run_dir / f"eval_length{tag}.json").write_text(f'{{"step": {step}}}')
+            config = load_config(run_dir / "config.toml")
+            rope, tokens = (arguments[arguments.index(option) + 1] for option in ("--rope", "--tokens"))
+            options = {"tokens": int(tokens), "skip": 0, "rope": rope, "rope_theta": None}
+            options |= {"data": config.data.dir, "lengths": [16, 32, 64, 128, 256]}
+            result = {"step": config.train.max_steps, "options": options}
+            (run_dir / f"eval_length{tag}.json").write_text(json.dumps(result))
         elif self.failing and self.failing in " ".join(arguments):
             return 2
         else:
@@ -76,6 +80,13 @@ def test_all_runs_but_the_finished_ones_and_on_after_a_failure(four_runs, call, 
     call(sweep, four_runs, "--optimizer.lr", "0.01")
     assert again.scripts == done
     assert "4 of 4 runs are trained and evaluated" in capsys.readouterr().out
+
+    call(sweep, four_runs, "--optimizer.lr", "0.01", "--eval-tokens", 0)
+    assert again.scripts == done
+    assert "4 of 4 runs are trained\n" in capsys.readouterr().out
+    call(sweep, four_runs, "--optimizer.lr", "0.01", "--eval-tokens", 512)  # other tokens are no result
+    assert again.scripts == [*done, *8 * ["eval_length.py"]]
+    assert all("--replace" in command for command in again.commands if command[0] == "eval_length.py")
 
 
 def test_jobs_run_side_by_side_with_their_share_of_the_machine(four_runs, call, monkeypatch, capsys):

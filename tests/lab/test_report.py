@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import one_line
 
 import sweep
 from config import load_config, to_toml
@@ -36,7 +37,7 @@ def make_run(
     if begun:
         (config.run_dir / "init_from.txt").write_text(begun)
     run = (config.name, config.seed, config.optimizer.lr, step, "eval_length", "ntk", TEXT)
-    for factor, loss in zip(FACTORS, losses, strict=True):
+    for factor, loss in zip(FACTORS, losses, strict=False):
         measures = [(0, "loss", loss - 1), (1, "loss", loss + 1), (None, "loss[0:128]", loss)]
         write_rows(config.run_dir, [Row(*run, 128 * factor, *measure) for measure in measures])
 
@@ -62,6 +63,12 @@ def test_a_scale_is_compared_on_the_text_that_most_of_its_runs_read(tmp_path):
             write_rows(tmp_path / name, [row])
     means = tabulate(read_runs([str(tmp_path)])).means()
     assert sorted(means.loss) == sorted(2 * [1.0, 2.0, 3.0, 4.0, 5.0])
+    make_run(tmp_path, "c", [], "--seed", "3")
+    assert len(tabulate(read_runs([str(tmp_path)])).table) == 3, "not evaluated at all: a dash"
+    row = Row("c", 3, 0.1, 3, "eval_length", "ntk", "0123456789ab+0x9x2048", 128, 0, "loss", 9.0)
+    write_rows(tmp_path / "c", [row])
+    with one_line(f"c: evaluated on the text 0123456789ab+0x9x2048: expected {TEXT}"):
+        tabulate(read_runs([str(tmp_path)]))
 
 
 def test_rows_find_their_runs(tmp_path, capsys):
@@ -232,8 +239,13 @@ def test_sweep_and_report_through_torchrun(four_runs, call, monkeypatch):
     evaluation = json.loads((run / "eval_length_none.json").read_text())
     assert evaluation["rope"]["kind"] == "none" and evaluation["step"] == 12
     assert [row["length"] for row in evaluation["lengths"]] == [16, 32, 64, 128, 256]
-    call(report, four_runs.parent / "runs")
     folder = four_runs.parent / "runs/report"
+    folder.mkdir()
+    (folder / "report.md").write_text("![of an earlier report](stale.png)")
+    for file in ("stale.png", "mine.png"):
+        (folder / file).touch()
+    call(report, four_runs.parent / "runs")
+    assert not (folder / "stale.png").exists() and (folder / "mine.png").exists()
     text = (folder / "report.md").read_text()
     assert "s_normaliser=softmax" in text
     loss = evaluation["lengths"][0]["loss"]
