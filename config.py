@@ -1,6 +1,6 @@
 """The typed config: a TOML file plus `--section.key value` overrides become one frozen `Config`.
 
-    python config.py configs/lssar.toml --attention.reweight-p 7    # print the resolved config
+    python config.py configs/lssar.toml --train.max-steps 5000      # print the resolved config
     python config.py configs/comparison/A/lssa.toml --base configs/comparison/B.toml    # the same at scale B
     python config.py --help                                        # every key, its meaning, its default
 

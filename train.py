@@ -2,8 +2,11 @@
 
     python train.py configs/demo_lssar.toml                               # one process, CPU or one GPU
     torchrun --standalone --nproc_per_node=8 train.py configs/lssar.toml  # 8 GPUs
-    python train.py configs/lssar.toml --attention.reweight-p 7 --name lssar_p7
+    python train.py configs/lssar.toml --optimizer.lr 1e-3 --name lssar_1e-3
     python train.py configs/lssar.toml --dry-run                          # sizes, memory, speed; no run
+
+GPT-2 124M are configs/softmax.toml, configs/lssar.toml (LSSAR, p raised to 15) and, for SSMax on QK-norm,
+configs/rivals/qk_norm_ssmax.toml.
 
 Writes runs/<name>/: config.toml (resolved; `train.py runs/<name>/config.toml --name again` replays it, on the
 engine that fits there), metrics.jsonl (a line per step), starts.jsonl (commit, versions, hardware) and
