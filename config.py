@@ -57,7 +57,9 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     chosen = parse_overrides(overrides or [])
     values, sweeps = _read_file(path, chosen.pop("base", None))
     values.setdefault("name", (path.stem, str(path)))
-    values |= {key: (value, "command line") for key, value in chosen.items()}
+    for key, value in chosen.items():
+        is_swept = any(value in sweep.get(key, ()) for sweep in sweeps)
+        values[key] = (value, f"{path}: [sweep]" if is_swept else "command line")
     missing = [sorted(sweep.keys() - chosen.keys()) for sweep in sweeps]
     if all(missing):
         options = ", or by ".join(" ".join(f"--{key} ..." for key in keys) for keys in missing)
@@ -179,6 +181,8 @@ def _read_file(
     """
     own = _read_toml(path, seen)
     base = own.pop("base", None)
+    if isinstance(own.get("name"), dict):
+        raise UserError(f"{path}: name = a section: expected a string, the name of the run folder")
     sweeps = _sweeps_of(path, own.pop("sweep", {}))
     values: Values = {}
     if base is not None:

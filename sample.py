@@ -24,7 +24,6 @@ from typing import get_args
 import tiktoken
 import torch
 
-from data.tokenizer import get_tokenizer
 from generation import stream
 from infra.cli import ArgumentParser, UserError, integer, run_main
 from infra.distributed import choose_device
@@ -38,7 +37,7 @@ def main() -> None:
     args = parse_args()
     prompts = read_prompts(args)
     trained = load_model(args.run, choose_device(args.device))
-    tokenizer = get_tokenizer(trained.tokenizer)
+    tokenizer = trained.tokenizer
     for i, prompt in enumerate(prompts):
         steps = sample_tokens(trained.model, tokenizer, prompt, args.seed + i, args)
         if args.samples > 1:

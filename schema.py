@@ -309,6 +309,11 @@ class Config(Section):
                 return [f"layers: in layer {i} {line}" for _, line in problems_of(e, "", Config)]
         return lines
 
+    @property
+    def normalisers(self) -> list[str]:
+        """Those of all layers, each once."""
+        return list(dict.fromkeys(self.of_layer(i).attention.normaliser for i in range(self.model.n_layer)))
+
     def of_layer(self, i: int) -> Config:
         """The config of layer i, from 0: with what the entries of [[layers]] that name it state, in order.
 

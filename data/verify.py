@@ -37,6 +37,10 @@ def print_info(folder: Path) -> None:
     print(f"tokeniser  {info['tokenizer']}, vocabulary {info['vocab_size']}")
     for split in _splits_of(folder):
         stream = TokenStream(folder, split)
+        if split.endswith("mask"):
+            n_learned = sum(int(shard.sum()) for shard in stream.shards)
+            print(f"{split:10} {n_learned:,} of {stream.n_tokens:,} tokens count in the loss")
+            continue
         lengths = document_lengths(stream)
         print(f"{split:10} {stream.n_tokens:,} tokens, {len(lengths):,} documents")
         for limit in LONG:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,10 +30,10 @@ import tiktoken
 import torch
 
 from config import to_toml
-from data.tokenizer import get_tokenizer
 from hub.native import choose_architecture, import_transformers, largest_difference, native_model
 from infra.cli import ArgumentParser, UserError, run_main
 from model import GPT
+from normalisers.own import find_normaliser
 from positions import RopeKind, RopeScaling
 from schema import describe_layers
 from training.checkpoint import Trained, load_model
@@ -46,14 +47,15 @@ def main() -> None:
     args = parse_args()
     rope = RopeScaling(args.rope, args.rope_theta)
     trained = load_model(args.run)
-    tokenizer = get_tokenizer(trained.tokenizer)
+    tokenizer = trained.tokenizer
     is_scaled = rope.kind != "none"
     architecture = None if args.code or is_scaled else choose_architecture(trained.config)
     if architecture is None:
         converted = own_model(trained.model, rope, tokenizer.eot_token)
     else:
         converted = native_model(trained.model, architecture, tokenizer.eot_token)
-    fast_tokenizer = convert_tokenizer(tokenizer, trained.config.train.seq_len)
+    ends_at_T = "ssmax_pn" in trained.config.normalisers
+    fast_tokenizer = convert_tokenizer(tokenizer, trained.config.train.seq_len if ends_at_T else None)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         if any(args.out.iterdir()):
@@ -61,7 +63,7 @@ def main() -> None:
         converted.save_pretrained(args.out)
         fast_tokenizer.save_pretrained(args.out)
         if architecture is None:
-            copy_code(args.out, trained.config.attention.normaliser)
+            copy_code(args.out, trained.config.normalisers)
         card = model_card(args.out.name, trained, architecture is None)
         (args.out / "README.md").write_text(card, encoding="utf-8")
     except OSError as e:
@@ -90,10 +92,12 @@ def own_model(model: GPT, rope: RopeScaling, eot_token: int) -> Any:
     from hub.modeling import NormaliserGPTConfig, NormaliserGPTForCausalLM
 
     m = model.config.model
-    gpt = model.config.model_dump(exclude={"data", "log"})
-    gpt["attention"]["normaliser"] = model.config.attention.definition.name  # of a file of its own, too
+    gpt = json.dumps(model.config.model_dump(exclude={"data", "log"}))
+    for name in model.config.normalisers:  # those of files are registered there
+        cls = find_normaliser(name)
+        gpt = gpt.replace(json.dumps(name), json.dumps(cls.name if cls else name))
     config = NormaliserGPTConfig(
-        gpt=gpt,
+        gpt=json.loads(gpt),
         rope=rope.kind,
         rope_base=rope.theta,
         vocab_size=m.vocab_size,
@@ -117,7 +121,7 @@ def own_model(model: GPT, rope: RopeScaling, eot_token: int) -> Any:
 
 
 # ---------------------------------------------------------------- code
-def copy_code(out: Path, normaliser: str) -> None:
+def copy_code(out: Path, normalisers: list[str]) -> None:
     """Write hub/modeling.py and each module of ours that it imports, as hub_modeling.py, engines_rows.py ...
 
     The files are flat because transformers loads no packages from a model's folder. A normaliser's own file
@@ -132,8 +136,7 @@ def copy_code(out: Path, normaliser: str) -> None:
             source, imported = flatten(module_path(module).read_text(encoding="utf-8"))
             (out / f"{flat(module)}.py").write_text(source, encoding="utf-8")
             waiting += imported
-    file, _, class_name = normaliser.rpartition(":")
-    if file:
+    for file, _, class_name in (name.rpartition(":") for name in normalisers if ":" in name):
         own = f"own_{Path(file).stem}"
         source, _ = flatten(Path(file).read_text(encoding="utf-8"))
         (out / f"{own}.py").write_text(source, encoding="utf-8")
@@ -218,7 +221,7 @@ def model_card(folder: str, trained: Trained, is_code: bool) -> str:
         step=trained.step,
         batch_tokens=config.train.batch_tokens,
         data=config.data.dir,
-        tokenizer=trained.tokenizer,
+        tokenizer=trained.tokenizer_name,
         train_len=config.train.seq_len,
         folder=folder,
         option=", trust_remote_code=True" if is_code else "",
@@ -227,8 +230,8 @@ def model_card(folder: str, trained: Trained, is_code: bool) -> str:
 
 
 # ---------------------------------------------------------------- tokenizer and check
-def convert_tokenizer(tokenizer: tiktoken.Encoding, max_length: int) -> Any:
-    """The tiktoken encoding as a fast tokenizer of transformers."""
+def convert_tokenizer(tokenizer: tiktoken.Encoding, max_length: int | None) -> Any:
+    """The tiktoken encoding as a fast tokenizer of transformers, which truncates to max_length if told to."""
     transformers = import_transformers()
     from transformers.convert_slow_tokenizer import TikTokenConverter
 

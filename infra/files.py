@@ -125,10 +125,11 @@ def read_jsonl(path: Path, shape: type[BaseModel] | None = None) -> list[Any]:
 
 @contextmanager
 def exclusive_lock(folder: Path) -> Iterator[None]:
-    """Make the folder and lock it, where its file system can. Left empty, it is removed.
+    """Make the folder and lock it, where its file system can. Left empty, it and its new parents are removed.
 
     Raises UserError: another process holds the lock, or the folder cannot be made.
     """
+    new = [each for each in (folder, *folder.parents) if each == folder or not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
@@ -146,7 +147,8 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            folder.rmdir()
+            for each in new:
+                each.rmdir()
         os.close(descriptor)
 
 

@@ -31,7 +31,8 @@ from schema import makes_another_run
 
 BASE = CONFIGS / "comparison/A.toml"
 N_TOKENS = 131072  # of an evaluation; the text on which nothing is chosen is as long and follows it
-OWN_KEYS = ("attention.", "model.position", "model.rope", "model.attention_gate")  # what a variant may change
+# What a variant may change.
+OWN_KEYS = ("attention.", "layers", "model.position", "model.rope", "model.window", "model.attention_gate")
 OTHER_KEYS = {"name", "seed", "optimizer.lr", "data.dir"}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from normalisers.base import NORMALISERS, Normaliser
@@ -37,7 +38,7 @@ def find_normaliser(name: str) -> type[Normaliser] | None:
     return cls
 
 
-def fingerprint(name: str) -> dict[str, str]:
-    """File and sha256 of a class of a file, as a checkpoint keeps them; {} for a registered name."""
-    file = name.rpartition(":")[0]
-    return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest()} if file else {}
+def fingerprints(names: Iterable[str]) -> dict[str, str]:
+    """The sha256 of each file among these normalisers, as a checkpoint keeps them."""
+    files = {name.rpartition(":")[0] for name in names} - {""}
+    return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files)}

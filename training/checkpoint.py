@@ -26,9 +26,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, Field
+from tiktoken import Encoding
 from torch import Tensor
 
 from config import config_from_dict
+from data.tokenizer import get_tokenizer
 from infra.cli import UserError
 from infra.files import atomic_file, check_shape
 from model import GPT
@@ -183,14 +185,19 @@ class Trained(NamedTuple):
     model: GPT
     config: Config
     step: int
-    tokenizer: str
+    tokenizer_name: str
+
+    @property
+    def tokenizer(self) -> Encoding:
+        """Raises UserError: see `get_tokenizer`."""
+        return get_tokenizer(self.tokenizer_name)
 
 
 def load_model(source: str | Path, device: torch.device | str = "cpu") -> Trained:
     """The trained model of a run or checkpoint (see `load_source`), for evaluation."""
     path, content = load_source(source)
     config = config_from_dict(content["config"], str(path))
-    for file, sha256 in own.fingerprint(config.attention.normaliser).items():
+    for file, sha256 in own.fingerprints(config.normalisers).items():
         if content["data"].get(file) != sha256:
             print(f"warning: {file} is not as it was when {path} was trained", file=sys.stderr, flush=True)
     model = GPT(config, device)

@@ -82,7 +82,7 @@ class TrainState:
     def data_info(self) -> dict[str, str]:
         """The identity of the data, and of a normaliser's own file, which a resumed run must share."""
         info = {"tokenizer": self.batches.stream.info["tokenizer"]}
-        info |= own.fingerprint(self.config.attention.normaliser)
+        info |= own.fingerprints(self.config.normalisers)
         for stream in (self.batches.stream, self.val_stream):
             info[stream.split] = stream.fingerprint
             if stream.mask:

@@ -257,6 +257,7 @@ def test_all_problems_between_keys_at_once():
         ('base = "missing.toml"', "missing.toml: no such config file (the base of x.toml)"),
         ('base = "x.toml"', "base files form a cycle: x.toml -> x.toml"),
         ("base = 3", "base = 3: expected the name of a config file"),
+        ("[name]\nn_layer = 3", "name = a section: expected a string"),
         ("[model\nn_layer = 3", "not valid TOML"),
         ('base = "."', "cannot be read: Is a directory"),
         ("seed = 1\n[seed]\nx = 1", "not valid TOML"),
@@ -265,6 +266,16 @@ def test_all_problems_between_keys_at_once():
 def test_bad_files(text: str, expected: str, tmp_path: Path):
     with one_line("x.toml", expected):
         load_config(write(tmp_path, "x.toml", text))
+
+
+def test_a_mistake_in_a_sweep_is_blamed_on_the_file(tmp_path: Path):
+    path = write(tmp_path, "x.toml", '[sweep]\n"attention.reweigt_p" = [1, 3]\n')
+    with one_line(
+        "x.toml: [sweep]: attention.reweigt_p = 3: unknown key; did you mean attention.reweight_p?"
+    ):
+        load_config(path, expand_sweep(path)[1].overrides)
+    with one_line("command line: attention.reweigt_p = 4"):
+        load_config(path, ["--attention.reweigt-p", "4"])
 
 
 def test_malformed_overrides():

@@ -52,6 +52,13 @@ def test_document_lengths(tmp_path: Path, shard_size: int) -> None:
         assert document_lengths(TokenStream(tmp_path, split)).tolist() == expected
 
 
+def test_info_of_a_mask(tmp_path: Path, call: Callable[..., None], capsys: Any) -> None:
+    ones = np.array([1, 1, 0, 1, 0])
+    write_dataset(tmp_path, {"val": np.full(5, EOT), "valmask": ones}, 3)
+    call(verify_module, "info", tmp_path)
+    assert capsys.readouterr().out.endswith("valmask    3 of 5 tokens count in the loss\n")
+
+
 def test_info(dataset: Path, call: Callable[..., None], capsys: Any) -> None:
     call(verify_module, "info", dataset)
     printed = capsys.readouterr().out

@@ -57,6 +57,13 @@ def test_one_process_writes_a_run_folder(tiny_config: Path, call: Callable[..., 
     assert not (config.run_dir / "metrics.jsonl").exists()
 
 
+def test_a_start_that_fails_leaves_no_folders(tiny_config: Path, call: Callable[..., None]):
+    runs = tiny_config.with_name("new") / "runs"
+    with pytest.raises(UserError, match="nowhere"):
+        call(train, tiny_config, "--init-from", "nowhere", "--log.dir", runs)
+    assert tiny_config.exists() and not runs.parent.exists()
+
+
 def test_lines_of_a_killed_run_are_not_doubled(tiny_config: Path):
     """Neither steps after the checkpoint are kept, nor a validation that it does not know of."""
     state = build(tiny_config)
