@@ -10,10 +10,11 @@
     python sweep.py configs/rivals/*.toml --jobs 8                      # on 8 GPUs: one run on each
 
 Each run is `torchrun train.py CONFIG ...` in its folder <log.dir>/<file>_<key>=<value>, then evaluated by
-eval_length.py with NTK-scaled RoPE (eval_length.json) and without scaling (eval_length_none.json). Finished
-work is skipped. After a failure the next run starts, and all failures are listed at the end (exit status 1).
-Ctrl-C and SIGTERM let the current runs save their step and exit; the same command resumes. With several jobs
-the output of a run goes to <log.dir>/<name>.log.
+eval_length.py with NTK-scaled RoPE (eval_length.json), without scaling (eval_length_none.json) and, if it has
+RoPE, at 50 times its base (eval_length_theta.json, as in the SSMax paper). Finished work is skipped. After a
+failure the next run starts, and all failures are listed at the end (exit status 1). Ctrl-C and SIGTERM let
+the current runs save their step and exit; the same command resumes. With several jobs the output of a run
+goes to <log.dir>/<name>.log.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from training.checkpoint import find_checkpoints, step_of
 from training.run_log import Record, read_metrics
 
 HERE = Path(__file__).resolve().parent
-EVALUATIONS = (("ntk", None), ("none", "none"))  # --rope, --tag
+EVALUATIONS = (("ntk", None), ("none", "none"), ("theta", "theta"))  # --rope, --tag
+THETA_FACTOR = 50  # from RoPE's base of training to that of --rope theta
 
 
 class Job(NamedTuple):
@@ -71,12 +73,22 @@ class Job(NamedTuple):
         except (ValueError, OSError) as e:
             return str(e)
 
+    def rope_theta(self, rope: str) -> float | None:
+        """The base of an evaluation at `--rope theta`; None for another one."""
+        return THETA_FACTOR * self.config.model.rope_theta if rope == "theta" else None
+
+    def rope_options(self, rope: str, tag: str | None) -> list[str]:
+        """Of eval_length.py for one of EVALUATIONS."""
+        theta = self.rope_theta(rope)
+        base = ["--rope-theta", str(theta)] if theta else []
+        return ["--rope", rope, *base, *(["--tag", tag] if tag else [])]
+
     def is_evaluated(self, rope: str, tag: str | None, tokens: int) -> bool:
         """Whether its folder has the results of the last step that `run_job` asks for."""
         config = self.config
         path = config.run_dir / (f"eval_length_{tag}.json" if tag else "eval_length.json")
         lengths = [factor * config.train.seq_len for factor in (1, 2, 4, 8, 16)]
-        options = {"tokens": tokens, "skip": 0, "rope": rope, "rope_theta": None}
+        options = {"tokens": tokens, "skip": 0, "rope": rope, "rope_theta": self.rope_theta(rope)}
         options |= {"data": str(Path(config.data.dir)), "lengths": lengths}
         result = read_json(path, Record) if path.exists() else {}
         return result.get("step") == config.train.max_steps and result.get("options") == options
@@ -171,9 +183,10 @@ def run_job(job: Job, number: str, args: argparse.Namespace, slot: int, stop: St
     with exclusive_lock(run_dir):  # of a training
         commands = [] if job.is_trained else [["train.py", *job.arguments]]
     for rope, tag in EVALUATIONS if args.eval_tokens else ():
-        if not job.is_evaluated(rope, tag, args.eval_tokens):
-            options = ["--rope", rope, "--tokens", str(args.eval_tokens), "--device", job.config.train.device]
-            options += ["--tag", tag] if tag else []
+        has_base = rope != "theta" or job.config.model.rotating > 0
+        if has_base and not job.is_evaluated(rope, tag, args.eval_tokens):
+            options = ["--tokens", str(args.eval_tokens), "--device", job.config.train.device]
+            options += job.rope_options(rope, tag)
             commands.append(["eval_length.py", str(run_dir), "--replace", *options])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     log = run_dir.with_name(f"{run_dir.name}.log") if args.jobs > 1 else None

@@ -5,18 +5,25 @@ LSSAR's Figures 1 and 2, SSMax's 2 (p_n) and 4, NormSoftmax's 2a and 4.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 from evals.output import MARKERS, format_length, legend_below
-from lab.runs import FACTORS, FinishedRun, Runs
+from lab.runs import FACTORS, FinishedRun, Runs, recipe_of
 from lab.tables import read_published, read_rows
-from training.checkpoint import load_model
 
 LOSS = "loss (nats per token)"
+WINDOW = 100  # steps of training whose losses are one point of a learning curve
+# What p_n may be a1 f(n) + a2 of: the paper's first (SSMax, Section 2.1), then its rivals.
+P_N_FITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "ln n": np.log,
+    "√n": np.sqrt,
+    "n^0.35": lambda n: n**0.35,
+    "n": lambda n: n,
+}
 N_SHOWN = 7  # lines in colour where nobody chose them: more cannot be told apart
 Drawn = tuple[str, str, Figure]  # file name, caption, figure
 
@@ -89,8 +96,13 @@ def lssar_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
         panel = f"{row.config.attention.normaliser}, " + part.panel
         parts.append(part.assign(panel=panel, x=row.config.attention.reweight_p))
     points = pd.concat(parts).sort_values(["panel", "factor"])
+    points["lr"] = points.line.map(
+        {line.line: line.run.config.optimizer.lr for line in runs.table.itertuples()}
+    )
     if points.x.nunique() > 1:
-        title = f"LSSAR, Figure 2: the power p (scale {scale})"
+        rate = points.groupby("lr").x.nunique().idxmax()  # lines of several rates would be one
+        points = points[points.lr == rate]
+        title = f"LSSAR, Figure 2: the power p (scale {scale}, lr {rate:g})"
         factors = [f"{factor}x" for factor in FACTORS]
         points = points.assign(name=points.factor.map("{:g}x".format))
         figure = draw_lines(points, title, "re-weighting power p", shown=factors)
@@ -98,44 +110,68 @@ def lssar_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
 
 
 def ssmax_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
-    """SSMax's Figure 4: training losses, means over hundredths of the run. Figure 2: the learned p_n."""
-    curves = []
+    """SSMax's Figure 4: training losses against softmax's, paired by seed. Figure 2: the learned p_n."""
+    of_scale = runs.table.query("scale == @scale")
+    points = learning_curves(runs, of_scale)
+    if len(points):
+        n_seeds = points.groupby("name").seed.nunique()
+        n_steps = int(points.x.diff().max())
+        title = f"SSMax, Figure 4: training loss of (b) to (d) minus (a)'s of the same seed (scale {scale})"
+        figure = draw_lines(points, title, "step", "difference (nats per token)")
+        figure.axes[0].axhline(0, color="0.6", linestyle=":")
+        seeds = ", ".join(f"{name} {n}" for name, n in n_seeds.items())
+        yield f"ssmax_figure4_{scale}.png", f"{title}, means over {n_steps} steps; seeds: {seeds}", figure
+    for line in of_scale.itertuples():
+        if line.run.p_n:
+            fits, figure = p_n_figure(line.run)
+            title = f"SSMax, Figure 2: p_n of {line.name} (scale {scale}): {fits}"
+            yield f"ssmax_p_n_{scale}_{line.run.name}_{line.seed}.png", title, figure
+
+
+def learning_curves(runs: Runs, of_scale: pd.DataFrame) -> pd.DataFrame:
+    """(b), (c), (d) minus (a) of the same seed and recipe, over WINDOW steps: name, seed, x (the step), y."""
+    curves: dict[tuple[str, int, str], tuple[str, pd.Series]] = {}
     for row in read_rows("ssmax_paper", "a_softmax_162m b_ssmax_162m c_ssmax_s1_162m d_ssmax_bias_162m"):
-        for line in runs.of_row(row).query("scale == @scale").itertuples():
-            losses = pd.DataFrame(line.run.logged("loss").items(), columns=["x", "y"])
-            hundredths = losses.groupby(losses.index * 100 // max(len(losses), 1))
-            curves.append(hundredths.agg({"x": "max", "y": "mean"}).assign(name=line.name))
-    if len(curves) > 1:
-        points = pd.concat(curves)
-        title = f"SSMax, Figure 4: training loss of (a) to (d) (scale {scale})"
-        figure = draw_lines(points, title, "step", f"training {LOSS}")
-        figure.axes[0].set_ylim(top=points.y[5].max())  # the first steps would take most of the height
-        yield f"ssmax_figure4_{scale}.png", title, figure
-    for line in runs.table.query("scale == @scale").itertuples():
-        if line.run.config.attention.normaliser == "ssmax_pn":
-            fit, figure = p_n_figure(line.run)
-            title = f"SSMax, Figure 2: p_n of {line.run.config.name} (scale {scale}): {fit}"
-            yield f"ssmax_p_n_{scale}_{line.Index}.png", title, figure
+        for line in runs.of_row(row).query("index in @of_scale.index").itertuples():
+            losses = pd.Series(line.run.logged("loss"), dtype=float)
+            width = max(WINDOW, line.run.config.train.max_steps // 100)
+            means = losses.groupby((losses.index - 1) // width).mean()
+            means.index = (means.index + 1) * width
+            key = recipe_of(line.run.config, but="attention."), line.seed, row.config.name[0]
+            if len(losses):
+                curves[key] = f"({key[-1]}) {line.name}", means
+    parts = [
+        (curve - curves[recipe, seed, "a"][1])
+        .rename("y")
+        .rename_axis("x")
+        .reset_index()
+        .assign(name=name, seed=seed)
+        for (recipe, seed, letter), (name, curve) in curves.items()
+        if letter != "a" and (recipe, seed, "a") in curves
+    ]
+    return pd.concat(parts) if parts else pd.DataFrame()
 
 
-def fit_log(p_n: np.ndarray) -> tuple[float, float, float]:
-    """a1, a2 and R² of a1 ln n + a2 for p_n, (T,). n = 1 is left out: a single key has no gradient."""
-    x = np.log(np.arange(2, len(p_n) + 1))
+def fit_p_n(p_n: np.ndarray, name: str) -> tuple[float, float, float]:
+    """a1, a2 and R² of a1 f(n) + a2 for p_n, (T,). n = 1 is left out: a single key has no gradient."""
+    x = P_N_FITS[name](np.arange(2, len(p_n) + 1))
     a1, a2 = np.polyfit(x, p_n[1:], 1).tolist()
     return a1, a2, float(np.corrcoef(x, p_n[1:])[0, 1] ** 2) if p_n[1:].std() else 0.0
 
 
 def p_n_figure(run: FinishedRun) -> tuple[str, Figure]:
-    """A run's learned p_n with its least-squares fit, in words, too, and the paper's (SSMax, Section 2.1)."""
-    p_n = load_model(run.folder).model.state_dict()["blocks.0.attention.normaliser.p_n"].double().numpy()
-    a1, a2, r2 = fit_log(p_n)
-    fit = f"{a1:.4f} ln n + {a2:.4f}, R² = {r2:.3f}"
+    """A run's learned p_n with least-squares fits, also in words, and the paper's (SSMax, Section 2.1)."""
+    p_n = np.array(run.p_n)
+    n = np.arange(1, len(p_n) + 1)
+    curves = pd.DataFrame({"learned p_n": p_n})
+    for name, function in P_N_FITS.items():
+        a1, a2, r2 = fit_p_n(p_n, name)
+        curves[f"{a1:.4g} {name} + {a2:.3f}, R² = {r2:.3f}"] = a1 * function(n) + a2
+    fits = "; ".join(curves.columns[1:])
     theirs = read_published().query("where == 'Figure 2 (legend)'").set_index("column").printed.astype(float)
-    log_n = np.log(np.arange(1, len(p_n) + 1))
-    paper = f"the paper's: {theirs.a1} ln n + {theirs.a2}"
-    curves = pd.DataFrame({"learned p_n": p_n, fit: a1 * log_n + a2, paper: theirs.a1 * log_n + theirs.a2})
-    points = curves.assign(x=curves.index + 1).melt("x", var_name="name", value_name="y")
-    return fit, draw_lines(points, run.config.name, "n, visible keys", "p_n", shown=[*curves])
+    curves[f"the paper's: {theirs.a1} ln n + {theirs.a2}"] = theirs.a1 * np.log(n) + theirs.a2
+    points = curves.assign(x=n).melt("x", var_name="name", value_name="y")
+    return fits, draw_lines(points, run.config.name, "n, visible keys", "p_n", shown=[*curves])
 
 
 def normsoftmax_figures(runs: Runs, scale: str) -> Iterator[Drawn]:

@@ -2,13 +2,16 @@
 
     python -m lab.report runs/*                              # all three papers -> runs/report/
     python -m lab.report runs/comparison_A --out runs/papers # a folder of runs
+    python -m lab.report --papers                            # results/papers, redrawn from committed records
+    python -m lab.report --papers runs/papers_A --out results/papers       # with the records of these runs
     python -m lab.report --comparison runs/comparison_A      # the comparison -> runs/comparison_report/
     python -m lab.report --comparison                        # redrawn from results/comparison/*.jsonl
 
 Writes report.md and PNGs into --out, in place of an earlier report's. A row of a table is an experiment, a
-file in configs/. A run belongs to a row if its attention, positions, loss and kind of optimiser are the
-file's, whatever its name and its size, unless the file sweeps over sizes. If the file has init_from, the run
-has to replace another's normaliser.
+file in configs/. A run belongs to a row if its formula, positions, loss and kind of optimiser are the file's,
+whatever its name and its size, unless the file sweeps over sizes. If the file has init_from, the run has to
+replace another's normaliser. --papers keeps a record of each run in <out>/runs.jsonl and reads the
+comparison's records of scale A, of the rows of the papers.
 Runs of one scale share a letter. Runs that differ in their seed alone share a line, mean ± standard
 deviation. Losses are eval_length.py's, at multiples of the training length. Unfinished runs are skipped.
 """
@@ -27,16 +30,24 @@ from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import exclusive_lock, write_atomically
 from lab import comparison
 from lab.figures import all_figures
-from lab.runs import FACTORS, Runs, read_runs, tabulate
-from lab.tables import CONFIGS, markdown, mean_and_spread, read_published, read_rows, read_tables
+from lab.records import keep, merge, read_records
+from lab.runs import FACTORS, FinishedRun, Runs, experiment_of, read_runs, tabulate
+from lab.tables import CONFIGS, DASH, markdown, mean_and_spread, read_published, read_rows, read_tables
 
 RESULTS = CONFIGS.parent / "results/comparison"
+OF_PAPERS = CONFIGS.parent / "results/papers"
+COUNTS = """\
+Rows are those of the tables below, each with a config. Rows of one formula, loss and recipe are one
+experiment. Run: how many of them have a run here, at any scale. Published numbers without a config are those
+of images, of translation, and of what is no run."""
+RECORDS = "runs.jsonl"
+LOSSES = [f"val loss, {factor}x" for factor in FACTORS]  # columns of published losses
 INTRODUCTION = """\
-Made by `python -m lab.report` from run folders. Losses are in nats per token of each run's own tokeniser, at
-multiples of the training length; ± is the standard deviation over seeds. A dash: the run rejects the length
-or was not evaluated there, or the paper's text has no such number. Rows that nobody has a number of are left
-out. **A scale below is a published one only if
-its model, length, steps and data are the paper's**: otherwise compare trends only."""
+Made by `python -m lab.report` from run folders or records. Losses are in nats per token of each run's own
+tokeniser, at multiples of the training length; ± is the standard deviation over seeds. A dash: the run
+rejects the length or was not evaluated there, or the paper's text has no such number. Rows that nobody has a
+number of are left out. RoPE none is without scaling, theta another base at every length. **A scale below is a
+published one only if its model, length, steps and data are the paper's**: otherwise compare trends only."""
 
 
 def main() -> None:
@@ -47,9 +58,13 @@ def main() -> None:
         with exclusive_lock(out):
             comparison.write_report(args.runs, out)
         return
-    runs = tabulate(read_runs(args.runs))
-    out = Path(args.out or runs.table.run.iloc[0].folder.resolve().parent / "report")
+    finished = read_runs(args.runs) if args.runs else []
+    beside = finished[0].folder.resolve().parent / "report" if finished else OF_PAPERS
+    out = Path(args.out or beside)
     with exclusive_lock(out):
+        if args.papers:
+            finished = with_records([run for run in finished if len(run.losses)], out)
+        runs = tabulate(finished)
         captions = {}
         for file, caption, figure in all_figures(runs):
             save_figure(figure, out / file, dpi=130)
@@ -62,6 +77,18 @@ def main() -> None:
     print(f"wrote {path}")
 
 
+def with_records(runs: list[FinishedRun], out: Path) -> list[FinishedRun]:
+    """Keep records of the runs in `out`. Returns: all runs there, and the comparison's that are of a row."""
+    keep(runs, out / RECORDS)
+    tables = [table for of_paper in read_tables().values() for table in of_paper]
+    rows = [row for table in tables for row in read_rows(table["folder"], table["files"])]
+    experiments = {experiment_of(row.config) for row in rows}
+    of_comparison = read_records(RESULTS / "A.jsonl")
+    return merge(
+        read_records(out / RECORDS) + [run for run in of_comparison if run.experiment in experiments]
+    )
+
+
 def report_text(runs: Runs, captions: dict[str, str]) -> str:
     parts = ["# Report", INTRODUCTION, f"## Scales\n\n{scales_text(runs)}"]
     losses = runs.means()
@@ -70,6 +97,7 @@ def report_text(runs: Runs, captions: dict[str, str]) -> str:
         parts += [heading, runs_table(of_scale, losses[losses.scale == scale])]
     parts += [f"![{caption}]({file})\n\n{caption}." for file, caption in captions.items()]
     published = read_published()
+    parts += ["## Counts", COUNTS, markdown(counts_of(runs, published))]
     for paper, tables in read_tables().items():
         of_paper = published[published.paper == paper]
         for table in tables:
@@ -77,6 +105,29 @@ def report_text(runs: Runs, captions: dict[str, str]) -> str:
             for where in table.get("numbers", ()):
                 parts.append(numbers_table(of_paper[(of_paper["where"] == where) & (of_paper.config == "")]))
     return "\n\n".join(parts) + "\n"
+
+
+def counts_of(runs: Runs, published: pd.DataFrame) -> pd.DataFrame:
+    """A row for each paper, see COUNTS."""
+    has_losses = runs.table.line.isin(runs.losses.line)
+    lines = []
+    for paper, tables in read_tables().items():
+        rows = [row for table in tables for row in read_rows(table["folder"], table["files"])]
+        experiments = {(experiment_of(row.config), *row.sizes.items()): row for row in rows}
+        n_run = sum(has_losses[runs.of_row(row).index].any() for row in experiments.values())
+        of_paper = published[published.paper == paper]
+        own = of_paper[of_paper.source == ""]
+        counts = [
+            len(rows),
+            len(experiments),
+            n_run,
+            len(own),
+            own.config.ne("").sum(),
+            len(of_paper) - len(own),
+        ]
+        lines.append([paper, *counts])
+    columns = ["paper", "rows", "experiments", "run", "published numbers", "with a config", "second-hand"]
+    return pd.DataFrame(lines, columns=columns)
 
 
 def scales_text(runs: Runs) -> str:
@@ -114,7 +165,7 @@ def paper_table(table: dict[str, Any], runs: Runs, published: pd.DataFrame) -> s
     for row in read_rows(table["folder"], table["files"]):
         numbers = published[published.config.isin(row.keys)]
         published = published.drop(numbers.index)  # those of a whole [sweep] stand once
-        of_row = [published_cells(numbers)] if len(numbers) else []
+        of_row = [published_cells(of_source) for _, of_source in numbers.groupby("source")]
         for (scale, line), of_line in runs.of_row(row).groupby(["scale", "line"]):
             seeds = f", {len(of_line)} seeds" if len(of_line) > 1 else ""
             source = f"ours, scale {scale}{seeds} (`{of_line.name.iloc[0]}`)"
@@ -128,11 +179,14 @@ def paper_table(table: dict[str, Any], runs: Runs, published: pd.DataFrame) -> s
 
 
 def published_cells(numbers: pd.DataFrame) -> list[str]:
-    """The source and the loss at 1x; numbers that are no loss are part of the source."""
-    is_loss = numbers.column == "val loss, 1x"
+    """The source and the losses; numbers that are no loss are part of the source."""
+    is_loss = numbers.column.isin(LOSSES)
     what = ": " + numbers.row + ", " + numbers.column + " " + numbers.printed + " " + numbers.unit
-    sources = numbers["where"] + what.where(~is_loss, "")
-    return [f"paper, {'; '.join(sources)}", *numbers[is_loss].printed[-1:]]
+    whose = numbers.source.iloc[0]
+    sources = [f"second-hand ({whose})" if whose else "paper"]
+    sources.append("; ".join((numbers["where"] + what.where(~is_loss, "")).unique()))
+    losses = numbers[is_loss].drop_duplicates("column", keep="last").set_index("column").printed
+    return [", ".join(sources), *losses.reindex(LOSSES).fillna(DASH)]
 
 
 def numbers_table(numbers: pd.DataFrame) -> str:
@@ -146,9 +200,10 @@ def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders, or folders of run folders")
     parser.add_argument("--comparison", action="store_true", help="RUN: a folder for each scale")
+    parser.add_argument("--papers", action="store_true", help="from the records in --out, and of RUN")
     parser.add_argument("--out", metavar="DIR", help="(default: in the folder that holds the runs)")
     args = parser.parse_args()
-    if not args.runs and not args.comparison:
+    if not args.runs and not args.comparison and not args.papers:
         raise UserError("expected run folders: python -m lab.report runs/* (or --help)")
     return args
 

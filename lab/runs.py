@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from pydantic import BaseModel
 
 from config import changed_keys, load_config
 from evals.rows import read_rows
@@ -19,8 +21,9 @@ from infra.cli import UserError
 from infra.files import read_text
 from lab.tables import TableRow
 from model import GPT
-from schema import Config, makes_another_run
-from training.checkpoint import find_checkpoints
+from normalisers.family import Phi
+from schema import AttentionConfig, Config, makes_another_run
+from training.checkpoint import find_checkpoints, load_model
 from training.run_log import read_metrics
 
 FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length
@@ -28,11 +31,21 @@ FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length
 
 @dataclass(frozen=True)
 class FinishedRun:
-    folder: Path
+    folder: Path  # or the file that holds its record
     config: Config
     metrics: list[dict[str, Any]]  # the lines of metrics.jsonl
     losses: pd.DataFrame  # the rows of eval_length.py after the last step, with the parts of their text
     begun: str = ""  # init_from.txt: what it began from, and which keys changed
+    kept_p_n: tuple[float, ...] = ()  # of a record, as is the next
+    kept_n_params: int = 0
+
+    @property
+    def p_n(self) -> tuple[float, ...]:
+        """The learned p_n of ssmax_pn, from n = 1 on; empty for another normaliser, or if it was not kept."""
+        if self.kept_p_n or self.config.attention.normaliser != "ssmax_pn" or not self.folder.is_dir():
+            return self.kept_p_n
+        weights = load_model(self.folder).model.state_dict()
+        return tuple(weights["blocks.0.attention.normaliser.p_n"].tolist())
 
     def logged(self, key: str) -> dict[int, Any]:
         """Step -> what metrics.jsonl has under a key, where it is finite."""
@@ -45,10 +58,10 @@ class FinishedRun:
 
     @property
     def steps_before(self) -> int:
-        """Steps of the run whose normaliser it replaced; 0 if it began in another way."""
+        """Steps of the run whose normaliser, or power p, it replaced; 0 if it began in another way."""
         step = re.search(r"^init_from .*, step (\d+)$", self.begun, re.MULTILINE)
-        is_replaced = "attention.normaliser " in self.begun and "data.dir " not in self.begun
-        return int(step[1]) if step and is_replaced else 0
+        changed = re.search(r"attention\.(normaliser|reweight_p) ", self.begun)
+        return int(step[1]) if step and changed and "data.dir " not in self.begun else 0
 
     @property
     def experiment(self) -> str:
@@ -58,6 +71,8 @@ class FinishedRun:
 
     @cached_property
     def n_params(self) -> int:
+        if self.kept_n_params:
+            return self.kept_n_params
         with torch.device("meta"):  # no memory, no initialisation
             return GPT(self.config, device="meta").n_params()
 
@@ -77,12 +92,29 @@ def scale_of(config: Config, steps_before: int = 0) -> str:
     )
 
 
+def is_part(member: Any) -> bool:
+    """Whether a member of a normaliser's class is part of its formula."""
+    return inspect.isfunction(member) or isinstance(member, property)
+
+
+PHI_PARTS = [name for name, _ in inspect.getmembers(Phi, is_part) if not hasattr(BaseModel, name)]
+
+
+def formula_of(attention: AttentionConfig) -> dict[str, Any]:
+    """The options of a normaliser. A preset of the family that adds no formula is `phi` with its options."""
+    preset = type(attention.definition)
+    is_phi = issubclass(preset, Phi) and all(
+        inspect.getattr_static(preset, name) is inspect.getattr_static(Phi, name) for name in PHI_PARTS
+    )
+    return attention.model_dump() | ({"normaliser": Phi.name} if is_phi else {})
+
+
 def experiment_of(config: Config) -> str:
-    """Attention, positions, loss and kind of optimiser: what experiments differ in, at any scale."""
+    """Formula, positions, loss and kind of optimiser: what experiments differ in, at any scale."""
     m = config.model
     t = config.train
     o = config.optimizer
-    attention = config.attention.model_dump()
+    attention = formula_of(config.attention)
     if config.init_from:
         attention.pop("scale_init", None)  # depends on the length
     rest = {
@@ -95,11 +127,15 @@ def experiment_of(config: Config) -> str:
     return json.dumps(attention | rest, sort_keys=True)
 
 
-def recipe_of(config: Config) -> str:
-    """All keys that a loss curve depends on, but for those that tell the seeds of a line apart."""
+def recipe_of(config: Config, but: str = "") -> str:
+    """All keys that a loss curve depends on, but for those that tell the seeds of a line apart.
+
+    but: the start of keys to leave out as well.
+    """
     changed = changed_keys(Config(name="default"), config)
     seeds = "name", "seed", "init_from"
-    return str({k: new for k, (_, new) in changed.items() if makes_another_run(k) and k not in seeds})
+    kept = {key: new for key, (_, new) in changed.items() if makes_another_run(key) and key not in seeds}
+    return str({key: new for key, new in kept.items() if not (but and key.startswith(but))})
 
 
 # ---------------------------------------------------------------- reading run folders
@@ -166,6 +202,19 @@ class Runs(NamedTuple):
         return self.table[is_of_row].sort_values(["scale", "line"])
 
 
+def names_of(table: pd.DataFrame) -> pd.Series:
+    """The name of each line's first run, with its dtype where it is not the scale's commonest.
+
+    And with its learning rate where another line of the scale has the name.
+    """
+    dtypes = table.run.map(lambda run: run.config.train.dtype)
+    commonest = dtypes.groupby(table.scale).transform(lambda each: each.mode()[0])
+    names = table.run.map(lambda run: run.name) + (", " + dtypes).where(dtypes != commonest, "")
+    rates = table.run.map(lambda run: f", lr {run.config.optimizer.lr:g}")
+    n_lines = table.assign(name=names).groupby(["scale", "name"]).line.transform("nunique")
+    return names + rates.where(n_lines > 1, "")
+
+
 def tabulate(runs: list[FinishedRun]) -> Runs:
     """The tables of runs; prints those that repeat another with its seed, which are left out.
 
@@ -186,12 +235,12 @@ def tabulate(runs: list[FinishedRun]) -> Runs:
     by_line = table.groupby(line, sort=False)
     table["scale"] = table.scale_text.map(letters)
     table["line"] = by_line.ngroup()
-    table["name"] = by_line.run.transform("first").map(lambda run: run.name)
+    table["name"] = names_of(table.assign(run=by_line.run.transform("first")))
     losses = []
     for row in table.itertuples():
         factor = row.run.losses.length / row.run.config.train.seq_len
         columns = {"folder": str(row.run.folder), "line": row.line, "name": row.name, "scale": row.scale}
-        losses.append(row.run.losses.assign(**columns, factor=factor))
+        losses.append(row.run.losses.assign(**columns, seed=row.seed, factor=factor))
     every = pd.concat(losses, ignore_index=True)
     texts = {scale: main_text(of_scale) for scale, of_scale in every.groupby("scale")}
     shared = every[every.text == every.scale.map(texts)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ class TableRow(NamedTuple):
     sizes: dict[str, Any]  # swept keys of [model], and the steps: a run of this row has the same values
 
 
+@cache
 def read_rows(folder: str, files: str) -> list[TableRow]:
     """One row for each run that the files configs/<folder>/<name>.toml describe."""
     rows = []
@@ -44,13 +46,19 @@ def read_tables() -> dict[str, list[dict[str, Any]]]:
 
 
 def read_published() -> pd.DataFrame:
-    """A row for each published number: paper, where, unit, row, column, printed, and config or ""."""
+    """A row for each published number: paper, where, unit, source, row, column, printed, config.
+
+    `source` is "" for a paper's text, else whose notes they are. `config` is "" where there is none.
+    """
     content = tomllib.loads((PAPERS_FOLDER / "published.toml").read_text(encoding="utf-8"))
-    papers = [pd.DataFrame(entry["numbers"]).assign(paper=paper) for paper, entry in content.items()]
+    papers = []
+    for name, entry in content.items():
+        whose = {"paper": entry.get("paper", name), "source": entry.get("source", "")}
+        papers.append(pd.DataFrame(entry["numbers"]).assign(**whose))
     numbers = pd.concat(papers).explode("values", ignore_index=True)
     columns = ["row", "column", "printed", "config"]
     cells = pd.DataFrame([dict(zip(columns, each, strict=False)) for each in numbers["values"]])
-    return numbers[["paper", "where", "unit"]].join(cells.fillna(""))
+    return numbers[["paper", "where", "unit", "source"]].join(cells.fillna(""))
 
 
 def markdown(table: pd.DataFrame, n_left: int = 1) -> str:

@@ -25,6 +25,8 @@ STATISTICS = {
     "largest": "largest p",
     "first_token": "p of the first token, the attention sink",
     "tiny": "share of the visible keys with p < 2^-16",
+    "distance": "distance of a key, in tokens, as a mean weighted by p",
+    "positive_distance": "mean distance of the keys with a positive score over that of all visible keys",
 }
 
 
@@ -69,7 +71,8 @@ def layer_statistics(
 ) -> Tensor:
     """Means over the rows of q (B, H, Tq, D), the last positions of k (B, H, Tk, D), both after RoPE.
 
-    A row of zero weights has entropy 0 and 0 effective keys. Returns: (B, H, len(STATISTICS)).
+    A row of zero weights has entropy 0 and 0 effective keys. A row without positive scores has
+    positive_distance 1, that of positive scores anywhere. Returns: (B, H, len(STATISTICS)).
     """
     with torch.autocast(q.device.type, enabled=False):
         unscaled_q = q.float()
@@ -85,6 +88,9 @@ def layer_statistics(
             weights = normaliser.row_weights(x.masked_fill(hidden, -torch.inf), block_context)
             mass = l1_normalise(weights.abs())  # (b, H, R, K)
             n = block_context.n[:, 0]
+            distance = block_context.distance(x)  # (R, K)
+            positive = l1_normalise((~hidden & (x > 0)).to(x.dtype))
+            nearness = (positive * distance).sum(-1) / ((n - 1) / 2).clamp_min(0.5)
             entropy = -torch.xlogy(mass, mass).sum(-1)
             rows = {
                 "qk_std": block_context.moments(unscaled)[1].sqrt().squeeze(-1),
@@ -95,6 +101,8 @@ def layer_statistics(
                 "largest": mass.amax(-1),
                 "first_token": mass[..., 0] * (not keys.start),
                 "tiny": (~hidden & (mass < TINY)).sum(-1) / n,
+                "distance": (mass * distance).sum(-1),
+                "positive_distance": torch.where((positive > 0).any(-1), nearness, 1.0),
             }
             total[batch] += torch.stack([rows[key].sum(-1) for key in STATISTICS], dim=-1)  # (b, H, S)
         return total / q.shape[-2]

@@ -40,10 +40,12 @@ class FakeTorchrun:
         script, arguments = Path(command[i]).name, command[i + 1 :]
         self.commands.append([script, *arguments])
         if script == "eval_length.py":
-            run_dir, tag = Path(arguments[0]), "_none" if "--tag" in arguments else ""
+            run_dir = Path(arguments[0])
+            tag = f"_{arguments[arguments.index('--tag') + 1]}" if "--tag" in arguments else ""
             config = load_config(run_dir / "config.toml")
             rope, tokens = (arguments[arguments.index(option) + 1] for option in ("--rope", "--tokens"))
-            options = {"tokens": int(tokens), "skip": 0, "rope": rope, "rope_theta": None}
+            theta = float(arguments[arguments.index("--rope-theta") + 1]) if rope == "theta" else None
+            options = {"tokens": int(tokens), "skip": 0, "rope": rope, "rope_theta": theta}
             options |= {"data": config.data.dir, "lengths": [16, 32, 64, 128, 256]}
             result = {"step": config.train.max_steps, "options": options}
             (run_dir / f"eval_length{tag}.json").write_text(json.dumps(result))
@@ -70,11 +72,13 @@ def test_all_runs_but_the_finished_ones_and_on_after_a_failure(four_runs, call, 
     assert e.value.code == 1 and "3 of 4 runs are trained and evaluated" in out
     run = four_runs.parent / "runs/s_normaliser=softmax_seed=2"
     assert out.splitlines()[-1] == f"failed: {run}: train.py ended with status 2"
-    done = ["train.py", "eval_length.py", "eval_length.py"]
+    done = ["train.py", *3 * ["eval_length.py"]]
     assert fake.scripts == [*done, "train.py", *done, *done]
     assert all("--optimizer.lr" in command for command in fake.commands if command[0] == "train.py")
     ropes = [command[command.index("--rope") + 1] for command in fake.commands if "--rope" in command]
-    assert ropes == 3 * ["ntk", "none"]
+    assert ropes == 3 * ["ntk", "none", "theta"]
+    bases = [command[command.index("--rope-theta") + 1] for command in fake.commands if "theta" in command]
+    assert bases == 3 * ["500000.0"]  # 50 times the base of training
 
     again = FakeTorchrun(monkeypatch)
     call(sweep, four_runs, "--optimizer.lr", "0.01")

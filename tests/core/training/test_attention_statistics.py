@@ -13,6 +13,7 @@ from test_model import make_gpt, random_tokens
 import model
 from model import KVCache
 from positions import RopeScaling
+from schema import AttentionConfig
 from training import attention_statistics
 from training.attention_statistics import STATISTICS, attention_mass, layer_statistics, model_statistics
 
@@ -30,6 +31,8 @@ def from_dense(weights: torch.Tensor, unscaled: torch.Tensor, scores: torch.Tens
         mass = a.sum().item()
         p = (a / mass).tolist() if mass > 1e-30 else [0.0] * n
         entropy = -sum(v * math.log(v) for v in p if v > 0)
+        positive = [n - 1 - j for j in range(n) if x[j] > 0]
+        far = [n - 1 - j for j in range(n)]
         out[b, h, r] = torch.tensor(
             [
                 unscaled[b, h, r, :n].double().std(correction=0),
@@ -40,6 +43,8 @@ def from_dense(weights: torch.Tensor, unscaled: torch.Tensor, scores: torch.Tens
                 max(p),
                 p[0],
                 sum(v < 2**-16 for v in p) / n,
+                sum(v * t for v, t in zip(p, far, strict=True)),
+                sum(positive) / len(positive) / max(sum(far) / n, 0.5) if positive else 1.0,
             ]
         )
     return out.mean(2)
@@ -62,10 +67,24 @@ def test_statistics_are_those_of_the_dense_weights(cfg, len_q, monkeypatch):
         prepared_q, prepared_k = normaliser.prepare(q, k, context)
         scores = context.add_bias(prepared_q @ prepared_k.mT)
         expected = from_dense(weights_of(normaliser, q, k), q @ k.mT, scores)
-    tiny = NAMES.index("tiny")
-    torch.testing.assert_close(found[..., :tiny], expected[..., :tiny], atol=2e-4, rtol=2e-4)
-    # A weight within rounding of the threshold may fall on either side.
-    torch.testing.assert_close(found[..., tiny], expected[..., tiny], atol=0.02, rtol=0)
+    counts = [NAMES.index("tiny"), NAMES.index("positive_distance")]
+    exact = [i for i in range(len(NAMES)) if i not in counts]
+    torch.testing.assert_close(found[..., exact], expected[..., exact], atol=2e-4, rtol=2e-4)
+    # A weight within rounding of 2^-16, or a score of 0, may fall on either side.
+    torch.testing.assert_close(found[..., counts], expected[..., counts], atol=0.02, rtol=0)
+
+
+def test_distances_tell_attention_to_the_nearest_keys_from_attention_everywhere():
+    """Scores that fall with the distance have their positives, and their weight, close to the diagonal."""
+    layer = make(AttentionConfig(normaliser="softmax"), n_head=1, head_dim=2, train_len=64)
+    q = torch.tensor([1.0, 0.0]).expand(1, 1, 1, 2)
+    near, far = NAMES.index("distance"), NAMES.index("positive_distance")
+    even = layer_statistics(layer, q, torch.zeros(1, 1, 64, 2))[0, 0]
+    assert even[near] == pytest.approx(31.5) and even[far] == 1  # no score is above 0
+    k = torch.zeros(1, 1, 64, 2)
+    k[..., 0] = torch.cat((torch.full((56,), -30.0), torch.full((8,), 30.0)))
+    diagonal = layer_statistics(layer, q, k)[0, 0]
+    assert diagonal[near] == pytest.approx(3.5) and diagonal[far] == pytest.approx(3.5 / 31.5)
 
 
 @torch.no_grad()
