@@ -152,7 +152,7 @@ def check_comparable(runs: list[Record]) -> None:
 class Scale(NamedTuple):
     """Runs of one scale, each variant at its better RoPE scaling and learning rate.
 
-    A table of losses has a row for each block of text: variant, lr, rope, seed, training, length, its multiple
+    A row for each block of text: variant, lr, rope, seed, training, length, its multiple
     of the training length as factor, block, loss and same (the loss over the same targets at every length). A
     length that a seed lacks is left out.
     """
@@ -367,7 +367,7 @@ def summary_table(tables: dict[str, pd.DataFrame], recall: pd.DataFrame) -> pd.D
 
 # ---------------------------------------------------------------- figures
 def plane_figure(title: str, losses: pd.DataFrame, shown: list[str]) -> Figure:
-    """Loss at the shortest against the longest length, a dot for each variant with both; grey: not `shown`."""
+    """Loss at the shortest against the longest length, a dot for each variant. Grey: not `shown`."""
     short, long = end_labels(losses)
     ends = seed_means(losses).iloc[:, [0, -1]].dropna().groupby("variant")
     means = ends.mean()
