@@ -78,6 +78,8 @@ def test_every_config_trains(path, folder, softmax_runs):
         lr = (1 if config.optimizer.name == "sgd" else 10) * config.optimizer.lr
         changes = {"name": f"{path.parent.name}-{config.name}", "optimizer.lr": str(lr)}
         changes["optimizer.warmup_steps"] = str(min(2, config.optimizer.warmup_steps))
+        if config.layers:
+            changes["model.n_layer"] = "4"
         if config.init_from:
             changes["init_from"] = str(softmax_runs[config.model.tie_embeddings])
         run = run_train(path, chosen.overrides + tiny(folder, **changes))

@@ -161,6 +161,7 @@ def test_exported_models_are_ours(tiny_config, own_file, call):
     lssar = flags({"normaliser": "lssa", "reweight_p": 15})
     llama_like = [*FAMILIES["llama"], "--model.tie-embeddings", "false", "--model.bias", "false"]
     untrained = ["--train.max-steps", "0", "--optimizer.warmup-steps", "0", "--init-from", "runs/a"]
+    mine = f"attention = {{normaliser = '{own_file}:Mine'}}"
     cases = [
         ([*lssar, *llama_like, *untrained], "ntk"),
         ([*flags({"normaliser": "ssmax_pn"}), "--model.n-kv-head", "1"], "none"),
@@ -168,7 +169,10 @@ def test_exported_models_are_ours(tiny_config, own_file, call):
         (["--attention.normaliser", f"{own_file}:Mine"], "ntk"),
         ([*flags({"normaliser": "fox"}), "--model.position", "none"], "none"),
         ([*flags({"length_scale": "query"}), "--model.position", "pope"], "yarn"),
-        (["--model.window", "9", "--layers", '[{at = [1], position = "none", window = 0}]'], "ntk"),
+        (
+            ["--model.window", "9", "--layers", f"[{{at = [1], position = 'none', window = 0, {mine}}}]"],
+            "ntk",
+        ),
     ]
     compare_in_a_fresh_process(cases, tiny_config, call)
 
