@@ -33,7 +33,8 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory, tiny_dataset: Path
     folder = tmp_path_factory.mktemp("run")
     weights = torch.arange(30000.0)
     for step in (3, 6):
-        state = {"step": step, "config": {}, "model": {"w": weights}, "optimizers": [], "validation": {}}
+        state: dict[str, Any] = {"step": step, "config": {}, "model": {"w": weights}}
+        state |= {"optimizers": [], "validation": {}}
         state |= {"guard": {}, "rng": [], "data": {"tokenizer": "bytes"}}
         save_checkpoint(folder, state, keep_last=2)
     return folder
