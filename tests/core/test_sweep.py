@@ -89,7 +89,7 @@ def test_all_runs_but_the_finished_ones_and_on_after_a_failure(four_runs, call, 
     assert again.scripts == done
     assert "4 of 4 runs are trained\n" in capsys.readouterr().out
     call(sweep, four_runs, "--optimizer.lr", "0.01", "--eval-tokens", 512)  # other tokens are no result
-    assert again.scripts == [*done, *8 * ["eval_length.py"]]
+    assert again.scripts == [*done, *12 * ["eval_length.py"]]  # at three scalings each
     assert all("--replace" in command for command in again.commands if command[0] == "eval_length.py")
 
 
