@@ -326,6 +326,7 @@ def test_command_line_error_and_help(call: Callable[..., None], capsys: pytest.C
     with pytest.raises(SystemExit) as end:
         call(train, "--help")
     assert end.value.code == 0 and "--attention.reweight-p" in capsys.readouterr().out
-    fields = [f for s in Config.model_fields.values() if hasattr(s.annotation, "model_fields")
-              for f in s.annotation.model_fields.values()]  # fmt: skip
+    annotations: list[Any] = [section.annotation for section in Config.model_fields.values()]
+    sections = [each for each in annotations if hasattr(each, "model_fields")]
+    fields = [field for section in sections for field in section.model_fields.values()]
     assert all(field.description for field in fields)
