@@ -67,8 +67,8 @@ def run_of(record: Record, path: Path) -> FinishedRun:
     """The run of a record. Raises UserError: this version does not know a key or value of its config."""
     metrics: list[Record] = [{"step": int(step), "val_loss": value} for step, value in record["validations"]]
     metrics += [{"step": int(step), "loss": value} for step, value in record["hundredths"]]
-    losses = table_of(record["config"]["name"], record["losses"], record["text"])
     config = config_from_dict(record["config"], str(path))
+    losses = table_of(config.name, record["losses"], record["text"])
     p_n = tuple(record.get("p_n", ()))
     return FinishedRun(path, config, metrics, losses, record["begun"], p_n, record["parameters"])
 

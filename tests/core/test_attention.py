@@ -51,7 +51,7 @@ def test_float64_gradients_are_the_reference(cfg):
             assert_close(got, want, inputs, 1e-11, f"{engine}, T = {shape}")
 
 
-LENGTHS = [(1, 1), (3, 3), (37, 37), (129, 129), (300, 300), (1, 33), (7, 33), (101, 300)]
+LENGTHS = [(1, 1), (3, 3), (37, 37), (129, 129), (1, 33), (7, 33), (101, 300)]
 
 
 @each_case
@@ -211,7 +211,7 @@ def test_queries_and_keys_of_another_type_than_the_values(cfg):
 
 @pytest.mark.parametrize("cfg", [*CASES, AttentionConfig(normaliser="lssa", reweight_p=50)])
 def test_gradcheck(cfg):
-    for len_q, len_k in [(7, 7), (2, 6)]:
+    for len_q, len_k in [(5, 5), (2, 6)]:
         q, k, v, _ = draw(len_q, len_k, 4, n_head=1, dtype=torch.float64)
         normaliser = make(cfg, 1, 4, train_len=8).double()
         inputs = [q, k, v, *normaliser.parameters()]
@@ -221,7 +221,7 @@ def test_gradcheck(cfg):
             assert torch.autograd.gradcheck(
                 lambda q, k, v, *params, engine=engine, norm=normaliser: attend(q, k, v, norm, engine),
                 inputs,
-                fast_mode=not cfg.reweight_p,
+                fast_mode=True,
             )
 
 
@@ -440,7 +440,7 @@ def test_identical_keys_are_a_uniform_row(dtype, head_dim, scale):
         cfg = AttentionConfig(normaliser="norm_softmax", variant=variant)
         normaliser = make(cfg, 2, head_dim, 300).to(dtype)
         for t in (2, 5, 65, 100, 300):
-            for seed in range(3):
+            for seed in range(3 if t < 65 else 1):  # long ones have rows enough
                 q, k, v, do = draw(t, t, head_dim, seed=seed, dtype=dtype)
                 k = (scale * k[:, :, :1]).expand_as(k).contiguous()
                 mean = v.cumsum(2) / torch.arange(1.0, t + 1)[:, None]

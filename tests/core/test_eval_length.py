@@ -321,6 +321,13 @@ def test_checkpoint_files_and_tags(tmp_path, data, evaluate):
         assert file.exists()
 
 
+def test_ranks_that_read_different_checkpoints_do_not_evaluate(tmp_path, data, evaluate, monkeypatch):
+    run = make_run(tmp_path / "runs", "a", data)
+    monkeypatch.setattr(World, "gather_objects", lambda world, value: [value, 9])
+    with one_line(run, "got a new checkpoint while it was read"):
+        evaluate(run, "--lengths", 16)
+
+
 def test_a_loss_that_is_not_finite(tmp_path, data, evaluate, capsys):
     run = make_run(tmp_path / "runs", "a", data)
     model, config, step, _ = load_model(run)

@@ -396,6 +396,8 @@ def test_p_rope_rotates_the_highest_frequencies():
         apply_rope(x, *rope_tables(8, 20, 10000.0, RopeScaling(), 16, rotating=part)) for part in (1.0, 0.5)
     )
     assert torch.equal(half[..., :4], whole[..., :4]) and torch.equal(half[..., 4:], x[..., 4:])
+    _, sin = rope_tables(100, 2, 10000.0, RopeScaling(), 16, rotating=0.58)  # in floats 0.58 * 50 < 29
+    assert (sin[1] != 0).sum() == 29
 
 
 def test_gate_and_output_norm():

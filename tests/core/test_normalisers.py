@@ -27,7 +27,7 @@ def test_every_registered_normaliser_is_a_case():
     assert set(PHIS) == set(PHI)
 
 
-SHAPES = [(t, t) for t in (1, 2, 3, 4, 5, 33, 129)] + [(1, 33), (7, 33)]
+SHAPES = [(t, t) for t in (1, 2, 5, 33, 129)] + [(1, 33), (7, 33)]
 
 
 def row_errors(cfg: AttentionConfig, q: Tensor, k: Tensor, normaliser: NormaliserLayer) -> Tensor:

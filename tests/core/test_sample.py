@@ -10,6 +10,7 @@ from attention_cases import each_case
 from conftest import save_run
 from test_model import make_gpt, random_tokens
 
+import generation
 import sample
 from data.tokenizer import get_tokenizer
 from generation import generate
@@ -30,8 +31,8 @@ def stepwise_logits(gpt: GPT, tokens: torch.Tensor, rope: RopeScaling, n_prompt:
 def test_cached_logits_equal_uncached(cfg):
     """A batch of two, fed as generation does, to 1.5 x the training length with RoPE scaled for the end."""
     learned_to_its_length = cfg.normaliser == "ssmax_pn"
-    gpt = make_gpt(cfg.model_dump(), seq_len=36 if learned_to_its_length else 24, std=0.2)
-    tokens, rope = random_tokens(2, 36), RopeScaling("ntk", length=36)
+    gpt = make_gpt(cfg.model_dump(), seq_len=24 if learned_to_its_length else 16, std=0.2)
+    tokens, rope = random_tokens(2, 24), RopeScaling("ntk", length=24)
     with torch.no_grad():
         expected = gpt(tokens, rope=rope)[:, 6:]
     cached = stepwise_logits(gpt, tokens, rope, n_prompt=7)
@@ -63,6 +64,12 @@ def test_top_p_takes_the_fewest_that_have_the_mass():
             assert set(new.tolist()) == set(order[:n].tolist())
     everything = generate(gpt, prompt, 1, top_p=1.0, generator=torch.Generator().manual_seed(0))
     assert torch.equal(everything, generate(gpt, prompt, 1, generator=torch.Generator().manual_seed(0)))
+
+
+def test_top_p_ends_where_the_mass_is_reached():
+    """Two of four equal tokens have half of it."""
+    drawn = generation.sample(torch.zeros(200, 4), 1.0, None, 0.5, torch.Generator().manual_seed(0))
+    assert len(drawn.unique()) == 2
 
 
 # ---- the script ----

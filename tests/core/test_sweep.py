@@ -157,6 +157,15 @@ def test_another_config_under_the_same_name_is_left_to_train(four_runs, call, mo
         call(sweep, four_runs, "--index", "3", "--optimizer.lr", "0.02")
 
 
+def test_an_evaluation_of_another_step_is_done_again(four_runs, call, monkeypatch):
+    FakeTorchrun(monkeypatch)
+    call(sweep, four_runs, "--index", "0")
+    (four_runs.parent / "runs/s_normaliser=softmax_seed=1/eval_length_none.json").write_text('{"step": 4}')
+    again = FakeTorchrun(monkeypatch)
+    call(sweep, four_runs, "--index", "0")
+    assert again.scripts == ["eval_length.py"] and "none" in again.commands[0]
+
+
 @pytest.mark.parametrize(
     ("key", "values", "n"),
     [("data.dir", ["a", "b"], 2), ("train.max_skips", [1, 6], 2), ("train.micro_batch", [1, 2], 1)],

@@ -66,6 +66,9 @@ def test_validation_is_the_mean_over_the_first_val_tokens(tiny_config: Path):
     assert state.validation["loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
 
 
+SELDOM = ["--train.val-every", "20", "--train.checkpoint-every", "20"]
+
+
 def test_two_processes_give_the_losses_of_one(tiny_config: Path):
     alone = run(tiny_config, "--name", "one")
     result = run_script(tiny_config, "--name", "two", "--train.micro-batch", "2", processes=2)
@@ -92,7 +95,7 @@ def test_fused_engine_in_two_processes(tiny_config: Path):
 
 @pytest.mark.parametrize("normaliser", NORMALISERS)
 def test_every_normaliser_trains(normaliser: str, tiny_config: Path):
-    folder = run(tiny_config, "--attention.normaliser", normaliser, "--train.max-steps", "20")
+    folder = run(tiny_config, "--attention.normaliser", normaliser, "--train.max-steps", "20", *SELDOM)
     losses = list(metrics(folder, "loss").values())
     assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.3
 

@@ -246,6 +246,13 @@ def test_shuffled_is_a_permutation_of_windows_per_epoch(tmp_path: Path) -> None:
     assert not np.array_equal(epochs, starts(2**40))
 
 
+def test_shuffled_windows_without_a_tail(tmp_path: Path) -> None:
+    """The last target of the last window is the first token of all."""
+    write_train(tmp_path, [np.arange(20)])
+    x, y = train_batch(TokenStream(tmp_path, "train"), 0, 2, 10, "shuffled", 0)
+    assert sorted(x[:, 0]) == [0, 10] and y[x[:, 0] == 10, -1] == 0
+
+
 def test_permutation_is_unbiased() -> None:
     """Where place 3 of 10 goes over 4000 epochs; and neighbours do not stay neighbours."""
     counts = np.bincount([batches._permutation(10, 0, epoch)[3] for epoch in range(4000)], minlength=10)

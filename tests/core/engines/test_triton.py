@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def agree(cfg: AttentionConfig, shape: tuple[int, int], head_dim: int, n_head: i
 
 @pytest.mark.parametrize("cfg", quick_first(PHI_CASES, is_representative))
 def test_every_phi_and_power(cfg):
-    for shape in [(1, 1), (37, 37), (130, 150)]:
+    for shape in [(1, 1), (37, 37), (70, 90)]:  # up to two blocks of rows, three of keys
         agree(cfg, shape, 16)
 
 
@@ -129,11 +130,11 @@ def test_any_power(p):
     agree(AttentionConfig(normaliser="lssa", reweight_p=p), (70, 70), 32)
 
 
-@pytest.mark.parametrize("n_kv_head", [6, 2])
+@pytest.mark.parametrize("n_kv_head", [4, 2])
 @pytest.mark.parametrize("n_queries", [40, 1])
 def test_batches_and_heads(n_queries, n_kv_head):
-    normaliser = make(LSSAR, 6, 16, train_len=300)
-    q, k, v, do = draw(n_queries, 45, 16, batch=2, n_head=6)
+    normaliser = make(LSSAR, 4, 16, train_len=300)
+    q, k, v, do = draw(n_queries, 45, 16, batch=2, n_head=4)
     inputs = q, k[:, :n_kv_head], v[:, :n_kv_head], do
     assert_close(run("triton", normaliser, *inputs), exactly(normaliser, *inputs), inputs, 2e-5, "grouped")
     with torch.no_grad():
@@ -143,13 +144,13 @@ def test_batches_and_heads(n_queries, n_kv_head):
 
 def test_float16():
     """Off by float16's rounding of weights and of their gradients, not by more."""
-    for cfg in (LSSAR, AttentionConfig(normaliser="lssa"), AttentionConfig(normaliser="sigmoid", l1=True)):
-        assert (
-            engine_error(triton_engine, make(cfg, 2, 64, 300), torch.device("cpu"), torch.float16, 100) < 2e-3
-        )
-    assert (
-        engine_error(triton_engine, make(LSSAR, 1, 256, 300), torch.device("cpu"), torch.float16, 40) < 2e-3
-    )
+    lssa = AttentionConfig(normaliser="lssa")
+    sigmoid = AttentionConfig(normaliser="sigmoid", l1=True)
+    for cfg, n_head, head_dim, length in (
+        (LSSAR, 1, 64, 100), (lssa, 2, 64, 100), (sigmoid, 2, 64, 100), (LSSAR, 1, 256, 40)
+    ):  # fmt: skip
+        normaliser = make(cfg, n_head, head_dim, 300)
+        assert engine_error(triton_engine, normaliser, CPU, torch.float16, length) < 2e-3
 
 
 # 2. Rows that break naive code.
@@ -422,15 +423,10 @@ def check(cfg: AttentionConfig) -> self_check.SelfCheck:
 
 @pytest.mark.parametrize("cfg", quick_first([LSSAR, *OTHERS[::6]], lambda i, _: i < 1))
 def test_self_check_passes(cfg):
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.inference_mode():  # as in an evaluation
         warnings.filterwarnings("error", message="triton")
         result = check(cfg)
     assert not result.problem and result.error < 5e-5
-
-
-def test_self_check_in_an_evaluation():
-    with torch.inference_mode():
-        assert not check(LSSAR).problem
 
 
 SLOW_FAULTS = [pytest.param(fault, marks=pytest.mark.slow) for fault in ("long row", "decode")]
@@ -451,6 +447,7 @@ def test_self_check_finds_faults(monkeypatch, fault):
         monkeypatch.setattr(triton_engine, "_new_output", torch.empty_like)
     else:
         monkeypatch.setattr(triton_engine, "phi_attention", phi_attention)
+    monkeypatch.setattr(self_check, "engine_error", partial(engine_error, length=70))
     with pytest.warns(UserWarning, match="engine triton failed its self-check ") as caught:
         result = check(LSSAR)
     self_check._check.cache_clear()

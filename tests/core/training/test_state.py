@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import one_line
 from launch import build, curve, records, resume, run
 
 import train
 from infra.cli import UserError
+from infra.distributed import World
 from infra.files import append_synced
 from training.checkpoint import find_checkpoints, load_checkpoint, load_model
 from training.run_log import RunLog
@@ -58,15 +60,40 @@ def test_another_run_in_the_same_folder_is_rejected(tiny_config: Path, tiny_data
         run(tiny_config, "--optimizer.lr", "0.02", "--data.dir", str(other))
 
 
-def test_the_best_checkpoint_is_kept_apart(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
-    """And a validation that is not finite is never the best."""
-    losses = {4: math.nan, 8: 2.0, 12: 2.5}
+def test_ranks_that_see_different_checkpoints_do_not_start(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The other one, on a disk of its own, has step 3."""
+    monkeypatch.setattr(World, "gather_objects", lambda world, value: [value, [3, []]])
+    state = build(tiny_config)
+    with one_line(state.config.run_dir, "the processes see different checkpoints"):
+        train.start_or_resume(state)
+    assert not state.config.run_dir.exists()
+
+
+def test_random_numbers_go_on(tiny_config: Path):
+    """Nothing in the model draws any, but a subclass with dropout would."""
+    state = build(tiny_config)
+    torch.rand(5)
+    checkpoint = state.to_checkpoint()
+    expected = torch.rand(5)
+    build(tiny_config).restore(tiny_config, checkpoint)
+    assert torch.equal(torch.rand(5), expected)
+
+
+def set_validations(losses: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of each step's validation."""
 
     def validate(state: TrainState, log: RunLog) -> None:
         state.record_validation(losses[state.step])
         log.add_validation(losses[state.step])
 
     monkeypatch.setattr(train, "validate", validate)
+
+
+def test_the_best_checkpoint_is_kept_apart(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+    """And a validation that is not finite is never the best."""
+    set_validations({4: math.nan, 8: 2.0, 12: 2.5}, monkeypatch)
     state = build(tiny_config, "--train.keep-last", "1")
     folder = resume(state)
     best = load_checkpoint(folder / "checkpoints" / "best.pt")
@@ -87,3 +114,14 @@ def test_a_file_of_ones_own_is_the_same_on_resume(tiny_config: Path, own_file: P
     )
     with pytest.raises(UserError, match=f"data: {own_file} was .*, now .*another --name"):
         run(tiny_config, *options)
+
+
+def test_the_best_loss_is_known_after_a_resume(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+    set_validations({4: 2.0, 8: 2.5, 12: 2.2}, monkeypatch)
+    folder = run(tiny_config)
+    for path in find_checkpoints(folder)[:2]:
+        path.unlink()  # as if killed after step 8
+    run(tiny_config)
+    assert load_checkpoint(folder / "checkpoints" / "best.pt")["step"] == 4
+    newest = load_checkpoint(find_checkpoints(folder)[0])["validation"]
+    assert newest == {"step": 12, "loss": 2.2, "best": 2.0, "best_step": 4}
