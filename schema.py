@@ -314,6 +314,11 @@ class Config(Section):
         """Those of all layers, each once."""
         return list(dict.fromkeys(self.of_layer(i).attention.normaliser for i in range(self.model.n_layer)))
 
+    @property
+    def has_rope(self) -> bool:
+        """Positions rotate in some layer, so that a RoPE scaling means something."""
+        return any(self.of_layer(i).model.rotating > 0 for i in range(self.model.n_layer))
+
     def of_layer(self, i: int) -> Config:
         """The config of layer i, from 0: with what the entries of [[layers]] that name it state, in order.
 

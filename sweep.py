@@ -34,6 +34,7 @@ from typing import NamedTuple
 import torch
 
 from config import expand_sweep, load_config, same_run
+from evals.rows import FACTORS
 from infra.cli import ArgumentParser, UserError, n_cores, positive_int, run_main
 from infra.distributed import StopSignals
 from infra.files import exclusive_lock, read_json
@@ -87,7 +88,7 @@ class Job(NamedTuple):
         """Whether its folder has the results of the last step that `run_job` asks for."""
         config = self.config
         path = config.run_dir / (f"eval_length_{tag}.json" if tag else "eval_length.json")
-        lengths = [factor * config.train.seq_len for factor in (1, 2, 4, 8, 16)]
+        lengths = [factor * config.train.seq_len for factor in FACTORS]
         options = {"tokens": tokens, "skip": 0, "rope": rope, "rope_theta": self.rope_theta(rope)}
         options |= {"data": str(Path(config.data.dir)), "lengths": lengths}
         result = read_json(path, Record) if path.exists() else {}
@@ -183,7 +184,7 @@ def run_job(job: Job, number: str, args: argparse.Namespace, slot: int, stop: St
     with exclusive_lock(run_dir):  # of a training
         commands = [] if job.is_trained else [["train.py", *job.arguments]]
     for rope, tag in EVALUATIONS if args.eval_tokens else ():
-        has_base = rope != "theta" or job.config.model.rotating > 0
+        has_base = rope != "theta" or job.config.has_rope
         if has_base and not job.is_evaluated(rope, tag, args.eval_tokens):
             options = ["--tokens", str(args.eval_tokens), "--device", job.config.train.device]
             options += job.rope_options(rope, tag)

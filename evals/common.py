@@ -24,7 +24,7 @@ from tqdm import tqdm
 from data.batches import val_windows
 from data.dataset import TokenStream
 from evals.output import Result, Share, format_rope
-from evals.rows import Cell, Row, write_rows
+from evals.rows import FACTORS, Cell, Row, write_rows
 from infra.cli import ArgumentParser, UserError, positive_int
 from infra.distributed import World
 from infra.files import write_json
@@ -62,7 +62,7 @@ class EvaluatedRun:
     def write(self, step: int, summary: Result, args: argparse.Namespace) -> Result:
         """Write and return the result: the keys that every evaluation has, and its summary."""
         config = self.config
-        scales = any(config.of_layer(i).model.rotating > 0 for i in range(config.model.n_layer))
+        scales = config.has_rope
         result = {
             "run": self.label,
             "source": str(self.source),
@@ -197,7 +197,7 @@ def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Bloc
 
     Raises UserError: bad data, or a stream or --tokens shorter than one block, or all of it skipped.
     """
-    lengths = choose_lengths(args.lengths, runs, (1, 2, 4, 8, 16))
+    lengths = choose_lengths(args.lengths, runs, FACTORS)
     longest = lengths[-1]
     if args.tokens < longest:
         raise UserError(f"--tokens {args.tokens}: expected at least {longest}, the longest length")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import pandas
 
 FILE = "rows.csv"
+FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length at which eval_length.py scores
 VALIDATIONS = {"val_loss", "val_cross_entropy"}  # keys of metrics.jsonl
 Cell = tuple[int, int | None, str, float | None]  # length, block, measure and value of a row
 

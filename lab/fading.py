@@ -10,16 +10,14 @@ normalisers themselves, for one query.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from attention import make_normaliser
-from evals.common import FIGURE_SUFFIXES
 from evals.output import save_figure
-from infra.cli import ArgumentParser, UserError, run_main
+from infra.cli import run_main
+from lab.figures import parse_figure_path
 from schema import AttentionConfig
 
 HEAD_DIM = 2
@@ -74,11 +72,7 @@ def draw() -> Figure:
 
 
 def main() -> None:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("out", type=Path, help="figure to write")
-    out = parser.parse_args().out
-    if out.suffix not in FIGURE_SUFFIXES:
-        raise UserError(f"{out}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}")
+    out = parse_figure_path(__doc__)
     save_figure(draw(), out, dpi=100)
 
 

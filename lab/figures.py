@@ -6,13 +6,17 @@ LSSAR's Figures 1 and 2, SSMax's 2 (p_n) and 4, NormSoftmax's 2a and 4.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from evals.common import FIGURE_SUFFIXES
 from evals.output import MARKERS, format_length, legend_below
-from lab.runs import FACTORS, FinishedRun, Runs, recipe_of
+from evals.rows import FACTORS
+from infra.cli import ArgumentParser, UserError
+from lab.runs import FinishedRun, Runs, recipe_of
 from lab.tables import read_published, read_rows
 
 LOSS = "loss (nats per token)"
@@ -26,6 +30,16 @@ P_N_FITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 N_SHOWN = 7  # lines in colour where nobody chose them: more cannot be told apart
 Drawn = tuple[str, str, Figure]  # file name, caption, figure
+
+
+def parse_figure_path(description: str | None) -> Path:
+    """The command line of a script that draws one figure. Raises UserError: not a figure's suffix."""
+    parser = ArgumentParser(description)
+    parser.add_argument("out", type=Path, help="figure to write")
+    out: Path = parser.parse_args().out
+    if out.suffix not in FIGURE_SUFFIXES:
+        raise UserError(f"{out}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}")
+    return out
 
 
 def draw_lines(

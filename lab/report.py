@@ -26,12 +26,13 @@ from typing import Any
 import pandas as pd
 
 from evals.output import save_figure
+from evals.rows import FACTORS
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import exclusive_lock, write_atomically
 from lab import comparison
 from lab.figures import all_figures
 from lab.records import keep, merge, read_records
-from lab.runs import FACTORS, FinishedRun, Runs, experiment_of, read_runs, tabulate
+from lab.runs import FinishedRun, Runs, experiment_of, read_runs, tabulate
 from lab.tables import CONFIGS, DASH, markdown, mean_and_spread, read_published, read_rows, read_tables
 
 RESULTS = CONFIGS.parent / "results/comparison"

@@ -26,8 +26,6 @@ from schema import AttentionConfig, Config, makes_another_run
 from training.checkpoint import find_checkpoints, load_model
 from training.run_log import read_metrics
 
-FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length
-
 
 @dataclass(frozen=True)
 class FinishedRun:

@@ -11,7 +11,6 @@ that one key's weight at both.
 from __future__ import annotations
 
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from attention import make_normaliser
-from evals.common import FIGURE_SUFFIXES
 from evals.output import save_figure
-from infra.cli import ArgumentParser, UserError, run_main
+from infra.cli import run_main
+from lab.figures import parse_figure_path
 from normalisers.base import NORMALISERS
 from schema import AttentionConfig, describe_attention
 
@@ -54,11 +53,7 @@ def row(options: AttentionConfig, n: int) -> Tensor:
 
 
 def main() -> None:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("out", type=Path, help="figure to write")
-    out = parser.parse_args().out
-    if out.suffix not in FIGURE_SUFFIXES:
-        raise UserError(f"{out}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}")
+    out = parse_figure_path(__doc__)
     choices = [AttentionConfig(normaliser=name) for name in sorted(NORMALISERS) if name != "ssmax_pn"]
     choices = [options for options in choices if not options.definition.signals]  # from the layer's input
     choices += [AttentionConfig(**options) for options in COMBINATIONS]

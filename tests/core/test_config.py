@@ -219,6 +219,17 @@ def test_layers_that_do_not_fit(entry: str, expected: str, tmp_path: Path):
         load_config(path)
 
 
+def test_has_rope_asks_every_layer(tmp_path: Path):
+    """[model] alone does not say: RoPE may be in a layer of its own, or in none."""
+    rotating = write(
+        tmp_path, "a.toml", 'layers = [{at = [1], position = "rope"}]\n[model]\nposition = "none"\n'
+    )
+    assert load_config(rotating).has_rope
+    assert not load_config(rotating, ["--layers", "[]"]).has_rope
+    still = write(tmp_path, "b.toml", 'layers = [{every = 1, position = "none"}]\n')
+    assert not load_config(still).has_rope
+
+
 @pytest.mark.parametrize(("section", "expected"), BAD_ATTENTION)
 def test_attention_options_that_do_not_fit(section: str, expected: str, tmp_path: Path):
     path = write(tmp_path, "x.toml", f"[attention]\n{section}\n")

@@ -14,12 +14,12 @@ from conftest import one_line
 
 import sweep
 from config import load_config, to_toml
-from evals.rows import Row, write_rows
+from evals.rows import FACTORS, Row, write_rows
 from infra.cli import UserError
 from lab import fading, report
 from lab.figures import P_N_FITS, all_figures, fit_p_n
 from lab.records import read_records
-from lab.runs import FACTORS, Runs, experiment_of, read_runs, tabulate
+from lab.runs import Runs, experiment_of, read_runs, tabulate
 from lab.tables import CONFIGS, read_published, read_rows, read_tables
 
 TEXT = "0123456789ab+0x2x2048"
