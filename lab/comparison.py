@@ -27,6 +27,7 @@ from evals.rows import text_key
 from infra.cli import UserError
 from infra.files import read_json, read_jsonl, write_atomically
 from lab.figures import draw_lines, log_ticks
+from lab.records import write_records
 from lab.runs import FinishedRun, main_text, read_runs
 from lab.tables import CONFIGS, DASH, PAPERS_FOLDER, markdown, mean_and_spread
 
@@ -130,8 +131,7 @@ def update(folder: Path, out: Path) -> None:
     keys = ("kind", "contestant", "which", "lr", "rope")
     records = {tuple(record.get(key) for key in keys): record for record in [*read_jsonl(path), *new]}
     check_comparable([record for record in records.values() if record["kind"] == "run"])
-    lines = [json.dumps(records[key], ensure_ascii=False, allow_nan=False) for key in sorted(records)]
-    write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
+    write_records(records, path)
 
 
 def check_comparable(runs: list[Record]) -> None:
@@ -152,9 +152,9 @@ def check_comparable(runs: list[Record]) -> None:
 class Scale(NamedTuple):
     """Runs of one scale, each variant at its better RoPE scaling and learning rate.
 
-    A row for each block of text: variant, lr, rope, seed, training, length, its multiple
-    of the training length as factor, block, loss and same (the loss over the same targets at every length). A
-    length that a seed lacks is left out.
+    A row for each block of text: variant, lr, rope, seed, training, length, its multiple of the training
+    length as factor, block, loss and same (the loss over the same targets at every length). A length that a
+    seed lacks is left out.
     """
 
     runs: pd.DataFrame  # variant, lr, rope, seed, label (the rate as tables show it), record

@@ -135,6 +135,11 @@ def merge(runs: list[FinishedRun]) -> list[FinishedRun]:
 def keep(runs: list[FinishedRun], path: Path) -> None:
     """Write the records of these runs into a file, in place of those of the same config and start."""
     records = {identity(record): record for record in [*read_jsonl(path), *map(record_of, runs)]}
+    write_records(records, path)
+
+
+def write_records(records: dict[Any, Record], path: Path) -> None:
+    """A line of JSON for each record, by increasing key."""
     lines = [json.dumps(records[key], ensure_ascii=False, allow_nan=False) for key in sorted(records)]
     write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
 
