@@ -129,9 +129,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         q, k, v, signals = self.project(x, cos, sin, cache)
         spans = None if cache is None else cache.spans
-        y = attend(
-            q, k, v, self.normaliser, self.engine, cache is not None, spans, p, signals
-        )  # (B, H, T, D)
+        is_cached = cache is not None
+        y = attend(q, k, v, self.normaliser, self.engine, is_cached, spans, p, signals)  # (B, H, T, D)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 

@@ -34,9 +34,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     q, k = layer.prepare(q, k, context)
     v = share_heads(v, q).to(q.dtype)
     formula = BlockFormula(layer, context.p)
-    if (
-        context.cached and q.shape[-2] == 1
-    ):  # decoding: all keys are visible, and a float32 cache is not copied
+    if context.cached and q.shape[-2] == 1:  # all keys are visible, and a float32 cache is not copied
         weights, _ = formula.weights(context.add_bias(q @ k.mT), context)  # (B, H, 1, n)
         return (weights @ v).to(dtype)
     q = q.contiguous()  # once, instead of in each block's product

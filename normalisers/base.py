@@ -53,10 +53,8 @@ class RowContext:
     learned: dict[str, Tensor] = field(default_factory=dict)  # name -> (H, 1, 1), p_n: (train_len,)
     first: Tensor | None = None  # (R, 1): the first key each row sees; None: key 0
     signals: dict[str, Tensor] = field(default_factory=dict)  # of the rows, for `factor`: (B, H, R, 1) each
-    key_bias: Tensor | None = (
-        None  # (B, H, K) float64, and the rows' own, (B, H, R): see `Normaliser.key_bias`
-    )
-    own_bias: Tensor | None = None
+    key_bias: Tensor | None = None  # (B, H, K) float64, see `Normaliser.key_bias`
+    own_bias: Tensor | None = None  # the rows' own, (B, H, R)
     cached: bool = False  # the keys come from `cache_keys`
 
     def block(self, batch: slice, rows: slice, keys: slice) -> RowContext:

@@ -67,9 +67,6 @@ class Checkpoint(BaseModel, strict=True, arbitrary_types_allowed=True):
     data: Data
 
 
-KEYS = set(Checkpoint.model_fields)
-
-
 def save_checkpoint(
     run_dir: Path, state: dict[str, Any], keep_last: int, keep_every: int = 0, is_best: bool = False
 ) -> None:
