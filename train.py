@@ -150,13 +150,17 @@ def train_step(state: TrainState, log: RunLog) -> str | None:
     lr = set_learning_rates(state.optimizers, config.optimizer, state.step, config.train.max_steps)
     batch = state.batches.take(state.step)
     loss = forward_backward(state, batch)
-    grad_norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), config.train.grad_clip or math.inf)
+    parameters = list(state.raw_model.parameters())
+    grad_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     # The only host sync per step: all ranks skip the update if any rank rejects it.
     signal = torch.full_like(loss, state.stop.number)
     losses, norms, signals = state.world.gather(torch.stack([loss, grad_norm, signal])).T.tolist()
     bad = find_problem(losses, norms)
+    if bad.startswith("gradient"):
+        bad += name_spoilt(state.raw_model)
     state.n_skipped = state.n_skipped + 1 if bad else 0
     if not bad:
+        nn.utils.clip_grads_with_norm_(parameters, config.train.grad_clip or math.inf, grad_norm)
         for optimizer in state.optimizers:
             optimizer.step()
     for optimizer in state.optimizers:
@@ -195,6 +199,13 @@ def find_problem(losses: list[float], norms: list[float]) -> str:
             if not math.isfinite(value):
                 return f"{what} {value} on rank {rank}"
     return ""
+
+
+def name_spoilt(model: nn.Module) -> str:
+    """The last parameter whose gradient is not finite, the first that backward reached; "" without one."""
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    names = [name for name, grad in grads.items() if not grad.isfinite().all()]
+    return f", first in that of {names[-1]}" if names else ""
 
 
 def skip_or_stop(state: TrainState, problem: str) -> str:

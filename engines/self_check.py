@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infra.distributed import holds_everywhere
 from normalisers.adaptive import AdaptiveSoftmax
-from normalisers.base import Normaliser, reweight, share_heads
+from normalisers.base import HIDDEN, Normaliser, reweight, share_heads
 from normalisers.layer import NormaliserLayer
 
 # The largest relative error of o, dq, dk and dv at which an engine is trusted. Only the rounding of
@@ -125,7 +125,7 @@ def _errors(
         got = [out, *torch.autograd.grad(out, inputs, do), *decoded]
         q, k, v = (share_heads(t, q) for t in inputs64[:3])
         x = context64.add_bias(q @ k.mT / unit)
-        x = x.masked_fill(~context64.visible(x), -math.inf)
+        x = x.masked_fill(~context64.visible(x), HIDDEN)
         if isinstance(layer.definition, AdaptiveSoftmax):  # `prepare` has divided by its temperature
             out = reweight(x.softmax(-1), context64.n, context64.p) @ v
         else:

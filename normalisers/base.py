@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 UNIFORM_TOLERANCE = 1e-5  # of n max(A) - 1, below which a row counts as uniform
+HIDDEN = -1e30  # the score of a hidden key: e^x is 0, and unlike -inf it times 0 is no NaN in a gradient
 
 # ---------------------------------------------------------------- what a formula may use
 
@@ -95,10 +96,7 @@ class RowContext:
         return torch.where(self.visible(x), x, 0.0)
 
     def softmax(self, x: Tensor) -> Tensor:
-        """softmax over the visible keys, for x that is finite at the hidden ones.
-
-        For x that was divided by a function of x: the gradient of -inf / t is NaN.
-        """
+        """softmax over the visible keys, whatever x is at the hidden ones."""
         return torch.where(self.visible(x), x, -math.inf).softmax(-1)
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,7 +235,7 @@ class Normaliser(BaseModel):
         return x
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
-        """Scores (..., R, K), -inf at hidden keys, to weights, 0 there."""
+        """Scores (..., R, K), HIDDEN at hidden keys, to weights, whose values there are replaced by 0."""
         raise NotImplementedError
 
     @property

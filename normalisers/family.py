@@ -20,7 +20,7 @@ PhiName = Literal["exp", "identity", "relu", "relu2", "relu6", "gelu", "sigmoid"
 
 
 class PhiFunction(NamedTuple):
-    """phi, and whether it takes negative values (else phi(-inf) = 0; a signed phi has phi(0) = 0)."""
+    """phi, and whether it takes negative values (else phi(HIDDEN) = 0; a signed phi has phi(0) = 0)."""
 
     fn: Callable[[Tensor], Tensor]
     signed: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -10,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infra.cli import UserError
-from normalisers.base import Normaliser, RowContext, reweight, share_heads
+from normalisers.base import HIDDEN, Normaliser, RowContext, reweight, share_heads
+from normalisers.family import Phi
 from positions import SCORE_BIASES
 
 COSINE_EPS = 1e-3
@@ -98,14 +98,16 @@ class NormaliserLayer(nn.Module):
         x = q @ k.mT  # (B, H, Tq, Tk)
         if self.definition.by_key:
             x = context.add_bias(x.double()).to(x.dtype)
-        return self.row_weights(x.masked_fill(~context.visible(x), -math.inf), context)
+        return self.row_weights(x.masked_fill(~context.visible(x), HIDDEN), context)
 
     def row_weights(self, x: Tensor, context: RowContext) -> Tensor:
-        """Scores (..., R, K), -inf at hidden keys, to weights: the formula, then the re-weighting."""
+        """Scores (..., R, K), HIDDEN at hidden keys, to weights: the formula, then the re-weighting."""
         if self.by_distance:
             head = torch.arange(self.n_head, device=x.device)[:, None, None]
             x = self.at_distance(x, context.distance(x), head)
         a = self.definition.weights(x, context)
+        if type(self.definition).weights is not Phi.weights:  # a formula may forget the hidden keys
+            a = context.zero_hidden(a)
         return reweight(a, context.n, context.p) if context.p else a
 
     @property

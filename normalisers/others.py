@@ -208,7 +208,7 @@ class ElasticSoftmax(Scaled, name="elastic_softmax"):
         return super().learned(n_head, train_len) | {"tau": torch.full((n_head,), -1.0)}
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
-        return context.zero_hidden(torch.relu(x.softmax(-1) + context.learned["tau"] / context.n))
+        return torch.relu(x.softmax(-1) + context.learned["tau"] / context.n)
 
 
 class FoX(Softmax, name="fox"):
@@ -242,7 +242,7 @@ class SoftmaxRecentred(Normaliser, name="softmax_recentred"):
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
         a = x.softmax(-1)
-        return torch.where(context.visible(x) & (context.n > 3), a - 1 / context.n, a)
+        return torch.where(context.n > 3, a - 1 / context.n, a)
 
 
 class SoftmaxRecentredL1(Normaliser, name="softmax_recentred_l1"):

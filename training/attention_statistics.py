@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engines.rows import query_blocks
 from model import GPT, KVCache
-from normalisers.base import l1_normalise, share_heads
+from normalisers.base import HIDDEN, l1_normalise, share_heads
 from normalisers.layer import NormaliserLayer
 from positions import UNSCALED, RopeScaling
 
@@ -85,7 +85,7 @@ def layer_statistics(
             block_context = context.block(batch, block, keys)
             x = block_context.add_bias(q[batch, :, block] @ k[batch, :, keys].mT)
             hidden = ~block_context.visible(x)
-            weights = normaliser.row_weights(x.masked_fill(hidden, -torch.inf), block_context)
+            weights = normaliser.row_weights(x.masked_fill(hidden, HIDDEN), block_context)
             mass = l1_normalise(weights.abs())  # (b, H, R, K)
             n = block_context.n[:, 0]
             distance = block_context.distance(x)  # (R, K)

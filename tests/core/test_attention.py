@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from attention import make_normaliser
 from engines import triton
 from infra.cli import UserError
 from normalisers.adaptive import NormSoftmax
-from normalisers.base import l1_normalise, reweight
+from normalisers.base import HIDDEN, l1_normalise, reweight
 from normalisers.family import LSSA, Softmax
 from normalisers.layer import NormaliserLayer
 from schema import AttentionConfig
@@ -259,7 +258,7 @@ def test_alibi(options):
         for h, slope in enumerate((1 / 4, 1 / 16, 1 / 64, 1 / 256)):
             for i in range(37):
                 x[:, h, i] -= slope * (33 + i - torch.arange(70)).clamp_min(0)
-        x = x.masked_fill(~context.visible(x), -math.inf)
+        x = x.masked_fill(~context.visible(x), HIDDEN)
         weights = cfg.definition.weights(x, context)
         want = (reweight(weights, context.n, cfg.reweight_p) if cfg.reweight_p else weights) @ v
     dense, rows = (run(engine, normaliser, q, k, v, do) for engine in ("dense", "rows"))

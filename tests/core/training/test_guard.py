@@ -21,6 +21,31 @@ def test_the_problem_names_the_rank():
     assert train.find_problem([1.0, 1.0], [math.inf, math.inf]) == "gradient norm inf on rank 0"
 
 
+FORGETFUL = """
+import torch
+from normalisers.family import Softmax
+
+class Mine(Softmax, name="mine"):
+    def learned(self, n_head, train_len):
+        return {"tau": torch.zeros(n_head)}
+
+    def weights(self, x, context):
+        return (x * torch.exp(-context.learned["tau"]) + DAMAGE).softmax(-1)
+"""
+
+
+@pytest.mark.parametrize("damage", ["0", "0 * context.learned['tau'].sqrt()"])
+def test_the_problem_names_the_parameter(tiny_config: Path, own_file: Path, damage: str):
+    """Only the derivative of the square root at 0 spoils a gradient; the hidden keys do not."""
+    own_file.write_text(FORGETFUL.replace("DAMAGE", damage))
+    state = build(tiny_config, "--attention.normaliser", f"{own_file}:Mine")
+    if damage == "0":
+        resume(state)
+        return
+    with pytest.raises(UserError, match=r"gradient norm nan .* blocks\.1\.attention\.normaliser\.tau, "):
+        resume(state)
+
+
 def test_a_nan_stops_the_run_before_the_update(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
     state = build(tiny_config)
     with monkeypatch.context() as patch:
