@@ -14,7 +14,7 @@ table outlives a length, and none is in a checkpoint. Sampling is in generation.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from attention import ChosenEngine, attend, choose_engine, make_normaliser
 from normalisers.adaptive import AdaptiveSoftmax
 from normalisers.family import Phi
+from normalisers.layer import NormaliserLayer
 from positions import UNSCALED, RopeScaling, apply_pope, apply_rope, rope_tables
 from schema import Config, Engine, ModelConfig, TrainConfig, describe_attention
 
@@ -273,6 +274,22 @@ class GPT(nn.Module):
         if cache is not None:
             cache.length += tokens.shape[1]
         return self.final_norm(x)
+
+    def attention_inputs(
+        self, tokens: Tensor, rope: RopeScaling = UNSCALED, cache: KVCache | None = None, p: int | None = None
+    ) -> Iterator[tuple[NormaliserLayer, Tensor, Tensor, Tensor | None]]:
+        """Each layer's normaliser, q (B, H, T, D) and k after RoPE, and the signals, as `hidden` has them.
+
+        With a cache, k is of all keys, prepared for it (`cache_keys`); its length does not change.
+        """
+        start = 0 if cache is None else cache.length
+        tables = self.rope(start + tokens.shape[1], rope, start)
+        x = self.embedding(tokens)  # (B, T, C)
+        for block, (cos, sin) in zip(self.blocks, tables, strict=True):
+            attention = block.attention
+            q, k, _, signals = attention.project(block.attention_norm(x), cos, sin, cache)
+            yield attention.normaliser, q, k, signals
+            x = block(x, cos, sin, cache, p)
 
     def autocast(self) -> torch.autocast:
         """The precision that the config trains in, for every forward pass that should give its losses."""

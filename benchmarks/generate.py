@@ -25,7 +25,6 @@ from infra.cli import ArgumentParser, positive_int, run_main
 from model import GPT, KVCache
 from positions import RopeScaling
 from schema import describe_attention
-from training.attention_statistics import attention_inputs
 from training.checkpoint import load_model
 
 RUNS = ["runs/demo_softmax", "runs/demo_lssar"]
@@ -61,7 +60,7 @@ class NextToken:
         """Share of the next token's weights that are above 0."""
         shares = []
         with self.model.autocast():
-            for layer, q, keys, signals in attention_inputs(self.model, self.token, self.rope, self.cache):
+            for layer, q, keys, signals in self.model.attention_inputs(self.token, self.rope, self.cache):
                 weights = layer.weights(q, keys, cached=True, signals=signals)
                 shares.append((weights > 0).float().mean().item())
         return statistics.mean(shares)

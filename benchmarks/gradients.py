@@ -28,7 +28,6 @@ from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import World, join_world
 from infra.files import write_json
 from schema import Config
-from training.attention_statistics import attention_inputs
 from training.run_log import RunLog
 from training.state import TrainState
 
@@ -78,7 +77,7 @@ def weights_before(state: TrainState) -> Iterator[tuple[Tensor, Tensor]]:
     """Each layer's weights before the re-weighting, (1, H, T, T), and n, (T, 1), on validation tokens."""
     length = state.config.train.seq_len
     tokens = torch.from_numpy(state.val_stream.read(0, length))[None].to(state.world.device)
-    for layer, q, k, signals in attention_inputs(state.raw_model, tokens):
+    for layer, q, k, signals in state.raw_model.attention_inputs(tokens):
         yield layer.weights(q, k, p=0, signals=signals), torch.arange(1, length + 1, device=q.device)[:, None]
 
 

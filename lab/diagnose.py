@@ -33,9 +33,9 @@ from evals.output import Result
 from evals.rows import text_key
 from infra.cli import ArgumentParser, run_main
 from infra.distributed import World, join_world
+from lab.attention_statistics import STATISTICS, model_statistics
 from model import GPT
 from positions import RopeScaling
-from training.attention_statistics import STATISTICS, model_statistics
 
 
 def main() -> None:

@@ -2,11 +2,13 @@
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from data.batches import val_batch, val_windows
 from data.dataset import IGNORED
+from normalisers.base import l1_normalise, share_heads
+from normalisers.layer import NormaliserLayer
 from positions import UNSCALED
-from training.attention_statistics import STATISTICS, model_statistics
 from training.run_log import RunLog
 from training.state import TrainState
 
@@ -47,6 +49,7 @@ def validate(state: TrainState, log: RunLog) -> str | None:
     return None
 
 
+@torch.no_grad()
 def measure_attention(state: TrainState, log: RunLog) -> None:
     """Add qk_std and entropy of each layer, and logit_std, on the first validation tokens, to the record.
 
@@ -59,11 +62,22 @@ def measure_attention(state: TrainState, log: RunLog) -> None:
     tokens = torch.from_numpy(state.val_stream.read(0, state.config.train.seq_len))[None]  # (1, T)
     tokens = tokens.to(state.world.device)
     with model.autocast():
-        statistics = model_statistics(model, tokens, n_rows=ATTENTION_ROWS, p=state.power)
+        inputs = model.attention_inputs(tokens, p=state.power)
+        layers = [spread_and_entropy(*of_layer, state.power) for of_layer in inputs]
         hidden = model.hidden(tokens, UNSCALED, p=state.power)  # (1, T, C)
         logits = model.unscaled_logits(hidden[:, -ATTENTION_ROWS:])
     record["logit_std"] = logits.std(-1, correction=0).mean().item()
-    by_layer = statistics.mean((0, 2)).T.tolist()  # (S, n_layer)
-    for name, layers in zip(STATISTICS, by_layer, strict=True):
-        if name in ("qk_std", "entropy"):
-            record[name] = {f"layer_{i}": value for i, value in enumerate(layers)}
+    for name, values in zip(("qk_std", "entropy"), zip(*layers, strict=True), strict=True):
+        record[name] = {f"layer_{i}": value for i, value in enumerate(values)}
+
+
+def spread_and_entropy(
+    normaliser: NormaliserLayer, q: Tensor, k: Tensor, signals: Tensor | None, p: int | None
+) -> tuple[float, float]:
+    """Means over heads and the last rows: the standard deviation of q.k, the entropy of |A| / sum |A|."""
+    q = q[:, :, -ATTENTION_ROWS:]
+    mass = l1_normalise(normaliser.weights(q, k, p=p, signals=signals).abs())  # (1, H, R, T)
+    context = normaliser.context(q, k, signals=signals)
+    with torch.autocast(q.device.type, enabled=False):
+        _, variance = context.moments(q.float() @ share_heads(k, q).float().mT)
+    return variance.sqrt().mean().item(), -torch.xlogy(mass, mass).sum(-1).mean().item()

@@ -1,4 +1,4 @@
-"""lab/diagnose.py: the statistics of training/attention_statistics.py by length, as means and by head."""
+"""lab/diagnose.py: the statistics of lab/attention_statistics.py by length, as means and by head."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from test_eval_length import N_BLOCKS, data, make_run, read
 from data.dataset import TokenStream
 from evals.rows import read_rows
 from lab import diagnose
+from lab.attention_statistics import STATISTICS, model_statistics
 from positions import RopeScaling
-from training.attention_statistics import STATISTICS, model_statistics
 from training.checkpoint import load_model
 
 __all__ = ["data"]  # a fixture

@@ -4,8 +4,6 @@ A row with weights A over its n visible keys has p = |A| / sum |A| (A itself, fo
 those of the normaliser's definition, in blocks of rows: O(block * T) memory.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -31,43 +29,18 @@ STATISTICS = {
 
 
 @torch.no_grad()
-def model_statistics(
-    model: GPT, tokens: Tensor, rope: RopeScaling = UNSCALED, n_rows: int = 0, p: int | None = None
-) -> Tensor:
+def model_statistics(model: GPT, tokens: Tensor, rope: RopeScaling = UNSCALED, n_rows: int = 0) -> Tensor:
     """STATISTICS of tokens (B, T), as means over their last `n_rows` rows, 0: all.
 
     Returns: (B, n_layer, n_head, len(STATISTICS)) float32.
     """
-    layers = attention_inputs(model, tokens, rope, p=p)
-    of_layers = [layer_statistics(each, q[:, :, -n_rows:], k, signals, p) for each, q, k, signals in layers]
+    layers = model.attention_inputs(tokens, rope)
+    of_layers = [layer_statistics(each, q[:, :, -n_rows:], k, signals) for each, q, k, signals in layers]
     return torch.stack(of_layers, dim=1)
 
 
-def attention_inputs(
-    model: GPT,
-    tokens: Tensor,
-    rope: RopeScaling = UNSCALED,
-    cache: KVCache | None = None,
-    p: int | None = None,
-) -> Iterator[tuple[NormaliserLayer, Tensor, Tensor, Tensor | None]]:
-    """Each layer's normaliser, q (B, H, T, D) and k after RoPE, and the signals.
-
-    Args:
-        tokens: (B, T); with a cache those after the cached ones.
-        cache: k is then of all keys, prepared for it (`cache_keys`); its length does not change.
-    """
-    start = cache.length if cache else 0
-    tables = model.rope(start + tokens.shape[1], rope, start)
-    x = model.embedding(tokens)  # (B, T, C)
-    for block, (cos, sin) in zip(model.blocks, tables, strict=True):
-        attention = block.attention
-        q, k, _, signals = attention.project(block.attention_norm(x), cos, sin, cache)
-        yield attention.normaliser, q, k, signals
-        x = block(x, cos, sin, cache, p)
-
-
 def layer_statistics(
-    normaliser: NormaliserLayer, q: Tensor, k: Tensor, signals: Tensor | None = None, p: int | None = None
+    normaliser: NormaliserLayer, q: Tensor, k: Tensor, signals: Tensor | None = None
 ) -> Tensor:
     """Means over the rows of q (B, H, Tq, D), the last positions of k (B, H, Tk, D), both after RoPE.
 
@@ -77,7 +50,7 @@ def layer_statistics(
     with torch.autocast(q.device.type, enabled=False):
         unscaled_q = q.float()
         unscaled_k = share_heads(k, q).float()
-        context = normaliser.context(q, k, p=p, signals=signals)
+        context = normaliser.context(q, k, signals=signals)
         q, k = normaliser.prepare(q, k, context)
         total = q.new_zeros(*q.shape[:2], len(STATISTICS))
         for batch, block, keys in query_blocks(q, k, normaliser.window):
@@ -115,7 +88,7 @@ def attention_mass(model: GPT, token: Tensor, rope: RopeScaling, cache: KVCache,
     The cache's length does not change. Returns: (B, n_layer, n_head) float32.
     """
     layers = []
-    for normaliser, q, keys, signals in attention_inputs(model, token, rope, cache):
+    for normaliser, q, keys, signals in model.attention_inputs(token, rope, cache):
         weights = normaliser.weights(q, keys, cached=True, signals=signals)[:, :, 0]
         layers.append((l1_normalise(weights.abs()) * where[:, None]).sum(-1))  # (B, H, n) -> (B, H)
     return torch.stack(layers, dim=1)
