@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from data.batches import val_windows
 from data.dataset import TokenStream
-from evals.output import Result, Share, format_rope
+from evals.output import Result, format_rope
 from evals.rows import FACTORS, Cell, Row, write_rows
 from infra.cli import ArgumentParser, UserError, positive_int
 from infra.distributed import World
@@ -291,12 +291,3 @@ def mean_and_stderr(values: Tensor) -> tuple[float, float | None]:
     """Mean of (n,) and its standard error, None for a single value."""
     n = len(values)
     return values.mean().item(), values.std().item() / math.sqrt(n) if n > 1 else None
-
-
-def proportion(successes: float, n: int) -> Share:
-    """The share with its 95 % confidence interval (Wilson 1927), which is not empty at 0 and 1 either."""
-    share = successes / n
-    z2 = 1.959964**2
-    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
-    half = 1 / (1 + z2 / n) * math.sqrt(z2 * share * (1 - share) / n + z2 * z2 / (4 * n * n))
-    return {"share": share, "low": max(0.0, centre - half), "high": min(1.0, centre + half)}

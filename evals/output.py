@@ -12,20 +12,12 @@ from infra.files import atomic_file
 
 Result = dict[str, Any]
 Value = Callable[[dict[str, Any]], tuple[float, float | None]]  # of an entry of "lengths": mean and error
-Share = dict[str, float]  # of common.proportion: share, low, high
 MARKERS = "osD^vP*Xph<>"  # distinguish runs beyond the ten colours
 
 
 # ---------------------------------------------------------------- text
 def format_stderr(mean: float, stderr: float | None) -> str:
     return f"{mean:.4f} ±{stderr:.4f}" if stderr is not None else f"{mean:.4f} ±-"
-
-
-def percent(value: Share, digits: int = 1) -> str:
-    """A share as '62.5 % [54.0, 70.2]'."""
-    return "{share:.{0}f} % [{low:.{0}f}, {high:.{0}f}]".format(
-        digits, **{k: 100 * v for k, v in value.items()}
-    )
 
 
 def format_length(length: int) -> str:

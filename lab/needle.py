@@ -41,14 +41,14 @@ from torch import Tensor
 from data.dataset import TokenStream
 from data.tokenizer import get_tokenizer
 from evals import common, output
-from evals.common import proportion
 from evals.output import Result
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world
+from lab.attention_statistics import attention_mass
+from lab.shares import percent, proportion
 from lab.squad import question_prompt
 from model import GPT, KVCache
 from positions import RopeScaling
-from training.attention_statistics import attention_mass
 
 CITIES = (
     *("Amsterdam", "Athens", "Bangkok", "Berlin", "Bogota", "Cairo", "Chicago", "Delhi", "Dublin", "Havana"),
@@ -245,7 +245,7 @@ def tables(results: list[Result]) -> str:
         f"{output.format_rope(*results)}; 95 % confidence intervals."
     ]
     for measure in MEASURES:
-        parts.append(f"{measure}\n{share_table(results, measure, output.percent).to_string(na_rep='-')}")
+        parts.append(f"{measure}\n{share_table(results, measure, percent).to_string(na_rep='-')}")
     return "\n\n".join(parts + output.rejections(results, "cells")) + "\n"
 
 

@@ -30,11 +30,11 @@ from torch import Tensor
 
 from data.dataset import dataset_info
 from evals import common, output
-from evals.common import proportion
-from evals.output import Result, percent
+from evals.output import Result
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world
 from lab import recall_data
+from lab.shares import percent, proportion
 from model import GPT
 from positions import RopeScaling
 

@@ -17,10 +17,10 @@ from test_model import make_gpt, random_tokens
 from config import config_from_dict
 from data.dataset import begin_dataset, finish_dataset, write_split
 from data.tokenizer import get_tokenizer
-from evals.common import proportion
 from evals.rows import read_rows
 from infra.cli import UserError
 from lab import needle
+from lab.shares import proportion
 from model import GPT, KVCache
 from positions import RopeScaling
 from schema import Config

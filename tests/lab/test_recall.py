@@ -17,11 +17,11 @@ from torch.nn.functional import one_hot
 from data.batches import train_batch
 from data.dataset import IGNORED, TokenStream
 from data.verify import verify
-from evals.common import proportion
 from evals.rows import read_rows
 from infra.cli import UserError
 from lab import recall, recall_data
 from lab.recall_data import TASKS, VOCAB, make_sequence
+from lab.shares import proportion
 from positions import UNSCALED
 
 
