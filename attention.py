@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines import self_check
+from engines import dense, rows, sdpa, self_check
 from infra.cli import UserError
 from normalisers.layer import NormaliserLayer
 from schema import AttentionConfig, Engine
@@ -143,11 +143,7 @@ def choose_engine(
 
 
 def load_engine(name: Engine) -> ModuleType:
-    """The module of an engine, imported where used: not every platform has Triton."""
-    if name == "sdpa":
-        from engines import sdpa
-
-        return sdpa
+    """The module of an engine; the compiled ones are imported where used: not every platform has Triton."""
     if name == "triton":
         from engines import triton
 
@@ -156,10 +152,4 @@ def load_engine(name: Engine) -> ModuleType:
         from engines import flex
 
         return flex
-    if name == "dense":
-        from engines import dense
-
-        return dense
-    from engines import rows
-
-    return rows
+    return {"sdpa": sdpa, "dense": dense}.get(name, rows)
