@@ -55,17 +55,18 @@ class RowContext:
     first: Tensor | None = None  # (R, 1): the first key each row sees; None: key 0
     signals: dict[str, Tensor] = field(default_factory=dict)  # of the rows, for `factor`: (B, H, R, 1) each
     key_bias: Tensor | None = None  # (B, H, K) float64, see `Normaliser.key_bias`
-    own_bias: Tensor | None = None  # the rows' own, (B, H, R)
     cached: bool = False  # the keys come from `cache_keys`
 
     def block(self, batch: slice, rows: slice, keys: slice) -> RowContext:
         """Of these sequences and rows, whose keys are a slice of all; without signals."""
         first = None if self.first is None else self.first[rows] - (keys.start or 0)
-        context = replace(self, n=self.n[rows], first=first, signals={})
-        if self.key_bias is None or self.own_bias is None:
-            return context
-        own_bias = self.own_bias[batch, :, rows]
-        return replace(context, key_bias=self.key_bias[batch, :, keys], own_bias=own_bias)
+        key_bias = None if self.key_bias is None else self.key_bias[batch, :, keys]
+        return replace(self, n=self.n[rows], first=first, signals={}, key_bias=key_bias)
+
+    @property
+    def own(self) -> Tensor:
+        """(R, 1): the place of each row's query among the keys."""
+        return self.n - 1 if self.first is None else self.first + self.n - 1
 
     def add_bias(self, x: Tensor) -> Tensor:
         """The scores x (B, H, R, K) with `Normaliser.key_bias`.
@@ -73,11 +74,12 @@ class RowContext:
         Both biases are taken from the first row's: in float32, sums over 16K tokens then keep their digits at
         the keys near a block's rows.
         """
-        if self.key_bias is None or self.own_bias is None:
+        if self.key_bias is None:
             return x
-        origin = self.own_bias[..., :1]
+        of_rows = self.key_bias[..., self.own.squeeze(-1).long()]
+        origin = of_rows[..., :1]
         of_keys = (self.key_bias - origin)[..., None, :].to(x.dtype)
-        return x + of_keys - (self.own_bias - origin)[..., None].to(x.dtype)
+        return x + of_keys - (of_rows - origin)[..., None].to(x.dtype)
 
     def visible(self, x: Tensor) -> Tensor:
         """(R, K) bool: the keys of x (..., K) that each row sees."""
@@ -88,8 +90,7 @@ class RowContext:
 
     def distance(self, x: Tensor) -> Tensor:
         """(R, K): how far back each key of x (..., K) is from its row's query; 0 at the keys after it."""
-        own = self.n - 1 if self.first is None else self.first + self.n - 1
-        return (own - torch.arange(x.shape[-1], device=x.device)).clamp_min(0)
+        return (self.own - torch.arange(x.shape[-1], device=x.device)).clamp_min(0)
 
     def zero_hidden(self, x: Tensor) -> Tensor:
         """x with 0 at the hidden keys."""

@@ -209,9 +209,7 @@ class NormaliserLayer(nn.Module):
             raise UserError(f"{self.definition.name} reads the layer's input: expected signals")
         by_name = dict(zip(self.definition.signals, signals.to(dtype).unbind(-1), strict=True))
         of_rows = {name: each[..., -n_queries:, None] for name, each in by_name.items()}
-        bias = self.definition.key_bias(by_name)
-        own_bias = None if bias is None else bias[..., -n_queries:]
-        return replace(context, signals=of_rows, key_bias=bias, own_bias=own_bias)
+        return replace(context, signals=of_rows, key_bias=self.definition.key_bias(by_name))
 
     def cut(self, q: Tensor, k: Tensor, v: Tensor, context: RowContext) -> tuple[Tensor, Tensor, RowContext]:
         """k, v and their `RowContext` without the keys that lie before the windows of all queries."""
