@@ -258,7 +258,7 @@ def bucket_table(results: list[Result], value: output.Value) -> str:
 # ---------------------------------------------------------------- figure
 def plot(results: list[Result], path: Path) -> None:
     """Loss against length, over the same targets beside the cut's, and over all tokens."""
-    figure = Figure(figsize=(11, 4.5 + 0.2 * (len(results) // 3)), layout="constrained")
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
     lengths = [entry["length"] for entry in results[0]["lengths"]]
     span = output.format_length(results[0]["same_target_tokens"])
     titles = {"same_target_": f"Same targets (last {span} tokens of each block)", "": "All tokens"}
@@ -269,10 +269,11 @@ def plot(results: list[Result], path: Path) -> None:
         axes.set(title=title, xlabel=f"window length (tokens), RoPE scaling {output.format_rope(*results)}")
         axes.set(ylabel="validation loss (nats)")
         axes.tick_params(labelleft=True)
-    for i, result in enumerate(results):
+    styles = output.line_styles([output.run_title(result) for result in results])
+    for i, (result, style) in enumerate(zip(results, styles.values(), strict=True)):
         label = f"context cut at {span}, in a run's colour" if i == 0 else None
         loss = result["cut"].get("same_target_loss", math.nan)
-        panels[0].axhline(loss, color=f"C{i}", linestyle="--", linewidth=1.2, label=label)
+        panels[0].axhline(loss, color=style["color"], linestyle="--", linewidth=1.2, label=label)
     output.legend_below(figure, 3)
     output.save_figure(figure, path)
 

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from matplotlib import colormaps
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from infra.files import atomic_file
 
 Result = dict[str, Any]
 Value = Callable[[dict[str, Any]], tuple[float, float | None]]  # of an entry of "lengths": mean and error
-MARKERS = "osD^vP*Xph<>"  # distinguish runs beyond the ten colours
+MARKERS = "osD^vP*Xph<>"
+DASHES = ("-", "--", "-.", ":")
+N_SHOWN = 7  # variants in colour where nobody chose them: more cannot be told apart
+GREY = "0.75"  # of all others
+COLOURS = {  # of variants that have one colour in all figures, by the names of their configs
+    "softmax": "C0", "demo_softmax": "C0", "softmax_qk_norm": "C1", "qk_norm_softmax": "C1",
+    "softmax_cosine_fixed": "C2", "ssmax_qk_norm": "C3", "qk_norm_ssmax": "C3", "demo_ssmax": "C3",
+    "lssar_p15_warmup": "C4", "lssar": "C4", "demo_lssar": "C4", "stick_breaking": "C5", "alibi": "C6",
+    "ssmax": "C8", "lssar_p15": "C9",
+}  # fmt: skip
+FREE_COLOURS = ("k", "C8", "C9", "C1", "C6", "C2", "C5", "C4", "C3", "C0")  # of the others, in turn
 
 
 # ---------------------------------------------------------------- text
@@ -90,11 +104,51 @@ def length_curves(results: list[Result], value: Value) -> list[Curve]:
     return curves
 
 
-def draw_curves(axes: Any, curves: list[Curve], lengths: list[int], results: list[Result]) -> None:
+def variant_of(label: str) -> str:
+    """The name without its seed, dtype, rate and more: '(b) ssmax_bf16_seed=2, lr 0.002' -> 'ssmax'."""
+    return re.sub(r"^\(\w\) |_bf16|_?seed=?\d+", "", re.split(", |: ", label)[0])
+
+
+def line_styles(names: Sequence[str], n_shown: int = N_SHOWN) -> dict[str, dict[str, Any]]:
+    """Colour, marker and dashes of each line: a colour a variant, grey from the variant `n_shown` + 1 on.
+
+    Lines of one variant, such as its seeds, differ in markers and dashes.
+    """
+    variants = {name: variant_of(name) for name in names}
+    shown = [*dict.fromkeys(variants.values())][:n_shown]
+    colours = {variant: COLOURS[variant] for variant in shown if variant in COLOURS}
+    free = [colour for colour in FREE_COLOURS if colour not in colours.values()]
+    others = [variant for variant in shown if variant not in colours]
+    colours |= zip(others, free, strict=False)
+    styles = {}
+    for i, (name, variant) in enumerate(variants.items()):
+        n_earlier = [*variants.values()][:i].count(variant)
+        styles[name] = {
+            "color": colours.get(variant, GREY),
+            "marker": MARKERS[i % len(MARKERS)],
+            "linestyle": DASHES[n_earlier % len(DASHES)],
+        }
+    return styles
+
+
+def ordered_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colours from dark to light for lines that have an order, such as layers and lengths."""
+    colours = colormaps["viridis"].resampled(len(names) + 1).colors  # type: ignore[attr-defined]
+    return {
+        name: {"color": to_hex(colours[i]), "marker": MARKERS[i % len(MARKERS)]}
+        for i, name in enumerate(names)
+    }
+
+
+def draw_curves(
+    axes: Any, curves: list[Curve], lengths: list[int], results: list[Result], is_ordered: bool = False
+) -> None:
     """Error bars over a logarithmic x axis with `lengths` as its only ticks."""
     style = {"markersize": 5, "capsize": 3, "elinewidth": 0.8}
-    for i, (label, x, y, errors) in enumerate(curves):
-        axes.errorbar(x, y, errors, label=label, color=f"C{i}", marker=MARKERS[i % len(MARKERS)], **style)
+    labels = [curve.label for curve in curves]
+    styles = ordered_styles(labels) if is_ordered else line_styles(labels)
+    for label, x, y, errors in curves:
+        axes.errorbar(x, y, errors, label=label, **style, **styles[label])
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, map(format_length, lengths))
     axes.set_xticks([], minor=True)
@@ -110,11 +164,16 @@ def mark_training_length(axes: Any, results: list[Result]) -> None:
 
 
 def legend_below(figure: Figure, n_columns: int) -> None:
-    """The legend of the first axes, below all axes, in as many columns as fit, at most `n_columns`."""
+    """The legend of the first axes, below all axes, in as many columns as fit, at most `n_columns`.
+
+    The figure grows with it, from its third row on.
+    """
     handles, labels = figure.axes[0].get_legend_handles_labels()
     characters = int(13 * figure.get_figwidth())  # in a line, about
     n_fitting = characters // (max(map(len, labels)) + 8)
     n_columns = max(1, min(n_columns, n_fitting, len(handles)))
+    n_rows = math.ceil(len(handles) / n_columns)
+    figure.set_figheight(figure.get_figheight() + 0.21 * max(0, n_rows - 2))
     figure.legend(handles, labels, loc="outside lower center", ncols=n_columns, frameon=False)
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 from matplotlib.figure import Figure
 
-from evals.output import MARKERS, format_length, format_rope, legend_below, save_figure
+from evals.output import GREY, N_SHOWN, format_length, format_rope, legend_below, line_styles, save_figure
 from evals.rows import text_key
 from infra.cli import UserError
 from infra.files import read_json, read_jsonl, write_atomically
@@ -375,13 +375,12 @@ def plane_figure(title: str, losses: pd.DataFrame, shown: list[str]) -> Figure:
     figure = Figure(figsize=(8, 7), layout="constrained")
     axes = figure.subplots()
     others = means.drop(shown, errors="ignore").to_numpy()
-    axes.plot(*others.T, ".", color="0.7", label="the others of the table" if len(others) else "")
-    for i, name in enumerate(shown):
+    axes.plot(*others.T, ".", color=GREY, label="the others of the table" if len(others) else "")
+    for name, style in line_styles(shown, len(shown)).items():
         if name in means.index:
-            style = f"C{i % 10}{MARKERS[i % len(MARKERS)]}"
             x, y = means.loc[name]
             x_error, y_error = spreads.loc[name]
-            axes.errorbar(x, y, y_error, x_error, style, label=name, capsize=2)
+            axes.errorbar(x, y, y_error, x_error, label=name, capsize=2, **style)
     low, high = axes.get_ylim()
     axes.set_ylim(low, min(high, 4 * low))
     start = max(low, axes.get_xlim()[0])
@@ -451,7 +450,10 @@ def scale_parts(name: str, scale: Scale, table: pd.DataFrame, settings: Record, 
         variants=len(table), size=run["parameters"] / 1e6, seeds=seed_text(scale.losses), **run
     )
     yield from (f"## Scale {name}", text, markdown(table.reset_index(), n_left=2))
-    for kind, caption, figure in scale_figures(f"Scale {name}", scale, settings["shown"]):
+    own = [variant for variant in table.index if variant not in files]
+    known = [variant for variant in settings["shown"] if variant in table.index]
+    shown = [*dict.fromkeys([*own, *known, *table.index])][: max(N_SHOWN, len(own))]
+    for kind, caption, figure in scale_figures(f"Scale {name}", scale, shown):
         save_figure(figure, out / f"{name}_{kind}.png", dpi=110)
         yield f"![{caption}]({name}_{kind}.png)"
     comments = {variant: f.read_text().split("\n", 1)[0].removeprefix("# ") for variant, f in files.items()}

@@ -121,7 +121,7 @@ def plot(results: list[Result], path: Path) -> None:
     for name, axes in zip(STATISTICS, figure.subplots(2, n_columns).flat, strict=True):
         is_single = len(results) == 1
         curves = layer_curves(results[0], name) if is_single else output.length_curves(results, mean_of(name))
-        output.draw_curves(axes, curves, lengths, results)
+        output.draw_curves(axes, curves, lengths, results, is_ordered=is_single)
         axes.set(title=name, xlabel="window length (tokens)")
         if name == "effective_keys":  # from one key to all
             axes.set_yscale("log")

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from attention import make_normaliser
-from evals.output import save_figure
+from evals.output import COLOURS, save_figure
 from infra.cli import run_main
 from lab.figures import parse_figure_path
 from schema import AttentionConfig
@@ -27,6 +27,7 @@ FIGURE_3_LENGTHS = (16, 256, 4096)
 FIGURE_3_S = (0.43, 1.0)
 FIGURE_3_Z = torch.linspace(0, 16, 65)
 STYLES = (":", "--", "-")
+FIGURE_COLOURS = (COLOURS["softmax"], COLOURS["ssmax"], "C1")
 
 
 def last_weight(scores: Tensor, s: float | None) -> float:
@@ -52,17 +53,18 @@ def figure_3_scores(n: int, z_max: float) -> Tensor:
 def draw() -> Figure:
     figure = Figure(figsize=(11, 5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    for label, s in (("softmax", None), (f"SSMax, s = {FIGURE_1_S}", FIGURE_1_S)):
+    names = {"softmax": None, f"SSMax, s = {FIGURE_1_S}": FIGURE_1_S}
+    for (label, s), colour in zip(names.items(), FIGURE_COLOURS, strict=False):
         weights = [last_weight(figure_1_scores(n), s) for n in FIGURE_1_LENGTHS]
-        left.plot(FIGURE_1_LENGTHS, weights, "o-", label=label)
+        left.plot(FIGURE_1_LENGTHS, weights, "o-", color=colour, label=label)
     left.set(
         xscale="log", xlabel="n", ylabel="weight of the last key", title="Figure 1: scores −2 and one +3"
     )
-    for i, s in enumerate((None, *FIGURE_3_S)):
+    for s, colour in zip((None, *FIGURE_3_S), FIGURE_COLOURS, strict=True):
         for n, style in zip(FIGURE_3_LENGTHS, STYLES, strict=True):
             weights = [last_weight(figure_3_scores(n, z), s) for z in FIGURE_3_Z.tolist()]
             label = f"{'softmax' if s is None else f'SSMax, s = {s}'}, n = {n:,}"
-            right.plot(FIGURE_3_Z, weights, f"C{i}{style}", label=label)
+            right.plot(FIGURE_3_Z, weights, style, color=colour, label=label)
     right.set(xlabel="z_max", title="Figure 3: scores from 0 to 1, and z_max")
     left.legend()
     for axes in (left, right):

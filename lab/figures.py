@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from evals.common import FIGURE_SUFFIXES
-from evals.output import MARKERS, format_length, legend_below
+from evals.output import GREY, N_SHOWN, format_length, legend_below, line_styles, ordered_styles
 from evals.rows import FACTORS
 from infra.cli import ArgumentParser, UserError
 from lab.runs import FinishedRun, Runs, recipe_of
@@ -28,7 +28,6 @@ P_N_FITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "n^0.35": lambda n: n**0.35,
     "n": lambda n: n,
 }
-N_SHOWN = 7  # lines in colour where nobody chose them: more cannot be told apart
 Drawn = tuple[str, str, Figure]  # file name, caption, figure
 
 
@@ -49,16 +48,19 @@ def draw_lines(
     ylabel: str = LOSS,
     shown: Sequence[str] = (),
     sharey: bool = True,
+    is_ordered: bool = False,
 ) -> Figure:
     """Means of y over seeds ± standard deviation against x, a line for each name.
 
     Args:
         points: name, x, y, a row for each seed; panel: which axes, if there are several.
         shown: the names in colour, the others are grey; by default the first N_SHOWN.
+        is_ordered: the shown have an order, which their colours say.
     """
     points = points if "panel" in points else points.assign(panel="")
     means = points.groupby(["panel", "name", "x"]).y.agg(["mean", "std"]).reset_index()
     shown = shown or [*points.name.unique()[:N_SHOWN]]
+    styles = ordered_styles(shown) if is_ordered else line_styles(shown, len(shown))
     panels = points.panel.unique()
     figure = Figure(figsize=(max(8, 5 * len(panels)), 5.5), layout="constrained")
     figure.subplots(1, len(panels), sharey=sharey)
@@ -67,15 +69,15 @@ def draw_lines(
         others = lines[~lines.name.isin(shown)].groupby("name")
         for i, (_, line) in enumerate(others):
             label = "" if i else f"{len(others)} others"
-            axes.plot(line.x, line["mean"], color="0.8", linewidth=0.8, zorder=1, label=label)
-        for i, name in enumerate(shown):
+            axes.plot(line.x, line["mean"], color=GREY, linewidth=0.8, zorder=1, label=label)
+        for name, style in styles.items():
             line = lines[lines.name == name]
-            marker = MARKERS[i % len(MARKERS)] if len(line) < 30 else ""
+            if len(line) >= 30:
+                style = style | {"marker": ""}
+            capsize = 3 if style["marker"] else 0
             if len(line):
-                style = f"C{i % 10}{marker}-"
-                capsize = 3 if marker else 0
                 axes.errorbar(
-                    line.x, line["mean"], line["std"], fmt=style, label=name, markersize=4, capsize=capsize
+                    line.x, line["mean"], line["std"], label=name, markersize=4, capsize=capsize, **style
                 )
         axes.set(xlabel=xlabel, title=panel)
         axes.grid(alpha=0.3)
@@ -119,7 +121,7 @@ def lssar_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
         title = f"LSSAR, Figure 2: the power p (scale {scale}, lr {rate:g})"
         factors = [f"{factor}x" for factor in FACTORS]
         points = points.assign(name=points.factor.map("{:g}x".format))
-        figure = draw_lines(points, title, "re-weighting power p", shown=factors)
+        figure = draw_lines(points, title, "re-weighting power p", shown=factors, is_ordered=True)
         yield f"lssar_figure2_{scale}.png", title, log_ticks(figure, sorted(points.x.unique()), base=10)
 
 
@@ -201,7 +203,8 @@ def normsoftmax_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
         if points:
             title = f"NormSoftmax, Figures 2a and 4: attention of {line.name} in training (scale {scale})"
             table = pd.DataFrame(points, columns=["panel", "name", "x", "y"])
-            figure = draw_lines(table, title, "step", "", shown=[*table.name.unique()], sharey=False)
+            layers = [*table.name.unique()]
+            figure = draw_lines(table, title, "step", "", layers, sharey=False, is_ordered=True)
             yield f"attention_{scale}_{line.Index}.png", title, figure
 
 

@@ -139,7 +139,7 @@ def plot(results: list[Result], path: Path) -> None:
         curves = [curve._replace(errors=np.transpose(curve.errors)) for curve in curves]
         output.draw_curves(axes, curves, lengths, results)
         axes.set(title=task, ylim=(-0.03, 1.03), xlabel="length (tokens)")
-    figure.supylabel("right answer tokens, 95 % interval")
+    grid[0].set_ylabel("right answer tokens, 95 % interval")
     figure.suptitle(f"RoPE scaling {output.format_rope(*results)}")
     output.legend_below(figure, 6)
     output.save_figure(figure, path)
