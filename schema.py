@@ -2,6 +2,9 @@
 
 One frozen pydantic class for each section. config.py reads files and command lines into a `Config`. A
 normaliser's options are the fields of its class (normalisers/) and keys of [attention].
+
+The classes need torch, whose import takes seconds, so checking an [attention] section imports them. A command
+line is first checked without them, early, by a validation context: an option's name then, but not its value.
 """
 
 from __future__ import annotations
@@ -10,14 +13,16 @@ import difflib
 import re
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, ValidationInfo
 from pydantic.fields import FieldInfo
+from pydantic.functional_validators import model_validator
 
-from normalisers import adaptive, family, others  # noqa: F401  (their classes register themselves)
-from normalisers.base import NORMALISERS, Normaliser
-from normalisers.own import find_normaliser
+from normalisers.names import written_options
+
+if TYPE_CHECKING:
+    from normalisers.base import Normaliser
 
 NAME_RULE = "letters, digits and . _ = + -, the first a letter or a digit"
 Engine = Literal["auto", "dense", "rows", "sdpa", "triton", "flex"]
@@ -115,7 +120,7 @@ class AttentionConfig(Section):
 
     model_config = ConfigDict(extra="allow")  # checked against the class, below
 
-    normaliser: str = key("softmax", f"file.py:Class, or one of {', '.join(NORMALISERS)}.")
+    normaliser: str = key("softmax", f"file.py:Class, or one of {', '.join(written_options())}.")
     reweight_p: int = key(0, "Power p of LSSAR's re-weighting. 0: none.", ge=0, le=256)
     reweight_p_warmup: int = key(
         0, "Steps over which p rises from 1; in a file or option also a share of max_steps.", ge=0
@@ -124,12 +129,19 @@ class AttentionConfig(Section):
     @property
     def definition(self) -> Normaliser:
         """The normaliser's class with its options."""
+        from normalisers.own import find_normaliser
+
         cls = find_normaliser(self.normaliser)
         assert cls is not None  # checked below
         return cls.model_validate(self.model_extra)
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self, info: ValidationInfo) -> Self:
+        if info.context:
+            self._check_names()
+            return self
+        from normalisers.own import NORMALISERS, find_normaliser
+
         try:
             cls = find_normaliser(self.normaliser)
         except ValueError as e:
@@ -151,6 +163,20 @@ class AttentionConfig(Section):
         assert self.model_extra is not None
         self.model_extra.update(definition.model_dump())  # a resolved config states every option
         return self
+
+    def _check_names(self) -> None:
+        """Without the class: a name that no file here registers, an option that its class does not have."""
+        options = written_options()
+        if ":" in self.normaliser:  # of another file
+            return
+        if self.normaliser not in options:
+            hint = _suggest(self.normaliser, list(options))
+            raise ValueError(f"attention.normaliser = {self.normaliser!r}: unknown; {hint}")
+        names = options[self.normaliser]
+        given = self.model_extra or {}
+        unknown = {f"attention.{key}": value for key, value in given.items() if key not in names}
+        if unknown:
+            raise OptionErrors([(key, _unknown(key, value, names)) for key, value in unknown.items()])
 
 
 class DataConfig(Section):
@@ -268,7 +294,7 @@ class Config(Section):
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self, info: ValidationInfo) -> Self:
         problems = []
         max_steps = self.train.max_steps
         warmup_steps = self.optimizer.warmup_steps
@@ -282,7 +308,7 @@ class Config(Section):
             share = f"{1 - warmup_steps / max_steps:.4g}, the share of the steps after warm-up"
             problems.append(("optimizer.decay_fraction", f"expected at most {share}"))
         raise_problems(self, "", problems)
-        if lines := self._layer_problems():
+        if lines := [] if info.context else self._layer_problems():
             raise ValueError("\n".join(lines))
         return self
 
@@ -343,7 +369,10 @@ class Config(Section):
         return Path(self.log.dir) / self.name
 
 
-SECTIONS = {name: type(section) for name, section in Config(name="x") if isinstance(section, Section)}
+SECTIONS: dict[str, type[Section]] = {
+    "model": ModelConfig, "attention": AttentionConfig, "data": DataConfig,
+    "train": TrainConfig, "optimizer": OptimizerConfig, "log": LogConfig,
+}  # fmt: skip
 
 
 def describe_attention(options: AttentionConfig, model: ModelConfig | None = None) -> str:
@@ -416,7 +445,7 @@ def problems_of(error: ValidationError, section: str, cls: type[BaseModel]) -> l
         key = prefix + ".".join(location[:depth])
         head = f"{key} = {'a section' if isinstance(e['input'], dict) else repr(e['input'])}: "
         if e["type"] == "extra_forbidden":
-            problems.append((key, f"{head}unknown key; {_nearest(key, cls)}"))
+            problems.append((key, _unknown(key, e["input"], list(cls.model_fields))))
         else:
             what = re.sub(r"^(Input|String) should (be )?(a valid )?", "", e["msg"])
             what = NAME_RULE if e["type"] == "string_pattern_mismatch" else what
@@ -426,16 +455,17 @@ def problems_of(error: ValidationError, section: str, cls: type[BaseModel]) -> l
     return problems
 
 
-def _nearest(dotted: str, cls: type[BaseModel]) -> str:
-    """What the writer of an unknown key may have meant; cls: the normaliser's class in [attention]."""
+def _unknown(dotted: str, value: Any, options: list[str]) -> str:
+    """The problem of an unknown key, with what its writer may have meant; options: of the normaliser."""
+    head = f"{dotted} = {'a section' if isinstance(value, dict) else repr(value)}: unknown key; "
     section, _, key = dotted.rpartition(".")
     for name, other in SECTIONS.items():
         if key in other.model_fields:
-            return f"did you mean {name}.{key}?"
-    names = list(SECTIONS.get(section, cls).model_fields)
+            return f"{head}did you mean {name}.{key}?"
+    names = list(SECTIONS[section].model_fields) if section in SECTIONS else options
     if section == "attention":
-        names += cls.model_fields
-    return _suggest(key, names, f"{section}." if section else "")
+        names += options
+    return head + _suggest(key, names, f"{section}." if section else "")
 
 
 def _suggest(word: str, names: list[str], prefix: str = "") -> str:

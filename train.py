@@ -14,17 +14,31 @@ checkpoints/. The same command, run again, resumes from the newest checkpoint. S
 finish the step and save. A second Ctrl-C stops at once.
 """
 
+import argparse
 import gc
 import math
 import statistics
 import time
 from contextlib import nullcontext
+from functools import partial
+
+from config import parse_command_line
+from infra.cli import ArgumentParser, UserError, run_main
+from schema import Config
+
+
+def parse_args(early: bool = False) -> tuple[Config, argparse.Namespace]:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("--dry-run", action="store_true", help="print sizes, memory and speed; no run")
+    return parse_command_line(parser, early)
+
+
+if __name__ == "__main__":  # --help and a typo need no torch, whose import takes seconds
+    run_main(partial(parse_args, early=True))
 
 import torch
 from torch import Tensor, nn
 
-from config import parse_command_line
-from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import join_world
 from infra.files import exclusive_lock
 from training.checkpoint import load_newest, mend_folder, save_checkpoint
@@ -38,9 +52,7 @@ DRY_STEPS = 3  # timed by --dry-run
 
 
 def main() -> None:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("--dry-run", action="store_true", help="print sizes, memory and speed; no run")
-    config, args = parse_command_line(parser)
+    config, args = parse_args()
     with join_world(config.train.device) as world:
         state = TrainState(config, world)
         if args.dry_run:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from attention import attend, make_normaliser
 from infra.cli import ArgumentParser, positive_int, run_main
-from normalisers.base import NORMALISERS
+from normalisers.own import NORMALISERS
 from schema import AttentionConfig, Engine
 
 NAIVE = "LSSAR p=15 naive"

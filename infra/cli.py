@@ -77,7 +77,7 @@ def reason_of(error: Exception) -> str:
     return str(error) if isinstance(error, UserError | OSError) else ""
 
 
-def run_main(main: Callable[[], None]) -> None:
+def run_main(main: Callable[[], object]) -> None:
     """Run a script's main(). A `UserError` is printed as "error: ..." lines, exit status 2, no traceback.
 
     Under torchrun local rank 0 prints the error. The other ranks wait 3 s, by when torchrun has killed them

@@ -21,7 +21,7 @@ from attention import make_normaliser
 from evals.output import save_figure
 from infra.cli import run_main
 from lab.figures import parse_figure_path
-from normalisers.base import NORMALISERS
+from normalisers.own import NORMALISERS
 from schema import AttentionConfig, describe_attention
 
 HEAD_DIM = 64

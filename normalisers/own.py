@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from normalisers import adaptive, family, others  # noqa: F401  (their classes register themselves)
 from normalisers.base import NORMALISERS, Normaliser
 
 FILES: dict[Path, str] = {}  # imported so far -> the name of the module

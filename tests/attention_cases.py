@@ -19,9 +19,10 @@ import attention
 from attention import choose_engine, make_normaliser
 from engines import sdpa
 from normalisers.adaptive import AdaptiveSoftmax
-from normalisers.base import NORMALISERS, share_heads
+from normalisers.base import share_heads
 from normalisers.family import PhiName
 from normalisers.layer import NormaliserLayer
+from normalisers.own import NORMALISERS
 from schema import AttentionConfig, Engine
 
 PHIS = get_args(PhiName)

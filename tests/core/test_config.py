@@ -1,5 +1,6 @@
 """Config files: inheritance, overrides, and what a user reads after each kind of mistake."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,8 @@ import train
 from config import changed_keys, config_from_dict, describe_keys, expand_sweep, load_config, to_toml
 from infra.cli import UserError
 from normalisers.adaptive import NormSoftmax
-from normalisers.base import NORMALISERS
+from normalisers.names import written_options
+from normalisers.own import NORMALISERS
 from schema import AttentionConfig, Config, describe_layers
 
 ROOT = Path(__file__).parents[2]
@@ -326,18 +328,40 @@ def test_a_file_of_ones_own_that_does_not_fit(name: str, expected: str, own_file
         load_config(RECIPE, ["--attention.normaliser", name.format(own_file)])
 
 
-def test_command_line_error_and_help(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
-    bad = subprocess.run(
-        [sys.executable, "train.py", "configs/lssar.toml", "--attention.reweigt-p", "3"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert bad.returncode == 2 and bad.stdout == ""
-    assert bad.stderr == (
+def test_a_typo_and_help_need_no_torch(tmp_path: Path):
+    """They are answered at once: importing torch takes seconds."""
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    lssar = "configs/lssar.toml"
+    typo = f"{lssar} --attention.reweigt-p 3 --optimizer.lr x"
+    problem = (
         "error: command line: attention.reweigt_p = 3: unknown key; did you mean attention.reweight_p?\n"
     )
+    problem += "error: command line: optimizer.lr = 'x': expected number\n"
+    name = f"{lssar} --attention.normaliser lsa"
+    calls = [("train.py", typo, problem), ("config.py", typo, problem), ("train.py --help", "", "")]
+    calls += [
+        ("train.py", name, "error: command line: attention.normaliser = 'lsa': unknown; did you mean lssa?\n")
+    ]
+    for script, options, stderr in calls:
+        done = subprocess.run(
+            [sys.executable, *script.split(), *options.split()],
+            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (2 if stderr else 0, stderr)
+
+
+def test_names_are_read_from_the_files_as_the_classes_have_them():
+    written = {name: sorted(options) for name, options in written_options().items()}
+    assert written == {name: sorted(cls.model_fields) for name, cls in NORMALISERS.items()}
+
+
+def test_help(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as end:
         call(train, "--help")
     assert end.value.code == 0 and "--attention.reweight-p" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        call(train, RECIPE, "--help")
+    assert "--attention.length-scale" in capsys.readouterr().out
     annotations: list[Any] = [section.annotation for section in Config.model_fields.values()]
     sections = [each for each in annotations if hasattr(each, "model_fields")]
     fields = [field for section in sections for field in section.model_fields.values()]

@@ -13,9 +13,10 @@ from reference import FORMULAS, PHI, UNIFORM
 from torch import Tensor
 
 from attention import make_normaliser
-from normalisers.base import NORMALISERS, RowContext, reweight
+from normalisers.base import RowContext, reweight
 from normalisers.family import LSSA
 from normalisers.layer import NormaliserLayer
+from normalisers.own import NORMALISERS
 from schema import AttentionConfig
 
 # 1. The dense weights are the formulas.

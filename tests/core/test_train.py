@@ -14,7 +14,7 @@ from config import load_config
 from data.batches import train_batch, val_batch
 from infra.cli import UserError
 from infra.distributed import join_world
-from normalisers.base import NORMALISERS
+from normalisers.own import NORMALISERS
 from training.checkpoint import find_checkpoints, load_checkpoint, load_model
 from training.run_log import RunLog
 from training.validation import validate
