@@ -15,15 +15,14 @@ the final length, prompt and all new tokens. The default is none, unlike that of
 from __future__ import annotations
 
 import argparse
-import codecs
 from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
 from typing import get_args
 
-import tiktoken
 import torch
 
+from data.tokenizer import Tokenizer
 from generation import stream
 from infra.cli import ArgumentParser, UserError, integer, run_main
 from infra.distributed import choose_device
@@ -59,7 +58,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def sample_tokens(
-    model: GPT, tokenizer: tiktoken.Encoding, prompt: str, seed: int, args: argparse.Namespace
+    model: GPT, tokenizer: Tokenizer, prompt: str, seed: int, args: argparse.Namespace
 ) -> Iterable[list[int]]:
     """The next token of each sample of the prompt, until all samples have ended."""
     device = model.embedding.weight.device
@@ -83,13 +82,19 @@ def sample_tokens(
             yield new[:, 0].tolist()
 
 
-def print_text(tokenizer: tiktoken.Encoding, prompt: str, tokens: Iterable[int]) -> None:
+def print_text(tokenizer: Tokenizer, prompt: str, tokens: Iterable[int]) -> None:
     """Print the prompt and, as soon as they come, the tokens up to the end of the document."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may be several tokens
     print(prompt, end="", flush=True)
+    before = tokenizer.encode_ordinary(prompt)[-1:]  # some tokenisers drop a text's first space
+    new: list[int] = []
+    addition = ""
     for token in takewhile(lambda token: token != tokenizer.eot_token, tokens):
-        print(decoder.decode(tokenizer.decode_single_token_bytes(token)), end="", flush=True)
-    print(decoder.decode(b"", final=True))
+        new.append(token)
+        addition = tokenizer.decode(before + new).removeprefix(tokenizer.decode(before))
+        if not addition.endswith("\N{REPLACEMENT CHARACTER}"):  # of a character's first tokens
+            print(addition, end="", flush=True)
+            before, new, addition = new, [], ""
+    print(addition)
 
 
 def parse_args() -> argparse.Namespace:

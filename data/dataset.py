@@ -3,6 +3,7 @@
     data/fineweb10B/fineweb_val_000000.bin
     data/fineweb10B/fineweb_train_000001.bin ...
     data/fineweb10B/dataset.json                tokeniser, vocabulary, source, counts, sha256
+    data/fineweb10B/tokenizer.json              the tokeniser, if it is neither gpt2 nor bytes
 
 `<|endoftext|>` precedes each document. Documents run across shard ends. A split is the concatenation of its
 shards in index order, read as an endless stream. Without dataset.json, as for shards from elsewhere, the
@@ -22,8 +23,9 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from data.shards import SHARD_NAME, ShardWriter, open_shard, release_pages
+from data.tokenizer import FILE_NAME, FileTokenizer, Tokenizer, file_identity, get_tokenizer
 from infra.cli import UserError
-from infra.files import check_shape, read_json, write_json
+from infra.files import check_shape, read_json, read_text, write_atomically, write_json
 
 INFO_NAME = "dataset.json"
 UNFINISHED_NAME = "dataset.unfinished"
@@ -51,6 +53,7 @@ class DatasetInfo(BaseModel, strict=True, extra="allow"):
     dataset: str
     tokenizer: str
     vocab_size: int = Field(ge=1, le=65536)
+    eot: int | None = None  # end-of-text; None: the last token
     source: str
     splits: dict[str, Split]
     shards: list[ShardFile]
@@ -73,7 +76,8 @@ def begin_dataset(folder: Path, name: str = "", keep: Collection[str] = ()) -> N
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / UNFINISHED_NAME).write_text("The script that prepares this folder has not finished.\n")
-        (folder / INFO_NAME).unlink(missing_ok=True)
+        for file in (INFO_NAME, FILE_NAME):
+            (folder / file).unlink(missing_ok=True)
         for path in (*folder.glob(f"{name}_*.bin"), *folder.glob(f".{name}_*.bin.tmp")):
             if path.name not in keep:
                 path.unlink()
@@ -98,10 +102,18 @@ def write_split(
     info["splits"][split] = writer.counts(n_documents)
 
 
-def finish_dataset(folder: Path, info: dict[str, Any]) -> dict[str, Any]:
-    """Write dataset.json and remove the mark of `begin_dataset`: the last step. Returns what it wrote."""
+def finish_dataset(folder: Path, info: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+    """Write dataset.json and remove the mark of `begin_dataset`: the last step. Returns what it wrote.
+
+    The tokenizer, if it is given, is entered in dataset.json; one from a file is copied into the folder.
+    """
     path = folder / INFO_NAME
     whole_info = {"format_version": 1} | info
+    if tokenizer:
+        names = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.n_vocab, "eot": tokenizer.eot_token}
+        whole_info |= names
+    if isinstance(tokenizer, FileTokenizer):
+        write_atomically(folder / FILE_NAME, tokenizer.content.encode())
     write_json(check_shape(whole_info, DatasetInfo, path), path)
     (folder / UNFINISHED_NAME).unlink(missing_ok=True)
     return whole_info
@@ -157,6 +169,7 @@ class TokenStream:
         info: the `dataset_info`.
         shards: the tokens of each shard, (n,) uint16, mapped.
         n_tokens: length of the stream.
+        eot: `<|endoftext|>`, before each document.
         mask: the stream of its mask, or None.
     Raises:
         UserError: a missing folder; no shards; a missing, foreign or damaged one; a mask of another length.
@@ -167,6 +180,7 @@ class TokenStream:
         self.split = split
         self.info = dataset_info(folder)
         self.vocab_size: int = self.info["vocab_size"]
+        self.eot: int = self.info.get("eot", self.vocab_size - 1)
         paths = find_shards(self.folder, split)
         self.shards = [open_shard(path, self.vocab_size) for path in paths]
         # Python ints: as numpy int32 their sum overflows at 103 shards of 10^8.
@@ -200,6 +214,22 @@ class TokenStream:
         """Identifies the stream: its sha256 from dataset.json, else its length."""
         splits = self.info.get("splits", {})
         return f"sha256 {splits[self.split]['sha256']}" if self.split in splits else f"{self.n_tokens} tokens"
+
+    @property
+    def tokenizer_file(self) -> str:
+        """The content of tokenizer.json if the tokens are its, else "". Raises UserError: lost or changed."""
+        name = self.info["tokenizer"]
+        if not name.startswith("tokenizer-"):
+            return ""
+        content = read_text(self.folder / FILE_NAME)
+        if file_identity(content) != name:
+            raise UserError(f"{self.folder / FILE_NAME}: {file_identity(content)}: the tokens are of {name}")
+        return content
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises UserError: see `get_tokenizer`."""
+        return get_tokenizer(self.info["tokenizer"], self.tokenizer_file)
 
     def check_model(self, vocab_size: int) -> None:
         """Raises UserError unless a model's `vocab_size` is the stream's, or that with padding."""

@@ -8,8 +8,8 @@
     python -m data.pretokenized                         # ready shards instead: a script of its own
 
 The first shard is validation, the rest training. Each document is `<|endoftext|>` and its text in GPT-2's
-BPE. Special-token text inside a document is encoded as ordinary text. Rows without text are skipped. Invalid
-UTF-8 becomes U+FFFD.
+BPE, or by another --tokenizer. Special-token text inside a document is encoded as ordinary text. Rows without
+text are skipped. Invalid UTF-8 becomes U+FFFD.
 
 Stop it at any moment, by Ctrl-C or by pulling the plug, and run the same command again: it resumes after the
 last finished shard, and the shards are byte for byte those of an uninterrupted run, for any --workers.
@@ -30,13 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiktoken
 from tqdm import tqdm
 
 from data import dataset, documents
 from data.documents import Block, Cursor, Source
 from data.shards import MAX_TOKENS, TOKEN, ShardWriter
-from data.tokenizer import TOKENIZERS, encode, get_tokenizer
+from data.tokenizer import Tokenizer, encode, get_tokenizer
 from infra.cli import ArgumentParser, UserError, n_cores, positive_int, run_main
 from infra.files import exclusive_lock, read_jsonl, write_atomically
 
@@ -47,16 +46,16 @@ OPTIONS = ("tokenizer", "shard_size", "max_tokens")  # that change the shards
 BLOCKS_AHEAD = 4  # per thread: enough to work on while a shard is forced to disk
 
 
-def tokenise(block: Block, encoding: tiktoken.Encoding) -> list[np.ndarray]:
+def tokenise(block: Block, encoding: Tokenizer) -> list[np.ndarray]:
     """The tokens of each text, (n,) uint16 that begin with `<|endoftext|>`; none for an empty text."""
     eot = np.array([encoding.eot_token], TOKEN)
     return [np.append(eot, encode(encoding, text)) if text else eot[:0] for text in block.texts]
 
 
 def tokenised_blocks(
-    blocks: Iterator[Block], encoding: tiktoken.Encoding, workers: int
+    blocks: Iterator[Block], encoding: Tokenizer, workers: int
 ) -> Iterator[tuple[Block, list[np.ndarray]]]:
-    """Each block and its tokens, in order; threads encode the next ones: tiktoken releases the GIL."""
+    """Each block and its tokens, in order; threads encode the next ones, without the GIL."""
     pending: deque[Any] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for next_block in blocks:
@@ -167,12 +166,14 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
     """Make the dataset in folder `out`, resume it, or find it finished; returns dataset.json's content.
 
     Args:
-        options: dataset, tokenizer, shard_size, max_tokens (None: all).
+        options: dataset, tokenizer (see `get_tokenizer`), shard_size, max_tokens (None: all).
         workers: threads that tokenise. Their number changes only the speed.
     Raises:
         UserError: one line; finished shards stay, and the same call resumes after them.
     """
-    header = {"source": source.description, "options": options | source.settings, "files": source.files}
+    encoding = get_tokenizer(options["tokenizer"])
+    identity = options | {"tokenizer": encoding.name} | source.settings
+    header = {"source": source.description, "options": identity, "files": source.files}
     with exclusive_lock(out):
         begun, shards = read_manifest(out)
         if shards:
@@ -188,17 +189,15 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
         dataset.begin_dataset(out, options["dataset"], keep=[shard["file"] for shard in cutter.shards])
         cutter.save_manifest()
         if not cutter.is_complete:
-            _cut_source(source, cutter, get_tokenizer(options["tokenizer"]), workers)
+            _cut_source(source, cutter, encoding, workers)
         val, *train = (shard["documents"] for shard in cutter.shards)
         info = {
             "dataset": options["dataset"],
-            "tokenizer": options["tokenizer"],
-            "vocab_size": TOKENIZERS[options["tokenizer"]],
             "source": source.description,
             "splits": {"val": cutter.val.counts(val), "train": cutter.train.counts(sum(train))},
             "shards": cutter.val.files + cutter.train.files,
         }
-        return dataset.finish_dataset(out, info)
+        return dataset.finish_dataset(out, info, encoding)
 
 
 def _check_same(out: Path, begun: dict[str, Any], header: dict[str, Any]) -> None:
@@ -213,7 +212,7 @@ def _check_same(out: Path, begun: dict[str, Any], header: dict[str, Any]) -> Non
             )
 
 
-def _cut_source(source: Source, cutter: ShardCutter, encoding: tiktoken.Encoding, workers: int) -> None:
+def _cut_source(source: Source, cutter: ShardCutter, encoding: Tokenizer, workers: int) -> None:
     """Everything from the cutter's cursor on, with a bar over tokens."""
     total = cutter.max_tokens if cutter.max_tokens < sys.maxsize else None
     blocks = documents.read_blocks(source, cutter.cursor)
@@ -239,7 +238,7 @@ def _parse_args() -> argparse.Namespace:
     add("--shard-size", type=positive_int, metavar="N", default=10**8, help="in tokens (default: 10^8)")
     add("--max-tokens", type=positive_int, metavar="N", help="stop after N tokens (default: all)")
     add("--workers", type=positive_int, metavar="N", default=n_cores(), help="threads (default: the cores)")
-    add("--tokenizer", choices=TOKENIZERS, default="gpt2", help="(default: gpt2)")
+    add("--tokenizer", default="gpt2", help="gpt2, bytes or a tokenizer.json (default: gpt2)")
     args = parser.parse_args()
     if args.files and (args.dataset or args.name or args.split or args.revision):
         parser.error("--files: expected no --dataset, --name, --split or --revision, which are the hub's")

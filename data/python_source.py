@@ -1,7 +1,7 @@
 """Prepare a corpus that needs no download: the sources of Python's own standard library.
 
     python -m data.python_source                       # bytes tokeniser -> data/python_bytes
-    python -m data.python_source --tokenizer gpt2      # -> data/python_gpt2
+    python -m data.python_source --tokenizer gpt2      # -> data/python_gpt2; or a tokenizer.json
 
 About 12 MB of text with many long files: every .py file of the standard library except tests (folders named
 test, tests, idle_test: three times as much again) and files generated when Python is built (config-*,
@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data import dataset
-from data.tokenizer import TOKENIZERS, get_tokenizer
+from data.tokenizer import get_tokenizer
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import exclusive_lock
 
 DATASET = "python"
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
+VAL_SHARE = 0.05  # of the bytes
 SIZE_CLASSES = (16 * 1024, 64 * 1024)  # bytes; the validation split takes its share of each class
 
 
@@ -90,17 +91,18 @@ def split_documents(documents: list[Document], val_fraction: float) -> dict[str,
     }
 
 
-def build(root: Path, out: Path, tokenizer: str = "bytes", val_fraction: float = 0.05) -> dict[str, Any]:
+def build(root: Path, out: Path, tokenizer: str = "bytes", val_fraction: float = VAL_SHARE) -> dict[str, Any]:
     """Make the dataset in folder `out`, or find it finished there; returns the content of dataset.json.
 
     Args:
         root: the folder of the sources.
+        tokenizer: see `get_tokenizer`.
         val_fraction: share of the bytes held out, in (0, 1).
     Raises:
         UserError: no sources, an unknown tokeniser, a folder that cannot be written or has another dataset.
     """
     encoding = get_tokenizer(tokenizer)
-    settings = {"tokenizer": tokenizer, "val_fraction": val_fraction}
+    settings = {"tokenizer": encoding.name, "val_fraction": val_fraction}
     finished = dataset.finished_info(out)
     if finished and "settings" not in finished:
         raise UserError(f"{out}: holds another dataset: choose another --out")
@@ -111,21 +113,21 @@ def build(root: Path, out: Path, tokenizer: str = "bytes", val_fraction: float =
     dataset.begin_dataset(out, DATASET)
     python = platform.python_version()
     source = f"Python {python} library sources"
-    info = {"dataset": DATASET, "tokenizer": tokenizer, "vocab_size": encoding.n_vocab, "source": source}
-    info |= {"python": python, "settings": settings, "splits": {}, "shards": []}
+    info = {"dataset": DATASET, "source": source, "python": python, "settings": settings}
+    info |= {"splits": {}, "shards": []}
     for split, members in splits.items():
         tokens = ([encoding.eot_token, *encoding.encode_ordinary(document.text)] for document in members)
         dataset.write_split(out, info, split, tokens, len(members))
-    return dataset.finish_dataset(out, info)
+    return dataset.finish_dataset(out, info, encoding)
 
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
-    add("--tokenizer", choices=TOKENIZERS, default="bytes", help="gpt2 needs a download (default: bytes)")
+    add("--tokenizer", default="bytes", help="bytes, gpt2 or a tokenizer.json (default: bytes)")
     add("--out", type=Path, metavar="DIR", help="folder to write (default: data/python_<tokenizer>)")
     args = parser.parse_args()
-    out = args.out or Path(__file__).parent / f"python_{args.tokenizer}"
+    out = args.out or Path(__file__).parent / f"python_{Path(args.tokenizer).stem}"
     with exclusive_lock(out):
         info = build(Path(sysconfig.get_path("stdlib")), out, args.tokenizer)
     dataset.print_summary(info, out)

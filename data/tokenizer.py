@@ -1,26 +1,91 @@
-"""The tokenisers: "gpt2" (50257 tokens) and "bytes" (257 tokens, needs no download).
+"""The tokenisers: "gpt2" (50257 tokens), "bytes" (257, needs no download), or a tokenizer.json.
 
-Both are tiktoken `Encoding`s: `encode_ordinary(text)`, `decode(tokens)`, `n_vocab`, `eot_token`.
+The first two are tiktoken `Encoding`s. `FileTokenizer` has what is used of one here: `encode_ordinary(text)`,
+`decode(tokens)`, `name`, `n_vocab`, `eot_token`.
 """
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import tiktoken
 
 from infra.cli import UserError
+from infra.files import read_text
 
 TOKENIZERS = {"bytes": 257, "gpt2": 50257}  # with their number of tokens
+FILE_NAME = "tokenizer.json"
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")  # names of the end-of-text token
 
 
-def get_tokenizer(name: str) -> tiktoken.Encoding:
-    """The tokeniser called "gpt2" or "bytes".
+class FileTokenizer:
+    """A tokenizer.json of the `tokenizers` library, without what it adds around a text.
+
+    Attributes:
+        content: of the file, from which it can be made again.
+        name: its identity, by the sha256 of the content.
+        eot_token: the first of ENDS that it has.
+    Raises:
+        UserError: another kind of file, no end-of-text token that text cannot contain, above 65,536 tokens.
+    """
+
+    def __init__(self, content: str, where: object) -> None:
+        from tokenizers import Tokenizer
+
+        try:
+            self.inner = Tokenizer.from_str(content)
+        except Exception as e:  # the library raises no other
+            raise UserError(f"{where}: expected a tokenizer.json of the tokenizers library: {e}") from None
+        self.inner.encode_special_tokens = True  # special tokens in a text are ordinary text
+        self.inner.no_padding()
+        self.inner.no_truncation()
+        self.content = content
+        self.name = file_identity(content)
+        vocabulary = self.inner.get_vocab()
+        self.n_vocab = 1 + max(vocabulary.values(), default=0)
+        if self.n_vocab > 65536:
+            raise UserError(f"{where}: {self.n_vocab:,} tokens: expected at most 65,536, as shards hold")
+        ends = [end for end in ENDS if end in vocabulary]
+        if not ends:
+            raise UserError(f"{where}: no end-of-text token: expected a special token {' or '.join(ENDS)}")
+        self.eot_token: int = vocabulary[ends[0]]
+        if self.eot_token in self.encode_ordinary(ends[0]):
+            raise UserError(f"{where}: the text {ends[0]} is its end-of-text token: expected a special token")
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        tokens: list[int] = self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self.inner.decode(list(tokens), skip_special_tokens=False)
+        return text
+
+
+Tokenizer = tiktoken.Encoding | FileTokenizer
+
+
+def file_identity(content: str) -> str:
+    return f"tokenizer-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+
+
+def get_tokenizer(name: str, content: str = "") -> Tokenizer:
+    """The tokeniser called "gpt2" or "bytes", or that of a tokenizer.json.
 
     tiktoken downloads gpt2 once (1.5 MB) and keeps it in the folder that TIKTOKEN_CACHE_DIR names.
 
+    Args:
+        name: "gpt2", "bytes", or the path of a tokenizer.json.
+        content: of a tokenizer.json that was read before. The name is then its identity.
     Raises:
-        UserError: an unknown name, or gpt2's files are neither cached nor can be downloaded.
+        UserError: an unknown name, see `FileTokenizer`, or gpt2's files are neither cached nor at hand.
     """
+    if content:
+        return FileTokenizer(content, name)
+    if name.endswith(".json"):
+        return FileTokenizer(read_text(Path(name)), name)
     if name not in TOKENIZERS:
-        raise UserError(f"tokenizer {name!r}: expected one of {', '.join(TOKENIZERS)}")
+        raise UserError(f"tokenizer {name!r}: expected {', '.join(TOKENIZERS)} or a tokenizer.json")
     if name == "bytes":
         return tiktoken.Encoding(
             "bytes",
@@ -38,12 +103,14 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
         ) from None
 
 
-def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
+def encode(encoding: Tokenizer, text: str) -> np.ndarray:
     """The tokens of `encode_ordinary`, (n,) uint16, without a list of Python integers.
 
     Text that overflows the stack of tiktoken's regex engine, such as a million spaces and a word, is encoded
     in halves. The tokens decode to the same text.
     """
+    if isinstance(encoding, FileTokenizer):
+        return np.array(encoding.encode_ordinary(text), np.uint16)
     try:
         return encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
     except ValueError:

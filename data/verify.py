@@ -25,7 +25,7 @@ def document_lengths(stream: TokenStream) -> np.ndarray:
     starts = [np.empty(0, np.int64)]
     position = 0
     for shard in stream.shards:
-        starts.append(position + np.flatnonzero(shard == stream.vocab_size - 1))
+        starts.append(position + np.flatnonzero(shard == stream.eot))
         position += len(shard)
         shards.release_pages(shard)
     return np.diff(np.concatenate(starts), append=position)

@@ -44,6 +44,7 @@ class EvaluatedRun:
     source: Path  # as given: run folder or checkpoint file
     label: str
     config: Config
+    tokenizer: str  # its name
     output: Path  # without suffix
 
     def file(self, suffix: str) -> Path:
@@ -54,10 +55,10 @@ class EvaluatedRun:
 
         Raises UserError: the model does not load, or the ranks got different checkpoints.
         """
-        model, _, step, _ = load_model(self.source, world.device)
-        if not world.agree(step):
+        trained = load_model(self.source, world.device)
+        if not world.agree(trained.step):
             raise UserError(f"{self.source}: got a new checkpoint while it was read; try again")
-        return model, step
+        return trained.model, trained.step
 
     def write(self, step: int, summary: Result, args: argparse.Namespace) -> Result:
         """Write and return the result: the keys that every evaluation has, and its summary."""
@@ -100,10 +101,10 @@ def open_runs(args: argparse.Namespace, world: World) -> tuple[list[EvaluatedRun
             raise UserError(f"{source}: given twice")
         if any(label == run.label for run in runs):
             label = str(source)
-        config = read_config(source)
+        config, tokenizer = read_config(source)
         if not os.access(output.parent, os.W_OK):
             raise UserError(f"{output.parent}: cannot be written; the results go there")
-        runs.append(EvaluatedRun(source, label, config, output))
+        runs.append(EvaluatedRun(source, label, config, tokenizer, output))
     if args.out is not None or len(runs) == 1:
         return runs, args.out
     folders = [run.output.parent for run in runs]
@@ -153,13 +154,16 @@ def name_results(source: Path, name: str) -> tuple[str, Path]:
 
 
 # ---------------------------------------------------------------- validation text
-def open_validation(config: Config, data_dir: str | None) -> TokenStream:
-    """The validation tokens, checked against the model's vocabulary.
+def open_validation(config: Config, data_dir: str | None, tokenizer: str | None = None) -> TokenStream:
+    """The validation tokens, checked against the model's vocabulary and the tokenizer that it was trained on.
 
-    Raises UserError: missing, damaged, masked for fine-tuning, or tokens outside the model's vocabulary.
+    Raises UserError: missing, damaged, masked for fine-tuning, or tokens of another tokenizer.
     """
     stream = TokenStream(data_dir or config.data.dir, "val")
     stream.check_model(config.model.vocab_size)
+    theirs = stream.info["tokenizer"]
+    if theirs != (tokenizer or theirs):
+        raise UserError(f"{stream.folder}: tokens of {theirs}: expected {tokenizer}, the model's tokenizer")
     if stream.mask is not None:
         raise UserError(f"{stream.folder}: made for fine-tuning, no running text; expected other --data")
     return stream
@@ -204,7 +208,7 @@ def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Bloc
     n_skipped = math.ceil(args.skip / longest)
     all_blocks = []
     for run in runs:
-        stream = open_validation(run.config, args.data)
+        stream = open_validation(run.config, args.data, run.tokenizer)
         end = val_windows(stream, n_skipped * longest + args.tokens, longest)
         if end <= n_skipped:
             raise UserError(

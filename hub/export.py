@@ -26,10 +26,10 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
-import tiktoken
 import torch
 
 from config import to_toml
+from data.tokenizer import FileTokenizer, Tokenizer
 from hub.native import choose_architecture, import_transformers, largest_difference, native_model
 from infra.cli import ArgumentParser, UserError, run_main
 from model import GPT
@@ -38,7 +38,6 @@ from positions import RopeKind, RopeScaling
 from schema import describe_layers
 from training.checkpoint import Trained, load_model
 
-END = "<|endoftext|>"
 CHECK_TEXT = "def naïve(x): return 'It\\'s 1234567'  # 日本語\n\n\tx  += 1"
 ROOT = Path(__file__).parents[1]
 
@@ -230,20 +229,27 @@ def model_card(folder: str, trained: Trained, is_code: bool) -> str:
 
 
 # ---------------------------------------------------------------- tokenizer and check
-def convert_tokenizer(tokenizer: tiktoken.Encoding, max_length: int | None) -> Any:
-    """The tiktoken encoding as a fast tokenizer of transformers, which truncates to max_length if told to."""
+def convert_tokenizer(tokenizer: Tokenizer, max_length: int | None) -> Any:
+    """Our tokenizer as a fast one of transformers, which truncates to max_length if told to."""
     transformers = import_transformers()
+    from tokenizers import Tokenizer as FastTokenizer
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    converter = TikTokenConverter(pattern=tokenizer._pat_str, extra_special_tokens=[END])
-    converter.load_tiktoken_bpe = lambda _: tokenizer._mergeable_ranks  # type: ignore  # from memory, not a file
-    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END)
+    end = tokenizer.decode([tokenizer.eot_token])
+    if isinstance(tokenizer, FileTokenizer):
+        converted = FastTokenizer.from_str(tokenizer.content)
+    else:
+        ranks = tokenizer._mergeable_ranks
+        converter = TikTokenConverter(pattern=tokenizer._pat_str, extra_special_tokens=[end])
+        converter.load_tiktoken_bpe = lambda _: ranks  # type: ignore  # from memory, not a file
+        converted = converter.converted()
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), end)
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=converter.converted(), model_max_length=max_length, padding_side="left", **special
+        tokenizer_object=converted, model_max_length=max_length, padding_side="left", **special
     )
 
 
-def check(out: Path, model: GPT, tokenizer: tiktoken.Encoding, rope: RopeScaling) -> float:
+def check(out: Path, model: GPT, tokenizer: Tokenizer, rope: RopeScaling) -> float:
     """The largest difference between the exported model's logits and ours, on random tokens.
 
     Raises:
@@ -252,7 +258,8 @@ def check(out: Path, model: GPT, tokenizer: tiktoken.Encoding, rope: RopeScaling
     transformers = import_transformers()
     options = {"dtype": torch.float32, "trust_remote_code": True}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, **options)
-    tokens = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True).encode(CHECK_TEXT)
+    fast_tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
+    tokens = fast_tokenizer.encode(CHECK_TEXT, add_special_tokens=False)
     if tokens != tokenizer.encode_ordinary(CHECK_TEXT):
         raise UserError(f"{out}: transformers' tokenizer gives other tokens than ours")
     length = model.config.train.seq_len

@@ -33,13 +33,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas
-import tiktoken
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from data.dataset import TokenStream
-from data.tokenizer import get_tokenizer
+from data.tokenizer import Tokenizer
 from evals import common, output
 from evals.output import Result
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
@@ -66,8 +65,8 @@ def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
         runs, picture = common.open_runs(args, world)
-        streams = [common.open_validation(run.config, args.data) for run in runs]
-        haystacks = [Haystack(stream, get_tokenizer(stream.info["tokenizer"])) for stream in streams]
+        streams = [common.open_validation(run.config, args.data, run.tokenizer) for run in runs]
+        haystacks = [Haystack(stream, stream.tokenizer) for stream in streams]
         lengths = common.choose_lengths(args.lengths, runs, (1, 2, 4, 8))
         for haystack, length, i in product(haystacks, {lengths[0], lengths[-1]}, range(args.samples)):
             make_trial(haystack, length, 50, i)  # raises if it does not fit
@@ -91,7 +90,7 @@ class Haystack(NamedTuple):
     """A long text as tokens, and their tokeniser."""
 
     stream: TokenStream
-    tokenizer: tiktoken.Encoding
+    tokenizer: Tokenizer
 
 
 class Trial(NamedTuple):
@@ -160,7 +159,7 @@ def score(
 
 
 @torch.no_grad()
-def run_trials(model: GPT, trials: list[Trial], rope: RopeScaling, tokenizer: tiktoken.Encoding) -> Tensor:
+def run_trials(model: GPT, trials: list[Trial], rope: RopeScaling, tokenizer: Tokenizer) -> Tensor:
     """Outcomes, 0 or 1, and all heads' needle scores: (B, len(MEASURES) + n_layer * n_head) float64."""
     device = model.embedding.weight.device
     prompt = torch.tensor([trial.prompt for trial in trials], device=device)  # (B, P)
@@ -180,7 +179,7 @@ def run_trials(model: GPT, trials: list[Trial], rope: RopeScaling, tokenizer: ti
 
 
 def greedy(
-    model: GPT, logits: Tensor, rope: RopeScaling, cache: KVCache, tokenizer: tiktoken.Encoding
+    model: GPT, logits: Tensor, rope: RopeScaling, cache: KVCache, tokenizer: Tokenizer
 ) -> list[list[int]]:
     """The likeliest ANSWER_TOKENS tokens of each row but end-of-text; the first by logits (B, V)."""
     eot = torch.tensor([tokenizer.eot_token], device=logits.device)

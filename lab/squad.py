@@ -26,11 +26,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import tiktoken
 
 from data.dataset import begin_dataset, finish_dataset, write_split
 from data.documents import naming
-from data.tokenizer import TOKENIZERS, get_tokenizer
+from data.tokenizer import Tokenizer, get_tokenizer
 from infra.cli import ArgumentParser, UserError, integer, run_main
 from infra.files import exclusive_lock
 
@@ -50,7 +49,7 @@ def question_prompt(context: str, question: str) -> str:
 
 
 # ---------------------------------------------------------------- writing
-def make_sequence(row: dict[str, Any], tokenizer: tiktoken.Encoding, seq_len: int) -> Sequence | None:
+def make_sequence(row: dict[str, Any], tokenizer: Tokenizer, seq_len: int) -> Sequence | None:
     """None if the question does not fit."""
     prompt = tokenizer.encode_ordinary(question_prompt(row["context"], row["question"]))
     answer = tokenizer.encode_ordinary(f" {row['answers']['text'][0]}")
@@ -71,13 +70,18 @@ def is_complete(row: dict[str, Any]) -> bool:
 
 
 def write_masked(
-    out: Path, info: dict[str, Any], splits: dict[str, list[Sequence]], n_documents: int = 1
+    out: Path,
+    info: dict[str, Any],
+    splits: dict[str, list[Sequence]],
+    n_documents: int = 1,
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """Write the sequences of all splits, then their masks.
 
     Args:
         info: keys of dataset.json. Those of the shards are added.
         n_documents: that data/verify.py finds in a sequence.
+        tokenizer: see `finish_dataset`.
     """
     listed = {"sequence_length": len(splits["train"][0].tokens), **info, "splits": {}, "shards": []}
     begin_dataset(out, info["dataset"])
@@ -86,7 +90,7 @@ def write_masked(
         write_split(out, listed, split, [sequence.tokens for sequence in sequences], n)
     for split, sequences in splits.items():
         write_split(out, listed, f"{split}mask", [sequence.mask for sequence in sequences], 0)
-    finish_dataset(out, listed)
+    finish_dataset(out, listed, tokenizer)
     print(f"written {out}")
 
 
@@ -108,16 +112,15 @@ def main() -> None:
             if not n:
                 raise UserError(f"{args.source}: {split}: no question fits --seq-len {args.seq_len}")
             print(f"{split:6} {n:,} questions in {args.seq_len} tokens each, {n_longer:,} were longer")
-        info = {"dataset": DATASET, "tokenizer": args.tokenizer, "vocab_size": tokenizer.n_vocab}
         # The zeros after an end-of-text are a document, too.
-        write_masked(args.out, info | {"source": args.source}, splits, n_documents=2)
+        write_masked(args.out, {"dataset": DATASET, "source": args.source}, splits, 2, tokenizer)
 
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
     add("--source", default="rajpurkar/squad_v2", help="on the hub, or a folder (default: %(default)s)")
-    add("--tokenizer", choices=TOKENIZERS, default="gpt2", help="(default: %(default)s)")
+    add("--tokenizer", default="gpt2", help="gpt2, bytes or a tokenizer.json (default: gpt2)")
     length_help = "of every sequence (default: %(default)s)"
     add("--seq-len", type=integer(2, 2**20), default=1024, metavar="T", help=length_help)
     default = Path("data") / DATASET

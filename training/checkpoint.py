@@ -11,6 +11,7 @@ A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of
     guard       {"skipped": steps skipped in a row}
     rng         torch's RNG states of each process
     data        {"tokenizer": name, "train": fingerprint, "val": fingerprint} and masks (`TokenStream`)
+    tokenizer   the content of its tokenizer.json, if it has one
 
 It holds tensors and plain values only and is read with `weights_only`, so loading one runs no code, except
 that of a file that its normaliser names (normalisers/own.py).
@@ -26,11 +27,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, Field
-from tiktoken import Encoding
 from torch import Tensor
 
 from config import config_from_dict
-from data.tokenizer import get_tokenizer
+from data.tokenizer import Tokenizer, get_tokenizer
 from infra.cli import UserError
 from infra.files import atomic_file, check_shape
 from model import GPT
@@ -65,6 +65,7 @@ class Checkpoint(BaseModel, strict=True, arbitrary_types_allowed=True):
     guard: dict[str, int]
     rng: list[dict[str, Tensor]]
     data: Data
+    tokenizer: str = ""
 
 
 def save_checkpoint(
@@ -170,10 +171,10 @@ def load_source(source: str | Path, lazily: bool = False) -> tuple[Path, dict[st
     return newest
 
 
-def read_config(source: str | Path) -> Config:
-    """The config of a run or checkpoint (see `load_source`), without reading its tensors."""
+def read_config(source: str | Path) -> tuple[Config, str]:
+    """The config of a run or checkpoint (see `load_source`) and its tokenizer's name, without the tensors."""
     path, content = load_source(source, lazily=True)
-    return config_from_dict(content["config"], str(path))
+    return config_from_dict(content["config"], str(path)), content["data"]["tokenizer"]
 
 
 class Trained(NamedTuple):
@@ -183,11 +184,12 @@ class Trained(NamedTuple):
     config: Config
     step: int
     tokenizer_name: str
+    tokenizer_file: str  # its content, if it has one
 
     @property
-    def tokenizer(self) -> Encoding:
+    def tokenizer(self) -> Tokenizer:
         """Raises UserError: see `get_tokenizer`."""
-        return get_tokenizer(self.tokenizer_name)
+        return get_tokenizer(self.tokenizer_name, self.tokenizer_file)
 
 
 def load_model(source: str | Path, device: torch.device | str = "cpu") -> Trained:
@@ -199,7 +201,8 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Traine
             print(f"warning: {file} is not as it was when {path} was trained", file=sys.stderr, flush=True)
     model = GPT(config, device)
     load_parameters(model, content["model"], path)
-    return Trained(model.eval(), config, content["step"], content["data"]["tokenizer"])
+    tokenizer = (content["data"]["tokenizer"], content.get("tokenizer", ""))
+    return Trained(model.eval(), config, content["step"], *tokenizer)
 
 
 def load_parameters(model: GPT, parameters: dict[str, Any], path: Path) -> None:

@@ -36,6 +36,7 @@ class TrainState:
         self.world = world
         train_stream, self.val_stream = open_streams(config)
         self.batches = BatchLoader(train_stream, config, world)
+        self.tokenizer_file = train_stream.tokenizer_file
         torch.manual_seed(config.seed)
         if config.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at cuBLAS's first product
@@ -103,6 +104,7 @@ class TrainState:
             "guard": {"skipped": self.n_skipped},
             "rng": self.world.gather_objects(rng),
             "data": self.data_info(),
+            "tokenizer": self.tokenizer_file,
         }
 
     def restore(self, path: Path, checkpoint: dict[str, Any]) -> None:

@@ -222,7 +222,7 @@ def test_rows(tmp_path, data, evaluate):
     b = make_run(tmp_path / "runs", "b", data, normaliser="ssmax_pn")
     evaluate(a, b, "--lengths", 16, 64)
     evaluate(a, b, "--lengths", 16, 64, "--rope", "none", "--tag", "none")
-    (a / "config.toml").write_text(to_toml(read_config(a)))
+    (a / "config.toml").write_text(to_toml(read_config(a)[0]))
     (a / "metrics.jsonl").write_text('{"step": 7, "loss": 2}\n{"step": 7, "val_loss": 1.5}\n')
     rows = read_rows([a, b])
     assert tuple(rows.columns) == Row._fields
@@ -260,7 +260,7 @@ def test_configs_are_read_without_tensors(tmp_path, data):
     weights = load_model(run).model.state_dict()["final_norm.weight"].numpy().tobytes()
     at = whole.index(weights)
     path.write_bytes(whole[:at] + bytes(4) + whole[at + 4 :])
-    assert read_config(run).name == "a"
+    assert read_config(run)[0].name == "a"
     with pytest.raises(UserError, match="none of the 1 checkpoints loads"):
         load_model(run)
 
@@ -330,7 +330,7 @@ def test_ranks_that_read_different_checkpoints_do_not_evaluate(tmp_path, data, e
 
 def test_a_loss_that_is_not_finite(tmp_path, data, evaluate, capsys):
     run = make_run(tmp_path / "runs", "a", data)
-    model, config, step, _ = load_model(run)
+    model, config, step, *_ = load_model(run)
     with torch.no_grad():
         model.get_parameter("final_norm.weight").fill_(math.nan)
     save_run(run, config, model, step)

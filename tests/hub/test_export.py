@@ -15,6 +15,7 @@ from attention_cases import OPTIONS
 from conftest import FAMILIES, make_byte_run
 
 from config import load_config
+from data.bpe import train_bpe
 from data.tokenizer import get_tokenizer
 from generation import generate
 from hub import export
@@ -41,11 +42,11 @@ def test_transformers_gives_the_same_logits(family, bias, tie, tiny_config, call
     assert config["rope_parameters"]["rope_theta"] == 5000.0
 
 
-@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+@pytest.mark.parametrize("name", ["bytes", "gpt2", "file"])
 def test_exported_tokenizer_gives_the_same_tokens(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     try:
-        ours = get_tokenizer(name)
+        ours = get_tokenizer("", train_bpe(["a text"], 300)) if name == "file" else get_tokenizer(name)
     except UserError:
         pytest.skip("GPT-2's vocabulary is not at hand")
     export.convert_tokenizer(ours, None).save_pretrained(tmp_path)

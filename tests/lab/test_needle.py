@@ -142,7 +142,7 @@ def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate, monkeypatc
     monkeypatch.setattr(
         needle, "log_likelihood", lambda _, first, *more: first.new_full(first.shape[:1], next(values))
     )
-    model, config, step, _ = load_model(run)
+    model, config, step, *_ = load_model(run)
     with torch.no_grad():
         second = model.blocks[1].attention
         second.out.weight.zero_()

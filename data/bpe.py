@@ -1,0 +1,57 @@
+"""Train a byte-level BPE, GPT-2's kind of tokeniser, on a corpus.
+
+    python -m data.bpe --vocab 4096 --out tokenizer.json                      # on Python's library sources
+    python -m data.bpe --files 'dir/*.txt' --vocab 8192 --out tokenizer.json  # or any files of data.fineweb
+    python -m data.python_source --tokenizer tokenizer.json --out data/python_4k
+
+Without --files the text is the training split of data.python_source. With --files it is all of them, what
+becomes validation included. `<|endoftext|>` is token 0. The same text gives the same file.
+"""
+
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+from data.documents import Cursor, local_files, read_blocks
+from data.python_source import VAL_SHARE, collect, split_documents
+from data.tokenizer import ENDS, get_tokenizer
+from infra.cli import ArgumentParser, integer, run_main
+from infra.files import write_atomically
+
+
+def train_bpe(texts: Iterable[str], n_vocab: int) -> str:
+    """The content of a tokenizer.json with at most `n_vocab` tokens; fewer if the texts have fewer merges."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=n_vocab, special_tokens=list(ENDS[:1]), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return str(tokenizer.to_str(pretty=True))
+
+
+def main() -> None:
+    parser = ArgumentParser(__doc__)
+    add = parser.add_argument
+    add("--files", nargs="+", metavar="PATTERN", help="of data.fineweb (default: Python's library sources)")
+    add("--column", default="text", help="the column, or JSON key, with the text (default: text)")
+    add("--vocab", type=integer(257, 65536), required=True, metavar="N", help="tokens, 257 to 65536")
+    add("--out", type=Path, required=True, metavar="FILE", help="the tokenizer.json to write")
+    args = parser.parse_args()
+    if args.files:
+        blocks = read_blocks(local_files(args.files, args.column), Cursor())
+        texts = (text for block in blocks for text in block.texts)
+    else:
+        sources = collect(Path(sysconfig.get_path("stdlib")))
+        texts = (document.text for document in split_documents(sources, VAL_SHARE)["train"])
+    content = train_bpe(texts, args.vocab)
+    write_atomically(args.out, content.encode())
+    print(f"{args.out}: {get_tokenizer('', content).n_vocab:,} tokens")
+
+
+if __name__ == "__main__":
+    run_main(main)
