@@ -28,10 +28,10 @@ Writes eval_length.json and .png into the run folder (eval_length_<checkpoint> f
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -108,12 +108,8 @@ def count_same_targets(lengths: list[int], runs: list[EvaluatedRun]) -> int:
 
 def bucket_edges(length: int) -> list[int]:
     """0, 128, 256, 512, ... and the length itself."""
-    edges = [0]
-    edge = FIRST_BUCKET
-    while edge < length:
-        edges.append(edge)
-        edge *= 2
-    return [*edges, length]
+    doubled = (FIRST_BUCKET * 2**i for i in itertools.count())
+    return [0, *itertools.takewhile(lambda edge: edge < length, doubled), length]
 
 
 # ---------------------------------------------------------------- score
@@ -121,11 +117,8 @@ def score(
     world: World, label: str, blocks: Blocks, n_same: int, losses: Callable[[int], Tensor]
 ) -> Tensor | str:
     """The `block_sums` of every block, (n_blocks, n_sums), or why there are none (see `common.score_all`)."""
-
-    def sums(items: Sequence[int]) -> Tensor:
-        return torch.stack([block_sums(losses(i), n_same) for i in items])
-
-    return common.score_all(world, label, blocks.n_blocks, sums)
+    n = blocks.n_blocks
+    return common.score_all(world, label, n, lambda item: block_sums(losses(*item), n_same)[None])
 
 
 def block_losses(model: GPT, blocks: Blocks, block: int, length: int, rope: RopeScaling) -> Tensor:
@@ -167,7 +160,7 @@ def block_sums(losses: Tensor, n_same: int) -> Tensor:
     """(W, T) losses to float64 sums, of each bucket and of the same targets, a block's last tokens."""
     losses = losses.double()
     by_position = losses.sum(0)  # (T,)
-    buckets = [by_position[i:j].sum() for i, j in pairwise(bucket_edges(len(by_position)))]
+    buckets = [by_position[i:j].sum() for i, j in itertools.pairwise(bucket_edges(len(by_position)))]
     return torch.stack([*buckets, losses[-1, -n_same:].sum()])
 
 
@@ -188,7 +181,7 @@ def summarise(
     entry["block_same_target_losses"] = [round(loss, 6) for loss in same_targets.tolist()]
     entry["buckets"] = []
     window_sums = by_bucket.T / (blocks.longest // length)
-    for (start, stop), bucket_sums in zip(pairwise(bucket_edges(length)), window_sums, strict=True):
+    for (start, stop), bucket_sums in zip(itertools.pairwise(bucket_edges(length)), window_sums, strict=True):
         loss, stderr = mean_and_stderr(bucket_sums / (stop - start))
         entry["buckets"].append({"from": start, "to": stop, "loss": loss, "stderr": stderr})
     if cut_sums is not None:
@@ -210,7 +203,7 @@ def cells(summary: dict[str, Any]) -> Iterator[Cell]:
             for block, loss in enumerate(entry.get(key, nothing)):
                 yield length, block, measure, loss
         losses = {bucket["from"]: bucket["loss"] for bucket in entry.get("buckets", [])}
-        for start, stop in pairwise(bucket_edges(length)):
+        for start, stop in itertools.pairwise(bucket_edges(length)):
             yield length, None, f"loss[{start}:{stop}]", losses.get(start)
     cut = summary["cut"]
     for block, loss in enumerate(cut.get("block_same_target_losses", nothing)):
@@ -246,7 +239,7 @@ def tables(results: list[Result]) -> str:
 
 def bucket_table(results: list[Result], value: output.Value) -> str:
     """A value by position at the longest length."""
-    edges = list(pairwise(bucket_edges(results[0]["data"]["block_length"])))
+    edges = list(itertools.pairwise(bucket_edges(results[0]["data"]["block_length"])))
     lines = [["run", "normaliser", *(f"{start}-{stop - 1}" for start, stop in edges)]]
     for result in results:
         buckets = result["lengths"][-1].get("buckets")  # none if the length was rejected

@@ -95,10 +95,9 @@ def check_shape(content: Any, shape: type[BaseModel], where: object) -> Any:
 
 def read_json(path: Path, shape: type[BaseModel] | None = None) -> Any:
     """Raises UserError: cannot be read, is not JSON, or lacks the fields of `shape`."""
+    text = read_text(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read: {e.strerror}") from None
+        content = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise UserError(f"{path}: not valid JSON: {e}") from None
     return check_shape(content, shape, path) if shape else content

@@ -30,14 +30,8 @@ def to_unit(x: Tensor) -> Tensor:
 class NormaliserLayer(nn.Module):
     """A normaliser for one attention layer, with its learned parameters (`learned_names`: s, b, p_n, ...).
 
-    Args:
-        definition: the formula and its options.
-        reweight_p: power of the re-weighting; 0: none.
-        n_head, head_dim: of the layer.
-        train_len: training length in tokens (L in the formulas that use it).
-        position: `model.position`, which may bias the scores (`positions.SCORE_BIASES`).
-        window: the last keys that a query sees, its own included; 0: all.
-        width: of the layer's input, for formulas that read it (`Normaliser.signals`).
+    definition is the formula with its options, reweight_p the power of the re-weighting, 0 for none. For the
+    others see `attention.make_normaliser`.
     """
 
     def __init__(
