@@ -32,8 +32,7 @@ compiled_attention = torch.compile(flex_attention, dynamic=True, fullgraph=True)
 def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:
     """Why this engine cannot run the layer there; "" if it can."""
     definition = layer.definition
-    depends = layer.by_distance or definition.by_key
-    if not (isinstance(definition, Phi) and definition.is_softmax and depends):
+    if not (isinstance(definition, Phi) and definition.is_softmax and layer.by_place):
         return f"{layer.label} is not a softmax of scores that depend on the distance or the key"
     if layer.reweight_p:
         return f"{layer.label} re-weights its softmax"

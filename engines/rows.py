@@ -34,7 +34,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     v = share_heads(v, q).to(q.dtype)
     formula = BlockFormula(layer, context.p)
     if context.cached and q.shape[-2] == 1:  # all keys are visible, and a float32 cache is not copied
-        weights, _ = formula.weights(context.add_bias(q @ k.mT), context)  # (B, H, 1, n)
+        weights, _ = formula.weights(q @ k.mT, context)  # (B, H, 1, n)
         return (weights @ v).to(dtype)
     q = q.contiguous()  # once, instead of in each block's product
     k = k.contiguous()
@@ -132,7 +132,7 @@ def _block_scores(
 ) -> tuple[Tensor, RowContext]:
     """A block's scores, HIDDEN at hidden keys, and its `RowContext`."""
     context = context.block(batch, block, keys)
-    x = context.add_bias(q[batch, :, block] @ k[batch, :, keys].mT)  # (b, H, R, K)
+    x = q[batch, :, block] @ k[batch, :, keys].mT  # (b, H, R, K)
     if context.first is None:  # only the last R keys are hidden from any row of the block
         n_rows = x.shape[-2]
         future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=x.device).triu(1)
@@ -156,7 +156,7 @@ class BlockFormula:
     def __init__(self, layer: NormaliserLayer, p: int) -> None:
         self.layer = layer
         self.p = p
-        self.closed_form = p > 0 and not layer.by_distance and is_bounded_softplus(layer.definition)
+        self.closed_form = p > 0 and not layer.by_place and is_bounded_softplus(layer.definition)
 
     def weights(self, x: Tensor, context: RowContext) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The weights (..., R, K), and what `vjp` needs of them."""

@@ -30,7 +30,7 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
         return f"{layer.label} is not a softmax over rescaled queries"
     if layer.reweight_p:
         return f"{layer.label} re-weights its softmax"
-    if layer.by_distance or layer.definition.by_key:
+    if layer.by_place:
         return f"{layer.label} adds to the scores, by distance or by key"
     if layer.window and isinstance(layer.definition, AdaptiveSoftmax):
         return f"{layer.label} has moments of its scores, which need all keys, and a window"

@@ -81,7 +81,7 @@ def engine_error(
     half = length // 2 + 1
     errors += _errors(engine, layer, q[..., -half:, :], k[:, :1], v[:, :1], do[..., -half:, :], signals)
     # Undefined at equal scores:
-    varies = layer.by_distance or layer.definition.signals or isinstance(layer.definition, AdaptiveSoftmax)
+    varies = layer.by_place or layer.definition.signals or isinstance(layer.definition, AdaptiveSoftmax)
     if not varies:
         if "p_n" not in layer.learned_names:
             length = 65536 if device.type == "cuda" else 320
@@ -113,9 +113,10 @@ def _errors(
         row = q[..., -1:, :]
         of_row = layer.context(row, k, signals=signals)
         decoded = [engine.run(row, k, v, layer, of_row)] if engine.DECODES else []
-        q, k = layer.prepare(q, k, layer.context(q, k, signals=signals), dtype=v.dtype, unit=unit)
-    by_key = layer.definition.by_key
-    given = [q, k, v] if signals is None or not by_key else [q, k, v, signals]
+        context = layer.context(q, k, signals=signals)
+        q, k = layer.prepare(q, k, context, dtype=v.dtype, unit=unit)
+    by_key = context.key_bias is not None
+    given = [q, k, v, signals] if signals is not None and by_key else [q, k, v]
     inputs = [t.detach().requires_grad_() for t in given]
     inputs64 = [t.detach().double().requires_grad_() for t in given]
     with torch.enable_grad():
@@ -124,7 +125,7 @@ def _errors(
         out = engine.run_prepared(*inputs[:3], context, layer)
         got = [out, *torch.autograd.grad(out, inputs, do), *decoded]
         q, k, v = (share_heads(t, q) for t in inputs64[:3])
-        x = context64.add_bias(q @ k.mT / unit)
+        x = q @ k.mT / unit
         x = x.masked_fill(~context64.visible(x), HIDDEN)
         if isinstance(layer.definition, AdaptiveSoftmax):  # `prepare` has divided by its temperature
             out = reweight(x.softmax(-1), context64.n, context64.p) @ v

@@ -46,12 +46,7 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
     derives_weights = definition.is_softmax or type(definition).weights is Phi.weights
     if layer.window:
         return f"{layer.label} has a window, which its kernels do not know"
-    if (
-        layer.by_distance
-        or definition.by_key
-        or not derives_weights
-        or getattr(definition, "sink", "none") != "none"
-    ):
+    if layer.by_place or not derives_weights or getattr(definition, "sink", "none") != "none":
         return f"{layer.label} has no fused form"
     if definition.is_softmax and not layer.reweight_p:
         return f"{layer.label} is a softmax, which sdpa runs"

@@ -56,9 +56,10 @@ def layer_statistics(
         for batch, block, keys in query_blocks(q, k, normaliser.window):
             unscaled = unscaled_q[batch, :, block] @ unscaled_k[batch, :, keys].mT  # (b, H, R, K)
             block_context = context.block(batch, block, keys)
-            x = block_context.add_bias(q[batch, :, block] @ k[batch, :, keys].mT)
+            x = q[batch, :, block] @ k[batch, :, keys].mT
             hidden = ~block_context.visible(x)
             weights = normaliser.row_weights(x.masked_fill(hidden, HIDDEN), block_context)
+            x = block_context.add_bias(x)
             mass = l1_normalise(weights.abs())  # (b, H, R, K)
             n = block_context.n[:, 0]
             distance = block_context.distance(x)  # (R, K)

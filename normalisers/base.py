@@ -69,17 +69,11 @@ class RowContext:
         return self.n - 1 if self.first is None else self.first + self.n - 1
 
     def add_bias(self, x: Tensor) -> Tensor:
-        """The scores x (B, H, R, K) with `Normaliser.key_bias`.
-
-        Both biases are taken from the first row's: in float32, sums over 16K tokens then keep their digits at
-        the keys near a block's rows.
-        """
+        """The scores x (B, H, R, K) with `Normaliser.key_bias`, its differences taken in its own type."""
         if self.key_bias is None:
             return x
-        of_rows = self.key_bias[..., self.own.squeeze(-1).long()]
-        origin = of_rows[..., :1]
-        of_keys = (self.key_bias - origin)[..., None, :].to(x.dtype)
-        return x + of_keys - (of_rows - origin)[..., None].to(x.dtype)
+        of_rows = self.key_bias[..., self.own.squeeze(-1).long()]  # (B, H, R)
+        return x + (self.key_bias[..., None, :] - of_rows[..., None]).to(x.dtype)
 
     def visible(self, x: Tensor) -> Tensor:
         """(R, K) bool: the keys of x (..., K) that each row sees."""
@@ -245,14 +239,10 @@ class Normaliser(BaseModel):
         return False
 
     @property
-    def by_key(self) -> bool:
-        """The scores have a `key_bias`."""
-        return type(self).key_bias is not Normaliser.key_bias
-
-    @property
-    def by_distance(self) -> bool:
-        """The scores depend on the keys' distances."""
-        return type(self).at_distance is not Normaliser.at_distance
+    def by_place(self) -> bool:
+        """The scores depend on where the keys are: on their distances, or by a `key_bias`."""
+        cls = type(self)
+        return cls.at_distance is not Normaliser.at_distance or cls.key_bias is not Normaliser.key_bias
 
     @property
     def is_softmax(self) -> bool:

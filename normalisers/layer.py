@@ -90,24 +90,22 @@ class NormaliserLayer(nn.Module):
     def dense_weights(self, q: Tensor, k: Tensor, context: RowContext) -> Tensor:
         q, k = self.prepare(q, k, context)
         x = q @ k.mT  # (B, H, Tq, Tk)
-        if self.definition.by_key:
-            x = context.add_bias(x.double()).to(x.dtype)
         return self.row_weights(x.masked_fill(~context.visible(x), HIDDEN), context)
 
     def row_weights(self, x: Tensor, context: RowContext) -> Tensor:
         """Scores (..., R, K), HIDDEN at hidden keys, to weights: the formula, then the re-weighting."""
-        if self.by_distance:
+        if self.by_place:
             head = torch.arange(self.n_head, device=x.device)[:, None, None]
-            x = self.at_distance(x, context.distance(x), head)
+            x = self.at_distance(context.add_bias(x), context.distance(x), head)
         a = self.definition.weights(x, context)
         if type(self.definition).weights is not Phi.weights:  # a formula may forget the hidden keys
             a = context.zero_hidden(a)
         return reweight(a, context.n, context.p) if context.p else a
 
     @property
-    def by_distance(self) -> bool:
-        """The scores depend on the keys' distances."""
-        return self.position in SCORE_BIASES or self.definition.by_distance
+    def by_place(self) -> bool:
+        """The scores depend on where the keys are."""
+        return self.position in SCORE_BIASES or self.definition.by_place
 
     def at_distance(self, x: Tensor, t: Tensor, head: Tensor) -> Tensor:
         """The scores x of a head's keys at distance t, t and head expanding to x's shape."""
