@@ -4,6 +4,7 @@
     python eval_length.py runs/softmax runs/lssa runs/lssar               # one table, one figure
     python eval_length.py runs/lssar/checkpoints/step_018865.pt --rope theta --rope-theta 500000
     python eval_length.py runs/lssar --rope none --tag none               # results beside the others
+    python eval_length.py runs/lssar --also none theta=500000             # three RoPE scalings at once
     torchrun --standalone --nproc_per_node=8 eval_length.py runs/lssar --tokens 10485760
 
 Every length scores the same tokens, the first of the validation stream (after --skip), cut into blocks of
@@ -59,27 +60,40 @@ SCORED = "Scored: {blocks} blocks of {block_length} tokens of {dir} ({split}) af
 
 
 def main() -> None:
-    args = parse_args()
-    with join_world(args.device) as world:
-        runs, picture = common.open_runs(args, world)
-        all_blocks = common.open_blocks(args, runs)
-        options = [options_of(run, blocks, args) for run, blocks in zip(runs, all_blocks, strict=True)]
-        n_same = count_same_targets(all_blocks[0].lengths, runs)
+    at_scalings = parse_args()
+    cuts: dict[int, Tensor | str] = {}
+    with join_world(at_scalings[0].device) as world:
+        for evaluate in [prepare(args, world, cuts) for args in at_scalings]:
+            evaluate()
 
-        def measure(i: int, model: GPT) -> tuple[dict[str, Any], str, Iterator[Cell]]:
-            blocks = all_blocks[i]
-            data = blocks.describe()
-            cut_sums = score(world, "cut", blocks, n_same, partial(cut_losses, model, blocks, context=n_same))
-            cut = summarise(blocks.longest, cut_sums, blocks, n_same) | {"length": n_same}
-            summary: dict[str, Any] = {"options": options[i], "data": data, "same_target_tokens": n_same}
-            summary |= {"cut": cut, "lengths": []}
-            for length in blocks.lengths:
-                losses = partial(block_losses, model, blocks, length=length, rope=args.rope_scaling)
-                sums = score(world, f"{length} tokens", blocks, n_same, losses)
-                summary["lengths"].append(summarise(length, sums, blocks, n_same, cut_sums))
-            return summary, text_key(data), cells(summary)
 
-        common.evaluate("eval_length", args, world, runs, picture, measure, tables, plot)
+def prepare(args: argparse.Namespace, world: World, cuts: dict[int, Tensor | str]) -> Callable[[], None]:
+    """Check everything that one RoPE scaling needs. Returns its evaluation.
+
+    Args:
+        cuts: the sums of each run's cut, which has the same losses at every scaling.
+    """
+    runs, picture = common.open_runs(args, world)
+    all_blocks = common.open_blocks(args, runs)
+    options = [options_of(run, blocks, args) for run, blocks in zip(runs, all_blocks, strict=True)]
+    n_same = count_same_targets(all_blocks[0].lengths, runs)
+
+    def measure(i: int, model: GPT) -> tuple[dict[str, Any], str, Iterator[Cell]]:
+        blocks = all_blocks[i]
+        data = blocks.describe()
+        if i not in cuts:
+            cut_at = partial(cut_losses, model, blocks, context=n_same)
+            cuts[i] = score(world, "cut", blocks, n_same, cut_at)
+        cut = summarise(blocks.longest, cuts[i], blocks, n_same) | {"length": n_same}
+        summary: dict[str, Any] = {"options": options[i], "data": data, "same_target_tokens": n_same}
+        summary |= {"cut": cut, "lengths": []}
+        for length in blocks.lengths:
+            losses = partial(block_losses, model, blocks, length=length, rope=args.rope_scaling)
+            sums = score(world, f"{length} tokens", blocks, n_same, losses)
+            summary["lengths"].append(summarise(length, sums, blocks, n_same, cuts[i]))
+        return summary, text_key(data), cells(summary)
+
+    return partial(common.evaluate, "eval_length", args, world, runs, picture, measure, tables, plot)
 
 
 def options_of(run: EvaluatedRun, blocks: Blocks, args: argparse.Namespace) -> dict[str, Any]:
@@ -272,12 +286,28 @@ def plot(results: list[Result], path: Path) -> None:
 
 
 # ---------------------------------------------------------------- command line
-def parse_args() -> argparse.Namespace:
+def parse_args() -> list[argparse.Namespace]:
+    """The options at each RoPE scaling: those of --rope, then of --also."""
     parser = ArgumentParser(__doc__)
     lengths_help = "divisors of the longest (default: 1, 2, 4, 8, 16 x the training length)"
     common.add_arguments(parser, lengths_help, tokens=2**20)
     parser.add_argument("--replace", action="store_true", help="also results of another evaluation")
-    return common.parse_arguments(parser, "eval_length")
+    also_help = "RoPE scalings beside --rope: none, theta=500000, ...; they write eval_length_none.json, ..."
+    parser.add_argument("--also", nargs="+", default=[], metavar="ROPE", help=also_help)
+    args = common.parse_arguments(parser, "eval_length")
+    at_scalings = [args]
+    for text in args.also:
+        kind, _, theta = text.partition("=")
+        if any(kind == each.rope for each in at_scalings):
+            raise UserError(f"--also {text}: {kind} is there already")
+        try:
+            scaling = RopeScaling(kind, float(theta) if theta else None)
+        except ValueError as e:
+            raise UserError(f"--also {text}: {e}") from None
+        own = {"rope": kind, "rope_theta": scaling.theta, "rope_scaling": scaling}
+        own |= {"name": f"{args.name}_{kind}", "out": None}
+        at_scalings.append(argparse.Namespace(**vars(args) | own))
+    return at_scalings
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@
     python sweep.py configs/comparison/A/*.toml --base configs/comparison/B.toml    # the same at scale B
     python sweep.py configs/rivals/*.toml --jobs 8                      # on 8 GPUs: one run on each
 
-Each run is `torchrun train.py CONFIG ...` in its folder <log.dir>/<file>_<key>=<value>, then evaluated by
-eval_length.py with NTK-scaled RoPE (eval_length.json), without scaling (eval_length_none.json) and, if it has
-RoPE, at 50 times its base (eval_length_theta.json, as in the SSMax paper). Finished work is skipped. After a
-failure the next run starts, and all failures are listed at the end (exit status 1). Ctrl-C and SIGTERM let
+Each run is `train.py CONFIG ...` in its folder <log.dir>/<file>_<key>=<value>, then eval_length.py on it with
+NTK-scaled RoPE (eval_length.json), without scaling (eval_length_none.json) and, if it has RoPE, at 50 times
+its base (eval_length_theta.json, as in the SSMax paper). Finished work is skipped. After a failure the next
+run starts. The sweep ends with a table of its runs, and all failures (exit status 1). Ctrl-C and SIGTERM let
 the current runs save their step and exit; the same command resumes. With several jobs the output of a run
 goes to <log.dir>/<name>.log.
 """
@@ -25,25 +25,56 @@ import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from signal import SIGTERM
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from config import expand_sweep, load_config, same_run
+from infra.cli import ArgumentParser, UserError, n_cores, positive_int, run_main
+from infra.files import exclusive_lock, read_json
+from schema import Config
+
+
+def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and the overrides for train.py."""
+    parser = ArgumentParser(__doc__)
+    parser.usage = "sweep.py CONFIG.toml [CONFIG.toml ...] [options] [--section.key value ...]"
+    add = parser.add_argument
+    add("--index", type=int, metavar="I", help="only run number I, from 0")
+    add("--list", action="store_true", help="print the runs and exit")
+    add("--nproc", type=positive_int, metavar="N", help="processes of a run (default: its share of the GPUs)")
+    add("--jobs", type=positive_int, default=1, metavar="J", help="runs at the same time (default: 1)")
+    add("--eval-tokens", type=int, default=2**20, metavar="N", help="tokens of an evaluation; 0: none")
+    add("--tag", metavar="WORD", help="added to the names of all runs")
+    n_configs = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
+    args, overrides = parser.parse_known_args(argv[n_configs:])  # no override's value is taken for a file
+    args.configs = argv[:n_configs]
+    if not args.configs:
+        raise UserError("expected config files: sweep.py configs/lssar_paper/figure2_lssa.toml (or --help)")
+    return args, overrides
+
+
+def check_command_line() -> None:
+    """Raises UserError: a problem of the options, or of a run's config as far as it shows without torch."""
+    args, overrides = parse_args(sys.argv[1:])
+    for run in (run for path in args.configs for run in expand_sweep(path, overrides)):
+        load_config(run.path, [*run.overrides, *overrides], early=True)
+
+
+if __name__ == "__main__":  # --help and a typo need no torch, whose import takes seconds
+    run_main(check_command_line)
 
 import torch
 
-from config import expand_sweep, load_config, same_run
+from evals.output import format_table
 from evals.rows import FACTORS
-from infra.cli import ArgumentParser, UserError, n_cores, positive_int, run_main
 from infra.distributed import StopSignals
-from infra.files import exclusive_lock, read_json
-from schema import Config
 from training.checkpoint import find_checkpoints, step_of
 from training.run_log import Record, read_metrics
 
 HERE = Path(__file__).resolve().parent
-EVALUATIONS = (("ntk", None), ("none", "none"), ("theta", "theta"))  # --rope, --tag
 THETA_FACTOR = 50  # from RoPE's base of training to that of --rope theta
 
 
@@ -74,29 +105,58 @@ class Job(NamedTuple):
         except (ValueError, OSError) as e:
             return str(e)
 
-    def rope_theta(self, rope: str) -> float | None:
-        """The base of an evaluation at `--rope theta`; None for another one."""
-        return THETA_FACTOR * self.config.model.rope_theta if rope == "theta" else None
+    @property
+    def evaluations(self) -> dict[str, float | None]:
+        """RoPE scalings of its evaluations, each with the base that it sets."""
+        theta = {"theta": THETA_FACTOR * self.config.model.rope_theta} if self.config.has_rope else {}
+        return {"ntk": None, "none": None, **theta}
 
-    def rope_options(self, rope: str, tag: str | None) -> list[str]:
-        """Of eval_length.py for one of EVALUATIONS."""
-        theta = self.rope_theta(rope)
-        base = ["--rope-theta", str(theta)] if theta else []
-        return ["--rope", rope, *base, *(["--tag", tag] if tag else [])]
+    def read_evaluation(self, rope: str) -> dict[str, Any]:
+        """The result at a RoPE scaling; empty without one."""
+        path = self.config.run_dir / ("eval_length.json" if rope == "ntk" else f"eval_length_{rope}.json")
+        return read_json(path, Record) if path.exists() else {}
 
-    def is_evaluated(self, rope: str, tag: str | None, tokens: int) -> bool:
+    def is_evaluated(self, tokens: int) -> bool:
         """Whether its folder has the results of the last step that `run_job` asks for."""
         config = self.config
-        path = config.run_dir / (f"eval_length_{tag}.json" if tag else "eval_length.json")
         lengths = [factor * config.train.seq_len for factor in FACTORS]
-        options = {"tokens": tokens, "skip": 0, "rope": rope, "rope_theta": self.rope_theta(rope)}
-        options |= {"data": str(Path(config.data.dir)), "lengths": lengths}
-        result = read_json(path, Record) if path.exists() else {}
-        return result.get("step") == config.train.max_steps and result.get("options") == options
+        options = {"tokens": tokens, "skip": 0, "data": str(Path(config.data.dir)), "lengths": lengths}
+        for rope, theta in self.evaluations.items():
+            result = self.read_evaluation(rope)
+            if result.get("step") != config.train.max_steps:
+                return False
+            if result.get("options") != options | {"rope": rope, "rope_theta": theta}:
+                return False
+        return True
+
+    def numbers(self) -> dict[str, str]:
+        """Its line in the table: steps, validation loss, loss over all tokens at 1x and 16x."""
+        line = {"run": str(self.config.run_dir), "steps": "-"}
+        with suppress(ValueError, OSError):  # of a damaged folder, which is among the failures
+            for each in read_metrics(self.config.run_dir):
+                if "val_loss" in each:
+                    line |= {"steps": str(each["step"]), "validation": format_loss(each["val_loss"])}
+            for rope in self.evaluations:
+                entries = self.read_evaluation(rope).get("lengths", [])
+                losses = {each["length"] // self.config.train.seq_len: each.get("loss") for each in entries}
+                for factor in (1, 16) if losses else ():
+                    line[f"{rope} {factor}x"] = format_loss(losses.get(factor))
+        return line
+
+
+def format_loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"
+
+
+def print_table(jobs: list[Job]) -> None:
+    lines = [job.numbers() for job in jobs]
+    columns = list(dict.fromkeys(column for line in lines for column in line))
+    print(format_table([columns, *([line.get(column, "-") for column in columns] for line in lines)]))
 
 
 def main() -> None:
     args, overrides = parse_args(sys.argv[1:])
+    args.nproc = args.nproc or max(1, torch.cuda.device_count() // args.jobs)
     jobs = make_jobs(args.configs, overrides, args.tag)
     if args.index is not None and args.index not in range(len(jobs)):
         raise UserError(f"--index {args.index}: expected 0 to {len(jobs) - 1}, the number of a run")
@@ -112,6 +172,7 @@ def main() -> None:
         if stop.number:
             print(f"stopped by {stop.name_of(stop.number)}: the same command resumes")
             return
+    print_table(jobs)
     evaluated = " and evaluated" if args.eval_tokens else ""
     print(f"{len(jobs) - len(failures)} of {len(jobs)} runs are trained{evaluated}")
     if failures:
@@ -183,20 +244,18 @@ def run_job(job: Job, number: str, args: argparse.Namespace, slot: int, stop: St
     run_dir = job.config.run_dir
     with exclusive_lock(run_dir):  # of a training
         commands = [] if job.is_trained else [["train.py", *job.arguments]]
-    for rope, tag in EVALUATIONS if args.eval_tokens else ():
-        has_base = rope != "theta" or job.config.has_rope
-        if has_base and not job.is_evaluated(rope, tag, args.eval_tokens):
-            options = ["--tokens", str(args.eval_tokens), "--device", job.config.train.device]
-            options += job.rope_options(rope, tag)
-            commands.append(["eval_length.py", str(run_dir), "--replace", *options])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    if args.eval_tokens and not job.is_evaluated(args.eval_tokens):
+        others = [rope + (f"={theta}" if theta else "") for rope, theta in job.evaluations.items()][1:]
+        options = ["--tokens", str(args.eval_tokens), "--device", job.config.train.device]
+        commands.append(["eval_length.py", str(run_dir), "--replace", *options, "--also", *others])
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc}"]
+    python = [sys.executable, *(torchrun if args.nproc > 1 else [])]
     log = run_dir.with_name(f"{run_dir.name}.log") if args.jobs > 1 else None
     for script, *arguments in commands:
         if stop.number:
             return None
         print(f"== {number}  {run_dir}: {script}", flush=True)
-        command = [*torchrun, f"--nproc_per_node={args.nproc}", str(HERE / script), *arguments]
-        status = run(command, stop, share_of_machine(args, slot), log)
+        status = run([*python, str(HERE / script), *arguments], stop, share_of_machine(args, slot), log)
         if status:
             return f"{script} ended with status {status}" + (f", see {log}" if log else "")
         if script == "train.py" and not job.is_trained:  # it received a signal itself
@@ -239,26 +298,6 @@ def run(command: list[str], stop: StopSignals, env: dict[str, str] | None, log: 
                 if stop.number and not forwarded:
                     process.send_signal(SIGTERM)  # torchrun forwards this one to its workers
                     forwarded = True
-
-
-def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our options, and the overrides for train.py."""
-    parser = ArgumentParser(__doc__)
-    parser.usage = "sweep.py CONFIG.toml [CONFIG.toml ...] [options] [--section.key value ...]"
-    add = parser.add_argument
-    add("--index", type=int, metavar="I", help="only run number I, from 0")
-    add("--list", action="store_true", help="print the runs and exit")
-    add("--nproc", type=positive_int, metavar="N", help="processes of a run (default: its share of the GPUs)")
-    add("--jobs", type=positive_int, default=1, metavar="J", help="runs at the same time (default: 1)")
-    add("--eval-tokens", type=int, default=2**20, metavar="N", help="tokens of an evaluation; 0: none")
-    add("--tag", metavar="WORD", help="added to the names of all runs")
-    n_configs = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
-    args, overrides = parser.parse_known_args(argv[n_configs:])  # no override's value is taken for a file
-    args.configs = argv[:n_configs]
-    args.nproc = args.nproc or max(1, torch.cuda.device_count() // args.jobs)
-    if not args.configs:
-        raise UserError("expected config files: sweep.py configs/lssar_paper/figure2_lssa.toml (or --help)")
-    return args, overrides
 
 
 if __name__ == "__main__":

@@ -328,26 +328,30 @@ def test_a_file_of_ones_own_that_does_not_fit(name: str, expected: str, own_file
         load_config(RECIPE, ["--attention.normaliser", name.format(own_file)])
 
 
-def test_a_typo_and_help_need_no_torch(tmp_path: Path):
+REWEIGHT = "attention.reweigt_p = 3: unknown key; did you mean attention.reweight_p?"
+LSSA = "attention.normaliser = 'lsa': unknown; did you mean lssa?"
+LR = "optimizer.lr = 'x': expected number"
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "problems"),
+    [
+        ("train.py", "configs/lssar.toml --attention.reweigt-p 3 --optimizer.lr x", [REWEIGHT, LR]),
+        ("sweep.py", "configs/lssar.toml --attention.reweigt-p 3 --optimizer.lr x", [REWEIGHT, LR]),
+        ("config.py", "configs/lssar.toml --seed x", ["seed = 'x': expected integer"]),
+        ("train.py", "configs/lssar.toml --attention.normaliser lsa", [LSSA]),
+        ("train.py", "--help", []),
+    ],
+)  # fmt: skip
+def test_a_typo_and_help_need_no_torch(script: str, options: str, problems: list[str], tmp_path: Path):
     """They are answered at once: importing torch takes seconds."""
     (tmp_path / "torch.py").write_text("raise ImportError")
-    lssar = "configs/lssar.toml"
-    typo = f"{lssar} --attention.reweigt-p 3 --optimizer.lr x"
-    problem = (
-        "error: command line: attention.reweigt_p = 3: unknown key; did you mean attention.reweight_p?\n"
-    )
-    problem += "error: command line: optimizer.lr = 'x': expected number\n"
-    name = f"{lssar} --attention.normaliser lsa"
-    calls = [("train.py", typo, problem), ("config.py", typo, problem), ("train.py --help", "", "")]
-    calls += [
-        ("train.py", name, "error: command line: attention.normaliser = 'lsa': unknown; did you mean lssa?\n")
-    ]
-    for script, options, stderr in calls:
-        done = subprocess.run(
-            [sys.executable, *script.split(), *options.split()],
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
-        )  # fmt: skip
-        assert (done.returncode, done.stderr) == (2 if stderr else 0, stderr)
+    done = subprocess.run(
+        [sys.executable, script, *options.split()],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stderr.splitlines() == [f"error: command line: {problem}" for problem in problems]
+    assert done.returncode == (2 if problems else 0)
 
 
 def test_names_are_read_from_the_files_as_the_classes_have_them():

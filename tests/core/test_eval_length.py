@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -250,6 +251,21 @@ def test_rows(tmp_path, data, evaluate):
             "cut[16]": cut["block_same_target_losses"],
             "cut[0:64]": [cut["loss"]],
         }
+
+
+def test_several_scalings_at_once_are_those_of_single_calls(tmp_path, data, evaluate, monkeypatch):
+    run = make_run(tmp_path / "runs", "a", data)
+    evaluate(run, "--rope", "none", "--tag", "single")
+    monkeypatch.setattr(eval_length, "cut_losses", n_cuts := Mock(side_effect=eval_length.cut_losses))
+    evaluate(run, "--also", "none", "theta=500")
+    assert n_cuts.call_count == read(run / "eval_length.json")["data"]["blocks"]  # of all three
+    for key in ("cut", "lengths", "options"):
+        assert read(run / "eval_length_none.json")[key] == read(run / "eval_length_single.json")[key]
+    assert read(run / "eval_length_theta.json")["rope"] == {"kind": "theta", "theta": 500.0}
+    with one_line("--also ntk: ntk is there already"):
+        evaluate(run, "--also", "ntk")
+    with one_line("--also theta: RoPE scaling theta: base None"):
+        evaluate(run, "--also", "theta")
 
 
 def test_configs_are_read_without_tensors(tmp_path, data):

@@ -41,14 +41,17 @@ class FakeTorchrun:
         self.commands.append([script, *arguments])
         if script == "eval_length.py":
             run_dir = Path(arguments[0])
-            tag = f"_{arguments[arguments.index('--tag') + 1]}" if "--tag" in arguments else ""
             config = load_config(run_dir / "config.toml")
-            rope, tokens = (arguments[arguments.index(option) + 1] for option in ("--rope", "--tokens"))
-            theta = float(arguments[arguments.index("--rope-theta") + 1]) if rope == "theta" else None
-            options = {"tokens": int(tokens), "skip": 0, "rope": rope, "rope_theta": theta}
-            options |= {"data": config.data.dir, "lengths": [16, 32, 64, 128, 256]}
-            result = {"step": config.train.max_steps, "options": options}
-            (run_dir / f"eval_length{tag}.json").write_text(json.dumps(result))
+            tokens = int(arguments[arguments.index("--tokens") + 1])
+            lengths = [16, 32, 64, 128, 256]
+            options = {"tokens": tokens, "skip": 0, "data": config.data.dir, "lengths": lengths}
+            losses = [{"length": length, "loss": 5.0} for length in lengths]
+            for scaling in ("ntk", *arguments[arguments.index("--also") + 1 :]):
+                rope, _, theta = scaling.partition("=")
+                result = {"step": config.train.max_steps, "lengths": losses}
+                result["options"] = options | {"rope": rope, "rope_theta": float(theta) if theta else None}
+                name = "eval_length.json" if rope == "ntk" else f"eval_length_{rope}.json"
+                (run_dir / name).write_text(json.dumps(result))
         elif self.failing and self.failing in " ".join(arguments):
             return 2
         else:
@@ -72,13 +75,15 @@ def test_all_runs_but_the_finished_ones_and_on_after_a_failure(four_runs, call, 
     assert e.value.code == 1 and "3 of 4 runs are trained and evaluated" in out
     run = four_runs.parent / "runs/s_normaliser=softmax_seed=2"
     assert out.splitlines()[-1] == f"failed: {run}: train.py ended with status 2"
-    done = ["train.py", *3 * ["eval_length.py"]]
+    done = ["train.py", "eval_length.py"]  # one process for all RoPE scalings
     assert fake.scripts == [*done, "train.py", *done, *done]
     assert all("--optimizer.lr" in command for command in fake.commands if command[0] == "train.py")
-    ropes = [command[command.index("--rope") + 1] for command in fake.commands if "--rope" in command]
-    assert ropes == 3 * ["ntk", "none", "theta"]
-    bases = [command[command.index("--rope-theta") + 1] for command in fake.commands if "theta" in command]
-    assert bases == 3 * ["500000.0"]  # 50 times the base of training
+    scalings = [command[-3:] for command in fake.commands if command[0] == "eval_length.py"]
+    assert scalings == 3 * [["--also", "none", "theta=500000.0"]]  # 50 times the base of training
+    header, _, *table = [line.split() for line in out.splitlines()[-8:-2]]
+    assert header[:5] == ["run", "steps", "validation", "ntk", "1x"]
+    finished = ["12", "4.0000", *6 * ["5.0000"]]
+    assert [line[1:] for line in table] == [finished, 8 * ["-"], finished, finished]
 
     again = FakeTorchrun(monkeypatch)
     call(sweep, four_runs, "--optimizer.lr", "0.01")
@@ -89,7 +94,7 @@ def test_all_runs_but_the_finished_ones_and_on_after_a_failure(four_runs, call, 
     assert again.scripts == done
     assert "4 of 4 runs are trained\n" in capsys.readouterr().out
     call(sweep, four_runs, "--optimizer.lr", "0.01", "--eval-tokens", 512)  # other tokens are no result
-    assert again.scripts == [*done, *12 * ["eval_length.py"]]  # at three scalings each
+    assert again.scripts == [*done, *4 * ["eval_length.py"]]
     assert all("--replace" in command for command in again.commands if command[0] == "eval_length.py")
 
 
@@ -163,7 +168,7 @@ def test_an_evaluation_of_another_step_is_done_again(four_runs, call, monkeypatc
     (four_runs.parent / "runs/s_normaliser=softmax_seed=1/eval_length_none.json").write_text('{"step": 4}')
     again = FakeTorchrun(monkeypatch)
     call(sweep, four_runs, "--index", "0")
-    assert again.scripts == ["eval_length.py"] and "none" in again.commands[0]
+    assert again.scripts == ["eval_length.py"]
 
 
 @pytest.mark.parametrize(
@@ -197,10 +202,10 @@ def test_list_and_mistakes(four_runs, call, capsys):
             call(sweep, *args)
 
 
-def test_a_run_and_its_evaluation_through_torchrun(four_runs, call, monkeypatch):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_and_its_evaluations(processes, four_runs, call):
     run = four_runs.parent / "runs/s_normaliser=softmax_seed=1"
-    monkeypatch.setattr(sweep, "EVALUATIONS", (("none", "none"),))
-    call(sweep, four_runs, "--index", 0, "--nproc", 1, "--eval-tokens", 256)
+    call(sweep, four_runs, "--index", 0, "--nproc", processes, "--eval-tokens", 256, "--train.device", "cpu")
     evaluation = json.loads((run / "eval_length_none.json").read_text())
     assert evaluation["rope"]["kind"] == "none" and evaluation["step"] == 12
     assert [row["length"] for row in evaluation["lengths"]] == [16, 32, 64, 128, 256]
