@@ -111,6 +111,12 @@ class Job(NamedTuple):
         theta = {"theta": THETA_FACTOR * self.config.model.rope_theta} if self.config.has_rope else {}
         return {"ntk": None, "none": None, **theta}
 
+    def evaluation(self, tokens: int) -> list[str]:
+        """The arguments of eval_length.py, for all of its evaluations in one process."""
+        options = ["--replace", "--tokens", str(tokens), "--device", self.config.train.device]
+        scalings = [rope + (f"={theta}" if theta else "") for rope, theta in self.evaluations.items()]
+        return [str(self.config.run_dir), *options, "--also", *scalings[1:]]
+
     def read_evaluation(self, rope: str) -> dict[str, Any]:
         """The result at a RoPE scaling; empty without one."""
         path = self.config.run_dir / ("eval_length.json" if rope == "ntk" else f"eval_length_{rope}.json")
@@ -245,9 +251,7 @@ def run_job(job: Job, number: str, args: argparse.Namespace, slot: int, stop: St
     with exclusive_lock(run_dir):  # of a training
         commands = [] if job.is_trained else [["train.py", *job.arguments]]
     if args.eval_tokens and not job.is_evaluated(args.eval_tokens):
-        others = [rope + (f"={theta}" if theta else "") for rope, theta in job.evaluations.items()][1:]
-        options = ["--tokens", str(args.eval_tokens), "--device", job.config.train.device]
-        commands.append(["eval_length.py", str(run_dir), "--replace", *options, "--also", *others])
+        commands.append(["eval_length.py", *job.evaluation(args.eval_tokens)])
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc}"]
     python = [sys.executable, *(torchrun if args.nproc > 1 else [])]
     log = run_dir.with_name(f"{run_dir.name}.log") if args.jobs > 1 else None

@@ -4,6 +4,7 @@
     torchrun --standalone --nproc_per_node=8 train.py configs/lssar.toml  # 8 GPUs
     python train.py configs/lssar.toml --optimizer.lr 1e-3 --name lssar_1e-3
     python train.py configs/lssar.toml --dry-run                          # sizes, memory, speed; no run
+    python train.py configs/lssar.toml --smoke                            # five steps of it; no run
 
 GPT-2 124M are configs/softmax.toml, configs/lssar.toml (LSSAR, p raised to 15) and, for SSMax on QK-norm,
 configs/rivals/qk_norm_ssmax.toml.
@@ -11,7 +12,8 @@ configs/rivals/qk_norm_ssmax.toml.
 Writes runs/<name>/: config.toml (resolved; `train.py runs/<name>/config.toml --name again` replays it, on the
 engine that fits there), metrics.jsonl (a line per step), starts.jsonl (commit, versions, hardware) and
 checkpoints/. The same command, run again, resumes from the newest checkpoint. SIGTERM, Ctrl-C and SIGUSR1
-finish the step and save. A second Ctrl-C stops at once.
+finish the step and save. A second Ctrl-C stops at once. --dry-run and --smoke need no data: where there is
+none they take random tokens.
 """
 
 import argparse
@@ -21,6 +23,8 @@ import statistics
 import time
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from config import parse_command_line
 from infra.cli import ArgumentParser, UserError, run_main
@@ -30,6 +34,7 @@ from schema import Config
 def parse_args(early: bool = False) -> tuple[Config, argparse.Namespace]:
     parser = ArgumentParser(__doc__)
     parser.add_argument("--dry-run", action="store_true", help="print sizes, memory and speed; no run")
+    parser.add_argument("--smoke", action="store_true", help="five small steps, a validation, a save; no run")
     return parse_command_line(parser, early)
 
 
@@ -46,14 +51,19 @@ from training.loader import Batch
 from training.optim import power_at, set_learning_rates
 from training.run_log import RunLog, format_duration, peak_memory
 from training.state import TrainState, init_from_run
+from training.trial import shorten, with_data
 from training.validation import measure_attention, validate
 
-DRY_STEPS = 3  # timed by --dry-run
+LONG = 20.0  # seconds of a micro-batch, after which --dry-run times no second one
 
 
 def main() -> None:
     config, args = parse_args()
-    with join_world(config.train.device) as world:
+    with join_world(config.train.device) as world, TemporaryDirectory() as scratch:
+        if args.dry_run or args.smoke:
+            config = with_data(config, world, Path(scratch) / "data")
+        if args.smoke:
+            config = shorten(config, world.size, Path(scratch))
         state = TrainState(config, world)
         if args.dry_run:
             dry_run(state)
@@ -63,6 +73,8 @@ def main() -> None:
             gc.freeze()  # scanning all of torch's objects takes 0.1 s and more,
             gc.disable()  # and a rank that collects garbage within a step delays all others
             train(state, log)
+            if args.smoke:
+                log.print("smoke    steps, validation and save work; nothing is kept")
 
 
 def start_or_resume(state: TrainState) -> RunLog:
@@ -89,23 +101,34 @@ def start_or_resume(state: TrainState) -> RunLog:
 
 
 def dry_run(state: TrainState) -> None:
-    """Train a few steps without a run folder; print sizes, memory and speed."""
+    """Print sizes, then memory and speed of a micro-batch and an update, without a run folder."""
     config = state.config
     log = RunLog(state)
     if config.init_from:
         log.print(*init_from_run(state.raw_model, config.init_from, state.data_info()["tokenizer"]))
     log.describe_run()
-    train_step(state, log)  # not timed, it compiles
     began = time.perf_counter()
-    for _ in range(DRY_STEPS):
-        train_step(state, log)
-    seconds = (time.perf_counter() - began) / DRY_STEPS
+    seconds = step_seconds(state)
+    if time.perf_counter() - began < LONG or state.local_model is not state.raw_model:  # the first compiles
+        seconds = step_seconds(state)
     max_steps = config.train.max_steps
     log.print(
         f"memory   {peak_memory(state.world.device) / 1e9:.2f} GB at the peak, in one process",
         f"time     {seconds:.3g} s a step: {format_duration(1000 * seconds)} for 1000 steps, "
         f"{format_duration(max_steps * seconds)} for all {max_steps}",
     )
+
+
+def step_seconds(state: TrainState) -> float:
+    """The time of a step, from those of its first micro-batch and of the update."""
+    batch = state.batches.read(0)
+    began = time.perf_counter()
+    forward_backward(state, batch[:1]).item()  # waits for a GPU
+    middle = time.perf_counter()
+    for optimizer in state.optimizers:
+        optimizer.step()
+    state.raw_model.embedding.weight[0, 0].item()
+    return (middle - began) * len(batch) + time.perf_counter() - middle
 
 
 # ---------------------------------------------------------------- the loop

@@ -153,3 +153,22 @@ def test_dry_run_leaves_nothing(
     out = capsys.readouterr().out
     for words in ("parameters", "engine sdpa", "memory ", "s a step", "all 12"):
         assert words in out
+    call(train, tiny_config, "--dry-run", "--data.dir", "nowhere")
+    assert "data.dir = 'nowhere': no such folder: random tokens" in capsys.readouterr().out
+    with pytest.raises(UserError, match="nowhere: no such data folder"):
+        call(train, tiny_config, "--data.dir", "nowhere")
+
+
+SMALL = """--model.n-layer 4 --model.n-head 2 --model.n-embd 16 --model.vocab-size 64 --train.seq-len 32
+    --train.batch-tokens 1024 --train.micro-batch 1 --data.dir nowhere"""
+
+
+@pytest.mark.parametrize("name", ["rivals/hybrid", "lssar", "normsoftmax_paper/baseline"])
+def test_smoke_runs_any_config_and_leaves_nothing(name, tmp_path, call, capsys, monkeypatch):
+    """None of a file's own keys, such as a warm-up of 700 steps, is in the way."""
+    monkeypatch.chdir(tmp_path)
+    call(train, Path(train.__file__).parent / f"configs/{name}.toml", "--smoke", *SMALL.split())
+    out = capsys.readouterr().out
+    assert "step 5 | validation loss" in out
+    assert out.endswith("smoke    steps, validation and save work; nothing is kept\n")
+    assert not list(tmp_path.iterdir())

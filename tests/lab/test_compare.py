@@ -36,9 +36,7 @@ def scale(tiny_config, own_file, tmp_path, call, monkeypatch) -> list[str]:
         ):
             if not job.is_trained:
                 call(train, *job.arguments)
-                for rope, tag in sweep.EVALUATIONS:
-                    options = job.rope_options(rope, tag)
-                    call(eval_length, job.config.run_dir, "--tokens", n_tokens, *options)
+                call(eval_length, *job.evaluation(int(n_tokens)))
                 commands.append(f"train {job.config.name} at {job.config.optimizer.lr:g}")
 
     monkeypatch.chdir(tmp_path)
