@@ -259,7 +259,9 @@ def run_job(job: Job, number: str, args: argparse.Namespace, slot: int, stop: St
         if stop.number:
             return None
         print(f"== {number}  {run_dir}: {script}", flush=True)
-        status = run([*python, str(HERE / script), *arguments], stop, share_of_machine(args, slot), log)
+        group = {"WANDB_RUN_GROUP": Path(job.arguments[0]).stem}  # which wandb reads itself
+        environment = group | share_of_machine(args, slot)
+        status = run([*python, str(HERE / script), *arguments], stop, environment, log)
         if status:
             return f"{script} ended with status {status}" + (f", see {log}" if log else "")
         if script == "train.py" and not job.is_trained:  # it received a signal itself

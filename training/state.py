@@ -16,10 +16,10 @@ from infra.cli import UserError
 from infra.distributed import StopSignals, World
 from model import GPT
 from normalisers import own
-from schema import Config, makes_another_run, may_change_on_resume
+from schema import Config, describe_layers, makes_another_run, may_change_on_resume
 from training.checkpoint import load_parameters, load_source
 from training.loader import BatchLoader, open_streams
-from training.optim import load_optimizers, make_optimizers, power_at
+from training.optim import load_optimizers, lr_factor, make_optimizers, power_at
 
 
 class TrainState:
@@ -107,12 +107,22 @@ class TrainState:
             "tokenizer": self.tokenizer_file,
         }
 
+    def extends(self, old: Config, step: int) -> bool:
+        """Whether max_steps of a run's old config gave the steps so far the learning rates of ours."""
+        max_steps = self.config.train.max_steps
+        last = max(0, step - 1)  # the steps before agree if it does
+        factors = {lr_factor(old.optimizer, last, n) for n in (old.train.max_steps, max_steps)}
+        return len(factors) == 1 and step <= max_steps
+
     def restore(self, path: Path, checkpoint: dict[str, Any]) -> None:
-        """Continue from a checkpoint of this run.
+        """Continue from a checkpoint of this run, which may have another train.max_steps: see `extends`.
 
         Raises UserError: lists every difference in config and data; resuming would join two runs' curves.
         """
-        changed = changed_keys(config_from_dict(checkpoint["config"], str(path)), self.config)
+        old = config_from_dict(checkpoint["config"], str(path))
+        changed = changed_keys(old, self.config)
+        if "train.max_steps" in changed and self.extends(old, checkpoint["step"]):
+            del changed["train.max_steps"]
         if checkpoint["step"] < self.config.train.max_steps:
             changed = {key: pair for key, pair in changed.items() if not may_change_on_resume(key)}
         else:  # finished: only what its curve does not depend on, and where the same data lie
@@ -124,7 +134,13 @@ class TrainState:
                 changed[f"data: {key}"] = (before.get(key), data.get(key))
         if changed:
             listed = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
-            raise UserError(f"{path.parents[1]}: holds another run ({listed}): choose another --name")
+            problem = f"{path.parents[1]}: holds another run ({listed}): choose another --name"
+            if "train.max_steps" in changed:
+                problem += (
+                    f" and --init-from {path.parents[1]}; only a constant schedule, or wsd before its decay, "
+                    f"has the same learning rates with another train.max_steps"
+                )
+            raise UserError(problem)
         load_parameters(self.raw_model, checkpoint["model"], path)
         try:
             load_optimizers(self.optimizers, checkpoint["optimizers"])
@@ -170,12 +186,14 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
         if ours[name].shape != their.shape:
             shapes = f"{any_layer(name)} is {tuple(ours[name].shape)} here, {tuple(their.shape)} there"
             raise UserError(f"{prefix}: {shapes} ({', '.join(changes)})")
+    was, now = describe_layers(old), describe_layers(model.config)
     tied = model.config.model.tie_embeddings
     if tied and not torch.equal(theirs["lm_head.weight"], theirs["embedding.weight"]):
         raise UserError(f"{prefix}: lm_head.weight is tied to the embedding here, not there")
     model.load_state_dict(copied, strict=False)
     return [
         f"init_from {source}, step {content['step']}",
+        *([f"  normaliser  {was} -> {now}"] if was != now else []),
         f"  copied      {len(copied)} tensors",
         f"  new         {missing_names(ours, theirs)}; the optimiser's state",
         f"  dropped     {missing_names(theirs, ours)}",

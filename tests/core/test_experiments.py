@@ -130,6 +130,7 @@ def test_init_from_copies_weights_bit_for_bit_and_nothing_else(folder, softmax_r
     assert added == {f"blocks.{i}.attention.normaliser.s" for i in (0, 1)}
     assert all(torch.equal(new[name], torch.full((2,), 0.1685)) for name in added)
     assert "blocks.*.attention.normaliser.s (2 tensors); the optimiser's state" in out
+    assert "\n  normaliser  softmax -> ssmax" in out
     assert "dropped     nothing" in out and "attention.normaliser 'softmax' -> 'ssmax'" in out
     assert (run / "init_from.txt").read_text() in out
     state = load_checkpoint(find_checkpoints(run)[0])

@@ -108,6 +108,7 @@ def test_jobs_run_side_by_side_with_their_share_of_the_machine(four_runs, call, 
         barrier.wait(timeout=60)
         shares.append((env["OMP_NUM_THREADS"], env.get("CUDA_VISIBLE_DEVICES")))
         assert env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "600"  # time to save
+        assert env["WANDB_RUN_GROUP"] == four_runs.stem
         assert log.parent == four_runs.parent / "runs" and log.name.startswith("s_normaliser=")
         if "normaliser=softmax_seed=2" in log.name:
             raise OSError("disk full")

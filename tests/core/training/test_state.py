@@ -60,6 +60,25 @@ def test_another_run_in_the_same_folder_is_rejected(tiny_config: Path, tiny_data
         run(tiny_config, "--optimizer.lr", "0.02", "--data.dir", str(other))
 
 
+@pytest.mark.parametrize("schedule", ["constant", "wsd"])
+def test_a_run_is_extended_where_its_schedule_allows(tiny_config: Path, schedule: str):
+    """A finished constant run, and a wsd run before its decay: the same curve as at once."""
+    flags = ["--optimizer.schedule", schedule, "--optimizer.decay-fraction", "0.2"]
+    longer = ["--train.max-steps", "20"]
+    whole, extended = (run(tiny_config, *flags, *(longer * (name == "whole")), "--name", name)
+                       for name in ("whole", "extended"))  # fmt: skip
+    if schedule == "wsd":
+        with pytest.raises(
+            UserError, match="train.max_steps was 12, now 20.*--init-from.*wsd before its decay"
+        ):
+            run(tiny_config, *flags, *longer, "--name", "extended")
+        find_checkpoints(extended)[0].unlink()  # after step 8 the rate was still at its peak
+    run(tiny_config, *flags, *longer, "--name", "extended")
+    a, b = (load_checkpoint(find_checkpoints(folder)[0]) for folder in (whole, extended))
+    assert curve(whole) == curve(extended) and a["step"] == b["step"] == 20
+    torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
+
+
 def test_ranks_that_see_different_checkpoints_do_not_start(
     tiny_config: Path, monkeypatch: pytest.MonkeyPatch
 ):

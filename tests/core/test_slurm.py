@@ -1,0 +1,37 @@
+"""slurm/sweep.sbatch: a task of an array is one run, and the time limit's warning requeues it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from signal import SIGUSR1
+
+import pytest
+from launch import ROOT
+
+STUBS = {
+    "python": 'echo "$@" > arguments; trap "touch saved; exit 3" USR1; touch ready; sleep 9 & wait',
+    "scontrol": 'echo "$@" > requeued',
+}
+
+
+def test_an_array_task_saves_and_requeues(tmp_path: Path):
+    for name, body in STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "4"}
+    env |= {"PYTHON": "./python", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", str(ROOT / "slurm/sweep.sbatch"), "a.toml", "--seed", "2"]
+    with subprocess.Popen(command, env=env) as job:
+        while not (tmp_path / "ready").exists():
+            assert job.poll() is None
+        job.send_signal(SIGUSR1)
+        assert job.wait(timeout=60) == 3
+    assert (tmp_path / "arguments").read_text() == "sweep.py a.toml --seed 2 --index 4\n"
+    assert (tmp_path / "saved").exists() and (tmp_path / "requeued").read_text() == "requeue 77_4\n"
+
+
+@pytest.mark.parametrize("script", ["train", "sweep"])
+def test_scripts_parse(script: str):
+    subprocess.run(["bash", "-n", str(ROOT / f"slurm/{script}.sbatch")], check=True)
