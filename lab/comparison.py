@@ -97,7 +97,7 @@ def recalls_of(folder: Path) -> Iterator[Record]:
                 for task in [*result["tasks"], "mean"]
             }
             which = {"contestant": run.name, "which": run.config.seed, "rope": format_rope(result)}
-            if result["step"] == run.config.train.max_steps:
+            if entries and result["step"] == run.config.train.max_steps:
                 yield {"kind": "recall", **which, "shares": shares}
 
 

@@ -130,7 +130,7 @@ class Phi(Scaled, name="phi"):
     """
 
     phi: PhiName = Field("softplus", description="The elementwise function.")
-    l1: bool = Field(True, description="Divide rows by their l1 norm.")
+    l1: bool = Field(True, description="Divide rows by their l1 norm; exp without it overflows above 88.")
     bias: Bias = Field(
         False,
         description="true: a learned b is added to s length_scale(n) (SSMax). log_train_len, log_len, log_n: "

@@ -186,9 +186,13 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
         if ours[name].shape != their.shape:
             shapes = f"{any_layer(name)} is {tuple(ours[name].shape)} here, {tuple(their.shape)} there"
             raise UserError(f"{prefix}: {shapes} ({', '.join(changes)})")
-    was, now = describe_layers(old), describe_layers(model.config)
-    tied = model.config.model.tie_embeddings
-    if tied and not torch.equal(theirs["lm_head.weight"], theirs["embedding.weight"]):
+    was = describe_layers(old)
+    now = describe_layers(model.config)
+    output = theirs.get("lm_head.weight")
+    embedding = theirs.get("embedding.weight")
+    if output is None or embedding is None:
+        raise UserError(f"{prefix}: expected lm_head.weight and embedding.weight in {path}")
+    if model.config.model.tie_embeddings and not torch.equal(output, embedding):
         raise UserError(f"{prefix}: lm_head.weight is tied to the embedding here, not there")
     model.load_state_dict(copied, strict=False)
     return [

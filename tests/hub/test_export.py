@@ -22,7 +22,7 @@ from hub import export
 from hub.native import choose_architecture
 from infra.cli import UserError
 from positions import RopeKind, RopeScaling
-from training.checkpoint import load_model
+from training.checkpoint import find_checkpoints, load_checkpoint, load_model
 
 
 @pytest.mark.parametrize("tie", ["true", "false"])
@@ -59,6 +59,17 @@ def test_exported_tokenizer_gives_the_same_tokens(name, tmp_path):
         assert theirs.decode(theirs.encode(text), clean_up_tokenization_spaces=False) == text
     assert len(theirs.encode(source, truncation=True)) > 2048  # no length of training cuts a text
     assert theirs.bos_token_id == theirs.eos_token_id == ours.eot_token
+
+
+def test_a_damaged_checkpoint_is_one_line(tiny_config, call):
+    run = make_byte_run(tiny_config)
+    (path,) = find_checkpoints(run)
+    content = load_checkpoint(path)
+    for damage in ({"data": None}, {"config": {}}, {"model": {}}, {"data": {"tokenizer": "none"}}):
+        torch.save(content | damage, path)
+        with pytest.raises(UserError) as error:
+            call(export, path, tiny_config.with_name("out"))
+        assert "\n" not in str(error.value) and not tiny_config.with_name("out").exists()
 
 
 def test_one_line_without_transformers(tiny_config, call, monkeypatch):

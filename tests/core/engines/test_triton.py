@@ -142,6 +142,15 @@ def test_batches_and_heads(n_queries, n_kv_head):
     assert (o - want).norm() <= 2e-5 * want.norm()
 
 
+@pytest.mark.parametrize("zero", "qk")
+def test_zero_vectors_under_cosine_scores(zero):
+    """As a projection that begins at zero; test_attention.py bounds the gradients of the definition."""
+    q, k, v, do = draw(37, 37, 16, n_head=2)
+    inputs = (q * (zero != "q"), k * (zero != "k"), v, do)
+    normaliser = make(LSSAR, 2, 16, train_len=300)
+    assert_close(run("triton", normaliser, *inputs), exactly(normaliser, *inputs), inputs, 2e-5, zero)
+
+
 def test_float16():
     """Off by float16's rounding of weights and of their gradients, not by more."""
     lssa = AttentionConfig(normaliser="lssa")

@@ -1,0 +1,180 @@
+"""Do the tests see small mistakes? Each mutant is one, in a scratch copy, where the named tests should fail.
+
+    OMP_NUM_THREADS=1 nice python -m benchmarks.mutants          # all, about ten minutes
+    python -m benchmarks.mutants 3 17                            # these
+    python -m benchmarks.mutants 12 --tests tests/core           # by other tests than its own
+
+Prints a line for each and exits with 1 if one survives. RESULTS.md has the last result. It is an error if a
+mutant's text is no longer in its file exactly once: write it anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from infra.cli import ArgumentParser, UserError, integer, run_main
+
+ROOT = Path(__file__).parents[1]
+
+# After the tests that should fail, a line for each mutant: the file, the text there, and what replaces it.
+LIST = """
+# tests/core/training/test_loss_mask.py
+model.py: (targets != -100).sum().clamp_min(1) => targets.numel()
+training/loader.py: count * self.world.size / => count /
+train.py: loss * n_targets if => loss if
+train.py: label_smoothing=config.label_smoothing => label_smoothing=0.0
+data/batches.py: first * seq_len + 1, count => first * seq_len, count
+
+# tests/core/training/test_optim.py
+training/optim.py: "params": [*vectors.values()], "weight_decay": 0.0 => "params": [*vectors.values()]
+training/optim.py: (step + 1) / config.warmup => step / config.warmup
+training/optim.py: (config.reweight_p - 1) * step => (config.reweight_p - 1) * (step + 1)
+
+# tests/core/test_train.py
+training/loader.py: [1 / len(batch)] => [1.0]
+training/validation.py: val_tokens, config.seq_len) => val_tokens, config.seq_len) - 1
+
+# tests/core/test_experiments.py
+model.py: z.shape[-1] ** -0.5 => 1.0
+
+# tests/core/test_attention.py
+engines/rows.py: .triu(1) => .triu(2)
+normalisers/base.py: (keys >= self.first) => (keys > self.first)
+normalisers/base.py: repeat_interleave(group, dim=1) => repeat(1, group, 1, 1)
+engines/rows.py: if p == 1: => if p == 0:
+
+# tests/core/test_normalisers.py
+normalisers/base.py: return keys < self.n => return keys <= self.n
+normalisers/base.py: (n > 3) => (n > 4)
+normalisers/base.py: .square().sum(-1, keepdim=True) / self.n => .square().mean(-1, keepdim=True)
+normalisers/family.py: g = s * context.n.log() => g = s * (context.n + 1).log()
+normalisers/family.py: context.n.long() - 1] => context.n.long() - 2]
+normalisers/adaptive.py: else context.n**-0.5 => else (context.n + 1) ** -0.5
+
+# tests/core/test_model.py
+positions.py: torch.complex(cos, sin) => torch.complex(cos, -sin)
+positions.py: x.float().unflatten(-1, (-1, 2)) => x.float().unflatten(-1, (2, -1)).mT
+positions.py: s ** (head_dim / (head_dim - 2)) => s
+positions.py: 0.1 * math.log(s) + 1 => 0.1 * math.log(s)
+positions.py: -8 * (head + 1) => -8 * head
+
+# tests/core/data/test_shards.py
+data/batches.py: min(n_tokens, stream.n_tokens - 1) => min(n_tokens, stream.n_tokens)
+data/batches.py: n_windows = stream.n_tokens // seq_len => n_windows = (stream.n_tokens - 1) // seq_len
+data/batches.py: SeedSequence([epoch, seed]) => SeedSequence([0, seed])
+
+# tests/core/training/test_loader.py
+training/loader.py: config.data.skip_steps + step => step
+
+# tests/core/training/test_kills.py
+training/state.py: max(0, self.step - 1) => self.step
+
+# tests/core/training/test_state.py
+training/state.py: load_optimizers(self.optimizers, checkpoint["optimizers"]) => pass
+training/state.py: self.step = checkpoint["step"] => self.step = checkpoint["step"] + 1
+training/state.py: self.validation |= checkpoint["validation"] => pass
+train.py: not state.world.agree([state.step, init_summary]) => False
+
+# tests/core/training/test_guard.py
+training/state.py: checkpoint["guard"].get("skipped", 0) => 0
+
+# tests/core/test_eval_length.py
+eval_length.py: first = (blocks.n_skipped + block) * n => first = block * n
+eval_length.py: losses[-1, -n_same:] => losses[0, -n_same:]
+eval_length.py: / n_same - same_targets) => / n_same - same_targets.mean())
+evals/common.py: values.std().item() => values.std(correction=0).item()
+evals/common.py: range(world.rank, n_items, world.size) => range(world.rank, n_items - 1, world.size)
+
+# tests/core/test_sweep.py
+sweep.py: result.get("step") == config.train.max_steps and => True and
+
+# tests/core/test_sample.py
+generation.py: - ranked >= top_p => - ranked > top_p
+
+# tests/lab/test_comparison.py
+lab/comparison.py: .sort_values([shortest, "lr"]) => .sort_values("lr")
+lab/comparison.py: ["blocks"] // 4 => ["blocks"]
+"""
+
+
+class Mutant(NamedTuple):
+    tests: str
+    file: str
+    old: str
+    new: str
+
+    def text(self) -> str:
+        """The file with the mistake. Raises UserError: the old text is not there once."""
+        original = (ROOT / self.file).read_text()
+        n = original.count(self.old)
+        if n != 1:
+            raise UserError(f"{self.file}: {self.old!r}: found {n} times, expected once")
+        return original.replace(self.old, self.new)
+
+
+def read_list() -> list[Mutant]:
+    mutants = []
+    tests = ""
+    for line in filter(None, LIST.splitlines()):
+        if line.startswith("# "):
+            tests = line[2:]
+        else:
+            file, change = line.split(": ", 1)
+            mutants.append(Mutant(tests, file, *change.split(" => ")))
+    return mutants
+
+
+def main() -> None:
+    mutants = read_list()
+    args = parse_args(len(mutants))
+    texts = [mutant.text() for mutant in mutants]
+    numbers = args.numbers or range(len(mutants))
+    n_survivors = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copy_of_the_repo(Path(folder))
+        for number in numbers:
+            mutant = mutants[number]
+            (copy / mutant.file).write_text(texts[number])
+            survives = pass_tests(copy, args.tests or [mutant.tests])
+            shutil.copy(ROOT / mutant.file, copy / mutant.file)
+            n_survivors += survives
+            verdict = "SURVIVES" if survives else "killed"
+            print(f"{number:3}  {verdict:8}  {mutant.file}: {mutant.old} => {mutant.new}", flush=True)
+    print(f"{len(numbers) - n_survivors} of {len(numbers)} mutants are killed")
+    if n_survivors:
+        sys.exit(1)
+
+
+def copy_of_the_repo(folder: Path) -> Path:
+    """The files that git tracks, as they are here."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in tracked.stdout.splitlines():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def pass_tests(folder: Path, tests: list[str]) -> bool:
+    command = [sys.executable, "-m", "pytest", "-x", "-m", "not slow", "-p", "no:cacheprovider", *tests]
+    status = subprocess.run(command, cwd=folder, capture_output=True).returncode
+    if status not in (0, 1):
+        raise UserError(f"{' '.join(tests)}: pytest ended with status {status}")
+    return status == 0
+
+
+def parse_args(n_mutants: int) -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    add = parser.add_argument
+    add("numbers", nargs="*", type=integer(0, n_mutants - 1), metavar="N", help="mutants (default: all)")
+    add("--tests", nargs="+", metavar="FILE", help="instead of each mutant's own")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,289 @@
+"""Damaged files, odd paths and absurd numbers: one line, at once, and nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, VOCAB, make_byte_run, one_line
+from launch import metrics, records, run
+
+import eval_length
+import sample
+import sweep
+import train
+from data import fineweb
+from evals.rows import read_rows
+from infra.cli import UserError, run_main
+from infra.files import append_synced, atomic_file, exclusive_lock
+from training.checkpoint import find_checkpoints, load_checkpoint, load_model
+from training.run_log import read_metrics
+
+# ---------------------------------------------------------------- checkpoints
+
+WHOLE = object()  # the field itself is changed
+DAMAGE: list[tuple[str, Any, list[Any]]] = [
+    ("format", WHOLE, [None, 3, "4"]),
+    ("step", WHOLE, [None, -1, "3", 2.5, [3]]),
+    ("config", WHOLE, [None, [], "x", {}, 3]),
+    ("config", "model", [None, "x", 3, {"n_layer": "two"}, {"width": 8}]),
+    ("config", "attention", [None, {"normaliser": 3}, {"normaliser": "none"}]),
+    ("config", "name", [None, 3, "../x"]),
+    ("model", WHOLE, [None, [], {}, {"embedding.weight": 3}, torch.zeros(3)]),
+    ("model", "embedding.weight", [None, "x", torch.zeros(3)]),
+    ("optimizers", WHOLE, [None, {}, [3], [[]]]),
+    ("validation", WHOLE, [None, [], {"step": None}, {"loss": "x"}]),
+    ("guard", WHOLE, [None, [], {"skipped": None}]),
+    ("rng", WHOLE, [None, {}, [3], [{"cpu": None}]]),
+    ("data", WHOLE, [None, [], {}, {"tokenizer": 5}]),
+]
+# What only a resumed run reads.
+STATE_DAMAGE: list[tuple[str, Any, list[Any]]] = [
+    (
+        "optimizers",
+        WHOLE,
+        [[], [{}], [{"state": {}, "param_groups": [{}]}], [{"state": 3, "param_groups": []}]],
+    ),
+    ("rng", WHOLE, [[{}], [{"cpu": torch.zeros(3)}]]),
+]
+MISSING = [field for field, key, _ in DAMAGE if key is WHOLE]
+
+
+def damaged(content: dict[str, Any], damage: list[tuple[str, Any, list[Any]]]) -> Iterator[tuple[str, dict]]:
+    """What is wrong, and the checkpoint with it."""
+    for field, key, values in damage:
+        for value in values:
+            bad = copy.copy(content)
+            bad[field] = value if key is WHOLE else content[field] | {key: value}
+            yield f"{field}{'' if key is WHOLE else '.' + key} = {value!r}", bad
+
+
+@contextmanager
+def user_error(what: str) -> Iterator[None]:
+    """The block raises a UserError of one line."""
+    try:
+        yield
+    except UserError as e:
+        assert "\n" not in str(e), f"{what}: {e}"
+    except Exception as e:
+        raise AssertionError(f"{what}: {type(e).__name__}: {e}") from e
+    else:
+        raise AssertionError(f"{what}: no error")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_dataset: Path) -> Path:
+    """A config file whose run has done 3 of 12 steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    path = folder / "tiny.toml"
+    path.write_text(TINY.format(vocab=VOCAB, data=tiny_dataset, runs=folder / "runs"))
+    run(path)
+    for checkpoint in find_checkpoints(folder / "runs/tiny")[:-1]:
+        checkpoint.unlink()
+    return path
+
+
+@pytest.mark.parametrize("reader", ["load", "resume", "sample", "init_from"])
+def test_damaged_fields_of_a_checkpoint(trained: Path, reader: str, call: Callable[..., None], capsys):
+    folder = trained.parent / "runs/tiny"
+    (path,) = find_checkpoints(folder)
+    content = load_checkpoint(path)
+    actions: dict[str, Callable[[], Any]] = {
+        "load": lambda: load_model(path),
+        "resume": lambda: call(train, trained),
+        "sample": lambda: call(sample, folder, "--tokens", 1, "--device", "cpu"),
+        "init_from": lambda: call(train, trained, "--init-from", path, "--name", "second"),
+    }
+    cases = [(f"no {field}", {k: v for k, v in content.items() if k != field}) for field in MISSING]
+    cases += damaged(content, DAMAGE)
+    if reader != "load":  # as all read the file by the same function
+        cases = cases[::4] + [*damaged(content, STATE_DAMAGE * (reader == "resume"))]
+    for what, bad in cases:
+        torch.save(bad, path)
+        with user_error(what):
+            actions[reader]()
+    torch.save(content, path)
+    assert not (folder.parent / "second").exists()
+    if reader == "resume":  # nothing was lost
+        call(train, trained)
+        assert list(metrics(folder, "loss")) == [*range(1, 13)]
+        for later in find_checkpoints(folder)[:-1]:
+            later.unlink()
+
+
+# ---------------------------------------------------------------- run files
+
+ODD_LINES = ["3", "[]", '"x"', "null", '{"step": "x"}', '{"loss": 2.0}', '{"step": 1, "val_loss": []}']
+NESTED = "[" * 100_000
+
+
+@pytest.mark.parametrize("line", ODD_LINES)
+def test_odd_lines_of_metrics(line: str, tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1, "loss": 2.0}}\n{line}\n')
+    for read in (read_metrics, lambda folder: read_rows([folder])):
+        with one_line(path, "line 2"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("content", [*ODD_LINES[:5], NESTED, "{", "\xff"])
+def test_odd_results_of_an_evaluation(content: str, four_runs: Path):
+    """sweep.py --list names the file, and a sweep goes on with the other runs."""
+    job = sweep.make_jobs([str(four_runs)], [], None)[0]
+    path = job.config.run_dir / "eval_length.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content.encode("latin-1"))
+    with one_line(path):
+        job.is_evaluated("ntk", None, 512)
+    path.with_name("metrics.jsonl").write_text(f"{NESTED}\n")  # as a line that a kill has cut
+    assert job.state == "to run" and read_metrics(path.parent) == []
+
+
+def test_lost_metrics_come_back_with_the_last_loss(tiny_config: Path, capsys: pytest.CaptureFixture[str]):
+    folder = run(tiny_config)
+    loss = metrics(folder, "val_loss")[12]
+    (folder / "metrics.jsonl").unlink()
+    (job,) = sweep.make_jobs([str(tiny_config)], [], None)
+    assert not job.is_trained
+    run(tiny_config)
+    assert "metrics.jsonl has lost 12 of 12 steps, which no checkpoint has" in capsys.readouterr().out
+    assert records(folder) == [{"step": 12, "val_loss": loss}] and job.is_trained
+
+
+# ---------------------------------------------------------------- other processes, other disks
+
+
+def test_a_second_sweep_says_who_has_the_run(four_runs: Path, call: Callable[..., None], monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "run", lambda *args: pytest.fail("nothing may start"))
+    job = sweep.make_jobs([str(four_runs)], [], None)[0]
+    folder = job.config.run_dir
+    for held in (folder, folder.with_name(f".{folder.name}.sweep")):  # by a training, by a sweep
+        with exclusive_lock(held), pytest.raises(SystemExit):
+            call(sweep, four_runs, "--index", 0)
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert f"{held}: another process is writing there (process {os.getpid()})" in last
+
+
+def test_writers_of_one_file_at_the_same_time(tmp_path: Path):
+    """As two evaluations of one run: each file is whole, and the last one stays."""
+    path = tmp_path / "eval_length.json"
+    with atomic_file(path, shared=True) as first, atomic_file(path, shared=True) as second:
+        first.write(b"first")
+        second.write(b"second")
+    assert path.read_bytes() == b"first" and [*tmp_path.iterdir()] == [path]
+
+
+def test_linked_run_folders(tiny_config: Path, call: Callable[..., None]):
+    """A link is the same run; results of a link stay in its folder."""
+    folder = make_byte_run(tiny_config)
+    link = tiny_config.with_name("link")
+    link.symlink_to(folder)
+    with one_line(link, "given twice"):
+        call(eval_length, folder, link)
+
+
+needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+
+
+@needs_full
+def test_a_full_disk_under_the_output_ends_no_run(tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """python train.py ... > /dev/full"""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        folder = run(tiny_config, "--train.max-steps", "4")
+    assert "warning: no more output: No space left on device" in capsys.readouterr().err
+    assert find_checkpoints(folder)[0].name == "step_000004.pt"
+
+
+@needs_full
+def test_a_full_disk_under_a_file_is_one_line(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    with one_line(path, "cannot be written: No space left on device"):
+        append_synced(path, "a line\n")
+
+
+@pytest.mark.parametrize("where", ["/proc/runs", "{tmp}/file/runs"])
+def test_folders_that_cannot_be_made(where: str, tiny_config: Path, call: Callable[..., None]):
+    (tiny_config.parent / "file").write_text("")
+    folder = where.format(tmp=tiny_config.parent)
+    with one_line(folder, "cannot be written"):
+        call(train, tiny_config, "--log.dir", folder)
+
+
+def test_a_read_only_run_folder(
+    tiny_config: Path, call: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+):
+    """Named before the evaluation. (Permissions do not bind root, as whom tests may run.)"""
+    folder = make_byte_run(tiny_config)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
+    with one_line(folder, "cannot be written; the results go there"):
+        call(eval_length, folder)
+
+
+# ---------------------------------------------------------------- endless input, absurd numbers
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (eval_length, "{run}", "--tokens", 10**25),
+        (eval_length, "{run}", "--tokens", "1" * 5000),
+        (eval_length, "{run}", "--lengths", 10**25),
+        (eval_length, "/dev/zero"),
+        (sample, "/dev/zero"),
+        (sample, "{run}", "--prompt-file", "/dev/zero"),
+        (sample, "{run}", "--tokens", 2 * 10**9),
+        (sample, "{run}", "--samples", 10**12),
+        (sample, "{run}", "--temperature", 1e308),
+        (sample, "{run}", "--temperature", "nan"),
+        (sample, "{run}", "--top-p", 1e-320),
+        (sample, "{run}", "--top-k", 0),
+        (sample, "{run}", "--prompt", "\udc80"),
+        (sample, "{run}\udc80"),
+        (sample, "{run}", "--prompt-file", "\udc80"),
+        (train, "{run}\udc80.toml"),
+        (fineweb, "--files", "{run}/fifo.jsonl", "--tokenizer", "bytes", "--out", "{run}/out"),
+        (fineweb, "--files", "/dev/zero", "--tokenizer", "bytes", "--out", "{run}/out"),
+    ],
+    ids=lambda arguments: f"{arguments[0].__name__} {' '.join(ascii(a)[:20] for a in arguments[-2:])}",
+)
+def test_input_that_would_never_end(arguments: tuple[Any, ...], byte_run: Path, call: Callable[..., None]):
+    script, *rest = arguments
+    with one_line():
+        call(script, *(str(argument).format(run=byte_run) for argument in rest))
+    assert not (byte_run / "out").exists() and not (byte_run / "eval_length.json").exists()
+
+
+@pytest.fixture(scope="module")
+def byte_run(trained: Path) -> Path:
+    """A run with random weights, and a pipe that nobody writes to."""
+    folder = make_byte_run(trained, "--name", "bytes")
+    os.mkfifo(folder / "fifo.jsonl")
+    return folder
+
+
+def test_a_row_that_does_not_end(tmp_path: Path, call: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
+    """As a gzip of 700 MB of one letter."""
+    monkeypatch.setattr("data.documents.LONGEST_LINE", 2**16)
+    path = tmp_path / "bomb.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "' + b"a" * 2**20))
+    with one_line(path, "line 1: expected at most 65,536 characters"):
+        call(fineweb, "--files", path, "--tokenizer", "bytes", "--out", tmp_path / "out")
+
+
+def test_out_of_memory_is_one_line(capsys: pytest.CaptureFixture[str]):
+    def greedy() -> None:
+        torch.empty(2**50)
+
+    with pytest.raises(SystemExit) as e:
+        run_main(greedy)
+    assert e.value.code == 2 and capsys.readouterr().err.startswith("error: out of memory: ")

@@ -1,0 +1,112 @@
+"""Commands of lab/ with damaged files and options that make no sense: one line, nothing written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import make_byte_run, one_line
+
+from config import to_toml
+from data.tokenizer import get_tokenizer
+from infra.cli import UserError
+from lab import comparison, needle, replace, report, squad
+from training.checkpoint import read_config
+
+HEADER = "run,seed,lr,step,evaluation,rope,text,length,block,measure,value"
+
+
+def finished_run(tiny_config: Path) -> Path:
+    folder = make_byte_run(tiny_config, "--name", "bytes")
+    (folder / "config.toml").write_text(to_toml(read_config(folder)))
+    (folder / "metrics.jsonl").write_text('{"step": 12, "val_loss": 2.0}\n')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        *(("metrics.jsonl", line) for line in ("3", "[]", "null", '{"step": "x"}', '{"val_loss": 2.0}')),
+        *(("rows.csv", text) for text in ("", "a,b\n1,2\n", f"{HEADER}\na,b,c,d,e,f,g,h,i,j,k\n", "\x00")),
+        *(("config.toml", text) for text in ("", "{", "name = 3", "[model]\nwidth = 8\n")),
+    ],
+)
+def test_damaged_run_files(file: str, content: str, tiny_config: Path, call: Callable[..., None]):
+    folder = finished_run(tiny_config)
+    (folder / file).write_text(content)
+    with pytest.raises(UserError) as error:
+        call(report, folder, "--out", tiny_config.with_name("out"))
+    assert "\n" not in str(error.value) and not tiny_config.with_name("out").exists()
+
+
+def test_lost_metrics_are_named(tiny_config: Path, call: Callable[..., None], capsys):
+    folder = finished_run(tiny_config)
+    (folder / "metrics.jsonl").unlink()
+    with one_line("no finished run in these folders"):
+        call(report, folder)
+    assert f"{folder}: metrics.jsonl is lost; the command that trained it restores" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("longest", [4, 16, 64])
+def test_the_longest_length_is_labelled_as_what_it_is(longest: int):
+    assert comparison.end_labels(pd.DataFrame({"factor": [1.0, 2.0, longest]})) == ["1x", f"{longest}x"]
+
+
+def test_recall_of_a_variant_that_rejects_longer_texts(tiny_config: Path):
+    """ssmax_pn is evaluated up to T alone. Evaluated only beyond T it has no share at all."""
+    folder = finished_run(tiny_config)
+    result = {"rope": {"kind": "ntk", "theta": None}, "tasks": ["copy"], "step": 12}
+    rejected = {"length": 64, "reason": "ssmax_pn ends at 16"}
+    (folder / "eval_recall.json").write_text(json.dumps(result | {"lengths": [rejected]}))
+    assert [*comparison.recalls_of(folder)] == []
+
+    share = {"tokens": {"share": 0.5}}
+    lengths = [{"length": 16, "reason": None, "copy": share, "mean": share}, rejected]
+    (folder / "eval_recall.json").write_text(json.dumps(result | {"lengths": lengths}))
+    (record,) = comparison.recalls_of(folder)
+    shares = {"16": 0.4, "64": 0.2}
+    longer = record | {"contestant": "softmax", "shares": dict.fromkeys(("copy", "mean"), shares)}
+    assert comparison.recall_table([longer, record]).index.tolist() == ["softmax"]
+
+
+def test_every_sample_of_the_needle_is_tried_before_the_models():
+    """A name of a city may be a letter too long, and none of the first samples has it."""
+    tokenizer = get_tokenizer("bytes")
+    stream: Any = SimpleNamespace(read=lambda start, n: np.zeros(n, np.uint8), n_tokens=9000, folder="data")
+    haystack = needle.Haystack(stream, tokenizer)
+
+    def fits(length: int, index: int) -> bool:
+        try:
+            needle.make_trial(haystack, length, 50, index)
+        except UserError:
+            return False
+        return True
+
+    limit = next(length for length in range(100, 400) if fits(length, 0))
+    assert not all(fits(limit, index) for index in range(50))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((replace, "model", "--normaliser", "ssmax", "--val-text", "v", "--lr", "-1"), "--lr"),
+        ((replace, "model", "--normaliser", "ssmax", "--val-text", "v", "--lr", "nan"), "--lr"),
+        ((replace, "model", "--normaliser", "ssmax", "--val-text", "v", "--steps", "-1"), "--steps"),
+        ((replace, "model", "--normaliser", "ssmax", "--val-text", "v", "--steps", 0, "--save", "x"), "save"),
+        ((squad, "--seq-len", 10**20), "--seq-len"),
+        ((needle, "run", "--samples", 10**20), "--samples"),
+    ],
+)
+def test_options_that_make_no_sense(
+    arguments: tuple[Any, ...], message: str, call: Callable[..., None], tmp_path: Path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with one_line(message):
+        call(*arguments)
+    assert not [*tmp_path.iterdir()]
