@@ -43,10 +43,14 @@ training/validation.py: val_tokens, config.seq_len) => val_tokens, config.seq_le
 # tests/core/test_experiments.py
 model.py: z.shape[-1] ** -0.5 => 1.0
 
-# tests/core/test_attention.py
+# tests/core/test_attention.py -k window
 engines/rows.py: .triu(1) => .triu(2)
 normalisers/base.py: (keys >= self.first) => (keys > self.first)
+
+# tests/core/test_attention.py -k grouped
 normalisers/base.py: repeat_interleave(group, dim=1) => repeat(1, group, 1, 1)
+
+# tests/core/test_attention.py -k reference
 engines/rows.py: if p == 1: => if p == 0:
 
 # tests/core/test_normalisers.py
@@ -141,7 +145,7 @@ def main() -> None:
         for number in numbers:
             mutant = mutants[number]
             (copy / mutant.file).write_text(texts[number])
-            survives = pass_tests(copy, args.tests or [mutant.tests])
+            survives = pass_tests(copy, args.tests or mutant.tests.split())
             shutil.copy(ROOT / mutant.file, copy / mutant.file)
             n_survivors += survives
             verdict = "SURVIVES" if survives else "killed"

@@ -166,7 +166,8 @@ def test_another_config_under_the_same_name_is_left_to_train(four_runs, call, mo
 def test_an_evaluation_of_another_step_is_done_again(four_runs, call, monkeypatch):
     FakeTorchrun(monkeypatch)
     call(sweep, four_runs, "--index", "0")
-    (four_runs.parent / "runs/s_normaliser=softmax_seed=1/eval_length_none.json").write_text('{"step": 4}')
+    path = four_runs.parent / "runs/s_normaliser=softmax_seed=1/eval_length_none.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 4}))
     again = FakeTorchrun(monkeypatch)
     call(sweep, four_runs, "--index", "0")
     assert again.scripts == ["eval_length.py"]
