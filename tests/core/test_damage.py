@@ -142,7 +142,7 @@ def test_odd_results_of_an_evaluation(content: str, four_runs: Path):
     path.parent.mkdir(parents=True)
     path.write_bytes(content.encode("latin-1"))
     with one_line(path):
-        job.is_evaluated("ntk", None, 512)
+        job.is_evaluated(512)
     path.with_name("metrics.jsonl").write_text(f"{NESTED}\n")  # as a line that a kill has cut
     assert job.state == "to run" and read_metrics(path.parent) == []
 

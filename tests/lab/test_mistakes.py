@@ -24,7 +24,7 @@ HEADER = "run,seed,lr,step,evaluation,rope,text,length,block,measure,value"
 
 def finished_run(tiny_config: Path) -> Path:
     folder = make_byte_run(tiny_config, "--name", "bytes")
-    (folder / "config.toml").write_text(to_toml(read_config(folder)))
+    (folder / "config.toml").write_text(to_toml(read_config(folder)[0]))
     (folder / "metrics.jsonl").write_text('{"step": 12, "val_loss": 2.0}\n')
     return folder
 
