@@ -97,6 +97,7 @@ class Attention(nn.Module):
         self.qkv = make_linear(m.n_embd, (m.n_head + 2 * m.kv_heads) * m.head_dim, m.bias)
         # PoPE's delta, a vector for the optimiser: in [-2 pi, 0], beyond which it has no gradient.
         self.delta = nn.Parameter(torch.zeros(m.kv_heads * m.head_dim)) if m.position == "pope" else None
+        self.key_shift = nn.Parameter(torch.zeros(m.kv_heads)) if m.key_shift else None
         self.normaliser = make_normaliser(
             config.attention, m.n_head, m.head_dim, config.train.seq_len, m.position, m.window, m.n_embd
         )
@@ -119,11 +120,29 @@ class Attention(nn.Module):
         elif self.has_rope:
             q = apply_rope(q, cos, sin)
             k = apply_rope(k, cos, sin)
+        if self.key_shift is not None:
+            if cache is None:
+                return q, self.shift_keys(k), v, None
+            k, v = cache.append(self.layer, k, v)
+            return q, self.normaliser.cache_keys(self.shift_keys(k, cache.spans)), v, None
         signals = self.normaliser.read(x)
         if cache is not None:
             k, v = cache.append(self.layer, self.normaliser.cache_keys(k, signals), v)
             k, signals = self.normaliser.split_keys(k)
         return q, k, v, signals
+
+    def shift_keys(self, k: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
+        """(1 - s) k_j + s k_{j - 1} of all keys (B, n_kv_head, T, D) after RoPE, s learned by key head.
+
+        A key then says which token came before, so one layer finds what followed the last token's earlier
+        occurrences (smeared keys, Olsson et al. 2022). The first key of a sequence (`spans`) has no other.
+        """
+        assert self.key_shift is not None
+        share = torch.sigmoid(self.key_shift)[:, None, None].to(k.dtype)
+        before = F.pad(k, (0, 0, 1, -1))
+        for sequence, (first, _) in enumerate(spans or ()):
+            before[sequence, :, first] = 0
+        return (1 - share) * k + share * before
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, p: int | None = None

@@ -64,6 +64,7 @@ class ModelConfig(Section):
     bias: bool = key(True, "Biases in the linear layers and in LayerNorm.")
     tie_embeddings: bool = key(True, "Share the token embedding with the output layer.")
     attention_gate: bool = key(False, "Multiply the heads' output by sigmoid(W x) (arXiv 2505.06708).")
+    key_shift: bool = key(False, "Mix a learned share of the key before into each (Olsson et al. 2022).")
     position: Literal["rope", "p_rope", "pope", "none", "alibi"] = key(
         "rope", "p_rope: RoPE on the highest frequencies alone. pope: polar. alibi: a bias on the scores."
     )
@@ -307,6 +308,10 @@ class Config(Section):
         if self.optimizer.schedule == "wsd" and warmup_steps <= max_steps < warmup_steps + decay_steps:
             share = f"{1 - warmup_steps / max_steps:.4g}, the share of the steps after warm-up"
             problems.append(("optimizer.decay_fraction", f"expected at most {share}"))
+        if self.model.key_shift and not info.context and self.attention.definition.signals:
+            problems.append(
+                ("model.key_shift", f"{self.attention.normaliser} reads more than keys; expected false")
+            )
         raise_problems(self, "", problems)
         if lines := [] if info.context else self._layer_problems():
             raise ValueError("\n".join(lines))
@@ -387,6 +392,8 @@ def describe_attention(options: AttentionConfig, model: ModelConfig | None = Non
         text += ", no positions" if model.position == "none" else f", {model.position}"
     if model is not None and model.window:
         text += f", window {model.window}"
+    if model is not None and model.key_shift:
+        text += ", shifted keys"
     return text + ", gate" * (model is not None and model.attention_gate)
 
 

@@ -51,7 +51,8 @@ def choose_architecture(config: Config) -> str | None:
     m = config.model
     a = config.attention
     is_softmax = a.definition == Softmax() and not a.reweight_p and config.train.loss == "softmax"
-    if not is_softmax or m.position != "rope" or m.window or m.attention_gate or config.layers:
+    has_own_parts = m.window or m.attention_gate or m.key_shift or config.layers
+    if not is_softmax or m.position != "rope" or has_own_parts:
         return None
     architecture = ARCHITECTURES.get((m.norm, m.mlp))
     is_grouped = m.kv_heads < m.n_head

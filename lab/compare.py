@@ -32,7 +32,11 @@ from schema import makes_another_run
 BASE = CONFIGS / "comparison/A.toml"
 N_TOKENS = 131072  # of an evaluation; the text on which nothing is chosen is as long and follows it
 # What a variant may change.
-OWN_KEYS = ("attention.", "layers", "model.position", "model.rope", "model.window", "model.attention_gate")
+OWN_KEYS = (
+    "attention.",
+    "layers",
+    *(f"model.{key}" for key in ("position", "rope", "window", "attention_gate", "key_shift")),
+)
 OTHER_KEYS = {"name", "seed", "optimizer.lr", "data.dir"}
 
 

@@ -116,7 +116,7 @@ def experiment_of(config: Config) -> str:
     if config.init_from:
         attention.pop("scale_init", None)  # depends on the length
     rest = {
-        "model": (m.position, m.rotating, m.window, m.attention_gate),
+        "model": (m.position, m.rotating, m.window, m.attention_gate, m.key_shift),
         "layers": config.layers,
         "loss": (t.loss, t.loss_gamma, t.loss_tau, t.label_smoothing, t.reduction),
         "optimizer": (o.name, t.max_steps > 0 and o.warmup_steps == 0, o.weight_decay == 0),

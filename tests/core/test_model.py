@@ -312,11 +312,14 @@ def test_one_schedule_of_p_for_all_layers():
     ({"n_kv_head": 1}, [1] * 24), ({"n_kv_head": 1}, PIECES),
     ({"position": "none"}, PIECES), ({"position": "p_rope", "rope_fraction": 0.5}, PIECES),
     ({"position": "alibi"}, PIECES), ({"attention_gate": True}, PIECES), ({"position": "pope"}, PIECES),
+    ({"key_shift": True}, [1] * 24), ({"key_shift": True, "n_kv_head": 1}, PIECES),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize(
     "attention", [{}, LSSAR, *({"normaliser": name} for name in ("threshold", "scale_invariant", "fox"))]
 )
 def test_cache_equals_uncached(attention, parts, pieces):
+    if "key_shift" in parts and attention == {"normaliser": "fox"}:
+        pytest.skip("fox reads more than keys")
     gpt = make_gpt(attention, std=0.2, **parts).double()  # float32 rounds differently on each CPU
     tokens, rope = random_tokens(2, 24), RopeScaling("yarn" if pieces == PIECES else "ntk", length=24)
     cache = KVCache(n_layer=2, max_length=24)
@@ -412,6 +415,23 @@ def test_gate_and_output_norm():
     torch.nn.init.eye_(normed.out.weight)
     mean_square = normed(x, *tables).unflatten(-1, (2, 16)).square().mean(-1)
     torch.testing.assert_close(mean_square, torch.ones(2, 16, 2), atol=1e-2, rtol=0)
+
+
+def test_key_shift():
+    """At the start s = sigmoid(0): each key is the mean of its own and the one before, the first is half."""
+    torch.manual_seed(0)
+    x, tables = torch.randn(2, 16, 32), rope_tables(16, 16, 10000.0, RopeScaling(), 16)
+    plain, shifted = (make_gpt(std=0.2, key_shift=shift).blocks[0].attention for shift in (False, True))
+    shifted.load_state_dict(plain.state_dict(), strict=False)
+    (q, k, *_), (shifted_q, shifted_k, *_) = (each.project(x, *tables) for each in (plain, shifted))
+    assert torch.equal(q, shifted_q)
+    torch.testing.assert_close(shifted_k[:, :, 1:], (k[:, :, 1:] + k[:, :, :-1]) / 2)
+    torch.testing.assert_close(shifted_k[:, :, 0], k[:, :, 0] / 2)
+
+
+def test_key_shift_needs_keys_alone():
+    with pytest.raises(ValueError, match="model.key_shift = True: fox reads more than keys"):
+        make_gpt({"normaliser": "fox"}, key_shift=True)
 
 
 def test_cache_overflow():

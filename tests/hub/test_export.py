@@ -179,6 +179,7 @@ def test_exported_models_are_ours(tiny_config, own_file, call):
         ([*flags({"normaliser": "ssmax_pn"}), "--model.n-kv-head", "1"], "none"),
         ([*flags({"normaliser": "sigmoid", "bias": "log_len"}), "--model.position", "alibi"], "linear"),
         (["--attention.normaliser", f"{own_file}:Mine"], "ntk"),
+        ([*lssar, "--model.key-shift", "true"], "ntk"),
         ([*flags({"normaliser": "fox"}), "--model.position", "none"], "none"),
         ([*flags({"length_scale": "query"}), "--model.position", "pope"], "yarn"),
         (
