@@ -15,13 +15,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from infra.cli import UserError
 
 BLOCK_CHARACTERS = 2**20
 BATCH_ROWS = 64  # read at a time
-LONGEST_LINE = 2**27  # characters of a row of JSON
+LONGEST = 2**27  # characters of a row of JSON or of a .txt file
+MOST_SHUFFLED = 2**31  # characters
 
 
 class Input(NamedTuple):
@@ -105,11 +107,10 @@ def _parquet_texts(path: str, column: str) -> Iterator[str]:
 
 def _json_texts(path: str, key: str) -> Iterator[str]:
     """The strings under the key. Not by `datasets`, which makes times of texts that look like them."""
-    opener: Any = gzip.open if path.endswith(".gz") else open
-    with opener(path, "rt", encoding="utf-8", errors="replace", newline="\n") as lines:
-        for number, line in enumerate(iter(partial(lines.readline, LONGEST_LINE + 1), ""), 1):
-            if len(line) > LONGEST_LINE:
-                raise UserError(f"{path}, line {number}: expected at most {LONGEST_LINE:,} characters")
+    with _open_text(path, newline="\n") as lines:
+        for number, line in enumerate(iter(partial(lines.readline, LONGEST + 1), ""), 1):
+            if len(line) > LONGEST:
+                raise UserError(f"{path}, line {number}: expected at most {LONGEST:,} characters")
             try:
                 text = json.loads(line)[key] or "" if line.strip() else ""
                 # JSON can write half a surrogate pair.
@@ -119,8 +120,50 @@ def _json_texts(path: str, key: str) -> Iterator[str]:
                 raise UserError(f"{path}, line {number}: {line[:60]!r}: {expected}") from None
 
 
-def local_files(patterns: list[str], column: str) -> Source:
-    """The .parquet, .jsonl and .jsonl.gz files that match the patterns, sorted by path."""
+def _whole_text(path: str, key: str) -> Iterator[str]:
+    """The whole file as one text, its line ends as \\n."""
+    with _open_text(path) as file:
+        text: str = file.read(LONGEST + 1)
+    if len(text) > LONGEST:
+        raise UserError(f"{path}: expected at most {LONGEST:,} characters, the longest document")
+    yield text
+
+
+def _open_text(path: str, newline: str | None = None) -> Any:
+    opener: Any = gzip.open if path.endswith(".gz") else open
+    return opener(path, "rt", encoding="utf-8", errors="replace", newline=newline)
+
+
+def _shuffled_texts(inputs: list[Input], seed: int) -> Iterator[str]:
+    """The texts of all inputs, which are held in memory, in an order that the seed fixes."""
+    texts: list[str] = []
+    n_characters = 0
+    for file in inputs:
+        with naming(file.name):
+            for text in filter(None, file.read()):
+                texts.append(text)
+                n_characters += len(text)
+                if n_characters > MOST_SHUFFLED:
+                    raise UserError(f"--shuffle {seed}: expected at most {MOST_SHUFFLED:,} characters in all")
+    for i in np.random.RandomState(seed).permutation(len(texts)):  # numbers that numpy has frozen
+        yield texts[i]
+
+
+READERS = {
+    ".parquet": _parquet_texts,
+    ".jsonl": _json_texts,
+    ".jsonl.gz": _json_texts,
+    ".txt": _whole_text,
+    ".txt.gz": _whole_text,
+}
+
+
+def local_files(patterns: list[str], column: str, shuffle: int | None = None) -> Source:
+    """The files of READERS that match the patterns, sorted by path.
+
+    Args:
+        shuffle: the seed of an order of all documents; None: that of the files.
+    """
     matches: set[str] = set()
     for pattern in patterns:
         # A name that the shell has expanded may contain brackets.
@@ -131,14 +174,17 @@ def local_files(patterns: list[str], column: str) -> Source:
     files = sorted(matches)
     inputs = []
     for file in files:
-        if not file.endswith((".parquet", ".jsonl", ".jsonl.gz")) or not os.path.isfile(file):
-            raise UserError(f"{file}: expected a file, .parquet, .jsonl or .jsonl.gz")
-        texts = _parquet_texts if file.endswith(".parquet") else _json_texts
-        inputs.append(Input(file, partial(texts, file, column)))
+        suffixes = [suffix for suffix in READERS if file.endswith(suffix)]
+        if not suffixes or not os.path.isfile(file):
+            raise UserError(f"{file}: expected a file, {', '.join(READERS)}")
+        inputs.append(Input(file, partial(READERS[suffixes[0]], file, column)))
     ends = dict.fromkeys((os.path.basename(files[0]), os.path.basename(files[-1])))
     description = f"local files ({len(files)}): {' to '.join(ends)}"
     hashes = [_fingerprint(Path(file)) for file in files]
-    return Source(description, {"column": column}, hashes, lambda: inputs)
+    if shuffle is not None:
+        description += f", shuffled by seed {shuffle}"
+        inputs = [Input("", partial(_shuffled_texts, inputs, shuffle))]
+    return Source(description, {"column": column, "shuffle": shuffle}, hashes, lambda: inputs)
 
 
 def _fingerprint(path: Path) -> str:

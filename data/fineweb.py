@@ -4,12 +4,14 @@
     python -m data.fineweb --max-tokens 300000000       # its first 3 shards
     python -m data.fineweb --dataset HuggingFaceFW/fineweb-edu --name sample-100BT
     python -m data.fineweb --dataset USER/DATASET --split train --column content
-    python -m data.fineweb --files 'dir/*.parquet'      # or .jsonl, .jsonl.gz -> data/fineweb_files
+    python -m data.fineweb --files 'dir/*.parquet'      # or .jsonl, .txt, .gz -> data/fineweb_files
+    python -m data.fineweb --files 'dir/*.txt' --shuffle 1 --val-share 0.05 --out data/mine   # a small set
     python -m data.pretokenized                         # ready shards instead: a script of its own
 
-The first shard is validation, the rest training. Each document is `<|endoftext|>` and its text in GPT-2's
-BPE, or by another --tokenizer. Special-token text inside a document is encoded as ordinary text. Rows without
-text are skipped. Invalid UTF-8 becomes U+FFFD.
+The first shard is validation, the rest training. With --val-share validation has this share of the tokens,
+which are counted beforehand. Each document is `<|endoftext|>` and its text in GPT-2's BPE, or by another
+--tokenizer. Special-token text inside a document is encoded as ordinary text. Rows without text are skipped.
+Invalid UTF-8 becomes U+FFFD.
 
 Stop it at any moment, by Ctrl-C or by pulling the plug, and run the same command again: it resumes after the
 last finished shard, and the shards are byte for byte those of an uninterrupted run, for any --workers.
@@ -36,13 +38,13 @@ from data import dataset, documents
 from data.documents import Block, Cursor, Source
 from data.shards import MAX_TOKENS, TOKEN, ShardWriter
 from data.tokenizer import Tokenizer, encode, get_tokenizer
-from infra.cli import ArgumentParser, UserError, n_cores, positive_int, run_main
+from infra.cli import ArgumentParser, UserError, integer, n_cores, positive_float, positive_int, run_main
 from infra.files import exclusive_lock, read_jsonl, write_atomically
 
 DATA = Path(__file__).resolve().parent
 FINEWEB = "HuggingFaceFW/fineweb"
 MANIFEST_NAME = "manifest.jsonl"
-OPTIONS = ("tokenizer", "shard_size", "max_tokens")  # that change the shards
+OPTIONS = ("tokenizer", "shard_size", "max_tokens", "val_share")  # that change the shards
 BLOCKS_AHEAD = 4  # per thread: enough to work on while a shard is forced to disk
 
 
@@ -81,7 +83,7 @@ class ShardCutter:
         self.header = header
         self.max_tokens: int = options["max_tokens"] or sys.maxsize
         self.shard_size: int = options["shard_size"]
-        self.val = ShardWriter(folder, options["dataset"], "val", self.shard_size, 0)
+        self.val = ShardWriter(folder, options["dataset"], "val", header["val_tokens"], 0)
         self.train = ShardWriter(folder, options["dataset"], "train", self.shard_size, 1)
         self.cursor = Cursor()
         self.shards: list[dict[str, Any]] = []
@@ -94,7 +96,7 @@ class ShardCutter:
     @property
     def is_complete(self) -> bool:
         """--max-tokens is reached, or the last, shorter shard is written."""
-        is_last = bool(self.shards) and self.shards[-1]["tokens"] < self.shard_size
+        is_last = len(self.shards) > 1 and self.shards[-1]["tokens"] < self.shard_size
         return is_last or self.n_tokens == self.max_tokens
 
     @property
@@ -131,8 +133,8 @@ class ShardCutter:
         """Write the last, shorter shard. Raises UserError if there are no training tokens."""
         if not self.train.n_tokens:
             raise UserError(
-                f"{self.folder}: {self.n_tokens:,} tokens of text: expected more than a shard of "
-                f"{self.shard_size:,}, which is validation; try --shard-size {1 + self.n_tokens // 10}"
+                f"{self.folder}: {self.n_tokens:,} tokens of text: expected more than the "
+                f"{self.header['val_tokens']:,} of validation; try --val-share 0.05"
             )
         self.train.flush()
         self._record_shard()
@@ -166,7 +168,8 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
     """Make the dataset in folder `out`, resume it, or find it finished; returns dataset.json's content.
 
     Args:
-        options: dataset, tokenizer (see `get_tokenizer`), shard_size, max_tokens (None: all).
+        options: dataset, tokenizer (see `get_tokenizer`), shard_size, max_tokens (None: all), and perhaps
+            val_share (of the tokens, at most a shard; else a shard is validation).
         workers: threads that tokenise. Their number changes only the speed.
     Raises:
         UserError: one line; finished shards stay, and the same call resumes after them.
@@ -184,7 +187,12 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
         if shards and (info := dataset.finished_info(out)):
             print(f"{out}: finished before; nothing to do (`python -m data.verify verify {out}` checks it)")
             return info
-        cutter = ShardCutter(out, header)
+        val_tokens = options["shard_size"]
+        if shards:
+            val_tokens = begun.get("val_tokens", val_tokens)
+        elif options.get("val_share"):
+            val_tokens = _share_of(source, options, encoding, workers)
+        cutter = ShardCutter(out, header | {"val_tokens": val_tokens})
         cutter.adopt(shards)
         dataset.begin_dataset(out, options["dataset"], keep=[shard["file"] for shard in cutter.shards])
         cutter.save_manifest()
@@ -212,6 +220,14 @@ def _check_same(out: Path, begun: dict[str, Any], header: dict[str, Any]) -> Non
             )
 
 
+def _share_of(source: Source, options: dict[str, Any], encoding: Tokenizer, workers: int) -> int:
+    """The number of validation tokens: the share of those that will be written."""
+    blocks = tokenised_blocks(documents.read_blocks(source, Cursor()), encoding, workers)
+    n_tokens = sum(len(document) for _, tokens in blocks for document in tokens)
+    n_val = round(options["val_share"] * min(n_tokens, options["max_tokens"] or n_tokens))
+    return max(1, min(n_val, options["shard_size"]))
+
+
 def _cut_source(source: Source, cutter: ShardCutter, encoding: Tokenizer, workers: int) -> None:
     """Everything from the cutter's cursor on, with a bar over tokens."""
     total = cutter.max_tokens if cutter.max_tokens < sys.maxsize else None
@@ -233,15 +249,21 @@ def _parse_args() -> argparse.Namespace:
     add("--split", help="its split (default: train)")
     add("--revision", metavar="REV", help="its branch, tag or commit on the hub (default: main)")
     add("--files", nargs="+", metavar="PATTERN", help="tokenise local files instead, in order of their paths")
+    add("--shuffle", type=integer(0, 2**32 - 1), metavar="SEED", help="shuffle their documents, in memory")
     add("--column", default="text", help="the column, or JSON key, with the text (default: text)")
     add("--out", type=Path, metavar="DIR", help="folder to write (default: data/fineweb10B and so on)")
     add("--shard-size", type=positive_int, metavar="N", default=10**8, help="in tokens (default: 10^8)")
+    add("--val-share", type=positive_float, metavar="S", help="share of the tokens (default: a shard)")
     add("--max-tokens", type=positive_int, metavar="N", help="stop after N tokens (default: all)")
-    add("--workers", type=positive_int, metavar="N", default=n_cores(), help="threads (default: the cores)")
+    add("--workers", type=integer(1, 1024), metavar="N", default=n_cores(), help="threads (default: cores)")
     add("--tokenizer", default="gpt2", help="gpt2, bytes or a tokenizer.json (default: gpt2)")
     args = parser.parse_args()
     if args.files and (args.dataset or args.name or args.split or args.revision):
         parser.error("--files: expected no --dataset, --name, --split or --revision, which are the hub's")
+    if args.shuffle is not None and not args.files:
+        parser.error("--shuffle: expected --files; for other data, data.order shuffles windows in training")
+    if args.val_share and args.val_share >= 1:
+        parser.error(f"--val-share {args.val_share}: expected a number between 0 and 1")
     if args.shard_size > MAX_TOKENS:
         parser.error(f"--shard-size {args.shard_size}: expected at most {MAX_TOKENS}")
     return args
@@ -251,7 +273,7 @@ def _open_source(args: argparse.Namespace) -> tuple[Source, str, Path]:
     """The source, the name of its dataset, and the folder to write."""
     if args.files:
         out = args.out or DATA / "fineweb_files"
-        return documents.local_files(args.files, args.column), "fineweb", out
+        return documents.local_files(args.files, args.column, args.shuffle), "fineweb", out
     repo = args.dataset or FINEWEB
     revision = args.revision or "main"
     name = args.name or ("sample-10BT" if repo == FINEWEB else None)

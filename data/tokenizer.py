@@ -82,7 +82,7 @@ def get_tokenizer(name: str, content: str = "") -> Tokenizer:
     """
     if content:
         return FileTokenizer(content, name)
-    if name.endswith(".json"):
+    if name.endswith(".json") and Path(name).is_file():
         return FileTokenizer(read_text(Path(name)), name)
     if name not in TOKENIZERS:
         raise UserError(f"tokenizer {name!r}: expected {', '.join(TOKENIZERS)} or a tokenizer.json")

@@ -233,6 +233,76 @@ def test_max_tokens_is_exact(tmp_path: Path, small: Corpus) -> None:
         assert (out / "dataset.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("max_tokens", [None, 2000])
+def test_a_share_for_validation(out: Path, small: Corpus, max_tokens: int | None) -> None:
+    """Exact, the rest as it would be, also when resumed."""
+    options: dict[str, Any] = {"shard_size": 500, "val_share": 0.04, "max_tokens": max_tokens}
+    n = max_tokens or Expected(small).n_whole
+    build(small, out, **options)
+    val = TokenStream(out, "val")
+    train = TokenStream(out, "train")
+    assert (val.n_tokens, train.n_tokens) == (round(0.04 * n), n - round(0.04 * n))
+    whole = np.concatenate([*val.shards, *train.shards])
+    expected = Expected(small, shard_size=10**6, max_tokens=max_tokens).shards["fineweb_val_000000.bin"]
+    assert whole.tobytes() == expected[1024:]
+    before = contents(out)
+    for n_shards in (1, 3):
+        truncate_manifest(out, n_shards)
+        build(small, out, **options)
+        assert contents(out) == before
+    rejected(small, out, "val_share = 0.04, not 0.1", **options | {"val_share": 0.1})
+    build(small, out.with_name("most"), shard_size=500, val_share=0.9)
+    assert TokenStream(out.with_name("most"), "val").n_tokens == 500
+
+
+def test_shuffled_documents(tmp_path: Path, out: Path, small: Corpus, monkeypatch: Any) -> None:
+    """The same documents in an order that the seed fixes, also when resumed."""
+
+    def shuffle(out: Path, seed: int | None) -> list[bytes]:
+        source = local_files([str(path) for path in small], "text", seed)
+        fineweb.build(source, out, OPTIONS, 1)
+        tokens = np.concatenate([*TokenStream(out, "val").shards, *TokenStream(out, "train").shards])
+        return [part.tobytes() for part in np.split(tokens, np.flatnonzero(tokens == 256))]
+
+    first = shuffle(out, 1)
+    assert sorted(first) == sorted(shuffle(tmp_path / "unshuffled", None)) != first
+    assert shuffle(tmp_path / "again", 1) == first != shuffle(tmp_path / "2", 2)
+    before = contents(out)
+    truncate_manifest(out, 7)
+    shuffle(out, 1)
+    assert contents(out) == before
+    with one_line("shuffle = 1, not 2"):
+        shuffle(out, 2)
+    monkeypatch.setattr(documents, "MOST_SHUFFLED", 999)
+    with one_line("--shuffle 3: expected at most 999"):
+        shuffle(tmp_path / "3", 3)
+
+
+def test_text_files(tmp_path: Path, out: Path, monkeypatch: Any) -> None:
+    """One document each, but for empty ones; any line ends, invalid UTF-8."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(b"caf\xe9\r\nb\rc\n")
+    (folder / "b.txt").write_bytes(b"")
+    (folder / "c.txt.gz").write_bytes(gzip.compress(b'{"text": "x"}' * 50))
+    build(folder.iterdir(), out)
+    tokens = np.concatenate([*TokenStream(out, "val").shards, *TokenStream(out, "train").shards])
+    texts = ["caf\ufffd\nb\nc\n", '{"text": "x"}' * 50]
+    assert tokens.tolist() == [token for text in texts for token in (256, *text.encode())]
+    monkeypatch.setattr(documents, "LONGEST", 649)
+    rejected([folder / "c.txt.gz"], tmp_path / "b", folder / "c.txt.gz", "expected at most 649 characters")
+
+
+def test_inputs_without_an_end(tmp_path: Path, out: Path, monkeypatch: Any) -> None:
+    """A pipe would wait for ever, a row without an end fill the memory."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    rejected([tmp_path / "pipe.jsonl"], out, tmp_path / "pipe.jsonl", "expected a file")
+    monkeypatch.setattr(documents, "LONGEST", 10**5)
+    (tmp_path / "row.jsonl.gz").write_bytes(gzip.compress(b'{"text": "' + b"a" * 10**7))
+    line = f"{tmp_path / 'row.jsonl.gz'}, line 1: expected at most 100,000 characters"
+    rejected([tmp_path / "row.jsonl.gz"], out, line)
+
+
 def test_a_column_in_a_file_with_brackets(tmp_path: Path, out: Path) -> None:
     rows = [plain("x" * 99, False), plain("y" * 300, False)]
     corpus = {write(tmp_path / "a[1].parquet", rows, column="content"): rows}
@@ -395,7 +465,7 @@ def test_bad_lines_are_named(tmp_path: Path, out: Path, line: bytes) -> None:
 
 
 def test_too_little_text(tmp_path: Path, out: Path) -> None:
-    rejected(texts_corpus(tmp_path / "in", "", "x" * 99), out, "100 tokens of text", "try --shard-size")
+    rejected(texts_corpus(tmp_path / "in", "", "x" * 99), out, "100 tokens of text", "try --val-share")
     with pytest.raises(UserError, match="did not finish"):
         dataset_info(out)
 
@@ -468,6 +538,10 @@ def test_wrong_options_are_one_line(call: Any) -> None:
     for options, part in (
         (["--files", "x", "--dataset", "x"], "--files: expected no --dataset"),
         (["--files", __file__], ".parquet"),
+        (["--shuffle", "1"], "--shuffle: expected --files"),
+        (["--files", "x", "--val-share", "1"], "--val-share 1.0: expected"),
+        (["--files", "x", "--workers", "1000000"], "--workers"),
+        (["--files", "x", "--shard-size", "9" * 25], "--shard-size"),
     ):
         with one_line(part):
             call(fineweb, *options)

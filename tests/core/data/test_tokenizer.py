@@ -1,6 +1,7 @@
 """A tokenizer.json of the tokenizers library: from its training to the sampled text."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_what_cannot_be_used(tmp_path: Path, bpe_file: Path) -> None:
         bpe_file.write_text(json.dumps(changed))
         with one_line(bpe_file, part):
             get_tokenizer(str(bpe_file))
-    with one_line("nothing.json"):
-        get_tokenizer(str(tmp_path / "nothing.json"))
-    with one_line("tokenizer 'gpt3'", "or a tokenizer.json"):
-        get_tokenizer("gpt3")
+    os.mkfifo(tmp_path / "pipe.json")
+    for name in ("gpt3", "nothing.json", str(tmp_path / "pipe.json")):
+        with one_line(f"tokenizer {name!r}", "or a tokenizer.json"):
+            get_tokenizer(name)
