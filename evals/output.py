@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib import colormaps
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from infra.files import atomic_file
@@ -131,36 +129,24 @@ def line_styles(names: Sequence[str], n_shown: int = N_SHOWN) -> dict[str, dict[
     return styles
 
 
-def ordered_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colours from dark to light for lines that have an order, such as layers and lengths."""
-    colours = colormaps["viridis"].resampled(len(names) + 1).colors  # type: ignore[attr-defined]
-    return {
-        name: {"color": to_hex(colours[i]), "marker": MARKERS[i % len(MARKERS)]}
-        for i, name in enumerate(names)
-    }
-
-
 def draw_curves(
-    axes: Any, curves: list[Curve], lengths: list[int], results: list[Result], is_ordered: bool = False
+    axes: Any, curves: list[Curve], lengths: list[int], results: list[Result], styles: Any = None
 ) -> None:
-    """Error bars over a logarithmic x axis with `lengths` as its only ticks."""
+    """Error bars over a logarithmic x axis with `lengths` as its only ticks, and the training lengths.
+
+    styles: by label; by default `line_styles`.
+    """
     style = {"markersize": 5, "capsize": 3, "elinewidth": 0.8}
-    labels = [curve.label for curve in curves]
-    styles = ordered_styles(labels) if is_ordered else line_styles(labels)
+    styles = styles or line_styles([curve.label for curve in curves])
     for label, x, y, errors in curves:
         axes.errorbar(x, y, errors, label=label, **style, **styles[label])
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, map(format_length, lengths))
     axes.set_xticks([], minor=True)
     axes.grid(alpha=0.3)
-    mark_training_length(axes, results)
-
-
-def mark_training_length(axes: Any, results: list[Result]) -> None:
-    """A vertical line at each training length, one of them labelled."""
     for i, train_len in enumerate({result["train_len"] for result in results}):
-        label = None if i else "training length"
-        axes.axvline(train_len, color="0.4", linestyle=":", linewidth=1, label=label)
+        named = None if i else "training length"
+        axes.axvline(train_len, color="0.4", linestyle=":", linewidth=1, label=named)
 
 
 def legend_below(figure: Figure, n_columns: int) -> None:

@@ -1,14 +1,12 @@
 """What every command shares: errors a user can mend, the argument parser, and how a command ends."""
 
 import argparse
-import math
 import os
 import re
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NoReturn
 
 
@@ -50,14 +48,6 @@ def integer(low: int, high: int) -> Callable[[str], int]:
 
 
 positive_int = integer(1, 10**12)
-
-
-def positive_float(text: str) -> float:
-    """An argparse type: a finite number above 0."""
-    with suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
 
 
 def n_cores() -> int:

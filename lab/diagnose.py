@@ -34,6 +34,7 @@ from evals.rows import text_key
 from infra.cli import ArgumentParser, run_main
 from infra.distributed import World, join_world
 from lab.attention_statistics import STATISTICS, model_statistics
+from lab.figures import ordered_styles
 from model import GPT
 from positions import RopeScaling
 
@@ -121,7 +122,8 @@ def plot(results: list[Result], path: Path) -> None:
     for name, axes in zip(STATISTICS, figure.subplots(2, n_columns).flat, strict=True):
         is_single = len(results) == 1
         curves = layer_curves(results[0], name) if is_single else output.length_curves(results, mean_of(name))
-        output.draw_curves(axes, curves, lengths, results, is_ordered=is_single)
+        styles = ordered_styles([curve.label for curve in curves]) if is_single else None
+        output.draw_curves(axes, curves, lengths, results, styles)
         axes.set(title=name, xlabel="window length (tokens)")
         if name == "effective_keys":  # from one key to all
             axes.set_yscale("log")

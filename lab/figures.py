@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib import colormaps
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from evals.common import FIGURE_SUFFIXES
-from evals.output import GREY, N_SHOWN, format_length, legend_below, line_styles, ordered_styles
+from evals.output import GREY, MARKERS, N_SHOWN, format_length, legend_below, line_styles
 from evals.rows import FACTORS
 from infra.cli import ArgumentParser, UserError
 from lab.runs import FinishedRun, Runs, recipe_of
@@ -39,6 +42,15 @@ def parse_figure_path(description: str | None) -> Path:
     if out.suffix not in FIGURE_SUFFIXES:
         raise UserError(f"{out}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}")
     return out
+
+
+def ordered_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colours from dark to light for lines that have an order, such as layers and lengths."""
+    colours = colormaps["viridis"].resampled(len(names) + 1).colors  # type: ignore[attr-defined]
+    return {
+        name: {"color": to_hex(colours[i]), "marker": MARKERS[i % len(MARKERS)]}
+        for i, name in enumerate(names)
+    }
 
 
 def draw_lines(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from config import config_from_dict, parse_overrides
 from evals.common import mean_and_stderr
 from evals.output import format_stderr, format_table
 from hub.register import learned_parameters, register
-from infra.cli import ArgumentParser, UserError, integer, positive_float, positive_int, run_main
+from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
 from infra.files import read_text
 from lab.import_ import load_native
 from positions import RopeScaling, rope_frequencies
@@ -69,6 +70,14 @@ def main() -> None:
     print(format_table(table))
     if learned:
         print("\nlearned parameters of each layer:", *(p.tolist() for p in learned), sep="\n")
+
+
+def positive_float(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
 
 
 def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
