@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import copy
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from attention_cases import CASES, PHIS, case_id, draw, each_case, formula, is_normalised, make, weights_of
+from attention_cases import (
+    CASES,
+    PHIS,
+    assert_close,
+    case_id,
+    draw,
+    each_case,
+    formula,
+    is_normalised,
+    make,
+    run,
+    weights_of,
+)
+from pydantic import Field
 from reference import FORMULAS, PHI, UNIFORM
 from torch import Tensor
 
 from attention import make_normaliser
 from normalisers.base import RowContext, reweight
-from normalisers.family import LSSA
+from normalisers.family import LSSA, Scaled
 from normalisers.layer import NormaliserLayer
 from normalisers.own import NORMALISERS
 from schema import AttentionConfig
@@ -233,3 +248,26 @@ def test_names_are_presets():
     )
     a, b = (make_normaliser(cfg, 2, 16, 64).weights(q, k) for cfg in (lssa, parts))
     assert torch.equal(a, b)
+
+
+def test_overrides_of_weights_need_not_know_of_hidden_keys():
+    """The documentation's examples, and one that makes the hidden scores the largest."""
+    page = Path(__file__).parents[2] / "docs/normalisers.md"
+    examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    known = {"Field": Field, "RowContext": RowContext, "Scaled": Scaled, "Tensor": Tensor, "torch": torch}
+    exec("\n".join(examples), known, names)
+
+    class Negated(Scaled):
+        def weights(self, x: Tensor, context: RowContext) -> Tensor:
+            return (-x).softmax(-1)
+
+    inputs = draw(70, 70, 16)
+    future = torch.ones(70, 70, dtype=torch.bool).triu(1)
+    for definition in (names["TopMass"](), names["Tempered"](), Negated()):
+        layer = NormaliserLayer(definition, 0, 2, 16, 70)
+        dense, rows = (run(engine, layer, *inputs) for engine in ("dense", "rows"))
+        assert all(t.isfinite().all() for t in rows.values()), definition
+        assert (layer.weights(*inputs[:2])[..., future] == 0).all()
+        if not isinstance(definition, Negated):
+            assert_close(rows, dense, inputs, 1e-5, str(definition))
