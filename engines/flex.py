@@ -21,7 +21,6 @@ from normalisers.base import Normaliser, RowContext
 from normalisers.family import Phi
 from normalisers.layer import NormaliserLayer
 
-DECODES = False  # a single query goes to rows
 BLOCK = 128  # of queries and of keys: blocks after the queries are skipped
 # Beyond its limit of 8 graphs torch runs FlexAttention unfused, silently; with fullgraph it raises. One graph
 # serves all lengths and layers, but not those with and without gradients, nor a batch of 1.

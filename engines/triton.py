@@ -33,7 +33,6 @@ from normalisers.base import Normaliser, RowContext
 from normalisers.family import Phi
 from normalisers.layer import NormaliserLayer
 
-DECODES = True
 # The largest head sizes: beyond, tiles fit neither registers nor shared memory.
 MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 
