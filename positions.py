@@ -10,7 +10,6 @@ in a checkpoint.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -27,13 +26,11 @@ YARN_BETA_SLOW = 1.0
 
 
 def alibi(t: Tensor, head: Tensor, n_head: int) -> Tensor:
-    """-m_h t, m_h = 2^(-8 h / H), h = 1 ... H (ALiBi, Press et al. 2022)."""
+    """-m_h t, m_h = 2^(-8 h / H), h = 1 ... H, is added to scores at distance t (ALiBi, Press et al. 2022).
+
+    head counts from 0 and broadcasts against t.
+    """
     return -torch.exp2(-8 * (head + 1) / n_head) * t
-
-
-# By `model.position`: what is added to a head's scores of keys at distance t, instead of RoPE. Elementwise on
-# t (float) and head (from 0), which broadcast against each other.
-SCORE_BIASES: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {"alibi": alibi}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from infra.cli import UserError
 from normalisers.base import HIDDEN, Normaliser, RowContext, reweight, share_heads
 from normalisers.family import Phi
-from positions import SCORE_BIASES
+from positions import alibi
 
 COSINE_EPS = 1e-3
 SIGNAL_STD = 0.02
@@ -66,8 +66,7 @@ class NormaliserLayer(nn.Module):
     @property
     def label(self) -> str:
         """For messages: "lssa with these options", "softmax with alibi"."""
-        bias = self.position if self.position in SCORE_BIASES else "these options"
-        return f"{self.definition.name} with {bias}"
+        return f"{self.definition.name} with {'alibi' if self.position == 'alibi' else 'these options'}"
 
     # ---------------------------------------------------------------- the definition
 
@@ -105,13 +104,12 @@ class NormaliserLayer(nn.Module):
     @property
     def by_place(self) -> bool:
         """The scores depend on where the keys are."""
-        return self.position in SCORE_BIASES or self.definition.by_place
+        return self.position == "alibi" or self.definition.by_place
 
     def at_distance(self, x: Tensor, t: Tensor, head: Tensor) -> Tensor:
         """The scores x of a head's keys at distance t, t and head expanding to x's shape."""
         x = self.definition.at_distance(x, t)
-        bias = SCORE_BIASES.get(self.position)
-        return x if bias is None else x + bias(t, head, self.n_head)
+        return x + alibi(t, head, self.n_head) if self.position == "alibi" else x
 
     # ---------------------------------------------------------------- q and k
 
