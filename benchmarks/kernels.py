@@ -37,8 +37,9 @@ from triton.compiler import ASTSource
 from engines import triton as attention_kernels
 from engines import triton_decode
 from engines.triton import Launch, launch_of, launch_options
-from engines.triton_kernels import INTERPRETED, PHIS, SIGNED, Form
+from engines.triton_kernels import INTERPRETED, Form
 from infra.cli import ArgumentParser, UserError, run_main
+from normalisers.family import PHI, SIGNED
 
 KERNELS = ("forward", "backward_q", "backward_kv", "decode_scores", "decode_values", "decode_combine")
 SHARED_LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}  # KB a block may have (CUDA C++ guide, table 27)
@@ -167,7 +168,7 @@ def all_forms(fast: bool, head_dim: int) -> list[Form]:
     """Every phi with and without l1, a power where it may have one, a shift where a normaliser has one."""
     return [
         Form(phi, l1, p, False, has_shift, fast, head_dim)
-        for phi in PHIS
+        for phi in PHI
         for l1 in (True, False)
         for p in ((0, 3) if l1 and phi not in SIGNED else (0,))
         for has_shift in ((False, True) if phi == "sigmoid" else (False,))

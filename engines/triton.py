@@ -22,15 +22,13 @@ from engines.triton_kernels import (
     LOG2E,
     MAX_POWER,
     N_ROW,
-    PHIS,
-    SIGNED,
     Form,
     _backward_kv,
     _backward_q,
     _forward,
 )
 from normalisers.base import Normaliser, RowContext
-from normalisers.family import Phi
+from normalisers.family import PHI, SIGNED, Phi
 from normalisers.layer import NormaliserLayer
 
 # The largest head sizes: beyond, tiles fit neither registers nor shared memory.
@@ -170,7 +168,7 @@ def phi_attention(
         k, v: (B, n_kv_head, Tk, D), where n_kv_head divides H, of the same type: float32, float16 or
             bfloat16; D <= MAX_HEAD_DIM.
         shift: (Tq,) added to q.k, a constant.
-        phi: one of PHIS.
+        phi: one of PHI.
         l1: divide rows by sum |phi|.
         p: power of the re-weighting, at most 256; it needs l1 and a phi that is not negative. 0: none,
             which with exp and l1 is softmax and belongs to F.scaled_dot_product_attention.
@@ -179,7 +177,7 @@ def phi_attention(
         (B, H, Tq, D) in the inputs' type. Scores and sums are float32; weights are rounded to the
         inputs' type where they meet v. float16 overflows where weights without l1 exceed 65504.
     """
-    assert phi in PHIS and (phi, l1, p) != ("exp", True, 0), (phi, l1, p)  # the last is softmax: sdpa
+    assert phi in PHI and (phi, l1, p) != ("exp", True, 0), (phi, l1, p)  # the last is softmax: sdpa
     assert not p or (0 < p <= MAX_POWER and l1 and phi not in SIGNED), (phi, l1, p)
     assert q.dtype == k.dtype == v.dtype and q.shape[-1] <= MAX_HEAD_DIM.get(q.dtype, 0), q.dtype
     assert k.shape == v.shape and q.shape[::3] == k.shape[::3] and q.shape[2] <= k.shape[2], k.shape

@@ -43,10 +43,9 @@ import triton
 import triton.language as tl
 
 from normalisers.base import UNIFORM_TOLERANCE
+from normalisers.family import SIGNED
 
-PHIS = ("exp", "softplus", "sigmoid", "relu", "relu2", "relu6", "gelu", "mish", "identity")
 MAX_POWER = 256  # `_weigh` reads 8 bits
-SIGNED = ("gelu", "mish", "identity")
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1
 N_ROW = tl.constexpr(4)  # floats per row, side by side, from forward and from `_backward_q`
 

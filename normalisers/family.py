@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Self
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,29 +19,23 @@ from normalisers.base import Normaliser, RowContext, Scores, l1_normalise
 PhiName = Literal["exp", "identity", "relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish"]
 
 
-class PhiFunction(NamedTuple):
-    """phi, and whether it takes negative values (else phi(HIDDEN) = 0; a signed phi has phi(0) = 0)."""
-
-    fn: Callable[[Tensor], Tensor]
-    signed: bool = False
-
-
 def softplus(x: Tensor) -> Tensor:
     """ln(1 + e^x). Above the threshold torch returns x; at its default, 20, that is off by 2e-9."""
     return F.softplus(x, threshold=40.0)
 
 
-PHI: dict[str, PhiFunction] = {
-    "exp": PhiFunction(torch.exp),
-    "softplus": PhiFunction(softplus),
-    "sigmoid": PhiFunction(torch.sigmoid),
-    "relu": PhiFunction(torch.relu),
-    "relu2": PhiFunction(lambda x: torch.relu(x).square()),
-    "relu6": PhiFunction(F.relu6),
-    "identity": PhiFunction(lambda x: x, signed=True),
-    "gelu": PhiFunction(F.gelu, signed=True),
-    "mish": PhiFunction(F.mish, signed=True),
+PHI: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    "softplus": softplus,
+    "sigmoid": torch.sigmoid,
+    "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x).square(),
+    "relu6": F.relu6,
+    "gelu": F.gelu,
+    "mish": F.mish,
+    "identity": lambda x: x,
 }
+SIGNED = ("gelu", "mish", "identity")  # take negative values, and 0 at 0; of the others phi(HIDDEN) = 0
 
 Scale = Literal["rsqrt_d", "sqrt_d", "ln_d", "one", "learned"] | PositiveFloat
 LengthScale = Literal["none", "ln_n", "sqrt_2ln_n", "log_train_len_n", "llama4", "info_scale", "query"]
@@ -188,10 +182,10 @@ class Phi(Scaled, name="phi"):
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
         shift = self.shift(context)
         x = x if isinstance(shift, float) and shift == 0.0 else x + shift
-        fn, signed = PHI[self.phi]
+        fn = PHI[self.phi]
         if self.phi == "exp" and self.l1:
             return self._softmax(x, context)
-        if signed:
+        if self.phi in SIGNED:
             x = context.zero_hidden(x)
         if self.sink != "none":
             s = fn(x)
@@ -215,7 +209,7 @@ class Phi(Scaled, name="phi"):
 
     @property
     def sums_to_one(self) -> bool:
-        return self.l1 and not PHI[self.phi].signed and self.sink == "none"
+        return self.l1 and self.phi not in SIGNED and self.sink == "none"
 
     @property
     def is_softmax(self) -> bool:
