@@ -193,9 +193,7 @@ class Phi(Scaled, name="phi"):
         if self.l1:
             underflows = self.phi in ("softplus", "sigmoid") and not self.bounded
             return l1_of_positive(fn, x) if underflows else l1_normalise(fn(x))
-        a = fn(x)
-        divisor = self.divisor(context)
-        return a if isinstance(divisor, float) and divisor == 1.0 else a / divisor
+        return fn(x) / self.divisor(context)
 
     def _softmax(self, x: Tensor, context: RowContext) -> Tensor:
         if self.sink == "none":
