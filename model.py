@@ -25,7 +25,7 @@ from normalisers.adaptive import AdaptiveSoftmax
 from normalisers.family import Phi
 from normalisers.layer import NormaliserLayer
 from positions import UNSCALED, RopeScaling, apply_pope, apply_rope, rope_tables
-from schema import Config, Engine, ModelConfig, TrainConfig, describe_attention
+from schema import Config, Engine, ModelConfig, TrainConfig
 
 INIT_STD = 0.02
 NORM_EPS = 1e-5
@@ -269,14 +269,10 @@ class GPT(nn.Module):
         device = self.embedding.weight.device
         if dtype is None:
             dtype = torch.bfloat16 if self.config.train.dtype == "bfloat16" else torch.float32
-        chosen: dict[str, ChosenEngine] = {}
-        for of_layer, block in zip(self.of_layers, self.blocks, strict=True):
-            what = describe_attention(of_layer.attention, of_layer.model)
-            if what not in chosen:
-                chosen[what] = choose_engine(block.attention.normaliser, name, device, dtype)
-            block.attention.engine = chosen[what]
-        notes = dict.fromkeys(engine.note for engine in chosen.values())
-        self.engine = next(iter(chosen.values()))._replace(note=", ".join(notes))
+        engines = [choose_engine(block.attention.normaliser, name, device, dtype) for block in self.blocks]
+        for block, engine in zip(self.blocks, engines, strict=True):
+            block.attention.engine = engine
+        self.engine = engines[0]._replace(note=", ".join(dict.fromkeys(engine.note for engine in engines)))
 
     def rope(
         self, n_positions: int, scaling: RopeScaling, start: int = 0, device: torch.device | None = None
