@@ -113,13 +113,11 @@ class Mutant(NamedTuple):
     old: str
     new: str
 
-    def text(self) -> str:
-        """The file with the mistake. Raises UserError: the old text is not there once."""
-        original = (ROOT / self.file).read_text()
-        n = original.count(self.old)
+    def check(self) -> None:
+        """Raises UserError: the old text is not in the file once."""
+        n = (ROOT / self.file).read_text().count(self.old)
         if n != 1:
             raise UserError(f"{self.file}: {self.old!r}: found {n} times, expected once")
-        return original.replace(self.old, self.new)
 
 
 def read_list() -> list[Mutant]:
@@ -137,16 +135,19 @@ def read_list() -> list[Mutant]:
 def main() -> None:
     mutants = read_list()
     args = parse_args(len(mutants))
-    texts = [mutant.text() for mutant in mutants]
+    for mutant in mutants:
+        mutant.check()
     numbers = args.numbers or range(len(mutants))
     n_survivors = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_of_the_repo(Path(folder))
         for number in numbers:
             mutant = mutants[number]
-            (copy / mutant.file).write_text(texts[number])
+            path = copy / mutant.file
+            original = path.read_text()
+            path.write_text(original.replace(mutant.old, mutant.new))
             survives = pass_tests(copy, args.tests or mutant.tests.split())
-            shutil.copy(ROOT / mutant.file, copy / mutant.file)
+            path.write_text(original)
             n_survivors += survives
             verdict = "SURVIVES" if survives else "killed"
             print(f"{number:3}  {verdict:8}  {mutant.file}: {mutant.old} => {mutant.new}", flush=True)
