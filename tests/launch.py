@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,14 @@ def run_script(*args: object, **options: Any) -> subprocess.CompletedProcess[str
     process = start(*args, **options)
     stdout, stderr = process.communicate(timeout=120)
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def start_ranks(*args: object, **options: Any) -> list[subprocess.Popen[str]]:
+    """Two ranks as torchrun starts them, without a process of its own, which takes as long as one of them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    return [start(*args, RANK=str(i), LOCAL_RANK=str(i), **world, **options) for i in (0, 1)]
 
 
 # train.py whose forward_backward does something at step 5 of one rank: {what}

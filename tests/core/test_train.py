@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import build, metrics, run, run_script
+from launch import build, metrics, run, run_script, start_ranks
 from torch.nn.utils import parameters_to_vector
 
 import train
@@ -71,8 +71,9 @@ SELDOM = ["--train.val-every", "20", "--train.checkpoint-every", "20"]
 
 def test_two_processes_give_the_losses_of_one(tiny_config: Path):
     alone = run(tiny_config, "--name", "one")
-    result = run_script(tiny_config, "--name", "two", "--train.micro-batch", "2", processes=2)
-    assert result.returncode == 0, result.stderr
+    ranks = start_ranks(tiny_config, "--name", "two", "--train.micro-batch", "2")
+    errors = [process.communicate(timeout=120)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], errors
     together = alone.parent / "two"
     for key in ("loss", "val_loss", "grad_norm"):
         assert metrics(together, key) == pytest.approx(metrics(alone, key), abs=1e-4)

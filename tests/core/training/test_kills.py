@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import build, curve, records, resume, run, start
+from launch import build, curve, records, resume, run, start, start_ranks
 
 import train
 from config import load_config, to_toml
@@ -97,11 +97,7 @@ def test_a_killed_run_resumes_to_the_same_curve(tiny_config: Path):
 
 def test_a_signal_to_one_of_two_processes_stops_both(tiny_config: Path):
     """As SLURM may send it: both stop after the same step, with status 0."""
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    ranks = [
-        start(tiny_config, "--train.max-steps", "100000", RANK=str(i), LOCAL_RANK=str(i), **env)
-        for i in (0, 1)
-    ]
+    ranks = start_ranks(tiny_config, "--train.max-steps", "100000")
     folder = tiny_config.parent / "runs" / "tiny"
     wait_for_checkpoint(folder)
     ranks[1].send_signal(signal.SIGUSR1)

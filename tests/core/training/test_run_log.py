@@ -1,6 +1,9 @@
 """metrics.jsonl, starts.jsonl and the W&B run of a folder."""
 
+import os
 import shutil
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +13,11 @@ from launch import build, curve, metrics, patched_script, records, resume, run, 
 
 import train
 from config import load_config
-from infra.cli import UserError
+from infra.cli import UserError, run_main
 from infra.files import exclusive_lock, read_jsonl
+from training.loader import Batch
 from training.run_log import RunLog
+from training.state import TrainState
 
 
 def test_starts_and_timing(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
@@ -41,13 +46,22 @@ def test_a_run_without_checkpoints_keeps_its_old_metrics(tiny_config: Path):
     assert list(metrics(folder, "loss")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_is_saved_though_nobody_reads_its_output(tiny_config: Path, tmp_path: Path):
+def test_a_run_is_saved_though_nobody_reads_its_output(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
     """As after Ctrl-C in `train.py ... | tee log`, which reaches both."""
-    process = start(tiny_config, script=patched_script(tmp_path, "os.kill(os.getpid(), 2)"))
-    process.stdout.close()
-    assert process.wait(timeout=120) == 0, process.stderr.read()
-    process.stderr.close()
-    assert (tmp_path / "runs/tiny/checkpoints/step_000005.pt").exists()
+    forward = train.forward_backward
+
+    def interrupted(state: TrainState, batch: Batch) -> torch.Tensor:
+        if state.step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return forward(state, batch)
+
+    monkeypatch.setattr(train, "forward_backward", interrupted)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        run_main(lambda: resume(build(tiny_config)))
+    assert (tiny_config.parent / "runs/tiny/checkpoints/step_000005.pt").exists()
 
 
 def test_one_process_writes_a_run_folder(tiny_config: Path, call: Callable[..., None]):
