@@ -76,7 +76,8 @@ def start_ranks(*args: object, **options: Any) -> list[subprocess.Popen[str]]:
     """Two ranks as torchrun starts them, without a process of its own, which takes as long as one of them."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    world: dict[str, Any] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     return [start(*args, RANK=str(i), LOCAL_RANK=str(i), **world, **options) for i in (0, 1)]
 
 
