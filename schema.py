@@ -301,6 +301,8 @@ class Config(Section):
         max_steps = self.train.max_steps
         warmup_steps = self.optimizer.warmup_steps
         decay_steps = self.optimizer.decay_fraction * max_steps
+        if self.data.document_mask and self.model.key_shift:
+            problems.append(("model.key_shift", "expected false with data.document_mask"))
         if self.data.document_mask and self.train.compile is True:
             problems.append(("train.compile", "expected auto or false with data.document_mask"))
         if max_steps == 0 and not self.init_from:

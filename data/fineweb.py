@@ -38,7 +38,7 @@ from data import dataset, documents
 from data.documents import Block, Cursor, Source
 from data.shards import MAX_TOKENS, TOKEN, ShardWriter
 from data.tokenizer import Tokenizer, encode, get_tokenizer
-from infra.cli import ArgumentParser, UserError, integer, n_cores, positive_float, positive_int, run_main
+from infra.cli import ArgumentParser, UserError, integer, n_cores, positive_int, run_main
 from infra.files import exclusive_lock, read_jsonl, write_atomically
 
 DATA = Path(__file__).resolve().parent
@@ -253,7 +253,7 @@ def _parse_args() -> argparse.Namespace:
     add("--column", default="text", help="the column, or JSON key, with the text (default: text)")
     add("--out", type=Path, metavar="DIR", help="folder to write (default: data/fineweb10B and so on)")
     add("--shard-size", type=positive_int, metavar="N", default=10**8, help="in tokens (default: 10^8)")
-    add("--val-share", type=positive_float, metavar="S", help="share of the tokens (default: a shard)")
+    add("--val-share", type=float, metavar="S", help="share of the tokens (default: a shard)")
     add("--max-tokens", type=positive_int, metavar="N", help="stop after N tokens (default: all)")
     add("--workers", type=integer(1, 1024), metavar="N", default=n_cores(), help="threads (default: cores)")
     add("--tokenizer", default="gpt2", help="gpt2, bytes or a tokenizer.json (default: gpt2)")
@@ -262,7 +262,7 @@ def _parse_args() -> argparse.Namespace:
         parser.error("--files: expected no --dataset, --name, --split or --revision, which are the hub's")
     if args.shuffle is not None and not args.files:
         parser.error("--shuffle: expected --files; for other data, data.order shuffles windows in training")
-    if args.val_share and args.val_share >= 1:
+    if args.val_share is not None and not 0 < args.val_share < 1:
         parser.error(f"--val-share {args.val_share}: expected a number between 0 and 1")
     if args.shard_size > MAX_TOKENS:
         parser.error(f"--shard-size {args.shard_size}: expected at most {MAX_TOKENS}")
