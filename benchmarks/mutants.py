@@ -96,7 +96,7 @@ evals/common.py: values.std().item() => values.std(correction=0).item()
 evals/common.py: range(world.rank, n_items, world.size) => range(world.rank, n_items - 1, world.size)
 
 # tests/core/test_sweep.py
-sweep.py: result.get("step") == config.train.max_steps and => True and
+sweep.py: result.get("step") != config.train.max_steps => False
 
 # tests/core/test_sample.py
 generation.py: - ranked >= top_p => - ranked > top_p

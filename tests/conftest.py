@@ -142,6 +142,14 @@ def tiny_config(tmp_path: Path, tiny_dataset: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made but not drawn, which takes most of the time of an evaluation this small."""
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: file.write(b"not drawn"))
+
+
 OWN_NORMALISER = """
 from pydantic import Field
 from torch import Tensor

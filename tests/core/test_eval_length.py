@@ -56,7 +56,7 @@ def make_run(
 
 
 @pytest.fixture
-def evaluate(call) -> Callable[..., None]:
+def evaluate(call, no_drawing) -> Callable[..., None]:
     return partial(call, eval_length, "--device", "cpu")
 
 
@@ -297,11 +297,11 @@ def test_a_finished_run_is_written_before_the_next_fails(tmp_path, data, evaluat
     assert not (b / "eval_length.json").exists()
 
 
-def test_several_runs_defaults_and_rejected_lengths(tmp_path, data, evaluate, capsys):
+def test_several_runs_defaults_and_rejected_lengths(tmp_path, data, call, capsys):
     runs = tmp_path / "runs"
     a = make_run(runs, "a", data)
     b = make_run(runs, "b", data, position="none", normaliser="ssmax_pn")
-    evaluate(a, b)
+    call(eval_length, a, b, "--device", "cpu")  # which draws
     assert [read(run / "eval_length.json")["rope"]["kind"] for run in (a, b)] == ["ntk", "none"]
     assert [row["length"] for row in lengths_of(a)] == [16, 32, 64, 128, 256]
     rows = lengths_of(b)

@@ -15,7 +15,7 @@ from lab import compare
 
 
 @pytest.fixture
-def scale(tiny_config, own_file, tmp_path, call, monkeypatch) -> list[str]:
+def scale(tiny_config, own_file, tmp_path, call, monkeypatch, no_drawing) -> list[str]:
     """The tiny config at T = 4 as scale A, no records. Returns the commands that are run, in this process."""
     text = tiny_config.read_text().replace("seq_len = 16", "seq_len = 4")
     tiny_config.write_text(re.sub(r"\[log\].*", "", text, flags=re.DOTALL))

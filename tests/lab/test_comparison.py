@@ -149,7 +149,7 @@ def test_errors_are_paired_over_text():
     assert difference(old, losses("new", [1] * 8, trainings=[1.0])) == "+1.000 ±0.000"
 
 
-def test_lengths_without_a_loss_are_dashes(tiny_config, tmp_path, call):
+def test_lengths_without_a_loss_are_dashes(tiny_config, tmp_path, call, no_drawing):
     """A scaling with a loss at 16x is chosen; seeds without one leave a dash, and the rest of the table."""
     runs = tmp_path / "comparison_A"
     nan = math.nan
@@ -184,7 +184,7 @@ def test_rates_compare_on_shared_seeds_and_scalings():
         comparison.better_ropes(choices.iloc[[1, 2]])
 
 
-def test_mistakes(tiny_config, tmp_path, call):
+def test_mistakes(tiny_config, tmp_path, call, no_drawing):
     runs = tmp_path / "comparison_A"
 
     def check(message: str, *folders: Path) -> None:

@@ -104,7 +104,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def evaluate(call):
+def evaluate(call, no_drawing):
     return partial(call, needle, "--device", "cpu")
 
 
@@ -112,8 +112,8 @@ def result_of(run: Path) -> dict:
     return json.loads((run / "eval_needle.json").read_text())
 
 
-def test_a_model_that_copies_finds_the_needle(run, evaluate, capsys):
-    evaluate(run, "--lengths", 256, 600, "--samples", 5, "--depths", 10, 90)
+def test_a_model_that_copies_finds_the_needle(run, call, capsys):
+    call(needle, run, "--lengths", 256, 600, "--samples", 5, "--depths", 10, 90, "--device", "cpu")
     cells = result_of(run)["cells"]
     assert [(cell["length"], cell["depth"]) for cell in cells] == [(256, 10), (256, 90), (600, 10), (600, 90)]
     for cell in cells:

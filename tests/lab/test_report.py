@@ -288,7 +288,7 @@ def test_a_run_of_another_name_for_the_same_formula_is_of_the_row(tmp_path) -> N
     assert cells(table_of("lssar", 3, runs), "table4_relu_li")[0][2] == "2.0000"
 
 
-def test_records_redraw_the_report_without_the_runs(tmp_path, call) -> None:
+def test_records_redraw_the_report_without_the_runs(tmp_path, call, no_drawing) -> None:
     """With those records of the comparison that are rows of a paper."""
     out = tmp_path / "out"
     make_run(tmp_path / "runs", "pn", [2.0] * 5, "--attention.normaliser", "phi", "--attention.phi", "relu6")
