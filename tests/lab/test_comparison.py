@@ -63,7 +63,7 @@ def table_rows(folder: Path) -> list[list[str]]:
     return rows + [row for path in sorted(folder.glob("*.csv")) for row in csv.reader(path.open())]
 
 
-def test_committed_tables_come_out_of_the_committed_records(tmp_path, call):
+def test_committed_tables_come_out_of_the_committed_records(tmp_path, call, no_drawing):
     for path in [*RESULTS.glob("*.jsonl"), RESULTS / "findings.md"]:
         shutil.copy(path, tmp_path)
     call(report, "--comparison", "--out", tmp_path)

@@ -307,7 +307,7 @@ def test_records_redraw_the_report_without_the_runs(tmp_path, call, no_drawing) 
     assert (out / "report.md").read_text() == text
 
 
-def test_committed_report_comes_out_of_the_committed_records(tmp_path, call) -> None:
+def test_committed_report_comes_out_of_the_committed_records(tmp_path, call, no_drawing) -> None:
     results = CONFIGS.parent / "results/papers"
     shutil.copy(results / "runs.jsonl", tmp_path)
     call(report, "--papers", "--out", tmp_path)
