@@ -42,6 +42,8 @@ def main() -> None:
     add("--vocab", type=integer(257, 65536), required=True, metavar="N", help="tokens, 257 to 65536")
     add("--out", type=Path, required=True, metavar="FILE", help="the tokenizer.json to write")
     args = parser.parse_args()
+    if not args.out.parent.is_dir():
+        parser.error(f"--out {args.out}: expected a folder that exists")
     if args.files:
         blocks = read_blocks(local_files(args.files, args.column), Cursor())
         texts = (text for block in blocks for text in block.texts)

@@ -78,6 +78,8 @@ def test_mistakes_leave_a_finished_dataset(
         prepare("--source", tmp_path / "none", "--out", folder)
     with pytest.raises(UserError, match="val: no question fits --seq-len 9"):
         prepare("--source", source, "--seq-len", 9, "--out", folder)
+    with pytest.raises(UserError, match="--seq-len: '1000.*': expected an integer, at least 2, at most"):
+        prepare("--source", source, "--seq-len", 10**20, "--out", folder)
     with pytest.raises(UserError, match="holds squad_.*, another dataset's: choose another --out"):
         call(recall_data, "--sequences", "8", "--out", folder)
     assert TokenStream(folder, "train").mask is not None

@@ -40,6 +40,11 @@ def dataset(tmp_path: Path, corpus: Path, bpe_file: Path, call: Any) -> Path:
     return out
 
 
+def test_a_lost_place_is_named_before_the_training(tmp_path: Path, call: Any) -> None:
+    with one_line("--out", "expected a folder that exists"):
+        call(bpe, "--vocab", 300, "--out", tmp_path / "no" / "bpe.json")
+
+
 def test_a_dataset_explains_itself(dataset: Path, bpe_file: Path, tmp_path: Path) -> None:
     """By its own copy; a text that names the special token does not end a document."""
     train_bpe_again = bpe.train_bpe(TEXTS, 300)
