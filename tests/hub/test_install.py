@@ -1,0 +1,75 @@
+"""`pip install .` in a fresh environment, and a model of one's own that uses the package from elsewhere."""
+
+import os
+import shutil
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OWN_FILES = {
+    "model.py": "WIDTH = 32\n",
+    "config.py": "N_HEAD = 2\n",
+    "notebook.py": """
+import torch
+from torch import nn
+
+from attention_normalisers.attention import attend, make_normaliser
+from attention_normalisers.engines import rows
+from attention_normalisers.hub.register import register
+from attention_normalisers.normalisers.family import Softmax
+from attention_normalisers.schema import AttentionConfig
+from config import N_HEAD
+from model import WIDTH
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        lssar = AttentionConfig(normaliser="lssa", reweight_p=15)
+        self.normaliser = make_normaliser(lssar, N_HEAD, WIDTH // N_HEAD, train_len=16)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, N_HEAD, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
+        return attend(q, k, v, self.normaliser).transpose(1, 2).flatten(2)
+
+class Mine(Softmax, name="mine"):
+    pass
+
+x = torch.randn(2, 16, WIDTH)
+attention = Attention()
+attention(x).square().mean().backward()
+assert attention.qkv.weight.grad.isfinite().all()
+register("mine", AttentionConfig(normaliser="mine"))
+print(AttentionConfig(normaliser="mine").definition, rows.__name__)
+""",
+}
+
+
+@pytest.mark.slow
+def test_the_package_is_used_beside_files_of_ones_own(tmp_path: Path):
+    folders = shutil.ignore_patterns(
+        ".*", "runs", "results", "tests", "configs", "*.bin", "build", "*.egg-info"
+    )
+    shutil.copytree(ROOT, tmp_path / "source", ignore=folders)
+    environment = tmp_path / "venv"
+    venv.create(environment, with_pip=True)
+    python = environment / "bin/python"
+    (site,) = environment.glob("lib/python*/site-packages")
+    ours = sysconfig.get_path("purelib")  # torch and so on: nothing is downloaded
+    (site / "ours.pth").write_text(f"import sys; sys.path.insert(0, {ours!r})")
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([python, *install, tmp_path / "source"], check=True)
+    notebook = tmp_path / "notebook"
+    notebook.mkdir()
+    for name, text in OWN_FILES.items():
+        (notebook / name).write_text(text)
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [python, "notebook.py"], cwd=notebook, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("attention_normalisers.engines.rows\n")
