@@ -28,7 +28,6 @@ from positions import UNSCALED, RopeScaling, apply_pope, apply_rope, rope_tables
 from schema import Config, Engine, ModelConfig, TrainConfig
 
 INIT_STD = 0.02
-NORM_EPS = 1e-5
 
 
 class KVCache:
@@ -75,8 +74,8 @@ def residual_std(config: ModelConfig) -> float:
 
 def make_norm(config: ModelConfig) -> nn.Module:
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.n_embd, eps=NORM_EPS)
-    return nn.LayerNorm(config.n_embd, eps=NORM_EPS, bias=config.bias)
+        return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+    return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
 
 
 class Attention(nn.Module):

@@ -58,6 +58,7 @@ class ModelConfig(Section):
     n_embd: int = key(768, "Width of the residual stream.", ge=1, le=65536)
     vocab_size: int = key(50257, "Tokens of the tokeniser, padded to a multiple of 128.", ge=2, le=65536)
     norm: Literal["layernorm", "rmsnorm"] = key("layernorm", "Normalisation layer.")
+    norm_eps: float = key(1e-5, "Epsilon of the normalisation layers.", gt=0)
     mlp: Literal["gelu", "swiglu"] = key("gelu", "Feed-forward block.")
     gelu: Literal["tanh", "exact"] = key("tanh", "GPT-2's approximation, or erf (they differ by 5e-4).")
     mlp_hidden: int = key(0, "Hidden width of the MLP; 0: 4 * n_embd.", ge=0, le=2**20)

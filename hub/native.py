@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from infra.cli import UserError
-from model import GPT, NORM_EPS
+from model import GPT
 from normalisers.family import Softmax
 from positions import UNSCALED, RopeScaling
 from schema import Config
@@ -75,10 +75,10 @@ def native_config(config: Config, architecture: str) -> Any:
     }
     if architecture == "llama":
         options |= {"num_key_value_heads": m.kv_heads}
-        options |= {"rms_norm_eps": NORM_EPS, "attention_bias": m.bias, "mlp_bias": m.bias}
+        options |= {"rms_norm_eps": m.norm_eps, "attention_bias": m.bias, "mlp_bias": m.bias}
         return transformers.LlamaConfig(**options)
     act = {"tanh": "gelu_new", "exact": "gelu"}[m.gelu]
-    options |= {"hidden_act": act, "layer_norm_eps": NORM_EPS, "use_parallel_residual": False}
+    options |= {"hidden_act": act, "layer_norm_eps": m.norm_eps, "use_parallel_residual": False}
     return transformers.GPTNeoXConfig(**options)
 
 

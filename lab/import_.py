@@ -1,4 +1,4 @@
-"""Read a Llama or GPT-NeoX checkpoint of transformers, with GPT-2's tokeniser or bytes, into a run folder.
+"""Take a Llama or GPT-NeoX of transformers (unscaled RoPE on whole heads, GPT-2's tokens or bytes) as a run.
 
     python -m lab.import_ USER/MODEL runs/imported          # from the Hugging Face hub, or a folder
     python train.py configs/ssmax_paper/e_after_pretraining_124m.toml --init-from runs/imported
@@ -26,10 +26,7 @@ from model import GPT
 from schema import Config
 from training.checkpoint import save_checkpoint
 
-COMPARED = [
-    *("rope_type", "partial_rotary_factor", "head_dim", "hidden_act"),
-    *("rms_norm_eps", "layer_norm_eps", "use_parallel_residual"),
-]
+COMPARED = ["rope_type", "partial_rotary_factor", "head_dim", "hidden_act", "use_parallel_residual"]
 
 
 def main() -> None:
@@ -78,6 +75,7 @@ def convert_config(theirs: Any, source: str, run: Path) -> Config:
         "n_embd": theirs.hidden_size,
         "vocab_size": theirs.vocab_size,
         "norm": norm,
+        "norm_eps": getattr(theirs, "rms_norm_eps", None) or theirs.layer_norm_eps,
         "mlp": mlp,
         "gelu": "exact" if theirs.hidden_act == "gelu" else "tanh",
         "mlp_hidden": theirs.intermediate_size,

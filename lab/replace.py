@@ -20,7 +20,7 @@ import argparse
 import math
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from hub.register import learned_parameters, register
 from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
 from infra.files import read_text
 from lab.import_ import load_native
-from positions import RopeScaling, rope_frequencies
+from positions import RopeKind, RopeScaling, rope_frequencies
 from schema import AttentionConfig, describe_attention
 
 Losses = dict[int, tuple[float, float | None]]  # by length: mean and its standard error
@@ -43,7 +43,7 @@ Losses = dict[int, tuple[float, float | None]]  # by length: mean and its standa
 def main() -> None:
     args, options = parse_args()
     make_attention(args.normaliser, options, train_len=2)  # a mistake ends here, before the model loads
-    scaling = RopeScaling(args.rope)
+    scaling = RopeScaling(args.rope, args.rope_theta)
     val_text = read_text(args.val_text)
     model, tokenizer = load_native(args.model)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -90,7 +90,8 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
     add("--train-text", type=Path, metavar="FILE", help="the text to fine-tune on (with --steps above 0)")
     add("--lengths", nargs="+", type=positive_int, metavar="T", help="(default: 1, 2, 4, 8 training lengths)")
     add("--tokens", type=positive_int, default=131072, help="tokens to evaluate on (default: %(default)s)")
-    add("--rope", choices=("none", "ntk"), default="ntk", help="RoPE scaling (default: ntk)")
+    add("--rope", choices=get_args(RopeKind), default="ntk", help="RoPE scaling (default: ntk)")
+    add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
     add("--steps", type=integer(0, 10**6), default=100, help="of fine-tuning (default: %(default)s)")
     add("--lr", type=positive_float, default=1e-4, help="peak learning rate (default: %(default)s)")
     add("--batch", type=positive_int, default=32, help="windows in a step (default: %(default)s)")
@@ -163,8 +164,9 @@ def scale_rope(model: Any, length: int, scaling: RopeScaling) -> None:
             raise UserError(f"rope_type = {rope.get('rope_type')}: expected default, to scale it here")
         d = 2 * len(module.inv_freq)
         device = module.inv_freq.device
-        freqs, _ = rope_frequencies(d, rope["rope_theta"], scaling, length, train_len, device)
+        freqs, amplitude = rope_frequencies(d, rope["rope_theta"], scaling, length, train_len, device)
         module.inv_freq = freqs.float()
+        module.attention_scaling = amplitude
 
 
 def fine_tune(model: Any, windows: Tensor, scaling: RopeScaling, args: argparse.Namespace) -> None:

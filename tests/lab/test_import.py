@@ -43,7 +43,6 @@ def test_exported_models_come_back(family, bias, tiny_config, call, capsys):
     ("changes", "message"),
     [
         ({"head_dim": 8}, "head_dim = 8: our model does not compute that; expected 16"),
-        ({"rms_norm_eps": 1e-6}, "rms_norm_eps = 1e-06"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
             "rope_type = linear",
@@ -53,11 +52,22 @@ def test_exported_models_come_back(family, bias, tiny_config, call, capsys):
 )
 def test_what_does_not_fit_is_named(changes, message, tmp_path):
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, rms_norm_eps=1e-5)
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2)
     for key, value in changes.items():
         setattr(config, key, value)
     with pytest.raises(UserError, match=message):
         import_.convert_config(config, "there", tmp_path / "run")
+
+
+def test_any_epsilon_is_taken(tiny_config, call, capsys):
+    """Llama's own is 1e-6. A large one changes the logits, so that both have to use it."""
+    run = make_byte_run(tiny_config, *FAMILIES["llama"], "--model.norm-eps", "0.1")
+    out = tiny_config.with_name("out")
+    call(export, run, out)
+    assert transformers.AutoConfig.from_pretrained(out).rms_norm_eps == 0.1
+    call(import_, out, tiny_config.with_name("back"))
+    assert float(capsys.readouterr().out.rsplit(" ", 1)[1]) <= 1e-4
+    assert load_model(tiny_config.with_name("back")).config.model.norm_eps == 0.1
 
 
 def test_all_misfits_are_listed(tmp_path):

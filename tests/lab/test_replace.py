@@ -32,13 +32,24 @@ def test_replacement(tiny_config, call, capsys):
     text.write_text(TEXT)
     call(export, run, out)
     common = [out, "--val-text", text, "--train-text", text, "--tokens", 512, "--batch", 4]
+    stream = torch.tensor(list(TEXT[:513].encode()))
+    model = load_model(run).model
+    for scaling in (
+        RopeScaling("yarn"),
+        RopeScaling("linear"),
+        RopeScaling("theta", 9e4),
+        RopeScaling("none"),
+    ):
+        rope = ["--rope", scaling.kind, *(["--rope-theta", scaling.theta] if scaling.theta else [])]
+        call(replace, *common, *rope, "--normaliser", "softmax", "--steps", 0, "--lengths", 64)
+        (loss,) = losses_by_state(capsys.readouterr().out)["softmax"]
+        ours = model.token_losses(stream[:-1].view(-1, 64), stream[1:].view(-1, 64), rope=scaling).mean()
+        assert loss == pytest.approx(ours.item(), abs=1e-4)
 
     ssmax = ["--normaliser", "ssmax", "--scale-init", "auto"]
     call(replace, *common, *ssmax, "--steps", 8, "--lr", 0.01)
     printed = capsys.readouterr().out
     losses = losses_by_state(printed)
-    stream = torch.tensor(list(TEXT[:513].encode()))
-    model = load_model(run).model
     for length, loss in zip((16, 32, 64, 128), losses["softmax"], strict=True):
         x, y = stream[:-1].view(-1, length), stream[1:].view(-1, length)
         ours = model.token_losses(x, y, rope=RopeScaling("ntk")).mean().item()
