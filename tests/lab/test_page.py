@@ -12,6 +12,7 @@ import pytest
 from infra.cli import UserError
 from lab.page import page
 from lab.report import RESULTS
+from lab.tables import CONFIGS
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
 
@@ -55,3 +56,18 @@ def test_a_browser_draws_it(html: str, tmp_path):
 def test_a_folder_without_records(tmp_path):
     with pytest.raises(UserError, match="expected the records of a scale"):
         page(tmp_path)
+
+
+def test_readme_recommends_with_the_numbers_of_the_tables():
+    """The differences to softmax at 1x and 16x, of scale A and, if it was run there, of B."""
+    tables = (RESULTS / "README.md").read_text(encoding="utf-8").splitlines()
+    readme = (CONFIGS.parent / "README.md").read_text(encoding="utf-8").splitlines()
+    keys = {"ssmax_qk_norm": "sqrt_d_over_ln_L", "lssar_p15_warmup": "reweight_p_warmup"}
+    keys |= {"stick_breaking": '"stick_breaking"', "softmax_log_train_len": "log_train_len_n"}
+    for variant, key in keys.items():
+        rows = [line.split(" | ") for line in tables if line.startswith(f"| {variant} | n")]
+        a, *b = (row[11:13] for row in rows if len(row) in (13, 14))  # not of recall
+        (recommended,) = (line.split(" | ")[2:4] for line in readme if line.startswith("| ") and key in line)
+        for i, cell in enumerate(recommended):
+            ends = [differences[i].split()[0].replace("-", "−") for differences in (a, *b)]
+            assert cell == " / ".join(ends if b else [*ends, "–"])
