@@ -13,7 +13,7 @@ from setuptools.command.build_py import build_py
 
 NAME = "attention_normalisers"
 FILES = {"attention", "config", "generation", "model", "positions", "schema"}
-FOLDERS = ["data", "engines", "evals", "hub", "infra", "normalisers", "training"]
+FOLDERS = ["data", "engines", "evals", "infra", "normalisers", "training", *map(str, Path().glob("hub"))]
 
 
 class BuildPackage(build_py):

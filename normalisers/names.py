@@ -27,5 +27,6 @@ def written_options() -> dict[str, list[str]]:
     return {
         ast.literal_eval(word.value): list(dict.fromkeys(options(name)))
         for name, each in classes.items()
-        for word in each.keywords  # class Softmax(Phi, name="softmax")
+        for word in each.keywords
+        if word.arg == "name"  # class Softmax(Phi, name="softmax")
     }
