@@ -2,7 +2,7 @@
 # Install, prepare a corpus, train softmax, SSMax on QK-norm and LSSAR, compare their loss at 1x to 16x the training
 # length.
 #
-#   ./demo.sh           about twelve minutes on two CPU cores, after installation
+#   ./demo.sh           twelve to sixteen minutes on two CPU cores, after installation
 #   ./demo.sh --quick   under 2 minutes: the same steps with barely trained models (for CI)
 #
 # A second call reuses finished steps; remove runs/demo* or runs/quick* to start over.
