@@ -35,12 +35,15 @@ training/optim.py: "params": [*vectors.values()], "weight_decay": 0.0 => "params
 training/optim.py: (step + 1) / config.warmup => step / config.warmup
 training/optim.py: (config.reweight_p - 1) * step => (config.reweight_p - 1) * (step + 1)
 # tests/core/test_train.py
+training/state.py: max(0, self.step - 1) => self.step
 training/loader.py: [1 / len(batch)] => [1.0]
 training/validation.py: val_tokens, config.seq_len) => val_tokens, config.seq_len) - 1
 # tests/core/test_experiments.py
 model.py: z.shape[-1] ** -0.5 => 1.0
 # tests/core/test_attention.py -k window
 normalisers/base.py: (keys >= self.first) => (keys > self.first)
+# tests/core/test_attention.py -k alibi
+positions.py: -8 * (head + 1) => -8 * head
 # tests/core/test_attention.py -k grouped
 normalisers/base.py: repeat_interleave(group, dim=1) => repeat(1, group, 1, 1)
 # tests/core/test_attention.py -k reference
@@ -58,15 +61,12 @@ positions.py: torch.complex(cos, sin) => torch.complex(cos, -sin)
 positions.py: x.float().unflatten(-1, (-1, 2)) => x.float().unflatten(-1, (2, -1)).mT
 positions.py: s ** (head_dim / (head_dim - 2)) => s
 positions.py: 0.1 * math.log(s) + 1 => 0.1 * math.log(s)
-positions.py: -8 * (head + 1) => -8 * head
 # tests/core/data/test_shards.py
 data/batches.py: min(n_tokens, stream.n_tokens - 1) => min(n_tokens, stream.n_tokens)
 data/batches.py: n_windows = stream.n_tokens // seq_len => n_windows = (stream.n_tokens - 1) // seq_len
 data/batches.py: SeedSequence([epoch, seed]) => SeedSequence([0, seed])
 # tests/core/training/test_loader.py
 training/loader.py: config.data.skip_steps + step => step
-# tests/core/training/test_kills.py
-training/state.py: max(0, self.step - 1) => self.step
 # tests/core/training/test_state.py
 training/state.py: load_optimizers(self.optimizers, checkpoint["optimizers"]) => pass
 training/state.py: self.step = checkpoint["step"] => self.step = checkpoint["step"] + 1

@@ -280,6 +280,11 @@ def test_val_windows_are_the_same_tokens_at_every_length(stream: TokenStream, to
     assert val_windows(stream, 99, 50) == 1
 
 
+def test_the_first_token_is_no_prediction(tiny_dataset: Path) -> None:
+    """1,000 tokens are 999 predictions: a window of 10 less than the tokens have."""
+    assert val_windows(TokenStream(tiny_dataset, "val"), 10**9, 10) == 99
+
+
 def test_too_short_for_one_window(stream: TokenStream) -> None:
     assert val_windows(stream, 1000, 100) == 1
     for call in (
