@@ -157,6 +157,8 @@ def parse_command_line(parser: ArgumentParser, early: bool = False) -> tuple[Con
     if not files:
         raise UserError(f"expected a config file: {parser.prog} configs/lssar.toml (or --help)")
     args, overrides = parser.parse_known_args(options)
+    if {*sys.argv[1:]} & HELP:
+        overrides = expand_sweep(files[0])[0].overrides
     return load_config(files[0], overrides, early), args
 
 

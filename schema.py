@@ -169,12 +169,14 @@ class AttentionConfig(Section):
     def _check_names(self) -> None:
         """Without the class: a name that no file here registers, an option that its class does not have."""
         options = written_options()
-        if ":" in self.normaliser:  # of another file
+        if ":" in self.normaliser or "*" in options:  # of another file, or perhaps a name not written out
             return
         if self.normaliser not in options:
             hint = _suggest(self.normaliser, list(options))
             raise ValueError(f"attention.normaliser = {self.normaliser!r}: unknown; {hint}")
         names = options[self.normaliser]
+        if names is None:
+            return
         given = self.model_extra or {}
         unknown = {f"attention.{key}": value for key, value in given.items() if key not in names}
         if unknown:

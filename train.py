@@ -34,7 +34,9 @@ from schema import Config
 def parse_args(early: bool = False) -> tuple[Config, argparse.Namespace]:
     parser = ArgumentParser(__doc__)
     parser.add_argument("--dry-run", action="store_true", help="print sizes, memory and speed; no run")
-    parser.add_argument("--smoke", action="store_true", help="five small steps, a validation, a save; no run")
+    parser.add_argument(
+        "--smoke", action="store_true", help="five steps of one micro-batch, a validation; no run"
+    )
     return parse_command_line(parser, early)
 
 
@@ -109,7 +111,10 @@ def dry_run(state: TrainState) -> None:
     log.describe_run()
     began = time.perf_counter()
     seconds = step_seconds(state)
-    if time.perf_counter() - began < LONG or state.local_model is not state.raw_model:  # the first compiles
+    elapsed = torch.tensor([time.perf_counter() - began], device=state.world.device)
+    if (
+        state.world.gather(elapsed).max() < LONG or state.local_model is not state.raw_model
+    ):  # the first compiles
         seconds = step_seconds(state)
     max_steps = config.train.max_steps
     log.print(

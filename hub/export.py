@@ -238,6 +238,7 @@ def convert_tokenizer(tokenizer: Tokenizer, max_length: int | None) -> Any:
     end = tokenizer.decode([tokenizer.eot_token])
     if isinstance(tokenizer, FileTokenizer):
         converted = FastTokenizer.from_str(tokenizer.content)
+        converted.post_processor = None  # training saw no tokens around a text
     else:
         ranks = tokenizer._mergeable_ranks
         converter = TikTokenConverter(pattern=tokenizer._pat_str, extra_special_tokens=[end])
@@ -259,7 +260,7 @@ def check(out: Path, model: GPT, tokenizer: Tokenizer, rope: RopeScaling) -> flo
     options = {"dtype": torch.float32, "trust_remote_code": True}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, **options)
     fast_tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
-    tokens = fast_tokenizer.encode(CHECK_TEXT, add_special_tokens=False)
+    tokens = fast_tokenizer.encode(CHECK_TEXT)
     if tokens != tokenizer.encode_ordinary(CHECK_TEXT):
         raise UserError(f"{out}: transformers' tokenizer gives other tokens than ours")
     length = model.config.train.seq_len

@@ -96,6 +96,7 @@ class NormaliserLayer(nn.Module):
         if self.by_place:
             head = torch.arange(self.n_head, device=x.device)[:, None, None]
             x = self.at_distance(context.add_bias(x), context.distance(x), head)
+            x = x.masked_fill(~context.visible(x), HIDDEN)  # a factor that decays may have shrunk it
         a = self.definition.weights(x, context)
         if type(self.definition).weights is not Phi.weights:  # a formula may forget the hidden keys
             a = context.zero_hidden(a)

@@ -9,23 +9,32 @@ from pathlib import Path
 
 
 @cache
-def written_options() -> dict[str, list[str]]:
-    """Name of each registered normaliser -> its options, inherited ones first."""
+def written_options() -> dict[str, list[str] | None]:
+    """Name of each registered normaliser -> its options, inherited ones first; None: a base is not found.
+
+    A name that is not written out is "*".
+    """
     classes: dict[str, ast.ClassDef] = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
         statements = ast.parse(path.read_text(encoding="utf-8")).body
         classes |= {each.name: each for each in statements if isinstance(each, ast.ClassDef)}
 
-    def options(name: str) -> list[str]:
-        if name not in classes:
+    def options(name: str) -> list[str] | None:
+        if name == "BaseModel":
             return []
+        if name not in classes:
+            return None
         own = (each for each in classes[name].body if isinstance(each, ast.AnnAssign))
         names = [ast.unparse(each.target) for each in own if "ClassVar" not in ast.unparse(each.annotation)]
-        inherited = [each for base in classes[name].bases for each in options(ast.unparse(base))]
-        return [*inherited, *names]
+        for base in reversed(classes[name].bases):
+            inherited = options(ast.unparse(base).rpartition(".")[2])
+            if inherited is None:
+                return None
+            names = [*inherited, *names]
+        return list(dict.fromkeys(names))
 
     return {
-        ast.literal_eval(word.value): list(dict.fromkeys(options(name)))
+        str(word.value.value) if isinstance(word.value, ast.Constant) else "*": options(name)
         for name, each in classes.items()
         for word in each.keywords
         if word.arg == "name"  # class Softmax(Phi, name="softmax")

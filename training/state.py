@@ -21,6 +21,8 @@ from training.checkpoint import load_parameters, load_source
 from training.loader import BatchLoader, open_streams
 from training.optim import load_optimizers, lr_factor, make_optimizers, power_at
 
+RANDOM = "random"  # the tokeniser of tokens that take the place of missing data, which any run may begin from
+
 
 class TrainState:
     """The parts of a run, built from the config and its seed.
@@ -173,7 +175,7 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     if Path(source).is_dir() and 0 < content["step"] < old.train.max_steps:  # 0: of lab.import_
         raise UserError(f"{prefix}: expected a finished run, or a checkpoint file: {path}")
     trained_on = content["data"]["tokenizer"]
-    if trained_on != tokenizer:
+    if tokenizer not in (trained_on, RANDOM):
         raise UserError(f"{prefix}: trained on tokens of {trained_on}, the data has {tokenizer}")
     ours = model.state_dict()
     theirs = content["model"]

@@ -8,6 +8,7 @@ import numpy as np
 from data.dataset import begin_dataset, finish_dataset, write_split
 from infra.distributed import World
 from schema import Config
+from training.state import RANDOM
 
 SMOKE_STEPS = 5
 
@@ -21,7 +22,7 @@ def with_data(config: Config, world: World, folder: Path) -> Config:
     vocab_size = config.model.vocab_size
     info: dict[str, Any] = {
         "dataset": "random",
-        "tokenizer": "gpt2",
+        "tokenizer": RANDOM,
         "vocab_size": vocab_size,
         "source": "random numbers",
     }

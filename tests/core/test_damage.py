@@ -273,7 +273,7 @@ def byte_run(trained: Path) -> Path:
 
 def test_a_row_that_does_not_end(tmp_path: Path, call: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
     """As a gzip of 700 MB of one letter."""
-    monkeypatch.setattr("data.documents.LONGEST_LINE", 2**16)
+    monkeypatch.setattr("data.documents.LONGEST", 2**16)
     path = tmp_path / "bomb.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "' + b"a" * 2**20))
     with one_line(path, "line 1: expected at most 65,536 characters"):

@@ -329,10 +329,9 @@ def test_attention_fading():
     assert above[1] > above[0] > 0.98 and below[1] < below[0] < 0.9
 
 
-def test_sweep_and_report_through_torchrun(four_runs, call, monkeypatch):
-    """One run and one evaluation; then the report of the folder."""
+def test_sweep_and_report(four_runs, call):
+    """One run and its evaluations; then the report of the folder."""
     run = four_runs.parent / "runs/s_normaliser=softmax_seed=1"
-    monkeypatch.setattr(sweep, "EVALUATIONS", (("none", "none"),))
     call(sweep, four_runs, "--index", 0, "--nproc", 1, "--eval-tokens", 256, "--log.attention-every", 4)
     evaluation = json.loads((run / "eval_length_none.json").read_text())
     assert evaluation["rope"]["kind"] == "none" and evaluation["step"] == 12
