@@ -149,7 +149,8 @@ def parse_command_line(parser: ArgumentParser, early: bool = False) -> tuple[Con
     parser.usage = "%(prog)s CONFIG.toml [--base BASE.toml] [--section.key VALUE ...] [options]"
     files = [arg for arg in sys.argv[1:2] if not arg.startswith("-")]
     options = [word for word in sys.argv[2:] if word not in HELP]
-    if {*sys.argv[1:]} & HELP and not (files and early):
+    asks_for_help = bool({*sys.argv[1:]} & HELP)
+    if asks_for_help and not (files and early):
         overrides = expand_sweep(files[0])[0].overrides if files else []
         config = load_config(files[0], overrides) if files else _validate(DEFAULTS, "", early=True)
         print(f"{parser.format_help()}\n{describe_keys(config)}")
@@ -157,7 +158,7 @@ def parse_command_line(parser: ArgumentParser, early: bool = False) -> tuple[Con
     if not files:
         raise UserError(f"expected a config file: {parser.prog} configs/lssar.toml (or --help)")
     args, overrides = parser.parse_known_args(options)
-    if {*sys.argv[1:]} & HELP:
+    if asks_for_help:
         overrides = expand_sweep(files[0])[0].overrides
     return load_config(files[0], overrides, early), args
 

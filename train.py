@@ -112,9 +112,9 @@ def dry_run(state: TrainState) -> None:
     began = time.perf_counter()
     seconds = step_seconds(state)
     elapsed = torch.tensor([time.perf_counter() - began], device=state.world.device)
-    if (
-        state.world.gather(elapsed).max() < LONG or state.local_model is not state.raw_model
-    ):  # the first compiles
+    slowest = state.world.gather(elapsed).max()  # every rank decides alike
+    is_compiled = state.local_model is not state.raw_model  # by the first
+    if is_compiled or slowest < LONG:
         seconds = step_seconds(state)
     max_steps = config.train.max_steps
     log.print(
