@@ -31,7 +31,7 @@ INIT_STD = 0.02
 
 
 class KVCache:
-    """The keys (as `cache_keys` makes them) and values of every layer so far. For inference: in-place.
+    """The keys and values of every layer so far, as `Attention.project` holds them. For inference: in-place.
 
     Room for `max_length` positions is allocated at a layer's first use, in the keys' and values' dtype.
     """
@@ -119,15 +119,16 @@ class Attention(nn.Module):
         elif self.has_rope:
             q = apply_rope(q, cos, sin)
             k = apply_rope(k, cos, sin)
-        if self.key_shift is not None:
-            if cache is None:
-                return q, self.shift_keys(k), v, None
-            k, v = cache.append(self.layer, k, v)
-            return q, self.normaliser.cache_keys(self.shift_keys(k, cache.spans)), v, None
         signals = self.normaliser.read(x)
         if cache is not None:
-            k, v = cache.append(self.layer, self.normaliser.cache_keys(k, signals), v)
-            k, signals = self.normaliser.split_keys(k)
+            is_shifted = self.key_shift is not None
+            held = k if is_shifted else self.normaliser.cache_keys(k)
+            k, v = cache.append(self.layer, self.normaliser.join_signals(held, signals), v)
+            k, signals = self.normaliser.split_signals(k)
+            if is_shifted:
+                k = self.normaliser.cache_keys(self.shift_keys(k, cache.spans))
+        elif self.key_shift is not None:
+            k = self.shift_keys(k)
         return q, k, v, signals
 
     def shift_keys(self, k: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:

@@ -316,10 +316,6 @@ class Config(Section):
         if self.optimizer.schedule == "wsd" and warmup_steps <= max_steps < warmup_steps + decay_steps:
             share = f"{1 - warmup_steps / max_steps:.4g}, the share of the steps after warm-up"
             problems.append(("optimizer.decay_fraction", f"expected at most {share}"))
-        if self.model.key_shift and not info.context and self.attention.definition.signals:
-            problems.append(
-                ("model.key_shift", f"{self.attention.normaliser} reads more than keys; expected false")
-            )
         raise_problems(self, "", problems)
         if lines := [] if info.context else self._layer_problems():
             raise ValueError("\n".join(lines))

@@ -525,7 +525,7 @@ def test_a_cache_keeps_every_bit_of_the_signals(dtype):
     normaliser = make(AttentionConfig(normaliser="fox"), 6, 16, 64)
     keys = torch.randn(2, 2, 9, 16, dtype=dtype)
     signals = torch.randn(2, 6, 9, 1, dtype=torch.promote_types(dtype, torch.float32))
-    got_keys, got_signals = normaliser.split_keys(normaliser.cache_keys(keys, signals))
+    got_keys, got_signals = normaliser.split_signals(normaliser.join_signals(keys, signals))
     assert torch.equal(got_keys, keys) and torch.equal(got_signals, signals)
 
 
