@@ -1,12 +1,13 @@
 """What context is worth, as a table: the loss with the context cut at T, and the gain of each length over it.
 
     python -m lab.gains results/context/rows.csv
-    python -m lab.gains results/context/rows_4k.csv --ceiling softmax_continued
+    python -m lab.gains results/context/rows_4k.csv --ceiling softmax_continued --out results/context/gains.png
     python -m lab.gains runs/context/*/rows.csv
 
-Reads rows of eval_length.py. A line is a run at one RoPE scaling. A gain is the loss of the cut minus that of
-a window of the length, on the same targets, ± the standard error paired over blocks. Below 0 it is damage.
-With --ceiling the last column is the gain at the longest length as a share of the ceiling's best gain.
+Reads rows of eval_length.py. A line is a run at one RoPE scaling, over its seeds. A gain is the loss of the cut
+minus that of a window of the length, on the same targets, ± the standard error paired over blocks, of which each
+is the mean over seeds. Below 0 it is damage. The last columns are of the longest length: the share of the blocks
+that gain, and with --ceiling the gain as a share of the ceiling's. --out draws the gains.
 """
 
 from __future__ import annotations
@@ -15,57 +16,82 @@ import argparse
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.figure import Figure
 
+from evals.common import FIGURE_SUFFIXES
+from evals.output import save_figure
 from evals.rows import read_table
 from infra.cli import ArgumentParser, UserError, run_main
+from lab.figures import draw_lines, log_ticks
 from lab.tables import markdown
 
-LINE = ["run", "seed", "rope", "text"]  # what identifies a line
+LINE = ["run", "rope", "text"]  # what identifies a line
 
 
 def paired_gains(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row for each line, length and block: `cut` (loss with the context cut at T) and `gain` over it."""
+    """A row for each line, seed, length and block: `cut` (loss with the context cut at T) and `gain` over it."""
     at_cut = rows[rows.measure.str.fullmatch(r"cut\[\d+\]")]
     at_length = rows[rows.measure.str.fullmatch(r"same_targets\[\d+\]")]
-    pairs = at_length.merge(at_cut, on=[*LINE, "block"], suffixes=("", "_cut"))
+    pairs = at_length.merge(at_cut, on=[*LINE, "seed", "block"], suffixes=("", "_cut"))
+    if pairs.empty:
+        raise UserError("no row has a cut: expected the rows of eval_length.py")
     return pairs.assign(cut=pairs.value_cut, gain=pairs.value_cut - pairs.value)
 
 
 def gain_table(rows: pd.DataFrame, ceiling: str = "") -> pd.DataFrame:
     """The table, in the order of the runs. Raises UserError: no row of a cut, no `ceiling` with a gain."""
     pairs = paired_gains(rows)
-    if pairs.empty:
-        raise UserError("no row has a cut: expected the rows of eval_length.py")
     lines = pairs.groupby(LINE, sort=False)
-    table = pd.DataFrame({"cut": lines.cut.mean().map("{:.3f}".format)})
-    gains = pairs.groupby([*LINE, "length"], sort=False).gain
+    table = pd.DataFrame({"seeds": lines.seed.nunique(), "cut": lines.cut.mean().map("{:.3f}".format)})
+    blocks = pairs.groupby([*LINE, "length", "block"], sort=False).gain.mean()
+    gains = blocks.groupby([*LINE, "length"], sort=False)
     mean = gains.mean().unstack().sort_index(axis=1)
     error = gains.sem().unstack()
     for length in mean:
         text = mean[length].map("{:+.3f}".format) + error[length].map(" ±{:.3f}".format)
         table[f"{length:,}"] = text.str.replace("-", "−")
+    longest = mean[mean.columns[-1]]
+    is_gain = blocks.xs(mean.columns[-1], level="length") > 0
+    table["blocks that gain"] = is_gain.groupby(LINE, sort=False).mean().map("{:.0%}".format)
     if ceiling:
-        best = mean[mean.index.get_level_values("run") == ceiling].max().max()
+        best = longest[longest.index.get_level_values("run") == ceiling].max()
         if not best > 0:
             raise UserError(f"--ceiling {ceiling}: expected a run among the rows with a gain above 0")
-        table["share of the ceiling"] = (
-            (mean[mean.columns[-1]] / best).map("{:.0%}".format).str.replace("-", "−")
-        )
+        table["of the ceiling"] = (longest / best).map("{:.0%}".format).str.replace("-", "−")
     table.index = table.index.droplevel("text")
     return table.reset_index()
+
+
+def gain_figure(rows: pd.DataFrame) -> Figure:
+    """The gains by length, mean ± standard deviation over seeds. Lines that fall below −0.3 leave the figure."""
+    pairs = paired_gains(rows)
+    pairs["name"] = pairs.run + pairs.rope.map(lambda rope: "" if rope == "none" else f", {rope}")
+    points = pairs.groupby(["name", "seed", "length"], sort=False).gain.mean().reset_index()
+    points = points.rename(columns={"length": "x", "gain": "y"})
+    figure = draw_lines(
+        points, "Who trains short and uses long context?", "length of the context", "gain over the cut"
+    )
+    figure.axes[0].axhline(0, color="black", linestyle="--", linewidth=1)
+    figure.axes[0].set_ylim(bottom=max(-0.3, points.y.min() - 0.02))
+    return log_ticks(figure, sorted(points.x.unique()))
 
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="ROWS.csv")
     parser.add_argument("--ceiling", default="", metavar="RUN", help="a run that was trained at long lengths")
+    parser.add_argument("--out", type=Path, metavar="FIGURE", help="figure to write")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
+    if args.out and args.out.suffix not in FIGURE_SUFFIXES:
+        raise UserError(f"--out {args.out}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}")
     rows = pd.concat([read_table(path) for path in args.files], ignore_index=True)
-    print(markdown(gain_table(rows, args.ceiling), n_left=3))
+    print(markdown(gain_table(rows, args.ceiling), n_left=2))
+    if args.out:
+        save_figure(gain_figure(rows), args.out)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,15 @@ import pytest
 
 from evals.rows import read_table
 from infra.cli import UserError
-from lab.gains import gain_table
+from lab.gains import gain_figure, gain_table
 from lab.tables import markdown
 
 CONTEXT = Path(__file__).parents[2] / "results/context"
 
 
-def rows_of(run, losses, cut):
+def rows_of(run, losses, cut, seed=1):
     """Losses of two blocks by length, and those with the context cut at 8."""
-    key = {"run": run, "seed": 1, "rope": "none", "text": "t"}
+    key = {"run": run, "seed": seed, "rope": "none", "text": "t"}
     rows = [key | {"length": 8, "block": i, "measure": "cut[8]", "value": v} for i, v in enumerate(cut)]
     for length, values in losses.items():
         rows += [
@@ -26,17 +26,21 @@ def rows_of(run, losses, cut):
 
 
 def test_gains_are_paired():
+    """Over blocks, of which each is the mean over seeds."""
     rows = pd.DataFrame(
         [
             *rows_of("long", {8: [3.0, 1.0], 16: [2.0, 0.4]}, [2.5, 0.5]),
             *rows_of("x", {16: [2, 0.9]}, [2.5, 0.5]),
+            *rows_of("x", {16: [2.8, 0.9]}, [2.7, 0.7], seed=2),
         ]
     )
     table = gain_table(rows, ceiling="long").set_index("run")
-    assert table.loc["long", "cut"] == "1.500"
-    assert table.loc["long", "8"] == "−0.500 ±0.000"
-    assert table.loc["long", "16"] == "+0.300 ±0.200"
-    assert table.loc["x", "share of the ceiling"] == "17%"  # 0.05 of 0.3
+    assert table.loc["long", "cut"] == "1.500" and table.loc["long", "8"] == "−0.500 ±0.000"
+    assert table.loc["long", "16"] == "+0.300 ±0.200" and table.loc["long", "blocks that gain"] == "100%"
+    of_x = table.loc["x"]  # gains of the blocks 0.5 and -0.4, -0.1 and -0.2: means 0.2 and -0.3
+    assert of_x["seeds"] == 2 and of_x["16"] == "−0.050 ±0.250" and of_x["blocks that gain"] == "50%"
+    assert of_x["of the ceiling"] == "−17%"
+    assert [line.get_label() for line in gain_figure(rows).axes[0].containers] == ["long", "x"]
 
 
 def test_mistakes():
@@ -50,6 +54,6 @@ def test_mistakes():
 @pytest.mark.parametrize(("file", "ceiling"), [("rows.csv", ""), ("rows_4k.csv", "softmax_continued")])
 def test_committed_tables(file, ceiling):
     assert (
-        markdown(gain_table(read_table(CONTEXT / file), ceiling), n_left=3)
+        markdown(gain_table(read_table(CONTEXT / file), ceiling), n_left=2)
         in (CONTEXT / "README.md").read_text()
     )
