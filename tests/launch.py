@@ -1,13 +1,15 @@
-"""Runs for tests: train.py in this process or in others, and what is in their folders."""
+"""Runs for tests: train.py in this process or in children of it, and what is in their folders."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-import subprocess
 import sys
+from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 
 import train
 from config import load_config
+from infra.cli import run_main
 from infra.distributed import World
 from training.state import TrainState
 
@@ -54,66 +57,69 @@ def curve(run_dir: Path) -> list[tuple[Any, ...]]:
     return [tuple(r.get(key) for key in ("step", "loss", "grad_norm", "val_loss")) for r in records(run_dir)]
 
 
-def start(*args: object, script: str = "train.py", processes: int = 1, **env: Any) -> subprocess.Popen[str]:
-    """train.py in processes of its own, under torchrun if there are several."""
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return subprocess.Popen(
-        [*command, script, *map(str, args)],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, **env},
-    )  # fmt: skip
+class Forked:
+    """A script's main() in a child of this process, where torch is imported and patches hold.
+
+    Its methods are those of subprocess.Popen.
+    """
+
+    def __init__(self, main: Callable[[], object], *args: object, **env: str) -> None:
+        self._output = [TemporaryFile("w+") for _ in ("stdout", "stderr")]  # noqa: SIM115
+        argv = [main.__module__, *map(str, args)]
+        fork = get_context("fork")
+        self._process = fork.Process(target=self._run, args=(main, argv, env), daemon=True)
+        self._process.start()
+
+    def _run(self, main: Callable[[], object], argv: list[str], env: dict[str, str]) -> None:
+        for number, file in enumerate(self._output, start=1):
+            os.dup2(file.fileno(), number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w") for number in (1, 2))  # not pytest's
+        sys.argv = argv
+        os.environ |= env
+        run_main(main)
+
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def communicate(self, timeout: float = 120) -> tuple[str, str]:
+        """What it printed. Raises AssertionError: it still runs after `timeout` seconds."""
+        self._process.join(timeout)
+        if self._process.is_alive():
+            self._process.kill()
+            raise AssertionError(f"no end after {timeout} s")
+        for file in self._output:
+            file.seek(0)
+        stdout, stderr = (file.read() for file in self._output)
+        return stdout, stderr
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
 
 
-def run_script(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    process = start(*args, **options)
-    stdout, stderr = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
-
-
-def start_ranks(*args: object, **options: Any) -> list[subprocess.Popen[str]]:
-    """Two ranks as torchrun starts them, without a process of its own, which takes as long as one of them."""
+def fork_ranks(main: Callable[[], object], *args: object) -> list[Forked]:
+    """Two ranks as torchrun starts them on two machines."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    world: dict[str, Any] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    world |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    return [start(*args, RANK=str(i), LOCAL_RANK=str(i), **world, **options) for i in (0, 1)]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    return [Forked(main, *args, RANK=str(rank), **world) for rank in (0, 1)]
 
 
-# train.py whose forward_backward does something at step 5 of one rank: {what}
-PATCHED = """
-import math, os, sys
-sys.path.insert(0, {root!r})
-import train
-from infra.cli import UserError, run_main
-
-forward = train.forward_backward
-
-def patched(state, batch):
-    loss = forward(state, batch)
-    if state.world.rank == {rank} and state.step == 4:
-        {what}
-    return loss
-
-train.forward_backward = patched
-run_main(train.main)
-"""
+def finish(ranks: list[Forked], status: int = 0) -> list[tuple[str, str]]:
+    """stdout and stderr of each, which must end with this exit status."""
+    output = [process.communicate() for process in ranks]
+    assert [process.returncode for process in ranks] == [status, status], output
+    return output
 
 
-def patched_script(folder: Path, what: str, rank: int = 0) -> str:
-    path = folder / "patched.py"
-    path.write_text(PATCHED.format(root=str(ROOT), what=what, rank=rank))
-    return str(path)
-
-
-def break_at(steps: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the loss and gradients of these steps NaN."""
+def break_at(steps: set[int], monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> None:
+    """Make the loss and gradients of these steps NaN, on one rank."""
     forward = train.forward_backward
 
     def broken(state: TrainState, batch: Any) -> torch.Tensor:
         loss = forward(state, batch)
-        if state.step + 1 not in steps:
+        if state.step + 1 not in steps or state.world.rank != rank:
             return loss
         for p in state.raw_model.parameters():
             assert p.grad is not None

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY, VOCAB, make_dataset, one_line, save_run, write_shard
-from launch import start_ranks
+from launch import finish, fork_ranks
 from torch.nn import functional as F
 
 import eval_length
@@ -361,10 +361,8 @@ def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
     args = (a, b, "--lengths", 16, 64)
     evaluate(*args)
     one = [[*lengths_of(run), read(run / "eval_length.json")["cut"]] for run in (a, b)]
-    ranks = start_ranks(*args, "--device", "cpu", script="eval_length.py")
-    outputs = [process.communicate(timeout=120) for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], outputs
-    assert outputs[0][0] == capsys.readouterr().out
+    output = finish(fork_ranks(eval_length.main, *args, "--device", "cpu"))
+    assert output[0][0] == capsys.readouterr().out
     two = [[*lengths_of(run), read(run / "eval_length.json")["cut"]] for run in (a, b)]
     for x, y in zip(sum(one, []), sum(two, []), strict=True):
         assert x.keys() == y.keys() and x["reason"] == y["reason"]

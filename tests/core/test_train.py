@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import build, metrics, run, run_script, start_ranks
+from launch import build, finish, fork_ranks, metrics, run
 from torch.nn.utils import parameters_to_vector
 
 import train
@@ -84,9 +84,7 @@ SELDOM = ["--train.val-every", "20", "--train.checkpoint-every", "20"]
 
 def test_two_processes_give_the_losses_of_one(tiny_config: Path):
     alone = run(tiny_config, "--name", "one")
-    ranks = start_ranks(tiny_config, "--name", "two", "--train.micro-batch", "2")
-    errors = [process.communicate(timeout=120)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], errors
+    finish(fork_ranks(train.main, tiny_config, "--name", "two", "--train.micro-batch", "2"))
     together = alone.parent / "two"
     for key in ("loss", "val_loss", "grad_norm"):
         assert metrics(together, key) == pytest.approx(metrics(alone, key), abs=1e-4)
@@ -101,9 +99,10 @@ def test_fused_engine_in_two_processes(tiny_config: Path):
     flags = ["--attention.normaliser", "lssa", "--attention.reweight-p", "3", "--train.max-steps", "2"]
     flags += ["--train.micro-batch", "8", "--train.val-tokens", "16", "--train.batch-tokens", "256"]
     rows = run(tiny_config, *flags, "--name", "rows")
-    result = run_script(tiny_config, *flags, "--train.engine", "triton", "--name", "fused", processes=2)
-    assert result.returncode == 0, result.stderr
-    assert "engine triton" in result.stdout
+    output = finish(
+        fork_ranks(train.main, tiny_config, *flags, "--train.engine", "triton", "--name", "fused")
+    )
+    assert "engine triton" in output[0][0]
     assert metrics(rows.parent / "fused", "loss") == pytest.approx(metrics(rows, "loss"), rel=1e-5)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import socket
 import subprocess
 import sys
 import warnings
@@ -21,12 +20,14 @@ import pytest
 import torch
 import torch._dynamo
 from attention_cases import CASES, PHIS, assert_close, case_id, choose, draw, exactly, make, run
+from launch import finish, fork_ranks
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from attention import attend, choose_engine, make_normaliser
 from infra.cli import UserError
+from infra.distributed import join_world
 from normalisers.base import RowContext
 from normalisers.family import Phi
 from normalisers.layer import NormaliserLayer
@@ -103,7 +104,7 @@ def agree(cfg: AttentionConfig, shape: tuple[int, int], head_dim: int, n_head: i
 
 @pytest.mark.parametrize("cfg", quick_first(PHI_CASES, is_representative))
 def test_every_phi_and_power(cfg):
-    for shape in [(1, 1), (37, 37), (70, 90)]:  # up to two blocks of rows, three of keys
+    for shape in [(1, 1), (70, 90)]:  # up to two blocks of rows, three of keys
         agree(cfg, shape, 16)
 
 
@@ -122,7 +123,7 @@ def test_every_other_normaliser(cfg):
 
 @pytest.mark.parametrize("head_dim", [16, 20, 64, 80, 128])
 def test_head_sizes(head_dim):
-    agree(LSSAR, (150, 150), head_dim)
+    agree(LSSAR, (100, 100), head_dim)
 
 
 @pytest.mark.parametrize("p", [1, 2, 7, 64, 99, 100])
@@ -130,12 +131,13 @@ def test_any_power(p):
     agree(AttentionConfig(normaliser="lssa", reweight_p=p), (70, 70), 32)
 
 
-@pytest.mark.parametrize("n_kv_head", [4, 2])
+@pytest.mark.parametrize("n_head", [2, 4])
 @pytest.mark.parametrize("n_queries", [40, 1])
-def test_batches_and_heads(n_queries, n_kv_head):
-    normaliser = make(LSSAR, 4, 16, train_len=300)
-    q, k, v, do = draw(n_queries, 45, 16, batch=2, n_head=4)
-    inputs = q, k[:, :n_kv_head], v[:, :n_kv_head], do
+def test_batches_and_heads(n_queries, n_head):
+    """Of k and v two heads, so that four heads of q share them."""
+    normaliser = make(LSSAR, n_head, 16, train_len=300)
+    q, k, v, do = draw(n_queries, 45, 16, batch=2, n_head=n_head)
+    inputs = q, k[:, :2], v[:, :2], do
     assert_close(run("triton", normaliser, *inputs), exactly(normaliser, *inputs), inputs, 2e-5, "grouped")
     with torch.no_grad():
         o, want = (attend(*inputs[:3], normaliser, engine) for engine in ("triton", "dense"))
@@ -189,7 +191,7 @@ SLOW_POWERS = [pytest.param(p, marks=pytest.mark.slow) for p in (0, 1, 100)]
 
 @pytest.mark.parametrize("scores", EXTREMES.values(), ids=EXTREMES)
 @pytest.mark.parametrize("p", [15, *SLOW_POWERS])
-@pytest.mark.parametrize("phi", ["softplus", "sigmoid", "relu", "exp"])
+@pytest.mark.parametrize("phi", ["softplus", "relu", "exp", pytest.param("sigmoid", marks=pytest.mark.slow)])
 def test_extreme_rows_are_finite_and_right(phi, p, scores):
     if phi == "exp" and p == 0:
         return  # softmax: sdpa's
@@ -230,9 +232,9 @@ def test_nan_reaches_the_rows_that_see_it(phi, p, n_queries):
 
 
 BOUNDED = {
-    "far below zero": -0.99 + 0.02 * torch.rand(150, generator=torch.Generator().manual_seed(0)),
-    "nearly uniform": 0.3 + 1e-3 * torch.rand(150, generator=torch.Generator().manual_seed(0)),
-    "one key holds the row": torch.full((150,), -0.95).index_fill(0, torch.tensor(70), 0.9),
+    "far below zero": -0.99 + 0.02 * torch.rand(100, generator=torch.Generator().manual_seed(0)),
+    "nearly uniform": 0.3 + 1e-3 * torch.rand(100, generator=torch.Generator().manual_seed(0)),
+    "one key holds the row": torch.full((100,), -0.95).index_fill(0, torch.tensor(70), 0.9),
 }
 
 
@@ -289,7 +291,7 @@ def test_compiles_without_a_graph_break_for_all_lengths():
         return attend(q, k, v, normaliser, "triton") * 2
 
     compiled = torch.compile(fn, backend=counter, fullgraph=True, dynamic=True)
-    for t in (40, 51, 70):
+    for t in (40, 70):
         q, k, v, do = draw(t, t, 16)
         inputs = [x.requires_grad_() for x in (q, k, v)] + [normaliser.s, normaliser.b]
         got = torch.autograd.grad(compiled(q, k, v), inputs, do)
@@ -326,8 +328,8 @@ def test_activation_checkpointing_changes_nothing(engine):
 @pytest.mark.parametrize("cfg", quick_first([LSSAR, *PHI_CASES, *OTHERS], lambda i, _: i % 12 == 0))
 def test_decoding_splits_the_keys(cfg):
     normaliser = make(cfg, 2, 20, train_len=1100)
-    for n_keys in (1, 5, 64, 300):
-        q, k, v, _ = draw(1, n_keys, 20, batch=2)
+    for n_keys in (1, 64, 300):
+        q, k, v, _ = draw(1, n_keys, 20)
         with torch.no_grad():
             got = attend(q, normaliser.cache_keys(k), v, normaliser, "triton", cached=True)
             want = attend(q.double(), k.double(), v.double(), make(cfg, 2, 20, 1100).double(), "dense")
@@ -464,35 +466,15 @@ def test_self_check_finds_faults(monkeypatch, fault):
     assert ("toolchain" in result.problem) if fault == "raises" else not result.error <= 0.001
 
 
-RANK = """
-import os, warnings, torch
-from attention import make_normaliser
-from schema import AttentionConfig
-from engines import self_check
-from engines import triton as triton_engine
-from infra.distributed import join_world
-
-self_check.engine_error = lambda *key: 0.0 if os.environ["RANK"] == "0" else 1.0
-normaliser = make_normaliser(AttentionConfig(normaliser="lssa", reweight_p=15), 2, 16, 300)
-warnings.simplefilter("ignore")
-with join_world("cpu") as world:
-    print(self_check.check("triton", None, normaliser, world.device, torch.float32).problem)
-"""
-
-
-def test_ranks_agree_on_the_self_check():
+def test_ranks_agree_on_the_self_check(monkeypatch):
     """Rank 1 fails it, and rank 0 must not go on alone with the kernels."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(REPO)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK], env=os.environ | world | {"RANK": str(rank)}, stdout=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    problems = [rank.communicate(timeout=120)[0].decode().strip() for rank in ranks]
+    monkeypatch.setattr(self_check, "engine_error", lambda *key: float(os.environ["RANK"]))
+
+    def main() -> None:
+        with warnings.catch_warnings(action="ignore"), join_world("cpu"):
+            print(check(LSSAR).problem)
+
+    problems = [stdout.strip() for stdout, _ in finish(fork_ranks(main))]
     assert problems == [
         f"failed its self-check ({why})"
         for why in ("on another rank", "relative error 1.0e+00, expected at most 5e-04")
@@ -539,13 +521,9 @@ def test_arguments_are_checked(change):
 # 5. Compiled ahead of time.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "n_kernels"),
-    [
-        (["bfloat16"], 6),
-        pytest.param(["float32"], 6, marks=pytest.mark.slow),
-        pytest.param(["bfloat16", "--all-forms"], 162, marks=pytest.mark.slow),
-    ],
+    ("options", "n_kernels"), [(["bfloat16"], 6), (["float32"], 6), (["bfloat16", "--all-forms"], 162)]
 )
 def test_kernels_compile_without_spills(options, n_kernels):
     """cubins for sm_90 at head_dim 64: in a process of its own, where nothing is interpreted."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import break_at, build, patched_script, records, resume, start
+from launch import break_at, build, finish, fork_ranks, records, resume
 
 import train
 from infra.cli import UserError
@@ -98,10 +98,7 @@ def test_skips_in_a_row_are_counted_across_a_resume(tiny_config: Path, monkeypat
             train.train(state, log)
 
 
-def test_a_nan_on_one_rank_ends_all(tiny_config: Path, tmp_path: Path):
-    script = patched_script(tmp_path, "loss = loss * math.nan", rank=1)
-    process = start(tiny_config, script=script, processes=2)
-    _, stderr = process.communicate(timeout=100)
-    assert process.returncode != 0
-    assert "error: step 5: loss nan on rank 1" in stderr, stderr
-    assert "exitcode  : 2" in stderr  # torchrun's own report
+def test_a_nan_on_one_rank_ends_all(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+    break_at({5}, monkeypatch, rank=1)
+    for _, stderr in finish(fork_ranks(train.main, tiny_config), status=2):
+        assert stderr.startswith("error: step 5: loss nan on rank 1"), stderr

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import build, curve, records, resume, run, start, start_ranks
+from launch import Forked, build, curve, finish, fork_ranks, records, resume, run
 
 import train
 from config import load_config, to_toml
@@ -86,9 +86,9 @@ def test_a_killed_run_resumes_to_the_same_curve(tiny_config: Path):
     flags = ["--train.max-steps", "120", "--train.checkpoint-every", "20", "--train.val-every", "120"]
     whole = run(tiny_config, *flags, "--name", "whole")
     killed = tiny_config.parent / "runs" / "killed"
-    process = start(tiny_config, *flags, "--name", "killed")
+    process = Forked(train.main, tiny_config, *flags, "--name", "killed")
     wait_for_checkpoint(killed)
-    process.kill()
+    process.send_signal(signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL and curve(killed) != curve(whole)
     run(tiny_config, *flags, "--name", "killed")
@@ -97,11 +97,10 @@ def test_a_killed_run_resumes_to_the_same_curve(tiny_config: Path):
 
 def test_a_signal_to_one_of_two_processes_stops_both(tiny_config: Path):
     """As SLURM may send it: both stop after the same step, with status 0."""
-    ranks = start_ranks(tiny_config, "--train.max-steps", "100000")
+    ranks = fork_ranks(train.main, tiny_config, "--train.max-steps", "100000")
     folder = tiny_config.parent / "runs" / "tiny"
     wait_for_checkpoint(folder)
     ranks[1].send_signal(signal.SIGUSR1)
-    outputs = [process.communicate(timeout=60) for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], outputs
-    assert "stopped by SIGUSR1 after step" in outputs[0][0] and outputs[1][0] == ""
+    output = finish(ranks)
+    assert "stopped by SIGUSR1 after step" in output[0][0] and output[1][0] == ""
     assert load_checkpoint(find_checkpoints(folder)[0])["step"] == curve(folder)[-1][0]

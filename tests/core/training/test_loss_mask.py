@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launch import build, metrics, run, run_script
+from launch import build, finish, fork_ranks, metrics, run
 
+import train
 from config import load_config, to_toml
 from data.batches import train_batch, val_batch
 from data.dataset import IGNORED, TokenStream, finish_dataset, write_split
@@ -143,8 +144,7 @@ def test_processes_change_nothing(config_path: Path) -> None:
     common = ("--train.max-steps", "4", "--train.reduction", "sum")
     alone = run(config_path, "--name", "one", *common)
     options = ("--name", "two", "--train.micro-batch", "2", "--train.device", "cpu")
-    done = run_script(config_path, *options, *common, processes=2)
-    assert done.returncode == 0, done.stderr
+    finish(fork_ranks(train.main, config_path, *options, *common))
     for key in ("loss", "grad_norm"):
         assert metrics(alone.with_name("two"), key) == pytest.approx(metrics(alone, key), rel=1e-4)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import build, curve, metrics, patched_script, records, resume, run, start
+from launch import Forked, build, curve, metrics, records, resume, run
 
 import train
 from config import load_config
@@ -94,17 +94,26 @@ def test_lines_of_a_killed_run_are_not_doubled(tiny_config: Path):
 
 
 @pytest.mark.slow
-def test_wandb_offline_logs_and_resumes_the_same_run(tiny_config: Path, tmp_path: Path):
+def test_wandb_offline_logs_and_resumes_the_same_run(
+    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """With the real package, without a network."""
     pytest.importorskip("wandb")
     folder = tmp_path / "runs" / "tiny"
     ids = []
-    stop = patched_script(tmp_path, "os.kill(os.getpid(), 15)")
-    for script in (stop, "train.py"):
-        process = start(
-            tiny_config, "--log.wandb", "true", script=script, WANDB_MODE="offline", WANDB_SILENT="true"
+    forward = train.forward_backward
+
+    def stop(state: TrainState, batch: Batch) -> torch.Tensor:
+        if state.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward(state, batch)
+
+    for function in (stop, forward):
+        monkeypatch.setattr(train, "forward_backward", function)
+        process = Forked(
+            train.main, tiny_config, "--log.wandb", "true", WANDB_MODE="offline", WANDB_SILENT="true"
         )
-        _, stderr = process.communicate(timeout=120)
+        _, stderr = process.communicate()
         assert process.returncode == 0, stderr
         ids.append((folder / "wandb_id").read_text())
     assert ids[0] == ids[1]
