@@ -334,7 +334,7 @@ def extreme(kind: str, len_q: int, len_k: int) -> tuple[Tensor, Tensor, Tensor, 
 @pytest.mark.parametrize("name", STRESSED)
 def test_reweighting_under_stress(name, p, kind):
     normaliser = make_normaliser(AttentionConfig(**STRESSED[name], reweight_p=p), 1, 16, train_len=1024)
-    for len_q, len_k in [(128, 16384), (2048, 2048)]:
+    for len_q, len_k in [(64, 16384), (1024, 1024)]:
         q, k, v, do = extreme(kind, len_q, len_k)
         got = run("rows", normaliser, q, k, v, do)
         assert all(g.isfinite().all() for g in got.values()), {n: g.isfinite().all() for n, g in got.items()}

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from conftest import one_line
 
-import sweep
+import eval_length
+import train
 from config import load_config, to_toml
 from evals.rows import FACTORS, Row, write_rows
 from infra.cli import UserError
@@ -329,28 +330,26 @@ def test_attention_fading():
     assert above[1] > above[0] > 0.98 and below[1] < below[0] < 0.9
 
 
-def test_sweep_and_report(four_runs, call):
-    """One run and its evaluations; then the report of the folder."""
-    run = four_runs.parent / "runs/s_normaliser=softmax_seed=1"
-    call(sweep, four_runs, "--index", 0, "--nproc", 1, "--eval-tokens", 256, "--log.attention-every", 4)
+def test_a_run_its_evaluations_and_the_report(tiny_config, call):
+    call(train, tiny_config, "--log.attention-every", 4)
+    run = tiny_config.parent / "runs/tiny"
+    call(eval_length, run, "--tokens", 256, "--also", "none", "theta=500000.0")
     evaluation = json.loads((run / "eval_length_none.json").read_text())
-    assert evaluation["rope"]["kind"] == "none" and evaluation["step"] == 12
-    assert [row["length"] for row in evaluation["lengths"]] == [16, 32, 64, 128, 256]
-    folder = four_runs.parent / "runs/report"
+    folder = run.with_name("report")
     folder.mkdir()
     (folder / "report.md").write_text("![of an earlier report](stale.png)")
     for file in ("stale.png", "mine.png"):
         (folder / file).touch()
-    call(report, four_runs.parent / "runs")
+    call(report, run.parent)
     assert not (folder / "stale.png").exists() and (folder / "mine.png").exists()
     text = (folder / "report.md").read_text()
-    assert "s_normaliser=softmax" in text
+    assert "`tiny`" in text
     loss = evaluation["lengths"][0]["loss"]
     assert f"{loss:.4f}" in "".join(cells(text, "table1_softmax")[1])
     pictures = re.findall(r"\]\((.*?\.png)\)", text)
     assert any(picture.startswith("attention_A_") for picture in pictures)
     assert all((folder / picture).stat().st_size for picture in pictures)
     with pytest.raises(UserError, match="no finished run"):
-        read_runs([str(four_runs.parent)])
+        read_runs([str(tiny_config.parent)])
     with pytest.raises(UserError, match="nowhere: no such run folder"):
         read_runs(["nowhere"])

@@ -246,10 +246,9 @@ def test_a_share_for_validation(out: Path, small: Corpus, max_tokens: int | None
     expected = Expected(small, shard_size=10**6, max_tokens=max_tokens).shards["fineweb_val_000000.bin"]
     assert whole.tobytes() == expected[1024:]
     before = contents(out)
-    for n_shards in (1, 3):
-        truncate_manifest(out, n_shards)
-        build(small, out, **options)
-        assert contents(out) == before
+    truncate_manifest(out, 3)
+    build(small, out, **options)
+    assert contents(out) == before
     rejected(small, out, "val_share = 0.04, not 0.1", **options | {"val_share": 0.1})
     build(small, out.with_name("most"), shard_size=500, val_share=0.9)
     assert TokenStream(out.with_name("most"), "val").n_tokens == 500
@@ -331,9 +330,9 @@ def truncate_manifest(out: Path, n_shards: int) -> None:
 
 def test_resumes_after_every_shard(tmp_path: Path, small: Corpus) -> None:
     """Finished shards stay untouched; temporary files and unlisted shards are cleared away."""
-    build(small, tmp_path / "reference", shard_size=200)
+    build(small, tmp_path / "reference", shard_size=500)
     reference = contents(tmp_path / "reference")
-    shards = list(Expected(small, shard_size=200).shards)
+    shards = list(Expected(small, shard_size=500).shards)
     for n_shards in range(len(shards) + 1):
         out = tmp_path / f"out{n_shards}"
         shutil.copytree(tmp_path / "reference", out)
@@ -342,7 +341,7 @@ def test_resumes_after_every_shard(tmp_path: Path, small: Corpus) -> None:
             (out / file).unlink()
         (out / ".fineweb_train_000003.bin.tmp").write_bytes(b"half")
         before = identities(out, shards[:n_shards])
-        build(small, out, shard_size=200)
+        build(small, out, shard_size=500)
         assert identities(out, shards[:n_shards]) == before
         assert contents(out) == reference
 
@@ -566,13 +565,13 @@ def start(corpus: Corpus, out: Path, workers: int) -> subprocess.Popen[str]:
 
 
 def test_kills_at_random_moments(tmp_path: Path, out: Path) -> None:
-    """SIGKILL and Ctrl-C, each in mid-work of 20 MB, with one worker and two, until it is done."""
+    """Ctrl-C and SIGKILL, each in mid-work of 20 MB, with one worker and two, until it is done."""
     rng = random.Random(1)
     texts = ["".join(rng.choices("abcdefgh \né", k=rng.randint(1, 3000))) for _ in range(400)] * 32
     files = {"a.jsonl": [plain(text, True) for text in texts[:5000]]}
     files["b.parquet"] = [plain(text, False) for text in texts[5000:]]
     corpus = make_corpus(tmp_path / "in", files)
-    for workers, stop, status in ((1, signal.SIGKILL, -9), (2, signal.SIGINT, 130), (2, signal.SIGKILL, -9)):
+    for workers, stop, status in ((1, signal.SIGINT, 130), (2, signal.SIGKILL, -9)):
         done = listed(out)
         before = identities(out, done)
         with start(corpus, out, workers) as process:
