@@ -42,7 +42,7 @@ from schema import SECTIONS, Config, field_of, makes_another_run, problems_of
 # ---------------------------------------------------------------- reading and writing
 
 TYPE_NOISE = r"<class '(\w+)'>|typing\.|Annotated\[(\w+)[^\]]*\]"
-Values = dict[str, tuple[Any, str]]  # dotted key -> (value, the file or "command line" that it is from)
+Values = dict[str, tuple[Any, str]]  # dotted key -> (value, where it is from), what was stated last first
 HELP = {"-h", "--help"}
 DEFAULTS: Values = {"name": ("CONFIG", ""), "attention": ({}, "")}  # of --help without a file
 MOVED: dict[str, str] = {}  # dotted key of v0.1.0 or later -> what it is called now
@@ -63,7 +63,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None, early: boo
     values.setdefault("name", (path.stem, str(path)))
     for key, value in chosen.items():
         is_swept = any(value in sweep.get(key, ()) for sweep in sweeps)
-        values[key] = (value, f"{path}: [sweep]" if is_swept else "command line")
+        given = {key: (value, f"{path}: [sweep]" if is_swept else "command line")}
+        values = given | values | given
     missing = [sorted(sweep.keys() - chosen.keys()) for sweep in sweeps]
     if all(missing):
         options = ", or by ".join(" ".join(f"--{key} ..." for key in keys) for keys in missing)
@@ -204,14 +205,13 @@ def _read_file(
         lost = values
         values, _ = _read_file(Path(other_base), None, (path.resolve(),))
         for key, (value, _) in lost.items():
-            if (
-                key.startswith(("attention.", "model.position", "model.window", "layers"))
-                and _value(values, key) != value
-            ):
+            is_attention = key.startswith(("attention.", "model.position", "model.window", "layers"))
+            if is_attention and _value(values, key) != value:
                 problem = f"{path} would lose {key} = {value!r} of its own base"
                 raise UserError(f"--base {other_base}: {problem}; expected a file that states it itself")
     values.pop("name", None)
-    return values | {key: (value, str(path)) for key, value in _flatten(own).items()}, sweeps
+    stated = {key: (value, str(path)) for key, value in _flatten(own).items()}
+    return stated | values | stated, sweeps
 
 
 def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -222,9 +222,7 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         with open(path, "rb") as f:
             return tomllib.load(f)
     except OSError as e:
-        problem = (
-            "no such config file" if isinstance(e, FileNotFoundError) else f"cannot be read: {e.strerror}"
-        )
+        problem = f"cannot be read: {e.strerror}" if path.exists() else "no such config file"
         raise UserError(f"{path}: {problem}" + (f" (the base of {seen[-1].name})" if seen else "")) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UserError(f"{path}: not valid TOML: {e}") from None
@@ -365,9 +363,11 @@ def _validate(values: Values, path: str, early: bool = False) -> Config:
 
 
 def _source(problem: str, values: Values, path: str) -> str:
-    """Where the key that a problem begins with, or the first key of that section, was written."""
+    """Where the last of the keys that a problem names, or of the section that it begins with, was written."""
     dotted = re.split(r"[ :\[]", problem)[0]
-    keys = [dotted] if dotted in values else [key for key in values if key.startswith(f"{dotted}.")]
+    words = [] if ": unknown" in problem else re.findall(r"[\w.]+", problem.rpartition(": ")[2])
+    named = {dotted, *words, *(f"{dotted.rpartition('.')[0]}.{word}" for word in words)}
+    keys = [k for k in values if k in named or (dotted not in values and k.startswith(f"{dotted}."))]
     return values[keys[0]][1] if keys else path
 
 

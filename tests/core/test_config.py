@@ -370,3 +370,19 @@ def test_help(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
     sections = [each for each in annotations if hasattr(each, "model_fields")]
     fields = [field for section in sections for field in section.model_fields.values()]
     assert all(field.description for field in fields)
+
+
+def test_keys_that_disagree_are_blamed_on_the_last_one(tmp_path: Path):
+    """The recipe's batch is right until another length is stated, wherever that is."""
+    base = write(tmp_path, "base.toml", "[train]\nseq_len = 1024\nbatch_tokens = 524288\nmicro_batch = 32\n")
+    path = write(tmp_path, "x.toml", 'base = "base.toml"\n[train]\nseq_len = 1000\n')
+    with one_line(f"{path}: train.batch_tokens = 524288: expected a multiple of train.seq_len = 1000"):
+        load_config(path)
+    with one_line("command line: train.batch_tokens = 524288: expected a multiple of train.seq_len = 1001"):
+        load_config(path, ["--train.seq-len", "1001"])
+    with one_line("command line: train.micro_batch = 32: expected a divisor of the 48 sequences"):
+        load_config(base, ["--train.batch-tokens", "49152"])
+    for text, problem in (("lr = 0", "lr = 0: expected"), ("lrr = 1", "lrr = 1: unknown key; did you mean")):
+        base.write_text(f"[optimizer]\n{text}\n")
+        with one_line(f"{base}: optimizer.{problem}"):  # one key alone is where it is
+            load_config(base, ["--optimizer.muon-lr", "0.1"])
