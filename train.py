@@ -35,7 +35,7 @@ def parse_args(early: bool = False) -> tuple[Config, argparse.Namespace]:
     parser = ArgumentParser(__doc__)
     parser.add_argument("--dry-run", action="store_true", help="print sizes, memory and speed; no run")
     parser.add_argument(
-        "--smoke", action="store_true", help="five steps of one micro-batch, a validation; no run"
+        "--smoke", action="store_true", help="five steps of one sequence, a validation; no run"
     )
     return parse_command_line(parser, early)
 

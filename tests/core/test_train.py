@@ -173,7 +173,7 @@ def test_dry_run_leaves_nothing(
 
 
 SMALL = """--model.n-layer 4 --model.n-head 2 --model.n-embd 16 --model.vocab-size 64 --train.seq-len 32
-    --train.batch-tokens 1024 --train.micro-batch 1 --data.dir nowhere"""
+    --train.batch-tokens 1024 --train.micro-batch 8 --data.dir nowhere"""
 
 
 @pytest.mark.parametrize("name", ["rivals/hybrid", "lssar", "normsoftmax_paper/baseline"])
@@ -182,6 +182,6 @@ def test_smoke_runs_any_config_and_leaves_nothing(name, tmp_path, call, capsys, 
     monkeypatch.chdir(tmp_path)
     call(train, Path(train.__file__).parent / f"configs/{name}.toml", "--smoke", *SMALL.split())
     out = capsys.readouterr().out
-    assert "step 5 | validation loss" in out
+    assert "step 5 | validation loss" in out and "32 tokens, 1 sequences at a time" in out
     assert out.endswith("smoke    steps, validation and save work; nothing is kept\n")
     assert not list(tmp_path.iterdir())
