@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 from matplotlib.figure import Figure
+from pydantic import PositiveFloat, RootModel
 
 from evals.output import GREY, N_SHOWN, format_length, format_rope, legend_below, line_styles, save_figure
 from evals.rows import text_key
@@ -30,6 +31,7 @@ from lab.figures import draw_lines, log_ticks
 from lab.records import write_records
 from lab.runs import FinishedRun, main_text, read_runs
 from lab.tables import CONFIGS, DASH, PAPERS_FOLDER, markdown, mean_and_spread
+from training import run_log
 
 BASELINE = "softmax"
 Record = dict[str, Any]
@@ -90,21 +92,30 @@ def recalls_of(folder: Path) -> Iterator[Record]:
     """The shares of right answer tokens of the runs that lab.recall evaluated, by task and length."""
     for run in read_runs([str(folder)]):
         for path in sorted(run.folder.glob("eval_recall*.json")):
-            result = read_json(path)
-            entries = [entry for entry in result["lengths"] if entry["reason"] is None]
-            shares = {
-                task: {str(entry["length"]): entry[task]["tokens"]["share"] for entry in entries}
-                for task in [*result["tasks"], "mean"]
-            }
-            which = {"contestant": run.name, "which": run.config.seed, "rope": format_rope(result)}
+            result = read_json(path, run_log.Record)
+            try:
+                entries = [entry for entry in result["lengths"] if entry["reason"] is None]
+                shares = {
+                    task: {str(entry["length"]): float(entry[task]["tokens"]["share"]) for entry in entries}
+                    for task in [*result["tasks"], "mean"]
+                }
+                rope = format_rope(result)
+            except (LookupError, TypeError, ValueError) as e:
+                reason = f"{type(e).__name__}: {e}"
+                raise UserError(f"{path}: expected a result of lab.recall: {reason}") from None
+            which = {"contestant": run.name, "which": run.config.seed, "rope": rope}
             if entries and result["step"] == run.config.train.max_steps:
                 yield {"kind": "recall", **which, "shares": shares}
+
+
+class StepTimes(RootModel[dict[str, PositiveFloat]]):
+    """The content of train_step.json, by the names of configs."""
 
 
 def costs_of(folder: Path) -> Iterator[Record]:
     """The time of a step of each variant over the baseline's."""
     path = folder / "train_step.json"
-    times = read_json(path) if path.exists() else {}
+    times = read_json(path, StepTimes) if path.exists() else {}
     if times and BASELINE not in times:
         raise UserError(f"{path}: expected {BASELINE} among the configs")
     for name, time in times.items():

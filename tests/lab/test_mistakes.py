@@ -110,3 +110,35 @@ def test_options_that_make_no_sense(
     with one_line(message):
         call(*arguments)
     assert not [*tmp_path.iterdir()]
+
+
+RECALL = {"step": 12, "rope": {"kind": "ntk", "theta": None}, "tasks": ["copy"]}
+ENTRY = {"length": 16, "reason": None, "copy": {"tokens": {"share": 0.5}}, "mean": {"tokens": {"share": 0.5}}}
+
+
+LENGTHS: list[Any] = [None, 3, {"a": 1}, [3], [{}], [{"reason": None}], [ENTRY | {"copy": {}}]]
+TASKS: list[Any] = ["copy", None, [[]], ["query"]]
+DAMAGES: list[dict[str, Any]] = [
+    *({"lengths": lengths} for lengths in [*LENGTHS, [ENTRY | {"mean": {"tokens": {"share": "x"}}}]]),
+    *({"lengths": [ENTRY], "tasks": tasks} for tasks in TASKS),
+    *({"lengths": [ENTRY], "rope": rope} for rope in ("ntk", {"kind": "ntk"}, {"kind": 3, "theta": "x"})),
+    *({"lengths": [ENTRY], "step": step} for step in (None, "12", 2.5)),
+    {},
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_results_of_recall(damage: dict[str, Any], tiny_config: Path):
+    path = finished_run(tiny_config) / "eval_recall.json"
+    path.write_text(json.dumps(RECALL | damage))
+    with one_line(path):
+        [*comparison.recalls_of(path.parent)]
+
+
+@pytest.mark.parametrize(
+    "content", ["3", "[]", '{"softmax": "x"}', '{"softmax": 0}', '{"softmax": NaN}', '{"softmax": null}', "["]
+)
+def test_damaged_costs_of_a_step(content: str, tmp_path: Path):
+    (tmp_path / "train_step.json").write_text(content)
+    with one_line(tmp_path / "train_step.json"):
+        [*comparison.costs_of(tmp_path)]
