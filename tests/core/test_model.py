@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from generation import generate
 from infra.cli import UserError
-from model import GPT, KVCache
+from model import GPT, KVCache, make_norm
 from positions import RopeScaling, apply_rope, rope_tables
 from schema import AttentionConfig, Config, ModelConfig, TrainConfig
 
@@ -515,3 +515,16 @@ def test_generate_sampling():
 def test_generate_errors(length, n_new, options):
     with pytest.raises(UserError, match="expected"):
         generate(make_gpt(), random_tokens(1, length), n_new, **options)
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_norms_are_their_formulas(kind):
+    """With a large eps, and gains and biases as after training."""
+    norm = make_norm(ModelConfig(**TINY, norm=kind, norm_eps=0.25))
+    for p in norm.parameters():
+        torch.nn.init.normal_(p)
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    if kind == "layernorm":
+        x = x - x.mean(-1, keepdim=True)
+    want = norm.weight * x / (x.square().mean(-1, keepdim=True) + 0.25).sqrt() + getattr(norm, "bias", 0.0)
+    torch.testing.assert_close(norm(x), want)

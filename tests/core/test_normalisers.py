@@ -30,7 +30,7 @@ from torch import Tensor
 from attention import make_normaliser
 from normalisers.base import RowContext, reweight
 from normalisers.family import LSSA, Scaled
-from normalisers.layer import NormaliserLayer
+from normalisers.layer import NormaliserLayer, to_unit
 from normalisers.own import NORMALISERS
 from schema import AttentionConfig
 
@@ -273,3 +273,10 @@ def test_overrides_of_weights_need_not_know_of_hidden_keys():
         assert (layer.weights(*inputs[:2])[..., future] == 0).all()
         if not isinstance(definition, Negated):
             assert_close(rows, dense, inputs, 1e-5, str(definition))
+
+
+def test_cosine_scores_divide_by_a_norm_of_a_thousandth_or_more():
+    lengths = torch.tensor([0.0, 5e-4, 1e-3, 2e-3, 7.0])
+    direction = torch.tensor([0.6, -0.8])
+    norms = torch.tensor([0.0, 0.5, 1.0, 1.0, 1.0])
+    torch.testing.assert_close(to_unit(lengths[:, None] * direction), norms[:, None] * direction)
