@@ -54,9 +54,7 @@ class RopeScaling:
         if self.kind not in get_args(RopeKind):
             raise UserError(f"RoPE scaling {self.kind!r}: expected one of {', '.join(get_args(RopeKind))}")
         if self.kind == "theta" and not (self.theta is not None and 0 < self.theta < math.inf):
-            raise UserError(
-                f"RoPE scaling theta: base {self.theta}: expected a number above 0 (--rope-theta)"
-            )
+            raise UserError(f"RoPE scaling theta: base {self.theta}: expected a number above 0, --rope-theta")
         if self.kind != "theta" and self.theta is not None:
             raise UserError(f"RoPE base {self.theta}: only read by RoPE scaling theta, not by {self.kind}")
         if self.length is not None and self.length < 1:

@@ -211,9 +211,7 @@ def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Bloc
         stream = open_validation(run.config, args.data, run.tokenizer)
         end = val_windows(stream, n_skipped * longest + args.tokens, longest)
         if end <= n_skipped:
-            raise UserError(
-                f"--skip {args.skip}: expected a block of {longest} after it; the data has {end} in all"
-            )
+            raise UserError(f"--skip {args.skip}: expected a block of {longest} after it; the data has {end}")
         all_blocks.append(Blocks(stream, lengths, end - n_skipped, n_skipped))
     return all_blocks
 

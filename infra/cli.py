@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 
@@ -24,7 +25,9 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(prog, description=description, formatter_class=unwrapped, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(message)
+        typo = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        near = get_close_matches(typo[1], self._option_string_actions, n=1) if typo else []
+        raise UserError(message + "".join(f"; did you mean {option}?" for option in near))
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
         for word in sys.argv:

@@ -104,13 +104,13 @@ def read_json(path: Path, shape: type[BaseModel] | None = None) -> Any:
 
 
 def read_jsonl(path: Path, shape: type[BaseModel] | None = None) -> list[Any]:
-    """The records of a JSON-lines file, without a line that was truncated by a kill; [] if it is absent.
+    """The records of a JSON-lines file, without a line that was truncated by a kill; [] if it is no file.
 
     Raises UserError: it cannot be read, or a line lacks the fields of `shape`.
     """
     records = []
     try:
-        lines = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []
+        lines = path.read_text("utf-8", errors="replace").splitlines() if path.is_file() else []
     except OSError as e:
         raise UserError(f"{path}: cannot be read: {e.strerror}") from None
     for number, line in enumerate(lines, 1):

@@ -32,8 +32,13 @@ from schema import Config, describe_layers
 from training.state import TrainState
 
 
+class AtLength(BaseModel, strict=True):
+    length: int
+    loss: float | None = None
+
+
 class Record(BaseModel, strict=True):
-    """The keys of a line of metrics.jsonl that are read again; null: not finite."""
+    """The keys of a line of metrics.jsonl, or of eval_length.json, that are read again; null: not finite."""
 
     step: int
     loss: float | None = None
@@ -42,6 +47,8 @@ class Record(BaseModel, strict=True):
     logit_std: float | None = None
     qk_std: dict[str, float | None] = {}
     entropy: dict[str, float | None] = {}
+    options: dict[str, Any] = {}
+    lengths: list[AtLength] = []
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -134,7 +134,15 @@ def test_odd_lines_of_metrics(line: str, tmp_path: Path):
             read(tmp_path)
 
 
-@pytest.mark.parametrize("content", [*ODD_LINES[:5], NESTED, "{", "\xff"])
+def test_metrics_that_never_end(tmp_path: Path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert read_metrics(tmp_path) == []
+
+
+ODD_RESULTS = [f'{{"step": 12, {key}}}' for key in ('"options": []', '"lengths": [3]', '"lengths": [{}]')]
+
+
+@pytest.mark.parametrize("content", [*ODD_LINES[:5], *ODD_RESULTS, NESTED, "{", "\xff"])
 def test_odd_results_of_an_evaluation(content: str, four_runs: Path):
     """sweep.py --list names the file, and a sweep goes on with the other runs."""
     job = sweep.make_jobs([str(four_runs)], [], None)[0]
@@ -287,3 +295,8 @@ def test_out_of_memory_is_one_line(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as e:
         run_main(greedy)
     assert e.value.code == 2 and capsys.readouterr().err.startswith("error: out of memory: ")
+
+
+def test_a_typo_of_an_option(call: Callable[..., None]):
+    with one_line("unrecognized arguments: --token 3; did you mean --tokens?"):
+        call(eval_length, "run", "--token", 3)
