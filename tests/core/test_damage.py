@@ -181,12 +181,15 @@ def test_a_second_sweep_says_who_has_the_run(four_runs: Path, call: Callable[...
 
 
 def test_writers_of_one_file_at_the_same_time(tmp_path: Path):
-    """As two evaluations of one run: each file is whole, and the last one stays."""
-    path = tmp_path / "eval_length.json"
-    with atomic_file(path, shared=True) as first, atomic_file(path, shared=True) as second:
+    """As two evaluations of one run, one by a link: each file is whole, and the last one stays."""
+    path = tmp_path / "run/eval_length.json"
+    path.parent.mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(path.parent)
+    with atomic_file(path, shared=True) as first, atomic_file(link / path.name, shared=True) as second:
         first.write(b"first")
         second.write(b"second")
-    assert path.read_bytes() == b"first" and [*tmp_path.iterdir()] == [path]
+    assert path.read_bytes() == b"first" and [*path.parent.iterdir()] == [path]
 
 
 def test_linked_run_folders(tiny_config: Path, call: Callable[..., None]):
