@@ -37,6 +37,38 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from evals.options import add_arguments, parse_arguments
+from infra.cli import ArgumentParser, UserError, run_main
+from rope_scaling import RopeScaling
+
+
+def parse_args() -> list[argparse.Namespace]:
+    """The options at each RoPE scaling: those of --rope, then of --also."""
+    parser = ArgumentParser(__doc__)
+    lengths_help = "divisors of the longest (default: 1, 2, 4, 8, 16 x the training length)"
+    add_arguments(parser, lengths_help, tokens=2**20)
+    parser.add_argument("--replace", action="store_true", help="also results of another evaluation")
+    also_help = "RoPE scalings beside --rope: none, theta=500000, ...; they write eval_length_none.json, ..."
+    parser.add_argument("--also", nargs="+", default=[], metavar="ROPE", help=also_help)
+    args = parse_arguments(parser, "eval_length")
+    at_scalings = [args]
+    for text in args.also:
+        kind, _, theta = text.partition("=")
+        if any(kind == each.rope for each in at_scalings):
+            raise UserError(f"--also {text}: {kind} is there already")
+        try:
+            scaling = RopeScaling(kind, float(theta) if theta else None)
+        except ValueError as e:
+            raise UserError(f"--also {text}: {e}") from None
+        own = {"rope": kind, "rope_theta": scaling.theta, "rope_scaling": scaling}
+        own |= {"name": f"{args.name}_{kind}", "out": None}
+        at_scalings.append(argparse.Namespace(**vars(args) | own))
+    return at_scalings
+
+
+if __name__ == "__main__":  # --help and a typo need no torch
+    run_main(parse_args)
+
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -46,11 +78,9 @@ from evals import common, output
 from evals.common import Blocks, EvaluatedRun, mean_and_stderr
 from evals.output import Result
 from evals.rows import Cell, text_key
-from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import World, join_world
 from infra.files import read_json
 from model import GPT
-from positions import RopeScaling
 from training.run_log import Record
 
 FIRST_BUCKET = 128  # positions; each further bucket reaches twice as far
@@ -283,31 +313,6 @@ def plot(results: list[Result], path: Path) -> None:
         panels[0].axhline(loss, color=style["color"], linestyle="--", linewidth=1.2, label=label)
     output.legend_below(figure, 3)
     output.save_figure(figure, path)
-
-
-# ---------------------------------------------------------------- command line
-def parse_args() -> list[argparse.Namespace]:
-    """The options at each RoPE scaling: those of --rope, then of --also."""
-    parser = ArgumentParser(__doc__)
-    lengths_help = "divisors of the longest (default: 1, 2, 4, 8, 16 x the training length)"
-    common.add_arguments(parser, lengths_help, tokens=2**20)
-    parser.add_argument("--replace", action="store_true", help="also results of another evaluation")
-    also_help = "RoPE scalings beside --rope: none, theta=500000, ...; they write eval_length_none.json, ..."
-    parser.add_argument("--also", nargs="+", default=[], metavar="ROPE", help=also_help)
-    args = common.parse_arguments(parser, "eval_length")
-    at_scalings = [args]
-    for text in args.also:
-        kind, _, theta = text.partition("=")
-        if any(kind == each.rope for each in at_scalings):
-            raise UserError(f"--also {text}: {kind} is there already")
-        try:
-            scaling = RopeScaling(kind, float(theta) if theta else None)
-        except ValueError as e:
-            raise UserError(f"--also {text}: {e}") from None
-        own = {"rope": kind, "rope_theta": scaling.theta, "rope_scaling": scaling}
-        own |= {"name": f"{args.name}_{kind}", "out": None}
-        at_scalings.append(argparse.Namespace(**vars(args) | own))
-    return at_scalings
 
 
 if __name__ == "__main__":

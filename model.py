@@ -24,7 +24,8 @@ from attention import ChosenEngine, attend, attend_documents, choose_engine, mak
 from normalisers.adaptive import AdaptiveSoftmax
 from normalisers.family import Phi
 from normalisers.layer import NormaliserLayer
-from positions import UNSCALED, RopeScaling, apply_pope, apply_rope, rope_tables
+from positions import apply_pope, apply_rope, rope_tables
+from rope_scaling import UNSCALED, RopeScaling
 from schema import Config, Engine, ModelConfig, TrainConfig
 
 INIT_STD = 0.02

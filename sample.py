@@ -20,15 +20,42 @@ from itertools import takewhile
 from pathlib import Path
 from typing import get_args
 
+from infra.cli import ArgumentParser, UserError, integer, run_main
+from rope_scaling import RopeKind, RopeScaling
+
+
+def parse_args() -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    add = parser.add_argument
+    add("run", help="run folder (its newest checkpoint) or one checkpoint file")
+    add("--prompt", nargs="+", metavar="TEXT", help="texts to continue (default: a line break)")
+    add("--prompt-file", nargs="+", metavar="FILE", help="files to continue, each as one prompt")
+    add("--samples", type=integer(1, 4096), default=1, metavar="N", help="of each prompt (default: 1)")
+    add("--tokens", type=integer(0, 2**20), default=500, metavar="N", help="new tokens (default: 500)")
+    add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
+    add("--top-k", type=int, default=50, help="sample from the k likeliest tokens (default: 50)")
+    add("--top-p", type=float, help="sample from the fewest tokens that have this probability")
+    add("--seed", type=int, default=0, help="of the first prompt (default: 0)")
+    add("--rope", choices=get_args(RopeKind), default="none", help="RoPE scaling (default: none)")
+    add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
+    args = parser.parse_args()
+    args.rope_scaling = RopeScaling(args.rope, args.rope_theta)
+    if not 0 <= args.seed < 2**63:
+        raise UserError(f"--seed {args.seed}: expected 0 or more, below 2^63")
+    return args
+
+
+if __name__ == "__main__":  # --help and a typo need no torch
+    run_main(parse_args)
+
 import torch
 
 from data.tokenizer import Tokenizer
 from generation import stream
-from infra.cli import ArgumentParser, UserError, integer, run_main
 from infra.distributed import choose_device
 from infra.files import read_text
 from model import GPT
-from positions import RopeKind, RopeScaling
 from training.checkpoint import load_model
 
 
@@ -95,28 +122,6 @@ def print_text(tokenizer: Tokenizer, prompt: str, tokens: Iterable[int]) -> None
             print(addition, end="", flush=True)
             before, new, addition = new, [], ""
     print(addition)
-
-
-def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__)
-    add = parser.add_argument
-    add("run", help="run folder (its newest checkpoint) or one checkpoint file")
-    add("--prompt", nargs="+", metavar="TEXT", help="texts to continue (default: a line break)")
-    add("--prompt-file", nargs="+", metavar="FILE", help="files to continue, each as one prompt")
-    add("--samples", type=integer(1, 4096), default=1, metavar="N", help="of each prompt (default: 1)")
-    add("--tokens", type=integer(0, 2**20), default=500, metavar="N", help="new tokens (default: 500)")
-    add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
-    add("--top-k", type=int, default=50, help="sample from the k likeliest tokens (default: 50)")
-    add("--top-p", type=float, help="sample from the fewest tokens that have this probability")
-    add("--seed", type=int, default=0, help="of the first prompt (default: 0)")
-    add("--rope", choices=get_args(RopeKind), default="none", help="RoPE scaling (default: none)")
-    add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
-    args = parser.parse_args()
-    args.rope_scaling = RopeScaling(args.rope, args.rope_theta)
-    if not 0 <= args.seed < 2**63:
-        raise UserError(f"--seed {args.seed}: expected 0 or more, below 2^63")
-    return args
 
 
 if __name__ == "__main__":

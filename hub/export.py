@@ -26,15 +26,32 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
+from infra.cli import ArgumentParser, UserError, run_main
+from rope_scaling import RopeKind, RopeScaling
+
+
+def parse_args() -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    add = parser.add_argument
+    add("run", help="run folder (its newest checkpoint) or one checkpoint file")
+    add("out", type=Path, help="new folder to write")
+    add("--code", action="store_true", help="this repo's code, also for a softmax model")
+    add("--rope", choices=get_args(RopeKind), default="none", help="scaling in config.json")
+    add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
+    add("--check", action="store_true", help="load it with transformers, compare with ours")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # --help and a typo need no torch
+    run_main(parse_args)
+
 import torch
 
 from config import to_toml
 from data.tokenizer import FileTokenizer, Tokenizer
 from hub.native import choose_architecture, import_transformers, largest_difference, native_model
-from infra.cli import ArgumentParser, UserError, run_main
 from model import GPT
 from normalisers.own import find_normaliser
-from positions import RopeKind, RopeScaling
 from schema import describe_layers
 from training.checkpoint import Trained, load_model
 
@@ -71,18 +88,6 @@ def main() -> None:
     print(f"{args.run}, step {trained.step} -> {args.out}: {kind}, {trained.model.n_params():,} parameters")
     if args.check:
         print(f"largest difference between the logits: {check(args.out, trained.model, tokenizer, rope):.1e}")
-
-
-def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__)
-    add = parser.add_argument
-    add("run", help="run folder (its newest checkpoint) or one checkpoint file")
-    add("out", type=Path, help="new folder to write")
-    add("--code", action="store_true", help="this repo's code, also for a softmax model")
-    add("--rope", choices=get_args(RopeKind), default="none", help="scaling in config.json")
-    add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
-    add("--check", action="store_true", help="load it with transformers, compare with ours")
-    return parser.parse_args()
 
 
 def own_model(model: GPT, rope: RopeScaling, eot_token: int) -> Any:

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from config import config_from_dict
 from infra.cli import UserError
 from model import GPT, KVCache, scale_logits
-from positions import RopeScaling
+from rope_scaling import RopeScaling
 
 
 class NormaliserGPTConfig(PreTrainedConfig):

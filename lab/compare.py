@@ -17,10 +17,28 @@ import sys
 import tomllib
 from pathlib import Path
 
+from infra.cli import ArgumentParser, UserError, run_main
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and overrides for all runs."""
+    parser = ArgumentParser(__doc__)
+    add = parser.add_argument
+    add("configs", nargs="+", metavar="CONFIG", help="config files, first")
+    add("--rates", nargs="+", type=float, default=[2e-3, 4e-3], metavar="LR", help="learning rates")
+    add("--fresh", action="store_true", help="without the published records")
+    add("--out", type=Path, metavar="DIR", help="(default: runs/compare/<name of the first file>)")
+    args, extra = parser.parse_known_args()
+    args.out = args.out or Path("runs/compare") / Path(args.configs[0]).stem
+    return args, extra
+
+
+if __name__ == "__main__":  # --help and a typo need no torch
+    run_main(parse_args)
+
 import sweep
 from config import changed_keys, load_config
 from data.dataset import TokenStream
-from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import exclusive_lock, read_jsonl, write_atomically
 from lab import comparison
 from lab.figures import N_SHOWN
@@ -108,19 +126,6 @@ def write_report(jobs: list[sweep.Job], records: list[comparison.Record], out: P
     shown = table[table.index.isin(settings["shown"])].iloc[:, [0, 1, 2, *ends]]
     print(markdown(shown.reset_index(), n_left=2))
     print(f"wrote {out / 'README.md'}, with all {len(table)} variants")
-
-
-def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """Our options, and overrides for all runs."""
-    parser = ArgumentParser(__doc__)
-    add = parser.add_argument
-    add("configs", nargs="+", metavar="CONFIG", help="config files, first")
-    add("--rates", nargs="+", type=float, default=[2e-3, 4e-3], metavar="LR", help="learning rates")
-    add("--fresh", action="store_true", help="without the published records")
-    add("--out", type=Path, metavar="DIR", help="(default: runs/compare/<name of the first file>)")
-    args, extra = parser.parse_known_args()
-    args.out = args.out or Path("runs/compare") / Path(args.configs[0]).stem
-    return args, extra
 
 
 if __name__ == "__main__":

@@ -22,6 +22,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from evals.options import add_arguments, parse_arguments
+from infra.cli import ArgumentParser, run_main
+from lab.statistics import STATISTICS
+
+
+def parse_args() -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    listed = [f"  {name:18}{meaning}" for name, meaning in STATISTICS.items()]
+    heading = "p = |A| / sum |A| over the n visible keys, the weights of a softmax:"
+    parser.epilog = "\n".join([heading, *listed])
+    lengths_help = "window lengths (default: 1, 2, 4, 8, 16 x the training length)"
+    add_arguments(parser, lengths_help, tokens=2**18)
+    return parse_arguments(parser, "diagnose")
+
+
+if __name__ == "__main__":  # --help and a typo need no torch
+    run_main(parse_args)
+
 import numpy as np
 import torch
 from matplotlib.figure import Figure
@@ -31,12 +49,11 @@ from evals import common, output
 from evals.common import Blocks, mean_and_stderr
 from evals.output import Result
 from evals.rows import text_key
-from infra.cli import ArgumentParser, run_main
 from infra.distributed import World, join_world
-from lab.attention_statistics import STATISTICS, model_statistics
+from lab.attention_statistics import model_statistics
 from lab.figures import ordered_styles
 from model import GPT
-from positions import RopeScaling
+from rope_scaling import RopeScaling
 
 
 def main() -> None:
@@ -138,17 +155,6 @@ def layer_curves(result: Result, name: str) -> list[output.Curve]:
     means = {e["length"]: np.mean(e["heads"][name], axis=1) for e in result["lengths"] if "heads" in e}
     layers = np.array([*means.values()]).T
     return [output.Curve(f"layer {i}", [*means], [*layer]) for i, layer in enumerate(layers)]
-
-
-# ---------------------------------------------------------------- command line
-def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__)
-    listed = [f"  {name:18}{meaning}" for name, meaning in STATISTICS.items()]
-    heading = "p = |A| / sum |A| over the n visible keys, the weights of a softmax:"
-    parser.epilog = "\n".join([heading, *listed])
-    lengths_help = "window lengths (default: 1, 2, 4, 8, 16 x the training length)"
-    common.add_arguments(parser, lengths_help, tokens=2**18)
-    return common.parse_arguments(parser, "diagnose")
 
 
 if __name__ == "__main__":

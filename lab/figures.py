@@ -6,7 +6,6 @@ LSSAR's Figures 1 and 2, SSMax's 2 (p_n) and 4, NormSoftmax's 2a and 4.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,8 @@ from matplotlib import colormaps
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from evals.common import FIGURE_SUFFIXES
 from evals.output import GREY, MARKERS, N_SHOWN, format_length, legend_below, line_styles
 from evals.rows import FACTORS
-from infra.cli import ArgumentParser, UserError
 from lab.runs import FinishedRun, Runs, recipe_of
 from lab.tables import read_published, read_rows
 
@@ -32,16 +29,6 @@ P_N_FITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "n": lambda n: n,
 }
 Drawn = tuple[str, str, Figure]  # file name, caption, figure
-
-
-def parse_figure_path(description: str | None) -> Path:
-    """The command line of a script that draws one figure. Raises UserError: not a figure's suffix."""
-    parser = ArgumentParser(description)
-    parser.add_argument("out", type=Path, help="figure to write")
-    out: Path = parser.parse_args().out
-    if out.suffix not in FIGURE_SUFFIXES:
-        raise UserError(f"{out}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}")
-    return out
 
 
 def ordered_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:

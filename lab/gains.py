@@ -15,13 +15,29 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from evals.options import FIGURE_SUFFIXES
+from infra.cli import ArgumentParser, UserError, run_main
+
+
+def parse_args() -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("files", nargs="+", type=Path, metavar="ROWS.csv")
+    parser.add_argument("--ceiling", default="", metavar="RUN", help="a run that was trained at long lengths")
+    parser.add_argument("--out", type=Path, metavar="FIGURE", help="figure to write")
+    args = parser.parse_args()
+    if args.out and args.out.suffix not in FIGURE_SUFFIXES:
+        raise UserError(f"--out {args.out}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}")
+    return args
+
+
+if __name__ == "__main__":  # --help and a typo need no torch
+    run_main(parse_args)
+
 import pandas as pd
 from matplotlib.figure import Figure
 
-from evals.common import FIGURE_SUFFIXES
 from evals.output import save_figure
 from evals.rows import read_table
-from infra.cli import ArgumentParser, UserError, run_main
 from lab.figures import draw_lines, log_ticks
 from lab.tables import markdown
 
@@ -76,18 +92,8 @@ def gain_figure(rows: pd.DataFrame) -> Figure:
     return log_ticks(figure, sorted(points.x.unique()))
 
 
-def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("files", nargs="+", type=Path, metavar="ROWS.csv")
-    parser.add_argument("--ceiling", default="", metavar="RUN", help="a run that was trained at long lengths")
-    parser.add_argument("--out", type=Path, metavar="FIGURE", help="figure to write")
-    return parser.parse_args()
-
-
 def main() -> None:
     args = parse_args()
-    if args.out and args.out.suffix not in FIGURE_SUFFIXES:
-        raise UserError(f"--out {args.out}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}")
     rows = pd.concat([read_table(path) for path in args.files], ignore_index=True)
     print(markdown(gain_table(rows, args.ceiling), n_left=2))
     if args.out:

@@ -10,9 +10,26 @@ compared. Needs `pip install -r requirements-hub.txt`.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
+
+from infra.cli import ArgumentParser, UserError, run_main
+
+
+def parse_args() -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("model", help="folder or name on the Hugging Face hub")
+    parser.add_argument("run", type=Path, help="new run folder")
+    args = parser.parse_args()
+    if args.run.exists():
+        raise UserError(f"{args.run}: exists; expected a new folder")
+    return args
+
+
+if __name__ == "__main__":  # --help and a typo need no torch
+    run_main(parse_args)
 
 import torch
 
@@ -20,7 +37,6 @@ from config import config_from_dict, to_toml
 from data.tokenizer import TOKENIZERS, get_tokenizer
 from hub.export import CHECK_TEXT
 from hub.native import ARCHITECTURES, import_transformers, largest_difference, native_config, pair_parameters
-from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import write_atomically
 from model import GPT
 from schema import Config
@@ -30,12 +46,7 @@ COMPARED = ["rope_type", "partial_rotary_factor", "head_dim", "hidden_act", "use
 
 
 def main() -> None:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("model", help="folder or name on the Hugging Face hub")
-    parser.add_argument("run", type=Path, help="new run folder")
-    args = parser.parse_args()
-    if args.run.exists():
-        raise UserError(f"{args.run}: exists; expected a new folder")
+    args = parse_args()
     native, tokenizer = load_native(args.model)
     config = convert_config(native.config, args.model, args.run)
     name = detect_tokenizer(tokenizer, args.model)

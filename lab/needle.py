@@ -31,6 +31,34 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from evals.options import add_arguments, parse_arguments
+from infra.cli import ArgumentParser, UserError, positive_int, run_main
+
+
+def parse_args() -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    lengths_help = "of the whole sequence with the answer (default: 1, 2, 4, 8 x the training length)"
+    add_arguments(parser, lengths_help)
+    add = parser.add_argument
+    depths = [10, 30, 50, 70, 90]
+    add(
+        "--depths",
+        nargs="+",
+        type=positive_int,
+        default=depths,
+        metavar="PERCENT",
+        help="of the text, at most 100",
+    )
+    add("--samples", type=positive_int, default=1000, metavar="N", help="of each cell (default: %(default)s)")
+    args = parse_arguments(parser, "eval_needle")
+    if max(args.depths) > 100:
+        raise UserError(f"--depths {max(args.depths)}: expected at most 100 per cent")
+    return args
+
+
+if __name__ == "__main__":  # --help and a typo need no torch
+    run_main(parse_args)
+
 import numpy as np
 import pandas
 import torch
@@ -41,13 +69,12 @@ from data.dataset import TokenStream
 from data.tokenizer import Tokenizer
 from evals import common, output
 from evals.output import Result
-from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world
 from lab.attention_statistics import attention_mass
 from lab.shares import percent, proportion
 from lab.squad import question_prompt
 from model import GPT, KVCache
-from positions import RopeScaling
+from rope_scaling import RopeScaling
 
 CITIES = (
     *("Amsterdam", "Athens", "Bangkok", "Berlin", "Bogota", "Cairo", "Chicago", "Delhi", "Dublin", "Havana"),
@@ -282,28 +309,6 @@ def ranked_heads(results: list[Result]) -> pandas.DataFrame:
             by_rank[result["run"] if len(results) > 1 else length] = np.sort(scores)[::-1][:N_RANKED]
     heads = pandas.DataFrame(by_rank)
     return heads.set_axis(range(1, len(heads) + 1))
-
-
-# ---------------------------------------------------------------- command line
-def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__)
-    lengths_help = "of the whole sequence with the answer (default: 1, 2, 4, 8 x the training length)"
-    common.add_arguments(parser, lengths_help)
-    add = parser.add_argument
-    depths = [10, 30, 50, 70, 90]
-    add(
-        "--depths",
-        nargs="+",
-        type=positive_int,
-        default=depths,
-        metavar="PERCENT",
-        help="of the text, at most 100",
-    )
-    add("--samples", type=positive_int, default=1000, metavar="N", help="of each cell (default: %(default)s)")
-    args = common.parse_arguments(parser, "eval_needle")
-    if max(args.depths) > 100:
-        raise UserError(f"--depths {max(args.depths)}: expected at most 100 per cent")
-    return args
 
 
 if __name__ == "__main__":

@@ -13,11 +13,23 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from infra.cli import ArgumentParser, UserError, run_main
+
+
+def parse_args() -> Path | None:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, help="(default: results/comparison)")
+    folder: Path | None = parser.parse_args().folder
+    return folder
+
+
+if __name__ == "__main__":  # --help and a typo need no torch
+    run_main(parse_args)
+
 import pandas as pd
 from matplotlib.colors import to_hex
 
 from evals.output import COLOURS
-from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import read_jsonl, write_atomically
 from lab import comparison
 from lab.report import RESULTS
@@ -28,9 +40,7 @@ DIGITS = 6
 
 
 def main() -> None:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS, help="(default: results/comparison)")
-    folder: Path = parser.parse_args().folder
+    folder = parse_args() or RESULTS
     out = folder / "index.html"
     write_atomically(out, page(folder).encode())
     print(f"wrote {out}")

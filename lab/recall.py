@@ -23,6 +23,21 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from evals.options import add_arguments, parse_arguments
+from infra.cli import ArgumentParser, UserError, positive_int, run_main
+
+
+def parse_args() -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    add_arguments(parser, "even numbers (default: 1, 2, 4, ... 64 x the training length)")
+    samples_help = "of each cell (default: %(default)s)"
+    parser.add_argument("--samples", type=positive_int, default=200, metavar="N", help=samples_help)
+    return parse_arguments(parser, "eval_recall")
+
+
+if __name__ == "__main__":  # --help and a typo need no torch
+    run_main(parse_args)
+
 import numpy as np
 import torch
 from matplotlib.figure import Figure
@@ -31,12 +46,11 @@ from torch import Tensor
 from data.dataset import dataset_info
 from evals import common, output
 from evals.output import Result
-from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world
 from lab import recall_data
 from lab.shares import percent, proportion
 from model import GPT
-from positions import RopeScaling
+from rope_scaling import RopeScaling
 
 TOKENS_AT_ONCE = 65536  # of one batch
 
@@ -149,15 +163,6 @@ def share_and_errors(task: str, entry: dict[str, Any]) -> Any:
     """A task's share, and how far below and above it the interval reaches."""
     share, low, high = (entry[task]["tokens"][key] for key in ("share", "low", "high"))
     return share, (abs(share - low), abs(high - share))  # rounding may put an end inside of 0 or 1
-
-
-# ---------------------------------------------------------------- command line
-def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__)
-    common.add_arguments(parser, "even numbers (default: 1, 2, 4, ... 64 x the training length)")
-    samples_help = "of each cell (default: %(default)s)"
-    parser.add_argument("--samples", type=positive_int, default=200, metavar="N", help=samples_help)
-    return common.parse_arguments(parser, "eval_recall")
 
 
 if __name__ == "__main__":

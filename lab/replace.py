@@ -22,19 +22,54 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
+from config import config_from_dict, parse_overrides
+from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
+from rope_scaling import RopeKind, RopeScaling
+
+
+def positive_float(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
+
+
+def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The command's options, and those of the normaliser."""
+    parser = ArgumentParser(__doc__)
+    add = parser.add_argument
+    add("model", help="folder or name on the Hugging Face hub")
+    add("--normaliser", required=True, help="a name of ours; its options are options here: --reweight-p 15")
+    add("--val-text", type=Path, required=True, metavar="FILE", help="the text to evaluate on")
+    add("--train-text", type=Path, metavar="FILE", help="the text to fine-tune on (with --steps above 0)")
+    add("--lengths", nargs="+", type=positive_int, metavar="T", help="(default: 1, 2, 4, 8 training lengths)")
+    add("--tokens", type=positive_int, default=131072, help="tokens to evaluate on (default: %(default)s)")
+    add("--rope", choices=get_args(RopeKind), default="ntk", help="RoPE scaling (default: ntk)")
+    add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
+    add("--steps", type=integer(0, 10**6), default=100, help="of fine-tuning (default: %(default)s)")
+    add("--lr", type=positive_float, default=1e-4, help="peak learning rate (default: %(default)s)")
+    add("--batch", type=positive_int, default=32, help="windows in a step (default: %(default)s)")
+    args, rest = parser.parse_known_args()
+    if args.steps and args.train_text is None:
+        raise UserError(f"--steps {args.steps}: needs --train-text; or give --steps 0")
+    return args, parse_overrides(rest)
+
+
+if __name__ == "__main__":  # --help and a typo need no torch
+    run_main(parse_args)
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import trange
 
-from config import config_from_dict, parse_overrides
 from evals.common import mean_and_stderr
 from evals.output import format_stderr, format_table
 from hub.register import learned_parameters, register
-from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
 from infra.files import read_text
 from lab.import_ import load_native
-from positions import RopeKind, RopeScaling, rope_frequencies
+from positions import rope_frequencies
 from schema import AttentionConfig, describe_attention
 
 Losses = dict[int, tuple[float, float | None]]  # by length: mean and its standard error
@@ -70,35 +105,6 @@ def main() -> None:
     print(format_table(table))
     if learned:
         print("\nlearned parameters of each layer:", *(p.tolist() for p in learned), sep="\n")
-
-
-def positive_float(text: str) -> float:
-    """An argparse type: a finite number above 0."""
-    with suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
-
-
-def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The command's options, and those of the normaliser."""
-    parser = ArgumentParser(__doc__)
-    add = parser.add_argument
-    add("model", help="folder or name on the Hugging Face hub")
-    add("--normaliser", required=True, help="a name of ours; its options are options here: --reweight-p 15")
-    add("--val-text", type=Path, required=True, metavar="FILE", help="the text to evaluate on")
-    add("--train-text", type=Path, metavar="FILE", help="the text to fine-tune on (with --steps above 0)")
-    add("--lengths", nargs="+", type=positive_int, metavar="T", help="(default: 1, 2, 4, 8 training lengths)")
-    add("--tokens", type=positive_int, default=131072, help="tokens to evaluate on (default: %(default)s)")
-    add("--rope", choices=get_args(RopeKind), default="ntk", help="RoPE scaling (default: ntk)")
-    add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
-    add("--steps", type=integer(0, 10**6), default=100, help="of fine-tuning (default: %(default)s)")
-    add("--lr", type=positive_float, default=1e-4, help="peak learning rate (default: %(default)s)")
-    add("--batch", type=positive_int, default=32, help="windows in a step (default: %(default)s)")
-    args, rest = parser.parse_known_args()
-    if args.steps and args.train_text is None:
-        raise UserError(f"--steps {args.steps}: needs --train-text; or give --steps 0")
-    return args, parse_overrides(rest)
 
 
 def make_attention(normaliser: str, options: dict[str, Any], train_len: int) -> AttentionConfig:

@@ -23,11 +23,28 @@ import re
 from pathlib import Path
 from typing import Any
 
+from infra.cli import ArgumentParser, UserError, run_main
+
+
+def parse_args() -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders, or folders of run folders")
+    parser.add_argument("--comparison", action="store_true", help="RUN: a folder for each scale")
+    parser.add_argument("--papers", action="store_true", help="from the records in --out, and of RUN")
+    parser.add_argument("--out", metavar="DIR", help="(default: in the folder that holds the runs)")
+    args = parser.parse_args()
+    if not args.runs and not args.comparison and not args.papers:
+        raise UserError("expected run folders: python -m lab.report runs/* (or --help)")
+    return args
+
+
+if __name__ == "__main__":  # --help and a typo need no torch
+    run_main(parse_args)
+
 import pandas as pd
 
 from evals.output import save_figure
 from evals.rows import FACTORS
-from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import exclusive_lock, write_atomically
 from lab import comparison
 from lab.figures import all_figures
@@ -195,18 +212,6 @@ def numbers_table(numbers: pd.DataFrame) -> str:
     cells = numbers.set_index(["row", "unit", "column"]).printed.unstack(sort=False).reset_index()
     where = numbers["where"].iloc[0]
     return markdown(cells.rename(columns={"row": f"paper only: {where}"}), n_left=2)
-
-
-def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders, or folders of run folders")
-    parser.add_argument("--comparison", action="store_true", help="RUN: a folder for each scale")
-    parser.add_argument("--papers", action="store_true", help="from the records in --out, and of RUN")
-    parser.add_argument("--out", metavar="DIR", help="(default: in the folder that holds the runs)")
-    args = parser.parse_args()
-    if not args.runs and not args.comparison and not args.papers:
-        raise UserError("expected run folders: python -m lab.report runs/* (or --help)")
-    return args
 
 
 if __name__ == "__main__":

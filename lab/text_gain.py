@@ -22,12 +22,28 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from infra.cli import ArgumentParser, UserError, positive_int, run_main
+
+
+def parse_args() -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("data", type=Path, help="a prepared dataset")
+    parser.add_argument("--train-len", type=positive_int, default=256, metavar="L", help="(default: 256)")
+    parser.add_argument("--blocks", type=positive_int, default=32, metavar="N", help="(default: 32)")
+    parser.add_argument(
+        "--counted", type=positive_int, default=4_000_000, metavar="N", help="training tokens (default: 4M)"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # --help and a typo need no torch
+    run_main(parse_args)
+
 import numpy as np
 from tqdm import tqdm
 
 from data.dataset import TokenStream
 from evals.rows import FACTORS
-from infra.cli import ArgumentParser, UserError, positive_int, run_main
 
 TRAINING_ORDER = 4  # tokens of the longest n-gram counted in the training split
 WINDOW_ORDER = 8
@@ -147,17 +163,6 @@ def print_table(blocks: list[list[Target]], train_len: int) -> None:
         gain = cut - long
         error = gain.std(ddof=1) / math.sqrt(len(gain))
         print(f"{factor * train_len:8,} {long.mean():7.3f} {gain.mean():+10.3f} ±{error:.3f}")
-
-
-def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("data", type=Path, help="a prepared dataset")
-    parser.add_argument("--train-len", type=positive_int, default=256, metavar="L", help="(default: 256)")
-    parser.add_argument("--blocks", type=positive_int, default=32, metavar="N", help="(default: 32)")
-    parser.add_argument(
-        "--counted", type=positive_int, default=4_000_000, metavar="N", help="training tokens (default: 4M)"
-    )
-    return parser.parse_args()
 
 
 def main() -> None:

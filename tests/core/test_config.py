@@ -340,7 +340,7 @@ LR = "optimizer.lr = 'x': expected number"
         ("sweep.py", "configs/lssar.toml --attention.reweigt-p 3 --optimizer.lr x", [REWEIGHT, LR]),
         ("config.py", "configs/lssar.toml --seed x", ["seed = 'x': expected integer"]),
         ("train.py", "configs/lssar.toml --attention.normaliser lsa", [LSSA]),
-        ("train.py", "--help", []),
+        *((script, "--help", []) for script in ("train.py", "eval_length.py", "sample.py")),
     ],
 )  # fmt: skip
 def test_a_typo_and_help_need_no_torch(script: str, options: str, problems: list[str], tmp_path: Path):

@@ -10,7 +10,7 @@ from data.dataset import TokenStream
 from evals.rows import read_rows
 from lab import diagnose
 from lab.attention_statistics import STATISTICS, model_statistics
-from positions import RopeScaling
+from rope_scaling import RopeScaling
 from training.checkpoint import load_model
 
 __all__ = ["data"]  # a fixture

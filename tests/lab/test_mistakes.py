@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +22,7 @@ from infra.cli import UserError
 from lab import comparison, needle, replace, report, squad
 from training.checkpoint import read_config
 
+ROOT = Path(__file__).parents[2]
 HEADER = "run,seed,lr,step,evaluation,rope,text,length,block,measure,value"
 
 
@@ -142,3 +146,16 @@ def test_damaged_costs_of_a_step(content: str, tmp_path: Path):
     (tmp_path / "train_step.json").write_text(content)
     with one_line(tmp_path / "train_step.json"):
         [*comparison.costs_of(tmp_path)]
+
+
+FILES = [*ROOT.glob("lab/*.py"), ROOT / "hub/export.py"]
+COMMANDS = [file for file in FILES if "run_main(main)" in file.read_text()]
+
+
+@pytest.mark.parametrize("file", COMMANDS, ids=lambda file: file.stem)
+def test_help_needs_no_torch(file: Path, tmp_path: Path):
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    command = [sys.executable, "-m", f"{file.parent.name}.{file.stem}", "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: ") and not done.stderr and done.returncode == 0

@@ -22,7 +22,7 @@ from infra.cli import UserError
 from lab import needle
 from lab.shares import proportion
 from model import GPT, KVCache
-from positions import RopeScaling
+from rope_scaling import RopeScaling
 from schema import Config
 from training.checkpoint import load_model
 

@@ -22,7 +22,7 @@ from infra.cli import UserError
 from lab import recall, recall_data
 from lab.recall_data import TASKS, VOCAB, make_sequence
 from lab.shares import proportion
-from positions import UNSCALED
+from rope_scaling import UNSCALED
 
 
 def solve(text: str) -> dict[int, str]:
