@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal
 
 import numpy as np
@@ -153,7 +154,7 @@ def finished_info(folder: Path) -> dict[str, Any] | None:
 
 def print_summary(info: dict[str, Any], folder: Path) -> None:
     """The end of a preparation: the source, a line per split of dataset.json's content, and the folder."""
-    print(f"source   {info['source']}")
+    print(f"source   {shorten(info['source'], 100)}")
     for split, counts in info["splits"].items():
         print(
             f"{split:8} {counts['tokens']:,} {info['tokenizer']} tokens, {counts['documents']:,} documents, "

@@ -178,8 +178,7 @@ def local_files(patterns: list[str], column: str, shuffle: int | None = None) ->
         if not suffixes or not os.path.isfile(file):
             raise UserError(f"{file}: expected a file, {', '.join(READERS)}")
         inputs.append(Input(file, partial(READERS[suffixes[0]], file, column)))
-    ends = dict.fromkeys((os.path.basename(files[0]), os.path.basename(files[-1])))
-    description = f"local files ({len(files)}): {' to '.join(ends)}"
+    description = f"local files ({len(files)}): {', '.join(map(os.path.basename, files))}"
     hashes = [_fingerprint(Path(file)) for file in files]
     if shuffle is not None:
         description += f", shuffled by seed {shuffle}"

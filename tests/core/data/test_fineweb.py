@@ -552,7 +552,8 @@ def test_the_command(tmp_path: Path, out: Path, small: Corpus, call: Any, capsys
     call(fineweb, "--files", *patterns, "--out", out, "--tokenizer", "bytes", "--shard-size", 1000)
     expected = Expected(small, shard_size=1000)
     expected.check(out)
-    assert "local files (6): a.parquet to f.parquet" in capsys.readouterr().out
+    names = "a.parquet, b.parquet, c.jsonl, d.jsonl, e.jsonl.gz, f.parquet"
+    assert f"local files (6): {names}" in capsys.readouterr().out
 
 
 def start(corpus: Corpus, out: Path, workers: int) -> subprocess.Popen[str]:
