@@ -1,13 +1,13 @@
 """What context is worth, as a table: the loss with the context cut at T, and the gain of each length over it.
 
     python -m lab.gains results/context/rows.csv
-    python -m lab.gains results/context/rows_4k.csv --ceiling softmax_continued --out results/context/gains.png
+    python -m lab.gains results/context/rows_4k.csv --ceiling softmax_continued --out gains.png
     python -m lab.gains runs/context/*/rows.csv
 
-Reads rows of eval_length.py. A line is a run at one RoPE scaling, over its seeds. A gain is the loss of the cut
-minus that of a window of the length, on the same targets, ± the standard error paired over blocks, of which each
-is the mean over seeds. Below 0 it is damage. The last columns are of the longest length: the share of the blocks
-that gain, and with --ceiling the gain as a share of the ceiling's. --out draws the gains.
+Reads rows of eval_length.py. A line is a run at one RoPE scaling, over its seeds. A gain is the loss of the
+cut minus that of a window of the length, on the same targets, ± the standard error paired over blocks, of
+which each is the mean over seeds. Below 0 it is damage. The last columns are of the longest length: the share
+of the blocks that gain, and with --ceiling the gain as a share of the ceiling's. --out draws the gains.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LINE = ["run", "rope", "text"]  # what identifies a line
 
 
 def paired_gains(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row for each line, seed, length and block: `cut` (loss with the context cut at T) and `gain` over it."""
+    """A row for each line, seed, length and block: `cut`, the loss with the context cut at T, and `gain`."""
     at_cut = rows[rows.measure.str.fullmatch(r"cut\[\d+\]")]
     at_length = rows[rows.measure.str.fullmatch(r"same_targets\[\d+\]")]
     pairs = at_length.merge(at_cut, on=[*LINE, "seed", "block"], suffixes=("", "_cut"))
@@ -79,7 +79,7 @@ def gain_table(rows: pd.DataFrame, ceiling: str = "") -> pd.DataFrame:
 
 
 def gain_figure(rows: pd.DataFrame) -> Figure:
-    """The gains by length, mean ± standard deviation over seeds. Lines that fall below −0.3 leave the figure."""
+    """The gains by length, mean ± standard deviation over seeds. What falls below −0.3 is not shown."""
     pairs = paired_gains(rows)
     pairs["name"] = pairs.run + pairs.rope.map(lambda rope: "" if rope == "none" else f", {rope}")
     points = pairs.groupby(["name", "seed", "length"], sort=False).gain.mean().reset_index()
