@@ -2,7 +2,7 @@
 # Install, prepare a corpus, train softmax, SSMax on QK-norm and LSSAR, compare their loss at 1x to 16x the training
 # length.
 #
-#   ./demo.sh           twelve to sixteen minutes on two CPU cores, after installation
+#   ./demo.sh           five to eight minutes on two CPU cores, after installation
 #   ./demo.sh --quick   under 2 minutes: the same steps with barely trained models (for CI)
 #
 # A second call reuses finished steps; remove runs/demo* or runs/quick* to start over.
@@ -26,7 +26,7 @@ echo "== 3/6  train softmax attention -> $softmax"
 $PYTHON train.py configs/demo_softmax.toml --name ${prefix}_softmax ${steps[@]+"${steps[@]}"}
 echo "== 4/6  train SSMax on QK-norm -> $ssmax"
 $PYTHON train.py configs/demo_ssmax.toml --name ${prefix}_ssmax ${steps[@]+"${steps[@]}"}
-echo "== 5/6  train LSSAR, p = 15 -> $lssar"
+echo "== 5/6  train LSSAR, p raised to 15 -> $lssar"
 $PYTHON train.py configs/demo_lssar.toml --name ${prefix}_lssar ${steps[@]+"${steps[@]}"}
 echo "== 6/6  validation loss at 1x to 16x the training length -> $picture"
 if [ -s runs/$prefix.txt ] && [ "$picture" -nt $softmax/checkpoints ] && [ "$picture" -nt $ssmax/checkpoints ] &&
