@@ -1,13 +1,14 @@
 """What context is worth, as a table: the loss with the context cut at T, and the gain of each length over it.
 
     python -m lab.gains results/context/rows.csv
-    python -m lab.gains results/context/rows_4k.csv --ceiling softmax_continued --out gains.png
+    python -m lab.gains results/context/rows_4k.csv --baseline softmax --ceiling softmax_continued --out gains.png
     python -m lab.gains runs/context/*/rows.csv
 
 Reads rows of eval_length.py. A line is a run at one RoPE scaling, over its seeds. A gain is the loss of the
 cut minus that of a window of the length, on the same targets, ± the standard error paired over blocks, of
 which each is the mean over seeds. Below 0 it is damage. The last columns are of the longest length: the share
-of the blocks that gain, and with --ceiling the gain as a share of the ceiling's. --out draws the gains.
+of the blocks that gain, and with --ceiling the gain as a share of the ceiling's. --baseline adds what the cut's
+loss is over that of another run, paired over blocks. --out draws the gains.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from infra.cli import ArgumentParser, UserError, run_main
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="ROWS.csv")
+    parser.add_argument("--baseline", default="", metavar="RUN", help="the run that cuts are compared with")
     parser.add_argument("--ceiling", default="", metavar="RUN", help="a run that was trained at long lengths")
     parser.add_argument("--out", type=Path, metavar="FIGURE", help="figure to write")
     args = parser.parse_args()
@@ -39,7 +41,7 @@ from matplotlib.figure import Figure
 from evals.output import save_figure
 from evals.rows import read_table
 from lab.figures import draw_lines, log_ticks
-from lab.tables import markdown
+from lab.tables import DASH, markdown
 
 LINE = ["run", "rope", "text"]  # what identifies a line
 
@@ -54,18 +56,32 @@ def paired_gains(rows: pd.DataFrame) -> pd.DataFrame:
     return pairs.assign(cut=pairs.value_cut, gain=pairs.value_cut - pairs.value)
 
 
-def gain_table(rows: pd.DataFrame, ceiling: str = "") -> pd.DataFrame:
-    """The table, in the order of the runs. Raises UserError: no row of a cut, no `ceiling` with a gain."""
+def with_errors(differences: pd.Series) -> pd.Series:
+    """'+0.071 ±0.024' of each line: mean ± standard error over blocks, the last level of the index."""
+    lines = differences.groupby(level=[*range(differences.index.nlevels - 1)], sort=False)
+    text = lines.mean().map("{:+.3f}".format) + lines.sem().map(" ±{:.3f}".format)
+    return text.str.replace("-", "−")
+
+
+def gain_table(rows: pd.DataFrame, baseline: str = "", ceiling: str = "") -> pd.DataFrame:
+    """The table, in the order of the runs.
+
+    Raises UserError: no row of a cut, no run `baseline`, no `ceiling` with a gain at the longest length.
+    """
     pairs = paired_gains(rows)
     lines = pairs.groupby(LINE, sort=False)
     table = pd.DataFrame({"seeds": lines.seed.nunique(), "cut": lines.cut.mean().map("{:.3f}".format)})
+    if baseline:
+        cuts = pairs.groupby([*LINE, "block"], sort=False).cut.mean()
+        of_baseline = pairs[pairs.run == baseline].groupby(["text", "block"]).cut.mean()
+        if of_baseline.empty:
+            raise UserError(f"--baseline {baseline}: expected a run among the rows")
+        table[f"over {baseline}'s"] = with_errors(cuts.sub(of_baseline).reorder_levels(cuts.index.names))
     blocks = pairs.groupby([*LINE, "length", "block"], sort=False).gain.mean()
-    gains = blocks.groupby([*LINE, "length"], sort=False)
-    mean = gains.mean().unstack().sort_index(axis=1)
-    error = gains.sem().unstack()
+    mean = blocks.groupby([*LINE, "length"], sort=False).mean().unstack().sort_index(axis=1)
+    text = with_errors(blocks).unstack()
     for length in mean:
-        text = mean[length].map("{:+.3f}".format) + error[length].map(" ±{:.3f}".format)
-        table[f"{length:,}"] = text.str.replace("-", "−")
+        table[f"{length:,}"] = text[length]
     longest = mean[mean.columns[-1]]
     is_gain = blocks.xs(mean.columns[-1], level="length") > 0
     table["blocks that gain"] = is_gain.groupby(LINE, sort=False).mean().map("{:.0%}".format)
@@ -73,7 +89,7 @@ def gain_table(rows: pd.DataFrame, ceiling: str = "") -> pd.DataFrame:
         best = longest[longest.index.get_level_values("run") == ceiling].max()
         if not best > 0:
             raise UserError(f"--ceiling {ceiling}: expected a run among the rows with a gain above 0")
-        table["of the ceiling"] = (longest / best).map("{:.0%}".format).str.replace("-", "−")
+        table["of the ceiling"] = (longest / best).map("{:.0%}".format).where(longest > 0, DASH)
     table.index = table.index.droplevel("text")
     return table.reset_index()
 
@@ -95,7 +111,7 @@ def gain_figure(rows: pd.DataFrame) -> Figure:
 def main() -> None:
     args = parse_args()
     rows = pd.concat([read_table(path) for path in args.files], ignore_index=True)
-    print(markdown(gain_table(rows, args.ceiling), n_left=2))
+    print(markdown(gain_table(rows, args.baseline, args.ceiling), n_left=2))
     if args.out:
         save_figure(gain_figure(rows), args.out)
 

@@ -34,12 +34,13 @@ def test_gains_are_paired():
             *rows_of("x", {16: [2.8, 0.9]}, [2.7, 0.7], seed=2),
         ]
     )
-    table = gain_table(rows, ceiling="long").set_index("run")
+    table = gain_table(rows, "x", "long").set_index("run")
     assert table.loc["long", "cut"] == "1.500" and table.loc["long", "8"] == "−0.500 ±0.000"
     assert table.loc["long", "16"] == "+0.300 ±0.200" and table.loc["long", "blocks that gain"] == "100%"
     of_x = table.loc["x"]  # gains of the blocks 0.5 and -0.4, -0.1 and -0.2: means 0.2 and -0.3
     assert of_x["seeds"] == 2 and of_x["16"] == "−0.050 ±0.250" and of_x["blocks that gain"] == "50%"
-    assert of_x["of the ceiling"] == "−17%"
+    assert [*table["of the ceiling"]] == ["100%", "–"]
+    assert [*table["over x's"]] == ["−0.100 ±0.000", "+0.000 ±0.000"]
     assert [line.get_label() for line in gain_figure(rows).axes[0].containers] == ["long", "x"]
 
 
@@ -47,6 +48,8 @@ def test_mistakes():
     rows = pd.DataFrame(rows_of("short", {16: [3.0, 1.0]}, [2.5, 0.5]))
     with pytest.raises(UserError, match="--ceiling short: expected a run among the rows with a gain above 0"):
         gain_table(rows, ceiling="short")
+    with pytest.raises(UserError, match="--baseline other: expected a run among the rows"):
+        gain_table(rows, baseline="other")
     with pytest.raises(UserError, match="no row has a cut"):
         gain_table(rows[rows.measure != "cut[8]"])
 
