@@ -1,14 +1,14 @@
 """What context is worth, as a table: the loss with the context cut at T, and the gain of each length over it.
 
     python -m lab.gains results/context/rows.csv
-    python -m lab.gains results/context/rows_4k.csv --baseline softmax --ceiling softmax_continued --out gains.png
+    python -m lab.gains results/context/rows_4k.csv --baseline softmax --ceiling softmax_continued
     python -m lab.gains runs/context/*/rows.csv
 
 Reads rows of eval_length.py. A line is a run at one RoPE scaling, over its seeds. A gain is the loss of the
 cut minus that of a window of the length, on the same targets, ± the standard error paired over blocks, of
 which each is the mean over seeds. Below 0 it is damage. The last columns are of the longest length: the share
-of the blocks that gain, and with --ceiling the gain as a share of the ceiling's. --baseline adds what the cut's
-loss is over that of another run, paired over blocks. --out draws the gains.
+of the blocks that gain, and with --ceiling the gain as a share of the ceiling's. --baseline adds by how much
+the cut's loss is over that of another run, paired over blocks. --out draws the gains.
 """
 
 from __future__ import annotations
@@ -95,14 +95,18 @@ def gain_table(rows: pd.DataFrame, baseline: str = "", ceiling: str = "") -> pd.
 
 
 def gain_figure(rows: pd.DataFrame) -> Figure:
-    """The gains by length, mean ± standard deviation over seeds. What falls below −0.3 is not shown."""
+    """The gains by length of each run at its better RoPE scaling, mean ± standard deviation over seeds.
+
+    What falls below −0.3 is not shown.
+    """
     pairs = paired_gains(rows)
-    pairs["name"] = pairs.run + pairs.rope.map(lambda rope: "" if rope == "none" else f", {rope}")
-    points = pairs.groupby(["name", "seed", "length"], sort=False).gain.mean().reset_index()
-    points = points.rename(columns={"length": "x", "gain": "y"})
-    figure = draw_lines(
-        points, "Who trains short and uses long context?", "length of the context", "gain over the cut"
-    )
+    at_longest = pairs[pairs.length == pairs.length.max()].groupby(["run", "rope"]).gain.mean()
+    best = at_longest.groupby("run").idxmax().tolist()
+    pairs = pairs[pd.MultiIndex.from_frame(pairs[["run", "rope"]]).isin(best)]
+    points = pairs.groupby(["run", "seed", "length"], sort=False).gain.mean().reset_index()
+    points = points.rename(columns={"run": "name", "length": "x", "gain": "y"})
+    title = "Who trains short and uses long context?"
+    figure = draw_lines(points, title, "length of the context", "gain over the cut, nats a token")
     figure.axes[0].axhline(0, color="black", linestyle="--", linewidth=1)
     figure.axes[0].set_ylim(bottom=max(-0.3, points.y.min() - 0.02))
     return log_ticks(figure, sorted(points.x.unique()))
