@@ -1,20 +1,8 @@
 """Checkpoint files: written atomically, found newest first, loaded safely.
 
-A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of
-
-    format      4
-    step        optimiser steps done
-    config      the run's resolved config, as a dict
-    model       parameters by their plain names (never torch.compile's or DDP's prefixes)
-    optimizers  the optimisers' states
-    validation  {"step", "loss", "best", "best_step"} of the newest and the best one; at first -1, None
-    guard       {"skipped": steps skipped in a row}
-    rng         torch's RNG states of each process
-    data        {"tokenizer": name, "train": fingerprint, "val": fingerprint} and masks (`TokenStream`)
-    tokenizer   the content of its tokenizer.json, if it has one
-
-It holds tensors and plain values only and is read with `weights_only`, so loading one runs no code, except
-that of a file that its normaliser names (normalisers/own.py).
+A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of the keys of `Checkpoint`. It
+holds tensors and plain values only and is read with `weights_only`, so loading one runs no code, except that
+of a file that its normaliser names (normalisers/own.py).
 `checkpoints/best.pt` is the one with the lowest validation loss, under a second name.
 """
 
@@ -50,22 +38,24 @@ class Validation(BaseModel, strict=True):
 
 
 class Data(BaseModel, strict=True, extra="allow"):
-    tokenizer: str
+    """Also the fingerprints of train, val, their masks and a normaliser's own file."""
+
+    tokenizer: str  # its name
 
 
 class Checkpoint(BaseModel, strict=True, arbitrary_types_allowed=True):
     """The shape that every checkpoint has, whatever its model; later versions may add keys."""
 
     format: Literal[4]
-    step: int = Field(ge=0)
-    config: dict[str, Any]
-    model: dict[str, Tensor]
-    optimizers: list[dict[str, Any]]
+    step: int = Field(ge=0)  # optimiser steps done
+    config: dict[str, Any]  # resolved
+    model: dict[str, Tensor]  # by plain names, never with torch.compile's or DDP's prefixes
+    optimizers: list[dict[str, Any]]  # their states
     validation: Validation
-    guard: dict[str, int]
-    rng: list[dict[str, Tensor]]
+    guard: dict[str, int]  # {"skipped": steps skipped in a row}
+    rng: list[dict[str, Tensor]]  # torch's states of each process
     data: Data
-    tokenizer: str = ""
+    tokenizer: str = ""  # the content of its tokenizer.json, if it has one
 
 
 def save_checkpoint(
