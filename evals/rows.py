@@ -1,16 +1,4 @@
-"""Tidy rows: one number of one run a row, in rows.csv of the run folder.
-
-    run         name in the run's config, with its seed and its lr (the peak learning rate)
-    step        optimiser steps done
-    evaluation  the script that measured: eval_length, recall, needle, diagnose; train for validations
-    rope        RoPE scaling: none, ntk, linear, yarn, theta = 500000
-    text        what was read, see `text_key`; of another evaluation what its script says
-    length      tokens of a window
-    block       number of a block of the text from 0; empty for means over all of them
-    measure     loss (all tokens), same_targets[128] (the last 128 of a block), loss[0:128] (positions of a
-                window), cut[128] (the last 128 of a block with their context cut at `length`, unscaled
-                positions in a row of any RoPE scaling), cut[0:128] (positions of a block), val_loss, ...
-    value       the number; empty where the model rejects the length or the number is not finite
+"""Tidy rows: one number of one run a row, in rows.csv of the run folder. Its columns are `Row`'s.
 
 All columns but `value` are a row's key. Writing replaces the rows of the same key and keeps all others.
 
@@ -39,17 +27,21 @@ Cell = tuple[int, int | None, str, float | None]  # length, block, measure and v
 
 
 class Row(NamedTuple):
-    run: str
+    """A measure is loss (all tokens), same_targets[128] (the last 128 of a block), loss[0:128] (positions of
+    a window), cut[128] (the last 128 of a block with their context cut at `length`, unscaled positions in a
+    row of any RoPE scaling), cut[0:128] (positions of a block), val_loss, ..."""
+
+    run: str  # name in the run's config
     seed: int
-    lr: float
-    step: int
-    evaluation: str
-    rope: str
-    text: str
-    length: int
-    block: int | None
+    lr: float  # the peak learning rate
+    step: int  # optimiser steps done
+    evaluation: str  # the script that measured, such as eval_length; train for validations
+    rope: str  # RoPE scaling: none, ntk, linear, yarn, theta = 500000
+    text: str  # what was read, see `text_key`; of another evaluation what its script says
+    length: int  # tokens of a window
+    block: int | None  # number of a block of the text from 0; empty for means over all of them
     measure: str
-    value: float | None
+    value: float | None  # empty where the model rejects the length or the number is not finite
 
 
 def text_key(data: dict[str, Any]) -> str:
