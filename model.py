@@ -7,8 +7,7 @@ make it the model of the SSMax paper as well: RMSNorm, SwiGLU, no biases, untied
     loss = model(tokens, targets)                              # mean cross-entropy in nats
     losses = model.token_losses(tokens, targets, rope=RopeScaling("ntk"))   # (B, T), any length
 
-The positions live in cos/sin tables that each forward pass computes anew from the training base: no
-table outlives a length, and none is in a checkpoint. Sampling is in generation.py.
+positions.py has the tables of cos and sin, generation.py the sampling.
 """
 
 from __future__ import annotations

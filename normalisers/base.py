@@ -1,17 +1,7 @@
 """The attention normalisers: one small class each, with its equation and its options.
 
-    class ReluShen(Phi, name="relu_shen"):  # in normalisers/others.py
-        \"\"\"relu(x) / (gamma sqrt(n / 2)). (Shen et al. 2023)\"\"\"
-
-        phi: PhiName = "relu"
-        l1: Literal[False] = False
-        gamma: float = Field(1.0, gt=0, description="Scale of the divisor.")
-
-        def divisor(self, context):
-            return self.gamma * (context.n / 2).sqrt()
-
-`normaliser = "relu_shen"` and `gamma = 2.0` in a config's [attention] then train, evaluate and export it, and
-the parametrised tests cover it.
+`ReluShen` in normalisers/others.py is a short one. `normaliser = "relu_shen"` and `gamma = 2.0` in a config's
+[attention] train, evaluate and export it, and the parametrised tests cover it.
 
 Most normalisers are one family, whose parts are keys of their own and whose names are presets (`Phi`):
 
