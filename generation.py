@@ -51,7 +51,12 @@ def stream(
         UserError: an empty prompt, n_new < 0, temperature < 0, top_k < 1, top_p outside (0, 1]; NaN logits.
     """
     length = tokens.shape[1]
-    check_sampling(length, n_new, temperature, top_k, top_p)
+    if length < 1 or n_new < 0:
+        raise UserError(f"prompt of {length} tokens, {n_new} new ones: expected at least 1, at least 0")
+    if not 0 <= temperature <= 1e30 or (top_k is not None and top_k < 1):
+        raise UserError(f"temperature {temperature}, top_k {top_k}: expected 0 to 1e30, at least 1")
+    if top_p is not None and not 1e-30 <= top_p <= 1:  # in float32 it would round to 0
+        raise UserError(f"top_p {top_p}: expected at least 1e-30 and at most 1")
     rope = replace(rope, length=rope.length or length + n_new)
     cache = KVCache(model.config.model.n_layer, length + n_new) if use_cache and model.cacheable else None
     for _ in range(n_new):
@@ -64,18 +69,6 @@ def stream(
 def generate(model: GPT, tokens: Tensor, n_new: int, **options: Any) -> Tensor:
     """`stream`'s arguments; all of it at once, (B, T + n_new) int64."""
     return torch.cat([tokens, *stream(model, tokens, n_new, **options)], dim=1)
-
-
-def check_sampling(
-    length: int, n_new: int, temperature: float, top_k: int | None, top_p: float | None
-) -> None:
-    """Raises UserError for what `stream` cannot do."""
-    if length < 1 or n_new < 0:
-        raise UserError(f"prompt of {length} tokens, {n_new} new ones: expected at least 1, at least 0")
-    if not 0 <= temperature <= 1e30 or (top_k is not None and top_k < 1):
-        raise UserError(f"temperature {temperature}, top_k {top_k}: expected 0 to 1e30, at least 1")
-    if top_p is not None and not 1e-30 <= top_p <= 1:  # in float32 it would round to 0
-        raise UserError(f"top_p {top_p}: expected at least 1e-30 and at most 1")
 
 
 def sample(
