@@ -80,18 +80,13 @@ class NormSoftmax(AdaptiveSoftmax, name="norm_softmax"):
         # 0, which makes the row uniform, where it would be 1 / 0: row 1, identical keys.
         spread = var > torch.finfo(var.dtype).tiny
         sigma = torch.where(spread, var, 1.0).sqrt()
-        gamma = self.gamma_number(context.head_dim)
+        named = {"inf": math.inf, "sqrt_d": self.gamma_factor * math.sqrt(context.head_dim)}
+        gamma = self.gamma if isinstance(self.gamma, float) else named[self.gamma]
         if self.variant == "inverse":
             return 1 / (self.tau * torch.where(spread, sigma, 0.0).clamp_min(gamma))
         if self.variant == "affine":
             return torch.where(spread, context.learned["w"] / (self.tau * sigma), 0.0)
         return torch.where(spread, 1 / (self.tau * sigma.clamp_max(gamma)), 0.0)
-
-    def gamma_number(self, head_dim: int) -> float:
-        """gamma: as given, inf, or gamma_factor * sqrt(d)."""
-        if isinstance(self.gamma, float):
-            return self.gamma
-        return math.inf if self.gamma == "inf" else self.gamma_factor * math.sqrt(head_dim)
 
 
 class LogitNorm(AdaptiveSoftmax, name="logit_norm"):
