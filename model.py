@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -189,16 +190,9 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config.model)
         self.mlp = MLP(config.model)
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: KVCache | None = None,
-        p: int | None = None,
-        documents: list[int] | None = None,
-    ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, cache, p, documents)
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        """(B, T, C) to the same; others: the arguments of `Attention.forward` after x."""
+        x = x + self.attention(self.attention_norm(x), *others)
         return x + self.mlp(self.mlp_norm(x))
 
 
