@@ -35,14 +35,12 @@ def parse_args() -> argparse.Namespace:
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     add("--top-k", type=int, default=50, help="sample from the k likeliest tokens (default: 50)")
     add("--top-p", type=float, help="sample from the fewest tokens that have this probability")
-    add("--seed", type=int, default=0, help="of the first prompt (default: 0)")
+    add("--seed", type=integer(0, 2**63 - 1), default=0, help="of the first prompt (default: 0)")
     add("--rope", choices=get_args(RopeKind), default="none", help="RoPE scaling (default: none)")
     add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     args = parser.parse_args()
     args.rope_scaling = RopeScaling(args.rope, args.rope_theta)
-    if not 0 <= args.seed < 2**63:
-        raise UserError(f"--seed {args.seed}: expected 0 or more, below 2^63")
     return args
 
 

@@ -252,7 +252,8 @@ def _parse_args() -> argparse.Namespace:
     add("--shuffle", type=integer(0, 2**32 - 1), metavar="SEED", help="shuffle their documents, in memory")
     add("--column", default="text", help="the column, or JSON key, with the text (default: text)")
     add("--out", type=Path, metavar="DIR", help="folder to write (default: data/fineweb10B and so on)")
-    add("--shard-size", type=positive_int, metavar="N", default=10**8, help="in tokens (default: 10^8)")
+    size_help = "in tokens (default: 10^8)"
+    add("--shard-size", type=integer(1, MAX_TOKENS), metavar="N", default=10**8, help=size_help)
     add("--val-share", type=float, metavar="S", help="share of the tokens (default: a shard)")
     add("--max-tokens", type=positive_int, metavar="N", help="stop after N tokens (default: all)")
     add("--workers", type=integer(1, 1024), metavar="N", default=n_cores(), help="threads (default: cores)")
@@ -264,8 +265,6 @@ def _parse_args() -> argparse.Namespace:
         parser.error("--shuffle: expected --files; for other data, data.order shuffles windows in training")
     if args.val_share is not None and not 0 < args.val_share < 1:
         parser.error(f"--val-share {args.val_share}: expected a number between 0 and 1")
-    if args.shard_size > MAX_TOKENS:
-        parser.error(f"--shard-size {args.shard_size}: expected at most {MAX_TOKENS}")
     return args
 
 
