@@ -144,9 +144,6 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     total.view(-1, *total.shape[2:]).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
 
 
-# ---------------------------------------------------------------- the formula of a block
-
-
 def block_weights(
     layer: NormaliserLayer, x: Tensor, context: RowContext
 ) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -34,8 +34,6 @@ from normalisers.layer import NormaliserLayer
 # The largest head sizes: beyond, tiles fit neither registers nor shared memory.
 MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 
-# ---------------------------------------------------------------- the engine
-
 
 def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:
     """Why this engine cannot run the layer there; "" if it can."""

@@ -14,8 +14,6 @@ from normalisers.base import Normaliser, RowContext, share_heads
 
 CHUNK = 64  # keys whose moments are merged at once
 
-# ---------------------------------------------------------------- softmax with a score-dependent temperature
-
 
 class AdaptiveSoftmax(Normaliser):
     """softmax(x * inverse_temperature), x = q.k unscaled, from the mean and variance of a row's scores."""
