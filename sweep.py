@@ -2,12 +2,9 @@
 
     python sweep.py configs/lssar_paper/figure2_lssa.toml               # all values of its [sweep]
     python sweep.py configs/lssar_paper/table3_*.toml --nproc 8         # several files: all their runs
-    python sweep.py configs/crossings/*.toml --seed 2 --tag seed2       # overrides go to every run
     python sweep.py configs/lssar_paper/figure2_lssa.toml --index $SLURM_ARRAY_TASK_ID   # only one of them
     python sweep.py configs/lssar_paper/*.toml --list                   # names and states of the runs
     python sweep.py configs/comparison/A/*.toml --jobs 2                # two at a time, half the cores each
-    python sweep.py configs/comparison/A/*.toml --base configs/comparison/B.toml    # the same at scale B
-    python sweep.py configs/rivals/*.toml --jobs 8                      # on 8 GPUs: one run on each
 
 Each run is `train.py CONFIG ...` in its folder <log.dir>/<file>_<key>=<value>, then eval_length.py on it with
 NTK-scaled RoPE (eval_length.json), without scaling (eval_length_none.json) and, if it has RoPE, at 50 times

@@ -1,9 +1,7 @@
 """Prepare a text dataset: documents in, GPT-2 tokens out, as shards that train.py reads.
 
     python -m data.fineweb                              # FineWeb sample-10BT -> data/fineweb10B
-    python -m data.fineweb --max-tokens 300000000       # its first 3 shards
     python -m data.fineweb --dataset HuggingFaceFW/fineweb-edu --name sample-100BT
-    python -m data.fineweb --dataset USER/DATASET --split train --column content
     python -m data.fineweb --files 'dir/*.parquet'      # or .jsonl, .txt, .gz -> data/fineweb_files
     python -m data.fineweb --files 'dir/*.txt' --shuffle 1 --val-share 0.05 --out data/mine   # a small set
     python -m data.pretokenized                         # ready shards instead: a script of its own
