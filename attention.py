@@ -4,13 +4,8 @@
     weights = layer.weights(q, k)              # the definition, dense (B, H, Tq, Tk)
     out = attend(q, k, v, layer)               # the same weights times v, in O(T) memory
 
-The formulas are in normalisers/. What an engine can run, its own file says (`problem` in engines/):
-
-    sdpa     softmax over rescaled queries, on F.scaled_dot_product_attention
-    triton   fused CUDA kernels for phi(x) over its row sum or a fixed number
-    flex     softmax of scores that depend on the distance, by FlexAttention on CUDA
-    rows     blocks of query rows, any normaliser, any device
-    dense    the definition, (T, T) in memory
+The formulas are in normalisers/. What an engine computes and can run, its own file says (`problem` in
+engines/): sdpa, triton, flex, rows or dense.
 """
 
 from __future__ import annotations
