@@ -151,12 +151,6 @@ def format_loss(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.4f}"
 
 
-def print_table(jobs: list[Job]) -> None:
-    lines = [job.numbers() for job in jobs]
-    columns = list(dict.fromkeys(column for line in lines for column in line))
-    print(format_table([columns, *([line.get(column, "-") for column in columns] for line in lines)]))
-
-
 def main() -> None:
     args, overrides = parse_args(sys.argv[1:])
     args.nproc = args.nproc or max(1, torch.cuda.device_count() // args.jobs)
@@ -175,7 +169,9 @@ def main() -> None:
         if stop.number:
             print(f"stopped by {stop.name_of(stop.number)}: the same command resumes")
             return
-    print_table(jobs)
+    lines = [job.numbers() for job in jobs]
+    columns = list(dict.fromkeys(column for line in lines for column in line))
+    print(format_table([columns, *([line.get(column, "-") for column in columns] for line in lines)]))
     evaluated = " and evaluated" if args.eval_tokens else ""
     print(f"{len(jobs) - len(failures)} of {len(jobs)} runs are trained{evaluated}")
     if failures:
