@@ -137,8 +137,7 @@ def choose_engine(
 ) -> ChosenEngine:
     """The named engine; for "auto" the first without a problem for inputs on this device and of this type.
 
-    Raises:
-        UserError: the named engine cannot run this layer there.
+    Raises UserError: the named engine cannot run this layer there.
     """
     if name not in get_args(Engine):
         raise ValueError(f"engine = {name!r}: expected one of {', '.join(get_args(Engine))}")

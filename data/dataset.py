@@ -124,9 +124,7 @@ def dataset_info(folder: str | Path) -> dict[str, Any]:
     """The content of dataset.json, which has the keys of `DatasetInfo` and those of the preparing script.
 
     Without the file, as for shards from elsewhere, tokenizer and vocab_size of gpt2.
-
-    Raises:
-        UserError: no such folder, its preparation did not finish, or dataset.json is damaged.
+    Raises UserError: no such folder, its preparation did not finish, or dataset.json is damaged.
     """
     folder = Path(folder)
     path = folder / INFO_NAME

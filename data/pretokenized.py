@@ -32,9 +32,7 @@ def fetch(out: Path, n_train: int | None) -> dict[str, Any]:
     """Fetch the validation shard and the first `n_train` training shards (None: all); returns dataset.json.
 
     Shards that are there are compared and kept.
-
-    Raises:
-        UserError: no network, fewer shards than asked for, a damaged one, or a folder with another dataset.
+    Raises UserError: no network, too few shards, a damaged one, another dataset in the folder.
     """
     from huggingface_hub import HfApi, snapshot_download
 

@@ -69,10 +69,7 @@ def split_documents(documents: list[Document], val_fraction: float) -> dict[str,
 
     In each size class, files are held out in hash order as long as they fit into the class's share. So one
     very long file cannot be most of the split, and the long files, on which length extrapolation is measured,
-    are not left to chance.
-
-    Raises:
-        UserError: too few documents.
+    are not left to chance. Raises UserError: too few documents.
     """
     ordered = sorted(documents, key=lambda document: document.rank)
     held_out: set[str] = set()

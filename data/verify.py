@@ -62,9 +62,7 @@ def verify(folder: Path) -> str:
     """Compare every byte of a dataset with its dataset.json, and say what was read.
 
     Compared are each shard's name, header, size, sha256 and tokens, and the order of a split's shards.
-
-    Raises:
-        UserError: one line for each damage, naming the file; no such folder, or nothing in it to verify.
+    Raises UserError: one line for each damage, naming the file; no such folder, or nothing in it to verify.
     """
     info = dataset.dataset_info(folder)
     listed = {file["file"]: file for file in info.get("shards", [])}
