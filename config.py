@@ -222,7 +222,8 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         with open(path, "rb") as f:
             return tomllib.load(f)
     except OSError as e:
-        problem = f"cannot be read: {e.strerror}" if path.exists() else "no such config file"
+        is_absent = isinstance(e, FileNotFoundError | NotADirectoryError)
+        problem = "no such config file" if is_absent else f"cannot be read: {e.strerror}"
         raise UserError(f"{path}: {problem}" + (f" (the base of {seen[-1].name})" if seen else "")) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UserError(f"{path}: not valid TOML: {e}") from None
@@ -365,7 +366,8 @@ def _validate(values: Values, path: str, early: bool = False) -> Config:
 def _source(problem: str, values: Values, path: str) -> str:
     """Where the last of the keys that a problem names, or of the section that it begins with, was written."""
     dotted = re.split(r"[ :\[]", problem)[0]
-    words = [] if ": unknown" in problem else re.findall(r"[\w.]+", problem.rpartition(": ")[2])
+    expected = re.sub("'[^']*'", "", problem.rpartition(": ")[2])  # a choice may have a key's name
+    words = [] if ": unknown" in problem else re.findall(r"[\w.]+", expected)
     named = {dotted, *words, *(f"{dotted.rpartition('.')[0]}.{word}" for word in words)}
     keys = [k for k in values if k in named or (dotted not in values and k.startswith(f"{dotted}."))]
     return values[keys[0]][1] if keys else path

@@ -69,7 +69,7 @@ def gain_table(rows: pd.DataFrame, baseline: str = "", ceiling: str = "") -> pd.
     Raises UserError: no row of a cut, no run `baseline`, no `ceiling` with a gain at the longest length.
     """
     pairs = paired_gains(rows)
-    lines = pairs.groupby(LINE, sort=False)
+    lines = pairs.drop_duplicates([*LINE, "seed", "block"]).groupby(LINE, sort=False)
     table = pd.DataFrame({"seeds": lines.seed.nunique(), "cut": lines.cut.mean().map("{:.3f}".format)})
     if baseline:
         cuts = pairs.groupby([*LINE, "block"], sort=False).cut.mean()

@@ -386,3 +386,6 @@ def test_keys_that_disagree_are_blamed_on_the_last_one(tmp_path: Path):
         base.write_text(f"[optimizer]\n{text}\n")
         with one_line(f"{base}: optimizer.{problem}"):  # one key alone is where it is
             load_config(base, ["--optimizer.muon-lr", "0.1"])
+    base.write_text('[model]\nmlp = "x"\n')
+    with one_line(f"{base}: model.mlp = 'x': expected 'gelu' or 'swiglu'"):  # a choice, not the key gelu
+        load_config(base, ["--model.gelu", "exact"])

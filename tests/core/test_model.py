@@ -428,6 +428,17 @@ def test_key_shift():
     torch.testing.assert_close(shifted_k[:, :, 0], k[:, :, 0] / 2)
 
 
+@pytest.mark.parametrize("normaliser", ["softmax", "fox"])
+def test_no_key_of_the_padding_is_shifted_into_a_sequence(normaliser):
+    gpt = make_gpt({"normaliser": normaliser}, std=0.2, n_layer=1, position="none", key_shift=True).double()
+    tokens = random_tokens(2, 24)
+    cache = KVCache(n_layer=1, max_length=24)
+    cache.spans = [(0, 24), (5, 24)]
+    with torch.no_grad():
+        padded = gpt(tokens, cache=cache)
+        torch.testing.assert_close(padded[1, 5:], gpt(tokens[1:, 5:])[0], atol=1e-9, rtol=0)
+
+
 def test_cache_overflow():
     cache = KVCache(n_layer=2, max_length=4)
     with torch.no_grad(), pytest.raises(ValueError, match="5 positions do not fit in max_length = 4"):
