@@ -118,7 +118,7 @@ def test_wandb_offline_logs_and_resumes_the_same_run(
         ids.append((folder / "wandb_id").read_text())
     assert ids[0] == ids[1]
     runs = sorted((folder / "wandb").glob("offline-run-*"))
-    assert len(runs) == 2 and all(path.name.endswith(ids[0]) for path in runs)
+    assert len(runs) == 2 and all(ids[0] in path.name for path in runs)  # -1 within a second
     assert curve(folder)[-1][0] == 12
     assert [record["step"] for record in read_jsonl(folder / "starts.jsonl")] == [0, 5]
 
