@@ -1,6 +1,6 @@
 """Do the tests see small mistakes? Each mutant is one, in a scratch copy, where the named tests should fail.
 
-    OMP_NUM_THREADS=1 nice python -m benchmarks.mutants          # all, about ten minutes
+    OMP_NUM_THREADS=1 nice python -m benchmarks.mutants          # all, about three minutes
     python -m benchmarks.mutants 3 17                            # these
     python -m benchmarks.mutants 12 --tests tests/core           # by other tests than its own
 
