@@ -44,6 +44,11 @@ def parse_arguments(parser: ArgumentParser, script: str) -> argparse.Namespace:
         raise UserError(f"--skip {args.skip}: expected a --tag, for results beside the usual ones")
     args.name = f"{script}_{args.tag}" if args.tag else script
     args.rope_scaling = RopeScaling(args.rope, args.rope_theta)
-    if args.out and (args.out.suffix not in FIGURE_SUFFIXES or not args.out.parent.is_dir()):
-        raise UserError(f"--out {args.out}: expected {', '.join(FIGURE_SUFFIXES)} in a folder that exists")
+    check_figure(args.out)
     return args
+
+
+def check_figure(out: Path | None) -> None:
+    """Raises UserError: --out is given and is no figure's name in a folder that exists."""
+    if out and (out.suffix not in FIGURE_SUFFIXES or not out.parent.is_dir()):
+        raise UserError(f"--out {out}: expected {', '.join(FIGURE_SUFFIXES)} in a folder that exists")

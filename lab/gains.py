@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from evals.options import FIGURE_SUFFIXES
+from evals.options import check_figure
 from infra.cli import ArgumentParser, UserError, run_main
 
 
@@ -27,8 +27,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ceiling", default="", metavar="RUN", help="a run that was trained at long lengths")
     parser.add_argument("--out", type=Path, metavar="FIGURE", help="figure to write")
     args = parser.parse_args()
-    if args.out and args.out.suffix not in FIGURE_SUFFIXES:
-        raise UserError(f"--out {args.out}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}")
+    check_figure(args.out)
     return args
 
 
