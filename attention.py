@@ -5,7 +5,7 @@
     out = attend(q, k, v, layer)               # the same weights times v, in O(T) memory
 
 The formulas are in normalisers/. What an engine computes and can run, its own file says (`problem` in
-engines/): sdpa, triton, flex, rows or dense.
+engines/): sdpa, triton, flex, stick_breaking, rows or dense.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def choose_engine(
     """
     if name not in get_args(Engine):
         raise ValueError(f"engine = {name!r}: expected one of {', '.join(get_args(Engine))}")
-    compiled: tuple[Engine, ...] = ("triton", "flex") if device.type == "cuda" else ()
+    compiled: tuple[Engine, ...] = ("triton", "flex", "stick_breaking") if device.type == "cuda" else ()
     order: tuple[Engine, ...] = ("sdpa", *compiled, "rows") if name == "auto" else (name,)
     problem = ""
     for candidate in order:
@@ -172,4 +172,8 @@ def load_engine(name: Engine) -> ModuleType:
         from engines import flex
 
         return flex
+    if name == "stick_breaking":
+        from engines import stick_breaking
+
+        return stick_breaking
     return {"sdpa": sdpa, "dense": dense}.get(name, rows)

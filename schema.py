@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from normalisers.base import Normaliser
 
 NAME_RULE = "letters, digits and . _ = + -, the first a letter or a digit"
-Engine = Literal["auto", "dense", "rows", "sdpa", "triton", "flex"]
+Engine = Literal["auto", "dense", "rows", "sdpa", "triton", "flex", "stick_breaking"]
 
 
 class Section(BaseModel):
@@ -205,7 +205,7 @@ class TrainConfig(Section):
     deterministic: bool = resumable(False, "Bit-identical steps on CUDA as far as torch can, and slower.")
     engine: Engine = key(
         "auto",
-        "The first of sdpa, triton, flex and rows that runs this normaliser here. dense holds (T, T).",
+        "The first of sdpa, triton, flex, stick_breaking and rows that runs this here. dense holds (T, T).",
         exclude=True,  # a choice of this machine, in no checkpoint
     )
     grad_clip: float = key(1.0, "Largest gradient norm; 0: no clipping.", ge=0)
