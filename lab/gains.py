@@ -8,7 +8,8 @@ Reads rows of eval_length.py. A line is a run at one RoPE scaling, over its seed
 cut minus that of a window of the length, on the same targets, ± the standard error paired over blocks, of
 which each is the mean over seeds. Below 0 it is damage. The last columns are of the longest length: the share
 of the blocks that gain, and with --ceiling the gain as a share of the ceiling's. --baseline adds by how much
-the cut's loss is over that of another run, paired over blocks. --out draws the gains.
+the cut's loss is over that of another run, paired over blocks, and with --margin what three seeds show of it.
+--out draws the gains.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="ROWS.csv")
     parser.add_argument("--baseline", default="", metavar="RUN", help="the run that cuts are compared with")
+    parser.add_argument("--margin", type=float, default=0.0, metavar="NATS", help="differences of no account")
     parser.add_argument("--ceiling", default="", metavar="RUN", help="a run that was trained at long lengths")
     parser.add_argument("--out", type=Path, metavar="FIGURE", help="figure to write")
     args = parser.parse_args()
     check_figure(args.out)
+    if args.margin and not (args.baseline and args.margin > 0):
+        raise UserError(f"--margin {args.margin}: expected a number above 0, and --baseline")
     return args
 
 
@@ -43,6 +47,7 @@ from lab.figures import draw_lines, log_ticks
 from lab.tables import DASH, markdown
 
 LINE = ["run", "rope", "text"]  # what identifies a line
+MIN_SEEDS = 3
 
 
 def paired_gains(rows: pd.DataFrame) -> pd.DataFrame:
@@ -62,7 +67,42 @@ def with_errors(differences: pd.Series) -> pd.Series:
     return text.str.replace("-", "−")
 
 
-def gain_table(rows: pd.DataFrame, baseline: str = "", ceiling: str = "") -> pd.DataFrame:
+def verdicts(pairs: pd.DataFrame, baseline: str, margin: float) -> pd.Series:
+    """What the cuts of each line show against the baseline's, paired over seeds and blocks."""
+    cuts = pairs.drop_duplicates([*LINE, "seed", "block"])
+    of_baseline = cuts[cuts.run == baseline].drop_duplicates(["text", "seed", "block"])
+    both = cuts.merge(of_baseline, on=["text", "seed", "block"], suffixes=("", "_baseline"))
+    differences = both.assign(difference=both.cut - both.cut_baseline).groupby(LINE, sort=False)
+    return differences.apply(
+        lambda line: verdict(line.pivot(index="block", columns="seed", values="difference"), margin)
+    )
+
+
+def verdict(differences: pd.DataFrame, margin: float) -> str:
+    """What differences of losses (blocks, seeds) show, with an error of at most 5 %; a dash if seeds are few.
+
+    The bounds are three standard errors away, over blocks or over seeds, whichever are further. A one-sided
+    t test at 5 % needs 2.92 with three seeds. "level" is two such tests, one against either end of ±margin
+    (Schuirmann 1987).
+    """
+    if differences.shape[1] < MIN_SEEDS:
+        return DASH
+    error = max(differences.mean(axis="index").sem(), differences.mean(axis="columns").sem())
+    mean = differences.mean(axis=None)
+    low = mean - 3 * error
+    high = mean + 3 * error
+    if -margin < low and high < margin:
+        return "level"
+    if high < 0:
+        return "lower"
+    if low > 0:
+        return "higher"
+    return "not higher" if high < margin else "not shown"
+
+
+def gain_table(
+    rows: pd.DataFrame, baseline: str = "", ceiling: str = "", margin: float = 0.0
+) -> pd.DataFrame:
     """The table, in the order of the runs.
 
     Raises UserError: no row of a cut, no run `baseline`, no `ceiling` with a gain at the longest length.
@@ -76,6 +116,8 @@ def gain_table(rows: pd.DataFrame, baseline: str = "", ceiling: str = "") -> pd.
         if of_baseline.empty:
             raise UserError(f"--baseline {baseline}: expected a run among the rows")
         table[f"over {baseline}'s"] = with_errors(cuts.sub(of_baseline).reorder_levels(cuts.index.names))
+    if margin:
+        table[f"margin {margin}"] = verdicts(pairs, baseline, margin)
     blocks = pairs.groupby([*LINE, "length", "block"], sort=False).gain.mean()
     mean = blocks.groupby([*LINE, "length"], sort=False).mean().unstack().sort_index(axis=1)
     text = with_errors(blocks).unstack()
@@ -89,8 +131,8 @@ def gain_table(rows: pd.DataFrame, baseline: str = "", ceiling: str = "") -> pd.
         if not best > 0:
             raise UserError(f"--ceiling {ceiling}: expected a run among the rows with a gain above 0")
         table["of the ceiling"] = (longest / best).map("{:.0%}".format).where(longest > 0, DASH)
-    table.index = table.index.droplevel("text")
-    return table.reset_index()
+    n_texts = table.index.get_level_values("text").nunique()
+    return table.reset_index("text", drop=n_texts == 1).reset_index()
 
 
 def gain_figure(rows: pd.DataFrame) -> Figure:
@@ -114,7 +156,7 @@ def gain_figure(rows: pd.DataFrame) -> Figure:
 def main() -> None:
     args = parse_args()
     rows = pd.concat([read_table(path) for path in args.files], ignore_index=True)
-    print(markdown(gain_table(rows, args.baseline, args.ceiling), n_left=2))
+    print(markdown(gain_table(rows, args.baseline, args.ceiling, args.margin), n_left=2))
     if args.out:
         save_figure(gain_figure(rows), args.out)
 

@@ -7,7 +7,7 @@ import pytest
 
 from evals.rows import read_table
 from infra.cli import UserError
-from lab.gains import gain_figure, gain_table
+from lab.gains import gain_figure, gain_table, verdict
 from lab.tables import markdown
 
 CONTEXT = Path(__file__).parents[2] / "results/context"
@@ -44,6 +44,37 @@ def test_gains_are_paired():
     assert [line.get_label() for line in gain_figure(rows).axes[0].containers] == ["long", "x"]
 
 
+@pytest.mark.parametrize(
+    ("mean", "spread_of_blocks", "spread_of_seeds", "n_seeds", "expected"),
+    [
+        (0.0, 0.001, 0.001, 3, "level"),
+        (0.0, 0.001, 0.001, 2, "–"),
+        (0.0, 0.01, 0.001, 3, "not shown"),  # the text is too short
+        (0.0, 0.001, 0.01, 3, "not shown"),  # the seeds are too few
+        (-0.02, 0.007, 0.001, 3, "lower"),
+        (-0.02, 0.013, 0.001, 3, "not higher"),
+        (0.02, 0.007, 0.001, 3, "higher"),
+        (0.02, 0.02, 0.001, 3, "not shown"),
+    ],
+)
+def test_verdict(mean, spread_of_blocks, spread_of_seeds, n_seeds, expected):
+    blocks = pd.Series([-spread_of_blocks, spread_of_blocks, -spread_of_blocks, spread_of_blocks])
+    seeds = [spread_of_seeds, -spread_of_seeds, 0.0]
+    differences = pd.DataFrame({seed: mean + blocks + seeds[seed] for seed in range(n_seeds)})
+    assert verdict(differences, margin=0.01) == expected
+
+
+def test_margin_pairs_seeds_and_blocks():
+    """Two runs whose losses differ much over seeds and blocks, and by 0.001 from each other, are level."""
+    cuts = {1: [2.5, 0.5], 2: [2.9, 0.4], 3: [2.1, 0.8]}
+    rows = [row for seed, cut in cuts.items() for row in rows_of("x", {16: cut}, cut, seed)]
+    for seed, cut in cuts.items():
+        rows += rows_of("y", {16: cut}, [loss + 0.001 for loss in cut], seed)
+    rows += rows_of("one_seed", {16: [1.0, 1.0]}, [1.0, 1.0])
+    table = gain_table(pd.DataFrame(rows), "x", margin=0.01).set_index("run")
+    assert table["margin 0.01"].to_dict() == {"x": "level", "y": "level", "one_seed": "–"}
+
+
 def test_mistakes():
     rows = pd.DataFrame(rows_of("short", {16: [3.0, 1.0]}, [2.5, 0.5]))
     with pytest.raises(UserError, match="--ceiling short: expected a run among the rows with a gain above 0"):
@@ -56,7 +87,7 @@ def test_mistakes():
 
 @pytest.mark.parametrize(
     ("file", "options"),
-    [("rows.csv", ()), ("rows_4k.csv", ("softmax", "softmax_continued")), ("rows_4k_plain.csv", ())],
+    [("rows.csv", ()), ("rows_4k.csv", ("softmax", "softmax_continued", 0.01)), ("rows_4k_plain.csv", ())],
 )
 def test_committed_tables(file, options):
     assert (
