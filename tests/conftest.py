@@ -96,6 +96,15 @@ def write_dataset(folder: Path, splits: dict[str, Any], shard_size: int, vocab: 
     return folder
 
 
+def train_bpe(texts: list[str], n_vocab: int) -> str:
+    """The content of a tokenizer.json, a byte-level BPE of the texts."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, n_vocab, show_progress=False, special_tokens=["<|endoftext|>"])
+    return str(tokenizer.to_str())
+
+
 def make_dataset(folder: Path, n_val: int = 1000, n_train: int = 5500, vocab: int = VOCAB) -> Path:
     """A prepared dataset with something to learn: each token mostly determines the next."""
     rng = np.random.default_rng(0)

@@ -12,10 +12,9 @@ from typing import get_args
 import pytest
 import torch
 from attention_cases import OPTIONS
-from conftest import FAMILIES, make_byte_run
+from conftest import FAMILIES, make_byte_run, train_bpe
 
 from config import load_config
-from data.bpe import train_bpe
 from data.tokenizer import get_tokenizer
 from generation import generate
 from hub import export

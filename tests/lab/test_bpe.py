@@ -1,0 +1,28 @@
+"""lab.bpe: the same text gives the same tokeniser, which get_tokenizer reads."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from conftest import one_line
+
+from data.tokenizer import get_tokenizer
+from lab import bpe
+
+TEXTS = [f"def naïve_{i}(x): return '日本語' * {i}\n" * 9 for i in range(30)]
+
+
+def test_files_become_a_tokeniser(tmp_path: Path, call: Callable[..., None]) -> None:
+    corpus = tmp_path / "texts.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    out = tmp_path / "bpe.json"
+    call(bpe, "--files", corpus, "--vocab", 300, "--out", out)
+    assert out.read_text() == bpe.train_bpe(TEXTS, 300)
+    tokenizer = get_tokenizer(str(out))
+    assert (tokenizer.n_vocab, tokenizer.eot_token) == (300, 0)
+    assert tokenizer.decode(tokenizer.encode_ordinary(TEXTS[7])) == TEXTS[7]
+
+
+def test_a_lost_place_is_named_before_the_training(tmp_path: Path, call: Callable[..., None]) -> None:
+    with one_line("--out", "expected a folder that exists"):
+        call(bpe, "--vocab", 300, "--out", tmp_path / "no" / "bpe.json")
