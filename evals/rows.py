@@ -1,28 +1,22 @@
 """Tidy rows: one number of one run a row, in rows.csv of the run folder. Its columns are `Row`'s.
 
 All columns but `value` are a row's key. Writing replaces the rows of the same key and keeps all others.
-
-    rows = read_rows(["runs/softmax", "runs/lssar"])  # a pandas DataFrame
-    rows[rows.measure == "loss"].groupby(["run", "length"]).value.mean()
+docs/runs.md reads them with pandas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from config import load_config
+import pandas
+
 from infra.cli import UserError
 from infra.files import waiting_lock, write_atomically
-from training.run_log import read_metrics
-
-if TYPE_CHECKING:
-    import pandas
 
 FILE = "rows.csv"
 FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length at which eval_length.py scores
-VALIDATIONS = {"val_loss", "val_cross_entropy"}  # keys of metrics.jsonl
 Cell = tuple[int, int | None, str, float | None]  # length, block, measure and value of a row
 
 
@@ -35,7 +29,7 @@ class Row(NamedTuple):
     seed: int
     lr: float  # the peak learning rate
     step: int  # optimiser steps done
-    evaluation: str  # the script that measured, such as eval_length; train for validations
+    evaluation: str  # the script that measured, such as eval_length
     rope: str  # RoPE scaling: none, ntk, linear, yarn, theta = 500000
     text: str  # what was read, see `text_key`; of another evaluation what its script says
     length: int  # tokens of a window
@@ -59,8 +53,6 @@ def write_rows(folder: Path, rows: Iterable[Row]) -> None:
 
     Another evaluation that writes there waits (.rows.lock). Raises UserError: it cannot be read or written.
     """
-    import pandas
-
     path = folder / FILE
     new = pandas.DataFrame(rows, columns=Row._fields, dtype=object)
     table = new.where(new.notna(), "").astype(str)
@@ -73,41 +65,8 @@ def write_rows(folder: Path, rows: Iterable[Row]) -> None:
 
 def read_table(path: Path, **options: Any) -> pandas.DataFrame:
     """A rows.csv. Raises UserError: it is damaged."""
-    import pandas
-
     try:
         return pandas.read_csv(path, usecols=Row._fields, **options)
     except (ValueError, OSError) as e:  # pandas' own errors are ValueErrors
         reason = " ".join(str(e).split())
         raise UserError(f"{path}: damaged ({reason}): delete it and evaluate the run again") from None
-
-
-def read_rows(folders: Iterable[str | Path]) -> pandas.DataFrame:
-    """The rows of these run folders, with those of each run's validations: an empty value is NaN.
-
-    A folder without rows adds none. Raises UserError: a run's config.toml cannot be read.
-    """
-    import pandas
-
-    types: dict[str, Any] = dict.fromkeys(Row._fields, str)
-    types |= {"seed": int, "lr": float, "step": int, "length": int, "block": "Int64", "value": float}
-    tables = []
-    for folder in map(Path, folders):
-        if (folder / FILE).exists():
-            options = {"keep_default_na": False, "na_values": {"block": [""], "value": [""]}}
-            tables.append(read_table(folder / FILE, dtype=types, **options))
-        tables.append(pandas.DataFrame(validation_rows(folder), columns=Row._fields).astype(types))
-    return pandas.concat(tables, ignore_index=True)
-
-
-def validation_rows(folder: Path) -> Iterator[Row]:
-    """The validations in metrics.jsonl; their text is empty, the first train.val_tokens of the config."""
-    records = read_metrics(folder)
-    if not records:
-        return
-    config = load_config(folder / "config.toml")
-    run = (config.name, config.seed, config.optimizer.lr)
-    length = config.train.seq_len
-    for record in records:
-        for measure in sorted(VALIDATIONS & record.keys()):
-            yield Row(*run, record["step"], "train", "none", "", length, None, measure, record[measure])

@@ -16,9 +16,9 @@ import torch
 from pydantic import BaseModel
 
 from config import changed_keys, load_config
-from evals.rows import read_rows
 from infra.cli import UserError
 from infra.files import read_text
+from lab.rows import read_rows
 from lab.tables import TableRow
 from model import GPT
 from normalisers.family import Phi

@@ -7,9 +7,9 @@ import torch
 from test_eval_length import N_BLOCKS, data, make_run, read
 
 from data.dataset import TokenStream
-from evals.rows import read_rows
 from lab import diagnose
 from lab.attention_statistics import STATISTICS, model_statistics
+from lab.rows import read_rows
 from rope_scaling import RopeScaling
 from training.checkpoint import load_model
 

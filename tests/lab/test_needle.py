@@ -17,9 +17,9 @@ from test_model import make_gpt, random_tokens
 from config import config_from_dict
 from data.dataset import begin_dataset, finish_dataset, write_split
 from data.tokenizer import get_tokenizer
-from evals.rows import read_rows
 from infra.cli import UserError
 from lab import needle
+from lab.rows import read_rows
 from lab.shares import proportion
 from model import GPT, KVCache
 from rope_scaling import RopeScaling

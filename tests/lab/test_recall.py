@@ -17,10 +17,10 @@ from torch.nn.functional import one_hot
 from data.batches import train_batch
 from data.dataset import IGNORED, TokenStream
 from data.verify import verify
-from evals.rows import read_rows
 from infra.cli import UserError
 from lab import recall, recall_data
 from lab.recall_data import TASKS, VOCAB, make_sequence
+from lab.rows import read_rows
 from lab.shares import proportion
 from rope_scaling import UNSCALED
 
