@@ -19,7 +19,6 @@ sections describe the runs of each. Numbers that follow from the sizes of a run 
 
 Files are data: nothing in them is executed, but `normaliser = "file.py:Class"` imports that file. Every
 problem is reported at once, a line each, with the file or override, the key, its value and what was expected.
-The values of a normaliser's options follow once all else is right, since reading their bounds takes torch.
 """
 
 from __future__ import annotations
@@ -44,15 +43,13 @@ from schema import SECTIONS, Config, field_of, makes_another_run, problems_of
 TYPE_NOISE = r"<class '(\w+)'>|typing\.|Annotated\[(\w+)[^\]]*\]"
 Values = dict[str, tuple[Any, str]]  # dotted key -> (value, where it is from), what was stated last first
 HELP = {"-h", "--help"}
-DEFAULTS: Values = {"name": ("CONFIG", ""), "attention": ({}, "")}  # of --help without a file
 MOVED: dict[str, str] = {}  # dotted key of v0.1.0 or later -> what it is called now
 
 
-def load_config(path: str | Path, overrides: list[str] | None = None, early: bool = False) -> Config:
+def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read a config file with its bases, apply overrides, validate.
 
     Args:
-        early: leave out what needs torch, the values of a normaliser's options and [[layers]].
         overrides: what follows the file on the command line: `--a.b-c 1`, `--a.b_c=1`, `--base other.toml`.
             Values are as in TOML, without quotes around strings. A value for each key chooses from a [sweep].
     Raises UserError: one line for each problem.
@@ -69,7 +66,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None, early: boo
     if all(missing):
         options = ", or by ".join(" ".join(f"--{key} ..." for key in keys) for keys in missing)
         raise UserError(f"{path}: describes a sweep: python sweep.py {path}, or choose one run by {options}")
-    return _validate(_derive(values), str(path), early)
+    return _validate(_derive(values), str(path))
 
 
 class SweepRun(NamedTuple):
@@ -138,41 +135,34 @@ def same_run(first: Config, second: Config, *other: str) -> bool:
     return not any(map(makes_another_run, changed_keys(first, second).keys() - {*other}))
 
 
-def parse_command_line(parser: ArgumentParser, early: bool = False) -> tuple[Config, argparse.Namespace]:
+def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespace]:
     """`script CONFIG.toml [--section.key value ...] [the parser's own flags]`.
 
-    --help prints the parser's flags, then every key with its type, value and meaning. Those of a normaliser's
-    options need torch, and a config file that names it.
+    --help prints the parser's flags, then every key with its type, value and meaning, without a file those of
+    the defaults.
 
     Returns: The config, and the values of the parser's own flags.
     Raises UserError: no config file, or a problem with it or with an override.
     """
     parser.usage = "%(prog)s CONFIG.toml [--base BASE.toml] [--section.key VALUE ...] [options]"
     files = [arg for arg in sys.argv[1:2] if not arg.startswith("-")]
-    options = [word for word in sys.argv[2:] if word not in HELP]
-    asks_for_help = bool({*sys.argv[1:]} & HELP)
-    if asks_for_help and not (files and early):
+    if {*sys.argv[1:]} & HELP:
         overrides = expand_sweep(files[0])[0].overrides if files else []
-        config = load_config(files[0], overrides) if files else _validate(DEFAULTS, "", early=True)
+        config = load_config(files[0], overrides) if files else Config(name="CONFIG")
         print(f"{parser.format_help()}\n{describe_keys(config)}")
         sys.exit(0)
     if not files:
         raise UserError(f"expected a config file: {parser.prog} configs/lssar.toml (or --help)")
-    args, overrides = parser.parse_known_args(options)
-    if asks_for_help:
-        overrides = expand_sweep(files[0])[0].overrides
-    return load_config(files[0], overrides, early), args
+    args, overrides = parser.parse_known_args(sys.argv[2:])
+    return load_config(files[0], overrides), args
 
 
 def describe_keys(config: Config) -> str:
     """Each key as "--section.key  TYPE = VALUE" and its meaning, the normaliser's options included."""
     owners: list[tuple[str, type[BaseModel], Any]] = [("", Config, config)]
     owners += [(f"{section}.", cls, getattr(config, section)) for section, cls in SECTIONS.items()]
+    owners.append(("attention.", type(config.attention.definition), config.attention))
     lines = ["config keys (in the file, or as options) and their values:"]
-    if config.attention.model_extra:
-        owners.append(("attention.", type(config.attention.definition), config.attention))
-    else:
-        lines.append("(those of a normaliser's options: CONFIG.toml --help)")
     for prefix, cls, values in owners:
         for name in (name for name in cls.model_fields if name not in SECTIONS):
             kind = re.sub(TYPE_NOISE, r"\1\2", str(cls.model_fields[name].annotation))
@@ -338,14 +328,14 @@ def _toml_value(value: Any) -> str:
 # ---------------------------------------------------------------- every problem at once
 
 
-def _validate(values: Values, path: str, early: bool = False) -> Config:
+def _validate(values: Values, path: str) -> Config:
     """The `Config`, or a UserError with every problem: those of single keys, then, with the offending
     keys taken out, those between keys."""
     messages: dict[str, None] = {}  # in order, each once
     bad: list[str] = []
     while True:
         try:
-            config = Config.model_validate(_nest(values), context=early)
+            config = Config.model_validate(_nest(values))
             break
         except ValidationError as e:
             problems = problems_of(e, "", Config)
@@ -374,7 +364,6 @@ def _source(problem: str, values: Values, path: str) -> str:
 
 
 def main() -> None:
-    parse_command_line(ArgumentParser(__doc__), early=True)
     print(to_toml(parse_command_line(ArgumentParser(__doc__))[0]), end="")
 
 

@@ -2,9 +2,6 @@
 
 One frozen pydantic class for each section. config.py reads files and command lines into a `Config`. A
 normaliser's options are the fields of its class (normalisers/) and keys of [attention].
-
-The classes need torch, whose import takes seconds, so checking an [attention] section imports them. A command
-line is first checked without them, early, by a validation context: an option's name then, but not its value.
 """
 
 from __future__ import annotations
@@ -13,16 +10,13 @@ import difflib
 import re
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, ValidationInfo
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic.functional_validators import model_validator
 
-from normalisers.names import written_options
-
-if TYPE_CHECKING:
-    from normalisers.base import Normaliser
+from normalisers.own import NORMALISERS, Normaliser, find_normaliser
 
 NAME_RULE = "letters, digits and . _ = + -, the first a letter or a digit"
 Engine = Literal["auto", "dense", "rows", "sdpa", "triton", "flex", "stick_breaking"]
@@ -122,7 +116,7 @@ class AttentionConfig(Section):
 
     model_config = ConfigDict(extra="allow")  # checked against the class, below
 
-    normaliser: str = key("softmax", f"file.py:Class, or one of {', '.join(written_options())}.")
+    normaliser: str = key("softmax", f"file.py:Class, or one of {', '.join(NORMALISERS)}.")
     reweight_p: int = key(0, "Power p of LSSAR's re-weighting. 0: none.", ge=0, le=256)
     reweight_p_warmup: int = key(
         0, "Steps over which p rises from 1; in a file or option also a share of max_steps.", ge=0
@@ -131,19 +125,12 @@ class AttentionConfig(Section):
     @property
     def definition(self) -> Normaliser:
         """The normaliser's class with its options."""
-        from normalisers.own import find_normaliser
-
         cls = find_normaliser(self.normaliser)
         assert cls is not None  # checked below
         return cls.model_validate(self.model_extra)
 
     @model_validator(mode="after")
-    def _check(self, info: ValidationInfo) -> Self:
-        if info.context:
-            self._check_names()
-            return self
-        from normalisers.own import NORMALISERS, find_normaliser
-
+    def _check(self) -> Self:
         try:
             cls = find_normaliser(self.normaliser)
         except ValueError as e:
@@ -165,22 +152,6 @@ class AttentionConfig(Section):
         assert self.model_extra is not None
         self.model_extra.update(definition.model_dump())  # a resolved config states every option
         return self
-
-    def _check_names(self) -> None:
-        """Without the class: a name that no file here registers, an option that its class does not have."""
-        options = written_options()
-        if ":" in self.normaliser or "*" in options:  # of another file, or perhaps a name not written out
-            return
-        if self.normaliser not in options:
-            hint = _suggest(self.normaliser, list(options))
-            raise ValueError(f"attention.normaliser = {self.normaliser!r}: unknown; {hint}")
-        names = options[self.normaliser]
-        if names is None:
-            return
-        given = self.model_extra or {}
-        unknown = {f"attention.{key}": value for key, value in given.items() if key not in names}
-        if unknown:
-            raise OptionErrors([(key, _unknown(key, value, names)) for key, value in unknown.items()])
 
 
 class DataConfig(Section):
@@ -299,7 +270,7 @@ class Config(Section):
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
-    def _check(self, info: ValidationInfo) -> Self:
+    def _check(self) -> Self:
         problems = []
         max_steps = self.train.max_steps
         warmup_steps = self.optimizer.warmup_steps
@@ -317,7 +288,7 @@ class Config(Section):
             share = f"{1 - warmup_steps / max_steps:.4g}, the share of the steps after warm-up"
             problems.append(("optimizer.decay_fraction", f"expected at most {share}"))
         raise_problems(self, "", problems)
-        if lines := [] if info.context else self._layer_problems():
+        if lines := self._layer_problems():
             raise ValueError("\n".join(lines))
         return self
 

@@ -54,10 +54,10 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def check_command_line() -> None:
-    """Raises UserError: a problem of the options, or of a run's config as far as it shows without torch."""
+    """Raises UserError: a problem of the options, or of a run's config."""
     args, overrides = parse_args(sys.argv[1:])
     for run in (run for path in args.configs for run in expand_sweep(path, overrides)):
-        load_config(run.path, [*run.overrides, *overrides], early=True)
+        load_config(run.path, [*run.overrides, *overrides])
 
 
 if __name__ == "__main__":  # --help and a typo need no torch, whose import takes seconds

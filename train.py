@@ -22,7 +22,6 @@ import math
 import statistics
 import time
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,17 +30,17 @@ from infra.cli import ArgumentParser, UserError, run_main
 from schema import Config
 
 
-def parse_args(early: bool = False) -> tuple[Config, argparse.Namespace]:
+def parse_args() -> tuple[Config, argparse.Namespace]:
     parser = ArgumentParser(__doc__)
     parser.add_argument("--dry-run", action="store_true", help="print sizes, memory and speed; no run")
     parser.add_argument(
         "--smoke", action="store_true", help="five steps of one sequence, a validation; no run"
     )
-    return parse_command_line(parser, early)
+    return parse_command_line(parser)
 
 
 if __name__ == "__main__":  # --help and a typo need no torch, whose import takes seconds
-    run_main(partial(parse_args, early=True))
+    run_main(parse_args)
 
 import torch
 from torch import Tensor, nn

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field, PositiveFloat, model_validator
-from torch import Tensor
 
 from infra.cli import UserError
+from infra.lazy import F, torch
 from normalisers.base import Normaliser, RowContext, Scores, l1_normalise
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # ---------------------------------------------------------------- the elementwise functions
 
@@ -25,14 +26,14 @@ def softplus(x: Tensor) -> Tensor:
 
 
 PHI: dict[str, Callable[[Tensor], Tensor]] = {
-    "exp": torch.exp,
+    "exp": lambda x: torch.exp(x),
     "softplus": softplus,
-    "sigmoid": torch.sigmoid,
-    "relu": torch.relu,
+    "sigmoid": lambda x: torch.sigmoid(x),
+    "relu": lambda x: torch.relu(x),
     "relu2": lambda x: torch.relu(x).square(),
-    "relu6": F.relu6,
-    "gelu": F.gelu,
-    "mish": F.mish,
+    "relu6": lambda x: F.relu6(x),
+    "gelu": lambda x: F.gelu(x),
+    "mish": lambda x: F.mish(x),
     "identity": lambda x: x,
 }
 SIGNED = ("gelu", "mish", "identity")  # take negative values, and 0 at 0; of the others phi(HIDDEN) = 0

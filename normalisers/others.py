@@ -6,15 +6,16 @@ The docstrings of formulas that newer papers give say what they were checked aga
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
 
+from infra.lazy import F, torch
 from normalisers.base import Normaliser, RowContext, has_contrast, l1_normalise
 from normalisers.family import Bias, Phi, PhiName, Scaled, Softmax
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Sigmoid(Phi, name="sigmoid"):

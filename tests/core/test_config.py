@@ -14,7 +14,6 @@ import train
 from config import changed_keys, config_from_dict, describe_keys, expand_sweep, load_config, to_toml
 from infra.cli import UserError
 from normalisers.adaptive import NormSoftmax
-from normalisers.names import written_options
 from normalisers.own import NORMALISERS
 from schema import AttentionConfig, Config, describe_layers
 
@@ -352,11 +351,6 @@ def test_a_typo_and_help_need_no_torch(script: str, options: str, problems: list
     )  # fmt: skip
     assert done.stderr.splitlines() == [f"error: command line: {problem}" for problem in problems]
     assert done.returncode == (2 if problems else 0)
-
-
-def test_names_are_read_from_the_files_as_the_classes_have_them():
-    written = {name: sorted(options) for name, options in written_options().items()}
-    assert written == {name: sorted(cls.model_fields) for name, cls in NORMALISERS.items()}
 
 
 def test_help(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
