@@ -187,7 +187,7 @@ def train_step(state: TrainState, log: RunLog) -> str | None:
     """
     config = state.config
     lr = set_learning_rates(state.optimizers, config.optimizer, state.step, config.train.max_steps)
-    batch = state.batches.take(state.step)
+    batch = state.batches.read(state.step)
     loss = forward_backward(state, batch)
     parameters = list(state.raw_model.parameters())
     grad_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

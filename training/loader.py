@@ -1,7 +1,4 @@
-"""Batches for the training loop: a step's micro-batches, the next step's read in the background."""
-
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+"""Batches for the training loop: a step's micro-batches."""
 
 import torch
 from torch import Tensor
@@ -52,16 +49,6 @@ class BatchLoader:
                 f"train.batch_tokens = {config.train.batch_tokens}: {self.n_seq} sequences cannot be shared "
                 f"by {world.size} processes in micro-batches of train.micro_batch = {self.micro}"
             )
-        # A thread begins on GPU 0, where page-locking would make a CUDA context of each rank.
-        own_gpu = partial(torch.cuda.set_device, world.device) if world.device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, initializer=own_gpu)
-        self._prefetched: dict[int, Future[Batch]] = {}
-
-    def take(self, step: int) -> Batch:
-        """The micro-batches of a step; starts reading those of the next one."""
-        future = self._prefetched.get(step) or self._thread.submit(self.read, step)
-        self._prefetched = {step + 1: self._thread.submit(self.read, step + 1)}
-        return future.result()
 
     def read(self, step: int) -> Batch:
         """The micro-batches of a step, page-locked for a GPU: their copy then does not block the host."""

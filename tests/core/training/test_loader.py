@@ -1,4 +1,4 @@
-"""Batches: split over processes and micro-batches, read ahead, from shards that are whole."""
+"""Batches: split over processes and micro-batches, from shards that are whole."""
 
 from pathlib import Path
 
@@ -14,12 +14,12 @@ from training.loader import BatchLoader
 
 
 def test_ranks_and_micro_batches_are_slices_of_the_batch(tiny_config: Path, tiny_dataset: Path):
-    """In any order of steps, with or without the prefetched one."""
+    """In any order of steps."""
     config = load_config(tiny_config, ["--train.micro-batch", "2", "--data.skip-steps", "5"])
     stream = TokenStream(tiny_dataset, "train")
     loaders = [BatchLoader(stream, config, World(rank, 2, torch.device("cpu"))) for rank in (0, 1)]
     for step in (0, 1, 7, 2):
-        parts = [pair for loader in loaders for pair in loader.take(step)]
+        parts = [pair for loader in loaders for pair in loader.read(step)]
         assert [x.shape for x, _ in parts] == [(2, 16)] * 4
         x, y = train_batch(stream, 5 + step, 8, 16, "sequential", config.seed)
         assert torch.equal(torch.cat([x for x, _ in parts]), torch.from_numpy(x))
