@@ -1,15 +1,13 @@
-"""The content of a dataset, and whether it is intact.
+"""Whether a dataset is intact: read every byte and compare it with dataset.json.
 
-    python -m data.verify info data/fineweb10B      # tokens, documents and their lengths
-    python -m data.verify verify data/fineweb10B    # read every byte, compare with dataset.json
+    python -m data.verify data/fineweb10B
 
-`verify` names every damage it finds, one line each, with its file; then the exit status is 2.
+Names every damage it finds, one line each, with its file; then the exit status is 2.
 """
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from data import dataset, shards
@@ -17,39 +15,8 @@ from data.dataset import HOW_TO_PREPARE, INFO_NAME, TokenStream
 from data.shards import SHARD_NAME
 from infra.cli import ArgumentParser, UserError, run_main
 
-LONG = (1024, 4096, 16384)  # tokens; documents of at least these lengths are counted
 
-
-def document_lengths(stream: TokenStream) -> np.ndarray:
-    """The length of each document that begins in a split, (documents,) int64. The last one ends with it."""
-    starts = [np.empty(0, np.int64)]
-    position = 0
-    for shard in stream.shards:
-        starts.append(position + np.flatnonzero(shard == stream.eot))
-        position += len(shard)
-        shards.release_pages(shard)
-    return np.diff(np.concatenate(starts), append=position)
-
-
-def print_info(folder: Path) -> None:
-    info = dataset.dataset_info(folder)
-    print(f"source     {info.get('source', f'unknown: no {INFO_NAME}, so gpt2 is assumed')}")
-    print(f"tokeniser  {info['tokenizer']}, vocabulary {info['vocab_size']}")
-    for split in _splits_of(folder):
-        stream = TokenStream(folder, split)
-        if split.endswith("mask"):
-            n_learned = sum(int(shard.sum()) for shard in stream.shards)
-            print(f"{split:10} {n_learned:,} of {stream.n_tokens:,} tokens count in the loss")
-            continue
-        lengths = document_lengths(stream)
-        print(f"{split:10} {stream.n_tokens:,} tokens, {len(lengths):,} documents")
-        for limit in LONG:
-            long = lengths[lengths >= limit]
-            share = long.sum() / stream.n_tokens
-            print(f"{'':10} {share:.1%} of the tokens in {len(long):,} documents of at least {limit:,}")
-
-
-def _splits_of(folder: Path) -> list[str]:
+def splits_of(folder: Path) -> list[str]:
     """The splits in the names of the shards."""
     names = [SHARD_NAME.fullmatch(path.name) for path in folder.glob("*.bin")]
     splits = sorted({name["split"] for name in names if name})
@@ -74,7 +41,7 @@ def verify(folder: Path) -> str:
             n_tokens += _check_shard(folder / file, info, listed.get(file))
         except UserError as e:
             problems.append(str(e))
-    for split in [] if problems else _splits_of(folder):
+    for split in [] if problems else splits_of(folder):
         try:
             TokenStream(folder, split)  # gaps, shards of another dataset
         except UserError as e:
@@ -100,12 +67,8 @@ def _check_shard(path: Path, info: dict[str, Any], recorded: dict[str, Any] | No
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
-    parser.add_argument("command", choices=("info", "verify"), help="info: the content; verify: all damage")
     parser.add_argument("folder", metavar="DIR", type=Path, help="a data folder, such as data/python_bytes")
     args = parser.parse_args()
-    if args.command == "info":
-        print_info(args.folder)
-        return
     print(f"ok: {verify(args.folder)}")
     if not (args.folder / INFO_NAME).exists():
         print(f"no {INFO_NAME}, so no hashes: checked were names, headers, sizes and gpt2's vocabulary")

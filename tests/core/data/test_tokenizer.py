@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import eval_length
 import sample
 import train
-from data import fineweb, verify
+from data import fineweb
 from data.dataset import TokenStream
 from data.tokenizer import encode, get_tokenizer
 from training.checkpoint import load_model
@@ -52,7 +52,6 @@ def test_a_dataset_explains_itself(dataset: Path, bpe_file: Path, tmp_path: Path
     text = stream.tokenizer.decode(tokens)
     assert text.startswith("".join(f"<|endoftext|>{text}" for text in TEXTS))
     assert encode(stream.tokenizer, TEXTS[3]).tolist() == stream.tokenizer.encode_ordinary(TEXTS[3])
-    assert sum(len(verify.document_lengths(TokenStream(dataset, split))) for split in ("val", "train")) == 30
     (dataset / "tokenizer.json").write_text(content + " ")
     with one_line(dataset / "tokenizer.json", "the tokens are of tokenizer-"):
         stream.tokenizer  # noqa: B018

@@ -1,4 +1,4 @@
-"""data.verify: info counts documents, verify names all damage by file."""
+"""data.verify names all damage by file."""
 
 import json
 import os
@@ -12,8 +12,6 @@ from conftest import flip, one_line, write_dataset, write_shard
 
 from data import shards
 from data import verify as verify_module
-from data.dataset import TokenStream
-from data.verify import document_lengths
 from infra.cli import UserError
 
 EOT = 256  # of the bytes tokeniser
@@ -39,31 +37,6 @@ def verify(folder: Path) -> list[str]:
 
 def train_shard(folder: Path, index: int) -> Path:
     return folder / f"toy_train_{index:06d}.bin"
-
-
-@pytest.mark.parametrize("shard_size", [700, 10**6])
-def test_document_lengths(tmp_path: Path, shard_size: int) -> None:
-    """Documents that cross shards, exceed them and are empty; a split inside of one; one without any."""
-    lengths = [1, 300, 1, 40_000, 2, 1023, 1024, 16384, 4096, 1]
-    tokens = np.ones(sum(lengths), int)
-    tokens[np.cumsum([0, *lengths[:-1]])] = EOT
-    write_dataset(tmp_path, {"val": tokens, "train": tokens[200:], "none": np.ones(9, int)}, shard_size)
-    for split, expected in (("val", lengths), ("train", lengths[2:]), ("none", [])):
-        assert document_lengths(TokenStream(tmp_path, split)).tolist() == expected
-
-
-def test_info_of_a_mask(tmp_path: Path, call: Callable[..., None], capsys: Any) -> None:
-    ones = np.array([1, 1, 0, 1, 0])
-    write_dataset(tmp_path, {"val": np.full(5, EOT), "valmask": ones}, 3)
-    call(verify_module, "info", tmp_path)
-    assert capsys.readouterr().out.endswith("valmask    3 of 5 tokens count in the loss\n")
-
-
-def test_info(dataset: Path, call: Callable[..., None], capsys: Any) -> None:
-    call(verify_module, "info", dataset)
-    printed = capsys.readouterr().out
-    for part in ("source     a test", "bytes, vocabulary 257", "450,000 tokens, 40 documents"):
-        assert part in printed
 
 
 def test_healthy_datasets_have_no_problems(dataset: Path) -> None:
@@ -113,11 +86,10 @@ def test_gaps_without_dataset_json(dataset: Path) -> None:
 
 
 def test_the_command(dataset: Path, call: Any, capsys: Any) -> None:
-    call(verify_module, "verify", dataset)
+    call(verify_module, dataset)
     assert capsys.readouterr().out == "ok: 6 shards, 455,000 tokens, every byte checked\n"
 
 
-@pytest.mark.parametrize("command", ["info", "verify"])
-def test_an_empty_folder_is_one_line(tmp_path: Path, command: str, call: Any) -> None:
+def test_an_empty_folder_is_one_line(tmp_path: Path, call: Any) -> None:
     with one_line("no shards"):
-        call(verify_module, command, tmp_path)
+        call(verify_module, tmp_path)

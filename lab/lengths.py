@@ -1,0 +1,56 @@
+"""How long the documents of a dataset are.
+
+    python -m lab.lengths data/fineweb10B
+
+Of a loss mask it says how many tokens count.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from data.dataset import INFO_NAME, TokenStream, dataset_info
+from data.shards import release_pages
+from data.verify import splits_of
+from infra.cli import ArgumentParser, run_main
+
+LONG = (1024, 4096, 16384)  # tokens; documents of at least these lengths are counted
+
+
+def document_lengths(stream: TokenStream) -> np.ndarray:
+    """The length of each document that begins in a split, (documents,) int64. The last one ends with it."""
+    starts = [np.empty(0, np.int64)]
+    position = 0
+    for shard in stream.shards:
+        starts.append(position + np.flatnonzero(shard == stream.eot))
+        position += len(shard)
+        release_pages(shard)
+    return np.diff(np.concatenate(starts), append=position)
+
+
+def print_lengths(folder: Path) -> None:
+    info = dataset_info(folder)
+    print(f"source     {info.get('source', f'unknown: no {INFO_NAME}, so gpt2 is assumed')}")
+    print(f"tokeniser  {info['tokenizer']}, vocabulary {info['vocab_size']}")
+    for split in splits_of(folder):
+        stream = TokenStream(folder, split)
+        if split.endswith("mask"):
+            n_learned = sum(int(shard.sum()) for shard in stream.shards)
+            print(f"{split:10} {n_learned:,} of {stream.n_tokens:,} tokens count in the loss")
+            continue
+        lengths = document_lengths(stream)
+        print(f"{split:10} {stream.n_tokens:,} tokens, {len(lengths):,} documents")
+        for limit in LONG:
+            long = lengths[lengths >= limit]
+            share = long.sum() / stream.n_tokens
+            print(f"{'':10} {share:.1%} of the tokens in {len(long):,} documents of at least {limit:,}")
+
+
+def main() -> None:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a data folder, such as data/python_bytes")
+    print_lengths(parser.parse_args().folder)
+
+
+if __name__ == "__main__":
+    run_main(main)
