@@ -137,9 +137,8 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system on exit or kill
     except BlockingIOError:
-        holder = lock_holder(descriptor)
         os.close(descriptor)
-        raise UserError(f"{folder}: another process is writing there{holder}") from None
+        raise UserError(f"{folder}: another process is writing there") from None
     except OSError:  # a file system without locks
         pass
     try:
@@ -149,17 +148,6 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
             for each in new:
                 each.rmdir()
         os.close(descriptor)
-
-
-def lock_holder(descriptor: int) -> str:
-    """ " (process 123)", who has the lock of an open file; "" where the system does not say (not Linux)."""
-    inode = str(os.fstat(descriptor).st_ino)
-    with suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            _, _, _, _, process, place, *_ = line.split()
-            if place.rpartition(":")[2] == inode:
-                return f" (process {process})"
-    return ""
 
 
 @contextmanager
