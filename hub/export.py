@@ -39,7 +39,10 @@ def parse_args() -> argparse.Namespace:
     add("--rope", choices=get_args(RopeKind), default="none", help="scaling in config.json")
     add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
     add("--check", action="store_true", help="load it with transformers, compare with ours")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.out.is_dir() and any(args.out.iterdir()):
+        raise UserError(f"{args.out}: exists; expected a new folder")
+    return args
 
 
 if __name__ == "__main__":  # --help and a typo need no torch
@@ -74,8 +77,6 @@ def main() -> None:
     fast_tokenizer = convert_tokenizer(tokenizer, trained.config.train.seq_len if ends_at_T else None)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        if any(args.out.iterdir()):
-            raise UserError(f"{args.out}: exists; expected a new folder")
         converted.save_pretrained(args.out)
         fast_tokenizer.save_pretrained(args.out)
         if architecture is None:

@@ -80,12 +80,15 @@ def main() -> None:
     make_attention(args.normaliser, options, train_len=2)  # a mistake ends here, before the model loads
     scaling = RopeScaling(args.rope, args.rope_theta)
     val_text = read_text(args.val_text)
+    train_text = read_text(args.train_text) if args.steps else ""
     model, tokenizer = load_native(args.model)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     train_len = model.config.max_position_embeddings
     attention = make_attention(args.normaliser, options, train_len)
     lengths = sorted(set(args.lengths or [factor * train_len for factor in (1, 2, 4, 8)]))
     blocks = read_blocks(tokenizer, val_text, args.tokens, lengths)
+    if args.steps:
+        windows = read_blocks(tokenizer, train_text, math.inf, [train_len])
     register("replacement", attention, train_len)
 
     losses = {"softmax": measure(model, blocks, lengths, scaling)}
@@ -93,7 +96,6 @@ def main() -> None:
     learned = learned_parameters(model)
     losses["replaced"] = measure(model, blocks, lengths, scaling)
     if args.steps:
-        windows = read_blocks(tokenizer, read_text(args.train_text), math.inf, [train_len])
         fine_tune(model, windows, scaling, args)
         losses["fine-tuned"] = measure(model, blocks, lengths, scaling)
     name = describe_attention(attention)

@@ -160,7 +160,8 @@ def read_run(folder: Path) -> FinishedRun | None:
     last = rows[rows.step == config.train.max_steps]
     if last[last.measure == "val_loss"].value.dropna().empty:
         print(f"skipped: {folder} is not finished, or its last loss is not finite")
-        if find_checkpoints(folder) and not (folder / "metrics.jsonl").exists():
+        started = (folder / "starts.jsonl").exists()  # else import_ wrote it
+        if started and find_checkpoints(folder) and not (folder / "metrics.jsonl").exists():
             print(f"{folder}: metrics.jsonl is lost; the command that trained it restores the last loss")
         return None
     losses = last[last.evaluation == "eval_length"]

@@ -52,9 +52,14 @@ def test_damaged_run_files(file: str, content: str, tiny_config: Path, call: Cal
 def test_lost_metrics_are_named(tiny_config: Path, call: Callable[..., None], capsys):
     folder = finished_run(tiny_config)
     (folder / "metrics.jsonl").unlink()
+    (folder / "starts.jsonl").touch()
     with one_line("no finished run in these folders"):
         call(report, folder)
     assert f"{folder}: metrics.jsonl is lost; the command that trained it restores" in capsys.readouterr().out
+    (folder / "starts.jsonl").unlink()  # as in a folder that lab.import_ wrote
+    with one_line("no finished run in these folders"):
+        call(report, folder)
+    assert "is lost" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("longest", [4, 16, 64])

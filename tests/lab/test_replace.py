@@ -65,5 +65,7 @@ def test_replacement(tiny_config, call, capsys):
     absent = ["absent", *common[1:]]  # options are checked before the model is read
     with pytest.raises(UserError, match="attention.scale_ini = 1: unknown"):
         call(replace, *absent, "--normaliser", "ssmax", "--scale-ini", 1)
+    with pytest.raises(UserError, match="nothing.txt: cannot be read"):
+        call(replace, *absent, "--normaliser", "softmax", "--train-text", "nothing.txt")
     with pytest.raises(UserError, match="a text of 1410 tokens: expected more than 4096"):
         call(replace, *common, "--normaliser", "softmax", "--lengths", 4096)
