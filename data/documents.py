@@ -176,7 +176,7 @@ def local_files(patterns: list[str], column: str, shuffle: int | None = None) ->
     for file in files:
         suffixes = [suffix for suffix in READERS if file.endswith(suffix)]
         if not suffixes or not os.path.isfile(file):
-            raise UserError(f"{file}: expected a file, {', '.join(READERS)}")
+            raise UserError(f"{file}: expected a file that ends in {', '.join(READERS)}")
         inputs.append(Input(file, partial(READERS[suffixes[0]], file, column)))
     description = f"local files ({len(files)}): {', '.join(map(os.path.basename, files))}"
     hashes = [_fingerprint(Path(file)) for file in files]

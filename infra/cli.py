@@ -31,11 +31,13 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
         for word in sys.argv:
-            try:
-                word.encode()
-            except UnicodeEncodeError:
-                raise UserError(f"{word!r}: expected UTF-8") from None
-        return super().parse_known_args(*args, **options)
+            if any("\ud800" <= letter <= "\udfff" for letter in word):  # bytes that are not UTF-8
+                raise UserError(f"{word!r}: expected UTF-8")
+        known, rest = super().parse_known_args(*args, **options)
+        for word in rest:  # a key is never as near to an option
+            if word.startswith("--") and get_close_matches(word, self._option_string_actions, cutoff=0.85):
+                self.error(f"unrecognized arguments: {word}")
+        return known, rest
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:

@@ -301,5 +301,5 @@ def test_out_of_memory_is_one_line(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_typo_of_an_option(call: Callable[..., None]):
-    with one_line("unrecognized arguments: --token 3; did you mean --tokens?"):
+    with one_line("unrecognized arguments: --token; did you mean --tokens?"):
         call(eval_length, "run", "--token", 3)

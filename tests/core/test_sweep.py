@@ -195,6 +195,7 @@ def test_list_and_mistakes(four_runs, call, capsys):
         ([], "expected config files"),
         ([four_runs, "--index", "4"], "--index 4: expected 0 to 3"),
         ([four_runs, "--train.max_step", "4"], "did you mean train.max_steps"),
+        ([four_runs, "--job", "2"], "--job; did you mean --jobs?"),
         ([four_runs, four_runs], "two runs would be called"),
         ([four_runs, "--name", "x"], "expected --tag WORD"),
         ([four_runs, "--eval-tokens", "-1"], "--eval-tokens -1: expected at least 256"),
