@@ -42,7 +42,8 @@ def import_transformers() -> Any:
     try:
         import transformers
     except ImportError as e:
-        raise UserError(f"{e.name} is not installed: pip install -r requirements-hub.txt") from None
+        fix = "pip install -r requirements-hub.txt, or '.[hub]'"
+        raise UserError(f"{e.name} is not installed: {fix}") from None
     return transformers
 
 
