@@ -179,6 +179,7 @@ class TrainConfig(Section):
         "The first of sdpa, triton, flex, stick_breaking and rows that runs this here. dense holds (T, T).",
         exclude=True,  # a choice of this machine, in no checkpoint
     )
+    flash: Literal["FA2", "FA3", "FA4"] = key("FA2", "sdpa's kernels: torch's, or a package's.", exclude=True)
     grad_clip: float = key(1.0, "Largest gradient norm; 0: no clipping.", ge=0)
     loss: Literal["softmax", "norm_softmax", "logit_norm"] = key("softmax", "Normaliser of the logits.")
     loss_gamma: PositiveFloat | Literal["inf"] = key("inf", "norm_softmax: bound of the logits' sigma.")

@@ -11,9 +11,11 @@ No GPU has run it yet. Tests compare the eager form, with its gradients, and the
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from engines import rows
@@ -70,9 +72,12 @@ def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: No
 
     attention = compiled_attention if q.is_cuda else flex_attention
     grouped = q.shape[1] != k.shape[1]
+    # FA4's kernels have no gradient for what score_mod reads.
+    flash = current_flash_attention_impl() == "FA4" and bias is None
+    options: Any = {"BACKEND": "FLASH"} if flash else None
     # Numbers of the formula are constants of its graph: kernels cannot take them as arguments.
     with torch._dynamo.config.patch(recompile_limit=GRAPHS, specialize_float=True):
-        return attention(q, k, v, score_mod, mask, scale=1.0, enable_gqa=grouped)
+        return attention(q, k, v, score_mod, mask, scale=1.0, enable_gqa=grouped, kernel_options=options)
 
 
 @lru_cache(maxsize=16)
@@ -87,14 +92,24 @@ def causal_mask(
     # A tensor: of the numbers that change, a graph for dynamic shapes takes no others.
     first = torch.full((), n_keys - n_queries, device=device, dtype=torch.int32)
     reach = torch.full((), window or n_keys, device=device, dtype=torch.int32)
-    start = first + torch.arange(0, n_queries, BLOCK, device=device)  # of each block of queries
-    n_blocks = (n_keys + BLOCK - 1) // BLOCK
+    rows = torch.arange(0, n_queries, BLOCK, device=device)
+    start = first + rows  # of each block of queries
     before = (start - reach + 1).clamp_min(0) // BLOCK  # blocks of keys before all windows
     seen = ((start + BLOCK).clamp_max(n_keys) + BLOCK - 1) // BLOCK - before
-    blocks = torch.arange(n_blocks, device=device) + before[:, None]
+    # The blocks that every row of a whole block sees, which need no mask_mod: after `edge` others.
+    last_begin = (start + BLOCK - reach).clamp_min(0)  # of the last row's window
+    edge = (last_begin + BLOCK - 1) // BLOCK - before
+    full = (start + 1) // BLOCK - before - edge
+    full = torch.where(rows + BLOCK <= n_queries, full.clamp_min(0), 0)
+    n_blocks = (n_keys + BLOCK - 1) // BLOCK
+    block = torch.arange(n_blocks, device=device)
+    masked_blocks = before[:, None] + block + torch.where(block < edge[:, None], 0, full[:, None])
+    full_blocks = (before + edge)[:, None] + block
     mask = BlockMask.from_kv_blocks(
-        seen[None, None].int(),
-        blocks[None, None].clamp_max(n_blocks - 1).int(),
+        (seen - full)[None, None].int(),
+        masked_blocks[None, None].clamp_max(n_blocks - 1).int(),
+        full[None, None].int(),
+        full_blocks[None, None].clamp_max(n_blocks - 1).int(),
         BLOCK_SIZE=BLOCK,
         mask_mod=lambda batch, head, i, j: (i + first >= j) & (i + first - j < reach),
         seq_lengths=(n_queries, n_keys),

@@ -13,8 +13,9 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
 
+from infra.cli import UserError
 from normalisers.adaptive import AdaptiveSoftmax
 from normalisers.base import RowContext
 from normalisers.layer import NormaliserLayer
@@ -22,6 +23,20 @@ from normalisers.layer import NormaliserLayer
 # torch 2.11 prefers cuDNN on Hopper and Blackwell, which builds a plan for each new number of keys: tens of
 # milliseconds a token when decoding. These do not.
 DECODERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def use_flash(name: str) -> None:
+    """Have FlashAttention be that of a package, FA3 or FA4, in this process, and no longer cuDNN's kernels.
+
+    Raises UserError: this torch or this machine lacks it.
+    """
+    if name == "FA2":  # torch's own
+        return
+    try:
+        activate_flash_attention_impl(name)
+    except (ImportError, RuntimeError, ValueError) as e:
+        raise UserError(f"train.flash = {name!r}: {e}; expected its package, or FA2") from None
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from config import changed_keys, config_from_dict
+from engines import sdpa
 from infra.cli import UserError
 from infra.distributed import StopSignals, World
 from model import GPT
@@ -43,6 +44,7 @@ class TrainState:
         if config.train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at cuBLAS's first product
         torch.use_deterministic_algorithms(config.train.deterministic)
+        sdpa.use_flash(config.train.flash)
         self.raw_model = GPT(config, world.device)
         setting = config.train.compile
         compiles = world.device.type == "cuda" if setting == "auto" else setting

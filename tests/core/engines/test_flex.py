@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import assert_close, choose, draw, make, run
+from attention_cases import assert_close, choose, draw, make, run, signals_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attention import attend, choose_engine, make_normaliser
-from engines import flex, self_check
+from engines import flex, sdpa, self_check
 from infra.cli import UserError
 from schema import AttentionConfig
 
@@ -77,6 +77,11 @@ def test_causal_mask(shape, window):
 
     want = create_block_mask(visible, None, None, *shape, device="cpu")
     assert torch.equal(got.to_dense(), want.to_dense())
+    assert got.full_kv_num_blocks is not None and torch.equal(got.full_kv_num_blocks, want.full_kv_num_blocks)
+    for counts, blocks in (("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices")):
+        for row, n in enumerate(getattr(want, counts)[0, 0].tolist()):
+            listed, expected = (getattr(mask, blocks)[0, 0, row, :n] for mask in (got, want))
+            assert torch.equal(listed.sort().values, expected.sort().values)
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -99,6 +104,37 @@ def test_lengths_and_layers_share_graphs(backend, monkeypatch):
         )
         assert (model(q) - 2 * want).norm() <= 1e-6 * want.norm()
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize(("options", "backend"), [(OPTIONS[0], "FLASH"), (OPTIONS[3], None)], ids=str)
+def test_packages_of_flash_attention(options, backend, monkeypatch):
+    """train.flash: torch is told, cuDNN is not preferred, flex asks for FA4 where that has the gradients."""
+    told = []
+    monkeypatch.setattr(sdpa, "activate_flash_attention_impl", told.append)
+    monkeypatch.setattr("torch.backends.cuda.enable_cudnn_sdp", told.append)
+    for name in ("FA2", "FA4"):
+        sdpa.use_flash(name)
+    assert told == ["FA4", False]
+
+    def attention(q, *rest, kernel_options, **options):
+        told.append((kernel_options or {}).get("BACKEND"))
+        return flex_attention(q, *rest, **options)
+
+    monkeypatch.setattr(flex, "flex_attention", attention)
+    monkeypatch.setattr(flex, "current_flash_attention_impl", lambda: "FA4")
+    layer = build(options)
+    q, k, v, _ = draw(40, 40, 16, n_head=4)
+    with torch.no_grad():
+        signals = signals_of(layer, q, k)
+        flex.run(q, k, v, layer, layer.context(q, k, signals=signals))
+    assert told[2:] == [backend]
+
+
+def test_package_of_flash_attention_is_missing():
+    with pytest.raises(
+        UserError, match=r"train.flash = 'FA4': No module named .*; expected its package, or FA2"
+    ):
+        sdpa.use_flash("FA4")
 
 
 def test_choice(monkeypatch):
