@@ -1,4 +1,4 @@
-"""Time and bytes of one more token after n cached ones, on trained models that are measured in turn.
+"""Time of one more token after n cached ones, on trained models that are measured in turn.
 
     ./demo.sh                                            # trains the two runs that are the default
     python -m benchmarks.generate
@@ -7,8 +7,7 @@
 The cache holds validation text of the first run's dataset: how many weights of a row are 0 is a property of
 trained models. Times (on a CPU: CPU time) are medians over the fastest quarter of the turns, which other
 processes disturb least. The ratio to the first run is the median of ratios within those turns (range: their
-middle 80 %). `live V` is the share of V's rows with a weight above 0, over all layers and heads. `bytes` is
-what the triton engine moves for a key and head in 16 bits (engines/triton_decode.py; SDPA's softmax: 4 D).
+middle 80 %). `live V` is the share of V's rows with a weight above 0, over all layers and heads.
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ def main() -> None:
     stream = open_validation(models[0].config, args.data)
     threads = torch.get_num_threads()
     print(f"torch {torch.__version__}, {threads} threads, {device.type}, batch 1, {args.repeats} turns\n")
-    print("| n | attention | ms a token | over the first (range) | live V | bytes |")
-    print("|---:|---|---:|---:|---:|---:|")
+    print("| n | attention | ms a token | over the first (range) | live V |")
+    print("|---:|---|---:|---:|---:|")
     for n in args.lengths:
         text = torch.from_numpy(stream.read(0, n + 1).astype("int64"))[None].to(device)
         tokens = [NextToken(model, text) for model in models]
@@ -91,10 +90,8 @@ def main() -> None:
             ratio = f"{statistics.median(ratios):.2f} ({ratios[tenth]:.2f}-{ratios[-1 - tenth]:.2f})"
             ms = statistics.median(turn[i] for turn in turns)
             live = token.live_share()
-            head_dim = model.config.model.head_dim
-            moved = 4 * head_dim if model.engine.name == "sdpa" else 2 * head_dim * (1 + live) + 8
             name = describe_attention(model.config.attention)
-            print(f"| {n} | {name} | {ms:.2f} | {ratio} | {live:.3f} | {moved:.0f} |", flush=True)
+            print(f"| {n} | {name} | {ms:.2f} | {ratio} | {live:.3f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Speed of the attention kernels on a GPU beside softmax, of a training step, and of decoding.
+"""Speed of the attention kernels on a GPU beside softmax, and of a training step.
 
     python -m benchmarks.gpu                                  # needs a CUDA device
     TRITON_INTERPRET=1 python -m benchmarks.gpu --smoke       # tiny sizes on a CPU: does this script run?
@@ -7,7 +7,6 @@ attention    65,536 tokens in 768 dimensions (12 heads of 64, or 6 of 128), caus
              triton.testing.do_bench, forward + backward. The ratios are to softmax by
              F.scaled_dot_product_attention on FlashAttention-2 and on cuDNN, timed right after each case.
 step         a compiled training step of GPT-2 124M (forward, backward, AdamW), 32 sequences of 1,024 tokens.
-decode       one token of 8 sequences on 12 heads of 64 with n cached random keys, in a CUDA graph.
 
 Several processes compile the kernels before the first row. A row is appended to runs/gpu/rows.jsonl when it
 is measured. If the environment variable GPU_ROWS names a folder, the file is copied there at exit.
@@ -36,7 +35,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from triton.testing import do_bench, do_bench_cudagraph
+from triton.testing import do_bench
 
 from attention import ChosenEngine, attend, load_engine, make_normaliser
 from config import config_from_dict
@@ -87,10 +86,10 @@ class Bench:
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn if self.smoke else torch.compile(fn, dynamic=False)
 
-    def milliseconds(self, fn: Callable[[], object], rep: int = 500, timer: Any = do_bench) -> float:
+    def milliseconds(self, fn: Callable[[], object], rep: int = 500) -> float:
         """The median over about `rep` milliseconds; interpreted, the time of one call."""
         if not self.smoke:
-            return float(timer(fn, rep=rep, return_mode="median"))
+            return float(do_bench(fn, rep=rep, return_mode="median"))
         start = time.perf_counter()
         fn()
         return 1e3 * (time.perf_counter() - start)
@@ -110,9 +109,8 @@ def mend_interpreter() -> None:
 
 
 def softmax(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention, or that of one query which sees all keys."""
     with sdpa_kernel(backend if q.is_cuda else SDPBackend.MATH):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[-2] > 1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def ratios(ms: float, measure: Callable[[Callable[..., Tensor]], float]) -> Row:
@@ -145,8 +143,6 @@ def compile_case(smoke: bool, name: str, head_dim: int) -> None:
     q, k, v, do = bench.inputs(16 if smoke else 256, head_dim)
     layer, _ = bench.attention(name, head_dim, k.shape[-2])
     torch.autograd.grad(attend(q, k, v, layer, "triton"), (q, k, v), do)
-    with torch.no_grad():
-        attend(q[:, :, -1:], layer.cache_keys(k), v, layer, "triton", cached=True)
 
 
 # ---------------------------------------------------------------- the rows
@@ -193,19 +189,6 @@ def step_row(bench: Bench, name: str) -> Row:
     return {"ms": ms, "tokens/s": batch * length / ms * 1e3, "GB": gigabytes}
 
 
-def decode_row(bench: Bench, n_keys: int) -> Row:
-    shape = (1 if bench.smoke else 8, bench.width // 64, n_keys, 64)
-    k, v = (torch.randn(shape, device=bench.device, dtype=bench.dtype) for _ in range(2))
-    q = torch.randn_like(k[:, :, :1])
-    layer, engine = bench.attention("LSSAR p=15", 64, n_keys)
-    keys = layer.cache_keys(k)
-    run = bench.compile(lambda: attend(q, keys, v, layer, engine, cached=True))
-    in_graph = partial(bench.milliseconds, rep=100, timer=do_bench_cudagraph)
-    with torch.no_grad():
-        ms = in_graph(run)
-        return {"ms": ms} | ratios(ms, lambda fn: in_graph(lambda: fn(q, k, v)))
-
-
 def plan(smoke: bool) -> list[tuple[Callable[..., Row], Row]]:
     """What measures each row, and its arguments: LSSAR first, then the step, then all else."""
     lengths = [64] if smoke else [4096, 1024, 2048, 8192, 16384, 65536]
@@ -215,8 +198,7 @@ def plan(smoke: bool) -> list[tuple[Callable[..., Row], Row]]:
         for head_dim, length, name in itertools.product(HEAD_DIMS, lengths, names)
     ]
     steps = [(step_row, {"name": name}) for name in STEPS]
-    decoding = [(decode_row, {"n_keys": n}) for n in ([128] if smoke else [1024, 16384, 65536, 131072])]
-    return [attention[0], *steps, *attention[1:], *decoding]
+    return [attention[0], *steps, *attention[1:]]
 
 
 def measure_all(bench: Bench) -> bool:

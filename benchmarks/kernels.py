@@ -35,15 +35,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engines import triton as attention_kernels
-from engines import triton_decode
 from engines.triton import Launch, launch_of, launch_options
 from engines.triton_kernels import INTERPRETED, Form
 from infra.cli import ArgumentParser, UserError, run_main
 from normalisers.family import PHI, SIGNED
 
-KERNELS = ("forward", "backward_q", "backward_kv", "decode_scores", "decode_values", "decode_combine")
+KERNELS = ("forward", "backward_q", "backward_kv")
 SHARED_LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}  # KB a block may have (CUDA C++ guide, table 27)
-FLOATS = ("shift_ptr", "stats_ptr", "rows_ptr", "scores_ptr", "sums_ptr", "parts_ptr", "totals_ptr")
+FLOATS = ("shift_ptr", "stats_ptr", "rows_ptr")
 MATRIX_OPS = re.compile(r"HGMMA|HMMA|UTC\w*MMA")
 INSTRUCTION = re.compile(
     r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);", re.MULTILINE
@@ -72,17 +71,14 @@ class Case(NamedTuple):
 
     @property
     def launch(self) -> Launch:
-        if self.kernel.startswith("decode"):
-            return Launch(1, triton_decode.DECODE_KEYS, 4, 3)
         return launch_of(self.kernel, self.form, self.arch // 10)
 
 
 def source_of(case: Case) -> ASTSource:
     """The kernel with the types, constants and alignments of its arguments."""
-    decoding = case.kernel.startswith("decode")
-    kernel = getattr(triton_decode if decoding else attention_kernels, f"_{case.kernel}")
+    kernel = getattr(attention_kernels, f"_{case.kernel}")
     constants_by_name = {"form": case.form, "BM": case.launch.rows, "BN": case.launch.keys}
-    constants_by_name |= {"SPLITS": triton_decode.MAX_SPLITS} | ({} if case.grouped else {"group": 1})
+    constants_by_name |= {} if case.grouped else {"group": 1}
     types: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}
@@ -93,9 +89,8 @@ def source_of(case: Case) -> ASTSource:
             types[name] = "*fp32" if is_float else "*bf16"
             aligned[(i,)] = DIVISIBLE
         elif name.endswith("_strides"):
-            n_axes = 2 if decoding and name[0] in "qo" else 3
-            types[name] = ("i32",) * n_axes
-            aligned |= {(i, axis): DIVISIBLE for axis in range(n_axes)}
+            types[name] = ("i32",) * 3
+            aligned |= {(i, axis): DIVISIBLE for axis in range(3)}
         elif name in constants_by_name:
             types[name] = "constexpr"
             constants[(i,)] = constants_by_name[name]
@@ -136,13 +131,12 @@ def examine(case: Case) -> tuple[str, list[str], float]:
     """One line of the table, what is wrong with the kernel, and its instructions a score on whole tiles."""
     form = case.form
     launch = case.launch
-    decoding = case.kernel.startswith("decode")
-    options = {} if decoding else launch_options(launch)
-    compiled = triton.compile(source_of(case), target=GPUTarget("cuda", case.arch, 32), options=options)
+    target = GPUTarget("cuda", case.arch, 32)
+    compiled = triton.compile(source_of(case), target=target, options=launch_options(launch))
     registers, spilled, code = disassemble(compiled.asm["cubin"])
     shared = compiled.metadata.shared
     n_sums = (2 + (form.sums != form.sums_again)) * (case.kernel == "forward" and form.two_pass)
-    n_loops = 0 if decoding else n_sums + 2 + form.log
+    n_loops = n_sums + 2 + form.log
     scores_a_thread = launch.rows * launch.keys / launch.warps / 32
     per_score = [n / scores_a_thread for n in loop_lengths(code)][:n_loops]  # what follows are waits
     whole = {n_sums + (case.kernel == "backward_kv"), *([0] if n_sums else [])}

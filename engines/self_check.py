@@ -65,7 +65,7 @@ def _check(
 def engine_error(
     engine: ModuleType, layer: NormaliserLayer, device: torch.device, dtype: torch.dtype, length: int = 200
 ) -> float:
-    """The engine's largest relative error (by norm) against float64, of o, dq, dk, dv and a decoded row.
+    """The engine's largest relative error (by norm) against float64, of o, dq, dk and dv.
 
     On random inputs: all queries, with the D axis not innermost, then the later half of them with one head of
     keys. Unless the weights depend on the distance or the temperature on the scores, also (but for dq, which
@@ -103,15 +103,13 @@ def _errors(
     do: Tensor,
     signals: Tensor | None = None,
 ) -> list[float]:
-    """Of o, dq, dk, dv, of the gradient of signals that bias the scores, and of the last row, decoded.
+    """Of o, dq, dk, dv, and of the gradient of signals that bias the scores.
 
     Both sides get the same q and k, rounded as the kernels take them, so that re-weighting does not amplify
     that rounding.
     """
     unit = engine.score_unit(layer.definition)
     with torch.no_grad():
-        row = q[..., -1:, :]
-        decoded = engine.run(row, k, v, layer, layer.context(row, k, signals=signals))
         context = layer.context(q, k, signals=signals)
         q, k = layer.prepare(q, k, context, dtype=v.dtype, unit=unit)
     by_key = context.key_bias is not None
@@ -122,7 +120,7 @@ def _errors(
         context = layer.context(q, k, signals=inputs[3] if by_key else signals)
         context64 = layer.context(inputs64[0], inputs64[1], signals=inputs64[3] if by_key else signals)
         out = engine.run_prepared(*inputs[:3], context, layer)
-        got = [out, *torch.autograd.grad(out, inputs, do), decoded]
+        got = [out, *torch.autograd.grad(out, inputs, do)]
         q, k, v = (share_heads(t, q) for t in inputs64[:3])
         x = q @ k.mT / unit
         x = x.masked_fill(~context64.visible(x), HIDDEN)
@@ -130,6 +128,6 @@ def _errors(
             out = reweight(x.softmax(-1), context64.n, context64.p) @ v
         else:
             out = layer.row_weights(x, context64) @ v
-        want = [out, *torch.autograd.grad(out, inputs64, do.double()), out[..., -1:, :]]
+        want = [out, *torch.autograd.grad(out, inputs64, do.double())]
     errors = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in zip(got, want, strict=True)]
     return [float(error.detach()) for error in errors]

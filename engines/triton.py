@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from engines import rows, triton_decode
+from engines import rows
 from engines.triton_kernels import (
     INTERPRETED,
     LOG2E,
@@ -54,7 +54,8 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
 
 def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` by the fused kernels; (B, H, Tq, D) in v's type."""
-    if v.shape[-1] != k.shape[-1]:  # the kernels' heads have one size
+    # One query, as in decoding, is one row for `rows`; the kernels' heads have one size.
+    if q.shape[-2] == 1 or v.shape[-1] != k.shape[-1]:
         return rows.run(q, k, v, layer, context)
     q, k = layer.prepare(q, k, context, v.dtype, score_unit(layer.definition))
     return run_prepared(q, k, v, context, layer)
@@ -183,9 +184,7 @@ def phi_attention(
     if shift is not None:
         assert shift.shape == q.shape[2:3] and not shift.requires_grad, shift.shape  # not learned
         shift = shift.to(torch.float32).contiguous()
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    decodes = q.shape[-2] == 1 and not needs_grad
-    return _forward_op(q, k, v, shift, phi, l1, p, bounded, decodes)[0]
+    return _forward_op(q, k, v, shift, phi, l1, p, bounded)[0]
 
 
 def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
@@ -201,19 +200,15 @@ def _new_output(q: Tensor) -> Tensor:
 
 @torch.library.custom_op("phi_attention::forward", mutates_args=())
 def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int, bounded: bool,
-    decodes: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and the rows' statistics (B, H, Tq, 4); decoding, o alone (triton_decode.py)."""
+    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int, bounded: bool
+) -> tuple[Tensor, Tensor]:
+    """o and the rows' statistics (B, H, Tq, 4)."""
     o, stats = _fake_forward(q, k, v)
     if q.numel() == 0:
         return o, stats
     q, k, v = _rows_contiguous(q, k, v)
     form = Form(phi, l1, p, bounded, shift is not None, q.dtype != torch.float32, q.shape[-1])
-    if decodes:
-        triton_decode.launch(q, k, v, shift, o, form)
-    else:
-        _launch(_forward, "forward", form, (q, k, v, o), q, k, v, stats if shift is None else shift, o, stats)
+    _launch(_forward, "forward", form, (q, k, v, o), q, k, v, stats if shift is None else shift, o, stats)
     return o, stats
 
 
@@ -253,14 +248,14 @@ def _fake_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> t
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, shift, *ctx.form, _ = inputs
+    q, k, v, shift, *ctx.form = inputs
     ctx.has_shift = shift is not None
     ctx.save_for_backward(q, k, v, *output)
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     gradients = _backward_op(grads[0], *ctx.saved_tensors, *ctx.form, ctx.has_shift)
-    return *gradients, None, None, None, None, None, None
+    return *gradients, None, None, None, None, None
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -28,7 +28,7 @@ FUSED = [
 
 
 def error_of(engine, options, head_dim, dtype, length=200):
-    """Of o, dq, dk, dv and of a decoded row, the largest error."""
+    """Of o, dq, dk and dv, the largest error."""
     layer = make_normaliser(AttentionConfig(**options), 2, head_dim, 1024).to(CUDA)
     return engine_error(engine, layer, CUDA, dtype, length)
 
