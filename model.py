@@ -112,7 +112,9 @@ class Attention(nn.Module):
         With a cache, which is extended: k, as `cache_keys` makes it, v and the signals of all keys.
         """
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, heads of q, k and v, D)
-        q, k, v = qkv.transpose(1, 2).split((self.n_head, self.n_kv_head, self.n_kv_head), dim=1)
+        # Split first: backward then joins the gradients in the projection's own layout, without a copy.
+        parts = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
+        q, k, v = (part.transpose(1, 2) for part in parts)  # (B, heads, T, D)
         if self.delta is not None:
             delta = self.delta.clamp(-2 * math.pi, 0).view(self.n_kv_head, 1, self.head_dim)
             q = apply_pope(q, cos, sin)
