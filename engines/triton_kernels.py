@@ -51,7 +51,7 @@ N_ROW = tl.constexpr(4)  # floats per row, side by side, from forward and from `
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# sum |s| below which a row has no mass, as in normalisers.base.L1Normalise
+# sum |s| below which a row has no mass, as in normalisers.l1.L1Normalise
 NO_MASS = tl.constexpr(1e8 * torch.finfo(torch.float32).tiny)
 # A row with sum phi < 2^-58 has phi(x) = e^x to the last digit at each key, for softplus and sigmoid.
 LOW = tl.constexpr(2.0**-58)
