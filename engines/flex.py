@@ -72,8 +72,9 @@ def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: No
 
     attention = compiled_attention if q.is_cuda else flex_attention
     grouped = q.shape[1] != k.shape[1]
-    # FA4's kernels have no gradient for what score_mod reads.
-    flash = current_flash_attention_impl() == "FA4" and bias is None
+    # FA4's kernels have no gradient for what score_mod reads, and no order of additions.
+    plain = bias is None and not torch.are_deterministic_algorithms_enabled()
+    flash = plain and current_flash_attention_impl() == "FA4"
     options: Any = {"BACKEND": "FLASH"} if flash else None
     # Numbers of the formula are constants of its graph: kernels cannot take them as arguments.
     with torch._dynamo.config.patch(recompile_limit=GRAPHS, specialize_float=True):
@@ -92,15 +93,15 @@ def causal_mask(
     # A tensor: of the numbers that change, a graph for dynamic shapes takes no others.
     first = torch.full((), n_keys - n_queries, device=device, dtype=torch.int32)
     reach = torch.full((), window or n_keys, device=device, dtype=torch.int32)
-    rows = torch.arange(0, n_queries, BLOCK, device=device)
-    start = first + rows  # of each block of queries
+    query = torch.arange(0, n_queries, BLOCK, device=device)
+    start = first + query  # of each block of queries
     before = (start - reach + 1).clamp_min(0) // BLOCK  # blocks of keys before all windows
     seen = ((start + BLOCK).clamp_max(n_keys) + BLOCK - 1) // BLOCK - before
     # The blocks that every row of a whole block sees, which need no mask_mod: after `edge` others.
     last_begin = (start + BLOCK - reach).clamp_min(0)  # of the last row's window
     edge = (last_begin + BLOCK - 1) // BLOCK - before
     full = (start + 1) // BLOCK - before - edge
-    full = torch.where(rows + BLOCK <= n_queries, full.clamp_min(0), 0)
+    full = torch.where(query + BLOCK <= n_queries, full.clamp_min(0), 0)
     n_blocks = (n_keys + BLOCK - 1) // BLOCK
     block = torch.arange(n_blocks, device=device)
     masked_blocks = before[:, None] + block + torch.where(block < edge[:, None], 0, full[:, None])

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infra.cli import UserError
 from normalisers.adaptive import AdaptiveSoftmax
@@ -26,13 +26,15 @@ DECODERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 
 def use_flash(name: str) -> None:
-    """Have FlashAttention be that of a package, FA3 or FA4, in this process, and no longer cuDNN's kernels.
+    """Have FlashAttention be that of a package, FA3 or FA4, and not cuDNN's, for the rest of the process.
 
-    Raises UserError: this torch or this machine lacks it.
+    Raises UserError: the package is not installed. A GPU that it does not support fails in the first step.
     """
     if name == "FA2":  # torch's own
         return
     try:
+        from torch.nn.attention import activate_flash_attention_impl  # from torch 2.11
+
         activate_flash_attention_impl(name)
     except (ImportError, RuntimeError, ValueError) as e:
         raise UserError(f"train.flash = {name!r}: {e}; expected its package, or FA2") from None

@@ -28,6 +28,8 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
         return f"{layer.label} re-weights, has a window, or its scores depend on the distance"
     if device.type != "cuda":
         return f"needs a CUDA device, found {device.type}"
+    if torch.are_deterministic_algorithms_enabled():
+        return "adds up the gradients of keys and values in any order"
     if dtype != torch.bfloat16:  # its gradients of keys and values
         return f"computes in bfloat16, not in {dtype}"
     if not find_spec("stickbreaking_attention"):
@@ -37,7 +39,7 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
 
 def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` for stick-breaking; (B, H, Tq, D) in v's type."""
-    if q.shape[-2] == 1:
+    if q.shape[-2] == 1 or v.shape[-1] != k.shape[-1]:  # the kernels' heads have one size
         return rows.run(q, k, v, layer, context)
     q, k = layer.prepare(q, k, context, v.dtype)
     return run_prepared(q, k, v, context, layer)
@@ -51,7 +53,7 @@ def score_unit(definition: Normaliser) -> float:
 @torch.compiler.disable
 def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: NormaliserLayer) -> Tensor:
     """`run` for q and k whose products are the scores."""
-    from stickbreaking_attention.sb_attn import sb_attn
+    from stickbreaking_attention import sb_attn
 
     n_queries = q.shape[-2]
     q = F.pad(q, (0, 0, context.n_keys - n_queries, 0))  # to as many as keys

@@ -13,7 +13,9 @@ else:
 
     class LazyModule(ModuleType):
         def __getattr__(self, name: str) -> Any:
-            return getattr(import_module(self.__name__), name)
+            value = getattr(import_module(self.__name__), name)
+            setattr(self, name, value)  # the next time it is an attribute
+            return value
 
     torch = LazyModule("torch")
     F = LazyModule("torch.nn.functional")

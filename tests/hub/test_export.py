@@ -189,6 +189,15 @@ def test_exported_models_are_ours(tiny_config, own_file, call):
     compare_in_a_fresh_process(cases, tiny_config, call)
 
 
+def test_code_needs_no_package_of_kernels(tmp_path):
+    """transformers demands what a file of the hub imports outside a try, in functions as well."""
+    dynamic = pytest.importorskip("transformers.dynamic_module_utils")
+    export.copy_code(tmp_path, ["softmax", "stick_breaking"])
+    files = [*tmp_path.glob("*.py")]
+    imported = {name.split(".")[0] for file in files for name in dynamic.get_imports(file)}
+    assert len(files) > 10 and not imported & {"triton", "stickbreaking_attention"}
+
+
 def test_native_only_where_exact(tiny_config):
     changes = ["--model.position=alibi", "--model.attention-gate=true", "--attention.output-norm=true"]
     changes += ["--model.window=9", "--layers=[{at = [1], position = 'none'}]"]

@@ -110,7 +110,7 @@ def test_lengths_and_layers_share_graphs(backend, monkeypatch):
 def test_packages_of_flash_attention(options, backend, monkeypatch):
     """train.flash: torch is told, cuDNN is not preferred, flex asks for FA4 where that has the gradients."""
     told = []
-    monkeypatch.setattr(sdpa, "activate_flash_attention_impl", told.append)
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", told.append)
     monkeypatch.setattr("torch.backends.cuda.enable_cudnn_sdp", told.append)
     for name in ("FA2", "FA4"):
         sdpa.use_flash(name)

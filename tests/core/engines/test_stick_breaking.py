@@ -29,9 +29,8 @@ def sb_attn(q, k, v, inv_temp):
 
 @pytest.fixture
 def package(monkeypatch):
-    module = types.ModuleType("stickbreaking_attention.sb_attn")
+    module = types.ModuleType("stickbreaking_attention")
     module.sb_attn = sb_attn
-    monkeypatch.setitem(sys.modules, "stickbreaking_attention", types.ModuleType("stickbreaking_attention"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(stick_breaking, "find_spec", sys.modules.get)
 
@@ -45,6 +44,8 @@ def test_agrees_with_the_definition(options, shape, package, monkeypatch):
     want = run("dense", layer, *inputs)
     monkeypatch.setattr(stick_breaking, "problem", lambda *where: "")
     assert_close(run("stick_breaking", layer, *inputs), want, inputs, 1e-12, "float64")
+    wide = torch.cat([q, q], -1), torch.cat([k, k], -1), v, do  # as under model.position = "pope"
+    assert_close(run("stick_breaking", layer, *wide), run("dense", layer, *wide), wide, 1e-12, "wide")
     assert self_check.engine_error(stick_breaking, layer.float(), CPU, torch.float32) < 1e-5
 
 
@@ -53,11 +54,13 @@ def test_problems(package, monkeypatch):
     assert not stick_breaking.problem(layer, CUDA, torch.bfloat16)
     assert "needs a CUDA device, found cpu" in stick_breaking.problem(layer, CPU, torch.bfloat16)
     assert "in bfloat16, not in torch.float32" in stick_breaking.problem(layer, CUDA, torch.float32)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert "in any order" in stick_breaking.problem(layer, CUDA, torch.bfloat16)
+    monkeypatch.undo()
     layer.window = 8
     assert "has a window" in stick_breaking.problem(layer, CUDA, torch.bfloat16)
     softmax = make(AttentionConfig(normaliser="softmax"), 4, 16, 64)
     assert "is not stick-breaking" in stick_breaking.problem(softmax, CUDA, torch.bfloat16)
-    monkeypatch.undo()
     layer.window = 0
     if not stick_breaking.find_spec("stickbreaking_attention"):
         assert "is not installed" in stick_breaking.problem(layer, CUDA, torch.bfloat16)
