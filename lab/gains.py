@@ -15,6 +15,7 @@ the cut's loss is over that of another run, paired over blocks, and with --margi
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from evals.options import check_figure
@@ -79,15 +80,14 @@ def verdicts(pairs: pd.DataFrame, baseline: str, margin: float) -> pd.Series:
 
 
 def verdict(differences: pd.DataFrame, margin: float) -> str:
-    """What differences of losses (blocks, seeds) show, with an error of at most 5 %; a dash if seeds are few.
+    """What differences of losses (blocks, seeds) show, a dash for less than three seeds.
 
-    The bounds are three standard errors away, over blocks or over seeds, whichever are further. A one-sided
-    t test at 5 % needs 2.92 with three seeds. "level" is two such tests, one against either end of ±margin
-    (Schuirmann 1987).
+    Each bound is a one-sided test at 5 %, three standard errors away: with three seeds t is 2.92. Variances
+    over blocks and over seeds add up. "level" is one test at either end of ±margin (Schuirmann 1987).
     """
     if differences.shape[1] < MIN_SEEDS:
         return DASH
-    error = max(differences.mean(axis="index").sem(), differences.mean(axis="columns").sem())
+    error = math.hypot(differences.mean(axis="index").sem(), differences.mean(axis="columns").sem())
     mean = differences.mean(axis=None)
     low = mean - 3 * error
     high = mean + 3 * error
@@ -131,6 +131,10 @@ def gain_table(
         if not best > 0:
             raise UserError(f"--ceiling {ceiling}: expected a run among the rows with a gain above 0")
         table["of the ceiling"] = (longest / best).map("{:.0%}".format).where(longest > 0, DASH)
+        at_longest = blocks.xs(mean.columns[-1], level="length")
+        of_ceiling = at_longest.xs(ceiling, level="run").groupby(["text", "block"]).mean()
+        over_half = at_longest.sub(of_ceiling / 2).reorder_levels(at_longest.index.names)
+        table["over half of it"] = with_errors(over_half)
     n_texts = table.index.get_level_values("text").nunique()
     return table.reset_index("text", drop=n_texts == 1).reset_index()
 
@@ -147,7 +151,7 @@ def gain_figure(rows: pd.DataFrame) -> Figure:
     points = pairs.groupby(["run", "seed", "length"], sort=False).gain.mean().reset_index()
     points = points.rename(columns={"run": "name", "length": "x", "gain": "y"})
     title = "Who trains short and uses long context?"
-    figure = draw_lines(points, title, "length of the context", "gain over the cut, nats a token")
+    figure = draw_lines(points, title, "length of the context", "gain over its own cut, nats a token")
     figure.axes[0].axhline(0, color="black", linestyle="--", linewidth=1)
     figure.axes[0].set_ylim(bottom=max(-0.3, points.y.min() - 0.02))
     return log_ticks(figure, sorted(points.x.unique()))

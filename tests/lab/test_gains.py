@@ -87,7 +87,12 @@ def test_mistakes():
 
 @pytest.mark.parametrize(
     ("file", "options"),
-    [("rows.csv", ()), ("rows_4k.csv", ("softmax", "softmax_continued", 0.01)), ("rows_4k_plain.csv", ())],
+    [
+        ("rows.csv", ()),
+        ("rows_4k.csv", ("softmax", "softmax_continued", 0.01)),
+        ("rows_4k_B.csv", ("softmax", "softmax_continued", 0.01)),
+        ("rows_4k_plain.csv", ()),
+    ],
 )
 def test_committed_tables(file, options):
     assert (
