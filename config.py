@@ -186,6 +186,7 @@ def _read_file(
     if isinstance(own.get("name"), dict):
         raise UserError(f"{path}: name = a section: expected a string, the name of the run folder")
     sweeps = _sweeps_of(path, own.pop("sweep", {}))
+    stated = {key: (value, str(path)) for key, value in _flatten(own).items()}
     values: Values = {}
     if base is not None:
         if not isinstance(base, str):
@@ -195,12 +196,13 @@ def _read_file(
         lost = values
         values, _ = _read_file(Path(other_base), None, (path.resolve(),))
         for key, (value, _) in lost.items():
+            if key in stated:
+                continue
             is_attention = key.startswith(("attention.", "model.position", "model.window", "layers"))
             if is_attention and _value(values, key) != value:
                 problem = f"{path} would lose {key} = {value!r} of its own base"
                 raise UserError(f"--base {other_base}: {problem}; expected a file that states it itself")
     values.pop("name", None)
-    stated = {key: (value, str(path)) for key, value in _flatten(own).items()}
     return stated | values | stated, sweeps
 
 

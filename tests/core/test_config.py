@@ -20,6 +20,7 @@ from schema import AttentionConfig, Config, describe_layers
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs/gpt2_124m.toml"
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
+NOT_AT_A = {"base_124m", "base_162m", "heads", "sft", "table4_relu_li", "table4_sigmoid_l1"}
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -74,8 +75,18 @@ def test_another_base_loses_nothing_of_the_attention(tmp_path: Path):
     assert (config.attention.normaliser, config.train.max_steps) == ("lssa", 800)
     with one_line("configs/lssar.toml would lose attention.normaliser = 'lssa' of its own base"):
         load_config(ROOT / "configs/lssar.toml", ["--base", str(recipe)])
+    stated = write(tmp_path, "own.toml", f'base = "{ROOT}/configs/lssa.toml"\n[attention]\nnormaliser = "lssa"\n')
+    assert load_config(stated, ["--base", str(recipe)]).attention.normaliser == "lssa"
     with one_line("nowhere.toml: no such config file (the base of lssa.toml)"):
         load_config(ROOT / "configs/lssa.toml", ["--base", "nowhere.toml"])
+
+
+def test_rows_of_the_papers_run_at_a_small_scale():
+    base = ["--base", str(ROOT / "configs/comparison/A.toml")]
+    for path in CONFIGS:
+        if path.parent.name.endswith("_paper") and path.stem not in NOT_AT_A:
+            for row in expand_sweep(path, base):
+                assert load_config(path, [*base, *row.overrides]).data.dir == "data/python_bytes"
 
 
 def test_inheritance_and_override_order(tmp_path: Path):
