@@ -3,7 +3,7 @@
     softmax(factor * q.k) v = sdpa(factor * q, k, v),   factor: a number, by row, or by row and head
 
 The factor of NormSoftmax and LogitNorm depends on the scores. `AdaptiveSoftmax.fused_factor` computes it in
-linear time. A window W is computed in blocks of W queries, each with its 2 W keys.
+linear time. In 16 bits NormSoftmax's first rows follow the definition, see `FIRST_ROWS`. A window W is computed in blocks of W queries, each with its 2 W keys.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infra.cli import UserError
-from normalisers.adaptive import AdaptiveSoftmax
-from normalisers.base import RowContext
+from normalisers.adaptive import AdaptiveSoftmax, NormSoftmax
+from normalisers.base import RowContext, share_heads
 from normalisers.layer import NormaliserLayer
 
 # torch 2.11 prefers cuDNN on Hopper and Blackwell, which builds a plan for each new number of keys: tens of
 # milliseconds a token when decoding. These do not.
 DECODERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# x / sigma of a few keys hardly depends on the size of x: with two keys it is -1 and 1. The gradients through x and
+# through sigma cancel, and 16 bits of the first are too few where sigma is small.
+FIRST_ROWS = 16
 
 
 def use_flash(name: str) -> None:
@@ -63,6 +66,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     n_queries = q.shape[-2]
     n_keys = k.shape[-2]
     scale = definition.factor(context)
+    first_rows = None
+    if isinstance(definition, NormSoftmax) and v.dtype.itemsize == 2 and n_queries == n_keys:
+        first_rows = run_first_rows(q, k, v, layer, context)
     is_plain = definition.scores == "dot" and not isinstance(definition, AdaptiveSoftmax)
     if not (is_plain and isinstance(scale, float)):
         q, k = layer.prepare(q, k, context, v.dtype)
@@ -78,9 +84,17 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     # Not the bare comparison: under torch.compile it is symbolic, and is_causal must be a plain bool.
     causal = True if n_queries == n_keys and n_queries > 1 else False  # noqa: SIM210
     with sdpa_kernel(DECODERS) if q.is_cuda and n_queries < n_keys else nullcontext():
-        return F.scaled_dot_product_attention(
+        out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
+    return out if first_rows is None else torch.cat((first_rows, out[:, :, FIRST_ROWS:]), dim=2)
+
+
+def run_first_rows(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
+    """The first FIRST_ROWS rows of `run` by definition, in float32."""
+    rows = slice(0, FIRST_ROWS)
+    weights = layer.dense_weights(q[:, :, rows], k[:, :, rows], context.block(slice(None), rows, rows))
+    return (weights @ share_heads(v[:, :, rows], q).to(weights.dtype)).to(v.dtype)
 
 
 def run_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
