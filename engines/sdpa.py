@@ -3,7 +3,8 @@
     softmax(factor * q.k) v = sdpa(factor * q, k, v),   factor: a number, by row, or by row and head
 
 The factor of NormSoftmax and LogitNorm depends on the scores. `AdaptiveSoftmax.fused_factor` computes it in
-linear time. In 16 bits NormSoftmax's first rows follow the definition, see `FIRST_ROWS`. A window W is computed in blocks of W queries, each with its 2 W keys.
+linear time. In 16 bits NormSoftmax's first rows follow the definition, see `FIRST_ROWS`. A window W is
+computed in blocks of W queries, each with its 2 W keys.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from normalisers.layer import NormaliserLayer
 # torch 2.11 prefers cuDNN on Hopper and Blackwell, which builds a plan for each new number of keys: tens of
 # milliseconds a token when decoding. These do not.
 DECODERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# x / sigma of a few keys hardly depends on the size of x: with two keys it is -1 and 1. The gradients through x and
-# through sigma cancel, and 16 bits of the first are too few where sigma is small.
+# x / sigma of a few keys hardly depends on the size of x: with two keys it is -1 and 1. The gradients through
+# x and through sigma cancel, and 16 bits of the first are too few where sigma is small.
 FIRST_ROWS = 16
 
 

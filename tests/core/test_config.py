@@ -75,7 +75,9 @@ def test_another_base_loses_nothing_of_the_attention(tmp_path: Path):
     assert (config.attention.normaliser, config.train.max_steps) == ("lssa", 800)
     with one_line("configs/lssar.toml would lose attention.normaliser = 'lssa' of its own base"):
         load_config(ROOT / "configs/lssar.toml", ["--base", str(recipe)])
-    stated = write(tmp_path, "own.toml", f'base = "{ROOT}/configs/lssa.toml"\n[attention]\nnormaliser = "lssa"\n')
+    stated = write(
+        tmp_path, "own.toml", f'base = "{ROOT}/configs/lssa.toml"\n[attention]\nnormaliser = "lssa"\n'
+    )
     assert load_config(stated, ["--base", str(recipe)]).attention.normaliser == "lssa"
     with one_line("nowhere.toml: no such config file (the base of lssa.toml)"):
         load_config(ROOT / "configs/lssa.toml", ["--base", "nowhere.toml"])
