@@ -193,11 +193,9 @@ def _read_file(
             raise UserError(f"{path}: base = {base!r}: expected the name of a config file")
         values, _ = _read_file(path.parent / base, None, (*seen, path.resolve()))
     if other_base is not None:
-        lost = values
+        lost = {key: value for key, (value, _) in values.items() if key not in stated}
         values, _ = _read_file(Path(other_base), None, (path.resolve(),))
-        for key, (value, _) in lost.items():
-            if key in stated:
-                continue
+        for key, value in lost.items():
             is_attention = key.startswith(("attention.", "model.position", "model.window", "layers"))
             if is_attention and _value(values, key) != value:
                 problem = f"{path} would lose {key} = {value!r} of its own base"

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from engines import dense
 from infra.cli import UserError
 from normalisers.adaptive import AdaptiveSoftmax, NormSoftmax
-from normalisers.base import RowContext, share_heads
+from normalisers.base import RowContext
 from normalisers.layer import NormaliserLayer
 
 # torch 2.11 prefers cuDNN on Hopper and Blackwell, which builds a plan for each new number of keys: tens of
@@ -69,7 +70,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     scale = definition.factor(context)
     first_rows = None
     if isinstance(definition, NormSoftmax) and v.dtype.itemsize == 2 and n_queries == n_keys:
-        first_rows = run_first_rows(q, k, v, layer, context)
+        rows = slice(0, FIRST_ROWS)
+        of_rows = context.block(slice(None), rows, rows)
+        first_rows = dense.run(q[:, :, rows], k[:, :, rows], v[:, :, rows], layer, of_rows)
     is_plain = definition.scores == "dot" and not isinstance(definition, AdaptiveSoftmax)
     if not (is_plain and isinstance(scale, float)):
         q, k = layer.prepare(q, k, context, v.dtype)
@@ -89,13 +92,6 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
     return out if first_rows is None else torch.cat((first_rows, out[:, :, FIRST_ROWS:]), dim=2)
-
-
-def run_first_rows(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
-    """The first FIRST_ROWS rows of `run` by definition, in float32."""
-    rows = slice(0, FIRST_ROWS)
-    weights = layer.dense_weights(q[:, :, rows], k[:, :, rows], context.block(slice(None), rows, rows))
-    return (weights @ share_heads(v[:, :, rows], q).to(weights.dtype)).to(v.dtype)
 
 
 def run_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:

@@ -101,7 +101,7 @@ def lssar_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
     losses = losses.assign(panel="RoPE " + losses.rope, y=losses.loss)
     rows = read_rows("lssar_paper", "table4_softmax table4_lssa_p15")
     points = losses[losses.line.isin({line for row in rows for line in runs.of_row(row).line})]
-    if len(points):
+    if points.length.nunique() > 1:
         title = f"LSSAR, Figure 1: softmax and LSSAR (scale {scale})"
         figure = draw_lines(points.assign(x=points.length), title, "length (tokens)")
         yield f"lssar_figure1_{scale}.png", title, log_ticks(figure, sorted(points.length.unique()))
