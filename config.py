@@ -147,7 +147,8 @@ def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespa
     parser.usage = "%(prog)s CONFIG.toml [--base BASE.toml] [--section.key VALUE ...] [options]"
     files = [arg for arg in sys.argv[1:2] if not arg.startswith("-")]
     if {*sys.argv[1:]} & HELP:
-        overrides = expand_sweep(files[0])[0].overrides if files else []
+        given = parser.parse_known_args([word for word in sys.argv[2:] if word not in HELP])[1]
+        overrides = [*expand_sweep(files[0])[0].overrides, *given] if files else []
         config = load_config(files[0], overrides) if files else Config(name="CONFIG")
         print(f"{parser.format_help()}\n{describe_keys(config)}")
         sys.exit(0)

@@ -47,19 +47,21 @@ def parse_args() -> list[argparse.Namespace]:
     parser = ArgumentParser(__doc__)
     lengths_help = "divisors of the longest (default: 1, 2, 4, 8, 16 x the training length)"
     add_arguments(parser, lengths_help, tokens=2**20)
-    parser.add_argument("--replace", action="store_true", help="also results of another evaluation")
+    parser.add_argument("--replace", action="store_true", help="overwrite the results of other options")
     also_help = "RoPE scalings beside --rope: none, theta=500000, ...; they write eval_length_none.json, ..."
     parser.add_argument("--also", nargs="+", default=[], metavar="ROPE", help=also_help)
     args = parse_arguments(parser, "eval_length")
     at_scalings = [args]
     for text in args.also:
-        kind, _, theta = text.partition("=")
+        kind, _, base = text.partition("=")
         if any(kind == each.rope for each in at_scalings):
             raise UserError(f"--also {text}: {kind} is there already")
         try:
-            scaling = RopeScaling(kind, float(theta) if theta else None)
-        except ValueError as e:
+            scaling = RopeScaling(kind, float(base) if base else None)
+        except UserError as e:
             raise UserError(f"--also {text}: {e}") from None
+        except ValueError:
+            raise UserError(f"--also {text}: expected a number after =") from None
         own = {"rope": kind, "rope_theta": scaling.theta, "rope_scaling": scaling}
         own |= {"name": f"{args.name}_{kind}", "out": None}
         at_scalings.append(argparse.Namespace(**vars(args) | own))

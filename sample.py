@@ -20,7 +20,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import get_args
 
-from infra.cli import ArgumentParser, UserError, integer, run_main
+from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
 from rope_scaling import RopeKind, RopeScaling
 
 
@@ -33,13 +33,17 @@ def parse_args() -> argparse.Namespace:
     add("--samples", type=integer(1, 4096), default=1, metavar="N", help="of each prompt (default: 1)")
     add("--tokens", type=integer(0, 2**20), default=500, metavar="N", help="new tokens (default: 500)")
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
-    add("--top-k", type=int, default=50, help="sample from the k likeliest tokens (default: 50)")
+    add("--top-k", type=positive_int, default=50, help="sample from the k likeliest tokens (default: 50)")
     add("--top-p", type=float, help="sample from the fewest tokens that have this probability")
     add("--seed", type=integer(0, 2**63 - 1), default=0, help="of the first prompt (default: 0)")
     add("--rope", choices=get_args(RopeKind), default="none", help="RoPE scaling (default: none)")
     add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     args = parser.parse_args()
+    if not 0 <= args.temperature <= 1e30:
+        raise UserError(f"--temperature {args.temperature}: expected a number from 0 to 1e30")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise UserError(f"--top-p {args.top_p}: expected a number above 0, at most 1")
     args.rope_scaling = RopeScaling(args.rope, args.rope_theta)
     return args
 

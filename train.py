@@ -32,10 +32,9 @@ from schema import Config
 
 def parse_args() -> tuple[Config, argparse.Namespace]:
     parser = ArgumentParser(__doc__)
-    parser.add_argument("--dry-run", action="store_true", help="print sizes, memory and speed; no run")
-    parser.add_argument(
-        "--smoke", action="store_true", help="five steps of one sequence, a validation; no run"
-    )
+    trial = parser.add_mutually_exclusive_group()
+    trial.add_argument("--dry-run", action="store_true", help="print sizes, memory and speed; no run")
+    trial.add_argument("--smoke", action="store_true", help="five short steps, a validation; no run")
     return parse_command_line(parser)
 
 

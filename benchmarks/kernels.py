@@ -37,7 +37,7 @@ from triton.compiler import ASTSource
 from engines import triton as attention_kernels
 from engines.triton import Launch, launch_of, launch_options
 from engines.triton_kernels import INTERPRETED, Form
-from infra.cli import ArgumentParser, UserError, run_main
+from infra.cli import ArgumentParser, UserError, integer, run_main
 from normalisers.family import PHI, SIGNED
 
 KERNELS = ("forward", "backward_q", "backward_kv")
@@ -177,7 +177,9 @@ def main() -> None:
     )
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--dtype", nargs="+", default=dtypes, choices=dtypes)
-    parser.add_argument("--p", type=int, default=15, help="power of the re-weighting, 0: none (default: 15)")
+    parser.add_argument(
+        "--p", type=integer(0, 256), default=15, help="of the re-weighting, 0: none (default: 15)"
+    )
     parser.add_argument("--grouped", action="store_true", help="grouped-query attention")
     parser.add_argument("--all-forms", action="store_true", help="instead of LSSAR's alone")
     args = parser.parse_args()

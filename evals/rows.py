@@ -64,9 +64,11 @@ def write_rows(folder: Path, rows: Iterable[Row]) -> None:
 
 
 def read_table(path: Path, **options: Any) -> pandas.DataFrame:
-    """A rows.csv. Raises UserError: it is damaged."""
+    """A rows.csv. Raises UserError: it is none."""
     try:
         return pandas.read_csv(path, usecols=Row._fields, **options)
-    except (ValueError, OSError) as e:  # pandas' own errors are ValueErrors
+    except OSError as e:
+        raise UserError(f"{path}: expected the rows.csv of a run: {e.strerror}") from None
+    except ValueError as e:  # pandas' own errors are ValueErrors
         reason = " ".join(str(e).split())
-        raise UserError(f"{path}: damaged ({reason}): delete it and evaluate the run again") from None
+        raise UserError(f"{path}: expected the rows.csv of a run, undamaged: {reason}") from None

@@ -3,10 +3,11 @@
     python -m lab.compare my_softmax.toml                # both published learning rates
     python -m lab.compare my_softmax.toml configs/comparison/A/softmax.toml --fresh --seed 1   # on other text
 
-A file states its [attention], and its positions in [model], on top of configs/comparison/A.toml. The same
-command resumes. What cannot be compared is refused before the training. Writes the table, the figures and
-the runs to runs/compare/<file>/, or --out. The published text is the library of Python 3.11.7, which
-data.python_source prepares there. With --fresh any text will do, and the table has these files alone.
+A file states its [attention], [[layers]], positions, window, attention_gate and key_shift, on top of
+configs/comparison/A.toml. The same command resumes. What cannot be compared is refused before the training.
+Writes the table, the figures and the runs to runs/compare/<file>/, or --out. The published text is the
+library of Python 3.11.7, which data.python_source prepares there. With --fresh any text will do, and the
+table has these files alone.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from infra.cli import ArgumentParser, UserError, run_main
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """Our options, and overrides for all runs."""
     parser = ArgumentParser(__doc__)
+    parser.usage = "%(prog)s CONFIG.toml [CONFIG.toml ...] [options] [--section.key VALUE ...]"
     add = parser.add_argument
     add("configs", nargs="+", metavar="CONFIG", help="config files, first")
-    add("--rates", nargs="+", type=float, default=[2e-3, 4e-3], metavar="LR", help="learning rates")
+    rates = [2e-3, 4e-3]
+    add("--rates", nargs="+", type=float, default=rates, metavar="LR", help="learning rates (default: both)")
     add("--fresh", action="store_true", help="without the published records")
     add("--out", type=Path, metavar="DIR", help="(default: runs/compare/<name of the first file>)")
     args, extra = parser.parse_known_args()

@@ -7,7 +7,7 @@
 The validation text is cut into blocks of the longest length. The statistics are means over the last 128 rows
 (queries) of each block, or half the shortest length, in windows of each length that all end there. So the
 queries are the same, with more context. They measure how wide the scores are, how concentrated the weights,
-and how much goes to the first token (the attention sink). --help lists them. `log.attention_every` records
+and how much goes to the first token (the attention sink). `log.attention_every` records
 them over training steps (NormSoftmax, Figures 2 and 4).
 
 Writes diagnose.json and diagnose.png into the run folder and adds the means to its rows.csv. The figure has a

@@ -20,7 +20,7 @@ from schema import AttentionConfig, Config, describe_layers
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs/gpt2_124m.toml"
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
-NOT_AT_A = {"base_124m", "base_162m", "heads", "sft", "table4_relu_li", "table4_sigmoid_l1"}
+NOT_AT_A = {"base_124m", "base_162m", "heads", "sft", "sft_B", "table4_relu_li", "table4_sigmoid_l1"}
 
 
 def write(folder: Path, name: str, text: str) -> Path:
