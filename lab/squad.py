@@ -2,6 +2,7 @@
 
     python -m lab.squad                      # from the hub -> data/squad
     python -m lab.squad --source my_folder   # what `datasets` loads from it, with the same columns
+    python -m lab.squad --tokenizer bytes --seq-len 512 --shorten     # for small models
 
 Every question whose context, question and answer are not empty (86,820 in the paper) becomes one sequence of
 --seq-len tokens, which train.seq_len must equal:
@@ -13,7 +14,8 @@ Every question whose context, question and answer are not empty (86,820 in the p
 
 Only the first answer and the end-of-text after it are learned. A second pair of splits, trainmask and
 valmask, holds 1 for each token that counts in the loss and 0 for the others. Longer sequences are left out
-and counted.
+and counted. With --shorten their context is cut on both sides, so that they fit and the answer stays at the
+same share of it.
 
 Writes squad_val_000000.bin, squad_train_000001.bin, the masks, and at the end dataset.json (format:
 data/shards.py). Train on it with configs/ssmax_paper/sft.toml.
@@ -22,6 +24,7 @@ data/shards.py). Train on it with configs/ssmax_paper/sft.toml.
 from __future__ import annotations
 
 import argparse
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +51,29 @@ def question_prompt(context: str, question: str) -> str:
     return f"{context}\n\nQuestion: {question}\nAnswer:"
 
 
+def shortened(row: dict[str, Any], share: float) -> dict[str, Any]:
+    """The row with that share of its context's characters, or those of the answer alone if they are more."""
+    context = row["context"]
+    start = row["answers"]["answer_start"][0]
+    length = len(row["answers"]["text"][0])
+    width = max(length, round(share * len(context)))
+    place = start / max(1, len(context) - length)
+    begin = round(place * (len(context) - width))
+    return {**row, "context": context[begin : begin + width]}
+
+
 # ---------------------------------------------------------------- writing
+def fit_sequence(row: dict[str, Any], tokenizer: Tokenizer, seq_len: int, shorten: bool) -> Sequence | None:
+    """As `make_sequence`; `shorten`: of the largest share of the context, in steps of 5 %, that fits."""
+    shares = range(100, 0, -5) if shorten else [100]
+    for percent in shares:
+        shorter = shortened(row, percent / 100) if percent < 100 else row
+        sequence = make_sequence(shorter, tokenizer, seq_len)
+        if sequence is not None:
+            return sequence
+    return None
+
+
 def make_sequence(row: dict[str, Any], tokenizer: Tokenizer, seq_len: int) -> Sequence | None:
     """None if the question does not fit."""
     prompt = tokenizer.encode_ordinary(question_prompt(row["context"], row["question"]))
@@ -62,6 +87,13 @@ def make_sequence(row: dict[str, Any], tokenizer: Tokenizer, seq_len: int) -> Se
     mask = np.zeros(seq_len, np.uint16)
     mask[start:stop] = 1
     return Sequence(tokens, mask)
+
+
+def check_columns(found: dict[str, list[str]], source: str) -> None:
+    """Raises UserError: a split or a column is missing."""
+    for split, column in product(("train", "validation"), ("context", "question", "answers")):
+        if column not in found.get(split, []):
+            raise UserError(f"{source}: found {found}: expected {column} in {split}")
 
 
 def is_complete(row: dict[str, Any]) -> bool:
@@ -102,10 +134,11 @@ def main() -> None:
     with exclusive_lock(args.out):
         with naming(args.source, "; --source may also be a folder"):
             dataset = datasets.load_dataset(args.source)
+        check_columns({split: rows.column_names for split, rows in dataset.items()}, args.source)
         splits: dict[str, list[Sequence]] = {}
         for split, theirs in (("val", "validation"), ("train", "train")):
             complete = filter(is_complete, dataset[theirs])
-            sequences = [make_sequence(row, tokenizer, args.seq_len) for row in complete]
+            sequences = [fit_sequence(row, tokenizer, args.seq_len, args.shorten) for row in complete]
             splits[split] = [sequence for sequence in sequences if sequence is not None]
             n = len(splits[split])
             n_longer = len(sequences) - n
@@ -113,7 +146,8 @@ def main() -> None:
                 raise UserError(f"{args.source}: {split}: no question fits --seq-len {args.seq_len}")
             print(f"{split:6} {n:,} questions in {args.seq_len} tokens each, {n_longer:,} were longer")
         # The zeros after an end-of-text are a document, too.
-        write_masked(args.out, {"dataset": DATASET, "source": args.source}, splits, 2, tokenizer)
+        info = {"dataset": DATASET, "source": args.source, "shortened": args.shorten}
+        write_masked(args.out, info, splits, 2, tokenizer)
 
 
 def parse_args() -> argparse.Namespace:
@@ -123,6 +157,7 @@ def parse_args() -> argparse.Namespace:
     add("--tokenizer", default="gpt2", help="gpt2, bytes or a tokenizer.json (default: gpt2)")
     length_help = "of every sequence (default: %(default)s)"
     add("--seq-len", type=integer(2, 2**20), default=1024, metavar="T", help=length_help)
+    add("--shorten", action="store_true", help="cut the contexts of longer questions around the answer")
     default = Path("data") / DATASET
     add("--out", type=Path, metavar="DIR", default=default, help="folder to write (default: data/squad)")
     return parser.parse_args()

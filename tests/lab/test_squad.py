@@ -71,6 +71,18 @@ def test_sequences_and_masks(folder: Path) -> None:
     assert load_config("configs/ssmax_paper/sft.toml").train.max_steps == 10 * (86_820 // 128)
 
 
+@pytest.mark.parametrize("place", [0, 37, 80, 193])
+def test_shorten_keeps_the_answer_at_its_share_of_the_context(place: int) -> None:
+    context = "." * place + "answer" + "," * (193 - place)
+    row = {"context": context, "question": "Why?", "answers": {"text": ["answer"], "answer_start": [place]}}
+    assert squad.fit_sequence(row, BYTES, 128, shorten=False) is None
+    sequence = squad.fit_sequence(row, BYTES, 128, shorten=True)
+    assert sequence is not None
+    shorter, _ = BYTES.decode(sequence.tokens[1:].tolist()).split("\n\nQuestion: Why?\nAnswer: answer")
+    assert shorter in context and "answer" in shorter and 128 - 2 * 10 < sum(sequence.tokens > 0) <= 128
+    assert shorter.index("answer") / (len(shorter) - 6) == pytest.approx(place / 193, abs=0.01)
+
+
 def test_mistakes_leave_a_finished_dataset(
     folder: Path, source: Path, tmp_path: Path, prepare: Callable[..., None], call: Callable[..., None]
 ) -> None:
@@ -80,6 +92,9 @@ def test_mistakes_leave_a_finished_dataset(
         prepare("--source", source, "--seq-len", 9, "--out", folder)
     with pytest.raises(UserError, match="--seq-len: '1000.*': expected an integer, at least 2, at most"):
         prepare("--source", source, "--seq-len", 10**20, "--out", folder)
+    (source / "validation.jsonl").rename(tmp_path / "validation.jsonl")
+    with pytest.raises(UserError, match="found .*'train'.*: expected context in validation"):
+        prepare("--source", source, "--out", folder)
     with pytest.raises(UserError, match="holds squad_.*, another dataset's: choose another --out"):
         call(recall_data, "--sequences", "8", "--out", folder)
     assert TokenStream(folder, "train").mask is not None
