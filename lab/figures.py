@@ -6,6 +6,7 @@ LSSAR's Figures 1 and 2, SSMax's 2 (p_n) and 4, NormSoftmax's 2a and 4.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -190,21 +191,21 @@ def p_n_figure(run: FinishedRun) -> tuple[str, Figure]:
 
 
 def normsoftmax_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
-    """NormSoftmax's Figures 2a and 4: what log.attention_every recorded of the first seed of each line."""
-    panels = {"qk_std": "std of q.k, unscaled (Figure 2a)", "entropy": "entropy, nats (Figure 4)"}
-    for line in runs.table.query("scale == @scale").drop_duplicates("line").itertuples():
-        points = [
-            (panel, layer, step, value)
-            for key, panel in panels.items()
-            for step, by_layer in line.run.logged(key).items()
-            for layer, value in by_layer.items()
-        ]
-        if points:
-            title = f"NormSoftmax, Figures 2a and 4: attention of {line.name} in training (scale {scale})"
-            table = pd.DataFrame(points, columns=["panel", "name", "x", "y"])
-            layers = [*table.name.unique()]
-            figure = draw_lines(table, title, "step", "", layers, sharey=False, is_ordered=True)
-            yield f"attention_{scale}_{line.Index}.png", title, figure
+    """NormSoftmax's Figures 2a and 4: what log.attention_every recorded of softmax and of each gamma."""
+    panels = {"qk_std": "std of q.k, unscaled", "entropy": "entropy, nats"}
+    lines = []
+    for row in read_rows("normsoftmax_paper", "baseline norm_softmax gamma"):
+        options = row.config.attention.model_dump()
+        name = f"gamma = {options['gamma']}" if "gamma" in options else "softmax"
+        of_row = runs.of_row(row).query("scale == @scale")
+        recorded = [run for run in of_row.run if run.logged("qk_std")]
+        for run, (key, panel) in product(recorded[:1], panels.items()):
+            for step, by_layer in run.logged(key).items():
+                lines += [(f"{panel}, {layer}", name, step, value) for layer, value in by_layer.items()]
+    if lines:
+        title = f"NormSoftmax, Figures 2a and 4: attention in training (scale {scale})"
+        points = pd.DataFrame(lines, columns=["panel", "name", "x", "y"])
+        yield f"normsoftmax_attention_{scale}.png", title, draw_lines(points, title, "step", "", sharey=False)
 
 
 def all_figures(runs: Runs) -> Iterator[Drawn]:

@@ -2,8 +2,8 @@
 
 A record has the keys of the config that are not the defaults, the block losses of eval_length.py by RoPE
 scaling and length, the validations, and the training losses as means over hundredths of the run. Of ssmax_pn
-it has p_n. A record may have a `note` on where its numbers are from. The comparison's records are read as
-well.
+it has p_n, of a run with log.attention_every its statistics. A record may have a `note` on where its numbers
+are from. The comparison's records are read as well.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from schema import Config
 
 Record = dict[str, Any]
 DIGITS = 6
+ATTENTION = ("qk_std", "entropy")  # by layer
 
 
 def record_of(run: FinishedRun) -> Record:
@@ -42,7 +43,21 @@ def record_of(run: FinishedRun) -> Record:
         "text": losses.text.iloc[0],
         "losses": by_rope,
     }
-    return record | ({"p_n": [round(value, DIGITS) for value in run.p_n]} if run.p_n else {})
+    of_some = {"attention": attention_of(run), "p_n": [round(value, DIGITS) for value in run.p_n]}
+    return record | {key: value for key, value in of_some.items() if value}
+
+
+def attention_of(run: FinishedRun) -> list[Record]:
+    """The lines of metrics.jsonl that log.attention_every made, their statistics alone."""
+    return [
+        {"step": r["step"]} | {key: rounded_layers(r[key]) for key in ATTENTION}
+        for r in run.metrics
+        if r.get(ATTENTION[0])
+    ]
+
+
+def rounded_layers(values: dict[str, float | None]) -> dict[str, float]:
+    return {layer: round(value, DIGITS) for layer, value in values.items() if value is not None}
 
 
 def stated_keys(config: Config) -> Record:
@@ -67,6 +82,7 @@ def run_of(record: Record, path: Path) -> FinishedRun:
     """The run of a record. Raises UserError: this version does not know a key or value of its config."""
     metrics: list[Record] = [{"step": int(step), "val_loss": value} for step, value in record["validations"]]
     metrics += [{"step": int(step), "loss": value} for step, value in record["hundredths"]]
+    metrics += record.get("attention", [])
     config = config_from_dict(record["config"], str(path))
     losses = table_of(config.name, record["losses"], record["text"])
     p_n = tuple(record.get("p_n", ()))

@@ -9,9 +9,12 @@
 
 Writes report.md and PNGs into --out, in place of an earlier report's. A row of a table is an experiment, a
 file in configs/. A run belongs to a row if its formula, positions, loss and kind of optimiser are the file's,
-whatever its name and its size, unless the file sweeps over sizes. If the file has init_from, the run has to
-replace another's normaliser. --papers keeps a record of each run in <out>/runs.jsonl and reads the
-comparison's records of scale A, of the rows of the papers.
+whatever its name and its size, unless the file sweeps over sizes. A scale all of whose runs are of such files
+stands in their rows alone. If the file has init_from, the run has to replace another's normaliser.
+
+--papers keeps a record of each run in <out>/runs.jsonl and reads the comparison's records of scale A, of the
+rows of the papers.
+
 Runs of one scale share a letter. Runs that differ in their seed alone share a line, mean ± standard
 deviation. Losses are eval_length.py's, at multiples of the training length. Unfinished runs are skipped.
 """
@@ -31,7 +34,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders, or folders of run folders")
     parser.add_argument("--comparison", action="store_true", help="RUN: a folder for each scale")
     parser.add_argument("--papers", action="store_true", help="from the records in --out, and of RUN")
-    parser.add_argument("--out", metavar="DIR", help="(default: in the folder that holds the runs)")
+    parser.add_argument("--out", metavar="DIR", help="(default: beside the runs, without runs results/)")
     args = parser.parse_args()
     if not args.runs and not args.comparison and not args.papers:
         raise UserError("expected run folders: python -m lab.report runs/* (or --help)")
@@ -50,7 +53,16 @@ from lab import comparison
 from lab.figures import all_figures
 from lab.records import keep, merge, read_records
 from lab.runs import FinishedRun, Runs, experiment_of, read_runs, tabulate
-from lab.tables import CONFIGS, DASH, markdown, mean_and_spread, read_published, read_rows, read_tables
+from lab.tables import (
+    CONFIGS,
+    DASH,
+    all_rows,
+    markdown,
+    mean_and_spread,
+    read_published,
+    read_rows,
+    read_tables,
+)
 
 RESULTS = CONFIGS.parent / "results/comparison"
 OF_PAPERS = CONFIGS.parent / "results/papers"
@@ -98,9 +110,7 @@ def main() -> None:
 def with_records(runs: list[FinishedRun], out: Path) -> list[FinishedRun]:
     """Keep records of the runs in `out`. Returns: all runs there, and the comparison's that are of a row."""
     keep(runs, out / RECORDS)
-    tables = [table for of_paper in read_tables().values() for table in of_paper]
-    rows = [row for table in tables for row in read_rows(table["folder"], table["files"])]
-    experiments = {experiment_of(row.config) for row in rows}
+    experiments = {experiment_of(row.config) for row in all_rows()}
     of_comparison = read_records(RESULTS / "A.jsonl")
     return merge(
         read_records(out / RECORDS) + [run for run in of_comparison if run.experiment in experiments]
@@ -110,7 +120,7 @@ def with_records(runs: list[FinishedRun], out: Path) -> list[FinishedRun]:
 def report_text(runs: Runs, captions: dict[str, str]) -> str:
     parts = ["# Report", INTRODUCTION, f"## Scales\n\n{scales_text(runs)}"]
     losses = runs.means()
-    for scale, of_scale in runs.table.groupby("scale"):
+    for scale, of_scale in runs.table[~runs.table.scale.isin(runs.of_sizes)].groupby("scale"):
         heading = f"## All runs of scale {scale}, by increase of loss with length"
         parts += [heading, runs_table(of_scale, losses[losses.scale == scale])]
     parts += [f"![{caption}]({file})\n\n{caption}." for file, caption in captions.items()]

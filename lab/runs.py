@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
@@ -19,7 +19,7 @@ from config import changed_keys, load_config
 from infra.cli import UserError
 from infra.files import read_text
 from lab.rows import read_rows
-from lab.tables import TableRow
+from lab.tables import TableRow, all_rows
 from model import GPT
 from normalisers.family import Phi
 from schema import AttentionConfig, Config, makes_another_run
@@ -178,11 +178,29 @@ def main_text(losses: pd.DataFrame) -> str:
 
 
 # ---------------------------------------------------------------- tables of runs
-class Runs(NamedTuple):
+@dataclass(frozen=True)
+class Runs:
     """Runs that share a `line` differ in their seed alone. Scale A is the one with the most runs."""
 
     table: pd.DataFrame  # a row for each run: run, line, name, scale, scale_text, experiment, recipe, seed
     losses: pd.DataFrame  # rows of eval_length.py after the last step, with folder, line, name, scale, factor
+
+    @cached_property
+    def of_sizes(self) -> set[str]:
+        """Scales all of whose runs are of rows that sweep over sizes."""
+        sized = [self.matching(row) for row in all_rows() if row.sizes]
+        is_sized = pd.concat([*sized, self.table[:0]]).index
+        return {*self.table.scale} - {*self.table.drop(is_sized).scale}
+
+    def matching(self, row: TableRow) -> pd.DataFrame:
+        """The runs of a row's experiment and, if it sweeps over them, of its sizes."""
+        experiment = experiment_of(row.config)
+        is_of_row = [
+            each.experiment == experiment
+            and all(attrgetter(key)(each.run.config) == size for key, size in row.sizes.items())
+            for each in self.table.itertuples()
+        ]
+        return self.table[is_of_row].sort_values(["scale", "line"])
 
     def means(self) -> pd.DataFrame:
         """Means over blocks: line, name, scale, seed, rope, factor (x training length), length, loss."""
@@ -191,14 +209,13 @@ class Runs(NamedTuple):
         return means.dropna().rename("loss").reset_index()
 
     def of_row(self, row: TableRow) -> pd.DataFrame:
-        """The runs that belong to a row of a paper, by scale."""
-        experiment = experiment_of(row.config)
-        is_of_row = [
-            each.experiment == experiment
-            and all(attrgetter(key)(each.run.config) == size for key, size in row.sizes.items())
-            for each in self.table.itertuples()
-        ]
-        return self.table[is_of_row].sort_values(["scale", "line"])
+        """The runs that belong to a row of a paper, by scale.
+
+        A row without sizes leaves out the scales `of_sizes`, unless it has no other runs.
+        """
+        runs = self.matching(row)
+        usual = runs[~runs.scale.isin(self.of_sizes)]
+        return runs if row.sizes or usual.empty else usual
 
 
 def names_of(table: pd.DataFrame) -> pd.Series:

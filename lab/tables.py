@@ -45,6 +45,12 @@ def read_tables() -> dict[str, list[dict[str, Any]]]:
     return tomllib.loads((PAPERS_FOLDER / "tables.toml").read_text(encoding="utf-8"))
 
 
+def all_rows() -> list[TableRow]:
+    """The rows of all papers' tables."""
+    tables = [table for of_paper in read_tables().values() for table in of_paper]
+    return [row for table in tables for row in read_rows(table["folder"], table["files"])]
+
+
 def read_published() -> pd.DataFrame:
     """A row for each published number: paper, where, unit, source, row, column, printed, config.
 

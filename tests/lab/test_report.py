@@ -216,6 +216,15 @@ def test_rows_of_a_sweep_over_sizes_and_steps_have_runs_of_their_own(tmp_path) -
     assert cells(acceleration, "acceleration_gamma=inf_max_steps=4716")[0][2] == "2.0000"
     depth = table_of("normsoftmax", 4, runs)
     assert depth.count("| ours") == 1 and cells(depth, "depth_gamma=inf_n_layer=6")[0][2] == "3.0000"
+    _, *gamma = cells(table_of("normsoftmax", 0, runs), "gamma_gamma=inf")
+    assert sorted(line[2] for line in gamma) == ["2.0000", "3.0000"], (
+        "a row without sizes has these runs if it has no others"
+    )
+    make_run(tmp_path, "usual", [4.0] * 5, *norm)
+    make_run(tmp_path, "other", [5.0] * 5, "--attention.normaliser", "lssa")
+    runs = tabulate(read_runs([str(tmp_path)]))
+    _, *gamma = cells(table_of("normsoftmax", 0, runs), "gamma_gamma=inf")
+    assert [line[2] for line in gamma] == ["4.0000"]
 
 
 def leave_losses(run: Path, shift: float) -> None:
@@ -223,6 +232,33 @@ def leave_losses(run: Path, shift: float) -> None:
     losses = [json.dumps({"step": i, "loss": 5.0 + shift - i / 1000}) for i in range(1, 201)]
     with open(run / "metrics.jsonl", "a") as f:
         f.write("\n".join(losses))
+
+
+def leave_attention(run: Path) -> None:
+    """What log.attention_every records, of two steps."""
+    lines = [
+        {"step": 100 * i, "qk_std": {"layer_0": i, "layer_1": i}}
+        | {"entropy": {"layer_0": 2.0 * i, "layer_1": 2.0 * i + 1}}
+        for i in (1, 2)
+    ]
+    with open(run / "metrics.jsonl", "a") as f:
+        f.write("".join(f"\n{json.dumps(line)}" for line in lines))
+
+
+def test_attention_in_training_is_drawn_by_layer(tmp_path) -> None:
+    make_run(tmp_path, "any", [2.0] * 5, "--attention.normaliser", "norm_softmax", "--attention.gamma", "inf")
+    make_run(tmp_path, "softmax", [2.0] * 5)
+    make_run(tmp_path, "other", [2.0] * 5, "--attention.normaliser", "lssa")
+    for name in ("any", "softmax", "other"):
+        leave_attention(tmp_path / name)
+    drawn = {file: figure for file, _, figure in all_figures(tabulate(read_runs([str(tmp_path)])))}
+    panels = drawn["normsoftmax_attention_A.png"].axes
+    titles = ["std of q.k, unscaled", "entropy, nats"]
+    assert [axes.get_title() for axes in panels] == [f"{t}, layer_{i}" for t in titles for i in range(2)]
+    for axes in panels:
+        assert axes.get_legend_handles_labels()[1] == ["softmax", "gamma = inf"]
+    entropy = panels[3].get_lines()[0]
+    assert np.array_equal(entropy.get_xydata(), [(100, 3), (200, 5)])
 
 
 def test_figures(tmp_path) -> None:
@@ -296,11 +332,16 @@ def test_records_redraw_the_report_without_the_runs(tmp_path, call, no_drawing) 
     make_run(tmp_path / "runs", "bare", [2.0] * 5, "--attention.normaliser", "relu_shen")
     (tmp_path / "runs/bare/rows.csv").unlink()
     leave_losses(tmp_path / "runs/pn", 0.0)
+    leave_attention(tmp_path / "runs/pn")
     call(report, "--papers", tmp_path / "runs", "--out", out)
     text = (out / "report.md").read_text()
     (kept,) = read_records(out / "runs.jsonl")
     (run,) = (run for run in read_runs([str(tmp_path / "runs")]) if run.config.name == "pn")
     assert kept.config == run.config and kept.logged("val_loss") == run.logged("val_loss")
+    assert kept.logged("entropy") == {
+        100: {"layer_0": 2.0, "layer_1": 3.0},
+        200: {"layer_0": 4.0, "layer_1": 5.0},
+    }
     assert kept.logged("loss") == pytest.approx({i: 5 - i / 1000 + 0.0005 for i in range(2, 201, 2)})
     assert "| `table3_relu6` | paper, Table 3 |" in text and "(`pn`)" in text
     assert "(`lssar_p15, lr 0.002`)" in text and "lssar_p15_p_rope" not in text
@@ -347,7 +388,7 @@ def test_a_run_its_evaluations_and_the_report(tiny_config, call):
     loss = evaluation["lengths"][0]["loss"]
     assert f"{loss:.4f}" in "".join(cells(text, "table1_softmax")[1])
     pictures = re.findall(r"\]\((.*?\.png)\)", text)
-    assert any(picture.startswith("attention_A_") for picture in pictures)
+    assert "normsoftmax_attention_A.png" in pictures
     assert all((folder / picture).stat().st_size for picture in pictures)
     with pytest.raises(UserError, match="no finished run"):
         read_runs([str(tiny_config.parent)])
