@@ -68,6 +68,7 @@ def test_committed_tables_come_out_of_the_committed_records(tmp_path, call, no_d
         shutil.copy(path, tmp_path)
     call(report, "--comparison", "--out", tmp_path)
     assert table_rows(tmp_path) == table_rows(RESULTS)
+    assert (RESULTS / "findings.md").read_text() in (RESULTS / "README.md").read_text()
 
 
 @pytest.fixture
