@@ -207,9 +207,11 @@ class FoX(Softmax, name="fox"):
     formula was checked. Their "Pro" block's norms, gate and shifts are not here.
     """
 
+    forget_init: float = Field(0.0, description="Of b. A key t tokens back weighs sigmoid(b)^t at first.")
+
     @property
     def signals(self) -> dict[str, float]:
-        return {"forget": 0.0} | super().signals
+        return {"forget": self.forget_init} | super().signals
 
     def key_bias(self, signals: dict[str, Tensor]) -> Tensor:
         return -F.logsigmoid(signals["forget"]).double().cumsum(-1)

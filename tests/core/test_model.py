@@ -334,6 +334,8 @@ def test_fox_reads_the_layers_input():
     gpt = make_gpt({"normaliser": "fox"}, std=0.2, n_layer=1, position="none").double()
     signal = gpt.blocks[0].attention.normaliser.signal
     assert signal.weight.shape == (2, 32) and signal.bias.tolist() == [0, 0]
+    far = make_gpt({"normaliser": "fox", "forget_init": 4.0}, n_layer=1, position="none")
+    assert far.blocks[0].attention.normaliser.signal.bias.tolist() == [4, 4]
     tokens = random_tokens(2, 24)
     with torch.no_grad():
         whole = gpt(tokens)
