@@ -139,7 +139,8 @@ def test_every_row_is_another_experiment() -> None:
             row.config.name for row, e in zip(rows, experiments, strict=True) if experiments.count(e) > 1
         }
         assert doubles <= {"norm_softmax", "tau_gamma=sqrt_d_tau=1.0", "baseline", "gamma_gamma=inf",
-                           "tau_gamma=inf_tau=1.0", "scale_scale=rsqrt_d"}, doubles  # fmt: skip
+                           "gamma_gamma=sqrt_d", "tau_gamma=inf_tau=1.0",
+                           "scale_scale=rsqrt_d"}, doubles  # fmt: skip
         keys |= {key for row in rows for key in row.keys}
     files = {f"{folder}/{path.stem}" for folder in ("lssar_paper", "normsoftmax_paper")
              for path in (CONFIGS / folder).glob("*.toml")}  # fmt: skip
