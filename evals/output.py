@@ -22,7 +22,7 @@ COLOURS = {  # of variants that have one colour in all figures, by the names of 
     "softmax": "C0", "demo_softmax": "C0", "softmax_qk_norm": "C1", "qk_norm_softmax": "C1",
     "softmax_cosine_fixed": "C2", "ssmax_qk_norm": "C3", "qk_norm_ssmax": "C3", "demo_ssmax": "C3",
     "lssar_p15_warmup": "C4", "lssar": "C4", "demo_lssar": "C4", "stick_breaking": "C5", "alibi": "C6",
-    "ssmax": "C8", "lssar_p15": "C9", "fox": "k", "softmax_continued": "C1",
+    "ssmax": "C8", "lssar_p15": "C9", "fox": "k", "softmax_continued": "C1", "hybrid_16_fox_4": "C2",
 }  # fmt: skip
 FREE_COLOURS = ("k", "C8", "C9", "C1", "C6", "C2", "C5", "C4", "C3", "C0")  # of the others, in turn
 

@@ -9,7 +9,7 @@ cut minus that of a window of the length, on the same targets, ± the standard e
 which each is the mean over seeds. Below 0 it is damage. The last columns are of the longest length: the share
 of the blocks that gain, and with --ceiling the gain as a share of the ceiling's. --baseline adds by how much
 the cut's loss is over that of another run, paired over blocks, and with --margin what three seeds show of it.
---out draws the gains.
+--out draws the losses by length.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from lab.tables import DASH, markdown
 
 LINE = ["run", "rope", "text"]  # what identifies a line
 MIN_SEEDS = 3
+MARGIN_ABOVE = 0.1  # nats, of the figure
 
 
 def paired_gains(rows: pd.DataFrame) -> pd.DataFrame:
@@ -139,21 +140,31 @@ def gain_table(
     return table.reset_index("text", drop=n_texts == 1).reset_index()
 
 
-def gain_figure(rows: pd.DataFrame) -> Figure:
-    """The gains by length of each run at its better RoPE scaling, mean ± standard deviation over seeds.
+def loss_figure(rows: pd.DataFrame, baseline: str = "") -> Figure:
+    """The loss by length of context, mean ± standard deviation over seeds, at T that of the cut.
 
-    What falls below −0.3 is not shown.
+    Each run has the RoPE scaling that is better at the longest length. The dashed line is the baseline's cut.
+    What is worse than a cut by more than MARGIN_ABOVE is not shown.
     """
     pairs = paired_gains(rows)
     at_longest = pairs[pairs.length == pairs.length.max()].groupby(["run", "rope"]).gain.mean()
     best = at_longest.groupby("run").idxmax().tolist()
     pairs = pairs[pd.MultiIndex.from_frame(pairs[["run", "rope"]]).isin(best)]
-    points = pairs.groupby(["run", "seed", "length"], sort=False).gain.mean().reset_index()
-    points = points.rename(columns={"run": "name", "length": "x", "gain": "y"})
+    pairs = pairs.assign(train_len=pairs.measure.str.extract(r"\[(\d+)\]", expand=False).astype(int))
+    at_cut = pairs.drop_duplicates([*LINE, "seed", "block"])
+    at_cut = at_cut.assign(length=at_cut.train_len, value=at_cut.cut)
+    points = pd.concat([at_cut, pairs[pairs.length > pairs.train_len]])
+    points = points.groupby(["run", "seed", "length"], sort=False).value.mean().reset_index()
+    points = points.rename(columns={"run": "name", "length": "x", "value": "y"})
     title = "Who trains short and uses long context?"
-    figure = draw_lines(points, title, "length of the context", "gain over its own cut, nats a token")
-    figure.axes[0].axhline(0, color="black", linestyle="--", linewidth=1)
-    figure.axes[0].set_ylim(bottom=max(-0.3, points.y.min() - 0.02))
+    figure = draw_lines(
+        points, title, "context in tokens, first the cut", "loss on the same targets, nats a token"
+    )
+    cuts = at_cut.groupby("run").value.mean()
+    if baseline:
+        figure.axes[0].axhline(cuts[baseline], color="black", linestyle="--", linewidth=1)
+    lowest = points.groupby(["name", "x"]).y.mean().min()
+    figure.axes[0].set_ylim(lowest - 0.02, min(points.y.max(), cuts.median() + MARGIN_ABOVE))
     return log_ticks(figure, sorted(points.x.unique()))
 
 
@@ -162,7 +173,7 @@ def main() -> None:
     rows = pd.concat([read_table(path) for path in args.files], ignore_index=True)
     print(markdown(gain_table(rows, args.baseline, args.ceiling, args.margin), n_left=2))
     if args.out:
-        save_figure(gain_figure(rows), args.out)
+        save_figure(loss_figure(rows, args.baseline), args.out)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from evals.rows import read_table
 from infra.cli import UserError
-from lab.gains import gain_figure, gain_table, verdict
+from lab.gains import gain_table, loss_figure, verdict
 from lab.tables import markdown
 
 CONTEXT = Path(__file__).parents[2] / "results/context"
@@ -41,7 +42,12 @@ def test_gains_are_paired():
     assert of_x["seeds"] == 2 and of_x["16"] == "−0.050 ±0.250" and of_x["blocks that gain"] == "50%"
     assert [*table["of the ceiling"]] == ["100%", "–"]
     assert [*table["over x's"]] == ["−0.100 ±0.000", "+0.000 ±0.000"]
-    assert [line.get_label() for line in gain_figure(rows).axes[0].containers] == ["long", "x"]
+    axes = loss_figure(rows, "x").axes[0]
+    assert [line.get_label() for line in axes.containers] == ["long", "x"]
+    of_long, of_x = (container[0] for container in axes.containers)  # at T the cut, not the window
+    assert np.allclose(of_long.get_xydata(), [(8, 1.5), (16, 1.2)])
+    assert np.allclose(of_x.get_xydata(), [(8, 1.6), (16, 1.65)])
+    assert np.allclose(axes.get_lines()[-1].get_ydata(), 1.6)
 
 
 @pytest.mark.parametrize(
