@@ -97,11 +97,12 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         return_dict: bool = True,
+        past_key_values: Cache | None = None,  # the name of `cache` before transformers 5.24
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the last `logits_to_keep` positions (0: all); with labels the mean loss in nats.
 
@@ -113,22 +114,23 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
             UserError: padding inside a sequence, or a cache for a model that can have none.
         """
         self.choose_engine()
+        cache = past_key_values if cache is None else cache
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        if (past_key_values is not None or use_cache) and not self.gpt.cacheable:
+        if (cache is not None or use_cache) and not self.gpt.cacheable:
             raise UserError("use_cache: weights that depend on the number of all keys need use_cache=False")
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        cache = HubCache(past_key_values)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        kv_cache = HubCache(cache)
         if attention_mask is not None:
-            expected = (input_ids.shape[0], cache.length + input_ids.shape[1])
+            expected = (input_ids.shape[0], kv_cache.length + input_ids.shape[1])
             if attention_mask.shape != expected:
                 raise UserError(f"attention_mask: shape {tuple(attention_mask.shape)}, expected {expected}")
-            cache.spans = mask_spans(attention_mask)
+            kv_cache.spans = mask_spans(attention_mask)
         length = self.config.rope_length or self.final_length
         rope = RopeScaling(self.config.rope, self.config.rope_base, length)  # type: ignore[arg-type]
-        unused = past_key_values is None and cache.spans is None
-        hidden = self.gpt.hidden(input_ids, rope, None if unused else cache)
+        unused = cache is None and kv_cache.spans is None
+        hidden = self.gpt.hidden(input_ids, rope, None if unused else kv_cache)
         # The layer is called, not its weight read: accelerate's hooks may have to load it.
         padded_logits = self.gpt.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         unscaled = padded_logits[..., : self.config.vocab_size].float()
@@ -136,7 +138,7 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        output = CausalLMOutputWithPast(loss, logits, cache)
         return output if return_dict else output.to_tuple()
 
     def choose_engine(self) -> None:

@@ -103,10 +103,9 @@ def test_other_options_replace_a_normaliser():
 def test_what_cannot_run_is_rejected():
     with pytest.raises(UserError, match="ssmax_pn: one p_n for all layers"):
         register("ours", AttentionConfig(normaliser="ssmax_pn"))
-    sizes = {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8}
-    other, _ = make_model(transformers.GPTJConfig(**sizes))
+    other, _ = make_model(transformers.MambaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2))
     other.set_attn_implementation("ours")
-    with pytest.raises(UserError, match="GPTJForCausalLM: no layer calls"):
+    with pytest.raises(UserError, match="MambaForCausalLM: no layer calls"):
         learned_parameters(other)
     register("ours", AttentionConfig())
     model, x = make_model(FAMILIES["llama"]())
