@@ -106,32 +106,6 @@ def attend(
     return out
 
 
-def attend_documents(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layer: NormaliserLayer,
-    engine: Engine | ChosenEngine,
-    lengths: list[int],
-    p: int | None = None,
-    signals: Tensor | None = None,
-) -> Tensor:
-    """`attend` within each document of packed windows: n counts from its start, or that of its window.
-
-    Args:
-        q, k, v, signals: (B, heads, T, D) each.
-        lengths: of the documents, window after window; they add up to B T.
-    """
-    inputs = []
-    for each in (q, k, v) if signals is None else (q, k, v, signals):
-        tokens = each.transpose(0, 1).flatten(1, 2)[None]  # (1, heads, B T, D)
-        inputs.append(tokens.split(lengths, dim=2))
-    outputs = []
-    for of_q, of_k, of_v, *of_signals in zip(*inputs, strict=True):
-        outputs.append(attend(of_q, of_k, of_v, layer, engine, p=p, signals=next(iter(of_signals), None)))
-    return torch.cat(outputs, dim=2)[0].unflatten(1, (len(q), -1)).transpose(0, 1)  # (B, H, T, D)
-
-
 def choose_engine(
     layer: NormaliserLayer, name: Engine, device: torch.device, dtype: torch.dtype
 ) -> ChosenEngine:

@@ -44,6 +44,7 @@ TYPE_NOISE = r"<class '(\w+)'>|typing\.|Annotated\[(\w+)[^\]]*\]"
 Values = dict[str, tuple[Any, str]]  # dotted key -> (value, where it is from), what was stated last first
 HELP = {"-h", "--help"}
 MOVED: dict[str, str] = {}  # dotted key of v0.1.0 or later -> what it is called now
+GONE = [("data.document_mask", False)]  # keys of later than v0.1.0 with the value that means nothing now
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
@@ -270,8 +271,10 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         dotted = f"{prefix}{key}"
-        moved = MOVED.get(dotted, dotted)
-        flat |= _flatten(value, f"{dotted}.") if isinstance(value, dict) else {moved: value}
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{dotted}.")
+        elif (dotted, value) not in GONE:
+            flat[MOVED.get(dotted, dotted)] = value
     return flat
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention import ChosenEngine, attend, attend_documents, choose_engine, make_normaliser
+from attention import ChosenEngine, attend, choose_engine, make_normaliser
 from normalisers.adaptive import AdaptiveSoftmax
 from normalisers.family import Phi
 from normalisers.layer import NormaliserLayer
@@ -148,21 +148,12 @@ class Attention(nn.Module):
         return (1 - share) * k + share * before
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: KVCache | None = None,
-        p: int | None = None,
-        documents: list[int] | None = None,
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, p: int | None = None
     ) -> Tensor:
         q, k, v, signals = self.project(x, cos, sin, cache)
-        if documents is not None:
-            y = attend_documents(q, k, v, self.normaliser, self.engine, documents, p, signals)
-        else:
-            spans = None if cache is None else cache.spans
-            is_cached = cache is not None
-            y = attend(q, k, v, self.normaliser, self.engine, is_cached, spans, p, signals)  # (B, H, T, D)
+        spans = None if cache is None else cache.spans
+        is_cached = cache is not None
+        y = attend(q, k, v, self.normaliser, self.engine, is_cached, spans, p, signals)  # (B, H, T, D)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 
@@ -289,19 +280,14 @@ class GPT(nn.Module):
         return of_layers
 
     def hidden(
-        self,
-        tokens: Tensor,
-        rope: RopeScaling,
-        cache: KVCache | None = None,
-        p: int | None = None,
-        documents: list[int] | None = None,
+        self, tokens: Tensor, rope: RopeScaling, cache: KVCache | None = None, p: int | None = None
     ) -> Tensor:
         """The final norm's output, (B, T, C), for tokens (B, T) that follow what is in the cache."""
         start = 0 if cache is None else cache.length
         tables = self.rope(start + tokens.shape[1], rope, start, tokens.device)  # (T, D/2) each
         x = self.embedding(tokens)  # (B, T, C)
         for block, (cos, sin) in zip(self.blocks, tables, strict=True):
-            x = block(x, cos, sin, cache, p, documents)
+            x = block(x, cos, sin, cache, p)
         if cache is not None:
             cache.length += tokens.shape[1]
         return self.final_norm(x)
@@ -348,7 +334,6 @@ class GPT(nn.Module):
         unscaled: bool = False,
         label_smoothing: float = 0.0,
         p: int | None = None,
-        documents: list[int] | None = None,
     ) -> Tensor:
         """Loss with targets, logits without.
 
@@ -360,12 +345,11 @@ class GPT(nn.Module):
             unscaled: leave out what train.loss does to the logits.
             label_smoothing: share of the target's probability spread over all tokens (Szegedy et al. 2016).
             p: the largest power of the re-weighting, in layers with a higher reweight_p.
-            documents: lengths within which attention stays (see `attend_documents`); None: all of a window.
         Returns:
             The mean cross-entropy in nats, a float32 scalar, 0 without any target; or logits,
             (B, T, vocab_size) float32.
         """
-        hidden = self.hidden(tokens, rope, cache, p, documents)
+        hidden = self.hidden(tokens, rope, cache, p)
         logits = self.unscaled_logits(hidden) if unscaled else self.logits(hidden)
         if targets is None:
             return logits

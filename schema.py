@@ -160,7 +160,6 @@ class DataConfig(Section):
     dir: str = resumable("data/fineweb10B", "Folder of prepared shards (python -m data.fineweb).")
     order: Literal["sequential", "shuffled"] = key("sequential", "Stream order, or permuted by the seed.")
     skip_steps: int = key(0, "Batches left out at the start.", ge=0)
-    document_mask: bool = key(False, "In training attention stays within documents. Not compiled.")
 
 
 class TrainConfig(Section):
@@ -276,10 +275,6 @@ class Config(Section):
         max_steps = self.train.max_steps
         warmup_steps = self.optimizer.warmup_steps
         decay_steps = self.optimizer.decay_fraction * max_steps
-        if self.data.document_mask and self.model.key_shift:
-            problems.append(("model.key_shift", "expected false with data.document_mask"))
-        if self.data.document_mask and self.train.compile is True:
-            problems.append(("train.compile", "expected auto or false with data.document_mask"))
         if max_steps == 0 and not self.init_from:
             problems.append(("train.max_steps", "expected at least 1, or a run named by init_from"))
         for key in ("optimizer.warmup_steps", "attention.reweight_p_warmup"):

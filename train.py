@@ -219,13 +219,12 @@ def forward_backward(state: TrainState, batch: Batch) -> Tensor:
     weights, n_targets = state.batches.loss_weights(batch)
     total = torch.zeros((), device=device)
     for i, ((x, y), weight) in enumerate(zip(batch, weights, strict=True)):  # x, y: (micro, T) each
-        documents = state.batches.documents(x)
         x = x.to(device, non_blocking=True)
         y = y.to(device, non_blocking=True)
         if state.world.size > 1:  # DDP averages gradients in the last backward of a step only
             state.model.require_backward_grad_sync = i == len(batch) - 1
         with state.raw_model.autocast():
-            loss = state.model(x, y, label_smoothing=config.label_smoothing, p=p, documents=documents)
+            loss = state.model(x, y, label_smoothing=config.label_smoothing, p=p)
             loss = loss * weight
         (loss * n_targets if config.reduction == "sum" else loss).backward()
         total += loss.detach()

@@ -64,15 +64,6 @@ class BatchLoader:
             batch.append((x.pin_memory(), y.pin_memory()) if self.world.device.type == "cuda" else (x, y))
         return batch
 
-    def documents(self, x: Tensor) -> list[int] | None:
-        """With data.document_mask the lengths of the documents in x, (B, T) on the CPU, cut at windows."""
-        if not self.config.data.document_mask:
-            return None
-        begins = x == self.stream.eot
-        begins[:, 0] = True
-        starts = begins.flatten().nonzero().flatten()
-        return torch.diff(starts, append=torch.tensor([x.numel()])).tolist()
-
     def loss_weights(self, batch: Batch) -> tuple[list[float], int]:
         """Weights of the micro-batches' mean losses, and the step's targets. A collective if there is a mask.
 

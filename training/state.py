@@ -48,7 +48,6 @@ class TrainState:
         self.raw_model = GPT(config, world.device)
         setting = config.train.compile
         compiles = world.device.type == "cuda" if setting == "auto" else setting
-        compiles = compiles and not config.data.document_mask  # it would compile each batch's lengths
         self.local_model: Any = torch.compile(self.raw_model) if compiles else self.raw_model
         self.model: Any = self.local_model
         if world.size > 1:

@@ -33,15 +33,13 @@ def validate(state: TrainState, log: RunLog) -> str | None:
         first = start + world.rank * micro
         if first < n_windows:
             batch = val_batch(state.val_stream, first, min(micro, n_windows - first), config.seq_len)
-            tokens = torch.from_numpy(np.stack(batch))
-            options = {"p": state.power, "documents": state.batches.documents(tokens[0])}
-            x, y = tokens.to(world.device)  # (micro, T) each
+            x, y = torch.from_numpy(np.stack(batch)).to(world.device)  # (micro, T) each
             with state.raw_model.autocast():
                 n = (y != IGNORED).sum()
                 sums[2] += n
-                sums[0] += state.local_model(x, y, **options).double() * n
+                sums[0] += state.local_model(x, y, p=state.power).double() * n
                 if config.loss != "softmax":
-                    sums[1] += state.local_model(x, y, unscaled=True, **options).double() * n
+                    sums[1] += state.local_model(x, y, unscaled=True, p=state.power).double() * n
         if stopped := state.stop.on_any_rank(world):
             return stopped
     sums = world.gather(sums).sum(0)

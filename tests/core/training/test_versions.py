@@ -61,3 +61,17 @@ def test_a_key_that_moved_is_mapped_by_name(old_run: Path, monkeypatch: pytest.M
     assert load_config(old_run / "config.toml").model.n_embd == 8
     resume(old_run)
     assert metrics(old_run, "loss") == pytest.approx(LOSSES, rel=1e-5)
+
+
+def test_a_key_that_is_gone_is_dropped_with_its_default_only(old_run: Path):
+    path = old_run / "checkpoints/step_000004.pt"
+    content = load_checkpoint(path)
+    content["config"]["data"]["document_mask"] = False
+    torch.save(content, path)
+    text = (old_run / "config.toml").read_text()
+    (old_run / "config.toml").write_text(text.replace("[data]\n", "[data]\ndocument_mask = false\n"))
+    assert load_config(old_run / "config.toml").data == load_model(path).config.data
+    resume(old_run)
+    assert metrics(old_run, "loss") == pytest.approx(LOSSES, rel=1e-5)
+    with one_line("data.document_mask = True: unknown key"):
+        load_config(old_run / "config.toml", ["--data.document-mask", "true"])
