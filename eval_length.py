@@ -83,7 +83,6 @@ from evals.rows import Cell, text_key
 from infra.distributed import World, join_world
 from infra.files import read_json
 from model import GPT
-from training.run_log import Record
 
 FIRST_BUCKET = 128  # positions; each further bucket reaches twice as far
 LOGITS_AT_ONCE = 1024  # positions whose logits exist together: 0.2 GB for GPT-2's vocabulary
@@ -133,7 +132,7 @@ def options_of(run: EvaluatedRun, blocks: Blocks, args: argparse.Namespace) -> d
     options = {key: getattr(args, key) for key in ("tokens", "skip", "rope", "rope_theta")}
     options |= {"data": str(blocks.stream.folder), "lengths": blocks.lengths}
     path = run.file(".json")
-    old = read_json(path, Record).get("options", {}) if path.exists() and not args.replace else {}
+    old = read_json(path).get("options", {}) if path.exists() and not args.replace else {}
     others = ", ".join(f"{key} = {value}" for key, value in old.items() if options.get(key) != value)
     if others:
         raise UserError(f"{path}: has {others}: expected a --tag, for results beside these, or --replace")

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from config import expand_sweep, load_config, same_run
 from infra.cli import ArgumentParser, UserError, n_cores, positive_int, run_main
-from infra.files import exclusive_lock, read_json
+from infra.files import exclusive_lock, read_json, read_jsonl
 from schema import Config
 
 
@@ -70,7 +70,6 @@ from evals.output import format_table
 from evals.rows import FACTORS
 from infra.distributed import StopSignals
 from training.checkpoint import find_checkpoints, step_of
-from training.run_log import Record, read_metrics
 
 HERE = Path(__file__).resolve().parent
 THETA_FACTOR = 50  # from RoPE's base of training to that of --rope theta
@@ -92,7 +91,7 @@ class Job(NamedTuple):
             return False
         if not same_run(load_config(run_dir / "config.toml"), self.config):
             return False  # train.py names the difference
-        records = read_metrics(run_dir)
+        records = read_jsonl(run_dir / "metrics.jsonl")
         return bool(records) and "val_loss" in records[-1] and records[-1]["step"] == max_steps
 
     @property
@@ -118,7 +117,7 @@ class Job(NamedTuple):
     def read_evaluation(self, rope: str) -> dict[str, Any]:
         """The result at a RoPE scaling; empty without one."""
         path = self.config.run_dir / ("eval_length.json" if rope == "ntk" else f"eval_length_{rope}.json")
-        return read_json(path, Record) if path.exists() else {}
+        return read_json(path) if path.exists() else {}
 
     def is_evaluated(self, tokens: int) -> bool:
         """Whether its folder has the results of the last step that `run_job` asks for."""
@@ -137,7 +136,7 @@ class Job(NamedTuple):
         """Its line in the table: steps, validation loss, loss over all tokens at 1x and 16x."""
         line = {"run": str(self.config.run_dir), "steps": "-"}
         with suppress(ValueError, OSError):  # of a damaged folder, which is among the failures
-            for each in read_metrics(self.config.run_dir):
+            for each in read_jsonl(self.config.run_dir / "metrics.jsonl"):
                 if "val_loss" in each:
                     line |= {"steps": str(each["step"]), "validation": format_loss(each["val_loss"])}
             for rope in self.evaluations:

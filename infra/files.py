@@ -94,19 +94,21 @@ def check_shape(content: Any, shape: type[BaseModel], where: object) -> Any:
 
 
 def read_json(path: Path, shape: type[BaseModel] | None = None) -> Any:
-    """Raises UserError: cannot be read, is not JSON, or lacks the fields of `shape`."""
+    """A JSON object. Raises UserError: cannot be read, is none, or lacks the fields of `shape`."""
     text = read_text(path)
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise UserError(f"{path}: not valid JSON: {e}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object")
     return check_shape(content, shape, path) if shape else content
 
 
-def read_jsonl(path: Path, shape: type[BaseModel] | None = None) -> list[Any]:
+def read_jsonl(path: Path) -> list[Any]:
     """The records of a JSON-lines file, without a line that was truncated by a kill; [] if it is no file.
 
-    Raises UserError: it cannot be read, or a line lacks the fields of `shape`.
+    Raises UserError: it cannot be read, or a line is no JSON object.
     """
     records = []
     try:
@@ -118,7 +120,9 @@ def read_jsonl(path: Path, shape: type[BaseModel] | None = None) -> list[Any]:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        records.append(check_shape(record, shape, f"{path}, line {number}") if shape else record)
+        if not isinstance(record, dict):
+            raise UserError(f"{path}, line {number}: expected a JSON object")
+        records.append(record)
     return records
 
 

@@ -31,7 +31,6 @@ from lab.figures import draw_lines, log_ticks
 from lab.records import write_records
 from lab.runs import FinishedRun, main_text, read_runs
 from lab.tables import CONFIGS, DASH, PAPERS_FOLDER, markdown, mean_and_spread
-from training import run_log
 
 BASELINE = "softmax"
 Record = dict[str, Any]
@@ -92,7 +91,7 @@ def recalls_of(folder: Path) -> Iterator[Record]:
     """The shares of right answer tokens of the runs that lab.recall evaluated, by task and length."""
     for run in read_runs([str(folder)]):
         for path in sorted(run.folder.glob("eval_recall*.json")):
-            result = read_json(path, run_log.Record)
+            result = read_json(path)
             try:
                 entries = [entry for entry in result["lengths"] if entry["reason"] is None]
                 shares = {

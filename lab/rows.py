@@ -10,7 +10,7 @@ import pandas
 
 from config import load_config
 from evals.rows import FILE, Row, read_table
-from training.run_log import read_metrics
+from infra.files import read_jsonl
 
 VALIDATIONS = {"val_loss", "val_cross_entropy"}  # keys of metrics.jsonl
 
@@ -33,7 +33,7 @@ def read_rows(folders: Iterable[str | Path]) -> pandas.DataFrame:
 
 def validation_rows(folder: Path) -> Iterator[Row]:
     """The validations in metrics.jsonl; their text is empty, the first train.val_tokens of the config."""
-    records = read_metrics(folder)
+    records = read_jsonl(folder / "metrics.jsonl")
     if not records:
         return
     config = load_config(folder / "config.toml")

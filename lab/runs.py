@@ -17,14 +17,13 @@ from pydantic import BaseModel
 
 from config import changed_keys, load_config
 from infra.cli import UserError
-from infra.files import read_text
+from infra.files import read_jsonl, read_text
 from lab.rows import read_rows
 from lab.tables import TableRow, all_rows
 from model import GPT
 from normalisers.family import Phi
 from schema import AttentionConfig, Config, makes_another_run
 from training.checkpoint import find_checkpoints, load_model
-from training.run_log import read_metrics
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,9 @@ def read_run(folder: Path) -> FinishedRun | None:
     parts = losses.text.str.extract(r"\+(?P<skipped_tokens>\d+)x(?P<blocks>\d+)x(?P<block_length>\d+)")
     path = folder / "init_from.txt"
     begun = read_text(path) if path.exists() else ""
-    return FinishedRun(folder, config, read_metrics(folder), losses.join(parts.astype(int)), begun)
+    return FinishedRun(
+        folder, config, read_jsonl(folder / "metrics.jsonl"), losses.join(parts.astype(int)), begun
+    )
 
 
 def main_text(losses: pd.DataFrame) -> str:

@@ -1,8 +1,8 @@
 """Checkpoint files: written atomically, found newest first, loaded safely.
 
-A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of the keys of `Checkpoint`. It
-holds tensors and plain values only and is read with `weights_only`, so loading one runs no code, except that
-of a file that its normaliser names (normalisers/own.py).
+A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of its format and what
+`TrainState.to_checkpoint` returns. It holds tensors and plain values only and is read with `weights_only`, so
+loading one runs no code, except that of a file that its normaliser names (normalisers/own.py).
 `checkpoints/best.pt` is the one with the lowest validation loss, under a second name.
 """
 
@@ -11,51 +11,19 @@ import shutil
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import BaseModel, Field
-from torch import Tensor
 
 from config import config_from_dict
 from data.tokenizer import Tokenizer, get_tokenizer
 from infra.cli import UserError
-from infra.files import atomic_file, check_shape
+from infra.files import atomic_file
 from model import GPT
 from normalisers import own
 from schema import Config
 
 FORMAT = 4
-
-
-class Validation(BaseModel, strict=True):
-    """The newest and the best one; an imported model has none."""
-
-    step: int = -1
-    loss: float | None = None
-    best: float | None = None
-    best_step: int | None = None
-
-
-class Data(BaseModel, strict=True, extra="allow"):
-    """Also the fingerprints of train, val, their masks and a normaliser's own file."""
-
-    tokenizer: str  # its name
-
-
-class Checkpoint(BaseModel, strict=True, arbitrary_types_allowed=True):
-    """The shape that every checkpoint has, whatever its model; later versions may add keys."""
-
-    format: Literal[4]
-    step: int = Field(ge=0)  # optimiser steps done
-    config: dict[str, Any]  # resolved
-    model: dict[str, Tensor]  # by plain names, never with torch.compile's or DDP's prefixes
-    optimizers: list[dict[str, Any]]  # their states
-    validation: Validation
-    guard: dict[str, int]  # {"skipped": steps skipped in a row}
-    rng: list[dict[str, Tensor]]  # torch's states of each process
-    data: Data
-    tokenizer: str = ""  # the content of its tokenizer.json, if it has one
 
 
 def save_checkpoint(
@@ -120,13 +88,14 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:  # torch.load does not check the checksums
             if not lazily and archive.testzip() is not None:
                 raise ValueError("checksum mismatch")
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except FileNotFoundError:
         raise UserError(f"{path}: no such run folder or checkpoint") from None
     except Exception as e:  # which one depends on the damage
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise UserError(f"{path}: damaged or unreadable checkpoint ({reason})") from None
-    checkpoint: dict[str, Any] = check_shape(state, Checkpoint, f"{path}: not a checkpoint of this version")
+    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
+        raise UserError(f"{path}: not a checkpoint of this version")
     return checkpoint
 
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
 
 from config import to_toml
 from infra.cli import UserError, drop_output
@@ -30,30 +29,6 @@ from infra.distributed import World
 from infra.files import append_synced, read_jsonl, write_atomically
 from schema import Config, describe_layers
 from training.state import TrainState
-
-
-class AtLength(BaseModel, strict=True):
-    length: int
-    loss: float | None = None
-
-
-class Record(BaseModel, strict=True):
-    """The keys of a line of metrics.jsonl, or of eval_length.json, that are read again; null: not finite."""
-
-    step: int
-    loss: float | None = None
-    val_loss: float | None = None
-    val_cross_entropy: float | None = None
-    logit_std: float | None = None
-    qk_std: dict[str, float | None] = {}
-    entropy: dict[str, float | None] = {}
-    options: dict[str, Any] = {}
-    lengths: list[AtLength] = []
-
-
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl, see `read_jsonl`."""
-    return read_jsonl(run_dir / "metrics.jsonl", Record)
 
 
 class RunLog:
@@ -82,7 +57,7 @@ class RunLog:
         step = self.state.step
         self.metrics = run_dir / "metrics.jsonl"
         run_dir.mkdir(parents=True, exist_ok=True)
-        logged = read_metrics(run_dir)
+        logged = read_jsonl(self.metrics)
         val_step = self.state.validation["step"]
         kept = [each for each in logged if each["step"] <= (val_step if "val_loss" in each else step)]
         n_lost = step - sum("val_loss" not in each for each in kept)

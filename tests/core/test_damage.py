@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import gzip
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,61 +19,11 @@ import sample
 import sweep
 import train
 from data import fineweb
-from infra.cli import UserError, run_main
-from infra.files import append_synced, atomic_file, exclusive_lock
-from training.checkpoint import find_checkpoints, load_checkpoint, load_model
-from training.run_log import read_metrics
+from infra.cli import run_main
+from infra.files import append_synced, atomic_file, exclusive_lock, read_jsonl
+from training.checkpoint import find_checkpoints, load_model
 
 # ---------------------------------------------------------------- checkpoints
-
-WHOLE = object()  # the field itself is changed
-DAMAGE: list[tuple[str, Any, list[Any]]] = [
-    ("format", WHOLE, [None, 3, "4"]),
-    ("step", WHOLE, [None, -1, "3", 2.5, [3]]),
-    ("config", WHOLE, [None, [], "x", {}, 3]),
-    ("config", "model", [None, "x", 3, {"n_layer": "two"}, {"width": 8}]),
-    ("config", "attention", [None, {"normaliser": 3}, {"normaliser": "none"}]),
-    ("config", "name", [None, 3, "../x"]),
-    ("model", WHOLE, [None, [], {}, {"embedding.weight": 3}, torch.zeros(3)]),
-    ("model", "embedding.weight", [None, "x", torch.zeros(3)]),
-    ("optimizers", WHOLE, [None, {}, [3], [[]]]),
-    ("validation", WHOLE, [None, [], {"step": None}, {"loss": "x"}]),
-    ("guard", WHOLE, [None, [], {"skipped": None}]),
-    ("rng", WHOLE, [None, {}, [3], [{"cpu": None}]]),
-    ("data", WHOLE, [None, [], {}, {"tokenizer": 5}]),
-]
-# What only a resumed run reads.
-STATE_DAMAGE: list[tuple[str, Any, list[Any]]] = [
-    (
-        "optimizers",
-        WHOLE,
-        [[], [{}], [{"state": {}, "param_groups": [{}]}], [{"state": 3, "param_groups": []}]],
-    ),
-    ("rng", WHOLE, [[{}], [{"cpu": torch.zeros(3)}]]),
-]
-MISSING = [field for field, key, _ in DAMAGE if key is WHOLE]
-
-
-def damaged(content: dict[str, Any], damage: list[tuple[str, Any, list[Any]]]) -> Iterator[tuple[str, dict]]:
-    """What is wrong, and the checkpoint with it."""
-    for field, key, values in damage:
-        for value in values:
-            bad = copy.copy(content)
-            bad[field] = value if key is WHOLE else content[field] | {key: value}
-            yield f"{field}{'' if key is WHOLE else '.' + key} = {value!r}", bad
-
-
-@contextmanager
-def user_error(what: str) -> Iterator[None]:
-    """The block raises a UserError of one line."""
-    try:
-        yield
-    except UserError as e:
-        assert "\n" not in str(e), f"{what}: {e}"
-    except Exception as e:
-        raise AssertionError(f"{what}: {type(e).__name__}: {e}") from e
-    else:
-        raise AssertionError(f"{what}: no error")
 
 
 @pytest.fixture(scope="module")
@@ -90,37 +38,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_dataset: Path) -> Pat
     return path
 
 
-@pytest.mark.parametrize("reader", ["load", "resume", "sample", "init_from"])
-def test_damaged_fields_of_a_checkpoint(trained: Path, reader: str, call: Callable[..., None], capsys):
-    folder = trained.parent / "runs/tiny"
-    (path,) = find_checkpoints(folder)
-    content = load_checkpoint(path)
-    actions: dict[str, Callable[[], Any]] = {
-        "load": lambda: load_model(path),
-        "resume": lambda: call(train, trained),
-        "sample": lambda: call(sample, folder, "--tokens", 1, "--device", "cpu"),
-        "init_from": lambda: call(train, trained, "--init-from", path, "--name", "second"),
-    }
-    cases = [(f"no {field}", {k: v for k, v in content.items() if k != field}) for field in MISSING]
-    cases += damaged(content, DAMAGE)
-    if reader != "load":  # as all read the file by the same function
-        cases = cases[::4] + [*damaged(content, STATE_DAMAGE * (reader == "resume"))]
-    for what, bad in cases:
-        torch.save(bad, path)
-        with user_error(what):
-            actions[reader]()
-    torch.save(content, path)
-    assert not (folder.parent / "second").exists()
-    if reader == "resume":  # nothing was lost
-        call(train, trained)
-        assert list(metrics(folder, "loss")) == [*range(1, 13)]
-        for later in find_checkpoints(folder)[:-1]:
-            later.unlink()
+@pytest.mark.parametrize("bad", [{"format": 3}, {}, [], torch.zeros(3)])
+def test_what_is_no_checkpoint_of_this_version(bad: Any, tmp_path: Path):
+    path = tmp_path / "step_000001.pt"
+    torch.save(bad, path)
+    with one_line(path, "not a checkpoint of this version"):
+        load_model(path)
 
 
 # ---------------------------------------------------------------- run files
 
-ODD_LINES = ["3", "[]", '"x"', "null", '{"step": "x"}', '{"loss": 2.0}', '{"step": 1, "val_loss": []}']
+ODD_LINES = ["3", "[]", '"x"', "null"]
 NESTED = "[" * 100_000
 
 
@@ -129,18 +57,15 @@ def test_odd_lines_of_metrics(line: str, tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1, "loss": 2.0}}\n{line}\n')
     with one_line(path, "line 2"):
-        read_metrics(tmp_path)
+        read_jsonl(path)
 
 
 def test_metrics_that_never_end(tmp_path: Path):
     os.mkfifo(tmp_path / "metrics.jsonl")
-    assert read_metrics(tmp_path) == []
+    assert read_jsonl(tmp_path / "metrics.jsonl") == []
 
 
-ODD_RESULTS = [f'{{"step": 12, {key}}}' for key in ('"options": []', '"lengths": [3]', '"lengths": [{}]')]
-
-
-@pytest.mark.parametrize("content", [*ODD_LINES[:5], *ODD_RESULTS, NESTED, "{", "\xff"])
+@pytest.mark.parametrize("content", [*ODD_LINES, NESTED, "{", "\xff"])
 def test_odd_results_of_an_evaluation(content: str, four_runs: Path):
     """sweep.py --list names the file, and a sweep goes on with the other runs."""
     job = sweep.make_jobs([str(four_runs)], [], None)[0]
@@ -149,8 +74,9 @@ def test_odd_results_of_an_evaluation(content: str, four_runs: Path):
     path.write_bytes(content.encode("latin-1"))
     with one_line(path):
         job.is_evaluated(512)
-    path.with_name("metrics.jsonl").write_text(f"{NESTED}\n")  # as a line that a kill has cut
-    assert job.state == "to run" and read_metrics(path.parent) == []
+    log = path.with_name("metrics.jsonl")
+    log.write_text(f"{NESTED}\n")  # as a line that a kill has cut
+    assert job.state == "to run" and read_jsonl(log) == []
 
 
 def test_lost_metrics_come_back_with_the_last_loss(tiny_config: Path, capsys: pytest.CaptureFixture[str]):

@@ -36,7 +36,7 @@ def finished_run(tiny_config: Path) -> Path:
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        *(("metrics.jsonl", line) for line in ("3", "[]", "null", '{"step": "x"}', '{"val_loss": 2.0}')),
+        *(("metrics.jsonl", line) for line in ("3", "[]", "null")),
         *(("rows.csv", text) for text in ("", "a,b\n1,2\n", f"{HEADER}\na,b,c,d,e,f,g,h,i,j,k\n", "\x00")),
         *(("config.toml", text) for text in ("", "{", "name = 3", "[model]\nwidth = 8\n")),
     ],
@@ -131,7 +131,6 @@ DAMAGES: list[dict[str, Any]] = [
     *({"lengths": lengths} for lengths in [*LENGTHS, [ENTRY | {"mean": {"tokens": {"share": "x"}}}]]),
     *({"lengths": [ENTRY], "tasks": tasks} for tasks in TASKS),
     *({"lengths": [ENTRY], "rope": rope} for rope in ("ntk", {"kind": "ntk"}, {"kind": 3, "theta": "x"})),
-    *({"lengths": [ENTRY], "step": step} for step in (None, "12", 2.5)),
     {},
 ]
 

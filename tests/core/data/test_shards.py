@@ -163,7 +163,7 @@ def test_damaged_dataset_json_is_named(toy: Path) -> None:
         (content.replace("257", '"257"'), "vocab_size = '257'"),
         (content.replace('"tokens"', '"token"'), "tokens"),
         (content[:-3], "not valid JSON"),
-        ("[]", "dictionary"),
+        ("[]", "JSON object"),
     ):
         path.write_text(damaged)
         with one_line(path, part):
