@@ -46,7 +46,7 @@ from torch import Tensor, nn
 
 from infra.distributed import join_world
 from infra.files import exclusive_lock
-from training.checkpoint import load_newest, mend_folder, save_checkpoint
+from training.checkpoint import load_newest, remove_partial, save_checkpoint
 from training.loader import Batch
 from training.optim import power_at, set_learning_rates
 from training.run_log import RunLog, format_duration, peak_memory
@@ -92,7 +92,7 @@ def start_or_resume(state: TrainState) -> RunLog:
     if not state.world.agree([state.step, init_summary]):
         raise UserError(f"{config.run_dir}: the processes see different checkpoints; expected one folder")
     if state.world.is_main:
-        mend_folder(config.run_dir, newest[0] if newest and state.is_best else None)
+        remove_partial(config.run_dir)
     log = RunLog(state)
     log.open_folder(init_summary)
     if newest is not None:
@@ -166,7 +166,7 @@ def train(state: TrainState, log: RunLog) -> None:
                 stopped = validate(state, log)
 
             # Save
-            if save_due or stopped or state.is_best:
+            if save_due or stopped:
                 save(state)
             if val_due or save_due:
                 gc.collect()
@@ -269,7 +269,7 @@ def save(state: TrainState) -> None:
     config = state.config.train
     checkpoint = state.to_checkpoint()  # on every rank: a collective
     if state.world.is_main:
-        save_checkpoint(state.config.run_dir, checkpoint, config.keep_last, config.keep_every, state.is_best)
+        save_checkpoint(state.config.run_dir, checkpoint, config.keep_last, config.keep_every)
 
 
 if __name__ == "__main__":

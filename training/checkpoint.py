@@ -3,11 +3,9 @@
 A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of its format and what
 `TrainState.to_checkpoint` returns. It holds tensors and plain values only and is read with `weights_only`, so
 loading one runs no code, except that of a file that its normaliser names (normalisers/own.py).
-`checkpoints/best.pt` is the one with the lowest validation loss, under a second name.
 """
 
 import os
-import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -26,9 +24,7 @@ from schema import Config
 FORMAT = 4
 
 
-def save_checkpoint(
-    run_dir: Path, state: dict[str, Any], keep_last: int, keep_every: int = 0, is_best: bool = False
-) -> None:
+def save_checkpoint(run_dir: Path, state: dict[str, Any], keep_last: int, keep_every: int = 0) -> None:
     """Write `checkpoints/step_<step>.pt`, whole or not at all, and delete old ones.
 
     Raises UserError: it cannot be written. Existing checkpoints are unchanged then.
@@ -38,8 +34,6 @@ def save_checkpoint(
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as f:
             torch.save({"format": FORMAT, **state}, f)
-        if is_best:
-            link(path, path.with_name("best.pt"))
         older = [old for old in find_checkpoints(run_dir) if step_of(old) < state["step"]]
         for old in older[keep_last - 1 :]:
             if not keep_every or step_of(old) % keep_every:
@@ -48,23 +42,10 @@ def save_checkpoint(
         raise UserError(f"{path}: the checkpoint could not be written: {e}") from None
 
 
-def mend_folder(run_dir: Path, best: Path | None) -> None:
-    """Finish what a kill has interrupted: remove half a file, link `best` as best.pt."""
-    if best is not None:
-        link(best, best.with_name("best.pt"))
-    for partial in run_dir.glob("checkpoints/.*.tmp"):  # also of a link to the same file
+def remove_partial(run_dir: Path) -> None:
+    """Remove half a checkpoint, which a kill has left."""
+    for partial in run_dir.glob("checkpoints/.*.tmp"):
         partial.unlink()
-
-
-def link(path: Path, name: Path) -> None:
-    """Give a file a second name, atomically."""
-    temporary = name.with_name(f".{name.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(path, temporary)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(path, temporary)
-    os.replace(temporary, name)
 
 
 def step_of(path: Path) -> int:

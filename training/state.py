@@ -1,6 +1,5 @@
 """The state of a run: what it starts from, what changes from step to step, what a checkpoint saves."""
 
-import math
 import os
 import re
 from collections import Counter
@@ -31,7 +30,7 @@ class TrainState:
     Attributes:
         raw_model: the model. local_model: the same, perhaps compiled. model: that, perhaps under DDP.
         step: optimiser steps done, skipped ones included. n_skipped: steps skipped in a row.
-        validation: the newest and the best one (see `training.checkpoint`).
+        validation: step and loss of the newest one.
     """
 
     def __init__(self, config: Config, world: World) -> None:
@@ -56,15 +55,10 @@ class TrainState:
         self.stop = StopSignals()
         self.step = 0
         self.n_skipped = 0
-        self.validation: dict[str, Any] = {"step": -1, "loss": None, "best": None, "best_step": None}
+        self.validation: dict[str, Any] = {"step": -1, "loss": None}
 
     def is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.train.max_steps
-
-    @property
-    def is_best(self) -> bool:
-        """This step has the lowest validation loss so far."""
-        return self.validation["best_step"] == self.step
 
     @property
     def power(self) -> int | None:
@@ -79,10 +73,7 @@ class TrainState:
         return self.is_due(self.config.train.val_every)
 
     def record_validation(self, loss: float) -> None:
-        best = self.validation["best"]
-        self.validation |= {"step": self.step, "loss": loss}
-        if math.isfinite(loss) and (best is None or loss < best):
-            self.validation |= {"best": loss, "best_step": self.step}
+        self.validation = {"step": self.step, "loss": loss}
 
     def data_info(self) -> dict[str, str]:
         """The identity of the data, and of a normaliser's own file, which a resumed run must share."""

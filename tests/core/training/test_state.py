@@ -1,22 +1,19 @@
-"""Resuming: bit for bit the same run, never another one; and which checkpoint is the best."""
+"""Resuming: bit for bit the same run, never another one."""
 
 import json
-import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import one_line
-from launch import build, curve, records, resume, run
+from launch import build, curve, run
 
 import train
 from infra.cli import UserError
 from infra.distributed import World
 from infra.files import append_synced
 from training.checkpoint import find_checkpoints, load_checkpoint, load_model
-from training.run_log import RunLog
-from training.state import TrainState
 
 LSSAR = ["--attention.normaliser", "lssa", "--attention.reweight-p", "15"]
 
@@ -33,9 +30,8 @@ def test_a_resumed_run_is_the_same_run(
     tiny_config: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ):
     whole, resumed = (run(tiny_config, *flags, "--name", name) for name in ("whole", "resumed"))
-    for path in find_checkpoints(resumed)[:2]:
-        path.unlink()  # as if killed after step 8: metrics are ahead of the checkpoint
-    assert find_checkpoints(resumed)[0].name == "step_000008.pt"
+    find_checkpoints(resumed)[0].unlink()  # as if killed after step 9: metrics are ahead of the checkpoint
+    assert find_checkpoints(resumed)[0].name == "step_000009.pt"
     append_synced(resumed / "metrics.jsonl", '{"step": 13, "lo')
     capsys.readouterr()
     run(tiny_config, *flags, "--name", "resumed")
@@ -72,7 +68,7 @@ def test_a_run_is_extended_where_its_schedule_allows(tiny_config: Path, schedule
             UserError, match="train.max_steps was 12, now 20.*--init-from.*wsd before its decay"
         ):
             run(tiny_config, *flags, *longer, "--name", "extended")
-        find_checkpoints(extended)[0].unlink()  # after step 8 the rate was still at its peak
+        find_checkpoints(extended)[0].unlink()  # after step 9 the rate was still at its peak
     run(tiny_config, *flags, *longer, "--name", "extended")
     a, b = (load_checkpoint(find_checkpoints(folder)[0]) for folder in (whole, extended))
     assert curve(whole) == curve(extended) and a["step"] == b["step"] == 20
@@ -100,27 +96,6 @@ def test_random_numbers_go_on(tiny_config: Path):
     assert torch.equal(torch.rand(5), expected)
 
 
-def set_validations(losses: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss of each step's validation."""
-
-    def validate(state: TrainState, log: RunLog) -> None:
-        state.record_validation(losses[state.step])
-        log.add_validation(losses[state.step])
-
-    monkeypatch.setattr(train, "validate", validate)
-
-
-def test_the_best_checkpoint_is_kept_apart(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
-    """And a validation that is not finite is never the best."""
-    set_validations({4: math.nan, 8: 2.0, 12: 2.5}, monkeypatch)
-    state = build(tiny_config, "--train.keep-last", "1")
-    folder = resume(state)
-    best = load_checkpoint(folder / "checkpoints" / "best.pt")
-    assert best["step"] == 8 and best["validation"] == {"step": 8, "loss": 2.0, "best": 2.0, "best_step": 8}
-    assert state.validation == {"step": 12, "loss": 2.5, "best": 2.0, "best_step": 8}
-    assert [r["val_loss"] for r in records(folder) if "val_loss" in r] == [None, 2.0, 2.5]
-
-
 def test_a_file_of_ones_own_is_the_same_on_resume(tiny_config: Path, own_file: Path, capsys):
     options = ["--attention.normaliser", f"{own_file}:Mine"]
     folder = run(tiny_config, *options)
@@ -133,14 +108,3 @@ def test_a_file_of_ones_own_is_the_same_on_resume(tiny_config: Path, own_file: P
     )
     with pytest.raises(UserError, match=f"data: {own_file} was .*, now .*another --name"):
         run(tiny_config, *options)
-
-
-def test_the_best_loss_is_known_after_a_resume(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
-    set_validations({4: 2.0, 8: 2.5, 12: 2.2}, monkeypatch)
-    folder = run(tiny_config)
-    for path in find_checkpoints(folder)[:2]:
-        path.unlink()  # as if killed after step 8
-    run(tiny_config)
-    assert load_checkpoint(folder / "checkpoints" / "best.pt")["step"] == 4
-    newest = load_checkpoint(find_checkpoints(folder)[0])["validation"]
-    assert newest == {"step": 12, "loss": 2.2, "best": 2.0, "best_step": 4}
