@@ -68,7 +68,7 @@ data/batches.py: SeedSequence([epoch, seed]) => SeedSequence([0, seed])
 # tests/core/training/test_loader.py
 training/loader.py: config.data.skip_steps + step => step
 # tests/core/training/test_state.py
-training/state.py: load_optimizers(self.optimizers, checkpoint["optimizers"]) => pass
+training/state.py: optimizer.load_state_dict(saved) => pass
 training/state.py: self.step = checkpoint["step"] => self.step = checkpoint["step"] + 1
 training/state.py: self.validation |= checkpoint["validation"] => pass
 train.py: not state.world.agree([state.step, init_summary]) => False

@@ -1,7 +1,6 @@
 """Optimisers, their parameter groups, and the schedules of the learning rate and of the power p."""
 
 import math
-from typing import Any
 
 from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
@@ -37,22 +36,6 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
     return optimizers
-
-
-def load_optimizers(optimizers: list[Optimizer], saved: list[dict[str, Any]]) -> None:
-    """Take over the states of a checkpoint. Rates and decay of the groups are the config's.
-
-    Raises ValueError or another error of a damaged dict: other optimisers, groups or sizes.
-    """
-    for optimizer, theirs in zip(optimizers, saved, strict=True):
-        groups = zip(optimizer.state_dict()["param_groups"], theirs["param_groups"], strict=True)
-        merged = [own | {"params": old["params"]} for own, old in groups]
-        optimizer.load_state_dict({"state": theirs["state"], "param_groups": merged})
-        needed = {"step", "exp_avg", "exp_avg_sq"} if isinstance(optimizer, AdamW) else {"momentum_buffer"}
-        for p, state in optimizer.state.items():
-            shapes = {name: value.shape for name, value in state.items() if value.ndim}
-            if needed - state.keys() or set(shapes.values()) != {p.shape}:
-                raise ValueError(f"{[*state]} of shapes {[*shapes.values()]} for a parameter of {p.shape}")
 
 
 def lr_factor(config: OptimizerConfig, step: int, max_steps: int) -> float:
