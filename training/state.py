@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from config import changed_keys, config_from_dict
@@ -166,42 +165,32 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     trained_on = content["data"]["tokenizer"]
     if tokenizer not in (trained_on, RANDOM):
         raise UserError(f"{prefix}: trained on tokens of {trained_on}, the data has {tokenizer}")
-    ours = model.state_dict()
     theirs = content["model"]
     changes = [
         f"{key} {was!r} -> {now!r}"
         for key, (was, now) in changed_keys(old, model.config).items()
         if not key.startswith(("name", "init_from", "log."))
     ]
-    copied = {name: theirs[name] for name in ours if name in theirs}
-    for name, their in copied.items():
-        if ours[name].shape != their.shape:
-            shapes = f"{any_layer(name)} is {tuple(ours[name].shape)} here, {tuple(their.shape)} there"
-            raise UserError(f"{prefix}: {shapes} ({', '.join(changes)})")
     was = describe_layers(old)
     now = describe_layers(model.config)
-    output = theirs.get("lm_head.weight")
-    embedding = theirs.get("embedding.weight")
-    if output is None or embedding is None:
-        raise UserError(f"{prefix}: expected lm_head.weight and embedding.weight in {path}")
-    if model.config.model.tie_embeddings and not torch.equal(output, embedding):
+    is_tied = torch.equal(theirs["lm_head.weight"], theirs["embedding.weight"])
+    if model.config.model.tie_embeddings and not is_tied:
         raise UserError(f"{prefix}: lm_head.weight is tied to the embedding here, not there")
-    model.load_state_dict(copied, strict=False)
+    try:
+        missing, unexpected = model.load_state_dict(theirs, strict=False)
+    except RuntimeError as e:  # shapes
+        raise UserError(f"{prefix}: {str(e).splitlines()[1].strip()} ({', '.join(changes)})") from None
     return [
         f"init_from {source}, step {content['step']}",
         *([f"  normaliser  {was} -> {now}"] if was != now else []),
-        f"  copied      {len(copied)} tensors",
-        f"  new         {missing_names(ours, theirs)}; the optimiser's state",
-        f"  dropped     {missing_names(theirs, ours)}",
+        f"  copied      {len(model.state_dict()) - len(missing)} tensors",
+        f"  new         {join_names(missing)}; the optimiser's state",
+        f"  dropped     {join_names(unexpected)}",
         f"  changed     {', '.join(changes) or 'nothing'}",
     ]
 
 
-def missing_names(some: dict[str, Tensor], others: dict[str, Tensor]) -> str:
-    """The names in `some` that `others` lacks, all layers as one."""
-    counts = Counter(any_layer(name) for name in some if name not in others)
+def join_names(names: list[str]) -> str:
+    """The names of parameters, those of all layers as one."""
+    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
     return ", ".join(f"{name} ({n} tensors)" if n > 1 else name for name, n in counts.items()) or "nothing"
-
-
-def any_layer(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".*.", name)
