@@ -19,7 +19,7 @@ class RopeScaling:
         length: the sequence length T to scale for; None: the positions present, cache + tokens. When
             one sequence is fed in several pieces, name its final length, or the pieces disagree.
     Raises:
-        UserError: unknown kind, missing or superfluous theta, length < 1.
+        UserError: unknown kind, missing or superfluous theta.
     """
 
     kind: RopeKind = "none"
@@ -33,8 +33,6 @@ class RopeScaling:
             raise UserError(f"RoPE scaling theta: base {self.theta}: expected a number above 0, --rope-theta")
         if self.kind != "theta" and self.theta is not None:
             raise UserError(f"RoPE base {self.theta}: only read by RoPE scaling theta, not by {self.kind}")
-        if self.length is not None and self.length < 1:
-            raise UserError(f"RoPE scaling length = {self.length}: expected at least 1")
 
 
 UNSCALED = RopeScaling()

@@ -14,8 +14,6 @@ from pydantic import BaseModel, ValidationError
 
 from infra.cli import UserError
 
-TEXT_LIMIT = 2**26  # characters of a text that is read at once
-
 
 @contextmanager
 def atomic_file(path: Path, shared: bool = False) -> Iterator[BinaryIO]:
@@ -70,15 +68,11 @@ def write_json(value: Any, path: Path, shared: bool = False) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Raises UserError: no UTF-8, or endless, as a device or a pipe may be."""
+    """Raises UserError: cannot be read, or no UTF-8."""
     try:
-        with open(path, encoding="utf-8") as f:
-            text = f.read(TEXT_LIMIT + 1)
+        return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {e}") from None
-    if len(text) > TEXT_LIMIT:
-        raise UserError(f"{path}: expected at most {TEXT_LIMIT:,} characters")
-    return text
 
 
 def check_shape(content: Any, shape: type[BaseModel], where: object) -> Any:

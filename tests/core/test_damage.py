@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import sys
 from collections.abc import Callable
@@ -175,9 +174,6 @@ def test_a_read_only_run_folder(
         (eval_length, "{run}", "--tokens", 10**25),
         (eval_length, "{run}", "--tokens", "1" * 5000),
         (eval_length, "{run}", "--lengths", 10**25),
-        (eval_length, "/dev/zero"),
-        (sample, "/dev/zero"),
-        (sample, "{run}", "--prompt-file", "/dev/zero"),
         (sample, "{run}", "--tokens", 2 * 10**9),
         (sample, "{run}", "--samples", 10**12),
         (sample, "{run}", "--temperature", 1e308),
@@ -206,15 +202,6 @@ def byte_run(trained: Path) -> Path:
     folder = make_byte_run(trained, "--name", "bytes")
     os.mkfifo(folder / "fifo.jsonl")
     return folder
-
-
-def test_a_row_that_does_not_end(tmp_path: Path, call: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
-    """As a gzip of 700 MB of one letter."""
-    monkeypatch.setattr("data.documents.LONGEST", 2**16)
-    path = tmp_path / "bomb.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"text": "' + b"a" * 2**20))
-    with one_line(path, "line 1: expected at most 65,536 characters"):
-        call(fineweb, "--files", path, "--tokenizer", "bytes", "--out", tmp_path / "out")
 
 
 def test_out_of_memory_is_one_line(capsys: pytest.CaptureFixture[str]):

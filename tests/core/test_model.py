@@ -208,7 +208,6 @@ def test_rope_no_scaling_up_to_train_len(kind, length):
         ({"kind": "theta", "theta": 0.0}, "base 0.0"),
         ({"kind": "theta", "theta": math.nan}, "base nan"),
         ({"kind": "ntk", "theta": 5e5}, "only read by RoPE scaling theta"),
-        ({"kind": "ntk", "length": 0}, "length = 0"),
     ],
 )
 def test_rope_scaling_errors(arguments, message):
