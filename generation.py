@@ -31,7 +31,6 @@ def stream(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
     rope: RopeScaling = UNSCALED,
-    use_cache: bool = True,
     n_tokens: int = 0,
 ) -> Iterator[Tensor]:
     """Sample n_new tokens after each row of `tokens`, one at a time; temperature 0 takes the likeliest.
@@ -42,8 +41,6 @@ def stream(
         top_p: sample from the fewest tokens that together have this probability (Holtzman et al. 2020).
         generator: source of randomness, on the model's device.
         rope: scaled for the final length T + n_new unless it names a length.
-        use_cache: False computes the whole sequence again for each token, as does a model that is not
-            `cacheable`.
         n_tokens: draw ids below this only (the tokeniser's, where the model has more); 0: all.
     Yields:
         (B, 1) int64, n_new times.
@@ -58,7 +55,7 @@ def stream(
     if top_p is not None and not 1e-30 <= top_p <= 1:  # in float32 it would round to 0
         raise UserError(f"top_p {top_p}: expected at least 1e-30 and at most 1")
     rope = replace(rope, length=rope.length or length + n_new)
-    cache = KVCache(model.config.model.n_layer, length + n_new) if use_cache and model.cacheable else None
+    cache = KVCache(model.config.model.n_layer, length + n_new) if model.cacheable else None
     for _ in range(n_new):
         logits = model.logits(model.hidden(tokens, rope, cache)[:, -1])[:, : n_tokens or None]  # (B, V)
         new = sample(logits, temperature, top_k, top_p, generator)

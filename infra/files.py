@@ -122,11 +122,10 @@ def read_jsonl(path: Path) -> list[Any]:
 
 @contextmanager
 def exclusive_lock(folder: Path) -> Iterator[None]:
-    """Make the folder and lock it, where its file system can. Left empty, it and its new parents are removed.
+    """Make the folder and lock it, where its file system can. Left empty, it is removed.
 
     Raises UserError: another process holds the lock, or the folder cannot be made.
     """
-    new = [each for each in (folder, *folder.parents) if each == folder or not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
@@ -143,8 +142,7 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            for each in new:
-                each.rmdir()
+            folder.rmdir()
         os.close(descriptor)
 
 
