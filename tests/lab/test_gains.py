@@ -98,6 +98,8 @@ def test_mistakes():
         ("rows_4k.csv", ("softmax", "softmax_continued", 0.01)),
         ("rows_4k_B.csv", ("softmax", "softmax_continued", 0.01)),
         ("rows_4k_20.csv", ("softmax", "softmax_continued", None)),
+        ("rows_tests_20.csv", ("softmax", "softmax_continued", None)),
+        ("rows_4k_controls.csv", ("softmax",)),
         ("rows_4k_plain.csv", ()),
     ],
 )
