@@ -180,16 +180,14 @@ class TokenStream:
         self.info = dataset_info(folder)
         self.vocab_size: int = self.info["vocab_size"]
         self.eot: int = self.info.get("eot", self.vocab_size - 1)
-        listed = {shard["file"]: shard["tokens"] for shard in self.info.get("shards", [])}
-        paths = [self.folder / file for file in listed if file.split("_")[-2] == split]
-        paths = paths or find_shards(self.folder, split)
+        paths = find_shards(self.folder, split)
         self.shards = [open_shard(path, self.vocab_size) for path in paths]
-        for path, shard in zip(paths, self.shards, strict=True):
-            if len(shard) != listed.get(path.name, len(shard)):
-                raise UserError(f"{path}: {len(shard)} tokens: {INFO_NAME} lists {listed[path.name]}")
         # Python ints: as numpy int32 their sum overflows at 103 shards of 10^8.
         self._starts = list(accumulate(map(len, self.shards), initial=0))
         self.n_tokens = self._starts[-1]
+        if "shards" in self.info:
+            lengths = {path.name: len(shard) for path, shard in zip(paths, self.shards, strict=True)}
+            self._check_listed(lengths)
         mask = f"{split}mask"
         self.mask = TokenStream(folder, mask) if mask in self.info.get("splits", {}) else None
         if self.mask and self.mask.n_tokens != self.n_tokens:
@@ -240,6 +238,17 @@ class TokenStream:
                 f"model.vocab_size = {vocab_size}: {self.folder} was tokenised with {self.vocab_size} tokens "
                 f"({self.info['tokenizer']}); expected {self.vocab_size} to {most}"
             )
+
+    def _check_listed(self, lengths: dict[str, int]) -> None:
+        """The shards are those in dataset.json: a lost last one would silently change the stream."""
+        files = {shard["file"]: shard["tokens"] for shard in self.info["shards"]}
+        listed = {file: n for file, n in files.items() if file.split("_")[-2:-1] == [self.split]}
+        different = lengths.items() ^ listed.items()
+        if different:
+            file = min(different)[0]
+            n_tokens = lengths.get(file, "no")
+            n_listed = listed.get(file, "none")
+            raise UserError(f"{self.folder / file}: {n_tokens} tokens: {INFO_NAME} lists {n_listed}")
 
 
 def find_shards(folder: Path, split: str) -> list[Path]:

@@ -143,7 +143,7 @@ def test_dataset_info(tmp_path: Path, toy: Path) -> None:
 def test_shards_must_be_those_in_dataset_json(toy: Path) -> None:
     last = toy / "toy_train_000005.bin"
     last.unlink()  # no gap in the numbers
-    with one_line(last, "No such file"):
+    with one_line(last, "no tokens", "lists 2"):
         TokenStream(toy, "train")
     first = toy / "toy_train_000003.bin"
     write_shard(first, [1, 2, 3])
@@ -152,7 +152,7 @@ def test_shards_must_be_those_in_dataset_json(toy: Path) -> None:
         TokenStream(toy, "train")
     val = toy / "toy_val_000000.bin"  # number 0 is no gap
     val.rename(toy / "toy_val_000003.bin")
-    with one_line(val, "No such file"):
+    with one_line(val, "no tokens", "lists 4"):
         TokenStream(toy, "val")
 
 
