@@ -63,6 +63,8 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
 
     Raises UserError: absent, damaged, or not a checkpoint of this format.
     """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: expected a run folder or a checkpoint file")
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load does not check the checksums
             if not lazily and archive.testzip() is not None:
