@@ -38,7 +38,8 @@ from schema import AttentionConfig
 
 
 def test_every_registered_normaliser_is_a_case():
-    assert {cfg.values[0].normaliser for cfg in CASES} == set(NORMALISERS)
+    ours = {name for name, cls in NORMALISERS.items() if cls.__module__.startswith("normalisers.")}
+    assert {cfg.values[0].normaliser for cfg in CASES} == ours  # not those of files that a config names
     assert set(NORMALISERS) >= set(FORMULAS)
     assert set(PHIS) == set(PHI)
 
