@@ -179,7 +179,8 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     try:
         missing, unexpected = model.load_state_dict(theirs, strict=False)
     except RuntimeError as e:  # shapes
-        raise UserError(f"{prefix}: {str(e).splitlines()[1].strip()} ({', '.join(changes)})") from None
+        first = str(e).splitlines()[1].strip().removesuffix(".")
+        raise UserError(f"{prefix}: {first} ({', '.join(changes)})") from None
     return [
         f"init_from {source}, step {content['step']}",
         *([f"  normaliser  {was} -> {now}"] if was != now else []),
