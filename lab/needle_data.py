@@ -1,0 +1,77 @@
+"""Prepare the needle's own task for fine-tuning: texts with a number in them, and the question for it.
+
+    python -m lab.needle_data data/fineweb10B                                  # -> data/needle
+    python -m lab.needle_data data/python_4k --seq-len 128 --sequences 12800
+
+A sequence is a sample of `python -m lab.needle` with its answer, in the dataset's own text, the needle
+anywhere in it. An end-of-text and zeros fill --seq-len tokens, which train.seq_len must equal. A loss mask,
+as lab/squad.py's, marks the number and the end-of-text. Numbers are drawn anew, cities are those of the test.
+
+It is for models too small to learn to answer from SQuAD. Train on it with --init-from RUN and --data.dir.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from data.dataset import TokenStream
+from data.tokenizer import Tokenizer
+from infra.cli import ArgumentParser, integer, positive_int, run_main
+from infra.files import exclusive_lock
+from lab.needle import Haystack, make_trial
+from lab.squad import Sequence, write_masked
+
+DATASET = "needle"
+FIRST = {"train": 2**40, "val": 2**41}  # sample numbers that the test does not reach
+N_VAL = 512  # sequences
+
+
+def make_sequence(haystack: Haystack, length: int, index: int) -> Sequence:
+    """Sample `index` of the needle test at a depth of 1 to 100 per cent, with its answer.
+
+    Raises UserError: the length has no room for needle and question.
+    """
+    depth = 1 + index % 100
+    trial = make_trial(haystack, length, depth, index)
+    answer = [*trial.choices[0], haystack.tokenizer.eot_token]
+    start = len(trial.prompt)
+    stop = start + len(answer)
+    tokens = np.zeros(length, np.uint16)
+    tokens[:stop] = trial.prompt + answer
+    mask = np.zeros(length, np.uint16)
+    mask[start:stop] = 1
+    return Sequence(tokens, mask)
+
+
+def main() -> None:
+    args = parse_args()
+    sizes = {"val": N_VAL, "train": args.sequences}
+    splits: dict[str, list[Sequence]] = {}
+    tokenizer: Tokenizer | None = None
+    for split, n in sizes.items():
+        stream = TokenStream(args.dataset, split)
+        tokenizer = stream.tokenizer
+        haystack = Haystack(stream, tokenizer)
+        splits[split] = [make_sequence(haystack, args.seq_len, FIRST[split] + i) for i in range(n)]
+    info = {"dataset": DATASET, "source": f"lab/needle_data.py, {args.dataset}"}
+    with exclusive_lock(args.out):
+        write_masked(args.out, info, splits, 2, tokenizer)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    add = parser.add_argument
+    add("dataset", metavar="DIR", help="dataset folder whose text the needles are in")
+    n_help = "to train on (default: %(default)s)"
+    add("--sequences", type=positive_int, default=2**14, metavar="N", help=n_help)
+    length_help = "of every sequence (default: %(default)s)"
+    add("--seq-len", type=integer(2, 2**20), default=1024, metavar="T", help=length_help)
+    add("--out", type=Path, metavar="DIR", default=Path("data") / DATASET, help="(default: data/needle)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_main(main)
