@@ -32,31 +32,27 @@ INIT_STD = 0.02
 
 
 class KVCache:
-    """The keys and values of every layer so far, as `Attention.project` holds them. For inference: in-place.
+    """The keys, values and signals of every layer so far, as `Attention.project` holds them. For inference.
 
-    Room for `max_length` positions is allocated at a layer's first use, in the keys' and values' dtype.
+    Room for `max_length` positions is allocated at a layer's first use, and written in place.
     """
 
     def __init__(self, n_layer: int, max_length: int) -> None:
         self.max_length = max_length
         self.length = 0  # advanced by GPT once all layers have appended
         self.spans: list[tuple[int, int]] | None = None  # of a padded batch (see `attend`)
-        self.keys: list[Tensor | None] = [None] * n_layer
-        self.values: list[Tensor | None] = [None] * n_layer
+        self.held: list[list[Tensor]] = [[] for _ in range(n_layer)]
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store (B, n_kv_head, T, D) behind the positions present; return (B, n_kv_head, length + T, D)."""
-        end = self.length + k.shape[2]
+    def append(self, layer: int, *parts: Tensor) -> list[Tensor]:
+        """Store (B, heads, T, size) each behind the positions present; return each with all positions."""
+        end = self.length + parts[0].shape[2]
         if end > self.max_length:
             raise ValueError(f"KVCache: {end} positions do not fit in max_length = {self.max_length}")
-        keys = self.keys[layer]
-        values = self.values[layer]
-        if keys is None or values is None:
-            keys = self.keys[layer] = k.new_empty(*k.shape[:2], self.max_length, k.shape[-1])
-            values = self.values[layer] = v.new_empty(*v.shape[:2], self.max_length, v.shape[-1])
-        keys[:, :, self.length : end] = k
-        values[:, :, self.length : end] = v
-        return keys[:, :, :end], values[:, :, :end]
+        if not self.held[layer]:
+            self.held[layer] = [p.new_empty(*p.shape[:2], self.max_length, p.shape[-1]) for p in parts]
+        for held, part in zip(self.held[layer], parts, strict=True):
+            held[:, :, self.length : end] = part
+        return [held[:, :, :end] for held in self.held[layer]]
 
 
 def make_linear(n_in: int, n_out: int, bias: bool, std: float = INIT_STD) -> nn.Linear:
@@ -125,9 +121,9 @@ class Attention(nn.Module):
         signals = self.normaliser.read(x)
         if cache is not None:
             is_shifted = self.key_shift is not None
-            held = k if is_shifted else self.normaliser.cache_keys(k)
-            k, v = cache.append(self.layer, self.normaliser.join_signals(held, signals), v)
-            k, signals = self.normaliser.split_signals(k)
+            k = k if is_shifted else self.normaliser.cache_keys(k)
+            k, v, *rest = cache.append(self.layer, k, v, *([] if signals is None else [signals]))
+            signals = rest[0] if rest else None
             if is_shifted:
                 k = self.normaliser.cache_keys(self.shift_keys(k, cache.spans))
         elif self.key_shift is not None:

@@ -55,11 +55,30 @@ class HubCache(KVCache):
         self.length = 0 if cache is None else int(cache.get_seq_length())
         self.spans = None
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, *parts: Tensor) -> list[Tensor]:
+        if self.cache is None:
+            return [*parts]
+        k, v, *signals = parts
         end = self.length + k.shape[2]
-        if self.cache is not None:
-            k, v = self.cache.update(k, v, layer)
-        return k[:, :, :end], v[:, :, :end]  # a static cache returns all of its room
+        held, values = self.cache.update(join_signals(k, *signals), v, layer)
+        held, values = held[:, :, :end], values[:, :, :end]  # a static cache returns all of its room
+        keys, bits = held.split((k.shape[-1], held.shape[-1] - k.shape[-1]), dim=-1)
+        return [keys, values, *(split_signals(bits, new) for new in signals)]
+
+
+def join_signals(k: Tensor, signals: Tensor | None = None) -> Tensor:
+    """k with the bits of the signals, in k's type, behind a key's channels: any cache keeps both."""
+    if signals is None:
+        return k
+    # (B, n_kv_head, T, numbers of a key head)
+    by_key_head = signals.unflatten(1, (k.shape[1], -1)).transpose(2, 3).flatten(3)
+    return torch.cat((k, by_key_head.contiguous().view(k.dtype)), dim=-1)
+
+
+def split_signals(bits: Tensor, new: Tensor) -> Tensor:
+    """The signals of all keys, of the type and size of the `new` ones."""
+    numbers = bits.contiguous().view(new.dtype).unflatten(-1, (-1, new.shape[-1]))
+    return numbers.transpose(2, 3).flatten(1, 2)
 
 
 class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):

@@ -129,24 +129,6 @@ class NormaliserLayer(nn.Module):
             return k
         return to_unit(k.to(torch.promote_types(k.dtype, torch.float32))).to(k.dtype)
 
-    def join_signals(self, k: Tensor, signals: Tensor | None) -> Tensor:
-        """k with the bits of the signals, in k's type, behind a key's channels: any cache keeps both."""
-        if signals is None:
-            return k
-        # (B, n_kv_head, T, numbers of a key head)
-        by_key_head = signals.unflatten(1, (k.shape[1], -1)).transpose(2, 3).flatten(3)
-        return torch.cat((k, by_key_head.contiguous().view(k.dtype)), dim=-1)
-
-    def split_signals(self, joined: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The keys and signals of `join_signals`."""
-        n = len(self.definition.signals)
-        if not n:
-            return joined, None
-        dtype = torch.promote_types(joined.dtype, torch.float32)
-        size = self.n_head // joined.shape[1] * n * dtype.itemsize // joined.dtype.itemsize
-        numbers = joined[..., -size:].contiguous().view(dtype).unflatten(-1, (-1, n))
-        return joined[..., :-size], numbers.transpose(2, 3).flatten(1, 2)
-
     def prepare(
         self, q: Tensor, k: Tensor, context: RowContext, dtype: torch.dtype | None = None, unit: float = 1.0
     ) -> tuple[Tensor, Tensor]:

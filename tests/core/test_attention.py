@@ -530,16 +530,6 @@ def test_output_norm_is_applied_by_attend(engine):
     assert torch.equal(normed, F.rms_norm(plain, (16,), eps=1e-5))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_cache_keeps_every_bit_of_the_signals(dtype):
-    """Of 6 query heads in 2 heads of keys."""
-    normaliser = make(AttentionConfig(normaliser="fox"), 6, 16, 64)
-    keys = torch.randn(2, 2, 9, 16, dtype=dtype)
-    signals = torch.randn(2, 6, 9, 1, dtype=torch.promote_types(dtype, torch.float32))
-    got_keys, got_signals = normaliser.split_signals(normaliser.join_signals(keys, signals))
-    assert torch.equal(got_keys, keys) and torch.equal(got_signals, signals)
-
-
 def test_biases_by_key_keep_their_digits_in_float32():
     """Sums of 16K terms, of which float32 would leave 1e-3, and their gradients."""
     inputs = draw(128, 16384, 16)

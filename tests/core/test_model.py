@@ -324,7 +324,7 @@ def test_cache_equals_uncached(attention, parts, pieces):
     with torch.no_grad():
         expected = gpt(tokens, rope=rope)
         logits = [gpt(piece, rope=rope, cache=cache) for piece in tokens.split(pieces, dim=1)]
-    assert cache.length == 24 and cache.keys[0].shape[1] == gpt.config.model.kv_heads
+    assert cache.length == 24 and cache.held[0][0].shape[1] == gpt.config.model.kv_heads
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-9, rtol=0)
 
 

@@ -41,6 +41,20 @@ def test_transformers_gives_the_same_logits(family, bias, tie, tiny_config, call
     assert config["rope_parameters"]["rope_theta"] == 5000.0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_cache_keeps_every_bit_of_the_signals(dtype):
+    """Of 6 query heads in 2 heads of keys."""
+    transformers = pytest.importorskip("transformers")
+    from hub.modeling import HubCache
+
+    k, v = torch.randn(2, 2, 2, 9, 16, dtype=dtype)
+    signals = torch.randn(2, 6, 9, 2, dtype=torch.promote_types(dtype, torch.float32))
+    cache = transformers.DynamicCache()
+    for piece in (slice(0, 7), slice(7, 9)):
+        got = HubCache(cache).append(0, k[:, :, piece], v[:, :, piece], signals[:, :, piece])
+    assert all(map(torch.equal, got, (k, v, signals)))
+
+
 @pytest.mark.parametrize("name", ["bytes", "gpt2", "file"])
 def test_exported_tokenizer_gives_the_same_tokens(name, tmp_path):
     transformers = pytest.importorskip("transformers")
