@@ -3,13 +3,12 @@
     python -m data.fineweb                              # FineWeb sample-10BT -> data/fineweb10B
     python -m data.fineweb --dataset HuggingFaceFW/fineweb-edu --name sample-100BT
     python -m data.fineweb --files 'dir/*.parquet'      # or .jsonl, .txt, .gz -> data/fineweb_files
-    python -m data.fineweb --files 'dir/*.txt' --shuffle 1 --val-share 0.05 --out data/mine   # a small set
+    python -m data.fineweb --files 'dir/*.txt' --shuffle 1 --val-tokens 50000 --out data/mine   # a small set
     python -m data.pretokenized                         # ready shards instead: a script of its own
 
-The first shard is validation, the rest training. With --val-share validation has this share of the tokens,
-which are counted beforehand. Each document is `<|endoftext|>` and its text in GPT-2's BPE, or by another
---tokenizer. Special-token text inside a document is encoded as ordinary text. Rows without text are skipped.
-Invalid UTF-8 becomes U+FFFD.
+The first shard is validation, of --val-tokens if they are given, the rest training. Each document is
+`<|endoftext|>` and its text in GPT-2's BPE, or by another --tokenizer. Special-token text inside a document
+is encoded as ordinary text. Rows without text are skipped. Invalid UTF-8 becomes U+FFFD.
 
 Stop it at any moment, by Ctrl-C or by pulling the plug, and run the same command again: it resumes after the
 last finished shard, and the shards are byte for byte those of an uninterrupted run, for any --workers.
@@ -42,7 +41,7 @@ from infra.files import exclusive_lock, read_jsonl, write_atomically
 DATA = Path(__file__).resolve().parent
 FINEWEB = "HuggingFaceFW/fineweb"
 MANIFEST_NAME = "manifest.jsonl"
-OPTIONS = ("tokenizer", "shard_size", "max_tokens", "val_share")  # that change the shards
+OPTIONS = ("tokenizer", "shard_size", "max_tokens", "val_tokens")  # that change the shards
 BLOCKS_AHEAD = 4  # per thread: enough to work on while a shard is forced to disk
 
 
@@ -81,7 +80,8 @@ class ShardCutter:
         self.header = header
         self.max_tokens: int = options["max_tokens"] or sys.maxsize
         self.shard_size: int = options["shard_size"]
-        self.val = ShardWriter(folder, options["dataset"], "val", header["val_tokens"], 0)
+        self.val_tokens: int = options["val_tokens"] or self.shard_size
+        self.val = ShardWriter(folder, options["dataset"], "val", self.val_tokens, 0)
         self.train = ShardWriter(folder, options["dataset"], "train", self.shard_size, 1)
         self.cursor = Cursor()
         self.shards: list[dict[str, Any]] = []
@@ -132,7 +132,7 @@ class ShardCutter:
         if not self.train.n_tokens:
             raise UserError(
                 f"{self.folder}: {self.n_tokens:,} tokens of text: expected more than the "
-                f"{self.header['val_tokens']:,} of validation; try --val-share 0.05"
+                f"{self.val_tokens:,} of validation; try --val-tokens {1 + self.n_tokens // 20}"
             )
         self.train.flush()
         self._record_shard()
@@ -166,8 +166,8 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
     """Make the dataset in folder `out`, resume it, or find it finished; returns dataset.json's content.
 
     Args:
-        options: dataset, tokenizer (see `get_tokenizer`), shard_size, max_tokens (None: all), and perhaps
-            val_share (of the tokens, at most a shard; else a shard is validation).
+        options: dataset, tokenizer (see `get_tokenizer`), shard_size, max_tokens (None: all), val_tokens
+            (of the first shard, which is validation; None: shard_size).
         workers: threads that tokenise. Their number changes only the speed.
     Raises:
         UserError: one line; finished shards stay, and the same call resumes after them.
@@ -185,12 +185,7 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
         if shards and (info := dataset.finished_info(out)):
             print(f"{out}: finished before; nothing to do (`python -m data.verify {out}` checks it)")
             return info
-        val_tokens = options["shard_size"]
-        if shards:
-            val_tokens = begun.get("val_tokens", val_tokens)
-        elif options.get("val_share"):
-            val_tokens = _share_of(source, options, encoding, workers)
-        cutter = ShardCutter(out, header | {"val_tokens": val_tokens})
+        cutter = ShardCutter(out, header)
         cutter.adopt(shards)
         dataset.begin_dataset(out, options["dataset"], keep=[shard["file"] for shard in cutter.shards])
         cutter.save_manifest()
@@ -216,14 +211,6 @@ def _check_same(out: Path, begun: dict[str, Any], header: dict[str, Any]) -> Non
                 f"{out}: begun with {key} = {str(old.get(key))[:80]}, not {str(new.get(key))[:80]}: "
                 "give what it was begun with, another --out, or delete it to start over"
             )
-
-
-def _share_of(source: Source, options: dict[str, Any], encoding: Tokenizer, workers: int) -> int:
-    """The number of validation tokens: the share of those that will be written."""
-    blocks = tokenised_blocks(documents.read_blocks(source, Cursor()), encoding, workers)
-    n_tokens = sum(len(document) for _, tokens in blocks for document in tokens)
-    n_val = round(options["val_share"] * min(n_tokens, options["max_tokens"] or n_tokens))
-    return max(1, min(n_val, options["shard_size"]))
 
 
 def _cut_source(source: Source, cutter: ShardCutter, encoding: Tokenizer, workers: int) -> None:
@@ -252,7 +239,8 @@ def _parse_args() -> argparse.Namespace:
     add("--out", type=Path, metavar="DIR", help="folder to write (default: data/fineweb10B and so on)")
     size_help = "in tokens (default: 10^8)"
     add("--shard-size", type=integer(1, MAX_TOKENS), metavar="N", default=10**8, help=size_help)
-    add("--val-share", type=float, metavar="S", help="share of the tokens (default: a shard)")
+    val_help = "tokens of validation (default: --shard-size)"
+    add("--val-tokens", type=integer(1, MAX_TOKENS), metavar="N", help=val_help)
     add("--max-tokens", type=positive_int, metavar="N", help="stop after N tokens (default: all)")
     add("--workers", type=integer(1, 1024), metavar="N", default=n_cores(), help="threads (default: cores)")
     add("--tokenizer", default="gpt2", help="gpt2, bytes or a tokenizer.json (default: gpt2)")
@@ -261,8 +249,6 @@ def _parse_args() -> argparse.Namespace:
         parser.error("--files: expected no --dataset, --name, --split or --revision, which are the hub's")
     if args.shuffle is not None and not args.files:
         parser.error("--shuffle: expected --files; for other data, data.order shuffles windows in training")
-    if args.val_share is not None and not 0 < args.val_share < 1:
-        parser.error(f"--val-share {args.val_share}: expected a number between 0 and 1")
     return args
 
 

@@ -37,7 +37,8 @@ from infra.files import exclusive_lock
 
 ROOT = Path(__file__).resolve().parents[3]
 HANGS = 60  # seconds: far more than any of the commands here takes
-OPTIONS = {"dataset": "fineweb", "tokenizer": "bytes", "shard_size": 100, "max_tokens": None}
+OPTIONS: dict[str, Any] = {"dataset": "fineweb", "tokenizer": "bytes", "shard_size": 100}
+OPTIONS |= {"max_tokens": None, "val_tokens": None}
 
 
 class Row(NamedTuple):
@@ -234,14 +235,14 @@ def test_max_tokens_is_exact(tmp_path: Path, small: Corpus) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [None, 2000])
-def test_a_share_for_validation(out: Path, small: Corpus, max_tokens: int | None) -> None:
+def test_fewer_tokens_for_validation(out: Path, small: Corpus, max_tokens: int | None) -> None:
     """Exact, the rest as it would be, also when resumed."""
-    options: dict[str, Any] = {"shard_size": 500, "val_share": 0.04, "max_tokens": max_tokens}
+    options: dict[str, Any] = {"shard_size": 500, "val_tokens": 80, "max_tokens": max_tokens}
     n = max_tokens or Expected(small).n_whole
     build(small, out, **options)
     val = TokenStream(out, "val")
     train = TokenStream(out, "train")
-    assert (val.n_tokens, train.n_tokens) == (round(0.04 * n), n - round(0.04 * n))
+    assert (val.n_tokens, train.n_tokens) == (80, n - 80)
     whole = np.concatenate([*val.shards, *train.shards])
     expected = Expected(small, shard_size=10**6, max_tokens=max_tokens).shards["fineweb_val_000000.bin"]
     assert whole.tobytes() == expected[1024:]
@@ -249,9 +250,7 @@ def test_a_share_for_validation(out: Path, small: Corpus, max_tokens: int | None
     truncate_manifest(out, 3)
     build(small, out, **options)
     assert contents(out) == before
-    rejected(small, out, "val_share = 0.04, not 0.1", **options | {"val_share": 0.1})
-    build(small, out.with_name("most"), shard_size=500, val_share=0.9)
-    assert TokenStream(out.with_name("most"), "val").n_tokens == 500
+    rejected(small, out, "val_tokens = 80, not 90", **options | {"val_tokens": 90})
 
 
 def test_shuffled_documents(tmp_path: Path, out: Path, small: Corpus, monkeypatch: Any) -> None:
@@ -458,7 +457,7 @@ def test_bad_lines_are_named(tmp_path: Path, out: Path, line: bytes) -> None:
 
 
 def test_too_little_text(tmp_path: Path, out: Path) -> None:
-    rejected(texts_corpus(tmp_path / "in", "", "x" * 99), out, "100 tokens of text", "try --val-share")
+    rejected(texts_corpus(tmp_path / "in", "", "x" * 99), out, "100 tokens of text", "try --val-tokens 6")
     with pytest.raises(UserError, match="did not finish"):
         dataset_info(out)
 
@@ -532,7 +531,7 @@ def test_wrong_options_are_one_line(call: Any) -> None:
         (["--files", "x", "--dataset", "x"], "--files: expected no --dataset"),
         (["--files", __file__], ".parquet"),
         (["--shuffle", "1"], "--shuffle: expected --files"),
-        (["--files", "x", "--val-share", "1"], "--val-share 1.0: expected"),
+        (["--files", "x", "--val-tokens", "0"], "--val-tokens: '0': expected an integer"),
         (["--files", "x", "--workers", "1000000"], "--workers"),
         (["--files", "x", "--shard-size", "9" * 25], "--shard-size"),
     ):
