@@ -307,7 +307,7 @@ def plot(results: list[Result], path: Path) -> None:
         axes.set(title=title, xlabel=f"window length (tokens), RoPE scaling {output.format_rope(*results)}")
         axes.set(ylabel="validation loss (nats)")
         axes.tick_params(labelleft=True)
-    styles = output.line_styles([output.run_title(result) for result in results])
+    styles = output.line_styles(output.run_title(result) for result in results)
     for i, (result, style) in enumerate(zip(results, styles.values(), strict=True)):
         label = f"context cut at {span}, in a run's colour" if i == 0 else None
         loss = result["cut"].get("same_target_loss", math.nan)

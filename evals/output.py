@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,16 +14,6 @@ from infra.files import atomic_file
 Result = dict[str, Any]
 Value = Callable[[dict[str, Any]], tuple[float, float | None]]  # of an entry of "lengths": mean and error
 MARKERS = "osD^vP*Xph<>"
-DASHES = ("-", "--", "-.", ":")
-N_SHOWN = 7  # variants in colour where nobody chose them: more cannot be told apart
-GREY = "0.75"  # of all others
-COLOURS = {  # of variants that have one colour in all figures, by the names of their configs
-    "softmax": "C0", "demo_softmax": "C0", "softmax_qk_norm": "C1", "qk_norm_softmax": "C1",
-    "softmax_cosine_fixed": "C2", "ssmax_qk_norm": "C3", "qk_norm_ssmax": "C3", "demo_ssmax": "C3",
-    "lssar_p15_warmup": "C4", "lssar": "C4", "demo_lssar": "C4", "stick_breaking": "C5", "alibi": "C6",
-    "ssmax": "C8", "lssar_p15": "C9", "fox": "k", "softmax_continued": "C1", "hybrid_16_fox_4": "C2",
-}  # fmt: skip
-FREE_COLOURS = ("k", "C8", "C9", "C1", "C6", "C2", "C5", "C4", "C3", "C0")  # of the others, in turn
 
 
 # ---------------------------------------------------------------- text
@@ -102,31 +91,9 @@ def length_curves(results: list[Result], value: Value) -> list[Curve]:
     return curves
 
 
-def variant_of(label: str) -> str:
-    """The name without its seed, dtype, rate and more: '(b) ssmax_bf16_seed=2, lr 0.002' -> 'ssmax'."""
-    return re.sub(r"^\(\w\) |_bf16|_?seed=?\d+", "", re.split(", |: ", label)[0])
-
-
-def line_styles(names: Sequence[str], n_shown: int = N_SHOWN) -> dict[str, dict[str, Any]]:
-    """Colour, marker and dashes of each line: a colour a variant, grey from the variant `n_shown` + 1 on.
-
-    Lines of one variant, such as its seeds, differ in markers and dashes.
-    """
-    variants = {name: variant_of(name) for name in names}
-    shown = [*dict.fromkeys(variants.values())][:n_shown]
-    colours = {variant: COLOURS[variant] for variant in shown if variant in COLOURS}
-    free = [colour for colour in FREE_COLOURS if colour not in colours.values()]
-    others = [variant for variant in shown if variant not in colours]
-    colours |= zip(others, free, strict=False)
-    styles = {}
-    for i, (name, variant) in enumerate(variants.items()):
-        n_earlier = [*variants.values()][:i].count(variant)
-        styles[name] = {
-            "color": colours.get(variant, GREY),
-            "marker": MARKERS[i % len(MARKERS)],
-            "linestyle": DASHES[n_earlier % len(DASHES)],
-        }
-    return styles
+def line_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """A colour and a marker for each name."""
+    return {name: {"color": f"C{i}", "marker": MARKERS[i % len(MARKERS)]} for i, name in enumerate(names)}
 
 
 def draw_curves(
@@ -137,7 +104,7 @@ def draw_curves(
     styles: by label; by default `line_styles`.
     """
     style = {"markersize": 5, "capsize": 3, "elinewidth": 0.8}
-    styles = styles or line_styles([curve.label for curve in curves])
+    styles = styles or line_styles(curve.label for curve in curves)
     for label, x, y, errors in curves:
         axes.errorbar(x, y, errors, label=label, **style, **styles[label])
     axes.set_xscale("log", base=2)

@@ -44,9 +44,9 @@ from config import changed_keys, load_config
 from data.dataset import TokenStream
 from infra.files import exclusive_lock, read_jsonl, write_atomically
 from lab import comparison
-from lab.figures import N_SHOWN
 from lab.report import RESULTS
 from lab.runs import read_run
+from lab.styles import N_SHOWN
 from lab.tables import CONFIGS, PAPERS_FOLDER, markdown
 from schema import makes_another_run
 

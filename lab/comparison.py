@@ -23,13 +23,14 @@ import pandas as pd
 from matplotlib.figure import Figure
 from pydantic import PositiveFloat, RootModel
 
-from evals.output import GREY, N_SHOWN, format_length, format_rope, legend_below, line_styles, save_figure
+from evals.output import format_length, format_rope, legend_below, save_figure
 from evals.rows import text_key
 from infra.cli import UserError
 from infra.files import read_json, read_jsonl, write_atomically
 from lab.figures import draw_lines, log_ticks
 from lab.records import write_records
 from lab.runs import FinishedRun, main_text, read_runs
+from lab.styles import GREY, N_SHOWN, variant_styles
 from lab.tables import CONFIGS, DASH, PAPERS_FOLDER, markdown, mean_and_spread
 
 BASELINE = "softmax"
@@ -386,7 +387,7 @@ def plane_figure(title: str, losses: pd.DataFrame, shown: list[str]) -> Figure:
     axes = figure.subplots()
     others = means.drop(shown, errors="ignore").to_numpy()
     axes.plot(*others.T, ".", color=GREY, label="the others of the table" if len(others) else "")
-    for name, style in line_styles(shown, len(shown)).items():
+    for name, style in variant_styles(shown).items():
         if name in means.index:
             x, y = means.loc[name]
             x_error, y_error = spreads.loc[name]

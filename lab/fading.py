@@ -14,6 +14,7 @@ from functools import partial
 
 from infra.cli import run_main
 from lab.figure_path import parse_figure_path
+from lab.styles import COLOURS
 
 if __name__ == "__main__":  # --help and a typo need no torch
     run_main(partial(parse_figure_path, __doc__))
@@ -23,7 +24,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from attention import make_normaliser
-from evals.output import COLOURS, save_figure
+from evals.output import save_figure
 from schema import AttentionConfig
 
 HEAD_DIM = 2

@@ -15,9 +15,10 @@ from matplotlib import colormaps
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from evals.output import GREY, MARKERS, N_SHOWN, format_length, legend_below, line_styles
+from evals.output import MARKERS, format_length, legend_below
 from evals.rows import FACTORS
 from lab.runs import FinishedRun, Runs, recipe_of
+from lab.styles import GREY, N_SHOWN, variant_styles
 from lab.tables import read_published, read_rows
 
 LOSS = "loss (nats per token)"
@@ -60,7 +61,7 @@ def draw_lines(
     points = points if "panel" in points else points.assign(panel="")
     means = points.groupby(["panel", "name", "x"]).y.agg(["mean", "std"]).reset_index()
     shown = shown or [*points.name.unique()[:N_SHOWN]]
-    styles = ordered_styles(shown) if is_ordered else line_styles(shown, len(shown))
+    styles = ordered_styles(shown) if is_ordered else variant_styles(shown)
     panels = points.panel.unique()
     figure = Figure(figsize=(max(8, 5 * len(panels)), 5.5), layout="constrained")
     figure.subplots(1, len(panels), sharey=sharey)

@@ -29,10 +29,10 @@ if __name__ == "__main__":  # --help and a typo need no torch
 import pandas as pd
 from matplotlib.colors import to_hex
 
-from evals.output import COLOURS
 from infra.files import read_jsonl, write_atomically
 from lab import comparison
 from lab.report import RESULTS
+from lab.styles import COLOURS
 from lab.tables import PAPERS_FOLDER
 
 TEMPLATE = Path(__file__).with_suffix(".html")
