@@ -217,7 +217,7 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         is_absent = isinstance(e, FileNotFoundError | NotADirectoryError)
         problem = "no such config file" if is_absent else f"cannot be read: {e.strerror}"
         raise UserError(f"{path}: {problem}" + (f" (the base of {seen[-1].name})" if seen else "")) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+    except ValueError as e:
         raise UserError(f"{path}: not valid TOML: {e}") from None
 
 
@@ -256,7 +256,7 @@ def _derive(values: Values) -> Values:
                 return round(float(gain[1]) * math.sqrt(head_dim), 4)
             return round(formulas[value], 2) if value in formulas else value
         if key == "attention.reweight_p_warmup" and isinstance(value, float) and 0 < value < 1:
-            return int(value * size("train.max_steps"))
+            return int(value * size("train.max_steps") + 1e-9)
         if key == "layers" and isinstance(value, list):
             return [number("layer", entry) for entry in value]
         if key in ("layer", "attention") and isinstance(value, dict):
@@ -314,7 +314,7 @@ def _parse_value(key: str, text: str) -> Any:
         return text  # a run may be called 7 or 2024-11-20
     try:
         value = tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # not TOML, or a number of thousands of digits
         return text
     return "inf" if value == math.inf else value  # no key takes the number
 

@@ -25,7 +25,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from config import parse_command_line
+from config import parse_command_line, same_run
 from infra.cli import ArgumentParser, UserError, run_main
 from schema import Config
 
@@ -91,6 +91,9 @@ def start_or_resume(state: TrainState) -> RunLog:
         init_summary = init_from_run(state.raw_model, config.init_from, state.data_info()["tokenizer"])
     if not state.world.agree([state.step, init_summary]):
         raise UserError(f"{config.run_dir}: the processes see different checkpoints; expected one folder")
+    is_same = all(same_run(other, config, "data.dir") for other in state.world.gather_objects(config))
+    if not state.world.agree([is_same, state.data_info()]) or not is_same:
+        raise UserError(f"{config.run_dir}: the processes have different configs or data; expected one run")
     if state.world.is_main:
         remove_partial(config.run_dir)
     log = RunLog(state)

@@ -15,6 +15,7 @@ loss, 0 for the others. Batches set the targets of the others to IGNORED.
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
+from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
 from textwrap import shorten
@@ -30,6 +31,7 @@ from infra.files import check_shape, read_json, read_text, write_atomically, wri
 
 INFO_NAME = "dataset.json"
 UNFINISHED_NAME = "dataset.unfinished"
+N_ENDS = 4096  # tokens at each end of a shard that tell it from others
 IGNORED = -100  # a target that counts in no loss
 HOW_TO_PREPARE = "prepare it with python -m data.fineweb, or data.python_source, which needs no download"
 
@@ -77,8 +79,7 @@ def begin_dataset(folder: Path, name: str = "", keep: Collection[str] = ()) -> N
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / UNFINISHED_NAME).write_text("The script that prepares this folder has not finished.\n")
-        for file in (INFO_NAME, FILE_NAME):
-            (folder / file).unlink(missing_ok=True)
+        (folder / INFO_NAME).unlink(missing_ok=True)
         for path in (*folder.glob(f"{name}_*.bin"), *folder.glob(f".{name}_*.bin.tmp")):
             if path.name not in keep:
                 path.unlink()
@@ -179,7 +180,8 @@ class TokenStream:
         self.split = split
         self.info = dataset_info(folder)
         self.vocab_size: int = self.info["vocab_size"]
-        self.eot: int = self.info.get("eot", self.vocab_size - 1)
+        eot = self.info.get("eot")
+        self.eot: int = self.vocab_size - 1 if eot is None else eot
         paths = find_shards(self.folder, split)
         self.shards = [open_shard(path, self.vocab_size) for path in paths]
         # Python ints: as numpy int32 their sum overflows at 103 shards of 10^8.
@@ -203,6 +205,9 @@ class TokenStream:
             i = bisect_right(self._starts, position) - 1
             offset = position - self._starts[i]
             part = self.shards[i][offset : offset + length - n_read]
+            if part.max() >= self.vocab_size:
+                listed = find_shards(self.folder, self.split)[i]
+                raise UserError(f"{listed}: token {part.max()}: expected only tokens below {self.vocab_size}")
             tokens[n_read : n_read + len(part)] = part
             release_pages(self.shards[i])
             n_read += len(part)
@@ -210,9 +215,14 @@ class TokenStream:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the stream: its sha256 from dataset.json, else its length."""
+        """Identifies the stream: its sha256 from dataset.json, else one of length and shards' ends."""
         splits = self.info.get("splits", {})
-        return f"sha256 {splits[self.split]['sha256']}" if self.split in splits else f"{self.n_tokens} tokens"
+        if self.split in splits:
+            return f"sha256 {splits[self.split]['sha256']}"
+        digest = sha256(str(self.n_tokens).encode())
+        for shard in self.shards:
+            digest.update(shard[:N_ENDS].tobytes() + shard[-N_ENDS:].tobytes())
+        return f"sha256 {digest.hexdigest()}"
 
     @property
     def tokenizer_file(self) -> str:

@@ -43,7 +43,7 @@ def verify(folder: Path) -> str:
             problems.append(str(e))
     for split in [] if problems else splits_of(folder):
         try:
-            TokenStream(folder, split)  # gaps, shards of another dataset
+            _ = TokenStream(folder, split).tokenizer_file  # lost or changed; gaps, shards of another dataset
         except UserError as e:
             problems.append(str(e))
     if problems:

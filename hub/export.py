@@ -131,7 +131,7 @@ def copy_code(out: Path, normalisers: list[str]) -> None:
     """Write hub/modeling.py and each module of ours that it imports, as hub_modeling.py, engines_rows.py ...
 
     The files are flat because transformers loads no packages from a model's folder. A normaliser's own file
-    becomes own_<name>.py. It may import this repo's modules and installed packages.
+    becomes own_0.py, own_1.py, ... It may import this repo's modules and installed packages.
     """
     waiting = ["hub.modeling"]
     copied = set[str]()
@@ -142,8 +142,9 @@ def copy_code(out: Path, normalisers: list[str]) -> None:
             source, imported = flatten(module_path(module).read_text(encoding="utf-8"))
             (out / f"{flat(module)}.py").write_text(source, encoding="utf-8")
             waiting += imported
+    names: dict[str, str] = {}  # of our copies
     for file, _, class_name in (name.rpartition(":") for name in normalisers if ":" in name):
-        own = f"own_{Path(file).stem}"
+        own = names.setdefault(file, f"own_{len(names)}")
         source, _ = flatten(Path(file).read_text(encoding="utf-8"))
         (out / f"{own}.py").write_text(source, encoding="utf-8")
         with open(out / "hub_modeling.py", "a", encoding="utf-8") as f:
@@ -271,7 +272,7 @@ def check(out: Path, model: GPT, tokenizer: Tokenizer, rope: RopeScaling) -> flo
     if tokens != tokenizer.encode_ordinary(CHECK_TEXT):
         raise UserError(f"{out}: transformers' tokenizer gives other tokens than ours")
     length = model.config.train.seq_len
-    if rope.kind != "none" and model.config.attention.normaliser != "ssmax_pn":  # whose p_n ends at T
+    if rope.kind != "none" and "ssmax_pn" not in model.config.normalisers:  # whose p_n ends at T
         length *= 2  # where scaling acts
     return largest_difference(model, theirs, length, rope)
 

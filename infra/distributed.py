@@ -104,9 +104,9 @@ def join_world(device: str) -> Iterator[World]:
         yield World(int(os.environ.get("RANK", 0)), size, own_device)
         failed = False
     except RuntimeError as e:
-        if size > 1 and any(part in str(e) for part in PEER_EXITED):
-            reason = str(e).strip().splitlines()[0][-160:]
-            raise UserError(f"another process exited ({reason}): see its error message") from None
+        reason = next((part for part in PEER_EXITED if part in str(e)), "")
+        if size > 1 and reason:
+            raise UserError(f"another process exited ({reason}): see its error, if it had one") from None
         raise
     finally:
         # NCCL would wait for the other ranks, which wait for this one, before its error is printed.

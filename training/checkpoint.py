@@ -20,6 +20,7 @@ from infra.files import atomic_file
 from model import GPT
 from normalisers import own
 from schema import Config
+from training.optim import power_at
 
 FORMAT = 4
 
@@ -139,6 +140,10 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Traine
     for file, sha256 in own.fingerprints(config.normalisers).items():
         if content["data"].get(file) != sha256:
             print(f"warning: {file} is not as it was when {path} was trained", file=sys.stderr, flush=True)
+    p = power_at(config.attention, max(0, content["step"] - 1))
+    if p is not None:
+        final = f"evaluated at p = {config.attention.reweight_p}"
+        print(f"warning: {path} was trained up to p = {p}, {final}", file=sys.stderr, flush=True)
     model = GPT(config, device)
     load_parameters(model, content["model"], path)
     tokenizer = (content["data"]["tokenizer"], content.get("tokenizer", ""))

@@ -28,7 +28,11 @@ from infra.cli import UserError, drop_output
 from infra.distributed import World
 from infra.files import append_synced, read_jsonl, write_atomically
 from schema import Config, describe_layers
+from training.checkpoint import find_checkpoints
 from training.state import TrainState
+
+# Files of a run folder that belong to the weights.
+LEFT = ("metrics.jsonl", "rows.csv", "eval_*", "diagnose*", "config.toml", "init_from.txt", "wandb_id")
 
 
 class RunLog:
@@ -57,7 +61,9 @@ class RunLog:
         step = self.state.step
         self.metrics = run_dir / "metrics.jsonl"
         run_dir.mkdir(parents=True, exist_ok=True)
-        logged = read_jsonl(self.metrics)
+        if step == 0 and not find_checkpoints(run_dir) and (old := set_aside(run_dir)):
+            self.print(f"{run_dir} has no checkpoint: starting at step 0, its results are now in {old}")
+        logged = [each for each in read_jsonl(self.metrics) if isinstance(each.get("step"), int)]
         val_step = self.state.validation["step"]
         kept = [each for each in logged if each["step"] <= (val_step if "val_loss" in each else step)]
         n_lost = step - sum("val_loss" not in each for each in kept)
@@ -66,9 +72,6 @@ class RunLog:
         val_loss = self.state.validation["loss"]
         if val_loss is not None and not any(val_step == r["step"] for r in kept if "val_loss" in r):
             kept.append({"step": val_step, "val_loss": val_loss})  # which the checkpoint has, too
-        if logged and not kept:
-            old = set_aside(run_dir)
-            self.print(f"{run_dir} has no checkpoint: starting at step 0, its results are now in {old}")
         write_atomically(run_dir / "config.toml", to_toml(self.config).encode())
         write_atomically(self.metrics, to_jsonl(kept).encode())
         append_synced(run_dir / "starts.jsonl", to_jsonl([start_record(self.world, step)]))
@@ -150,12 +153,14 @@ class RunLog:
         raw_model = self.state.raw_model
         n_tokens = self.state.batches.stream.n_tokens
         epochs = train.max_steps * train.batch_tokens / n_tokens
+        n_val = min(train.val_tokens, self.state.val_stream.n_tokens)
         self.print(
             f"run      {config.run_dir}",
             f"model    {raw_model.n_params() / 1e6:.2f}M parameters, {config.model.n_layer} layers, "
             f"{config.model.heads}, width {config.model.n_embd}",
             f"attention {describe_layers(config)}, engine {raw_model.engine.note}",
-            f"data     {config.data.dir}: {n_tokens:,} training tokens ({epochs:.2f} epochs)",
+            f"data     {config.data.dir}: {n_tokens:,} training tokens ({epochs:.2f} epochs), "
+            f"{n_val:,} of validation",
             f"step     {train.batch_tokens:,} tokens, {self.state.batches.micro} sequences at a time, "
             f"T = {train.seq_len}, {self.world.size} processes on {self.world.device.type}, {train.dtype}",
         )
@@ -230,11 +235,16 @@ def format_duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def set_aside(run_dir: Path) -> Path:
-    """Move what a training left of which no checkpoint is there to <run_dir>/old_1, or old_2, ..."""
+def set_aside(run_dir: Path) -> Path | None:
+    """Move what a training left whose checkpoints are gone to <run_dir>/old_1, or old_2, ...
+
+    None: it left no numbers.
+    """
+    left = [path for pattern in LEFT for path in run_dir.glob(pattern)]
+    if not any(path.suffix in (".jsonl", ".json", ".csv") and path.stat().st_size for path in left):
+        return None
     old = next(path for i in itertools.count(1) if not (path := run_dir / f"old_{i}").exists())
     old.mkdir()
-    for pattern in ("metrics.jsonl", "eval_*", "rows.csv", "init_from.txt"):
-        for path in run_dir.glob(pattern):
-            path.rename(old / path.name)
+    for path in left:
+        path.rename(old / path.name)
     return old

@@ -151,8 +151,8 @@ class TrainState:
 def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     """Copy each parameter that another run's model shares, bit for bit, and leave the others.
 
-    source is the folder of a finished run, or a checkpoint file, of the same tokeniser. [model] must fit,
-    [attention] may add and drop parameters.
+    source is the folder of a finished run, or a checkpoint file, of the same tokeniser. Parameters that only
+    one of them has are new or dropped.
 
     Returns: The summary for the log: what is copied, new, dropped and changed.
     Raises UserError: nothing there, an unfinished run, another tokeniser, or a parameter of another shape.
@@ -169,7 +169,7 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     changes = [
         f"{key} {was!r} -> {now!r}"
         for key, (was, now) in changed_keys(old, model.config).items()
-        if not key.startswith(("name", "init_from", "log."))
+        if not key.startswith(("name", "init_from", "log.", "data.dir"))
     ]
     was = describe_layers(old)
     now = describe_layers(model.config)

@@ -203,6 +203,23 @@ def test_exported_models_are_ours(tiny_config, own_file, call):
     compare_in_a_fresh_process(cases, tiny_config, call)
 
 
+def test_files_of_ones_own_need_no_name_that_python_takes(tmp_path):
+    """Nor different ones, and the file that registers them imports both."""
+    files = [tmp_path / folder / "my-soft.max.py" for folder in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(f"# of {file.parent.name}\n")
+    out = tmp_path / "out"
+    out.mkdir()
+    export.copy_code(out, [f"{file}:Mine{file.parent.name}" for file in files])
+    imports = (out / "hub_modeling.py").read_text().splitlines()[-2:]
+    assert [line.partition("  ")[0] for line in imports] == [
+        "from .own_0 import Minea",
+        "from .own_1 import Mineb",
+    ]
+    assert [(out / f"own_{i}.py").read_text() for i in (0, 1)] == ["# of a\n", "# of b\n"]
+
+
 def test_code_needs_no_package_of_kernels(tmp_path):
     """transformers demands what a file of the hub imports outside a try, in functions as well."""
     dynamic = pytest.importorskip("transformers.dynamic_module_utils")

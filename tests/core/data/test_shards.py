@@ -184,6 +184,27 @@ def test_reads_cross_shards_and_wrap(stream: TokenStream, tokens: np.ndarray) ->
     np.testing.assert_array_equal(stream.read(101 * 10**15 + 5, 3), tokens[5:8])
 
 
+def test_a_token_that_no_sample_met_is_named_when_it_is_read(tmp_path: Path) -> None:
+    spoilt = np.zeros(100_000, np.uint16)
+    spoilt[54_321] = 300
+    write_train(tmp_path, [spoilt[:9], spoilt])
+    stream = TokenStream(tmp_path, "train")
+    stream.vocab_size = 257
+    stream.read(0, 50_000)
+    with one_line("_train_000002.bin", "token 300", "below 257"):
+        stream.read(50_000, 5_000)
+
+
+def test_without_dataset_json_a_stream_is_known_by_its_ends(tmp_path: Path) -> None:
+    tokens = np.arange(20_000, dtype=np.uint16)
+    fingerprints = set()
+    for name, last in (("a", 1), ("b", 1), ("c", 2)):
+        (tmp_path / name).mkdir()
+        write_train(tmp_path / name, [np.append(tokens, last)])
+        fingerprints.add(TokenStream(tmp_path / name, "train").fingerprint)
+    assert len(fingerprints) == 2
+
+
 def test_counts_beyond_int32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """103 shards of 10^8 tokens, faked: sums of numpy int32 would be negative."""
     size = 10**8

@@ -40,9 +40,17 @@ def test_a_run_without_checkpoints_keeps_its_old_metrics(tiny_config: Path):
     folder = run(tiny_config, "--train.max-steps", "6")
     old = (folder / "metrics.jsonl").read_text()
     shutil.rmtree(folder / "checkpoints")
-    (folder / "eval_x.json").write_text("{}")  # of the weights that are gone
+    left = {"eval_x.json": "{}", "diagnose.json": "{}", "rows.csv": "run", "config.toml": "lr = 0.5"}
+    for name, content in left.items():  # of the weights that are gone
+        (folder / name).write_text(content)
     run(tiny_config, "--train.max-steps", "6")
-    assert (folder / "old_1/metrics.jsonl").read_text() == old and (folder / "old_1/eval_x.json").exists()
+    assert {name: (folder / "old_1" / name).read_text() for name in left} == left
+    assert (folder / "old_1/metrics.jsonl").read_text() == old
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "metrics.jsonl").unlink()
+    (folder / "eval_x.json").write_text("{}")  # alone it would pass for the new weights'
+    run(tiny_config, "--train.max-steps", "6")
+    assert (folder / "old_2/eval_x.json").exists() and not (folder / "eval_x.json").exists()
     assert list(metrics(folder, "loss")) == [1, 2, 3, 4, 5, 6]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from conftest import one_line
 from launch import build, curve, run
 
 import train
+from config import load_config
 from infra.cli import UserError
 from infra.distributed import World
 from infra.files import append_synced
@@ -84,6 +86,32 @@ def test_ranks_that_see_different_checkpoints_do_not_start(
     with one_line(state.config.run_dir, "the processes see different checkpoints"):
         train.start_or_resume(state)
     assert not state.config.run_dir.exists()
+
+
+@pytest.mark.parametrize(("key", "differs"), [("seed", True), ("data.dir", False), ("log.every", False)])
+def test_ranks_of_different_configs_do_not_start(
+    key: str, differs: bool, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Where the data lies may differ between machines, and what no loss depends on."""
+    value = {"seed": "77", "data.dir": "elsewhere", "log.every": "3"}[key]
+    theirs = load_config(tiny_config, [f"--{key}", value])
+    state = build(tiny_config)
+    monkeypatch.setattr(
+        World, "gather_objects", lambda world, value: [value, theirs if value is state.config else value]
+    )
+    with one_line(state.config.run_dir, "different configs or data") if differs else nullcontext():
+        train.start_or_resume(state)
+    assert state.config.run_dir.exists() != differs
+
+
+def test_an_evaluation_says_that_p_was_still_rising(tiny_config: Path, capsys: pytest.CaptureFixture[str]):
+    flags = [*LSSAR, "--attention.reweight-p-warmup", "11"]
+    folder = run(tiny_config, *flags)
+    capsys.readouterr()
+    load_model(folder)
+    assert not capsys.readouterr().err
+    load_model(find_checkpoints(folder)[1])  # after step 9
+    assert "was trained up to p = 11, evaluated at p = 15" in capsys.readouterr().err
 
 
 def test_random_numbers_go_on(tiny_config: Path):
