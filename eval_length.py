@@ -20,7 +20,8 @@ the longest length; each block is cut into windows of length T, for each T. Repo
                    positions that training never had.
 
 Standard errors are over blocks, since the losses of neighbouring tokens are correlated. A gain's is paired:
-that of the blocks' differences. rows.csv (see evals/rows.py) has single blocks, to pair runs over text.
+that of the blocks' differences. Blocks of one document are correlated, too: rows.csv (see evals/rows.py) has
+single blocks with the number of their document, to pair runs over text.
 
 Writes eval_length.json and .png into the run folder (eval_length_<checkpoint> for one checkpoint file). With
 --tag none they are eval_length_none, beside results of other options. Several runs get one more figure.
@@ -117,7 +118,7 @@ def prepare(args: argparse.Namespace, world: World, cuts: dict[int, Tensor | str
             cuts[i] = score(world, "cut", blocks, n_same, cut_at)
         cut = summarise(blocks.longest, cuts[i], blocks, n_same) | {"length": n_same}
         summary: dict[str, Any] = {"options": options[i], "data": data, "same_target_tokens": n_same}
-        summary |= {"cut": cut, "lengths": []}
+        summary |= {"block_documents": blocks.count_documents(), "cut": cut, "lengths": []}
         for length in blocks.lengths:
             losses = partial(block_losses, model, blocks, length=length, rope=args.rope_scaling)
             sums = score(world, f"{length} tokens", blocks, n_same, losses)
@@ -242,6 +243,8 @@ def cells(summary: dict[str, Any]) -> Iterator[Cell]:
     """The numbers of a summary's rows; None for those of a rejected length."""
     nothing = [None] * summary["data"]["blocks"]
     same_targets = f"same_targets[{summary['same_target_tokens']}]"
+    for block, document in enumerate(summary["block_documents"]):
+        yield summary["data"]["block_length"], block, "document", document
     for entry in summary["lengths"]:
         length = entry["length"]
         for measure, key in (("loss", "block_losses"), (same_targets, "block_same_target_losses")):

@@ -178,6 +178,13 @@ class Blocks:
     def longest(self) -> int:
         return self.lengths[-1]
 
+    def count_documents(self) -> list[int]:
+        """How many documents have begun by each block's end: blocks within one document share the number."""
+        tokens = self.stream.read(self.n_skipped * self.longest, self.n_blocks * self.longest)
+        is_begin = tokens.reshape(self.n_blocks, self.longest) == self.stream.eot
+        counts: list[int] = is_begin.sum(1).cumsum().tolist()
+        return counts
+
     def describe(self) -> dict[str, Any]:
         """The key "data" of a result."""
         return {

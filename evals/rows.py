@@ -23,7 +23,8 @@ Cell = tuple[int, int | None, str, float | None]  # length, block, measure and v
 class Row(NamedTuple):
     """A measure is loss (all tokens), same_targets[128] (the last 128 of a block), loss[0:128] (positions of
     a window), cut[128] (the last 128 of a block with their context cut at `length`, unscaled positions in a
-    row of any RoPE scaling), cut[0:128] (positions of a block), val_loss, ..."""
+    row of any RoPE scaling), cut[0:128] (positions of a block), document (how many have begun by the
+    end of a block), val_loss, ..."""
 
     run: str  # name in the run's config
     seed: int
@@ -42,9 +43,9 @@ def text_key(data: dict[str, Any]) -> str:
     """The column `text` of scored blocks, from the key "data" of a result.
 
     Example: "8f3a01b2c4d5+0x32x4096" is 32 blocks of 4096 tokens of the stream with that sha256 after its
-    first 0 tokens. A dataset without a sha256 has its number of tokens there.
+    first 0 tokens. Without dataset.json it is a fingerprint.
     """
-    identity = data["fingerprint"].removeprefix("sha256 ").split()[0][:12]
+    identity = data["fingerprint"].removeprefix("sha256 ")[:12]
     return f"{identity}+{data['skipped_tokens']}x{data['blocks']}x{data['block_length']}"
 
 

@@ -5,11 +5,12 @@
     python -m lab.gains runs/context/*/rows.csv
 
 Reads rows of eval_length.py. A line is a run at one RoPE scaling, over its seeds. A gain is the loss of the
-cut minus that of a window of the length, on the same targets, ± the standard error paired over blocks, of
-which each is the mean over seeds. Below 0 it is damage. The last columns are of the longest length: the share
-of the blocks that gain, and with --ceiling the gain as a share of the ceiling's. --baseline adds by how much
-the cut's loss is over that of another run, paired over blocks, and with --margin what three seeds show of it.
---out draws the losses by length.
+cut minus that of a window of the length, on the same targets, paired over blocks, of which each is the mean
+over seeds. ± is the standard error over documents, each with its blocks, or over blocks where no row says
+their documents. Below 0 it is damage. The last columns are of the longest length: the share of the blocks
+that gain, and with --ceiling the gain as a share of the ceiling's, and minus half of it. --baseline adds by
+how much the cut's loss is over that of another run, paired over seeds and blocks, and with --margin what
+three seeds show of it. --out draws the losses by length.
 """
 
 from __future__ import annotations
@@ -62,33 +63,54 @@ def paired_gains(rows: pd.DataFrame) -> pd.DataFrame:
     return pairs.assign(cut=pairs.value_cut, gain=pairs.value_cut - pairs.value)
 
 
-def with_errors(differences: pd.Series) -> pd.Series:
+def documents_of(rows: pd.DataFrame) -> dict[tuple[str, int], float]:
+    """The document of each text and block whose rows say it."""
+    documents = rows[rows.measure == "document"].drop_duplicates(["text", "block"])
+    return documents.set_index(["text", "block"]).value.to_dict()
+
+
+def standard_error(values: pd.Series, documents: dict[tuple[str, int], float]) -> float:
+    """That of the mean, whose index ends with text and block; the blocks of a document err together."""
+    blocks = values.index.to_frame()[["text", "block"]].itertuples(index=False, name=None)
+    groups = pd.Series([documents.get(block, block) for block in blocks], index=values.index)
+    sums = (values - values.mean()).groupby(groups).sum()
+    n = len(sums)
+    return math.sqrt(sums.pow(2).sum() * n / (n - 1)) / len(values) if n > 1 else math.nan
+
+
+def with_errors(differences: pd.Series, documents: dict[tuple[str, int], float]) -> pd.Series:
     """'+0.071 ±0.024' of each line: mean ± standard error over blocks, the last level of the index."""
     lines = differences.groupby(level=[*range(differences.index.nlevels - 1)], sort=False)
-    text = lines.mean().map("{:+.3f}".format) + lines.sem().map(" ±{:.3f}".format)
-    return text.str.replace("-", "−")
+    errors = lines.apply(lambda line: standard_error(line.dropna(), documents))
+    text = lines.mean().map("{:+.3f}".format) + errors.map(" ±{:.3f}".format)
+    return text.str.replace("-", "−").where(lines.mean().notna(), DASH)
 
 
-def verdicts(pairs: pd.DataFrame, baseline: str, margin: float) -> pd.Series:
-    """What the cuts of each line show against the baseline's, paired over seeds and blocks."""
+def over_baseline(pairs: pd.DataFrame, baseline: str) -> pd.DataFrame:
+    """By how much each line's cut is over the baseline's of the same seed: (lines and blocks, seeds).
+
+    Raises UserError: no run `baseline`.
+    """
     cuts = pairs.drop_duplicates([*LINE, "seed", "block"])
     of_baseline = cuts[cuts.run == baseline].drop_duplicates(["text", "seed", "block"])
+    if of_baseline.empty:
+        raise UserError(f"--baseline {baseline}: expected a run among the rows")
     both = cuts.merge(of_baseline, on=["text", "seed", "block"], suffixes=("", "_baseline"))
-    differences = both.assign(difference=both.cut - both.cut_baseline).groupby(LINE, sort=False)
-    return differences.apply(
-        lambda line: verdict(line.pivot(index="block", columns="seed", values="difference"), margin)
-    )
+    differences = both.assign(difference=both.cut - both.cut_baseline)
+    return differences.set_index([*LINE, "block", "seed"]).difference.unstack()
 
 
-def verdict(differences: pd.DataFrame, margin: float) -> str:
+def verdict(differences: pd.DataFrame, margin: float, documents: dict[tuple[str, int], float]) -> str:
     """What differences of losses (blocks, seeds) show, a dash for less than three seeds.
 
     Each bound is a one-sided test at 5 %, three standard errors away: with three seeds t is 2.92. Variances
-    over blocks and over seeds add up. "level" is one test at either end of ±margin (Schuirmann 1987).
+    over documents and over seeds add up. "level" is one test at either end of ±margin (Schuirmann 1987).
     """
+    differences = differences.dropna(axis="columns")
     if differences.shape[1] < MIN_SEEDS:
         return DASH
-    error = math.hypot(differences.mean(axis="index").sem(), differences.mean(axis="columns").sem())
+    over_text = standard_error(differences.mean(axis="columns"), documents)
+    error = math.hypot(differences.mean(axis="index").sem(), over_text)
     mean = differences.mean(axis=None)
     low = mean - 3 * error
     high = mean + 3 * error
@@ -111,17 +133,16 @@ def gain_table(
     pairs = paired_gains(rows)
     lines = pairs.drop_duplicates([*LINE, "seed", "block"]).groupby(LINE, sort=False)
     table = pd.DataFrame({"seeds": lines.seed.nunique(), "cut": lines.cut.mean().map("{:.3f}".format)})
+    documents = documents_of(rows)
     if baseline:
-        cuts = pairs.groupby([*LINE, "block"], sort=False).cut.mean()
-        of_baseline = pairs[pairs.run == baseline].groupby(["text", "block"]).cut.mean()
-        if of_baseline.empty:
-            raise UserError(f"--baseline {baseline}: expected a run among the rows")
-        table[f"over {baseline}'s"] = with_errors(cuts.sub(of_baseline).reorder_levels(cuts.index.names))
-    if margin:
-        table[f"margin {margin}"] = verdicts(pairs, baseline, margin)
+        differences = over_baseline(pairs, baseline)
+        table[f"over {baseline}'s"] = with_errors(differences.mean(axis="columns"), documents)
+        if margin:
+            of_lines = differences.groupby(LINE, sort=False)
+            table[f"margin {margin}"] = of_lines.apply(lambda line: verdict(line, margin, documents))
     blocks = pairs.groupby([*LINE, "length", "block"], sort=False).gain.mean()
     mean = blocks.groupby([*LINE, "length"], sort=False).mean().unstack().sort_index(axis=1)
-    text = with_errors(blocks).unstack()
+    text = with_errors(blocks, documents).unstack()
     for length in mean:
         table[f"{length:,}"] = text[length]
     longest = mean[mean.columns[-1]]
@@ -135,7 +156,7 @@ def gain_table(
         at_longest = blocks.xs(mean.columns[-1], level="length")
         of_ceiling = at_longest.xs(ceiling, level="run").groupby(["text", "block"]).mean()
         over_half = at_longest.sub(of_ceiling / 2).reorder_levels(at_longest.index.names)
-        table["over half of it"] = with_errors(over_half)
+        table["over half of it"] = with_errors(over_half, documents)
     n_texts = table.index.get_level_values("text").nunique()
     return table.reset_index("text", drop=n_texts == 1).reset_index()
 

@@ -226,7 +226,7 @@ def test_rows(tmp_path, data, evaluate):
     evaluate(a, b, "--lengths", 16, 64, "--rope", "none", "--tag", "none")
     rows = pd.concat(pd.read_csv(run / FILE) for run in (a, b))
     assert tuple(rows.columns) == Row._fields
-    assert len(rows) == 2 * 2 * (2 * (2 * N_BLOCKS + 1) + N_BLOCKS + 1)
+    assert len(rows) == 2 * 2 * (2 * (2 * N_BLOCKS + 1) + 2 * N_BLOCKS + 1)
     assert rows.value.isna().sum() == 2 * (2 * N_BLOCKS + 1)
     evaluate(a, b, "--lengths", 16, 64)  # again: replaces its own rows
     again = pd.concat(pd.read_csv(run / FILE) for run in (a, b))
@@ -236,13 +236,15 @@ def test_rows(tmp_path, data, evaluate):
     for rope, name in (("ntk", "eval_length.json"), ("none", "eval_length_none.json")):
         for entry in read(a / name)["lengths"]:
             part = losses[(losses.rope == rope) & (losses.length == entry["length"])]
-            part = part[~part.measure.str.startswith("cut")]
+            part = part[~part.measure.str.startswith(("cut", "document"))]
             by_measure = part.groupby("measure").value.agg(list).to_dict()
             assert by_measure == {
                 "loss": entry["block_losses"],
                 "same_targets[16]": entry["block_same_target_losses"],
                 f"loss[0:{entry['length']}]": [entry["buckets"][0]["loss"]],
             }
+        counts = losses[(losses.rope == rope) & (losses.measure == "document")].value
+        assert counts.tolist() == read(a / name)["block_documents"]
         cut = read(a / name)["cut"]
         part = losses[(losses.rope == rope) & losses.measure.str.startswith("cut")]
         assert part.length.unique().tolist() == [16]

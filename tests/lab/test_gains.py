@@ -1,5 +1,6 @@
 """lab.gains: gains are paired over blocks, and the committed tables are what the records give."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from evals.rows import read_table
 from infra.cli import UserError
-from lab.gains import gain_table, loss_figure, verdict
+from lab.gains import gain_table, loss_figure, standard_error, verdict
 from lab.tables import markdown
 
 CONTEXT = Path(__file__).parents[2] / "results/context"
@@ -41,7 +42,7 @@ def test_gains_are_paired():
     of_x = table.loc["x"]  # gains of the blocks 0.5 and -0.4, -0.1 and -0.2: means 0.2 and -0.3
     assert of_x["seeds"] == 2 and of_x["16"] == "−0.050 ±0.250" and of_x["blocks that gain"] == "50%"
     assert [*table["of the ceiling"]] == ["100%", "–"]
-    assert [*table["over x's"]] == ["−0.100 ±0.000", "+0.000 ±0.000"]
+    assert [*table["over x's"]] == ["+0.000 ±0.000", "+0.000 ±0.000"]  # of the seeds that both have
     axes = loss_figure(rows, "x").axes[0]
     assert [line.get_label() for line in axes.containers] == ["long", "x"]
     of_long, of_x = (container[0] for container in axes.containers)  # at T the cut, not the window
@@ -67,7 +68,26 @@ def test_verdict(mean, spread_of_blocks, spread_of_seeds, n_seeds, expected):
     blocks = pd.Series([-spread_of_blocks, spread_of_blocks, -spread_of_blocks, spread_of_blocks])
     seeds = [spread_of_seeds, -spread_of_seeds, 0.0]
     differences = pd.DataFrame({seed: mean + blocks + seeds[seed] for seed in range(n_seeds)})
-    assert verdict(differences, margin=0.01) == expected
+    differences.index = pd.MultiIndex.from_product([["t"], range(4)], names=["text", "block"])
+    assert verdict(differences, 0.01, {}) == expected
+
+
+def test_blocks_of_a_document_err_together():
+    """As the mean of 2 + 4 equal blocks: cluster-robust, with the factor of few clusters n / (n - 1)."""
+    values = pd.Series([1.0, 1.0, 4.0, 4.0, 4.0, 4.0])
+    values.index = pd.MultiIndex.from_product([["t"], range(6)], names=["text", "block"])
+    assert standard_error(values, {}) == pytest.approx(values.sem())
+    documents = {("t", block): 7 if block < 2 else 9 for block in range(6)}
+    assert standard_error(values, documents) == pytest.approx(math.hypot(4, 4) * 2**0.5 / 6)
+    assert math.isnan(standard_error(values, dict.fromkeys(documents, 1)))
+
+
+def test_tables_take_documents_from_the_rows():
+    rows = pd.DataFrame(rows_of("x", {16: [2.0, 2.0, 0.4]}, [2.5, 2.5, 0.5]))
+    of_blocks = gain_table(rows)["16"][0]
+    marks = rows[rows.measure == "cut[8]"].assign(measure="document", value=[3, 3, 4], length=16)
+    of_documents = gain_table(pd.concat([rows, marks]))["16"][0]
+    assert of_blocks == "+0.367 ±0.133" and of_documents == "+0.367 ±0.178"
 
 
 def test_margin_pairs_seeds_and_blocks():
