@@ -13,7 +13,7 @@ the longest length; each block is cut into windows of length T, for each T. Repo
     same targets   mean loss in nats over the last tokens of each block only (as many as the training
                    length), predicted from windows of length T that all end there. Only the context changes.
     cut            that of the same targets with their context cut at the training length: a sliding window,
-                   whose positions need no RoPE scaling. It costs a user nothing.
+                   whose positions need no RoPE scaling. It needs no training.
     gain           cut - loss: above 0 the model uses the longer context, near 0 it is only not damaged. By
                    position in windows of the longest length, too, of all tokens, in buckets that double.
     loss           mean over all tokens, and by position. It mixes the context's worth with the harm of
