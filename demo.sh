@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Install, prepare a corpus, train softmax, SSMax on QK-norm and LSSAR, compare their loss at 1x to 16x the training
-# length.
+# Install, prepare a corpus, train softmax, SSMax on QK-norm, LSSAR and a hybrid, compare their loss at 1x to 16x the
+# training length, with NTK-scaled RoPE and without scaling.
 #
-#   ./demo.sh           five to eight minutes on two CPU cores, after installation
+#   ./demo.sh           seven to ten minutes on two CPU cores, after installation
 #   ./demo.sh --quick   under 2 minutes: the same steps with barely trained models (for CI)
 #
 # A second call reuses finished steps; remove runs/demo* or runs/quick* to start over.
@@ -16,27 +16,27 @@ case "${1:-}" in
     --quick) prefix=quick; steps=(--train.max-steps 40 --optimizer.warmup-steps 10 --train.val-tokens 16384); eval_tokens=16384 ;;
     *) echo "error: $1: expected nothing or --quick" >&2; exit 2 ;;
 esac
-softmax=runs/${prefix}_softmax ssmax=runs/${prefix}_ssmax lssar=runs/${prefix}_lssar picture=runs/$prefix.png
+picture=runs/$prefix.png
 
-echo "== 1/6  environment"
+echo "== environment"
 environment requirements.txt
-echo "== 2/6  corpus: the Python standard library's sources, as bytes -> data/python_bytes"
+echo "== corpus: the Python standard library's sources, as bytes -> data/python_bytes"
 $PYTHON -m data.python_source
-echo "== 3/6  train softmax attention -> $softmax"
-$PYTHON train.py configs/demo_softmax.toml --name ${prefix}_softmax ${steps[@]+"${steps[@]}"}
-echo "== 4/6  train SSMax on QK-norm -> $ssmax"
-$PYTHON train.py configs/demo_ssmax.toml --name ${prefix}_ssmax ${steps[@]+"${steps[@]}"}
-echo "== 5/6  train LSSAR, p raised to 15 -> $lssar"
-$PYTHON train.py configs/demo_lssar.toml --name ${prefix}_lssar ${steps[@]+"${steps[@]}"}
-echo "== 6/6  validation loss at 1x to 16x the training length -> $picture"
-if [ -s runs/$prefix.txt ] && [ "$picture" -nt $softmax/checkpoints ] && [ "$picture" -nt $ssmax/checkpoints ] &&
-    [ "$picture" -nt $lssar/checkpoints ]; then
+runs=()
+for model in softmax ssmax lssar hybrid; do
+    run=${prefix}_$model
+    echo "== train configs/demo_$model.toml -> runs/$run"
+    $PYTHON train.py configs/demo_$model.toml --name $run ${steps[@]+"${steps[@]}"}
+    runs+=(runs/$run)
+done
+echo "== validation loss at 1x to 16x the training length -> $picture"
+if [ -s runs/$prefix.txt ] && [ -z "$(find "${runs[@]/%//checkpoints}" -maxdepth 0 -newer "$picture")" ]; then
     cat runs/$prefix.txt
 else
-    $PYTHON eval_length.py $softmax $ssmax $lssar --tokens $eval_tokens --replace --out "$picture" | tee runs/$prefix.txt
+    $PYTHON eval_length.py "${runs[@]}" --also none --tokens $eval_tokens --replace --out "$picture" | tee runs/$prefix.txt
 fi
 echo "== done"
-echo "curves    $softmax/metrics.jsonl and so on"
-echo "tables    $softmax/eval_length.json and so on"
+echo "curves    ${runs[0]}/metrics.jsonl and so on"
+echo "tables    ${runs[0]}/eval_length.json with NTK, eval_length_none.json without scaling, and so on"
 echo "picture   $picture"
-echo "try       $PYTHON sample.py $lssar --prompt 'def '"
+echo "try       $PYTHON sample.py runs/${prefix}_lssar --prompt 'def '"

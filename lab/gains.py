@@ -4,13 +4,13 @@
     python -m lab.gains results/context/rows_4k.csv --baseline softmax --ceiling softmax_continued
     python -m lab.gains runs/context/*/rows.csv
 
-Reads rows of eval_length.py. A line is a run at one RoPE scaling, over its seeds. A gain is the loss of the
-cut minus that of a window of the length, on the same targets, paired over blocks, of which each is the mean
-over seeds. ± is the standard error over documents, each with its blocks, or over blocks where no row says
-their documents. Below 0 it is damage. The last columns are of the longest length: the share of the blocks
-that gain, and with --ceiling the gain as a share of the ceiling's, and minus half of it. --baseline adds by
-how much the cut's loss is over that of another run, paired over seeds and blocks, and with --margin what
-three seeds show of it. --out draws the losses by length.
+Reads rows of eval_length.py. A line is a run at one RoPE scaling, over its seeds, with the loss of the cut and
+that at the longest length. A gain is the loss of the cut minus that of a window of the length, on the same
+targets, paired over blocks, of which each is the mean over seeds. Below 0 it is damage. ± is the standard
+error over documents, each with its blocks, or over blocks where no row says their documents. The last columns
+are of the longest length: the share of the blocks that gain, and with --ceiling the gain as a share of the
+ceiling's, and minus half of it. --baseline adds by how much the cut's loss is over that of another run,
+paired over seeds and blocks, and with --margin what three seeds show of it. --out draws the losses by length.
 """
 
 from __future__ import annotations
@@ -133,6 +133,8 @@ def gain_table(
     pairs = paired_gains(rows)
     lines = pairs.drop_duplicates([*LINE, "seed", "block"]).groupby(LINE, sort=False)
     table = pd.DataFrame({"seeds": lines.seed.nunique(), "cut": lines.cut.mean().map("{:.3f}".format)})
+    at_longest = pairs[pairs.length == pairs.length.max()].groupby(LINE, sort=False).value.mean()
+    table[f"at {pairs.length.max():,}"] = at_longest.map("{:.3f}".format)
     documents = documents_of(rows)
     if baseline:
         differences = over_baseline(pairs, baseline)
@@ -153,9 +155,9 @@ def gain_table(
         if not best > 0:
             raise UserError(f"--ceiling {ceiling}: expected a run among the rows with a gain above 0")
         table["of the ceiling"] = (longest / best).map("{:.0%}".format).where(longest > 0, DASH)
-        at_longest = blocks.xs(mean.columns[-1], level="length")
-        of_ceiling = at_longest.xs(ceiling, level="run").groupby(["text", "block"]).mean()
-        over_half = at_longest.sub(of_ceiling / 2).reorder_levels(at_longest.index.names)
+        gains = blocks.xs(mean.columns[-1], level="length")
+        of_ceiling = gains.xs(ceiling, level="run").groupby(["text", "block"]).mean()
+        over_half = gains.sub(of_ceiling / 2).reorder_levels(gains.index.names)
         table["over half of it"] = with_errors(over_half, documents)
     n_texts = table.index.get_level_values("text").nunique()
     return table.reset_index("text", drop=n_texts == 1).reset_index()

@@ -38,6 +38,7 @@ def test_gains_are_paired():
     )
     table = gain_table(rows, "x", "long").set_index("run")
     assert table.loc["long", "cut"] == "1.500" and table.loc["long", "8"] == "−0.500 ±0.000"
+    assert table.loc["long", "at 16"] == "1.200" and table.loc["x", "at 16"] == "1.650"
     assert table.loc["long", "16"] == "+0.300 ±0.200" and table.loc["long", "blocks that gain"] == "100%"
     of_x = table.loc["x"]  # gains of the blocks 0.5 and -0.4, -0.1 and -0.2: means 0.2 and -0.3
     assert of_x["seeds"] == 2 and of_x["16"] == "−0.050 ±0.250" and of_x["blocks that gain"] == "50%"
@@ -116,6 +117,9 @@ def test_mistakes():
     [
         ("rows.csv", ()),
         ("rows_4k.csv", ("softmax", "softmax_continued", 0.01)),
+        ("rows_4k_8e-3.csv", ("softmax", "softmax_continued", 0.01)),
+        ("rows_tests_8e-3.csv", ("softmax", "softmax_continued", 0.01)),
+        ("rows_4k_scalings.csv", ()),
         ("rows_4k_B.csv", ("softmax", "softmax_continued", 0.01)),
         ("rows_4k_20.csv", ("softmax", "softmax_continued", None)),
         ("rows_tests_20.csv", ("softmax", "softmax_continued", None)),
