@@ -92,7 +92,7 @@ def start_or_resume(state: TrainState) -> RunLog:
     if not state.world.agree([state.step, init_summary]):
         raise UserError(f"{config.run_dir}: the processes see different checkpoints; expected one folder")
     is_same = all(same_run(other, config, "data.dir") for other in state.world.gather_objects(config))
-    if not state.world.agree([is_same, state.data_info()]) or not is_same:
+    if not is_same or not state.world.agree(state.data_info()):
         raise UserError(f"{config.run_dir}: the processes have different configs or data; expected one run")
     if state.world.is_main:
         remove_partial(config.run_dir)
