@@ -12,8 +12,8 @@ configs/rivals/qk_norm_ssmax.toml.
 Writes runs/<name>/: config.toml (resolved; `train.py runs/<name>/config.toml --name again` replays it, on the
 engine that fits there), metrics.jsonl (a line per step), starts.jsonl (commit, versions, hardware) and
 checkpoints/. The same command, run again, resumes from the newest checkpoint. SIGTERM, Ctrl-C and SIGUSR1
-finish the step and save. A second Ctrl-C stops at once. --dry-run and --smoke need no data: where there is
-none they take random tokens.
+finish the step (and a validation before it) and save. A second Ctrl-C stops at once. --dry-run and --smoke
+need no data: where there is none they take random tokens.
 """
 
 import argparse
@@ -148,11 +148,9 @@ def train(state: TrainState, log: RunLog) -> None:
     began = time.monotonic()
     with state.stop:
         stopped = None
-        if state.needs_validation:  # the run was stopped before this validation was done
-            stopped = validate(state, log)
-            if not stopped:
-                save(state)
-            log.restart_clock()
+        if config.max_steps == 0 and not state.is_resumed:
+            validate(state, log)
+            save(state)
         while state.step < config.max_steps and not stopped:
             stopped = train_step(state, log)
             val_due = state.is_due(config.val_every)
@@ -165,10 +163,10 @@ def train(state: TrainState, log: RunLog) -> None:
                 log.flush()
 
             # Validate
-            if val_due and not stopped:
-                stopped = validate(state, log)
+            if val_due:
+                validate(state, log)
 
-            # Save
+            # Save, after the validation: metrics.jsonl has every one up to a checkpoint, too.
             if save_due or stopped:
                 save(state)
             if val_due or save_due:

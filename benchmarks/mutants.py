@@ -70,7 +70,6 @@ training/loader.py: config.data.skip_steps + step => step
 # tests/core/training/test_state.py
 training/state.py: optimizer.load_state_dict(saved) => pass
 training/state.py: self.step = checkpoint["step"] => self.step = checkpoint["step"] + 1
-training/state.py: self.validation |= checkpoint["validation"] => pass
 train.py: not state.world.agree([state.step, init_summary]) => False
 # tests/core/training/test_guard.py
 training/state.py: checkpoint["guard"].get("skipped", 0) => 0

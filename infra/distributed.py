@@ -145,10 +145,6 @@ class StopSignals:
             if time.monotonic() - self._interrupted > 1:
                 raise KeyboardInterrupt
 
-    def on_any_rank(self, world: World) -> str | None:
-        """The name of a signal that any process received, if one did: one collective, one sync."""
-        return self.name_of(int(world.gather(torch.tensor([self.number], device=world.device)).max()))
-
     @staticmethod
     def name_of(number: int) -> str | None:
         return signal.Signals(number).name if number else None

@@ -4,13 +4,14 @@
     python -m lab.gains results/context/rows_4k.csv --baseline softmax --ceiling softmax_continued
     python -m lab.gains runs/context/*/rows.csv
 
-Reads rows of eval_length.py. A line is a run at one RoPE scaling, over its seeds, with the loss of the cut and
-that at the longest length. A gain is the loss of the cut minus that of a window of the length, on the same
-targets, paired over blocks, of which each is the mean over seeds. Below 0 it is damage. ± is the standard
-error over documents, each with its blocks, or over blocks where no row says their documents. The last columns
-are of the longest length: the share of the blocks that gain, and with --ceiling the gain as a share of the
-ceiling's, and minus half of it. --baseline adds by how much the cut's loss is over that of another run,
-paired over seeds and blocks, and with --margin what three seeds show of it. --out draws the losses by length.
+Reads rows of eval_length.py. A line is a run at one RoPE scaling, over its seeds, with the loss of the cut
+and that at the longest length. A gain is the loss of the cut minus that of a window of the length, on the
+same targets, paired over blocks, of which each is the mean over seeds. Below 0 it is damage. ± is the
+standard error over documents, each with its blocks, or over blocks where no row says their documents. The
+last columns are of the longest length: the share of the blocks that gain, and with --ceiling the gain as a
+share of the ceiling's, and minus half of it. --baseline adds by how much the cut's loss is over that of
+another run, paired over seeds and blocks, and with --margin what three seeds show of it. --out draws the
+losses by length.
 """
 
 from __future__ import annotations

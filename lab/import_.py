@@ -52,7 +52,7 @@ def main() -> None:
     name = detect_tokenizer(tokenizer, args.model)
     model = convert_model(native, config)
     state = {"step": 0, "config": config.model_dump(), "model": model.state_dict(), "optimizers": []}
-    state |= {"validation": {}, "guard": {}, "rng": [], "data": {"tokenizer": name, "train": "", "val": ""}}
+    state |= {"guard": {}, "rng": [], "data": {"tokenizer": name, "train": "", "val": ""}}
     save_checkpoint(args.run, state, keep_last=1)
     write_atomically(args.run / "config.toml", to_toml(config).encode())
     print(f"{args.model} -> {args.run}: {model.n_params():,} parameters, tokeniser {name}")

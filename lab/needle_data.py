@@ -15,16 +15,34 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from infra.cli import ArgumentParser, integer, positive_int, run_main
+
+DATASET = "needle"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    add = parser.add_argument
+    add("dataset", metavar="DIR", help="dataset folder whose text the needles are in")
+    n_help = "to train on (default: %(default)s)"
+    add("--sequences", type=positive_int, default=2**14, metavar="N", help=n_help)
+    length_help = "of every sequence (default: %(default)s)"
+    add("--seq-len", type=integer(2, 2**20), default=1024, metavar="T", help=length_help)
+    add("--out", type=Path, metavar="DIR", default=Path("data") / DATASET, help="(default: data/needle)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # --help and a typo need no torch
+    run_main(parse_args)
+
 import numpy as np
 
 from data.dataset import TokenStream
 from data.tokenizer import Tokenizer
-from infra.cli import ArgumentParser, integer, positive_int, run_main
 from infra.files import exclusive_lock
 from lab.needle import Haystack, make_trial
 from lab.squad import Sequence, write_masked
 
-DATASET = "needle"
 FIRST = {"train": 2**40, "val": 2**41}  # sample numbers that the test does not reach
 N_VAL = 512  # sequences
 
@@ -59,18 +77,6 @@ def main() -> None:
     info = {"dataset": DATASET, "source": f"lab/needle_data.py, {args.dataset}"}
     with exclusive_lock(args.out):
         write_masked(args.out, info, splits, 2, tokenizer)
-
-
-def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__)
-    add = parser.add_argument
-    add("dataset", metavar="DIR", help="dataset folder whose text the needles are in")
-    n_help = "to train on (default: %(default)s)"
-    add("--sequences", type=positive_int, default=2**14, metavar="N", help=n_help)
-    length_help = "of every sequence (default: %(default)s)"
-    add("--seq-len", type=integer(2, 2**20), default=1024, metavar="T", help=length_help)
-    add("--out", type=Path, metavar="DIR", default=Path("data") / DATASET, help="(default: data/needle)")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

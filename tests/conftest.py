@@ -216,7 +216,7 @@ def save_run(folder: Path, config: Any, model: Any, step: int = 1) -> Path:
     from training.checkpoint import save_checkpoint
 
     state = {"step": step, "config": config.model_dump(), "model": model.state_dict()}
-    state |= {"optimizers": [], "validation": {}, "guard": {}, "rng": [], "data": {"tokenizer": "bytes"}}
+    state |= {"optimizers": [], "guard": {}, "rng": [], "data": {"tokenizer": "bytes"}}
     save_checkpoint(folder, state, keep_last=9)
     return folder
 

@@ -51,7 +51,7 @@ class RunLog:
         self.wandb: Any = None
 
     def open_folder(self, init_summary: list[str]) -> None:
-        """Make the run folder, and drop metrics of steps and validations after those in the state.
+        """Make the run folder, and drop metrics of steps after those in the state.
 
         init_summary is what init_from copied. Raises UserError: the folder cannot be written.
         """
@@ -64,14 +64,10 @@ class RunLog:
         if step == 0 and not find_checkpoints(run_dir) and (old := set_aside(run_dir)):
             self.print(f"{run_dir} has no checkpoint: starting at step 0, its results are now in {old}")
         logged = [each for each in read_jsonl(self.metrics) if isinstance(each.get("step"), int)]
-        val_step = self.state.validation["step"]
-        kept = [each for each in logged if each["step"] <= (val_step if "val_loss" in each else step)]
+        kept = [each for each in logged if each["step"] <= step]
         n_lost = step - sum("val_loss" not in each for each in kept)
         if n_lost > 0:
             self.print(f"warning: {self.metrics} has lost {n_lost} of {step} steps, which no checkpoint has")
-        val_loss = self.state.validation["loss"]
-        if val_loss is not None and not any(val_step == r["step"] for r in kept if "val_loss" in r):
-            kept.append({"step": val_step, "val_loss": val_loss})  # which the checkpoint has, too
         write_atomically(run_dir / "config.toml", to_toml(self.config).encode())
         write_atomically(self.metrics, to_jsonl(kept).encode())
         append_synced(run_dir / "starts.jsonl", to_jsonl([start_record(self.world, step)]))

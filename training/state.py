@@ -29,7 +29,7 @@ class TrainState:
     Attributes:
         raw_model: the model. local_model: the same, perhaps compiled. model: that, perhaps under DDP.
         step: optimiser steps done, skipped ones included. n_skipped: steps skipped in a row.
-        validation: step and loss of the newest one.
+        is_resumed: it comes from a checkpoint.
     """
 
     def __init__(self, config: Config, world: World) -> None:
@@ -54,7 +54,7 @@ class TrainState:
         self.stop = StopSignals()
         self.step = 0
         self.n_skipped = 0
-        self.validation: dict[str, Any] = {"step": -1, "loss": None}
+        self.is_resumed = False
 
     def is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.train.max_steps
@@ -63,16 +63,6 @@ class TrainState:
     def power(self) -> int | None:
         """`power_at` the last step done, or the first."""
         return power_at(self.config.attention, max(0, self.step - 1))
-
-    @property
-    def needs_validation(self) -> bool:
-        """A validation is due and not done. At step 0 one is due only if the run has no steps."""
-        if self.validation["step"] == self.step or self.step == 0 < self.config.train.max_steps:
-            return False
-        return self.is_due(self.config.train.val_every)
-
-    def record_validation(self, loss: float) -> None:
-        self.validation = {"step": self.step, "loss": loss}
 
     def data_info(self) -> dict[str, str]:
         """The identity of the data, and of a normaliser's own file, which a resumed run must share."""
@@ -94,7 +84,6 @@ class TrainState:
             "config": self.config.model_dump(),
             "model": self.raw_model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "validation": self.validation,
             "guard": {"skipped": self.n_skipped},
             "rng": self.world.gather_objects(rng),
             "data": self.data_info(),
@@ -144,7 +133,7 @@ class TrainState:
             if "cuda" in rng and torch.cuda.is_available():
                 torch.cuda.set_rng_state(rng["cuda"])
         self.step = checkpoint["step"]
-        self.validation |= checkpoint["validation"]
+        self.is_resumed = True
         self.n_skipped = checkpoint["guard"].get("skipped", 0)
 
 

@@ -16,13 +16,11 @@ ATTENTION_ROWS = 64  # the last rows of a sequence, for log.attention_every
 
 
 @torch.no_grad()
-def validate(state: TrainState, log: RunLog) -> str | None:
+def validate(state: TrainState, log: RunLog) -> float:
     """Mean loss of the first val_tokens of the validation stream, shared by all processes.
 
     With another train.loss than softmax also the cross-entropy of the unscaled logits. p of the re-weighting
-    is that of the last step.
-
-    Returns: The name of a signal that any rank received meanwhile. Then there is no result.
+    is that of the last step. A signal is noticed in the next step.
     """
     config = state.config.train
     world = state.world
@@ -40,13 +38,10 @@ def validate(state: TrainState, log: RunLog) -> str | None:
                 sums[0] += state.local_model(x, y, p=state.power).double() * n
                 if config.loss != "softmax":
                     sums[1] += state.local_model(x, y, unscaled=True, p=state.power).double() * n
-        if stopped := state.stop.on_any_rank(world):
-            return stopped
     sums = world.gather(sums).sum(0)
     loss, unscaled = (sums[:2] / sums[2]).tolist()
-    state.record_validation(loss)
     log.add_validation(loss, unscaled if config.loss != "softmax" else None)
-    return None
+    return loss
 
 
 @torch.no_grad()

@@ -62,8 +62,7 @@ def test_validation_is_the_mean_over_the_first_val_tokens(tiny_config: Path):
     state = build(tiny_config)
     x, y = val_batch(state.val_stream, 0, 20, 16)
     losses = state.raw_model.token_losses(torch.from_numpy(x), torch.from_numpy(y))
-    assert validate(state, RunLog(state)) is None
-    assert state.validation["loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
+    assert validate(state, RunLog(state)) == pytest.approx(losses.mean().item(), rel=1e-6)
 
 
 def test_validation_is_at_the_power_of_the_last_step(tiny_config: Path):
@@ -74,8 +73,7 @@ def test_validation_is_at_the_power_of_the_last_step(tiny_config: Path):
     x, y = map(torch.from_numpy, val_batch(state.val_stream, 0, 20, 16))
     with torch.no_grad():
         expected, next_one = (state.raw_model(x, y, p=p).item() for p in (4, 5))
-    validate(state, RunLog(state))
-    assert state.validation["loss"] == pytest.approx(expected, rel=1e-6)
+    assert validate(state, RunLog(state)) == pytest.approx(expected, rel=1e-6)
     assert abs(next_one - expected) > 1e-5 * expected
 
 

@@ -34,7 +34,7 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory, tiny_dataset: Path
     weights = torch.arange(30000.0)
     for step in (3, 6):
         state: dict[str, Any] = {"step": step, "config": {}, "model": {"w": weights}}
-        state |= {"optimizers": [], "validation": {}}
+        state |= {"optimizers": []}
         state |= {"guard": {}, "rng": [], "data": {"tokenizer": "bytes"}}
         save_checkpoint(folder, state, keep_last=2)
     return folder

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from launch import Forked, build, curve, finish, fork_ranks, records, resume, run
+from launch import Forked, curve, finish, fork_ranks, records, run
 
 import train
 from config import load_config, to_toml
-from infra.distributed import StopSignals, World
+from infra.distributed import StopSignals
 from training.checkpoint import find_checkpoints, load_checkpoint
+from training.run_log import RunLog
 from training.state import TrainState
+from training.validation import validate
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -40,30 +42,43 @@ def test_a_signal_finishes_the_step_saves_and_the_same_command_resumes(
     assert curve(stopped) == curve(whole)
 
 
-def test_a_signal_during_validation_stops_it_and_it_is_done_on_resume(
+def test_a_signal_during_validation_ends_the_run_after_the_next_step(
     tiny_config: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Also while p is raised: the validation is of the last step's p."""
     power = ["--attention.normaliser", "lssa", "--attention.reweight-p", "7"]
     tiny_config.write_text(to_toml(load_config(tiny_config, [*power, "--attention.reweight-p-warmup", "12"])))
     whole = run(tiny_config, "--name", "whole")
-    state = build(tiny_config, "--name", "stopped")
-    asked = []
-    on_any_rank = StopSignals.on_any_rank
 
-    def on_any_rank_with_signal(stop: StopSignals, world: World) -> str | None:
-        asked.append(state.step)
-        if asked.count(8) == 2:
+    def validate_with_signal(state: TrainState, log: RunLog) -> float:
+        if state.step == 8:
             os.kill(os.getpid(), signal.SIGTERM)
-        return on_any_rank(stop, world)
+        return validate(state, log)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StopSignals, "on_any_rank", on_any_rank_with_signal)
-        stopped = resume(state)
-    assert asked.count(8) == 2 and state.step == 8
-    assert [r["step"] for r in records(stopped) if "val_loss" in r] == [4]
+        patch.setattr(train, "validate", validate_with_signal)
+        stopped = run(tiny_config, "--name", "stopped")
+    assert find_checkpoints(stopped)[0].name == "step_000009.pt"
+    assert [r["step"] for r in records(stopped) if "val_loss" in r] == [4, 8]
     run(tiny_config, "--name", "stopped")
     assert curve(stopped) == curve(whole)
+
+
+@pytest.mark.parametrize("function", ["validate", "save"])
+def test_a_kill_around_the_last_validation(function: str, tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is done again, and there once."""
+    whole = run(tiny_config, "--name", "whole")
+    original = getattr(train, function)
+
+    def killed(state: TrainState, *log: RunLog) -> None:
+        if state.step == 12:
+            raise KeyboardInterrupt
+        original(state, *log)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train, function, killed)
+        run(tiny_config, "--name", "killed")
+    assert curve(run(tiny_config, "--name", "killed")) == curve(whole)
 
 
 def test_a_second_ctrl_c_does_not_wait():
@@ -104,3 +119,12 @@ def test_a_signal_to_one_of_two_processes_stops_both(tiny_config: Path):
     output = finish(ranks)
     assert "stopped by SIGUSR1 after step" in output[0][0] and output[1][0] == ""
     assert load_checkpoint(find_checkpoints(folder)[0])["step"] == curve(folder)[-1][0]
+
+
+def test_a_run_without_steps_is_validated_once(tiny_config: Path):
+    flags = ["--name", "still", "--init-from", str(run(tiny_config)), "--train.max-steps", "0"]
+    flags += ["--optimizer.warmup-steps", "0"]
+    for _ in range(2):
+        still = run(tiny_config, *flags)
+        assert [*records(still)[0]] == ["step", "val_loss"] and len(records(still)) == 1
+        assert find_checkpoints(still)[0].name == "step_000000.pt"
