@@ -30,7 +30,7 @@ for model in softmax ssmax lssar hybrid; do
     runs+=(runs/$run)
 done
 echo "== validation loss at 1x to 16x the training length -> $picture"
-if [ -s runs/$prefix.txt ] && [ -z "$(find "${runs[@]/%//checkpoints}" -maxdepth 0 -newer "$picture")" ]; then
+if [ -s runs/$prefix.txt ] && [ -s "$picture" ] && [ -z "$(find "${runs[@]/%//checkpoints}" -maxdepth 0 -newer "$picture")" ]; then
     cat runs/$prefix.txt
 else
     $PYTHON eval_length.py "${runs[@]}" --also none --tokens $eval_tokens --replace --out "$picture" | tee runs/$prefix.txt

@@ -10,6 +10,7 @@ in a checkpoint.
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 import torch.nn.functional as F
@@ -105,7 +106,8 @@ def rope_frequencies(
 
 # An operator of its own, so that torch.compile keeps the tables: it would compute cos and sin anew, in
 # float64, for each element of q and k in each layer.
-@torch.library.custom_op("rope::cos_and_sin", mutates_args=())
+# Its name is the module's: an exported model brings a copy, which would take this one's place.
+@torch.library.custom_op(f"{re.sub(r'[^0-9a-zA-Z_]', '_', __name__)}::cos_and_sin", mutates_args=())
 def _cos_and_sin(freqs: Tensor, amplitude: float, start: int, stop: int) -> tuple[Tensor, Tensor]:
     positions = torch.arange(start, stop, dtype=torch.float64, device=freqs.device)
     angles = positions[:, None] * freqs  # (T, D/2)

@@ -89,7 +89,7 @@ def start_or_resume(state: TrainState) -> RunLog:
         state.restore(*newest)
     elif config.init_from:
         init_summary = init_from_run(state.raw_model, config.init_from, state.data_info()["tokenizer"])
-    if not state.world.agree([state.step, init_summary]):
+    if not state.world.agree([state.step, init_summary[:-1]]):  # the last line may name data.dir
         raise UserError(f"{config.run_dir}: the processes see different checkpoints; expected one folder")
     is_same = all(same_run(other, config, "data.dir") for other in state.world.gather_objects(config))
     if not is_same or not state.world.agree(state.data_info()):

@@ -145,7 +145,9 @@ def finished_info(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         TokenStream(folder, "val")
-        return TokenStream(folder, "train").info
+        train = TokenStream(folder, "train")
+        _ = train.tokenizer_file  # lost or changed
+        return train.info
     except UserError as e:
         print(f"not finished: {e}")
         return None

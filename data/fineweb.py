@@ -132,7 +132,8 @@ class ShardCutter:
         if not self.train.n_tokens:
             raise UserError(
                 f"{self.folder}: {self.n_tokens:,} tokens of text: expected more than the "
-                f"{self.val_tokens:,} of validation; try --val-tokens {1 + self.n_tokens // 20}"
+                f"{self.val_tokens:,} of validation; "
+                f"try --val-tokens {1 + self.n_tokens // 20} and another --out"
             )
         self.train.flush()
         self._record_shard()
@@ -191,6 +192,7 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
         cutter.save_manifest()
         if not cutter.is_complete:
             _cut_source(source, cutter, encoding, workers)
+        cutter.finish()
         val, *train = (shard["documents"] for shard in cutter.shards)
         info = {
             "dataset": options["dataset"],
@@ -223,7 +225,6 @@ def _cut_source(source: Source, cutter: ShardCutter, encoding: Tokenizer, worker
             bar.update(cutter.n_tokens - bar.n)
             if cutter.is_complete:
                 break
-    cutter.finish()
 
 
 def _parse_args() -> argparse.Namespace:

@@ -83,7 +83,7 @@ def with_errors(differences: pd.Series, documents: dict[tuple[str, int], float])
     """'+0.071 ±0.024' of each line: mean ± standard error over blocks, the last level of the index."""
     lines = differences.groupby(level=[*range(differences.index.nlevels - 1)], sort=False)
     errors = lines.apply(lambda line: standard_error(line.dropna(), documents))
-    text = lines.mean().map("{:+.3f}".format) + errors.map(" ±{:.3f}".format)
+    text = lines.mean().map("{:+.3f}".format) + errors.map(" ±{:.3f}".format).str.replace("nan", DASH)
     return text.str.replace("-", "−").where(lines.mean().notna(), DASH)
 
 
@@ -135,7 +135,7 @@ def gain_table(
     lines = pairs.drop_duplicates([*LINE, "seed", "block"]).groupby(LINE, sort=False)
     table = pd.DataFrame({"seeds": lines.seed.nunique(), "cut": lines.cut.mean().map("{:.3f}".format)})
     at_longest = pairs[pairs.length == pairs.length.max()].groupby(LINE, sort=False).value.mean()
-    table[f"at {pairs.length.max():,}"] = at_longest.map("{:.3f}".format)
+    table[f"at {pairs.length.max():,}"] = at_longest.dropna().map("{:.3f}".format)
     documents = documents_of(rows)
     if baseline:
         differences = over_baseline(pairs, baseline)
@@ -149,15 +149,16 @@ def gain_table(
     for length in mean:
         table[f"{length:,}"] = text[length]
     longest = mean[mean.columns[-1]]
-    is_gain = blocks.xs(mean.columns[-1], level="length") > 0
+    is_gain = blocks.xs(mean.columns[-1], level="length").dropna() > 0
     table["blocks that gain"] = is_gain.groupby(LINE, sort=False).mean().map("{:.0%}".format)
     if ceiling:
-        best = longest[longest.index.get_level_values("run") == ceiling].max()
-        if not best > 0:
+        best = longest[longest.index.get_level_values("run") == ceiling].groupby("text").idxmax()
+        if best.empty or not (longest[best] > 0).all():
             raise UserError(f"--ceiling {ceiling}: expected a run among the rows with a gain above 0")
-        table["of the ceiling"] = (longest / best).map("{:.0%}".format).where(longest > 0, DASH)
+        share = longest.div(longest[best].droplevel(["run", "rope"])).reorder_levels(longest.index.names)
+        table["of the ceiling"] = share.map("{:.0%}".format).where(share > 0, DASH)
         gains = blocks.xs(mean.columns[-1], level="length")
-        of_ceiling = gains.xs(ceiling, level="run").groupby(["text", "block"]).mean()
+        of_ceiling = pd.concat([gains.xs(line, level=LINE) for line in best], keys=best.index, names=["text"])
         over_half = gains.sub(of_ceiling / 2).reorder_levels(gains.index.names)
         table["over half of it"] = with_errors(over_half, documents)
     n_texts = table.index.get_level_values("text").nunique()
@@ -171,7 +172,7 @@ def loss_figure(rows: pd.DataFrame, baseline: str = "") -> Figure:
     What is worse than a cut by more than MARGIN_ABOVE is not shown.
     """
     pairs = paired_gains(rows)
-    at_longest = pairs[pairs.length == pairs.length.max()].groupby(["run", "rope"]).gain.mean()
+    at_longest = pairs[pairs.length == pairs.length.max()].groupby(["run", "rope"]).gain.mean().dropna()
     best = at_longest.groupby("run").idxmax().tolist()
     pairs = pairs[pd.MultiIndex.from_frame(pairs[["run", "rope"]]).isin(best)]
     pairs = pairs.assign(train_len=pairs.measure.str.extract(r"\[(\d+)\]", expand=False).astype(int))

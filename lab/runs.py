@@ -145,7 +145,8 @@ def read_runs(sources: list[str]) -> list[FinishedRun]:
     for source in map(Path, sources):
         if not source.exists():
             raise UserError(f"{source}: no such run folder")
-        folders += [each for each in (source, *sorted(source.glob("*"))) if (each / "config.toml").is_file()]
+        inside = [each for each in sorted(source.glob("*")) if not each.name.startswith("old_")]
+        folders += [each for each in (source, *inside) if (each / "config.toml").is_file()]
     runs = [run for folder in dict.fromkeys(folders) if (run := read_run(folder)) is not None]
     if not runs:
         raise UserError(f"{' '.join(sources)}: no finished run in these folders; train.py makes them")

@@ -141,7 +141,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Traine
         if content["data"].get(file) != sha256:
             print(f"warning: {file} is not as it was when {path} was trained", file=sys.stderr, flush=True)
     p = power_at(config.attention, max(0, content["step"] - 1))
-    if p is not None:
+    if p is not None and os.environ.get("RANK", "0") == "0":
         final = f"evaluated at p = {config.attention.reweight_p}"
         print(f"warning: {path} was trained up to p = {p}, {final}", file=sys.stderr, flush=True)
     model = GPT(config, device)

@@ -158,7 +158,7 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     changes = [
         f"{key} {was!r} -> {now!r}"
         for key, (was, now) in changed_keys(old, model.config).items()
-        if not key.startswith(("name", "init_from", "log.", "data.dir"))
+        if not key.startswith(("name", "init_from", "log."))
     ]
     was = describe_layers(old)
     now = describe_layers(model.config)

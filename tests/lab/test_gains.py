@@ -52,6 +52,22 @@ def test_gains_are_paired():
     assert np.allclose(axes.get_lines()[-1].get_ydata(), 1.6)
 
 
+def test_a_rejected_length_and_several_ceilings():
+    """The ceiling is the line that gains most on a text; a run without the longest length has no numbers."""
+    short = rows_of("short", {8: [2.6, 0.6], 16: [np.nan, np.nan]}, [2.5, 0.5])
+    ceiling = rows_of("long", {8: [2.6, 0.6], 16: [2.1, 0.1]}, [2.5, 0.5])
+    worse = [row | {"rope": "ntk"} for row in rows_of("long", {8: [2.6, 0.6], 16: [4.0, 4.0]}, [2.5, 0.5])]
+    other = [row | {"text": "u"} for row in rows_of("long", {8: [2.6, 0.6], 16: [2.4, 0.4]}, [2.5, 0.5])]
+    rows = pd.DataFrame([*short, *ceiling, *worse, *other])
+    table = gain_table(rows, ceiling="long").set_index(["run", "rope", "text"])
+    assert table.loc[("long", "none", "t"), "of the ceiling"] == "100%"
+    assert table.loc[("long", "none", "t"), "over half of it"] == "+0.200 ±0.000"
+    assert table.loc[("long", "none", "u"), "of the ceiling"] == "100%"
+    assert table.loc[("long", "ntk", "t"), "of the ceiling"] == "–"
+    assert "nan" not in markdown(table.reset_index(), n_left=3)
+    assert len(loss_figure(rows).axes) == 1
+
+
 @pytest.mark.parametrize(
     ("mean", "spread_of_blocks", "spread_of_seeds", "n_seeds", "expected"),
     [
