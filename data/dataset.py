@@ -24,14 +24,13 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, Field
 
-from data.shards import SHARD_NAME, ShardWriter, open_shard, release_pages
+from data.shards import SHARD_NAME, ShardWriter, check_vocabulary, open_shard, release_pages
 from data.tokenizer import FILE_NAME, FileTokenizer, Tokenizer, file_identity, get_tokenizer
 from infra.cli import UserError
-from infra.files import check_shape, read_json, read_text, write_atomically, write_json
+from infra.files import check_shape, fingerprint, read_json, read_text, write_atomically, write_json
 
 INFO_NAME = "dataset.json"
 UNFINISHED_NAME = "dataset.unfinished"
-N_ENDS = 4096  # tokens at each end of a shard that tell it from others
 IGNORED = -100  # a target that counts in no loss
 HOW_TO_PREPARE = "prepare it with python -m data.fineweb, or data.python_source, which needs no download"
 
@@ -169,7 +168,7 @@ class TokenStream:
 
     Attributes:
         info: the `dataset_info`.
-        shards: the tokens of each shard, (n,) uint16, mapped.
+        paths, shards: the file of each shard and its tokens, (n,) uint16, mapped.
         n_tokens: length of the stream.
         eot: `<|endoftext|>`, before each document.
         mask: the stream of its mask, or None.
@@ -184,13 +183,13 @@ class TokenStream:
         self.vocab_size: int = self.info["vocab_size"]
         eot = self.info.get("eot")
         self.eot: int = self.vocab_size - 1 if eot is None else eot
-        paths = find_shards(self.folder, split)
-        self.shards = [open_shard(path, self.vocab_size) for path in paths]
+        self.paths = find_shards(self.folder, split)
+        self.shards = [open_shard(path, self.vocab_size) for path in self.paths]
         # Python ints: as numpy int32 their sum overflows at 103 shards of 10^8.
         self._starts = list(accumulate(map(len, self.shards), initial=0))
         self.n_tokens = self._starts[-1]
         if "shards" in self.info:
-            lengths = {path.name: len(shard) for path, shard in zip(paths, self.shards, strict=True)}
+            lengths = {path.name: len(shard) for path, shard in zip(self.paths, self.shards, strict=True)}
             self._check_listed(lengths)
         mask = f"{split}mask"
         self.mask = TokenStream(folder, mask) if mask in self.info.get("splits", {}) else None
@@ -207,9 +206,7 @@ class TokenStream:
             i = bisect_right(self._starts, position) - 1
             offset = position - self._starts[i]
             part = self.shards[i][offset : offset + length - n_read]
-            if part.max() >= self.vocab_size:
-                listed = find_shards(self.folder, self.split)[i]
-                raise UserError(f"{listed}: token {part.max()}: expected only tokens below {self.vocab_size}")
+            check_vocabulary(self.paths[i], part, self.vocab_size)
             tokens[n_read : n_read + len(part)] = part
             release_pages(self.shards[i])
             n_read += len(part)
@@ -217,14 +214,11 @@ class TokenStream:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the stream: its sha256 from dataset.json, else one of length and shards' ends."""
+        """Identifies the stream: its sha256 from dataset.json, else one of its shards' fingerprints."""
         splits = self.info.get("splits", {})
         if self.split in splits:
             return f"sha256 {splits[self.split]['sha256']}"
-        digest = sha256(str(self.n_tokens).encode())
-        for shard in self.shards:
-            digest.update(shard[:N_ENDS].tobytes() + shard[-N_ENDS:].tobytes())
-        return f"sha256 {digest.hexdigest()}"
+        return f"sha256 {sha256(''.join(map(fingerprint, self.paths)).encode()).hexdigest()}"
 
     @property
     def tokenizer_file(self) -> str:

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from infra.cli import UserError
+from infra.files import fingerprint
 
 BLOCK_CHARACTERS = 2**20
 BATCH_ROWS = 64  # read at a time
@@ -181,13 +181,8 @@ def local_files(patterns: list[str], column: str, shuffle: int | None = None) ->
 
 
 def _fingerprint(path: Path) -> str:
-    """A sha256 over a file's size, first and last 64 KB: enough to notice a change."""
-    with naming(str(path)), open(path, "rb") as f:
-        size = os.fstat(f.fileno()).st_size
-        digest = sha256(str(size).encode() + f.read(2**16))
-        f.seek(max(0, size - 2**16))
-        digest.update(f.read())
-    return digest.hexdigest()
+    with naming(str(path)):
+        return fingerprint(path)
 
 
 def hub_dataset(

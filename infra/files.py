@@ -7,6 +7,7 @@ import reprlib
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -85,6 +86,16 @@ def check_shape(content: Any, shape: type[BaseModel], where: object) -> Any:
         value = "" if first["type"] == "missing" else f" = {' '.join(reprlib.repr(first['input']).split())}"
         raise UserError(f"{where}: {key}{value}: {first['msg']}") from None
     return content
+
+
+def fingerprint(path: Path) -> str:
+    """A sha256 over a file's size, first and last 64 KB: enough to notice a change."""
+    with open(path, "rb") as f:
+        size = os.fstat(f.fileno()).st_size
+        digest = sha256(str(size).encode() + f.read(2**16))
+        f.seek(max(0, size - 2**16))
+        digest.update(f.read())
+    return digest.hexdigest()
 
 
 def read_json(path: Path, shape: type[BaseModel] | None = None) -> Any:

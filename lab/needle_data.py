@@ -35,13 +35,11 @@ def parse_args() -> argparse.Namespace:
 if __name__ == "__main__":  # --help and a typo need no torch
     run_main(parse_args)
 
-import numpy as np
-
 from data.dataset import TokenStream
 from data.tokenizer import Tokenizer
 from infra.files import exclusive_lock
 from lab.needle import Haystack, make_trial
-from lab.squad import Sequence, write_masked
+from lab.squad import Sequence, answered, write_masked
 
 FIRST = {"train": 2**40, "val": 2**41}  # sample numbers that the test does not reach
 N_VAL = 512  # sequences
@@ -54,14 +52,7 @@ def make_sequence(haystack: Haystack, length: int, index: int) -> Sequence:
     """
     depth = 1 + index % 100
     trial = make_trial(haystack, length, depth, index)
-    answer = [*trial.choices[0], haystack.tokenizer.eot_token]
-    start = len(trial.prompt)
-    stop = start + len(answer)
-    tokens = np.zeros(length, np.uint16)
-    tokens[:stop] = trial.prompt + answer
-    mask = np.zeros(length, np.uint16)
-    mask[start:stop] = 1
-    return Sequence(tokens, mask)
+    return answered(trial.prompt, [*trial.choices[0], haystack.tokenizer.eot_token], length)
 
 
 def main() -> None:

@@ -76,14 +76,18 @@ def fit_sequence(row: dict[str, Any], tokenizer: Tokenizer, seq_len: int, shorte
 
 def make_sequence(row: dict[str, Any], tokenizer: Tokenizer, seq_len: int) -> Sequence | None:
     """None if the question does not fit."""
-    prompt = tokenizer.encode_ordinary(question_prompt(row["context"], row["question"]))
-    answer = tokenizer.encode_ordinary(f" {row['answers']['text'][0]}")
-    start = 1 + len(prompt)
-    stop = start + len(answer) + 1
-    if stop > seq_len:
-        return None
+    eot = tokenizer.eot_token
+    prompt = [eot, *tokenizer.encode_ordinary(question_prompt(row["context"], row["question"]))]
+    answer = [*tokenizer.encode_ordinary(f" {row['answers']['text'][0]}"), eot]
+    return answered(prompt, answer, seq_len) if len(prompt) + len(answer) <= seq_len else None
+
+
+def answered(prompt: list[int], answer: list[int], seq_len: int) -> Sequence:
+    """Both, and zeros to the end. The answer alone is learned."""
+    start = len(prompt)
+    stop = start + len(answer)
     tokens = np.zeros(seq_len, np.uint16)
-    tokens[:stop] = [tokenizer.eot_token, *prompt, *answer, tokenizer.eot_token]
+    tokens[:stop] = prompt + answer
     mask = np.zeros(seq_len, np.uint16)
     mask[start:stop] = 1
     return Sequence(tokens, mask)

@@ -28,7 +28,6 @@ from infra.cli import UserError, drop_output
 from infra.distributed import World
 from infra.files import append_synced, read_jsonl, write_atomically
 from schema import Config, describe_layers
-from training.checkpoint import find_checkpoints
 from training.state import TrainState
 
 # Files of a run folder that belong to the weights.
@@ -61,7 +60,7 @@ class RunLog:
         step = self.state.step
         self.metrics = run_dir / "metrics.jsonl"
         run_dir.mkdir(parents=True, exist_ok=True)
-        if step == 0 and not find_checkpoints(run_dir) and (old := set_aside(run_dir)):
+        if not self.state.is_resumed and (old := set_aside(run_dir)):
             self.print(f"{run_dir} has no checkpoint: starting at step 0, its results are now in {old}")
         logged = [each for each in read_jsonl(self.metrics) if isinstance(each.get("step"), int)]
         kept = [each for each in logged if each["step"] <= step]
