@@ -90,6 +90,7 @@ def test_lines_of_a_killed_run_are_not_doubled(tiny_config: Path):
     """Nor kept are those of steps after the checkpoint."""
     state = build(tiny_config)
     state.step = 2
+    state.is_resumed = True
     path = state.config.run_dir / "metrics.jsonl"
     path.parent.mkdir(parents=True)
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1.0}\nnot json\n{"step": 3}\n{"st')
