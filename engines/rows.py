@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from normalisers.base import HIDDEN, Normaliser, RowContext, offset_and_scale, share_heads
+from normalisers.base import DECAY_ROWS, HIDDEN, Normaliser, RowContext, offset_and_scale, share_heads
 from normalisers.family import Phi, softplus
 from normalisers.layer import NormaliserLayer
 
@@ -32,13 +32,13 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     q, k = layer.prepare(q, k, context)
     v = share_heads(v, q).to(q.dtype)
     if context.cached and q.shape[-2] == 1:  # all keys are visible, and a float32 cache is not copied
-        weights, _ = block_weights(layer, q @ k.mT, context)  # (B, H, 1, n)
+        weights, _ = block_weights(layer, layer.products(q, k, context), context)  # (B, H, 1, n)
         return (weights @ v).to(dtype)
     q = q.contiguous()  # once, instead of in each block's product
     k = k.contiguous()
     # Passed explicitly: autograd tracks only the arguments of apply().
     others = [*context.learned.values(), *([] if context.key_bias is None else [context.key_bias])]
-    return RowBlocks.apply(q, k, v, layer, context, *others).to(dtype)
+    return RowBlocks.apply(q, k, v, context.decay, layer, context, *others).to(dtype)
 
 
 class RowBlocks(torch.autograd.Function):
@@ -50,13 +50,14 @@ class RowBlocks(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        decay: Tensor | None,  # the context's
         layer: NormaliserLayer,
         context: RowContext,
         *others: Tensor,
     ) -> Tensor:
         out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
         ctx.saved = []  # by block
-        for batch, block, keys in query_blocks(q, k, layer.window):
+        for batch, block, keys in query_blocks(q, k, layer.window, decay is not None):
             x, context_here = _block_scores(q, k, context, batch, block, keys)
             weights, saved = block_weights(layer, x, context_here)
             out[batch, :, block] = weights @ v[batch, :, keys]
@@ -82,7 +83,7 @@ class RowBlocks(torch.autograd.Function):
         key_bias = None if ctx.context.key_bias is None else others[-1]
         context = replace(ctx.context, learned=learned, key_bias=key_bias)
         delta = (do * out).sum(-1, keepdim=True)  # (B, H, Tq, 1)
-        blocks = query_blocks(q, k, ctx.layer.window)
+        blocks = query_blocks(q, k, ctx.layer.window, context.decay is not None)
         for (batch, block, keys), saved in zip(blocks, ctx.saved, strict=True):
             x, context_here = _block_scores(q, k, context, batch, block, keys)
             d_out = do[batch, :, block]
@@ -98,13 +99,25 @@ class RowBlocks(torch.autograd.Function):
                 for total, part in zip(d_others, parts, strict=True):
                     if part is not None:
                         total += part
-            dq[batch, :, block] = dx @ k[batch, :, keys]
-            _add_product(dk[batch, :, keys], dx.mT, q[batch, :, block])
+            q_here, k_here = _of_block(q, k, context_here, batch, block, keys)
+            dq[batch, :, block] = dx @ k_here
+            if context.decay is None:
+                _add_product(dk[batch, :, keys], dx.mT, q_here)
+            else:
+                of_rows, of_keys = context_here.decay_factors(q.dtype)
+                dq[batch, :, block] *= of_rows
+                dk[batch, :, keys] += (dx.mT @ q_here) * of_keys
             _add_product(dv[batch, :, keys], weights.detach().mT, d_out)
-        return dq, dk, dv, None, None, *d_others
+        d_decay = None
+        if context.decay is not None:  # q_ic e^(P_ic) and k_jc e^(-P_jc) are all that P is in
+            d_decay = -(k * dk)
+            d_decay[:, :, -q.shape[2] :] += q * dq
+        return dq, dk, dv, d_decay, None, None, *d_others
 
 
-def query_blocks(q: Tensor, k: Tensor, window: int = 0) -> list[tuple[slice, slice, slice]]:
+def query_blocks(
+    q: Tensor, k: Tensor, window: int = 0, decays: bool = False
+) -> list[tuple[slice, slice, slice]]:
     """The (batch, query, key) slices that the engine visits: the keys that any of the block's rows sees.
 
     Blocks are small enough for a CPU's cache (2 MB of scores) or a few hundred MB on a GPU.
@@ -112,6 +125,7 @@ def query_blocks(q: Tensor, k: Tensor, window: int = 0) -> list[tuple[slice, sli
     n_batch, n_head, n_queries = q.shape[:3]
     n_keys = k.shape[-2]
     n_rows, budget = (64, 2**19) if q.device.type == "cpu" else (256, 2**26)
+    n_rows = DECAY_ROWS if decays else n_rows
     blocks = []
     for start in range(0, n_queries, n_rows):
         stop = min(start + n_rows, n_queries)
@@ -129,7 +143,8 @@ def _block_scores(
 ) -> tuple[Tensor, RowContext]:
     """A block's scores, HIDDEN at hidden keys, and its `RowContext`."""
     context = context.block(batch, block, keys)
-    x = q[batch, :, block] @ k[batch, :, keys].mT  # (b, H, R, K)
+    q_here, k_here = _of_block(q, k, context, batch, block, keys)
+    x = q_here @ k_here.mT  # (b, H, R, K)
     if context.first is None:  # only the last R keys are hidden from any row of the block
         n_rows = x.shape[-2]
         future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=x.device).triu(1)
@@ -137,6 +152,18 @@ def _block_scores(
     else:
         x.masked_fill_(~context.visible(x), HIDDEN)
     return x, context
+
+
+def _of_block(
+    q: Tensor, k: Tensor, context: RowContext, batch: slice, block: slice, keys: slice
+) -> tuple[Tensor, Tensor]:
+    """A block's q and k, whose products are its scores, with the decay of its `context`."""
+    q = q[batch, :, block]
+    k = k[batch, :, keys]
+    if context.decay is None:
+        return q, k
+    of_rows, of_keys = context.decay_factors(q.dtype)
+    return q * of_rows, k * of_keys
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -38,7 +38,7 @@ def register(name: str, options: AttentionConfig, train_len: int = 0) -> None:
     Raises:
         UserError: for `ssmax_pn`, and a normaliser that reads the layer's input.
     """
-    if options.definition.signals:
+    if options.definition.signals(1):
         raise UserError(
             f"{options.normaliser} reads the layer's input: cannot be part of a model of transformers"
         )

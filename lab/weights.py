@@ -60,7 +60,7 @@ def row(options: AttentionConfig, n: int) -> Tensor:
 def main() -> None:
     out = parse_figure_path(__doc__)
     choices = [AttentionConfig(normaliser=name) for name in sorted(NORMALISERS) if name != "ssmax_pn"]
-    choices = [options for options in choices if not options.definition.signals]  # from the layer's input
+    choices = [options for options in choices if not options.definition.signals(1)]  # from the layer's input
     choices += [AttentionConfig(**options) for options in COMBINATIONS]
     figure = Figure(figsize=(15, 13), layout="constrained")
     axes = figure.subplots(-(-len(choices) // N_COLUMNS), N_COLUMNS, sharex=True, sharey=True).flat

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNIFORM_TOLERANCE = 1e-5  # of n max(A) - 1, below which a row counts as uniform
+DECAY_ROWS = 32  # rows whose decays share a reference: with `MIN_LOG_GATE` no factor exceeds e^80
+MIN_LOG_GATE = -2.5
 HIDDEN = -1e30  # the score of a hidden key: e^x is 0, and unlike -inf it times 0 is no NaN in a gradient
 
 # ---------------------------------------------------------------- what a formula may use
@@ -47,13 +49,15 @@ class RowContext:
     first: Tensor | None = None  # (R, 1): the first key each row sees; None: key 0
     signals: dict[str, Tensor] = field(default_factory=dict)  # of the rows, for `factor`: (B, H, R, 1) each
     key_bias: Tensor | None = None  # (B, H, K) float64, see `Normaliser.key_bias`
+    decay: Tensor | None = None  # (B, H, K, D) float64, see `Normaliser.key_decay`
     cached: bool = False  # the keys come from `cache_keys`
 
     def block(self, batch: slice, rows: slice, keys: slice) -> RowContext:
         """Of these sequences and rows, whose keys are a slice of all; without signals."""
         first = None if self.first is None else self.first[rows] - (keys.start or 0)
         key_bias = None if self.key_bias is None else self.key_bias[batch, :, keys]
-        return replace(self, n=self.n[rows], first=first, signals={}, key_bias=key_bias)
+        decay = None if self.decay is None else self.decay[batch, :, keys]
+        return replace(self, n=self.n[rows], first=first, signals={}, key_bias=key_bias, decay=decay)
 
     @property
     def own(self) -> Tensor:
@@ -66,6 +70,16 @@ class RowContext:
             return x
         of_rows = self.key_bias[..., self.own.squeeze(-1).long()]  # (B, H, R)
         return x + (self.key_bias[..., None, :] - of_rows[..., None]).to(x.dtype)
+
+    def decay_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """e^(P_i - P) of the rows, e^(P - P_j) of the keys, P = `decay` at the first row: (B, H, R or K, D).
+
+        For at most DECAY_ROWS rows, without keys after them.
+        """
+        assert self.decay is not None
+        of_rows = self.decay[:, :, self.own.squeeze(-1).long()]
+        first = of_rows[:, :, :1]
+        return (of_rows - first).exp().to(dtype), (first - self.decay).exp().to(dtype)
 
     def visible(self, x: Tensor) -> Tensor:
         """(R, K) bool: the keys of x (..., K) that each row sees."""
@@ -188,16 +202,22 @@ class Normaliser(BaseModel):
         """
         return self.factor(context)
 
-    @property
-    def signals(self) -> dict[str, float]:
+    def signals(self, n_channels: int) -> dict[str, float]:
         """Names and initial b of numbers w.h + b per head, h the layer's input, w and b learned.
 
-        `factor` finds those of the rows in `context.signals`, `key_bias` gets those of all keys.
+        `factor` finds those of the rows in `context.signals`, `key_bias` and `key_decay` get those of all keys.
         """
         return {}
 
     def key_bias(self, signals: dict[str, Tensor]) -> Tensor | None:
         """beta (B, H, Tk), best in float64. beta_j - beta_i is added to the score of query i and key j."""
+        return None
+
+    def key_decay(self, signals: dict[str, Tensor]) -> Tensor | None:
+        """P (B, H, Tk, D) float64. The score of query i and key j is sum_c q_ic k_jc e^(P_ic - P_jc).
+
+        P falls by at most -MIN_LOG_GATE from one key to the next.
+        """
         return None
 
     def at_distance(self, x: Tensor, t: Tensor) -> Tensor:
@@ -215,9 +235,18 @@ class Normaliser(BaseModel):
 
     @property
     def by_place(self) -> bool:
-        """The scores depend on where the keys are: on their distances, or by a `key_bias`."""
+        """The scores depend on where the keys are: on their distances, or by a `key_bias` or `key_decay`."""
         cls = type(self)
-        return cls.at_distance is not Normaliser.at_distance or cls.key_bias is not Normaliser.key_bias
+        return (
+            cls.at_distance is not Normaliser.at_distance
+            or cls.key_bias is not Normaliser.key_bias
+            or self.decays
+        )
+
+    @property
+    def decays(self) -> bool:
+        """The scores have a `key_decay`."""
+        return type(self).key_decay is not Normaliser.key_decay
 
     @property
     def is_softmax(self) -> bool:

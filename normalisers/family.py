@@ -80,8 +80,7 @@ class Scaled(Normaliser):
     def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
         return {"s": torch.full((n_head,), self.scale_init)} if self.scale == "learned" else {}
 
-    @property
-    def signals(self) -> dict[str, float]:
+    def signals(self, n_channels: int) -> dict[str, float]:
         return {"beta": 0.0, "gamma": 0.0} if self.length_scale == "query" else {}
 
     def factor(self, context: RowContext) -> Tensor | float:
@@ -177,7 +176,8 @@ class Phi(Scaled, name="phi"):
     @property
     def bounded(self) -> bool:
         """|score| < 70 at every length and head size in use: no phi of a score underflows in float32."""
-        as_here = type(self).shift is Phi.shift and type(self).factor is Scaled.factor and not self.signals
+        as_here = type(self).shift is Phi.shift and type(self).factor is Scaled.factor
+        as_here = as_here and self.length_scale != "query"
         return self.scores == "cosine" and self.scale == "ln_d" and not self.bias and as_here
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infra.cli import UserError
-from normalisers.base import HIDDEN, Normaliser, RowContext, reweight, share_heads
+from normalisers.base import DECAY_ROWS, HIDDEN, Normaliser, RowContext, reweight, share_heads
 from normalisers.family import Phi
 from positions import alibi
 
@@ -57,11 +57,12 @@ class NormaliserLayer(nn.Module):
         for name, value in definition.learned(n_head, train_len).items():
             self.register_parameter(name, nn.Parameter(value))
             self.learned_names.append(name)
-        if definition.signals and width:
-            self.signal = nn.Linear(width, n_head * len(definition.signals))
+        self.signals = definition.signals(head_dim * (2 if position == "pope" else 1))  # channels of q
+        if self.signals and width:
+            self.signal = nn.Linear(width, n_head * len(self.signals))
             nn.init.normal_(self.signal.weight, std=SIGNAL_STD)
             with torch.no_grad():  # (H, signals) each
-                self.signal.bias.copy_(torch.tensor([*definition.signals.values()] * n_head))
+                self.signal.bias.copy_(torch.tensor([*self.signals.values()] * n_head))
 
     @property
     def label(self) -> str:
@@ -88,8 +89,22 @@ class NormaliserLayer(nn.Module):
 
     def dense_weights(self, q: Tensor, k: Tensor, context: RowContext) -> Tensor:
         q, k = self.prepare(q, k, context)
-        x = q @ k.mT  # (B, H, Tq, Tk)
+        x = self.products(q, k, context)
         return self.row_weights(x.masked_fill(~context.visible(x), HIDDEN), context)
+
+    def products(self, q: Tensor, k: Tensor, context: RowContext) -> Tensor:
+        """The scores (B, H, Tq, Tk) of prepared q and k before anything is added, with `key_decay`."""
+        if context.decay is None:
+            return q @ k.mT
+        n_keys = k.shape[-2]
+        parts = []
+        for start in range(0, q.shape[-2], DECAY_ROWS):
+            rows = slice(start, start + DECAY_ROWS)
+            keys = slice(0, min(n_keys - q.shape[-2] + rows.stop, n_keys))
+            of_rows, of_keys = context.block(slice(None), rows, keys).decay_factors(q.dtype)
+            x = (q[:, :, rows] * of_rows) @ (k[:, :, keys] * of_keys).mT
+            parts.append(F.pad(x, (0, n_keys - keys.stop)))
+        return torch.cat(parts, dim=2)
 
     def row_weights(self, x: Tensor, context: RowContext) -> Tensor:
         """Scores (..., R, K), HIDDEN at hidden keys, to weights: the formula, then the re-weighting."""
@@ -116,7 +131,7 @@ class NormaliserLayer(nn.Module):
 
     def read(self, h: Tensor) -> Tensor | None:
         """The formula's signals, (B, H, T, n) in at least float32, of the layer's input (B, T, C)."""
-        if not self.definition.signals:
+        if not self.signals:
             return None
         dtype = torch.promote_types(h.dtype, torch.float32)
         with torch.autocast(h.device.type, enabled=False):
@@ -177,13 +192,15 @@ class NormaliserLayer(nn.Module):
         p = self.reweight_p if p is None else min(p, self.reweight_p)
         learned = self.learned(dtype)
         context = RowContext(n, n_keys, self.train_len, self.head_dim, p, learned, first, cached=cached)
-        if not self.definition.signals:
+        if not self.signals:
             return context
         if signals is None:
             raise UserError(f"{self.definition.name} reads the layer's input: expected signals")
-        by_name = dict(zip(self.definition.signals, signals.to(dtype).unbind(-1), strict=True))
+        by_name = dict(zip(self.signals, signals.to(dtype).unbind(-1), strict=True))
         of_rows = {name: each[..., -n_queries:, None] for name, each in by_name.items()}
-        return replace(context, signals=of_rows, key_bias=self.definition.key_bias(by_name))
+        key_bias = self.definition.key_bias(by_name)
+        decay = self.definition.key_decay(by_name)
+        return replace(context, signals=of_rows, key_bias=key_bias, decay=decay)
 
     def cut(self, q: Tensor, k: Tensor, v: Tensor, context: RowContext) -> tuple[Tensor, Tensor, RowContext]:
         """k, v and their `RowContext` without the keys that lie before the windows of all queries."""

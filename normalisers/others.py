@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from infra.lazy import F, torch
-from normalisers.base import Normaliser, RowContext, has_contrast, l1_normalise
+from normalisers.base import MIN_LOG_GATE, Normaliser, RowContext, has_contrast, l1_normalise
 from normalisers.family import Bias, Phi, PhiName, Scaled, Softmax
 
 if TYPE_CHECKING:
@@ -209,12 +209,30 @@ class FoX(Softmax, name="fox"):
 
     forget_init: float = Field(0.0, description="Of b. A key t tokens back weighs sigmoid(b)^t at first.")
 
-    @property
-    def signals(self) -> dict[str, float]:
-        return {"forget": self.forget_init} | super().signals
+    def signals(self, n_channels: int) -> dict[str, float]:
+        return {"forget": self.forget_init} | super().signals(n_channels)
 
     def key_bias(self, signals: dict[str, Tensor]) -> Tensor:
         return -F.logsigmoid(signals["forget"]).double().cumsum(-1)
+
+
+class Wall(Softmax, name="wall"):
+    """softmax(sum_c q_ic k_jc e^(P_ic - P_jc) / sqrt(d)), P_t = sum_{s <= t} ln sigmoid(W h_s + b).
+
+    h is the layer's input, c a channel of a head: forgetting attention with a gate for each channel, there
+    without positions (`model.position = "none"`). From Wall attention (Tilde Research 2026,
+    blog.tilderesearch.com/blog/wall-attn). b starts at 8, as in fla-org/flash-linear-attention, against which
+    the formula was checked. Here ln sigmoid is at least -2.5: a channel keeps at least 8 % a token.
+    """
+
+    gate_init: float = Field(8.0, description="Of b. A channel keeps sigmoid(b) of a score a token at first.")
+
+    def signals(self, n_channels: int) -> dict[str, float]:
+        return {f"gate_{c}": self.gate_init for c in range(n_channels)} | super().signals(n_channels)
+
+    def key_decay(self, signals: dict[str, Tensor]) -> Tensor:
+        gates = torch.stack([each for name, each in signals.items() if name.startswith("gate_")], dim=-1)
+        return F.logsigmoid(gates).clamp_min(MIN_LOG_GATE).double().cumsum(-2)
 
 
 # ---------------------------------------------------------------- softmax, shifted or negated

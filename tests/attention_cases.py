@@ -165,7 +165,7 @@ def draw(
 
 def signals_of(normaliser: NormaliserLayer, q: Tensor, k: Tensor) -> Tensor | None:
     """In the place of what a formula reads from a layer's input: the first channels of the keys."""
-    n = len(normaliser.definition.signals)
+    n = len(normaliser.signals)
     return share_heads(k, q)[..., :n] if n else None
 
 

@@ -285,7 +285,7 @@ WINDOWED = [
     {"normaliser": "softmax"},
     {"normaliser": "ssmax", "reweight_p": 3, "scores": "cosine"},
     *({"normaliser": name} for name in ("stick_breaking", "scale_invariant", "elastic_softmax", "threshold")),
-    *({"normaliser": "softmax", "sink": "learned"}, {"normaliser": "fox"}),
+    *({"normaliser": "softmax", "sink": "learned"}, {"normaliser": "fox"}, {"normaliser": "wall"}),
 ]
 
 
@@ -535,6 +535,17 @@ def test_biases_by_key_keep_their_digits_in_float32():
     inputs = draw(128, 16384, 16)
     normaliser = make(AttentionConfig(normaliser="fox"), 2, 16, 1024)
     assert_close(run("rows", normaliser, *inputs), exactly(normaliser, *inputs), inputs, 1e-5, "rows")
+
+
+def test_decays_of_channels_neither_overflow_nor_lose_digits():
+    """Channels that keep all, or as little as they may, over 2,000 keys, in float32."""
+    inputs = draw(2000, 2000, 16)
+    inputs[1][..., :4] = -1000.0
+    inputs[1][..., 4:8] = 1000.0
+    inputs[0][..., :8] *= 1e-3
+    normaliser = make(AttentionConfig(normaliser="wall"), 2, 16, 1024)
+    got = run("rows", normaliser, *inputs)
+    assert_close(got, exactly(normaliser, *inputs), inputs, 1e-5, "rows")
 
 
 # 7. What is rejected.

@@ -315,7 +315,8 @@ def test_one_schedule_of_p_for_all_layers():
     ({"key_shift": True}, [1] * 24), ({"key_shift": True, "n_kv_head": 1}, PIECES),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize(
-    "attention", [{}, LSSAR, *({"normaliser": name} for name in ("threshold", "scale_invariant", "fox"))]
+    "attention",
+    [{}, LSSAR, *({"normaliser": name} for name in ("threshold", "scale_invariant", "fox", "wall"))],
 )
 def test_cache_equals_uncached(attention, parts, pieces):
     gpt = make_gpt(attention, std=0.2, **parts).double()  # float32 rounds differently on each CPU

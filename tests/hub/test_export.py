@@ -194,6 +194,7 @@ def test_exported_models_are_ours(tiny_config, own_file, call):
         (["--attention.normaliser", f"{own_file}:Mine"], "ntk"),
         ([*lssar, "--model.key-shift", "true"], "ntk"),
         ([*flags({"normaliser": "fox"}), "--model.position", "none"], "none"),
+        ([*flags({"normaliser": "wall"}), "--model.position", "none"], "none"),
         ([*flags({"length_scale": "query"}), "--model.position", "pope"], "yarn"),
         (
             ["--model.window", "9", "--layers", f"[{{at = [1], position = 'none', window = 0, {mine}}}]"],
