@@ -7,10 +7,10 @@ those of the normaliser's definition, in blocks of rows: O(block * T) memory.
 import torch
 from torch import Tensor
 
-from engines.rows import query_blocks
+from engines.rows import block_scores, query_blocks
 from lab.statistics import STATISTICS
 from model import GPT, KVCache
-from normalisers.base import HIDDEN, l1_normalise, share_heads
+from normalisers.base import l1_normalise, share_heads
 from normalisers.layer import NormaliserLayer
 from rope_scaling import UNSCALED, RopeScaling
 
@@ -42,12 +42,12 @@ def layer_statistics(
         context = normaliser.context(q, k, signals=signals)
         q, k = normaliser.prepare(q, k, context)
         total = q.new_zeros(*q.shape[:2], len(STATISTICS))
-        for batch, block, keys in query_blocks(q, k, normaliser.window):
+        for batch, block, keys in query_blocks(q, k, normaliser.window, context.decay is not None):
             unscaled = unscaled_q[batch, :, block] @ unscaled_k[batch, :, keys].mT  # (b, H, R, K)
-            block_context = context.block(batch, block, keys)
-            x = q[batch, :, block] @ k[batch, :, keys].mT
+            x, of_block = block_scores(q, k, context, batch, block, keys)
+            block_context = of_block.context
             hidden = ~block_context.visible(x)
-            weights = normaliser.row_weights(x.masked_fill(hidden, HIDDEN), block_context)
+            weights = normaliser.row_weights(x, block_context)
             x = block_context.add_bias(x)
             mass = l1_normalise(weights.abs())  # (b, H, R, K)
             n = block_context.n[:, 0]

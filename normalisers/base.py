@@ -79,7 +79,7 @@ class RowContext:
         assert self.decay is not None
         of_rows = self.decay[:, :, self.own.squeeze(-1).long()]
         first = of_rows[:, :, :1]
-        return (of_rows - first).exp().to(dtype), (first - self.decay).exp().to(dtype)
+        return (of_rows - first).to(dtype).exp(), (first - self.decay).to(dtype).exp()
 
     def visible(self, x: Tensor) -> Tensor:
         """(R, K) bool: the keys of x (..., K) that each row sees."""
@@ -205,7 +205,7 @@ class Normaliser(BaseModel):
     def signals(self, n_channels: int) -> dict[str, float]:
         """Names and initial b of numbers w.h + b per head, h the layer's input, w and b learned.
 
-        `factor` finds those of the rows in `context.signals`, `key_bias` and `key_decay` get those of all keys.
+        `factor` finds those of the rows in `context.signals`, `key_bias` and `key_decay` get all keys'.
         """
         return {}
 

@@ -140,9 +140,9 @@ def test_what_sdpa_supports_and_auto_takes():
     for (cfg,) in (case.values for case in CASES):
         plain = not cfg.reweight_p and getattr(cfg, "sink", "none") == "none"
         is_softmax = cfg.normaliser in by_sdpa or (getattr(cfg, "phi", "") == "exp" and cfg.l1)
-        assert has_sdpa(cfg) == (is_softmax and plain and cfg.normaliser not in ("scale_invariant", "fox")), (
-            cfg
-        )
+        assert has_sdpa(cfg) == (
+            is_softmax and plain and cfg.normaliser not in ("scale_invariant", "fox", "wall")
+        ), cfg
         engine = choose(make(cfg, 2, 16, 40), torch.device("cpu"), torch.float32)
         assert engine == ("sdpa" if has_sdpa(cfg) else "rows")
 
