@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
 from config import changed_keys, config_from_dict
@@ -46,6 +47,7 @@ class TrainState:
         self.raw_model = GPT(config, world.device)
         setting = config.train.compile
         compiles = world.device.type == "cuda" if setting == "auto" else setting
+        functorch_config.activation_memory_budget = config.train.memory_budget
         self.local_model: Any = torch.compile(self.raw_model) if compiles else self.raw_model
         self.model: Any = self.local_model
         if world.size > 1:

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py on a CPU: it runs, and its rows are kept."""
+"""benchmarks/gpu.py and saved_tensors.py on a CPU."""
 
 import json
 
@@ -6,7 +6,9 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
 
-from benchmarks import gpu
+import model
+from benchmarks import gpu, saved_tensors
+from config import load_config
 from engines.triton_kernels import INTERPRETED
 
 
@@ -22,3 +24,14 @@ def test_smoke(call, tmp_path, monkeypatch):
     assert not status.value.code and not any("failed" in record for record in records)
     assert [record["part"] for record in records[:4]] == ["attention", "step", "step", "step"]
     assert records[0]["name"] == "LSSAR p=15" and len(records) == 11
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="triton was imported before TRITON_INTERPRET was set")
+def test_a_memory_budget_keeps_as_little_of_lssar_as_of_softmax(monkeypatch):
+    monkeypatch.setattr(model, "apply_rope", saved_tensors.rope_on_gpu)
+    sizes = {}
+    for name in ("softmax", "lssar"):
+        config = load_config(f"configs/{name}.toml")
+        sizes[name] = [saved_tensors.saved_bytes(config, budget) for budget in (1.0, 0.99)]
+    (softmax, less_of_softmax), (lssar, less_of_lssar) = sizes["softmax"], sizes["lssar"]
+    assert lssar > 1.1 * softmax and less_of_lssar < 1.05 * less_of_softmax < 0.7 * softmax

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 from launch import build, finish, fork_ranks, metrics, run
 from torch.nn.utils import parameters_to_vector
 
@@ -116,6 +117,13 @@ def test_optimisers_lower_the_loss(optimizer: str, lr: str, tiny_config: Path):
     flags = ["--optimizer.name", optimizer, "--optimizer.lr", lr, "--train.max-steps", "20"]
     losses = list(metrics(run(tiny_config, *flags), "loss").values())
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_the_memory_budget_is_that_of_torch_compile(tiny_config: Path):
+    build(tiny_config, "--train.memory-budget", "0.5")
+    assert functorch_config.activation_memory_budget == 0.5
+    build(tiny_config)
+    assert functorch_config.activation_memory_budget == 1
 
 
 def test_deterministic_algorithms_are_asked_for(tiny_config: Path):

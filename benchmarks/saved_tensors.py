@@ -1,0 +1,100 @@
+"""What torch.compile keeps of one block for its backward pass, from its graphs, without a GPU.
+
+    export TRITON_INTERPRET=1
+    python -m benchmarks.saved_tensors configs/softmax.toml configs/lssar.toml --budget 1 0.99
+
+Traces a block of the config in bfloat16 with the operators of a GPU, as AOTAutograd and its partitioner do
+for torch.compile, and adds up what the forward graph returns for the backward one. Weights are left out. A
+view keeps the whole tensor alive and counts as its own size.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch._functorch.config as functorch_config
+from functorch.compile import aot_function, min_cut_rematerialization_partition
+from torch import Tensor, nn
+from torch._inductor.decomposition import select_decomp_table
+
+import model
+from attention import ChosenEngine, load_engine
+from config import load_config
+from evals.output import format_table
+from infra.cli import ArgumentParser, run_main
+from schema import Config, Engine
+
+
+class Traced(Exception):
+    """The graphs are there, nothing need run."""
+
+
+def rope_on_gpu(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`apply_rope` as CUDA tensors take it."""
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
+
+
+def saved_bytes(config: Config, budget: float) -> int:
+    """Of a block and one sequence: the activations that the forward graph returns beside its output."""
+    block = model.Block(config.of_layer(0), 0)
+    layer = block.attention.normaliser
+    name: Engine = "sdpa" if layer.definition.is_softmax and not layer.reweight_p else "triton"
+    block.attention.engine = ChosenEngine(name, load_engine(name).run, name)
+    parameters = dict(block.named_parameters())
+    m = config.model
+    x = torch.empty(1, config.train.seq_len, m.n_embd, requires_grad=True)
+    tables = [torch.empty(config.train.seq_len, m.head_dim // 2) for _ in range(2)]
+    total = 0
+
+    def forward(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.func.functional_call(
+                block, dict(zip(parameters, weights, strict=True)), (x, cos, sin)
+            )
+
+    def add_up(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> nn.Module:
+        nonlocal total
+        returned = graph.graph.find_nodes(op="output")[0].args[0]
+        values = {
+            node: node.meta["val"] for node in returned[1:] if node is not None and node.op != "placeholder"
+        }
+        sizes = [
+            v.nbytes for v in values.values() if isinstance(v, Tensor) and config.train.seq_len in v.shape
+        ]
+        total = sum(sizes)
+        raise Traced
+
+    traced = aot_function(
+        forward,
+        add_up,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    try:
+        with functorch_config.patch(activation_memory_budget=budget):
+            traced(x, *tables, *parameters.values())
+    except Traced:
+        return total
+    raise AssertionError("not traced")
+
+
+def main() -> None:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("configs", nargs="+", help="config files")
+    parser.add_argument(
+        "--budget", type=float, nargs="+", default=[1.0], help="train.memory_budget (default: 1)"
+    )
+    args: argparse.Namespace = parser.parse_args()
+    model.apply_rope = rope_on_gpu
+    lines = [["config", "sequences", *(f"MB, budget {budget:g}" for budget in args.budget)]]
+    for path in args.configs:
+        config = load_config(path)
+        sizes = [saved_bytes(config, budget) * config.train.micro_batch / 1e6 for budget in args.budget]
+        lines.append([config.name, str(config.train.micro_batch), *(f"{size:.0f}" for size in sizes)])
+    print(format_table(lines))
+
+
+if __name__ == "__main__":
+    run_main(main)
