@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 import triton
 from torch import Tensor
@@ -57,6 +58,7 @@ CASES: dict[str, tuple[dict[str, Any], Engine]] = {
     "scale_invariant": ({"normaliser": "scale_invariant"}, "flex"),
 }
 STEPS = ("softmax", "SSMax on QK-norm", "LSSAR p=15")
+BUDGETS = (1.0, 0.99)  # train.memory_budget
 
 
 class Bench:
@@ -160,7 +162,7 @@ def attention_row(bench: Bench, name: str, head_dim: int, length: int) -> Row:
     return {"ms": ms} | ratios(ms, forward_backward)
 
 
-def step_row(bench: Bench, name: str) -> Row:
+def step_row(bench: Bench, name: str, memory_budget: float) -> Row:
     options, engine = CASES[name]
     length, batch = (32, 2) if bench.smoke else (1024, 32)
     train: Row = {"seq_len": length, "batch_tokens": length * batch, "micro_batch": batch, "engine": engine}
@@ -180,7 +182,8 @@ def step_row(bench: Bench, name: str) -> Row:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    step()  # compiles
+    with functorch_config.patch(activation_memory_budget=memory_budget):
+        step()  # compiles
     if not bench.smoke:
         torch.cuda.reset_peak_memory_stats()
     step()
@@ -197,7 +200,7 @@ def plan(smoke: bool) -> list[tuple[Callable[..., Row], Row]]:
         (attention_row, {"name": name, "head_dim": head_dim, "length": length})
         for head_dim, length, name in itertools.product(HEAD_DIMS, lengths, names)
     ]
-    steps = [(step_row, {"name": name}) for name in STEPS]
+    steps = [(step_row, {"name": name, "memory_budget": budget}) for budget in BUDGETS for name in STEPS]
     return [attention[0], *steps, *attention[1:]]
 
 

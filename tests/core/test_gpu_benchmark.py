@@ -22,8 +22,8 @@ def test_smoke(call, tmp_path, monkeypatch):
         call(gpu, "--smoke")
     records = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert not status.value.code and not any("failed" in record for record in records)
-    assert [record["part"] for record in records[:4]] == ["attention", "step", "step", "step"]
-    assert records[0]["name"] == "LSSAR p=15" and len(records) == 11
+    assert [record["part"] for record in records[:7]] == ["attention", *["step"] * 6]
+    assert records[0]["name"] == "LSSAR p=15" and len(records) == 14
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="triton was imported before TRITON_INTERPRET was set")
