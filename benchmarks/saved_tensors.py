@@ -1,11 +1,11 @@
-"""What torch.compile keeps of one block for its backward pass, from its graphs, without a GPU.
+"""What torch.compile keeps of a block for its backward pass, from its graphs, without a GPU.
 
     export TRITON_INTERPRET=1
     python -m benchmarks.saved_tensors configs/softmax.toml configs/lssar.toml --budget 1 0.99
 
-Traces a block of the config in bfloat16 with the operators of a GPU, as AOTAutograd and its partitioner do
-for torch.compile, and adds up what the forward graph returns for the backward one. Weights are left out. A
-view keeps the whole tensor alive and counts as its own size.
+Traces blocks of the config in bfloat16 with the operators of a GPU, as AOTAutograd and its partitioner do for
+torch.compile, and adds up what the forward graph returns for the backward one. Weights and RoPE's tables are
+left out. A view keeps the whole tensor alive and counts as its own size.
 """
 
 from __future__ import annotations
@@ -36,13 +36,33 @@ def rope_on_gpu(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
 
 
-def saved_bytes(config: Config, budget: float) -> int:
-    """Of a block and one sequence: the activations that the forward graph returns beside its output."""
-    block = model.Block(config.of_layer(0), 0)
-    layer = block.attention.normaliser
-    name: Engine = "sdpa" if layer.definition.is_softmax and not layer.reweight_p else "triton"
-    block.attention.engine = ChosenEngine(name, load_engine(name).run, name)
-    parameters = dict(block.named_parameters())
+class Stack(nn.Module):
+    """Blocks of the config, with the engines of a GPU."""
+
+    def __init__(self, config: Config, n_blocks: int) -> None:
+        super().__init__()
+        blocks = [model.Block(config.of_layer(0), i) for i in range(n_blocks)]
+        for block in blocks:
+            layer = block.attention.normaliser
+            name: Engine = "sdpa" if layer.definition.is_softmax and not layer.reweight_p else "triton"
+            block.attention.engine = ChosenEngine(name, load_engine(name).run, name)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return x
+
+
+def block_bytes(config: Config, budget: float) -> float:
+    """What a block adds for one sequence: half of the difference of three and one."""
+    return (saved_bytes(config, budget, 3) - saved_bytes(config, budget, 1)) / 2
+
+
+def saved_bytes(config: Config, budget: float, n_blocks: int) -> int:
+    """Of one sequence: the activations that the forward graph of the blocks returns beside its output."""
+    stack = Stack(config, n_blocks)
+    parameters = dict(stack.named_parameters())
     m = config.model
     x = torch.empty(1, config.train.seq_len, m.n_embd, requires_grad=True)
     tables = [torch.empty(config.train.seq_len, m.head_dim // 2) for _ in range(2)]
@@ -51,18 +71,16 @@ def saved_bytes(config: Config, budget: float) -> int:
     def forward(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return torch.func.functional_call(
-                block, dict(zip(parameters, weights, strict=True)), (x, cos, sin)
+                stack, dict(zip(parameters, weights, strict=True)), (x, cos, sin)
             )
 
     def add_up(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> nn.Module:
         nonlocal total
+        left_out = [node.name for node in graph.graph.find_nodes(op="placeholder")][1:]  # x is the first
         returned = graph.graph.find_nodes(op="output")[0].args[0]
-        values = {
-            node: node.meta["val"] for node in returned[1:] if node is not None and node.op != "placeholder"
-        }
-        sizes = [
-            v.nbytes for v in values.values() if isinstance(v, Tensor) and config.train.seq_len in v.shape
-        ]
+        kept = [node for node in returned[1:] if node and node.name not in left_out]
+        values = [node.meta["val"] for node in kept]
+        sizes = [v.nbytes for v in values if isinstance(v, Tensor) and config.train.seq_len in v.shape]
         total = sum(sizes)
         raise Traced
 
@@ -91,7 +109,7 @@ def main() -> None:
     lines = [["config", "sequences", *(f"MB, budget {budget:g}" for budget in args.budget)]]
     for path in args.configs:
         config = load_config(path)
-        sizes = [saved_bytes(config, budget) * config.train.micro_batch / 1e6 for budget in args.budget]
+        sizes = [block_bytes(config, budget) * config.train.micro_batch / 1e6 for budget in args.budget]
         lines.append([config.name, str(config.train.micro_batch), *(f"{size:.0f}" for size in sizes)])
     print(format_table(lines))
 

@@ -33,9 +33,7 @@ compiled_attention = torch.compile(flex_attention, dynamic=True, fullgraph=True)
 def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:
     """Why this engine cannot run the layer there; "" if it can."""
     definition = layer.definition
-    if not (
-        isinstance(definition, Phi) and definition.is_softmax and layer.by_place and not definition.decays
-    ):
+    if not (isinstance(definition, Phi) and definition.is_softmax and layer.by_place) or definition.decays:
         return f"{layer.label} is not a softmax of scores that depend on the distance or the key"
     if layer.reweight_p:
         return f"{layer.label} re-weights its softmax"

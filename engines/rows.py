@@ -8,7 +8,7 @@ closed form instead (`softplus_power`), 1.14x / 1.26x faster in a training step 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
 
 
 class RowBlocks(torch.autograd.Function):
-    """Attention by blocks of query rows; saves q, k, v, o and, of LSSAR, two numbers a row."""
+    """Attention by blocks of query rows; saves its inputs, o and, of LSSAR, two numbers a row."""
 
     @staticmethod
     def forward(
@@ -57,14 +57,15 @@ class RowBlocks(torch.autograd.Function):
     ) -> Tensor:
         out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
         ctx.saved = []  # by block
-        for batch, block, keys in query_blocks(q, k, layer.window, decay is not None):
-            x, of_block = block_scores(q, k, context, batch, block, keys)
-            weights, saved = block_weights(layer, x, of_block.context)
+        for batch, block, keys in query_blocks(q, k, layer):
+            x, here, *_ = block_scores(q, k, context, batch, block, keys)
+            weights, saved = block_weights(layer, x, here)
             out[batch, :, block] = weights @ v[batch, :, keys]
             ctx.saved.append(saved)
-        ctx.save_for_backward(q, k, v, out, *others)
+        ctx.save_for_backward(q, k, v, out, decay, *others)
         ctx.layer = layer
-        ctx.context = context
+        ctx.context = replace(context, decay=None, key_bias=None)  # freed with what is saved
+        ctx.has_bias = context.key_bias is not None
         return out
 
     @staticmethod
@@ -75,22 +76,22 @@ class RowBlocks(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, do: Tensor) -> Any:
-        q, k, v, out, *others = ctx.saved_tensors
+        q, k, v, out, decay, *others = ctx.saved_tensors
         dq = torch.empty_like(q)
         others = [t.detach().requires_grad_() for t in others]
         dk, dv, *d_others = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (k, v, *others))
         learned = dict(zip(ctx.context.learned, others, strict=False))
-        key_bias = None if ctx.context.key_bias is None else others[-1]
-        context = replace(ctx.context, learned=learned, key_bias=key_bias)
+        context = replace(
+            ctx.context, learned=learned, decay=decay, key_bias=others[-1] if ctx.has_bias else None
+        )
         delta = (do * out).sum(-1, keepdim=True)  # (B, H, Tq, 1)
-        blocks = query_blocks(q, k, ctx.layer.window, context.decay is not None)
-        for (batch, block, keys), saved in zip(blocks, ctx.saved, strict=True):
-            x, of_block = block_scores(q, k, context, batch, block, keys)
+        for (batch, block, keys), saved in zip(query_blocks(q, k, ctx.layer), ctx.saved, strict=True):
+            x, here, of_q, of_k, factors = block_scores(q, k, context, batch, block, keys)
             d_out = do[batch, :, block]
             d_weights = d_out @ v[batch, :, keys].mT
             if saved:
                 c, e = saved
-                rows = of_block.context.n, context.p, c, e
+                rows = here.n, context.p, c, e
                 weights, dx = softplus_power_vjp(x, *rows, d_weights, delta[batch, :, block])
             else:
                 with torch.enable_grad():  # the block's part of key_bias, too
@@ -99,23 +100,21 @@ class RowBlocks(torch.autograd.Function):
                 for total, part in zip(d_others, parts, strict=True):
                     if part is not None:
                         total += part
-            dq[batch, :, block] = dx @ of_block.k
-            if of_block.factors is None:
-                _add_product(dk[batch, :, keys], dx.mT, of_block.q)
+            dq[batch, :, block] = dx @ of_k
+            if factors:
+                dq[batch, :, block] *= factors[0]
+                dk[batch, :, keys] += (dx.mT @ of_q) * factors[1]
             else:
-                dq[batch, :, block] *= of_block.factors[0]
-                dk[batch, :, keys] += (dx.mT @ of_block.q) * of_block.factors[1]
+                _add_product(dk[batch, :, keys], dx.mT, of_q)
             _add_product(dv[batch, :, keys], weights.detach().mT, d_out)
         d_decay = None
-        if context.decay is not None:  # q_ic e^(P_ic) and k_jc e^(-P_jc) are all that P is in
+        if decay is not None:  # q_ic e^(P_ic) and k_jc e^(-P_jc) are all that P is in
             d_decay = -(k * dk)
             d_decay[:, :, -q.shape[2] :] += q * dq
         return dq, dk, dv, d_decay, None, None, *d_others
 
 
-def query_blocks(
-    q: Tensor, k: Tensor, window: int = 0, decays: bool = False
-) -> list[tuple[slice, slice, slice]]:
+def query_blocks(q: Tensor, k: Tensor, layer: NormaliserLayer) -> list[tuple[slice, slice, slice]]:
     """The (batch, query, key) slices that the engine visits: the keys that any of the block's rows sees.
 
     Blocks are small enough for a CPU's cache (2 MB of scores) or a few hundred MB on a GPU.
@@ -123,12 +122,12 @@ def query_blocks(
     n_batch, n_head, n_queries = q.shape[:3]
     n_keys = k.shape[-2]
     n_rows, budget = (64, 2**19) if q.device.type == "cpu" else (256, 2**26)
-    n_rows = DECAY_ROWS if decays else n_rows
+    n_rows = DECAY_ROWS if layer.definition.decays else n_rows
     blocks = []
     for start in range(0, n_queries, n_rows):
         stop = min(start + n_rows, n_queries)
         last_key = n_keys - n_queries + stop
-        first_key = max(0, n_keys - n_queries + start + 1 - window) if window else 0
+        first_key = max(0, n_keys - n_queries + start + 1 - layer.window) if layer.window else 0
         n_sequences = max(1, budget // (n_head * n_rows * (last_key - first_key)))
         for first in range(0, n_batch, n_sequences):
             keys = slice(first_key, last_key)
@@ -138,32 +137,21 @@ def query_blocks(
 
 def block_scores(
     q: Tensor, k: Tensor, context: RowContext, batch: slice, block: slice, keys: slice
-) -> tuple[Tensor, Block]:
-    """A block's scores, HIDDEN at hidden keys, and what they were made of."""
-    of_block = Block(q[batch, :, block], k[batch, :, keys], context.block(batch, block, keys))
-    if context.decay is not None:
-        of_block = of_block.decayed()
-    x = of_block.q @ of_block.k.mT  # (b, H, R, K)
+) -> tuple[Tensor, RowContext, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    """A block's scores, HIDDEN at hidden keys, its `RowContext`, q and k, and their factors, if any."""
+    context = context.block(batch, block, keys)
+    q, k = q[batch, :, block], k[batch, :, keys]
+    factors = None if context.decay is None else context.decay_factors(q.dtype)
+    if factors:
+        q, k = q * factors[0], k * factors[1]
+    x = q @ k.mT  # (b, H, R, K)
     if context.first is None:  # only the last R keys are hidden from any row of the block
         n_rows = x.shape[-2]
         future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=x.device).triu(1)
         x[..., -n_rows:].masked_fill_(future, HIDDEN)
     else:
-        x.masked_fill_(~of_block.context.visible(x), HIDDEN)
-    return x, of_block
-
-
-class Block(NamedTuple):
-    """A block's queries and keys, whose products are its scores, and its `RowContext`."""
-
-    q: Tensor  # (b, H, R, D)
-    k: Tensor  # (b, H, K, D)
-    context: RowContext
-    factors: tuple[Tensor, Tensor] | None = None  # with a decay: what is multiplied into q and k
-
-    def decayed(self) -> Block:
-        of_rows, of_keys = self.context.decay_factors(self.q.dtype)
-        return Block(self.q * of_rows, self.k * of_keys, self.context, (of_rows, of_keys))
+        x.masked_fill_(~context.visible(x), HIDDEN)
+    return x, context, q, k, factors
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -53,7 +53,7 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
     if layer.reweight_p:
         return f"{layer.label} re-weights its softmax"
     if layer.by_place:
-        return f"{layer.label} adds to the scores, by distance or by key"
+        return f"{layer.label} has scores that depend on where the keys are"
     if layer.window and isinstance(layer.definition, AdaptiveSoftmax):
         return f"{layer.label} has moments of its scores, which need all keys, and a window"
     return ""

@@ -42,10 +42,9 @@ def layer_statistics(
         context = normaliser.context(q, k, signals=signals)
         q, k = normaliser.prepare(q, k, context)
         total = q.new_zeros(*q.shape[:2], len(STATISTICS))
-        for batch, block, keys in query_blocks(q, k, normaliser.window, context.decay is not None):
+        for batch, block, keys in query_blocks(q, k, normaliser):
             unscaled = unscaled_q[batch, :, block] @ unscaled_k[batch, :, keys].mT  # (b, H, R, K)
-            x, of_block = block_scores(q, k, context, batch, block, keys)
-            block_context = of_block.context
+            x, block_context, *_ = block_scores(q, k, context, batch, block, keys)
             hidden = ~block_context.visible(x)
             weights = normaliser.row_weights(x, block_context)
             x = block_context.add_bias(x)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNIFORM_TOLERANCE = 1e-5  # of n max(A) - 1, below which a row counts as uniform
-DECAY_ROWS = 32  # rows whose decays share a reference: with `MIN_LOG_GATE` no factor exceeds e^80
+DECAY_ROWS = 32  # rows whose decays share a reference: with `MIN_LOG_GATE` no factor exceeds e^42
 MIN_LOG_GATE = -2.5
 HIDDEN = -1e30  # the score of a hidden key: e^x is 0, and unlike -inf it times 0 is no NaN in a gradient
 
@@ -72,14 +72,15 @@ class RowContext:
         return x + (self.key_bias[..., None, :] - of_rows[..., None]).to(x.dtype)
 
     def decay_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """e^(P_i - P) of the rows, e^(P - P_j) of the keys, P = `decay` at the first row: (B, H, R or K, D).
+        """2^55 e^(P_i - P) of at most DECAY_ROWS rows, 2^-55 e^(P - P_j) of the keys, (B, H, R or K, D).
 
-        For at most DECAY_ROWS rows, without keys after them.
+        P is `decay` at the first row. All are below e^42: products with small gradients stay normal numbers.
         """
         assert self.decay is not None
         of_rows = self.decay[:, :, self.own.squeeze(-1).long()]
         first = of_rows[:, :, :1]
-        return (of_rows - first).to(dtype).exp(), (first - self.decay).to(dtype).exp()
+        of_keys = (first - self.decay).to(dtype).clamp_max(80).exp()  # keys after the rows are hidden
+        return (of_rows - first).to(dtype).exp() * 2.0**55, of_keys * 2.0**-55
 
     def visible(self, x: Tensor) -> Tensor:
         """(R, K) bool: the keys of x (..., K) that each row sees."""
@@ -202,7 +203,7 @@ class Normaliser(BaseModel):
         """
         return self.factor(context)
 
-    def signals(self, n_channels: int) -> dict[str, float]:
+    def signals(self, head_dim: int) -> dict[str, float]:
         """Names and initial b of numbers w.h + b per head, h the layer's input, w and b learned.
 
         `factor` finds those of the rows in `context.signals`, `key_bias` and `key_decay` get all keys'.
@@ -236,12 +237,8 @@ class Normaliser(BaseModel):
     @property
     def by_place(self) -> bool:
         """The scores depend on where the keys are: on their distances, or by a `key_bias` or `key_decay`."""
-        cls = type(self)
-        return (
-            cls.at_distance is not Normaliser.at_distance
-            or cls.key_bias is not Normaliser.key_bias
-            or self.decays
-        )
+        names = ("at_distance", "key_bias", "key_decay")
+        return any(getattr(type(self), name) is not getattr(Normaliser, name) for name in names)
 
     @property
     def decays(self) -> bool:

@@ -80,7 +80,7 @@ class Scaled(Normaliser):
     def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
         return {"s": torch.full((n_head,), self.scale_init)} if self.scale == "learned" else {}
 
-    def signals(self, n_channels: int) -> dict[str, float]:
+    def signals(self, head_dim: int) -> dict[str, float]:
         return {"beta": 0.0, "gamma": 0.0} if self.length_scale == "query" else {}
 
     def factor(self, context: RowContext) -> Tensor | float:

@@ -57,7 +57,7 @@ class NormaliserLayer(nn.Module):
         for name, value in definition.learned(n_head, train_len).items():
             self.register_parameter(name, nn.Parameter(value))
             self.learned_names.append(name)
-        self.signals = definition.signals(head_dim * (2 if position == "pope" else 1))  # channels of q
+        self.signals = definition.signals(head_dim)
         if self.signals and width:
             self.signal = nn.Linear(width, n_head * len(self.signals))
             nn.init.normal_(self.signal.weight, std=SIGNAL_STD)
@@ -96,14 +96,11 @@ class NormaliserLayer(nn.Module):
         """The scores (B, H, Tq, Tk) of prepared q and k before anything is added, with `key_decay`."""
         if context.decay is None:
             return q @ k.mT
-        n_keys = k.shape[-2]
         parts = []
         for start in range(0, q.shape[-2], DECAY_ROWS):
             rows = slice(start, start + DECAY_ROWS)
-            keys = slice(0, min(n_keys - q.shape[-2] + rows.stop, n_keys))
-            of_rows, of_keys = context.block(slice(None), rows, keys).decay_factors(q.dtype)
-            x = (q[:, :, rows] * of_rows) @ (k[:, :, keys] * of_keys).mT
-            parts.append(F.pad(x, (0, n_keys - keys.stop)))
+            of_rows, of_keys = context.block(slice(None), rows, slice(None)).decay_factors(q.dtype)
+            parts.append((q[:, :, rows] * of_rows) @ (k * of_keys).mT)
         return torch.cat(parts, dim=2)
 
     def row_weights(self, x: Tensor, context: RowContext) -> Tensor:

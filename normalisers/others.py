@@ -209,8 +209,8 @@ class FoX(Softmax, name="fox"):
 
     forget_init: float = Field(0.0, description="Of b. A key t tokens back weighs sigmoid(b)^t at first.")
 
-    def signals(self, n_channels: int) -> dict[str, float]:
-        return {"forget": self.forget_init} | super().signals(n_channels)
+    def signals(self, head_dim: int) -> dict[str, float]:
+        return {"forget": self.forget_init} | super().signals(head_dim)
 
     def key_bias(self, signals: dict[str, Tensor]) -> Tensor:
         return -F.logsigmoid(signals["forget"]).double().cumsum(-1)
@@ -227,8 +227,8 @@ class Wall(Softmax, name="wall"):
 
     gate_init: float = Field(8.0, description="Of b. A channel keeps sigmoid(b) of a score a token at first.")
 
-    def signals(self, n_channels: int) -> dict[str, float]:
-        return {f"gate_{c}": self.gate_init for c in range(n_channels)} | super().signals(n_channels)
+    def signals(self, head_dim: int) -> dict[str, float]:
+        return {f"gate_{c}": self.gate_init for c in range(head_dim)} | super().signals(head_dim)
 
     def key_decay(self, signals: dict[str, Tensor]) -> Tensor:
         gates = torch.stack([each for name, each in signals.items() if name.startswith("gate_")], dim=-1)

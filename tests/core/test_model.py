@@ -319,6 +319,8 @@ def test_one_schedule_of_p_for_all_layers():
     [{}, LSSAR, *({"normaliser": name} for name in ("threshold", "scale_invariant", "fox", "wall"))],
 )
 def test_cache_equals_uncached(attention, parts, pieces):
+    if attention.get("normaliser") == "wall":  # its channels must not rotate
+        parts = {key: parts[key] for key in parts if key != "rope_fraction"} | {"position": "none"}
     gpt = make_gpt(attention, std=0.2, **parts).double()  # float32 rounds differently on each CPU
     tokens, rope = random_tokens(2, 24), RopeScaling("yarn" if pieces == PIECES else "ntk", length=24)
     cache = KVCache(n_layer=2, max_length=24)
@@ -327,6 +329,13 @@ def test_cache_equals_uncached(attention, parts, pieces):
         logits = [gpt(piece, rope=rope, cache=cache) for piece in tokens.split(pieces, dim=1)]
     assert cache.length == 24 and cache.held[0][0].shape[1] == gpt.config.model.kv_heads
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-9, rtol=0)
+
+
+def test_channels_that_decay_must_not_rotate():
+    for position in ("rope", "p_rope", "pope"):
+        with pytest.raises(UserError, match=f"model.position = '{position}': expected none or alibi"):
+            make_gpt({"normaliser": "wall"}, position=position)
+    make_gpt({"normaliser": "wall"}, position="alibi")
 
 
 def test_fox_reads_the_layers_input():

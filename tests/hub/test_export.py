@@ -243,7 +243,8 @@ def test_native_only_where_exact(tiny_config):
 @pytest.mark.slow
 def test_every_normaliser_and_scaling_leaves(tiny_config, call):
     lssar = flags({"normaliser": "lssa", "reweight_p": 15})
-    cases = [(flags(options), "ntk") for options in OPTIONS]
+    cases = [(flags(options), "ntk") for options in OPTIONS if options["normaliser"] != "wall"]
+    cases += [([*flags({"normaliser": "wall"}), "--model.position", "none"], "none")]
     cases += [(lssar, rope) for rope in get_args(RopeKind)]
     positions = [["--model.position", name] for name in ("p_rope", "pope", "none", "alibi")]
     cases += [([*some, *each], "ntk") for some in (lssar, []) for each in positions]
