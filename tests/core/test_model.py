@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch.nn import functional as F
 
 from generation import generate
@@ -333,7 +334,7 @@ def test_cache_equals_uncached(attention, parts, pieces):
 
 def test_channels_that_decay_must_not_rotate():
     for position in ("rope", "p_rope", "pope"):
-        with pytest.raises(UserError, match=f"model.position = '{position}': expected none or alibi"):
+        with pytest.raises(ValidationError, match=f"model.position = '{position}': expected none or alibi"):
             make_gpt({"normaliser": "wall"}, position=position)
     make_gpt({"normaliser": "wall"}, position="alibi")
 
