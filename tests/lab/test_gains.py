@@ -142,6 +142,7 @@ def test_mistakes():
         ("rows_tests_20.csv", ("softmax", "softmax_continued", None)),
         ("rows_4k_controls.csv", ("softmax",)),
         ("rows_4k_plain.csv", ()),
+        ("rows_web.csv", ("softmax", "softmax_continued", 0.01)),
     ],
 )
 def test_committed_tables(file, options):
