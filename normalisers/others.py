@@ -223,6 +223,7 @@ class Wall(Softmax, name="wall"):
     without positions (`model.position = "none"`). From Wall attention (Tilde Research 2026,
     blog.tilderesearch.com/blog/wall-attn). b starts at 8, as in fla-org/flash-linear-attention, against which
     the formula was checked. Here ln sigmoid is at least -2.5: a channel keeps at least 8 % a token.
+    Runs by rows alone. A generated token sums the gates of all keys anew.
     """
 
     gate_init: float = Field(8.0, description="Of b. A channel keeps sigmoid(b) of a score a token at first.")
