@@ -128,11 +128,16 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         (B, H, T, D) in x's dtype, computed in float32.
     """
-    pairs = x.float().unflatten(-1, (-1, 2))  # (B, H, T, D/2, 2)
-    if x.device.type == "cpu":  # one pass over memory; torch.compile does not compile complex numbers
-        turned = torch.view_as_complex(pairs.contiguous()) * torch.complex(cos, sin)
-        return torch.view_as_real(turned).flatten(-2).to(x.dtype)
-    a, b = pairs.unbind(-1)
+    if x.device.type != "cpu":
+        return rotate_pairs(x, cos, sin)
+    pairs = x.float().unflatten(-1, (-1, 2)).contiguous()  # (B, H, T, D/2, 2)
+    turned = torch.view_as_complex(pairs) * torch.complex(cos, sin)  # one pass over memory
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`apply_rope` in real numbers: torch.compile does not compile complex ones."""
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, H, T, D/2)
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
 
 

@@ -172,9 +172,7 @@ class TrainConfig(Section):
     dtype: Literal["bfloat16", "float32"] = key("bfloat16", "Autocast type; weights stay float32.")
     device: Literal["auto", "cpu", "cuda"] = free("auto", "auto: cuda where there is one.")
     compile: Literal["auto"] | bool = free("auto", "torch.compile the model; auto: on cuda.")
-    memory_budget: float = free(
-        1.0, "Below 1 a compiled model keeps less for backward and computes it anew.", ge=0, le=1
-    )
+    memory_budget: float = free(1.0, "Below 1 compiled code keeps less for backward.", ge=0, le=1)
     deterministic: bool = resumable(False, "Bit-identical steps on CUDA as far as torch can, and slower.")
     engine: Engine = key(
         "auto",

@@ -23,17 +23,12 @@ from attention import ChosenEngine, load_engine
 from config import load_config
 from evals.output import format_table
 from infra.cli import ArgumentParser, run_main
+from positions import rotate_pairs
 from schema import Config, Engine
 
 
 class Traced(Exception):
     """The graphs are there, nothing need run."""
-
-
-def rope_on_gpu(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`apply_rope` as CUDA tensors take it."""
-    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
 
 
 class Stack(nn.Module):
@@ -105,7 +100,7 @@ def main() -> None:
         "--budget", type=float, nargs="+", default=[1.0], help="train.memory_budget (default: 1)"
     )
     args: argparse.Namespace = parser.parse_args()
-    model.apply_rope = rope_on_gpu
+    model.apply_rope = rotate_pairs  # as on a GPU
     lines = [["config", "sequences", *(f"MB, budget {budget:g}" for budget in args.budget)]]
     for path in args.configs:
         config = load_config(path)

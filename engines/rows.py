@@ -65,7 +65,6 @@ class RowBlocks(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, decay, *others)
         ctx.layer = layer
         ctx.context = replace(context, decay=None, key_bias=None)  # freed with what is saved
-        ctx.has_bias = context.key_bias is not None
         return out
 
     @staticmethod
@@ -81,9 +80,8 @@ class RowBlocks(torch.autograd.Function):
         others = [t.detach().requires_grad_() for t in others]
         dk, dv, *d_others = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (k, v, *others))
         learned = dict(zip(ctx.context.learned, others, strict=False))
-        context = replace(
-            ctx.context, learned=learned, decay=decay, key_bias=others[-1] if ctx.has_bias else None
-        )
+        key_bias = others[-1] if len(others) > len(learned) else None
+        context = replace(ctx.context, learned=learned, decay=decay, key_bias=key_bias)
         delta = (do * out).sum(-1, keepdim=True)  # (B, H, Tq, 1)
         for (batch, block, keys), saved in zip(query_blocks(q, k, ctx.layer), ctx.saved, strict=True):
             x, here, of_q, of_k, factors = block_scores(q, k, context, batch, block, keys)

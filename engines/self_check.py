@@ -76,7 +76,7 @@ def engine_error(
     d = layer.head_dim
     length = min(length, layer.train_len)  # ssmax_pn has no p_n beyond
     q, k, v, do = (torch.randn(1, n_head, d, length, generator=g).to(device, dtype).mT for _ in range(4))
-    signals = q.float()[..., : len(layer.signals)] if layer.signals else None
+    signals = q.float()[..., : layer.n_signals] if layer.signals else None
     errors = _errors(engine, layer, q, k, v, do, signals)
     half = length // 2 + 1
     errors += _errors(engine, layer, q[..., -half:, :], k[:, :1], v[:, :1], do[..., -half:, :], signals)

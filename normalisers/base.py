@@ -47,7 +47,7 @@ class RowContext:
     p: int = 0  # power of the re-weighting; 0: none
     learned: dict[str, Tensor] = field(default_factory=dict)  # name -> (H, 1, 1), p_n: (train_len,)
     first: Tensor | None = None  # (R, 1): the first key each row sees; None: key 0
-    signals: dict[str, Tensor] = field(default_factory=dict)  # of the rows, for `factor`: (B, H, R, 1) each
+    signals: dict[str, Tensor] = field(default_factory=dict)  # of the rows, for `factor`: (B, H, R, n) each
     key_bias: Tensor | None = None  # (B, H, K) float64, see `Normaliser.key_bias`
     decay: Tensor | None = None  # (B, H, K, D) float64, see `Normaliser.key_decay`
     cached: bool = False  # the keys come from `cache_keys`
@@ -203,10 +203,11 @@ class Normaliser(BaseModel):
         """
         return self.factor(context)
 
-    def signals(self, head_dim: int) -> dict[str, float]:
-        """Names and initial b of numbers w.h + b per head, h the layer's input, w and b learned.
+    def signals(self, head_dim: int) -> dict[str, list[float]]:
+        """By name, the initial b of numbers w.h + b per head, h the layer's input, w and b learned.
 
-        `factor` finds those of the rows in `context.signals`, `key_bias` and `key_decay` get all keys'.
+        `factor` finds those of the rows in `context.signals`, `key_bias` and `key_decay` get all keys', each
+        (B, H, T, how many).
         """
         return {}
 

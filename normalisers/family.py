@@ -80,8 +80,8 @@ class Scaled(Normaliser):
     def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
         return {"s": torch.full((n_head,), self.scale_init)} if self.scale == "learned" else {}
 
-    def signals(self, head_dim: int) -> dict[str, float]:
-        return {"beta": 0.0, "gamma": 0.0} if self.length_scale == "query" else {}
+    def signals(self, head_dim: int) -> dict[str, list[float]]:
+        return {"beta": [0.0], "gamma": [0.0]} if self.length_scale == "query" else {}
 
     def factor(self, context: RowContext) -> Tensor | float:
         d = context.head_dim
@@ -177,8 +177,8 @@ class Phi(Scaled, name="phi"):
     def bounded(self) -> bool:
         """|score| < 70 at every length and head size in use: no phi of a score underflows in float32."""
         as_here = type(self).shift is Phi.shift and type(self).factor is Scaled.factor
-        as_here = as_here and self.length_scale != "query"
-        return self.scores == "cosine" and self.scale == "ln_d" and not self.bias and as_here
+        by_length = self.scale == "ln_d" and self.length_scale != "query"
+        return self.scores == "cosine" and by_length and not self.bias and as_here
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
         shift = self.shift(context)

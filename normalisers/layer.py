@@ -59,10 +59,15 @@ class NormaliserLayer(nn.Module):
             self.learned_names.append(name)
         self.signals = definition.signals(head_dim)
         if self.signals and width:
-            self.signal = nn.Linear(width, n_head * len(self.signals))
+            self.signal = nn.Linear(width, n_head * self.n_signals)
             nn.init.normal_(self.signal.weight, std=SIGNAL_STD)
             with torch.no_grad():  # (H, signals) each
-                self.signal.bias.copy_(torch.tensor([*self.signals.values()] * n_head))
+                self.signal.bias.copy_(torch.tensor(sum(self.signals.values(), []) * n_head))
+
+    @property
+    def n_signals(self) -> int:
+        """The numbers per head that `read` gives."""
+        return sum(map(len, self.signals.values()))
 
     @property
     def label(self) -> str:
@@ -193,8 +198,9 @@ class NormaliserLayer(nn.Module):
             return context
         if signals is None:
             raise UserError(f"{self.definition.name} reads the layer's input: expected signals")
-        by_name = dict(zip(self.signals, signals.to(dtype).unbind(-1), strict=True))
-        of_rows = {name: each[..., -n_queries:, None] for name, each in by_name.items()}
+        sizes = [*map(len, self.signals.values())]
+        by_name = dict(zip(self.signals, signals.to(dtype).split(sizes, dim=-1), strict=True))
+        of_rows = {name: each[..., -n_queries:, :] for name, each in by_name.items()}
         key_bias = self.definition.key_bias(by_name)
         decay = self.definition.key_decay(by_name)
         return replace(context, signals=of_rows, key_bias=key_bias, decay=decay)

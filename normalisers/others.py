@@ -209,11 +209,11 @@ class FoX(Softmax, name="fox"):
 
     forget_init: float = Field(0.0, description="Of b. A key t tokens back weighs sigmoid(b)^t at first.")
 
-    def signals(self, head_dim: int) -> dict[str, float]:
-        return {"forget": self.forget_init} | super().signals(head_dim)
+    def signals(self, head_dim: int) -> dict[str, list[float]]:
+        return {"forget": [self.forget_init]} | super().signals(head_dim)
 
     def key_bias(self, signals: dict[str, Tensor]) -> Tensor:
-        return -F.logsigmoid(signals["forget"]).double().cumsum(-1)
+        return -F.logsigmoid(signals["forget"].squeeze(-1)).double().cumsum(-1)
 
 
 class Wall(Softmax, name="wall"):
@@ -228,12 +228,11 @@ class Wall(Softmax, name="wall"):
 
     gate_init: float = Field(8.0, description="Of b. A channel keeps sigmoid(b) of a score a token at first.")
 
-    def signals(self, head_dim: int) -> dict[str, float]:
-        return {f"gate_{c}": self.gate_init for c in range(head_dim)} | super().signals(head_dim)
+    def signals(self, head_dim: int) -> dict[str, list[float]]:
+        return {"gate": [self.gate_init] * head_dim} | super().signals(head_dim)
 
     def key_decay(self, signals: dict[str, Tensor]) -> Tensor:
-        gates = torch.stack([each for name, each in signals.items() if name.startswith("gate_")], dim=-1)
-        return F.logsigmoid(gates).clamp_min(MIN_LOG_GATE).double().cumsum(-2)
+        return F.logsigmoid(signals["gate"]).clamp_min(MIN_LOG_GATE).double().cumsum(-2)
 
 
 # ---------------------------------------------------------------- softmax, shifted or negated

@@ -106,6 +106,11 @@ LISTED = {options["normaliser"] for options in PLAIN}
 OPTIONS = [*PLAIN, *({"normaliser": name} for name in NORMALISERS if name not in LISTED), *REWEIGHTED]
 
 
+def position_of(normaliser: str) -> str:
+    """A `model.position` that the normaliser allows: Wall's channels must not rotate."""
+    return "none" if normaliser == "wall" else "rope"
+
+
 def case_id(options: dict[str, Any]) -> str:
     rest = [f"{key}={value}" for key, value in options.items() if key != "normaliser"]
     return " ".join([options["normaliser"], *rest]).replace(" ", "-")
@@ -165,7 +170,7 @@ def draw(
 
 def signals_of(normaliser: NormaliserLayer, q: Tensor, k: Tensor) -> Tensor | None:
     """In the place of what a formula reads from a layer's input: the first channels of the keys."""
-    n = len(normaliser.signals)
+    n = normaliser.n_signals
     return share_heads(k, q)[..., :n] if n else None
 
 

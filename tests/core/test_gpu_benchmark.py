@@ -10,6 +10,7 @@ import model
 from benchmarks import gpu, saved_tensors
 from config import load_config
 from engines.triton_kernels import INTERPRETED
+from positions import rotate_pairs
 
 
 @pytest.mark.slow
@@ -28,7 +29,7 @@ def test_smoke(call, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not INTERPRETED, reason="triton was imported before TRITON_INTERPRET was set")
 def test_a_memory_budget_keeps_as_little_of_lssar_as_of_softmax(monkeypatch):
-    monkeypatch.setattr(model, "apply_rope", saved_tensors.rope_on_gpu)
+    monkeypatch.setattr(model, "apply_rope", rotate_pairs)
     sizes = {}
     for name in ("softmax", "lssar"):
         config = load_config(f"configs/{name}.toml")

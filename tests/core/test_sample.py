@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_cases import each_case
+from attention_cases import each_case, position_of
 from conftest import save_run
 from test_model import make_gpt, random_tokens
 
@@ -31,9 +31,8 @@ def stepwise_logits(gpt: GPT, tokens: torch.Tensor, rope: RopeScaling, n_prompt:
 def test_cached_logits_equal_uncached(cfg):
     """A batch of two, fed as generation does, to 1.5 x the training length with RoPE scaled for the end."""
     learned_to_its_length = cfg.normaliser == "ssmax_pn"
-    position = "none" if cfg.normaliser == "wall" else "rope"  # Wall's channels must not rotate
     seq_len = 24 if learned_to_its_length else 16
-    gpt = make_gpt(cfg.model_dump(), seq_len=seq_len, std=0.2, position=position)
+    gpt = make_gpt(cfg.model_dump(), seq_len=seq_len, std=0.2, position=position_of(cfg.normaliser))
     tokens, rope = random_tokens(2, 24), RopeScaling("ntk", length=24)
     with torch.no_grad():
         expected = gpt(tokens, rope=rope)[:, 6:]

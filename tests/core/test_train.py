@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._functorch.config as functorch_config
+from attention_cases import position_of
 from launch import build, finish, fork_ranks, metrics, run
 from torch.nn.utils import parameters_to_vector
 
@@ -107,8 +108,7 @@ def test_fused_engine_in_two_processes(tiny_config: Path):
 
 @pytest.mark.parametrize("normaliser", NORMALISERS)
 def test_every_normaliser_trains(normaliser: str, tiny_config: Path):
-    position = "none" if normaliser == "wall" else "rope"
-    options = ["--attention.normaliser", normaliser, "--model.position", position]
+    options = ["--attention.normaliser", normaliser, "--model.position", position_of(normaliser)]
     folder = run(tiny_config, *options, "--train.max-steps", "20", *SELDOM)
     losses = list(metrics(folder, "loss").values())
     assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.3

@@ -11,7 +11,7 @@ from typing import get_args
 
 import pytest
 import torch
-from attention_cases import OPTIONS
+from attention_cases import OPTIONS, position_of
 from conftest import FAMILIES, make_byte_run, train_bpe
 
 from config import load_config
@@ -243,8 +243,8 @@ def test_native_only_where_exact(tiny_config):
 @pytest.mark.slow
 def test_every_normaliser_and_scaling_leaves(tiny_config, call):
     lssar = flags({"normaliser": "lssa", "reweight_p": 15})
-    cases = [(flags(options), "ntk") for options in OPTIONS if options["normaliser"] != "wall"]
-    cases += [([*flags({"normaliser": "wall"}), "--model.position", "none"], "none")]
+    named = [(flags(options), position_of(options["normaliser"])) for options in OPTIONS]
+    cases = [([*options, "--model.position", position], "ntk") for options, position in named]
     cases += [(lssar, rope) for rope in get_args(RopeKind)]
     positions = [["--model.position", name] for name in ("p_rope", "pope", "none", "alibi")]
     cases += [([*some, *each], "ntk") for some in (lssar, []) for each in positions]
