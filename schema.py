@@ -281,7 +281,7 @@ class Config(Section):
         for key in ("optimizer.warmup_steps", "attention.reweight_p_warmup"):
             if attrgetter(key)(self) > max_steps:
                 problems.append((key, f"expected at most train.max_steps = {max_steps}"))
-        if self.attention.definition.decays and self.model.rotating:
+        if self.attention.definition.decays_channels and self.model.rotating:
             why = "channels that rotate as a pair would decay apart"
             problems.append(("model.position", f"expected none or alibi: {why}"))
         if self.optimizer.schedule == "wsd" and warmup_steps <= max_steps < warmup_steps + decay_steps:

@@ -1,9 +1,9 @@
 """The flex engine: a softmax of scores that depend on the distance or the key, by FlexAttention, on CUDA.
 
-    softmax(at_distance(factor * q.k + beta_j - beta_i, t)) v,   t: distance of the key
+    softmax(at_distance(factor * q.k + P_i - P_j, t)) v,   t: distance of the key
 
 `factor` is multiplied into q, as the sdpa engine does. score_mod is the normaliser's own `at_distance`, as of
-ALiBi, after its `key_bias` beta, as of FoX. beta is in float32 here: sums over 16K tokens are good to 1e-3.
+ALiBi, after its `key_decay` P, as of FoX. P is in float32 here: sums over 16K tokens are good to 1e-3.
 No GPU has run it yet. Tests compare the eager form, with its gradients, and the C++ form with the definition.
 `auto` takes it only after the same comparison on the GPU (`self_check`).
 """
@@ -33,7 +33,8 @@ compiled_attention = torch.compile(flex_attention, dynamic=True, fullgraph=True)
 def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:
     """Why this engine cannot run the layer there; "" if it can."""
     definition = layer.definition
-    if not (isinstance(definition, Phi) and definition.is_softmax and layer.by_place) or definition.decays:
+    is_softmax = isinstance(definition, Phi) and definition.is_softmax
+    if not (is_softmax and layer.by_place) or definition.decays_channels:
         return f"{layer.label} is not a softmax of scores that depend on the distance or the key"
     if layer.reweight_p:
         return f"{layer.label} re-weights its softmax"
@@ -59,21 +60,21 @@ def score_unit(definition: Normaliser) -> float:
 
 @torch.compiler.disable  # a compiled model then runs the graphs that the self-check has tested
 def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: NormaliserLayer) -> Tensor:
-    """`run` for q and k whose products are the scores before `key_bias` and `at_distance`."""
-    bias = context.key_bias
-    if bias is not None:
-        bias = (bias - bias[..., -1:]).to(torch.promote_types(v.dtype, torch.float32))
+    """`run` for q and k whose products are the scores before `key_decay` and `at_distance`."""
+    decay = context.decay
+    if decay is not None:
+        decay = (decay - decay[:, :, -1:]).squeeze(-1).to(torch.promote_types(v.dtype, torch.float32))
     mask, first = causal_mask(q.shape[-2], context.n_keys, v.device, layer.window)
 
     def score_mod(x: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        if bias is not None:
-            x = x + (bias[batch, head, j] - bias[batch, head, i + first]).to(x.dtype)
+        if decay is not None:
+            x = x + (decay[batch, head, i + first] - decay[batch, head, j]).to(x.dtype)
         return layer.at_distance(x, (i + first - j).clamp_min(0).to(x.dtype), head)
 
     attention = compiled_attention if q.is_cuda else flex_attention
     grouped = q.shape[1] != k.shape[1]
     # FA4's kernels have no gradient for what score_mod reads, and no order of additions.
-    plain = bias is None and not torch.are_deterministic_algorithms_enabled()
+    plain = decay is None and not torch.are_deterministic_algorithms_enabled()
     flash = plain and current_flash_attention_impl() == "FA4"
     options: Any = {"BACKEND": "FLASH"} if flash else None
     # Numbers of the formula are constants of its graph: kernels cannot take them as arguments.

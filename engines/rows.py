@@ -32,13 +32,12 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     q, k = layer.prepare(q, k, context)
     v = share_heads(v, q).to(q.dtype)
     if context.cached and q.shape[-2] == 1:  # all keys are visible, and a float32 cache is not copied
-        weights, _ = block_weights(layer, layer.products(q, k, context), context)  # (B, H, 1, n)
+        weights, _ = block_weights(layer, layer.scores(q, k, context), context)  # (B, H, 1, n)
         return (weights @ v).to(dtype)
     q = q.contiguous()  # once, instead of in each block's product
     k = k.contiguous()
     # Passed explicitly: autograd tracks only the arguments of apply().
-    others = [*context.learned.values(), *([] if context.key_bias is None else [context.key_bias])]
-    return RowBlocks.apply(q, k, v, context.decay, layer, context, *others).to(dtype)
+    return RowBlocks.apply(q, k, v, context.decay, layer, context, *context.learned.values()).to(dtype)
 
 
 class RowBlocks(torch.autograd.Function):
@@ -53,18 +52,18 @@ class RowBlocks(torch.autograd.Function):
         decay: Tensor | None,  # the context's
         layer: NormaliserLayer,
         context: RowContext,
-        *others: Tensor,
+        *learned: Tensor,
     ) -> Tensor:
         out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
         ctx.saved = []  # by block
         for batch, block, keys in query_blocks(q, k, layer):
-            x, here, *_ = block_scores(q, k, context, batch, block, keys)
+            x, here, *_ = block_scores(q, k, layer, context, batch, block, keys)
             weights, saved = block_weights(layer, x, here)
             out[batch, :, block] = weights @ v[batch, :, keys]
             ctx.saved.append(saved)
-        ctx.save_for_backward(q, k, v, out, decay, *others)
+        ctx.save_for_backward(q, k, v, out, decay, *learned)
         ctx.layer = layer
-        ctx.context = replace(context, decay=None, key_bias=None)  # freed with what is saved
+        ctx.context = replace(context, decay=None)  # freed with what is saved
         return out
 
     @staticmethod
@@ -75,16 +74,16 @@ class RowBlocks(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, do: Tensor) -> Any:
-        q, k, v, out, decay, *others = ctx.saved_tensors
+        q, k, v, out, decay, *learned = ctx.saved_tensors
         dq = torch.empty_like(q)
-        others = [t.detach().requires_grad_() for t in others]
-        dk, dv, *d_others = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (k, v, *others))
-        learned = dict(zip(ctx.context.learned, others, strict=False))
-        key_bias = others[-1] if len(others) > len(learned) else None
-        context = replace(ctx.context, learned=learned, decay=decay, key_bias=key_bias)
+        learned = [t.detach().requires_grad_() for t in learned]
+        dk, dv, *d_learned = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (k, v, *learned))
+        d_decay = None if decay is None else torch.zeros_like(decay)
+        of_names = dict(zip(ctx.context.learned, learned, strict=True))
+        context = replace(ctx.context, learned=of_names, decay=decay)
         delta = (do * out).sum(-1, keepdim=True)  # (B, H, Tq, 1)
         for (batch, block, keys), saved in zip(query_blocks(q, k, ctx.layer), ctx.saved, strict=True):
-            x, here, of_q, of_k, factors = block_scores(q, k, context, batch, block, keys)
+            x, here, of_q, of_k, factors = block_scores(q, k, ctx.layer, context, batch, block, keys)
             d_out = do[batch, :, block]
             d_weights = d_out @ v[batch, :, keys].mT
             if saved:
@@ -92,10 +91,10 @@ class RowBlocks(torch.autograd.Function):
                 rows = here.n, context.p, c, e
                 weights, dx = softplus_power_vjp(x, *rows, d_weights, delta[batch, :, block])
             else:
-                with torch.enable_grad():  # the block's part of key_bias, too
-                    weights = ctx.layer.row_weights(x.requires_grad_(), context.block(batch, block, keys))
-                dx, *parts = torch.autograd.grad(weights, [x, *others], d_weights, allow_unused=True)
-                for total, part in zip(d_others, parts, strict=True):
+                with torch.enable_grad():
+                    weights = ctx.layer.row_weights(x.requires_grad_(), here)
+                dx, *parts = torch.autograd.grad(weights, [x, *learned], d_weights, allow_unused=True)
+                for total, part in zip(d_learned, parts, strict=True):
                     if part is not None:
                         total += part
             dq[batch, :, block] = dx @ of_k
@@ -105,11 +104,13 @@ class RowBlocks(torch.autograd.Function):
             else:
                 _add_product(dk[batch, :, keys], dx.mT, of_q)
             _add_product(dv[batch, :, keys], weights.detach().mT, d_out)
-        d_decay = None
-        if decay is not None:  # q_ic e^(P_ic) and k_jc e^(-P_jc) are all that P is in
+            if d_decay is not None and not factors:  # P_i - P_j is added to x_ij
+                d_decay[batch, :, keys] -= dx.sum(-2, dtype=decay.dtype)[..., None]
+                d_decay[batch, :, -q.shape[2] :][:, :, block] += dx.sum(-1, dtype=decay.dtype)[..., None]
+        if ctx.layer.definition.decays_channels:  # q_ic e^(P_ic) and k_jc e^(-P_jc) are all that P is in
             d_decay = -(k * dk)
             d_decay[:, :, -q.shape[2] :] += q * dq
-        return dq, dk, dv, d_decay, None, None, *d_others
+        return dq, dk, dv, d_decay, None, None, *d_learned
 
 
 def query_blocks(q: Tensor, k: Tensor, layer: NormaliserLayer) -> list[tuple[slice, slice, slice]]:
@@ -120,7 +121,7 @@ def query_blocks(q: Tensor, k: Tensor, layer: NormaliserLayer) -> list[tuple[sli
     n_batch, n_head, n_queries = q.shape[:3]
     n_keys = k.shape[-2]
     n_rows, budget = (64, 2**19) if q.device.type == "cpu" else (256, 2**26)
-    n_rows = DECAY_ROWS if layer.definition.decays else n_rows
+    n_rows = DECAY_ROWS if layer.definition.decays_channels else n_rows
     blocks = []
     for start in range(0, n_queries, n_rows):
         stop = min(start + n_rows, n_queries)
@@ -134,15 +135,16 @@ def query_blocks(q: Tensor, k: Tensor, layer: NormaliserLayer) -> list[tuple[sli
 
 
 def block_scores(
-    q: Tensor, k: Tensor, context: RowContext, batch: slice, block: slice, keys: slice
+    q: Tensor, k: Tensor, layer: NormaliserLayer, context: RowContext, batch: slice, block: slice, keys: slice
 ) -> tuple[Tensor, RowContext, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
     """A block's scores, HIDDEN at hidden keys, its `RowContext`, q and k, and their factors, if any."""
     context = context.block(batch, block, keys)
     q, k = q[batch, :, block], k[batch, :, keys]
-    factors = None if context.decay is None else context.decay_factors(q.dtype)
+    factors = context.decay_factors(q.dtype) if layer.definition.decays_channels else None
     if factors:
         q, k = q * factors[0], k * factors[1]
     x = q @ k.mT  # (b, H, R, K)
+    x = x if factors else context.add_decay(x)
     if context.first is None:  # only the last R keys are hidden from any row of the block
         n_rows = x.shape[-2]
         future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=x.device).triu(1)

@@ -103,7 +103,7 @@ def _errors(
     do: Tensor,
     signals: Tensor | None = None,
 ) -> list[float]:
-    """Of o, dq, dk, dv, and of the gradient of signals that bias the scores.
+    """Of o, dq, dk, dv, and of the gradient of signals by which the scores decay.
 
     Both sides get the same q and k, rounded as the kernels take them, so that re-weighting does not amplify
     that rounding.
@@ -112,17 +112,17 @@ def _errors(
     with torch.no_grad():
         context = layer.context(q, k, signals=signals)
         q, k = layer.prepare(q, k, context, dtype=v.dtype, unit=unit)
-    by_key = context.key_bias is not None
-    given = [q, k, v, signals] if signals is not None and by_key else [q, k, v]
+    decays = context.decay is not None
+    given = [q, k, v, signals] if signals is not None and decays else [q, k, v]
     inputs = [t.detach().requires_grad_() for t in given]
     inputs64 = [t.detach().double().requires_grad_() for t in given]
     with torch.enable_grad():
-        context = layer.context(q, k, signals=inputs[3] if by_key else signals)
-        context64 = layer.context(inputs64[0], inputs64[1], signals=inputs64[3] if by_key else signals)
+        context = layer.context(q, k, signals=inputs[3] if decays else signals)
+        context64 = layer.context(inputs64[0], inputs64[1], signals=inputs64[3] if decays else signals)
         out = engine.run_prepared(*inputs[:3], context, layer)
         got = [out, *torch.autograd.grad(out, inputs, do)]
         q, k, v = (share_heads(t, q) for t in inputs64[:3])
-        x = q @ k.mT / unit
+        x = context64.add_decay(q @ k.mT / unit)
         x = x.masked_fill(~context64.visible(x), HIDDEN)
         if isinstance(layer.definition, AdaptiveSoftmax):  # `prepare` has divided by its temperature
             out = reweight(x.softmax(-1), context64.n, context64.p) @ v

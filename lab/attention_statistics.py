@@ -44,10 +44,9 @@ def layer_statistics(
         total = q.new_zeros(*q.shape[:2], len(STATISTICS))
         for batch, block, keys in query_blocks(q, k, normaliser):
             unscaled = unscaled_q[batch, :, block] @ unscaled_k[batch, :, keys].mT  # (b, H, R, K)
-            x, block_context, *_ = block_scores(q, k, context, batch, block, keys)
+            x, block_context, *_ = block_scores(q, k, normaliser, context, batch, block, keys)
             hidden = ~block_context.visible(x)
             weights = normaliser.row_weights(x, block_context)
-            x = block_context.add_bias(x)
             mass = l1_normalise(weights.abs())  # (b, H, R, K)
             n = block_context.n[:, 0]
             distance = block_context.distance(x)  # (R, K)

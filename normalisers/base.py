@@ -48,28 +48,26 @@ class RowContext:
     learned: dict[str, Tensor] = field(default_factory=dict)  # name -> (H, 1, 1), p_n: (train_len,)
     first: Tensor | None = None  # (R, 1): the first key each row sees; None: key 0
     signals: dict[str, Tensor] = field(default_factory=dict)  # of the rows, for `factor`: (B, H, R, n) each
-    key_bias: Tensor | None = None  # (B, H, K) float64, see `Normaliser.key_bias`
-    decay: Tensor | None = None  # (B, H, K, D) float64, see `Normaliser.key_decay`
+    decay: Tensor | None = None  # (B, H, K, 1 or D) float64, see `Normaliser.key_decay`
     cached: bool = False  # the keys come from `cache_keys`
 
     def block(self, batch: slice, rows: slice, keys: slice) -> RowContext:
         """Of these sequences and rows, whose keys are a slice of all; without signals."""
         first = None if self.first is None else self.first[rows] - (keys.start or 0)
-        key_bias = None if self.key_bias is None else self.key_bias[batch, :, keys]
         decay = None if self.decay is None else self.decay[batch, :, keys]
-        return replace(self, n=self.n[rows], first=first, signals={}, key_bias=key_bias, decay=decay)
+        return replace(self, n=self.n[rows], first=first, signals={}, decay=decay)
 
     @property
     def own(self) -> Tensor:
         """(R, 1): the place of each row's query among the keys."""
         return self.n - 1 if self.first is None else self.first + self.n - 1
 
-    def add_bias(self, x: Tensor) -> Tensor:
-        """The scores x (B, H, R, K) with `Normaliser.key_bias`, its differences taken in its own type."""
-        if self.key_bias is None:
+    def add_decay(self, x: Tensor) -> Tensor:
+        """The scores x (B, H, R, K) with `Normaliser.key_decay`, its differences taken in its own type."""
+        if self.decay is None:
             return x
-        of_rows = self.key_bias[..., self.own.squeeze(-1).long()]  # (B, H, R)
-        return x + (self.key_bias[..., None, :] - of_rows[..., None]).to(x.dtype)
+        of_rows = self.decay[:, :, self.own.squeeze(-1).long()]  # (B, H, R, 1)
+        return x + (of_rows - self.decay.mT).to(x.dtype)
 
     def decay_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """2^55 e^(P_i - P) of at most DECAY_ROWS rows, 2^-55 e^(P - P_j) of the keys, (B, H, R or K, D).
@@ -175,6 +173,7 @@ class Normaliser(BaseModel):
     # Subtract the first key from all keys: softmax and sigma are invariant to a shift of a row's scores,
     # their rounding is not, most of all where keys are nearly equal.
     centre_keys: ClassVar[bool] = False
+    decays_channels: ClassVar[bool] = False  # `key_decay` is of each channel of q and k, not of the scores
 
     scores: Scores = Field("dot", description="dot: q.k. cosine: q and k l2-normalised per head first.")
     output_norm: bool = Field(False, description="RMSNorm, without weights, of each head's output.")
@@ -206,19 +205,16 @@ class Normaliser(BaseModel):
     def signals(self, head_dim: int) -> dict[str, list[float]]:
         """By name, the initial b of numbers w.h + b per head, h the layer's input, w and b learned.
 
-        `factor` finds those of the rows in `context.signals`, `key_bias` and `key_decay` get all keys', each
+        `factor` finds those of the rows in `context.signals`, `key_decay` gets all keys', each
         (B, H, T, how many).
         """
         return {}
 
-    def key_bias(self, signals: dict[str, Tensor]) -> Tensor | None:
-        """beta (B, H, Tk), best in float64. beta_j - beta_i is added to the score of query i and key j."""
-        return None
-
     def key_decay(self, signals: dict[str, Tensor]) -> Tensor | None:
-        """P (B, H, Tk, D) float64. The score of query i and key j is sum_c q_ic k_jc e^(P_ic - P_jc).
+        """P (B, H, Tk, 1) float64. P_i - P_j is added to the score of query i and key j.
 
-        P falls by at most -MIN_LOG_GATE from one key to the next.
+        With `decays_channels` P is (B, H, Tk, D), the score sum_c q_ic k_jc e^(P_ic - P_jc), and P falls by
+        at most -MIN_LOG_GATE from one key to the next.
         """
         return None
 
@@ -237,14 +233,9 @@ class Normaliser(BaseModel):
 
     @property
     def by_place(self) -> bool:
-        """The scores depend on where the keys are: on their distances, or by a `key_bias` or `key_decay`."""
-        names = ("at_distance", "key_bias", "key_decay")
+        """The scores depend on where the keys are: on their distances, or by a `key_decay`."""
+        names = ("at_distance", "key_decay")
         return any(getattr(type(self), name) is not getattr(Normaliser, name) for name in names)
-
-    @property
-    def decays(self) -> bool:
-        """The scores have a `key_decay`."""
-        return type(self).key_decay is not Normaliser.key_decay
 
     @property
     def is_softmax(self) -> bool:

@@ -94,13 +94,13 @@ class NormaliserLayer(nn.Module):
 
     def dense_weights(self, q: Tensor, k: Tensor, context: RowContext) -> Tensor:
         q, k = self.prepare(q, k, context)
-        x = self.products(q, k, context)
+        x = self.scores(q, k, context)
         return self.row_weights(x.masked_fill(~context.visible(x), HIDDEN), context)
 
-    def products(self, q: Tensor, k: Tensor, context: RowContext) -> Tensor:
-        """The scores (B, H, Tq, Tk) of prepared q and k before anything is added, with `key_decay`."""
-        if context.decay is None:
-            return q @ k.mT
+    def scores(self, q: Tensor, k: Tensor, context: RowContext) -> Tensor:
+        """The scores (B, H, Tq, Tk) of prepared q and k, with `key_decay`, before `at_distance`."""
+        if not self.definition.decays_channels:
+            return context.add_decay(q @ k.mT)
         parts = []
         for start in range(0, q.shape[-2], DECAY_ROWS):
             rows = slice(start, start + DECAY_ROWS)
@@ -112,7 +112,7 @@ class NormaliserLayer(nn.Module):
         """Scores (..., R, K), HIDDEN at hidden keys, to weights: the formula, then the re-weighting."""
         if self.by_place:
             head = torch.arange(self.n_head, device=x.device)[:, None, None]
-            x = self.at_distance(context.add_bias(x), context.distance(x), head)
+            x = self.at_distance(x, context.distance(x), head)
             x = x.masked_fill(~context.visible(x), HIDDEN)  # a factor that decays may have shrunk it
         a = self.definition.weights(x, context)
         if type(self.definition).weights is not Phi.weights:  # a formula may forget the hidden keys
@@ -201,9 +201,7 @@ class NormaliserLayer(nn.Module):
         sizes = [*map(len, self.signals.values())]
         by_name = dict(zip(self.signals, signals.to(dtype).split(sizes, dim=-1), strict=True))
         of_rows = {name: each[..., -n_queries:, :] for name, each in by_name.items()}
-        key_bias = self.definition.key_bias(by_name)
-        decay = self.definition.key_decay(by_name)
-        return replace(context, signals=of_rows, key_bias=key_bias, decay=decay)
+        return replace(context, signals=of_rows, decay=self.definition.key_decay(by_name))
 
     def cut(self, q: Tensor, k: Tensor, v: Tensor, context: RowContext) -> tuple[Tensor, Tensor, RowContext]:
         """k, v and their `RowContext` without the keys that lie before the windows of all queries."""

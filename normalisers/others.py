@@ -6,7 +6,7 @@ The docstrings of formulas that newer papers give say what they were checked aga
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -212,8 +212,8 @@ class FoX(Softmax, name="fox"):
     def signals(self, head_dim: int) -> dict[str, list[float]]:
         return {"forget": [self.forget_init]} | super().signals(head_dim)
 
-    def key_bias(self, signals: dict[str, Tensor]) -> Tensor:
-        return -F.logsigmoid(signals["forget"].squeeze(-1)).double().cumsum(-1)
+    def key_decay(self, signals: dict[str, Tensor]) -> Tensor:
+        return F.logsigmoid(signals["forget"]).double().cumsum(-2)
 
 
 class Wall(Softmax, name="wall"):
@@ -225,6 +225,8 @@ class Wall(Softmax, name="wall"):
     the formula was checked. Here ln sigmoid is at least -2.5: a channel keeps at least 8 % a token.
     Runs by rows alone. A generated token sums the gates of all keys anew.
     """
+
+    decays_channels: ClassVar[bool] = True
 
     gate_init: float = Field(8.0, description="Of b. A channel keeps sigmoid(b) of a score a token at first.")
 

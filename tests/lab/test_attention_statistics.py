@@ -68,7 +68,7 @@ def test_statistics_are_those_of_the_dense_weights(cfg, len_q, monkeypatch):
         found = layer_statistics(normaliser, q, k, signals).double()
         context = normaliser.context(q, k, signals=signals)
         prepared_q, prepared_k = normaliser.prepare(q, k, context)
-        scores = context.add_bias(normaliser.products(prepared_q, prepared_k, context))
+        scores = normaliser.scores(prepared_q, prepared_k, context)
         expected = from_dense(weights_of(normaliser, q, k), q @ k.mT, scores)
     counts = [NAMES.index("tiny"), NAMES.index("positive_distance")]
     exact = [i for i in range(len(NAMES)) if i not in counts]
