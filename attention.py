@@ -24,6 +24,8 @@ from infra.cli import UserError
 from normalisers.layer import NormaliserLayer
 from schema import AttentionConfig, Engine
 
+# For CUDA, checked by `self_check` before use.
+COMPILED: tuple[Engine, ...] = ("triton", "flex", "stick_breaking")
 OUTPUT_NORM_EPS = 1e-5
 
 
@@ -99,8 +101,10 @@ def attend(
                 of_keys = None if signals is None else signals[sequences, :, keys]
                 out[sequences, :, queries] = attend(*real, layer, engine, cached, None, p, of_keys)
         return out
+    # One query, as in decoding, is one row for `rows`, without a graph or a mask for each length.
+    run = rows.run if engine.name in COMPILED and q.shape[-2] == 1 else engine.run
     with torch.autocast(q.device.type, enabled=False):
-        out = engine.run(q, k, v, layer, layer.context(q, k, cached, p, signals))
+        out = run(q, k, v, layer, layer.context(q, k, cached, p, signals))
     if layer.definition.output_norm:
         out = F.rms_norm(out, out.shape[-1:], eps=OUTPUT_NORM_EPS)
     return out
@@ -115,7 +119,7 @@ def choose_engine(
     """
     if name not in get_args(Engine):
         raise ValueError(f"engine = {name!r}: expected one of {', '.join(get_args(Engine))}")
-    compiled: tuple[Engine, ...] = ("triton", "flex", "stick_breaking") if device.type == "cuda" else ()
+    compiled = COMPILED if device.type == "cuda" else ()
     order: tuple[Engine, ...] = ("sdpa", *compiled, "rows") if name == "auto" else (name,)
     problem = ""
     for candidate in order:

@@ -35,7 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engines import triton as attention_kernels
-from engines.triton import Launch, launch_of, launch_options
+from engines.triton import Launch, launch_of
 from engines.triton_kernels import INTERPRETED, Form
 from infra.cli import ArgumentParser, UserError, integer, run_main
 from normalisers.family import PHI, SIGNED
@@ -132,7 +132,7 @@ def examine(case: Case) -> tuple[str, list[str], float]:
     form = case.form
     launch = case.launch
     target = GPUTarget("cuda", case.arch, 32)
-    compiled = triton.compile(source_of(case), target=target, options=launch_options(launch))
+    compiled = triton.compile(source_of(case), target=target, options=launch.options())
     registers, spilled, code = disassemble(compiled.asm["cubin"])
     shared = compiled.metadata.shared
     n_sums = (2 + (form.sums != form.sums_again)) * (case.kernel == "forward" and form.two_pass)

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from engines import rows
 from normalisers.base import Normaliser, RowContext
 from normalisers.family import Phi
 from normalisers.layer import NormaliserLayer
@@ -47,8 +46,6 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
 
 def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` for a softmax by distance or key; (B, H, Tq, D) in v's type."""
-    if q.shape[-2] == 1:  # as good, without a mask for each length
-        return rows.run(q, k, v, layer, context)
     q, k = layer.prepare(q, k, context, v.dtype)
     return run_prepared(q, k, v, context, layer)
 

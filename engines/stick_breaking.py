@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines import rows
 from normalisers.base import Normaliser, RowContext, share_heads
 from normalisers.layer import NormaliserLayer
 from normalisers.others import StickBreaking
@@ -26,6 +25,8 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
         return f"{layer.label} is not stick-breaking"
     if layer.reweight_p or layer.by_place or layer.window:
         return f"{layer.label} re-weights, has a window, or its scores depend on the distance"
+    if layer.position == "pope":
+        return f"{layer.label} has pope's heads, which are wider in q and k than in v"
     if device.type != "cuda":
         return f"needs a CUDA device, found {device.type}"
     if torch.are_deterministic_algorithms_enabled():
@@ -39,8 +40,6 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
 
 def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` for stick-breaking; (B, H, Tq, D) in v's type."""
-    if q.shape[-2] == 1 or v.shape[-1] != k.shape[-1]:  # the kernels' heads have one size
-        return rows.run(q, k, v, layer, context)
     q, k = layer.prepare(q, k, context, v.dtype)
     return run_prepared(q, k, v, context, layer)
 

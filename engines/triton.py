@@ -16,7 +16,6 @@ import torch
 import triton
 from torch import Tensor
 
-from engines import rows
 from engines.triton_kernels import (
     INTERPRETED,
     LOG2E,
@@ -28,7 +27,7 @@ from engines.triton_kernels import (
     _forward,
 )
 from normalisers.base import Normaliser, RowContext
-from normalisers.family import PHI, SIGNED, Phi
+from normalisers.family import PHI, SIGNED, Phi, Softmax
 from normalisers.layer import NormaliserLayer
 
 # The largest head sizes: beyond, tiles fit neither registers nor shared memory.
@@ -41,6 +40,8 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
     derives_weights = definition.is_softmax or type(definition).weights is Phi.weights
     if layer.window:
         return f"{layer.label} has a window, which its kernels do not know"
+    if layer.position == "pope":
+        return f"{layer.label} has pope's heads, which are wider in q and k than in v"
     if layer.by_place or not derives_weights or getattr(definition, "sink", "none") != "none":
         return f"{layer.label} has no fused form"
     if definition.is_softmax and not layer.reweight_p:
@@ -54,36 +55,28 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
 
 def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` by the fused kernels; (B, H, Tq, D) in v's type."""
-    # One query, as in decoding, is one row for `rows`; the kernels' heads have one size.
-    if q.shape[-2] == 1 or v.shape[-1] != k.shape[-1]:
-        return rows.run(q, k, v, layer, context)
     q, k = layer.prepare(q, k, context, v.dtype, score_unit(layer.definition))
     return run_prepared(q, k, v, context, layer)
 
 
 def score_unit(definition: Normaliser) -> float:
     """What the kernels take the scores times: log2(e) where phi's exponentials are computed in base 2."""
-    return LOG2E.value if phi_of(definition) in ("exp", "softplus", "sigmoid") else 1.0
+    return LOG2E.value if as_phi(definition).phi in ("exp", "softplus", "sigmoid") else 1.0
 
 
-def phi_of(definition: Normaliser) -> str:
-    return definition.phi if isinstance(definition, Phi) else "exp"  # a softmax with its own temperature
+def as_phi(definition: Normaliser) -> Phi:
+    """The formula of prepared q and k: they have the temperature of an adaptive softmax."""
+    return definition if isinstance(definition, Phi) else Softmax()
 
 
 def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: NormaliserLayer) -> Tensor:
     """`run` for q and k whose products are `score_unit` times the scores."""
-    definition = layer.definition
-    phi = phi_of(definition)
-    if not isinstance(definition, Phi):
-        return phi_attention(q, k, v, phi=phi, l1=True, p=context.p)
-    shift = definition.shift(context)
-    row_shift = None
-    if not (isinstance(shift, float) and shift == 0.0):
-        row_shift = (context.n * 0 + shift).squeeze(-1) * score_unit(definition)
-    out = phi_attention(
-        q, k, v, row_shift, phi=phi, l1=definition.l1, p=context.p, bounded=definition.bounded
-    )
-    divisor = definition.divisor(context)
+    formula = as_phi(layer.definition)
+    shift = formula.shift(context)
+    if shift is not None:
+        shift = (context.n * 0 + shift).squeeze(-1) * score_unit(formula)
+    out = phi_attention(q, k, v, shift, phi=formula.phi, l1=formula.l1, p=context.p, bounded=formula.bounded)
+    divisor = formula.divisor(context)
     return out if isinstance(divisor, float) and divisor == 1.0 else (out / divisor).to(out.dtype)
 
 
@@ -98,6 +91,9 @@ class Launch(NamedTuple):
     warps: int
     stages: int  # depth of the software pipeline that loads tiles ahead
     registers: int = 255  # at most, per thread
+
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 # One table for all processes, by compute capability (major), kernel and padded head_dim: nothing is tuned
@@ -136,10 +132,6 @@ def launch_of(kernel: str, form: Form, major: int) -> Launch:
     return table[kernel][max(64, form.bd)]
 
 
-def launch_options(launch: Launch) -> dict[str, int]:
-    return {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": launch.registers}
-
-
 def _launch(kernel: Any, of: str, form: Form, matrices: Sequence[Tensor], *args: Tensor) -> None:
     """One program for each query head and block of rows or keys; `matrices`: q, k, others with strides."""
     B, H, n_queries, _ = matrices[0].shape
@@ -147,12 +139,14 @@ def _launch(kernel: Any, of: str, form: Form, matrices: Sequence[Tensor], *args:
     device = matrices[0].device
     launch = launch_of(of, form, torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9)
     n_blocks = triton.cdiv(*((n_keys, launch.keys) if of == "backward_kv" else (n_queries, launch.rows)))
+    if n_blocks * B * H == 0:
+        return
     strides = [t.stride()[:3] for t in matrices]
     assert max(stride[2] for stride in strides) <= 2**24, strides  # offsets in a tile are 32-bit
     with torch.cuda.device_of(matrices[0]):
         kernel[(n_blocks * B * H,)](
             *args, *strides, H, H // n_kv_head, n_queries, n_keys, form, launch.rows, launch.keys,
-            **launch_options(launch),
+            **launch.options(),
         )  # fmt: skip
 
 
@@ -194,8 +188,7 @@ def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
 
 def _new_output(q: Tensor) -> Tensor:
     """(B, H, T, D) laid out as (B, T, H, D), as the model's next step wants it."""
-    B, H, T, D = q.shape
-    return q.new_empty(B, T, H, D).transpose(1, 2)
+    return torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 @torch.library.custom_op("phi_attention::forward", mutates_args=())
@@ -204,8 +197,6 @@ def _forward_op(
 ) -> tuple[Tensor, Tensor]:
     """o and the rows' statistics (B, H, Tq, 4)."""
     o, stats = _fake_forward(q, k, v)
-    if q.numel() == 0:
-        return o, stats
     q, k, v = _rows_contiguous(q, k, v)
     form = Form(phi, l1, p, bounded, shift is not None, q.dtype != torch.float32, q.shape[-1])
     _launch(_forward, "forward", form, (q, k, v, o), q, k, v, stats if shift is None else shift, o, stats)
@@ -224,8 +215,6 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv."""
     dq, dk, dv = _fake_backward(do, q, k, v)
-    if q.numel() == 0:
-        return dq, dk.zero_(), dv.zero_()
     rows = stats.new_empty(*q.shape[:3], N_ROW.value)
     do, q, k, v = _rows_contiguous(do, q, k, v)
     form = Form(phi, l1, p, bounded, has_shift, q.dtype != torch.float32, q.shape[-1])

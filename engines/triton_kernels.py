@@ -537,10 +537,7 @@ def _backward_kv(
             q = _tile(queries, i0, BM >> LOOP // 2, True, form)
             do = _tile(grads, i0, BM >> LOOP // 2, True, form)
             c, e, delta, c_mean = _load_rows(rows, i, n_queries, BM >> LOOP // 2)
-            shift = tl.zeros_like(c)
-            low = tl.zeros_like(c)
-            if form.shifted:
-                _c, _e, shift, low = _load_rows(stats, i, n_queries, BM >> LOOP // 2)
+            _c, _e, shift, low = _load_rows(stats, i, n_queries, BM >> LOOP // 2)  # read by form.shifted
             s, slope = _phi_of_scores(k, q, (n_keys - n_queries + i)[None, :], j[:, None], shift[None, :],
                                       low[None, :], LOOP != AFTER, LOOP == REDO, form)  # fmt: skip
             dC = tl.dot(v, tl.trans(do), input_precision=form.precision)

@@ -158,7 +158,7 @@ class Phi(Scaled, name="phi"):
     def offset(self, context: RowContext) -> Tensor | float:
         return context.learned["b"] if self.bias is True else 0.0
 
-    def shift(self, context: RowContext) -> Tensor | float:
+    def shift(self, context: RowContext) -> Tensor | float | None:
         """What `bias` = log_train_len, log_len or log_n adds to the scaled score: a number or (R, 1)."""
         match self.bias:
             case "log_train_len":
@@ -167,7 +167,7 @@ class Phi(Scaled, name="phi"):
                 return -math.log(context.n_keys)
             case "log_n":
                 return -context.n.log()
-        return 0.0
+        return None
 
     def divisor(self, context: RowContext) -> Tensor | float:
         """What the weights are divided by where l1 is off: a number or (R, 1)."""
@@ -182,7 +182,7 @@ class Phi(Scaled, name="phi"):
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
         shift = self.shift(context)
-        x = x if isinstance(shift, float) and shift == 0.0 else x + shift
+        x = x if shift is None else x + shift
         fn = PHI[self.phi]
         if self.phi == "exp" and self.l1:
             return self._softmax(x, context)

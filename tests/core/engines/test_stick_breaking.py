@@ -44,8 +44,6 @@ def test_agrees_with_the_definition(options, shape, package, monkeypatch):
     want = run("dense", layer, *inputs)
     monkeypatch.setattr(stick_breaking, "problem", lambda *where: "")
     assert_close(run("stick_breaking", layer, *inputs), want, inputs, 1e-12, "float64")
-    wide = torch.cat([q, q], -1), torch.cat([k, k], -1), v, do  # as under model.position = "pope"
-    assert_close(run("stick_breaking", layer, *wide), run("dense", layer, *wide), wide, 1e-12, "wide")
     assert self_check.engine_error(stick_breaking, layer.float(), CPU, torch.float32) < 1e-5
 
 
@@ -59,8 +57,11 @@ def test_problems(package, monkeypatch):
     monkeypatch.undo()
     layer.window = 8
     assert "has a window" in stick_breaking.problem(layer, CUDA, torch.bfloat16)
+    layer.window = 0
+    layer.position = "pope"
+    assert "wider in q and k" in stick_breaking.problem(layer, CUDA, torch.bfloat16)
+    layer.position = "rope"
     softmax = make(AttentionConfig(normaliser="softmax"), 4, 16, 64)
     assert "is not stick-breaking" in stick_breaking.problem(softmax, CUDA, torch.bfloat16)
-    layer.window = 0
     if not stick_breaking.find_spec("stickbreaking_attention"):
         assert "is not installed" in stick_breaking.problem(layer, CUDA, torch.bfloat16)

@@ -453,6 +453,9 @@ def test_engine_refused(monkeypatch):
         choose(inverse, CUDA, torch.float32, "triton")
     with pytest.raises(UserError, match="softmax with these options is a softmax, which sdpa runs"):
         choose(make_normaliser(AttentionConfig(), 2, 16, 300), CUDA, torch.float32, "triton")
+    for place, problem in (({"position": "pope"}, "has pope's heads"), ({"window": 8}, "has a window")):
+        with pytest.raises(UserError, match=f"engine = 'triton': lssa with these options {problem}"):
+            choose(make_normaliser(LSSAR, 2, 16, 300, **place), CUDA, torch.bfloat16, "triton")
     for size, dtype in ((144, torch.float32), (264, torch.bfloat16), (16, torch.float64)):
         with pytest.raises(UserError, match=f"head size {size} in {dtype}"):
             choose(make_normaliser(LSSAR, 2, size, 300), CUDA, dtype, "triton")
@@ -518,7 +521,7 @@ for T in (64, 100, 257, 1, 4096):
     q, k, v = torch.empty(2, T, 3, 4, 64, dtype=torch.bfloat16).permute(2, 0, 3, 1, 4)
     stats, o = torch.empty(2, 4, T, 4), at._new_output(q)
     args = (q, k, v, stats, o, stats, *(t.stride()[:3] for t in (q, k, v, o)), 4, 1, T, T, form)
-    at._forward.warmup(*args, launch.rows, launch.keys, grid=(1,), **at.launch_options(launch))
+    at._forward.warmup(*args, launch.rows, launch.keys, grid=(1,), **launch.options())
 print(len(at._forward.device_caches[0][0]), "compiled")
 """
 
