@@ -91,26 +91,23 @@ def causal_mask(
     # A tensor: of the numbers that change, a graph for dynamic shapes takes no others.
     first = torch.full((), n_keys - n_queries, device=device, dtype=torch.int32)
     reach = torch.full((), window or n_keys, device=device, dtype=torch.int32)
-    query = torch.arange(0, n_queries, BLOCK, device=device)
-    start = first + query  # of each block of queries
-    before = (start - reach + 1).clamp_min(0) // BLOCK  # blocks of keys before all windows
-    seen = ((start + BLOCK).clamp_max(n_keys) + BLOCK - 1) // BLOCK - before
-    # The blocks that every row of a whole block sees, which need no mask_mod: after `edge` others.
-    last_begin = (start + BLOCK - reach).clamp_min(0)  # of the last row's window
-    edge = (last_begin + BLOCK - 1) // BLOCK - before
-    full = (start + 1) // BLOCK - before - edge
-    full = torch.where(query + BLOCK <= n_queries, full.clamp_min(0), 0)
-    n_blocks = (n_keys + BLOCK - 1) // BLOCK
-    block = torch.arange(n_blocks, device=device)
-    masked_blocks = before[:, None] + block + torch.where(block < edge[:, None], 0, full[:, None])
-    full_blocks = (before + edge)[:, None] + block
+    query = torch.arange(0, n_queries, BLOCK, device=device)[:, None]  # the first of each block
+    key = torch.arange(0, n_keys, BLOCK, device=device)
+    start = first + query  # among the keys
+    seen = (key < (start + BLOCK).clamp_max(n_keys)) & (key + BLOCK > start - reach + 1)
+    # By every row of a whole block: such blocks of keys need no mask_mod.
+    full = (key + BLOCK <= start + 1) & (key >= start + BLOCK - reach) & (query + BLOCK <= n_queries)
     mask = BlockMask.from_kv_blocks(
-        (seen - full)[None, None].int(),
-        masked_blocks[None, None].clamp_max(n_blocks - 1).int(),
-        full[None, None].int(),
-        full_blocks[None, None].clamp_max(n_blocks - 1).int(),
+        *list_blocks(seen & ~full),
+        *list_blocks(full),
         BLOCK_SIZE=BLOCK,
         mask_mod=lambda batch, head, i, j: (i + first >= j) & (i + first - j < reach),
         seq_lengths=(n_queries, n_keys),
     )
     return mask, first
+
+
+def list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row's true blocks (rows, blocks) their number and, first in a list of all, which they are."""
+    which = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1)[None, None].int(), which[None, None].int()
