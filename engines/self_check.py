@@ -83,7 +83,7 @@ def engine_error(
     # Undefined at equal scores:
     varies = layer.by_place or layer.signals or isinstance(layer.definition, AdaptiveSoftmax)
     if not varies:
-        if "p_n" not in layer.learned_names:
+        if not hasattr(layer, "p_n"):
             length = 65536 if device.type == "cuda" else 320
         v, do = (
             torch.randn(1, h, t, d, generator=g).to(device, dtype) for h, t in ((1, length), (n_head, 1))

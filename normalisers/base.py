@@ -232,12 +232,6 @@ class Normaliser(BaseModel):
         return False
 
     @property
-    def by_place(self) -> bool:
-        """The scores depend on where the keys are: on their distances, or by a `key_decay`."""
-        names = ("at_distance", "key_decay")
-        return any(getattr(type(self), name) is not getattr(Normaliser, name) for name in names)
-
-    @property
     def is_softmax(self) -> bool:
         """The weights are a softmax of the scores times `fused_factor`."""
         return False

@@ -28,7 +28,7 @@ def to_unit(x: Tensor) -> Tensor:
 
 
 class NormaliserLayer(nn.Module):
-    """A normaliser for one attention layer, with its learned parameters (`learned_names`: s, b, p_n, ...).
+    """A normaliser for one attention layer, with its learned parameters (s, b, p_n, ...).
 
     definition is the formula with its options, reweight_p the power of the re-weighting, 0 for none. For the
     others see `attention.make_normaliser`.
@@ -53,21 +53,15 @@ class NormaliserLayer(nn.Module):
         self.train_len = train_len
         self.position = position
         self.window = window
-        self.learned_names = []
         for name, value in definition.learned(n_head, train_len).items():
             self.register_parameter(name, nn.Parameter(value))
-            self.learned_names.append(name)
         self.signals = definition.signals(head_dim)
+        self.n_signals = sum(map(len, self.signals.values()))  # the numbers per head that `read` gives
         if self.signals and width:
             self.signal = nn.Linear(width, n_head * self.n_signals)
             nn.init.normal_(self.signal.weight, std=SIGNAL_STD)
             with torch.no_grad():  # (H, signals) each
                 self.signal.bias.copy_(torch.tensor(sum(self.signals.values(), []) * n_head))
-
-    @property
-    def n_signals(self) -> int:
-        """The numbers per head that `read` gives."""
-        return sum(map(len, self.signals.values()))
 
     @property
     def label(self) -> str:
@@ -121,8 +115,11 @@ class NormaliserLayer(nn.Module):
 
     @property
     def by_place(self) -> bool:
-        """The scores depend on where the keys are."""
-        return self.position == "alibi" or self.definition.by_place
+        """The scores depend on where the keys are: on their distances, or by a `key_decay`."""
+        formula = type(self.definition)
+        names = ("at_distance", "key_decay")
+        of_formula = any(getattr(formula, name) is not getattr(Normaliser, name) for name in names)
+        return self.position == "alibi" or of_formula
 
     def at_distance(self, x: Tensor, t: Tensor, head: Tensor) -> Tensor:
         """The scores x of a head's keys at distance t, t and head expanding to x's shape."""
@@ -214,5 +211,5 @@ class NormaliserLayer(nn.Module):
 
     def learned(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Learned parameters, those per head as (H, 1, 1) to broadcast against (B, H, R, K)."""
-        parameters = {name: getattr(self, name).to(dtype) for name in self.learned_names}
+        parameters = {name: parameter.to(dtype) for name, parameter in self.named_parameters(recurse=False)}
         return {name: v if name == "p_n" else v[:, None, None] for name, v in parameters.items()}
