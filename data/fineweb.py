@@ -4,7 +4,7 @@
     python -m data.fineweb --dataset HuggingFaceFW/fineweb-edu --name sample-100BT
     python -m data.fineweb --files 'dir/*.parquet'      # or .jsonl, .txt, .gz -> data/fineweb_files
     python -m data.fineweb --files 'dir/*.txt' --shuffle 1 --val-tokens 50000 --out data/mine   # a small set
-    python -m data.pretokenized                         # ready shards instead: a script of its own
+    hf download kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir data/fineweb10B    # ready shards
 
 The first shard is validation, of --val-tokens if they are given, the rest training. Each document is
 `<|endoftext|>` and its text in GPT-2's BPE, or by another --tokenizer. Special-token text inside a document
