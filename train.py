@@ -3,8 +3,7 @@
     python train.py configs/demo_lssar.toml                               # one process, CPU or one GPU
     torchrun --standalone --nproc_per_node=8 train.py configs/lssar.toml  # 8 GPUs
     python train.py configs/lssar.toml --optimizer.lr 1e-3 --name lssar_1e-3
-    python train.py configs/lssar.toml --dry-run                          # sizes, memory, speed; no run
-    python train.py configs/lssar.toml --smoke                            # five steps of it; no run
+    python train.py configs/lssar.toml --dry-run                          # three steps, memory, speed; no run
 
 GPT-2 124M are configs/softmax.toml, configs/lssar.toml (LSSAR, p raised to 15) and, for SSMax on QK-norm,
 configs/rivals/qk_norm_ssmax.toml.
@@ -12,8 +11,8 @@ configs/rivals/qk_norm_ssmax.toml.
 Writes runs/<name>/: config.toml (resolved; `train.py runs/<name>/config.toml --name again` replays it, on the
 engine that fits there), metrics.jsonl (a line per step), starts.jsonl (commit, versions, hardware) and
 checkpoints/. The same command, run again, resumes from the newest checkpoint. SIGTERM, Ctrl-C and SIGUSR1
-finish the step (and a validation before it) and save. A second Ctrl-C stops at once. --dry-run and --smoke
-need no data: where there is none they take random tokens.
+finish the step (and a validation before it) and save. A second Ctrl-C stops at once. --dry-run takes steps of
+one micro-batch, with random tokens where there are no data.
 """
 
 import argparse
@@ -32,9 +31,8 @@ from schema import Config
 
 def parse_args() -> tuple[Config, argparse.Namespace]:
     parser = ArgumentParser(__doc__)
-    trial = parser.add_mutually_exclusive_group()
-    trial.add_argument("--dry-run", action="store_true", help="print sizes, memory and speed; no run")
-    trial.add_argument("--smoke", action="store_true", help="five short steps, a validation; no run")
+    dry_run_help = "three steps of one micro-batch, a validation, memory and speed; no run"
+    parser.add_argument("--dry-run", action="store_true", help=dry_run_help)
     return parse_command_line(parser)
 
 
@@ -49,32 +47,24 @@ from infra.files import exclusive_lock
 from training.checkpoint import load_newest, remove_partial, save_checkpoint
 from training.loader import Batch
 from training.optim import power_at, set_learning_rates
-from training.run_log import RunLog, format_duration, peak_memory
+from training.run_log import RunLog, format_duration
 from training.state import TrainState, init_from_run
-from training.trial import shorten, with_data
+from training.trial import describe, shorten
 from training.validation import measure_attention, validate
-
-LONG = 20.0  # seconds of a micro-batch, after which --dry-run times no second one
 
 
 def main() -> None:
     config, args = parse_args()
     with join_world(config.train.device) as world, TemporaryDirectory() as scratch:
-        if args.dry_run or args.smoke:
-            config = with_data(config, world, Path(scratch) / "data")
-        if args.smoke:
-            config = shorten(config, world.size, Path(scratch))
-        state = TrainState(config, world)
-        if args.dry_run:
-            dry_run(state)
-            return
-        with exclusive_lock(config.run_dir) if world.is_main else nullcontext():
+        run = shorten(config, world, Path(scratch)) if args.dry_run else config
+        state = TrainState(run, world)
+        with exclusive_lock(run.run_dir) if world.is_main else nullcontext():
             log = start_or_resume(state)
             gc.freeze()  # scanning all of torch's objects takes 0.1 s and more,
             gc.disable()  # and a rank that collects garbage within a step delays all others
             train(state, log)
-            if args.smoke:
-                log.print("smoke    steps, validation and save work; nothing is kept")
+            if args.dry_run and world.is_main:
+                log.print(*describe(config, run))
 
 
 def start_or_resume(state: TrainState) -> RunLog:
@@ -101,40 +91,6 @@ def start_or_resume(state: TrainState) -> RunLog:
     if newest is not None:
         log.print(f"resumed from {newest[0]}: {state.step} of {config.train.max_steps} steps done")
     return log
-
-
-def dry_run(state: TrainState) -> None:
-    """Print sizes, then memory and speed of a micro-batch and an update, without a run folder."""
-    config = state.config
-    log = RunLog(state)
-    if config.init_from:
-        log.print(*init_from_run(state.raw_model, config.init_from, state.data_info()["tokenizer"]))
-    log.describe_run()
-    began = time.perf_counter()
-    seconds = step_seconds(state)
-    elapsed = torch.tensor([time.perf_counter() - began], device=state.world.device)
-    slowest = state.world.gather(elapsed).max()  # every rank decides alike
-    is_compiled = state.local_model is not state.raw_model  # by the first
-    if is_compiled or slowest < LONG:
-        seconds = step_seconds(state)
-    max_steps = config.train.max_steps
-    log.print(
-        f"memory   {peak_memory(state.world.device) / 1e9:.2f} GB at the peak, in one process",
-        f"time     {seconds:.3g} s a step: {format_duration(1000 * seconds)} for 1000 steps, "
-        f"{format_duration(max_steps * seconds)} for all {max_steps}",
-    )
-
-
-def step_seconds(state: TrainState) -> float:
-    """The time of a step, from those of its first micro-batch and of the update."""
-    batch = state.batches.read(0)
-    began = time.perf_counter()
-    forward_backward(state, batch[:1]).item()  # waits for a GPU
-    middle = time.perf_counter()
-    for optimizer in state.optimizers:
-        optimizer.step()
-    state.raw_model.embedding.weight[0, 0].item()
-    return (middle - began) * len(batch) + time.perf_counter() - middle
 
 
 # ---------------------------------------------------------------- the loop

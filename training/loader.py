@@ -7,7 +7,7 @@ from data.batches import train_batch, val_windows
 from data.dataset import IGNORED, TokenStream
 from infra.cli import UserError
 from infra.distributed import World
-from schema import Config
+from schema import Config, TrainConfig
 
 Batch = list[tuple[Tensor, Tensor]]  # micro-batches x, y: (micro, T) int64 each
 
@@ -29,12 +29,28 @@ def open_streams(config: Config) -> tuple[TokenStream, TokenStream]:
     return train, val
 
 
+def share_batch(config: TrainConfig, n_processes: int) -> tuple[int, int]:
+    """Sequences of a forward pass, and those of a step, of each process.
+
+    Raises UserError: the processes and micro-batches do not divide the batch.
+    """
+    n_seq = config.batch_tokens // config.seq_len
+    per_process = n_seq // n_processes
+    micro = min(config.micro_batch, per_process)
+    if n_seq % (n_processes * max(1, micro)):
+        raise UserError(
+            f"train.batch_tokens = {config.batch_tokens}: {n_seq} sequences cannot be shared "
+            f"by {n_processes} processes in micro-batches of train.micro_batch = {micro}"
+        )
+    return micro, per_process
+
+
 class BatchLoader:
     """The micro-batches of this process, which depend on the config and the step only.
 
     Attributes:
         n_seq, per_rank, micro: sequences of a step, those of this process, and those of a forward pass.
-    Raises UserError: the processes and micro-batches do not divide the batch.
+    Raises UserError: see `share_batch`.
     """
 
     def __init__(self, stream: TokenStream, config: Config, world: World) -> None:
@@ -42,13 +58,7 @@ class BatchLoader:
         self.config = config
         self.world = world
         self.n_seq = config.train.batch_tokens // config.train.seq_len
-        self.per_rank = self.n_seq // world.size
-        self.micro = min(config.train.micro_batch, self.per_rank)
-        if self.n_seq % (world.size * max(1, self.micro)):
-            raise UserError(
-                f"train.batch_tokens = {config.train.batch_tokens}: {self.n_seq} sequences cannot be shared "
-                f"by {world.size} processes in micro-batches of train.micro_batch = {self.micro}"
-            )
+        self.micro, self.per_rank = share_batch(config.train, world.size)
 
     def read(self, step: int) -> Batch:
         """The micro-batches of a step, page-locked for a GPU: their copy then does not block the host."""

@@ -37,7 +37,7 @@ LEFT = ("metrics.jsonl", "rows.csv", "eval_*", "diagnose*", "config.toml", "init
 class RunLog:
     """metrics.jsonl, the console and W&B. Only rank 0 prints and writes.
 
-    Records wait for a `flush`. Before `open_folder` (in a dry run) nothing is written to disk.
+    Records wait for a `flush`. Before `open_folder` nothing is written to disk.
     """
 
     def __init__(self, state: TrainState) -> None:

@@ -1,4 +1,4 @@
-"""What --dry-run and --smoke of train.py change of a config."""
+"""What --dry-run of train.py makes of a config: three steps that leave nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -7,10 +7,13 @@ import numpy as np
 
 from data.dataset import begin_dataset, finish_dataset, write_split
 from infra.distributed import World
+from infra.files import read_jsonl
 from schema import Config
+from training.loader import share_batch
+from training.run_log import format_duration
 from training.state import RANDOM
 
-SMOKE_STEPS = 5
+N_STEPS = 3  # the first of them compiles, and the last is timed
 
 
 def with_data(config: Config, world: World, folder: Path) -> Config:
@@ -30,20 +33,37 @@ def with_data(config: Config, world: World, folder: Path) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"dir": str(folder)})})
 
 
-def shorten(config: Config, n_processes: int, folder: Path) -> Config:
-    """The config of five steps of a sequence a process, one validation and one save, in `folder`."""
+def shorten(config: Config, world: World, folder: Path) -> Config:
+    """The config of steps of one micro-batch a process, one validation and one save, in `folder`."""
+    config = with_data(config, world, folder / "data")
     train = config.train
-    n_steps = min(SMOKE_STEPS, train.max_steps)
+    n_steps = min(N_STEPS, train.max_steps)
     attention_every = min(1, config.log.attention_every)
-    n_tokens = train.seq_len * n_processes
+    micro, _ = share_batch(train, world.size)
     changes = {
         "attention": {"reweight_p_warmup": min(config.attention.reweight_p_warmup, n_steps)},
         "optimizer": {"warmup_steps": min(config.optimizer.warmup_steps, n_steps)},
         "log": {"dir": str(folder), "every": 1, "wandb": False, "attention_every": attention_every},
         "train": {
-            "max_steps": n_steps, "batch_tokens": n_tokens, "micro_batch": 1, "val_every": SMOKE_STEPS,
-            "val_tokens": min(n_tokens, train.val_tokens), "checkpoint_every": SMOKE_STEPS,
+            "max_steps": n_steps, "batch_tokens": world.size * micro * train.seq_len, "val_every": N_STEPS,
+            "val_tokens": train.seq_len, "checkpoint_every": N_STEPS,
         },
     }  # fmt: skip
     sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()}
     return config.model_copy(update=sections)
+
+
+def describe(config: Config, shortened: Config) -> list[str]:
+    """Memory and time of the config's steps, by the last one of the shortened run."""
+    lines = ["dry run  steps, validation and save work; nothing is kept"]
+    train = config.train
+    for last in [each for each in read_jsonl(shortened.run_dir / "metrics.jsonl") if "loss" in each][-1:]:
+        # Each micro-batch counts with an update, though a step has only one.
+        seconds = last["step_ms"] / 1000 * train.batch_tokens / shortened.train.batch_tokens
+        lines += [
+            f"memory   {last['memory_gb']:.2f} GB at the peak, in one process",
+            f"time     at most {seconds:.3g} s a step of {train.batch_tokens:,} tokens: "
+            f"{format_duration(1000 * seconds)} for 1000 steps, "
+            f"{format_duration(train.max_steps * seconds)} for all {train.max_steps}",
+        ]
+    return lines

@@ -172,7 +172,7 @@ def test_dry_run_leaves_nothing(
     call(train, tiny_config, "--dry-run")
     assert not (tiny_config.parent / "runs").exists()
     out = capsys.readouterr().out
-    for words in ("parameters", "engine sdpa", "memory ", "s a step", "all 12"):
+    for words in ("parameters", "engine sdpa", "memory ", "s a step of 128 tokens", "all 12"):
         assert words in out
     call(train, tiny_config, "--dry-run", "--data.dir", "nowhere")
     assert "data.dir = 'nowhere': no such folder: random tokens" in capsys.readouterr().out
@@ -185,11 +185,12 @@ SMALL = """--model.n-layer 4 --model.n-head 2 --model.n-embd 16 --model.vocab-si
 
 
 @pytest.mark.parametrize("name", ["rivals/hybrid", "lssar", "normsoftmax_paper/baseline"])
-def test_smoke_runs_any_config_and_leaves_nothing(name, tmp_path, call, capsys, monkeypatch):
+def test_a_dry_run_takes_any_config_and_leaves_nothing(name, tmp_path, call, capsys, monkeypatch):
     """None of a file's own keys, such as a warm-up of 700 steps, is in the way."""
     monkeypatch.chdir(tmp_path)
-    call(train, Path(train.__file__).parent / f"configs/{name}.toml", "--smoke", *SMALL.split())
+    call(train, Path(train.__file__).parent / f"configs/{name}.toml", "--dry-run", *SMALL.split())
     out = capsys.readouterr().out
-    assert "step 5 | validation loss" in out and "32 tokens, 1 sequences at a time" in out
-    assert out.endswith("smoke    steps, validation and save work; nothing is kept\n")
+    assert "step 3 | validation loss" in out and "256 tokens, 8 sequences at a time" in out
+    assert "dry run  steps, validation and save work; nothing is kept\nmemory " in out
+    assert "s a step of 1,024 tokens" in out
     assert not list(tmp_path.iterdir())
