@@ -184,7 +184,7 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
             for path in out.glob("*.bin"):
                 raise UserError(f"{out}: holds {path.name}, another dataset's: choose another --out")
         if shards and (info := dataset.finished_info(out)):
-            print(f"{out}: finished before; nothing to do (`python -m data.verify {out}` checks it)")
+            print(f"{out}: finished before; nothing to do (delete it to make it again)")
             return info
         cutter = ShardCutter(out, header)
         cutter.adopt(shards)

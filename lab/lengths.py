@@ -9,12 +9,20 @@ from pathlib import Path
 
 import numpy as np
 
-from data.dataset import INFO_NAME, TokenStream, dataset_info
-from data.shards import release_pages
-from data.verify import splits_of
-from infra.cli import ArgumentParser, run_main
+from data.dataset import HOW_TO_PREPARE, INFO_NAME, TokenStream, dataset_info
+from data.shards import SHARD_NAME, release_pages
+from infra.cli import ArgumentParser, UserError, run_main
 
 LONG = (1024, 4096, 16384)  # tokens; documents of at least these lengths are counted
+
+
+def splits_of(folder: Path) -> list[str]:
+    """The splits in the names of the shards."""
+    names = [SHARD_NAME.fullmatch(path.name) for path in folder.glob("*.bin")]
+    splits = sorted({name["split"] for name in names if name})
+    if not splits:
+        raise UserError(f"{folder}: no shards named like fineweb_train_000001.bin; {HOW_TO_PREPARE}")
+    return splits
 
 
 def document_lengths(stream: TokenStream) -> np.ndarray:

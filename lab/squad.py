@@ -116,7 +116,7 @@ def write_masked(
 
     Args:
         info: keys of dataset.json. Those of the shards are added.
-        n_documents: that data/verify.py finds in a sequence.
+        n_documents: in a sequence, for dataset.json.
         tokenizer: see `finish_dataset`.
     """
     listed = {"sequence_length": len(splits["train"][0].tokens), **info, "splits": {}, "shards": []}

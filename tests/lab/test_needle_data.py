@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import check_dataset
 
 from data.dataset import TokenStream, begin_dataset, finish_dataset, write_split
 from data.tokenizer import get_tokenizer
-from data.verify import verify
 from infra.cli import UserError
 from lab import needle, needle_data
 
@@ -36,7 +36,7 @@ def test_a_sequence_is_the_tests_task_with_its_answer(
 ) -> None:
     out = tmp_path / "needle"
     call(needle_data, texts, "--seq-len", LENGTH, "--sequences", 200, "--out", out)
-    verify(out)
+    check_dataset(out)
     places = set()
     for split, letters in (("train", "ab"), ("val", "cd")):
         stream = TokenStream(out, split)

@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import make_byte_run
+from conftest import check_dataset, make_byte_run
 from launch import run
 from torch.nn.functional import one_hot
 
 from data.batches import train_batch
 from data.dataset import IGNORED, TokenStream
-from data.verify import verify
 from infra.cli import UserError
 from lab import recall, recall_data
 from lab.recall_data import TASKS, VOCAB, make_sequence
@@ -67,7 +66,7 @@ def test_answers(task: str, length: int) -> None:
 def test_dataset(tmp_path: Path, call: Callable[..., None]) -> None:
     """Windows are sequences in either order, and targets are answers only."""
     call(recall_data, "--out", tmp_path, "--sequences", 50, "--seq-len", 40)
-    verify(tmp_path)
+    check_dataset(tmp_path)
     stream = TokenStream(tmp_path, "train")
     for order in ("sequential", "shuffled"):
         x, y = train_batch(stream, 1, 50, 40, order, seed=1)

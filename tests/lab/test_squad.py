@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import check_dataset
 
 from config import load_config
 from data.dataset import TokenStream, write_split
 from data.tokenizer import get_tokenizer
-from data.verify import verify
 from infra.cli import UserError
 from lab import recall_data, squad
 
@@ -67,7 +67,7 @@ def test_sequences_and_masks(folder: Path) -> None:
             assert tokens[0] == tokens[end] == BYTES.eot_token and not any(tokens[end + 1 :])
             assert BYTES.decode(tokens[1:end]) == prompt + answer
             assert mask.nonzero()[0].tolist() == list(range(1 + len(prompt), end + 1))
-    verify(folder)
+    check_dataset(folder)
     assert load_config("configs/ssmax_paper/sft.toml").train.max_steps == 10 * (86_820 // 128)
 
 
@@ -108,4 +108,4 @@ def test_a_smaller_dataset_replaces_a_larger_one(
     for n in (2048, 64):
         call(recall_data, "--sequences", n, "--out", tmp_path)
         assert TokenStream(tmp_path, "train").n_tokens == 64 * n
-    verify(tmp_path)
+    check_dataset(tmp_path)

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import make_dataset, needs_gpt2, one_line
+from conftest import check_dataset, make_dataset, needs_gpt2, one_line
 
 from data import python_source
 from data.dataset import TokenStream
 from data.tokenizer import get_tokenizer
-from data.verify import verify
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -76,7 +75,7 @@ def test_corpus_is_the_sources_split_by_file(sources: Path, tmp_path: Path, toke
     assert 0.1 < sum(map(len, val)) / sum(map(len, expected)) <= 0.2
     assert len(val) >= 2 and train != sorted(train)
     assert [counts["documents"] for counts in info["splits"].values()] == [len(val), len(train)]
-    verify(out)
+    check_dataset(out)
 
 
 def test_corpus_is_reused_or_rebuilt(sources: Path, tmp_path: Path, capsys: Any) -> None:
