@@ -130,10 +130,10 @@ class ShardCutter:
     def finish(self) -> None:
         """Write the last, shorter shard. Raises UserError if there are no training tokens."""
         if not self.train.n_tokens:
+            elsewhere = " and another --out" if self.shards else ""
             raise UserError(
                 f"{self.folder}: {self.n_tokens:,} tokens of text: expected more than the "
-                f"{self.val_tokens:,} of validation; "
-                f"try --val-tokens {1 + self.n_tokens // 20} and another --out"
+                f"{self.val_tokens:,} of validation; try --val-tokens {1 + self.n_tokens // 20}{elsewhere}"
             )
         self.train.flush()
         self._record_shard()

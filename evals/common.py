@@ -202,7 +202,8 @@ class Blocks:
 def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Blocks]:
     """Each run's blocks, in windows of 1 to 16 training lengths unless --lengths says otherwise.
 
-    Raises UserError: bad data, or a stream or --tokens shorter than one block, or all of it skipped.
+    Raises UserError: bad data, runs of several tokenisers, a stream or --tokens shorter than one block, or
+    all of it skipped.
     """
     lengths = choose_lengths(args.lengths, runs, FACTORS)
     longest = lengths[-1]
@@ -216,6 +217,10 @@ def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Bloc
         if end <= n_skipped:
             raise UserError(f"--skip {args.skip}: expected a block of {longest} after it; the data has {end}")
         all_blocks.append(Blocks(stream, lengths, end - n_skipped, n_skipped))
+        names = [blocks.stream.info["tokenizer"] for blocks in all_blocks]
+        if names[-1] != names[0]:
+            expected = f"expected {names[0]}, as {runs[0].label} has: losses a token of both do not compare"
+            raise UserError(f"{run.label}: tokens of {names[-1]}: {expected}")
     return all_blocks
 
 

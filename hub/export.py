@@ -14,8 +14,8 @@ no trust_remote_code. With --rope or --code it is written as all others: with th
 copied from hub/modeling.py and what it imports. Their RoPE scaling is a key of config.json and an argument of
 from_pretrained: rope = "ntk", "theta" (with rope_base), "linear", "yarn".
 
-The vocabulary's padding is dropped in the native forms. In training every document began with <|endoftext|>.
-Start prompts with it.
+The vocabulary's padding is dropped in the native forms. In training every document began with the end-of-text
+token (tokenizer.bos_token, <|endoftext|> with gpt2 and bytes). Start prompts with it.
 """
 
 from __future__ import annotations
@@ -132,23 +132,24 @@ def copy_code(out: Path, normalisers: list[str]) -> None:
 
     The files are flat because transformers loads no packages from a model's folder. A normaliser's own file
     becomes own_0.py, own_1.py, ... It may import this repo's modules and installed packages.
+
+    Raises UserError: an own file imports this repo's modules in a form that has no flat one (`flatten`).
     """
-    waiting = ["hub.modeling"]
+    own = [name.rpartition(":") for name in normalisers if ":" in name]
+    own_files = {file: f"own_{i}" for i, file in enumerate(dict.fromkeys(file for file, _, _ in own))}
+    waiting = [(Path(file), name) for file, name in own_files.items()]
+    waiting.append((module_path("hub.modeling"), "hub_modeling"))
     copied = set[str]()
     while waiting:
-        module = waiting.pop()
-        if module not in copied:
-            copied.add(module)
-            source, imported = flatten(module_path(module).read_text(encoding="utf-8"))
-            (out / f"{flat(module)}.py").write_text(source, encoding="utf-8")
-            waiting += imported
-    names: dict[str, str] = {}  # of our copies
-    for file, _, class_name in (name.rpartition(":") for name in normalisers if ":" in name):
-        own = names.setdefault(file, f"own_{len(names)}")
-        source, _ = flatten(Path(file).read_text(encoding="utf-8"))
-        (out / f"{own}.py").write_text(source, encoding="utf-8")
-        with open(out / "hub_modeling.py", "a", encoding="utf-8") as f:
-            f.write(f"from .{own} import {class_name}  # registers it\n")
+        file, name = waiting.pop()
+        if name not in copied:
+            copied.add(name)
+            source, imported = flatten(file)
+            (out / f"{name}.py").write_text(source, encoding="utf-8")
+            waiting += [(module_path(module), flat(module)) for module in imported]
+    with open(out / "hub_modeling.py", "a", encoding="utf-8") as f:
+        for path, _, class_name in own:
+            f.write(f"from .{own_files[path]} import {class_name}  # registers it\n")
 
 
 def module_path(module: str) -> Path:
@@ -159,18 +160,30 @@ def flat(module: str) -> str:
     return module.replace(".", "_")
 
 
-def flatten(source: str) -> tuple[str, list[str]]:
-    """A module's text with its imports of our modules relative and flat, and the names of these modules."""
-    lines = source.splitlines()
+def flatten(file: Path) -> tuple[str, list[str]]:
+    """A module's text with its imports of our modules relative and flat, and the names of these modules.
+
+    Raises UserError: it imports one of ours beside another statement, or by a dotted name.
+    """
+    source = file.read_text(encoding="utf-8")
+    lines = source.split("\n")  # as ast counts them
     imported = []
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
     for node in sorted(nodes, key=lambda node: node.lineno, reverse=True):
         modules, statements = rewrite_import(node)
-        if statements:
-            indent = " " * node.col_offset
-            lines[node.lineno - 1 : node.end_lineno] = [indent + line for line in statements]
+        if not statements:
+            continue
+        text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+        is_dotted = isinstance(node, ast.Import) and any(
+            alias.name in modules and "." in alias.name and not alias.asname for alias in node.names
+        )
+        if is_dotted or ";" in text:
+            expected = "expected `import a.b as c` or `from a.b import c`, in a line of its own"
+            raise UserError(f"{file}, line {node.lineno}: {text.strip()}: cannot be exported: {expected}")
+        indent = " " * node.col_offset
+        lines[node.lineno - 1 : node.end_lineno] = [indent + line for line in statements]
         imported += modules
-    return "\n".join(lines) + "\n", imported
+    return "\n".join(lines), imported
 
 
 def rewrite_import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
@@ -181,6 +194,7 @@ def rewrite_import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[s
         return [package], [f"from .{flat(package)} import {names}"]
     modules = []
     lines = []
+    others = []
     for alias in node.names:
         module = f"{package}.{alias.name}".lstrip(".")
         name = alias.asname or alias.name
@@ -192,6 +206,11 @@ def rewrite_import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[s
         elif module.partition(".")[0] in KERNELS:
             # It demands every package that is imported outside a try. Those of kernels are optional.
             lines = ["try:", f"    {ast.unparse(node)}", "finally:", "    pass"]
+        else:
+            others.append(alias)
+    if modules and others:
+        node.names = others
+        lines.append(ast.unparse(node))
     return modules, lines
 
 
@@ -245,8 +264,13 @@ def convert_tokenizer(tokenizer: Tokenizer, max_length: int | None) -> Any:
 
     end = tokenizer.decode([tokenizer.eot_token])
     if isinstance(tokenizer, FileTokenizer):
-        converted = FastTokenizer.from_str(tokenizer.content)
-        converted.post_processor = None  # training saw no tokens around a text
+        content = json.loads(tokenizer.content)
+        content["post_processor"] = None  # training saw no tokens around a text
+        splitter = content["pre_tokenizer"] or {}
+        for part in (splitter, *splitter.get("pretokenizers", [])):
+            if part.get("prepend_scheme") == "first":  # a text begins behind an end token as it does alone
+                part["prepend_scheme"] = "always"
+        converted = FastTokenizer.from_str(json.dumps(content))
     else:
         ranks = tokenizer._mergeable_ranks
         converter = TikTokenConverter(pattern=tokenizer._pat_str, extra_special_tokens=[end])
@@ -268,8 +292,10 @@ def check(out: Path, model: GPT, tokenizer: Tokenizer, rope: RopeScaling) -> flo
     options = {"dtype": torch.float32, "trust_remote_code": True}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, **options)
     fast_tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
-    tokens = fast_tokenizer.encode(CHECK_TEXT)
-    if tokens != tokenizer.encode_ordinary(CHECK_TEXT):
+    ours = tokenizer.encode_ordinary(CHECK_TEXT)
+    end = fast_tokenizer.bos_token
+    pairs = {CHECK_TEXT: ours, end + CHECK_TEXT: [tokenizer.eot_token, *ours]}
+    if any(fast_tokenizer.encode(text) != tokens for text, tokens in pairs.items()):
         raise UserError(f"{out}: transformers' tokenizer gives other tokens than ours")
     length = model.config.train.seq_len
     if rope.kind != "none" and "ssmax_pn" not in model.config.normalisers:  # whose p_n ends at T

@@ -13,7 +13,6 @@ table has these files alone.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -42,6 +41,7 @@ if __name__ == "__main__":  # --help and a typo need no torch
 import sweep
 from config import changed_keys, load_config
 from data.dataset import TokenStream
+from infra.distributed import StopSignals
 from infra.files import exclusive_lock, read_jsonl, write_atomically
 from lab import comparison
 from lab.report import RESULTS
@@ -70,12 +70,13 @@ def main() -> None:
     jobs = [job for each in overrides for job in sweep.make_jobs(args.configs, each, None)]
     for job in jobs:
         check_comparable(job, records)
-    for each in overrides:
-        run("sweep.py", *args.configs, *each, "--eval-tokens", str(N_TOKENS))
-    if not all(job.is_trained for job in jobs):
-        raise UserError("stopped before the last step of a run; the same command resumes")
-    for job in jobs:
-        evaluate_unseen(job)
+    with StopSignals() as stop:
+        for each in overrides:
+            run(stop, "sweep.py", *args.configs, *each, "--eval-tokens", str(N_TOKENS))
+        if not all(job.is_trained for job in jobs):
+            raise UserError("stopped before the last step of a run; the same command resumes")
+        for job in jobs:
+            evaluate_unseen(job, stop)
     write_report(jobs, records, args.out)
 
 
@@ -86,30 +87,33 @@ def check_comparable(job: sweep.Job, records: list[comparison.Record]) -> None:
         if makes_another_run(key) and not key.startswith(OWN_KEYS) and key not in OTHER_KEYS:
             raise UserError(f"{config.name}: {key} = {new!r}: expected {old!r}, as all of scale A have")
     stream = TokenStream(config.data.dir, "val")
-    theirs = records[0]["data"]["fingerprint"] if records else stream.fingerprint
-    if not stream.fingerprint.startswith(f"sha256 {theirs.removeprefix('sha256 ')}"):
+    stream.check_model(config.model.vocab_size)
+    recorded = records[0]["data"]["fingerprint"] if records else stream.fingerprint
+    theirs = f"sha256 {recorded.removeprefix('sha256 ')}"
+    if not stream.fingerprint.startswith(theirs):
         ours = f"{stream.info['tokenizer']} tokens, {stream.fingerprint}"
-        expected = f"expected bytes of Python 3.11.7's library, sha256 {theirs}, or --fresh"
+        expected = f"expected bytes of Python 3.11.7's library, {theirs}, or --fresh"
         raise UserError(f"{config.data.dir}: {ours}: {expected}")
     stem = Path(job.arguments[0]).stem
     if stem in {record["contestant"] for record in records}:
         raise UserError(f"{stem}: a published variant has this name; expected another file name, or --fresh")
 
 
-def run(script: str, *arguments: str) -> None:
-    """Run a script of this repo; exit with its status if it fails."""
-    status = subprocess.run([sys.executable, str(CONFIGS.parent / script), *arguments]).returncode
-    if status:
-        sys.exit(status)
+def run(stop: StopSignals, script: str, *arguments: str) -> None:
+    """Run a script of this repo, which receives our signals; exit if it fails, or after a signal."""
+    status = sweep.run([sys.executable, str(CONFIGS.parent / script), *arguments], stop, None, None)
+    if status or stop.number:
+        sys.exit(status or 128 + stop.number)
 
 
-def evaluate_unseen(job: sweep.Job) -> None:
+def evaluate_unseen(job: sweep.Job, stop: StopSignals) -> None:
     """Score the text on which nothing is chosen, once, as the published runs were."""
     length = job.config.train.seq_len
     text = f"--skip {N_TOKENS} --tokens {N_TOKENS} --lengths {length} {16 * length}".split()
     for rope in ("ntk", "none"):
         if not (job.config.run_dir / f"eval_length_unseen_{rope}.json").exists():
-            run("eval_length.py", str(job.config.run_dir), *text, "--rope", rope, "--tag", f"unseen_{rope}")
+            options = [*text, "--rope", rope, "--tag", f"unseen_{rope}"]
+            run(stop, "eval_length.py", str(job.config.run_dir), *options)
 
 
 def write_report(jobs: list[sweep.Job], records: list[comparison.Record], out: Path) -> None:

@@ -27,6 +27,15 @@ def to_unit(x: Tensor) -> Tensor:
     return F.normalize(x, dim=-1, eps=COSINE_EPS)
 
 
+class FullLinear(nn.Linear):
+    """A linear layer in at least float32, also under autocast and in a model of 16 bits."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        dtype = torch.promote_types(h.dtype, torch.float32)
+        with torch.autocast(h.device.type, enabled=False):
+            return F.linear(h.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+
+
 class NormaliserLayer(nn.Module):
     """A normaliser for one attention layer, with its learned parameters (s, b, p_n, ...).
 
@@ -58,7 +67,7 @@ class NormaliserLayer(nn.Module):
         self.signals = definition.signals(head_dim)
         self.n_signals = sum(map(len, self.signals.values()))  # the numbers per head that `read` gives
         if self.signals and width:
-            self.signal = nn.Linear(width, n_head * self.n_signals)
+            self.signal = FullLinear(width, n_head * self.n_signals)
             nn.init.normal_(self.signal.weight, std=SIGNAL_STD)
             with torch.no_grad():  # (H, signals) each
                 self.signal.bias.copy_(torch.tensor(sum(self.signals.values(), []) * n_head))
@@ -132,10 +141,7 @@ class NormaliserLayer(nn.Module):
         """The formula's signals, (B, H, T, n) in at least float32, of the layer's input (B, T, C)."""
         if not self.signals:
             return None
-        dtype = torch.promote_types(h.dtype, torch.float32)
-        with torch.autocast(h.device.type, enabled=False):
-            numbers = F.linear(h.to(dtype), self.signal.weight.to(dtype), self.signal.bias.to(dtype))
-        return numbers.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+        return self.signal(h).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
 
     def cache_keys(self, k: Tensor) -> Tensor:
         """k as a KV cache holds it: l2-normalised for cosine scores, once instead of in every step."""
@@ -209,7 +215,11 @@ class NormaliserLayer(nn.Module):
         cut = replace(context.block(slice(None), slice(None), keys), signals=context.signals)
         return k[..., keys, :], v[..., keys, :], cut
 
+    def forward(self) -> dict[str, Tensor]:
+        """The learned parameters, by a call, before which accelerate loads those of an offloaded module."""
+        return dict(self.named_parameters(recurse=False))
+
     def learned(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Learned parameters, those per head as (H, 1, 1) to broadcast against (B, H, R, K)."""
-        parameters = {name: parameter.to(dtype) for name, parameter in self.named_parameters(recurse=False)}
+        parameters = {name: parameter.to(dtype) for name, parameter in self().items()}
         return {name: v if name == "p_n" else v[:, None, None] for name, v in parameters.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import tomllib
 from collections.abc import Callable
 from functools import partial
@@ -396,3 +397,13 @@ def test_bad_input(tmp_path, data, evaluate, args, message):
     with one_line(message):
         evaluate(*(arg.format(tmp=tmp_path, run=run) for arg in args))
     assert not (run / "eval_length.json").exists()
+
+
+def test_runs_of_several_tokenisers_are_refused(tmp_path, data, evaluate):
+    other = tmp_path / "other"
+    shutil.copytree(data, other)
+    info = read(other / "dataset.json")
+    (other / "dataset.json").write_text(json.dumps(info | {"tokenizer": "another"}))
+    runs = [make_run(tmp_path / "runs", name, folder) for name, folder in (("a", data), ("b", other))]
+    with one_line("b: tokens of another: expected", "as a has"):
+        evaluate(*runs, "--lengths", "8", "64")

@@ -12,8 +12,9 @@ from typing import get_args
 import pytest
 import torch
 from attention_cases import OPTIONS, position_of
-from conftest import FAMILIES, make_byte_run, train_bpe
+from conftest import FAMILIES, make_byte_run, one_line, train_bpe
 
+from attention import make_normaliser
 from config import load_config
 from data.tokenizer import get_tokenizer
 from generation import generate
@@ -21,6 +22,7 @@ from hub import export
 from hub.native import choose_architecture
 from infra.cli import UserError
 from rope_scaling import RopeKind, RopeScaling
+from schema import AttentionConfig
 from training.checkpoint import find_checkpoints, load_checkpoint, load_model
 
 
@@ -53,6 +55,28 @@ def test_a_cache_keeps_every_bit_of_the_signals(dtype):
     for piece in (slice(0, 7), slice(7, 9)):
         got = HubCache(cache).append(0, k[:, :, piece], v[:, :, piece], signals[:, :, piece])
     assert all(map(torch.equal, got, (k, v, signals)))
+
+
+def spaced_bpe() -> str:
+    """tokenizer.json of a BPE in which the first word of a text begins with a space, as Llama's has."""
+    tokenizers = pytest.importorskip("tokenizers")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    bytes_ = [f"<0x{i:02X}>" for i in range(256)]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["</s>", *bytes_], show_progress=False
+    )
+    bpe.train_from_iterator([export.CHECK_TEXT, "def f(x): return x"], trainer)
+    return bpe.to_str(pretty=True)
+
+
+def test_a_text_after_the_end_token_has_the_tokens_of_training():
+    pytest.importorskip("transformers")
+    ours = get_tokenizer("", spaced_bpe())
+    theirs = export.convert_tokenizer(ours, None)
+    for text in ("def f(x)", "x", " x", export.CHECK_TEXT):
+        assert theirs.encode(text) == ours.encode_ordinary(text)
+        assert theirs.encode("</s>" + text) == [ours.eot_token, *ours.encode_ordinary(text)]
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2", "file"])
@@ -219,6 +243,45 @@ def test_files_of_ones_own_need_no_name_that_python_takes(tmp_path):
         "from .own_1 import Mineb",
     ]
     assert [(out / f"own_{i}.py").read_text() for i in (0, 1)] == ["# of a\n", "# of b\n"]
+
+
+def test_a_file_of_ones_own_may_import_anything(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import math, normalisers.base as base\n\x0c\nfrom infra.files import read_text\nmath.pi\n"
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    export.copy_code(out, [f"{file}:Mine"])
+    text = (out / "own_0.py").read_text()
+    assert "\nimport math\n" in text and text.endswith("\x0c\nfrom .infra_files import read_text\nmath.pi\n")
+    for copied in out.glob("*.py"):
+        compile(copied.read_text(), copied.name, "exec")
+    assert (out / "infra_files.py").exists()
+
+
+@pytest.mark.parametrize(
+    "line", ["import normalisers.base", "import math; from normalisers.family import Softmax"]
+)
+def test_what_has_no_flat_form_is_one_line(line, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(line)
+    with one_line(f"{file}, line 1: {line}: cannot be exported"):
+        export.copy_code(tmp_path, [f"{file}:Mine"])
+
+
+@pytest.mark.parametrize("name", ["ssmax", "fox"])
+def test_offloaded_parameters_are_loaded(name):
+    accelerate = pytest.importorskip("accelerate")
+    position = "none" if name == "fox" else "rope"
+    layer = make_normaliser(AttentionConfig(normaliser=name), 2, 8, 16, position, width=4)
+    h = torch.randn(1, 3, 4)
+    learned, signals = layer.learned(torch.float32), layer.read(h)
+    accelerate.cpu_offload(layer, execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in layer.parameters())
+    for parameter_name, value in layer.learned(torch.float32).items():
+        assert torch.equal(value, learned[parameter_name])
+    assert signals is None or torch.equal(layer.read(h), signals)
 
 
 def test_code_needs_no_package_of_kernels(tmp_path):

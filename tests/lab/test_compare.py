@@ -2,6 +2,8 @@
 
 import json
 import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from conftest import one_line
 import eval_length
 import sweep
 import train
+from infra.distributed import StopSignals
 from infra.files import read_jsonl
 from lab import compare
 
@@ -23,7 +26,7 @@ def scale(tiny_config, own_file, tmp_path, call, monkeypatch, no_drawing) -> lis
     (tmp_path / "softmax.toml").write_text("")
     commands = []
 
-    def run(script: str, *arguments: str) -> None:
+    def run(stop: StopSignals, script: str, *arguments: str) -> None:
         if script == "eval_length.py":
             call(eval_length, *arguments, "--device", "cpu")
             commands.append(script)
@@ -86,3 +89,18 @@ def test_a_stopped_run_is_not_reported(scale, call, monkeypatch):
     with one_line("stopped before the last step of a run"):
         call(compare, "mine.toml", "--fresh")
     assert not read_jsonl(Path("runs/compare/mine/A.jsonl"))
+
+
+def test_a_signal_reaches_the_script_that_runs(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "time.sleep(60)\n"
+    )
+    began = time.monotonic()
+    with StopSignals() as stop, pytest.raises(SystemExit) as exit_info:
+        compare.run(stop, str(script))
+    assert exit_info.value.code == 128 + signal.SIGINT
+    assert time.monotonic() - began < 50  # it was told to stop
