@@ -23,6 +23,7 @@ import eval_length
 from config import config_from_dict
 from data.batches import val_batch
 from data.dataset import TokenStream
+from evals import common
 from evals.common import Blocks, EvaluatedRun
 from evals.rows import FILE, Row
 from infra.cli import UserError
@@ -399,11 +400,12 @@ def test_bad_input(tmp_path, data, evaluate, args, message):
     assert not (run / "eval_length.json").exists()
 
 
-def test_runs_of_several_tokenisers_are_refused(tmp_path, data, evaluate):
+def test_runs_of_several_tokenisers_are_refused(tmp_path, data, evaluate, monkeypatch):
     other = tmp_path / "other"
     shutil.copytree(data, other)
     info = read(other / "dataset.json")
     (other / "dataset.json").write_text(json.dumps(info | {"tokenizer": "another"}))
     runs = [make_run(tmp_path / "runs", name, folder) for name, folder in (("a", data), ("b", other))]
-    with one_line("b: tokens of another: expected", "as a has"):
+    monkeypatch.setattr(common, "read_config", lambda source: (read_config(source)[0], None))
+    with one_line("b: tokens of another: expected bytes, as a has"):
         evaluate(*runs, "--lengths", "8", "64")
