@@ -145,7 +145,7 @@ def block_scores(
         q, k = q * factors[0], k * factors[1]
     x = q @ k.mT  # (b, H, R, K)
     x = x if factors else context.add_decay(x)
-    if context.first is None:  # only the last R keys are hidden from any row of the block
+    if not layer.window:  # only the last R keys are hidden from any row of the block
         n_rows = x.shape[-2]
         future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=x.device).triu(1)
         x[..., -n_rows:].masked_fill_(future, HIDDEN)

@@ -41,26 +41,21 @@ class RowContext:
     """What the formulas know about a block of R query rows besides its scores."""
 
     n: Tensor  # (R, 1) float: number of keys each row sees, with a window W at most W
+    own: Tensor  # (R, 1) float: the place of each row's query among the keys, the last that it sees
     n_keys: int  # Tk: all keys of this call
     train_len: int  # L
     head_dim: int  # d
     p: int = 0  # power of the re-weighting; 0: none
     learned: dict[str, Tensor] = field(default_factory=dict)  # name -> (H, 1, 1), p_n: (train_len,)
-    first: Tensor | None = None  # (R, 1): the first key each row sees; None: key 0
     signals: dict[str, Tensor] = field(default_factory=dict)  # of the rows, for `factor`: (B, H, R, n) each
     decay: Tensor | None = None  # (B, H, K, 1 or D) float64, see `Normaliser.key_decay`
     cached: bool = False  # the keys come from `cache_keys`
 
     def block(self, batch: slice, rows: slice, keys: slice) -> RowContext:
         """Of these sequences and rows, whose keys are a slice of all; without signals."""
-        first = None if self.first is None else self.first[rows] - (keys.start or 0)
+        own = self.own[rows] - (keys.start or 0)
         decay = None if self.decay is None else self.decay[batch, :, keys]
-        return replace(self, n=self.n[rows], first=first, signals={}, decay=decay)
-
-    @property
-    def own(self) -> Tensor:
-        """(R, 1): the place of each row's query among the keys."""
-        return self.n - 1 if self.first is None else self.first + self.n - 1
+        return replace(self, n=self.n[rows], own=own, signals={}, decay=decay)
 
     def add_decay(self, x: Tensor) -> Tensor:
         """The scores x (B, H, R, K) with `Normaliser.key_decay`, its differences taken in its own type."""
@@ -83,9 +78,7 @@ class RowContext:
     def visible(self, x: Tensor) -> Tensor:
         """(R, K) bool: the keys of x (..., K) that each row sees."""
         keys = torch.arange(x.shape[-1], device=x.device)
-        if self.first is None:
-            return keys < self.n
-        return (keys >= self.first) & (keys < self.first + self.n)
+        return (keys <= self.own) & (keys > self.own - self.n)
 
     def distance(self, x: Tensor) -> Tensor:
         """(R, K): how far back each key of x (..., K) is from its row's query; 0 at the keys after it."""
