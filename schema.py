@@ -173,7 +173,7 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = free("auto", "auto: cuda where there is one.")
     compile: Literal["auto"] | bool = free("auto", "torch.compile the model; auto: on cuda.")
     memory_budget: float = free(1.0, "Below 1 compiled code keeps less for backward.", ge=0, le=1)
-    deterministic: bool = resumable(False, "Bit-identical steps on CUDA as far as torch can, and slower.")
+    deterministic: bool = resumable(False, "Bit-identical steps on CUDA where torch can, and slower.")
     engine: Engine = key(
         "auto",
         "The first of sdpa, triton, flex, stick_breaking and rows that runs this here. dense holds (T, T).",

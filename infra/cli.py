@@ -69,6 +69,8 @@ def reason_of(error: Exception) -> str:
     """What to print of an error that the user can mend; "" of another one."""
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate" in str(error)):
         return f"out of memory: {' '.join(str(error).split())}"
+    if isinstance(error, RuntimeError) and "does not have a deterministic implementation" in str(error):
+        return f"train.deterministic = True: {str(error).partition(',')[0]} in torch: expected false"
     return str(error) if isinstance(error, UserError | OSError) else ""
 
 

@@ -212,6 +212,20 @@ def test_out_of_memory_is_one_line(capsys: pytest.CaptureFixture[str]):
     assert e.value.code == 2 and capsys.readouterr().err.startswith("error: out of memory: ")
 
 
+def test_what_torch_cannot_repeat_is_one_line(capsys: pytest.CaptureFixture[str]):
+    def put() -> None:
+        torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(SystemExit) as e:
+            run_main(put)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    error = "error: train.deterministic = True: put_ does not have a deterministic implementation in torch"
+    assert e.value.code == 2 and capsys.readouterr().err.startswith(error)
+
+
 def test_a_typo_of_an_option(call: Callable[..., None]):
     with one_line("unrecognized arguments: --token; did you mean --tokens?"):
         call(eval_length, "run", "--token", 3)
