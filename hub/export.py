@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+from copy import copy
 from pathlib import Path
 from typing import Any, get_args
 
@@ -173,15 +174,18 @@ def flatten(file: Path) -> tuple[str, list[str]]:
         modules, statements = rewrite_import(node)
         if not statements:
             continue
-        text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+        last_line = (node.end_lineno or node.lineno) - 1
+        before = lines[node.lineno - 1][: node.col_offset].strip()
+        after = lines[last_line][node.end_col_offset :].partition("#")[0].strip()
         is_dotted = isinstance(node, ast.Import) and any(
             alias.name in modules and "." in alias.name and not alias.asname for alias in node.names
         )
-        if is_dotted or ";" in text:
+        if is_dotted or before or after:
+            text = "\n".join(lines[node.lineno - 1 : last_line + 1]).strip()
             expected = "expected `import a.b as c` or `from a.b import c`, in a line of its own"
-            raise UserError(f"{file}, line {node.lineno}: {text.strip()}: cannot be exported: {expected}")
+            raise UserError(f"{file}, line {node.lineno}: {text}: cannot be exported: {expected}")
         indent = " " * node.col_offset
-        lines[node.lineno - 1 : node.end_lineno] = [indent + line for line in statements]
+        lines[node.lineno - 1 : last_line + 1] = [indent + line for line in statements]
         imported += modules
     return "\n".join(lines), imported
 
@@ -194,8 +198,10 @@ def rewrite_import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[s
         return [package], [f"from .{flat(package)} import {names}"]
     modules = []
     lines = []
-    others = []
+    has_kernels = False
     for alias in node.names:
+        single = copy(node)
+        single.names = [alias]
         module = f"{package}.{alias.name}".lstrip(".")
         name = alias.asname or alias.name
         if module_path(module).is_file():
@@ -205,13 +211,11 @@ def rewrite_import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[s
             lines.append(f"from . import {flat(module)} as {name}")
         elif module.partition(".")[0] in KERNELS:
             # It demands every package that is imported outside a try. Those of kernels are optional.
-            lines = ["try:", f"    {ast.unparse(node)}", "finally:", "    pass"]
+            lines += ["try:", f"    {ast.unparse(single)}", "finally:", "    pass"]
+            has_kernels = True
         else:
-            others.append(alias)
-    if modules and others:
-        node.names = others
-        lines.append(ast.unparse(node))
-    return modules, lines
+            lines.append(ast.unparse(single))
+    return modules, lines if modules or has_kernels else []
 
 
 # ---------------------------------------------------------------- card

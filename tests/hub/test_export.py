@@ -248,20 +248,31 @@ def test_files_of_ones_own_need_no_name_that_python_takes(tmp_path):
 def test_a_file_of_ones_own_may_import_anything(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "import math, normalisers.base as base\n\x0c\nfrom infra.files import read_text\nmath.pi\n"
+        "import math, triton, normalisers.base as base  # others; ours\n"
+        "\x0c\nfrom infra.files import read_text\nmath.pi\n"
     )
     out = tmp_path / "out"
     out.mkdir()
     export.copy_code(out, [f"{file}:Mine"])
     text = (out / "own_0.py").read_text()
-    assert "\nimport math\n" in text and text.endswith("\x0c\nfrom .infra_files import read_text\nmath.pi\n")
+    assert (
+        "import math\ntry:\n    import triton\n" in text
+        and "as base\n" in text
+        and text.endswith("\x0c\nfrom .infra_files import read_text\nmath.pi\n")
+    )
     for copied in out.glob("*.py"):
         compile(copied.read_text(), copied.name, "exec")
     assert (out / "infra_files.py").exists()
 
 
 @pytest.mark.parametrize(
-    "line", ["import normalisers.base", "import math; from normalisers.family import Softmax"]
+    "line",
+    [
+        "import normalisers.base",
+        "import math; from normalisers.family import Softmax",
+        "if True: from normalisers.family import Softmax",
+        "import normalisers.base as base; base.HIDDEN",
+    ],
 )
 def test_what_has_no_flat_form_is_one_line(line, tmp_path):
     file = tmp_path / "mine.py"
