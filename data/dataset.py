@@ -61,18 +61,18 @@ class DatasetInfo(BaseModel, strict=True, extra="allow"):
     shards: list[ShardFile]
 
 
-def begin_dataset(folder: Path, name: str = "", keep: Collection[str] = ()) -> None:
+def begin_dataset(folder: Path, name: str, keep: Collection[str] = ()) -> None:
     """Create the folder, mark it unfinished, and remove an earlier preparation's shards.
 
     Without the mark, shards of an interrupted run, having no dataset.json, would pass for gpt2's.
 
     Args:
-        name: of the dataset, whose shards alone the folder may hold; "": any, and none is removed.
+        name: of the dataset, whose shards alone the folder may hold.
         keep: file names of the shards to keep.
     Raises:
         UserError: the folder cannot be created or written, or holds another dataset's shards.
     """
-    for path in folder.glob("*.bin") if name else ():
+    for path in folder.glob("*.bin"):
         if not path.name.startswith(f"{name}_"):
             raise UserError(f"{folder}: holds {path.name}, another dataset's: choose another --out")
     try:

@@ -86,7 +86,7 @@ def write_dataset(folder: Path, splits: dict[str, Any], shard_size: int, vocab: 
     """A prepared dataset of these tokens, whose last one is `<|endoftext|>`."""
     from data.dataset import begin_dataset, finish_dataset, write_split
 
-    begin_dataset(folder)
+    begin_dataset(folder, "toy")
     info: dict[str, Any] = {"dataset": "toy", "tokenizer": "bytes", "vocab_size": vocab, "source": "a test"}
     info |= {"splits": {}, "shards": []}
     for split, tokens in splits.items():

@@ -25,7 +25,7 @@ def with_data(config: Config, world: World, folder: Path) -> Config:
     vocab_size = config.model.vocab_size
     info: dict[str, Any] = {"dataset": "random", "tokenizer": RANDOM, "vocab_size": vocab_size}
     info |= {"source": "random numbers", "splits": {}, "shards": []}
-    begin_dataset(folder)
+    begin_dataset(folder, info["dataset"])
     tokens = np.random.default_rng(config.seed).integers(vocab_size, size=4 * config.train.seq_len + 1)
     for split in ("train", "val"):
         write_split(folder, info, split, [tokens], n_documents=1)
@@ -55,15 +55,17 @@ def shorten(config: Config, world: World, folder: Path) -> Config:
 
 def describe(config: Config, shortened: Config) -> list[str]:
     """Memory and time of the config's steps, by the last one of the shortened run."""
-    lines = ["dry run  steps, validation and save work; nothing is kept"]
+    kept = "dry run  steps, validation and save work; nothing is kept"
+    steps = [each for each in read_jsonl(shortened.run_dir / "metrics.jsonl") if "loss" in each]
+    if not steps:  # with max_steps = 0
+        return [kept]
     train = config.train
-    for last in [each for each in read_jsonl(shortened.run_dir / "metrics.jsonl") if "loss" in each][-1:]:
-        # Each micro-batch counts with an update, though a step has only one.
-        seconds = last["step_ms"] / 1000 * train.batch_tokens / shortened.train.batch_tokens
-        lines += [
-            f"memory   {last['memory_gb']:.2f} GB at the peak, in one process",
-            f"time     at most {seconds:.3g} s a step of {train.batch_tokens:,} tokens: "
-            f"{format_duration(1000 * seconds)} for 1000 steps, "
-            f"{format_duration(train.max_steps * seconds)} for all {train.max_steps}",
-        ]
-    return lines
+    # Each micro-batch counts with an update, though a step has only one.
+    seconds = steps[-1]["step_ms"] / 1000 * train.batch_tokens / shortened.train.batch_tokens
+    return [
+        kept,
+        f"memory   {steps[-1]['memory_gb']:.2f} GB at the peak, in one process",
+        f"time     at most {seconds:.3g} s a step of {train.batch_tokens:,} tokens: "
+        f"{format_duration(1000 * seconds)} for 1000 steps, "
+        f"{format_duration(train.max_steps * seconds)} for all {train.max_steps}",
+    ]

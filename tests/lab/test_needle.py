@@ -95,7 +95,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     text = np.random.default_rng(0).choice(np.frombuffer(b"abcdefgh .,", np.uint8), 5000)
     info: dict = {"dataset": "toy", "tokenizer": "bytes", "vocab_size": 257, "source": "test"}
     info |= {"splits": {}, "shards": []}
-    begin_dataset(tmp_path / "data")
+    begin_dataset(tmp_path / "data", "toy")
     write_split(tmp_path / "data", info, "val", [text.astype(np.int64)], 1)
     finish_dataset(tmp_path / "data", info)
     config = copying_config(tmp_path)
