@@ -78,7 +78,8 @@ class RowBlocks(torch.autograd.Function):
         dq = torch.empty_like(q)
         learned = [t.detach().requires_grad_() for t in learned]
         dk, dv, *d_learned = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (k, v, *learned))
-        d_decay = None if decay is None else torch.zeros_like(decay)
+        by_channel = ctx.layer.definition.decays_channels
+        d_decay = None if decay is None or by_channel else torch.zeros_like(decay)
         of_names = dict(zip(ctx.context.learned, learned, strict=True))
         context = replace(ctx.context, learned=of_names, decay=decay)
         delta = (do * out).sum(-1, keepdim=True)  # (B, H, Tq, 1)
@@ -104,10 +105,10 @@ class RowBlocks(torch.autograd.Function):
             else:
                 _add_product(dk[batch, :, keys], dx.mT, of_q)
             _add_product(dv[batch, :, keys], weights.detach().mT, d_out)
-            if d_decay is not None and not factors:  # P_i - P_j is added to x_ij
+            if d_decay is not None:  # P_i - P_j is added to x_ij
                 d_decay[batch, :, keys] -= dx.sum(-2, dtype=decay.dtype)[..., None]
                 d_decay[batch, :, -q.shape[2] :][:, :, block] += dx.sum(-1, dtype=decay.dtype)[..., None]
-        if ctx.layer.definition.decays_channels:  # q_ic e^(P_ic) and k_jc e^(-P_jc) are all that P is in
+        if by_channel:  # q_ic e^(P_ic) and k_jc e^(-P_jc) are all that P is in
             d_decay = -(k * dk)
             d_decay[:, :, -q.shape[2] :] += q * dq
         return dq, dk, dv, d_decay, None, None, *d_learned

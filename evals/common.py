@@ -217,10 +217,11 @@ def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Bloc
         if end <= n_skipped:
             raise UserError(f"--skip {args.skip}: expected a block of {longest} after it; the data has {end}")
         all_blocks.append(Blocks(stream, lengths, end - n_skipped, n_skipped))
-        names = [blocks.stream.info["tokenizer"] for blocks in all_blocks]
-        if names[-1] != names[0]:
-            expected = f"expected {names[0]}, as {runs[0].label} has: losses a token of both do not compare"
-            raise UserError(f"{run.label}: tokens of {names[-1]}: {expected}")
+        tokenizer = stream.info["tokenizer"]
+        first = all_blocks[0].stream.info["tokenizer"]
+        if tokenizer != first:
+            expected = f"expected {first}, as {runs[0].label} has: losses a token of both do not compare"
+            raise UserError(f"{run.label}: tokens of {tokenizer}: {expected}")
     return all_blocks
 
 
