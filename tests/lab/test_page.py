@@ -51,7 +51,7 @@ def test_a_browser_draws_it(html: str, tmp_path):
     command = [browser, *options, (tmp_path / "index.html").as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     drawn = re.sub("<script.*?</script>", "", dom, flags=re.DOTALL)  # whose source has both tags once
-    assert drawn.count("<tr data-name=") == 56 and drawn.count('<g class="line"') == 7
+    assert drawn.count("<tr data-name=") == 59 and drawn.count('<g class="line"') == 7
 
 
 def test_a_folder_without_records(tmp_path):
