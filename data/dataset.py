@@ -132,6 +132,9 @@ def dataset_info(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"{folder}: no such data folder; {HOW_TO_PREPARE}")
     if (folder / UNFINISHED_NAME).exists():
         raise UserError(f"{folder}: its preparation did not finish; run the script that prepares it again")
+    for partial in folder.glob(".cache/huggingface/download/**/*.incomplete"):
+        expected = "run hf download again; if it finds nothing to do, delete this file"
+        raise UserError(f"{partial}: a download that did not finish: {expected}")
     if not path.exists():
         return {"tokenizer": "gpt2", "vocab_size": 50257}
     info: dict[str, Any] = read_json(path, DatasetInfo)

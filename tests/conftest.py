@@ -21,8 +21,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--normaliser", metavar="FILE.py:CLASS", help="a class of your own to test, too")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the tests on the CPU, but for `pytest -m gpu`.
+    """Keep the tests on the CPU, but for `pytest -m gpu`, and register --normaliser's class.
 
     TRITON_INTERPRET is read when Triton is imported, which torch may do in any test file. The kernels then
     run on the CPU (tests/core/engines/test_triton.py).
@@ -30,6 +34,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("markexpr") != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if own := config.getoption("--normaliser"):
+        from normalisers.own import find_normaliser
+
+        find_normaliser(own)
 
 
 def pytest_collection_finish() -> None:

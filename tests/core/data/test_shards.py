@@ -138,6 +138,11 @@ def test_dataset_info(tmp_path: Path, toy: Path) -> None:
     assert hashlib.sha256(all_tokens.astype("<u2").tobytes()).hexdigest() == info["splits"]["val"]["sha256"]
     (toy / "dataset.json").unlink()
     assert dataset_info(toy) == {"tokenizer": "gpt2", "vocab_size": 50257}
+    partial = toy / ".cache/huggingface/download/abc=.f00.incomplete"
+    partial.parent.mkdir(parents=True)
+    partial.touch()
+    with one_line(partial, "a download that did not finish"):
+        dataset_info(toy)
 
 
 def test_shards_must_be_those_in_dataset_json(toy: Path) -> None:
