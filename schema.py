@@ -138,6 +138,9 @@ class AttentionConfig(Section):
         if cls is None:
             hint = _suggest(self.normaliser, list(NORMALISERS))
             raise ValueError(f"attention.normaliser = {self.normaliser!r}: unknown; {hint}")
+        for option in cls.model_fields.keys() & type(self).model_fields.keys():
+            problem = f"has an option {option}, which is a key of [attention]: expected another name"
+            raise ValueError(f"attention.normaliser = {self.normaliser!r}: {problem}")
         try:
             definition = cls.model_validate(self.model_extra)
         except ValidationError as e:
@@ -255,7 +258,7 @@ class LayerKeys(Section):
 class Config(Section):
     """A whole run. `base`, `name` and [sweep] are not inherited; `name` defaults to the file's stem."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$", description="Name of the run folder.")
+    name: str = free(..., "Name of the run folder.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$")
     seed: int = key(1337, "Seed of initialisation and data order.", ge=0, lt=2**63)
     init_from: str = key("", "Run folder or checkpoint whose weights this run starts from.")
     layers: list[dict[str, Any]] = key(

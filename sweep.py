@@ -69,7 +69,9 @@ import torch
 from evals.output import format_table
 from evals.rows import FACTORS
 from infra.distributed import StopSignals
-from training.checkpoint import find_checkpoints, step_of
+from training.checkpoint import find_checkpoints, load_checkpoint, step_of
+from training.loader import open_streams
+from training.state import changed_data, data_info
 
 HERE = Path(__file__).resolve().parent
 THETA_FACTOR = 50  # from RoPE's base of training to that of --rope theta
@@ -83,12 +85,17 @@ class Job(NamedTuple):
 
     @property
     def is_trained(self) -> bool:
-        """Whether its folder has the last checkpoint of exactly this config; its validation came before."""
+        """Whether its folder has the last checkpoint of this config, on its data. Validation came before."""
         run_dir = self.config.run_dir
         checkpoints = find_checkpoints(run_dir)
         if not checkpoints or step_of(checkpoints[0]) != self.config.train.max_steps:
             return False
-        return same_run(load_config(run_dir / "config.toml"), self.config)  # train.py names the difference
+        if not same_run(load_config(run_dir / "config.toml"), self.config):  # train.py names the difference
+            return False
+        if not Path(self.config.data.dir).is_dir():  # gone since
+            return True
+        data = data_info(self.config, *open_streams(self.config))
+        return not changed_data(load_checkpoint(checkpoints[0], lazily=True)["data"], data)
 
     @property
     def state(self) -> str:
@@ -188,7 +195,7 @@ def make_jobs(configs: list[str], overrides: list[str], tag: str | None) -> list
         config = load_config(run.path, arguments)
         if config.run_dir in jobs:
             raise UserError(f"{run.path}: two runs would be called {config.run_dir}; expected other names")
-        twin = next((job.config for job in jobs.values() if same_run(job.config, config, "name")), None)
+        twin = next((job.config for job in jobs.values() if same_run(job.config, config)), None)
         if twin:
             print(f"left out: {config.run_dir}, the same run as {twin.run_dir}")
         else:

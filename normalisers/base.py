@@ -217,7 +217,7 @@ class Normaliser(BaseModel):
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
         """Scores (..., R, K), HIDDEN at hidden keys, to weights, whose values there are replaced by 0."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name}: expected a base class of family.py, or `weights`")
 
     @property
     def sums_to_one(self) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from normalisers import adaptive, family, others  # noqa: F401  (their classes register themselves)
@@ -40,6 +42,17 @@ def find_normaliser(name: str) -> type[Normaliser] | None:
 
 
 def fingerprints(names: Iterable[str]) -> dict[str, str]:
-    """The sha256 of each file among these normalisers, as a checkpoint keeps them."""
-    files = {name.rpartition(":")[0] for name in names} - {""}
-    return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files)}
+    """The sha256 of each normaliser's code, as a checkpoint keeps it.
+
+    That is the file of one's own, by its path, or the registered class with those that it inherits from.
+    """
+    code = {}
+    for name in sorted(names):
+        file = name.rpartition(":")[0]
+        if file:
+            code[file] = Path(file).read_bytes()
+            continue
+        classes = [cls for cls in NORMALISERS[name].__mro__ if issubclass(cls, Normaliser)]
+        with suppress(OSError, TypeError):  # a class without a file, as in a notebook
+            code[name] = "".join(map(inspect.getsource, classes[:-1])).encode()  # the last one is Normaliser
+    return {name: hashlib.sha256(text).hexdigest() for name, text in code.items()}

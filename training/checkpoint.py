@@ -6,6 +6,7 @@ loading one runs no code, except that of a file that its normaliser names (norma
 """
 
 import os
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -23,6 +24,7 @@ from schema import Config
 from training.optim import power_at
 
 FORMAT = 4
+CONTENT = {"step", "config", "model", "optimizers", "guard", "rng", "data"}
 
 
 def save_checkpoint(run_dir: Path, state: dict[str, Any], keep_last: int, keep_every: int = 0) -> None:
@@ -40,7 +42,9 @@ def save_checkpoint(run_dir: Path, state: dict[str, Any], keep_last: int, keep_e
             if not keep_every or step_of(old) % keep_every:
                 old.unlink()
     except (OSError, RuntimeError) as e:  # RuntimeError: a full disk, in torch's zip writer
-        raise UserError(f"{path}: the checkpoint could not be written: {e}") from None
+        n_free = shutil.disk_usage(run_dir).free
+        reason = f"{str(e).splitlines()[0]} ({n_free:,} bytes are free)"
+        raise UserError(f"{path}: the checkpoint could not be written: {reason}") from None
 
 
 def remove_partial(run_dir: Path) -> None:
@@ -64,7 +68,7 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
 
     Raises UserError: absent, damaged, or not a checkpoint of this format.
     """
-    if path.exists() and not path.is_file():
+    if path.exists() and not (path.is_file() and path.suffix == ".pt"):
         raise UserError(f"{path}: expected a run folder or a checkpoint file")
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load does not check the checksums
@@ -78,6 +82,8 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
         raise UserError(f"{path}: damaged or unreadable checkpoint ({reason})") from None
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UserError(f"{path}: not a checkpoint of this version")
+    if lost := CONTENT - checkpoint.keys():
+        raise UserError(f"{path}: a checkpoint without {', '.join(sorted(lost))}")
     return checkpoint
 
 
@@ -137,9 +143,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Traine
     """The trained model of a run or checkpoint (see `load_source`), for evaluation."""
     path, content = load_source(source)
     config = config_from_dict(content["config"], str(path))
-    for file, sha256 in own.fingerprints(config.normalisers).items():
-        if content["data"].get(file) != sha256:
-            print(f"warning: {file} is not as it was when {path} was trained", file=sys.stderr, flush=True)
+    warn_of_changed_code(config, content, path)
     p = power_at(config.attention, max(0, content["step"] - 1))
     if p is not None and os.environ.get("RANK", "0") == "0":
         final = f"evaluated at p = {config.attention.reweight_p}"
@@ -148,6 +152,12 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Traine
     load_parameters(model, content["model"], path)
     tokenizer = (content["data"]["tokenizer"], content.get("tokenizer", ""))
     return Trained(model.eval(), config, content["step"], *tokenizer)
+
+
+def warn_of_changed_code(config: Config, checkpoint: dict[str, Any], path: Path) -> None:
+    for name, sha256 in own.fingerprints(config.normalisers).items():
+        if checkpoint["data"].get(name, sha256) != sha256 and os.environ.get("RANK", "0") == "0":
+            print(f"warning: {name} is not as it was when {path} was trained", file=sys.stderr, flush=True)
 
 
 def load_parameters(model: GPT, parameters: dict[str, Any], path: Path) -> None:

@@ -11,13 +11,15 @@ import torch._functorch.config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
 from config import changed_keys, config_from_dict
+from data.dataset import TokenStream
 from engines import sdpa
 from infra.cli import UserError
 from infra.distributed import StopSignals, World
 from model import GPT
 from normalisers import own
+from normalisers.base import NORMALISERS
 from schema import Config, describe_layers, makes_another_run, may_change_on_resume
-from training.checkpoint import load_parameters, load_source
+from training.checkpoint import load_parameters, load_source, warn_of_changed_code
 from training.loader import BatchLoader, open_streams
 from training.optim import lr_factor, make_optimizers, power_at
 
@@ -67,14 +69,7 @@ class TrainState:
         return power_at(self.config.attention, max(0, self.step - 1))
 
     def data_info(self) -> dict[str, str]:
-        """The identity of the data, and of a normaliser's own file, which a resumed run must share."""
-        info = {"tokenizer": self.batches.stream.info["tokenizer"]}
-        info |= own.fingerprints(self.config.normalisers)
-        for stream in (self.batches.stream, self.val_stream):
-            info[stream.split] = stream.fingerprint
-            if stream.mask:
-                info[f"{stream.split}mask"] = stream.mask.fingerprint
-        return info
+        return data_info(self.config, self.batches.stream, self.val_stream)
 
     def to_checkpoint(self) -> dict[str, Any]:
         """What `training.checkpoint` writes. A collective: it gathers the RNG state of every rank."""
@@ -112,11 +107,7 @@ class TrainState:
             changed = {key: pair for key, pair in changed.items() if not may_change_on_resume(key)}
         else:  # finished: only what its curve does not depend on, and where the same data lie
             changed = {key: v for key, v in changed.items() if makes_another_run(key) and key != "data.dir"}
-        before = checkpoint["data"]
-        data = self.data_info()
-        for key in before | data:
-            if before.get(key) != data.get(key):
-                changed[f"data: {key}"] = (before.get(key), data.get(key))
+        changed |= changed_data(checkpoint["data"], self.data_info())
         if changed:
             listed = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
             problem = f"{path.parents[1]}: holds another run ({listed}): choose another --name"
@@ -126,9 +117,13 @@ class TrainState:
                     f"has the same learning rates with another train.max_steps"
                 )
             raise UserError(problem)
+        warn_of_changed_code(self.config, checkpoint, path)
         load_parameters(self.raw_model, checkpoint["model"], path)
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        try:
+            for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+        except ValueError as e:
+            raise UserError(f"{path}: its optimisers do not fit those of today: {e}") from None
         if len(checkpoint["rng"]) == self.world.size:
             rng = checkpoint["rng"][self.world.rank]
             torch.set_rng_state(rng["cpu"])
@@ -137,6 +132,22 @@ class TrainState:
         self.step = checkpoint["step"]
         self.is_resumed = True
         self.n_skipped = checkpoint["guard"].get("skipped", 0)
+
+
+def data_info(config: Config, *streams: TokenStream) -> dict[str, str]:
+    """The identity of the data and of the normalisers' code, as a checkpoint keeps it."""
+    info = {"tokenizer": streams[0].info["tokenizer"]} | own.fingerprints(config.normalisers)
+    for stream in streams:
+        info[stream.split] = stream.fingerprint
+        if stream.mask:
+            info[f"{stream.split}mask"] = stream.mask.fingerprint
+    return info
+
+
+def changed_data(before: dict[str, str], now: dict[str, str]) -> dict[str, tuple[str | None, str | None]]:
+    """What resumed runs must share of `data_info`, all but the code of registered names, and do not."""
+    pairs = {key: (before.get(key), now.get(key)) for key in before | now if key not in NORMALISERS}
+    return {f"data: {key}": pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:

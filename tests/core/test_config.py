@@ -340,6 +340,12 @@ def test_a_file_of_ones_own_that_does_not_fit(name: str, expected: str, own_file
         load_config(RECIPE, ["--attention.normaliser", name.format(own_file)])
 
 
+def test_an_option_is_no_key_of_the_section(own_file: Path):
+    own_file.write_text(own_file.read_text().replace("beta", "reweight_p"))
+    with one_line("has an option reweight_p, which is a key of [attention]"):
+        load_config(RECIPE, ["--attention.normaliser", f"{own_file}:Mine"])
+
+
 REWEIGHT = "attention.reweigt_p = 3: unknown key; did you mean attention.reweight_p?"
 LSSA = "attention.normaliser = 'lsa': unknown; did you mean lssa?"
 LR = "optimizer.lr = 'x': expected number"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -19,6 +20,9 @@ from config import expand_sweep, load_config, to_toml
 from infra.cli import UserError
 from infra.distributed import StopSignals
 from schema import Config
+from training.checkpoint import CONTENT, save_checkpoint
+from training.loader import open_streams
+from training.state import data_info
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -61,8 +65,8 @@ class FakeTorchrun:
 
 def leave_run(config: Config) -> None:
     steps = config.train.max_steps
-    (config.run_dir / "checkpoints").mkdir(parents=True)
-    (config.run_dir / f"checkpoints/step_{steps:06d}.pt").touch()
+    content = dict.fromkeys(CONTENT) | {"step": steps, "data": data_info(config, *open_streams(config))}
+    save_checkpoint(config.run_dir, content, keep_last=1)
     (config.run_dir / "config.toml").write_text(to_toml(config))
     (config.run_dir / "metrics.jsonl").write_text(f'{{"step": {steps}, "val_loss": 4.0}}\n')
 
@@ -161,6 +165,19 @@ def test_another_config_under_the_same_name_is_left_to_train(four_runs, call, mo
     FakeTorchrun(monkeypatch, failing="--optimizer.lr")
     with pytest.raises(SystemExit):
         call(sweep, four_runs, "--index", "3", "--optimizer.lr", "0.02")
+
+
+def test_a_run_on_other_data_is_left_to_train(four_runs, tiny_dataset, call, monkeypatch):
+    data = shutil.copytree(tiny_dataset, four_runs.parent / "data")
+    options = ["--index", "0", "--eval-tokens", "0", "--data.dir", str(data)]
+    FakeTorchrun(monkeypatch)
+    call(sweep, four_runs, *options)
+    info = data / "dataset.json"
+    info.write_text(info.read_text().replace('"sha256": "', '"sha256": "0'))
+    again = FakeTorchrun(monkeypatch, failing="data.dir")
+    with pytest.raises(SystemExit):
+        call(sweep, four_runs, *options)
+    assert again.scripts == ["train.py"]
 
 
 def test_an_evaluation_of_another_step_is_done_again(four_runs, call, monkeypatch):

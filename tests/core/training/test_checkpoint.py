@@ -99,3 +99,17 @@ def test_parameters_that_do_not_fit_the_config_are_named(tiny_config: Path):
         load_model(path)
     with one_line(path, "does not fit its config", "final_norm.weight"):
         build(tiny_config).restore(path, content)
+
+
+def test_what_another_version_has_written_is_named(tiny_config: Path):
+    path = find_checkpoints(run(tiny_config))[0]
+    content = load_checkpoint(path)
+    content["optimizers"][0]["param_groups"].pop()
+    with one_line(path, "its optimisers do not fit"):
+        build(tiny_config).restore(path, content)
+    del content["rng"]
+    torch.save(content, path)
+    with one_line(path, "a checkpoint without rng"):
+        load_checkpoint(path)
+    with one_line(tiny_config, "expected a run folder or a checkpoint file"):
+        load_checkpoint(tiny_config)

@@ -15,6 +15,7 @@ from config import load_config
 from infra.cli import UserError
 from infra.distributed import World
 from infra.files import append_synced
+from normalisers.own import find_normaliser
 from training.checkpoint import find_checkpoints, load_checkpoint, load_model
 
 LSSAR = ["--attention.normaliser", "lssa", "--attention.reweight-p", "15"]
@@ -56,6 +57,13 @@ def test_another_run_in_the_same_folder_is_rejected(tiny_config: Path, tiny_data
     found = r"optimizer.lr was 0.01, now 0.02; data: train was 'sha256 .*', now 'sha256 f00'.*another --name"
     with pytest.raises(UserError, match=found):
         run(tiny_config, "--optimizer.lr", "0.02", "--data.dir", str(other))
+
+
+def test_a_renamed_folder_is_the_same_run(tiny_config: Path, capsys: pytest.CaptureFixture[str]):
+    folder = run(tiny_config)
+    folder.rename(folder.with_name("renamed"))
+    run(tiny_config, "--name", "renamed")
+    assert "12 of 12 steps done" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("schedule", ["constant", "wsd"])
@@ -136,3 +144,14 @@ def test_a_file_of_ones_own_is_the_same_on_resume(tiny_config: Path, own_file: P
     )
     with pytest.raises(UserError, match=f"data: {own_file} was .*, now .*another --name"):
         run(tiny_config, *options)
+
+
+def test_other_code_of_a_registered_normaliser_is_reported(tiny_config: Path, own_file: Path, capsys):
+    find_normaliser(f"{own_file}:Mine")  # registers it
+    options = ["--attention.normaliser", "mine"]
+    path = find_checkpoints(run(tiny_config, *options))[0]
+    run(tiny_config, *options)
+    assert not capsys.readouterr().err
+    own_file.write_text(own_file.read_text().replace("0.5", "0.7"))
+    run(tiny_config, *options)
+    assert capsys.readouterr().err == f"warning: mine is not as it was when {path} was trained\n"
