@@ -154,7 +154,7 @@ def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespa
         print(f"{parser.format_help()}\n{describe_keys(config)}")
         sys.exit(0)
     if not files:
-        raise UserError(f"expected a config file: {parser.prog} configs/lssar.toml (or --help)")
+        raise UserError(f"expected a config file first: {parser.prog} configs/lssar.toml (or --help)")
     args, overrides = parser.parse_known_args(sys.argv[2:])
     return load_config(files[0], overrides), args
 

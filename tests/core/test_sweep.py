@@ -209,7 +209,7 @@ def test_list_and_mistakes(four_runs, call, capsys):
         states = [line.split("/")[-1] for line in capsys.readouterr().out.splitlines()]
         assert states == [f"{name}  to run" for name in names]
     mistakes: list[tuple[list[object], str]] = [
-        ([], "expected config files"),
+        ([], "expected config files first"),
         ([four_runs, "--index", "4"], "--index 4: expected 0 to 3"),
         ([four_runs, "--train.max_step", "4"], "did you mean train.max_steps"),
         ([four_runs, "--job", "2"], "--job; did you mean --jobs?"),
