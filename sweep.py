@@ -50,7 +50,9 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args, overrides = parser.parse_known_args(argv[n_configs:])  # no override's value is taken for a file
     args.configs = argv[:n_configs]
     if not args.configs:
-        raise UserError("expected config files first: sweep.py configs/lssar_paper/figure2_lssa.toml (or --help)")
+        raise UserError(
+            "expected config files first: sweep.py configs/demo_softmax.toml (or --help)"
+        )
     return args, overrides
 
 
@@ -94,8 +96,11 @@ class Job(NamedTuple):
             return False
         if not Path(self.config.data.dir).is_dir():  # gone since
             return True
-        data = data_info(self.config, *open_streams(self.config))
-        return not changed_data(load_checkpoint(checkpoints[0], lazily=True)["data"], data)
+        try:
+            before = load_checkpoint(checkpoints[0], lazily=True)["data"]
+            return not changed_data(before, data_info(self.config, *open_streams(self.config)))
+        except UserError:  # train.py says why, or resumes from the checkpoint before
+            return False
 
     @property
     def state(self) -> str:

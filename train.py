@@ -63,7 +63,7 @@ def main() -> None:
             gc.freeze()  # scanning all of torch's objects takes 0.1 s and more,
             gc.disable()  # and a rank that collects garbage within a step delays all others
             train(state, log)
-            if args.dry_run and world.is_main:
+            if args.dry_run and world.is_main and state.step == run.train.max_steps:
                 log.print(*describe(config, run))
 
 

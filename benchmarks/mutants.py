@@ -58,7 +58,7 @@ normalisers/family.py: context.n.long() - 1] => context.n.long() - 2]
 normalisers/adaptive.py: else context.n**-0.5 => else (context.n + 1) ** -0.5
 # tests/core/test_model.py
 positions.py: torch.complex(cos, sin) => torch.complex(cos, -sin)
-positions.py: x.float().unflatten(-1, (-1, 2)) => x.float().unflatten(-1, (2, -1)).mT
+positions.py: pairs = x.float().unflatten(-1, (-1, 2)) => pairs = x.float().unflatten(-1, (2, -1)).mT
 positions.py: s ** (head_dim / (head_dim - 2)) => s
 positions.py: 0.1 * math.log(s) + 1 => 0.1 * math.log(s)
 # tests/core/data/test_shards.py

@@ -79,10 +79,10 @@ def main() -> None:
     fast_tokenizer = convert_tokenizer(tokenizer, trained.config.train.seq_len if ends_at_T else None)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        converted.save_pretrained(args.out)
-        fast_tokenizer.save_pretrained(args.out)
         if architecture is None:
             copy_code(args.out, trained.config.normalisers)
+        converted.save_pretrained(args.out)
+        fast_tokenizer.save_pretrained(args.out)
         card = model_card(args.out.name, trained, architecture is None)
         (args.out / "README.md").write_text(card, encoding="utf-8")
     except OSError as e:
@@ -166,7 +166,7 @@ def flatten(file: Path) -> tuple[str, list[str]]:
 
     Raises UserError: it imports one of ours beside another statement, or by a dotted name.
     """
-    source = file.read_text(encoding="utf-8")
+    source = file.read_text(encoding="utf-8-sig")
     lines = source.split("\n")  # as ast counts them
     imported = []
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -184,7 +184,7 @@ def flatten(file: Path) -> tuple[str, list[str]]:
             text = "\n".join(lines[node.lineno - 1 : last_line + 1]).strip()
             expected = "expected `import a.b as c` or `from a.b import c`, in a line of its own"
             raise UserError(f"{file}, line {node.lineno}: {text}: cannot be exported: {expected}")
-        indent = " " * node.col_offset
+        indent = lines[node.lineno - 1][: node.col_offset]
         lines[node.lineno - 1 : last_line + 1] = [indent + line for line in statements]
         imported += modules
     return "\n".join(lines), imported
@@ -270,10 +270,10 @@ def convert_tokenizer(tokenizer: Tokenizer, max_length: int | None) -> Any:
     if isinstance(tokenizer, FileTokenizer):
         content = json.loads(tokenizer.content)
         content["post_processor"] = None  # training saw no tokens around a text
-        splitter = content["pre_tokenizer"] or {}
-        for part in (splitter, *splitter.get("pretokenizers", [])):
-            if part.get("prepend_scheme") == "first":  # a text begins behind an end token as it does alone
-                part["prepend_scheme"] = "always"
+        splitter = content.get("pre_tokenizer") or {}
+        first = (splitter.get("pretokenizers") or [splitter])[0]
+        if first.get("prepend_scheme") == "first":  # a text begins behind an end token as it does alone
+            first["prepend_scheme"] = "always"
         converted = FastTokenizer.from_str(json.dumps(content))
     else:
         ranks = tokenizer._mergeable_ranks

@@ -43,7 +43,7 @@ def save_checkpoint(run_dir: Path, state: dict[str, Any], keep_last: int, keep_e
                 old.unlink()
     except (OSError, RuntimeError) as e:  # RuntimeError: a full disk, in torch's zip writer
         n_free = shutil.disk_usage(run_dir).free
-        reason = f"{str(e).splitlines()[0]} ({n_free:,} bytes are free)"
+        reason = f"{e} ({n_free:,} bytes are free)"
         raise UserError(f"{path}: the checkpoint could not be written: {reason}") from None
 
 
@@ -68,7 +68,7 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
 
     Raises UserError: absent, damaged, or not a checkpoint of this format.
     """
-    if path.exists() and not (path.is_file() and path.suffix == ".pt"):
+    if path.exists() and (not path.is_file() or path.suffix == ".toml"):
         raise UserError(f"{path}: expected a run folder or a checkpoint file")
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load does not check the checksums

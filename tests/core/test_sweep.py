@@ -177,7 +177,11 @@ def test_a_run_on_other_data_is_left_to_train(four_runs, tiny_dataset, call, mon
     again = FakeTorchrun(monkeypatch, failing="data.dir")
     with pytest.raises(SystemExit):
         call(sweep, four_runs, *options)
-    assert again.scripts == ["train.py"]
+    info.write_text(info.read_text().replace('"sha256": "0', '"sha256": "'))
+    next(four_runs.parent.glob("runs/*/checkpoints/*.pt")).write_bytes(b"damaged")
+    with pytest.raises(SystemExit):
+        call(sweep, four_runs, *options)
+    assert again.scripts == ["train.py", "train.py"]
 
 
 def test_an_evaluation_of_another_step_is_done_again(four_runs, call, monkeypatch):

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -57,11 +57,15 @@ def test_a_cache_keeps_every_bit_of_the_signals(dtype):
     assert all(map(torch.equal, got, (k, v, signals)))
 
 
-def spaced_bpe() -> str:
-    """tokenizer.json of a BPE in which the first word of a text begins with a space, as Llama's has."""
+def spaced_bpe(*before: Any) -> str:
+    """tokenizer.json of a BPE in which the first word of a text begins with a space, as Llama's has.
+
+    before: pre-tokenisers that stand before it.
+    """
     tokenizers = pytest.importorskip("tokenizers")
+    pre = tokenizers.pre_tokenizers
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    bpe.pre_tokenizer = pre.Sequence([*before, pre.Metaspace(prepend_scheme="first")])
     bytes_ = [f"<0x{i:02X}>" for i in range(256)]
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=400, special_tokens=["</s>", *bytes_], show_progress=False
@@ -77,6 +81,13 @@ def test_a_text_after_the_end_token_has_the_tokens_of_training():
     for text in ("def f(x)", "x", " x", export.CHECK_TEXT):
         assert theirs.encode(text) == ours.encode_ordinary(text)
         assert theirs.encode("</s>" + text) == [ours.eot_token, *ours.encode_ordinary(text)]
+
+
+def test_a_space_before_the_first_word_alone():
+    pre = pytest.importorskip("tokenizers").pre_tokenizers
+    pytest.importorskip("transformers")
+    ours = get_tokenizer("", spaced_bpe(pre.Digits()))
+    assert export.convert_tokenizer(ours, None).encode("x 12 y") == ours.encode_ordinary("x 12 y")
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2", "file"])
@@ -249,7 +260,7 @@ def test_a_file_of_ones_own_may_import_anything(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "import math, triton, normalisers.base as base  # others; ours\n"
-        "\x0c\nfrom infra.files import read_text\nmath.pi\n"
+        "\x0c\nfrom infra.files import read_text\nmath.pi\nif True:\n\tfrom normalisers.base import HIDDEN\n"
     )
     out = tmp_path / "out"
     out.mkdir()
@@ -258,7 +269,7 @@ def test_a_file_of_ones_own_may_import_anything(tmp_path):
     assert (
         "import math\ntry:\n    import triton\n" in text
         and "as base\n" in text
-        and text.endswith("\x0c\nfrom .infra_files import read_text\nmath.pi\n")
+        and "\x0c\nfrom .infra_files import read_text\nmath.pi\nif True:\n\tfrom .normalisers_base" in text
     )
     for copied in out.glob("*.py"):
         compile(copied.read_text(), copied.name, "exec")
