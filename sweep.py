@@ -50,9 +50,7 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args, overrides = parser.parse_known_args(argv[n_configs:])  # no override's value is taken for a file
     args.configs = argv[:n_configs]
     if not args.configs:
-        raise UserError(
-            "expected config files first: sweep.py configs/demo_softmax.toml (or --help)"
-        )
+        raise UserError("expected config files first: sweep.py configs/demo_softmax.toml (or --help)")
     return args, overrides
 
 
