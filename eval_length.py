@@ -38,9 +38,26 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from data.batches import val_batch
+from evals import common, output
+from evals.common import Blocks, EvaluatedRun, mean_and_stderr
 from evals.options import add_arguments, parse_arguments
+from evals.output import Result
+from evals.rows import Cell, text_key
 from infra.cli import ArgumentParser, UserError, run_main
-from rope_scaling import RopeScaling
+from infra.distributed import World, join_world
+from infra.files import read_json
+from model import GPT
+from positions import RopeScaling
+
+FIRST_BUCKET = 128  # positions; each further bucket reaches twice as far
+LOGITS_AT_ONCE = 1024  # positions whose logits exist together: 0.2 GB for GPT-2's vocabulary
+CUT_STRIDES = 4  # of the sliding window: a target sees 7/8 of it on average; 8 would cost twice as much
+SCORED = "Scored: {blocks} blocks of {block_length} tokens of {dir} ({split}) after token {skipped_tokens:,}."
 
 
 def parse_args() -> list[argparse.Namespace]:
@@ -67,28 +84,6 @@ def parse_args() -> list[argparse.Namespace]:
         own |= {"name": f"{args.name}_{kind}", "out": None}
         at_scalings.append(argparse.Namespace(**vars(args) | own))
     return at_scalings
-
-
-if __name__ == "__main__":  # --help and a typo need no torch
-    run_main(parse_args)
-
-import torch
-from matplotlib.figure import Figure
-from torch import Tensor
-
-from data.batches import val_batch
-from evals import common, output
-from evals.common import Blocks, EvaluatedRun, mean_and_stderr
-from evals.output import Result
-from evals.rows import Cell, text_key
-from infra.distributed import World, join_world
-from infra.files import read_json
-from model import GPT
-
-FIRST_BUCKET = 128  # positions; each further bucket reaches twice as far
-LOGITS_AT_ONCE = 1024  # positions whose logits exist together: 0.2 GB for GPT-2's vocabulary
-CUT_STRIDES = 4  # of the sliding window: a target sees 7/8 of it on average; 8 would cost twice as much
-SCORED = "Scored: {blocks} blocks of {block_length} tokens of {dir} ({split}) after token {skipped_tokens:,}."
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infra.cli import UserError
 from model import GPT, KVCache
-from rope_scaling import UNSCALED, RopeScaling
+from positions import UNSCALED, RopeScaling
 
 
 @torch.no_grad()

@@ -24,8 +24,7 @@ from attention import ChosenEngine, attend, choose_engine, make_normaliser
 from normalisers.adaptive import AdaptiveSoftmax
 from normalisers.family import Phi
 from normalisers.layer import NormaliserLayer
-from positions import apply_pope, apply_rope, rope_tables
-from rope_scaling import UNSCALED, RopeScaling
+from positions import UNSCALED, RopeScaling, apply_pope, apply_rope, rope_tables
 from schema import Config, Engine, ModelConfig, TrainConfig
 
 INIT_STD = 0.02

@@ -11,16 +11,47 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from infra.cli import UserError
-from rope_scaling import RopeScaling
 
 YARN_BETA_FAST = 32.0
 YARN_BETA_SLOW = 1.0
+RopeKind = Literal["none", "ntk", "theta", "linear", "yarn"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How RoPE's frequencies change for sequences longer than the training length (see `rope_tables`).
+
+    Args:
+        kind: none, ntk, theta, linear or yarn.
+        theta: the base that replaces the training base; for kind theta, and only there.
+        length: the sequence length T to scale for; None: the positions present, cache + tokens. When
+            one sequence is fed in several pieces, name its final length, or the pieces disagree.
+    Raises:
+        UserError: unknown kind, missing or superfluous theta.
+    """
+
+    kind: RopeKind = "none"
+    theta: float | None = None
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(RopeKind):
+            raise UserError(f"RoPE scaling {self.kind!r}: expected one of {', '.join(get_args(RopeKind))}")
+        if self.kind == "theta" and not (self.theta is not None and 0 < self.theta < math.inf):
+            raise UserError(f"RoPE scaling theta: base {self.theta}: expected a number above 0, --rope-theta")
+        if self.kind != "theta" and self.theta is not None:
+            raise UserError(f"RoPE base {self.theta}: only read by RoPE scaling theta, not by {self.kind}")
+
+
+UNSCALED = RopeScaling()
 
 
 def alibi(t: Tensor, head: Tensor, n_head: int) -> Tensor:

@@ -20,8 +20,16 @@ from itertools import takewhile
 from pathlib import Path
 from typing import get_args
 
+import torch
+
+from data.tokenizer import Tokenizer
+from generation import stream
 from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
-from rope_scaling import RopeKind, RopeScaling
+from infra.distributed import choose_device
+from infra.files import read_text
+from model import GPT
+from positions import RopeKind, RopeScaling
+from training.checkpoint import load_model
 
 
 def parse_args() -> argparse.Namespace:
@@ -46,19 +54,6 @@ def parse_args() -> argparse.Namespace:
         raise UserError(f"--top-p {args.top_p}: expected a number above 0, at most 1")
     args.rope_scaling = RopeScaling(args.rope, args.rope_theta)
     return args
-
-
-if __name__ == "__main__":  # --help and a typo need no torch
-    run_main(parse_args)
-
-import torch
-
-from data.tokenizer import Tokenizer
-from generation import stream
-from infra.distributed import choose_device
-from infra.files import read_text
-from model import GPT
-from training.checkpoint import load_model
 
 
 def main() -> None:

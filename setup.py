@@ -12,7 +12,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 NAME = "attention_normalisers"
-FILES = {"attention", "config", "generation", "model", "positions", "rope_scaling", "schema"}
+FILES = {"attention", "config", "generation", "model", "positions", "schema"}
 FOLDERS = ["data", "engines", "evals", "infra", "normalisers", "training", *map(str, Path().glob("hub"))]
 
 

@@ -29,10 +29,21 @@ from queue import SimpleQueue
 from signal import SIGTERM
 from typing import Any, NamedTuple
 
+import torch
+
 from config import expand_sweep, load_config, same_run
+from evals.output import format_table
+from evals.rows import FACTORS
 from infra.cli import ArgumentParser, UserError, n_cores, positive_int, run_main
+from infra.distributed import StopSignals
 from infra.files import exclusive_lock, read_json, read_jsonl
 from schema import Config
+from training.checkpoint import find_checkpoints, load_checkpoint, step_of
+from training.loader import open_streams
+from training.state import changed_data, data_info
+
+HERE = Path(__file__).resolve().parent
+THETA_FACTOR = 50  # from RoPE's base of training to that of --rope theta
 
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -52,29 +63,6 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if not args.configs:
         raise UserError("expected config files first: sweep.py configs/demo_softmax.toml (or --help)")
     return args, overrides
-
-
-def check_command_line() -> None:
-    """Raises UserError: a problem of the options, or of a run's config."""
-    args, overrides = parse_args(sys.argv[1:])
-    for run in (run for path in args.configs for run in expand_sweep(path, overrides)):
-        load_config(run.path, [*run.overrides, *overrides])
-
-
-if __name__ == "__main__":  # --help and a typo need no torch, whose import takes seconds
-    run_main(check_command_line)
-
-import torch
-
-from evals.output import format_table
-from evals.rows import FACTORS
-from infra.distributed import StopSignals
-from training.checkpoint import find_checkpoints, load_checkpoint, step_of
-from training.loader import open_streams
-from training.state import changed_data, data_info
-
-HERE = Path(__file__).resolve().parent
-THETA_FACTOR = 50  # from RoPE's base of training to that of --rope theta
 
 
 class Job(NamedTuple):

@@ -24,26 +24,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from config import parse_command_line, same_run
-from infra.cli import ArgumentParser, UserError, run_main
-from schema import Config
-
-
-def parse_args() -> tuple[Config, argparse.Namespace]:
-    parser = ArgumentParser(__doc__)
-    dry_run_help = "three steps of one micro-batch, a validation, memory and speed; no run"
-    parser.add_argument("--dry-run", action="store_true", help=dry_run_help)
-    return parse_command_line(parser)
-
-
-if __name__ == "__main__":  # --help and a typo need no torch, whose import takes seconds
-    run_main(parse_args)
-
 import torch
 from torch import Tensor, nn
 
+from config import parse_command_line, same_run
+from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import join_world
 from infra.files import exclusive_lock
+from schema import Config
 from training.checkpoint import load_newest, remove_partial, save_checkpoint
 from training.loader import Batch
 from training.optim import power_at, set_learning_rates
@@ -51,6 +39,13 @@ from training.run_log import RunLog, format_duration
 from training.state import TrainState, init_from_run
 from training.trial import describe, shorten
 from training.validation import measure_attention, validate
+
+
+def parse_args() -> tuple[Config, argparse.Namespace]:
+    parser = ArgumentParser(__doc__)
+    dry_run_help = "three steps of one micro-batch, a validation, memory and speed; no run"
+    parser.add_argument("--dry-run", action="store_true", help=dry_run_help)
+    return parse_command_line(parser)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from evals.common import open_validation
 from infra.cli import ArgumentParser, positive_int, run_main
 from model import GPT, KVCache
-from rope_scaling import RopeScaling
+from positions import RopeScaling
 from schema import describe_attention
 from training.checkpoint import load_model
 

@@ -1,4 +1,4 @@
-"""The options of every evaluation, which are checked before torch is imported."""
+"""The options of every evaluation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from infra.cli import ArgumentParser, UserError, positive_int
-from rope_scaling import RopeKind, RopeScaling
+from positions import RopeKind, RopeScaling
 
 FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 

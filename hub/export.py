@@ -27,8 +27,21 @@ from copy import copy
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+
+from config import to_toml
+from data.tokenizer import FileTokenizer, Tokenizer
+from hub.native import choose_architecture, import_transformers, largest_difference, native_model
 from infra.cli import ArgumentParser, UserError, run_main
-from rope_scaling import RopeKind, RopeScaling
+from model import GPT
+from normalisers.own import find_normaliser
+from positions import RopeKind, RopeScaling
+from schema import describe_layers
+from training.checkpoint import Trained, load_model
+
+CHECK_TEXT = "def naïve(x): return 'It\\'s 1234567'  # 日本語\n\n\tx  += 1"
+ROOT = Path(__file__).parents[1]
+KERNELS = ("triton", "stickbreaking_attention")  # packages of engines
 
 
 def parse_args() -> argparse.Namespace:
@@ -44,24 +57,6 @@ def parse_args() -> argparse.Namespace:
     if args.out.is_dir() and any(args.out.iterdir()):
         raise UserError(f"{args.out}: exists; expected a new folder")
     return args
-
-
-if __name__ == "__main__":  # --help and a typo need no torch
-    run_main(parse_args)
-
-import torch
-
-from config import to_toml
-from data.tokenizer import FileTokenizer, Tokenizer
-from hub.native import choose_architecture, import_transformers, largest_difference, native_model
-from model import GPT
-from normalisers.own import find_normaliser
-from schema import describe_layers
-from training.checkpoint import Trained, load_model
-
-CHECK_TEXT = "def naïve(x): return 'It\\'s 1234567'  # 日本語\n\n\tx  += 1"
-ROOT = Path(__file__).parents[1]
-KERNELS = ("triton", "stickbreaking_attention")  # packages of engines
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from config import config_from_dict
 from infra.cli import UserError
 from model import GPT, KVCache, scale_logits
-from rope_scaling import RopeScaling
+from positions import RopeScaling
 
 
 class NormaliserGPTConfig(PreTrainedConfig):

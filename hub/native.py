@@ -17,7 +17,7 @@ from torch import Tensor
 from infra.cli import UserError
 from model import GPT
 from normalisers.family import Softmax
-from rope_scaling import UNSCALED, RopeScaling
+from positions import UNSCALED, RopeScaling
 from schema import Config
 
 ARCHITECTURES = {("rmsnorm", "swiglu"): "llama", ("layernorm", "gelu"): "gpt_neox"}

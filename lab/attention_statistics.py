@@ -12,7 +12,7 @@ from lab.statistics import STATISTICS
 from model import GPT, KVCache
 from normalisers.base import l1_normalise, share_heads
 from normalisers.layer import NormaliserLayer
-from rope_scaling import UNSCALED, RopeScaling
+from positions import UNSCALED, RopeScaling
 
 TINY = 2.0**-16
 

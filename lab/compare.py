@@ -17,30 +17,10 @@ import sys
 import tomllib
 from pathlib import Path
 
-from infra.cli import ArgumentParser, UserError, run_main
-
-
-def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """Our options, and overrides for all runs."""
-    parser = ArgumentParser(__doc__)
-    parser.usage = "%(prog)s CONFIG.toml [CONFIG.toml ...] [options] [--section.key VALUE ...]"
-    add = parser.add_argument
-    add("configs", nargs="+", metavar="CONFIG", help="config files, first")
-    rates = [2e-3, 4e-3]
-    add("--rates", nargs="+", type=float, default=rates, metavar="LR", help="learning rates (default: both)")
-    add("--fresh", action="store_true", help="without the published records")
-    add("--out", type=Path, metavar="DIR", help="(default: runs/compare/<name of the first file>)")
-    args, extra = parser.parse_known_args()
-    args.out = args.out or Path("runs/compare") / Path(args.configs[0]).stem
-    return args, extra
-
-
-if __name__ == "__main__":  # --help and a typo need no torch
-    run_main(parse_args)
-
 import sweep
 from config import changed_keys, load_config
 from data.dataset import TokenStream
+from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import StopSignals
 from infra.files import exclusive_lock, read_jsonl, write_atomically
 from lab import comparison
@@ -59,6 +39,21 @@ OWN_KEYS = (
     *(f"model.{key}" for key in ("position", "rope", "window", "attention_gate", "key_shift")),
 )
 OTHER_KEYS = {"name", "seed", "optimizer.lr", "data.dir"}
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and overrides for all runs."""
+    parser = ArgumentParser(__doc__)
+    parser.usage = "%(prog)s CONFIG.toml [CONFIG.toml ...] [options] [--section.key VALUE ...]"
+    add = parser.add_argument
+    add("configs", nargs="+", metavar="CONFIG", help="config files, first")
+    rates = [2e-3, 4e-3]
+    add("--rates", nargs="+", type=float, default=rates, metavar="LR", help="learning rates (default: both)")
+    add("--fresh", action="store_true", help="without the published records")
+    add("--out", type=Path, metavar="DIR", help="(default: runs/compare/<name of the first file>)")
+    args, extra = parser.parse_known_args()
+    args.out = args.out or Path("runs/compare") / Path(args.configs[0]).stem
+    return args, extra
 
 
 def main() -> None:

@@ -22,9 +22,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from evals import common, output
+from evals.common import Blocks, mean_and_stderr
 from evals.options import add_arguments, parse_arguments
+from evals.output import Result
+from evals.rows import text_key
 from infra.cli import ArgumentParser, run_main
+from infra.distributed import World, join_world
+from lab.attention_statistics import model_statistics
+from lab.figures import ordered_styles
 from lab.statistics import STATISTICS
+from model import GPT
+from positions import RopeScaling
 
 
 def parse_args() -> argparse.Namespace:
@@ -35,25 +49,6 @@ def parse_args() -> argparse.Namespace:
     lengths_help = "window lengths (default: 1, 2, 4, 8, 16 x the training length)"
     add_arguments(parser, lengths_help, tokens=2**18)
     return parse_arguments(parser, "diagnose")
-
-
-if __name__ == "__main__":  # --help and a typo need no torch
-    run_main(parse_args)
-
-import numpy as np
-import torch
-from matplotlib.figure import Figure
-from torch import Tensor
-
-from evals import common, output
-from evals.common import Blocks, mean_and_stderr
-from evals.output import Result
-from evals.rows import text_key
-from infra.distributed import World, join_world
-from lab.attention_statistics import model_statistics
-from lab.figures import ordered_styles
-from model import GPT
-from rope_scaling import RopeScaling
 
 
 def main() -> None:

@@ -10,21 +10,15 @@ normalisers themselves, for one query.
 
 from __future__ import annotations
 
-from functools import partial
-
-from infra.cli import run_main
-from lab.figure_path import parse_figure_path
-from lab.styles import COLOURS
-
-if __name__ == "__main__":  # --help and a typo need no torch
-    run_main(partial(parse_figure_path, __doc__))
-
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from attention import make_normaliser
 from evals.output import save_figure
+from infra.cli import run_main
+from lab.figure_path import parse_figure_path
+from lab.styles import COLOURS
 from schema import AttentionConfig
 
 HEAD_DIM = 2

@@ -20,8 +20,19 @@ import argparse
 import math
 from pathlib import Path
 
+import pandas as pd
+from matplotlib.figure import Figure
+
 from evals.options import check_figure
+from evals.output import save_figure
+from evals.rows import read_table
 from infra.cli import ArgumentParser, UserError, run_main
+from lab.figures import draw_lines, log_ticks
+from lab.tables import DASH, markdown
+
+LINE = ["run", "rope", "text"]  # what identifies a line
+MIN_SEEDS = 3
+MARGIN_ABOVE = 0.1  # nats, of the figure
 
 
 def parse_args() -> argparse.Namespace:
@@ -36,22 +47,6 @@ def parse_args() -> argparse.Namespace:
     if args.margin and not (args.baseline and args.margin > 0):
         raise UserError(f"--margin {args.margin}: expected a number above 0, and --baseline")
     return args
-
-
-if __name__ == "__main__":  # --help and a typo need no torch
-    run_main(parse_args)
-
-import pandas as pd
-from matplotlib.figure import Figure
-
-from evals.output import save_figure
-from evals.rows import read_table
-from lab.figures import draw_lines, log_ticks
-from lab.tables import DASH, markdown
-
-LINE = ["run", "rope", "text"]  # what identifies a line
-MIN_SEEDS = 3
-MARGIN_ABOVE = 0.1  # nats, of the figure
 
 
 def paired_gains(rows: pd.DataFrame) -> pd.DataFrame:

@@ -15,7 +15,19 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+import torch
+
+from config import config_from_dict, to_toml
+from data.tokenizer import TOKENIZERS, get_tokenizer
+from hub.export import CHECK_TEXT
+from hub.native import ARCHITECTURES, import_transformers, largest_difference, native_config, pair_parameters
 from infra.cli import ArgumentParser, UserError, run_main
+from infra.files import write_atomically
+from model import GPT
+from schema import Config
+from training.checkpoint import save_checkpoint
+
+COMPARED = ["rope_type", "partial_rotary_factor", "head_dim", "hidden_act", "use_parallel_residual"]
 
 
 def parse_args() -> argparse.Namespace:
@@ -26,23 +38,6 @@ def parse_args() -> argparse.Namespace:
     if args.run.exists():
         raise UserError(f"{args.run}: exists; expected a new folder")
     return args
-
-
-if __name__ == "__main__":  # --help and a typo need no torch
-    run_main(parse_args)
-
-import torch
-
-from config import config_from_dict, to_toml
-from data.tokenizer import TOKENIZERS, get_tokenizer
-from hub.export import CHECK_TEXT
-from hub.native import ARCHITECTURES, import_transformers, largest_difference, native_config, pair_parameters
-from infra.files import write_atomically
-from model import GPT
-from schema import Config
-from training.checkpoint import save_checkpoint
-
-COMPARED = ["rope_type", "partial_rotary_factor", "head_dim", "hidden_act", "use_parallel_residual"]
 
 
 def main() -> None:

@@ -31,8 +31,35 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pandas
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from data.dataset import TokenStream
+from data.tokenizer import Tokenizer
+from evals import common, output
 from evals.options import add_arguments, parse_arguments
+from evals.output import Result
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
+from infra.distributed import World, join_world
+from lab.attention_statistics import attention_mass
+from lab.shares import percent, proportion
+from lab.squad import question_prompt
+from model import GPT, KVCache
+from positions import RopeScaling
+
+CITIES = (
+    *("Amsterdam", "Athens", "Bangkok", "Berlin", "Bogota", "Cairo", "Chicago", "Delhi", "Dublin", "Havana"),
+    *("Helsinki", "Jakarta", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Madrid", "Manila", "Nairobi"),
+    *("Oslo", "Paris", "Prague", "Rome", "Seoul", "Sydney", "Tokyo", "Toronto", "Vienna", "Warsaw"),
+)
+MEASURES = ("number", "choice")
+N_CHOICES = 10
+ANSWER_TOKENS = 8  # room for seven digits
+TOKENS_AT_ONCE = 65536  # of one batch
+N_RANKED = 25  # heads in Figure 7
 
 
 def parse_args() -> argparse.Namespace:
@@ -54,38 +81,6 @@ def parse_args() -> argparse.Namespace:
     if max(args.depths) > 100:
         raise UserError(f"--depths {max(args.depths)}: expected at most 100 per cent")
     return args
-
-
-if __name__ == "__main__":  # --help and a typo need no torch
-    run_main(parse_args)
-
-import numpy as np
-import pandas
-import torch
-from matplotlib.figure import Figure
-from torch import Tensor
-
-from data.dataset import TokenStream
-from data.tokenizer import Tokenizer
-from evals import common, output
-from evals.output import Result
-from infra.distributed import World, join_world
-from lab.attention_statistics import attention_mass
-from lab.shares import percent, proportion
-from lab.squad import question_prompt
-from model import GPT, KVCache
-from rope_scaling import RopeScaling
-
-CITIES = (
-    *("Amsterdam", "Athens", "Bangkok", "Berlin", "Bogota", "Cairo", "Chicago", "Delhi", "Dublin", "Havana"),
-    *("Helsinki", "Jakarta", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Madrid", "Manila", "Nairobi"),
-    *("Oslo", "Paris", "Prague", "Rome", "Seoul", "Sydney", "Tokyo", "Toronto", "Vienna", "Warsaw"),
-)
-MEASURES = ("number", "choice")
-N_CHOICES = 10
-ANSWER_TOKENS = 8  # room for seven digits
-TOKENS_AT_ONCE = 65536  # of one batch
-N_RANKED = 25  # heads in Figure 7
 
 
 def main() -> None:

@@ -15,9 +15,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from data.dataset import TokenStream
+from data.tokenizer import Tokenizer
 from infra.cli import ArgumentParser, integer, positive_int, run_main
+from infra.files import exclusive_lock
+from lab.needle import Haystack, make_trial
+from lab.squad import Sequence, answered, write_masked
 
 DATASET = "needle"
+FIRST = {"train": 2**40, "val": 2**41}  # sample numbers that the test does not reach
+N_VAL = 512  # sequences
 
 
 def parse_args() -> argparse.Namespace:
@@ -30,19 +37,6 @@ def parse_args() -> argparse.Namespace:
     add("--seq-len", type=integer(2, 2**20), default=1024, metavar="T", help=length_help)
     add("--out", type=Path, metavar="DIR", default=Path("data") / DATASET, help="(default: data/needle)")
     return parser.parse_args()
-
-
-if __name__ == "__main__":  # --help and a typo need no torch
-    run_main(parse_args)
-
-from data.dataset import TokenStream
-from data.tokenizer import Tokenizer
-from infra.files import exclusive_lock
-from lab.needle import Haystack, make_trial
-from lab.squad import Sequence, answered, write_masked
-
-FIRST = {"train": 2**40, "val": 2**41}  # sample numbers that the test does not reach
-N_VAL = 512  # sequences
 
 
 def make_sequence(haystack: Haystack, length: int, index: int) -> Sequence:

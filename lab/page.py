@@ -13,22 +13,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from infra.cli import ArgumentParser, UserError, run_main
-
-
-def parse_args() -> Path | None:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("folder", nargs="?", type=Path, help="(default: results/comparison)")
-    folder: Path | None = parser.parse_args().folder
-    return folder
-
-
-if __name__ == "__main__":  # --help and a typo need no torch
-    run_main(parse_args)
-
 import pandas as pd
 from matplotlib.colors import to_hex
 
+from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import read_jsonl, write_atomically
 from lab import comparison
 from lab.report import RESULTS
@@ -37,6 +25,13 @@ from lab.tables import PAPERS_FOLDER
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 DIGITS = 6
+
+
+def parse_args() -> Path | None:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, help="(default: results/comparison)")
+    folder: Path | None = parser.parse_args().folder
+    return folder
 
 
 def main() -> None:

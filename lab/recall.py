@@ -23,8 +23,23 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from data.dataset import dataset_info
+from evals import common, output
 from evals.options import add_arguments, parse_arguments
+from evals.output import Result
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
+from infra.distributed import World, join_world
+from lab import recall_data
+from lab.shares import percent, proportion
+from model import GPT
+from positions import RopeScaling
+
+TOKENS_AT_ONCE = 65536  # of one batch
 
 
 def parse_args() -> argparse.Namespace:
@@ -33,26 +48,6 @@ def parse_args() -> argparse.Namespace:
     samples_help = "of each cell (default: %(default)s)"
     parser.add_argument("--samples", type=positive_int, default=200, metavar="N", help=samples_help)
     return parse_arguments(parser, "eval_recall")
-
-
-if __name__ == "__main__":  # --help and a typo need no torch
-    run_main(parse_args)
-
-import numpy as np
-import torch
-from matplotlib.figure import Figure
-from torch import Tensor
-
-from data.dataset import dataset_info
-from evals import common, output
-from evals.output import Result
-from infra.distributed import World, join_world
-from lab import recall_data
-from lab.shares import percent, proportion
-from model import GPT
-from rope_scaling import RopeScaling
-
-TOKENS_AT_ONCE = 65536  # of one batch
 
 
 def main() -> None:

@@ -22,9 +22,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import trange
+
 from config import config_from_dict, parse_overrides
+from evals.common import mean_and_stderr
+from evals.output import format_stderr, format_table
+from hub.register import learned_parameters, register
 from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
-from rope_scaling import RopeKind, RopeScaling
+from infra.files import read_text
+from lab.import_ import load_native
+from positions import RopeKind, RopeScaling, rope_frequencies
+from schema import AttentionConfig, describe_attention
+
+Losses = dict[int, tuple[float, float | None]]  # by length: mean and its standard error
 
 
 def positive_float(text: str) -> float:
@@ -54,25 +67,6 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
     if args.steps and args.train_text is None:
         raise UserError(f"--steps {args.steps}: needs --train-text; or give --steps 0")
     return args, parse_overrides(rest)
-
-
-if __name__ == "__main__":  # --help and a typo need no torch
-    run_main(parse_args)
-
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-from tqdm import trange
-
-from evals.common import mean_and_stderr
-from evals.output import format_stderr, format_table
-from hub.register import learned_parameters, register
-from infra.files import read_text
-from lab.import_ import load_native
-from positions import rope_frequencies
-from schema import AttentionConfig, describe_attention
-
-Losses = dict[int, tuple[float, float | None]]  # by length: mean and its standard error
 
 
 def main() -> None:

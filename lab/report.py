@@ -26,28 +26,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from infra.cli import ArgumentParser, UserError, run_main
-
-
-def parse_args() -> argparse.Namespace:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders, or folders of run folders")
-    parser.add_argument("--comparison", action="store_true", help="RUN: a folder for each scale")
-    parser.add_argument("--papers", action="store_true", help="from the records in --out, and of RUN")
-    parser.add_argument("--out", metavar="DIR", help="(default: beside the runs, without runs results/)")
-    args = parser.parse_args()
-    if not args.runs and not args.comparison and not args.papers:
-        raise UserError("expected run folders: python -m lab.report runs/* (or --help)")
-    return args
-
-
-if __name__ == "__main__":  # --help and a typo need no torch
-    run_main(parse_args)
-
 import pandas as pd
 
 from evals.output import save_figure
 from evals.rows import FACTORS
+from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import exclusive_lock, write_atomically
 from lab import comparison
 from lab.figures import all_figures
@@ -78,6 +61,18 @@ tokeniser, at multiples of the training length; ± is the standard deviation ove
 rejects the length or was not evaluated there, or the paper's text has no such number. Rows that nobody has a
 number of are left out. RoPE none is without scaling, theta another base at every length. **A scale below is a
 published one only if its model, length, steps and data are the paper's**: otherwise compare trends only."""
+
+
+def parse_args() -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders, or folders of run folders")
+    parser.add_argument("--comparison", action="store_true", help="RUN: a folder for each scale")
+    parser.add_argument("--papers", action="store_true", help="from the records in --out, and of RUN")
+    parser.add_argument("--out", metavar="DIR", help="(default: beside the runs, without runs results/)")
+    args = parser.parse_args()
+    if not args.runs and not args.comparison and not args.papers:
+        raise UserError("expected run folders: python -m lab.report runs/* (or --help)")
+    return args
 
 
 def main() -> None:

@@ -22,7 +22,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from tqdm import tqdm
+
+from data.dataset import TokenStream
+from evals.rows import FACTORS
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
+
+TRAINING_ORDER = 4  # tokens of the longest n-gram counted in the training split
+WINDOW_ORDER = 8
+EM_STEPS = 40
 
 
 def parse_args() -> argparse.Namespace:
@@ -34,20 +43,6 @@ def parse_args() -> argparse.Namespace:
         "--counted", type=positive_int, default=4_000_000, metavar="N", help="training tokens (default: 4M)"
     )
     return parser.parse_args()
-
-
-if __name__ == "__main__":  # --help and a typo need no torch
-    run_main(parse_args)
-
-import numpy as np
-from tqdm import tqdm
-
-from data.dataset import TokenStream
-from evals.rows import FACTORS
-
-TRAINING_ORDER = 4  # tokens of the longest n-gram counted in the training split
-WINDOW_ORDER = 8
-EM_STEPS = 40
 
 
 class Match(NamedTuple):

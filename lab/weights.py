@@ -11,14 +11,7 @@ that one key's weight at both.
 from __future__ import annotations
 
 import textwrap
-from functools import partial
 from typing import Any
-
-from infra.cli import run_main
-from lab.figure_path import parse_figure_path
-
-if __name__ == "__main__":  # --help and a typo need no torch
-    run_main(partial(parse_figure_path, __doc__))
 
 import torch
 from matplotlib.figure import Figure
@@ -26,6 +19,8 @@ from torch import Tensor
 
 from attention import make_normaliser
 from evals.output import save_figure
+from infra.cli import run_main
+from lab.figure_path import parse_figure_path
 from normalisers.own import NORMALISERS
 from schema import AttentionConfig, describe_attention
 

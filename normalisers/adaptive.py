@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
+import torch
+import torch.nn.functional as F
 from pydantic import Field, PositiveFloat, model_validator
+from torch import Tensor
 
-from infra.lazy import F, torch
 from normalisers.base import Normaliser, RowContext, share_heads
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CHUNK = 64  # keys whose moments are merged at once
 

@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
-
-from infra.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 UNIFORM_TOLERANCE = 1e-5  # of n max(A) - 1, below which a row counts as uniform
 DECAY_ROWS = 32  # rows whose decays share a reference: with `MIN_LOG_GATE` no factor exceeds e^42
@@ -98,10 +96,27 @@ class RowContext:
         return mean, self.zero_hidden(x - mean).square().sum(-1, keepdim=True) / self.n
 
 
+class L1Normalise(torch.autograd.Function):
+    """Its backward, (g - sign(s) sum(g a)) / Z, is exactly 0 where one key has the whole row."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor) -> Tensor:
+        z = s.abs().sum(-1, keepdim=True)
+        # 1 / z overflows just above the smallest normal number: such a row has no mass.
+        inverse = torch.where(z > 1e8 * torch.finfo(s.dtype).tiny, 1 / z, 0.0)
+        a = s * inverse
+        ctx.save_for_backward(a, inverse)
+        return a
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        a, inverse = ctx.saved_tensors
+        return (grads[0] - a.sign() * (grads[0] * a).sum(-1, keepdim=True)) * inverse
+
+
 def l1_normalise(s: Tensor) -> Tensor:
     """s / sum |s| over the last axis; rows of zeros stay zeros."""
-    from normalisers.l1 import L1Normalise  # a class of torch's kind, see infra/lazy.py
-
     return L1Normalise.apply(s)
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
+import torch
+import torch.nn.functional as F
 from pydantic import Field, PositiveFloat, model_validator
+from torch import Tensor
 
 from infra.cli import UserError
-from infra.lazy import F, torch
 from normalisers.base import Normaliser, RowContext, Scores, l1_normalise
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # ---------------------------------------------------------------- the elementwise functions
 

@@ -6,16 +6,15 @@ The docstrings of formulas that newer papers give say what they were checked aga
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
+import torch
+import torch.nn.functional as F
 from pydantic import Field
+from torch import Tensor
 
-from infra.lazy import F, torch
 from normalisers.base import MIN_LOG_GATE, Normaliser, RowContext, has_contrast, l1_normalise
 from normalisers.family import Bias, Phi, PhiName, Scaled, Softmax
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Sigmoid(Phi, name="sigmoid"):

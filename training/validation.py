@@ -8,7 +8,7 @@ from data.batches import val_batch, val_windows
 from data.dataset import IGNORED
 from normalisers.base import l1_normalise, share_heads
 from normalisers.layer import NormaliserLayer
-from rope_scaling import UNSCALED
+from positions import UNSCALED
 from training.run_log import RunLog
 from training.state import TrainState
 

@@ -29,7 +29,7 @@ from evals.rows import FILE, Row
 from infra.cli import UserError
 from infra.distributed import World
 from model import GPT
-from rope_scaling import RopeKind, RopeScaling
+from positions import RopeKind, RopeScaling
 from training.checkpoint import load_model, read_config
 
 LENGTHS = [8, 16, 32, 64]

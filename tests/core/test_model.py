@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from generation import generate
 from infra.cli import UserError
 from model import GPT, KVCache, make_norm
-from positions import apply_rope, rope_tables
-from rope_scaling import RopeScaling
+from positions import RopeScaling, apply_rope, rope_tables
 from schema import AttentionConfig, Config, ModelConfig, TrainConfig
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 61}

@@ -16,7 +16,7 @@ from data.tokenizer import get_tokenizer
 from generation import generate
 from infra.cli import UserError
 from model import GPT, KVCache
-from rope_scaling import RopeScaling
+from positions import RopeScaling
 
 
 def stepwise_logits(gpt: GPT, tokens: torch.Tensor, rope: RopeScaling, n_prompt: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from generation import generate
 from hub import export
 from hub.native import choose_architecture
 from infra.cli import UserError
-from rope_scaling import RopeKind, RopeScaling
+from positions import RopeKind, RopeScaling
 from schema import AttentionConfig
 from training.checkpoint import find_checkpoints, load_checkpoint, load_model
 

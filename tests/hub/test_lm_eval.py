@@ -14,7 +14,7 @@ import torch
 from conftest import make_byte_run
 
 from hub import export
-from rope_scaling import RopeScaling
+from positions import RopeScaling
 from training.checkpoint import load_model
 
 TASKS = Path(export.__file__).parent / "tasks"

@@ -16,7 +16,7 @@ from data.dataset import TokenStream
 from lab import attention_statistics
 from lab.attention_statistics import STATISTICS, attention_mass, layer_statistics, model_statistics
 from model import KVCache
-from rope_scaling import RopeScaling
+from positions import RopeScaling
 from schema import AttentionConfig
 from training.checkpoint import load_model
 

@@ -10,7 +10,7 @@ from data.dataset import TokenStream
 from lab import diagnose
 from lab.attention_statistics import STATISTICS, model_statistics
 from lab.rows import read_rows
-from rope_scaling import RopeScaling
+from positions import RopeScaling
 from training.checkpoint import load_model
 
 __all__ = ["data"]  # a fixture

@@ -22,7 +22,7 @@ from lab import needle
 from lab.rows import read_rows
 from lab.shares import proportion
 from model import GPT, KVCache
-from rope_scaling import RopeScaling
+from positions import RopeScaling
 from schema import Config
 from training.checkpoint import load_model
 

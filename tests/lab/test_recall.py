@@ -21,7 +21,7 @@ from lab import recall, recall_data
 from lab.recall_data import TASKS, VOCAB, make_sequence
 from lab.rows import read_rows
 from lab.shares import proportion
-from rope_scaling import UNSCALED
+from positions import UNSCALED
 
 
 def solve(text: str) -> dict[int, str]:

@@ -12,7 +12,7 @@ from conftest import make_byte_run
 from hub import export
 from infra.cli import UserError
 from lab import replace
-from rope_scaling import RopeScaling
+from positions import RopeScaling
 from training.checkpoint import load_model
 
 pytest.importorskip("transformers")
