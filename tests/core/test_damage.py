@@ -17,7 +17,6 @@ import eval_length
 import sample
 import sweep
 import train
-from benchmarks import mutants
 from data import fineweb
 from infra.cli import run_main
 from infra.files import append_synced, atomic_file, exclusive_lock, read_jsonl
@@ -77,11 +76,6 @@ def test_odd_results_of_an_evaluation(content: str, four_runs: Path):
     log = path.with_name("metrics.jsonl")
     log.write_text(f"{NESTED}\n")  # as a line that a kill has cut
     assert job.state == "to run" and read_jsonl(log) == []
-
-
-def test_each_mutant_is_found_once():
-    for mutant in mutants.read_list():
-        mutant.check()
 
 
 def test_lost_metrics_are_named(tiny_config: Path, capsys: pytest.CaptureFixture[str]):

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 from conftest import make_byte_run, one_line
 
+from benchmarks import mutants
 from config import to_toml
 from data.tokenizer import get_tokenizer
 from infra.cli import UserError
@@ -159,3 +160,8 @@ def test_help(file: Path, call, capsys):
     with pytest.raises(SystemExit) as end:
         call(import_module(f"{file.parent.name}.{file.stem}"), "--help")
     assert not end.value.code and capsys.readouterr().out.startswith("usage: ")
+
+
+def test_each_mutant_is_found_once():
+    for mutant in mutants.read_list():
+        mutant.check()
