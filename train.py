@@ -73,11 +73,11 @@ def start_or_resume(state: TrainState) -> RunLog:
     if newest is not None:
         state.restore(*newest)
     elif config.init_from:
-        init_summary = init_from_run(state.raw_model, config.init_from, state.data_info()["tokenizer"])
+        init_summary = init_from_run(state.raw_model, config.init_from, state.data_info["tokenizer"])
     if not state.world.agree([state.step, init_summary[:-1]]):  # the last line may name data.dir
         raise UserError(f"{config.run_dir}: the processes see different checkpoints; expected one folder")
     is_same = all(same_run(other, config, "data.dir") for other in state.world.gather_objects(config))
-    if not is_same or not state.world.agree(state.data_info()):
+    if not is_same or not state.world.agree(state.data_info):
         raise UserError(f"{config.run_dir}: the processes have different configs or data; expected one run")
     if state.world.is_main:
         remove_partial(config.run_dir)

@@ -42,9 +42,8 @@ def save_checkpoint(run_dir: Path, state: dict[str, Any], keep_last: int, keep_e
             if not keep_every or step_of(old) % keep_every:
                 old.unlink()
     except (OSError, RuntimeError) as e:  # RuntimeError: a full disk, in torch's zip writer
-        n_free = shutil.disk_usage(run_dir).free
-        reason = f"{e} ({n_free:,} bytes are free)"
-        raise UserError(f"{path}: the checkpoint could not be written: {reason}") from None
+        free = f" ({shutil.disk_usage(run_dir).free:,} bytes are free)" if isinstance(e, RuntimeError) else ""
+        raise UserError(f"{path}: the checkpoint could not be written: {e}{free}") from None
 
 
 def remove_partial(run_dir: Path) -> None:
@@ -143,7 +142,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Traine
     """The trained model of a run or checkpoint (see `load_source`), for evaluation."""
     path, content = load_source(source)
     config = config_from_dict(content["config"], str(path))
-    warn_of_changed_code(config, content, path)
+    warn_of_changed_code(content["data"], own.fingerprints(config.normalisers), path)
     p = power_at(config.attention, max(0, content["step"] - 1))
     if p is not None and os.environ.get("RANK", "0") == "0":
         final = f"evaluated at p = {config.attention.reweight_p}"
@@ -154,9 +153,9 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Traine
     return Trained(model.eval(), config, content["step"], *tokenizer)
 
 
-def warn_of_changed_code(config: Config, checkpoint: dict[str, Any], path: Path) -> None:
-    for name, sha256 in own.fingerprints(config.normalisers).items():
-        if checkpoint["data"].get(name, sha256) != sha256 and os.environ.get("RANK", "0") == "0":
+def warn_of_changed_code(before: dict[str, str], now: dict[str, str], path: Path) -> None:
+    for name, sha256 in now.items():
+        if before.get(name, sha256) != sha256 and os.environ.get("RANK", "0") == "0":
             print(f"warning: {name} is not as it was when {path} was trained", file=sys.stderr, flush=True)
 
 

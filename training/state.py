@@ -30,6 +30,7 @@ class TrainState:
     """The parts of a run, built from the config and its seed.
 
     Attributes:
+        data_info: of the start, whatever is edited while it trains.
         raw_model: the model. local_model: the same, perhaps compiled. model: that, perhaps under DDP.
         step: optimiser steps done, skipped ones included. n_skipped: steps skipped in a row.
         is_resumed: it comes from a checkpoint.
@@ -39,6 +40,7 @@ class TrainState:
         self.config = config
         self.world = world
         train_stream, self.val_stream = open_streams(config)
+        self.data_info = data_info(config, train_stream, self.val_stream)
         self.batches = BatchLoader(train_stream, config, world)
         self.tokenizer_file = train_stream.tokenizer_file
         torch.manual_seed(config.seed)
@@ -68,9 +70,6 @@ class TrainState:
         """`power_at` the last step done, or the first."""
         return power_at(self.config.attention, max(0, self.step - 1))
 
-    def data_info(self) -> dict[str, str]:
-        return data_info(self.config, self.batches.stream, self.val_stream)
-
     def to_checkpoint(self) -> dict[str, Any]:
         """What `training.checkpoint` writes. A collective: it gathers the RNG state of every rank."""
         rng = {"cpu": torch.get_rng_state()}
@@ -83,7 +82,7 @@ class TrainState:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "guard": {"skipped": self.n_skipped},
             "rng": self.world.gather_objects(rng),
-            "data": self.data_info(),
+            "data": self.data_info,
             "tokenizer": self.tokenizer_file,
         }
 
@@ -107,7 +106,7 @@ class TrainState:
             changed = {key: pair for key, pair in changed.items() if not may_change_on_resume(key)}
         else:  # finished: only what its curve does not depend on, and where the same data lie
             changed = {key: v for key, v in changed.items() if makes_another_run(key) and key != "data.dir"}
-        changed |= changed_data(checkpoint["data"], self.data_info())
+        changed |= changed_data(checkpoint["data"], self.data_info)
         if changed:
             listed = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
             problem = f"{path.parents[1]}: holds another run ({listed}): choose another --name"
@@ -117,7 +116,7 @@ class TrainState:
                     f"has the same learning rates with another train.max_steps"
                 )
             raise UserError(problem)
-        warn_of_changed_code(self.config, checkpoint, path)
+        warn_of_changed_code(checkpoint["data"], self.data_info, path)
         load_parameters(self.raw_model, checkpoint["model"], path)
         try:
             for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):

@@ -152,6 +152,8 @@ def test_other_code_of_a_registered_normaliser_is_reported(tiny_config: Path, ow
     path = find_checkpoints(run(tiny_config, *options))[0]
     run(tiny_config, *options)
     assert not capsys.readouterr().err
+    state = build(tiny_config, *options)
     own_file.write_text(own_file.read_text().replace("0.5", "0.7"))
     run(tiny_config, *options)
     assert capsys.readouterr().err == f"warning: mine is not as it was when {path} was trained\n"
+    assert state.to_checkpoint()["data"] == load_checkpoint(path)["data"]  # not of code edited since
