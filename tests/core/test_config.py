@@ -8,10 +8,12 @@ import pytest
 from conftest import one_line
 
 import config
+import eval_length
+import sample
 import sweep
 import train
 from config import changed_keys, config_from_dict, describe_keys, expand_sweep, load_config, to_toml
-from infra.cli import UserError
+from infra.cli import UserError, run_main
 from normalisers.adaptive import NormSoftmax
 from normalisers.own import NORMALISERS
 from schema import AttentionConfig, Config, describe_layers
@@ -353,16 +355,19 @@ LR = "optimizer.lr = 'x': expected number"
 @pytest.mark.parametrize(
     ("script", "options", "problems"),
     [
-        (train, "--attention.reweigt-p 3 --optimizer.lr x", [REWEIGHT, LR]),
-        (sweep, "--attention.reweigt-p 3 --optimizer.lr x", [REWEIGHT, LR]),
-        (config, "--seed x", ["seed = 'x': expected integer"]),
-        (train, "--attention.normaliser lsa", [LSSA]),
+        (train, "configs/lssar.toml --attention.reweigt-p 3 --optimizer.lr x", [REWEIGHT, LR]),
+        (sweep, "configs/lssar.toml --attention.reweigt-p 3 --optimizer.lr x", [REWEIGHT, LR]),
+        (config, "configs/lssar.toml --seed x", ["seed = 'x': expected integer"]),
+        (train, "configs/lssar.toml --attention.normaliser lsa", [LSSA]),
+        *((script, "--help", []) for script in (train, eval_length, sample)),
     ],
 )
-def test_all_typos_of_a_command_line_are_named(script: Any, options: str, problems: list[str], call):
-    with pytest.raises(UserError) as error:
-        call(script, RECIPE, *options.split())
-    assert str(error.value).splitlines() == [f"command line: {problem}" for problem in problems]
+def test_typos_and_help(script: Any, options: str, problems: list[str], call, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as end:
+        run_main(lambda: call(script, *options.split()))
+    assert capsys.readouterr().err.splitlines() == [f"error: command line: {problem}" for problem in problems]
+    assert end.value.code == (2 if problems else 0)
 
 
 def test_help(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):

@@ -159,7 +159,8 @@ COMMANDS = [file for file in FILES if "run_main(main)" in file.read_text()]
 def test_help(file: Path, call, capsys):
     with pytest.raises(SystemExit) as end:
         call(import_module(f"{file.parent.name}.{file.stem}"), "--help")
-    assert not end.value.code and capsys.readouterr().out.startswith("usage: ")
+    printed = capsys.readouterr()
+    assert printed.out.startswith("usage: ") and not printed.err and end.value.code == 0
 
 
 def test_each_mutant_is_found_once():
