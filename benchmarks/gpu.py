@@ -52,6 +52,7 @@ ROWS = Path("runs/gpu/rows.jsonl")
 HEAD_DIMS = (64, 128)
 CASES: dict[str, tuple[dict[str, Any], Engine]] = {
     "LSSAR p=15": ({"normaliser": "lssa", "reweight_p": 15}, "triton"),
+    "LSSAR p=15, deterministic": ({"normaliser": "lssa", "reweight_p": 15}, "triton"),
     "LSSA": ({"normaliser": "lssa"}, "triton"),
     "softmax": ({"normaliser": "softmax"}, "sdpa"),
     "SSMax on QK-norm": ({"normaliser": "ssmax", "scores": "cosine", "scale_init": 1.15}, "sdpa"),
@@ -142,6 +143,7 @@ def compile_all(bench: Bench) -> None:
 def compile_case(smoke: bool, name: str, head_dim: int) -> None:
     """Run a case and its self-check: what Triton compiles does not depend on batch and length."""
     bench = Bench(smoke)
+    torch.use_deterministic_algorithms(name.endswith("deterministic"))
     q, k, v, do = bench.inputs(16 if smoke else 256, head_dim)
     layer, _ = bench.attention(name, head_dim, k.shape[-2])
     torch.autograd.grad(attend(q, k, v, layer, "triton"), (q, k, v), do)
@@ -153,6 +155,7 @@ def compile_case(smoke: bool, name: str, head_dim: int) -> None:
 def attention_row(bench: Bench, name: str, head_dim: int, length: int) -> Row:
     *qkv, do = bench.inputs(length, head_dim)
     layer, engine = bench.attention(name, head_dim, length)
+    torch.use_deterministic_algorithms(name.endswith("deterministic"))  # the baselines, too
 
     def forward_backward(fn: Callable[..., Tensor]) -> float:
         return bench.milliseconds(lambda: torch.autograd.grad(fn(*qkv), qkv, do))
@@ -163,6 +166,7 @@ def attention_row(bench: Bench, name: str, head_dim: int, length: int) -> Row:
 
 
 def step_row(bench: Bench, name: str, memory_budget: float) -> Row:
+    torch.use_deterministic_algorithms(False)
     options, engine = CASES[name]
     length, batch = (32, 2) if bench.smoke else (1024, 32)
     train: Row = {"seq_len": length, "batch_tokens": length * batch, "micro_batch": batch, "engine": engine}
@@ -199,6 +203,7 @@ def plan(smoke: bool) -> list[tuple[Callable[..., Row], Row]]:
     attention = [
         (attention_row, {"name": name, "head_dim": head_dim, "length": length})
         for head_dim, length, name in itertools.product(HEAD_DIMS, lengths, names)
+        if not name.endswith("deterministic") or length == lengths[0]
     ]
     steps = [(step_row, {"name": name, "memory_budget": budget}) for budget in BUDGETS for name in STEPS]
     return [attention[0], *steps, *attention[1:]]

@@ -8,10 +8,11 @@
 The kernels are LSSAR's (phi = softplus, l1, a power), or those of every phi with and without l1, power and
 shift, with the block sizes of the launch table. The table has registers a thread, bytes spilled to local
 memory, shared memory of a block against what the architecture allows, and instructions per score in each loop
-with matrix products, counted in the machine code: without a GPU the best guide to speed. The loops
-of forward are the pass for Z on whole tiles, on diagonal ones, and exactly where rows need it, then the same
-for o. Those of backward_q are whole, diagonal, exact, of backward_kv diagonal, whole, exact. The last lines
-add up whole tiles.
+with matrix products, counted in the machine code: without a GPU the best guide to speed. `forward` is for
+inference, `forward_u` and `backward` for training. `backward_rows` and `backward_kv` do as `backward` in a
+fixed order. The loops of forward are the pass for Z on whole tiles, on diagonal ones, and exactly where rows
+need it, then the same for o. Those of backward_rows are whole, diagonal, exact, of the other two diagonal,
+whole, exact. The last lines add up whole tiles.
 
 Exit status 1 if a kernel needs more shared memory than there is, lost its loops, or, one of LSSAR for 16-bit
 inputs at head_dim 64, spills.
@@ -24,7 +25,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,24 +34,31 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engines import triton as attention_kernels
+from engines import triton_kernels
 from engines.triton import Launch, launch_of
 from engines.triton_kernels import INTERPRETED, Form
 from infra.cli import ArgumentParser, UserError, integer, run_main
 from normalisers.family import PHI, SIGNED
 
-KERNELS = ("forward", "backward_q", "backward_kv")
+# The kernel, and the tensors that it is not given.
+KERNELS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "forward": (triton_kernels._forward, ("u_ptr",)),
+    "forward_u": (triton_kernels._forward, ()),
+    "backward": (triton_kernels._backward, ()),
+    "backward_rows": (triton_kernels._backward_rows, ()),
+    "backward_kv": (triton_kernels._backward, ("dq_sum_ptr",)),
+}
 SHARED_LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}  # KB a block may have (CUDA C++ guide, table 27)
-FLOATS = ("shift_ptr", "stats_ptr", "rows_ptr")
+FLOATS = ("shift_ptr", "stats_ptr", "rows_ptr", "dq_sum_ptr")
 MATRIX_OPS = re.compile(r"HGMMA|HMMA|UTC\w*MMA")
 INSTRUCTION = re.compile(
     r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);", re.MULTILINE
 )
 DIVISIBLE = [["tt.divisibility", 16]]
 HEADER = (
-    "| arch   | inputs   |   d | form              | kernel      | regs | spill | shared KB     "
+    "| arch   | inputs   |   d | form              | kernel        | regs | spill | shared KB     "
     "| instructions per score        |\n"
-    "|--------|----------|-----|-------------------|-------------|------|-------|---------------"
+    "|--------|----------|-----|-------------------|---------------|------|-------|---------------"
     "|-------------------------------|"
 )
 
@@ -71,19 +78,24 @@ class Case(NamedTuple):
 
     @property
     def launch(self) -> Launch:
-        return launch_of(self.kernel, self.form, self.arch // 10)
+        kernel = "backward" if self.kernel == "backward_kv" else self.kernel
+        return launch_of(kernel, self.form, self.arch // 10)
 
 
 def source_of(case: Case) -> ASTSource:
     """The kernel with the types, constants and alignments of its arguments."""
-    kernel = getattr(attention_kernels, f"_{case.kernel}")
-    constants_by_name = {"form": case.form, "BM": case.launch.rows, "BN": case.launch.keys}
+    kernel, absent = KERNELS[case.kernel]
+    constants_by_name = {"form": case.form, "BM": case.launch.BM, "BN": case.launch.BN}
+    constants_by_name |= dict.fromkeys(absent if case.form.has_shift else (*absent, "shift_ptr"))
     constants_by_name |= {} if case.grouped else {"group": 1}
     types: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}
     for i, name in enumerate(kernel.arg_names):
-        if name.endswith("_ptr"):
+        if name in constants_by_name:
+            types[name] = "constexpr"
+            constants[(i,)] = constants_by_name[name]
+        elif name.endswith("_ptr"):
             by_query_head = case.grouped and name in ("dk_ptr", "dv_ptr")
             is_float = name in FLOATS or by_query_head or not case.form.fast
             types[name] = "*fp32" if is_float else "*bf16"
@@ -91,9 +103,6 @@ def source_of(case: Case) -> ASTSource:
         elif name.endswith("_strides"):
             types[name] = ("i32",) * 3
             aligned |= {(i, axis): DIVISIBLE for axis in range(3)}
-        elif name in constants_by_name:
-            types[name] = "constexpr"
-            constants[(i,)] = constants_by_name[name]
         else:
             types[name] = "i32"
     return ASTSource(kernel, types, constants, aligned)
@@ -132,14 +141,14 @@ def examine(case: Case) -> tuple[str, list[str], float]:
     form = case.form
     launch = case.launch
     target = GPUTarget("cuda", case.arch, 32)
-    compiled = triton.compile(source_of(case), target=target, options=launch.options())
+    compiled = triton.compile(source_of(case), target=target, options=launch._asdict())
     registers, spilled, code = disassemble(compiled.asm["cubin"])
     shared = compiled.metadata.shared
-    n_sums = (2 + (form.sums != form.sums_again)) * (case.kernel == "forward" and form.two_pass)
+    n_sums = (2 + (form.sums != form.sums_again)) * (case.kernel.startswith("forward") and form.two_pass)
     n_loops = n_sums + 2 + form.log
-    scores_a_thread = launch.rows * launch.keys / launch.warps / 32
+    scores_a_thread = launch.BM * launch.BN / launch.num_warps / 32
     per_score = [n / scores_a_thread for n in loop_lengths(code)][:n_loops]  # what follows are waits
-    whole = {n_sums + (case.kernel == "backward_kv"), *([0] if n_sums else [])}
+    whole = {n_sums + (case.kernel in ("backward", "backward_kv")), *([0] if n_sums else [])}
     limit = SHARED_LIMITS.get(case.arch, 99)
     problems = []
     if len(per_score) < n_loops:
@@ -151,7 +160,7 @@ def examine(case: Case) -> tuple[str, list[str], float]:
     arch, dtype, _, head_dim = case.inputs.split()
     phi = f"{form.phi}{' l1' * form.l1}{' shift' * form.has_shift}" + (f" p={form.p}" if form.p else "")
     line = (
-        f"| {arch:6} | {dtype:8} | {head_dim:>3} | {phi:17} | {case.kernel:11} | {registers:4} "
+        f"| {arch:6} | {dtype:8} | {head_dim:>3} | {phi:17} | {case.kernel:13} | {registers:4} "
         f"| {spilled:5} | {shared / 1024:6.1f} of {limit} "
         f"| {' '.join(f'{x:.1f}' for x in per_score):29} |"
     )
@@ -191,18 +200,26 @@ def main() -> None:
             for head_dim in (d for d in args.head_dim if fast or d <= 128):
                 lssar = Form("softplus", True, args.p, True, False, fast, head_dim)
                 forms = all_forms(fast, head_dim) if args.all_forms else [lssar]
-                cases += [Case(kernel, arch, form, args.grouped) for form in forms for kernel in KERNELS]
+                cases += [
+                    Case(kernel, arch, form, args.grouped)
+                    for form in forms
+                    for kernel in KERNELS
+                    if form.p or kernel != "forward_u"  # u is for the power's gradient
+                ]
     print(f"triton {triton.__version__}, torch {torch.__version__}\n\n{HEADER}")
     problems: list[str] = []
-    sums: Counter[str] = Counter()
+    per_score: dict[str, dict[str, float]] = {}
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         for case, (line, wrong, whole) in zip(cases, pool.map(examine, cases), strict=True):
             print(line, flush=True)
             problems += wrong
-            sums[case.inputs] += whole  # type: ignore[assignment]
+            per_score.setdefault(case.inputs, {})[case.kernel] = whole
     if not args.all_forms:
         print("\nInstructions a score on whole tiles, forward + backward:")
-        print("\n".join(f"- {inputs}: {total:.1f}" for inputs, total in sums.items()))
+        for inputs, kernels in per_score.items():
+            forward = kernels["forward_u" if args.p else "forward"]
+            in_order = forward + kernels["backward_rows"] + kernels["backward_kv"]
+            print(f"- {inputs}: {forward + kernels['backward']:.1f}, deterministic {in_order:.1f}")
     if problems:
         print("\n" + "\n".join(problems), file=sys.stderr)
         sys.exit(1)

@@ -3,8 +3,8 @@
     out = run(q, k, v, layer)                                              # what `attend` calls
     o = phi_attention(q, k, v, phi="softplus", l1=True, p=15)              # LSSAR on prepared q and k
 
-The kernels are in triton_kernels.py, with the mathematics of forward and backward. This file chooses block
-sizes and launches them as custom operators, so that autograd and torch.compile see one operation.
+The kernels and their mathematics are in triton_kernels.py. This file chooses block sizes and launches them as
+custom operators, so that autograd and torch.compile see one operation.
 """
 
 from __future__ import annotations
@@ -16,16 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
-from engines.triton_kernels import (
-    INTERPRETED,
-    LOG2E,
-    MAX_POWER,
-    N_ROW,
-    Form,
-    _backward_kv,
-    _backward_q,
-    _forward,
-)
+from engines import triton_kernels as kernels
+from engines.triton_kernels import INTERPRETED, LOG2E, MAX_POWER, N_ROW, PAD, Form
 from normalisers.base import Normaliser, RowContext
 from normalisers.family import PHI, SIGNED, Phi, Softmax
 from normalisers.layer import NormaliserLayer
@@ -38,10 +30,8 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
     """Why this engine cannot run the layer there; "" if it can."""
     definition = layer.definition
     derives_weights = definition.is_softmax or type(definition).weights is Phi.weights
-    if layer.window:
-        return f"{layer.label} has a window, which its kernels do not know"
-    if layer.position == "pope":
-        return f"{layer.label} has pope's heads, which are wider in q and k than in v"
+    if layer.window or layer.position == "pope":
+        return f"{layer.label} has a window or pope's wider heads, which its kernels do not know"
     if layer.by_place or not derives_weights or getattr(definition, "sink", "none") != "none":
         return f"{layer.label} has no fused form"
     if definition.is_softmax and not layer.reweight_p:
@@ -84,70 +74,65 @@ def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: No
 
 
 class Launch(NamedTuple):
-    """Block sizes and what the compiler makes of them."""
+    """Block sizes, and the compiler's options by Triton's names."""
 
-    rows: int  # BM, query rows of a tile
-    keys: int  # BN; at most 64 in forward (`_add_sums`)
-    warps: int
-    stages: int  # depth of the software pipeline that loads tiles ahead
-    registers: int = 255  # at most, per thread
-
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+    BM: int  # query rows of a tile
+    BN: int  # keys of a tile; at most 64 in forward (`_add_sums`)
+    num_warps: int
+    num_stages: int  # depth of the software pipeline that loads tiles ahead
+    maxnreg: int = 255  # registers, per thread
 
 
-# One table for all processes, by compute capability (major), kernel and padded head_dim: nothing is tuned
-# at run time, so no rank and no restart can pick other blocks, and with them other roundings.
-# `benchmarks/kernels.py` compiles every entry and prints registers, spills, shared memory and
-# instructions per score, by which these were chosen. Tiles are 128 long on the side that stays, which
-# halves the traffic from the L2 cache.
+# By compute capability (major), kernel and padded head_dim. Nothing is tuned at run time, so no rank and no
+# restart can pick other blocks, and with them other roundings. They were chosen by what benchmarks/kernels.py
+# prints. Tiles are 128 long on the side that stays, which halves the traffic from the L2 cache.
 LAUNCHES: dict[int, dict[str, dict[int, Launch]]] = {
     8: {
-        "forward": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
-        "backward_q": {64: Launch(128, 32, 8, 2), 128: Launch(64, 32, 8, 2), 256: Launch(64, 32, 8, 1)},
-        "backward_kv": {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 32, 8, 1)},
+        "forward": {64: Launch(128, 64, 8, 2), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
+        "forward_u": {64: Launch(128, 64, 8, 2), 128: Launch(128, 32, 8, 2), 256: Launch(64, 32, 8, 2)},
+        "backward": {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 32, 8, 1)},
     },
     9: {
         "forward": {64: Launch(128, 64, 8, 3, 128), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
-        "backward_q": {64: Launch(128, 64, 8, 2), 128: Launch(128, 32, 8, 2), 256: Launch(32, 32, 4, 1)},
-        "backward_kv": {64: Launch(64, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 32, 8, 1)},
+        "forward_u": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
+        "backward": {64: Launch(64, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 32, 8, 1)},
     },
     10: {
         "forward": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
-        "backward_q": {64: Launch(128, 64, 8, 2), 128: Launch(128, 32, 8, 2), 256: Launch(64, 32, 8, 1)},
-        "backward_kv": {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 64, 8, 1)},
+        "forward_u": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
+        "backward": {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 64, 8, 1)},
     },
 }
 # float32 tiles are twice as large, and each product of theirs is three of tf32 parts.
 LAUNCHES_32: dict[str, dict[int, Launch]] = {
     "forward": {64: Launch(64, 32, 4, 2), 128: Launch(64, 32, 4, 2)},
-    "backward_q": {64: Launch(64, 32, 4, 1), 128: Launch(32, 32, 4, 1)},
-    "backward_kv": {64: Launch(32, 64, 4, 1), 128: Launch(32, 32, 4, 1)},
+    "forward_u": {64: Launch(64, 32, 4, 2), 128: Launch(32, 32, 4, 2)},
+    "backward": {64: Launch(32, 64, 4, 1), 128: Launch(32, 32, 4, 1)},
 }
 
 
 def launch_of(kernel: str, form: Form, major: int) -> Launch:
     """The table's entry for a GPU of compute capability `major`.x (newer ones: the newest known)."""
     table = LAUNCHES[min(major, max(LAUNCHES))] if form.fast else LAUNCHES_32
-    return table[kernel][max(64, form.bd)]
+    launch = table["backward" if kernel == "backward_rows" else kernel][max(64, form.bd)]
+    return launch._replace(BM=launch.BN, BN=launch.BM) if kernel == "backward_rows" else launch
 
 
-def _launch(kernel: Any, of: str, form: Form, matrices: Sequence[Tensor], *args: Tensor) -> None:
+def _launch(name: str, form: Form, matrices: Sequence[Tensor], *args: Tensor | None) -> None:
     """One program for each query head and block of rows or keys; `matrices`: q, k, others with strides."""
     B, H, n_queries, _ = matrices[0].shape
     _, n_kv_head, n_keys, _ = matrices[1].shape
     device = matrices[0].device
-    launch = launch_of(of, form, torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9)
-    n_blocks = triton.cdiv(*((n_keys, launch.keys) if of == "backward_kv" else (n_queries, launch.rows)))
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+    launch = launch_of(name, form, major)
+    n_blocks = triton.cdiv(*((n_keys, launch.BN) if name == "backward" else (n_queries, launch.BM)))
     if n_blocks * B * H == 0:
         return
     strides = [t.stride()[:3] for t in matrices]
     assert max(stride[2] for stride in strides) <= 2**24, strides  # offsets in a tile are 32-bit
     with torch.cuda.device_of(matrices[0]):
-        kernel[(n_blocks * B * H,)](
-            *args, *strides, H, H // n_kv_head, n_queries, n_keys, form, launch.rows, launch.keys,
-            **launch.options(),
-        )  # fmt: skip
+        kernel = getattr(kernels, f"_{name.removesuffix('_u')}")[n_blocks * B * H,]
+        kernel(*args, *strides, H, H // n_kv_head, n_queries, n_keys, form, **launch._asdict())
 
 
 def phi_attention(
@@ -158,13 +143,10 @@ def phi_attention(
 
     Args:
         q: (B, H, Tq, D), the last Tq of the Tk positions; any strides, best with D contiguous.
-        k, v: (B, n_kv_head, Tk, D), where n_kv_head divides H, of the same type: float32, float16 or
-            bfloat16; D <= MAX_HEAD_DIM.
+        k, v: (B, n_kv_head, Tk, D), n_kv_head divides H; all float32, float16 or bfloat16; D <= MAX_HEAD_DIM.
         shift: (Tq,) added to q.k, a constant.
-        phi: one of PHI.
-        l1: divide rows by sum |phi|.
-        p: power of the re-weighting, at most 256; it needs l1 and a phi that is not negative. 0: none,
-            which with exp and l1 is softmax and belongs to F.scaled_dot_product_attention.
+        phi, l1: one of PHI; divide rows by sum |phi|.
+        p: power of the re-weighting, up to 256 with l1 and phi >= 0; 0: none (with exp and l1 use sdpa).
         bounded: |x| < 70, so that no row of phi = softplus or sigmoid underflows: saves a check.
     Returns:
         (B, H, Tq, D) in the inputs' type. Scores and sums are float32; weights are rounded to the
@@ -178,7 +160,8 @@ def phi_attention(
     if shift is not None:
         assert shift.shape == q.shape[2:3] and not shift.requires_grad, shift.shape  # not learned
         shift = shift.to(torch.float32).contiguous()
-    return _forward_op(q, k, v, shift, phi, l1, p, bounded)[0]
+    with_u = p > 0 and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    return _forward_op(q, k, v, shift, phi, l1, p, bounded, with_u)[0]
 
 
 def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
@@ -193,37 +176,47 @@ def _new_output(q: Tensor) -> Tensor:
 
 @torch.library.custom_op("phi_attention::forward", mutates_args=())
 def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int, bounded: bool
-) -> tuple[Tensor, Tensor]:
-    """o and the rows' statistics (B, H, Tq, 4)."""
-    o, stats = _fake_forward(q, k, v)
+    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int, bounded: bool,
+    with_u: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """o, the rows' statistics (B, H, Tq, 4), and for a backward pass through a power u, of o's shape."""
+    o, stats, u = _fake_forward(q, k, v, with_u)
     q, k, v = _rows_contiguous(q, k, v)
     form = Form(phi, l1, p, bounded, shift is not None, q.dtype != torch.float32, q.shape[-1])
-    _launch(_forward, "forward", form, (q, k, v, o), q, k, v, stats if shift is None else shift, o, stats)
-    return o, stats
+    name = "forward_u" if with_u else "forward"
+    _launch(name, form, (q, k, v, o), q, k, v, shift, o, stats, u if with_u else None)
+    return o, stats, u
 
 
 @_forward_op.register_fake
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _new_output(q), q.new_empty(*q.shape[:3], N_ROW.value, dtype=torch.float32)
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    stats = q.new_empty(*q.shape[:3], N_ROW.value, dtype=torch.float32)
+    return _new_output(q), stats, _new_output(q if rest[-1] else q[:0])
 
 
 @torch.library.custom_op("phi_attention::backward", mutates_args=())
 def _backward_op(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, stats: Tensor, phi: str, l1: bool, p: int,
-    bounded: bool, has_shift: bool,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, stats: Tensor, u: Tensor, phi: str, l1: bool,
+    p: int, bounded: bool, has_shift: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv."""
+    """dq, dk, dv; their bits are the same each time where torch is asked for deterministic algorithms."""
+    assert not p or u.shape == o.shape, "forward was not told of a backward pass"
     dq, dk, dv = _fake_backward(do, q, k, v)
-    rows = stats.new_empty(*q.shape[:3], N_ROW.value)
     do, q, k, v = _rows_contiguous(do, q, k, v)
     form = Form(phi, l1, p, bounded, has_shift, q.dtype != torch.float32, q.shape[-1])
-    _launch(_backward_q, "backward_q", form, (q, k, v, o, do, dq), q, k, v, o, do, stats, dq, rows)
+    rows = torch.empty_like(stats)
+    fixed = dq if torch.are_deterministic_algorithms_enabled() else None
+    _launch("backward_rows", form, (q, k, v, o, do, dq), q, k, v, o, do, u, stats, fixed, rows)
+    dq_sum = None
+    if fixed is None:
+        dq_sum = stats.new_zeros(*q.shape[:2], triton.cdiv(q.shape[2], PAD.value) * PAD.value, form.bd)
     # Grouped heads: gradients by query head, summed at the end (a loop over heads in the kernel spills).
     grouped = k.shape[1] < q.shape[1]
     by_head = (*q.shape[:2], *k.shape[2:])
     dks, dvs = (stats.new_empty(by_head) if grouped else t for t in (dk, dv))
-    _launch(_backward_kv, "backward_kv", form, (q, k, v, do, dks, dvs), q, k, v, do, stats, rows, dks, dvs)
+    _launch("backward", form, (q, k, v, do, dks, dvs), q, k, v, do, stats, rows, dks, dvs, dq_sum)
+    if dq_sum is not None:
+        torch.mul(dq_sum[:, :, : q.shape[2], : q.shape[3]], form.gain, out=dq)
     if grouped:
         dk.copy_(dks.unflatten(1, (k.shape[1], -1)).sum(2))
         dv.copy_(dvs.unflatten(1, (k.shape[1], -1)).sum(2))
@@ -236,15 +229,15 @@ def _fake_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> t
     return _new_output(q), _new_output(k), _new_output(v)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, shift, *ctx.form = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, shift, *ctx.form, _ = inputs
     ctx.has_shift = shift is not None
     ctx.save_for_backward(q, k, v, *output)
 
 
-def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+def _autograd(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     gradients = _backward_op(grads[0], *ctx.saved_tensors, *ctx.form, ctx.has_shift)
-    return *gradients, None, None, None, None, None
+    return *gradients, None, None, None, None, None, None
 
 
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
+_forward_op.register_autograd(_autograd, setup_context=_setup_context)

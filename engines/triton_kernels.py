@@ -12,26 +12,27 @@ which is l1(ReLU(n A - O)^p) of A = s / Z (LSSAR paper, eq. 5) with r = n A - O 
 r_max before the power. phi is increasing, so r_max is known from the largest x: forward takes one pass
 over the keys for Z and max x, one for o. (`normalisers.base.reweight` defines the rows with O = 0.)
 
-Backward, from o and two numbers a row, c' = c W^(-1/p) and e' = e W^(-1/p), so that C = t'^p with
-t' = ReLU(c' s - e'), and with D = do.o, dC = do.v:
+Backward, with c' = c W^(-1/p) and e' = e W^(-1/p), so that C = t'^p with t' = ReLU(c' s - e'), with D = do.o
+and dC = do.v:
 
     h_j = t'_j^(p-1) (dC_j - D),     m = (O / n) sum_j h_j,     dx_j = p c' phi'(x_j) (h_j - m)
 
 (p = 1: t'^0 is the indicator t' > 0; without a power h_j = dC_j - D, m = 0, p c' = 1 / Z.) m comes from
-the other way s enters, through Z; sum_j C_j (dC_j - D) = 0 leaves of it only this mean. It is not known
-before the row's last key, so the dq kernel sums both parts, sum h phi' k and sum phi' k, and writes m for
-the dk, dv kernel that runs after it. (benchmarks/README.md: why nothing more is stored in forward.)
+the other way s enters, through Z. Forward writes a vector u with m = do.u for each row,
 
-Every sum runs in a fixed order inside one program: no atomics, the same bits each time. Memory beyond
-inputs and outputs: 4 floats a row from forward, 4 more in backward (with grouped heads also dk and dv of each
-query head).
+    u = (O / n) sum_j t'_j^(p-1) (v_j - o)
+
+The program of a block of keys sums dk and dv and adds its part of dq to float32, atomically, as
+FlashAttention-2 does: dq's last bits differ from run to run. A deterministic backward sums dq in the kernel
+of rows, in a fixed order. Memory beyond inputs and outputs: u and 4 floats a row from forward, 4 more in
+backward and dq in float32 (with grouped heads also dk and dv of each query head).
 
 q arrives multiplied by its factor and, where phi has an exponential, by log2(e): y = q.k is the score in base
 2, and softplus is log2(1 + 2^y), whose unit l1 cancels. Its derivative is sigmoid(x) = 2^(y - log2(1 + 2^y)).
 The logarithm is one instruction for 16-bit inputs of bounded scores (LSSAR's), off by 2^-22; where a row's
 weights are sensitive to that (CLOSE), its whole block uses the polynomial.
 
-Written for NVIDIA GPUs from compute capability 8.0 on; TRITON_INTERPRET=1 runs it on the CPU (tests).
+For NVIDIA GPUs from compute capability 8.0 on; TRITON_INTERPRET=1 runs them on the CPU (tests).
 """
 
 from __future__ import annotations
@@ -47,21 +48,23 @@ from normalisers.family import SIGNED
 
 MAX_POWER = 256  # `_weigh` reads 8 bits
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1
-N_ROW = tl.constexpr(4)  # floats per row, side by side, from forward and from `_backward_q`
-
+N_ROW = tl.constexpr(4)  # floats per row, side by side, from forward and from `_backward_rows`
+PAD = tl.constexpr(128)  # dq's float32 buffer has a multiple of rows, as tiles (at most 128) run over the end
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# sum |s| below which a row has no mass, as in normalisers.l1.L1Normalise
-NO_MASS = tl.constexpr(1e8 * torch.finfo(torch.float32).tiny)
+# P of log2(1 + u) = u P(u) on [0, 1], highest power first, minimax: off by 2e-7; for 16-bit inputs by 9e-6
+LOG2_1P = (0.00754918208, -0.0425670617, 0.112856193, -0.19711897, 0.275641412, -0.358408472, 0.480692957,
+           -0.721340208, 1.442695)  # fmt: skip
+LOG2_1P_FAST = (-0.0344359066, 0.146032888, -0.303036203, 0.469174065, -0.720426164, 1.44268292)
+NO_MASS = tl.constexpr(1e8 * torch.finfo(torch.float32).tiny)  # as in normalisers.base
 # A row with sum phi < 2^-58 has phi(x) = e^x to the last digit at each key, for softplus and sigmoid.
 LOW = tl.constexpr(2.0**-58)
 CONTRAST = tl.constexpr(UNIFORM_TOLERANCE)
 CLOSE = tl.constexpr(2.0**-5)  # max s - mean s below which a row needs s exactly
 NEVER = tl.constexpr(-1e38)  # below every score
-# The loops over tiles (`_loop`). In one of them all rows see all keys, in the other they lie on the diagonal.
-BEFORE = tl.constexpr(0)  # tiles up to the middle
-AFTER = tl.constexpr(1)  # tiles from the middle on
-REDO = tl.constexpr(2)  # instead of both, with tiles of half the size, where a row is flagged
+# The loops over tiles: up to the middle and from there on (in one of them all rows see all keys, in the other
+# they lie on the diagonal), or, where a row is flagged, one for both with tiles of half the size.
+BEFORE, AFTER, REDO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,8 @@ class Form:
     fast: bool  # softplus to 9e-6: enough for 16-bit inputs
     d: int  # head_dim
 
-    # of matrix products of float32 inputs
-    precision = property(lambda form: "ieee" if INTERPRETED else "tf32x3")
-    # the power of two that holds head_dim
-    bd = property(lambda form: max(16, triton.next_power_of_2(form.d)))
+    precision = property(lambda form: "ieee" if INTERPRETED else "tf32x3")  # of products of float32
+    bd = property(lambda form: max(16, triton.next_power_of_2(form.d)))  # columns of a tile
     # dC/dy over c' t'^(p-1) times the kernel's derivative of phi
     gain = property(lambda form: (form.p or 1) * (LN2.value if form.phi in ("exp", "sigmoid") else 1.0))
     signed = property(lambda form: form.phi in SIGNED)
@@ -93,14 +94,7 @@ class Form:
     # how forward sums a row (`_add_sums`), and how it does again if a row is flagged
     sums = property(lambda form: "low" if form.phi == "exp" else "log" if form.log else "exact")
     sums_again = property(lambda form: "low" if form.safe else "exact")
-
-    @property
-    def log2_1p(self) -> tuple[float, ...]:
-        """P of log2(1 + u) = u P(u) on [0, 1], highest power first, minimax: off by 2e-7, if fast 9e-6."""
-        if self.fast:
-            return (-0.0344359066, 0.146032888, -0.303036203, 0.469174065, -0.720426164, 1.44268292)
-        return (0.00754918208, -0.0425670617, 0.112856193, -0.19711897, 0.275641412, -0.358408472,
-                0.480692957, -0.721340208, 1.442695)  # fmt: skip
+    log2_1p = property(lambda form: LOG2_1P_FAST if form.fast else LOG2_1P)
 
 
 # ---------------------------------------------------------------- tile mathematics, shared by all kernels
@@ -191,8 +185,8 @@ def _weigh(s, c, e, form: tl.constexpr):
 
 
 @triton.jit
-def _weigh_and_grad(s, dC, c, e, delta, form: tl.constexpr):
-    """The weights C, and h (see the top of this file), from c' and e'."""
+def _weigh_and_grad(s, slope, dC, c, e, delta, c_mean, form: tl.constexpr):
+    """The weights C and dx / gain (see the top of this file), from c', e', D and c' m."""
     weight, lower = _weigh(s, c, e, form)
     h = dC
     if form.l1 and form.signed:
@@ -203,7 +197,7 @@ def _weigh_and_grad(s, dC, c, e, delta, form: tl.constexpr):
         h = lower * h
     else:
         weight = s * c
-    return weight, h
+    return weight, (h * c - c_mean) * slope
 
 
 @triton.jit
@@ -350,11 +344,8 @@ def _store_rows(pointer, i, n, a, b, c, d):
 
 @triton.jit
 def _query_block(n_head, n_queries, n_keys, BM: tl.constexpr, BN: tl.constexpr):
-    """The rows of this program and the keys they see, blocks with most keys first.
-
-    Returns batch, head, the first row, the rows (BM,), the index of the head's first row among all, and where
-    the tiles end that all rows see, and those on the diagonal.
-    """
+    """Batch, head, first row and rows (BM,) of this program, the index of the head's first row among all, and
+    where tiles end that all rows see, and those on the diagonal. Blocks with most keys come first."""
     n_blocks = tl.cdiv(n_queries, BM)
     part, row, batch, head = _program(n_blocks, n_head)
     start = (n_blocks - 1 - part) * BM
@@ -397,11 +388,11 @@ def _row_sums(
 
 @triton.jit(do_not_specialize=["n_queries", "n_keys"])
 def _forward(
-    q_ptr, k_ptr, v_ptr, shift_ptr, o_ptr, stats_ptr,
+    q_ptr, k_ptr, v_ptr, shift_ptr, o_ptr, stats_ptr, u_ptr,
     q_strides, k_strides, v_strides, o_strides, n_head, group, n_queries, n_keys,
     form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """o, and c', e', shift and flag of each row."""
+    """o, c', e', shift and flag of each row, and for a backward pass u, laid out as o."""
     batch, head, start, i, first_row, whole, stop = _query_block(n_head, n_queries, n_keys, BM, BN)
     keys = _matrix(k_ptr, k_strides, n_keys, batch, head // group)
     values = _matrix(v_ptr, v_strides, n_keys, batch, head // group)
@@ -425,8 +416,10 @@ def _forward(
                 total = again if form.log else total
                 c, e, shift, flag = _row_constants(total, again, peak, given, position, n_keys, form)
     BD: tl.constexpr = form.bd
-    acc = tl.zeros([BM, BD], tl.float32)
+    acc = tl.zeros([BM, BD], tl.float32)  # sum t^p v
     total = tl.zeros([BM], tl.float32)
+    acc_lower = tl.zeros([BM, BD], tl.float32)  # sum t^(p-1) v
+    total_lower = tl.zeros([BM], tl.float32)
     for LOOP in tl.static_range(3 if form.log else 2):
         begin, end = _loop(LOOP, 0, whole, stop, flag, form)
         for j0 in tl.range(begin, end, BN >> LOOP // 2, num_stages=1 if LOOP == REDO else None):
@@ -435,13 +428,21 @@ def _forward(
             position = n_keys - n_queries + start + tl.arange(0, BM)  # anew: kept, it spills
             s, _ = _phi_of_scores(q, k, position[:, None], j[None, :], shift[:, None], flag[:, None],
                                   LOOP != BEFORE, LOOP == REDO, form)  # fmt: skip
-            weight, _ = _weigh(s, c[:, None], e[:, None], form)
+            weight, lower = _weigh(s, c[:, None], e[:, None], form)
             total += tl.sum(tl.abs(weight) if form.signed else weight, 1)
             v = _tile(values, j0, BN >> LOOP // 2, LOOP != BEFORE, form)
             acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=form.precision)
+            if u_ptr is not None:
+                total_lower += tl.sum(lower, 1)
+                acc_lower = tl.dot(lower.to(v.dtype), v, acc_lower, input_precision=form.precision)
     if form.p > 0:  # c', e'
         scale = tl.where(total <= 0, 0.0, 1.0 / total)
         root = tl.where(total <= 0, 0.0, tl.exp2(tl.log2(total) * (-1.0 / form.p)))
+        if u_ptr is not None:
+            n = (n_keys - n_queries + i + 1).to(tl.float32)
+            share = tl.where((total > 0) & (e > 0), scale / root / n, 0.0)
+            u = (acc_lower - (total_lower * scale)[:, None] * acc) * share[:, None]
+            _store_tile(_matrix(u_ptr, o_strides, n_queries, batch, head), start, u, form)
         c *= root
         e *= root
     else:
@@ -457,57 +458,56 @@ def _forward(
 
 
 @triton.jit(do_not_specialize=["n_queries", "n_keys"])
-def _backward_q(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, stats_ptr, dq_ptr, rows_ptr,
+def _backward_rows(
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, u_ptr, stats_ptr, dq_ptr, rows_ptr,
     q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, n_head, group, n_queries, n_keys,
     form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dq, and c', e', D and c' m of each row."""
+    """c', e', D and c' m of each row; dq, where it is given: the same bits each time."""
     batch, head, start, i, first_row, whole, stop = _query_block(n_head, n_queries, n_keys, BM, BN)
-    keys = _matrix(k_ptr, k_strides, n_keys, batch, head // group)
-    values = _matrix(v_ptr, v_strides, n_keys, batch, head // group)
-    position = n_keys - n_queries + i  # among the keys: the row sees those up to it
-    q = _tile(_matrix(q_ptr, q_strides, n_queries, batch, head), start, BM, True, form)
     do = _tile(_matrix(do_ptr, do_strides, n_queries, batch, head), start, BM, True, form)
     delta = tl.zeros([BM], tl.float32)
+    mean = tl.zeros([BM], tl.float32)
     if form.l1:
         o = _tile(_matrix(o_ptr, o_strides, n_queries, batch, head), start, BM, True, form)
         delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    c, e, shift, flag = _load_rows(stats_ptr + first_row * N_ROW, i, n_queries, BM)
-    BD: tl.constexpr = form.bd
-    acc = tl.zeros([BM, BD], tl.float32)  # sum h phi' k
-    acc_mean = tl.zeros([BM, BD], tl.float32)  # sum phi' k
-    h_sum = tl.zeros([BM], tl.float32)
-    for LOOP in tl.static_range(3 if form.log else 2):
-        begin, end = _loop(LOOP, 0, whole, stop, flag, form)
-        for j0 in tl.range(begin, end, BN >> LOOP // 2, num_stages=1 if LOOP == REDO else None):
-            k = _tile(keys, j0, BN >> LOOP // 2, LOOP != BEFORE, form)
-            v = _tile(values, j0, BN >> LOOP // 2, LOOP != BEFORE, form)
-            j = j0 + tl.arange(0, BN >> LOOP // 2)
-            s, slope = _phi_of_scores(q, k, position[:, None], j[None, :], shift[:, None], flag[:, None],
-                                      LOOP != BEFORE, LOOP == REDO, form)  # fmt: skip
-            dC = tl.dot(do, tl.trans(v), input_precision=form.precision)
-            _, h = _weigh_and_grad(s, dC, c[:, None], e[:, None], delta[:, None], form)
-            acc = tl.dot((h * slope).to(k.dtype), k, acc, input_precision=form.precision)
-            if form.p > 0:
-                h_sum += tl.sum(h, 1)
-                acc_mean = tl.dot(slope.to(k.dtype), k, acc_mean, input_precision=form.precision)
-    mean = tl.zeros([BM], tl.float32)
     if form.p > 0:
-        mean = tl.where(e > 0, h_sum / (position + 1).to(tl.float32), 0.0)
-        acc -= mean[:, None] * acc_mean
-    dq = _matrix(dq_ptr, dq_strides, n_queries, batch, head)
-    _store_tile(dq, start, acc * (c * form.gain)[:, None], form)
-    _store_rows(rows_ptr + first_row * N_ROW, i, n_queries, c, e, delta, c * mean)
+        u = _tile(_matrix(u_ptr, o_strides, n_queries, batch, head), start, BM, True, form)
+        mean = tl.sum(u.to(tl.float32) * do.to(tl.float32), 1)
+    c, e, shift, flag = _load_rows(stats_ptr + first_row * N_ROW, i, n_queries, BM)
+    c_mean = c * mean
+    _store_rows(rows_ptr + first_row * N_ROW, i, n_queries, c, e, delta, c_mean)
+    if dq_ptr is not None:
+        keys = _matrix(k_ptr, k_strides, n_keys, batch, head // group)
+        values = _matrix(v_ptr, v_strides, n_keys, batch, head // group)
+        position = n_keys - n_queries + i  # among the keys: the row sees those up to it
+        q = _tile(_matrix(q_ptr, q_strides, n_queries, batch, head), start, BM, True, form)
+        BD: tl.constexpr = form.bd
+        dq = tl.zeros([BM, BD], tl.float32)
+        for LOOP in tl.static_range(3 if form.log else 2):
+            begin, end = _loop(LOOP, 0, whole, stop, flag, form)
+            for j0 in tl.range(begin, end, BN >> LOOP // 2, num_stages=1 if LOOP == REDO else None):
+                k = _tile(keys, j0, BN >> LOOP // 2, LOOP != BEFORE, form)
+                v = _tile(values, j0, BN >> LOOP // 2, LOOP != BEFORE, form)
+                j = j0 + tl.arange(0, BN >> LOOP // 2)
+                s, slope = _phi_of_scores(q, k, position[:, None], j[None, :], shift[:, None],
+                                          flag[:, None], LOOP != BEFORE, LOOP == REDO, form)  # fmt: skip
+                dC = tl.dot(do, tl.trans(v), input_precision=form.precision)
+                _, dx = _weigh_and_grad(s, slope, dC, c[:, None], e[:, None], delta[:, None],
+                                        c_mean[:, None], form)  # fmt: skip
+                dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=form.precision)
+        dq *= form.gain
+        _store_tile(_matrix(dq_ptr, dq_strides, n_queries, batch, head), start, dq, form)
 
 
 @triton.jit(do_not_specialize=["n_queries", "n_keys"])
-def _backward_kv(
-    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rows_ptr, dk_ptr, dv_ptr,
+def _backward(
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rows_ptr, dk_ptr, dv_ptr, dq_sum_ptr,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, n_head, group, n_queries, n_keys,
     form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one query head, after `_backward_q` has written its rows. Tiles are (keys, queries)."""
+    """dk and dv of one query head; dq / gain added to dq_sum, if given. Tiles are (keys, queries)."""
+    BD: tl.constexpr = form.bd
     n_blocks = tl.cdiv(n_keys, BN)
     block, row, batch, head = _program(n_blocks, n_head)
     j = block * BN + tl.arange(0, BN)
@@ -517,6 +517,8 @@ def _backward_kv(
     grads = _matrix(do_ptr, do_strides, n_queries, batch, head)
     stats = stats_ptr + row * n_queries * N_ROW
     rows = rows_ptr + row * n_queries * N_ROW
+    if dq_sum_ptr is not None:
+        dq_sum_ptr += row * (tl.cdiv(n_queries, PAD) * PAD) * BD
     # Rows on the diagonal, which do not see all of these keys, then rows that see them all.
     first = block * BN - (n_keys - n_queries)  # the row at the block's first key
     start = tl.maximum(first, 0) // BM * BM
@@ -527,7 +529,6 @@ def _backward_kv(
             i = i0 + tl.arange(0, 1024)
             flags = tl.load(stats + i * N_ROW + 3, mask=i < n_queries, other=0.0)
             flag = tl.maximum(flag, tl.max(flags, 0))
-    BD: tl.constexpr = form.bd
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BD], tl.float32)
     for LOOP in tl.static_range(3 if form.log else 2):
@@ -541,10 +542,15 @@ def _backward_kv(
             s, slope = _phi_of_scores(k, q, (n_keys - n_queries + i)[None, :], j[:, None], shift[None, :],
                                       low[None, :], LOOP != AFTER, LOOP == REDO, form)  # fmt: skip
             dC = tl.dot(v, tl.trans(do), input_precision=form.precision)
-            weight, h = _weigh_and_grad(s, dC, c[None, :], e[None, :], delta[None, :], form)
+            weight, dx = _weigh_and_grad(s, slope, dC, c[None, :], e[None, :], delta[None, :],
+                                         c_mean[None, :], form)  # fmt: skip
             dv = tl.dot(weight.to(do.dtype), do, dv, input_precision=form.precision)
-            dx = (h * c[None, :] - c_mean[None, :]) * slope
-            dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=form.precision)
+            dx = dx.to(q.dtype)
+            if dq_sum_ptr is not None:
+                dq = tl.dot(tl.trans(dx), k, input_precision=form.precision)
+                at = tl.arange(0, BM >> LOOP // 2)[:, None] * BD + tl.arange(0, BD)[None, :]
+                tl.atomic_add(dq_sum_ptr + i0 * BD + at, dq, sem="relaxed")
+            dk = tl.dot(dx, q, dk, input_precision=form.precision)
     dk *= form.gain
     _store_tile(_matrix(dk_ptr, dk_strides, n_keys, batch, head), block * BN, dk, form)
     _store_tile(_matrix(dv_ptr, dv_strides, n_keys, batch, head), block * BN, dv, form)
