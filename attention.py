@@ -4,8 +4,7 @@
     weights = layer.weights(q, k)              # the definition, dense (B, H, Tq, Tk)
     out = attend(q, k, v, layer)               # the same weights times v, in O(T) memory
 
-The formulas are in normalisers/. What an engine computes and can run, its own file says (`problem` in
-engines/): sdpa, triton, flex, stick_breaking, rows or dense.
+What an engine computes and can run, its own file in engines/ says (`problem`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines import dense, rows, sdpa, self_check
+from engines import dense, flex, rows, sdpa, self_check, stick_breaking
 from infra.cli import UserError
 from normalisers.layer import NormaliserLayer
 from schema import AttentionConfig, Engine
@@ -141,17 +140,9 @@ def choose_engine(
 
 
 def load_engine(name: Engine) -> ModuleType:
-    """The module of an engine; the compiled ones are imported where used: not every platform has Triton."""
+    """The module of an engine; triton is imported where used: not every platform has it."""
     if name == "triton":
         from engines import triton
 
         return triton
-    if name == "flex":
-        from engines import flex
-
-        return flex
-    if name == "stick_breaking":
-        from engines import stick_breaking
-
-        return stick_breaking
-    return {"sdpa": sdpa, "dense": dense}.get(name, rows)
+    return {"sdpa": sdpa, "flex": flex, "stick_breaking": stick_breaking, "dense": dense}.get(name, rows)

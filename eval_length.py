@@ -1,9 +1,7 @@
 """What context is worth to a model: its loss at 1x to 16x the training length, and with its context cut.
 
-    python eval_length.py runs/lssar                                      # a run's newest checkpoint
-    python eval_length.py runs/softmax runs/lssa runs/lssar               # one table, one figure
+    python eval_length.py runs/softmax runs/lssa runs/lssar               # newest checkpoints: one table
     python eval_length.py runs/lssar/checkpoints/step_018865.pt --rope theta --rope-theta 500000
-    python eval_length.py runs/lssar --rope none --tag none               # results beside the others
     python eval_length.py runs/lssar --also none theta=500000             # three RoPE scalings at once
     torchrun --standalone --nproc_per_node=8 eval_length.py runs/lssar --tokens 10485760
 
@@ -44,8 +42,7 @@ from torch import Tensor
 
 from data.batches import val_batch
 from evals import common, output
-from evals.common import Blocks, EvaluatedRun, mean_and_stderr
-from evals.options import add_arguments, parse_arguments
+from evals.common import Blocks, EvaluatedRun, add_arguments, mean_and_stderr, parse_arguments
 from evals.output import Result
 from evals.rows import Cell, text_key
 from infra.cli import ArgumentParser, UserError, run_main
@@ -305,11 +302,10 @@ def plot(results: list[Result], path: Path) -> None:
         axes.set(title=title, xlabel=f"window length (tokens), RoPE scaling {output.format_rope(*results)}")
         axes.set(ylabel="validation loss (nats)")
         axes.tick_params(labelleft=True)
-    styles = output.line_styles(output.run_title(result) for result in results)
-    for i, (result, style) in enumerate(zip(results, styles.values(), strict=True)):
+    for i, result in enumerate(results):
         label = f"context cut at {span}, in a run's colour" if i == 0 else None
         loss = result["cut"].get("same_target_loss", math.nan)
-        panels[0].axhline(loss, color=style["color"], linestyle="--", linewidth=1.2, label=label)
+        panels[0].axhline(loss, color=f"C{i}", linestyle="--", linewidth=1.2, label=label)
     output.legend_below(figure, 3)
     output.save_figure(figure, path)
 

@@ -6,8 +6,6 @@ make it the model of the SSMax paper as well: RMSNorm, SwiGLU, no biases, untied
     model = GPT(load_config("configs/gpt2_124m.toml"))
     loss = model(tokens, targets)                              # mean cross-entropy in nats
     losses = model.token_losses(tokens, targets, rope=RopeScaling("ntk"))   # (B, T), any length
-
-positions.py has the tables of cos and sin, generation.py the sampling.
 """
 
 from __future__ import annotations
@@ -31,10 +29,7 @@ INIT_STD = 0.02
 
 
 class KVCache:
-    """The keys, values and signals of every layer so far, as `Attention.project` holds them. For inference.
-
-    Room for `max_length` positions is allocated at a layer's first use, and written in place.
-    """
+    """Keys, values and signals of every layer so far, as `Attention.project` holds them. For inference."""
 
     def __init__(self, n_layer: int, max_length: int) -> None:
         self.max_length = max_length
@@ -75,10 +70,7 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Causal attention with the normaliser: multi-head or grouped-query (Ainslie et al. 2023).
-
-    No RoPE where `model.position` is none or alibi; an optional gate multiplies the output.
-    """
+    """Causal attention with the normaliser: multi-head or grouped-query (Ainslie et al. 2023)."""
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
@@ -243,10 +235,7 @@ class GPT(nn.Module):
     def choose_engine(self, name: Engine = "auto", dtype: torch.dtype | None = None) -> None:
         """Choose each layer's attention engine, on the parameters' device; compiled code could not.
 
-        Args:
-            dtype: of q, k and v; None: that of the config's autocast.
-        Raises:
-            UserError: for an engine that cannot run here.
+        dtype: of q, k and v; None: that of the config's autocast. Raises UserError: it cannot run here.
         """
         device = self.embedding.weight.device
         if dtype is None:
@@ -333,10 +322,8 @@ class GPT(nn.Module):
         """Loss with targets, logits without.
 
         Args:
-            tokens: (B, T) int64; with a cache, those that follow its content.
+            tokens: (B, T) int64; with a cache, which is extended, those that follow its content.
             targets: (B, T) int64, the token after each; -100 leaves a position out of the mean.
-            rope: see `rope_tables`.
-            cache: read and extended; inference only.
             unscaled: leave out what train.loss does to the logits.
             label_smoothing: share of the target's probability spread over all tokens (Szegedy et al. 2016).
             p: the largest power of the re-weighting, in layers with a higher reweight_p.
@@ -358,9 +345,8 @@ class GPT(nn.Module):
     def token_losses(
         self, tokens: Tensor, targets: Tensor, *, rope: RopeScaling = UNSCALED, chunk: int = 1024
     ) -> Tensor:
-        """Cross-entropy in nats of targets (B, S), those of the last S positions: (B, S) float32.
+        """Cross-entropy in nats of targets (B, S), those of the last S positions, 0 at -100: (B, S) float32.
 
-        It is 0 where the target is -100.
         Logits exist for `chunk` positions at a time: (T, V) at T = 16384 would take 3.3 GB a row.
         """
         hidden = self.hidden(tokens, rope)[:, -targets.shape[1] :]  # (B, S, C)

@@ -4,8 +4,7 @@
 
 `factor` is multiplied into q, as the sdpa engine does. score_mod is the normaliser's own `at_distance`, as of
 ALiBi, after its `key_decay` P, as of FoX. P is in float32 here: sums over 16K tokens are good to 1e-3.
-No GPU has run it yet. Tests compare the eager form, with its gradients, and the C++ form with the definition.
-`auto` takes it only after the same comparison on the GPU (`self_check`).
+`auto` takes it only after a comparison with the definition on the GPU (`self_check`): none has run it yet.
 """
 
 from __future__ import annotations

@@ -215,14 +215,9 @@ def power_below(t: Tensor, p: int) -> Tensor:
     """t^(p-1) for t >= 0; at p = 1 the indicator t > 0, so that p times it is the derivative of t^p."""
     if p == 1:
         return (t > 0).to(t.dtype)
-    p = p - 1
-    result = None
-    square = t
-    while p:  # in place: allocating a tensor per product costs more than the product
-        if p & 1:
-            result = square.clone() if result is None else result.mul_(square)
-        p >>= 1
-        if p:
-            square = t * t if square is t else square.mul_(square)
-    assert result is not None
-    return result
+    power = t.clone()
+    for digit in f"{p - 1:b}"[1:]:  # in place: allocating a tensor per product costs more than the product
+        power.mul_(power)
+        if digit == "1":
+            power.mul_(t)
+    return power

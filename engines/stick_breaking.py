@@ -2,7 +2,6 @@
 
     pip install git+https://github.com/shawntan/stickbreaking-attention
 
-No GPU has run it here. `auto` takes it on CUDA after its comparison with the definition there (`self_check`).
 The package has no releases. Its commit 3147a38 was run in Triton's interpreter, with torch for its assembly.
 """
 

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
+from infra.cli import UserError
 from infra.files import atomic_file
 
 Result = dict[str, Any]
 Value = Callable[[dict[str, Any]], tuple[float, float | None]]  # of an entry of "lengths": mean and error
+FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 MARKERS = "osD^vP*Xph<>"
 
 
@@ -128,6 +130,12 @@ def legend_below(figure: Figure, n_columns: int) -> None:
     n_rows = math.ceil(len(handles) / n_columns)
     figure.set_figheight(figure.get_figheight() + 0.21 * max(0, n_rows - 2))
     figure.legend(handles, labels, loc="outside lower center", ncols=n_columns, frameon=False)
+
+
+def check_figure(out: Path | None) -> None:
+    """Raises UserError: --out is given and is no figure's name in a folder that exists."""
+    if out and (out.suffix not in FIGURE_SUFFIXES or not out.parent.is_dir()):
+        raise UserError(f"--out {out}: expected {', '.join(FIGURE_SUFFIXES)} in a folder that exists")
 
 
 def save_figure(figure: Figure, path: Path, dpi: int = 150) -> None:

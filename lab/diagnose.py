@@ -28,8 +28,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from evals import common, output
-from evals.common import Blocks, mean_and_stderr
-from evals.options import add_arguments, parse_arguments
+from evals.common import Blocks, add_arguments, mean_and_stderr, parse_arguments
 from evals.output import Result
 from evals.rows import text_key
 from infra.cli import ArgumentParser, run_main

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from evals.options import FIGURE_SUFFIXES
+from evals.output import FIGURE_SUFFIXES
 from infra.cli import ArgumentParser, UserError
 
 

@@ -23,8 +23,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from evals.options import check_figure
-from evals.output import save_figure
+from evals.output import check_figure, save_figure
 from evals.rows import read_table
 from infra.cli import ArgumentParser, UserError, run_main
 from lab.figures import draw_lines, log_ticks

@@ -40,7 +40,7 @@ from torch import Tensor
 from data.dataset import TokenStream
 from data.tokenizer import Tokenizer
 from evals import common, output
-from evals.options import add_arguments, parse_arguments
+from evals.common import add_arguments, parse_arguments
 from evals.output import Result
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world

@@ -1,8 +1,5 @@
 """The attention normalisers: one small class each, with its equation and its options.
 
-`ReluShen` in normalisers/others.py is a short one. `normaliser = "relu_shen"` and `gamma = 2.0` in a config's
-[attention] train, evaluate and export it, and the parametrised tests cover it.
-
 Most normalisers are one family, whose parts are keys of their own and whose names are presets (`Phi`):
 
     A = l1( phi( g(n) * score + shift(n) ) ),   n = number of keys the query sees

@@ -183,27 +183,20 @@ class Phi(Scaled, name="phi"):
         shift = self.shift(context)
         x = x if shift is None else x + shift
         fn = PHI[self.phi]
+        sink = context.learned.get("sink", x.new_zeros(()))  # the logarithm of what is added to the row sum
         if self.phi == "exp" and self.l1:
-            return self._softmax(x, context)
+            if self.sink == "none":
+                return x.softmax(-1)
+            return torch.cat((x, sink.expand(*x.shape[:-1], 1)), dim=-1).softmax(-1)[..., :-1]
         if self.phi in SIGNED:
             x = context.zero_hidden(x)
         if self.sink != "none":
             s = fn(x)
-            return s / (s.abs().sum(-1, keepdim=True) + self._sink(x, context).exp())
+            return s / (s.abs().sum(-1, keepdim=True) + sink.exp())
         if self.l1:
             underflows = self.phi in ("softplus", "sigmoid") and not self.bounded
             return l1_of_positive(fn, x) if underflows else l1_normalise(fn(x))
         return fn(x) / self.divisor(context)
-
-    def _softmax(self, x: Tensor, context: RowContext) -> Tensor:
-        if self.sink == "none":
-            return x.softmax(-1)
-        sink = self._sink(x, context).expand(*x.shape[:-1], 1)
-        return torch.cat((x, sink), dim=-1).softmax(-1)[..., :-1]
-
-    def _sink(self, x: Tensor, context: RowContext) -> Tensor:
-        """The logarithm of what is added to the row sum."""
-        return context.learned["sink"] if self.sink == "learned" else x.new_zeros(())
 
     @property
     def sums_to_one(self) -> bool:
