@@ -36,14 +36,13 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from infra.cli import ArgumentParser, UserError, run_main
-from schema import SECTIONS, Config, field_of, makes_another_run, problems_of
+from schema import SECTIONS, Config, field_of, problems_of, resume_rule
 
 # ---------------------------------------------------------------- reading and writing
 
 TYPE_NOISE = r"<class '(\w+)'>|typing\.|Annotated\[(\w+)[^\]]*\]"
 Values = dict[str, tuple[Any, str]]  # dotted key -> (value, where it is from), what was stated last first
 HELP = {"-h", "--help"}
-MOVED: dict[str, str] = {}  # dotted key of v0.1.0 or later -> what it is called now
 GONE = [("data.document_mask", False)]  # keys of later than v0.1.0 with the value that means nothing now
 
 
@@ -133,7 +132,7 @@ def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 def same_run(first: Config, second: Config, *other: str) -> bool:
     """Whether the configs differ only in `other` and in keys that do not affect the loss curve."""
-    return not any(map(makes_another_run, changed_keys(first, second).keys() - {*other}))
+    return all(resume_rule(key) == "free" for key in changed_keys(first, second).keys() - {*other})
 
 
 def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespace]:
@@ -274,7 +273,7 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict):
             flat |= _flatten(value, f"{dotted}.")
         elif (dotted, value) not in GONE:
-            flat[MOVED.get(dotted, dotted)] = value
+            flat[dotted] = value
     return flat
 
 

@@ -40,7 +40,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from data.batches import val_batch
+from data.batches import read_windows
 from evals import common, output
 from evals.common import Blocks, EvaluatedRun, add_arguments, mean_and_stderr, parse_arguments
 from evals.output import Result
@@ -163,7 +163,7 @@ def block_losses(model: GPT, blocks: Blocks, block: int, length: int, rope: Rope
     """The losses of one block's tokens: (W, T) float32, W = longest / T consecutive windows of one batch."""
     n = blocks.longest // length
     first = (blocks.n_skipped + block) * n
-    x, y = map(torch.from_numpy, val_batch(blocks.stream, first, n, length))  # (W, T)
+    x, y = map(torch.from_numpy, read_windows(blocks.stream, first, n, length))  # (W, T)
     device = model.embedding.weight.device
     with model.autocast():
         return model.token_losses(x.to(device), y.to(device), rope=rope, chunk=max(1, LOGITS_AT_ONCE // n))
@@ -177,7 +177,7 @@ def cut_losses(model: GPT, blocks: Blocks, block: int, context: int) -> Tensor:
     in the documentation of transformers). The first window scores all of its tokens.
     """
     device = model.embedding.weight.device
-    windows = val_batch(blocks.stream, blocks.n_skipped + block, 1, blocks.longest)
+    windows = read_windows(blocks.stream, blocks.n_skipped + block, 1, blocks.longest)
     x, y = (torch.from_numpy(each[0]).to(device) for each in windows)  # (longest,)
     n = blocks.longest // context  # windows at once: as many tokens as a forward pass of `block_losses` has
     chunk = max(1, LOGITS_AT_ONCE // n)

@@ -35,12 +35,12 @@ def key(default: Any, meaning: str, **bounds: Any) -> Any:
 
 def free(default: Any, meaning: str, **bounds: Any) -> Any:
     """A key that may differ when a run resumes: it changes neither the model nor the loss curve."""
-    return key(default, meaning, json_schema_extra={"may_change": True}, **bounds)
+    return key(default, meaning, json_schema_extra={"resume": "free"}, **bounds)
 
 
 def resumable(default: Any, meaning: str, **bounds: Any) -> Any:
     """A key that may differ when a run resumes, though from the start it would give another loss curve."""
-    return key(default, meaning, json_schema_extra={"may_change": True, "another_run": True}, **bounds)
+    return key(default, meaning, json_schema_extra={"resume": "resumable"}, **bounds)
 
 
 class ModelConfig(Section):
@@ -359,20 +359,14 @@ SECTIONS: dict[str, type[Section]] = {
 
 
 def describe_attention(options: AttentionConfig, model: ModelConfig | None = None) -> str:
-    """The [attention] section in a few words, 'lssa (reweight_p = 15)', and of [model] ', alibi, gate'."""
+    """What [attention], and [model] of attention, state in a few words: 'lssa (reweight_p = 15)'."""
     stated = options.definition.model_dump(exclude_defaults=True)
-    for key in ("reweight_p", "reweight_p_warmup"):
-        if getattr(options, key):
-            stated[key] = getattr(options, key)
+    stated |= options.model_dump(include={"reweight_p", "reweight_p_warmup"}, exclude_defaults=True)
+    if model is not None:
+        keys = {"position", "window", "key_shift", "attention_gate"}
+        stated |= model.model_dump(include=keys, exclude_defaults=True)
     listed = ", ".join(f"{key} = {value}" for key, value in stated.items())
-    text = options.normaliser + (f" ({listed})" if listed else "")
-    if model is not None and model.position != "rope":
-        text += ", no positions" if model.position == "none" else f", {model.position}"
-    if model is not None and model.window:
-        text += f", window {model.window}"
-    if model is not None and model.key_shift:
-        text += ", shifted keys"
-    return text + ", gate" * (model is not None and model.attention_gate)
+    return options.normaliser + (f" ({listed})" if listed else "")
 
 
 def describe_layers(config: Config) -> str:
@@ -395,20 +389,11 @@ def field_of(key: str) -> FieldInfo | None:
     return SECTIONS.get(section, Config).model_fields.get(name)
 
 
-def may_change_on_resume(key: str) -> bool:
-    """Whether a dotted key may differ between a run and its resumption (`free` and `resumable` fields)."""
-    return "may_change" in _marks(key)
-
-
-def makes_another_run(key: str) -> bool:
-    """Whether runs that differ in a dotted key may have other loss curves (all but `free` fields)."""
-    return "may_change" not in _marks(key) or "another_run" in _marks(key)
-
-
-def _marks(key: str) -> dict[str, Any]:
+def resume_rule(key: str) -> object:
+    """Of a dotted key: "free" or "resumable" (see there), or "fixed" if it may not differ on resume."""
     field = field_of(key)
     extra = field.json_schema_extra if field else None
-    return extra if isinstance(extra, dict) else {}
+    return extra["resume"] if isinstance(extra, dict) else "fixed"
 
 
 # ---------------------------------------------------------------- what pydantic finds, in words

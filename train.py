@@ -15,7 +15,6 @@ finish the step (and a validation before it) and save. A second Ctrl-C stops at 
 one micro-batch, with random tokens where there are no data.
 """
 
-import argparse
 import gc
 import math
 import statistics
@@ -31,7 +30,6 @@ from config import parse_command_line, same_run
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import join_world
 from infra.files import exclusive_lock
-from schema import Config
 from training.checkpoint import load_newest, remove_partial, save_checkpoint
 from training.loader import Batch
 from training.optim import power_at, set_learning_rates
@@ -41,15 +39,11 @@ from training.trial import describe, shorten
 from training.validation import measure_attention, validate
 
 
-def parse_args() -> tuple[Config, argparse.Namespace]:
+def main() -> None:
     parser = ArgumentParser(__doc__)
     dry_run_help = "three steps of one micro-batch, a validation, memory and speed; no run"
     parser.add_argument("--dry-run", action="store_true", help=dry_run_help)
-    return parse_command_line(parser)
-
-
-def main() -> None:
-    config, args = parse_args()
+    config, args = parse_command_line(parser)
     with join_world(config.train.device) as world, TemporaryDirectory() as scratch:
         run = shorten(config, world, Path(scratch)) if args.dry_run else config
         state = TrainState(run, world)

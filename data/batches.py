@@ -43,14 +43,14 @@ def train_batch(
     _check_length(stream, seq_len)
     place = step * n_seq + first
     if order == "sequential":
-        return _read_windows(stream, place, count, seq_len)
+        return read_windows(stream, place, count, seq_len)
     n_windows = stream.n_tokens // seq_len
     x = np.empty((count, seq_len), np.int64)
     y = np.empty((count, seq_len), np.int64)
     for row in range(count):
         epoch, i = divmod(place + row, n_windows)
         window = int(_permutation(n_windows, seed, epoch)[i])
-        x[row : row + 1], y[row : row + 1] = _read_windows(stream, window, 1, seq_len)
+        x[row : row + 1], y[row : row + 1] = read_windows(stream, window, 1, seq_len)
     return x, y
 
 
@@ -66,15 +66,6 @@ def val_windows(stream: TokenStream, n_tokens: int, seq_len: int) -> int:
     return min(n_tokens, stream.n_tokens - 1) // seq_len
 
 
-def val_batch(stream: TokenStream, first: int, count: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Windows [first, first + count), consecutive from the stream's start: x, y as of `train_batch`.
-
-    The tokens, in order, are the same for every T. `val_windows` says how many there are.
-    """
-    assert 0 <= first <= first + count <= (stream.n_tokens - 1) // seq_len, (first, count)
-    return _read_windows(stream, first, count, seq_len)
-
-
 def _check_length(stream: TokenStream, seq_len: int) -> None:
     if stream.n_tokens < seq_len + 1:
         raise UserError(
@@ -83,8 +74,11 @@ def _check_length(stream: TokenStream, seq_len: int) -> None:
         )
 
 
-def _read_windows(stream: TokenStream, first: int, count: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Consecutive windows of the endless stream: x, y, both (count, T) int64, y masked."""
+def read_windows(stream: TokenStream, first: int, count: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Windows [first, first + count) of the endless stream, one after the other: x, y as of `train_batch`.
+
+    The tokens, in order, are the same for every T. `val_windows` says how many are for validation.
+    """
     tokens = stream.read(first * seq_len, count * seq_len + 1)
     x = tokens[:-1].reshape(-1, seq_len)  # (count * T + 1,) -> (count, T)
     y = tokens[1:].reshape(-1, seq_len).copy()  # a copy: else x and y would share memory

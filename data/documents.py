@@ -173,16 +173,11 @@ def local_files(patterns: list[str], column: str, shuffle: int | None = None) ->
             raise UserError(f"{file}: expected a file that ends in {', '.join(READERS)}")
         inputs.append(Input(file, partial(READERS[suffixes[0]], file, column)))
     description = f"local files ({len(files)}): {', '.join(map(os.path.basename, files))}"
-    hashes = [_fingerprint(Path(file)) for file in files]
+    hashes = [fingerprint(Path(file)) for file in files]
     if shuffle is not None:
         description += f", shuffled by seed {shuffle}"
         inputs = [Input("", partial(_shuffled_texts, inputs, shuffle))]
     return Source(description, {"column": column, "shuffle": shuffle}, hashes, lambda: inputs)
-
-
-def _fingerprint(path: Path) -> str:
-    with naming(str(path)):
-        return fingerprint(path)
 
 
 def hub_dataset(
@@ -198,7 +193,7 @@ def hub_dataset(
 
     hashes: list[str] = []
     if Path(repo).is_dir():
-        hashes = [_fingerprint(path) for path in sorted(Path(repo).rglob("*")) if path.is_file()]
+        hashes = [fingerprint(path) for path in sorted(Path(repo).rglob("*")) if path.is_file()]
     elif commit is None:
         with naming(f"{repo} at {revision}"):
             commit = HfApi().dataset_info(repo, revision=revision, timeout=10).sha

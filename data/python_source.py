@@ -89,21 +89,14 @@ def split_documents(documents: list[Document], val_fraction: float) -> dict[str,
 
 
 def build(root: Path, out: Path, tokenizer: str = "bytes", val_fraction: float = VAL_SHARE) -> dict[str, Any]:
-    """Make the dataset in folder `out`, or find it finished there; returns the content of dataset.json.
+    """Make the dataset of the sources below `root` in `out`, or find it there; returns dataset.json.
 
-    Args:
-        root: the folder of the sources.
-        tokenizer: see `get_tokenizer`.
-        val_fraction: share of the bytes held out, in (0, 1).
-    Raises:
-        UserError: no sources, an unknown tokeniser, a folder that cannot be written or has another dataset.
+    Raises UserError: no sources, an unknown tokeniser, or a folder that has another dataset.
     """
     encoding = get_tokenizer(tokenizer)
     settings = {"tokenizer": encoding.name, "val_fraction": val_fraction}
     finished = dataset.finished_info(out)
-    if finished and "settings" not in finished:
-        raise UserError(f"{out}: holds another dataset: choose another --out")
-    if finished and settings.items() <= finished["settings"].items():
+    if finished and settings.items() <= finished.get("settings", {}).items():
         print(f"{out}: finished before; nothing to do (delete it to rebuild it)")
         return finished
     splits = split_documents(collect(root), val_fraction)

@@ -22,7 +22,7 @@ from lab.rows import read_rows
 from lab.tables import TableRow, all_rows
 from model import GPT
 from normalisers.family import Phi
-from schema import AttentionConfig, Config, makes_another_run
+from schema import AttentionConfig, Config, resume_rule
 from training.checkpoint import find_checkpoints, load_model
 
 
@@ -131,7 +131,7 @@ def recipe_of(config: Config, but: str = "") -> str:
     """
     changed = changed_keys(Config(name="default"), config)
     seeds = "name", "seed", "init_from"
-    kept = {key: new for key, (_, new) in changed.items() if makes_another_run(key) and key not in seeds}
+    kept = {key: new for key, (_, new) in changed.items() if resume_rule(key) != "free" and key not in seeds}
     return str({key: new for key, new in kept.items() if not (but and key.startswith(but))})
 
 

@@ -63,16 +63,14 @@ class BatchLoader:
     def read(self, step: int) -> Batch:
         """The micro-batches of a step, page-locked for a GPU: their copy then does not block the host."""
         config = self.config
-        batch: Batch = []
-        begin = self.per_rank * self.world.rank
-        for first in range(begin, begin + self.per_rank, self.micro):
-            arrays = train_batch(
-                self.stream, config.data.skip_steps + step, self.n_seq, config.train.seq_len,
-                config.data.order, config.seed, first, count=self.micro,
-            )  # fmt: skip
-            x, y = map(torch.from_numpy, arrays)
-            batch.append((x.pin_memory(), y.pin_memory()) if self.world.device.type == "cuda" else (x, y))
-        return batch
+        arrays = train_batch(
+            self.stream, config.data.skip_steps + step, self.n_seq, config.train.seq_len,
+            config.data.order, config.seed, self.per_rank * self.world.rank, self.per_rank,
+        )  # fmt: skip
+        x, y = (torch.from_numpy(each).split(self.micro) for each in arrays)  # (micro, T) each
+        if self.world.device.type == "cuda":
+            return [(a.pin_memory(), b.pin_memory()) for a, b in zip(x, y, strict=True)]
+        return list(zip(x, y, strict=True))
 
     def loss_weights(self, batch: Batch) -> tuple[list[float], int]:
         """Weights of the micro-batches' mean losses, and the step's targets. A collective if there is a mask.

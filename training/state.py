@@ -18,7 +18,7 @@ from infra.distributed import StopSignals, World
 from model import GPT
 from normalisers import own
 from normalisers.base import NORMALISERS
-from schema import Config, describe_layers, makes_another_run, may_change_on_resume
+from schema import Config, describe_layers, resume_rule
 from training.checkpoint import load_parameters, load_source, warn_of_changed_code
 from training.loader import BatchLoader, open_streams
 from training.optim import lr_factor, make_optimizers, power_at
@@ -102,10 +102,10 @@ class TrainState:
         changed = changed_keys(old, self.config)
         if "train.max_steps" in changed and self.extends(old, checkpoint["step"]):
             del changed["train.max_steps"]
-        if checkpoint["step"] < self.config.train.max_steps:
-            changed = {key: pair for key, pair in changed.items() if not may_change_on_resume(key)}
-        else:  # finished: only what its curve does not depend on, and where the same data lie
-            changed = {key: v for key, v in changed.items() if makes_another_run(key) and key != "data.dir"}
+        changed.pop("data.dir", None)  # where the same data lie
+        is_finished = checkpoint["step"] >= self.config.train.max_steps  # then its curve has no other value
+        rules = {"fixed", "resumable"} if is_finished else {"fixed"}
+        changed = {key: pair for key, pair in changed.items() if resume_rule(key) in rules}
         changed |= changed_data(checkpoint["data"], self.data_info)
         if changed:
             listed = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())

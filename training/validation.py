@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batches import val_batch, val_windows
+from data.batches import read_windows, val_windows
 from data.dataset import IGNORED
 from normalisers.base import l1_normalise, share_heads
 from normalisers.layer import NormaliserLayer
@@ -30,7 +30,7 @@ def validate(state: TrainState, log: RunLog) -> float:
     for start in range(0, n_windows, world.size * micro):
         first = start + world.rank * micro
         if first < n_windows:
-            batch = val_batch(state.val_stream, first, min(micro, n_windows - first), config.seq_len)
+            batch = read_windows(state.val_stream, first, min(micro, n_windows - first), config.seq_len)
             x, y = torch.from_numpy(np.stack(batch)).to(world.device)  # (micro, T) each
             with state.raw_model.autocast():
                 n = (y != IGNORED).sum()

@@ -201,10 +201,10 @@ attention = { normaliser = "ssmax", scores = "cosine", scale_init = "sqrt_d_over
     assert load_config(write(tmp_path, "y.toml", to_toml(config)), ["--name", "x"]) == config
     qk_norm = "softmax (scores = cosine, scale = sqrt_d"
     assert describe_layers(config) == (
-        "layer 0: ssmax (scores = cosine, scale_init = 1.15), p_rope, window 128; "
-        f"layers 1, 2, 4, 5, 6, 8, 9, 10: {qk_norm}), p_rope; "
-        f"layers 3, 7: {qk_norm}, length_scale = ln_n), no positions; "
-        "layer 11: ssmax (scores = cosine, scale_init = 1.15), no positions, window 128"
+        "layer 0: ssmax (scores = cosine, scale_init = 1.15, position = p_rope, window = 128); "
+        f"layers 1, 2, 4, 5, 6, 8, 9, 10: {qk_norm}, position = p_rope); "
+        f"layers 3, 7: {qk_norm}, length_scale = ln_n, position = none); "
+        "layer 11: ssmax (scores = cosine, scale_init = 1.15, position = none, window = 128)"
     )
     value = '[{every = 12, attention = {normaliser = "lssa"}}]'
     config = load_config(RECIPE, ["--layers", value])

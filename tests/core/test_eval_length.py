@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import eval_length
 from config import config_from_dict
-from data.batches import val_batch
+from data.batches import read_windows
 from data.dataset import TokenStream
 from evals import common
 from evals.common import Blocks, EvaluatedRun
@@ -85,7 +85,7 @@ def direct_losses(run: Path, data: Path, length: int, rope: RopeKind) -> torch.T
     stream = TokenStream(data, "val")
     losses = []
     for window in range(N_SCORED // length):
-        x, y = map(torch.from_numpy, val_batch(stream, window, 1, length))
+        x, y = map(torch.from_numpy, read_windows(stream, window, 1, length))
         with torch.no_grad():
             logits = model(x, rope=RopeScaling(rope))[0]  # (T, V)
         losses.append(F.cross_entropy(logits.double(), y[0], reduction="none"))
@@ -155,7 +155,7 @@ def test_every_target_is_scored_once_at_each_length(tmp_path, data, evaluate, mo
     def position(model: GPT, blocks: Blocks, block: int, length: int, rope: RopeScaling) -> torch.Tensor:
         n = blocks.longest // length
         start = block * blocks.longest
-        x, y = val_batch(blocks.stream, block * n, n, length)
+        x, y = read_windows(blocks.stream, block * n, n, length)
         np.testing.assert_array_equal(y.ravel(), blocks.stream.read(start + 1, blocks.longest))
         return positions[start : start + blocks.longest].view(n, length)
 

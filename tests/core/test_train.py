@@ -13,7 +13,7 @@ from torch.nn.utils import parameters_to_vector
 
 import train
 from config import load_config
-from data.batches import train_batch, val_batch
+from data.batches import read_windows, train_batch
 from infra.cli import UserError
 from infra.distributed import join_world
 from normalisers.own import NORMALISERS
@@ -62,7 +62,7 @@ def test_the_first_update_is_clipped_and_warmed_up(tiny_config: Path):
 
 def test_validation_is_the_mean_over_the_first_val_tokens(tiny_config: Path):
     state = build(tiny_config)
-    x, y = val_batch(state.val_stream, 0, 20, 16)
+    x, y = read_windows(state.val_stream, 0, 20, 16)
     losses = state.raw_model.token_losses(torch.from_numpy(x), torch.from_numpy(y))
     assert validate(state, RunLog(state)) == pytest.approx(losses.mean().item(), rel=1e-6)
 
@@ -72,7 +72,7 @@ def test_validation_is_at_the_power_of_the_last_step(tiny_config: Path):
     power = "--attention.normaliser lssa --attention.reweight-p 7 --attention.reweight-p-warmup 12"
     state = build(tiny_config, *power.split())
     state.step = 8
-    x, y = map(torch.from_numpy, val_batch(state.val_stream, 0, 20, 16))
+    x, y = map(torch.from_numpy, read_windows(state.val_stream, 0, 20, 16))
     with torch.no_grad():
         expected, next_one = (state.raw_model(x, y, p=p).item() for p in (4, 5))
     assert validate(state, RunLog(state)) == pytest.approx(expected, rel=1e-6)

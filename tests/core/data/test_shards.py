@@ -10,7 +10,7 @@ import pytest
 from conftest import one_line, write_dataset, write_shard
 
 from data import batches, dataset
-from data.batches import train_batch, val_batch, val_windows
+from data.batches import read_windows, train_batch, val_windows
 from data.dataset import TokenStream, dataset_info
 from data.shards import open_shard
 
@@ -298,7 +298,7 @@ def test_val_windows_are_the_same_tokens_at_every_length(stream: TokenStream, to
     for seq_len in (1, 2, 5, 10, 20, 40):
         n = val_windows(stream, 80, seq_len)
         assert n * seq_len == 80
-        batches = [val_batch(stream, i, min(3, n - i), seq_len) for i in range(0, n, 3)]
+        batches = [read_windows(stream, i, min(3, n - i), seq_len) for i in range(0, n, 3)]
         np.testing.assert_array_equal(np.concatenate([x.ravel() for x, _ in batches]), tokens[:80])
         np.testing.assert_array_equal(np.concatenate([y.ravel() for _, y in batches]), tokens[1:81])
     assert val_windows(stream, 10**9, 10) == 10  # 101 tokens are 100 predictions

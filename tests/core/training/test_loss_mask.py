@@ -14,7 +14,7 @@ from launch import build, finish, fork_ranks, metrics, run
 
 import train
 from config import load_config, to_toml
-from data.batches import train_batch, val_batch
+from data.batches import read_windows, train_batch
 from data.dataset import IGNORED, TokenStream, finish_dataset, write_split
 from evals.common import open_validation
 from infra.cli import UserError
@@ -119,7 +119,7 @@ def test_training_lowers_it_and_validates_on_it(config_path: Path) -> None:
     assert loss[12] < 0.95 * loss[1]
     state = build(run_dir / "config.toml")
     start_or_resume(state)
-    x, y = map(torch.from_numpy, val_batch(state.val_stream, 0, 20, 16))
+    x, y = map(torch.from_numpy, read_windows(state.val_stream, 0, 20, 16))
     with torch.no_grad():
         expected = answer_loss(state, x, y).item()
     assert metrics(run_dir, "val_loss")[12] == pytest.approx(expected, rel=1e-5)
