@@ -8,11 +8,11 @@
 The kernels are LSSAR's (phi = softplus, l1, a power), or those of every phi with and without l1, power and
 shift, with the block sizes of the launch table. The table has registers a thread, bytes spilled to local
 memory, shared memory of a block against what the architecture allows, and instructions per score in each loop
-with matrix products, counted in the machine code: without a GPU the best guide to speed. `forward` is for
-inference, `forward_u` and `backward` for training. `backward_rows` and `backward_kv` do as `backward` in a
-fixed order. The loops of forward are the pass for Z on whole tiles, on diagonal ones, and exactly where rows
-need it, then the same for o. Those of backward_rows are whole, diagonal, exact, of the other two diagonal,
-whole, exact. The last lines add up whole tiles.
+with matrix products, counted in the machine code: without a GPU the best guide to speed. `forward` and
+`backward` are for inference and training. Where there is a power, `forward_u` trains. `backward_rows` and
+`backward_kv` do as `backward` in a fixed order. The loops of forward are the pass for Z on whole tiles, on
+diagonal ones, and exactly where rows need it, then the same for o. Those of backward_rows are whole,
+diagonal, exact, of the other two diagonal, whole, exact. The last lines add up whole tiles.
 
 Exit status 1 if a kernel needs more shared memory than there is, lost its loops, or, one of LSSAR for 16-bit
 inputs at head_dim 64, spills.
@@ -149,7 +149,7 @@ def examine(case: Case) -> tuple[str, list[str], float]:
     scores_a_thread = launch.BM * launch.BN / launch.num_warps / 32
     per_score = [n / scores_a_thread for n in loop_lengths(code)][:n_loops]  # what follows are waits
     whole = {n_sums + (case.kernel in ("backward", "backward_kv")), *([0] if n_sums else [])}
-    limit = SHARED_LIMITS.get(case.arch, 99)
+    limit = SHARED_LIMITS[case.arch]
     problems = []
     if len(per_score) < n_loops:
         problems.append(f"{case}: lost {n_loops - len(per_score)} loops")
@@ -181,8 +181,9 @@ def all_forms(fast: bool, head_dim: int) -> list[Form]:
 def main() -> None:
     parser = ArgumentParser(__doc__)
     dtypes = ["bfloat16", "float32"]
+    architectures = tuple(SHARED_LIMITS)
     parser.add_argument(
-        "--arch", type=int, nargs="+", choices=(80, 90, 100), default=[80, 90, 100], help="80 is sm_80, ..."
+        "--arch", type=int, nargs="+", choices=architectures, default=[80, 90, 100], help="80: sm_80"
     )
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--dtype", nargs="+", default=dtypes, choices=dtypes)

@@ -1,6 +1,5 @@
 """The triton engine: fused CUDA kernels for phi-attention, with or without l1 and re-weighting.
 
-    out = run(q, k, v, layer)                                              # what `attend` calls
     o = phi_attention(q, k, v, phi="softplus", l1=True, p=15)              # LSSAR on prepared q and k
 
 The kernels and their mathematics are in triton_kernels.py. This file chooses block sizes and launches them as
@@ -9,7 +8,6 @@ custom operators, so that autograd and torch.compile see one operation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +20,7 @@ from normalisers.base import Normaliser, RowContext
 from normalisers.family import PHI, SIGNED, Phi, Softmax
 from normalisers.layer import NormaliserLayer
 
-# The largest head sizes: beyond, tiles fit neither registers nor shared memory.
-MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
+MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # what shared memory holds
 
 
 def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:
@@ -107,7 +104,7 @@ LAUNCHES: dict[int, dict[str, dict[int, Launch]]] = {
 LAUNCHES_32: dict[str, dict[int, Launch]] = {
     "forward": {64: Launch(64, 32, 4, 2), 128: Launch(64, 32, 4, 2)},
     "forward_u": {64: Launch(64, 32, 4, 2), 128: Launch(32, 32, 4, 2)},
-    "backward": {64: Launch(32, 64, 4, 1), 128: Launch(32, 32, 4, 1)},
+    "backward": {64: Launch(32, 32, 4, 1), 128: Launch(32, 32, 4, 1)},
 }
 
 
@@ -118,7 +115,7 @@ def launch_of(kernel: str, form: Form, major: int) -> Launch:
     return launch._replace(BM=launch.BN, BN=launch.BM) if kernel == "backward_rows" else launch
 
 
-def _launch(name: str, form: Form, matrices: Sequence[Tensor], *args: Tensor | None) -> None:
+def _launch(name: str, form: Form, matrices: tuple[Tensor, ...], *args: Tensor | None) -> None:
     """One program for each query head and block of rows or keys; `matrices`: q, k, others with strides."""
     B, H, n_queries, _ = matrices[0].shape
     _, n_kv_head, n_keys, _ = matrices[1].shape
@@ -150,7 +147,8 @@ def phi_attention(
         bounded: |x| < 70, so that no row of phi = softplus or sigmoid underflows: saves a check.
     Returns:
         (B, H, Tq, D) in the inputs' type. Scores and sums are float32; weights are rounded to the
-        inputs' type where they meet v. float16 overflows where weights without l1 exceed 65504.
+        inputs' type where they meet v. float16 overflows where weights without l1 exceed 65504, and
+        loses gradients of scores below 6e-8.
     """
     assert phi in PHI and (phi, l1, p) != ("exp", True, 0), (phi, l1, p)  # the last is softmax: sdpa
     assert not p or (0 < p <= MAX_POWER and l1 and phi not in SIGNED), (phi, l1, p)
@@ -205,11 +203,11 @@ def _backward_op(
     do, q, k, v = _rows_contiguous(do, q, k, v)
     form = Form(phi, l1, p, bounded, has_shift, q.dtype != torch.float32, q.shape[-1])
     rows = torch.empty_like(stats)
-    fixed = dq if torch.are_deterministic_algorithms_enabled() else None
-    _launch("backward_rows", form, (q, k, v, o, do, dq), q, k, v, o, do, u, stats, fixed, rows)
-    dq_sum = None
-    if fixed is None:
-        dq_sum = stats.new_zeros(*q.shape[:2], triton.cdiv(q.shape[2], PAD.value) * PAD.value, form.bd)
+    in_order = torch.are_deterministic_algorithms_enabled()
+    n_padded = triton.cdiv(q.shape[2], PAD.value) * PAD.value
+    dq_sum = None if in_order else stats.new_zeros(*q.shape[:2], n_padded, form.bd)
+    matrices = (q, k, v, o, do, dq)
+    _launch("backward_rows", form, matrices, *matrices[:5], u, stats, dq if in_order else None, rows)
     # Grouped heads: gradients by query head, summed at the end (a loop over heads in the kernel spills).
     grouped = k.shape[1] < q.shape[1]
     by_head = (*q.shape[:2], *k.shape[2:])
@@ -232,6 +230,7 @@ def _fake_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> t
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, shift, *ctx.form, _ = inputs
     ctx.has_shift = shift is not None
+    ctx.set_materialize_grads(False)  # of stats and u
     ctx.save_for_backward(q, k, v, *output)
 
 

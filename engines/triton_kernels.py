@@ -25,7 +25,7 @@ the other way s enters, through Z. Forward writes a vector u with m = do.u for e
 The program of a block of keys sums dk and dv and adds its part of dq to float32, atomically, as
 FlashAttention-2 does: dq's last bits differ from run to run. A deterministic backward sums dq in the kernel
 of rows, in a fixed order. Memory beyond inputs and outputs: u and 4 floats a row from forward, 4 more in
-backward and dq in float32 (with grouped heads also dk and dv of each query head).
+backward and dq in float32, padded (with grouped heads also dk and dv of each query head).
 
 q arrives multiplied by its factor and, where phi has an exponential, by log2(e): y = q.k is the score in base
 2, and softplus is log2(1 + 2^y), whose unit l1 cancels. Its derivative is sigmoid(x) = 2^(y - log2(1 + 2^y)).
@@ -52,7 +52,7 @@ N_ROW = tl.constexpr(4)  # floats per row, side by side, from forward and from `
 PAD = tl.constexpr(128)  # dq's float32 buffer has a multiple of rows, as tiles (at most 128) run over the end
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# P of log2(1 + u) = u P(u) on [0, 1], highest power first, minimax: off by 2e-7; for 16-bit inputs by 9e-6
+# P of log2(1 + u) = u P(u) on [0, 1], highest power first, minimax: off by 2e-7; FAST by 9e-6
 LOG2_1P = (0.00754918208, -0.0425670617, 0.112856193, -0.19711897, 0.275641412, -0.358408472, 0.480692957,
            -0.721340208, 1.442695)  # fmt: skip
 LOG2_1P_FAST = (-0.0344359066, 0.146032888, -0.303036203, 0.469174065, -0.720426164, 1.44268292)
@@ -441,7 +441,8 @@ def _forward(
         if u_ptr is not None:
             n = (n_keys - n_queries + i + 1).to(tl.float32)
             share = tl.where((total > 0) & (e > 0), scale / root / n, 0.0)
-            u = (acc_lower - (total_lower * scale)[:, None] * acc) * share[:, None]
+            o = (acc * scale[:, None]).to(o_ptr.dtype.element_ty).to(tl.float32)  # rounded, as in D
+            u = (acc_lower - total_lower[:, None] * o) * share[:, None]
             _store_tile(_matrix(u_ptr, o_strides, n_queries, batch, head), start, u, form)
         c *= root
         e *= root
@@ -517,6 +518,7 @@ def _backward(
     grads = _matrix(do_ptr, do_strides, n_queries, batch, head)
     stats = stats_ptr + row * n_queries * N_ROW
     rows = rows_ptr + row * n_queries * N_ROW
+    tl.static_assert(PAD % BM == 0)
     if dq_sum_ptr is not None:
         dq_sum_ptr += row * (tl.cdiv(n_queries, PAD) * PAD) * BD
     # Rows on the diagonal, which do not see all of these keys, then rows that see them all.

@@ -71,6 +71,15 @@ def test_deterministic_backward():
     assert all(map(torch.equal, gradients(*inputs), gradients(*inputs)))
 
 
+def test_atomic_additions_reach_the_last_row():
+    inputs = torch.randn(4, 1, 2, 131072, 64, device=CUDA, dtype=torch.bfloat16)
+    got = gradients(*inputs)[1]
+    torch.use_deterministic_algorithms(True)
+    want = gradients(*inputs)[1]
+    torch.use_deterministic_algorithms(False)
+    assert (got - want).norm() < 0.01 * want.norm()
+
+
 @pytest.mark.usefixtures("deterministic")
 def test_rows_that_span_more_than_2_31_elements():
     """The last head of a fused projection, (B, T, 3, H, D), against a copy of it."""
