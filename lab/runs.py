@@ -162,7 +162,7 @@ def read_run(folder: Path) -> FinishedRun | None:
         print(f"skipped: {folder} is not finished, or its last loss is not finite")
         started = (folder / "starts.jsonl").exists()  # else import_ wrote it
         if started and find_checkpoints(folder) and not (folder / "metrics.jsonl").exists():
-            print(f"{folder}: metrics.jsonl is lost; the command that trained it restores the last loss")
+            print(f"{folder}: metrics.jsonl is lost, and the last loss with it")
         return None
     losses = last[last.evaluation == "eval_length"]
     parts = losses.text.str.extract(r"\+(?P<skipped_tokens>\d+)x(?P<blocks>\d+)x(?P<block_length>\d+)")

@@ -54,7 +54,7 @@ def test_lost_metrics_are_named(tiny_config: Path, call: Callable[..., None], ca
     (folder / "starts.jsonl").touch()
     with one_line("no finished run in these folders"):
         call(report, folder)
-    assert f"{folder}: metrics.jsonl is lost; the command that trained it restores" in capsys.readouterr().out
+    assert f"{folder}: metrics.jsonl is lost, and the last loss with it" in capsys.readouterr().out
     (folder / "starts.jsonl").unlink()  # as in a folder that lab.import_ wrote
     with one_line("no finished run in these folders"):
         call(report, folder)
