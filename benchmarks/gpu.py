@@ -82,6 +82,7 @@ class Bench:
 
     def attention(self, name: str, head_dim: int, length: int) -> tuple[NormaliserLayer, ChosenEngine]:
         """A case for `length` training tokens; its engine, without a self-check at each length."""
+        torch.use_deterministic_algorithms(name.endswith("deterministic"))  # the baselines beside it, too
         options, engine = CASES[name]
         layer = make_normaliser(AttentionConfig(**options), self.width // head_dim, head_dim, length)
         return layer.to(self.device), ChosenEngine(engine, load_engine(engine).run, engine)
@@ -143,7 +144,6 @@ def compile_all(bench: Bench) -> None:
 def compile_case(smoke: bool, name: str, head_dim: int) -> None:
     """Run a case and its self-check: what Triton compiles does not depend on batch and length."""
     bench = Bench(smoke)
-    torch.use_deterministic_algorithms(name.endswith("deterministic"))
     q, k, v, do = bench.inputs(16 if smoke else 256, head_dim)
     layer, _ = bench.attention(name, head_dim, k.shape[-2])
     torch.autograd.grad(attend(q, k, v, layer, "triton"), (q, k, v), do)
@@ -155,7 +155,6 @@ def compile_case(smoke: bool, name: str, head_dim: int) -> None:
 def attention_row(bench: Bench, name: str, head_dim: int, length: int) -> Row:
     *qkv, do = bench.inputs(length, head_dim)
     layer, engine = bench.attention(name, head_dim, length)
-    torch.use_deterministic_algorithms(name.endswith("deterministic"))  # the baselines, too
 
     def forward_backward(fn: Callable[..., Tensor]) -> float:
         return bench.milliseconds(lambda: torch.autograd.grad(fn(*qkv), qkv, do))
@@ -166,7 +165,6 @@ def attention_row(bench: Bench, name: str, head_dim: int, length: int) -> Row:
 
 
 def step_row(bench: Bench, name: str, memory_budget: float) -> Row:
-    torch.use_deterministic_algorithms(False)
     options, engine = CASES[name]
     length, batch = (32, 2) if bench.smoke else (1024, 32)
     train: Row = {"seq_len": length, "batch_tokens": length * batch, "micro_batch": batch, "engine": engine}

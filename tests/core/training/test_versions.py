@@ -49,6 +49,8 @@ def test_an_unknown_key_is_named_and_one_that_is_new_since_has_its_default(old_r
     del content["config"]["optimizer"]["schedule"]
     torch.save(content, path)
     assert load_model(path).config == read_config(path)[0]
+    resume(old_run)
+    assert metrics(old_run, "loss") == pytest.approx(LOSSES, rel=1e-5)
     content["config"]["model"]["width"] = content["config"]["model"].pop("n_embd")
     torch.save(content, path)
     for read in (read_config, load_model):
