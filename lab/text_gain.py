@@ -1,7 +1,8 @@
 """What a text has to gain from context, by counting: the baseline to ask before any model is trained.
 
     python -m lab.text_gain data/python_bytes --train-len 256
-    python -m lab.text_gain data/python_4k --train-len 128 --blocks 48
+    python -m lab.text_gain data/python_4k --train-len 128 --text data/python_tests_4k --blocks 256
+    python -m lab.text_gain data/python_4k --train-len 128 --model runs/softmax --out runs/softmax_count
 
 The targets are those of eval_length.py, the last `--train-len` tokens of each block of 16 times as many. A
 prediction mixes three counts of what followed the same last tokens before: in the training split (up to 3
@@ -9,8 +10,11 @@ tokens), in the last L tokens (up to 7), and in a window of 2L to 16L tokens (up
 longer ones (Witten and Bell 1991). The weights of the mixture depend on the lengths of the matches. They are
 fitted by EM on half of the blocks and scored on the other half, both ways. The window of L alone is the cut.
 
-Prints the loss in nats a token at each length and the gain over the cut, ± the standard error paired over
-blocks. A transformer may gain more or less: this says only that there is something to gain.
+With --model a model's prediction takes the place of the training split's counts. It has its context cut at L,
+as in eval_length.py, or with --sees window as much of it as the counts. That is a cache of what came before
+(Grave et al. 2017, arXiv 1612.04426), added to a trained model. Only the mixture's weights are fitted.
+
+Prints the table of lab.gains, which explains it. --out writes its rows.
 """
 
 from __future__ import annotations
@@ -18,16 +22,26 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
+import torch
 from tqdm import tqdm
 
 from data.dataset import TokenStream
-from evals.rows import FACTORS
+from eval_length import block_losses, cut_losses
+from evals.common import Blocks, open_validation
+from evals.rows import FACTORS, Row, text_key, write_rows
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
+from lab.gains import gain_table
+from lab.tables import markdown
+from model import GPT
+from positions import UNSCALED
+from training.checkpoint import Trained, load_model
 
 TRAINING_ORDER = 4  # tokens of the longest n-gram counted in the training split
 WINDOW_ORDER = 8
@@ -36,12 +50,16 @@ EM_STEPS = 40
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
-    parser.add_argument("data", type=Path, help="a prepared dataset")
+    parser.add_argument("data", type=Path, help="a prepared dataset, whose training split is counted")
+    parser.add_argument("--text", type=Path, metavar="DATA", help="score the validation split of this one")
     parser.add_argument("--train-len", type=positive_int, default=256, metavar="L", help="(default: 256)")
     parser.add_argument("--blocks", type=positive_int, default=32, metavar="N", help="(default: 32)")
     parser.add_argument(
         "--counted", type=positive_int, default=4_000_000, metavar="N", help="training tokens (default: 4M)"
     )
+    parser.add_argument("--model", type=Path, metavar="RUN", help="in place of the counts of training tokens")
+    parser.add_argument("--sees", choices=("cut", "window"), default="cut", help="the model (default: cut)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write rows.csv there")
     return parser.parse_args()
 
 
@@ -51,7 +69,7 @@ class Match(NamedTuple):
 
 
 class Target(NamedTuple):
-    trained: float  # its probability by the counts of the training split
+    trained: dict[int, float]  # its probability by what was learned from the training split, by width
     matches: dict[int, Match]  # by width of the window
 
 
@@ -82,19 +100,48 @@ def smoothed(count: int, total: int, distinct: int, shorter: float) -> float:
     return (count + distinct * shorter) / (total + distinct)
 
 
-def read_block(tokens: Sequence[int], counts: TrainingCounts, train_len: int) -> Iterator[Target]:
-    """The targets of one block (16 L + 1 tokens): its last L tokens."""
+Learned = Callable[[int, Sequence[int], int], dict[int, np.ndarray]]  # block, tokens, L: (L,) by width
+
+
+def by_counts(
+    counts: TrainingCounts, block: int, tokens: Sequence[int], train_len: int
+) -> dict[int, np.ndarray]:
+    """The targets' probabilities by the counts of the training split, which know no window."""
+    targets = range(len(tokens) - train_len, len(tokens))
+    learned = [counts.probability(tokens[max(0, i - TRAINING_ORDER) : i], tokens[i]) for i in targets]
+    return dict.fromkeys(widths_of(train_len), np.array(learned))
+
+
+@torch.no_grad()
+def by_model(
+    model: GPT, blocks: Blocks, sees: str, block: int, tokens: Sequence[int], train_len: int
+) -> dict[int, np.ndarray]:
+    """The targets' probabilities by a model whose context is cut, or beyond L by one that sees the window."""
+    probabilities = {}
+    for width in widths_of(train_len):
+        if width == train_len:
+            losses = cut_losses(model, blocks, block, train_len)
+        elif sees == "window":
+            losses = block_losses(model, blocks, block, width, UNSCALED)
+        probabilities[width] = losses[-1, -train_len:].double().neg().exp().numpy()
+    return probabilities
+
+
+def widths_of(train_len: int) -> list[int]:
+    return [factor * train_len for factor in FACTORS]
+
+
+def read_block(
+    tokens: Sequence[int], learned: dict[int, np.ndarray], train_len: int, vocab_size: int
+) -> Iterator[Target]:
+    """The targets of one block (16 L + 1 tokens): its last L tokens, with their learned probabilities."""
     first = len(tokens) - train_len
     places: list[defaultdict[tuple[int, ...], list[int]]] = [defaultdict(list) for _ in range(WINDOW_ORDER)]
     for i in range(1, len(tokens)):
         if i >= first:
-            context = tokens[max(0, i - TRAINING_ORDER) : i]
             found = [place.get(tuple(tokens[i - n : i]), []) for n, place in enumerate(places)]
-            matches = {
-                factor * train_len: match(tokens, i, factor * train_len, found, counts.vocab_size)
-                for factor in FACTORS
-            }
-            yield Target(counts.probability(context, tokens[i]), matches)
+            matches = {width: match(tokens, i, width, found, vocab_size) for width in learned}
+            yield Target({width: of_width[i - first] for width, of_width in learned.items()}, matches)
         for order in range(min(WINDOW_ORDER, i + 1)):
             places[order][tuple(tokens[i - order : i])].append(i)
 
@@ -120,7 +167,7 @@ def match(tokens: Sequence[int], i: int, width: int, found: list[list[int]], voc
 def components(target: Target, widths: Sequence[int]) -> tuple[tuple[int, ...], np.ndarray]:
     """The bucket of the mixture's weights, and the probabilities that they mix."""
     matches = [target.matches[width] for width in widths]
-    probabilities = [target.trained, *(match.probability for match in matches)]
+    probabilities = [target.trained[widths[-1]], *(match.probability for match in matches)]
     return tuple(match.length for match in matches), np.array(probabilities)
 
 
@@ -149,33 +196,61 @@ def cross_fit(blocks: list[list[Target]], widths: Sequence[int]) -> np.ndarray:
     return losses
 
 
-def print_table(blocks: list[list[Target]], train_len: int) -> None:
-    cut = cross_fit(blocks, [train_len])
-    print(f"{'length':>8} {'loss':>7} {'gain over the cut':>18}")
-    print(f"{train_len:8,} {cut.mean():7.3f}")
-    for factor in FACTORS[1:]:
-        long = cross_fit(blocks, [train_len, factor * train_len])
-        gain = cut - long
-        error = gain.std(ddof=1) / math.sqrt(len(gain))
-        print(f"{factor * train_len:8,} {long.mean():7.3f} {gain.mean():+10.3f} ±{error:.3f}")
+def rows_of(run: tuple[str, int, float, int], blocks: Blocks, targets: list[list[Target]]) -> list[Row]:
+    """The rows of eval_length.py, of a run's name, seed, rate and step."""
+    train_len = blocks.lengths[0]
+    key = (*run, "text_gain", "none", text_key(blocks.describe()))
+    rows = []
+    for width in blocks.lengths:
+        losses = cross_fit(targets, [train_len, width] if width > train_len else [train_len])
+        measure = f"same_targets[{train_len}]" if width > train_len else f"cut[{train_len}]"
+        rows += [
+            Row(*key, width, block, measure, round(loss, 6)) for block, loss in enumerate(losses.tolist())
+        ]
+    documents = enumerate(blocks.count_documents())
+    return rows + [Row(*key, blocks.longest, block, "document", number) for block, number in documents]
+
+
+def open_text(args: argparse.Namespace, trained: Trained | None) -> Blocks:
+    """The blocks to score. Raises UserError: too few, or tokens that the model does not know."""
+    folder = args.text or args.data
+    stream = TokenStream(folder, "val")
+    if trained is not None:
+        stream = open_validation(trained.config, str(folder), trained.tokenizer_name)
+    lengths = widths_of(args.train_len)
+    most = (stream.n_tokens - 1) // lengths[-1]
+    if not 2 <= args.blocks <= most:
+        raise UserError(f"--blocks {args.blocks}: expected 2 to {most}, {stream.folder}'s")
+    return Blocks(stream, lengths, args.blocks)
 
 
 def main() -> None:
     args = parse_args()
-    train = TokenStream(args.data, "train")
-    val = TokenStream(args.data, "val")
-    length = FACTORS[-1] * args.train_len
-    needed = args.blocks * length + 1
-    if args.blocks < 2 or val.n_tokens < needed:
-        raise UserError(
-            f"--blocks {args.blocks}: expected 2 to {(val.n_tokens - 1) // length}, {val.folder}'s"
-        )
-    counts = TrainingCounts(train.read(0, min(args.counted, train.n_tokens)).tolist(), train.vocab_size)
-    blocks = []
-    for number in tqdm(range(args.blocks), unit="block", disable=None):
-        tokens = val.read(number * length, length + 1).tolist()
-        blocks.append(list(read_block(tokens, counts, args.train_len)))
-    print_table(blocks, args.train_len)
+    trained = load_model(args.model) if args.model else None
+    blocks = open_text(args, trained)
+    vocab_size = blocks.stream.vocab_size
+    if trained is not None:
+        learned: Learned = partial(by_model, trained.model, blocks, args.sees)
+        config = trained.config
+        saw = "_whole" if args.sees == "window" else ""
+        run = (f"{config.name}{saw}_count", config.seed, config.optimizer.lr, trained.step)
+    else:
+        train = TokenStream(args.data, "train")
+        if train.info["tokenizer"] != blocks.stream.info["tokenizer"]:
+            raise UserError(f"--text {args.text}: tokens of another tokenizer: expected {args.data}'s")
+        tokens = train.read(0, min(args.counted, train.n_tokens)).tolist()
+        learned = partial(by_counts, TrainingCounts(tokens, vocab_size))
+        run = ("count", 1, 0.0, 0)
+    targets = []
+    for block in tqdm(range(args.blocks), unit="block", disable=None):
+        tokens = blocks.stream.read(block * blocks.longest, blocks.longest + 1).tolist()
+        probabilities = learned(block, tokens, args.train_len)
+        targets.append(list(read_block(tokens, probabilities, args.train_len, vocab_size)))
+    rows = rows_of(run, blocks, targets)
+    print(markdown(gain_table(pd.DataFrame(rows, columns=Row._fields)), n_left=2))
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,16 @@
 """lab.text_gain: counting sees what lies beyond L, and only there."""
 
 import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from lab.text_gain import TrainingCounts, cross_fit, match, read_block
+import pytest
+from conftest import make_byte_run, one_line, write_dataset
+
+from evals.rows import read_table
+from lab import gains, text_gain
+from lab.text_gain import TrainingCounts, by_counts, cross_fit, match, read_block
 
 L = 16
 VOCAB = 64
@@ -16,7 +24,7 @@ def blocks_of(distance, n_blocks=8):
     for _ in range(n_blocks):
         tokens = [draw.randrange(VOCAB) for _ in range(16 * L + 1)]
         tokens[-L:] = tokens[-L - distance : -distance]
-        blocks.append(list(read_block(tokens, counts, L)))
+        blocks.append(list(read_block(tokens, by_counts(counts, 0, tokens, L), L, VOCAB)))
     return blocks
 
 
@@ -36,3 +44,44 @@ def test_match_reads_the_window_alone():
     wide = match(tokens, 6, 6, found, VOCAB)
     assert wide.length == 1
     assert wide.probability > 0.5
+
+
+def repeating_dataset(folder: Path) -> Path:
+    """Random bytes; the last L tokens of each block of 16 L repeat those 3 L before."""
+    draw = random.Random(1)
+    tokens: list[int] = []
+    for _ in range(4):
+        tokens += [draw.randrange(256) for _ in range(15 * L)]
+        tokens += tokens[-3 * L : -2 * L]
+    return write_dataset(folder, {"val": [*tokens, 256], "train": [*tokens[:500], 256]}, 10**6)
+
+
+@pytest.mark.parametrize("sees", ["cut", "window"])
+def test_a_model_in_place_of_the_counts(
+    tmp_path: Path, tiny_config: Path, call: Callable[..., None], capsys: Any, sees: str
+) -> None:
+    """A model of random weights knows next to nothing, so that mixing helps; the rows are lab.gains'."""
+    run = make_byte_run(tiny_config)
+    data = repeating_dataset(tmp_path / "data")
+    folder = tmp_path / "counted"
+    call(text_gain, data, "--train-len", L, "--blocks", 4, "--model", run, "--sees", sees, "--out", folder)
+    printed = capsys.readouterr().out
+    rows = read_table(folder / "rows.csv")
+    assert rows.run.unique().tolist() == [run.name + ("_whole" if sees == "window" else "") + "_count"]
+    losses = rows[rows.measure == f"same_targets[{L}]"].groupby("length").value.mean()
+    cut = rows[rows.measure == f"cut[{L}]"].value.mean()
+    assert abs(losses[2 * L] - cut) < 0.2 * cut and losses[16 * L] < 0.7 * cut
+    call(gains, folder / "rows.csv")
+    assert capsys.readouterr().out == printed
+
+
+def test_another_text_needs_the_same_tokenizer(
+    tmp_path: Path, tiny_dataset: Path, call: Callable[..., None]
+) -> None:
+    data = repeating_dataset(tmp_path / "data")
+    call(text_gain, tiny_dataset, "--text", data, "--train-len", L, "--blocks", 2)
+    (data / "dataset.json").write_text((data / "dataset.json").read_text().replace('"bytes"', '"gpt2"'))
+    with one_line("--text", "tokenizer", tiny_dataset):
+        call(text_gain, tiny_dataset, "--text", data, "--train-len", L, "--blocks", 2)
+    with one_line("--blocks 99", "expected 2 to"):
+        call(text_gain, tiny_dataset, "--train-len", L, "--blocks", 99)
