@@ -136,6 +136,8 @@ def test_mistakes():
         ("rows_4k_8e-3.csv", ("softmax", "softmax_continued", 0.01)),
         ("rows_tests_8e-3.csv", ("softmax", "softmax_continued", 0.01)),
         ("rows_tests_B.csv", ("", "softmax_continued")),
+        ("rows_tests_counts.csv", ()),
+        ("rows_4k_counts.csv", ()),
         ("rows_4k_scalings.csv", ()),
         ("rows_4k_B.csv", ("softmax", "softmax_continued", 0.01)),
         ("rows_4k_20.csv", ("softmax", "softmax_continued", None)),
