@@ -100,25 +100,26 @@ def smoothed(count: int, total: int, distinct: int, shorter: float) -> float:
     return (count + distinct * shorter) / (total + distinct)
 
 
-Learned = Callable[[int, Sequence[int], int], dict[int, np.ndarray]]  # block, tokens, L: (L,) by width
+Learned = Callable[[int, Sequence[int], list[int]], dict[int, np.ndarray]]  # block, tokens, widths: (L,) each
 
 
 def by_counts(
-    counts: TrainingCounts, block: int, tokens: Sequence[int], train_len: int
+    counts: TrainingCounts, block: int, tokens: Sequence[int], widths: list[int]
 ) -> dict[int, np.ndarray]:
     """The targets' probabilities by the counts of the training split, which know no window."""
-    targets = range(len(tokens) - train_len, len(tokens))
+    targets = range(len(tokens) - widths[0], len(tokens))
     learned = [counts.probability(tokens[max(0, i - TRAINING_ORDER) : i], tokens[i]) for i in targets]
-    return dict.fromkeys(widths_of(train_len), np.array(learned))
+    return dict.fromkeys(widths, np.array(learned))
 
 
 @torch.no_grad()
 def by_model(
-    model: GPT, blocks: Blocks, sees: str, block: int, tokens: Sequence[int], train_len: int
+    model: GPT, blocks: Blocks, sees: str, block: int, tokens: Sequence[int], widths: list[int]
 ) -> dict[int, np.ndarray]:
     """The targets' probabilities by a model whose context is cut, or beyond L by one that sees the window."""
+    train_len = widths[0]
     probabilities = {}
-    for width in widths_of(train_len):
+    for width in widths:
         if width == train_len:
             losses = cut_losses(model, blocks, block, train_len)
         elif sees == "window":
@@ -127,15 +128,9 @@ def by_model(
     return probabilities
 
 
-def widths_of(train_len: int) -> list[int]:
-    return [factor * train_len for factor in FACTORS]
-
-
-def read_block(
-    tokens: Sequence[int], learned: dict[int, np.ndarray], train_len: int, vocab_size: int
-) -> Iterator[Target]:
+def read_block(tokens: Sequence[int], learned: dict[int, np.ndarray], vocab_size: int) -> Iterator[Target]:
     """The targets of one block (16 L + 1 tokens): its last L tokens, with their learned probabilities."""
-    first = len(tokens) - train_len
+    first = len(tokens) - min(learned)
     places: list[defaultdict[tuple[int, ...], list[int]]] = [defaultdict(list) for _ in range(WINDOW_ORDER)]
     for i in range(1, len(tokens)):
         if i >= first:
@@ -202,7 +197,7 @@ def rows_of(run: tuple[str, int, float, int], blocks: Blocks, targets: list[list
     key = (*run, "text_gain", "none", text_key(blocks.describe()))
     rows = []
     for width in blocks.lengths:
-        losses = cross_fit(targets, [train_len, width] if width > train_len else [train_len])
+        losses = cross_fit(targets, sorted({train_len, width}))
         measure = f"same_targets[{train_len}]" if width > train_len else f"cut[{train_len}]"
         rows += [
             Row(*key, width, block, measure, round(loss, 6)) for block, loss in enumerate(losses.tolist())
@@ -214,10 +209,11 @@ def rows_of(run: tuple[str, int, float, int], blocks: Blocks, targets: list[list
 def open_text(args: argparse.Namespace, trained: Trained | None) -> Blocks:
     """The blocks to score. Raises UserError: too few, or tokens that the model does not know."""
     folder = args.text or args.data
-    stream = TokenStream(folder, "val")
-    if trained is not None:
+    if trained is None:
+        stream = TokenStream(folder, "val")
+    else:
         stream = open_validation(trained.config, str(folder), trained.tokenizer_name)
-    lengths = widths_of(args.train_len)
+    lengths = [factor * args.train_len for factor in FACTORS]
     most = (stream.n_tokens - 1) // lengths[-1]
     if not 2 <= args.blocks <= most:
         raise UserError(f"--blocks {args.blocks}: expected 2 to {most}, {stream.folder}'s")
@@ -244,8 +240,8 @@ def main() -> None:
     targets = []
     for block in tqdm(range(args.blocks), unit="block", disable=None):
         tokens = blocks.stream.read(block * blocks.longest, blocks.longest + 1).tolist()
-        probabilities = learned(block, tokens, args.train_len)
-        targets.append(list(read_block(tokens, probabilities, args.train_len, vocab_size)))
+        probabilities = learned(block, tokens, blocks.lengths)
+        targets.append(list(read_block(tokens, probabilities, vocab_size)))
     rows = rows_of(run, blocks, targets)
     print(markdown(gain_table(pd.DataFrame(rows, columns=Row._fields)), n_left=2))
     if args.out:

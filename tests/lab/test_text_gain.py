@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from conftest import make_byte_run, one_line, write_dataset
 
-from evals.rows import read_table
+from evals.rows import FACTORS, read_table
 from lab import gains, text_gain
 from lab.text_gain import TrainingCounts, by_counts, cross_fit, match, read_block
 
 L = 16
+WIDTHS = [factor * L for factor in FACTORS]
 VOCAB = 64
 
 
@@ -24,7 +25,7 @@ def blocks_of(distance, n_blocks=8):
     for _ in range(n_blocks):
         tokens = [draw.randrange(VOCAB) for _ in range(16 * L + 1)]
         tokens[-L:] = tokens[-L - distance : -distance]
-        blocks.append(list(read_block(tokens, by_counts(counts, 0, tokens, L), L, VOCAB)))
+        blocks.append(list(read_block(tokens, by_counts(counts, 0, tokens, WIDTHS), VOCAB)))
     return blocks
 
 
