@@ -52,6 +52,9 @@ class TrainState:
         setting = config.train.compile
         compiles = world.device.type == "cuda" if setting == "auto" else setting
         functorch_config.activation_memory_budget = config.train.memory_budget
+        # For p 1, larger and None, with gradients and without, with the loss's scale and without: beyond the
+        # default of 8 a model runs eagerly.
+        torch._dynamo.config.recompile_limit = 32
         self.local_model: Any = torch.compile(self.raw_model) if compiles else self.raw_model
         self.model: Any = self.local_model
         if world.size > 1:

@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo
 import torch._functorch.config as functorch_config
 from attention_cases import position_of
 from launch import build, finish, fork_ranks, metrics, run
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parameters_to_vector
 
 import train
@@ -126,6 +129,21 @@ def test_the_memory_budget_is_that_of_torch_compile(tiny_config: Path):
     assert functorch_config.activation_memory_budget == 0.5
     build(tiny_config)
     assert functorch_config.activation_memory_budget == 1
+
+
+@pytest.mark.slow
+def test_a_compiled_run_has_few_graphs_of_fixed_shapes(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+    """For three forms of p and a loss of its own, and a last validation batch that is smaller."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    flags = "--attention.normaliser lssa --attention.reweight-p 3 --attention.reweight-p-warmup 4"
+    flags += " --train.engine dense --train.loss logit_norm --train.micro-batch 2 --train.val-tokens 48"
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        run(tiny_config, *flags.split(), "--train.compile", "true", "--train.val-every", "1")
+    assert counter.frame_count == 9  # each p in training, and with either loss in validation
+    tokens = [next(iter(graph.graph.find_nodes(op="placeholder"))) for graph in counter.graphs]
+    assert all(node.meta["example_value"].shape == (2, 16) for node in tokens)
 
 
 def test_deterministic_algorithms_are_asked_for(tiny_config: Path):

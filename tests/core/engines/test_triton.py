@@ -443,14 +443,16 @@ def test_self_check_passes(cfg):
 SLOW_FAULT = pytest.param("long row", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("fault", ["wrong", "raises", "strides", SLOW_FAULT])
+@pytest.mark.parametrize("fault", ["wrong", "evaluation", "raises", "strides", SLOW_FAULT])
 def test_self_check_finds_faults(monkeypatch, fault):
     right = triton_engine.phi_attention
 
     def phi_attention(*args: Any, **kwargs: Any) -> Tensor:
         if fault == "raises":
             raise RuntimeError("PTX was compiled with an unsupported toolchain\nand more lines")
-        found = fault != "long row" or args[1].shape[2] > 300
+        found = {"long row": args[1].shape[2] > 300, "evaluation": not torch.is_grad_enabled()}.get(
+            fault, True
+        )
         return right(*args, **{**kwargs, "p": kwargs["p"] + found})
 
     if fault == "strides":
