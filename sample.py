@@ -24,7 +24,7 @@ import torch
 
 from data.tokenizer import Tokenizer
 from generation import stream
-from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
+from infra.cli import ArgumentParser, UserError, integer, run_main
 from infra.distributed import choose_device
 from infra.files import read_text
 from model import GPT
@@ -34,14 +34,20 @@ from training.checkpoint import load_model
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
+    parser.usage = "%(prog)s RUN [options]"
     add = parser.add_argument
-    add("run", help="run folder (its newest checkpoint) or one checkpoint file")
+    add("run", metavar="RUN", help="run folder (its newest checkpoint) or one checkpoint file")
     add("--prompt", nargs="+", metavar="TEXT", help="texts to continue (default: a line break)")
     add("--prompt-file", nargs="+", metavar="FILE", help="files to continue, each as one prompt")
     add("--samples", type=integer(1, 4096), default=1, metavar="N", help="of each prompt (default: 1)")
     add("--tokens", type=integer(0, 2**20), default=500, metavar="N", help="new tokens (default: 500)")
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
-    add("--top-k", type=positive_int, default=50, help="sample from the k likeliest tokens (default: 50)")
+    add(
+        "--top-k",
+        type=integer(0, 2**20),
+        default=50,
+        help="of the k likeliest tokens; 0: of all (default: 50)",
+    )
     add("--top-p", type=float, help="sample from the fewest tokens that have this probability")
     add("--seed", type=integer(0, 2**63 - 1), default=0, help="of the first prompt (default: 0)")
     add("--rope", choices=get_args(RopeKind), default="none", help="RoPE scaling (default: none)")
@@ -94,7 +100,7 @@ def sample_tokens(
             tokens.repeat(args.samples, 1),
             args.tokens,
             temperature=args.temperature,
-            top_k=args.top_k,
+            top_k=args.top_k or None,
             top_p=args.top_p,
             generator=torch.Generator(device).manual_seed(seed),
             rope=args.rope_scaling,

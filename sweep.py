@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from config import expand_sweep, load_config, same_run
+from config import config_from_dict, expand_sweep, load_config, same_run
 from evals.output import format_table
 from evals.rows import FACTORS
 from infra.cli import ArgumentParser, UserError, n_cores, positive_int, run_main
@@ -74,27 +74,23 @@ class Job(NamedTuple):
     @property
     def is_trained(self) -> bool:
         """Whether its folder has the last checkpoint of this config, on its data. Validation came before."""
-        run_dir = self.config.run_dir
-        checkpoints = find_checkpoints(run_dir)
+        checkpoints = find_checkpoints(self.config.run_dir)
         if not checkpoints or step_of(checkpoints[0]) != self.config.train.max_steps:
             return False
-        if not same_run(load_config(run_dir / "config.toml"), self.config):  # train.py names the difference
-            return False
-        if not Path(self.config.data.dir).is_dir():  # gone since
-            return True
         try:
-            before = load_checkpoint(checkpoints[0], lazily=True)["data"]
-            return not changed_data(before, data_info(self.config, *open_streams(self.config)))
+            content = load_checkpoint(checkpoints[0], lazily=True)
+            if not same_run(config_from_dict(content["config"], str(checkpoints[0])), self.config):
+                return False  # train.py names the difference
+            if not Path(self.config.data.dir).is_dir():  # gone since
+                return True
+            return not changed_data(content["data"], data_info(self.config, *open_streams(self.config)))
         except UserError:  # train.py says why, or resumes from the checkpoint before
             return False
 
     @property
     def state(self) -> str:
         """For --list."""
-        try:
-            return "finished" if self.is_trained else "to run"
-        except (ValueError, OSError) as e:
-            return str(e)
+        return "finished" if self.is_trained else "to run"
 
     @property
     def evaluations(self) -> dict[str, float | None]:

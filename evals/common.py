@@ -35,6 +35,7 @@ from training.checkpoint import find_checkpoints, load_model, read_config
 # ---------------------------------------------------------------- options
 def add_arguments(parser: ArgumentParser, lengths_help: str, tokens: int | None = None) -> None:
     """The options of every evaluation, and --tokens where it has a default."""
+    parser.usage = "%(prog)s RUN [RUN ...] [options]"
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="run folders or checkpoint files, first")
     add("--lengths", nargs="+", type=positive_int, metavar="T", help=lengths_help)
@@ -191,7 +192,10 @@ def open_validation(config: Config, data_dir: str | None, tokenizer: str | None 
 
     Raises UserError: missing, damaged, masked for fine-tuning, or tokens of another tokenizer.
     """
-    stream = TokenStream(data_dir or config.data.dir, "val")
+    folder = data_dir or config.data.dir
+    if not Path(folder).is_dir():
+        raise UserError(f"{folder}: no such data folder; expected the run's data there, or --data DIR")
+    stream = TokenStream(folder, "val")
     stream.check_model(config.model.vocab_size)
     theirs = stream.info["tokenizer"]
     if theirs != (tokenizer or theirs):
@@ -251,7 +255,9 @@ def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Bloc
         stream = open_validation(run.config, args.data, run.tokenizer)
         end = val_windows(stream, n_skipped * longest + args.tokens, longest)
         if end <= n_skipped:
-            raise UserError(f"--skip {args.skip}: expected a block of {longest} after it; the data has {end}")
+            raise UserError(
+                f"--skip {args.skip}: expected a block of {longest} after it; the data has {end} of them"
+            )
         all_blocks.append(Blocks(stream, lengths, end - n_skipped, n_skipped))
         tokenizer = stream.info["tokenizer"]
         first = all_blocks[0].stream.info["tokenizer"]

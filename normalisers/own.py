@@ -24,12 +24,14 @@ def find_normaliser(name: str) -> type[Normaliser] | None:
     file, _, class_name = name.rpartition(":")
     if not file:
         return NORMALISERS.get(name)
+    if not file.endswith(".py"):
+        raise ValueError("expected FILE.py:CLASS")
     path = Path(file).resolve()
     module = f"own_{len(FILES)}_{path.stem}"
     try:
         if path not in FILES:
             spec = importlib.util.spec_from_file_location(module, path)
-            assert spec is not None and spec.loader is not None, "expected a file that ends in .py"
+            assert spec is not None and spec.loader is not None
             sys.modules[module] = importlib.util.module_from_spec(spec)  # where pydantic looks for types
             spec.loader.exec_module(sys.modules[module])
             FILES[path] = module

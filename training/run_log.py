@@ -149,6 +149,7 @@ class RunLog:
         n_tokens = self.state.batches.stream.n_tokens
         epochs = train.max_steps * train.batch_tokens / n_tokens
         n_val = min(train.val_tokens, self.state.val_stream.n_tokens)
+        processes = "1 process" if self.world.size == 1 else f"{self.world.size} processes"
         self.print(
             f"run      {config.run_dir}",
             f"model    {raw_model.n_params() / 1e6:.2f}M parameters, {config.model.n_layer} layers, "
@@ -157,7 +158,7 @@ class RunLog:
             f"data     {config.data.dir}: {n_tokens:,} training tokens ({epochs:.2f} epochs), "
             f"{n_val:,} of validation",
             f"step     {train.batch_tokens:,} tokens, {self.state.batches.micro} sequences at a time, "
-            f"T = {train.seq_len}, {self.world.size} processes on {self.world.device.type}, {train.dtype}",
+            f"T = {train.seq_len}, {processes} on {self.world.device.type}, {train.dtype}",
         )
         if self.state.local_model is not raw_model:
             self.print("compiling the model: the first step takes a minute or more")

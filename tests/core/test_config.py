@@ -329,6 +329,7 @@ def test_help_describes_options_that_a_class_of_ones_own_inherits(monkeypatch):
     ("name", "expected"),
     [
         ("nowhere.py:Mine", "cannot be imported here: FileNotFoundError"),
+        ("Mine:Mine", "expected FILE.py:CLASS"),
         ("{}", "unknown; expected one of"),
         ("{}:Yours", "expected `class Yours(Softmax, name="),
         ("{}:Softmax", "ValueError: Mine: there is a normaliser 'softmax'"),

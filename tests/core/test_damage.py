@@ -178,7 +178,7 @@ def test_a_read_only_run_folder(
         (sample, "{run}", "--temperature", 1e308),
         (sample, "{run}", "--temperature", "nan"),
         (sample, "{run}", "--top-p", 1e-320),
-        (sample, "{run}", "--top-k", 0),
+        (sample, "{run}", "--top-k", -1),
         (sample, "{run}", "--prompt", "\udc80"),
         (sample, "{run}\udc80"),
         (sample, "{run}", "--prompt-file", "\udc80"),

@@ -267,7 +267,7 @@ def test_several_scalings_at_once_are_those_of_single_calls(tmp_path, data, eval
     assert read(run / "eval_length_theta.json")["rope"] == {"kind": "theta", "theta": 500.0}
     with one_line("--also ntk: ntk is there already"):
         evaluate(run, "--also", "ntk")
-    with one_line("--also theta: RoPE scaling theta: base None"):
+    with one_line("--also theta: expected its base, as in theta=500000"):
         evaluate(run, "--also", "theta")
 
 
@@ -381,11 +381,18 @@ def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
         (["{run}", "{run}"], "given twice"),
         (["{run}", "--lengths", "16", "512"], "at least 513 for one window of length 512"),
         (["{run}", "--lengths", "32", "--tokens", "31"], "--tokens 31: expected at least 32"),
-        (["{run}", "--skip", "512", "--tag", "a"], "expected a block of 256 after it; the data has "),
+        (
+            ["{run}", "--skip", "512", "--tag", "a"],
+            "expected a block of 256 after it; the data has 1 of them",
+        ),
         (["{run}", "--lengths", "32", "--skip", "32"], "--skip 32: expected a --tag"),
         (["{run}", "--lengths", "24", "64"], "24 does not divide the longest"),
         (["{run}", "--rope", "theta"], "base None: expected a number above 0"),
         (["{run}", "--data", "{tmp}/gpt2"], "tokenised with 50257 tokens"),
+        (
+            ["{run}", "--data", "{tmp}/gone"],
+            "gone: no such data folder; expected the run's data there, or --data",
+        ),
         (["{run}", "--tag", "a/b"], "--tag a/b: expected only letters"),
         (["{run}", "--out", "{tmp}/none/curve.png"], "in a folder that exists"),
     ],

@@ -20,7 +20,7 @@ from config import expand_sweep, load_config, to_toml
 from infra.cli import UserError
 from infra.distributed import StopSignals
 from schema import Config
-from training.checkpoint import CONTENT, save_checkpoint
+from training.checkpoint import CONTENT, find_checkpoints, save_checkpoint
 from training.loader import open_streams
 from training.state import data_info
 
@@ -65,7 +65,8 @@ class FakeTorchrun:
 
 def leave_run(config: Config) -> None:
     steps = config.train.max_steps
-    content = dict.fromkeys(CONTENT) | {"step": steps, "data": data_info(config, *open_streams(config))}
+    data = data_info(config, *open_streams(config))
+    content = dict.fromkeys(CONTENT) | {"step": steps, "data": data, "config": config.model_dump()}
     save_checkpoint(config.run_dir, content, keep_last=1)
     (config.run_dir / "config.toml").write_text(to_toml(config))
     (config.run_dir / "metrics.jsonl").write_text(f'{{"step": {steps}, "val_loss": 4.0}}\n')
@@ -133,17 +134,26 @@ def test_jobs_run_side_by_side_with_their_share_of_the_machine(four_runs, call, 
 
 
 def test_a_run_that_was_stopped_itself_is_not_evaluated(four_runs, call, monkeypatch, capsys):
-    """By a signal to train.py, which then exits with 0. An unreadable run folder hides no other in --list."""
+    """By a signal to train.py, which then exits with 0."""
     monkeypatch.setattr(sweep, "run", lambda *args: 0)
     with pytest.raises(SystemExit):
         call(sweep, four_runs, "--index", "0")
     assert "train.py stopped before its last step" in capsys.readouterr().out
-    overrides = ["--attention.normaliser", "softmax", "--seed", "1", "--name", "s_normaliser=softmax_seed=1"]
-    leave_run(load_config(four_runs, overrides))
-    (four_runs.parent / "runs/s_normaliser=softmax_seed=1/config.toml").write_text("{")
+
+
+def test_the_checkpoint_says_whether_a_run_is_finished(four_runs, call, capsys):
+    """config.toml may be gone, as for train.py; a damaged checkpoint is left to train.py."""
+    for seed in (1, 2):
+        name = f"s_normaliser=softmax_seed={seed}"
+        config = load_config(
+            four_runs, ["--attention.normaliser", "softmax", "--seed", str(seed), "--name", name]
+        )
+        leave_run(config)
+        (config.run_dir / "config.toml").unlink()
+    find_checkpoints(config.run_dir)[0].write_text("{")
     call(sweep, four_runs, "--list")
-    states = capsys.readouterr().out.splitlines()
-    assert len(states) == 4 and "not valid TOML" in states[0] and states[1].endswith("to run")
+    states = [line.rpartition("  ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert states == ["finished", "to run", "to run", "to run"]
 
 
 @pytest.mark.parametrize("folder", ["lssar_paper", "ssmax_paper", "normsoftmax_paper", "comparison/A"])

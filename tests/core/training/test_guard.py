@@ -46,6 +46,12 @@ def test_the_problem_names_the_parameter(tiny_config: Path, own_file: Path, dama
         resume(state)
 
 
+def test_a_formula_that_forgets_a_dimension_is_named(tiny_config: Path, own_file: Path):
+    own_file.write_text(FORGETFUL.replace("DAMAGE", "0").replace("softmax(-1)", "softmax(-1).mean(-1)"))
+    with pytest.raises(UserError, match="mine: weights of shape .*; expected one weight for each score"):
+        resume(build(tiny_config, "--attention.normaliser", f"{own_file}:Mine"))
+
+
 def test_a_nan_stops_the_run_before_the_update(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
     state = build(tiny_config)
     with monkeypatch.context() as patch:
