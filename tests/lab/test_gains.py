@@ -148,7 +148,5 @@ def test_mistakes():
     ],
 )
 def test_committed_tables(file, options):
-    assert (
-        markdown(gain_table(read_table(CONTEXT / file), *options), n_left=2)
-        in (CONTEXT / "README.md").read_text()
-    )
+    table = markdown(gain_table(read_table(CONTEXT / file), *options), n_left=2)
+    assert any(table in page.read_text() for page in CONTEXT.glob("*.md"))
