@@ -31,7 +31,7 @@ def stream(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
     rope: RopeScaling = UNSCALED,
-    n_tokens: int = 0,
+    n_vocab: int = 0,
 ) -> Iterator[Tensor]:
     """Sample n_new tokens after each row of `tokens`, one at a time; temperature 0 takes the likeliest.
 
@@ -41,7 +41,7 @@ def stream(
         top_p: sample from the fewest tokens that together have this probability (Holtzman et al. 2020).
         generator: source of randomness, on the model's device.
         rope: scaled for the final length T + n_new unless it names a length.
-        n_tokens: draw ids below this only (the tokeniser's, where the model has more); 0: all.
+        n_vocab: draw ids below this only (the tokeniser's, where the model has more); 0: all.
     Yields:
         (B, 1) int64, n_new times.
     Raises:
@@ -57,7 +57,7 @@ def stream(
     rope = replace(rope, length=rope.length or length + n_new)
     cache = KVCache(model.config.model.n_layer, length + n_new) if model.cacheable else None
     for _ in range(n_new):
-        logits = model.logits(model.hidden(tokens, rope, cache)[:, -1])[:, : n_tokens or None]  # (B, V)
+        logits = model.logits(model.hidden(tokens, rope, cache)[:, -1])[:, : n_vocab or None]  # (B, V)
         new = sample(logits, temperature, top_k, top_p, generator)
         yield new
         tokens = torch.cat((tokens, new), dim=1) if cache is None else new

@@ -220,8 +220,8 @@ class GPT(nn.Module):
         self.padded_vocab = 128 * math.ceil(m.vocab_size / 128)  # whole tiles for the largest matmul
         self.embedding = nn.Embedding(self.padded_vocab, m.n_embd)
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
-        self.of_layers = [config.of_layer(layer) for layer in range(m.n_layer)]
-        blocks = [Block(of_layer, layer) for layer, of_layer in enumerate(self.of_layers)]
+        self.layer_configs = [config.of_layer(layer) for layer in range(m.n_layer)]
+        blocks = [Block(of_layer, layer) for layer, of_layer in enumerate(self.layer_configs)]
         share_p_n(blocks)
         self.blocks: Sequence[Block] = nn.ModuleList(blocks)  # type: ignore[assignment]  # ModuleList is not generic
         self.final_norm = make_norm(m)
@@ -252,16 +252,16 @@ class GPT(nn.Module):
         train_len = self.config.train.seq_len
         device = device or self.embedding.weight.device
         tables: dict[tuple[int, float, float], tuple[Tensor, Tensor]] = {}
-        of_layers = []
-        for m in (of_layer.model for of_layer in self.of_layers):
+        by_layer = []
+        for m in (of_layer.model for of_layer in self.layer_configs):
             size = 2 * m.head_dim if m.position == "pope" else m.head_dim
             frequencies = (size, m.rope_theta, m.rotating)
             if frequencies not in tables:
                 tables[frequencies] = rope_tables(
                     size, n_positions, m.rope_theta, scaling, train_len, device, start, m.rotating
                 )
-            of_layers.append(tables[frequencies])
-        return of_layers
+            by_layer.append(tables[frequencies])
+        return by_layer
 
     def hidden(
         self, tokens: Tensor, rope: RopeScaling, cache: KVCache | None = None, p: int | None = None
@@ -359,7 +359,7 @@ class GPT(nn.Module):
     @property
     def cacheable(self) -> bool:
         """Whether a position's output is final: not if a row's weights depend on the number of all keys."""
-        definitions = [of_layer.attention.definition for of_layer in self.of_layers]
+        definitions = [of_layer.attention.definition for of_layer in self.layer_configs]
         return not any(isinstance(each, Phi) and each.bias == "log_len" for each in definitions)
 
     def n_params(self) -> int:
@@ -380,7 +380,7 @@ class GPT(nn.Module):
         if not m.tie_embeddings:
             weights -= self.embedding.weight.numel()  # looked up, not multiplied with
         attention = 0.0
-        for of_layer in self.of_layers:
+        for of_layer in self.layer_configs:
             window = min(of_layer.model.window or seq_len, seq_len)
             pope = 1.5 if of_layer.model.position == "pope" else 1.0  # its q and k are twice as wide
             attention += pope * 12 * (window - window**2 / (2 * seq_len)) * m.n_embd

@@ -104,7 +104,7 @@ def sample_tokens(
             top_p=args.top_p,
             generator=torch.Generator(device).manual_seed(seed),
             rope=args.rope_scaling,
-            n_tokens=tokenizer.n_vocab,
+            n_vocab=tokenizer.n_vocab,
         ):
             running &= new[:, 0] != tokenizer.eot_token
             if not running.any():

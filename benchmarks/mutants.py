@@ -41,7 +41,7 @@ training/validation.py: val_tokens, config.seq_len) => val_tokens, config.seq_le
 # tests/core/test_experiments.py
 model.py: z.shape[-1] ** -0.5 => 1.0
 # tests/core/test_attention.py -k window
-normalisers/base.py: (keys > self.own - self.n) => (keys >= self.own - self.n)
+normalisers/base.py: (keys > self.place - self.n) => (keys >= self.place - self.n)
 # tests/core/test_attention.py -k alibi
 positions.py: -8 * (head + 1) => -8 * head
 # tests/core/test_attention.py -k grouped
@@ -50,7 +50,7 @@ normalisers/base.py: repeat_interleave(group, dim=1) => repeat(1, group, 1, 1)
 engines/rows.py: .triu(1) => .triu(2)
 engines/rows.py: if p == 1: => if p == 0:
 # tests/core/test_normalisers.py
-normalisers/base.py: (keys <= self.own) => (keys <= self.own + 1)
+normalisers/base.py: (keys <= self.place) => (keys <= self.place + 1)
 normalisers/base.py: (n > 3) => (n > 4)
 normalisers/base.py: .square().sum(-1, keepdim=True) / self.n => .square().mean(-1, keepdim=True)
 normalisers/family.py: g = s * context.n.log() => g = s * (context.n + 1).log()

@@ -36,7 +36,7 @@ class RowContext:
     """What the formulas know about a block of R query rows besides its scores."""
 
     n: Tensor  # (R, 1) float: number of keys each row sees, with a window W at most W
-    own: Tensor  # (R, 1) float: the place of each row's query among the keys, the last that it sees
+    place: Tensor  # (R, 1) float: that of each row's query among the keys, the last that it sees
     n_keys: int  # Tk: all keys of this call
     train_len: int  # L
     head_dim: int  # d
@@ -48,15 +48,15 @@ class RowContext:
 
     def block(self, batch: slice, rows: slice, keys: slice) -> RowContext:
         """Of these sequences and rows, whose keys are a slice of all; without signals."""
-        own = self.own[rows] - (keys.start or 0)
+        place = self.place[rows] - (keys.start or 0)
         decay = None if self.decay is None else self.decay[batch, :, keys]
-        return replace(self, n=self.n[rows], own=own, signals={}, decay=decay)
+        return replace(self, n=self.n[rows], place=place, signals={}, decay=decay)
 
     def add_decay(self, x: Tensor) -> Tensor:
         """The scores x (B, H, R, K) with `Normaliser.key_decay`, its differences taken in its own type."""
         if self.decay is None:
             return x
-        of_rows = self.decay[:, :, self.own.squeeze(-1).long()]  # (B, H, R, 1)
+        of_rows = self.decay[:, :, self.place.squeeze(-1).long()]  # (B, H, R, 1)
         return x + (of_rows - self.decay.mT).to(x.dtype)
 
     def decay_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ class RowContext:
         P is `decay` at the first row. All are below e^42: products with small gradients stay normal numbers.
         """
         assert self.decay is not None
-        of_rows = self.decay[:, :, self.own.squeeze(-1).long()]
+        of_rows = self.decay[:, :, self.place.squeeze(-1).long()]
         first = of_rows[:, :, :1]
         of_keys = (first - self.decay).to(dtype).clamp_max(80).exp()  # keys after the rows are hidden
         return (of_rows - first).to(dtype).exp() * 2.0**55, of_keys * 2.0**-55
@@ -73,11 +73,11 @@ class RowContext:
     def visible(self, x: Tensor) -> Tensor:
         """(R, K) bool: the keys of x (..., K) that each row sees."""
         keys = torch.arange(x.shape[-1], device=x.device)
-        return (keys <= self.own) & (keys > self.own - self.n)
+        return (keys <= self.place) & (keys > self.place - self.n)
 
     def distance(self, x: Tensor) -> Tensor:
         """(R, K): how far back each key of x (..., K) is from its row's query; 0 at the keys after it."""
-        return (self.own - torch.arange(x.shape[-1], device=x.device)).clamp_min(0)
+        return (self.place - torch.arange(x.shape[-1], device=x.device)).clamp_min(0)
 
     def zero_hidden(self, x: Tensor) -> Tensor:
         """x with 0 at the hidden keys."""

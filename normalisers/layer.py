@@ -192,11 +192,11 @@ class NormaliserLayer(nn.Module):
         dtype = torch.promote_types(q.dtype, torch.float32)
         if n_queries > n_keys:
             raise ValueError(f"{n_queries} queries for {n_keys} keys: expected at most as many")
-        own = torch.arange(n_keys - n_queries, n_keys, dtype=dtype, device=q.device)[:, None]
-        n = (own + 1).clamp_max(self.window or n_keys)
+        place = torch.arange(n_keys - n_queries, n_keys, dtype=dtype, device=q.device)[:, None]
+        n = (place + 1).clamp_max(self.window or n_keys)
         p = self.reweight_p if p is None else min(p, self.reweight_p)
         learned = self.learned(dtype)
-        context = RowContext(n, own, n_keys, self.train_len, self.head_dim, p, learned, cached=cached)
+        context = RowContext(n, place, n_keys, self.train_len, self.head_dim, p, learned, cached=cached)
         if not self.signals:
             return context
         if signals is None:

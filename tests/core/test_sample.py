@@ -102,7 +102,7 @@ def test_only_tokens_of_the_tokeniser_are_drawn(tmp_path, sampled):
         gpt.lm_head.weight[257:] = 1.0
     prompt = random_tokens(1, 5)
     assert generate(gpt, prompt, 8)[:, 5:].min() >= 257
-    assert generate(gpt, prompt, 8, n_tokens=257)[:, 5:].max() < 257
+    assert generate(gpt, prompt, 8, n_vocab=257)[:, 5:].max() < 257
     run = save_run(tmp_path / "run", gpt.config, gpt)
     assert sampled(run, "--prompt", "ab", "--tokens", 20, "--samples", 2).count("ab") >= 2
 
