@@ -2,9 +2,9 @@
 
     python -m lab.text_gain data/python_bytes --train-len 256
     python -m lab.text_gain data/python_4k --train-len 128 --text data/python_tests_4k --blocks 256
-    python -m lab.text_gain data/python_4k --train-len 128 --model runs/softmax --out runs/softmax_count
+    python -m lab.text_gain data/python_4k --model runs/softmax --out runs/softmax_count
 
-The targets are those of eval_length.py, the last `--train-len` tokens of each block of 16 times as many. A
+The targets are those of eval_length.py, the last L = `--train-len` tokens of each block of 16 L. A
 prediction mixes three counts of what followed the same last tokens before: in the training split (up to 3
 tokens), in the last L tokens (up to 7), and in a window of 2L to 16L tokens (up to 7). Shorter matches smooth
 longer ones (Witten and Bell 1991). The weights of the mixture depend on the lengths of the matches. They are
@@ -52,7 +52,8 @@ def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     parser.add_argument("data", type=Path, help="a prepared dataset, whose training split is counted")
     parser.add_argument("--text", type=Path, metavar="DATA", help="score the validation split of this one")
-    parser.add_argument("--train-len", type=positive_int, default=256, metavar="L", help="(default: 256)")
+    train_len_help = "(default: the model's training length, else 256)"
+    parser.add_argument("--train-len", type=positive_int, metavar="L", help=train_len_help)
     parser.add_argument("--blocks", type=positive_int, default=32, metavar="N", help="(default: 32)")
     parser.add_argument(
         "--counted", type=positive_int, default=4_000_000, metavar="N", help="training tokens (default: 4M)"
@@ -211,9 +212,11 @@ def open_text(args: argparse.Namespace, trained: Trained | None) -> Blocks:
     folder = args.text or args.data
     if trained is None:
         stream = TokenStream(folder, "val")
+        train_len = args.train_len or 256
     else:
         stream = open_validation(trained.config, str(folder), trained.tokenizer_name)
-    lengths = [factor * args.train_len for factor in FACTORS]
+        train_len = args.train_len or trained.config.train.seq_len
+    lengths = [factor * train_len for factor in FACTORS]
     most = (stream.n_tokens - 1) // lengths[-1]
     if not 2 <= args.blocks <= most:
         raise UserError(f"--blocks {args.blocks}: expected 2 to {most}, {stream.folder}'s")
