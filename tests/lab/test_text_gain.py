@@ -65,7 +65,7 @@ def test_a_model_in_place_of_the_counts(
     run = make_byte_run(tiny_config)
     data = repeating_dataset(tmp_path / "data")
     folder = tmp_path / "counted"
-    call(text_gain, data, "--train-len", L, "--blocks", 4, "--model", run, "--sees", sees, "--out", folder)
+    call(text_gain, data, "--blocks", 4, "--model", run, "--sees", sees, "--out", folder)
     printed = capsys.readouterr().out
     rows = read_table(folder / "rows.csv")
     assert rows.run.unique().tolist() == [run.name + ("_whole" if sees == "window" else "") + "_count"]
