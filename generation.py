@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from infra.cli import UserError
 from model import GPT, KVCache
@@ -29,7 +29,7 @@ def stream(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    generator: torch.Generator | None = None,
+    generator: Generator | None = None,
     rope: RopeScaling = UNSCALED,
     n_vocab: int = 0,
 ) -> Iterator[Tensor]:
@@ -69,11 +69,7 @@ def generate(model: GPT, tokens: Tensor, n_new: int, **options: Any) -> Tensor:
 
 
 def sample(
-    logits: Tensor,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    generator: torch.Generator | None,
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: Generator | None
 ) -> Tensor:
     """One token for each row of logits (B, V): (B, 1) int64."""
     if logits.isnan().any():

@@ -139,8 +139,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         q, k, v, signals = self.project(x, cos, sin, cache)
         spans = None if cache is None else cache.spans
-        is_cached = cache is not None
-        y = attend(q, k, v, self.normaliser, self.engine, is_cached, spans, p, signals)  # (B, H, T, D)
+        y = attend(q, k, v, self.normaliser, self.engine, cache is not None, spans, p, signals)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 
@@ -174,14 +173,6 @@ class Block(nn.Module):
         """(B, T, C) to the same; others: the arguments of `Attention.forward` after x."""
         x = x + self.attention(self.attention_norm(x), *others)
         return x + self.mlp(self.mlp_norm(x))
-
-
-def share_p_n(blocks: list[Block]) -> None:
-    """ssmax_pn has one p_n for all layers and heads (SSMax eq. 3): tie all to the first's."""
-    normalisers = [block.attention.normaliser for block in blocks]
-    sharing = [normaliser for normaliser in normalisers if hasattr(normaliser, "p_n")]
-    for normaliser in sharing[1:]:
-        normaliser.p_n = sharing[0].p_n
 
 
 def scale_logits(z: Tensor, config: TrainConfig) -> Tensor:
@@ -222,14 +213,16 @@ class GPT(nn.Module):
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
         self.layer_configs = [config.of_layer(layer) for layer in range(m.n_layer)]
         blocks = [Block(of_layer, layer) for layer, of_layer in enumerate(self.layer_configs)]
-        share_p_n(blocks)
+        normalisers = [block.attention.normaliser for block in blocks]
+        sharing = [normaliser for normaliser in normalisers if hasattr(normaliser, "p_n")]
+        for normaliser in sharing[1:]:  # ssmax_pn has one p_n for all layers and heads (SSMax eq. 3)
+            normaliser.p_n = sharing[0].p_n
         self.blocks: Sequence[Block] = nn.ModuleList(blocks)  # type: ignore[assignment]  # ModuleList is not generic
         self.final_norm = make_norm(m)
         self.lm_head = make_linear(m.n_embd, self.padded_vocab, bias=False)
         if m.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
-        if device is not None:  # moved after the initialisation: it draws the same numbers for every device
-            self.to(device)
+        self.to(device)  # after the initialisation, which so draws the same numbers for every device
         self.choose_engine(config.train.engine)
 
     def choose_engine(self, name: Engine = "auto", dtype: torch.dtype | None = None) -> None:
@@ -238,19 +231,16 @@ class GPT(nn.Module):
         dtype: of q, k and v; None: that of the config's autocast. Raises UserError: it cannot run here.
         """
         device = self.embedding.weight.device
-        if dtype is None:
-            dtype = torch.bfloat16 if self.config.train.dtype == "bfloat16" else torch.float32
+        dtype = dtype or getattr(torch, self.config.train.dtype)
         engines = [choose_engine(block.attention.normaliser, name, device, dtype) for block in self.blocks]
         for block, engine in zip(self.blocks, engines, strict=True):
             block.attention.engine = engine
         self.engine = engines[0]._replace(note=", ".join(dict.fromkeys(engine.note for engine in engines)))
 
-    def rope(
-        self, n_positions: int, scaling: RopeScaling, start: int = 0, device: torch.device | None = None
-    ) -> list[tuple[Tensor, Tensor]]:
-        """`rope_tables` of each layer, by default on the model's device."""
+    def rope(self, tokens: Tensor, scaling: RopeScaling, start: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """`rope_tables` of each layer, for tokens (B, T) at the positions from `start` on."""
+        stop = start + tokens.shape[1]
         train_len = self.config.train.seq_len
-        device = device or self.embedding.weight.device
         tables: dict[tuple[int, float, float], tuple[Tensor, Tensor]] = {}
         by_layer = []
         for m in (of_layer.model for of_layer in self.layer_configs):
@@ -258,7 +248,7 @@ class GPT(nn.Module):
             frequencies = (size, m.rope_theta, m.rotating)
             if frequencies not in tables:
                 tables[frequencies] = rope_tables(
-                    size, n_positions, m.rope_theta, scaling, train_len, device, start, m.rotating
+                    size, stop, m.rope_theta, scaling, train_len, tokens.device, start, m.rotating
                 )
             by_layer.append(tables[frequencies])
         return by_layer
@@ -268,7 +258,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """The final norm's output, (B, T, C), for tokens (B, T) that follow what is in the cache."""
         start = 0 if cache is None else cache.length
-        tables = self.rope(start + tokens.shape[1], rope, start, tokens.device)  # (T, D/2) each
+        tables = self.rope(tokens, rope, start)  # (T, D/2) each
         x = self.embedding(tokens)  # (B, T, C)
         for block, (cos, sin) in zip(self.blocks, tables, strict=True):
             x = block(x, cos, sin, cache, p)
@@ -284,7 +274,7 @@ class GPT(nn.Module):
         With a cache, k is of all keys, prepared for it (`cache_keys`); its length does not change.
         """
         start = 0 if cache is None else cache.length
-        tables = self.rope(start + tokens.shape[1], rope, start)
+        tables = self.rope(tokens, rope, start)
         x = self.embedding(tokens)  # (B, T, C)
         for block, (cos, sin) in zip(self.blocks, tables, strict=True):
             attention = block.attention
@@ -336,9 +326,8 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         targets = targets.flatten()
-        total = F.cross_entropy(
-            logits.flatten(0, 1), targets, label_smoothing=label_smoothing, reduction="sum"
-        )
+        logits = logits.flatten(0, 1)
+        total = F.cross_entropy(logits, targets, label_smoothing=label_smoothing, reduction="sum")
         return total / (targets != -100).sum().clamp_min(1)
 
     @torch.no_grad()

@@ -23,6 +23,7 @@ from infra.cli import UserError
 YARN_BETA_FAST = 32.0
 YARN_BETA_SLOW = 1.0
 RopeKind = Literal["none", "ntk", "theta", "linear", "yarn"]
+Device = torch.device | str | None
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def rope_tables(
     theta: float,
     scaling: RopeScaling,
     train_len: int,
-    device: torch.device | str | None = None,
+    device: Device = None,
     start: int = 0,
     rotating: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
@@ -106,12 +107,7 @@ def rope_tables(
 
 
 def rope_frequencies(
-    head_dim: int,
-    theta: float,
-    scaling: RopeScaling,
-    length: int,
-    train_len: int,
-    device: torch.device | str | None = None,
+    head_dim: int, theta: float, scaling: RopeScaling, length: int, train_len: int, device: Device = None
 ) -> tuple[Tensor, float]:
     """w_i of `rope_tables`, (D/2,) float64, scaled for `length`, and the factor of cos and sin."""
     s = max(length / train_len, 1.0)

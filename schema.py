@@ -6,7 +6,6 @@ normaliser's options are the fields of its class (normalisers/) and keys of [att
 
 from __future__ import annotations
 
-import difflib
 import re
 from operator import attrgetter
 from pathlib import Path
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationErro
 from pydantic.fields import FieldInfo
 from pydantic.functional_validators import model_validator
 
+from infra.cli import suggest
 from normalisers.own import NORMALISERS, Normaliser, find_normaliser
 
 NAME_RULE = "letters, digits and . _ = + -, the first a letter or a digit"
@@ -44,8 +44,6 @@ def resumable(default: Any, meaning: str, **bounds: Any) -> Any:
 
 
 class ModelConfig(Section):
-    """The transformer."""
-
     n_layer: int = key(12, "Number of transformer blocks.", ge=1, le=1024)
     n_head: int = key(12, "Attention heads per block.", ge=1, le=1024)
     n_kv_head: int = key(0, "Heads of keys and values. 0: n_head.", ge=0, le=1024)
@@ -125,9 +123,7 @@ class AttentionConfig(Section):
     @property
     def definition(self) -> Normaliser:
         """The normaliser's class with its options."""
-        cls = find_normaliser(self.normaliser)
-        assert cls is not None  # checked below
-        return cls.model_validate(self.model_extra)
+        return find_normaliser(self.normaliser).model_validate(self.model_extra)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -135,9 +131,6 @@ class AttentionConfig(Section):
             cls = find_normaliser(self.normaliser)
         except ValueError as e:
             raise ValueError(f"attention.normaliser = {self.normaliser!r}: {e}") from None
-        if cls is None:
-            hint = _suggest(self.normaliser, list(NORMALISERS))
-            raise ValueError(f"attention.normaliser = {self.normaliser!r}: unknown; {hint}")
         for option in cls.model_fields.keys() & type(self).model_fields.keys():
             problem = f"has an option {option}, which is a key of [attention]: expected another name"
             raise ValueError(f"attention.normaliser = {self.normaliser!r}: {problem}")
@@ -217,8 +210,6 @@ class TrainConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The optimiser and its learning-rate schedule."""
-
     name: Literal["adamw", "muon", "sgd"] = key("adamw", "muon: hidden matrices, adamw the rest.")
     lr: float = key(6e-4, "Peak learning rate.", gt=0)
     scalar_lr: float = key(0.0, "Peak rate of normalisers' learned scalars (s, b, sinks ...). 0: lr.", ge=0)
@@ -234,8 +225,6 @@ class OptimizerConfig(Section):
 
 
 class LogConfig(Section):
-    """What a run records."""
-
     dir: str = free("runs", "Run folders are made here, as <dir>/<name>.")
     every: int = free(10, "Steps between progress lines; metrics.jsonl has every step.", ge=1)
     attention_every: int = free(0, "Steps between qk_std, entropy and logit_std; 0: never.", ge=0)
@@ -415,7 +404,7 @@ def problems_of(error: ValidationError, section: str, cls: type[BaseModel]) -> l
         key = prefix + ".".join(location[:depth])
         head = f"{key} = {'a section' if isinstance(e['input'], dict) else repr(e['input'])}: "
         if e["type"] == "extra_forbidden":
-            problems.append((key, _unknown(key, e["input"], list(cls.model_fields))))
+            problems.append((key, head + _unknown(key, list(cls.model_fields))))
         else:
             what = re.sub(r"^(Input|String) should (be )?(a valid )?", "", e["msg"])
             what = NAME_RULE if e["type"] == "string_pattern_mismatch" else what
@@ -425,19 +414,13 @@ def problems_of(error: ValidationError, section: str, cls: type[BaseModel]) -> l
     return problems
 
 
-def _unknown(dotted: str, value: Any, options: list[str]) -> str:
+def _unknown(dotted: str, options: list[str]) -> str:
     """The problem of an unknown key, with what its writer may have meant; options: of the normaliser."""
-    head = f"{dotted} = {'a section' if isinstance(value, dict) else repr(value)}: unknown key; "
     section, _, key = dotted.rpartition(".")
     for name, other in SECTIONS.items():
         if key in other.model_fields:
-            return f"{head}did you mean {name}.{key}?"
+            return f"unknown key; did you mean {name}.{key}?"
     names = list(SECTIONS[section].model_fields) if section in SECTIONS else options
     if section == "attention":
         names += options
-    return head + _suggest(key, names, f"{section}." if section else "")
-
-
-def _suggest(word: str, names: list[str], prefix: str = "") -> str:
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    return f"did you mean {prefix}{near[0]}?" if near else f"expected one of {', '.join(names)}"
+    return "unknown key; " + suggest(key, names, f"{section}." if section else "")

@@ -88,11 +88,6 @@ class Job(NamedTuple):
             return False
 
     @property
-    def state(self) -> str:
-        """For --list."""
-        return "finished" if self.is_trained else "to run"
-
-    @property
     def evaluations(self) -> dict[str, float | None]:
         """RoPE scalings of its evaluations, each with the base that it sets."""
         theta = {"theta": THETA_FACTOR * self.config.model.rope_theta} if self.config.has_rope else {}
@@ -115,10 +110,9 @@ class Job(NamedTuple):
         lengths = [factor * config.train.seq_len for factor in FACTORS]
         options = {"tokens": tokens, "skip": 0, "data": str(Path(config.data.dir)), "lengths": lengths}
         for rope, theta in self.evaluations.items():
-            result = self.read_evaluation(rope)
-            if result.get("step") != config.train.max_steps:
-                return False
-            if result.get("options") != options | {"rope": rope, "rope_theta": theta}:
+            asked = options | {"rope": rope, "rope_theta": theta}
+            expected = {"step": config.train.max_steps, "options": asked}
+            if not expected.items() <= self.read_evaluation(rope).items():
                 return False
         return True
 
@@ -149,7 +143,7 @@ def main() -> None:
         raise UserError(f"--index {args.index}: expected 0 to {len(jobs) - 1}, the number of a run")
     if args.list:
         for i, job in enumerate(jobs):
-            print(f"{i:3}  {job.config.run_dir}  {job.state}")
+            print(f"{i:3}  {job.config.run_dir}  {'finished' if job.is_trained else 'to run'}")
         return
     if args.index is not None:
         jobs = [jobs[args.index]]

@@ -147,8 +147,7 @@ def train_step(state: TrainState, log: RunLog) -> str | None:
         nn.utils.clip_grads_with_norm_(parameters, config.train.grad_clip or math.inf, grad_norm)
         for optimizer in state.optimizers:
             optimizer.step()
-    for optimizer in state.optimizers:
-        optimizer.zero_grad(set_to_none=True)
+    state.raw_model.zero_grad()
     state.step += 1
     log.add_step(statistics.fmean(losses), norms[0], lr, bad)
     if bad:
@@ -170,8 +169,7 @@ def forward_backward(state: TrainState, batch: Batch) -> Tensor:
         if state.world.size > 1:  # DDP averages gradients in the last backward of a step only
             state.model.require_backward_grad_sync = i == len(batch) - 1
         with state.raw_model.autocast():
-            loss = state.model(x, y, label_smoothing=config.label_smoothing, p=p)
-            loss = loss * weight
+            loss = weight * state.model(x, y, label_smoothing=config.label_smoothing, p=p)
         (loss * n_targets if config.reduction == "sum" else loss).backward()
         total += loss.detach()
     return total

@@ -80,7 +80,7 @@ eval_length.py: / n_same - same_targets) => / n_same - same_targets.mean())
 evals/common.py: values.std().item() => values.std(correction=0).item()
 evals/common.py: range(world.rank, n_items, world.size) => range(world.rank, n_items - 1, world.size)
 # tests/core/test_sweep.py
-sweep.py: result.get("step") != config.train.max_steps => False
+sweep.py: {"step": config.train.max_steps, "options": asked} => {"options": asked}
 # tests/core/test_sample.py
 generation.py: - ranked >= top_p => - ranked > top_p
 # tests/lab/test_comparison.py

@@ -68,10 +68,8 @@ def val_windows(stream: TokenStream, n_tokens: int, seq_len: int) -> int:
 
 def _check_length(stream: TokenStream, seq_len: int) -> None:
     if stream.n_tokens < seq_len + 1:
-        raise UserError(
-            f"{stream.folder}: the {stream.split} split has {stream.n_tokens} tokens: expected at least "
-            f"{seq_len + 1} for one window of length {seq_len}"
-        )
+        expected = f"expected at least {seq_len + 1} for one window of length {seq_len}"
+        raise UserError(f"{stream.folder}: the {stream.split} split has {stream.n_tokens} tokens: {expected}")
 
 
 def read_windows(stream: TokenStream, first: int, count: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:

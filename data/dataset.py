@@ -111,8 +111,8 @@ def finish_dataset(folder: Path, info: dict[str, Any], tokenizer: Tokenizer | No
     path = folder / INFO_NAME
     whole_info = {"format_version": 1} | info
     if tokenizer:
-        names = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.n_vocab, "eot": tokenizer.eot_token}
-        whole_info |= names
+        whole_info |= {"tokenizer": tokenizer.name, "vocab_size": tokenizer.n_vocab}
+        whole_info["eot"] = tokenizer.eot_token
     if isinstance(tokenizer, FileTokenizer):
         write_atomically(folder / FILE_NAME, tokenizer.content.encode())
     write_json(check_shape(whole_info, DatasetInfo, path), path)
@@ -137,8 +137,7 @@ def dataset_info(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"{partial}: a download that did not finish: {expected}")
     if not path.exists():
         return {"tokenizer": "gpt2", "vocab_size": 50257}
-    info: dict[str, Any] = read_json(path, DatasetInfo)
-    return info
+    return read_json(path, DatasetInfo)
 
 
 def finished_info(folder: Path) -> dict[str, Any] | None:
@@ -159,10 +158,8 @@ def print_summary(info: dict[str, Any], folder: Path) -> None:
     """The end of a preparation: the source, a line per split of dataset.json's content, and the folder."""
     print(f"source   {shorten(info['source'], 100)}")
     for split, counts in info["splits"].items():
-        print(
-            f"{split:8} {counts['tokens']:,} {info['tokenizer']} tokens, {counts['documents']:,} documents, "
-            f"{counts['shards']} shards, sha256 {counts['sha256']}"
-        )
+        size = f"{counts['tokens']:,} {info['tokenizer']} tokens, {counts['documents']:,} documents"
+        print(f"{split:8} {size}, {counts['shards']} shards, sha256 {counts['sha256']}")
     print(f"folder   {folder}")
 
 
@@ -192,8 +189,7 @@ class TokenStream:
         self._starts = list(accumulate(map(len, self.shards), initial=0))
         self.n_tokens = self._starts[-1]
         if "shards" in self.info:
-            lengths = {path.name: len(shard) for path, shard in zip(self.paths, self.shards, strict=True)}
-            self._check_listed(lengths)
+            self._check_listed()
         mask = f"{split}mask"
         self.mask = TokenStream(folder, mask) if mask in self.info.get("splits", {}) else None
         if self.mask and self.mask.n_tokens != self.n_tokens:
@@ -243,13 +239,13 @@ class TokenStream:
         """Raises UserError unless a model's `vocab_size` is the stream's, or that with padding."""
         most = self.vocab_size + 1023
         if not self.vocab_size <= vocab_size <= most:
-            raise UserError(
-                f"model.vocab_size = {vocab_size}: {self.folder} was tokenised with {self.vocab_size} tokens "
-                f"({self.info['tokenizer']}); expected {self.vocab_size} to {most}"
-            )
+            found = f"{self.folder} was tokenised with {self.vocab_size} tokens ({self.info['tokenizer']})"
+            expected = f"expected {self.vocab_size} to {most}"
+            raise UserError(f"model.vocab_size = {vocab_size}: {found}; {expected}")
 
-    def _check_listed(self, lengths: dict[str, int]) -> None:
+    def _check_listed(self) -> None:
         """The shards are those in dataset.json: a lost last one would silently change the stream."""
+        lengths = {path.name: len(shard) for path, shard in zip(self.paths, self.shards, strict=True)}
         files = {shard["file"]: shard["tokens"] for shard in self.info["shards"]}
         listed = {file: n for file, n in files.items() if file.split("_")[-2:-1] == [self.split]}
         different = lengths.items() ^ listed.items()

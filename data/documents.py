@@ -62,9 +62,7 @@ def read_blocks(source: Source, start: Cursor) -> Iterator[Block]:
 
     Raises UserError, naming the input that cannot be read or has no text, and the line of JSON.
     """
-    for index, file in enumerate(source.open()):
-        if index < start.input:
-            continue
+    for index, file in islice(enumerate(source.open()), start.input, None):
         block = Block(index, start.row if index == start.input else 0, [])
         n_characters = 0
         with naming(file.name):

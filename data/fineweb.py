@@ -131,10 +131,9 @@ class ShardCutter:
         """Write the last, shorter shard. Raises UserError if there are no training tokens."""
         if not self.train.n_tokens:
             elsewhere = " and another --out" if self.shards else ""
-            raise UserError(
-                f"{self.folder}: {self.n_tokens:,} tokens of text: expected more than the "
-                f"{self.val_tokens:,} of validation; try --val-tokens {1 + self.n_tokens // 20}{elsewhere}"
-            )
+            expected = f"expected more than the {self.val_tokens:,} of validation"
+            hint = f"try --val-tokens {1 + self.n_tokens // 20}{elsewhere}"
+            raise UserError(f"{self.folder}: {self.n_tokens:,} tokens of text: {expected}; {hint}")
         self.train.flush()
         self._record_shard()
 
@@ -209,15 +208,14 @@ def _check_same(out: Path, begun: dict[str, Any], header: dict[str, Any]) -> Non
     new = header["options"] | {"files": header["files"]}
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):
-            raise UserError(
-                f"{out}: begun with {key} = {str(old.get(key))[:80]}, not {str(new.get(key))[:80]}: "
-                "give what it was begun with, another --out, or delete it to start over"
-            )
+            begun_with = f"begun with {key} = {str(old.get(key))[:80]}, not {str(new.get(key))[:80]}"
+            expected = "give what it was begun with, another --out, or delete it to start over"
+            raise UserError(f"{out}: {begun_with}: {expected}")
 
 
 def _cut_source(source: Source, cutter: ShardCutter, encoding: Tokenizer, workers: int) -> None:
     """Everything from the cutter's cursor on, with a bar over tokens."""
-    total = cutter.max_tokens if cutter.max_tokens < sys.maxsize else None
+    total = cutter.header["options"]["max_tokens"]
     blocks = documents.read_blocks(source, cutter.cursor)
     with tqdm(total=total, initial=cutter.n_tokens, unit="tok", unit_scale=True, disable=None) as bar:
         for block, tokens in tokenised_blocks(blocks, encoding, workers):

@@ -151,10 +151,8 @@ def check_recorded(path: Path, tokens: np.ndarray, recorded: dict[str, Any]) -> 
     with open(path, "rb") as f:
         sha256 = hashlib.file_digest(f, "sha256").hexdigest()
     if (len(tokens), sha256) != (recorded["tokens"], recorded["sha256"]):
-        raise UserError(
-            f"{path}: {len(tokens)} tokens, sha256 {sha256[:12]}...: expected {recorded['tokens']} tokens, "
-            f"sha256 {recorded['sha256'][:12]}..."
-        )
+        expected = f"{recorded['tokens']} tokens, sha256 {recorded['sha256'][:12]}..."
+        raise UserError(f"{path}: {len(tokens)} tokens, sha256 {sha256[:12]}...: expected {expected}")
 
 
 def release_pages(shard: np.ndarray) -> None:

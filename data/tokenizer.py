@@ -54,12 +54,10 @@ class FileTokenizer:
             raise UserError(f"{where}: the text {ends[0]} is its end-of-text token: expected a special token")
 
     def encode_ordinary(self, text: str) -> list[int]:
-        tokens: list[int] = self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return tokens
+        return self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self.inner.decode(list(tokens), skip_special_tokens=False)
-        return text
+        return self.inner.decode(list(tokens), skip_special_tokens=False)
 
 
 Tokenizer = tiktoken.Encoding | FileTokenizer
@@ -96,11 +94,9 @@ def get_tokenizer(name: str, content: str = "") -> Tokenizer:
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError, ImportError) as e:  # requests' exceptions are OSErrors
-        reason = " ".join(str(e).split())[:160]
-        raise UserError(
-            f"tokenizer 'gpt2': its files could not be fetched ({type(e).__name__}: {reason}); set "
-            "TIKTOKEN_CACHE_DIR to a folder that has them, or use the tokenizer 'bytes'"
-        ) from None
+        reason = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
+        expected = "set TIKTOKEN_CACHE_DIR to a folder that has them, or use the tokenizer 'bytes'"
+        raise UserError(f"tokenizer 'gpt2': its files could not be fetched ({reason}); {expected}") from None
 
 
 def encode(encoding: Tokenizer, text: str) -> np.ndarray:

@@ -80,9 +80,7 @@ def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: No
 
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)  # an evaluation may be the first caller, and training the next
-def causal_mask(
-    n_queries: int, n_keys: int, device: torch.device, window: int = 0
-) -> tuple[BlockMask, Tensor]:
+def causal_mask(n_queries: int, n_keys: int, device: torch.device, window: int) -> tuple[BlockMask, Tensor]:
     """The blocks of keys that each block of queries sees, and the first query's position.
 
     `create_block_mask` would hold a (Tq, Tk) tensor.

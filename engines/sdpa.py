@@ -38,9 +38,7 @@ def use_flash(name: str) -> None:
     if name == "FA2":  # torch's own
         return
     try:
-        from torch.nn.attention import activate_flash_attention_impl  # from torch 2.11
-
-        activate_flash_attention_impl(name)
+        torch.nn.attention.activate_flash_attention_impl(name)
     except (ImportError, RuntimeError, ValueError) as e:
         raise UserError(f"train.flash = {name!r}: {e}; expected its package, or FA2") from None
     torch.backends.cuda.enable_cudnn_sdp(False)

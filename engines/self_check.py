@@ -85,9 +85,8 @@ def engine_error(
     if not varies:
         if not hasattr(layer, "p_n"):
             length = 65536 if device.type == "cuda" else 320
-        v, do = (
-            torch.randn(1, h, t, d, generator=g).to(device, dtype) for h, t in ((1, length), (n_head, 1))
-        )
+        v = torch.randn(1, 1, length, d, generator=g).to(device, dtype)
+        do = torch.randn(1, n_head, 1, d, generator=g).to(device, dtype)
         ones = torch.full_like(v, d**-0.25)
         o, _, *others = _errors(engine, layer, ones[..., -1:, :].expand_as(do), ones, v, do)
         errors += [o, *others]

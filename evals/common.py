@@ -222,8 +222,7 @@ class Blocks:
         """How many documents have begun by each block's end: blocks within one document share the number."""
         tokens = self.stream.read(self.n_skipped * self.longest, self.n_blocks * self.longest)
         is_begin = tokens.reshape(self.n_blocks, self.longest) == self.stream.eot
-        counts: list[int] = is_begin.sum(1).cumsum().tolist()
-        return counts
+        return is_begin.sum(1).cumsum().tolist()
 
     def describe(self) -> dict[str, Any]:
         """The key "data" of a result."""
@@ -255,9 +254,8 @@ def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Bloc
         stream = open_validation(run.config, args.data, run.tokenizer)
         end = val_windows(stream, n_skipped * longest + args.tokens, longest)
         if end <= n_skipped:
-            raise UserError(
-                f"--skip {args.skip}: expected a block of {longest} after it; the data has {end} of them"
-            )
+            found = f"the data has {end} of them"
+            raise UserError(f"--skip {args.skip}: expected a block of {longest} after it; {found}")
         all_blocks.append(Blocks(stream, lengths, end - n_skipped, n_skipped))
         tokenizer = stream.info["tokenizer"]
         first = all_blocks[0].stream.info["tokenizer"]

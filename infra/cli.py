@@ -55,6 +55,11 @@ def integer(low: int, high: int) -> Callable[[str], int]:
 positive_int = integer(1, 10**12)
 
 
+def suggest(word: str, names: list[str], prefix: str = "") -> str:
+    near = get_close_matches(word, names, n=1)
+    return f"did you mean {prefix}{near[0]}?" if near else f"expected one of {', '.join(names)}"
+
+
 def n_cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -18,6 +18,8 @@ CHUNK = 64  # keys whose moments are merged at once
 class AdaptiveSoftmax(Normaliser):
     """softmax(x * inverse_temperature), x = q.k unscaled, from the mean and variance of a row's scores."""
 
+    sums_to_one: ClassVar[bool] = True
+
     def inverse_temperature(self, mean: Tensor, var: Tensor, context: RowContext) -> Tensor:
         """The factor of a row's scores from their moments, (..., R, 1)."""
         raise NotImplementedError
@@ -33,10 +35,6 @@ class AdaptiveSoftmax(Normaliser):
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
         x = context.zero_hidden(x)
         return context.softmax(x * self.inverse_temperature(*context.moments(x), context))
-
-    @property
-    def sums_to_one(self) -> bool:
-        return True
 
     @property
     def is_softmax(self) -> bool:
@@ -151,15 +149,15 @@ def _prefix_moments(k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     n_chunks, chunk = k.shape[-3:-1]
     before = torch.arange(n_chunks, dtype=k.dtype, device=k.device)[:, None] * chunk  # (C, 1)
     sums = k.sum(-2)  # (B, H, C, D)
-    mean = _exclusive_cumsum(sums, -2) / before.clamp_min(1)
+    mean = _exclusive_cumsum(sums) / before.clamp_min(1)
     own_mean = sums / chunk
     centred = k - own_mean[..., None, :]
     shift = own_mean - mean
     weight = (before * chunk / (before + chunk))[..., None]  # (C, 1, 1)
     scatter = centred.mT @ centred + weight * shift[..., :, None] * shift[..., None, :]
-    return mean, _exclusive_cumsum(scatter, -3), before
+    return mean, _exclusive_cumsum(scatter), before
 
 
-def _exclusive_cumsum(t: Tensor, dim: int) -> Tensor:
-    zeros = torch.zeros_like(t.narrow(dim, 0, 1))
-    return torch.cat([zeros, t.narrow(dim, 0, t.shape[dim] - 1).cumsum(dim)], dim)
+def _exclusive_cumsum(t: Tensor) -> Tensor:
+    """Over the chunks, axis 2."""
+    return torch.cat([torch.zeros_like(t[:, :, :1]), t[:, :, :-1].cumsum(2)], 2)

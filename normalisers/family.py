@@ -136,10 +136,8 @@ class Phi(Scaled, name="phi"):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.bias is True and not (self.scale in ("one", "learned") and self.length_scale != "none"):
-            raise ValueError(
-                "bias = true: the learned b of SSMax needs a length_scale and scale = 'learned' or 'one'; "
-                "expected false, log_train_len, log_len or log_n"
-            )
+            needs = "the learned b of SSMax needs a length_scale and scale = 'learned' or 'one'"
+            raise ValueError(f"bias = true: {needs}; expected false, log_train_len, log_len or log_n")
         if isinstance(self.bias, str) and self.phi == "exp" and self.l1 and self.sink == "none":
             raise ValueError(f"bias = {self.bias!r}: cancels in a softmax; expected true or false")
         if self.sink != "none" and not self.l1:
@@ -257,10 +255,8 @@ class SSMaxPn(Softmax, name="ssmax_pn"):
 
     def factor(self, context: RowContext) -> Tensor | float:
         if context.n_keys > context.train_len:
-            raise UserError(
-                f"ssmax_pn: {context.n_keys} keys, but its p_n was learned for at most "
-                f"train.seq_len = {context.train_len}"
-            )
+            most = f"at most train.seq_len = {context.train_len}"
+            raise UserError(f"ssmax_pn: {context.n_keys} keys, but its p_n was learned for {most}")
         p_n = context.learned["p_n"][context.n.long() - 1]  # (R, 1)
         g = context.learned["s"] * p_n + context.learned["b"]  # (H, R, 1)
         return g * context.head_dim**-0.5 if self.scores == "dot" else g

@@ -10,20 +10,23 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from infra.cli import suggest
 from normalisers import adaptive, family, others  # noqa: F401  (their classes register themselves)
 from normalisers.base import NORMALISERS, Normaliser
 
 FILES: dict[Path, str] = {}  # imported so far -> the name of the module
 
 
-def find_normaliser(name: str) -> type[Normaliser] | None:
-    """The class with a registered name, or a class of a file, which is imported once; None: no such name.
+def find_normaliser(name: str) -> type[Normaliser]:
+    """The class with a registered name, or a class of a file, which is imported once.
 
-    Raises ValueError: the file cannot be imported, or has no such normaliser.
+    Raises ValueError: no such name, or the file cannot be imported or has no such normaliser.
     """
     file, _, class_name = name.rpartition(":")
+    if name in NORMALISERS:
+        return NORMALISERS[name]
     if not file:
-        return NORMALISERS.get(name)
+        raise ValueError(f"unknown; {suggest(name, list(NORMALISERS))}")
     if not file.endswith(".py"):
         raise ValueError("expected FILE.py:CLASS")
     path = Path(file).resolve()

@@ -38,10 +38,9 @@ def share_batch(config: TrainConfig, n_processes: int) -> tuple[int, int]:
     per_process = n_seq // n_processes
     micro = min(config.micro_batch, per_process)
     if n_seq % (n_processes * max(1, micro)):
-        raise UserError(
-            f"train.batch_tokens = {config.batch_tokens}: {n_seq} sequences cannot be shared "
-            f"by {n_processes} processes in micro-batches of train.micro_batch = {micro}"
-        )
+        shares = f"by {n_processes} processes in micro-batches of train.micro_batch = {micro}"
+        problem = f"{n_seq} sequences cannot be shared {shares}"
+        raise UserError(f"train.batch_tokens = {config.batch_tokens}: {problem}")
     return micro, per_process
 
 

@@ -113,11 +113,9 @@ class RunLog:
         self.restart_clock()
         left = format_duration((max_steps - last["step"]) * seconds)
         mfu = f" | mfu {last['mfu']:.1%}" if "mfu" in last else ""
-        self.print(
-            f"step {last['step']}/{max_steps} | loss {last['loss']:.4f} | "
-            f"lr {last['lr']:.2e} | grad norm {last['grad_norm']:.2f} | "
-            f"{last['tokens_per_s']:,} tokens/s{mfu} | {left} left"
-        )
+        step = f"step {last['step']}/{max_steps} | loss {last['loss']:.4f} | lr {last['lr']:.2e}"
+        speed = f"{last['tokens_per_s']:,} tokens/s{mfu} | {left} left"
+        self.print(f"{step} | grad norm {last['grad_norm']:.2f} | {speed}")
 
     def add_validation(self, val_loss: float, unscaled: float | None = None) -> None:
         record = {"step": self.state.step, "val_loss": val_loss}

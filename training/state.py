@@ -114,10 +114,9 @@ class TrainState:
             listed = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
             problem = f"{path.parents[1]}: holds another run ({listed}): choose another --name"
             if "train.max_steps" in changed:
-                problem += (
-                    f" and --init-from {path.parents[1]}; only a constant schedule, or wsd before its decay, "
-                    f"has the same learning rates with another train.max_steps"
-                )
+                only = "only a constant schedule, or wsd before its decay"
+                same = "has the same learning rates with another train.max_steps"
+                problem += f" and --init-from {path.parents[1]}; {only}, {same}"
             raise UserError(problem)
         warn_of_changed_code(checkpoint["data"], self.data_info, path)
         load_parameters(self.raw_model, checkpoint["model"], path)

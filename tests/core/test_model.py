@@ -281,7 +281,7 @@ def test_layers_of_their_own(window, layers):
             of_layer = config.of_layer(i)
             alone = GPT(of_layer).double()
             alone.blocks[i].load_state_dict(block.state_dict())
-            x = alone.blocks[i](x, *alone.rope(24, rope)[i])
+            x = alone.blocks[i](x, *alone.rope(tokens, rope)[i])
         logits = gpt.logits(gpt.final_norm(x))
         pieces = [gpt(piece, rope=rope, cache=cache) for piece in tokens.split(PIECES, dim=1)]
         far = tokens.clone()
@@ -371,7 +371,7 @@ def test_pope():
     with torch.no_grad():
         attention.delta.copy_(torch.linspace(-7, 1, 16))
     x = torch.randn(1, 9, 32)
-    cos, sin = gpt.rope(9, RopeScaling())[0]
+    cos, sin = gpt.rope(torch.zeros(1, 9), RopeScaling())[0]
     q, k, v, _ = attention.project(x, cos, sin)
     assert q.shape == (1, 2, 9, 32) and k.shape == (1, 1, 9, 32) and v.shape == (1, 1, 9, 16)
     raw = attention.qkv(x).unflatten(-1, (4, 16)).double()  # heads q, q, k, v

@@ -123,7 +123,7 @@ def test_attention_mass_is_that_of_the_dense_weights():
     gpt(tokens[:, :-1], rope=rope, cache=cache)
     mass = attention_mass(gpt, tokens[:, -1:], rope, cache, where)
     assert cache.length == 19
-    tables = gpt.rope(20, rope)
+    tables = gpt.rope(tokens, rope)
     x = gpt.embedding(tokens)
     for i, block in enumerate(gpt.blocks):
         q, k, *_ = block.attention.project(block.attention_norm(x), *tables[i])
