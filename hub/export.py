@@ -96,8 +96,7 @@ def own_model(model: GPT, rope: RopeScaling, eot_token: int) -> Any:
     m = model.config.model
     gpt = json.dumps(model.config.model_dump(exclude={"data", "log"}))
     for name in model.config.normalisers:  # those of files are registered there
-        cls = find_normaliser(name)
-        gpt = gpt.replace(json.dumps(name), json.dumps(cls.name if cls else name))
+        gpt = gpt.replace(json.dumps(name), json.dumps(find_normaliser(name).name))
     config = NormaliserGPTConfig(
         gpt=json.loads(gpt),
         rope=rope.kind,

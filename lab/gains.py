@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -41,6 +42,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--margin", type=float, default=0.0, metavar="NATS", help="differences of no account")
     parser.add_argument("--ceiling", default="", metavar="RUN", help="a run that was trained at long lengths")
     parser.add_argument("--out", type=Path, metavar="FIGURE", help="figure to write")
+    shown_help = "runs in its colours, the others are grey (default: the first ones)"
+    parser.add_argument("--shown", nargs="+", metavar="RUN", default=[], help=shown_help)
     args = parser.parse_args()
     check_figure(args.out)
     if args.margin and not (args.baseline and args.margin > 0):
@@ -159,7 +162,7 @@ def gain_table(
     return table.reset_index("text", drop=n_texts == 1).reset_index()
 
 
-def loss_figure(rows: pd.DataFrame, baseline: str = "") -> Figure:
+def loss_figure(rows: pd.DataFrame, baseline: str = "", shown: Sequence[str] = ()) -> Figure:
     """The loss by length of context, mean ± standard deviation over seeds, at T that of the cut.
 
     Each run has the RoPE scaling that is better at the longest length. The dashed line is the baseline's cut.
@@ -176,9 +179,8 @@ def loss_figure(rows: pd.DataFrame, baseline: str = "") -> Figure:
     points = points.groupby(["run", "seed", "length"], sort=False).value.mean().reset_index()
     points = points.rename(columns={"run": "name", "length": "x", "value": "y"})
     title = "Who trains short and uses long context?"
-    figure = draw_lines(
-        points, title, "context in tokens, first the cut", "loss on the same targets, nats a token"
-    )
+    xlabel = "context in tokens, first the cut"
+    figure = draw_lines(points, title, xlabel, "loss on the same targets, nats a token", shown)
     cuts = at_cut.groupby("run").value.mean()
     if baseline:
         figure.axes[0].axhline(cuts[baseline], color="black", linestyle="--", linewidth=1)
@@ -192,7 +194,7 @@ def main() -> None:
     rows = pd.concat([read_table(path) for path in args.files], ignore_index=True)
     print(markdown(gain_table(rows, args.baseline, args.ceiling, args.margin), n_left=2))
     if args.out:
-        save_figure(loss_figure(rows, args.baseline), args.out)
+        save_figure(loss_figure(rows, args.baseline, args.shown), args.out)
 
 
 if __name__ == "__main__":
