@@ -74,17 +74,20 @@ class Job(NamedTuple):
     @property
     def is_trained(self) -> bool:
         """Whether its folder has the last checkpoint of this config, on its data. Validation came before."""
-        checkpoints = find_checkpoints(self.config.run_dir)
+        run_dir = self.config.run_dir
+        checkpoints = find_checkpoints(run_dir)
         if not checkpoints or step_of(checkpoints[0]) != self.config.train.max_steps:
             return False
         try:
             content = load_checkpoint(checkpoints[0], lazily=True)
-            if not same_run(config_from_dict(content["config"], str(checkpoints[0])), self.config):
-                return False  # train.py names the difference
+            stored = run_dir / "config.toml"  # which train.py rewrites, as for data that have moved
+            old = load_config(stored) if stored.exists() else config_from_dict(content["config"], str(stored))
+            if not same_run(old, self.config):  # train.py names the difference
+                return False
             if not Path(self.config.data.dir).is_dir():  # gone since
                 return True
             return not changed_data(content["data"], data_info(self.config, *open_streams(self.config)))
-        except UserError:  # train.py says why, or resumes from the checkpoint before
+        except (UserError, OSError):  # train.py says why, or resumes from the checkpoint before
             return False
 
     @property

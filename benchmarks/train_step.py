@@ -76,11 +76,11 @@ def main() -> None:
     if args.plain:
         configs.insert(0, configs[0])
         names.insert(0, "plain loop")
-    # The models share their code, and torch would silently run it uncompiled from the ninth graph on.
-    torch._dynamo.config.recompile_limit = 8 * len(configs)
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
     with join_world(configs[0].train.device) as world:
         states = [TrainState(config, world) for config in configs]
+        # The models share their code, and torch would silently run it uncompiled beyond the limit.
+        torch._dynamo.config.recompile_limit *= len(configs)
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
         for state in states:
             state.step = state.config.attention.reweight_p_warmup  # from the full p on
         steps = [plain_step if args.plain and i == 0 else train_step for i in range(len(states))]

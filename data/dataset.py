@@ -32,7 +32,7 @@ from infra.files import check_shape, fingerprint, read_json, read_text, write_at
 INFO_NAME = "dataset.json"
 UNFINISHED_NAME = "dataset.unfinished"
 IGNORED = -100  # a target that counts in no loss
-HOW_TO_PREPARE = "prepare it with --out of python -m data.fineweb, or of data.python_source (no download)"
+HOW_TO_PREPARE = "prepare it with python -m data.fineweb --out, or data.python_source --out (no download)"
 
 
 class Split(BaseModel, strict=True):

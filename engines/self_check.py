@@ -102,7 +102,7 @@ def _errors(
     do: Tensor,
     signals: Tensor | None = None,
 ) -> list[float]:
-    """Of o, dq, dk, dv, and of the gradient of signals by which the scores decay.
+    """Of o (the larger of training's and an evaluation's), dq, dk, dv, and signals by which scores decay.
 
     Both sides get the same q and k, rounded as the kernels take them, so that re-weighting does not amplify
     that rounding.
@@ -120,8 +120,10 @@ def _errors(
         context64 = layer.context(inputs64[0], inputs64[1], signals=inputs64[3] if decays else signals)
         out = engine.run_prepared(*inputs[:3], context, layer)
         got = [out, *torch.autograd.grad(out, inputs, do)]
-        with torch.no_grad():
-            evaluated = engine.run_prepared(*inputs[:3], context, layer)  # another kernel than training's
+        with torch.no_grad():  # an evaluation may have another kernel, or another graph
+            plain = [t.detach() for t in inputs]
+            of_plain = layer.context(plain[0], plain[1], signals=plain[3] if decays else signals)
+            evaluated = engine.run_prepared(*plain[:3], of_plain, layer)
         q, k, v = (share_heads(t, q) for t in inputs64[:3])
         x = context64.add_decay(q @ k.mT / unit)
         x = x.masked_fill(~context64.visible(x), HIDDEN)

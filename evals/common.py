@@ -192,10 +192,11 @@ def open_validation(config: Config, data_dir: str | None, tokenizer: str | None 
 
     Raises UserError: missing, damaged, masked for fine-tuning, or tokens of another tokenizer.
     """
-    folder = data_dir or config.data.dir
-    if not Path(folder).is_dir():
-        raise UserError(f"{folder}: no such data folder; expected the run's data there, or --data DIR")
-    stream = TokenStream(folder, "val")
+    if not data_dir and not Path(config.data.dir).is_dir():
+        raise UserError(
+            f"{config.data.dir}: no such data folder; expected the run's data there, or --data DIR"
+        )
+    stream = TokenStream(data_dir or config.data.dir, "val")
     stream.check_model(config.model.vocab_size)
     theirs = stream.info["tokenizer"]
     if theirs != (tokenizer or theirs):

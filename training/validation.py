@@ -30,16 +30,15 @@ def validate(state: TrainState, log: RunLog) -> float:
     for start in range(0, n_windows, world.size * micro):
         first = start + world.rank * micro
         if first < n_windows:
-            count = min(micro, n_windows - first)
-            model = state.local_model if count == micro else state.raw_model  # one shape is compiled
-            batch = read_windows(state.val_stream, first, count, config.seq_len)
+            batch = read_windows(state.val_stream, first, micro, config.seq_len)
             x, y = torch.from_numpy(np.stack(batch)).to(world.device)  # (micro, T) each
+            y[n_windows - first :] = IGNORED  # the last batch is whole, too: one shape is compiled
             with state.raw_model.autocast():
                 n = (y != IGNORED).sum()
                 sums[2] += n
-                sums[0] += model(x, y, p=state.power).double() * n
+                sums[0] += state.local_model(x, y, p=state.power).double() * n
                 if config.loss != "softmax":
-                    sums[1] += model(x, y, unscaled=True, p=state.power).double() * n
+                    sums[1] += state.local_model(x, y, unscaled=True, p=state.power).double() * n
     sums = world.gather(sums).sum(0)
     loss, unscaled = (sums[:2] / sums[2]).tolist()
     log.add_validation(loss, unscaled if config.loss != "softmax" else None)

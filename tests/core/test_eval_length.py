@@ -389,10 +389,7 @@ def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
         (["{run}", "--lengths", "24", "64"], "24 does not divide the longest"),
         (["{run}", "--rope", "theta"], "base None: expected a number above 0"),
         (["{run}", "--data", "{tmp}/gpt2"], "tokenised with 50257 tokens"),
-        (
-            ["{run}", "--data", "{tmp}/gone"],
-            "gone: no such data folder; expected the run's data there, or --data",
-        ),
+        (["{run}", "--data", "{tmp}/gone"], "gone: no such data folder; prepare it with"),
         (["{run}", "--tag", "a/b"], "--tag a/b: expected only letters"),
         (["{run}", "--out", "{tmp}/none/curve.png"], "in a folder that exists"),
     ],

@@ -141,19 +141,27 @@ def test_a_run_that_was_stopped_itself_is_not_evaluated(four_runs, call, monkeyp
     assert "train.py stopped before its last step" in capsys.readouterr().out
 
 
-def test_the_checkpoint_says_whether_a_run_is_finished(four_runs, call, capsys):
-    """config.toml may be gone, as for train.py; a damaged checkpoint is left to train.py."""
-    for seed in (1, 2):
-        name = f"s_normaliser=softmax_seed={seed}"
-        config = load_config(
-            four_runs, ["--attention.normaliser", "softmax", "--seed", str(seed), "--name", name]
-        )
+def test_a_run_is_finished_without_its_config_and_where_its_data_moved(four_runs, call, capsys):
+    """By the config.toml that train.py rewrites, else by the checkpoint, unless that is damaged."""
+    options = ["--attention.normaliser", "softmax", "--seed"]
+    names = [f"s_normaliser=softmax_seed={seed}" for seed in (1, 2)]
+    first, second = (load_config(four_runs, [*options, name[-1], "--name", name]) for name in names)
+    for config in (first, second):
         leave_run(config)
         (config.run_dir / "config.toml").unlink()
-    find_checkpoints(config.run_dir)[0].write_text("{")
-    call(sweep, four_runs, "--list")
-    states = [line.rpartition("  ")[2] for line in capsys.readouterr().out.splitlines()]
-    assert states == ["finished", "to run", "to run", "to run"]
+    find_checkpoints(second.run_dir)[0].write_text("{")
+
+    def states(*overrides: str) -> list[str]:
+        call(sweep, four_runs, "--list", *overrides)
+        return [line.rpartition("  ")[2] for line in capsys.readouterr().out.splitlines()]
+
+    assert states() == ["finished", "to run", "to run", "to run"]
+    moved = str(shutil.copytree(first.data.dir, four_runs.with_name("moved")))
+    assert states("--data.dir", moved)[0] == "to run"  # train.py then writes its config.toml
+    (first.run_dir / "config.toml").write_text(
+        to_toml(load_config(four_runs, [*options, "1", "--data.dir", moved]))
+    )
+    assert states("--data.dir", moved)[0] == "finished"
 
 
 @pytest.mark.parametrize("folder", ["lssar_paper", "ssmax_paper", "normsoftmax_paper", "comparison/A"])
