@@ -140,6 +140,8 @@ def test_mistakes():
         ("rows_tests_B.csv", ("", "softmax_continued")),
         ("rows_tests_counts.csv", ()),
         ("rows_4k_counts.csv", ()),
+        ("rows_tests_20_counts.csv", ()),
+        ("rows_4k_20_counts.csv", ()),
         ("rows_4k_scalings.csv", ()),
         ("rows_4k_B.csv", ("softmax", "softmax_continued", 0.01)),
         ("rows_4k_20.csv", ("softmax", "softmax_continued", None)),
