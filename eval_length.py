@@ -71,8 +71,8 @@ def parse_args() -> list[argparse.Namespace]:
         kind, _, base = text.partition("=")
         if any(kind == each.rope for each in at_scalings):
             raise UserError(f"--also {text}: {kind} is there already")
-        if text == "theta":
-            raise UserError("--also theta: expected its base, as in theta=500000")
+        if kind == "theta" and not base:
+            raise UserError(f"--also {text}: expected its base, as in theta=500000")
         try:
             scaling = RopeScaling(kind, float(base) if base else None)
         except UserError as e:

@@ -42,7 +42,7 @@ def parse_args() -> argparse.Namespace:
     add("--samples", type=integer(1, 4096), default=1, metavar="N", help="of each prompt (default: 1)")
     add("--tokens", type=integer(0, 2**20), default=500, metavar="N", help="new tokens (default: 500)")
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
-    top_k_help = "of the k likeliest tokens; 0: of all (default: 50)"
+    top_k_help = "sample from the k likeliest tokens, 0: from all (default: 50)"
     add("--top-k", type=integer(0, 2**20), default=50, help=top_k_help)
     add("--top-p", type=float, help="sample from the fewest tokens that have this probability")
     add("--seed", type=integer(0, 2**63 - 1), default=0, help="of the first prompt (default: 0)")

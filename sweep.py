@@ -78,17 +78,26 @@ class Job(NamedTuple):
         checkpoints = find_checkpoints(run_dir)
         if not checkpoints or step_of(checkpoints[0]) != self.config.train.max_steps:
             return False
+        stored = run_dir / "config.toml"  # which train.py rewrites, as for data that have moved
+        old = load_config(stored) if stored.exists() else None
         try:
             content = load_checkpoint(checkpoints[0], lazily=True)
-            stored = run_dir / "config.toml"  # which train.py rewrites, as for data that have moved
-            old = load_config(stored) if stored.exists() else config_from_dict(content["config"], str(stored))
+            old = old or config_from_dict(content["config"], str(checkpoints[0]))
             if not same_run(old, self.config):  # train.py names the difference
                 return False
             if not Path(self.config.data.dir).is_dir():  # gone since
                 return True
             return not changed_data(content["data"], data_info(self.config, *open_streams(self.config)))
-        except (UserError, OSError):  # train.py says why, or resumes from the checkpoint before
+        except UserError:  # train.py says why, or resumes from the checkpoint before
             return False
+
+    @property
+    def state(self) -> str:
+        """For --list."""
+        try:
+            return "finished" if self.is_trained else "to run"
+        except (ValueError, OSError) as e:
+            return str(e)
 
     @property
     def evaluations(self) -> dict[str, float | None]:
@@ -146,7 +155,7 @@ def main() -> None:
         raise UserError(f"--index {args.index}: expected 0 to {len(jobs) - 1}, the number of a run")
     if args.list:
         for i, job in enumerate(jobs):
-            print(f"{i:3}  {job.config.run_dir}  {'finished' if job.is_trained else 'to run'}")
+            print(f"{i:3}  {job.config.run_dir}  {job.state}")
         return
     if args.index is not None:
         jobs = [jobs[args.index]]

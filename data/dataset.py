@@ -111,8 +111,8 @@ def finish_dataset(folder: Path, info: dict[str, Any], tokenizer: Tokenizer | No
     path = folder / INFO_NAME
     whole_info = {"format_version": 1} | info
     if tokenizer:
-        whole_info |= {"tokenizer": tokenizer.name, "vocab_size": tokenizer.n_vocab}
-        whole_info["eot"] = tokenizer.eot_token
+        names = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.n_vocab, "eot": tokenizer.eot_token}
+        whole_info |= names
     if isinstance(tokenizer, FileTokenizer):
         write_atomically(folder / FILE_NAME, tokenizer.content.encode())
     write_json(check_shape(whole_info, DatasetInfo, path), path)
@@ -239,9 +239,9 @@ class TokenStream:
         """Raises UserError unless a model's `vocab_size` is the stream's, or that with padding."""
         most = self.vocab_size + 1023
         if not self.vocab_size <= vocab_size <= most:
-            found = f"{self.folder} was tokenised with {self.vocab_size} tokens ({self.info['tokenizer']})"
+            reason = f"{self.folder} was tokenised with {self.vocab_size} tokens ({self.info['tokenizer']})"
             expected = f"expected {self.vocab_size} to {most}"
-            raise UserError(f"model.vocab_size = {vocab_size}: {found}; {expected}")
+            raise UserError(f"model.vocab_size = {vocab_size}: {reason}; {expected}")
 
     def _check_listed(self) -> None:
         """The shards are those in dataset.json: a lost last one would silently change the stream."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infra.distributed import holds_everywhere
 from normalisers.adaptive import AdaptiveSoftmax
-from normalisers.base import HIDDEN, Normaliser, reweight, share_heads
+from normalisers.base import HIDDEN, Normaliser, RowContext, reweight, share_heads
 from normalisers.layer import NormaliserLayer
 
 # The largest relative error of o, dq, dk and dv at which an engine is trusted. Only the rounding of
@@ -115,15 +115,17 @@ def _errors(
     given = [q, k, v, signals] if signals is not None and decays else [q, k, v]
     inputs = [t.detach().requires_grad_() for t in given]
     inputs64 = [t.detach().double().requires_grad_() for t in given]
+
+    def context_of(tensors: list[Tensor]) -> RowContext:
+        return layer.context(tensors[0], tensors[1], signals=tensors[3] if decays else signals)
+
+    with torch.no_grad():  # an evaluation may have another kernel, or another graph
+        plain = [t.detach() for t in inputs]
+        evaluated = engine.run_prepared(*plain[:3], context_of(plain), layer)
     with torch.enable_grad():
-        context = layer.context(q, k, signals=inputs[3] if decays else signals)
-        context64 = layer.context(inputs64[0], inputs64[1], signals=inputs64[3] if decays else signals)
-        out = engine.run_prepared(*inputs[:3], context, layer)
+        out = engine.run_prepared(*inputs[:3], context_of(inputs), layer)
         got = [out, *torch.autograd.grad(out, inputs, do)]
-        with torch.no_grad():  # an evaluation may have another kernel, or another graph
-            plain = [t.detach() for t in inputs]
-            of_plain = layer.context(plain[0], plain[1], signals=plain[3] if decays else signals)
-            evaluated = engine.run_prepared(*plain[:3], of_plain, layer)
+        context64 = context_of(inputs64)
         q, k, v = (share_heads(t, q) for t in inputs64[:3])
         x = context64.add_decay(q @ k.mT / unit)
         x = x.masked_fill(~context64.visible(x), HIDDEN)
@@ -132,6 +134,7 @@ def _errors(
         else:
             out = layer.row_weights(x, context64) @ v
         want = [out, *torch.autograd.grad(out, inputs64, do.double())]
-    errors = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in zip(got, want, strict=True)]
-    errors[0] = torch.maximum(errors[0], (evaluated - want[0]).norm() / want[0].norm().clamp_min(1e-30))
+    pairs = zip([*got, evaluated], [*want, want[0]], strict=True)
+    errors = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in pairs]
+    errors[0] = torch.maximum(errors[0], errors.pop())
     return [float(error.detach()) for error in errors]

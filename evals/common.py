@@ -255,8 +255,8 @@ def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Bloc
         stream = open_validation(run.config, args.data, run.tokenizer)
         end = val_windows(stream, n_skipped * longest + args.tokens, longest)
         if end <= n_skipped:
-            found = f"the data has {end} of them"
-            raise UserError(f"--skip {args.skip}: expected a block of {longest} after it; {found}")
+            expected = f"expected a block of {longest} after it"
+            raise UserError(f"--skip {args.skip}: {expected}; the data has {end} of them")
         all_blocks.append(Blocks(stream, lengths, end - n_skipped, n_skipped))
         tokenizer = stream.info["tokenizer"]
         first = all_blocks[0].stream.info["tokenizer"]

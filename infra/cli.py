@@ -56,6 +56,7 @@ positive_int = integer(1, 10**12)
 
 
 def suggest(word: str, names: list[str], prefix: str = "") -> str:
+    """What the writer of an unknown word may have meant, for the end of its error."""
     near = get_close_matches(word, names, n=1)
     return f"did you mean {prefix}{near[0]}?" if near else f"expected one of {', '.join(names)}"
 

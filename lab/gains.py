@@ -192,8 +192,9 @@ def loss_figure(rows: pd.DataFrame, baseline: str = "", shown: Sequence[str] = (
 def main() -> None:
     args = parse_args()
     rows = pd.concat([read_table(path) for path in args.files], ignore_index=True)
-    for name in set(args.shown) - {*rows.run}:
-        raise UserError(f"--shown {name}: expected a run of the rows")
+    unknown = sorted({*args.shown} - {*rows.run})
+    if unknown:
+        raise UserError(f"--shown {', '.join(unknown)}: expected runs of the rows")
     print(markdown(gain_table(rows, args.baseline, args.ceiling, args.margin), n_left=2))
     if args.out:
         save_figure(loss_figure(rows, args.baseline, args.shown), args.out)

@@ -119,8 +119,8 @@ class NormaliserLayer(nn.Module):
             x = x.masked_fill(~context.visible(x), HIDDEN)  # a factor that decays may have shrunk it
         a = self.definition.weights(x, context)
         if a.shape != x.shape:
-            found = f"weights of shape {tuple(a.shape)} for scores of {tuple(x.shape)}"
-            raise UserError(f"{self.definition.name}: {found}; expected one weight for each score")
+            shapes = f"weights of shape {tuple(a.shape)} for scores of {tuple(x.shape)}"
+            raise UserError(f"{self.definition.name}: {shapes}; expected one weight for each score")
         if type(self.definition).weights is not Phi.weights:  # a formula may forget the hidden keys
             a = context.zero_hidden(a)
         return reweight(a, context.n, context.p) if context.p else a

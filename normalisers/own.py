@@ -22,9 +22,9 @@ def find_normaliser(name: str) -> type[Normaliser]:
 
     Raises ValueError: no such name, or the file cannot be imported or has no such normaliser.
     """
-    file, _, class_name = name.rpartition(":")
     if name in NORMALISERS:
         return NORMALISERS[name]
+    file, _, class_name = name.rpartition(":")
     if not file:
         raise ValueError(f"unknown; {suggest(name, list(NORMALISERS))}")
     if not file.endswith(".py"):

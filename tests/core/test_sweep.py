@@ -134,11 +134,17 @@ def test_jobs_run_side_by_side_with_their_share_of_the_machine(four_runs, call, 
 
 
 def test_a_run_that_was_stopped_itself_is_not_evaluated(four_runs, call, monkeypatch, capsys):
-    """By a signal to train.py, which then exits with 0."""
+    """By a signal to train.py, which then exits with 0. An unreadable run folder hides no other in --list."""
     monkeypatch.setattr(sweep, "run", lambda *args: 0)
     with pytest.raises(SystemExit):
         call(sweep, four_runs, "--index", "0")
     assert "train.py stopped before its last step" in capsys.readouterr().out
+    overrides = ["--attention.normaliser", "softmax", "--seed", "1", "--name", "s_normaliser=softmax_seed=1"]
+    leave_run(load_config(four_runs, overrides))
+    (four_runs.parent / "runs/s_normaliser=softmax_seed=1/config.toml").write_text("{")
+    call(sweep, four_runs, "--list")
+    states = capsys.readouterr().out.splitlines()
+    assert len(states) == 4 and "not valid TOML" in states[0] and states[1].endswith("to run")
 
 
 def test_a_run_is_finished_without_its_config_and_where_its_data_moved(four_runs, call, capsys):
