@@ -46,6 +46,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--shown", nargs="+", metavar="RUN", default=[], help=shown_help)
     args = parser.parse_args()
     check_figure(args.out)
+    if args.shown and not args.out:
+        raise UserError("--shown: expected --out as well, which is its figure")
     if args.margin and not (args.baseline and args.margin > 0):
         raise UserError(f"--margin {args.margin}: expected a number above 0, and --baseline")
     return args

@@ -68,14 +68,8 @@ def parse_args() -> argparse.Namespace:
     add_arguments(parser, lengths_help)
     add = parser.add_argument
     depths = [10, 30, 50, 70, 90]
-    add(
-        "--depths",
-        nargs="+",
-        type=positive_int,
-        default=depths,
-        metavar="PERCENT",
-        help="of the text, at most 100",
-    )
+    depths_help = "of the text, at most 100 (default: 10 30 50 70 90)"
+    add("--depths", nargs="+", type=positive_int, default=depths, metavar="PERCENT", help=depths_help)
     add("--samples", type=positive_int, default=1000, metavar="N", help="of each cell (default: %(default)s)")
     args = parse_arguments(parser, "eval_needle")
     if max(args.depths) > 100:
