@@ -55,7 +55,7 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--list", action="store_true", help="print the runs and exit")
     add("--nproc", type=positive_int, metavar="N", help="processes of a run (default: its share of the GPUs)")
     add("--jobs", type=positive_int, default=1, metavar="J", help="runs at the same time (default: 1)")
-    add("--eval-tokens", type=int, default=2**20, metavar="N", help="of an evaluation (default: 2^20; 0: none)")
+    add("--eval-tokens", type=int, default=2**20, metavar="N", help="in all (default: 2^20; 0: none)")
     add("--tag", metavar="WORD", help="added to the names of all runs")
     n_configs = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     args, overrides = parser.parse_known_args(argv[n_configs:])  # no override's value is taken for a file

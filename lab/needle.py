@@ -9,13 +9,16 @@ A piece of the validation text contains, at 10, 30, 50, 70 or 90 % of it, "The s
 with 95 % confidence intervals (Wilson):
 
     number         share of samples whose greedy answer is the whole number
+    first_digit    share whose answer begins with the right digit
     choice         share in which the number is likelier than nine others of the same distribution: chance is
                    10 %, and a model needs no fine-tuning to beat it
     needle score   attention mass from behind the needle's colon to its end in the row that predicts the
-                   first digit, for each layer and head (Section 3.4), heads ranked (Figure 7)
+                   first digit, for each layer and head (Section 3.4), heads ranked (Figure 7). With --depths
+                   0, drawn for each sample, the best head's in each sample, marked by outcome (Figure 8)
 
 Sample i has the same text, city and number at every depth of a length and for every run of the same
-tokeniser. The paper multiplies RoPE's base by 50. Its Figure 7 is of one example, ours of all samples.
+tokeniser. The paper multiplies RoPE's base by 50. Its Figure 7 is of one example, ours of all samples. The
+text, the cities and that the prompt begins the answer are ours, the paper does not give them.
 
 Writes eval_needle.json and eval_needle.png into the run folder and adds to its rows.csv. Several runs get one
 more figure.
@@ -42,7 +45,7 @@ from data.tokenizer import Tokenizer
 from evals import common, output
 from evals.common import add_arguments, parse_arguments
 from evals.output import Result
-from infra.cli import ArgumentParser, UserError, positive_int, run_main
+from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
 from infra.distributed import World, join_world
 from lab.attention_statistics import attention_mass
 from lab.shares import percent, proportion
@@ -55,7 +58,9 @@ CITIES = (
     *("Helsinki", "Jakarta", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Madrid", "Manila", "Nairobi"),
     *("Oslo", "Paris", "Prague", "Rome", "Seoul", "Sydney", "Tokyo", "Toronto", "Vienna", "Warsaw"),
 )
-MEASURES = ("number", "choice")
+MEASURES = ("number", "first_digit", "choice")
+OUTCOMES = {"number": "o", "first_digit": "^", "neither": "x"}  # markers in Figure 8
+RANDOM_DEPTH = 0
 N_CHOICES = 10
 ANSWER_TOKENS = 8  # room for seven digits
 TOKENS_AT_ONCE = 65536  # of one batch
@@ -68,13 +73,10 @@ def parse_args() -> argparse.Namespace:
     add_arguments(parser, lengths_help)
     add = parser.add_argument
     depths = [10, 30, 50, 70, 90]
-    depths_help = "of the text, at most 100 (default: 10 30 50 70 90)"
-    add("--depths", nargs="+", type=positive_int, default=depths, metavar="PERCENT", help=depths_help)
+    depths_help = "of the text, 0: one at random for each sample (default: 10 30 50 70 90)"
+    add("--depths", nargs="+", type=integer(0, 100), default=depths, metavar="PERCENT", help=depths_help)
     add("--samples", type=positive_int, default=1000, metavar="N", help="of each cell (default: %(default)s)")
-    args = parse_arguments(parser, "eval_needle")
-    if max(args.depths) > 100:
-        raise UserError(f"--depths {max(args.depths)}: expected at most 100 per cent")
-    return args
+    return parse_arguments(parser, "eval_needle")
 
 
 def main() -> None:
@@ -93,7 +95,7 @@ def main() -> None:
             cells = []
             for length, depth in product(lengths, args.depths):
                 scores = score(model, haystacks[i], length, depth, args, world)
-                cells.append({"length": length, "depth": depth, **summarise(scores, model, args.samples)})
+                cells.append({"length": length, "depth": depth, **summarise(scores, model, depth)})
             task = {"samples": args.samples, "seed": 0, "lengths": lengths, "depths": args.depths}
             summary = {"haystack": str(haystacks[i].stream.folder), **task, "cells": cells}
             return summary, "seed 0", measured_shares(cells)
@@ -151,7 +153,7 @@ def make_trial(haystack: Haystack, length: int, depth: int, index: int) -> Trial
         )
     start = int(rng.integers(2**40)) % max(1, stream.n_tokens - room)
     text = stream.read(start, room).tolist()
-    cut = room * depth // 100
+    cut = int(rng.integers(room + 1)) if depth == RANDOM_DEPTH else room * depth // 100
     prompt = [tokenizer.eot_token, *text[:cut], *before]
     span = range(len(prompt), len(prompt) + len(secret))
     prompt += [*secret, *after, *text[cut:], *ask]
@@ -188,9 +190,12 @@ def run_trials(model: GPT, trials: list[Trial], rope: RopeScaling, tokenizer: To
     answers = [tokenizer.decode(tokens).strip() for tokens in greedy(model, first, rope, cache, tokenizer)]
     choices = [[trial.choices[i] for trial in trials] for i in range(N_CHOICES)]
     likelihoods = torch.stack([log_likelihood(model, first, tokens, rope, cache, n) for tokens in choices])
-    is_number = [answer.startswith(trial.number) for answer, trial in zip(answers, trials, strict=True)]
+    is_right = [
+        (answer.startswith(trial.number), answer[:1] == trial.number[0])
+        for answer, trial in zip(answers, trials, strict=True)
+    ]
     is_likeliest = likelihoods[0] > likelihoods[1:].amax(0)
-    outcomes = torch.stack((torch.tensor(is_number, device=device), is_likeliest), dim=1)
+    outcomes = torch.column_stack((torch.tensor(is_right, device=device), is_likeliest))
     return torch.cat((outcomes.double(), needle_scores.flatten(1).double()), dim=1)
 
 
@@ -224,14 +229,22 @@ def log_likelihood(
 
 
 # ---------------------------------------------------------------- summary and tables
-def summarise(scores: Tensor | str, model: GPT, n: int) -> dict[str, Any]:
-    """A cell's shares of n samples, and its needle scores by layer and head."""
+def summarise(scores: Tensor | str, model: GPT, depth: int) -> dict[str, Any]:
+    """A cell's shares of its samples, its needle scores by layer and head, at random depths its trials."""
     if isinstance(scores, str):
         return {"reason": scores}
     m = model.config.model
-    shares = {measure: proportion(int(scores[:, i].sum()), n) for i, measure in enumerate(MEASURES)}
-    heads = scores[:, len(MEASURES) :].mean(0).view(m.n_layer, m.n_head)
-    return {"reason": None, **shares, "needle_score": heads.tolist()}
+    of_heads = scores[:, len(MEASURES) :]  # (N, n_layer * n_head)
+    counts = scores[:, : len(MEASURES)].sum(0).int().tolist()
+    shares = {measure: proportion(n, len(scores)) for measure, n in zip(MEASURES, counts, strict=True)}
+    heads = of_heads.mean(0).view(m.n_layer, m.n_head)
+    cell = {"reason": None, **shares, "needle_score": heads.tolist()}
+    if depth == RANDOM_DEPTH:
+        outcomes = [
+            "number" if number else "first_digit" if digit else "neither" for number, digit, *_ in scores
+        ]
+        cell["trials"] = [*zip(of_heads.amax(1).tolist(), outcomes, strict=True)]
+    return cell
 
 
 def measured_shares(cells: list[dict[str, Any]]) -> list[tuple[int, int, str, float]]:
@@ -266,8 +279,8 @@ def tables(results: list[Result]) -> str:
 
 # ---------------------------------------------------------------- figure
 def plot(results: list[Result], path: Path) -> None:
-    """Shares by length, and by depth or, of several runs, by run (SSMax, Figure 6); Figure 7."""
-    figure = Figure(figsize=(15, 5), layout="constrained")
+    """Shares by length, and by depth or, of several runs, by run (SSMax, Figure 6); Figure 7 or 8."""
+    figure = Figure(figsize=(19, 5), layout="constrained")
     *maps, ranks = figure.subplots(1, len(MEASURES) + 1)
     is_single = len(results) == 1
     for axes, measure in zip(maps, MEASURES, strict=True):
@@ -279,13 +292,34 @@ def plot(results: list[Result], path: Path) -> None:
         axes.set_xticks(range(shares.shape[1]), shares.columns)
         axes.set_yticks(range(len(shares)), shares.index)
         axes.set(title=f"{measure}: share of samples", xlabel="length (tokens)", ylabel=shares.index.name)
+    trials = [result["cells"][-1].get("trials") for result in results]
     heads = ranked_heads(results)
-    if len(heads):  # else every length was rejected
+    if any(trials):
+        draw_trials(ranks, [result["run"] for result in results], trials)
+    elif len(heads):  # else every length was rejected
         heads.plot(ax=ranks, style="o-", ms=4, grid=True, title="needle score by rank of the head")
-    ranks.set(xlabel="rank of the head", ylabel="attention mass on the number")
+    ranks.set(
+        xlabel=f"rank of the {'sample' if any(trials) else 'head'}", ylabel="attention mass on the number"
+    )
     titles = [f"{output.run_title(result)}, step {result['step']}" for result in results]
     figure.suptitle("\n".join([*titles, f"RoPE scaling {output.format_rope(*results)}"]), fontsize=10)
     output.save_figure(figure, path)
+
+
+def draw_trials(axes: Any, names: list[str], trials: list[list[tuple[float, str]] | None]) -> None:
+    """Figure 8: the best head's needle score in each sample of the longest length, by rank, by outcome."""
+    for i, (name, of_run) in enumerate(zip(names, trials, strict=True)):
+        ranked = sorted(of_run or (), reverse=True)
+        for outcome, marker in OUTCOMES.items():
+            ranks = [rank for rank, (_, its) in enumerate(ranked) if its == outcome]
+            scores = [ranked[rank][0] for rank in ranks]
+            label = f"{name}: {outcome} ({len(ranks)})"
+            axes.scatter(
+                [rank + 1 for rank in ranks], scores, s=18, color=f"C{i}", marker=marker, label=label
+            )
+    axes.set(title="needle score of the best head, by sample")
+    axes.legend()
+    axes.grid()
 
 
 def ranked_heads(results: list[Result]) -> pandas.DataFrame:

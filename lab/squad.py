@@ -12,10 +12,10 @@ Every question whose context, question and answer are not empty (86,820 in the p
     Question: {question}
     Answer: {answer}<|endoftext|>, and zeros to the end
 
-Only the first answer and the end-of-text after it are learned. A second pair of splits, trainmask and
-valmask, holds 1 for each token that counts in the loss and 0 for the others. Longer sequences are left out
-and counted. With --shorten their context is cut on both sides, so that they fit and the answer stays at the
-same share of it.
+Only the first answer and the end-of-text after it are learned. (The paper has the answer alone.) A second
+pair of splits, trainmask and valmask, holds 1 for each token that counts in the loss and 0 for the others.
+Longer sequences are left out and counted. With --shorten their context is cut on both sides, so that they
+fit and the answer stays at the same share of it.
 
 Writes squad_val_000000.bin, squad_train_000001.bin, the masks, and at the end dataset.json (format:
 data/shards.py). Train on it with configs/ssmax_paper/sft.toml.

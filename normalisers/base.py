@@ -136,7 +136,7 @@ def reweight(a: Tensor, n: Tensor, p: int) -> Tensor:
 
     (LSSAR paper, eq. 5 and note 2.) `a` (..., R, K) >= 0 with rows that sum to one; n (R, 1).
 
-    Two rules keep it finite and exact for every p and length; neither changes the formula:
+    Two rules keep it finite for every p and length. The second changes rows that are uniform to 1e-5:
     - r = ReLU(n A - O) is divided by its row maximum before the power: l1 cancels any row factor, and
       (n A - 1)^p alone overflows float32 from p = 10 at 16K keys on.
     - Since sum(n A - 1) = 0, a row without positive entries is uniform and its signs are rounding

@@ -18,10 +18,10 @@ from normalisers.family import Bias, Phi, PhiName, Scaled, Softmax
 
 
 class Sigmoid(Phi, name="sigmoid"):
-    """sigmoid(x - ln n), or - ln L with L the training length or all keys. (Ramapuram et al. 2024)
+    """sigmoid(x - ln L), L the training length or all keys (Ramapuram et al. 2024), or - ln n.
 
-    With l1 a row of LSSAR's Table 4. With bias = "log_len" a row's weights depend on keys that it does not
-    see, through their number.
+    ln n, the default, and l1 are LSSAR's (Section 3.3, Table 4). With bias = "log_len" a row's weights depend
+    on keys that it does not see, through their number.
     """
 
     phi: PhiName = "sigmoid"

@@ -153,6 +153,18 @@ def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate, monkeypatc
     evaluate(run, "--lengths", 256, "--samples", 4, "--depths", 50)
     (cell,) = result_of(run)["cells"]
     assert cell["number"] == cell["choice"] == proportion(0, 4)
+    assert cell["first_digit"] == proportion(4, 4)
+    evaluate(run, "--lengths", 256, "--samples", 4, "--depths", 0)
+    (cell,) = result_of(run)["cells"]
+    assert {outcome for _, outcome in cell["trials"]} == {"first_digit"}
+
+
+def test_depths_at_random(run, call):
+    call(needle, run, "--lengths", 256, 600, "--samples", 6, "--depths", 0, "--device", "cpu")
+    for cell in result_of(run)["cells"]:
+        scores = [score for score, outcome in cell["trials"] if outcome == "number"]
+        assert len(scores) == 6 and min(scores) > 0.999
+    assert (run / "eval_needle.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_trials_follow_their_definition():
@@ -160,7 +172,9 @@ def test_trials_follow_their_definition():
     text = np.frombuffer(b"abcd" * 1000, np.uint8)
     stream = SimpleNamespace(read=lambda start, n: text[start : start + n], n_tokens=len(text))
     haystack = needle.Haystack(stream, tokenizer)
-    for depth in (0, 10, 50, 100):
+    anywhere = {needle.make_trial(haystack, 400, needle.RANDOM_DEPTH, index).span for index in range(20)}
+    assert len(anywhere) > 10 and max(span.stop for span in anywhere) < 400
+    for depth in (10, 50, 100):
         trial = needle.make_trial(haystack, 400, depth, index=7)
         assert len(trial.prompt) == 400 - needle.ANSWER_TOKENS and trial.prompt[0] == tokenizer.eot_token
         words = tokenizer.decode(trial.prompt[1:])
