@@ -258,7 +258,9 @@ def measured_shares(cells: list[dict[str, Any]]) -> list[tuple[int, int, str, fl
 def share_table(results: list[Result], measure: str, value: Callable[[Any], Any]) -> pandas.DataFrame:
     """The `value` of each share: runs and depths down, lengths across. NaN where the length was rejected."""
     shares = {
-        (result["run"], cell["depth"], cell["length"]): value(cell[measure]) if measure in cell else math.nan
+        (result["run"], cell["depth"] or "any", cell["length"]): value(cell[measure])
+        if measure in cell
+        else math.nan
         for result in results
         for cell in result["cells"]
     }
@@ -313,7 +315,7 @@ def draw_trials(axes: Any, names: list[str], trials: list[list[tuple[float, str]
         for outcome, marker in OUTCOMES.items():
             ranks = [rank for rank, (_, its) in enumerate(ranked) if its == outcome]
             scores = [ranked[rank][0] for rank in ranks]
-            label = f"{name}: {outcome} ({len(ranks)})"
+            label = f"{name}: {outcome} ({len(ranks)})" if ranks else None
             axes.scatter(
                 [rank + 1 for rank in ranks], scores, s=18, color=f"C{i}", marker=marker, label=label
             )

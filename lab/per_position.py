@@ -107,14 +107,14 @@ def tables(results: list[Result]) -> str:
 
 def plot(results: list[Result], path: Path) -> None:
     """The loss by position, and the training length (SSMax, Figure 5)."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(11, 5), layout="constrained")
     axes = figure.subplots()
     for result in results:
         parts = result["lengths"][0]["parts"]
         middles = [(part["from"] + part["to"]) / 2 for part in parts]
         axes.plot(middles, [part["loss"] for part in parts], label=output.run_title(result))
-    for train_len in {result["train_len"] for result in results}:
-        axes.axvline(train_len, color="0.4", linestyle=":", label="training length")
+    for i, train_len in enumerate({result["train_len"] for result in results}):
+        axes.axvline(train_len, color="0.4", linestyle=":", label=None if i else "training length")
     axes.set(xlabel=f"position (tokens), RoPE scaling {output.format_rope(*results)}", ylabel="loss (nats)")
     axes.grid(alpha=0.3)
     output.legend_below(figure, 3)
