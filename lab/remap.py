@@ -1,0 +1,128 @@
+"""RoPE beyond the training length without training: far keys stand nearer than they are.
+
+    python -m lab.remap runs/softmax --near 64                    # beyond 64 all keys are at 64 (ReRoPE)
+    python -m lab.remap runs/softmax --near 64 --group 32         # beyond 64 by groups (Self-Extend)
+    python -m lab.remap runs/softmax --near 64 --data data/python_tests_4k --blocks 256 --out runs/remapped
+
+A key at distance r < W = `--near` keeps its distance. Beyond, the distance that RoPE sees is
+
+    W                               ReRoPE (Su 2023, kexue.fm/archives/9708)
+    i // G - j // G + W - W // G    Self-Extend, of query i and key j (Jin et al. 2024, arXiv 2401.01325)
+
+so that no distance is new to the model if W + (T - W) / G is at most its training length. Both need scores
+twice, and here dense ones: it is a control for small models. The targets and the cut are those of
+eval_length.py. Prints the table of lab.gains, which explains it. --out writes its rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from data.batches import read_windows
+from eval_length import LOGITS_AT_ONCE, cut_losses
+from evals.common import Blocks, open_validation
+from evals.rows import FACTORS, Row, text_key, write_rows
+from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
+from lab.gains import gain_table
+from lab.tables import markdown
+from model import GPT, Attention, KVCache
+from normalisers.base import HIDDEN, share_heads
+from training.checkpoint import load_model
+
+
+def parse_args() -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder or checkpoint file")
+    parser.add_argument("--near", type=positive_int, required=True, metavar="W", help="distances kept")
+    group_help = "places that share one beyond W (default: 0, all distances are W)"
+    parser.add_argument("--group", type=integer(0, 2**20), default=0, metavar="G", help=group_help)
+    parser.add_argument("--data", metavar="DIR", help="dataset folder (default: that of the run's config)")
+    parser.add_argument("--blocks", type=positive_int, default=32, metavar="N", help="(default: 32)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write rows.csv there")
+    return parser.parse_args()
+
+
+def far_places(length: int, near: int, group: int) -> tuple[Tensor, Tensor]:
+    """Where queries and keys stand for the keys at distance `near` and beyond, (length,) each."""
+    place = torch.arange(length)
+    if not group:
+        return torch.full_like(place, near).clamp_max(length - 1), torch.zeros_like(place)
+    return (place // group + near - near // group).clamp_max(length - 1), place // group
+
+
+def remapped_forward(
+    attention: Attention, near: int, group: int, x: Tensor, cos: Tensor, sin: Tensor,
+    cache: KVCache | None = None, p: int | None = None,
+) -> Tensor:  # fmt: skip
+    """`Attention.forward`, (B, T, C) to the same, with far keys nearer."""
+    assert cache is None
+    layer = attention.normaliser
+    of_queries, of_keys = far_places(x.shape[1], near, group)
+    q, k, v, signals = attention.project(x, cos, sin)
+    far_q, *_ = attention.project(x, cos[of_queries], sin[of_queries])
+    _, far_k, *_ = attention.project(x, cos[of_keys], sin[of_keys])
+    context = layer.context(q, k, p=p, signals=signals)
+    near_scores = layer.scores(*layer.prepare(q, k, context), context)  # (B, H, T, T)
+    far_scores = layer.scores(*layer.prepare(far_q, far_k, context), context)
+    scores = torch.where(context.distance(near_scores) < near, near_scores, far_scores)
+    weights = layer.row_weights(scores.masked_fill(~context.visible(scores), HIDDEN), context)
+    y = (weights.to(v.dtype) @ share_heads(v, q)).transpose(1, 2).flatten(2)  # (B, T, C)
+    return attention.out(y if attention.gate is None else y * torch.sigmoid(attention.gate(x)))
+
+
+def remap(model: GPT, near: int, group: int) -> None:
+    """Have all layers with RoPE see far keys nearer. Raises UserError: there is no such layer."""
+    with_rope = [block.attention for block in model.blocks if block.attention.has_rope]
+    if not with_rope:
+        raise UserError("no layer has RoPE: expected a run with model.position = rope in one at least")
+    for attention in with_rope:
+        attention.forward = partial(remapped_forward, attention, near, group)  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def target_losses(model: GPT, blocks: Blocks, block: int, length: int) -> Tensor:
+    """The losses of a block's last window of `length` tokens, (length,)."""
+    windows = read_windows(blocks.stream, block, 1, blocks.longest)
+    x, y = (torch.from_numpy(each[:, -length:]) for each in windows)  # (1, length)
+    with model.autocast():
+        return model.token_losses(x, y, chunk=LOGITS_AT_ONCE)[0]
+
+
+def main() -> None:
+    args = parse_args()
+    trained = load_model(args.run)
+    config = trained.config
+    train_len = config.train.seq_len
+    stream = open_validation(config, args.data, trained.tokenizer_name)
+    blocks = Blocks(stream, [factor * train_len for factor in FACTORS], args.blocks)
+    most = (stream.n_tokens - 1) // blocks.longest
+    if args.blocks > most:
+        raise UserError(f"--blocks {args.blocks}: expected at most {most}, {stream.folder}'s")
+    rope = f"self_extend = {args.near}/{args.group}" if args.group else f"rerope = {args.near}"
+    run = (f"{config.name}_remapped", config.seed, config.optimizer.lr, trained.step, "remap", rope)
+    key = (*run, text_key(blocks.describe()))
+    documents = blocks.count_documents()
+    rows = [Row(*key, blocks.longest, block, "document", number) for block, number in enumerate(documents)]
+    for block in range(args.blocks):
+        loss = cut_losses(trained.model, blocks, block, train_len)[0, -train_len:].mean().item()
+        rows.append(Row(*key, train_len, block, f"cut[{train_len}]", round(loss, 6)))
+    remap(trained.model, args.near, args.group)
+    for block in tqdm(range(args.blocks), unit="block", disable=None):
+        for length in blocks.lengths:
+            loss = target_losses(trained.model, blocks, block, length)[-train_len:].mean().item()
+            rows.append(Row(*key, length, block, f"same_targets[{train_len}]", round(loss, 6)))
+    print(markdown(gain_table(pd.DataFrame(rows, columns=Row._fields)), n_left=2))
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        write_rows(args.out, rows)
+
+
+if __name__ == "__main__":
+    run_main(main)
