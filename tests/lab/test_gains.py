@@ -149,6 +149,10 @@ def test_mistakes():
         ("rows_4k_controls.csv", ("softmax",)),
         ("rows_4k_plain.csv", ()),
         ("rows_web.csv", ("softmax", "softmax_continued", 0.01)),
+        ("rows_web_counts.csv", ()),
+        ("rows_novels.csv", ("softmax", "softmax_continued")),
+        ("rows_4k_remapped.csv", ()),
+        ("rows_tests_remapped.csv", ()),
     ],
 )
 def test_committed_tables(file, options):
