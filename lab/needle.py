@@ -294,7 +294,9 @@ def plot(results: list[Result], path: Path) -> None:
         axes.set_xticks(range(shares.shape[1]), shares.columns)
         axes.set_yticks(range(len(shares)), shares.index)
         axes.set(title=f"{measure}: share of samples", xlabel="length (tokens)", ylabel=shares.index.name)
-    trials = [result["cells"][-1].get("trials") for result in results]
+    trials = [
+        next(filter(None, (cell.get("trials") for cell in result["cells"][::-1])), None) for result in results
+    ]
     heads = ranked_heads(results)
     if any(trials):
         draw_trials(ranks, [result["run"] for result in results], trials)

@@ -9,9 +9,10 @@ A key at distance r < W = `--near` keeps its distance. Beyond, the distance that
     W                               ReRoPE (Su 2023, kexue.fm/archives/9708)
     i // G - j // G + W - W // G    Self-Extend, of query i and key j (Jin et al. 2024, arXiv 2401.01325)
 
-so that no distance is new to the model if W + (T - W) / G is at most its training length. Both need scores
-twice, and here dense ones: it is a control for small models. The targets and the cut are those of
-eval_length.py. Prints the table of lab.gains, which explains it. --out writes its rows.
+so that no distance is new to the model if (N - 1) // G + W - W // G is below its training length, N the
+longest context. Both need scores twice, and here dense ones: it is a control for small models. The targets
+and the cut are those of eval_length.py. Prints the table of lab.gains, which explains it. --out writes its
+rows.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from attention import OUTPUT_NORM_EPS
 from data.batches import read_windows
 from eval_length import LOGITS_AT_ONCE, cut_losses
 from evals.common import Blocks, open_validation
@@ -68,21 +71,31 @@ def remapped_forward(
     q, k, v, signals = attention.project(x, cos, sin)
     far_q, *_ = attention.project(x, cos[of_queries], sin[of_queries])
     _, far_k, *_ = attention.project(x, cos[of_keys], sin[of_keys])
-    context = layer.context(q, k, p=p, signals=signals)
-    near_scores = layer.scores(*layer.prepare(q, k, context), context)  # (B, H, T, T)
-    far_scores = layer.scores(*layer.prepare(far_q, far_k, context), context)
-    scores = torch.where(context.distance(near_scores) < near, near_scores, far_scores)
-    weights = layer.row_weights(scores.masked_fill(~context.visible(scores), HIDDEN), context)
-    y = (weights.to(v.dtype) @ share_heads(v, q)).transpose(1, 2).flatten(2)  # (B, T, C)
+    with torch.autocast(x.device.type, enabled=False):
+        context = layer.context(q, k, p=p, signals=signals)
+        near_scores = layer.scores(*layer.prepare(q, k, context), context)  # (B, H, T, T)
+        far_scores = layer.scores(*layer.prepare(far_q, far_k, context), context)
+        scores = torch.where(context.distance(near_scores) < near, near_scores, far_scores)
+        weights = layer.row_weights(scores.masked_fill(~context.visible(scores), HIDDEN), context)
+        y = (weights @ share_heads(v, q).to(weights.dtype)).to(v.dtype)  # (B, H, T, D)
+    if layer.definition.output_norm:
+        y = F.rms_norm(y, y.shape[-1:], eps=OUTPUT_NORM_EPS)
+    y = y.transpose(1, 2).flatten(2)  # (B, T, C)
     return attention.out(y if attention.gate is None else y * torch.sigmoid(attention.gate(x)))
 
 
 def remap(model: GPT, near: int, group: int) -> None:
-    """Have all layers with RoPE see far keys nearer. Raises UserError: there is no such layer."""
+    """Have all layers with RoPE see far keys nearer.
+
+    Raises UserError: there is no such layer, or its formula shifts a row's scores by one of its keys'.
+    """
     with_rope = [block.attention for block in model.blocks if block.attention.has_rope]
     if not with_rope:
         raise UserError("no layer has RoPE: expected a run with model.position = rope in one at least")
     for attention in with_rope:
+        formula = attention.normaliser.definition
+        if formula.centre_keys:  # near and far scores would be shifted differently
+            raise UserError(f"{formula.name}: expected a normaliser that does not centre the keys")
         attention.forward = partial(remapped_forward, attention, near, group)  # type: ignore[method-assign]
 
 

@@ -136,7 +136,7 @@ def test_rope_is_scaled_for_the_length(run, evaluate):
     assert cell["number"] == proportion(0, 2)
 
 
-def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate, monkeypatch):
+def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate, call, monkeypatch):
     """Every digit but the first comes out as 0. And one of ten numbers is likelier than the right one."""
     values = cycle([-2.0, *8 * [-3.0], -1.0])
     monkeypatch.setattr(
@@ -154,9 +154,12 @@ def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate, monkeypatc
     (cell,) = result_of(run)["cells"]
     assert cell["number"] == cell["choice"] == proportion(0, 4)
     assert cell["first_digit"] == proportion(4, 4)
-    evaluate(run, "--lengths", 256, "--samples", 4, "--depths", 0)
-    (cell,) = result_of(run)["cells"]
-    assert {outcome for _, outcome in cell["trials"]} == {"first_digit"}
+    drawn = []
+    monkeypatch.setattr(needle, "draw_trials", lambda axes, names, trials: drawn.append(trials))
+    call(needle, run, "--lengths", 256, "--samples", 4, "--depths", 0, 50, "--device", "cpu")
+    random, middle = result_of(run)["cells"]
+    assert [outcome for _, outcome in random["trials"]] == 4 * ["first_digit"] and "trials" not in middle
+    assert [[outcome for _, outcome in of_run] for of_run in drawn[0]] == [4 * ["first_digit"]]
 
 
 def test_depths_at_random(run, call):

@@ -27,9 +27,16 @@ def distance(i: int, j: int, near: int, group: int) -> int:
 
 @torch.no_grad()
 @pytest.mark.parametrize("group", [0, 3])
-@pytest.mark.parametrize("options", [{"normaliser": "softmax"}, {"normaliser": "ssmax", "scores": "cosine"}])
-def test_scores_pair_by_pair(options, group):
-    gpt = make_gpt(options, std=0.5, n_layer=1)
+@pytest.mark.parametrize(
+    ("options", "model"),
+    [
+        ({"normaliser": "softmax"}, {}),
+        ({"normaliser": "ssmax", "scores": "cosine"}, {"attention_gate": True}),
+        ({"normaliser": "lssa", "reweight_p": 3, "output_norm": True}, {"n_kv_head": 1, "window": 6}),
+    ],
+)
+def test_scores_pair_by_pair(options, model, group):
+    gpt = make_gpt(options, std=0.5, n_layer=1, **model)
     tokens = random_tokens(2, 12)
     ((cos, sin),) = gpt.rope(tokens, UNSCALED)
     attention = gpt.blocks[0].attention
@@ -44,9 +51,14 @@ def test_scores_pair_by_pair(options, group):
             turned = apply_rope(q, cos[at].expand(12, -1), sin[at].expand(12, -1))
             prepared_q, prepared_k = layer.prepare(turned, k, context)
             scores[:, :, i, j] = (prepared_q[:, :, i] * prepared_k[:, :, j]).sum(-1)
-    y = (layer.row_weights(scores, context) @ v).transpose(1, 2).flatten(2)
+    weights = layer.row_weights(scores.masked_fill(~context.visible(scores), remap.HIDDEN), context)
+    y = weights @ v.expand(-1, q.shape[1], -1, -1)
+    if layer.definition.output_norm:
+        y = torch.nn.functional.rms_norm(y, y.shape[-1:], eps=1e-5)
+    y = y.transpose(1, 2).flatten(2)
+    y = attention.out(y if attention.gate is None else y * torch.sigmoid(attention.gate(x)))
     result = remap.remapped_forward(attention, 4, group, x, cos, sin)
-    torch.testing.assert_close(result, attention.out(y), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result, y, rtol=1e-4, atol=1e-5)
     unchanged = remap.remapped_forward(attention, 12, group, x, cos, sin)
     torch.testing.assert_close(unchanged, attention(x, cos, sin), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(result, unchanged, rtol=1e-2)
@@ -54,8 +66,15 @@ def test_scores_pair_by_pair(options, group):
 
 def test_script(tmp_path, data, call, capsys):
     run = make_run(tmp_path / "runs", "a", data)
+    call(remap, run, "--near", 2, "--group", 4, "--blocks", 1, "--out", tmp_path / "grouped")
     call(remap, run, "--near", 1000, "--blocks", 1, "--out", tmp_path / "out")
-    rows = read_rows([tmp_path / "out"])
+    (grouped, rows) = (read_rows([tmp_path / name]) for name in ("grouped", "out"))
+    assert set(grouped.rope) == {"self_extend = 2/4"} and (grouped.measure == rows.measure).all()
+    is_cut = rows.measure.str.startswith("cut")
+    is_long = rows.measure.str.startswith("same") & (rows.length == rows.length.max())
+    assert is_cut.sum() == is_long.sum() == 1 and (rows.measure == "document").sum() == 1
+    assert grouped[is_cut].value.item() == rows[is_cut].value.item()
+    assert abs(grouped[is_long].value.item() - rows[is_long].value.item()) > 1e-3
     gpt = load_model(run).model
     blocks = Blocks(TokenStream(data, "val"), [int(rows.length.max())], 1)
     length = gpt.config.train.seq_len
@@ -69,5 +88,14 @@ def test_mistakes(tmp_path, data, call):
     run = make_run(tmp_path / "runs", "a", data)
     with one_line("--blocks 100: expected at most"):
         call(remap, run, "--near", 8, "--blocks", 100)
+    with one_line("norm_softmax: expected a normaliser that does not centre the keys"):
+        call(
+            remap,
+            make_run(tmp_path / "runs", "c", data, normaliser="norm_softmax"),
+            "--near",
+            8,
+            "--blocks",
+            1,
+        )
     with one_line("no layer has RoPE"):
         call(remap, make_run(tmp_path / "runs", "b", data, position="none"), "--near", 8, "--blocks", 1)
