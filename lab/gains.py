@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
 
+from evals.common import Blocks
 from evals.output import check_figure, save_figure
-from evals.rows import read_table
+from evals.rows import Row, read_table, text_key, write_rows
 from infra.cli import ArgumentParser, UserError, run_main
 from lab.figures import draw_lines, log_ticks
 from lab.tables import DASH, markdown
@@ -189,6 +190,35 @@ def loss_figure(rows: pd.DataFrame, baseline: str = "", shown: Sequence[str] = (
     lowest = points.groupby(["name", "x"]).y.mean().min()
     figure.axes[0].set_ylim(lowest - 0.02, min(points.y.max(), cuts.median() + MARGIN_ABOVE))
     return log_ticks(figure, sorted(points.x.unique()))
+
+
+def publish(
+    run: tuple[str, int, float, int, str, str],
+    blocks: Blocks,
+    cut: Sequence[float],
+    losses: Mapping[int, Sequence[float]],
+    out: Path | None,
+) -> None:
+    """Print the table of losses that another script than eval_length.py has measured, and write its rows.
+
+    Args:
+        run: the rows' key from the run's name to the RoPE scaling.
+        cut: of each block, the loss of the targets with their context cut.
+        losses: the same by length of context.
+        out: folder of rows.csv, or None.
+    """
+    train_len = blocks.lengths[0]
+    key = (*run, text_key(blocks.describe()))
+    rows = [Row(*key, train_len, i, f"cut[{train_len}]", round(loss, 6)) for i, loss in enumerate(cut)]
+    for length, of_blocks in losses.items():
+        measure = f"same_targets[{train_len}]"
+        rows += [Row(*key, length, i, measure, round(loss, 6)) for i, loss in enumerate(of_blocks)]
+    documents = enumerate(blocks.count_documents())
+    rows += [Row(*key, blocks.longest, i, "document", number) for i, number in documents]
+    print(markdown(gain_table(pd.DataFrame(rows, columns=Row._fields)), n_left=2))
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        write_rows(out, rows)
 
 
 def main() -> None:

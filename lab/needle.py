@@ -294,26 +294,25 @@ def plot(results: list[Result], path: Path) -> None:
         axes.set_xticks(range(shares.shape[1]), shares.columns)
         axes.set_yticks(range(len(shares)), shares.index)
         axes.set(title=f"{measure}: share of samples", xlabel="length (tokens)", ylabel=shares.index.name)
-    trials = [
-        next(filter(None, (cell.get("trials") for cell in result["cells"][::-1])), None) for result in results
-    ]
+    # Of each run the last cell at random depths, so of the longest length that has them.
+    trials = {
+        result["run"]: cell["trials"] for result in results for cell in result["cells"] if "trials" in cell
+    }
     heads = ranked_heads(results)
-    if any(trials):
-        draw_trials(ranks, [result["run"] for result in results], trials)
+    if trials:
+        draw_trials(ranks, trials)
     elif len(heads):  # else every length was rejected
         heads.plot(ax=ranks, style="o-", ms=4, grid=True, title="needle score by rank of the head")
-    ranks.set(
-        xlabel=f"rank of the {'sample' if any(trials) else 'head'}", ylabel="attention mass on the number"
-    )
+    ranks.set(xlabel=f"rank of the {'sample' if trials else 'head'}", ylabel="attention mass on the number")
     titles = [f"{output.run_title(result)}, step {result['step']}" for result in results]
     figure.suptitle("\n".join([*titles, f"RoPE scaling {output.format_rope(*results)}"]), fontsize=10)
     output.save_figure(figure, path)
 
 
-def draw_trials(axes: Any, names: list[str], trials: list[list[tuple[float, str]] | None]) -> None:
-    """Figure 8: the best head's needle score in each sample of the longest length, by rank, by outcome."""
-    for i, (name, of_run) in enumerate(zip(names, trials, strict=True)):
-        ranked = sorted(of_run or (), reverse=True)
+def draw_trials(axes: Any, trials: dict[str, list[tuple[float, str]]]) -> None:
+    """Figure 8: each run's needle scores of the best head in single samples, by rank, marked by outcome."""
+    for i, (name, of_run) in enumerate(trials.items()):
+        ranked = sorted(of_run, reverse=True)
         for outcome, marker in OUTCOMES.items():
             ranks = [rank for rank, (_, its) in enumerate(ranked) if its == outcome]
             scores = [ranked[rank][0] for rank in ranks]

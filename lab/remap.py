@@ -21,7 +21,6 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,10 +30,9 @@ from attention import OUTPUT_NORM_EPS
 from data.batches import read_windows
 from eval_length import LOGITS_AT_ONCE, cut_losses
 from evals.common import Blocks, open_validation
-from evals.rows import FACTORS, Row, text_key, write_rows
+from evals.rows import FACTORS
 from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
-from lab.gains import gain_table
-from lab.tables import markdown
+from lab.gains import publish
 from model import GPT, Attention, KVCache
 from normalisers.base import HIDDEN, share_heads
 from training.checkpoint import load_model
@@ -120,21 +118,14 @@ def main() -> None:
         raise UserError(f"--blocks {args.blocks}: expected at most {most}, {stream.folder}'s")
     rope = f"self_extend = {args.near}/{args.group}" if args.group else f"rerope = {args.near}"
     run = (f"{config.name}_remapped", config.seed, config.optimizer.lr, trained.step, "remap", rope)
-    key = (*run, text_key(blocks.describe()))
-    documents = blocks.count_documents()
-    rows = [Row(*key, blocks.longest, block, "document", number) for block, number in enumerate(documents)]
-    for block in range(args.blocks):
-        loss = cut_losses(trained.model, blocks, block, train_len)[0, -train_len:].mean().item()
-        rows.append(Row(*key, train_len, block, f"cut[{train_len}]", round(loss, 6)))
+    items = range(args.blocks)
+    cut = [cut_losses(trained.model, blocks, i, train_len)[0, -train_len:].mean().item() for i in items]
     remap(trained.model, args.near, args.group)
-    for block in tqdm(range(args.blocks), unit="block", disable=None):
-        for length in blocks.lengths:
-            loss = target_losses(trained.model, blocks, block, length)[-train_len:].mean().item()
-            rows.append(Row(*key, length, block, f"same_targets[{train_len}]", round(loss, 6)))
-    print(markdown(gain_table(pd.DataFrame(rows, columns=Row._fields)), n_left=2))
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        write_rows(args.out, rows)
+    losses: dict[int, list[float]] = {length: [] for length in blocks.lengths}
+    for i in tqdm(items, unit="block", disable=None):
+        for length, of_blocks in losses.items():
+            of_blocks.append(target_losses(trained.model, blocks, i, length)[-train_len:].mean().item())
+    publish(run, blocks, cut, losses, args.out)
 
 
 if __name__ == "__main__":

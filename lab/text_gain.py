@@ -28,17 +28,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
 import torch
 from tqdm import tqdm
 
 from data.dataset import TokenStream
 from eval_length import block_losses, cut_losses
 from evals.common import Blocks, open_validation
-from evals.rows import FACTORS, Row, text_key, write_rows
+from evals.rows import FACTORS
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
-from lab.gains import gain_table
-from lab.tables import markdown
+from lab.gains import publish
 from model import GPT
 from positions import UNSCALED
 from training.checkpoint import Trained, load_model
@@ -192,21 +190,6 @@ def cross_fit(blocks: list[list[Target]], widths: Sequence[int]) -> np.ndarray:
     return losses
 
 
-def rows_of(run: tuple[str, int, float, int], blocks: Blocks, targets: list[list[Target]]) -> list[Row]:
-    """The rows of eval_length.py, of a run's name, seed, rate and step."""
-    train_len = blocks.lengths[0]
-    key = (*run, "text_gain", "none", text_key(blocks.describe()))
-    rows = []
-    for width in blocks.lengths:
-        losses = cross_fit(targets, sorted({train_len, width}))
-        measure = f"same_targets[{train_len}]" if width > train_len else f"cut[{train_len}]"
-        rows += [
-            Row(*key, width, block, measure, round(loss, 6)) for block, loss in enumerate(losses.tolist())
-        ]
-    documents = enumerate(blocks.count_documents())
-    return rows + [Row(*key, blocks.longest, block, "document", number) for block, number in documents]
-
-
 def open_text(args: argparse.Namespace, trained: Trained | None) -> Blocks:
     """The blocks to score. Raises UserError: too few, or tokens that the model does not know."""
     folder = args.text or args.data
@@ -245,11 +228,9 @@ def main() -> None:
         tokens = blocks.stream.read(block * blocks.longest, blocks.longest + 1).tolist()
         probabilities = learned(block, tokens, blocks.lengths)
         targets.append(list(read_block(tokens, probabilities, vocab_size)))
-    rows = rows_of(run, blocks, targets)
-    print(markdown(gain_table(pd.DataFrame(rows, columns=Row._fields)), n_left=2))
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        write_rows(args.out, rows)
+    train_len = blocks.lengths[0]
+    losses = {width: cross_fit(targets, sorted({train_len, width})).tolist() for width in blocks.lengths}
+    publish((*run, "text_gain", "none"), blocks, losses.pop(train_len), losses, args.out)
 
 
 if __name__ == "__main__":

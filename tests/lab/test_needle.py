@@ -155,7 +155,7 @@ def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate, call, monk
     assert cell["number"] == cell["choice"] == proportion(0, 4)
     assert cell["first_digit"] == proportion(4, 4)
     drawn = []
-    monkeypatch.setattr(needle, "draw_trials", lambda axes, names, trials: drawn.append(trials))
+    monkeypatch.setattr(needle, "draw_trials", lambda axes, trials: drawn.append([*trials.values()]))
     call(needle, run, "--lengths", 256, "--samples", 4, "--depths", 0, 50, "--device", "cpu")
     random, middle = result_of(run)["cells"]
     assert [outcome for _, outcome in random["trials"]] == 4 * ["first_digit"] and "trials" not in middle

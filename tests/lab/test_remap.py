@@ -88,14 +88,8 @@ def test_mistakes(tmp_path, data, call):
     run = make_run(tmp_path / "runs", "a", data)
     with one_line("--blocks 100: expected at most"):
         call(remap, run, "--near", 8, "--blocks", 100)
+    centred = make_run(tmp_path / "runs", "c", data, normaliser="norm_softmax")
     with one_line("norm_softmax: expected a normaliser that does not centre the keys"):
-        call(
-            remap,
-            make_run(tmp_path / "runs", "c", data, normaliser="norm_softmax"),
-            "--near",
-            8,
-            "--blocks",
-            1,
-        )
+        call(remap, centred, "--near", 8, "--blocks", 1)
     with one_line("no layer has RoPE"):
         call(remap, make_run(tmp_path / "runs", "b", data, position="none"), "--near", 8, "--blocks", 1)
