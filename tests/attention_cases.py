@@ -116,7 +116,17 @@ def case_id(options: dict[str, Any]) -> str:
     return " ".join([options["normaliser"], *rest]).replace(" ", "-")
 
 
-CASES = [pytest.param(AttentionConfig(**options), id=case_id(options)) for options in OPTIONS]
+def is_quick(options: dict[str, Any]) -> bool:
+    """One power of each formula, and LSSAR's all; the others run with ./test.sh --all."""
+    return options.get("reweight_p", 3) == 3 or options["normaliser"] == "lssa"
+
+
+CASES = [
+    pytest.param(
+        AttentionConfig(**options), id=case_id(options), marks=() if is_quick(options) else pytest.mark.slow
+    )
+    for options in OPTIONS
+]
 each_case = pytest.mark.parametrize("cfg", CASES)
 
 

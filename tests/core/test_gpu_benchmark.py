@@ -27,6 +27,7 @@ def test_smoke(call, tmp_path, monkeypatch):
     assert records[0]["name"] == "LSSAR p=15" and len(records) == 16
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="triton was imported before TRITON_INTERPRET was set")
 def test_a_memory_budget_keeps_one_matrix_more_of_lssar_than_of_softmax(monkeypatch):
     """The u of its power's gradient."""

@@ -217,20 +217,17 @@ def flags(options: dict[str, object]) -> list[str]:
     return [text for key, value in options.items() for text in (f"--attention.{key}", json.dumps(value))]
 
 
+LSSAR = flags({"normaliser": "lssa", "reweight_p": 15})
+
+
 def test_exported_models_are_ours(tiny_config, own_file, call):
-    lssar = flags({"normaliser": "lssa", "reweight_p": 15})
     llama_like = [*FAMILIES["llama"], "--model.tie-embeddings", "false", "--model.bias", "false"]
     untrained = ["--train.max-steps", "0", "--optimizer.warmup-steps", "0", "--init-from", "runs/a"]
     mine = f"attention = {{normaliser = '{own_file}:Mine'}}"
     cases = [
-        ([*lssar, *llama_like, *untrained], "ntk"),
+        ([*LSSAR, *llama_like, *untrained], "ntk"),
         ([*flags({"normaliser": "ssmax_pn"}), "--model.n-kv-head", "1"], "none"),
-        ([*flags({"normaliser": "sigmoid", "bias": "log_len"}), "--model.position", "alibi"], "linear"),
-        (["--attention.normaliser", f"{own_file}:Mine"], "ntk"),
-        ([*lssar, "--model.key-shift", "true"], "ntk"),
         ([*flags({"normaliser": "fox"}), "--model.position", "none"], "none"),
-        ([*flags({"normaliser": "wall"}), "--model.position", "none"], "none"),
-        ([*flags({"length_scale": "query"}), "--model.position", "pope"], "yarn"),
         (
             ["--model.window", "9", "--layers", f"[{{at = [1], position = 'none', window = 0, {mine}}}]"],
             "ntk",
@@ -326,15 +323,21 @@ def test_native_only_where_exact(tiny_config):
 
 
 @pytest.mark.slow
-def test_every_normaliser_and_scaling_leaves(tiny_config, call):
-    lssar = flags({"normaliser": "lssa", "reweight_p": 15})
+def test_every_normaliser_and_scaling_leaves(tiny_config, own_file, call):
     named = [(flags(options), position_of(options["normaliser"])) for options in OPTIONS]
     cases = [([*options, "--model.position", position], "ntk") for options, position in named]
-    cases += [(lssar, rope) for rope in get_args(RopeKind)]
+    cases += [(LSSAR, rope) for rope in get_args(RopeKind)]
     positions = [["--model.position", name] for name in ("p_rope", "pope", "none", "alibi")]
-    cases += [([*some, *each], "ntk") for some in (lssar, []) for each in positions]
-    cases += [([*lssar, "--model.attention-gate", "true", "--attention.output-norm", "true"], "yarn")]
-    cases += [([*lssar, "--train.loss", loss], "ntk") for loss in ("norm_softmax", "logit_norm")]
+    cases += [([*some, *each], "ntk") for some in (LSSAR, []) for each in positions]
+    cases += [([*LSSAR, "--model.attention-gate", "true", "--attention.output-norm", "true"], "yarn")]
+    cases += [([*LSSAR, "--train.loss", loss], "ntk") for loss in ("norm_softmax", "logit_norm")]
+    cases += [
+        ([*flags({"normaliser": "sigmoid", "bias": "log_len"}), "--model.position", "alibi"], "linear"),
+        (["--attention.normaliser", f"{own_file}:Mine"], "ntk"),
+        ([*LSSAR, "--model.key-shift", "true"], "ntk"),
+        ([*flags({"normaliser": "wall"}), "--model.position", "none"], "none"),
+        ([*flags({"length_scale": "query"}), "--model.position", "pope"], "yarn"),
+    ]
     compare_in_a_fresh_process(cases, tiny_config, call)
 
 

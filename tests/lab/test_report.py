@@ -326,6 +326,7 @@ def test_a_run_of_another_name_for_the_same_formula_is_of_the_row(tmp_path) -> N
     assert cells(table_of("lssar", 3, runs), "table4_relu_li")[0][2] == "2.0000"
 
 
+@pytest.mark.slow
 def test_records_redraw_the_report_without_the_runs(tmp_path, call, no_drawing) -> None:
     """With those records of the comparison that are rows of a paper."""
     out = tmp_path / "out"
@@ -350,6 +351,7 @@ def test_records_redraw_the_report_without_the_runs(tmp_path, call, no_drawing) 
     assert (out / "report.md").read_text() == text
 
 
+@pytest.mark.slow
 def test_committed_report_comes_out_of_the_committed_records(tmp_path, call, no_drawing) -> None:
     results = CONFIGS.parent / "results/papers"
     shutil.copy(results / "runs.jsonl", tmp_path)
