@@ -15,8 +15,6 @@ the current runs save their step and exit; the same command resumes. With severa
 goes to <log.dir>/<name>.log.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex
@@ -107,7 +105,8 @@ class Job(NamedTuple):
 
     def evaluation(self, tokens: int) -> list[str]:
         """The arguments of eval_length.py, for all of its evaluations in one process."""
-        options = ["--replace", "--tokens", str(tokens), "--device", self.config.train.device]
+        options = ["--replace", "--tokens", str(tokens), "--data", self.config.data.dir]
+        options += ["--device", self.config.train.device]
         scalings = [rope + (f"={theta}" if theta else "") for rope, theta in self.evaluations.items()]
         return [str(self.config.run_dir), *options, "--also", *scalings[1:]]
 
@@ -149,8 +148,10 @@ def format_loss(loss: float | None) -> str:
 
 def main() -> None:
     args, overrides = parse_args(sys.argv[1:])
-    args.nproc = args.nproc or max(1, torch.cuda.device_count() // args.jobs)
     jobs = make_jobs(args.configs, overrides, args.tag)
+    uses_gpus = any(job.config.train.device != "cpu" for job in jobs)
+    gpus = torch.cuda.device_count() if uses_gpus else 0
+    args.nproc = args.nproc or max(1, gpus // args.jobs)
     if args.index is not None and args.index not in range(len(jobs)):
         raise UserError(f"--index {args.index}: expected 0 to {len(jobs) - 1}, the number of a run")
     if args.list:
@@ -159,7 +160,7 @@ def main() -> None:
         return
     if args.index is not None:
         jobs = [jobs[args.index]]
-    check_resources(args, jobs)
+    check_resources(args, jobs, gpus)
     with StopSignals() as stop:
         failures = run_all(jobs, args, stop)
         if stop.number:
@@ -196,14 +197,12 @@ def make_jobs(configs: list[str], overrides: list[str], tag: str | None) -> list
     return list(jobs.values())
 
 
-def check_resources(args: argparse.Namespace, jobs: list[Job]) -> None:
+def check_resources(args: argparse.Namespace, jobs: list[Job], gpus: int) -> None:
     """Raises UserError for too few tokens of an evaluation, or more processes than GPUs."""
     needed = 16 * max(job.config.train.seq_len for job in jobs)
     if args.eval_tokens and args.eval_tokens < needed:
         raise UserError(f"--eval-tokens {args.eval_tokens}: expected at least {needed}, 16 windows, or 0")
-    gpus = torch.cuda.device_count()
-    on_gpus = gpus > 0 and any(job.config.train.device != "cpu" for job in jobs)
-    if on_gpus and args.jobs > 1 and args.jobs * args.nproc > gpus:  # CUDA would show the last runs none
+    if gpus and args.jobs > 1 and args.jobs * args.nproc > gpus:  # CUDA would show the last runs none
         processes = f"--jobs {args.jobs} --nproc {args.nproc}"
         raise UserError(f"{processes}: expected at most {gpus} processes, one a GPU")
 

@@ -129,6 +129,9 @@ def test_jobs_run_side_by_side_with_their_share_of_the_machine(four_runs, call, 
     out = capsys.readouterr().out
     assert fake.scripts == 3 * ["train.py"] and "3 of 4 runs" in out and "seed=2: disk full" in out
     assert set(shares) == {("2", "9,8,7"), ("2", "6,5,4")}
+    with pytest.raises(SystemExit):
+        call(sweep, four_runs, "--jobs", 2, "--eval-tokens", 0, "--train.device", "cpu", "--tag", "cpu")
+    assert {threads for threads, _ in shares} == {"2", "6"}  # three processes on GPUs, one on a CPU
     with pytest.raises(UserError, match="--jobs 4 --nproc 2: expected at most 6 processes, one a GPU"):
         call(sweep, four_runs, "--jobs", 4, "--nproc", 2, "--train.device", "cuda")
 
@@ -250,13 +253,18 @@ def test_list_and_mistakes(four_runs, call, capsys):
             call(sweep, *args)
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_and_its_evaluations(processes, four_runs, call):
     run = four_runs.parent / "runs/s_normaliser=softmax_seed=1"
     call(sweep, four_runs, "--index", 0, "--nproc", processes, "--eval-tokens", 256, "--train.device", "cpu")
     evaluation = json.loads((run / "eval_length_none.json").read_text())
     assert evaluation["rope"]["kind"] == "none" and evaluation["step"] == 12
     assert [row["length"] for row in evaluation["lengths"]] == [16, 32, 64, 128, 256]
+    if processes == 2:  # a finished run is evaluated on data that have moved since
+        moved = shutil.copytree(evaluation["options"]["data"], four_runs.with_name("moved"))
+        flags = ["--train.device", "cpu", "--data.dir", moved, "--nproc", 1]
+        call(sweep, four_runs, "--index", 0, "--eval-tokens", 256, *flags)
+        assert json.loads((run / "eval_length_none.json").read_text())["options"]["data"] == str(moved)
 
 
 def test_a_signal_is_forwarded_as_sigterm():
