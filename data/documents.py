@@ -107,7 +107,8 @@ def _json_texts(path: str, key: str) -> Iterator[str]:
     with _open_text(path, newline="\n") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                text = json.loads(line)[key] or "" if line.strip() else ""
+                text = json.loads(line)[key] if line.strip() else None
+                text = "" if text is None else text
                 # JSON can write half a surrogate pair.
                 yield text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -151,11 +152,7 @@ READERS = {
 
 
 def local_files(patterns: list[str], column: str, shuffle: int | None = None) -> Source:
-    """The files of READERS that match the patterns, sorted by path.
-
-    Args:
-        shuffle: the seed of an order of all documents; None: that of the files.
-    """
+    """The files of READERS that match the patterns, sorted by path, or all documents shuffled by a seed."""
     matches: set[str] = set()
     for pattern in patterns:
         # A name that the shell has expanded may contain brackets.
@@ -183,9 +180,7 @@ def hub_dataset(
 ) -> Source:
     """A text dataset that `datasets` can load: of the hub, at one commit, or a local folder.
 
-    Args:
-        name: its configuration, or None.
-        commit: the commit of an interrupted run, or None: the newest of `revision`.
+    name: its configuration. commit: of an interrupted run; None: the newest of `revision`.
     """
     from huggingface_hub import HfApi
 

@@ -448,7 +448,11 @@ def test_inputs_that_cannot_be_read(tmp_path: Path, out: Path, small: Corpus) ->
 
 
 @pytest.mark.parametrize(
-    "line", [b'{"text": "x"', b"[" * 10**5, b'{"content": "x"}', b'{"text": ["x\\ny"]}', b'{"text": 1}', b"3"]
+    "line",
+    [
+        *(b'{"text": "x"', b"[" * 10**5, b'{"content": "x"}', b'{"text": ["x\\ny"]}'),
+        *(b'{"text": 1}', b'{"text": 0}', b'{"text": []}', b'{"text": false}', b"3"),
+    ],
 )
 def test_bad_lines_are_named(tmp_path: Path, out: Path, line: bytes) -> None:
     corpus = make_corpus(tmp_path / "in", {"a.jsonl": [*some_rows(31, 10, True), Row(line)]})
@@ -558,6 +562,7 @@ def start(corpus: Corpus, out: Path, workers: int) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments(tmp_path: Path, out: Path) -> None:
     """Ctrl-C with two workers and SIGKILL with one, in mid-work of 20 MB, then the end."""
     rng = random.Random(1)
