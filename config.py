@@ -21,8 +21,6 @@ Files are data: nothing in them is executed, but `normaliser = "file.py:Class"` 
 problem is reported at once, a line each, with the file or override, the key, its value and what was expected.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -30,13 +28,14 @@ import math
 import re
 import sys
 import tomllib
+from collections.abc import Container
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
 from infra.cli import ArgumentParser, UserError, run_main
-from schema import SECTIONS, Config, field_of, problems_of, resume_rule
+from schema import SECTIONS, VARIANT_KEYS, Config, field_of, problems_of, resume_rule
 
 # ---------------------------------------------------------------- reading and writing
 
@@ -56,7 +55,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """
     path = Path(path)
     chosen = parse_overrides(overrides or [])
-    values, sweeps = _read_file(path, chosen.pop("base", None))
+    values, sweeps = _read_file(path, chosen.pop("base", None), chosen)
     values.setdefault("name", (path.stem, str(path)))
     for key, value in chosen.items():
         is_swept = any(value in sweep.get(key, ()) for sweep in sweeps)
@@ -94,7 +93,7 @@ def expand_sweep(path: str | Path, overrides: list[str] | None = None) -> list[S
     path = Path(path)
     chosen = parse_overrides(overrides or [])
     runs: list[SweepRun] = []
-    for sweep in _read_file(path, chosen.pop("base", None))[1]:
+    for sweep in _read_file(path, chosen.pop("base", None), chosen)[1]:
         keys = [key for key in sweep if key not in chosen]
         for combination in itertools.product(*(sweep[key] for key in keys)):
             swept = dict(zip(keys, combination, strict=True))
@@ -176,11 +175,12 @@ def describe_keys(config: Config) -> str:
 
 
 def _read_file(
-    path: Path, other_base: str | None = None, seen: tuple[Path, ...] = ()
+    path: Path, other_base: str | None = None, chosen: Container[str] = (), seen: tuple[Path, ...] = ()
 ) -> tuple[Values, list[dict[str, list[Any]]]]:
     """A file's values on top of its base's, and its own [sweep] sections, an empty one if there is none.
 
-    `other_base` takes the place of its own base; `seen` are the files that have this one as a base.
+    `other_base` takes the place of its own base, of which then no VARIANT_KEYS may be lost but those that are
+    `chosen` elsewhere. `seen` are the files that have this one as a base.
     """
     own = _read_toml(path, seen)
     base = own.pop("base", None)
@@ -192,13 +192,13 @@ def _read_file(
     if base is not None:
         if not isinstance(base, str):
             raise UserError(f"{path}: base = {base!r}: expected the name of a config file")
-        values, _ = _read_file(path.parent / base, None, (*seen, path.resolve()))
+        values, _ = _read_file(path.parent / base, seen=(*seen, path.resolve()))
     if other_base is not None:
-        lost = {key: value for key, (value, _) in values.items() if key not in stated}
-        values, _ = _read_file(Path(other_base), None, (path.resolve(),))
-        for key, value in lost.items():
-            is_attention = key.startswith(("attention.", "model.position", "model.window", "layers"))
-            if is_attention and _value(values, key) != value:
+        before = values
+        values, _ = _read_file(Path(other_base), seen=(path.resolve(),))
+        for key, (value, _) in before.items():
+            is_lost = key.startswith(VARIANT_KEYS) and key not in stated and key not in chosen
+            if is_lost and _value(values, key) != value:
                 problem = f"{path} would lose {key} = {value!r} of its own base"
                 raise UserError(f"--base {other_base}: {problem}; expected a file that states it itself")
     values.pop("name", None)

@@ -4,8 +4,6 @@ One frozen pydantic class for each section. config.py reads files and command li
 normaliser's options are the fields of its class (normalisers/) and keys of [attention].
 """
 
-from __future__ import annotations
-
 import re
 from operator import attrgetter
 from pathlib import Path
@@ -317,7 +315,7 @@ class Config(Section):
         """Positions rotate in some layer, so that a RoPE scaling means something."""
         return any(self.of_layer(i).model.rotating > 0 for i in range(self.model.n_layer))
 
-    def of_layer(self, i: int) -> Config:
+    def of_layer(self, i: int) -> "Config":
         """The config of layer i, from 0: with what the entries of [[layers]] that name it state, in order.
 
         Their `attention` changes keys of [attention] or, with a normaliser, takes the section's place.
@@ -341,6 +339,11 @@ class Config(Section):
         return Path(self.log.dir) / self.name
 
 
+# What a variant of the attention states: the first parts of its dotted keys.
+VARIANT_KEYS = (
+    "attention.", "layers",
+    *(f"model.{key}" for key in ("position", "rope", "window", "attention_gate", "key_shift")),
+)  # fmt: skip
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelConfig, "attention": AttentionConfig, "data": DataConfig,
     "train": TrainConfig, "optimizer": OptimizerConfig, "log": LogConfig,

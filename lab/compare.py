@@ -28,16 +28,10 @@ from lab.report import RESULTS
 from lab.runs import read_run
 from lab.styles import N_SHOWN
 from lab.tables import CONFIGS, PAPERS_FOLDER, markdown
-from schema import resume_rule
+from schema import VARIANT_KEYS, resume_rule
 
 BASE = CONFIGS / "comparison/A.toml"
 N_TOKENS = 131072  # of an evaluation; the text on which nothing is chosen is as long and follows it
-# What a variant may change.
-OWN_KEYS = (
-    "attention.",
-    "layers",
-    *(f"model.{key}" for key in ("position", "rope", "window", "attention_gate", "key_shift")),
-)
 OTHER_KEYS = {"name", "seed", "optimizer.lr", "data.dir"}
 
 
@@ -79,7 +73,7 @@ def check_comparable(job: sweep.Job, records: list[comparison.Record]) -> None:
     """Raises UserError: another recipe than the base's, or another text or a name that the records have."""
     config = job.config
     for key, (old, new) in changed_keys(load_config(BASE), config).items():
-        if resume_rule(key) != "free" and not key.startswith(OWN_KEYS) and key not in OTHER_KEYS:
+        if resume_rule(key) != "free" and not key.startswith(VARIANT_KEYS) and key not in OTHER_KEYS:
             raise UserError(f"{config.name}: {key} = {new!r}: expected {old!r}, as all of scale A have")
     stream = TokenStream(config.data.dir, "val")
     stream.check_model(config.model.vocab_size)

@@ -80,6 +80,10 @@ def test_another_base_loses_nothing_of_the_attention(tmp_path: Path):
         tmp_path, "own.toml", f'base = "{ROOT}/configs/lssa.toml"\n[attention]\nnormaliser = "lssa"\n'
     )
     assert load_config(stated, ["--base", str(recipe)]).attention.normaliser == "lssa"
+    shifted = ROOT / "configs/comparison/context/hybrid_16_fox_4.toml"
+    with one_line("hybrid_16_fox_4.toml would lose model.key_shift = True of its own base"):
+        load_config(shifted, ["--base", str(recipe)])
+    assert not load_config(shifted, ["--base", str(recipe), "--model.key-shift", "false"]).model.key_shift
     with one_line("nowhere.toml: no such config file (the base of lssa.toml)"):
         load_config(ROOT / "configs/lssa.toml", ["--base", "nowhere.toml"])
 
