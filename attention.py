@@ -7,8 +7,6 @@
 What an engine computes and can run, its own file in engines/ says (`problem`).
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -18,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines import dense, flex, rows, sdpa, self_check, stick_breaking
+from engines import self_check
 from infra.cli import UserError
 from normalisers.layer import NormaliserLayer
 from schema import AttentionConfig, Engine
@@ -45,14 +43,9 @@ def make_normaliser(
     window: int = 0,
     width: int = 0,
 ) -> NormaliserLayer:
-    """Build the normaliser named in `options`.
+    """The normaliser named in `options`. train_len: L of the formulas. position, window: of `[model]`.
 
-    Args:
-        n_head, head_dim: of the attention layer that it serves.
-        train_len: training length in tokens (L in the formulas that use it).
-        position: `model.position`, which may bias the scores (ALiBi).
-        window: `model.window`, the last keys that a query sees; 0: all.
-        width: of the layer's input, from which some formulas compute `signals` (`NormaliserLayer.read`).
+    width: of the layer's input, from which some formulas compute `signals` (`NormaliserLayer.read`).
     """
     return NormaliserLayer(
         options.definition, options.reweight_p, n_head, head_dim, train_len, position, window, width
@@ -101,7 +94,8 @@ def attend(
                 out[sequences, :, queries] = attend(*real, layer, engine, cached, None, p, of_keys)
         return out
     # One query, as in decoding, is one row for `rows`, without a graph or a mask for each length.
-    run = rows.run if engine.name in COMPILED and q.shape[-2] == 1 else engine.run
+    one_row = engine.name in COMPILED and q.shape[-2] == 1
+    run = load_engine("rows").run if one_row else engine.run
     with torch.autocast(q.device.type, enabled=False):
         out = run(q, k, v, layer, layer.context(q, k, cached, p, signals))
     if layer.definition.output_norm:
@@ -140,9 +134,18 @@ def choose_engine(
 
 
 def load_engine(name: Engine) -> ModuleType:
-    """The module of an engine; triton is imported where used: not every platform has it."""
-    if name == "triton":
-        from engines import triton
-
-        return triton
-    return {"sdpa": sdpa, "flex": flex, "stick_breaking": stick_breaking, "dense": dense}.get(name, rows)
+    """The module of an engine, imported where used. Those of flex and rows load torch's compiler."""
+    engine: ModuleType
+    if name == "sdpa":
+        from engines import sdpa as engine
+    elif name == "triton":
+        from engines import triton as engine
+    elif name == "flex":
+        from engines import flex as engine
+    elif name == "stick_breaking":
+        from engines import stick_breaking as engine
+    elif name == "dense":
+        from engines import dense as engine
+    else:
+        from engines import rows as engine
+    return engine

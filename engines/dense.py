@@ -1,12 +1,10 @@
 """The dense engine: the definition, with the whole (Tq, Tk) matrix in memory. For tests and diagnostics."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from normalisers.base import RowContext
-from normalisers.layer import NormaliserLayer, share_heads
+from normalisers.base import RowContext, share_heads
+from normalisers.layer import NormaliserLayer
 
 
 def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:

@@ -6,8 +6,7 @@ The kernels and their mathematics are in triton_kernels.py. This file chooses bl
 custom operators, so that autograd and torch.compile see one operation.
 """
 
-from __future__ import annotations
-
+import re
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,8 @@ from normalisers.base import Normaliser, RowContext
 from normalisers.family import PHI, SIGNED, Phi, Softmax
 from normalisers.layer import NormaliserLayer
 
+# Of its operators, by the module: an exported model brings copies, which would take these ones' place.
+LIBRARY = re.sub(r"[^0-9a-zA-Z_]", "_", __name__)
 MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # what shared memory holds
 
 
@@ -172,7 +173,7 @@ def _new_output(q: Tensor) -> Tensor:
     return torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-@torch.library.custom_op("phi_attention::forward", mutates_args=())
+@torch.library.custom_op(f"{LIBRARY}::phi_attention", mutates_args=())
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int, bounded: bool,
     with_u: bool,
@@ -192,7 +193,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
     return _new_output(q), stats, _new_output(q if rest[-1] else q[:0])
 
 
-@torch.library.custom_op("phi_attention::backward", mutates_args=())
+@torch.library.custom_op(f"{LIBRARY}::phi_attention_backward", mutates_args=())
 def _backward_op(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, stats: Tensor, u: Tensor, phi: str, l1: bool,
     p: int, bounded: bool, has_shift: bool,

@@ -186,15 +186,23 @@ def test_zero_vectors_under_cosine_scores(zero):
     assert_close(run("triton", normaliser, *inputs), exactly(normaliser, *inputs), inputs, 2e-5, zero)
 
 
-def test_float16():
+LSSA = AttentionConfig(normaliser="lssa")
+SIGMOID = AttentionConfig(normaliser="sigmoid", l1=True)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "n_head", "head_dim", "length"),
+    [
+        (LSSAR, 1, 64, 100),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            (LSSA, 2, 64, 100), (SIGMOID, 2, 64, 100), (LSSAR, 1, 256, 40)
+        )),
+    ],
+)  # fmt: skip
+def test_float16(cfg, n_head, head_dim, length):
     """Off by float16's rounding of weights and of their gradients, not by more."""
-    lssa = AttentionConfig(normaliser="lssa")
-    sigmoid = AttentionConfig(normaliser="sigmoid", l1=True)
-    for cfg, n_head, head_dim, length in (
-        (LSSAR, 1, 64, 100), (lssa, 2, 64, 100), (sigmoid, 2, 64, 100), (LSSAR, 1, 256, 40)
-    ):  # fmt: skip
-        normaliser = make(cfg, n_head, head_dim, 300)
-        assert engine_error(triton_engine, normaliser, CPU, torch.float16, length) < 2e-3
+    normaliser = make(cfg, n_head, head_dim, 300)
+    assert engine_error(triton_engine, normaliser, CPU, torch.float16, length) < 2e-3
 
 
 # 2. Rows that break naive code.
@@ -224,7 +232,9 @@ SLOW_POWERS = [pytest.param(p, marks=pytest.mark.slow) for p in (0, 1, 100)]
 
 @pytest.mark.parametrize("scores", EXTREMES.values(), ids=EXTREMES)
 @pytest.mark.parametrize("p", [15, *SLOW_POWERS])
-@pytest.mark.parametrize("phi", ["softplus", "relu", "exp", pytest.param("sigmoid", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "phi", ["softplus", "relu", *(pytest.param(phi, marks=pytest.mark.slow) for phi in ("exp", "sigmoid"))]
+)
 def test_extreme_rows_are_finite_and_right(phi, p, scores):
     if phi == "exp" and p == 0:
         return  # softmax: sdpa's
@@ -245,7 +255,7 @@ def test_long_row_of_equal_keys_is_uniform():
     """No offset in its statistics: a plain float32 sum of its equal tiles is off by more than 1e-5."""
     q, k = torch.ones(1, 1, 1, 16), torch.full((1, 1, 24576, 16), 1.319 / 16)
     options = ("relu", True, 15, False, False)
-    o, stats, _ = torch.ops.phi_attention.forward(q, k, torch.ones_like(k), None, *options)
+    o, stats, _ = triton_engine._forward_op(q, k, torch.ones_like(k), None, *options)
     assert stats[..., 1] == 0
     torch.testing.assert_close(o, torch.ones_like(o), rtol=1e-4, atol=0)
 
@@ -264,6 +274,9 @@ def test_nan_reaches_the_rows_that_see_it(phi, p, n_queries):
     assert torch.equal(o[0, 0].isnan().any(-1), seen) and o[0, 1].isfinite().all()
 
 
+ATOMIC_OR_SLOW = [
+    pytest.param(False, id="atomic"), pytest.param(True, id="in order", marks=pytest.mark.slow)
+]  # fmt: skip
 BOUNDED = {
     "far below zero": -0.99 + 0.02 * torch.rand(100, generator=torch.Generator().manual_seed(0)),
     "nearly uniform": 0.3 + 1e-3 * torch.rand(100, generator=torch.Generator().manual_seed(0)),
@@ -272,7 +285,7 @@ BOUNDED = {
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("deterministic", [False, True], indirect=True, ids=["atomic", "in order"])
+@pytest.mark.parametrize("deterministic", ATOMIC_OR_SLOW, indirect=True)
 @pytest.mark.parametrize("cosines", BOUNDED.values(), ids=BOUNDED)
 def test_rows_that_the_logarithm_would_lose(cosines):
     """16-bit LSSAR, whose softplus is log2(1 + 2^y): without the exact loops o is off by 0.3, or NaN."""
@@ -341,7 +354,7 @@ def test_operators_keep_torchs_rules():
     q, k, v, _ = draw(20, 24, 16)
     inputs = [t.requires_grad_() for t in (q, k, v)]
     args = (*inputs, None, "softplus", True, 3, False, True)
-    torch.library.opcheck(torch.ops.phi_attention.forward.default, args)
+    torch.library.opcheck(triton_engine._forward_op, args)
 
 
 @pytest.mark.parametrize("engine", ["triton", "rows"])
@@ -440,10 +453,10 @@ def test_self_check_passes(cfg):
     assert not result.problem and result.error < 5e-5
 
 
-SLOW_FAULT = pytest.param("long row", marks=pytest.mark.slow)
+SLOW_FAULTS = [pytest.param(fault, marks=pytest.mark.slow) for fault in ("evaluation", "strides", "long row")]
 
 
-@pytest.mark.parametrize("fault", ["wrong", "evaluation", "raises", "strides", SLOW_FAULT])
+@pytest.mark.parametrize("fault", ["wrong", "raises", *SLOW_FAULTS])
 def test_self_check_finds_faults(monkeypatch, fault):
     right = triton_engine.phi_attention
 
