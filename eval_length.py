@@ -25,8 +25,6 @@ Writes eval_length.json and .png into the run folder (eval_length_<checkpoint> f
 --tag none they are eval_length_none, beside results of other options. Several runs get one more figure.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math
@@ -75,10 +73,8 @@ def parse_args() -> list[argparse.Namespace]:
             raise UserError(f"--also {text}: expected its base, as in theta=500000")
         try:
             scaling = RopeScaling(kind, float(base) if base else None)
-        except UserError as e:
+        except ValueError as e:  # a UserError is one
             raise UserError(f"--also {text}: {e}") from None
-        except ValueError:
-            raise UserError(f"--also {text}: expected a number after =") from None
         own = {"rope": kind, "rope_theta": scaling.theta, "rope_scaling": scaling}
         own |= {"name": f"{args.name}_{kind}", "out": None}
         at_scalings.append(argparse.Namespace(**vars(args) | own))
@@ -96,8 +92,7 @@ def main() -> None:
 def prepare(args: argparse.Namespace, world: World, cuts: dict[int, Tensor | str]) -> Callable[[], None]:
     """Check everything that one RoPE scaling needs. Returns its evaluation.
 
-    Args:
-        cuts: the sums of each run's cut, which has the same losses at every scaling.
+    cuts: the sums of each run's cut, which has the same losses at every scaling.
     """
     runs, picture = common.open_runs(args, world)
     all_blocks = common.open_blocks(args, runs)

@@ -5,8 +5,6 @@ for new in stream(model, prompt, 100, temperature=0.8, top_k=50):    # (B, 1) at
 tokens = generate(model, prompt, 100, temperature=0.8, top_k=50)     # (B, T + 100)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -8,8 +8,6 @@ make it the model of the SSMax paper as well: RMSNorm, SwiGLU, no biases, untied
     losses = model.token_losses(tokens, targets, rope=RopeScaling("ntk"))   # (B, T), any length
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -237,8 +235,11 @@ class GPT(nn.Module):
             block.attention.engine = engine
         self.engine = engines[0]._replace(note=", ".join(dict.fromkeys(engine.note for engine in engines)))
 
-    def rope(self, tokens: Tensor, scaling: RopeScaling, start: int = 0) -> list[tuple[Tensor, Tensor]]:
-        """`rope_tables` of each layer, for tokens (B, T) at the positions from `start` on."""
+    def rope(
+        self, tokens: Tensor, scaling: RopeScaling, cache: KVCache | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """`rope_tables` of each layer, (T, D/2) each, for tokens (B, T) that follow what is in the cache."""
+        start = 0 if cache is None else cache.length
         stop = start + tokens.shape[1]
         train_len = self.config.train.seq_len
         tables: dict[tuple[int, float, float], tuple[Tensor, Tensor]] = {}
@@ -257,10 +258,8 @@ class GPT(nn.Module):
         self, tokens: Tensor, rope: RopeScaling, cache: KVCache | None = None, p: int | None = None
     ) -> Tensor:
         """The final norm's output, (B, T, C), for tokens (B, T) that follow what is in the cache."""
-        start = 0 if cache is None else cache.length
-        tables = self.rope(tokens, rope, start)  # (T, D/2) each
         x = self.embedding(tokens)  # (B, T, C)
-        for block, (cos, sin) in zip(self.blocks, tables, strict=True):
+        for block, (cos, sin) in zip(self.blocks, self.rope(tokens, rope, cache), strict=True):
             x = block(x, cos, sin, cache, p)
         if cache is not None:
             cache.length += tokens.shape[1]
@@ -273,10 +272,8 @@ class GPT(nn.Module):
 
         With a cache, k is of all keys, prepared for it (`cache_keys`); its length does not change.
         """
-        start = 0 if cache is None else cache.length
-        tables = self.rope(tokens, rope, start)
         x = self.embedding(tokens)  # (B, T, C)
-        for block, (cos, sin) in zip(self.blocks, tables, strict=True):
+        for block, (cos, sin) in zip(self.blocks, self.rope(tokens, rope, cache), strict=True):
             attention = block.attention
             q, k, _, signals = attention.project(block.attention_norm(x), cos, sin, cache)
             yield attention.normaliser, q, k, signals

@@ -7,8 +7,6 @@ The tables are computed anew by each forward pass from the training base: none o
 in a checkpoint.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
@@ -148,12 +146,9 @@ def _(freqs: Tensor, amplitude: float, start: int, stop: int) -> tuple[Tensor, T
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair of neighbours (x_2i, x_2i+1) by its position's angle.
+    """Turn each pair (x_2i, x_2i+1) of x (B, H, T, D) by its position's angle; cos, sin: (T, D/2) float32.
 
-    Args:
-        x: (B, H, T, D). cos, sin: (T, D/2) float32.
-    Returns:
-        (B, H, T, D) in x's dtype, computed in float32.
+    Returns x's shape and dtype, computed in float32.
     """
     if x.device.type != "cpu":
         return rotate_pairs(x, cos, sin)
@@ -173,10 +168,8 @@ def apply_pope(x: Tensor, cos: Tensor, sin: Tensor, phase: Tensor | None = None)
 
     With phase = delta on the keys alone q.k is sum_c softplus(q_c) softplus(k_c) cos((i - j) w_c - delta_c).
 
-    Args:
-        x: (B, H, T, D). cos, sin: (T, D) float32, of `rope_tables` for heads of 2 D. phase: (H, 1, D).
-    Returns:
-        (B, H, T, 2 D) in x's dtype, computed in float32.
+    x (B, H, T, D), phase (H, 1, D), cos and sin (T, D) of `rope_tables` for heads of 2 D.
+    Returns (B, H, T, 2 D) in x's dtype, computed in float32.
     """
     if phase is not None:
         turn = phase.float()

@@ -12,8 +12,6 @@ a query sees. Prompt i is sampled with seed + i, independent of the others. With
 the final length, prompt and all new tokens. The default is none, unlike that of the evaluations.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable
 from itertools import takewhile
@@ -24,7 +22,7 @@ import torch
 
 from data.tokenizer import Tokenizer
 from generation import stream
-from infra.cli import ArgumentParser, UserError, integer, run_main
+from infra.cli import ArgumentParser, integer, run_main
 from infra.distributed import choose_device
 from infra.files import read_text
 from model import GPT
@@ -50,17 +48,14 @@ def parse_args() -> argparse.Namespace:
     add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     args = parser.parse_args()
-    if not 0 <= args.temperature <= 1e30:
-        raise UserError(f"--temperature {args.temperature}: expected a number from 0 to 1e30")
-    if args.top_p is not None and not 0 < args.top_p <= 1:
-        raise UserError(f"--top-p {args.top_p}: expected a number above 0, at most 1")
     args.rope_scaling = RopeScaling(args.rope, args.rope_theta)
     return args
 
 
 def main() -> None:
     args = parse_args()
-    prompts = read_prompts(args)
+    files = [read_text(Path(path)) for path in args.prompt_file or []]
+    prompts = [*(args.prompt or []), *files] or ["\n"]
     trained = load_model(args.run, choose_device(args.device))
     tokenizer = trained.tokenizer
     for i, prompt in enumerate(prompts):
@@ -71,16 +66,6 @@ def main() -> None:
             if len(prompts) * args.samples > 1:
                 print(f"--- prompt {i + 1}, sample {j + 1}")
             print_text(tokenizer, prompt, (step[j] for step in steps))
-
-
-def read_prompts(args: argparse.Namespace) -> list[str]:
-    prompts = list(args.prompt or [])
-    for path in args.prompt_file or []:
-        try:
-            prompts.append(read_text(Path(path)))
-        except UserError as e:
-            raise UserError(f"--prompt-file {e}") from None
-    return prompts or ["\n"]
 
 
 def sample_tokens(

@@ -24,19 +24,12 @@ def train_batch(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows [first, first + count) of the `n_seq` sequences of a step: a pure function of the arguments.
 
-    Sequence i of step s is window w = s * n_seq + i.
-    sequential: it starts at token w * seq_len of the endless stream, so nothing is dropped at its end.
-    shuffled: an epoch is the n_tokens // seq_len whole windows of the stream, in a permutation of its own.
+    Sequence i of step s, from 0, is window w = s * n_seq + i of seq_len = T tokens.
+    sequential: it starts at token w * T of the endless stream, so nothing is dropped at its end.
+    shuffled: an epoch is the n_tokens // T whole windows of the stream, in a permutation that the seed fixes.
 
-    Args:
-        step: from 0.
-        n_seq: sequences of the step over all processes, of `seq_len` = T tokens each.
-        seed: of the permutations, >= 0; sequential order ignores it.
-        first, count: the slice for one process and micro-batch; count None: all that follow.
-    Returns:
-        x, y, both (count, T) int64; y is x one token later in the stream, -100 where the mask is 0.
-    Raises:
-        UserError: the stream is too short for one window.
+    Returns x, y, both (count, T) int64; y is x one token later in the stream, -100 where the mask is 0.
+    Raises UserError: the stream is too short for one window.
     """
     count = n_seq - first if count is None else count
     assert step >= 0 and 0 <= first <= first + count <= n_seq, (step, first, count, n_seq)

@@ -62,15 +62,10 @@ class DatasetInfo(BaseModel, strict=True, extra="allow"):
 
 
 def begin_dataset(folder: Path, name: str, keep: Collection[str] = ()) -> None:
-    """Create the folder, mark it unfinished, and remove an earlier preparation's shards.
+    """Create the folder, mark it unfinished, and remove the dataset's shards, but for the files to keep.
 
     Without the mark, shards of an interrupted run, having no dataset.json, would pass for gpt2's.
-
-    Args:
-        name: of the dataset, whose shards alone the folder may hold.
-        keep: file names of the shards to keep.
-    Raises:
-        UserError: the folder cannot be created or written, or holds another dataset's shards.
+    Raises UserError: the folder cannot be created or written, or holds another dataset's shards.
     """
     for path in folder.glob("*.bin"):
         if not path.name.startswith(f"{name}_"):
@@ -164,16 +159,11 @@ def print_summary(info: dict[str, Any], folder: Path) -> None:
 
 
 class TokenStream:
-    """All shards of a split as one stream that starts over at its end.
+    """All shards of a split as one stream of n_tokens that starts over at its end.
 
-    Attributes:
-        info: the `dataset_info`.
-        paths, shards: the file of each shard and its tokens, (n,) uint16, mapped.
-        n_tokens: length of the stream.
-        eot: `<|endoftext|>`, before each document.
-        mask: the stream of its mask, or None.
-    Raises:
-        UserError: a missing folder; no shards; a missing, foreign or damaged one; a mask of another length.
+    paths, shards: the files and their tokens, (n,) uint16, mapped. eot: before each document.
+    mask: the stream of its mask, or None.
+    Raises UserError: no folder; no shards; a missing, foreign or damaged one; a mask of another length.
     """
 
     def __init__(self, folder: str | Path, split: str) -> None:

@@ -67,12 +67,7 @@ def tokenised_blocks(
 
 
 class ShardCutter:
-    """Cuts documents into shards, the first for validation, and records each in the manifest.
-
-    Attributes:
-        cursor: the first token that is not yet in a shard.
-        shards: the manifest's lines on shards.
-    """
+    """Cuts documents into shards, the first for validation, and records each in the manifest."""
 
     def __init__(self, folder: Path, header: dict[str, Any]) -> None:
         options = header["options"]
@@ -83,8 +78,8 @@ class ShardCutter:
         self.val_tokens: int = options["val_tokens"] or self.shard_size
         self.val = ShardWriter(folder, options["dataset"], "val", self.val_tokens, 0)
         self.train = ShardWriter(folder, options["dataset"], "train", self.shard_size, 1)
-        self.cursor = Cursor()
-        self.shards: list[dict[str, Any]] = []
+        self.cursor = Cursor()  # the first token that is not yet in a shard
+        self.shards: list[dict[str, Any]] = []  # the manifest's lines on shards
         self._documents = 0  # that begin in the current shard
 
     @property
@@ -157,7 +152,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     begins (`next`: a Cursor).
     """
     header, *shards = read_jsonl(folder / MANIFEST_NAME) or [{"options": {}, "files": []}]
-    if not isinstance(header, dict) or not header.keys() >= {"options", "files"}:
+    if not header.keys() >= {"options", "files"}:
         raise UserError(f"{folder / MANIFEST_NAME}: damaged: delete {folder} to start over")
     return header, shards
 
@@ -165,12 +160,9 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> dict[str, Any]:
     """Make the dataset in folder `out`, resume it, or find it finished; returns dataset.json's content.
 
-    Args:
-        options: dataset, tokenizer (see `get_tokenizer`), shard_size, max_tokens (None: all), val_tokens
-            (of the first shard, which is validation; None: shard_size).
-        workers: threads that tokenise. Their number changes only the speed.
-    Raises:
-        UserError: one line; finished shards stay, and the same call resumes after them.
+    options: dataset, tokenizer (see `get_tokenizer`), shard_size, max_tokens (None: all), val_tokens (of the
+    first shard, which is validation; None: shard_size). Threads (`workers`) change only the speed.
+    Raises UserError: one line; finished shards stay, and the same call resumes after them.
     """
     encoding = get_tokenizer(options["tokenizer"])
     identity = options | {"tokenizer": encoding.name} | source.settings

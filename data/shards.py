@@ -31,11 +31,6 @@ class ShardWriter:
     """Cuts a stream of tokens into shards `{dataset}_{split}_{index:06d}.bin` of `shard_size` tokens.
 
     `flush` writes the last, shorter shard. Memory holds one shard.
-
-    Attributes:
-        files: the finished shards, as dataset.json lists them.
-        n_tokens: tokens of the stream so far.
-        index: index of the current shard.
     """
 
     def __init__(self, folder: Path, dataset: str, split: str, shard_size: int, index: int) -> None:
@@ -43,9 +38,9 @@ class ShardWriter:
         self.dataset = dataset
         self.split = split
         self.shard_size = shard_size
-        self.index = index
-        self.n_tokens = 0
-        self.files: list[dict[str, Any]] = []
+        self.index = index  # of the current shard
+        self.n_tokens = 0  # of the stream so far
+        self.files: list[dict[str, Any]] = []  # the finished shards, as dataset.json lists them
         self._content = bytearray()  # of the current shard
         self._digest = hashlib.sha256()  # of the stream
 
@@ -91,7 +86,7 @@ class ShardWriter:
         Raises UserError, naming the shard, unless it is the next one and byte for byte what was written.
         """
         path = self._path()
-        tokens = map_tokens(path)
+        tokens = open_shard(path)
         check_recorded(path, tokens, recorded)
         self._digest.update(tokens.data)
         release_pages(tokens)
@@ -108,21 +103,12 @@ class ShardWriter:
         return self.folder / f"{self.dataset}_{self.split}_{self.index:06d}.bin"
 
 
-def open_shard(path: Path, vocab_size: int) -> np.memmap:
+def open_shard(path: Path, vocab_size: int = 65536) -> np.memmap:
     """Map a shard's tokens, (n,) little-endian uint16, after checking the file.
 
     Checked are magic, version, the exact size, and that 256 tokens, spread evenly from the first to the last,
     are below `vocab_size`. Raises UserError, naming the file, what it has and what was expected.
     """
-    tokens = map_tokens(path)
-    positions = np.linspace(0, len(tokens) - 1, min(len(tokens), N_SAMPLED)).astype(np.int64)
-    check_vocabulary(path, tokens[positions], vocab_size)
-    release_pages(tokens)
-    return tokens
-
-
-def map_tokens(path: Path) -> np.memmap:
-    """As `open_shard`, without a look at the tokens."""
     try:
         with open(path, "rb") as f:
             header = f.read(HEADER_BYTES)
@@ -135,9 +121,13 @@ def map_tokens(path: Path) -> np.memmap:
         expected = HEADER_BYTES + TOKEN.itemsize * n_tokens
         if n_tokens < 1 or size != expected:
             raise UserError(f"{path}: {size} bytes: expected {expected} for the header's {n_tokens} tokens")
-        return np.memmap(path, TOKEN, "r", HEADER_BYTES)
+        tokens = np.memmap(path, TOKEN, "r", HEADER_BYTES)
     except OSError as e:
         raise UserError(f"{path}: cannot be read as a shard: {e.strerror}") from None
+    positions = np.linspace(0, len(tokens) - 1, min(len(tokens), N_SAMPLED)).astype(np.int64)
+    check_vocabulary(path, tokens[positions], vocab_size)
+    release_pages(tokens)
+    return tokens
 
 
 def check_vocabulary(path: Path, tokens: np.ndarray, vocab_size: int) -> None:

@@ -22,12 +22,7 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")  # names of the end
 class FileTokenizer:
     """A tokenizer.json of the `tokenizers` library, without what it adds around a text.
 
-    Attributes:
-        content: of the file, from which it can be made again.
-        name: its identity, by the sha256 of the content.
-        eot_token: the first of ENDS that it has.
-    Raises:
-        UserError: another kind of file, no end-of-text token that text cannot contain, above 65,536 tokens.
+    Raises UserError: another kind of file, no end-of-text token that text cannot contain, too many tokens.
     """
 
     def __init__(self, content: str, where: object) -> None:
@@ -40,7 +35,7 @@ class FileTokenizer:
         self.inner.encode_special_tokens = True  # special tokens in a text are ordinary text
         self.inner.no_padding()
         self.inner.no_truncation()
-        self.content = content
+        self.content = content  # from which it can be made again
         self.name = file_identity(content)
         vocabulary = self.inner.get_vocab()
         self.n_vocab = 1 + max(vocabulary.values(), default=0)
@@ -49,7 +44,7 @@ class FileTokenizer:
         ends = [end for end in ENDS if end in vocabulary]
         if not ends:
             raise UserError(f"{where}: no end-of-text token: expected a special token {' or '.join(ENDS)}")
-        self.eot_token: int = vocabulary[ends[0]]
+        self.eot_token: int = vocabulary[ends[0]]  # the first that it has
         if self.eot_token in self.encode_ordinary(ends[0]):
             raise UserError(f"{where}: the text {ends[0]} is its end-of-text token: expected a special token")
 
@@ -72,11 +67,8 @@ def get_tokenizer(name: str, content: str = "") -> Tokenizer:
 
     tiktoken downloads gpt2 once (1.5 MB) and keeps it in the folder that TIKTOKEN_CACHE_DIR names.
 
-    Args:
-        name: "gpt2", "bytes", or the path of a tokenizer.json.
-        content: of a tokenizer.json that was read before. The name is then its identity.
-    Raises:
-        UserError: an unknown name, see `FileTokenizer`, or gpt2's files are neither cached nor at hand.
+    With the `content` of a tokenizer.json that was read before, the name is its identity, else its path.
+    Raises UserError: an unknown name, see `FileTokenizer`, or gpt2's files are neither cached nor at hand.
     """
     if content:
         return FileTokenizer(content, name)

@@ -7,8 +7,6 @@ ALiBi, after its `key_decay` P, as of FoX. P is in float32 here: sums over 16K t
 `auto` takes it only after a comparison with the definition on the GPU (`self_check`): none has run it yet.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

@@ -7,8 +7,6 @@ linear time. In 16 bits NormSoftmax's first rows follow the definition, see `FIR
 computed in blocks of W queries, each with its 2 W keys.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import torch

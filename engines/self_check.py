@@ -1,7 +1,5 @@
 """What a compiled engine must pass before a run relies on it: agreement with float64 weights."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from functools import cache

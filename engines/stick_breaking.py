@@ -5,8 +5,6 @@
 The package has no releases. Its commit 3147a38 was run in Triton's interpreter, with torch for its assembly.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import torch

@@ -1,9 +1,7 @@
 """Shared parts of the evaluations: options, runs, validation text and scores.
 
-Each evaluation is a pipeline, score -> summary -> rows, table, plot, that its own main() drives.
+Each evaluation is a pipeline, score -> summary -> rows, table, plot, which `evaluate` drives for all runs.
 """
-
-from __future__ import annotations
 
 import argparse
 import math

@@ -1,7 +1,5 @@
 """Tables and figures of the evaluations. A result is what a script writes into its JSON."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -4,8 +4,6 @@ All columns but `value` are a row's key. Writing replaces the rows of the same k
 docs/runs.md reads them with pandas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,8 +66,5 @@ def read_table(path: Path, **options: Any) -> pandas.DataFrame:
     """A rows.csv. Raises UserError: it is none."""
     try:
         return pandas.read_csv(path, usecols=Row._fields, **options)
-    except OSError as e:
-        raise UserError(f"{path}: expected the rows.csv of a run: {e.strerror}") from None
-    except ValueError as e:  # pandas' own errors are ValueErrors
-        reason = " ".join(str(e).split())
-        raise UserError(f"{path}: expected the rows.csv of a run, undamaged: {reason}") from None
+    except (OSError, ValueError) as e:  # pandas' own errors are ValueErrors
+        raise UserError(f"{path}: expected the rows.csv of a run: {' '.join(str(e).split())}") from None

@@ -1,7 +1,5 @@
 """Softmax with a temperature that depends on the row's scores: NormSoftmax, LogitNorm."""
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar, Literal, Self
 
@@ -109,11 +107,8 @@ def score_moments(q: Tensor, k: Tensor, context: RowContext) -> tuple[Tensor, Te
     keys share a mean.) Relative error about eps r^2, where keys vary r times as much in a direction that the
     queries ignore as in those that matter.
 
-    Args:
-        q, k: (B, H, T, D) float32 or float64. With fewer queries than keys (decoding) or at most CHUNK keys,
-            the scores are computed directly.
-    Returns:
-        mean, var: each (B, H, T, 1).
+    q, k: (B, H, T, D) in at least float32, to (B, H, T, 1) each. Directly with fewer queries than keys
+    (decoding) or at most CHUNK keys.
     """
     if q.shape[-2] < k.shape[-2] or k.shape[-2] <= CHUNK:
         return context.moments(q @ k.mT)
@@ -125,24 +120,22 @@ def score_moments(q: Tensor, k: Tensor, context: RowContext) -> tuple[Tensor, Te
 
     # All keys before the row's chunk: n_a keys with mean score mean_a and variance var_a.
     k_mean, k_scatter, n_a = _prefix_moments(k)
-    mean_a = (q @ k_mean[..., None]).squeeze(-1)  # (B, H, C, c)
-    var_a = ((q @ k_scatter) * q).sum(-1) / n_a.clamp_min(1)
+    mean_a = q @ k_mean[..., None]  # (B, H, C, c, 1)
+    var_a = ((q @ k_scatter) * q).sum(-1, keepdim=True) / n_a.clamp_min(1)
     # The row's own chunk up to itself: n_b keys.
-    x = q @ k.mT  # (B, H, C, c, c)
-    own = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
-    n_b = torch.arange(1, CHUNK + 1, dtype=q.dtype, device=q.device)  # (c,)
-    mean_b = torch.where(own, x, 0.0).sum(-1) / n_b
-    var_b = torch.where(own, x - mean_b[..., None], 0.0).square().sum(-1) / n_b
+    own = context.block(slice(None), slice(CHUNK), slice(CHUNK))  # the first chunk's, and so each chunk's
+    mean_b, var_b = own.moments(q @ k.mT)
+    n_b = own.n  # (c, 1)
 
     n = n_a + n_b
     delta = mean_b - mean_a
     mean = mean_a + delta * n_b / n
     var = (n_a * var_a + n_b * var_b + delta.square() * n_a * n_b / n) / n
-    return mean.flatten(-2)[..., :length, None], var.flatten(-2)[..., :length, None]
+    return mean.flatten(2, 3)[:, :, :length], var.flatten(2, 3)[:, :, :length]
 
 
 def _prefix_moments(k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of all keys before each chunk: their mean (B, H, C, D), scatter (B, H, C, D, D), count (C, 1).
+    """Of all keys before each chunk: their mean (B, H, C, D), scatter (B, H, C, D, D), count (C, 1, 1).
 
     Prefixes are shifted, never `cumsum - own`: that leaks the own chunk through its rounding.
     """
@@ -155,7 +148,7 @@ def _prefix_moments(k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     shift = own_mean - mean
     weight = (before * chunk / (before + chunk))[..., None]  # (C, 1, 1)
     scatter = centred.mT @ centred + weight * shift[..., :, None] * shift[..., None, :]
-    return mean, _exclusive_cumsum(scatter), before
+    return mean, _exclusive_cumsum(scatter), before[..., None]
 
 
 def _exclusive_cumsum(t: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """A normaliser with its parameters, as the layers of a model own it and every engine receives it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -82,15 +80,9 @@ class NormaliserLayer(nn.Module):
     def weights(
         self, q: Tensor, k: Tensor, cached: bool = False, p: int | None = None, signals: Tensor | None = None
     ) -> Tensor:
-        """The dense weights, by definition.
+        """The dense weights by definition: (B, H, Tq, Tk) in at least float32, 0 at keys after the query.
 
-        Args:
-            q, k: (B, H, Tq, D) and (B, n_kv_head, Tk, D) after RoPE. The queries are the last Tq positions.
-            cached: k comes from `cache_keys`.
-            p: the largest power of the re-weighting, where reweight_p is higher.
-            signals: of all keys, (B, H, Tk, n), from `read`.
-        Returns:
-            (B, H, Tq, Tk) in float32 (float64 for float64 inputs), 0 at keys after the query.
+        q (B, H, Tq, D) and k (B, n_kv_head, Tk, D) after RoPE, and the rest as in `attention.attend`.
         """
         with torch.autocast(q.device.type, enabled=False):
             return self.dense_weights(q, k, self.context(q, k, cached, p, signals))
@@ -155,15 +147,11 @@ class NormaliserLayer(nn.Module):
     def prepare(
         self, q: Tensor, k: Tensor, context: RowContext, dtype: torch.dtype | None = None, unit: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """q and k whose products are the scores. Every engine starts here.
+        """q (B, H, Tq, D) and k whose products are the scores. Every engine starts here.
 
-        Args:
-            q, k: as in `weights`.
-            dtype: of the kernel that multiplies them. Its products are `unit` times the scores, and the
-                temperature of an adaptive softmax is in them. None: the definition multiplies them.
-        Returns:
-            q (B, H, Tq, D) and k. With a dtype both have it, and k keeps its n_kv_head heads. Without, both
-            are float32 (float64 for float64 inputs), and k has H heads.
+        dtype: of the kernel that multiplies them, and of both here. Its products are `unit` times the scores,
+        with the temperature of an adaptive softmax in them, and k keeps its n_kv_head heads. None: the
+        definition multiplies them, in at least float32, and k has H heads.
         """
         definition = self.definition
         given = k

@@ -4,8 +4,6 @@ x = q.k / sqrt(d) unless `scores`, `scale` or `length_scale` say otherwise; n = 
 The docstrings of formulas that newer papers give say what they were checked against.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 import torch

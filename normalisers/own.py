@@ -1,7 +1,5 @@
 """A normaliser from a file outside this repo: `normaliser = "my_softmax.py:MySoftmax"` in [attention]."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import inspect

@@ -107,12 +107,12 @@ def write_dataset(folder: Path, splits: dict[str, Any], shard_size: int, vocab: 
 def check_dataset(folder: Path) -> None:
     """The files are those in dataset.json, byte for byte, and their tokens are of the vocabulary."""
     from data.dataset import TokenStream, dataset_info
-    from data.shards import check_recorded, check_vocabulary, map_tokens
+    from data.shards import check_recorded, check_vocabulary, open_shard
 
     info = dataset_info(folder)
     assert {path.name for path in folder.glob("*.bin")} == {shard["file"] for shard in info["shards"]}
     for shard in info["shards"]:
-        tokens = map_tokens(folder / shard["file"])
+        tokens = open_shard(folder / shard["file"])
         check_recorded(folder / shard["file"], tokens, shard)
         check_vocabulary(folder / shard["file"], tokens, info["vocab_size"])
     for split in info["splits"]:

@@ -47,8 +47,7 @@ def share_batch(config: TrainConfig, n_processes: int) -> tuple[int, int]:
 class BatchLoader:
     """The micro-batches of this process, which depend on the config and the step only.
 
-    Attributes:
-        n_seq, per_rank, micro: sequences of a step, those of this process, and those of a forward pass.
+    n_seq, per_rank, micro: sequences of a step, those of this process, and those of a forward pass.
     Raises UserError: see `share_batch`.
     """
 

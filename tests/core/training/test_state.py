@@ -66,7 +66,7 @@ def test_a_renamed_folder_is_the_same_run(tiny_config: Path, capsys: pytest.Capt
     assert "12 of 12 steps done" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("schedule", ["constant", "wsd"])
+@pytest.mark.parametrize("schedule", [pytest.param("constant", marks=pytest.mark.slow), "wsd"])
 def test_a_run_is_extended_where_its_schedule_allows(tiny_config: Path, schedule: str):
     """A finished constant run, and a wsd run before its decay: the same curve as at once."""
     flags = ["--optimizer.schedule", schedule, "--optimizer.decay-fraction", "0.2"]
