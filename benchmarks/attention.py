@@ -7,8 +7,6 @@ In each repeat a case and softmax run in turn. The table shows the median of the
 is the peak of live tensor bytes in one forward + backward, inputs and gradients left out.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -10,8 +10,6 @@ processes disturb least. The ratio to the first run is the median of ratios with
 middle 80 %). `live V` is the share of V's rows with a weight above 0, over all layers and heads.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from pathlib import Path

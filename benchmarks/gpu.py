@@ -13,8 +13,6 @@ is measured. If the environment variable GPU_ROWS names a folder, the file is co
 Whether the kernels are right on this GPU is for `pytest -m gpu`.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

@@ -18,8 +18,6 @@ Exit status 1 if a kernel needs more shared memory than there is, lost its loops
 inputs at head_dim 64, spills.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

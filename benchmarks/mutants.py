@@ -8,8 +8,6 @@ Prints a line for each and exits with 1 if one survives. RESULTS.md has the last
 mutant's text is no longer in its file exactly once: write it anew.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import subprocess

@@ -8,8 +8,6 @@ torch.compile, and adds up what the forward graph returns for the backward one. 
 left out. A view keeps the whole tensor alive and counts as its own size.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import torch

@@ -11,8 +11,6 @@ each in turn, --rounds times.
 Reading: --batches of batches at T = 1024 out of 20 shards, in each order.
 """
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import shutil

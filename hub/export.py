@@ -18,8 +18,6 @@ The vocabulary's padding is dropped in the native forms. In training every docum
 token (tokenizer.bos_token, <|endoftext|> with gpt2 and bytes). Start prompts with it.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -9,8 +9,6 @@ is scaled for the positions present, in `generate` for the final length, and wit
 that. The sequences of a padded batch are all scaled for the batch's length.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@
 One map of parameters, `pair_parameters`, serves export and import.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -14,8 +14,6 @@ layers that are not causal, and `ssmax_pn`, whose p_n all layers share.
 A normaliser with learned parameters (SSMax's s) becomes a submodule `normaliser` of each attention layer.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

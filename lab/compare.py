@@ -10,8 +10,6 @@ library of Python 3.11.7, which data.python_source prepares there. With --fresh 
 table has these files alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tomllib

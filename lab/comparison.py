@@ -11,8 +11,6 @@ after them (`eval_length.py --skip`), on which nothing was chosen, are reported 
 those of train_step.json, which `benchmarks.train_step --out` writes.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Iterator

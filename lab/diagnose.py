@@ -14,8 +14,6 @@ Writes diagnose.json and diagnose.png into the run folder and adds the means to 
 curve for each layer. Several runs get one more figure, with a curve for each.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ values of n and s in Figure 3 are ours, the paper's are in its plot alone. The w
 normalisers themselves, for one query.
 """
 
-from __future__ import annotations
-
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor

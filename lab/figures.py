@@ -3,8 +3,6 @@
 LSSAR's Figures 1 and 2, SSMax's 2 (p_n) and 4, NormSoftmax's 2a and 4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any

@@ -14,8 +14,6 @@ another run, paired over seeds and blocks, and with --margin what three seeds sh
 losses by length.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Mapping, Sequence

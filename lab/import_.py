@@ -8,8 +8,6 @@ RoPE, other vocabularies) is rejected by its name in config.json, except dropout
 compared. Needs `pip install -r requirements-hub.txt`.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from textwrap import shorten

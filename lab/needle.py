@@ -24,8 +24,6 @@ Writes eval_needle.json and eval_needle.png into the run folder and adds to its 
 more figure.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable, Sequence

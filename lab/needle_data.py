@@ -10,8 +10,6 @@ as lab/squad.py's, marks the number and the end-of-text. Numbers are drawn anew,
 It is for models too small to learn to answer from SQuAD. Train on it with --init-from RUN and --data.dir.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -6,8 +6,6 @@
 The numbers are those of the tables: means over seeds, standard deviations, differences to softmax.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

@@ -11,8 +11,6 @@ Writes per_position.json and per_position.png into the run folder and adds to it
 one more figure.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from itertools import pairwise

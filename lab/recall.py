@@ -13,8 +13,6 @@ Writes eval_recall.json and eval_recall.png into the run folder and adds to its 
 more figure.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Sequence

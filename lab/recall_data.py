@@ -28,8 +28,6 @@ Train a variant on it, `configs/comparison/A/lssa.toml --base configs/comparison
 `python -m lab.recall`.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path

@@ -6,8 +6,6 @@ it has p_n, of a run with log.attention_every its statistics. A record may have 
 are from. The comparison's records are read as well.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

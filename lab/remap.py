@@ -15,8 +15,6 @@ and the cut are those of eval_length.py. Prints the table of lab.gains, which ex
 rows.
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from pathlib import Path

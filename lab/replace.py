@@ -14,8 +14,6 @@ parameters in float32, without dropout, the learning rate falling linearly to ze
 length in a seeded order.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from contextlib import suppress

@@ -19,8 +19,6 @@ Runs of one scale share a letter. Runs that differ in their seed alone share a l
 deviation. Losses are eval_length.py's, at multiples of the training length. Unfinished runs are skipped.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

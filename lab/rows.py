@@ -1,7 +1,5 @@
 """The rows of several runs, with those of their validations, as one pandas DataFrame."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Finished runs as tables: which experiment, scale and seed each run is, and its losses at every length."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """Shares of successes, with their confidence intervals."""
 
-from __future__ import annotations
-
 import math
 
 Share = dict[str, float]  # share, low, high

@@ -21,8 +21,6 @@ Writes squad_val_000000.bin, squad_train_000001.bin, the masks, and at the end d
 data/shards.py). Train on it with configs/ssmax_paper/sft.toml.
 """
 
-from __future__ import annotations
-
 import argparse
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Colours, markers and dashes of variants, the same in all figures of the lab."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The papers' tables: which config is which row, and the published numbers; the one writer of tables."""
 
-from __future__ import annotations
-
 import tomllib
 from functools import cache
 from pathlib import Path

@@ -17,8 +17,6 @@ as in eval_length.py, or with --sees window as much of it as the counts. That is
 Prints the table of lab.gains, which explains it. --out writes its rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections import Counter, defaultdict

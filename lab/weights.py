@@ -8,8 +8,6 @@ training length is 1024. A panel shows the absolute weights by rank for n = 64 a
 that one key's weight at both.
 """
 
-from __future__ import annotations
-
 import textwrap
 from typing import Any
 

@@ -4,8 +4,6 @@ A normaliser that is registered but not listed is added with its default options
 at once (the comparison with reference.py needs a formula there).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """The tiny dataset and config that tests train on, and the environment that all tests need."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """Runs for tests: train.py in this process or in children of it, and what is in their folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -7,8 +7,6 @@ query may see `k` (n, D), and nothing else, so causality, the meaning of n and t
 need no mask. All of it is made of differentiable torch operations: gradients can be compared too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

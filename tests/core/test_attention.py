@@ -1,7 +1,5 @@
 """The engines: equal to each other and to float64, on every shape, type and extreme, with their gradients."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

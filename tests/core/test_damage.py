@@ -1,7 +1,5 @@
 """Damaged files, odd paths and absurd numbers: one line, at once, and nothing is lost."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

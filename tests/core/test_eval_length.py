@@ -1,7 +1,5 @@
 """eval_length.py: numbers against direct computations, files, rejected lengths and input."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,8 +1,6 @@
 """The papers' experiments through train.py: every config trains, models have the papers' sizes, init_from
 copies weights, and the losses of the NormSoftmax paper are what their formulas say."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

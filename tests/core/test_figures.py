@@ -1,7 +1,5 @@
 """evals/output.py: the lines and legends of the evaluations' figures."""
 
-from __future__ import annotations
-
 from matplotlib.figure import Figure
 
 from evals.output import Curve, draw_curves, legend_below, line_styles

@@ -10,8 +10,6 @@ default and avx2, and initial weights that differ by 1e-7 change the losses by u
 2e-5. An eps of 1.1e-5 in LayerNorm, n + 1 for n, or beta2 = 0.951 change them by 1e-5 to 4e-3.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

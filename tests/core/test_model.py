@@ -1,7 +1,5 @@
 """model.py: sizes, init, RoPE and its scalings, causality, KV cache, losses, generation."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

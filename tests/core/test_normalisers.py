@@ -1,7 +1,5 @@
 """The normalisers are their papers' formulas: against reference.py, written independently of them."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re

@@ -1,7 +1,5 @@
 """sample.py and the generation in model.py: the KV cache against no cache, for every normaliser."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """slurm/sweep.sbatch: a task of an array is one run, and the time limit's warning requeues it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

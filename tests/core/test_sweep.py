@@ -1,7 +1,5 @@
 """sweep.py: what it runs, skips, and continues with after a failure."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

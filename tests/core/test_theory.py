@@ -1,7 +1,5 @@
 """What the papers prove about their formulas, checked on the normalisers themselves."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """hub/export.py against transformers: the same logits, the same tokens; errors in one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """lm-evaluation-harness on an exported model: its scores are our own loss arithmetic."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """hub/register.py in tiny models of transformers: Llama and Qwen3 with grouped-query heads, GPT-NeoX."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

@@ -1,7 +1,5 @@
 """Attention statistics against those of the dense weights."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

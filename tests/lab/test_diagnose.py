@@ -1,7 +1,5 @@
 """lab/diagnose.py: the statistics of lab/attention_statistics.py by length, as means and by head."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from test_eval_length import N_BLOCKS, data, make_run, read

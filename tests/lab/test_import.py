@@ -1,7 +1,5 @@
 """lab/import_.py: what hub/export.py wrote comes back; what does not fit is rejected by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import FAMILIES, make_byte_run

@@ -1,7 +1,5 @@
 """Commands of lab/ with damaged files and options that make no sense: one line, nothing written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from importlib import import_module

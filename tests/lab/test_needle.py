@@ -1,7 +1,5 @@
 """lab/needle.py on a model built by hand to copy the needle, so that every number is known."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from itertools import cycle

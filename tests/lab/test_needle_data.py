@@ -1,7 +1,5 @@
 """lab/needle_data.py: the needle's task as sequences of which the answer counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

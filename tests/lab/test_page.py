@@ -1,7 +1,5 @@
 """lab/page.py: the page has the numbers of the tables, and a browser draws them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """lab/per_position.py against eval_length.py's losses of the same windows."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import one_line
 from test_eval_length import data, make_run, read

@@ -1,7 +1,5 @@
 """lab/recall_data.py and lab/recall.py: right answers, right scores, and a model that learns to give them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

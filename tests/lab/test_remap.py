@@ -1,7 +1,5 @@
 """lab/remap.py: scores pair by pair from RoPE at the remapped distance, and models that need none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import one_line

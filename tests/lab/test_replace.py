@@ -1,7 +1,5 @@
 """lab/replace.py on a model that hub/export.py wrote: its losses are eval_length's, before and after."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """python -m lab.report on run folders: rows, seeds, scales, descent, the published numbers."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

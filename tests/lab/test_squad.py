@@ -1,7 +1,5 @@
 """lab/squad.py: one sequence a question, of which the answer counts; how datasets with masks are written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

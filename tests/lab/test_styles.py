@@ -1,7 +1,5 @@
 """lab/styles.py: the colours of variants."""
 
-from __future__ import annotations
-
 from lab.styles import COLOURS, GREY, variant_styles
 
 

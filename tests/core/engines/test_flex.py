@@ -4,8 +4,6 @@ FlexAttention rejects gradients on a CPU, where its compiled form has no backwar
 the tests allow, differentiates the same score_mod.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attention_cases import assert_close, choose, draw, make, run, signals_of

@@ -3,8 +3,6 @@
 The package's kernels need a GPU. In their place stands their formula, from the authors' text (eqs. 1 to 3).
 """
 
-from __future__ import annotations
-
 import sys
 import types
 

@@ -3,8 +3,6 @@
 benchmarks/kernels.py compiles every kernel for real GPUs. benchmarks/gpu.py measures on one.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Training on what a dataset's mask counts, alone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that v0.1.0 left: it loads and continues with that version's losses."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 
