@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
@@ -32,8 +33,11 @@ from schema import AttentionConfig
 
 pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
 
+from triton.runtime import interpreter
+
 from engines import self_check
 from engines import triton as triton_engine
+from engines import triton_kernels as kernels
 from engines.self_check import engine_error
 from engines.triton import phi_attention
 from engines.triton_kernels import INTERPRETED
@@ -44,6 +48,30 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
+
+@pytest.fixture(autouse=True)
+def quick_interpreter(monkeypatch):
+    """Without the interpreter's slowest ways. It multiplies a row's elements one by one, and at each call of
+    our functions it searches triton.language for what the kernel's call has replaced already.
+    """
+    reduce = interpreter.ReduceOps.apply_impl
+
+    def apply_impl(self, values):
+        if self.combine_fn is not kernels._times:
+            return reduce(self, values)
+        return self.to_tensor(np.prod(values[0].handle.data, axis=self.axis), values[0].dtype)
+
+    patch = interpreter._patch_lang
+
+    def patch_lang(function):
+        is_ours = function.__globals__ is vars(kernels)
+        return None if is_ours and function.__name__ not in KERNELS else patch(function)
+
+    monkeypatch.setattr(interpreter.ReduceOps, "apply_impl", apply_impl)
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_lang)
+
+
+KERNELS = ("_forward", "_backward_rows", "_backward")
 REPO = Path(__file__).resolve().parents[3]
 LSSAR = AttentionConfig(normaliser="lssa", reweight_p=15)
 
@@ -186,17 +214,10 @@ def test_zero_vectors_under_cosine_scores(zero):
 
 LSSA = AttentionConfig(normaliser="lssa")
 SIGMOID = AttentionConfig(normaliser="sigmoid", l1=True)
+HALF = [(LSSAR, 1, 64, 100), (LSSA, 2, 64, 100), (SIGMOID, 2, 64, 100), (LSSAR, 1, 256, 40)]
 
 
-@pytest.mark.parametrize(
-    ("cfg", "n_head", "head_dim", "length"),
-    [
-        (LSSAR, 1, 64, 100),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-            (LSSA, 2, 64, 100), (SIGMOID, 2, 64, 100), (LSSAR, 1, 256, 40)
-        )),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("cfg", "n_head", "head_dim", "length"), HALF)
 def test_float16(cfg, n_head, head_dim, length):
     """Off by float16's rounding of weights and of their gradients, not by more."""
     normaliser = make(cfg, n_head, head_dim, 300)
@@ -272,9 +293,6 @@ def test_nan_reaches_the_rows_that_see_it(phi, p, n_queries):
     assert torch.equal(o[0, 0].isnan().any(-1), seen) and o[0, 1].isfinite().all()
 
 
-ATOMIC_OR_SLOW = [
-    pytest.param(False, id="atomic"), pytest.param(True, id="in order", marks=pytest.mark.slow)
-]  # fmt: skip
 BOUNDED = {
     "far below zero": -0.99 + 0.02 * torch.rand(100, generator=torch.Generator().manual_seed(0)),
     "nearly uniform": 0.3 + 1e-3 * torch.rand(100, generator=torch.Generator().manual_seed(0)),
@@ -283,7 +301,7 @@ BOUNDED = {
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("deterministic", ATOMIC_OR_SLOW, indirect=True)
+@pytest.mark.parametrize("deterministic", [False, True], indirect=True, ids=["atomic", "in order"])
 @pytest.mark.parametrize("cosines", BOUNDED.values(), ids=BOUNDED)
 def test_rows_that_the_logarithm_would_lose(cosines):
     """16-bit LSSAR, whose softplus is log2(1 + 2^y): without the exact loops o is off by 0.3, or NaN."""
