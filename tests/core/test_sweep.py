@@ -251,7 +251,8 @@ def test_list_and_mistakes(four_runs, call, capsys):
             call(sweep, *args)
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_and_its_evaluations(processes, four_runs, call):
     run = four_runs.parent / "runs/s_normaliser=softmax_seed=1"
     call(sweep, four_runs, "--index", 0, "--nproc", processes, "--eval-tokens", 256, "--train.device", "cpu")

@@ -48,6 +48,7 @@ def scale(tiny_config, own_file, tmp_path, call, monkeypatch, no_drawing) -> lis
     return commands
 
 
+@pytest.mark.slow
 def test_a_file_of_ones_own_among_published_records(scale, call, capsys, no_drawing):
     call(compare, "softmax.toml", "--fresh", "--rates", "4e-3")
     runs = [compare.read_run(path) for path in Path("runs/compare/softmax/lr=0.004").iterdir()]

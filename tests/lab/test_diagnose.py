@@ -14,6 +14,7 @@ from training.checkpoint import load_model
 __all__ = ["data"]  # a fixture
 
 
+@pytest.mark.slow
 def test_script(tmp_path, data, call, capsys):
     runs = tmp_path / "runs"
     a = make_run(runs, "a", data, normaliser="lssa", reweight_p=3)

@@ -110,6 +110,7 @@ def test_wilson_interval() -> None:
     assert proportion(0, 10) == {"share": 0.0, "low": 0.0, "high": pytest.approx(0.2775, abs=1e-4)}
 
 
+@pytest.mark.slow
 def test_a_model_learns(
     tmp_path: Path, call: Callable[..., None], tiny_config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -372,6 +372,7 @@ def test_attention_fading():
     assert above[1] > above[0] > 0.98 and below[1] < below[0] < 0.9
 
 
+@pytest.mark.slow
 def test_a_run_its_evaluations_and_the_report(tiny_config, call):
     call(train, tiny_config, "--log.attention-every", 4)
     run = tiny_config.parent / "runs/tiny"
