@@ -164,6 +164,7 @@ class TrainConfig(Section):
     batch_tokens: int = key(524288, "Tokens of one optimiser step, over all processes.", ge=2)
     micro_batch: int = free(32, "Sequences of a forward pass. Halve it when out of memory.", ge=1)
     dtype: Literal["bfloat16", "float32"] = key("bfloat16", "Autocast type; weights stay float32.")
+    residual: Literal["bfloat16", "float32"] = key("float32", "Type of the residual stream in autocast.")
     device: Literal["auto", "cpu", "cuda"] = free("auto", "auto: cuda where there is one.")
     compile: Literal["auto"] | bool = free("auto", "torch.compile the model; auto: on cuda.")
     memory_budget: float = free(1.0, "Below 1 compiled code keeps less for backward.", ge=0, le=1)
@@ -199,6 +200,8 @@ class TrainConfig(Section):
             problems.append(("micro_batch", f"{divisor}, or more than them"))
         if self.val_tokens < self.seq_len:
             problems.append(("val_tokens", f"expected at least train.seq_len = {self.seq_len}"))
+        if self.residual == "bfloat16" != self.dtype:
+            problems.append(("residual", "expected train.dtype = bfloat16 with it"))
         if self.loss_gamma != "inf" and self.loss != "norm_softmax":
             problems.append(("loss_gamma", "only read by train.loss = norm_softmax"))
         if self.loss_tau != "auto" and self.loss == "softmax":

@@ -57,7 +57,8 @@ def saved_bytes(config: Config, budget: float, n_blocks: int) -> int:
     stack = Stack(config, n_blocks)
     parameters = dict(stack.named_parameters())
     m = config.model
-    x = torch.empty(1, config.train.seq_len, m.n_embd, requires_grad=True)
+    dtype = getattr(torch, config.train.residual)
+    x = torch.empty(1, config.train.seq_len, m.n_embd, dtype=dtype, requires_grad=True)
     tables = [torch.empty(config.train.seq_len, m.head_dim // 2) for _ in range(2)]
     total = 0
 
@@ -94,6 +95,7 @@ def saved_bytes(config: Config, budget: float, n_blocks: int) -> int:
 def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("configs", nargs="+", help="config files")
+    parser.add_argument("--residual", help="train.residual (default: the config's)")
     parser.add_argument(
         "--budget", type=float, nargs="+", default=[1.0], help="train.memory_budget (default: 1)"
     )
@@ -101,7 +103,7 @@ def main() -> None:
     model.apply_rope = rotate_pairs  # as on a GPU
     lines = [["config", "sequences", *(f"MB, budget {budget:g}" for budget in args.budget)]]
     for path in args.configs:
-        config = load_config(path)
+        config = load_config(path, ["--train.residual", args.residual] if args.residual else None)
         sizes = [block_bytes(config, budget) * config.train.micro_batch / 1e6 for budget in args.budget]
         lines.append([config.name, str(config.train.micro_batch), *(f"{size:.0f}" for size in sizes)])
     print(format_table(lines))

@@ -102,6 +102,29 @@ def test_every_option_trains(norm, mlp, bias, tie):
     assert bool(biases) == bias and gpt.lm_head.bias is None
 
 
+@pytest.mark.parametrize("options", [{}, {"norm": "rmsnorm", "mlp": "swiglu"}], ids=["layernorm", "rmsnorm"])
+def test_the_residual_streams_type(options):
+    """In autocast alone: where there is none, as in an exported model, the stream has the weights' type."""
+    gpt = make_gpt(std=0.2, **options)
+    tokens = random_tokens(2, 16)
+    types = []
+    for block in gpt.blocks:
+        block.register_forward_hook(lambda block, inputs, output: types.append(output.dtype))
+    losses = []
+    for residual in ("float32", "bfloat16"):
+        train = gpt.config.train.model_copy(update={"dtype": "bfloat16", "residual": residual})
+        gpt.config = gpt.config.model_copy(update={"train": train})
+        with gpt.autocast():
+            losses.append(gpt(tokens, tokens))
+        gpt(tokens)
+    n = len(gpt.blocks)
+    assert types == [*2 * n * [torch.float32], *n * [torch.bfloat16], *n * [torch.float32]]
+    grads = [torch.autograd.grad(loss, gpt.embedding.weight)[0] for loss in losses]
+    assert grads[0].dtype == grads[1].dtype == torch.float32
+    assert 0 < (grads[1] - grads[0]).norm() < 0.05 * grads[0].norm()
+    assert losses[0] != losses[1] and abs(losses[1] - losses[0]) < 0.01 * losses[0]
+
+
 def test_autocast_keeps_float32_weights_and_loss():
     gpt = make_gpt()
     with torch.autocast("cpu", dtype=torch.bfloat16):
