@@ -43,7 +43,7 @@ def make_normaliser(
     window: int = 0,
     width: int = 0,
 ) -> NormaliserLayer:
-    """The normaliser named in `options`. train_len: L of the formulas. position, window: of `[model]`.
+    """The normaliser that `options` name. train_len: L of the formulas. position, window: of `[model]`.
 
     width: of the layer's input, from which some formulas compute `signals` (`NormaliserLayer.read`).
     """

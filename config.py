@@ -195,12 +195,13 @@ def _read_file(
         values, _ = _read_file(path.parent / base, seen=(*seen, path.resolve()))
     if other_base is not None:
         before = values
+        swept = set.intersection(*map(set, sweeps))
         values, _ = _read_file(Path(other_base), seen=(path.resolve(),))
         for key, (value, _) in before.items():
-            is_lost = key.startswith(VARIANT_KEYS) and key not in stated and key not in chosen
-            if is_lost and _value(values, key) != value:
+            is_stated = key in stated or key in chosen or key in swept
+            if key.startswith(VARIANT_KEYS) and not is_stated and _value(values, key) != value:
                 problem = f"{path} would lose {key} = {value!r} of its own base"
-                raise UserError(f"--base {other_base}: {problem}; expected a file that states it itself")
+                raise UserError(f"--base {other_base}: {problem}; expected it in the file or as an option")
     values.pop("name", None)
     return stated | values | stated, sweeps
 

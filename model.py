@@ -238,7 +238,7 @@ class GPT(nn.Module):
     def rope(
         self, tokens: Tensor, scaling: RopeScaling, cache: KVCache | None = None
     ) -> list[tuple[Tensor, Tensor]]:
-        """`rope_tables` of each layer, (T, D/2) each, for tokens (B, T) that follow what is in the cache."""
+        """`rope_tables` of each layer, cos and sin, for tokens (B, T) that follow what is in the cache."""
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[1]
         train_len = self.config.train.seq_len

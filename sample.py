@@ -22,7 +22,7 @@ import torch
 
 from data.tokenizer import Tokenizer
 from generation import stream
-from infra.cli import ArgumentParser, integer, run_main
+from infra.cli import ArgumentParser, UserError, integer, run_main
 from infra.distributed import choose_device
 from infra.files import read_text
 from model import GPT
@@ -48,6 +48,10 @@ def parse_args() -> argparse.Namespace:
     add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     args = parser.parse_args()
+    if not 0 <= args.temperature <= 1e30:
+        raise UserError(f"--temperature {args.temperature}: expected a number from 0 to 1e30")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise UserError(f"--top-p {args.top_p}: expected a number above 0, at most 1")
     args.rope_scaling = RopeScaling(args.rope, args.rope_theta)
     return args
 

@@ -27,6 +27,7 @@ def train_batch(
     Sequence i of step s, from 0, is window w = s * n_seq + i of seq_len = T tokens.
     sequential: it starts at token w * T of the endless stream, so nothing is dropped at its end.
     shuffled: an epoch is the n_tokens // T whole windows of the stream, in a permutation that the seed fixes.
+    first, count: the slice of one process; count None: all that follow.
 
     Returns x, y, both (count, T) int64; y is x one token later in the stream, -100 where the mask is 0.
     Raises UserError: the stream is too short for one window.

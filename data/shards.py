@@ -107,7 +107,8 @@ def open_shard(path: Path, vocab_size: int = 65536) -> np.memmap:
     """Map a shard's tokens, (n,) little-endian uint16, after checking the file.
 
     Checked are magic, version, the exact size, and that 256 tokens, spread evenly from the first to the last,
-    are below `vocab_size`. Raises UserError, naming the file, what it has and what was expected.
+    are below `vocab_size`, as any is below 65536. Raises UserError, naming the file, what it has and what was
+    expected.
     """
     try:
         with open(path, "rb") as f:

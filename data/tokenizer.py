@@ -22,7 +22,7 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")  # names of the end
 class FileTokenizer:
     """A tokenizer.json of the `tokenizers` library, without what it adds around a text.
 
-    Raises UserError: another kind of file, no end-of-text token that text cannot contain, too many tokens.
+    Raises UserError: another kind of file, no end-of-text token that no text contains, above 65,536 tokens.
     """
 
     def __init__(self, content: str, where: object) -> None:

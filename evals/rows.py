@@ -66,5 +66,7 @@ def read_table(path: Path, **options: Any) -> pandas.DataFrame:
     """A rows.csv. Raises UserError: it is none."""
     try:
         return pandas.read_csv(path, usecols=Row._fields, **options)
-    except (OSError, ValueError) as e:  # pandas' own errors are ValueErrors
+    except OSError as e:
+        raise UserError(f"{path}: expected the rows.csv of a run: {e.strerror}") from None
+    except ValueError as e:  # pandas' own errors are ValueErrors
         raise UserError(f"{path}: expected the rows.csv of a run: {' '.join(str(e).split())}") from None

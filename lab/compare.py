@@ -99,7 +99,7 @@ def evaluate_unseen(job: sweep.Job, stop: StopSignals) -> None:
     text = f"--skip {N_TOKENS} --tokens {N_TOKENS} --lengths {length} {16 * length}".split()
     for rope in ("ntk", "none"):
         if not (job.config.run_dir / f"eval_length_unseen_{rope}.json").exists():
-            options = [*text, "--rope", rope, "--tag", f"unseen_{rope}"]
+            options = [*text, "--data", job.config.data.dir, "--rope", rope, "--tag", f"unseen_{rope}"]
             run(stop, "eval_length.py", str(job.config.run_dir), *options)
 
 

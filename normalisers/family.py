@@ -170,7 +170,7 @@ class Phi(Scaled, name="phi"):
 
     @property
     def bounded(self) -> bool:
-        """|score| <= ln d ln n, so that no softplus or sigmoid of a score underflows in float32."""
+        """|score| < 70 at every length and head size in use: no phi of a score underflows in float32."""
         as_here = type(self).shift is Phi.shift and type(self).factor is Scaled.factor
         by_length = self.scale == "ln_d" and self.length_scale != "query"
         return self.scores == "cosine" and by_length and not self.bias and as_here

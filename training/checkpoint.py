@@ -35,8 +35,6 @@ def save_checkpoint(run_dir: Path, state: dict[str, Any], keep_last: int, keep_e
     path = run_dir / "checkpoints" / f"step_{state['step']:06d}.pt"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for partial in path.parent.glob(".*.tmp"):  # half a file, which a kill has left
-            partial.unlink()
         with atomic_file(path) as f:
             torch.save({"format": FORMAT, **state}, f)
         older = [old for old in find_checkpoints(run_dir) if step_of(old) < state["step"]]
@@ -46,6 +44,12 @@ def save_checkpoint(run_dir: Path, state: dict[str, Any], keep_last: int, keep_e
     except (OSError, RuntimeError) as e:  # RuntimeError: a full disk, in torch's zip writer
         free = f" ({shutil.disk_usage(run_dir).free:,} bytes are free)" if isinstance(e, RuntimeError) else ""
         raise UserError(f"{path}: the checkpoint could not be written: {e}{free}") from None
+
+
+def remove_partial(run_dir: Path) -> None:
+    """Remove half a checkpoint, which a kill has left."""
+    for partial in run_dir.glob("checkpoints/.*.tmp"):
+        partial.unlink(missing_ok=True)
 
 
 def step_of(path: Path) -> int:

@@ -84,6 +84,9 @@ def test_another_base_loses_nothing_of_the_attention(tmp_path: Path):
     with one_line("hybrid_16_fox_4.toml would lose model.key_shift = True of its own base"):
         load_config(shifted, ["--base", str(recipe)])
     assert not load_config(shifted, ["--base", str(recipe), "--model.key-shift", "false"]).model.key_shift
+    text = f'base = "{ROOT}/configs/comparison/context.toml"\n[sweep]\n"model.key_shift" = [true, false]\n'
+    swept = write(tmp_path, "swept.toml", text)
+    assert len(expand_sweep(swept, ["--base", str(recipe)])) == 2
     with one_line("nowhere.toml: no such config file (the base of lssa.toml)"):
         load_config(ROOT / "configs/lssa.toml", ["--base", "nowhere.toml"])
 
