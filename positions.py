@@ -53,6 +53,11 @@ class RopeScaling:
 UNSCALED = RopeScaling()
 
 
+def operator_library(module: str) -> str:
+    """Where torch keeps a module's operators, by its name: an exported model brings copies of both."""
+    return re.sub(r"[^0-9a-zA-Z_]", "_", module)
+
+
 def alibi(t: Tensor, head: Tensor, n_head: int) -> Tensor:
     """-m_h t, m_h = 2^(-8 h / H), h = 1 ... H, is added to scores at distance t (ALiBi, Press et al. 2022).
 
@@ -131,8 +136,7 @@ def rope_frequencies(
 
 # An operator of its own, so that torch.compile keeps the tables: it would compute cos and sin anew, in
 # float64, for each element of q and k in each layer.
-# Its name is the module's: an exported model brings a copy, which would take this one's place.
-@torch.library.custom_op(f"{re.sub(r'[^0-9a-zA-Z_]', '_', __name__)}::cos_and_sin", mutates_args=())
+@torch.library.custom_op(f"{operator_library(__name__)}::cos_and_sin", mutates_args=())
 def _cos_and_sin(freqs: Tensor, amplitude: float, start: int, stop: int) -> tuple[Tensor, Tensor]:
     positions = torch.arange(start, stop, dtype=torch.float64, device=freqs.device)
     angles = positions[:, None] * freqs  # (T, D/2)

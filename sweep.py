@@ -149,9 +149,6 @@ def format_loss(loss: float | None) -> str:
 def main() -> None:
     args, overrides = parse_args(sys.argv[1:])
     jobs = make_jobs(args.configs, overrides, args.tag)
-    uses_gpus = any(job.config.train.device != "cpu" for job in jobs)
-    gpus = torch.cuda.device_count() if uses_gpus else 0
-    args.nproc = args.nproc or max(1, gpus // args.jobs)
     if args.index is not None and args.index not in range(len(jobs)):
         raise UserError(f"--index {args.index}: expected 0 to {len(jobs) - 1}, the number of a run")
     if args.list:
@@ -160,6 +157,9 @@ def main() -> None:
         return
     if args.index is not None:
         jobs = [jobs[args.index]]
+    uses_gpus = any(job.config.train.device != "cpu" for job in jobs)
+    gpus = torch.cuda.device_count() if uses_gpus else 0
+    args.nproc = args.nproc or max(1, gpus // args.jobs)
     check_resources(args, jobs, gpus)
     with StopSignals() as stop:
         failures = run_all(jobs, args, stop)

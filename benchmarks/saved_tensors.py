@@ -2,13 +2,12 @@
 
     export TRITON_INTERPRET=1
     python -m benchmarks.saved_tensors configs/softmax.toml configs/lssar.toml --budget 1 0.99
+    python -m benchmarks.saved_tensors configs/softmax.toml --train.residual bfloat16
 
 Traces blocks of the config in bfloat16 with the operators of a GPU, as AOTAutograd and its partitioner do for
 torch.compile, and adds up what the forward graph returns for the backward one. Weights and RoPE's tables are
 left out. A view keeps the whole tensor alive and counts as its own size.
 """
-
-import argparse
 
 import torch
 import torch._functorch.config as functorch_config
@@ -95,15 +94,14 @@ def saved_bytes(config: Config, budget: float, n_blocks: int) -> int:
 def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("configs", nargs="+", help="config files")
-    parser.add_argument("--residual", help="train.residual (default: the config's)")
     parser.add_argument(
         "--budget", type=float, nargs="+", default=[1.0], help="train.memory_budget (default: 1)"
     )
-    args: argparse.Namespace = parser.parse_args()
+    args, overrides = parser.parse_known_args()
     model.apply_rope = rotate_pairs  # as on a GPU
     lines = [["config", "sequences", *(f"MB, budget {budget:g}" for budget in args.budget)]]
     for path in args.configs:
-        config = load_config(path, ["--train.residual", args.residual] if args.residual else None)
+        config = load_config(path, overrides)
         sizes = [block_bytes(config, budget) * config.train.micro_batch / 1e6 for budget in args.budget]
         lines.append([config.name, str(config.train.micro_batch), *(f"{size:.0f}" for size in sizes)])
     print(format_table(lines))

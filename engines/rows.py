@@ -2,7 +2,7 @@
 
 Any normaliser, any device. Nothing of size (T, T) is kept: backward computes the scores and weights of each
 block again, with autograd through the row formula alone. LSSAR, re-weighted softplus of bounded scores, has a
-closed form instead (`softplus_power`), by which attention takes half the time on a CPU.
+closed form instead (`softplus_power`), which takes less time.
 """
 
 from dataclasses import replace

@@ -6,7 +6,6 @@ The kernels and their mathematics are in triton_kernels.py. This file chooses bl
 custom operators, so that autograd and torch.compile see one operation.
 """
 
-import re
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +17,9 @@ from engines.triton_kernels import INTERPRETED, LOG2E, MAX_POWER, N_ROW, PAD, Fo
 from normalisers.base import Normaliser, RowContext
 from normalisers.family import PHI, SIGNED, Phi, Softmax
 from normalisers.layer import NormaliserLayer
+from positions import operator_library
 
-# Of its operators, by the module: an exported model brings copies, which would take these ones' place.
-LIBRARY = re.sub(r"[^0-9a-zA-Z_]", "_", __name__)
+LIBRARY = operator_library(__name__)
 MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # what shared memory holds
 
 
