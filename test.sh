@@ -16,6 +16,6 @@ fi
 environment requirements-dev.txt
 $PYTHON -m ruff check .
 $PYTHON -m ruff format --check .
-$PYTHON -m mypy
+$PYTHON -m mypy -n 2
 $PYTHON -m tach check
 OMP_NUM_THREADS=1 $PYTHON -m pytest -n 2 ${tests[@]+"${tests[@]}"} "$@"

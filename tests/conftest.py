@@ -17,6 +17,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+os.fsync = lambda fd: None  # no test outlives the machine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,9 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
         find_normaliser(own)
 
 
-def pytest_collection_finish() -> None:
-    """As train.main() does: training collects garbage at each save, which would scan all tests each time."""
-    gc.collect()
+@pytest.fixture(scope="module", autouse=True)
+def freeze() -> None:
+    """As train.main() does: training collects garbage at each save, which would scan all modules anew."""
     gc.freeze()
 
 

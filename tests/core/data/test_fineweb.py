@@ -187,7 +187,6 @@ def inline(monkeypatch: Any) -> None:
     monkeypatch.setattr(documents, "BLOCK_CHARACTERS", 300)
     monkeypatch.setattr(documents, "BATCH_ROWS", 7)
     monkeypatch.setattr(fineweb, "get_tokenizer", lru_cache(fineweb.get_tokenizer))
-    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 def build(paths: Iterable[Path], out: Path, column: str = "text", **options: Any) -> dict[str, Any]:
