@@ -80,6 +80,8 @@ def text_of(run: FinishedRun, losses: pd.DataFrame) -> Record:
 def losses_of(losses: pd.DataFrame, measures: tuple[str, str]) -> dict[str, dict[str, list[list[float]]]]:
     """By RoPE scaling and length the losses of all blocks, by the two measures in turn."""
     blocks = losses[losses.measure.isin(measures)].dropna(subset=["block", "value"]).sort_values("block")
+    n_measures = blocks.groupby(["rope", "length"]).measure.transform("nunique")
+    blocks = blocks[n_measures == len(measures)]  # a length below the training length has other targets
     by_length: dict[str, dict[str, list[list[float]]]] = {}
     for (rope, length, _), each in blocks.groupby(["rope", "length", "measure"]).value:
         by_length.setdefault(rope, {}).setdefault(str(length), []).append(each.tolist())
@@ -133,7 +135,7 @@ def update(folder: Path, out: Path) -> None:
     else:
         runs = read_runs([str(folder)])
         evaluated = [run for run in runs if run.losses[run.losses.measure == "loss"].value.notna().any()]
-        new = [*map(record_of, evaluated), *costs_of(folder)]
+        new = [*map(record_of, evaluated), *(costs_of(folder) if evaluated else ())]
     if not new:
         raise UserError(f"{folder}: expected evaluated runs, found none")
     path = out / f"{scale}.jsonl"

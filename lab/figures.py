@@ -130,7 +130,7 @@ def ssmax_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
     points = learning_curves(runs, of_scale)
     if len(points):
         n_seeds = points.groupby("name").seed.nunique()
-        n_steps = int(points.x.diff().max())
+        n_steps = int(points.x.min())
         title = f"SSMax, Figure 4: training loss of (b) to (d) minus (a)'s of the same seed (scale {scale})"
         figure = draw_lines(points, title, "step", "difference (nats per token)")
         figure.axes[0].axhline(0, color="0.6", linestyle=":")

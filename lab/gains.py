@@ -53,9 +53,19 @@ def parse_args() -> argparse.Namespace:
 
 
 def paired_gains(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row for each line, seed, length and block: `cut`, the loss with the context cut at T, and `gain`."""
-    at_cut = rows[rows.measure.str.fullmatch(r"cut\[\d+\]")]
-    at_length = rows[rows.measure.str.fullmatch(r"same_targets\[\d+\]")]
+    """A row for each line, seed, length and block: `cut`, the loss with the context cut at T, and `gain`.
+
+    Raises UserError: no row of a cut, or losses of one run and seed at several rates, steps or T.
+    """
+    parts = rows.measure.str.extract(r"^(?P<loss>cut|same_targets)\[(?P<train_len>\d+)\]$")
+    rows = rows.assign(loss=parts.loss, train_len=parts.train_len.astype("Int64")).dropna(subset="loss")
+    of_seed = rows.groupby([*LINE, "seed"])
+    for key in ("lr", "step", "train_len"):
+        n_values = of_seed[key].nunique()
+        if (n_values > 1).any():
+            raise UserError(f"{n_values.idxmax()[0]}: rows of several {key}: expected one, or another name")
+    at_cut = rows[rows.loss == "cut"]
+    at_length = rows[rows.loss == "same_targets"]
     pairs = at_length.merge(at_cut, on=[*LINE, "seed", "block"], suffixes=("", "_cut"))
     if pairs.empty:
         raise UserError("no row has a cut: expected the rows of eval_length.py")
@@ -173,7 +183,6 @@ def loss_figure(rows: pd.DataFrame, baseline: str = "", shown: Sequence[str] = (
     at_longest = pairs[pairs.length == pairs.length.max()].groupby(["run", "rope"]).gain.mean().dropna()
     best = at_longest.groupby("run").idxmax().tolist()
     pairs = pairs[pd.MultiIndex.from_frame(pairs[["run", "rope"]]).isin(best)]
-    pairs = pairs.assign(train_len=pairs.measure.str.extract(r"\[(\d+)\]", expand=False).astype(int))
     at_cut = pairs.drop_duplicates([*LINE, "seed", "block"])
     at_cut = at_cut.assign(length=at_cut.train_len, value=at_cut.cut)
     points = pd.concat([at_cut, pairs[pairs.length > pairs.train_len]])

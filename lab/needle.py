@@ -146,10 +146,10 @@ def make_trial(haystack: Haystack, length: int, depth: int, index: int) -> Trial
     room = length - ANSWER_TOKENS - 1 - len(before) - len(secret) - len(after) - len(ask)
     if room < 1 or stream.n_tokens <= room:
         raise UserError(
-            f"--lengths {length}: expected at least {length - room + 1}, for needle and question, and "
-            f"at most the {stream.n_tokens} tokens of {stream.folder} (default: 1, 2, 4, 8 x T)"
+            f"a sequence of {length} tokens: expected at least {length - room + 1}, for needle and question, "
+            f"and at most the {stream.n_tokens} tokens of {stream.folder}"
         )
-    start = int(rng.integers(2**40)) % max(1, stream.n_tokens - room)
+    start = int(rng.integers(2**40)) % (stream.n_tokens - room)
     text = stream.read(start, room).tolist()
     cut = int(rng.integers(room + 1)) if depth == RANDOM_DEPTH else room * depth // 100
     prompt = [tokenizer.eot_token, *text[:cut], *before]
@@ -330,7 +330,8 @@ def ranked_heads(results: list[Result]) -> pandas.DataFrame:
         cells = [cell for cell in result["cells"] if cell["length"] == length and cell["reason"] is None]
         if cells:
             scores = np.mean([cell["needle_score"] for cell in cells], axis=0).flatten()
-            by_rank[result["run"] if len(results) > 1 else length] = np.sort(scores)[::-1][:N_RANKED]
+            best = pandas.Series(np.sort(scores)[::-1][:N_RANKED])  # models may have few heads
+            by_rank[result["run"] if len(results) > 1 else length] = best
     heads = pandas.DataFrame(by_rank)
     return heads.set_axis(range(1, len(heads) + 1))
 

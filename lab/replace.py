@@ -120,6 +120,8 @@ def read_blocks(tokenizer: Any, text: str, limit: float, lengths: list[int]) -> 
     if any(longest % length for length in lengths):
         raise UserError(f"--lengths {lengths}: expected divisors of the longest, so that all score the same")
     tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+    if limit < longest:
+        raise UserError(f"--tokens {limit}: expected at least {longest}, the longest length")
     n = int(min(len(tokens) - 1, limit)) // longest
     if not n:
         raise UserError(f"a text of {len(tokens)} tokens: expected more than {longest}, the longest length")

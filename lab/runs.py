@@ -37,7 +37,7 @@ class FinishedRun:
     @property
     def p_n(self) -> tuple[float, ...]:
         """The learned p_n of ssmax_pn, from n = 1 on; empty for another normaliser, or if it was not kept."""
-        if self.kept_p_n or self.config.attention.normaliser != "ssmax_pn" or not self.folder.is_dir():
+        if self.config.attention.normaliser != "ssmax_pn" or not find_checkpoints(self.folder):
             return self.kept_p_n
         weights = load_model(self.folder).model.state_dict()
         return tuple(weights["blocks.0.attention.normaliser.p_n"].tolist())

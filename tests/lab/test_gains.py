@@ -17,7 +17,7 @@ CONTEXT = Path(__file__).parents[2] / "results/context"
 
 def rows_of(run, losses, cut, seed=1):
     """Losses of two blocks by length, and those with the context cut at 8."""
-    key = {"run": run, "seed": seed, "rope": "none", "text": "t"}
+    key = {"run": run, "seed": seed, "lr": 0.1, "step": 1, "rope": "none", "text": "t"}
     rows = [key | {"length": 8, "block": i, "measure": "cut[8]", "value": v} for i, v in enumerate(cut)]
     for length, values in losses.items():
         rows += [
@@ -128,6 +128,10 @@ def test_mistakes():
         gain_table(rows, baseline="other")
     with pytest.raises(UserError, match="no row has a cut"):
         gain_table(rows[rows.measure != "cut[8]"])
+    shorter = rows.assign(measure=rows.measure.str.replace("8", "4"))
+    for other in (rows.assign(step=2), rows.assign(lr=0.2), shorter):  # else they would be averaged
+        with pytest.raises(UserError, match="short: rows of several (step|lr|train_len)"):
+            gain_table(pd.concat([rows, other]))
 
 
 @pytest.mark.parametrize(

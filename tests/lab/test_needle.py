@@ -242,7 +242,7 @@ def test_several_runs(run, tmp_path, evaluate, capsys):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--lengths", "100"], "--lengths 100: expected at least"),
+        (["--lengths", "100"], "a sequence of 100 tokens: expected at least"),
         (["--lengths", "9000"], "at most the 5000 tokens of"),
     ],
 )

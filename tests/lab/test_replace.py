@@ -65,5 +65,7 @@ def test_replacement(tiny_config, call, capsys):
         call(replace, *absent, "--normaliser", "ssmax", "--scale-ini", 1)
     with pytest.raises(UserError, match="nothing.txt: cannot be read"):
         call(replace, *absent, "--normaliser", "softmax", "--train-text", "nothing.txt")
+    with pytest.raises(UserError, match="--tokens 512: expected at least 1024"):
+        call(replace, *common, "--normaliser", "softmax", "--lengths", 1024)
     with pytest.raises(UserError, match="a text of 1410 tokens: expected more than 4096"):
-        call(replace, *common, "--normaliser", "softmax", "--lengths", 4096)
+        call(replace, *common, "--normaliser", "softmax", "--lengths", 4096, "--tokens", 4096)
