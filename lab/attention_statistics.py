@@ -8,12 +8,23 @@ import torch
 from torch import Tensor
 
 from engines.rows import block_scores, query_blocks
-from lab.statistics import STATISTICS
 from model import GPT, KVCache
 from normalisers.base import l1_normalise, share_heads
 from normalisers.layer import NormaliserLayer
 from positions import UNSCALED, RopeScaling
 
+STATISTICS = {
+    "qk_std": "standard deviation over the visible keys of q.k, unscaled (NormSoftmax, Figure 2a)",
+    "score_std": "standard deviation over the visible keys of the scores, without a bias by distance",
+    "entropy": "entropy of p in nats",
+    "relative_entropy": "entropy over ln n: 1 is a uniform row, 0 a row on one key",
+    "effective_keys": "exp(entropy): the number of keys whose uniform weights have the same entropy",
+    "largest": "largest p",
+    "first_token": "p of the first token, the attention sink",
+    "tiny": "share of the visible keys with p < 2^-16",
+    "distance": "distance of a key, in tokens, as a mean weighted by p",
+    "positive_distance": "mean distance of the keys with a positive score over that of all visible keys",
+}
 TINY = 2.0**-16
 
 

@@ -24,15 +24,14 @@ from pydantic import PositiveFloat, RootModel
 from evals.output import format_length, format_rope, legend_below, save_figure
 from evals.rows import text_key
 from infra.cli import UserError
-from infra.files import read_json, read_jsonl, write_atomically
+from infra.files import read_json, read_jsonl, read_text, write_atomically
 from lab.figures import draw_lines, log_ticks
-from lab.records import write_records
+from lab.records import Record, write_records
 from lab.runs import FinishedRun, main_text, read_runs
 from lab.styles import GREY, N_SHOWN, variant_styles
 from lab.tables import CONFIGS, DASH, PAPERS_FOLDER, markdown, mean_and_spread
 
 BASELINE = "softmax"
-Record = dict[str, Any]
 
 
 # ---------------------------------------------------------------- records
@@ -431,7 +430,7 @@ def write_report(folders: list[str], out: Path) -> None:
     if not records:
         raise UserError(f"{out}: no records; expected the folders of a scale: --comparison runs/comparison_A")
     recall = recall_table(records.pop("recall")) if "recall" in records else pd.DataFrame()
-    settings = tomllib.loads((PAPERS_FOLDER / "comparison.toml").read_text())
+    settings = tomllib.loads(read_text(PAPERS_FOLDER / "comparison.toml"))
     scales = {name: read_scale(of_scale) for name, of_scale in records.items()}
     tables = {name: main_table(scale.runs, scale.losses) for name, scale in scales.items()}
     parts = ["# The comparison", settings["introduction"]]
@@ -439,7 +438,7 @@ def write_report(folders: list[str], out: Path) -> None:
     if len(summary):
         parts += [settings["summary"], markdown(summary.reset_index(names="variant"))]
     findings = out / "findings.md"
-    parts += [findings.read_text().strip()] if findings.exists() else []
+    parts += [read_text(findings).strip()] if findings.exists() else []
     for name, scale in scales.items():
         costs = {r["contestant"]: f"{r['ratio']:.2f}" for r in records[name] if r["kind"] == "cost"}
         if costs:
@@ -467,7 +466,7 @@ def scale_parts(name: str, scale: Scale, table: pd.DataFrame, settings: Record, 
     for kind, caption, figure in scale_figures(f"Scale {name}", scale, shown):
         save_figure(figure, out / f"{name}_{kind}.png", dpi=110)
         yield f"![{caption}]({name}_{kind}.png)"
-    comments = {variant: f.read_text().split("\n", 1)[0].removeprefix("# ") for variant, f in files.items()}
+    comments = {variant: read_text(f).split("\n", 1)[0].removeprefix("# ") for variant, f in files.items()}
     what = pd.Series(comments, name="what it is").rename_axis("variant").to_frame()
     has_unseen = table.index.intersection(scale.unseen.variant)
     unseen = main_table(scale.runs, scale.unseen).loc[has_unseen] if len(has_unseen) else pd.DataFrame()

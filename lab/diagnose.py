@@ -31,9 +31,8 @@ from evals.output import Result
 from evals.rows import text_key
 from infra.cli import ArgumentParser, run_main
 from infra.distributed import World, join_world
-from lab.attention_statistics import model_statistics
+from lab.attention_statistics import STATISTICS, model_statistics
 from lab.figures import ordered_styles
-from lab.statistics import STATISTICS
 from model import GPT
 from positions import RopeScaling
 

@@ -8,14 +8,15 @@ values of n and s in Figure 3 are ours, the paper's are in its plot alone. The w
 normalisers themselves, for one query.
 """
 
+from pathlib import Path
+
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from attention import make_normaliser
-from evals.output import save_figure
-from infra.cli import run_main
-from lab.figure_path import parse_figure_path
+from evals.output import check_figure, save_figure
+from infra.cli import ArgumentParser, run_main
 from lab.styles import COLOURS
 from schema import AttentionConfig
 
@@ -73,7 +74,10 @@ def draw() -> Figure:
 
 
 def main() -> None:
-    out = parse_figure_path(__doc__)
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("out", type=Path, help="figure to write")
+    out = parser.parse_args().out
+    check_figure(out)
     save_figure(draw(), out, dpi=100)
 
 

@@ -53,13 +53,13 @@ def main() -> None:
     print(f"largest difference between the logits: {largest_difference(model, native, length):.1e}")
 
 
-def load_native(source: str, **options: Any) -> tuple[Any, Any]:
+def load_native(source: str) -> tuple[Any, Any]:
     """The model in float32, and its tokenizer. Raises UserError: absent, unreadable, not reachable."""
     transformers = import_transformers()
     load = transformers.AutoModelForCausalLM.from_pretrained
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        return load(source, dtype=torch.float32, trust_remote_code=False, **options), tokenizer
+        return load(source, dtype=torch.float32, trust_remote_code=False), tokenizer
     except (OSError, ValueError) as e:
         raise UserError(f"{source}: cannot be loaded: {shorten(str(e), 300)}") from None
 

@@ -14,7 +14,6 @@ import argparse
 from pathlib import Path
 
 from data.dataset import TokenStream
-from data.tokenizer import Tokenizer
 from infra.cli import ArgumentParser, integer, positive_int, run_main
 from infra.files import exclusive_lock
 from lab.needle import Haystack, make_trial
@@ -51,15 +50,13 @@ def main() -> None:
     args = parse_args()
     sizes = {"val": N_VAL, "train": args.sequences}
     splits: dict[str, list[Sequence]] = {}
-    tokenizer: Tokenizer | None = None
     for split, n in sizes.items():
         stream = TokenStream(args.dataset, split)
-        tokenizer = stream.tokenizer
-        haystack = Haystack(stream, tokenizer)
+        haystack = Haystack(stream, stream.tokenizer)
         splits[split] = [make_sequence(haystack, args.seq_len, FIRST[split] + i) for i in range(n)]
     info = {"dataset": DATASET, "source": f"lab/needle_data.py, {args.dataset}"}
     with exclusive_lock(args.out):
-        write_masked(args.out, info, splits, 2, tokenizer)
+        write_masked(args.out, info, splits, 2, haystack.tokenizer)
 
 
 if __name__ == "__main__":

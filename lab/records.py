@@ -84,7 +84,7 @@ def run_of(record: Record, path: Path) -> FinishedRun:
     config = config_from_dict(record["config"], str(path))
     losses = table_of(config.name, record["losses"], record["text"])
     p_n = tuple(record.get("p_n", ()))
-    return FinishedRun(path, config, metrics, losses, record["begun"], p_n, record["parameters"])
+    return FinishedRun(path, config, metrics, losses, record["begun"], record["parameters"], p_n)
 
 
 def table_of(name: str, by_rope: dict[str, dict[str, list[float]]], text: str) -> pd.DataFrame:
@@ -120,7 +120,7 @@ def run_of_comparison(record: Record, path: Path) -> FinishedRun:
     metrics = [{"step": int(step), "val_loss": loss} for step, loss in record["validations"]]
     table = table_of(config.name, losses, text_key({"skipped_tokens": 0} | record["data"]))
     start = begun if config.init_from else ""
-    return FinishedRun(path, config, metrics, table, start, kept_n_params=record["parameters"])
+    return FinishedRun(path, config, metrics, table, start, record["parameters"])
 
 
 def read_records(path: Path) -> list[FinishedRun]:

@@ -29,7 +29,7 @@ import pandas as pd
 from evals.output import save_figure
 from evals.rows import FACTORS
 from infra.cli import ArgumentParser, UserError, run_main
-from infra.files import exclusive_lock, write_atomically
+from infra.files import exclusive_lock, read_text, write_atomically
 from lab import comparison
 from lab.figures import all_figures
 from lab.records import keep, merge, read_records
@@ -93,7 +93,7 @@ def main() -> None:
             save_figure(figure, out / file, dpi=130)
             captions[file] = caption
         path = out / "report.md"
-        earlier = re.findall(r"\]\(([^()/]+\.png)\)", path.read_text()) if path.exists() else []
+        earlier = re.findall(r"\]\(([^()/]+\.png)\)", read_text(path)) if path.exists() else []
         write_atomically(path, report_text(runs, captions).encode())
         for file in {*earlier} - {*captions}:
             (out / file).unlink(missing_ok=True)

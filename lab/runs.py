@@ -30,9 +30,9 @@ class FinishedRun:
     config: Config
     metrics: list[dict[str, Any]]  # the lines of metrics.jsonl
     losses: pd.DataFrame  # the rows of eval_length.py after the last step, with the parts of their text
-    begun: str = ""  # init_from.txt: what it began from, and which keys changed
-    kept_p_n: tuple[float, ...] = ()  # of a record, as is the next
-    kept_n_params: int = 0
+    begun: str  # init_from.txt: what it began from, and which keys changed
+    n_params: int
+    kept_p_n: tuple[float, ...] = ()  # of a record
 
     @property
     def p_n(self) -> tuple[float, ...]:
@@ -63,13 +63,6 @@ class FinishedRun:
         """As `experiment_of`; of no row of a paper if it began in another way than those of the paper."""
         is_of_row = not self.config.init_from or self.steps_before
         return experiment_of(self.config) + ("" if is_of_row else f" after {self.begun.splitlines()[-1:]}")
-
-    @cached_property
-    def n_params(self) -> int:
-        if self.kept_n_params:
-            return self.kept_n_params
-        with torch.device("meta"):  # no memory, no initialisation
-            return GPT(self.config, device="meta").n_params()
 
 
 # ---------------------------------------------------------------- what a run is
@@ -166,9 +159,10 @@ def read_run(folder: Path) -> FinishedRun | None:
     parts = losses.text.str.extract(r"\+(?P<skipped_tokens>\d+)x(?P<blocks>\d+)x(?P<block_length>\d+)")
     path = folder / "init_from.txt"
     begun = read_text(path) if path.exists() else ""
-    return FinishedRun(
-        folder, config, read_jsonl(folder / "metrics.jsonl"), losses.join(parts.astype(int)), begun
-    )
+    metrics = read_jsonl(folder / "metrics.jsonl")
+    with torch.device("meta"):  # no memory, no initialisation
+        n_params = GPT(config, device="meta").n_params()
+    return FinishedRun(folder, config, metrics, losses.join(parts.astype(int)), begun, n_params)
 
 
 def main_text(losses: pd.DataFrame) -> str:

@@ -14,8 +14,7 @@ def proportion(successes: float, n: int) -> Share:
     return {"share": share, "low": max(0.0, centre - half), "high": min(1.0, centre + half)}
 
 
-def percent(value: Share, digits: int = 1) -> str:
+def percent(value: Share) -> str:
     """A share as '62.5 % [54.0, 70.2]'."""
-    return "{share:.{0}f} % [{low:.{0}f}, {high:.{0}f}]".format(
-        digits, **{k: 100 * v for k, v in value.items()}
-    )
+    share, low, high = (100 * value[key] for key in ("share", "low", "high"))
+    return f"{share:.1f} % [{low:.1f}, {high:.1f}]"

@@ -9,6 +9,7 @@ that one key's weight at both.
 """
 
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +17,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from attention import make_normaliser
-from evals.output import save_figure
-from infra.cli import run_main
-from lab.figure_path import parse_figure_path
+from evals.output import check_figure, save_figure
+from infra.cli import ArgumentParser, run_main
 from normalisers.own import NORMALISERS
 from schema import AttentionConfig, describe_attention
 
@@ -44,14 +44,16 @@ def row(options: AttentionConfig, n: int) -> Tensor:
     k = torch.stack(keys[:n])
     needle = k[n - 1 - NEEDLE_DISTANCE]
     needle += q * (NEEDLE_SCORE * HEAD_DIM**0.5 - needle @ q) / (q @ q)  # in place; x = NEEDLE_SCORE
+    layer = make_normaliser(options, 1, HEAD_DIM, 1024)
     with torch.no_grad():
-        return make_normaliser(options, 1, HEAD_DIM, 1024).weights(q[None, None, None], k[None, None])[
-            0, 0, 0
-        ]
+        return layer.weights(q[None, None, None], k[None, None])[0, 0, 0]
 
 
 def main() -> None:
-    out = parse_figure_path(__doc__)
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("out", type=Path, help="figure to write")
+    out = parser.parse_args().out
+    check_figure(out)
     choices = [AttentionConfig(normaliser=name) for name in sorted(NORMALISERS) if name != "ssmax_pn"]
     choices = [options for options in choices if not options.definition.signals(1)]  # from the layer's input
     choices += [AttentionConfig(**options) for options in COMBINATIONS]
