@@ -80,7 +80,7 @@ def documents_of(rows: pd.DataFrame) -> dict[tuple[str, int], float]:
 
 def standard_error(values: pd.Series, documents: dict[tuple[str, int], float]) -> float:
     """That of the mean, whose index ends with text and block; the blocks of a document err together."""
-    blocks = values.index.to_frame()[["text", "block"]].itertuples(index=False, name=None)
+    blocks = zip(*map(values.index.get_level_values, ("text", "block")), strict=True)
     groups = pd.Series([documents.get(block, block) for block in blocks], index=values.index)
     sums = (values - values.mean()).groupby(groups).sum()
     n = len(sums)

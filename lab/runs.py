@@ -180,6 +180,10 @@ class Runs:
     losses: pd.DataFrame  # rows of eval_length.py after the last step, with folder, line, name, scale, factor
 
     @cached_property
+    def in_order(self) -> pd.DataFrame:
+        return self.table.sort_values(["scale", "line"])
+
+    @cached_property
     def of_sizes(self) -> set[str]:
         """Scales all of whose runs are of rows that sweep over sizes."""
         sized = [self.matching(row) for row in all_rows() if row.sizes]
@@ -190,11 +194,11 @@ class Runs:
         """The runs of a row's experiment and, if it sweeps over them, of its sizes."""
         experiment = experiment_of(row.config)
         is_of_row = [
-            each.experiment == experiment
-            and all(attrgetter(key)(each.run.config) == size for key, size in row.sizes.items())
-            for each in self.table.itertuples()
+            of_run == experiment
+            and all(attrgetter(key)(run.config) == size for key, size in row.sizes.items())
+            for of_run, run in zip(self.in_order.experiment, self.in_order.run, strict=True)
         ]
-        return self.table[is_of_row].sort_values(["scale", "line"])
+        return self.in_order[is_of_row]
 
     def means(self) -> pd.DataFrame:
         """Means over blocks: line, name, scale, seed, rope, factor (x training length), length, loss."""

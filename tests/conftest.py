@@ -1,11 +1,13 @@
 """The tiny dataset and config that tests train on, and the environment that all tests need."""
 
 import gc
+import inspect
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
-os.fsync = lambda fd: None  # no test outlives the machine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,10 +34,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("markexpr") != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.fsync = lambda fd: None  # no test outlives the machine
+    inspect.getsource = cache(inspect.getsource)  # type: ignore[assignment]  # else each run parses files anew
+    gc.disable()  # of what is imported and collected nothing is garbage
     if own := config.getoption("--normaliser"):
         from normalisers.own import find_normaliser
 
         find_normaliser(own)
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor  # which the first TrainState imports: before conftest.py freezes what is there
 
 import train
 from config import load_config

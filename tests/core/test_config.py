@@ -13,6 +13,7 @@ import sample
 import sweep
 import train
 from config import changed_keys, config_from_dict, describe_keys, expand_sweep, load_config, to_toml
+from data import fineweb, python_source
 from infra.cli import UserError, run_main
 from normalisers.adaptive import NormSoftmax
 from normalisers.own import NORMALISERS
@@ -43,13 +44,14 @@ def test_every_config_loads_and_replays(path: Path, tmp_path: Path):
 @pytest.mark.parametrize("scale", ["comparison/B", "comparison/C", "comparison/recall", "gpt2_124m"])
 def test_every_variant_of_the_comparison_trains_at_another_scale(scale: str):
     base = str(ROOT / f"configs/{scale}.toml")
+    recipe = load_config(base).model
     for path in sorted((ROOT / "configs/comparison/A").glob("*.toml")):
         run = expand_sweep(path, ["--base", base])[0]
         config = load_config(path, [*run.overrides, "--base", base])
         own = load_config(path, run.overrides)
         sizes = {"n_layer", "n_head", "n_embd", "vocab_size", "gelu"}
         update = {"position": own.model.position, "window": own.model.window}
-        assert config.model == load_config(base).model.model_copy(update=update)
+        assert config.model == recipe.model_copy(update=update)
         assert config.layers == own.layers
         assert own.model.model_dump(exclude=sizes) == config.model.model_dump(exclude=sizes)
         changed = {key for key in changed_keys(own, config) if key.startswith("attention.")}
@@ -368,7 +370,8 @@ LR = "optimizer.lr = 'x': expected number"
         (sweep, "configs/lssar.toml --attention.reweigt-p 3 --optimizer.lr x", [REWEIGHT, LR]),
         (config, "configs/lssar.toml --seed x", ["seed = 'x': expected integer"]),
         (train, "configs/lssar.toml --attention.normaliser lsa", [LSSA]),
-        *((script, "--help", []) for script in (train, eval_length, sample)),
+        *((script, "--help", []) for script in (train, eval_length, sample, sweep, config)),
+        *((script, "--help", []) for script in (fineweb, python_source)),
     ],
 )
 def test_typos_and_help(script: Any, options: str, problems: list[str], call, capsys, monkeypatch):

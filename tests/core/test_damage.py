@@ -188,7 +188,7 @@ def test_a_read_only_run_folder(
 )
 def test_input_that_would_never_end(arguments: tuple[Any, ...], byte_run: Path, call: Callable[..., None]):
     script, *rest = arguments
-    with one_line():
+    with one_line("expected"):
         call(script, *(str(argument).format(run=byte_run) for argument in rest))
     assert not (byte_run / "out").exists() and not (byte_run / "eval_length.json").exists()
 

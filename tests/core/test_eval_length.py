@@ -57,7 +57,9 @@ def make_run(
 
 
 @pytest.fixture
-def evaluate(call, no_drawing) -> Callable[..., None]:
+def evaluate(call, monkeypatch) -> Callable[..., None]:
+    """Without figures, which take as long as the losses."""
+    monkeypatch.setattr(eval_length, "plot", lambda results, path: path.touch())
     return partial(call, eval_length, "--device", "cpu")
 
 
@@ -185,7 +187,7 @@ def test_results_of_other_options_are_kept(tmp_path, data, evaluate, capsys):
         (["--lengths", 16, 64, "--data", other_data], f"data = {data}"),
     ):
         with one_line(f"a/eval_length.json: has {has}: expected a --tag"):
-            evaluate(b, a, "--tag", "x", *options, "--replace")
+            evaluate(a, "--tag", "x", *options, "--replace")
             evaluate(a, *options)
         assert (a / "eval_length.json").read_bytes() == before
     evaluate(a, "--lengths", 16, 64)
@@ -345,13 +347,14 @@ def test_ranks_that_read_different_checkpoints_do_not_evaluate(tmp_path, data, e
         evaluate(run, "--lengths", 16)
 
 
-def test_a_loss_that_is_not_finite(tmp_path, data, evaluate, capsys):
+def test_a_loss_that_is_not_finite(tmp_path, data, call, no_drawing, capsys):
+    """In the figure as well, which has no curve."""
     run = make_run(tmp_path / "runs", "a", data)
     model, config, step, *_ = load_model(run)
     with torch.no_grad():
         model.get_parameter("final_norm.weight").fill_(math.nan)
     save_run(run, config, model, step)
-    evaluate(run, "--lengths", 16)
+    call(eval_length, run, "--lengths", 16, "--device", "cpu")
     assert "a at 16: no result: the model computed NaN or infinity" in capsys.readouterr().out
 
 

@@ -1,11 +1,9 @@
 """sweep.py: what it runs, skips, and continues with after a failure."""
 
 import json
-import os
 import shutil
 import signal
 import sys
-import threading
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -267,10 +265,9 @@ def test_a_run_and_its_evaluations(processes, four_runs, call):
 
 
 def test_a_signal_is_forwarded_as_sigterm():
-    child = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); time.sleep(60)"
+    child = "import os, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+    child += "os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
     with StopSignals() as stop:
-        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
         assert sweep.run([sys.executable, "-c", child], stop, None, None) == 7
         assert stop.number == signal.SIGINT
 

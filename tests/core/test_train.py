@@ -82,7 +82,8 @@ def test_validation_is_at_the_power_of_the_last_step(tiny_config: Path):
     assert abs(next_one - expected) > 1e-5 * expected
 
 
-SELDOM = ["--train.val-every", "20", "--train.checkpoint-every", "20"]
+QUICK = ["--train.max-steps", "20", "--train.micro-batch", "8"]
+QUICK += ["--train.val-every", "20", "--train.checkpoint-every", "20"]
 
 
 def test_two_processes_give_the_losses_of_one(tiny_config: Path):
@@ -93,6 +94,9 @@ def test_two_processes_give_the_losses_of_one(tiny_config: Path):
         assert metrics(together, key) == pytest.approx(metrics(alone, key), abs=1e-4)
     # A checkpoint of two processes resumes in one, and has plain parameter names.
     assert load_model(together).model.state_dict().keys() == load_model(alone).model.state_dict().keys()
+    find_checkpoints(together)[0].unlink()
+    run(tiny_config, "--name", "two")
+    assert metrics(together, "loss") == pytest.approx(metrics(alone, "loss"), abs=1e-4)
 
 
 @pytest.mark.slow
@@ -112,15 +116,15 @@ def test_fused_engine_in_two_processes(tiny_config: Path):
 @pytest.mark.parametrize("normaliser", NORMALISERS)
 def test_every_normaliser_trains(normaliser: str, tiny_config: Path):
     options = ["--attention.normaliser", normaliser, "--model.position", position_of(normaliser)]
-    folder = run(tiny_config, *options, "--train.max-steps", "20", *SELDOM)
+    folder = run(tiny_config, *options, *QUICK)
     losses = list(metrics(folder, "loss").values())
     assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.3
 
 
 @pytest.mark.parametrize(("optimizer", "lr"), [("adamw", "0.01"), ("muon", "0.01"), ("sgd", "0.3")])
 def test_optimisers_lower_the_loss(optimizer: str, lr: str, tiny_config: Path):
-    flags = ["--optimizer.name", optimizer, "--optimizer.lr", lr, "--train.max-steps", "20"]
-    losses = list(metrics(run(tiny_config, *flags), "loss").values())
+    flags = ["--optimizer.name", optimizer, "--optimizer.lr", lr]
+    losses = list(metrics(run(tiny_config, *flags, *QUICK), "loss").values())
     assert losses[-1] < losses[0] - 0.5
 
 

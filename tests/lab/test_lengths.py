@@ -15,7 +15,7 @@ from lab.lengths import document_lengths
 EOT = 256  # of the bytes tokeniser
 
 
-@pytest.mark.parametrize("shard_size", [700, 10**6])
+@pytest.mark.parametrize("shard_size", [7000, 10**6])
 def test_document_lengths(tmp_path: Path, shard_size: int) -> None:
     """Documents that cross shards, exceed them and are empty; a split inside of one; one without any."""
     lengths = [1, 300, 1, 40_000, 2, 1023, 1024, 16384, 4096, 1]

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import save_run
+from conftest import save_run, write_dataset
 from test_model import make_gpt, random_tokens
 
 from config import config_from_dict
-from data.dataset import begin_dataset, finish_dataset, write_split
 from data.tokenizer import get_tokenizer
 from infra.cli import UserError
 from lab import needle
@@ -91,11 +90,7 @@ def distinct_digits(rng: np.random.Generator) -> list[str]:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder with the copying model, and a haystack of letters without digits."""
     text = np.random.default_rng(0).choice(np.frombuffer(b"abcdefgh .,", np.uint8), 5000)
-    info: dict = {"dataset": "toy", "tokenizer": "bytes", "vocab_size": 257, "source": "test"}
-    info |= {"splits": {}, "shards": []}
-    begin_dataset(tmp_path / "data", "toy")
-    write_split(tmp_path / "data", info, "val", [text.astype(np.int64)], 1)
-    finish_dataset(tmp_path / "data", info)
+    write_dataset(tmp_path / "data", {"val": text}, 10**6)
     config = copying_config(tmp_path)
     monkeypatch.setattr(needle, "draw_numbers", distinct_digits)
     return save_run(tmp_path / "runs" / "copy", config, copying_model(config))

@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-from conftest import check_dataset
+from conftest import check_dataset, write_dataset
 
-from data.dataset import TokenStream, begin_dataset, finish_dataset, write_split
+from data.dataset import TokenStream
 from data.tokenizer import get_tokenizer
 from infra.cli import UserError
 from lab import needle, needle_data
@@ -19,14 +18,9 @@ LENGTH = 256
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
     """A dataset whose training text is "ab" and whose validation text "cd", over and over."""
-    folder = tmp_path / "texts"
-    info = {"dataset": "texts", "source": "test", "splits": {}, "shards": []}
-    begin_dataset(folder, "texts")
-    for split, text in (("val", "cd"), ("train", "ab")):
-        tokens = np.array([BYTES.eot_token, *BYTES.encode_ordinary(text * 400)], np.uint16)
-        write_split(folder, info, split, [tokens], 1)
-    finish_dataset(folder, info, BYTES)
-    return folder
+    texts = {"val": "cd" * 400, "train": "ab" * 400}
+    splits = {split: [BYTES.eot_token, *text.encode()] for split, text in texts.items()}
+    return write_dataset(tmp_path / "texts", splits, 10**6)
 
 
 def test_a_sequence_is_the_tests_task_with_its_answer(

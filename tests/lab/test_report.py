@@ -38,9 +38,12 @@ def make_run(
     if begun:
         (config.run_dir / "init_from.txt").write_text(begun)
     run = (config.name, config.seed, config.optimizer.lr, step, "eval_length", "ntk", TEXT)
+    rows = []
     for factor, loss in zip(FACTORS, losses, strict=False):
         measures = [(0, "loss", loss - 1), (1, "loss", loss + 1), (None, "loss[0:128]", loss)]
-        write_rows(config.run_dir, [Row(*run, 128 * factor, *measure) for measure in measures])
+        rows += [Row(*run, 128 * factor, *measure) for measure in measures]
+    if rows:
+        write_rows(config.run_dir, rows)
 
 
 def table_of(paper: str, i: int, runs: Runs) -> str:

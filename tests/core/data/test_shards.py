@@ -211,17 +211,17 @@ def test_without_dataset_json_a_stream_is_known_by_its_ends(tmp_path: Path) -> N
 
 
 def test_counts_beyond_int32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """103 shards of 10^8 tokens, faked: sums of numpy int32 would be negative."""
-    size = 10**8
-    write_train(tmp_path, [np.array([1])] * 103)
-    huge = iter(np.broadcast_to(np.uint16(i), (size,)) for i in range(103))
+    """11 shards of 10^9 tokens, faked: sums of numpy int32 would be negative."""
+    size = 10**9
+    write_train(tmp_path, [np.array([1])] * 11)
+    huge = iter(np.broadcast_to(np.uint16(i), (size,)) for i in range(11))
     monkeypatch.setattr(dataset, "open_shard", lambda path, vocab_size: next(huge))
     stream = TokenStream(tmp_path, "train")
-    assert stream.n_tokens == 103 * size
-    assert stream.read(102 * size - 2, 4).tolist() == [101, 101, 102, 102]
-    assert stream.read(103 * size - 1, 2).tolist() == [102, 0]
+    assert stream.n_tokens == 11 * size
+    assert stream.read(10 * size - 2, 4).tolist() == [9, 9, 10, 10]
+    assert stream.read(11 * size - 1, 2).tolist() == [10, 0]
     x, _ = train_batch(stream, 10**6, 512, 1024, "sequential", 0, 511, 1)
-    assert x[0, 0] == ((10**6 * 512 + 511) * 1024) % (103 * size) // size
+    assert x[0, 0] == ((10**6 * 512 + 511) * 1024) % (11 * size) // size
 
 
 # ---------------------------------------------------------------- batches

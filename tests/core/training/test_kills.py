@@ -98,7 +98,7 @@ def wait_for_checkpoint(folder: Path) -> None:
 
 def test_a_killed_run_resumes_to_the_same_curve(tiny_config: Path):
     """SIGKILL at a random moment after the first checkpoint; benchmarks/chaos.py does it at length."""
-    flags = ["--train.max-steps", "120", "--train.checkpoint-every", "20", "--train.val-every", "120"]
+    flags = ["--train.max-steps", "60", "--train.checkpoint-every", "10", "--train.val-every", "60"]
     whole = run(tiny_config, *flags, "--name", "whole")
     killed = tiny_config.parent / "runs" / "killed"
     process = Forked(train.main, tiny_config, *flags, "--name", "killed")

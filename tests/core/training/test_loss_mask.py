@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import write_dataset
 from launch import build, finish, fork_ranks, metrics, run
 
 import train
@@ -77,11 +78,7 @@ def test_steps_and_micro_batches_without_a_target(
 
 
 def test_a_mask_of_another_length_is_rejected(tmp_path: Path) -> None:
-    info: dict[str, Any] = {"dataset": "toy", "tokenizer": "bytes", "vocab_size": 257, "source": "a test"}
-    info |= {"splits": {}, "shards": []}
-    for split, n_tokens in (("train", 10), ("trainmask", 9)):
-        write_split(tmp_path, info, split, [np.ones(n_tokens, np.uint16)], 0)
-    finish_dataset(tmp_path, info)
+    write_dataset(tmp_path, {"train": [1] * 10, "trainmask": [1] * 9}, 10)
     with pytest.raises(UserError, match="trainmask has 9 tokens: expected 10, as train"):
         TokenStream(tmp_path, "train")
 

@@ -1,5 +1,6 @@
 """Resuming: bit for bit the same run, never another one."""
 
+import inspect
 import json
 import shutil
 from contextlib import nullcontext
@@ -154,6 +155,7 @@ def test_other_code_of_a_registered_normaliser_is_reported(tiny_config: Path, ow
     assert not capsys.readouterr().err
     state = build(tiny_config, *options)
     own_file.write_text(own_file.read_text().replace("0.5", "0.7"))
+    inspect.getsource.cache_clear()  # type: ignore[attr-defined]  # conftest.py
     run(tiny_config, *options)
     assert capsys.readouterr().err == f"warning: mine is not as it was when {path} was trained\n"
     assert state.to_checkpoint()["data"] == load_checkpoint(path)["data"]  # not of code edited since
