@@ -130,10 +130,10 @@ def legend_below(figure: Figure, n_columns: int) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=n_columns, frameon=False)
 
 
-def check_figure(out: Path | None) -> None:
+def check_figure(out: Path | None, option: str = "--out ") -> None:
     """Raises UserError: `out` is given and is no figure's name in a folder that exists."""
     if out and (out.suffix not in FIGURE_SUFFIXES or not out.parent.is_dir()):
-        raise UserError(f"{out}: expected {', '.join(FIGURE_SUFFIXES)} in a folder that exists")
+        raise UserError(f"{option}{out}: expected {', '.join(FIGURE_SUFFIXES)} in a folder that exists")
 
 
 def save_figure(figure: Figure, path: Path, dpi: int = 150) -> None:

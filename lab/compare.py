@@ -97,7 +97,7 @@ def evaluate_unseen(job: sweep.Job, stop: StopSignals) -> None:
     """Score the text on which nothing is chosen, once, as the published runs were."""
     length = job.config.train.seq_len
     text = f"--skip {N_TOKENS} --tokens {N_TOKENS} --lengths {length} {16 * length}".split()
-    if not (job.config.run_dir / "eval_length_unseen_none.json").exists():  # the later of both scalings
+    if not (job.config.run_dir / "eval_length_unseen_none.json").exists():  # written last
         options = [*text, "--data", job.config.data.dir, "--tag", "unseen", "--also", "none"]
         run(stop, "eval_length.py", str(job.config.run_dir), *options)
 

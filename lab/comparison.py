@@ -38,15 +38,19 @@ BASELINE = "softmax"
 def record_of(run: FinishedRun) -> Record:
     """What the comparison keeps of a run. Its variant stands under "contestant", its seed under "which".
 
-    Raises UserError: evaluations of too little text, or of several texts behind it.
+    Raises UserError: evaluations of too little text, of several texts behind it, or of shorter windows alone.
     """
-    measures = ("loss", f"same_targets[{run.config.train.seq_len}]")
+    train_len = run.config.train.seq_len
+    measures = ("loss", f"same_targets[{train_len}]")
     losses = run.losses
     seen = losses[losses.text == main_text(losses)]
     data = text_of(run, seen)
     unseen = losses[losses.skipped_tokens >= data["blocks"] * data["block_length"]]
     if data["blocks"] < 4 or unseen.text.nunique() > 1 or (unseen.blocks < 2).any():
         raise UserError(f"{run.folder}: expected 4 blocks of text or more, one --skip, and 2 blocks after it")
+    by_length = losses_of(seen, measures)
+    if not by_length:
+        raise UserError(f"{run.folder}: expected eval_length.py --lengths from {train_len} on")
     whole = seen[seen.length == data["block_length"]].dropna(subset="value")
     ends = whole.measure.str.extract(r"loss\[(\d+):(\d+)\]").dropna().astype(int)
     positions = ends.assign(loss=whole.value).groupby(whole.rope).apply(lambda each: each.values.tolist())
@@ -56,12 +60,12 @@ def record_of(run: FinishedRun) -> Record:
         "which": run.config.seed,
         "lr": run.config.optimizer.lr,
         "parameters": run.n_params,
-        "train_len": run.config.train.seq_len,
+        "train_len": train_len,
         "steps": run.steps_before + run.config.train.max_steps,
         "step_tokens": run.config.train.batch_tokens,
         "data": data,
         "validations": [*run.logged("val_loss").items()],
-        "lengths": losses_of(seen, measures),
+        "lengths": by_length,
         "positions": positions.to_dict(),
     }
     if len(unseen):
@@ -80,7 +84,7 @@ def losses_of(losses: pd.DataFrame, measures: tuple[str, str]) -> dict[str, dict
     """By RoPE scaling and length the losses of all blocks, by the two measures in turn."""
     blocks = losses[losses.measure.isin(measures)].dropna(subset=["block", "value"]).sort_values("block")
     n_measures = blocks.groupby(["rope", "length"]).measure.transform("nunique")
-    blocks = blocks[n_measures == len(measures)]  # a length below the training length has other targets
+    blocks = blocks[n_measures == len(measures)]  # others scored other targets
     by_length: dict[str, dict[str, list[list[float]]]] = {}
     for (rope, length, _), each in blocks.groupby(["rope", "length", "measure"]).value:
         by_length.setdefault(rope, {}).setdefault(str(length), []).append(each.tolist())

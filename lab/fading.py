@@ -77,7 +77,7 @@ def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("out", type=Path, help="figure to write")
     out = parser.parse_args().out
-    check_figure(out)
+    check_figure(out, "")
     save_figure(draw(), out, dpi=100)
 
 

@@ -55,17 +55,16 @@ def parse_args() -> argparse.Namespace:
 def paired_gains(rows: pd.DataFrame) -> pd.DataFrame:
     """A row for each line, seed, length and block: `cut`, the loss with the context cut at T, and `gain`.
 
-    Raises UserError: no row of a cut, or losses of one run and seed at several rates, steps or T.
+    Raises UserError: no row of a cut, or losses of one line at several rates, steps or T.
     """
-    parts = rows.measure.str.extract(r"^(?P<loss>cut|same_targets)\[(?P<train_len>\d+)\]$")
-    rows = rows.assign(loss=parts.loss, train_len=parts.train_len.astype("Int64")).dropna(subset="loss")
-    of_seed = rows.groupby([*LINE, "seed"])
-    for key in ("lr", "step", "train_len"):
-        n_values = of_seed[key].nunique()
+    parts = rows.measure.str.extract(r"^(?P<kind>cut|same_targets)\[(?P<train_len>\d+)\]$")
+    rows = rows.assign(kind=parts.kind, train_len=parts.train_len.astype("Int64")).dropna(subset="kind")
+    for key, what in (("lr", "rates"), ("step", "steps"), ("train_len", "training lengths")):
+        n_values = rows.groupby(LINE)[key].nunique()
         if (n_values > 1).any():
-            raise UserError(f"{n_values.idxmax()[0]}: rows of several {key}: expected one, or another name")
-    at_cut = rows[rows.loss == "cut"]
-    at_length = rows[rows.loss == "same_targets"]
+            raise UserError(f"{n_values.idxmax()[0]}: rows of several {what}: expected one, or another name")
+    at_cut = rows[rows.kind == "cut"]
+    at_length = rows[rows.kind == "same_targets"]
     pairs = at_length.merge(at_cut, on=[*LINE, "seed", "block"], suffixes=("", "_cut"))
     if pairs.empty:
         raise UserError("no row has a cut: expected the rows of eval_length.py")

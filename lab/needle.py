@@ -147,7 +147,7 @@ def make_trial(haystack: Haystack, length: int, depth: int, index: int) -> Trial
     if room < 1 or stream.n_tokens <= room:
         raise UserError(
             f"a sequence of {length} tokens: expected at least {length - room + 1}, for needle and question, "
-            f"and at most the {stream.n_tokens} tokens of {stream.folder}"
+            f"and at most the {stream.n_tokens} tokens of {stream.folder} (--lengths, --seq-len)"
         )
     start = int(rng.integers(2**40)) % (stream.n_tokens - room)
     text = stream.read(start, room).tolist()
@@ -330,7 +330,7 @@ def ranked_heads(results: list[Result]) -> pandas.DataFrame:
         cells = [cell for cell in result["cells"] if cell["length"] == length and cell["reason"] is None]
         if cells:
             scores = np.mean([cell["needle_score"] for cell in cells], axis=0).flatten()
-            best = pandas.Series(np.sort(scores)[::-1][:N_RANKED])  # models may have few heads
+            best = pandas.Series(np.sort(scores)[::-1][:N_RANKED])  # series align models of fewer heads
             by_rank[result["run"] if len(results) > 1 else length] = best
     heads = pandas.DataFrame(by_rank)
     return heads.set_axis(range(1, len(heads) + 1))

@@ -114,14 +114,14 @@ def read_blocks(tokenizer: Any, text: str, limit: float, lengths: list[int]) -> 
     """The text's first tokens in blocks of the longest length and one more: (n, longest + 1) int64.
 
     Raises:
-        UserError: the text is too short, or a length does not divide the longest.
+        UserError: text or limit are too short, or a length does not divide the longest.
     """
     longest = lengths[-1]
     if any(longest % length for length in lengths):
         raise UserError(f"--lengths {lengths}: expected divisors of the longest, so that all score the same")
-    tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False))
     if limit < longest:
         raise UserError(f"--tokens {limit}: expected at least {longest}, the longest length")
+    tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False))
     n = int(min(len(tokens) - 1, limit)) // longest
     if not n:
         raise UserError(f"a text of {len(tokens)} tokens: expected more than {longest}, the longest length")

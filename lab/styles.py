@@ -11,7 +11,7 @@ N_SHOWN = 7  # variants in colour where nobody chose them: more cannot be told a
 GREY = "0.75"  # of all others
 COLOURS = {  # of variants that have one colour in all figures, by the names of their configs
     "softmax": "C0", "softmax_qk_norm": "C1", "qk_norm_softmax": "C1",
-    "softmax_cosine_fixed": "C2", "ssmax_qk_norm": "C3", "qk_norm_ssmax": "C3",
+    "hybrid_fox": "C2", "ssmax_qk_norm": "C3", "qk_norm_ssmax": "C3",
     "lssar_p15_warmup": "C4", "lssar": "C4", "stick_breaking": "C5", "alibi": "C6",
     "ssmax": "C8", "lssar_p15": "C9", "fox": "k", "softmax_continued": "C1", "hybrid_16_fox_4": "C2",
 }  # fmt: skip

@@ -53,7 +53,7 @@ def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("out", type=Path, help="figure to write")
     out = parser.parse_args().out
-    check_figure(out)
+    check_figure(out, "")
     choices = [AttentionConfig(normaliser=name) for name in sorted(NORMALISERS) if name != "ssmax_pn"]
     choices = [options for options in choices if not options.definition.signals(1)]  # from the layer's input
     choices += [AttentionConfig(**options) for options in COMBINATIONS]

@@ -35,8 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.fsync = lambda fd: None  # no test outlives the machine
-    inspect.getsource = cache(inspect.getsource)  # type: ignore[assignment]  # else each run parses files anew
-    gc.disable()  # of what is imported and collected nothing is garbage
+    inspect.getsource = cache(inspect.getsource)  # type: ignore[assignment]  # parses files
+    gc.disable()  # imports and collection leave no garbage
     if own := config.getoption("--normaliser"):
         from normalisers.own import find_normaliser
 
@@ -50,6 +50,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def freeze() -> None:
     """As train.main() does: training collects garbage at each save, which would scan all modules anew."""
+    gc.collect()
     gc.freeze()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor  # which the first TrainState imports: before conftest.py freezes what is there
+import torch._inductor  # TrainState imports it. Here it is before the first freeze of conftest.py
 
 import train
 from config import load_config

@@ -378,8 +378,9 @@ def test_typos_and_help(script: Any, options: str, problems: list[str], call, ca
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as end:
         run_main(lambda: call(script, *options.split()))
-    assert capsys.readouterr().err.splitlines() == [f"error: command line: {problem}" for problem in problems]
-    assert end.value.code == (2 if problems else 0)
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [f"error: command line: {problem}" for problem in problems]
+    assert end.value.code == (2 if problems else 0) and ("usage: " in out) == (not problems)
 
 
 def test_help(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):

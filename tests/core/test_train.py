@@ -82,11 +82,11 @@ def test_validation_is_at_the_power_of_the_last_step(tiny_config: Path):
     assert abs(next_one - expected) > 1e-5 * expected
 
 
-QUICK = ["--train.max-steps", "20", "--train.micro-batch", "8"]
-QUICK += ["--train.val-every", "20", "--train.checkpoint-every", "20"]
+SELDOM = ["--train.val-every", "20", "--train.checkpoint-every", "20"]
+QUICK = ["--train.max-steps", "20", "--train.micro-batch", "8", *SELDOM]
 
 
-def test_two_processes_give_the_losses_of_one(tiny_config: Path):
+def test_two_processes_give_the_losses_of_one(tiny_config: Path, capsys: pytest.CaptureFixture[str]):
     alone = run(tiny_config, "--name", "one")
     finish(fork_ranks(train.main, tiny_config, "--name", "two", "--train.micro-batch", "2"))
     together = alone.parent / "two"
@@ -96,6 +96,7 @@ def test_two_processes_give_the_losses_of_one(tiny_config: Path):
     assert load_model(together).model.state_dict().keys() == load_model(alone).model.state_dict().keys()
     find_checkpoints(together)[0].unlink()
     run(tiny_config, "--name", "two")
+    assert "9 of 12 steps done" in capsys.readouterr().out
     assert metrics(together, "loss") == pytest.approx(metrics(alone, "loss"), abs=1e-4)
 
 
@@ -123,8 +124,8 @@ def test_every_normaliser_trains(normaliser: str, tiny_config: Path):
 
 @pytest.mark.parametrize(("optimizer", "lr"), [("adamw", "0.01"), ("muon", "0.01"), ("sgd", "0.3")])
 def test_optimisers_lower_the_loss(optimizer: str, lr: str, tiny_config: Path):
-    flags = ["--optimizer.name", optimizer, "--optimizer.lr", lr]
-    losses = list(metrics(run(tiny_config, *flags, *QUICK), "loss").values())
+    flags = ["--optimizer.name", optimizer, "--optimizer.lr", lr, "--train.max-steps", "20"]
+    losses = list(metrics(run(tiny_config, *flags, *SELDOM), "loss").values())
     assert losses[-1] < losses[0] - 0.5
 
 

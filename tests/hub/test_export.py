@@ -133,7 +133,7 @@ def test_one_line_without_transformers(tiny_config, call, monkeypatch):
 # 20 greedy tokens, into one file.
 LOAD_ALL = """
 import gc
-gc.disable()  # a fifth of the time
+gc.disable()  # collecting takes a fifth of the time
 import sys, torch, transformers
 transformers.utils.logging.set_verbosity_error()
 torch.set_grad_enabled(False)

@@ -130,7 +130,7 @@ def test_mistakes():
         gain_table(rows[rows.measure != "cut[8]"])
     shorter = rows.assign(measure=rows.measure.str.replace("8", "4"))
     for other in (rows.assign(step=2), rows.assign(lr=0.2), shorter):  # else they would be averaged
-        with pytest.raises(UserError, match="short: rows of several (step|lr|train_len)"):
+        with pytest.raises(UserError, match="short: rows of several (steps|rates|training lengths)"):
             gain_table(pd.concat([rows, other]))
 
 

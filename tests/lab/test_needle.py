@@ -244,3 +244,12 @@ def test_several_runs(run, tmp_path, evaluate, capsys):
 def test_bad_input(run, evaluate, args, message):
     with pytest.raises(UserError, match=message):
         evaluate(run, *args)
+
+
+def test_models_of_different_numbers_of_heads_are_ranked():
+    results = [
+        {"run": name, "lengths": [8], "cells": [{"length": 8, "reason": None, "needle_score": scores}]}
+        for name, scores in (("few", [[0.1]]), ("many", [[0.1, 0.3], [0.2, 0.4]]))
+    ]
+    heads = needle.ranked_heads(results)
+    assert heads["many"].tolist() == [0.4, 0.3, 0.2, 0.1] and heads["few"].count() == 1

@@ -49,7 +49,7 @@ def test_a_browser_draws_it(html: str, tmp_path):
     command = [browser, *options, (tmp_path / "index.html").as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     drawn = re.sub("<script.*?</script>", "", dom, flags=re.DOTALL)  # whose source has both tags once
-    assert drawn.count("<tr data-name=") == 59 and drawn.count('<g class="line"') == 7
+    assert drawn.count("<tr data-name=") == 61 and drawn.count('<g class="line"') == 7
 
 
 def test_a_folder_without_records(tmp_path):
@@ -63,6 +63,7 @@ def test_readme_recommends_with_the_numbers_of_the_tables():
     readme = (CONFIGS.parent / "README.md").read_text(encoding="utf-8").splitlines()
     keys = {"ssmax_qk_norm": "sqrt_d_over_ln_L", "lssar_p15_warmup": "reweight_p_warmup"}
     keys |= {"stick_breaking": '"stick_breaking"', "softmax_log_train_len": "log_train_len_n"}
+    keys |= {"hybrid_fox": "hybrid_fox.toml](configs", "window_32": "window = 32"}
     for variant, key in keys.items():
         rows = [line.split(" | ") for line in tables if line.startswith(f"| {variant} | n")]
         a, *b = (row[11:13] for row in rows if len(row) in (13, 14))  # not of recall
