@@ -35,7 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.fsync = lambda fd: None  # no test outlives the machine
-    inspect.getsource = cache(inspect.getsource)  # type: ignore[assignment]  # parses files
+    # Each run hashes the code of its normaliser, for which this parses a file.
+    inspect.getsource = cache(inspect.getsource)  # type: ignore[assignment]
     gc.disable()  # imports and collection leave no garbage
     if own := config.getoption("--normaliser"):
         from normalisers.own import find_normaliser
