@@ -101,11 +101,11 @@ def test_other_options_replace_a_normaliser():
 def test_what_cannot_run_is_rejected():
     with pytest.raises(UserError, match="ssmax_pn: one p_n for all layers"):
         register("ours", AttentionConfig(normaliser="ssmax_pn"))
+    register("ours", AttentionConfig())
     other, _ = make_model(transformers.MambaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2))
     other.set_attn_implementation("ours")
     with pytest.raises(UserError, match="MambaForCausalLM: no layer calls"):
         learned_parameters(other)
-    register("ours", AttentionConfig())
     model, x = make_model(FAMILIES["llama"]())
     model.set_attn_implementation("ours")
     holes = MASK.clone()
@@ -117,6 +117,13 @@ def test_what_cannot_run_is_rejected():
     packed = torch.tensor([[0, 1, 2, 0, 1, 2]])
     with pytest.raises(UserError, match="in one sequence"):
         model(x[:1, :6], position_ids=packed, use_cache=False)
+    with pytest.raises(UserError, match="cannot run with dropout"):
+        dropping, x = make_model(transformers.LlamaConfig(**SIZES, **GROUPED, attention_dropout=0.1))
+        dropping.set_attn_implementation("ours")
+        dropping.train()(x)
+    with pytest.raises(UserError, match="cannot run with softcap"):  # of Gemma 2
+        qkv = torch.zeros(3, 1, 4, 5, 16)
+        transformers.AttentionInterface()["ours"](model.model.layers[0].self_attn, *qkv, None, softcap=50.0)
     sliding, x = make_model(transformers.MistralConfig(**SIZES, **GROUPED, sliding_window=4))
     sliding.set_attn_implementation("ours")
     with pytest.raises(UserError, match="expected causal attention to all keys"):

@@ -134,6 +134,16 @@ def test_ranks_weigh_by_their_targets(config_path: Path, monkeypatch: pytest.Mon
         assert weights == pytest.approx((2 * own / n_targets).tolist())
 
 
+def test_another_mask_is_another_run(config_path: Path) -> None:
+    folder = run(config_path, "--train.max-steps", "2")
+    path = Path(load_config(folder / "config.toml").data.dir) / "dataset.json"
+    info = json.loads(path.read_text())
+    info["splits"]["trainmask"]["sha256"] = "f00"
+    path.write_text(json.dumps(info))
+    with pytest.raises(UserError, match="data: trainmask was 'sha256 .*', now 'sha256 f00'"):
+        run(config_path, "--train.max-steps", "2")
+
+
 @pytest.mark.slow
 def test_processes_change_nothing(config_path: Path) -> None:
     common = ("--train.max-steps", "4", "--train.reduction", "sum")

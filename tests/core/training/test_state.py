@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import one_line
-from launch import build, curve, run
+from launch import build, curve, metrics, run
 
 import train
 from config import load_config
@@ -84,6 +84,25 @@ def test_a_run_is_extended_where_its_schedule_allows(tiny_config: Path, schedule
     a, b = (load_checkpoint(find_checkpoints(folder)[0]) for folder in (whole, extended))
     assert curve(whole) == curve(extended) and a["step"] == b["step"] == 20
     torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_a_run_is_not_extended_where_its_rates_would_have_differed(tiny_config: Path, schedule: str):
+    flags = ["--optimizer.schedule", schedule]
+    run(tiny_config, *flags)
+    with pytest.raises(UserError, match="train.max_steps was 12, now 13.*only a constant schedule, or wsd"):
+        run(tiny_config, *flags, "--train.max-steps", "13")
+
+
+def test_a_run_goes_on_with_another_engine(tiny_config: Path, capsys: pytest.CaptureFixture[str]):
+    whole, resumed = (run(tiny_config, "--name", name) for name in ("whole", "resumed"))
+    find_checkpoints(resumed)[0].unlink()
+    capsys.readouterr()
+    run(tiny_config, "--name", "resumed", "--train.engine", "dense")
+    assert "engine dense" in capsys.readouterr().out
+    assert curve(whole)[:9] == curve(resumed)[:9]
+    for key in ("loss", "val_loss"):
+        assert metrics(resumed, key) == pytest.approx(metrics(whole, key), rel=1e-5)
 
 
 def test_ranks_that_see_different_checkpoints_do_not_start(
