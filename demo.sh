@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Install, prepare a corpus, train softmax, SSMax on QK-norm, LSSAR and a hybrid, compare their loss at 1x to 16x the
-# training length, with NTK-scaled RoPE and without scaling.
+# Install, prepare a corpus, train softmax, SSMax on QK-norm, LSSAR, softmax in windows and a hybrid, compare their
+# loss at 1x to 16x the training length, with NTK-scaled RoPE and without scaling.
 #
 #   ./demo.sh           seven to ten minutes on two CPU cores, after installation
 #   ./demo.sh --quick   under 2 minutes: the same steps with barely trained models (for CI)
@@ -23,7 +23,7 @@ environment requirements.txt
 echo "== corpus: the Python standard library's sources, as bytes -> data/python_bytes"
 $PYTHON -m data.python_source
 runs=()
-for model in softmax ssmax lssar hybrid; do
+for model in softmax ssmax lssar window hybrid; do
     run=${prefix}_$model
     echo "== train configs/demo_$model.toml -> runs/$run"
     $PYTHON train.py configs/demo_$model.toml --name $run ${steps[@]+"${steps[@]}"}

@@ -259,6 +259,7 @@ def tables(results: list[Result]) -> str:
     errors = f"± standard error over blocks; RoPE {output.format_rope(*results)}."
     parts = [
         "\n".join(scored),
+        output.run_table(results),
         f"Same targets: loss in nats over the last {span} tokens of each block, {errors}\n"
         f"Cut: each of them sees at most {span} tokens. A length: they are the last of a window of it.",
         output.length_table(results, itemgetter("same_target_loss", "same_target_stderr"), f"cut at {span}"),
@@ -277,11 +278,11 @@ def tables(results: list[Result]) -> str:
 def bucket_table(results: list[Result], value: output.Value) -> str:
     """A value by position at the longest length."""
     edges = list(itertools.pairwise(bucket_edges(results[0]["data"]["block_length"])))
-    lines = [["run", "normaliser", *(f"{start}-{stop - 1}" for start, stop in edges)]]
+    lines = [["run", *(f"{start}-{stop - 1}" for start, stop in edges)]]
     for result in results:
         buckets = result["lengths"][-1].get("buckets")  # none if the length was rejected
         cells = [output.format_stderr(*value(each)) for each in buckets] if buckets else ["-"] * len(edges)
-        lines.append([result["run"], result["normaliser"], *cells])
+        lines.append([result["run"], *cells])
     return output.format_table(lines)
 
 

@@ -37,22 +37,29 @@ def run_title(result: Result) -> str:
     return f"{result['run']}: {result['normaliser']}"
 
 
-def format_table(lines: list[list[str]]) -> str:
-    """Aligned columns, two to the left and numbers to the right, with a rule below the header."""
+def format_table(lines: list[list[str]], n_names: int = 1) -> str:
+    """Aligned columns, names to the left and numbers to the right, with a rule below the header."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     formatted = []
     for line in [lines[0], ["-" * width for width in widths], *lines[1:]]:
-        cells = [f"{cell:{'<' if i < 2 else '>'}{widths[i]}}" for i, cell in enumerate(line)]
+        cells = [f"{cell:{'<' if i < n_names else '>'}{widths[i]}}" for i, cell in enumerate(line)]
         formatted.append("  ".join(cells).rstrip())
     return "\n".join(formatted)
+
+
+def run_table(results: list[Result]) -> str:
+    """What the runs of the tables below are."""
+    lines = [["run", "normaliser", "step", "trained at"]]
+    lines += [[str(result[key]) for key in ("run", "normaliser", "step", "train_len")] for result in results]
+    return format_table(lines, n_names=2)
 
 
 def length_table(results: list[Result], value: Value, cut: str = "") -> str:
     """Runs down, lengths across, a dash for a rejected length. First the entry "cut", if it gets a name."""
     lengths = [str(entry["length"]) for entry in results[0]["lengths"]]
-    lines = [["run", "normaliser", "step", "trained at", *([cut] if cut else []), *lengths]]
+    lines = [["run", *([cut] if cut else []), *lengths]]
     for result in results:
-        line = [str(result[key]) for key in ("run", "normaliser", "step", "train_len")]
+        line = [result["run"]]
         for entry in ([result["cut"]] if cut else []) + result["lengths"]:
             line.append(format_stderr(*value(entry)) if entry["reason"] is None else "-")
         lines.append(line)

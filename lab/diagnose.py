@@ -114,7 +114,8 @@ def tables(results: list[Result]) -> str:
     parts = [
         f"The last {data['rows']} rows of {data['blocks']} blocks of {data['block_length']} tokens of "
         f"{data['dir']}, in windows of each length; RoPE scaling {output.format_rope(*results)}.\n"
-        "Means over layers and heads, ± standard error over blocks."
+        "Means over layers and heads, ± standard error over blocks.",
+        output.run_table(results),
     ]
     for name, meaning in STATISTICS.items():
         parts.append(f"{name}: {meaning}\n{output.length_table(results, mean_of(name))}")

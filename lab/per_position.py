@@ -91,16 +91,17 @@ def tables(results: list[Result]) -> str:
     data = results[0]["data"]
     parts = max((result["lengths"][0]["parts"] for result in results), key=len)  # a rejected run has none
     printed = range(0, len(parts), max(1, len(parts) // N_PRINTED))
-    lines = [["run", "normaliser", *(f"{parts[i]['from']}-{parts[i]['to'] - 1}" for i in printed)]]
+    lines = [["run", *(f"{parts[i]['from']}-{parts[i]['to'] - 1}" for i in printed)]]
     for result in results:
         own = result["lengths"][0]["parts"]
         shown = [output.format_stderr(own[i]["loss"], own[i]["stderr"]) if own else "-" for i in printed]
-        lines.append([result["run"], result["normaliser"], *shown])
+        lines.append([result["run"], *shown])
     title = (
         f"Loss in nats by position in {data['blocks']} windows of {data['block_length']} tokens of "
         f"{data['dir']}, ± standard error over windows, RoPE scaling {output.format_rope(*results)}."
     )
-    return "\n\n".join([title, output.format_table(lines), *output.rejections(results)]) + "\n"
+    shown_tables = [title, output.run_table(results), output.format_table(lines)]
+    return "\n\n".join(shown_tables + output.rejections(results)) + "\n"
 
 
 def plot(results: list[Result], path: Path) -> None:

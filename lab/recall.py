@@ -132,7 +132,7 @@ def tables(results: list[Result]) -> str:
         f"Right answer tokens, {results[0]['samples']} sequences a cell, RoPE scaling "
         f"{output.format_rope(*results)}; 95 % confidence intervals."
     )
-    return "\n\n".join([heading, output.format_table(table), *output.rejections(results)]) + "\n"
+    return "\n\n".join([heading, output.format_table(table, n_names=2), *output.rejections(results)]) + "\n"
 
 
 def plot(results: list[Result], path: Path) -> None:

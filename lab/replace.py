@@ -96,7 +96,7 @@ def main() -> None:
     for state, by_length in losses.items():
         attention_name = "softmax" if state == "softmax" else name
         table.append([state, attention_name, *(format_stderr(*loss) for loss in by_length.values())])
-    print(format_table(table))
+    print(format_table(table, n_names=2))
     if learned:
         print("\nlearned parameters of each layer:", *(p.tolist() for p in learned), sep="\n")
 
