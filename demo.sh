@@ -2,7 +2,7 @@
 # Install, prepare a corpus, train softmax, SSMax on QK-norm, LSSAR, softmax in windows and a hybrid, compare their
 # loss at 1x to 16x the training length, with NTK-scaled RoPE and without scaling.
 #
-#   ./demo.sh           seven to ten minutes on two CPU cores, after installation
+#   ./demo.sh           ten to 25 minutes on two CPU cores, after installation
 #   ./demo.sh --quick   under 2 minutes: the same steps with barely trained models (for CI)
 #
 # A second call reuses finished steps; remove runs/demo* or runs/quick* to start over.

@@ -330,7 +330,7 @@ class Config(Section):
         for entry in self.layers:
             at = [each % self.model.n_layer for each in entry.get("at", [])]
             if i in at or ("every" in entry and (i + 1) % entry["every"] == 0):
-                if "position" in entry:
+                if entry.get("position", "p_rope") != "p_rope":
                     model.pop("rope_fraction", None)
                 model |= {key: entry[key] for key in entry if key in ModelConfig.model_fields}
                 options = entry.get("attention", {})

@@ -191,7 +191,7 @@ def loss_figure(rows: pd.DataFrame, baseline: str = "", shown: Sequence[str] = (
     xlabel = "context in tokens, first the cut"
     figure = draw_lines(points, title, xlabel, "loss on the same targets, nats a token", shown)
     cuts = at_cut.groupby("run").value.mean()
-    if baseline:
+    if baseline in cuts:  # not if it rejects the longest length
         figure.axes[0].axhline(cuts[baseline], color="black", linestyle="--", linewidth=1)
     lowest = points.groupby(["name", "x"]).y.mean().min()
     figure.axes[0].set_ylim(lowest - 0.02, min(points.y.max(), cuts.median() + MARGIN_ABOVE))

@@ -20,6 +20,7 @@ deviation. Losses are eval_length.py's, at multiples of the training length. Unf
 """
 
 import argparse
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,8 @@ def main() -> None:
             comparison.write_report(args.runs, out)
         return
     finished = read_runs(args.runs) if args.runs else []
-    beside = finished[0].folder.resolve().parent / "report" if finished else OF_PAPERS
+    folders = [run.folder.resolve().parent for run in finished]
+    beside = Path(os.path.commonpath(folders), "report") if finished else OF_PAPERS
     out = Path(args.out or beside)
     with exclusive_lock(out):
         if args.papers:

@@ -209,6 +209,9 @@ attention = { normaliser = "ssmax", scores = "cosine", scale_init = "sqrt_d_over
     assert of_layers[3].attention.model_dump() == config.attention.model_dump() | {"length_scale": "ln_n"}
     assert of_layers[0].attention == AttentionConfig(normaliser="ssmax", scores="cosine", scale_init=1.15)
     assert load_config(write(tmp_path, "y.toml", to_toml(config)), ["--name", "x"]) == config
+    same = load_config(RECIPE, ["--model.position=p_rope", "--model.rope-fraction=0.5",
+                                "--layers", '[{at = [1], position = "p_rope"}]'])  # fmt: skip
+    assert same.of_layer(1).model == same.model
     qk_norm = "softmax (scores = cosine, scale = sqrt_d"
     assert describe_layers(config) == (
         "layer 0: ssmax (scores = cosine, scale_init = 1.15, position = p_rope, window = 128); "

@@ -386,7 +386,8 @@ def test_a_run_its_evaluations_and_the_report(tiny_config, call):
     (folder / "report.md").write_text("![of an earlier report](stale.png)")
     for file in ("stale.png", "mine.png"):
         (folder / file).touch()
-    call(report, run.parent)
+    other = shutil.copytree(run, run.parent / "group" / "tiny")
+    call(report, other.parent, run)  # into the folder that has both
     assert not (folder / "stale.png").exists() and (folder / "mine.png").exists()
     text = (folder / "report.md").read_text()
     assert "`tiny`" in text
