@@ -334,7 +334,10 @@ def _toml_value(value: Any) -> str:
 
 def _validate(values: Values, path: str) -> Config:
     """The `Config`, or a UserError with every problem: those of single keys, then, with the offending
-    keys taken out, those between keys."""
+    keys taken out, those within a section, then those between sections.
+
+    Those of [[layers]] depend on [model] and [attention], so they wait for problems there.
+    """
     messages: dict[str, None] = {}  # in order, each once
     bad: list[str] = []
     while True:
@@ -344,12 +347,15 @@ def _validate(values: Values, path: str) -> Config:
         except ValidationError as e:
             problems = problems_of(e, "", Config)
         for _, problem in problems:
-            if not any(f"{key} " in problem for key in bad):  # else it is with the default in its place
+            # Else it is with the default in its place.
+            if not any(f"{key} " in problem or f"{key}." in problem for key in bad):
                 messages[f"{_source(problem, values, path)}: {problem}"] = None
         keys = [key for key, _ in problems if key]
         if not keys:
             break
         bad += keys
+        if any(key.startswith(("model", "attention")) for key in keys):
+            values.pop("layers", None)
         values = {k: v for k, v in values.items() if not any(f"{k}.".startswith(f"{b}.") for b in bad)}
         values.setdefault("name", ("unnamed", path))
     if messages:

@@ -66,6 +66,9 @@ def alibi(t: Tensor, head: Tensor, n_head: int) -> Tensor:
     return -torch.exp2(-8 * (head + 1) / n_head) * t
 
 
+BIASES = {"alibi": alibi}  # on the scores, by model.position
+
+
 def rope_tables(
     head_dim: int,
     n_positions: int,

@@ -99,8 +99,11 @@ class ModelConfig(Section):
 def raise_problems(section: Section, prefix: str, problems: list[tuple[str, str]]) -> None:
     """Raises ValueError with a line "<prefix><key> = <value>: <problem>" for each, if there are any."""
     if problems:
-        lines = [f"{prefix}{key} = {attrgetter(key)(section)!r}: {problem}" for key, problem in problems]
-        raise ValueError("\n".join(lines))
+        raise ValueError("\n".join(problem_lines(section, prefix, problems)))
+
+
+def problem_lines(section: Section, prefix: str, problems: list[tuple[str, str]]) -> list[str]:
+    return [f"{prefix}{key} = {attrgetter(key)(section)!r}: {problem}" for key, problem in problems]
 
 
 class OptionErrors(ValueError):
@@ -280,13 +283,14 @@ class Config(Section):
         if self.optimizer.schedule == "wsd" and warmup_steps <= max_steps < warmup_steps + decay_steps:
             share = f"{1 - warmup_steps / max_steps:.4g}, the share of the steps after warm-up"
             problems.append(("optimizer.decay_fraction", f"expected at most {share}"))
-        raise_problems(self, "", problems)
-        if lines := self._layer_problems():
+        lines = problem_lines(self, "", problems)
+        lines += self._layer_problems(lines)
+        if lines:
             raise ValueError("\n".join(lines))
         return self
 
-    def _layer_problems(self) -> list[str]:
-        """A line for each problem of [[layers]]: of its entries, else of the first layer that has one."""
+    def _layer_problems(self, known: list[str]) -> list[str]:
+        """A line for each problem of [[layers]]: of its entries, else of layers, but for known ones."""
         lines = []
         n_layer = self.model.n_layer
         for n, entry in enumerate(self.layers):
@@ -301,11 +305,14 @@ class Config(Section):
                 lines.append(f"layers[{n}] = {entry}: {expected}")
             if "reweight_p_warmup" in keys.attention:
                 lines.append(f"layers[{n}].attention: expected reweight_p_warmup in [attention], for all")
+        first_layers: dict[str, int] = {}  # that have a problem
         for i in range(0 if lines else n_layer):
             try:
                 self.of_layer(i)
             except ValidationError as e:
-                return [f"layers: in layer {i} {line}" for _, line in problems_of(e, "", Config)]
+                for _, line in problems_of(e, "", Config):
+                    first_layers.setdefault(line, i)
+        lines += [f"layers: in layer {i} {line}" for line, i in first_layers.items() if line not in known]
         return lines
 
     @property
@@ -395,14 +402,18 @@ def resume_rule(key: str) -> object:
 
 
 def problems_of(error: ValidationError, section: str, cls: type[BaseModel]) -> list[tuple[str, str]]:
-    """(dotted key, "key = value: expected ...") of each problem; no key where several keys disagree."""
+    """(dotted key, "key = value: expected ...") of each problem.
+
+    Where several keys disagree, the key is their section's, and none between sections.
+    """
     problems: list[tuple[str, str]] = []
     expected: dict[tuple[str, str], list[str]] = {}  # a union has one error for each alternative
     prefix = f"{section}." if section else ""
     for e in error.errors(include_url=False):
         if e["type"] == "value_error":  # from our own validators, whose messages are complete
             cause = e["ctx"]["error"]
-            own = [("", prefix + line) for line in str(cause).split("\n")]
+            place = ".".join(map(str, e["loc"]))
+            own = [(place, prefix + line) for line in str(cause).split("\n")]
             problems += cause.args[0] if isinstance(cause, OptionErrors) else own
             continue
         location = [str(part) for part in e["loc"]]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from infra.cli import UserError
 from normalisers.base import DECAY_ROWS, HIDDEN, Normaliser, RowContext, reweight, share_heads
 from normalisers.family import Phi
-from positions import alibi
+from positions import BIASES
 
 COSINE_EPS = 1e-3
 SIGNAL_STD = 0.02
@@ -73,7 +73,7 @@ class NormaliserLayer(nn.Module):
     @property
     def label(self) -> str:
         """For messages: "lssa with these options", "softmax with alibi"."""
-        return f"{self.definition.name} with {'alibi' if self.position == 'alibi' else 'these options'}"
+        return f"{self.definition.name} with {self.position if self.position in BIASES else 'these options'}"
 
     # ---------------------------------------------------------------- the definition
 
@@ -123,12 +123,12 @@ class NormaliserLayer(nn.Module):
         formula = type(self.definition)
         names = ("at_distance", "key_decay")
         of_formula = any(getattr(formula, name) is not getattr(Normaliser, name) for name in names)
-        return self.position == "alibi" or of_formula
+        return self.position in BIASES or of_formula
 
     def at_distance(self, x: Tensor, t: Tensor, head: Tensor) -> Tensor:
         """The scores x of a head's keys at distance t, t and head expanding to x's shape."""
         x = self.definition.at_distance(x, t)
-        return x + alibi(t, head, self.n_head) if self.position == "alibi" else x
+        return x + BIASES[self.position](t, head, self.n_head) if self.position in BIASES else x
 
     # ---------------------------------------------------------------- q and k
 

@@ -31,7 +31,10 @@ from schema import Config, describe_layers
 from training.state import TrainState
 
 # Files of a run folder that belong to the weights.
-LEFT = ("metrics.jsonl", "rows.csv", "eval_*", "diagnose*", "config.toml", "init_from.txt", "wandb_id")
+LEFT = (
+    "metrics.jsonl", "rows.csv", "eval_*", "diagnose*", "per_position*",
+    "config.toml", "init_from.txt", "wandb_id",
+)  # fmt: skip
 
 
 class RunLog:

@@ -114,9 +114,12 @@ class TrainState:
             listed = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
             problem = f"{path.parents[1]}: holds another run ({listed}): choose another --name"
             if "train.max_steps" in changed:
-                only = "only a constant schedule, or wsd before its decay"
-                same = "has the same learning rates with another train.max_steps"
-                problem += f" and --init-from {path.parents[1]}; {only}, {same}"
+                source = path.parents[1] if checkpoint["step"] == old.train.max_steps else path
+                why = f"{checkpoint['step']} steps are done"
+                if checkpoint["step"] <= self.config.train.max_steps:
+                    only = "only a constant schedule, or wsd before its decay"
+                    why = f"{only}, has the same learning rates with another train.max_steps"
+                problem += f" and --init-from {source}; {why}"
             raise UserError(problem)
         warn_of_changed_code(checkpoint["data"], self.data_info, path)
         load_parameters(self.raw_model, checkpoint["model"], path)

@@ -289,6 +289,21 @@ def test_all_problems_between_keys_at_once():
     with pytest.raises(UserError) as e:
         load_config(RECIPE, ["--train.max-steps", "0"])
     assert len(str(e.value).splitlines()) == 2  # nothing to train, and a longer warm-up
+    overrides = ["--optimizer.warmup-steps", "99999", "--layers", "[{at = [12]}]", "--model.n-embd", "770"]
+    with pytest.raises(UserError) as e:
+        load_config(RECIPE, overrides)
+    keys = [line.split(" = ")[0] for line in str(e.value).splitlines()]
+    assert keys == ["command line: model.n_embd", "command line: optimizer.warmup_steps"]
+    with pytest.raises(UserError) as e:
+        load_config(RECIPE, overrides[:4])
+    keys = [line.split(" = ")[0] for line in str(e.value).splitlines()]
+    assert keys == ["command line: optimizer.warmup_steps", "command line: layers[0]"]
+    layers = "[{at = [1, 2], window = -1}, {at = [5], rope_theta = -2.0}]"
+    with pytest.raises(
+        UserError, match="layer 1 model.window = -1.*\n.*layer 5 model.rope_theta = -2.0"
+    ) as e:
+        load_config(RECIPE, ["--layers", layers])
+    assert len(str(e.value).splitlines()) == 2
     with one_line("command line: train.seq_len = 'x'"):  # and nothing about its default
         load_config(RECIPE, ["--train.seq_len", "x", "--train.batch_tokens", "1000"])
 

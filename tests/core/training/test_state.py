@@ -84,14 +84,22 @@ def test_a_run_is_extended_where_its_schedule_allows(tiny_config: Path, schedule
     a, b = (load_checkpoint(find_checkpoints(folder)[0]) for folder in (whole, extended))
     assert curve(whole) == curve(extended) and a["step"] == b["step"] == 20
     torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
+    with pytest.raises(UserError, match="train.max_steps was 20, now 12.*; 20 steps are done"):
+        run(tiny_config, *flags, "--name", "extended")
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 def test_a_run_is_not_extended_where_its_rates_would_have_differed(tiny_config: Path, schedule: str):
     flags = ["--optimizer.schedule", schedule]
-    run(tiny_config, *flags)
-    with pytest.raises(UserError, match="train.max_steps was 12, now 13.*only a constant schedule, or wsd"):
-        run(tiny_config, *flags, "--train.max-steps", "13")
+    folder = run(tiny_config, *flags)
+    longer = [*flags, "--train.max-steps", "13"]
+    with pytest.raises(
+        UserError, match="was 12, now 13.*--init-from .*/tiny; only a constant schedule, or wsd"
+    ):
+        run(tiny_config, *longer)
+    find_checkpoints(folder)[0].unlink()
+    with pytest.raises(UserError, match="--init-from .*/step_000009.pt; only a constant schedule, or wsd"):
+        run(tiny_config, *longer)  # of an unfinished run a checkpoint
 
 
 def test_a_run_goes_on_with_another_engine(tiny_config: Path, capsys: pytest.CaptureFixture[str]):
