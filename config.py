@@ -211,8 +211,7 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         chain = " -> ".join(file.name for file in (*seen, path.resolve()))
         raise UserError(f"{path}: base files form a cycle: {chain}")
     try:
-        with open(path, "rb") as f:
-            return tomllib.load(f)
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as e:
         is_absent = isinstance(e, FileNotFoundError | NotADirectoryError)
         problem = "no such config file" if is_absent else f"cannot be read: {e.strerror}"
@@ -229,6 +228,9 @@ def _sweeps_of(path: Path, sweep: Any) -> list[dict[str, list[Any]]]:
     for key, values in itertools.chain(*(section.items() for section in sweeps)):
         if not isinstance(values, list) or not values:
             raise UserError(f"{path}: sweep: {key} = {values!r}: expected a list of values")
+        if key in ("base", "name", *SECTIONS) or "-" in key:
+            expected = "expected keys such as train.seq_len; names of runs follow from their values"
+            raise UserError(f"{path}: sweep: {key} = {values!r}: {expected}")
     return sweeps
 
 
@@ -243,7 +245,7 @@ def _derive(values: Values) -> Values:
 
     def size(key: str) -> int:
         value = _value(values, key)
-        return value if isinstance(value, int) and value > 0 else 1  # validation names a bad one
+        return value if isinstance(value, int) and 0 < value < 2**63 else 1  # validation names a bad one
 
     head_dim = max(1, size("model.n_embd") // size("model.n_head"))
     log_len = math.log(max(2, size("train.seq_len")))

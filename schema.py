@@ -59,7 +59,7 @@ class ModelConfig(Section):
     position: Literal["rope", "p_rope", "pope", "none", "alibi"] = key(
         "rope", "p_rope: RoPE on the highest frequencies alone. pope: polar. alibi: a bias on the scores."
     )
-    window: int = key(0, "The last keys that a query sees, its own included. 0: all.", ge=0)
+    window: int = key(0, "The last keys that a query sees, its own included. 0: all.", ge=0, le=2**31)
     rope_theta: float = key(10000.0, "Base of the rotary position embedding.", gt=0)
     rope_fraction: float = key(0.75, "p_rope: share of frequencies that rotate.", ge=0, le=1)
 
@@ -156,15 +156,15 @@ class DataConfig(Section):
 
     dir: str = resumable("data/fineweb10B", "Folder of prepared shards (python -m data.fineweb).")
     order: Literal["sequential", "shuffled"] = key("sequential", "Stream order, or permuted by the seed.")
-    skip_steps: int = key(0, "Batches left out at the start.", ge=0)
+    skip_steps: int = key(0, "Batches left out at the start.", ge=0, le=10**9)
 
 
 class TrainConfig(Section):
     """How long, how much at a time, on what."""
 
-    max_steps: int = key(18865, "Optimiser steps. 0: evaluate the weights of init_from.", ge=0)
-    seq_len: int = key(1024, "Training length T in tokens.", ge=2)
-    batch_tokens: int = key(524288, "Tokens of one optimiser step, over all processes.", ge=2)
+    max_steps: int = key(18865, "Optimiser steps. 0: evaluate the weights of init_from.", ge=0, le=10**9)
+    seq_len: int = key(1024, "Training length T in tokens.", ge=2, le=2**31)
+    batch_tokens: int = key(524288, "Tokens of one optimiser step, over all processes.", ge=2, le=2**31)
     micro_batch: int = free(32, "Sequences of a forward pass. Halve it when out of memory.", ge=1)
     dtype: Literal["bfloat16", "float32"] = key("bfloat16", "Autocast type; weights stay float32.")
     residual: Literal["bfloat16", "float32"] = key("float32", "Type of the residual stream in autocast.")
@@ -185,7 +185,7 @@ class TrainConfig(Section):
     label_smoothing: float = key(0.0, "Share of each target spread evenly, in training only.", ge=0, lt=1)
     reduction: Literal["mean", "sum"] = key("mean", "Over a step's tokens, for gradients and grad_clip.")
     val_every: int = free(250, "Steps between validations (always after the last step).", ge=1)
-    val_tokens: int = key(10_485_760, "Validation tokens, from the start of the shard.", ge=2)
+    val_tokens: int = key(10_485_760, "Validation tokens, from the start of the shard.", ge=2, le=2**40)
     checkpoint_every: int = free(500, "Steps between checkpoints (always the last).", ge=1)
     keep_last: int = free(2, "Newest checkpoints to keep.", ge=1)
     keep_every: int = free(0, "Also keep checkpoints of multiples of this step; 0: none.", ge=0)

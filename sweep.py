@@ -79,7 +79,8 @@ class Job(NamedTuple):
         stored = run_dir / "config.toml"  # which train.py rewrites, as for data that have moved
         old = load_config(stored) if stored.exists() else None
         try:
-            content = load_checkpoint(checkpoints[0], lazily=True)
+            is_new = not (run_dir / "eval_length.json").exists()  # then its sums are checked, too
+            content = load_checkpoint(checkpoints[0], lazily=not is_new)
             old = old or config_from_dict(content["config"], str(checkpoints[0]))
             if not same_run(old, self.config):  # train.py names the difference
                 return False
@@ -131,11 +132,14 @@ class Job(NamedTuple):
         """Its line in the table: steps, validation loss, loss over all tokens at 1x and 16x."""
         line = {"run": str(self.config.run_dir), "steps": "-"}
         with suppress(ValueError, OSError):  # of a damaged folder, which is among the failures
+            if not self.is_trained:  # the numbers there may be another run's
+                return line
             for each in read_jsonl(self.config.run_dir / "metrics.jsonl"):
                 if "val_loss" in each:
                     line |= {"steps": str(each["step"]), "validation": format_loss(each["val_loss"])}
             for rope in self.evaluations:
-                entries = self.read_evaluation(rope).get("lengths", [])
+                result = self.read_evaluation(rope)
+                entries = result["lengths"] if result.get("step") == self.config.train.max_steps else []
                 losses = {each["length"] // self.config.train.seq_len: each.get("loss") for each in entries}
                 for factor in (1, 16) if losses else ():
                     line[f"{rope} {factor}x"] = format_loss(losses.get(factor))
@@ -254,6 +258,8 @@ def run_job(job: Job, number: str, args: argparse.Namespace, slot: int, stop: St
             return f"{script} ended with status {status}" + (f", see {log}" if log else "")
         if script == "train.py" and not job.is_trained:  # it received a signal itself
             return "train.py stopped before its last step; the same command resumes it"
+        if script == "eval_length.py" and not job.is_evaluated(args.eval_tokens):
+            return "eval_length.py has measured another step"
     return None
 
 

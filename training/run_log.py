@@ -10,6 +10,7 @@ metrics.jsonl has a line per step and one per validation, in which null is NaN o
 
 import itertools
 import json
+import os
 import platform
 import resource
 import secrets
@@ -62,6 +63,9 @@ class RunLog:
         run_dir = self.config.run_dir
         step = self.state.step
         self.metrics = run_dir / "metrics.jsonl"
+        checkpoints = run_dir / "checkpoints"
+        if checkpoints.exists() and not (checkpoints.is_dir() and os.access(checkpoints, os.W_OK)):
+            raise UserError(f"{checkpoints}: expected a folder that can be written")
         run_dir.mkdir(parents=True, exist_ok=True)
         if not self.state.is_resumed and (old := set_aside(run_dir)):
             self.print(f"{run_dir} has no checkpoint: starting at step 0, its results are now in {old}")
@@ -239,6 +243,8 @@ def set_aside(run_dir: Path) -> Path | None:
     """
     left = [path for pattern in LEFT for path in run_dir.glob(pattern)]
     if not any(path.suffix in (".jsonl", ".json", ".csv") and path.stat().st_size for path in left):
+        for name in ("init_from.txt", "wandb_id"):  # of a start that a kill ended
+            (run_dir / name).unlink(missing_ok=True)
         return None
     old = next(path for i in itertools.count(1) if not (path := run_dir / f"old_{i}").exists())
     old.mkdir()

@@ -94,7 +94,7 @@ class TrainState:
         max_steps = self.config.train.max_steps
         last = max(0, step - 1)  # the steps before agree if it does
         factors = {lr_factor(old.optimizer, last, n) for n in (old.train.max_steps, max_steps)}
-        return len(factors) == 1 and step <= max_steps
+        return len(factors) == 1 and step < max_steps
 
     def restore(self, path: Path, checkpoint: dict[str, Any]) -> None:
         """Continue from a checkpoint of this run, which may have another train.max_steps: see `extends`.
@@ -116,7 +116,7 @@ class TrainState:
             if "train.max_steps" in changed:
                 source = path.parents[1] if checkpoint["step"] == old.train.max_steps else path
                 why = f"{checkpoint['step']} steps are done"
-                if checkpoint["step"] <= self.config.train.max_steps:
+                if checkpoint["step"] < self.config.train.max_steps:
                     only = "only a constant schedule, or wsd before its decay"
                     why = f"{only}, has the same learning rates with another train.max_steps"
                 problem += f" and --init-from {source}; {why}"

@@ -325,6 +325,25 @@ def test_bad_files(text: str, expected: str, tmp_path: Path):
         load_config(write(tmp_path, "x.toml", text))
 
 
+@pytest.mark.parametrize("key", ["name", "base", '"train.seq-len"', "attention"])
+def test_what_cannot_be_swept(key: str, tmp_path: Path):
+    path = write(tmp_path, "x.toml", f"[sweep]\n{key} = [1, 2]\n")
+    with one_line(path, f"sweep: {key.strip(chr(34))} = [1, 2]: expected keys such as train.seq_len"):
+        expand_sweep(path)
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path):
+    path = tmp_path / "bom.toml"
+    path.write_text("\ufeffseed = 3\n", encoding="utf-8")
+    assert load_config(path).seed == 3
+
+
+@pytest.mark.parametrize("key", ["model.window", "model.n_embd", "train.max_steps", "train.batch_tokens"])
+def test_numbers_have_bounds(key: str):
+    with one_line(f"command line: {key} = 1", "expected less than or equal to"):
+        load_config(RECIPE, [f"--{key}", f"1{400 * '0'}"])
+
+
 def test_a_mistake_in_a_sweep_is_blamed_on_the_file(tmp_path: Path):
     path = write(tmp_path, "x.toml", '[sweep]\n"attention.reweigt_p" = [1, 3]\n')
     with one_line(

@@ -217,6 +217,20 @@ def test_an_evaluation_of_another_step_is_done_again(four_runs, call, monkeypatc
     assert again.scripts == ["eval_length.py"]
 
 
+def test_an_evaluation_that_measured_another_step_has_failed(four_runs, call, monkeypatch, capsys):
+    FakeTorchrun(monkeypatch)
+    call(sweep, four_runs, "--index", "0")
+    path = four_runs.parent / "runs/s_normaliser=softmax_seed=1/eval_length_none.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 4}))
+    monkeypatch.setattr(sweep, "run", lambda *_: 0)  # which leaves it
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        call(sweep, four_runs, "--index", "0")
+    out = capsys.readouterr().out
+    assert "eval_length.py has measured another step" in out
+    assert "none 1x" not in out and "ntk 1x" in out
+
+
 @pytest.mark.parametrize(
     ("key", "values", "n"),
     [("data.dir", ["a", "b"], 2), ("train.max_skips", [1, 6], 2), ("train.micro_batch", [1, 2], 1)],

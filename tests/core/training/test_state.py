@@ -98,6 +98,8 @@ def test_a_run_is_not_extended_where_its_rates_would_have_differed(tiny_config: 
     ):
         run(tiny_config, *longer)
     find_checkpoints(folder)[0].unlink()
+    with pytest.raises(UserError, match="was 12, now 9.*; 9 steps are done"):  # without a validation
+        run(tiny_config, *flags, "--train.max-steps", "9")
     with pytest.raises(UserError, match="--init-from .*/step_000009.pt; only a constant schedule, or wsd"):
         run(tiny_config, *longer)  # of an unfinished run a checkpoint
 
