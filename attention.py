@@ -78,7 +78,11 @@ def attend(
         (B, H, Tq, D) in v's type. Scores and weights are float32 (float64 for float64 inputs).
     Raises:
         UserError: for an engine that cannot run this normaliser here.
+        ValueError: q has not the layer's heads and head size, or more queries than keys.
     """
+    heads = (layer.n_head, layer.head_dim * (2 if layer.position == "pope" else 1))
+    if (q.shape[1], q.shape[3]) != heads:
+        raise ValueError(f"q of shape {tuple(q.shape)}: expected (B, {heads[0]}, Tq, {heads[1]})")
     if isinstance(engine, str):
         engine = choose_engine(layer, engine, q.device, v.dtype)
     if spans is not None:

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from attention import ChosenEngine, attend, choose_engine, make_normaliser
 from normalisers.adaptive import AdaptiveSoftmax
-from normalisers.family import Phi
 from normalisers.layer import NormaliserLayer
 from positions import UNSCALED, RopeScaling, apply_pope, apply_rope, rope_tables
 from schema import Config, Engine, ModelConfig, TrainConfig
@@ -199,7 +198,7 @@ def scale_logits(z: Tensor, config: TrainConfig) -> Tensor:
 class GPT(nn.Module):
     """The whole model: embedding, blocks, final norm, output layer.
 
-    Token ids are not checked: an id that is out of range fails in the embedding (on CUDA, asynchronously).
+    Token ids are not checked. One beyond the padded vocabulary fails in the embedding (on CUDA, later).
     """
 
     def __init__(self, config: Config, device: torch.device | str | None = None) -> None:
@@ -351,8 +350,7 @@ class GPT(nn.Module):
     @property
     def cacheable(self) -> bool:
         """Whether a position's output is final: not if a row's weights depend on the number of all keys."""
-        definitions = [of_layer.attention.definition for of_layer in self.layer_configs]
-        return not any(isinstance(each, Phi) and each.bias == "log_len" for each in definitions)
+        return all(of_layer.attention.definition.cacheable for of_layer in self.layer_configs)
 
     def n_params(self) -> int:
         """Number of parameters, shared ones once."""

@@ -50,8 +50,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if not 0 <= args.temperature <= 1e30:
         raise UserError(f"--temperature {args.temperature}: expected a number from 0 to 1e30")
-    if args.top_p is not None and not 0 < args.top_p <= 1:
-        raise UserError(f"--top-p {args.top_p}: expected a number above 0, at most 1")
+    if args.top_p is not None and not 1e-30 <= args.top_p <= 1:
+        raise UserError(f"--top-p {args.top_p}: expected a number from 1e-30 to 1")
     args.rope_scaling = RopeScaling(args.rope, args.rope_theta)
     return args
 

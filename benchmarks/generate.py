@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from evals.common import open_validation
-from infra.cli import ArgumentParser, positive_int, run_main
+from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from model import GPT, KVCache
 from positions import RopeScaling
-from schema import describe_attention
+from schema import describe_layers
 from training.checkpoint import load_model
 
 RUNS = ["runs/demo_softmax", "runs/demo_lssar"]
@@ -31,6 +31,8 @@ class NextToken:
     """A model with all but the last token of a text (1, n + 1) in its cache."""
 
     def __init__(self, model: GPT, text: Tensor) -> None:
+        if not model.cacheable:
+            raise UserError(f"{model.config.name}: has no KV cache, as its weights depend on all keys")
         self.model = model
         self.token = text[:, -1:]
         self.n = text.shape[1] - 1
@@ -73,6 +75,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = [load_model(Path(run), device).model for run in args.runs]
     stream = open_validation(models[0].config, args.data)
+    for model in models:
+        stream.check_model(model.config.model.vocab_size)
     threads = torch.get_num_threads()
     print(f"torch {torch.__version__}, {threads} threads, {device.type}, batch 1, {args.repeats} turns\n")
     print("| n | attention | ms a token | over the first (range) | live V |")
@@ -88,7 +92,7 @@ def main() -> None:
             ratio = f"{statistics.median(ratios):.2f} ({ratios[tenth]:.2f}-{ratios[-1 - tenth]:.2f})"
             ms = statistics.median(turn[i] for turn in turns)
             live = token.live_share()
-            name = describe_attention(model.config.attention)
+            name = describe_layers(model.config)
             print(f"| {n} | {name} | {ms:.2f} | {ratio} | {live:.3f} |", flush=True)
 
 

@@ -10,9 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from normalisers.base import DECAY_ROWS, HIDDEN, Normaliser, RowContext, offset_and_scale, share_heads
+from normalisers.base import (
+    DECAY_ROWS,
+    HIDDEN,
+    Normaliser,
+    RowContext,
+    offset_and_scale,
+    refuse_second_derivative,
+    share_heads,
+)
 from normalisers.family import Phi, softplus
 from normalisers.layer import NormaliserLayer
 
@@ -65,8 +72,8 @@ class RowBlocks(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        refuse_second_derivative()
         with torch.autocast(grads[0].device.type, enabled=False):  # a caller may run backward inside it
             return RowBlocks._backward(ctx, grads[0])
 
@@ -105,7 +112,9 @@ class RowBlocks(torch.autograd.Function):
             _add_product(dv[batch, :, keys], weights.detach().mT, d_out)
             if d_decay is not None:  # P_i - P_j is added to x_ij
                 d_decay[batch, :, keys] -= dx.sum(-2, dtype=decay.dtype)[..., None]
-                d_decay[batch, :, -q.shape[2] :][:, :, block] += dx.sum(-1, dtype=decay.dtype)[..., None]
+                d_decay[batch, :, k.shape[2] - q.shape[2] :][:, :, block] += dx.sum(-1, dtype=decay.dtype)[
+                    ..., None
+                ]
         if by_channel:  # q_ic e^(P_ic) and k_jc e^(-P_jc) are all that P is in
             d_decay = -(k * dk)
             d_decay[:, :, -q.shape[2] :] += q * dq

@@ -96,7 +96,8 @@ def run_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Te
     A block of `window` queries sees its own keys and those of the block before it, whatever the length.
     """
     length = q.shape[-2]
-    q, k, v = (F.pad(t, (0, 0, 0, -length % window)).unflatten(-2, (-1, window)) for t in (q, k, v))
+    n = -(-length // window)  # blocks
+    q, k, v = (F.pad(t, (0, 0, 0, n * window - length)).unflatten(-2, (n, window)) for t in (q, k, v))
     grouped = q.shape[1] != k.shape[1]  # (B, H, blocks, W, D)
     first = F.scaled_dot_product_attention(
         q[:, :, 0], k[:, :, 0], v[:, :, 0], is_causal=True, scale=scale, enable_gqa=grouped
@@ -107,5 +108,5 @@ def run_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Te
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q[:, :, 1:], k, v))
     visible = (keys > rows) & (keys <= rows + window)
     rest = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=grouped)
-    rest = rest.unflatten(0, (len(first), -1)).transpose(1, 2)  # (B, H, blocks - 1, W, D)
+    rest = rest.unflatten(0, (len(first), n - 1)).transpose(1, 2)  # (B, H, blocks - 1, W, D)
     return torch.cat((first[:, :, None], rest), dim=2).flatten(2, 3)[:, :, :length]

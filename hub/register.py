@@ -119,9 +119,10 @@ class Replacement(NamedTuple):
         made_of = (self.options, self.train_len or module.config.max_position_embeddings)
         layer: Any = getattr(module, "normaliser", None)
         if layer is None or layer.made_of != made_of:
-            layer = make_normaliser(self.options, query.shape[1], query.shape[3], made_of[1])
-            layer.made_of = made_of
-            module.normaliser = layer.to(query.device)
+            with torch.inference_mode(False):  # its parameters may be trained later
+                layer = make_normaliser(self.options, query.shape[1], query.shape[3], made_of[1])
+                layer.made_of = made_of
+                module.normaliser = layer.to(query.device)
         return layer
 
     def reject(self, problem: str) -> None:

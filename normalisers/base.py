@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 UNIFORM_TOLERANCE = 1e-5  # of n max(A) - 1, below which a row counts as uniform
 DECAY_ROWS = 32  # rows whose decays share a reference: with `MIN_LOG_GATE` no factor exceeds e^42
@@ -37,7 +36,7 @@ class RowContext:
 
     n: Tensor  # (R, 1) float: number of keys each row sees, with a window W at most W
     place: Tensor  # (R, 1) float: that of each row's query among the keys, the last that it sees
-    n_keys: int  # Tk: all keys of this call
+    n_keys: int  # Tk: all keys of this call. A formula that reads it is not `cacheable`
     train_len: int  # L
     head_dim: int  # d
     p: int = 0  # power of the re-weighting; 0: none
@@ -106,10 +105,16 @@ class L1Normalise(torch.autograd.Function):
         return a
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        refuse_second_derivative()
         a, inverse = ctx.saved_tensors
         return (grads[0] - a.sign() * (grads[0] * a).sum(-1, keepdim=True)) * inverse
+
+
+def refuse_second_derivative() -> None:
+    """In a backward pass. torch's own `once_differentiable` misses `torch.autograd.grad` of chosen inputs."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("create_graph: expected False: this attention has no second derivative")
 
 
 def l1_normalise(s: Tensor) -> Tensor:
@@ -230,6 +235,11 @@ class Normaliser(BaseModel):
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
         """Scores (..., R, K), HIDDEN at hidden keys, to weights, whose values there are replaced by 0."""
         raise NotImplementedError(f"{self.name}: expected a base class of family.py, or `weights`")
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether a row's weights stay the same when keys are added that it does not see."""
+        return True
 
     @property
     def sums_to_one(self) -> bool:

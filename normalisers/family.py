@@ -195,6 +195,10 @@ class Phi(Scaled, name="phi"):
         return fn(x) / self.divisor(context)
 
     @property
+    def cacheable(self) -> bool:
+        return self.bias != "log_len"
+
+    @property
     def sums_to_one(self) -> bool:
         return self.l1 and self.phi not in SIGNED and self.sink == "none"
 

@@ -597,3 +597,30 @@ def test_ssmax_pn_ends_at_the_training_length(engine, len_q):
     with pytest.raises(UserError, match="ssmax_pn"):
         normaliser.weights(q, k)
     attend(q[:, :, :1], k[:, :, :8], v[:, :, :8], normaliser, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["dense", "rows"])
+def test_second_derivatives_are_refused(engine):
+    """`torch.autograd.grad` would return wrong ones."""
+    q, k, v, _ = draw(6, 6, 8)
+    q.requires_grad_()
+    out = attention.attend(q, k, v, make(AttentionConfig(normaliser="lssa"), 2, 8, train_len=8), engine)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(out.square().sum(), q, create_graph=True)
+
+
+def test_other_heads_than_the_layers_are_refused():
+    normaliser = make(AttentionConfig(), 2, 8, train_len=8)
+    for heads, head_dim in [(2, 16), (4, 8)]:
+        qkv = torch.zeros(3, 1, heads, 5, head_dim)
+        with pytest.raises(ValueError, match=r"q of shape .*: expected \(B, 2, Tq, 8\)"):
+            attention.attend(*qkv, normaliser)
+
+
+def test_no_queries_and_no_sequences():
+    query_scale = make_normaliser(AttentionConfig(length_scale="query"), 2, 8, train_len=8, width=16)
+    k = torch.randn(1, 2, 5, 8)
+    signals = torch.zeros(1, 2, 5, sum(map(len, query_scale.signals.values())))
+    assert attention.attend(k[:, :, :0], k, k, query_scale, "rows", signals=signals).shape == (1, 2, 0, 8)
+    window = make_normaliser(AttentionConfig(), 2, 8, train_len=8, window=2)
+    assert attention.attend(k[:0], k[:0], k[:0], window, "sdpa").shape == (0, 2, 5, 8)

@@ -70,6 +70,17 @@ def test_top_p_ends_where_the_mass_is_reached():
     assert len(drawn.unique()) == 2
 
 
+def test_top_k_takes_no_more_where_logits_are_equal():
+    logits = torch.tensor([[1.0, 2.0, 1.0, 1.0]]).repeat(100, 1)
+    assert len(set(generation.sample(logits, 1e6, 2, None, None).flatten().tolist())) == 2
+
+
+@pytest.mark.parametrize("logit", [float("nan"), float("inf")])
+def test_no_token_is_drawn_from_what_is_not_finite(logit):
+    with pytest.raises(UserError, match="NaN or infinity"):
+        generation.sample(torch.tensor([[0.0, logit]]), 1.0, None, None, None)
+
+
 # ---- the script ----
 
 

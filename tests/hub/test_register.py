@@ -74,6 +74,8 @@ def test_learned_parameters_are_trained_and_saved(tmp_path):
     model, x = make_model(FAMILIES["llama"]())
     register("ours", AttentionConfig(normaliser="ssmax", scale_init=0.3))
     model.set_attn_implementation("ours")
+    with torch.inference_mode():  # a first pass, as in an evaluation before training
+        model(x)
     learned = learned_parameters(model)
     assert [p.tolist() for p in learned] == [[pytest.approx(0.3)] * 4] * 2
     with torch.enable_grad():
