@@ -349,10 +349,13 @@ def _validate(values: Values, path: str) -> Config:
         except ValidationError as e:
             problems = problems_of(e, "", Config)
         for _, problem in problems:
-            # Else it is with the default in its place.
-            if not any(f"{key} " in problem or f"{key}." in problem for key in bad):
+            named = {*re.findall(r"[\w.]+", problem)}
+            names_bad = any(key in named or key.rpartition(".")[2] in named for key in bad)
+            if not names_bad:  # else it is with the default in its place
                 messages[f"{_source(problem, values, path)}: {problem}"] = None
-        keys = [key for key, _ in problems if key]
+        keys = [key for key, _ in problems if key and key not in bad]
+        sections = [key.partition(".")[0] for key, _ in problems if key]
+        keys = keys or [section for section in sections if section not in bad]
         if not keys:
             break
         bad += keys

@@ -281,8 +281,9 @@ class Config(Section):
             why = "channels that rotate as a pair would decay apart"
             problems.append(("model.position", f"expected none or alibi: {why}"))
         if self.optimizer.schedule == "wsd" and warmup_steps <= max_steps < warmup_steps + decay_steps:
-            share = f"{1 - warmup_steps / max_steps:.4g}, the share of the steps after warm-up"
-            problems.append(("optimizer.decay_fraction", f"expected at most {share}"))
+            share = f"{1 - warmup_steps / max_steps:.4g} of train.max_steps = {max_steps}"
+            expected = f"expected at most {share}, the rest after optimizer.warmup_steps = {warmup_steps}"
+            problems.append(("optimizer.decay_fraction", expected))
         lines = problem_lines(self, "", problems)
         lines += self._layer_problems(lines)
         if lines:
@@ -404,7 +405,7 @@ def resume_rule(key: str) -> object:
 def problems_of(error: ValidationError, section: str, cls: type[BaseModel]) -> list[tuple[str, str]]:
     """(dotted key, "key = value: expected ...") of each problem.
 
-    Where several keys disagree, the key is their section's, and none between sections.
+    Where keys of a section disagree, the key is what the problem begins with. None between sections.
     """
     problems: list[tuple[str, str]] = []
     expected: dict[tuple[str, str], list[str]] = {}  # a union has one error for each alternative
@@ -412,8 +413,8 @@ def problems_of(error: ValidationError, section: str, cls: type[BaseModel]) -> l
     for e in error.errors(include_url=False):
         if e["type"] == "value_error":  # from our own validators, whose messages are complete
             cause = e["ctx"]["error"]
-            place = ".".join(map(str, e["loc"]))
-            own = [(place, prefix + line) for line in str(cause).split("\n")]
+            lines = [prefix + line for line in str(cause).split("\n")]
+            own = [(line.split(" = ")[0] if e["loc"] else "", line) for line in lines]
             problems += cause.args[0] if isinstance(cause, OptionErrors) else own
             continue
         location = [str(part) for part in e["loc"]]

@@ -69,9 +69,11 @@ class Job(NamedTuple):
     arguments: list[str]
     config: Config
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether its folder has the last checkpoint of this config, on its data. Validation came before."""
+    def is_trained(self, lazily: bool = True) -> bool:
+        """Whether its folder has the last checkpoint of this config, on its data. Validation came before.
+
+        lazily: without the sums of its tensors.
+        """
         run_dir = self.config.run_dir
         checkpoints = find_checkpoints(run_dir)
         if not checkpoints or step_of(checkpoints[0]) != self.config.train.max_steps:
@@ -79,8 +81,7 @@ class Job(NamedTuple):
         stored = run_dir / "config.toml"  # which train.py rewrites, as for data that have moved
         old = load_config(stored) if stored.exists() else None
         try:
-            is_new = not (run_dir / "eval_length.json").exists()  # then its sums are checked, too
-            content = load_checkpoint(checkpoints[0], lazily=not is_new)
+            content = load_checkpoint(checkpoints[0], lazily)
             old = old or config_from_dict(content["config"], str(checkpoints[0]))
             if not same_run(old, self.config):  # train.py names the difference
                 return False
@@ -94,7 +95,7 @@ class Job(NamedTuple):
     def state(self) -> str:
         """For --list."""
         try:
-            return "finished" if self.is_trained else "to run"
+            return "finished" if self.is_trained() else "to run"
         except (ValueError, OSError) as e:
             return str(e)
 
@@ -132,7 +133,7 @@ class Job(NamedTuple):
         """Its line in the table: steps, validation loss, loss over all tokens at 1x and 16x."""
         line = {"run": str(self.config.run_dir), "steps": "-"}
         with suppress(ValueError, OSError):  # of a damaged folder, which is among the failures
-            if not self.is_trained:  # the numbers there may be another run's
+            if not self.is_trained():  # the numbers there may be another run's
                 return line
             for each in read_jsonl(self.config.run_dir / "metrics.jsonl"):
                 if "val_loss" in each:
@@ -240,9 +241,10 @@ def run_all(jobs: list[Job], args: argparse.Namespace, stop: StopSignals) -> lis
 def run_job(job: Job, number: str, args: argparse.Namespace, slot: int, stop: StopSignals) -> str | None:
     """Do the job's unfinished commands. Returns the failure; None: success, or a signal came."""
     run_dir = job.config.run_dir
+    is_evaluated = not args.eval_tokens or job.is_evaluated(args.eval_tokens)
     with exclusive_lock(run_dir):  # of a training
-        commands = [] if job.is_trained else [["train.py", *job.arguments]]
-    if args.eval_tokens and not job.is_evaluated(args.eval_tokens):
+        commands = [] if job.is_trained(lazily=is_evaluated) else [["train.py", *job.arguments]]
+    if not is_evaluated or (commands and args.eval_tokens):
         commands.append(["eval_length.py", *job.evaluation(args.eval_tokens)])
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc}"]
     python = [sys.executable, *(torchrun if args.nproc > 1 else [])]
@@ -256,7 +258,7 @@ def run_job(job: Job, number: str, args: argparse.Namespace, slot: int, stop: St
         status = run([*python, str(HERE / script), *arguments], stop, environment, log)
         if status:
             return f"{script} ended with status {status}" + (f", see {log}" if log else "")
-        if script == "train.py" and not job.is_trained:  # it received a signal itself
+        if script == "train.py" and not job.is_trained():  # it received a signal itself
             return "train.py stopped before its last step; the same command resumes it"
         if script == "eval_length.py" and not job.is_evaluated(args.eval_tokens):
             return "eval_length.py has measured another step"

@@ -60,7 +60,7 @@ def main() -> None:
     with StopSignals() as stop:
         for each in overrides:
             run(stop, "sweep.py", *args.configs, *each, "--eval-tokens", str(N_TOKENS))
-        if not all(job.is_trained for job in jobs):
+        if not all(job.is_trained() for job in jobs):
             raise UserError("stopped before the last step of a run; the same command resumes")
         for job in jobs:
             evaluate_unseen(job, stop)

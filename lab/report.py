@@ -83,8 +83,10 @@ def main() -> None:
             comparison.write_report(args.runs, out)
         return
     finished = read_runs(args.runs) if args.runs else []
-    folders = [run.folder.resolve().parent for run in finished]
-    beside = Path(os.path.commonpath(folders), "report") if finished else OF_PAPERS
+    folders = [Path(os.path.abspath(run.folder)).parent for run in finished]
+    common = Path(os.path.commonpath(folders or [OF_PAPERS.resolve()]))
+    common = common if common != Path(common.anchor) else folders[0]
+    beside = common / "report" if finished else OF_PAPERS
     out = Path(args.out or beside)
     with exclusive_lock(out):
         if args.papers:

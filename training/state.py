@@ -113,13 +113,14 @@ class TrainState:
         if changed:
             listed = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
             problem = f"{path.parents[1]}: holds another run ({listed}): choose another --name"
-            if "train.max_steps" in changed:
-                source = path.parents[1] if checkpoint["step"] == old.train.max_steps else path
-                why = f"{checkpoint['step']} steps are done"
-                if checkpoint["step"] < self.config.train.max_steps:
-                    only = "only a constant schedule, or wsd before its decay"
-                    why = f"{only}, has the same learning rates with another train.max_steps"
-                problem += f" and --init-from {source}; {why}"
+            step = checkpoint["step"]
+            if "train.max_steps" in changed and step >= self.config.train.max_steps:
+                problem += f"; {step} steps are done"
+            elif "train.max_steps" in changed:
+                source = path.parents[1] if step == old.train.max_steps else path
+                only = "only a constant schedule, or wsd before its decay"
+                same = "has the same learning rates with another train.max_steps"
+                problem += f" and --init-from {source}; {only}, {same}"
             raise UserError(problem)
         warn_of_changed_code(checkpoint["data"], self.data_info, path)
         load_parameters(self.raw_model, checkpoint["model"], path)

@@ -304,6 +304,12 @@ def test_all_problems_between_keys_at_once():
     ) as e:
         load_config(RECIPE, ["--layers", layers])
     assert len(str(e.value).splitlines()) == 2
+    decay = ["--train.max-steps=99999", "--optimizer.schedule=wsd", "--optimizer.decay-fraction=0.98"]
+    with one_line("command line: train.batch_tokens = 1000"):  # and nothing about the default of max_steps
+        load_config(RECIPE, [*decay, "--train.batch-tokens", "1000"])
+    softpick = ["--attention.normaliser", "softpick", "--attention.reweight-p", "15"]
+    with one_line("attention.reweight_p = 15: re-weighting needs"):  # and nothing about p's default
+        load_config(RECIPE, [*softpick, "--attention.reweight-p-warmup", "9"])
     with one_line("command line: train.seq_len = 'x'"):  # and nothing about its default
         load_config(RECIPE, ["--train.seq_len", "x", "--train.batch_tokens", "1000"])
 

@@ -80,7 +80,7 @@ def test_lost_metrics_are_named(tiny_config: Path, capsys: pytest.CaptureFixture
     folder = run(tiny_config)
     (folder / "metrics.jsonl").unlink()
     (job,) = sweep.make_jobs([str(tiny_config)], [], None)
-    assert job.is_trained
+    assert job.is_trained()
     run(tiny_config)
     assert "metrics.jsonl has lost 12 of 12 steps, which no checkpoint has" in capsys.readouterr().out
     assert records(folder) == []

@@ -37,7 +37,7 @@ def scale(tiny_config, own_file, tmp_path, call, monkeypatch, no_drawing) -> lis
         for job in sweep.make_jobs(
             list(arguments[:n_configs]), options[: options.index("--eval-tokens")], None
         ):
-            if not job.is_trained:
+            if not job.is_trained():
                 call(train, *job.arguments)
                 call(eval_length, *job.evaluation(int(n_tokens)))
                 commands.append(f"train {job.config.name} at {job.config.optimizer.lr:g}")
