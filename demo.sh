@@ -3,7 +3,7 @@
 # loss at 1x to 16x the training length, with NTK-scaled RoPE and without scaling.
 #
 #   ./demo.sh           ten to 25 minutes on two CPU cores, after installation
-#   ./demo.sh --quick   under 2 minutes: the same steps with barely trained models (for CI)
+#   ./demo.sh --quick   two to five minutes: the same steps with barely trained models (for CI)
 #
 # A second call reuses finished steps; remove runs/demo* or runs/quick* to start over.
 set -euo pipefail
