@@ -360,7 +360,7 @@ def _validate(values: Values, path: str) -> Config:
             break
         bad += keys
         if any(key.startswith(("model", "attention")) for key in keys):
-            values.pop("layers", None)
+            bad.append("layers")
         values = {k: v for k, v in values.items() if not any(f"{k}.".startswith(f"{b}.") for b in bad)}
         values.setdefault("name", ("unnamed", path))
     if messages:

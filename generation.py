@@ -70,7 +70,8 @@ def sample(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: Generator | None
 ) -> Tensor:
     """One token for each row of logits (B, V): (B, 1) int64."""
-    if not logits.amax(dim=-1).isfinite().all():
+    peak = logits.amax(dim=-1, keepdim=True)
+    if not peak.isfinite().all():
         raise UserError("the model computed NaN or infinity: no token to draw")
     if temperature < torch.finfo(torch.float32).tiny:
         return logits.argmax(dim=-1, keepdim=True)
@@ -78,7 +79,7 @@ def sample(
         likeliest = logits.topk(min(top_k, logits.shape[-1]))  # in 16 bits others may equal the last one
         logits = torch.full_like(logits, -math.inf).scatter(-1, likeliest.indices, likeliest.values)
     # The largest logit is subtracted first, so that a tiny temperature cannot overflow.
-    probs = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
+    probs = ((logits - peak) / temperature).softmax(dim=-1)
     if top_p is not None:
         ranked, order = probs.sort(dim=-1, descending=True)
         outside = ranked.cumsum(dim=-1) - ranked >= top_p  # likelier ones have it all; never the first

@@ -88,6 +88,7 @@ class RowBlocks(torch.autograd.Function):
         of_names = dict(zip(ctx.context.learned, learned, strict=True))
         context = replace(ctx.context, learned=of_names, decay=decay)
         delta = (do * out).sum(-1, keepdim=True)  # (B, H, Tq, 1)
+        queries = slice(k.shape[2] - q.shape[2], None)  # their places among the keys
         for (batch, block, keys), saved in zip(query_blocks(q, k, ctx.layer), ctx.saved, strict=True):
             x, here, of_q, of_k, factors = block_scores(q, k, ctx.layer, context, batch, block, keys)
             d_out = do[batch, :, block]
@@ -112,12 +113,10 @@ class RowBlocks(torch.autograd.Function):
             _add_product(dv[batch, :, keys], weights.detach().mT, d_out)
             if d_decay is not None:  # P_i - P_j is added to x_ij
                 d_decay[batch, :, keys] -= dx.sum(-2, dtype=decay.dtype)[..., None]
-                d_decay[batch, :, k.shape[2] - q.shape[2] :][:, :, block] += dx.sum(-1, dtype=decay.dtype)[
-                    ..., None
-                ]
+                d_decay[batch, :, queries][:, :, block] += dx.sum(-1, dtype=decay.dtype)[..., None]
         if by_channel:  # q_ic e^(P_ic) and k_jc e^(-P_jc) are all that P is in
             d_decay = -(k * dk)
-            d_decay[:, :, -q.shape[2] :] += q * dq
+            d_decay[:, :, queries] += q * dq
         return dq, dk, dv, d_decay, None, None, *d_learned
 
 

@@ -139,9 +139,15 @@ def open_runs(args: argparse.Namespace, world: World) -> tuple[list[EvaluatedRun
     if args.out is not None or len(runs) == 1:
         return runs, args.out
     folders = [run.output.parent for run in runs]
-    common = Path(os.path.commonpath(folders))
+    common = common_folder(folders)
     # Two checkpoints of one run: <name>.png there is the figure of the run itself.
     return runs, common / f"{args.name}{'_all' if common in folders else ''}.png"
+
+
+def common_folder(folders: list[Path]) -> Path:
+    """The deepest one that has all of these absolute folders; the first of them if that is the root."""
+    common = Path(os.path.commonpath(folders))
+    return common if common.name else folders[0]
 
 
 def evaluate(

@@ -89,7 +89,7 @@ def main() -> None:
 
         def measure(i: int, model: GPT) -> tuple[dict[str, Any], str, list[Any]]:
             if not model.cacheable:
-                raise UserError(f"{runs[i].label}: needs a KV cache, which bias = log_len rules out")
+                raise UserError(f"{runs[i].label}: needs a KV cache, but its weights depend on all keys")
             cells = []
             for length, depth in product(lengths, args.depths):
                 scores = score(model, haystacks[i], length, depth, args, world)

@@ -20,13 +20,13 @@ deviation. Losses are eval_length.py's, at multiples of the training length. Unf
 """
 
 import argparse
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from evals.common import common_folder
 from evals.output import save_figure
 from evals.rows import FACTORS
 from infra.cli import ArgumentParser, UserError, run_main
@@ -83,10 +83,8 @@ def main() -> None:
             comparison.write_report(args.runs, out)
         return
     finished = read_runs(args.runs) if args.runs else []
-    folders = [Path(os.path.abspath(run.folder)).parent for run in finished]
-    common = Path(os.path.commonpath(folders or [OF_PAPERS.resolve()]))
-    common = common if common != Path(common.anchor) else folders[0]
-    beside = common / "report" if finished else OF_PAPERS
+    folders = [run.folder.absolute().parent for run in finished]
+    beside = common_folder(folders) / "report" if finished else OF_PAPERS
     out = Path(args.out or beside)
     with exclusive_lock(out):
         if args.papers:
