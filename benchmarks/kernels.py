@@ -8,14 +8,14 @@
 The kernels are LSSAR's (phi = softplus, l1, a power), or those of every phi with and without l1, power and
 shift, with the block sizes of the launch table. The table has registers a thread, bytes spilled to local
 memory, shared memory of a block against what the architecture allows, and instructions per score in each loop
-with matrix products, counted in the machine code: without a GPU the best guide to speed. `forward` and
+with matrix products, counted in the machine code: a guide to speed where there is no GPU. `forward` and
 `backward` are for inference and training. Where there is a power, `forward_u` trains. `backward_rows` and
 `backward_kv` do as `backward` in a fixed order. The loops of forward are the pass for Z on whole tiles, on
 diagonal ones, and exactly where rows need it, then the same for o. Those of backward_rows are whole,
-diagonal, exact, of the other two diagonal, whole, exact. The last lines add up whole tiles.
+diagonal, of the other two diagonal, whole. The last lines add up whole tiles.
 
 Exit status 1 if a kernel needs more shared memory than there is, lost its loops, or, one of LSSAR for 16-bit
-inputs at head_dim 64, spills.
+inputs at head_dim 64, spills. It may on sm_90, whose blocks were chosen by their times.
 """
 
 import os
@@ -52,6 +52,7 @@ MATRIX_OPS = re.compile(r"HGMMA|HMMA|UTC\w*MMA")
 INSTRUCTION = re.compile(
     r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?);", re.MULTILINE
 )
+TIMED = (90,)  # block sizes from an H100
 DIVISIBLE = [["tt.divisibility", 16]]
 HEADER = (
     "| arch   | inputs   |   d | form              | kernel        | regs | spill | shared KB     "
@@ -143,7 +144,7 @@ def examine(case: Case) -> tuple[str, list[str], float]:
     registers, spilled, code = disassemble(compiled.asm["cubin"])
     shared = compiled.metadata.shared
     n_sums = (2 + (form.sums != form.sums_again)) * (case.kernel.startswith("forward") and form.two_pass)
-    n_loops = n_sums + 2 + form.log
+    n_loops = n_sums + 2 + (form.log and case.kernel.startswith("forward"))
     scores_a_thread = launch.BM * launch.BN / launch.num_warps / 32
     per_score = [n / scores_a_thread for n in loop_lengths(code)][:n_loops]  # what follows are waits
     whole = {n_sums + (case.kernel in ("backward", "backward_kv")), *([0] if n_sums else [])}
@@ -153,7 +154,7 @@ def examine(case: Case) -> tuple[str, list[str], float]:
         problems.append(f"{case}: lost {n_loops - len(per_score)} loops")
     if shared > limit * 1024:
         problems.append(f"{case}: {shared} bytes of shared memory")
-    if spilled and form.bounded and form.fast and form.d == 64:
+    if spilled and form.bounded and form.fast and form.d == 64 and case.arch not in TIMED:
         problems.append(f"{case}: spills {spilled} bytes")
     arch, dtype, _, head_dim = case.inputs.split()
     phi = f"{form.phi}{' l1' * form.l1}{' shift' * form.has_shift}" + (f" p={form.p}" if form.p else "")

@@ -11,13 +11,16 @@ from torch import Tensor
 
 from infra.distributed import holds_everywhere
 from normalisers.adaptive import AdaptiveSoftmax
-from normalisers.base import HIDDEN, Normaliser, RowContext, reweight, share_heads
+from normalisers.base import HIDDEN, Normaliser, reweight, share_heads
 from normalisers.layer import NormaliserLayer
 
 # The largest relative error of o, dq, dk and dv at which an engine is trusted. Only the rounding of
 # weights and of their gradients to the inputs' type is in it; a miscompiled kernel is off by far more.
 # Powers above 100 have p / 100 of it: the power multiplies the relative error of what it raises.
 TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 5e-4}
+
+# Keys of the longest row on a GPU. In float16 the gradients of longer ones are below its normal numbers.
+LONG_ROW = {torch.bfloat16: 65536, torch.float16: 16384, torch.float32: 65536}
 
 
 class SelfCheck(NamedTuple):
@@ -82,7 +85,7 @@ def engine_error(
     varies = layer.by_place or layer.signals or isinstance(layer.definition, AdaptiveSoftmax)
     if not varies:
         if not hasattr(layer, "p_n"):
-            length = 65536 if device.type == "cuda" else 320
+            length = LONG_ROW[dtype] if device.type == "cuda" else 320
         v = torch.randn(1, 1, length, d, generator=g).to(device, dtype)
         do = torch.randn(1, n_head, 1, d, generator=g).to(device, dtype)
         ones = torch.full_like(v, d**-0.25)
@@ -100,7 +103,7 @@ def _errors(
     do: Tensor,
     signals: Tensor | None = None,
 ) -> list[float]:
-    """Of o (the larger of training's and an evaluation's), dq, dk, dv, and signals by which scores decay.
+    """Of o (the larger of training's and an evaluation's), dq, dk and dv.
 
     Both sides get the same q and k, rounded as the kernels take them, so that re-weighting does not amplify
     that rounding.
@@ -109,23 +112,16 @@ def _errors(
     with torch.no_grad():
         context = layer.context(q, k, signals=signals)
         q, k = layer.prepare(q, k, context, dtype=v.dtype, unit=unit)
-    decays = context.decay is not None
-    given = [q, k, v, signals] if signals is not None and decays else [q, k, v]
-    inputs = [t.detach().requires_grad_() for t in given]
-    inputs64 = [t.detach().double().requires_grad_() for t in given]
-
-    def context_of(tensors: list[Tensor]) -> RowContext:
-        return layer.context(tensors[0], tensors[1], signals=tensors[3] if decays else signals)
-
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    inputs64 = [t.detach().double().requires_grad_() for t in (q, k, v)]
     with torch.no_grad():  # an evaluation may have another kernel, or another graph
-        plain = [t.detach() for t in inputs]
-        evaluated = engine.run_prepared(*plain[:3], context_of(plain), layer)
+        evaluated = engine.run_prepared(q, k, v, context, layer)
     with torch.enable_grad():
-        out = engine.run_prepared(*inputs[:3], context_of(inputs), layer)
+        out = engine.run_prepared(*inputs, context, layer)
         got = [out, *torch.autograd.grad(out, inputs, do)]
-        context64 = context_of(inputs64)
-        q, k, v = (share_heads(t, q) for t in inputs64[:3])
-        x = context64.add_decay(q @ k.mT / unit)
+        context64 = layer.context(inputs64[0], inputs64[1], signals=signals)
+        q, k, v = (share_heads(t, q) for t in inputs64)
+        x = q @ k.mT / unit
         x = x.masked_fill(~context64.visible(x), HIDDEN)
         if isinstance(layer.definition, AdaptiveSoftmax):  # `prepare` has divided by its temperature
             out = reweight(x.softmax(-1), context64.n, context64.p) @ v

@@ -81,8 +81,9 @@ class Launch(NamedTuple):
 
 
 # By compute capability (major), kernel and padded head_dim. Nothing is tuned at run time, so no rank and no
-# restart can pick other blocks, and with them other roundings. They were chosen by what benchmarks/kernels.py
-# prints. Tiles are 128 long on the side that stays, which halves the traffic from the L2 cache.
+# restart can pick other blocks, and with them other roundings. Those of compute capability 9 were timed on an
+# H100 at head_dim 64 and 128 (benchmarks/RESULTS.md): three small blocks on a multiprocessor are faster than
+# one whose tiles need fewer instructions. The others were chosen by what benchmarks/kernels.py prints.
 LAUNCHES: dict[int, dict[str, dict[int, Launch]]] = {
     8: {
         "forward": {64: Launch(128, 64, 8, 2), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
@@ -90,9 +91,9 @@ LAUNCHES: dict[int, dict[str, dict[int, Launch]]] = {
         "backward": {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 32, 8, 1)},
     },
     9: {
-        "forward": {64: Launch(128, 64, 8, 3, 128), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
-        "forward_u": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
-        "backward": {64: Launch(64, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 32, 8, 1)},
+        "forward": {64: Launch(128, 64, 8, 3, 128), 128: Launch(64, 64, 4, 3), 256: Launch(64, 32, 8, 2)},
+        "forward_u": {64: Launch(64, 64, 4, 4, 168), 128: Launch(64, 64, 4, 3), 256: Launch(64, 32, 8, 2)},
+        "backward": {64: Launch(32, 64, 4, 3, 168), 128: Launch(32, 128, 8, 3), 256: Launch(32, 32, 8, 1)},
     },
     10: {
         "forward": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},

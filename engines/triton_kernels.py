@@ -29,15 +29,18 @@ backward and dq in float32, padded (with grouped heads also dk and dv of each qu
 
 q arrives multiplied by its factor and, where phi has an exponential, by log2(e): y = q.k is the score in base
 2, and softplus is log2(1 + 2^y), whose unit l1 cancels. Its derivative is sigmoid(x) = 2^(y - log2(1 + 2^y)).
-The logarithm is one instruction for 16-bit inputs of bounded scores (LSSAR's), off by 2^-22; where a row's
-weights are sensitive to that (CLOSE), its whole block uses the polynomial.
+For 16-bit inputs of bounded scores (LSSAR's) forward takes the GPU's logarithm, one instruction, off by
+2^-22. Where a row's weights are sensitive to that (CLOSE), its whole block uses the polynomial, as backward
+does everywhere: there the logarithm was no faster.
 
 For NVIDIA GPUs from compute capability 8.0 on; TRITON_INTERPRET=1 runs them on the CPU (tests).
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import triton
@@ -62,9 +65,11 @@ LOW = tl.constexpr(2.0**-58)
 CONTRAST = tl.constexpr(UNIFORM_TOLERANCE)
 CLOSE = tl.constexpr(2.0**-5)  # max s - mean s below which a row needs s exactly
 NEVER = tl.constexpr(-1e38)  # below every score
-# The loops over tiles: up to the middle and from there on (in one of them all rows see all keys, in the other
-# they lie on the diagonal), or, where a row is flagged, one for both with tiles of half the size.
-BEFORE, AFTER, REDO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Forward's loops over tiles: before the diagonal, where all rows see all keys, and on it, or, where a row is
+# flagged, one for both with tiles of half the size.
+BEFORE, ON, REDO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,8 @@ class Form:
     fast: bool  # softplus to 9e-6: enough for 16-bit inputs
     d: int  # head_dim
 
+    # Under which Triton keeps a compiled kernel: of these properties it would see nothing.
+    cache_key = property(lambda form: f"{form} {SOURCE}")
     precision = property(lambda form: "ieee" if INTERPRETED else "tf32x3")  # of products of float32
     bd = property(lambda form: max(16, triton.next_power_of_2(form.d)))  # columns of a tile
     # dC/dy over c' t'^(p-1) times the kernel's derivative of phi
@@ -89,7 +96,7 @@ class Form:
         form.phi == "exp" or (not form.bounded and form.phi in ("softplus", "sigmoid"))))  # fmt: skip
     two_pass = property(lambda form: form.p > 0 or form.safe)  # o needs sums of the whole row first
     shifted = property(lambda form: form.has_shift or form.safe)
-    # softplus by the GPU's logarithm, and by a polynomial only in blocks with flagged rows
+    # forward takes softplus by the GPU's logarithm, and by a polynomial only in blocks with flagged rows
     log = property(lambda form: form.phi == "softplus" and form.bounded and form.fast and form.p > 0)
     # how forward sums a row (`_add_sums`), and how it does again if a row is flagged
     sums = property(lambda form: "low" if form.phi == "exp" else "log" if form.log else "exact")
@@ -355,16 +362,6 @@ def _query_block(n_head, n_queries, n_keys, BM: tl.constexpr, BN: tl.constexpr):
     return batch, head, start, i, row * n_queries, whole, stop
 
 
-@triton.jit
-def _loop(LOOP: tl.constexpr, first, middle, last, flag, form: tl.constexpr):
-    """Begin and end of a loop; empty unless a row is flagged for REDO, and no row for the others."""
-    begin = middle if LOOP == AFTER else first
-    end = middle if LOOP == BEFORE else last
-    if form.log:
-        end = tl.where((tl.max(flag, 0) > 0) == (LOOP == REDO), end, begin)
-    return begin, end
-
-
 # ---------------------------------------------------------------- forward: BM query rows of one head
 
 
@@ -421,7 +418,10 @@ def _forward(
     acc_lower = tl.zeros([BM, BD], tl.float32)  # sum t^(p-1) v
     total_lower = tl.zeros([BM], tl.float32)
     for LOOP in tl.static_range(3 if form.log else 2):
-        begin, end = _loop(LOOP, 0, whole, stop, flag, form)
+        begin = whole if LOOP == ON else 0
+        end = whole if LOOP == BEFORE else stop
+        if form.log:  # REDO is for blocks with a flagged row, the others are for those without
+            end = tl.where((tl.max(flag, 0) > 0) == (LOOP == REDO), end, begin)
         for j0 in tl.range(begin, end, BN >> LOOP // 2, num_stages=1 if LOOP == REDO else None):
             k = _tile(keys, j0, BN >> LOOP // 2, LOOP != BEFORE, form)
             j = j0 + tl.arange(0, BN >> LOOP // 2)
@@ -475,7 +475,7 @@ def _backward_rows(
     if form.p > 0:
         u = _tile(_matrix(u_ptr, o_strides, n_queries, batch, head), start, BM, True, form)
         mean = tl.sum(u.to(tl.float32) * do.to(tl.float32), 1)
-    c, e, shift, flag = _load_rows(stats_ptr + first_row * N_ROW, i, n_queries, BM)
+    c, e, shift, low = _load_rows(stats_ptr + first_row * N_ROW, i, n_queries, BM)
     c_mean = c * mean
     _store_rows(rows_ptr + first_row * N_ROW, i, n_queries, c, e, delta, c_mean)
     if dq_ptr is not None:
@@ -485,14 +485,13 @@ def _backward_rows(
         q = _tile(_matrix(q_ptr, q_strides, n_queries, batch, head), start, BM, True, form)
         BD: tl.constexpr = form.bd
         dq = tl.zeros([BM, BD], tl.float32)
-        for LOOP in tl.static_range(3 if form.log else 2):
-            begin, end = _loop(LOOP, 0, whole, stop, flag, form)
-            for j0 in tl.range(begin, end, BN >> LOOP // 2, num_stages=1 if LOOP == REDO else None):
-                k = _tile(keys, j0, BN >> LOOP // 2, LOOP != BEFORE, form)
-                v = _tile(values, j0, BN >> LOOP // 2, LOOP != BEFORE, form)
-                j = j0 + tl.arange(0, BN >> LOOP // 2)
+        for DIAGONAL in tl.static_range(2):
+            for j0 in tl.range(whole if DIAGONAL else 0, stop if DIAGONAL else whole, BN):
+                k = _tile(keys, j0, BN, DIAGONAL, form)
+                v = _tile(values, j0, BN, DIAGONAL, form)
+                j = j0 + tl.arange(0, BN)
                 s, slope = _phi_of_scores(q, k, position[:, None], j[None, :], shift[:, None],
-                                          flag[:, None], LOOP != BEFORE, LOOP == REDO, form)  # fmt: skip
+                                          low[:, None], DIAGONAL, True, form)  # fmt: skip
                 dC = tl.dot(do, tl.trans(v), input_precision=form.precision)
                 _, dx = _weigh_and_grad(s, slope, dC, c[:, None], e[:, None], delta[:, None],
                                         c_mean[:, None], form)  # fmt: skip
@@ -525,24 +524,17 @@ def _backward(
     first = block * BN - (n_keys - n_queries)  # the row at the block's first key
     start = tl.maximum(first, 0) // BM * BM
     whole = tl.minimum(tl.cdiv(tl.maximum(first + BN - 1, 0), BM), tl.cdiv(n_queries, BM)) * BM
-    flag = tl.zeros([1], tl.float32)
-    if form.log:
-        for i0 in tl.range(start, n_queries, 1024):
-            i = i0 + tl.arange(0, 1024)
-            flags = tl.load(stats + i * N_ROW + 3, mask=i < n_queries, other=0.0)
-            flag = tl.maximum(flag, tl.max(flags, 0))
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BD], tl.float32)
-    for LOOP in tl.static_range(3 if form.log else 2):
-        begin, end = _loop(LOOP, start, whole, n_queries, flag, form)
-        for i0 in tl.range(begin, end, BM >> LOOP // 2, num_stages=1 if LOOP == REDO else None):
-            i = i0 + tl.arange(0, BM >> LOOP // 2)  # rows beyond have q = do = c = 0 and add nothing
-            q = _tile(queries, i0, BM >> LOOP // 2, True, form)
-            do = _tile(grads, i0, BM >> LOOP // 2, True, form)
-            c, e, delta, c_mean = _load_rows(rows, i, n_queries, BM >> LOOP // 2)
-            _c, _e, shift, low = _load_rows(stats, i, n_queries, BM >> LOOP // 2)  # read by form.shifted
+    for WHOLE in tl.static_range(2):
+        for i0 in tl.range(whole if WHOLE else start, n_queries if WHOLE else whole, BM):
+            i = i0 + tl.arange(0, BM)  # rows beyond have q = do = c = 0 and add nothing
+            q = _tile(queries, i0, BM, True, form)
+            do = _tile(grads, i0, BM, True, form)
+            c, e, delta, c_mean = _load_rows(rows, i, n_queries, BM)
+            _c, _e, shift, low = _load_rows(stats, i, n_queries, BM)  # read by form.shifted
             s, slope = _phi_of_scores(k, q, (n_keys - n_queries + i)[None, :], j[:, None], shift[None, :],
-                                      low[None, :], LOOP != AFTER, LOOP == REDO, form)  # fmt: skip
+                                      low[None, :], not WHOLE, True, form)  # fmt: skip
             dC = tl.dot(v, tl.trans(do), input_precision=form.precision)
             weight, dx = _weigh_and_grad(s, slope, dC, c[None, :], e[None, :], delta[None, :],
                                          c_mean[None, :], form)  # fmt: skip
@@ -550,7 +542,7 @@ def _backward(
             dx = dx.to(q.dtype)
             if dq_sum_ptr is not None:
                 dq = tl.dot(tl.trans(dx), k, input_precision=form.precision)
-                at = tl.arange(0, BM >> LOOP // 2)[:, None] * BD + tl.arange(0, BD)[None, :]
+                at = tl.arange(0, BM)[:, None] * BD + tl.arange(0, BD)[None, :]
                 tl.atomic_add(dq_sum_ptr + i0 * BD + at, dq, sem="relaxed")
             dk = tl.dot(dx, q, dk, input_precision=form.precision)
     dk *= form.gain

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from schema import AttentionConfig
 
 pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
 
+from triton.compiler import ASTSource
 from triton.runtime import interpreter
 
 from engines import self_check
@@ -41,7 +43,7 @@ from engines import triton as triton_engine
 from engines import triton_kernels as kernels
 from engines.self_check import engine_error
 from engines.triton import phi_attention
-from engines.triton_kernels import INTERPRETED
+from engines.triton_kernels import INTERPRETED, Form
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="triton was imported before TRITON_INTERPRET was set"),
@@ -559,7 +561,7 @@ def test_arguments_are_checked(change):
 @pytest.mark.parametrize(
     ("options", "n_kernels"), [(["bfloat16"], 5), (["float32"], 5), (["bfloat16", "--all-forms"], 115)]
 )
-def test_kernels_compile_without_spills(options, n_kernels):
+def test_kernels_compile(options, n_kernels):
     """cubins for sm_90 at head_dim 64: in a process of its own, where nothing is interpreted."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.kernels", "--arch", "90", "--head-dim", "64", "--dtype"]
@@ -568,6 +570,17 @@ def test_kernels_compile_without_spills(options, n_kernels):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("| sm_90  |") == n_kernels
+
+
+def test_a_kept_kernel_is_of_this_code(monkeypatch):
+    """Triton's cache sees a changed property of Form, which it does not hash itself."""
+    form = Form("softplus", True, 15, True, False, True, 64)
+    function = SimpleNamespace(__name__="f", cache_key="", arg_names=["form"])
+    source = ASTSource(function, {"form": "constexpr"}, {"form": form})
+    before = source.hash()
+    assert source.hash() == before
+    monkeypatch.setattr(kernels, "SOURCE", "changed")
+    assert source.hash() != before
 
 
 ONE_KERNEL_FOR_ALL_LENGTHS = """
