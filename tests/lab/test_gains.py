@@ -155,6 +155,7 @@ def test_mistakes():
         ("rows_web.csv", ("softmax", "softmax_continued", 0.01)),
         ("rows_web_counts.csv", ()),
         ("rows_novels.csv", ("softmax", "softmax_continued")),
+        ("rows_124m.csv", ("softmax",)),
         ("rows_4k_remapped.csv", ()),
         ("rows_tests_remapped.csv", ()),
     ],
