@@ -82,8 +82,9 @@ class Launch(NamedTuple):
 
 # By compute capability (major), kernel and padded head_dim. Nothing is tuned at run time, so no rank and no
 # restart can pick other blocks, and with them other roundings. Those of compute capability 9 were timed on an
-# H100 at head_dim 64 and 128 (benchmarks/RESULTS.md): in training at 64 three small blocks on a multiprocessor
-# are faster than one whose tiles need fewer instructions. The others were chosen by what benchmarks/kernels.py prints.
+# H100 at head_dim 64 and 128 (benchmarks/RESULTS.md): training at 64 is faster with three small blocks on a
+# multiprocessor than with one whose tiles need fewer instructions. The others were chosen by what
+# benchmarks/kernels.py prints.
 LAUNCHES: dict[int, dict[str, dict[int, Launch]]] = {
     8: {
         "forward": {64: Launch(128, 64, 8, 2), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},

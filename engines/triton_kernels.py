@@ -30,8 +30,8 @@ backward and dq in float32, padded (with grouped heads also dk and dv of each qu
 q arrives multiplied by its factor and, where phi has an exponential, by log2(e): y = q.k is the score in base
 2, and softplus is log2(1 + 2^y), whose unit l1 cancels. Its derivative is sigmoid(x) = 2^(y - log2(1 + 2^y)).
 For 16-bit inputs of bounded scores (LSSAR's) forward takes the GPU's logarithm, one instruction, off by
-2^-22. Where a row's weights are sensitive to that (CLOSE), its whole block uses the polynomial, as backward
-does everywhere: there the logarithm was no faster.
+2^-22. Backward has the polynomial, as the logarithm was no faster there. Where a row's weights are sensitive
+to either's error or to their difference (Form.close), its block uses the polynomial in both.
 
 For NVIDIA GPUs from compute capability 8.0 on; TRITON_INTERPRET=1 runs them on the CPU (tests).
 """
@@ -63,7 +63,6 @@ NO_MASS = tl.constexpr(1e8 * torch.finfo(torch.float32).tiny)  # as in normalise
 # A row with sum phi < 2^-58 has phi(x) = e^x to the last digit at each key, for softplus and sigmoid.
 LOW = tl.constexpr(2.0**-58)
 CONTRAST = tl.constexpr(UNIFORM_TOLERANCE)
-CLOSE = tl.constexpr(2.0**-5)  # max s - mean s below which a row needs s exactly
 NEVER = tl.constexpr(-1e38)  # below every score
 # Forward's loops over tiles: before the diagonal, where all rows see all keys, and on it, or, where a row is
 # flagged, one for both with tiles of half the size.
@@ -98,6 +97,8 @@ class Form:
     shifted = property(lambda form: form.has_shift or form.safe)
     # forward takes softplus by the GPU's logarithm, and by a polynomial only in blocks with flagged rows
     log = property(lambda form: form.phi == "softplus" and form.bounded and form.fast and form.p > 0)
+    # max s - mean s below which a row needs one s: p times an error over it is what its weights are off by
+    close = property(lambda form: max(2.0**-5, form.p * 2.0**-9))
     # how forward sums a row (`_add_sums`), and how it does again if a row is flagged
     sums = property(lambda form: "low" if form.phi == "exp" else "log" if form.log else "exact")
     sums_again = property(lambda form: "low" if form.safe else "exact")
@@ -284,7 +285,7 @@ def _row_constants(total, low_total, peak, shift, position, n_keys, form: tl.con
         e = offset * inverse
         if form.log:  # the errors of s and of mean reach the weights over this contrast
             contrast = tl.where(n > 3, largest - mean, largest)
-            flag = tl.where((contrast < CLOSE) & (position < n_keys), 1.0, 0.0)
+            flag = tl.where((contrast < form.close) & (position < n_keys), 1.0, 0.0)
     return c, e, shift, flag
 
 
