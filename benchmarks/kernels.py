@@ -143,8 +143,9 @@ def examine(case: Case) -> tuple[str, list[str], float]:
     compiled = triton.compile(source_of(case), target=target, options=launch._asdict())
     registers, spilled, code = disassemble(compiled.asm["cubin"])
     shared = compiled.metadata.shared
-    n_sums = (2 + (form.sums != form.sums_again)) * (case.kernel.startswith("forward") and form.two_pass)
-    n_loops = n_sums + 2 + (form.log and case.kernel.startswith("forward"))
+    is_forward = case.kernel.startswith("forward")
+    n_sums = (2 + (form.sums != form.sums_again)) * (is_forward and form.two_pass)
+    n_loops = n_sums + 2 + (is_forward and form.log)
     scores_a_thread = launch.BM * launch.BN / launch.num_warps / 32
     per_score = [n / scores_a_thread for n in loop_lengths(code)][:n_loops]  # what follows are waits
     whole = {n_sums + (case.kernel in ("backward", "backward_kv")), *([0] if n_sums else [])}

@@ -65,8 +65,7 @@ def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: No
     attention = compiled_attention if q.is_cuda else flex_attention
     grouped = q.shape[1] != k.shape[1]
     # FA4's kernels add in any order. Torch's for few queries does not compile for a varying number of them.
-    any_order = not torch.are_deterministic_algorithms_enabled()
-    flash = any_order and current_flash_attention_impl() == "FA4"
+    flash = current_flash_attention_impl() == "FA4" and not torch.are_deterministic_algorithms_enabled()
     options: Any = {"BACKEND": "FLASH" if flash else "TRITON"}
     # Numbers of the formula are constants of its graph: kernels cannot take them as arguments.
     with torch._dynamo.config.patch(recompile_limit=GRAPHS, specialize_float=True):
