@@ -98,7 +98,7 @@ def attend(
                 out[sequences, :, queries] = attend(*real, layer, engine, cached, None, p, of_keys)
         return out
     # One query, as in decoding, is one row for `rows`, without a graph or a mask for each length.
-    one_row = engine.name in COMPILED and q.shape[-2] == 1
+    one_row = (engine.name in COMPILED or layer.by_place) and q.shape[-2] == 1
     run = load_engine("rows").run if one_row else engine.run
     with torch.autocast(q.device.type, enabled=False):
         out = run(q, k, v, layer, layer.context(q, k, cached, p, signals))

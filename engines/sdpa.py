@@ -4,7 +4,8 @@
 
 The factor of NormSoftmax and LogitNorm depends on the scores. `AdaptiveSoftmax.fused_factor` computes it in
 linear time. In 16 bits NormSoftmax's first rows follow the definition, see `FIRST_ROWS`. A window W is
-computed in blocks of W queries, each with its 2 W keys.
+computed in blocks of W queries, each with its 2 W keys. A bias P_i - P_j, of FoX or ALiBi, is eight channels
+more of q and k, see `add_decay`.
 """
 
 from contextlib import nullcontext
@@ -17,8 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from engines import dense
 from infra.cli import UserError
 from normalisers.adaptive import AdaptiveSoftmax, NormSoftmax
-from normalisers.base import RowContext
+from normalisers.base import Normaliser, RowContext, share_heads
 from normalisers.layer import NormaliserLayer
+from positions import BIASES
 
 # torch 2.11 prefers cuDNN on Hopper and Blackwell, which builds a plan for each new number of keys: tens of
 # milliseconds a token when decoding. These do not.
@@ -26,6 +28,7 @@ DECODERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 # x / sigma of a few keys hardly depends on the size of x: with two keys it is -1 and 1. The gradients through
 # x and through sigma cancel, and 16 bits of the first are too few where sigma is small.
 FIRST_ROWS = 16
+DECAY_UNIT = 64.0  # P over it is below float16's largest number at 4 million
 
 
 def use_flash(name: str) -> None:
@@ -48,18 +51,18 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
         return f"{layer.label} is not a softmax over rescaled queries"
     if layer.reweight_p:
         return f"{layer.label} re-weights its softmax"
-    if layer.by_place:
+    if isinstance(layer.definition, AdaptiveSoftmax) and (layer.window or layer.by_place):
+        return f"{layer.label} has moments of its scores, and a window or a bias"
+    is_scaled = type(layer.definition).at_distance is not Normaliser.at_distance
+    if is_scaled or layer.definition.decays_channels:
         return f"{layer.label} has scores that depend on where the keys are"
-    if layer.window and isinstance(layer.definition, AdaptiveSoftmax):
-        return f"{layer.label} has moments of its scores, which need all keys, and a window"
     return ""
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` for a softmax; (B, H, Tq, D) in v's type."""
-    if v.shape[-1] < q.shape[-1]:  # PoPE; flash attention has one head size
-        return run(q, k, F.pad(v, (0, q.shape[-1] - v.shape[-1])), layer, context)[..., : v.shape[-1]]
     definition = layer.definition
+    head_dim = v.shape[-1]
     k, v, context = layer.cut(q, k, v, context)
     n_queries = q.shape[-2]
     n_keys = k.shape[-2]
@@ -69,15 +72,26 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
         rows = slice(0, FIRST_ROWS)
         of_rows = context.block(slice(None), rows, rows)
         first_rows = dense.run(q[:, :, rows], k[:, :, rows], v[:, :, rows], layer, of_rows)
-    is_plain = definition.scores == "dot" and not isinstance(definition, AdaptiveSoftmax)
+    decay = context.decay
+    if layer.position in BIASES:  # linear in the distance
+        heads = torch.arange(layer.n_head, device=q.device)[None, :, None, None]
+        places = torch.arange(n_keys, dtype=torch.float64, device=q.device)[:, None]
+        bias = BIASES[layer.position](places, heads, layer.n_head).expand(len(q), -1, -1, -1)
+        decay = bias if decay is None else decay + bias
+    is_plain = definition.scores == "dot" and not isinstance(definition, AdaptiveSoftmax) and decay is None
     if not (is_plain and isinstance(scale, float)):
         q, k = layer.prepare(q, k, context, v.dtype)
         scale = 1.0
     q = q.to(v.dtype)
     k = k.to(v.dtype)
+    if decay is not None:
+        q, k = add_decay(q, share_heads(k, q), decay)
+        v = share_heads(v, q)
+    if q.shape[-1] > head_dim:  # with PoPE, too: flash attention has one head size
+        v = F.pad(v, (0, q.shape[-1] - head_dim))
     grouped = q.shape[1] != k.shape[1]
     if n_queries == n_keys and 0 < layer.window < n_keys:
-        return run_blocks(q, k, v, layer.window, scale)
+        return run_blocks(q, k, v, layer.window, scale)[..., :head_dim]
     mask = None
     if 1 < n_queries < n_keys:  # is_causal would align the queries with the first keys
         mask = context.visible(k.mT)
@@ -87,7 +101,30 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
+    out = out[..., :head_dim]
     return out if first_rows is None else torch.cat((first_rows, out[:, :, FIRST_ROWS:]), dim=2)
+
+
+def add_decay(q: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k (B, H, T, D + 8) whose products are q.k + P_i - P_j, P = `decay` (B, H, Tk, 1) float64.
+
+    P is the sum of three numbers of q's type, 24 bits in bfloat16. In 16 bits the gradient of a gate has the
+    rounding of dk summed over all later keys, 1 to 3 % of it at T from 200 to 2,048. That of P sums to zero.
+    So its mean is rounding alone, and is taken out.
+    """
+    mean = decay.mean(-2, keepdim=True)
+    rest = (decay - (mean - mean.detach())) / DECAY_UNIT  # the value of `decay`, its gradient without a mean
+    parts = []
+    for _ in range(3):
+        part = rest.to(q.dtype)
+        parts.append(part)
+        rest = (rest - part).detach()  # the gradient goes through the first
+    of_keys = torch.cat(parts, dim=-1)
+    units = torch.full_like(of_keys, DECAY_UNIT)
+    queries = slice(k.shape[-2] - q.shape[-2], None)
+    q = torch.cat((q, of_keys[:, :, queries], units[:, :, queries]), dim=-1)
+    k = torch.cat((k, units, -of_keys), dim=-1)
+    return F.pad(q, (0, 2)), F.pad(k, (0, 2))  # flash attention takes multiples of eight
 
 
 def run_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:

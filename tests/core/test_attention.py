@@ -139,7 +139,9 @@ def test_what_sdpa_supports_and_auto_takes():
         plain = not cfg.reweight_p and getattr(cfg, "sink", "none") == "none"
         is_softmax = cfg.normaliser in by_sdpa or (getattr(cfg, "phi", "") == "exp" and cfg.l1)
         assert has_sdpa(cfg) == (
-            is_softmax and plain and cfg.normaliser not in ("scale_invariant", "fox", "wall")
+            (is_softmax or cfg.normaliser == "fox")
+            and plain
+            and cfg.normaliser not in ("scale_invariant", "wall")
         ), cfg
         engine = choose(make(cfg, 2, 16, 40), torch.device("cpu"), torch.float32)
         assert engine == ("sdpa" if has_sdpa(cfg) else "rows")
@@ -252,6 +254,35 @@ def test_the_future_changes_nothing(cfg):
                 assert torch.equal(before, after), f"{engine}, t = {t}"
 
 
+@pytest.mark.parametrize("heads", [4, 1])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "of_gates"),
+    [
+        (torch.float64, 1e-12, 1e-12),
+        (torch.float32, 2e-5, 2e-5),
+        (torch.float16, 1e-3, 1e-2),
+        (torch.bfloat16, 6e-3, 5e-2),
+    ],
+    ids=str,
+)
+def test_gates_on_sdpa(dtype, tolerance, of_gates, heads):
+    """FoX by eight channels: o, dq, dk, dv, and of the gates the gradient, which sums dk over later keys."""
+    layer = make_normaliser(AttentionConfig(normaliser="fox"), 4, 16, 600, "none", width=64)
+    q, k, v, do = draw(400, 600, 16, batch=2, n_head=4, dtype=dtype)
+    gates = 2 * torch.randn(2, 4, 600, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def gradients(engine, *tensors):
+        inputs = [t.detach().requires_grad_() for t in tensors]
+        o = attention.attend(*inputs[:3], layer, engine, signals=inputs[3])
+        return o, *torch.autograd.grad(o, inputs, do.to(o.dtype))
+
+    inputs = q, k[:, :heads], v[:, :heads], gates.to(torch.promote_types(dtype, torch.float32))
+    got = gradients("sdpa", *inputs)
+    want = gradients("dense", *(t.double() for t in inputs))
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
+    assert max(errors[:4]) <= tolerance and errors[4] <= of_gates, errors
+
+
 @pytest.mark.parametrize(
     "options", [*BIG, {"normaliser": "softmax"}, {"normaliser": "stick_breaking"}], ids=case_id
 )
@@ -273,9 +304,13 @@ def test_alibi(options):
     dense, rows = (run(engine, normaliser, q, k, v, do) for engine in ("dense", "rows"))
     assert (dense["o"] - want).abs().max() <= 1e-12
     assert_close(rows, dense, (q, k, v, do), 1e-12, "rows")
-    assert choose(normaliser, q.device, q.dtype) == "rows"
-    with pytest.raises(UserError, match="with alibi"):
-        attend(q, k, v, normaliser, "sdpa")
+    is_softmax = options["normaliser"] in ("softmax", "ssmax")
+    assert choose(normaliser, q.device, q.dtype) == ("sdpa" if is_softmax else "rows")
+    if is_softmax:
+        assert_close(run("sdpa", normaliser, q, k, v, do), dense, (q, k, v, do), 1e-12, "sdpa")
+    else:
+        with pytest.raises(UserError, match="engine = 'sdpa': .*; expected auto"):
+            attend(q, k, v, normaliser, "sdpa")
 
 
 WINDOWED = [
