@@ -20,7 +20,7 @@ from infra.cli import UserError
 from normalisers.adaptive import AdaptiveSoftmax, NormSoftmax
 from normalisers.base import Normaliser, RowContext, share_heads
 from normalisers.layer import NormaliserLayer
-from positions import BIASES
+from positions import BIASES, alibi
 
 # torch 2.11 prefers cuDNN on Hopper and Blackwell, which builds a plan for each new number of keys: tens of
 # milliseconds a token when decoding. These do not.
@@ -53,8 +53,9 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
         return f"{layer.label} re-weights its softmax"
     if isinstance(layer.definition, AdaptiveSoftmax) and (layer.window or layer.by_place):
         return f"{layer.label} has moments of its scores, and a window or a bias"
-    is_scaled = type(layer.definition).at_distance is not Normaliser.at_distance
-    if is_scaled or layer.definition.decays_channels:
+    is_linear = layer.position == "alibi" or layer.position not in BIASES
+    by_distance = type(layer.definition).at_distance is not Normaliser.at_distance or not is_linear
+    if by_distance or layer.definition.decays_channels:
         return f"{layer.label} has scores that depend on where the keys are"
     return ""
 
@@ -73,11 +74,11 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
         of_rows = context.block(slice(None), rows, rows)
         first_rows = dense.run(q[:, :, rows], k[:, :, rows], v[:, :, rows], layer, of_rows)
     decay = context.decay
-    if layer.position in BIASES:  # linear in the distance
+    if layer.position == "alibi":  # -m_h (i - j)
         heads = torch.arange(layer.n_head, device=q.device)[None, :, None, None]
         places = torch.arange(n_keys, dtype=torch.float64, device=q.device)[:, None]
-        bias = BIASES[layer.position](places, heads, layer.n_head).expand(len(q), -1, -1, -1)
-        decay = bias if decay is None else decay + bias
+        slopes = alibi(places, heads, layer.n_head).expand(len(q), -1, -1, -1)  # (B, H, Tk, 1)
+        decay = slopes if decay is None else decay + slopes
     is_plain = definition.scores == "dot" and not isinstance(definition, AdaptiveSoftmax) and decay is None
     if not (is_plain and isinstance(scale, float)):
         q, k = layer.prepare(q, k, context, v.dtype)

@@ -89,6 +89,8 @@ def join_world(device: str) -> Iterator[World]:
     use_cuda = own_device.type == "cuda"
     if use_cuda:
         torch.cuda.set_device(own_device)
+    else:
+        torch.set_flush_denormal(True)  # weights below e^-87, of FoX's far keys, cost a CPU most of its time
     failed = True
     try:
         if size > 1:
