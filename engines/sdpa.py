@@ -28,7 +28,8 @@ DECODERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 # x / sigma of a few keys hardly depends on the size of x: with two keys it is -1 and 1. The gradients through
 # x and through sigma cancel, and 16 bits of the first are too few where sigma is small.
 FIRST_ROWS = 16
-DECAY_UNIT = 64.0  # P over it is below float16's largest number at 4 million
+# The factors of the channels of `add_decay`. Each rounds differently, and -4 million fits into float16.
+UNITS = (64.0, 80.0, 96.0, 112.0)
 
 
 def use_flash(name: str) -> None:
@@ -109,23 +110,24 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
 def add_decay(q: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
     """q and k (B, H, T, D + 8) whose products are q.k + P_i - P_j, P = `decay` (B, H, Tk, 1) float64.
 
-    P is the sum of three numbers of q's type, 24 bits in bfloat16. In 16 bits the gradient of a gate has the
-    rounding of dk summed over all later keys, 1 to 3 % of it at T from 200 to 2,048. That of P sums to zero.
-    So its mean is rounding alone, and is taken out.
+    P is a sum of UNITS times numbers of q's type. The gradient of a gate is that of P summed over all later
+    tokens, and with it the rounding of dq and dk in 16 bits. So it is the mean of four, each rounded after
+    another factor, and the mean over T, zero but for rounding, is taken out.
     """
-    mean = decay.mean(-2, keepdim=True)
-    rest = (decay - (mean - mean.detach())) / DECAY_UNIT  # the value of `decay`, its gradient without a mean
+    n = len(UNITS)
+    centred = (decay - decay.mean(-2, keepdim=True)) / n
+    gradient = centred - centred.detach()  # of the value zero
+    rest = decay.detach()
     parts = []
-    for _ in range(3):
-        part = rest.to(q.dtype)
+    for unit in UNITS:
+        part = ((rest + gradient) / unit).to(q.dtype)
         parts.append(part)
-        rest = (rest - part).detach()  # the gradient goes through the first
-    of_keys = torch.cat(parts, dim=-1)
-    units = torch.full_like(of_keys, DECAY_UNIT)
+        rest = rest - unit * part.detach()
+    of_keys = torch.cat(parts, dim=-1)  # (B, H, Tk, 4)
+    units = q.new_tensor(UNITS).expand_as(of_keys)
     queries = slice(k.shape[-2] - q.shape[-2], None)
     q = torch.cat((q, of_keys[:, :, queries], units[:, :, queries]), dim=-1)
-    k = torch.cat((k, units, -of_keys), dim=-1)
-    return F.pad(q, (0, 2)), F.pad(k, (0, 2))  # flash attention takes multiples of eight
+    return q, torch.cat((k, units, -of_keys), dim=-1)
 
 
 def run_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
