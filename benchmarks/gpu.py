@@ -54,9 +54,10 @@ CASES: dict[str, tuple[dict[str, Any], Engine]] = {
     "LSSA": ({"normaliser": "lssa"}, "triton"),
     "softmax": ({"normaliser": "softmax"}, "sdpa"),
     "SSMax on QK-norm": ({"normaliser": "ssmax", "scores": "cosine", "scale_init": 1.15}, "sdpa"),
+    "FoX": ({"normaliser": "fox"}, "sdpa"),
     "scale_invariant": ({"normaliser": "scale_invariant"}, "flex"),
 }
-STEPS = ("softmax", "SSMax on QK-norm", "LSSAR p=15")
+STEPS = ("softmax", "SSMax on QK-norm", "LSSAR p=15", "FoX")
 BUDGETS = (1.0, 0.99)  # train.memory_budget
 
 
@@ -158,7 +159,8 @@ def attention_row(bench: Bench, name: str, head_dim: int, length: int) -> Row:
         return bench.milliseconds(lambda: torch.autograd.grad(fn(*qkv), qkv, do))
 
     # Compiled as in a model, which fuses the normalisation of q and k.
-    ms = forward_backward(bench.compile(lambda q, k, v: attend(q, k, v, layer, engine)))
+    signals = qkv[0].detach()[..., : layer.n_signals] if layer.signals else None
+    ms = forward_backward(bench.compile(lambda q, k, v: attend(q, k, v, layer, engine, signals=signals)))
     return {"ms": ms} | ratios(ms, forward_backward)
 
 

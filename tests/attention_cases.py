@@ -206,6 +206,31 @@ def run(engine: Any, normaliser: NormaliserLayer, q, k, v, do, autocast: bool = 
     return {"o": o.detach(), **dict(zip(inputs, grads, strict=True))}
 
 
+GATE_TOLERANCE = {
+    torch.float64: (1e-12, 1e-12),
+    torch.float32: (2e-5, 2e-5),
+    torch.float16: (1e-3, 5e-3),
+    torch.bfloat16: (6e-3, 3e-2),
+}
+
+
+def fox_errors(engine: Engine, dtype: torch.dtype, kv_heads: int, device: Any = "cpu") -> list[float]:
+    """Relative errors of o, dq, dk, dv and the gradient of the gates, of 400 queries and 600 keys."""
+    layer = make_normaliser(AttentionConfig(normaliser="fox"), 4, 64, 600, "none", width=256)
+    q, k, v, do = (t.to(device) for t in draw(400, 600, 64, batch=2, n_head=4, dtype=dtype))
+    gates = 2 * torch.randn(2, 4, 600, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    inputs = q, k[:, :kv_heads], v[:, :kv_heads], gates.to(device, torch.promote_types(dtype, torch.float32))
+
+    def gradients(engine: Engine, *tensors: Tensor) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        o = attention.attend(*leaves[:3], layer, engine, signals=leaves[3])
+        return [o.detach(), *torch.autograd.grad(o, leaves, do.to(o.dtype))]
+
+    exact = gradients("dense", *(t.double() for t in inputs))
+    pairs = zip(gradients(engine, *inputs), exact, strict=True)
+    return [((a - b).norm() / b.norm()).item() for a, b in pairs]
+
+
 def exactly(normaliser: NormaliserLayer, *inputs: Tensor) -> dict[str, Tensor]:
     """`run` in float64 on the same numbers; equal to the reference by the first tests of section 2."""
     q, k, v, do = (t.double() for t in inputs)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from attention_cases import (
     CASES,
+    GATE_TOLERANCE,
     assert_close,
     attend,
     case_id,
@@ -16,6 +17,7 @@ from attention_cases import (
     engines,
     exactly,
     formula,
+    fox_errors,
     has_sdpa,
     make,
     run,
@@ -254,33 +256,13 @@ def test_the_future_changes_nothing(cfg):
                 assert torch.equal(before, after), f"{engine}, t = {t}"
 
 
-@pytest.mark.parametrize("heads", [4, 1])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance", "of_gates"),
-    [
-        (torch.float64, 1e-12, 1e-12),
-        (torch.float32, 2e-5, 2e-5),
-        (torch.float16, 1e-3, 5e-3),
-        (torch.bfloat16, 6e-3, 3e-2),
-    ],
-    ids=str,
-)
-def test_gates_on_sdpa(dtype, tolerance, of_gates, heads):
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("dtype", GATE_TOLERANCE, ids=str)
+def test_gates_on_sdpa(dtype, kv_heads):
     """FoX by eight channels: o, dq, dk, dv, and of the gates the gradient, which sums dk over later keys."""
-    layer = make_normaliser(AttentionConfig(normaliser="fox"), 4, 16, 600, "none", width=64)
-    q, k, v, do = draw(400, 600, 16, batch=2, n_head=4, dtype=dtype)
-    gates = 2 * torch.randn(2, 4, 600, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-    def gradients(engine, *tensors):
-        inputs = [t.detach().requires_grad_() for t in tensors]
-        o = attention.attend(*inputs[:3], layer, engine, signals=inputs[3])
-        return o, *torch.autograd.grad(o, inputs, do.to(o.dtype))
-
-    inputs = q, k[:, :heads], v[:, :heads], gates.to(torch.promote_types(dtype, torch.float32))
-    got = gradients("sdpa", *inputs)
-    want = gradients("dense", *(t.double() for t in inputs))
-    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
-    assert max(errors[:4]) <= tolerance and errors[4] <= of_gates, errors
+    *errors, of_gates = fox_errors("sdpa", dtype, kv_heads)
+    tolerance, tolerance_of_gates = GATE_TOLERANCE[dtype]
+    assert max(errors) <= tolerance and of_gates <= tolerance_of_gates, (errors, of_gates)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ def test_smoke(call, tmp_path, monkeypatch):
         call(gpu, "--smoke")
     records = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert not status.value.code and not any("failed" in record for record in records)
-    assert [record["part"] for record in records[:7]] == ["attention", *["step"] * 6]
-    assert records[0]["name"] == "LSSAR p=15" and len(records) == 16
+    assert [record["part"] for record in records[:9]] == ["attention", *["step"] * 8]
+    assert records[0]["name"] == "LSSAR p=15" and len(records) == 20
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from attention_cases import GATE_TOLERANCE, fox_errors
 
 from attention import attend, make_normaliser
 from engines.self_check import TOLERANCE, engine_error
@@ -47,6 +48,14 @@ def test_triton_head_sizes(head_dim):
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_flex(dtype):
     assert error_of(flex, {"normaliser": "scale_invariant"}, 64, dtype) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_gates_on_sdpa(dtype, kv_heads):
+    *errors, of_gates = fox_errors("sdpa", dtype, kv_heads, CUDA)
+    assert max(errors) <= TOLERANCE[dtype], errors
+    assert of_gates <= max(GATE_TOLERANCE[dtype][1], TOLERANCE[torch.float32])
 
 
 def gradients(q, k, v, do):
