@@ -222,8 +222,8 @@ def fox_errors(engine: Engine, dtype: torch.dtype, kv_heads: int, device: Any = 
     inputs = q, k[:, :kv_heads], v[:, :kv_heads], gates.to(device, torch.promote_types(dtype, torch.float32))
 
     def gradients(engine: Engine, *tensors: Tensor) -> list[Tensor]:
-        leaves = [t.detach().requires_grad_() for t in tensors]
-        o = attention.attend(*leaves[:3], layer, engine, signals=leaves[3])
+        q, k, v, gates = leaves = [t.detach().requires_grad_() for t in tensors]
+        o = attention.attend(q, k, v, layer, engine, signals=gates)
         return [o.detach(), *torch.autograd.grad(o, leaves, do.to(o.dtype))]
 
     exact = gradients("dense", *(t.double() for t in inputs))
