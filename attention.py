@@ -98,8 +98,8 @@ def attend(
                 out[sequences, :, queries] = attend(*real, layer, engine, cached, None, p, of_keys)
         return out
     # One query, as in decoding, is one row for `rows`, without a graph or a mask for each length.
-    one_row = (engine.name in COMPILED or layer.by_place) and q.shape[-2] == 1
-    run = load_engine("rows").run if one_row else engine.run
+    runs_rows = engine.name in COMPILED or (engine.name == "sdpa" and layer.by_place)
+    run = load_engine("rows").run if runs_rows and q.shape[-2] == 1 else engine.run
     with torch.autocast(q.device.type, enabled=False):
         out = run(q, k, v, layer, layer.context(q, k, cached, p, signals))
     if layer.definition.output_norm:

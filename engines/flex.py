@@ -3,8 +3,8 @@
     softmax(at_distance(factor * q.k, t)) v,   t: distance of the key
 
 `factor` is multiplied into q, as the sdpa engine does. score_mod is the normaliser's own `at_distance`, as of
-scale_invariant. `auto` takes it only after a comparison with the definition on the GPU (`self_check`). Biases
-that are linear in the distance, and a `key_decay`, are the sdpa engine's.
+scale_invariant. `auto` takes it only after a comparison with the definition on the GPU (`self_check`). A
+softmax with ALiBi alone, or with a `key_decay`, goes to sdpa.
 """
 
 from functools import lru_cache

@@ -20,7 +20,7 @@ from infra.cli import UserError
 from normalisers.adaptive import AdaptiveSoftmax, NormSoftmax
 from normalisers.base import Normaliser, RowContext, share_heads
 from normalisers.layer import NormaliserLayer
-from positions import BIASES, alibi
+from positions import BIASES, alibi, operator_library
 
 # torch 2.11 prefers cuDNN on Hopper and Blackwell, which builds a plan for each new number of keys: tens of
 # milliseconds a token when decoding. These do not.
@@ -28,7 +28,7 @@ DECODERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 # x / sigma of a few keys hardly depends on the size of x: with two keys it is -1 and 1. The gradients through
 # x and through sigma cancel, and 16 bits of the first are too few where sigma is small.
 FIRST_ROWS = 16
-# The factors of the channels of `add_decay`. Each rounds differently, and -4 million fits into float16.
+# The factors of the channels of `add_decay`. P / 64 fits into float16 down to P = -4 million.
 UNITS = (64.0, 80.0, 96.0, 112.0)
 
 
@@ -53,7 +53,7 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
     if layer.reweight_p:
         return f"{layer.label} re-weights its softmax"
     if isinstance(layer.definition, AdaptiveSoftmax) and (layer.window or layer.by_place):
-        return f"{layer.label} has moments of its scores, and a window or a bias"
+        return f"{layer.label} has moments of all its scores, which a window or a bias changes"
     is_linear = layer.position == "alibi" or layer.position not in BIASES
     by_distance = type(layer.definition).at_distance is not Normaliser.at_distance or not is_linear
     if by_distance or layer.definition.decays_channels:
@@ -78,8 +78,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     if layer.position == "alibi":  # -m_h (i - j)
         heads = torch.arange(layer.n_head, device=q.device)[None, :, None, None]
         places = torch.arange(n_keys, dtype=torch.float64, device=q.device)[:, None]
-        slopes = alibi(places, heads, layer.n_head).expand(len(q), -1, -1, -1)  # (B, H, Tk, 1)
-        decay = slopes if decay is None else decay + slopes
+        bias = alibi(places, heads, layer.n_head).expand(len(q), -1, -1, -1)  # (B, H, Tk, 1)
+        decay = bias if decay is None else decay + bias
     is_plain = definition.scores == "dot" and not isinstance(definition, AdaptiveSoftmax) and decay is None
     if not (is_plain and isinstance(scale, float)):
         q, k = layer.prepare(q, k, context, v.dtype)
@@ -89,7 +89,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     if decay is not None:
         q, k = add_decay(q, share_heads(k, q), decay)
         v = share_heads(v, q)
-    if q.shape[-1] > head_dim:  # with PoPE, too: flash attention has one head size
+    if q.shape[-1] > head_dim:  # with PoPE, too; flash attention has one head size
         v = F.pad(v, (0, q.shape[-1] - head_dim))
     grouped = q.shape[1] != k.shape[1]
     if n_queries == n_keys and 0 < layer.window < n_keys:
@@ -110,24 +110,36 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
 def add_decay(q: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
     """q and k (B, H, T, D + 8) whose products are q.k + P_i - P_j, P = `decay` (B, H, Tk, 1) float64.
 
-    P is a sum of UNITS times numbers of q's type. The gradient of a gate is that of P summed over all later
-    tokens, and with it the rounding of dq and dk in 16 bits. So it is the mean of four, each rounded after
-    another factor, and the mean over T, zero but for rounding, is taken out.
+    The gradient of a gate is that of P summed over all later tokens, with the rounding of dq and dk. It is
+    averaged over four channels, each rounded after another factor. P's gradient sums to zero over T. So its
+    mean, which is rounding, is taken out.
     """
-    n = len(UNITS)
-    centred = (decay - decay.mean(-2, keepdim=True)) / n
-    gradient = centred - centred.detach()  # of the value zero
-    rest = decay.detach()
+    units = decay.new_tensor(UNITS)
+    centred = decay - decay.mean(-2, keepdim=True)
+    gradient = (centred - centred.detach()) / (len(UNITS) * units)  # zeros
+    of_keys = split(decay.detach(), q.dtype) + gradient.to(q.dtype)  # (B, H, Tk, 4)
+    of_all = units.to(q.dtype).expand_as(of_keys)
+    queries = slice(k.shape[-2] - q.shape[-2], None)
+    q = torch.cat((q, of_keys[:, :, queries], of_all[:, :, queries]), dim=-1)
+    return q, torch.cat((k, of_all, -of_keys), dim=-1)
+
+
+# An operator of its own: compiled, the rounding to 16 bits and back would be left out.
+@torch.library.custom_op(f"{operator_library(__name__)}::split", mutates_args=())
+def split(decay: Tensor, dtype: torch.dtype) -> Tensor:
+    """(..., 4) whose products with UNITS sum to decay (..., 1): 32 bits in bfloat16."""
+    rest = decay
     parts = []
     for unit in UNITS:
-        part = ((rest + gradient) / unit).to(q.dtype)
+        part = (rest / unit).to(dtype)
         parts.append(part)
-        rest = rest - unit * part.detach()
-    of_keys = torch.cat(parts, dim=-1)  # (B, H, Tk, 4)
-    units = q.new_tensor(UNITS).expand_as(of_keys)
-    queries = slice(k.shape[-2] - q.shape[-2], None)
-    q = torch.cat((q, of_keys[:, :, queries], units[:, :, queries]), dim=-1)
-    return q, torch.cat((k, units, -of_keys), dim=-1)
+        rest = rest - unit * part.to(rest.dtype)
+    return torch.cat(parts, dim=-1)
+
+
+@split.register_fake
+def _(decay: Tensor, dtype: torch.dtype) -> Tensor:
+    return decay.new_empty(*decay.shape[:-1], len(UNITS), dtype=dtype)
 
 
 def run_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:

@@ -214,20 +214,27 @@ GATE_TOLERANCE = {
 }
 
 
-def fox_errors(engine: Engine, dtype: torch.dtype, kv_heads: int, device: Any = "cpu") -> list[float]:
-    """Relative errors of o, dq, dk, dv and the gradient of the gates, of 400 queries and 600 keys."""
+FOX_SHAPES = [(600, 4), (400, 1)]  # queries for 600 keys, and heads of keys for 4 of queries
+
+
+def fox_errors(
+    attend: Callable[..., Tensor], dtype: torch.dtype, shape: tuple[int, int], device: Any = "cpu"
+) -> list[float]:
+    """Relative errors of o, dq, dk, dv and the gradient of the gates, of attention.attend on sdpa."""
+    n_queries, kv_heads = shape
     layer = make_normaliser(AttentionConfig(normaliser="fox"), 4, 64, 600, "none", width=256)
-    q, k, v, do = (t.to(device) for t in draw(400, 600, 64, batch=2, n_head=4, dtype=dtype))
+    q, k, v, do = (t.to(device) for t in draw(n_queries, 600, 64, batch=2, n_head=4, dtype=dtype))
     gates = 2 * torch.randn(2, 4, 600, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     inputs = q, k[:, :kv_heads], v[:, :kv_heads], gates.to(device, torch.promote_types(dtype, torch.float32))
 
-    def gradients(engine: Engine, *tensors: Tensor) -> list[Tensor]:
-        q, k, v, gates = leaves = [t.detach().requires_grad_() for t in tensors]
-        o = attention.attend(q, k, v, layer, engine, signals=gates)
+    def gradients(attend: Callable[..., Tensor], engine: Engine, *tensors: Tensor) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        chosen = attention.choose_engine(layer, engine, torch.device(device), dtype)
+        o = attend(*leaves[:3], layer, chosen, signals=leaves[3])
         return [o.detach(), *torch.autograd.grad(o, leaves, do.to(o.dtype))]
 
-    exact = gradients("dense", *(t.double() for t in inputs))
-    pairs = zip(gradients(engine, *inputs), exact, strict=True)
+    exact = gradients(attention.attend, "dense", *(t.double() for t in inputs))
+    pairs = zip(gradients(attend, "sdpa", *inputs), exact, strict=True)
     return [((a - b).norm() / b.norm()).item() for a, b in pairs]
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from attention_cases import (
     CASES,
+    FOX_SHAPES,
     GATE_TOLERANCE,
     assert_close,
     attend,
@@ -28,7 +29,7 @@ from torch import Tensor
 
 import attention
 from attention import make_normaliser
-from engines import triton
+from engines import sdpa, triton
 from infra.cli import UserError
 from normalisers.adaptive import NormSoftmax
 from normalisers.base import HIDDEN, l1_normalise, reweight
@@ -256,13 +257,25 @@ def test_the_future_changes_nothing(cfg):
                 assert torch.equal(before, after), f"{engine}, t = {t}"
 
 
-@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("shape", FOX_SHAPES)
 @pytest.mark.parametrize("dtype", GATE_TOLERANCE, ids=str)
-def test_gates_on_sdpa(dtype, kv_heads):
+def test_gates_on_sdpa(dtype, shape):
     """FoX by eight channels: o, dq, dk, dv, and of the gates the gradient, which sums dk over later keys."""
-    *errors, of_gates = fox_errors("sdpa", dtype, kv_heads)
+    *errors, of_gates = fox_errors(attention.attend, dtype, shape)
     tolerance, tolerance_of_gates = GATE_TOLERANCE[dtype]
     assert max(errors) <= tolerance and of_gates <= tolerance_of_gates, (errors, of_gates)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_channels_of_a_decay_are_exact(dtype, compiled):
+    """P_i - P_j at P of -20,000 to 2^-24 of it, also by a compiler that leaves roundings out."""
+    decay = -2 * torch.rand(1, 2, 20000, 1, generator=torch.Generator().manual_seed(0)).double().cumsum(-2)
+    zeros = torch.zeros(1, 2, 20000, 8, dtype=dtype)
+    add_decay = torch.compile(sdpa.add_decay, fullgraph=True) if compiled else sdpa.add_decay
+    q, k = (t.double() for t in add_decay(zeros[:, :, -3:], zeros, decay))
+    error = q @ k.mT - (decay[:, :, -3:] - decay.mT)
+    assert q.shape[-1] == 16 and error.abs().max() <= 2**-24 * decay.abs().max()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_cases import GATE_TOLERANCE, fox_errors
+from attention_cases import FOX_SHAPES, GATE_TOLERANCE, fox_errors
 
 from attention import attend, make_normaliser
 from engines.self_check import TOLERANCE, engine_error
@@ -50,10 +50,12 @@ def test_flex(dtype):
     assert error_of(flex, {"normaliser": "scale_invariant"}, 64, dtype) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", FOX_SHAPES)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_gates_on_sdpa(dtype, kv_heads):
-    *errors, of_gates = fox_errors("sdpa", dtype, kv_heads, CUDA)
+def test_gates_on_sdpa(dtype, shape, compiled):
+    fn = torch.compile(attend) if compiled else attend
+    *errors, of_gates = fox_errors(fn, dtype, shape, CUDA)
     assert max(errors) <= TOLERANCE[dtype], errors
     assert of_gates <= max(GATE_TOLERANCE[dtype][1], TOLERANCE[torch.float32])
 
