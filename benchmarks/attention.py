@@ -36,6 +36,7 @@ CASES: list[tuple[str, AttentionConfig, Engine]] = [
     ("NormSoftmax", AttentionConfig(normaliser="norm_softmax"), "sdpa"),
     ("NormSoftmax", AttentionConfig(normaliser="norm_softmax"), "dense"),
     *((name, AttentionConfig(normaliser=name), "rows") for name in OTHERS),
+    ("fox", AttentionConfig(normaliser="fox"), "sdpa"),
     (NAIVE, LSSAR, "dense"),
 ]
 N_HEAD = 2
@@ -92,7 +93,10 @@ def measure(name: str, options: AttentionConfig, engine: Engine, length: int, re
     layer = make_normaliser(options, N_HEAD, HEAD_DIM, length)
 
     def case() -> Tensor:
-        return naive_lssar(q, k, v) if name == NAIVE else attend(q, k, v, layer, engine)
+        if name == NAIVE:
+            return naive_lssar(q, k, v)
+        signals = k[..., : layer.n_signals] if layer.signals else None  # in the place of the layer's input
+        return attend(q, k, v, layer, engine, signals=signals)
 
     def both(fn: Callable[[], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(fn(), [q, k, v], do)
@@ -117,6 +121,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=positive_int, default=7, help="half as many above T = 4096")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # as train.py
     print(
         f"torch {torch.__version__}, one thread, batch 1, {N_HEAD} heads of {HEAD_DIM}, float32, "
         f"{args.repeats} repeats\n\n{HEADER}"
