@@ -3,8 +3,8 @@
     softmax(at_distance(factor * q.k, t)) v,   t: distance of the key
 
 `factor` is multiplied into q, as the sdpa engine does. score_mod is the normaliser's own `at_distance`, as of
-scale_invariant. `auto` takes it only after a comparison with the definition on the GPU (`self_check`). A
-softmax with ALiBi alone, or with a `key_decay`, goes to sdpa.
+scale_invariant. `auto` takes it only after a comparison with the definition on the GPU (`self_check`). Under
+`auto` a softmax with ALiBi alone goes to sdpa. A `key_decay` does not run here.
 """
 
 from functools import lru_cache
