@@ -119,11 +119,14 @@ def test_packages_of_flash_attention(in_order, backend, monkeypatch):
 
     monkeypatch.setattr(flex, "flex_attention", attention)
     monkeypatch.setattr(flex, "current_flash_attention_impl", lambda: "FA4")
-    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: in_order)
     layer = build(OPTIONS[0])
     q, k, v, _ = draw(40, 40, 16, n_head=4)
-    with torch.no_grad():
-        flex.run(q, k, v, layer, layer.context(q, k))
+    torch.use_deterministic_algorithms(in_order)
+    try:
+        with torch.no_grad():
+            flex.run(q, k, v, layer, layer.context(q, k))
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert told[2:] == [backend]
 
 
