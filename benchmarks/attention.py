@@ -95,8 +95,7 @@ def measure(name: str, options: AttentionConfig, engine: Engine, length: int, re
     def case() -> Tensor:
         if name == NAIVE:
             return naive_lssar(q, k, v)
-        signals = k[..., : layer.n_signals] if layer.signals else None  # in the place of the layer's input
-        return attend(q, k, v, layer, engine, signals=signals)
+        return attend(q, k, v, layer, engine, signals=k[..., : layer.n_signals])
 
     def both(fn: Callable[[], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(fn(), [q, k, v], do)

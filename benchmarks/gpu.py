@@ -159,8 +159,7 @@ def attention_row(bench: Bench, name: str, head_dim: int, length: int) -> Row:
         return bench.milliseconds(lambda: torch.autograd.grad(fn(*qkv), qkv, do))
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        signals = k[..., : layer.n_signals] if layer.signals else None  # in the place of the layer's input
-        return attend(q, k, v, layer, engine, signals=signals)
+        return attend(q, k, v, layer, engine, signals=k[..., : layer.n_signals])
 
     # Compiled as in a model, which fuses the normalisation of q and k.
     ms = forward_backward(bench.compile(attention))

@@ -143,6 +143,7 @@ def test_choice(monkeypatch):
         monkeypatch.setattr(self_check, "check", lambda *key, p=problem: self_check.SelfCheck(1e-3, p))
         for options in OPTIONS[:2]:
             assert choose(build(options), CUDA, torch.bfloat16, "auto") == chosen
+    assert choose(build(OPTIONS[2]), CUDA, torch.bfloat16, "auto") == "sdpa"
     alibi = build(OPTIONS[1])
     assert (
         choose_engine(alibi, "flex", CUDA, torch.bfloat16).note == "flex (self-check: relative error 1.0e-03)"
