@@ -66,8 +66,8 @@ class RowContext:
         assert self.decay is not None
         of_rows = self.decay[:, :, self.place.squeeze(-1).long()]
         first = of_rows[:, :, :1]
-        of_keys = (first - self.decay).to(dtype).clamp_max(80).exp()  # keys after the rows are hidden
-        return (of_rows - first).to(dtype).exp() * 2.0**55, of_keys * 2.0**-55
+        of_keys = exp((first - self.decay).to(dtype).clamp_max(80))  # keys after the rows are hidden
+        return exp((of_rows - first).to(dtype)) * 2.0**55, of_keys * 2.0**-55
 
     def visible(self, x: Tensor) -> Tensor:
         """(R, K) bool: the keys of x (..., K) that each row sees."""
@@ -90,6 +90,11 @@ class RowContext:
         """Mean and population variance of x over the visible keys, each (..., R, 1)."""
         mean = self.zero_hidden(x).sum(-1, keepdim=True) / self.n
         return mean, self.zero_hidden(x - mean).square().sum(-1, keepdim=True) / self.n
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^x. In float32 on CPUs torch.exp takes sixty times as long where it underflows, exp2 does not."""
+    return torch.exp2(x * math.log2(math.e))
 
 
 class L1Normalise(torch.autograd.Function):

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
 from infra.cli import UserError
-from normalisers.base import Normaliser, RowContext, Scores, l1_normalise
+from normalisers.base import Normaliser, RowContext, Scores, exp, l1_normalise
 
 # ---------------------------------------------------------------- the elementwise functions
 
@@ -23,7 +23,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 PHI: dict[str, Callable[[Tensor], Tensor]] = {
-    "exp": lambda x: torch.exp(x),
+    "exp": exp,
     "softplus": softplus,
     "sigmoid": lambda x: torch.sigmoid(x),
     "relu": lambda x: torch.relu(x),
@@ -214,7 +214,7 @@ def l1_of_positive(phi: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     e^(x - max) gives the same normalised row inside the range of float32.
     """
     peak = x.detach().amax(-1, keepdim=True)
-    return l1_normalise(torch.where(peak < -40, torch.exp(x - peak), phi(x)))
+    return l1_normalise(torch.where(peak < -40, exp(x - peak), phi(x)))
 
 
 # ---------------------------------------------------------------- presets of the family

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from normalisers.base import MIN_LOG_GATE, Normaliser, RowContext, has_contrast, l1_normalise
+from normalisers.base import HIDDEN, MIN_LOG_GATE, Normaliser, RowContext, exp, has_contrast, l1_normalise
 from normalisers.family import Bias, Phi, PhiName, Scaled, Softmax
 
 
@@ -157,11 +157,9 @@ class StickBreaking(Scaled, name="stick_breaking"):
     """
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
-        earlier = context.visible(x) & (context.distance(x) > 0)
-        x = torch.where(earlier, x, 0.0)
-        log_rest = torch.where(earlier, F.logsigmoid(-x), 0.0).flip(-1).cumsum(-1).flip(-1)  # from j on
-        log_rest = F.pad(log_rest[..., 1:], (0, 1))  # after j
-        return torch.where(earlier, (F.logsigmoid(x) + log_rest).exp(), 0.0)
+        x = x.masked_fill(context.distance(x) == 0, HIDDEN)
+        log_rest = F.logsigmoid(-x).flip(-1).cumsum(-1).flip(-1)  # of the stick, key j's part taken
+        return exp(x + log_rest)  # sigmoid(x) = e^x (1 - sigmoid(x))
 
 
 class Softpick(Scaled, name="softpick"):
