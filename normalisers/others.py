@@ -157,6 +157,7 @@ class StickBreaking(Scaled, name="stick_breaking"):
     """
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
+        x = x.clamp_max(40)  # where 1 - sigmoid(x) is 4e-18, and x + log_rest keeps its digits
         x = x.masked_fill(context.distance(x) == 0, HIDDEN)
         log_rest = F.logsigmoid(-x).flip(-1).cumsum(-1).flip(-1)  # of the stick, key j's part taken
         return exp(x + log_rest)  # sigmoid(x) = e^x (1 - sigmoid(x))

@@ -125,6 +125,20 @@ def test_weights_are_the_formula_at_large_scores(cfg):
     assert error.max() <= 1e-12, f"{error.max():.2e}"
 
 
+@pytest.mark.parametrize(
+    ("options", "row"),
+    [
+        ({"normaliser": "stick_breaking"}, [0.5, 1e4, -1.0, -0.3, -2.0, 0.0]),
+        ({"normaliser": "phi", "phi": "gelu"}, [-5.3, -5.5, -6.0, -5.8]),  # 1 + erf has no digits left
+    ],
+)
+def test_float32_keeps_its_digits(options, row):
+    layer = make(AttentionConfig(**options, scale=1.0), 1, 1, train_len=8)
+    k = torch.tensor(row)[None, None, :, None]
+    q = torch.ones(1, 1, 1, 1)
+    assert torch.allclose(layer.weights(q, k).double(), layer.weights(q.double(), k.double()), 1e-5, 1e-6)
+
+
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1e3, 1e6])
 @pytest.mark.parametrize(
     "options",
