@@ -83,35 +83,37 @@ def parse_args() -> list[argparse.Namespace]:
 
 def main() -> None:
     at_scalings = parse_args()
-    cuts: dict[int, Tensor | str] = {}
+    cuts: dict[tuple[int, int], Tensor | str] = {}
     with join_world(at_scalings[0].device) as world:
         for evaluate in [prepare(args, world, cuts) for args in at_scalings]:
             evaluate()
 
 
-def prepare(args: argparse.Namespace, world: World, cuts: dict[int, Tensor | str]) -> Callable[[], None]:
+def prepare(
+    args: argparse.Namespace, world: World, cuts: dict[tuple[int, int], Tensor | str]
+) -> Callable[[], None]:
     """Check everything that one RoPE scaling needs. Returns its evaluation.
 
-    cuts: the sums of each run's cut, which has the same losses at every scaling.
+    cuts: by run and step the sums of its cut, which has the same losses at every scaling.
     """
     runs, picture = common.open_runs(args, world)
     all_blocks = common.open_blocks(args, runs)
     options = [options_of(run, blocks, args) for run, blocks in zip(runs, all_blocks, strict=True)]
     n_same = count_same_targets(all_blocks[0].lengths, runs)
 
-    def measure(i: int, model: GPT) -> tuple[dict[str, Any], str, Iterator[Cell]]:
+    def measure(i: int, model: GPT, step: int) -> tuple[dict[str, Any], str, Iterator[Cell]]:
         blocks = all_blocks[i]
         data = blocks.describe()
-        if i not in cuts:
+        if (i, step) not in cuts:  # a run in training may have a new checkpoint at the next scaling
             cut_at = partial(cut_losses, model, blocks, context=n_same)
-            cuts[i] = score(world, "cut", blocks, n_same, cut_at)
-        cut = summarise(blocks.longest, cuts[i], blocks, n_same) | {"length": n_same}
+            cuts[i, step] = score(world, "cut", blocks, n_same, cut_at)
+        cut = summarise(blocks.longest, cuts[i, step], blocks, n_same) | {"length": n_same}
         summary: dict[str, Any] = {"options": options[i], "data": data, "same_target_tokens": n_same}
         summary |= {"block_documents": blocks.count_documents(), "cut": cut, "lengths": []}
         for length in blocks.lengths:
             losses = partial(block_losses, model, blocks, length=length, rope=args.rope_scaling)
             sums = score(world, f"{length} tokens", blocks, n_same, losses)
-            summary["lengths"].append(summarise(length, sums, blocks, n_same, cuts[i]))
+            summary["lengths"].append(summarise(length, sums, blocks, n_same, cuts[i, step]))
         return summary, text_key(data), cells(summary)
 
     return partial(common.evaluate, "eval_length", args, world, runs, picture, measure, tables, plot)

@@ -156,19 +156,19 @@ def evaluate(
     world: World,
     runs: list[EvaluatedRun],
     picture: Path | None,
-    measure: Callable[[int, GPT], tuple[Result, str, Iterable[Cell]]],
+    measure: Callable[[int, GPT, int], tuple[Result, str, Iterable[Cell]]],
     tables: Callable[[list[Result]], str],
     plot: Callable[[list[Result], Path], None],
 ) -> None:
     """Measure each run and write its results, then print the table and draw the figure of all.
 
     Args:
-        measure: of a run's number and its model: the summary, what text was read, and the rows' cells.
+        measure: of a run's number, its model and its step: the summary, what text was read, the rows' cells.
     """
     results = []
     for i, run in enumerate(runs):
         model, step = run.load(world)
-        summary, text, cells = measure(i, model)
+        summary, text, cells = measure(i, model, step)
         if world.is_main:  # at once: a later run may fail
             result = run.write(step, summary, args)
             config = run.config

@@ -54,7 +54,7 @@ def main() -> None:
         all_blocks = common.open_blocks(args, runs)
         n_rows = max(1, min(128, all_blocks[0].lengths[0] // 2))
 
-        def measure(i: int, model: GPT) -> tuple[dict[str, Any], str, list[Any]]:
+        def measure(i: int, model: GPT, step: int) -> tuple[dict[str, Any], str, list[Any]]:
             blocks = all_blocks[i]
             data = blocks.describe() | {"rows": n_rows}
             scores = [score(model, blocks, n, n_rows, args.rope_scaling, world) for n in blocks.lengths]

@@ -87,7 +87,7 @@ def main() -> None:
         for haystack, length, i in product(haystacks, {lengths[0], lengths[-1]}, range(args.samples)):
             make_trial(haystack, length, 50, i)  # raises if it does not fit
 
-        def measure(i: int, model: GPT) -> tuple[dict[str, Any], str, list[Any]]:
+        def measure(i: int, model: GPT, step: int) -> tuple[dict[str, Any], str, list[Any]]:
             if not model.cacheable:
                 raise UserError(f"{runs[i].label}: needs a KV cache, but its weights depend on all keys")
             cells = []

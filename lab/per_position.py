@@ -52,7 +52,7 @@ def main() -> None:
             raise UserError(f"--parts {args.parts}: expected at most {length}, the longest length")
         edges = [i * length // args.parts for i in range(args.parts + 1)]
 
-        def measure(i: int, model: GPT) -> tuple[dict[str, Any], str, list[Cell]]:
+        def measure(i: int, model: GPT, step: int) -> tuple[dict[str, Any], str, list[Cell]]:
             data = all_blocks[i].describe()
             entry = summarise(edges, score(model, all_blocks[i], edges, args.rope_scaling, world))
             return {"data": data, "lengths": [entry]}, text_key(data), cells(entry)

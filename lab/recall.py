@@ -57,7 +57,7 @@ def main() -> None:
         for length in lengths:
             recall_data.make_sequence(tasks[0], length, "")  # raises if it does not fit
 
-        def measure(_: int, model: GPT) -> tuple[dict[str, Any], str, list[Any]]:
+        def measure(_: int, model: GPT, step: int) -> tuple[dict[str, Any], str, list[Any]]:
             cells = [{task: score(model, task, n, args, world) for task in tasks} for n in lengths]
             at_lengths = [summarise(n, each, args.samples) for n, each in zip(lengths, cells, strict=True)]
             summary = {"tasks": tasks, "samples": args.samples, "seed": 0, "lengths": at_lengths}

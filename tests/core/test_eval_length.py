@@ -265,6 +265,12 @@ def test_several_scalings_at_once_are_those_of_single_calls(tmp_path, data, eval
     for key in ("cut", "lengths", "options"):
         assert read(run / "eval_length_none.json")[key] == read(run / "eval_length_single.json")[key]
     assert read(run / "eval_length_theta.json")["rope"] == {"kind": "theta", "theta": 500.0}
+    # A step later at the second scaling, as of a run in training: its cut is measured again.
+    load = EvaluatedRun.load
+    steps = iter([3, 12])
+    monkeypatch.setattr(EvaluatedRun, "load", lambda *args: (load(*args)[0], next(steps)))
+    evaluate(run, "--also", "none", "--replace")
+    assert n_cuts.call_count == 3 * read(run / "eval_length.json")["data"]["blocks"]
     with one_line("--also ntk: ntk is there already"):
         evaluate(run, "--also", "ntk")
     with one_line("--also theta: expected its base, as in theta=500000"):
