@@ -153,14 +153,14 @@ READERS = {
 
 def local_files(patterns: list[str], column: str, shuffle: int | None = None) -> Source:
     """The files of READERS that match the patterns, sorted by path, or all documents shuffled by a seed."""
-    matches: set[str] = set()
+    matches: dict[str, str] = {}  # by the file that it leads to
     for pattern in patterns:
         # A name that the shell has expanded may contain brackets.
         paths = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         if not paths:
             raise UserError(f"--files {pattern}: no such files: expected paths or 'DIR/**/*.parquet'")
-        matches.update(map(os.path.normpath, paths))
-    files = sorted(matches)
+        matches |= {os.path.realpath(path): os.path.normpath(path) for path in paths}
+    files = sorted(matches.values())
     inputs = []
     for file in files:
         suffixes = [suffix for suffix in READERS if file.endswith(suffix)]

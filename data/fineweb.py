@@ -171,8 +171,10 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
         begun, shards = read_manifest(out)
         if shards:
             _check_same(out, begun, header)
-        elif not (out / MANIFEST_NAME).exists():
-            for path in out.glob("*.bin"):
+        else:  # but for the first shard, which a kill may have left out of the manifest
+            is_begun = (out / MANIFEST_NAME).exists()
+            own = f"{options['dataset']}_val_000000.bin" if is_begun else ""
+            for path in (each for each in out.glob("*.bin") if each.name != own):
                 raise UserError(f"{out}: holds {path.name}, another dataset's: choose another --out")
         if shards and (info := dataset.finished_info(out)):
             print(f"{out}: finished before; nothing to do (delete it to make it again)")

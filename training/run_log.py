@@ -65,7 +65,7 @@ class RunLog:
         self.metrics = run_dir / "metrics.jsonl"
         checkpoints = run_dir / "checkpoints"
         is_writable = checkpoints.is_dir() and os.access(checkpoints, os.W_OK)
-        if checkpoints.exists() and not is_writable and step < self.config.train.max_steps:
+        if os.path.lexists(checkpoints) and not is_writable and step < self.config.train.max_steps:
             raise UserError(f"{checkpoints}: expected a folder that can be written")
         run_dir.mkdir(parents=True, exist_ok=True)
         if not self.state.is_resumed and (old := set_aside(run_dir)):

@@ -282,7 +282,7 @@ def test_text_files(tmp_path: Path, out: Path) -> None:
     (folder / "a.txt").write_bytes(b"caf\xe9\r\nb\rc\n")
     (folder / "b.txt").write_bytes(b"")
     (folder / "c.txt.gz").write_bytes(gzip.compress(b'{"text": "x"}' * 50))
-    build(folder.iterdir(), out)
+    build([*folder.iterdir(), Path(os.path.relpath(folder / "a.txt"))], out)
     tokens = np.concatenate([*TokenStream(out, "val").shards, *TokenStream(out, "train").shards])
     texts = ["caf\ufffd\nb\nc\n", '{"text": "x"}' * 50]
     assert tokens.tolist() == [token for text in texts for token in (256, *text.encode())]
@@ -414,7 +414,10 @@ def test_foreign_shards_and_damaged_manifests_are_spared(out: Path, small: Corpu
     foreign.write_bytes(b"precious")
     rejected(small, out, out, foreign.name, "choose another --out")
     assert foreign.read_bytes() == b"precious"
-    foreign.unlink()
+    foreign.rename(out / "fineweb_train_000001.bin")
+    (out / "manifest.jsonl").write_text('{"options": {}, "files": []}\n')  # killed before the first shard
+    rejected(small, out, out, "fineweb_train_000001.bin", "choose another --out")
+    (out / "fineweb_train_000001.bin").unlink()
     build(small, out)
     lines = (out / "manifest.jsonl").read_bytes().splitlines(keepends=True)
     (out / "manifest.jsonl").write_bytes(b"".join(lines[1:]))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import one_line
 from launch import Forked, build, curve, metrics, records, resume, run
 
 import train
@@ -84,6 +85,16 @@ def test_a_start_that_fails_leaves_no_folder(tiny_config: Path, call: Callable[.
     with pytest.raises(UserError, match="nowhere"):
         call(train, tiny_config, "--init-from", "nowhere", "--log.dir", runs)
     assert not [*runs.iterdir()]
+
+
+def test_a_link_that_leads_nowhere_is_not_the_start_of_a_run(tiny_config: Path):
+    folder = load_config(tiny_config).run_dir
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    (folder / "checkpoints").symlink_to("not-mounted")
+    with one_line(folder / "checkpoints", "expected a folder that can be written"):
+        RunLog(build(tiny_config)).open_folder([])
+    assert [*folder.glob("old_*")] == []
 
 
 def test_lines_of_a_killed_run_are_not_doubled(tiny_config: Path):
