@@ -170,10 +170,11 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
         self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any
     ) -> Any:
         """transformers' `generate`, with RoPE scaled for the final length from the first token on."""
+        outer = self.final_length  # where this model is its own assistant
         try:
             return super().generate(inputs, generation_config, **kwargs)  # type: ignore[misc]
         finally:
-            self.final_length = None
+            self.final_length = outer
 
     def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
         """Called by `generate` once the length is known from its arguments and both generation configs."""

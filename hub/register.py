@@ -34,14 +34,15 @@ def register(name: str, options: AttentionConfig, train_len: int = 0) -> None:
     Args:
         train_len: L of the formulas that use it; 0: the model's max_position_embeddings.
     Raises:
-        UserError: for `ssmax_pn`, and a normaliser that reads the layer's input.
+        UserError: for `ssmax_pn`, and a normaliser that reads the layer's input or the number of all keys.
     """
+    problem = "one p_n for all layers" if options.normaliser == "ssmax_pn" else ""
     if options.definition.signals(1):
-        raise UserError(
-            f"{options.normaliser} reads the layer's input: cannot be part of a model of transformers"
-        )
-    if options.normaliser == "ssmax_pn":
-        raise UserError("ssmax_pn: one p_n for all layers; cannot be part of a model of transformers")
+        problem = "reads the layer's input"
+    if not options.definition.cacheable:
+        problem = "reads the number of all keys, which grows with the cache"
+    if problem:
+        raise UserError(f"{options.normaliser}: {problem}; cannot be part of a model of transformers")
     transformers = import_transformers()
     replacement = Replacement(name, options, train_len)
     transformers.AttentionInterface.register(name, replacement.attention)

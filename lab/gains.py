@@ -159,14 +159,15 @@ def gain_table(
     is_gain = blocks.xs(mean.columns[-1], level="length").dropna() > 0
     table["blocks that gain"] = is_gain.groupby(LINE, sort=False).mean().map("{:.0%}".format)
     if ceiling:
-        best = longest[longest.index.get_level_values("run") == ceiling].groupby("text").idxmax()
+        of_ceiling = longest[longest.index.get_level_values("run") == ceiling].dropna()
+        best = of_ceiling.groupby("text").idxmax()
         if best.empty or not (longest[best] > 0).all():
             raise UserError(f"--ceiling {ceiling}: expected a run among the rows with a gain above 0")
         share = longest.div(longest[best].droplevel(["run", "rope"])).reorder_levels(longest.index.names)
         table["of the ceiling"] = share.map("{:.0%}".format).where(share > 0, DASH)
         gains = blocks.xs(mean.columns[-1], level="length")
-        of_ceiling = pd.concat([gains.xs(line, level=LINE) for line in best], keys=best.index, names=["text"])
-        over_half = gains.sub(of_ceiling / 2).reorder_levels(gains.index.names)
+        its_gains = pd.concat([gains.xs(line, level=LINE) for line in best], keys=best.index, names=["text"])
+        over_half = gains.sub(its_gains / 2).reorder_levels(gains.index.names)
         table["over half of it"] = with_errors(over_half, documents)
     n_texts = table.index.get_level_values("text").nunique()
     return table.reset_index("text", drop=n_texts == 1).reset_index()
@@ -180,6 +181,8 @@ def loss_figure(rows: pd.DataFrame, baseline: str = "", shown: Sequence[str] = (
     """
     pairs = paired_gains(rows)
     at_longest = pairs[pairs.length == pairs.length.max()].groupby(["run", "rope"]).gain.mean().dropna()
+    if at_longest.empty:
+        raise UserError("no run has a loss at the longest length: nothing to draw")
     best = at_longest.groupby("run").idxmax().tolist()
     pairs = pairs[pd.MultiIndex.from_frame(pairs[["run", "rope"]]).isin(best)]
     at_cut = pairs.drop_duplicates([*LINE, "seed", "block"])

@@ -37,10 +37,10 @@ class FinishedRun:
     @property
     def p_n(self) -> tuple[float, ...]:
         """The learned p_n of ssmax_pn, from n = 1 on; empty for another normaliser, or if it was not kept."""
-        if self.config.attention.normaliser != "ssmax_pn" or not find_checkpoints(self.folder):
+        if "ssmax_pn" not in self.config.normalisers or not find_checkpoints(self.folder):
             return self.kept_p_n
-        weights = load_model(self.folder).model.state_dict()
-        return tuple(weights["blocks.0.attention.normaliser.p_n"].tolist())
+        weights = load_model(self.folder).model.state_dict()  # of its layers, which share one
+        return next(tuple(p_n.tolist()) for name, p_n in weights.items() if name.endswith(".p_n"))
 
     def logged(self, key: str) -> dict[int, Any]:
         """Step -> what metrics.jsonl has under a key, where it is finite."""

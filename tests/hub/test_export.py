@@ -159,6 +159,8 @@ for folder, rope, n_prompt in eval(sys.argv[2]):
     if model.config.use_cache:
         static = model.generate(prompt, cache_implementation="static", **greedy)
         assert torch.equal(static, found["tokens"]), folder
+        assisted = model.generate(prompt, assistant_model=model, **greedy)  # a `generate` within another
+        assert torch.equal(assisted, found["tokens"]), folder
     padded = torch.cat((torch.zeros(2, 5, dtype=int), tokens[:, :9]), 1)
     mask = torch.ones_like(padded)
     mask[0, :5] = 0

@@ -103,6 +103,8 @@ def test_other_options_replace_a_normaliser():
 def test_what_cannot_run_is_rejected():
     with pytest.raises(UserError, match="ssmax_pn: one p_n for all layers"):
         register("ours", AttentionConfig(normaliser="ssmax_pn"))
+    with pytest.raises(UserError, match="sigmoid: reads the number of all keys"):
+        register("ours", AttentionConfig(normaliser="sigmoid", bias="log_len"))
     register("ours", AttentionConfig())
     other, _ = make_model(transformers.MambaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2))
     other.set_attn_implementation("ours")

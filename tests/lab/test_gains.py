@@ -126,6 +126,11 @@ def test_mistakes():
         gain_table(rows, ceiling="short")
     with pytest.raises(UserError, match="--baseline other: expected a run among the rows"):
         gain_table(rows, baseline="other")
+    rejected = rows.assign(value=rows.value.where(rows.measure.str.startswith("cut")))
+    with pytest.raises(UserError, match="--ceiling short: expected a run among the rows"):
+        gain_table(rejected, ceiling="short")
+    with pytest.raises(UserError, match="no run has a loss at the longest length"):
+        loss_figure(rejected)
     with pytest.raises(UserError, match="no row has a cut"):
         gain_table(rows[rows.measure != "cut[8]"])
     shorter = rows.assign(measure=rows.measure.str.replace("8", "4"))
