@@ -216,7 +216,7 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         is_absent = isinstance(e, FileNotFoundError | NotADirectoryError)
         problem = "no such config file" if is_absent else f"cannot be read: {e.strerror}"
         raise UserError(f"{path}: {problem}" + (f" (the base of {seen[-1].name})" if seen else "")) from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{path}: not valid TOML: {e}") from None
 
 
@@ -316,14 +316,14 @@ def _parse_value(key: str, text: str) -> Any:
         return text  # a run may be called 7 or 2024-11-20
     try:
         value = tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")["value"]
-    except ValueError:  # not TOML, or a number of thousands of digits
+    except (ValueError, RecursionError):  # not TOML, or a number of thousands of digits
         return text
     return "inf" if value == math.inf else value  # no key takes the number
 
 
 def _toml_value(value: Any) -> str:
-    if isinstance(value, bool | str):  # in these two JSON is TOML
-        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, bool | str):  # in these two JSON is TOML, but for one character
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return f"[{', '.join(map(_toml_value, value))}]"
     if isinstance(value, dict):

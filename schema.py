@@ -340,6 +340,8 @@ class Config(Section):
             if i in at or ("every" in entry and (i + 1) % entry["every"] == 0):
                 if entry.get("position", "p_rope") != "p_rope":
                     model.pop("rope_fraction", None)
+                elif "position" in entry:
+                    model.setdefault("rope_fraction", self.model.rope_fraction)
                 model |= {key: entry[key] for key in entry if key in ModelConfig.model_fields}
                 options = entry.get("attention", {})
                 attention = options if "normaliser" in options else attention | options

@@ -141,9 +141,9 @@ class Job(NamedTuple):
             for rope in self.evaluations:
                 result = self.read_evaluation(rope)
                 entries = result["lengths"] if result.get("step") == self.config.train.max_steps else []
-                losses = {each["length"] // self.config.train.seq_len: each.get("loss") for each in entries}
+                losses = {each["length"]: each.get("loss") for each in entries}
                 for factor in (1, 16) if losses else ():
-                    line[f"{rope} {factor}x"] = format_loss(losses.get(factor))
+                    line[f"{rope} {factor}x"] = format_loss(losses.get(factor * self.config.train.seq_len))
         return line
 
 
@@ -190,8 +190,11 @@ def make_jobs(configs: list[str], overrides: list[str], tag: str | None) -> list
         raise UserError("--name: runs are named after their files; expected --tag WORD, added to each name")
     jobs: dict[Path, Job] = {}
     for run in (run for path in configs for run in expand_sweep(path, overrides)):
-        arguments = [*run.overrides, *overrides, *(["--name", f"{run.name}_{tag}"] if tag else [])]
+        arguments = [*run.overrides, *overrides]
         config = load_config(run.path, arguments)
+        if tag:
+            arguments += ["--name", f"{config.name}_{tag}"]
+            config = load_config(run.path, arguments)
         if config.run_dir in jobs:
             raise UserError(f"{run.path}: two runs would be called {config.run_dir}; expected other names")
         twin = next((job.config for job in jobs.values() if same_run(job.config, config)), None)

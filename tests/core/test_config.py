@@ -1,5 +1,6 @@
 """Config files: inheritance, overrides, and what a user reads after each kind of mistake."""
 
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,8 @@ def test_overrides_take_toml_values_and_bare_strings():
     assert config.log.wandb is True and config.train.compile is False
     assert (config.optimizer.lr, config.name, config.data.dir) == (1e-3, "2024-11-20", "1e3")
     assert load_config(RECIPE, ["--data.dir", "/a b"]).data.dir == "/a b"
+    odd = load_config(RECIPE, ["--data.dir", 'a\x7f"\n'])
+    assert config_from_dict(tomllib.loads(to_toml(odd)), "") == odd
 
 
 def test_a_section_given_as_one_value_keeps_its_other_keys(tiny_config: Path):
@@ -209,6 +212,9 @@ attention = { normaliser = "ssmax", scores = "cosine", scale_init = "sqrt_d_over
     assert of_layers[3].attention.model_dump() == config.attention.model_dump() | {"length_scale": "ln_n"}
     assert of_layers[0].attention == AttentionConfig(normaliser="ssmax", scores="cosine", scale_init=1.15)
     assert load_config(write(tmp_path, "y.toml", to_toml(config)), ["--name", "x"]) == config
+    p_rope = ["--model.position=p_rope", "--model.rope-fraction=0.5"]
+    there_and_back = '[{every = 1, position = "none"}, {at = [1], position = "p_rope"}]'
+    assert load_config(RECIPE, [*p_rope, "--layers", there_and_back]).of_layer(1).model.rope_fraction == 0.5
     same = load_config(RECIPE, ["--model.position=p_rope", "--model.rope-fraction=0.5",
                                 "--layers", '[{at = [1], position = "p_rope"}]'])  # fmt: skip
     assert same.of_layer(1).model == same.model
@@ -324,6 +330,7 @@ def test_all_problems_between_keys_at_once():
         ("[model\nn_layer = 3", "not valid TOML"),
         ('base = "."', "cannot be read: Is a directory"),
         ("seed = 1\n[seed]\nx = 1", "not valid TOML"),
+        (f"a = {'[' * 9999}", "not valid TOML"),
     ],
 )
 def test_bad_files(text: str, expected: str, tmp_path: Path):

@@ -181,6 +181,12 @@ def test_every_run_of_a_folder_has_a_name_of_its_own(folder, capsys):
     )
 
 
+def test_a_tag_keeps_the_name_of_the_file(tiny_config):
+    tiny_config.write_text('name = "foo"\n' + tiny_config.read_text())
+    (job,) = sweep.make_jobs([str(tiny_config)], [], "t")
+    assert job.config.name == "foo_t"
+
+
 def test_another_config_under_the_same_name_is_left_to_train(four_runs, call, monkeypatch):
     """train.py names the difference; skipping would present the old run as the new one."""
     FakeTorchrun(monkeypatch)
@@ -215,6 +221,9 @@ def test_an_evaluation_of_another_step_is_done_again(four_runs, call, monkeypatc
     again = FakeTorchrun(monkeypatch)
     call(sweep, four_runs, "--index", "0")
     assert again.scripts == ["eval_length.py"]
+    path.write_text(path.read_text().replace('"length": 16,', '"length": 24,'))
+    numbers = sweep.make_jobs([str(four_runs)], [], None)[0].numbers()
+    assert numbers["none 1x"] == "-" != numbers["ntk 1x"]
 
 
 def test_an_evaluation_that_measured_another_step_has_failed(four_runs, call, monkeypatch, capsys):
