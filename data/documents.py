@@ -153,14 +153,15 @@ READERS = {
 
 def local_files(patterns: list[str], column: str, shuffle: int | None = None) -> Source:
     """The files of READERS that match the patterns, sorted by path, or all documents shuffled by a seed."""
-    matches: dict[str, str] = {}  # by the file that it leads to
+    names: set[str] = set()
     for pattern in patterns:
         # A name that the shell has expanded may contain brackets.
         paths = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         if not paths:
             raise UserError(f"--files {pattern}: no such files: expected paths or 'DIR/**/*.parquet'")
-        matches |= {os.path.realpath(path): os.path.normpath(path) for path in paths}
-    files = sorted(matches.values())
+        names.update(map(os.path.normpath, paths))
+    by_file = {os.path.realpath(name): name for name in sorted(names, reverse=True)}  # the first name of each
+    files = sorted(by_file.values())
     inputs = []
     for file in files:
         suffixes = [suffix for suffix in READERS if file.endswith(suffix)]

@@ -282,7 +282,8 @@ def test_text_files(tmp_path: Path, out: Path) -> None:
     (folder / "a.txt").write_bytes(b"caf\xe9\r\nb\rc\n")
     (folder / "b.txt").write_bytes(b"")
     (folder / "c.txt.gz").write_bytes(gzip.compress(b'{"text": "x"}' * 50))
-    build([*folder.iterdir(), Path(os.path.relpath(folder / "a.txt"))], out)
+    (folder / "z.txt").symlink_to(folder / "a.txt")  # read once, under its first name
+    build([*sorted(folder.iterdir(), reverse=True), Path(os.path.relpath(folder / "a.txt"))], out)
     tokens = np.concatenate([*TokenStream(out, "val").shards, *TokenStream(out, "train").shards])
     texts = ["caf\ufffd\nb\nc\n", '{"text": "x"}' * 50]
     assert tokens.tolist() == [token for text in texts for token in (256, *text.encode())]
