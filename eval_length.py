@@ -53,6 +53,7 @@ FIRST_BUCKET = 128  # positions; each further bucket reaches twice as far
 LOGITS_AT_ONCE = 1024  # positions whose logits exist together: 0.2 GB for GPT-2's vocabulary
 CUT_STRIDES = 4  # of the sliding window: a target sees 7/8 of it on average; 8 would cost twice as much
 SCORED = "Scored: {blocks} blocks of {block_length} tokens of {dir} ({split}) after token {skipped_tokens:,}."
+Cuts = dict[tuple[int, int], Tensor | str]  # by a run's number and step, the `score` of its cut
 
 
 def parse_args() -> list[argparse.Namespace]:
@@ -83,18 +84,16 @@ def parse_args() -> list[argparse.Namespace]:
 
 def main() -> None:
     at_scalings = parse_args()
-    cuts: dict[tuple[int, int], Tensor | str] = {}
+    cuts: Cuts = {}
     with join_world(at_scalings[0].device) as world:
         for evaluate in [prepare(args, world, cuts) for args in at_scalings]:
             evaluate()
 
 
-def prepare(
-    args: argparse.Namespace, world: World, cuts: dict[tuple[int, int], Tensor | str]
-) -> Callable[[], None]:
+def prepare(args: argparse.Namespace, world: World, cuts: Cuts) -> Callable[[], None]:
     """Check everything that one RoPE scaling needs. Returns its evaluation.
 
-    cuts: by run and step the sums of its cut, which has the same losses at every scaling.
+    cuts: filled by the first scaling. A cut has the same losses at all.
     """
     runs, picture = common.open_runs(args, world)
     all_blocks = common.open_blocks(args, runs)
@@ -107,13 +106,14 @@ def prepare(
         if (i, step) not in cuts:  # a run in training may have a new checkpoint at the next scaling
             cut_at = partial(cut_losses, model, blocks, context=n_same)
             cuts[i, step] = score(world, "cut", blocks, n_same, cut_at)
-        cut = summarise(blocks.longest, cuts[i, step], blocks, n_same) | {"length": n_same}
+        cut_sums = cuts[i, step]
+        cut = summarise(blocks.longest, cut_sums, blocks, n_same) | {"length": n_same}
         summary: dict[str, Any] = {"options": options[i], "data": data, "same_target_tokens": n_same}
         summary |= {"block_documents": blocks.count_documents(), "cut": cut, "lengths": []}
         for length in blocks.lengths:
             losses = partial(block_losses, model, blocks, length=length, rope=args.rope_scaling)
             sums = score(world, f"{length} tokens", blocks, n_same, losses)
-            summary["lengths"].append(summarise(length, sums, blocks, n_same, cuts[i, step]))
+            summary["lengths"].append(summarise(length, sums, blocks, n_same, cut_sums))
         return summary, text_key(data), cells(summary)
 
     return partial(common.evaluate, "eval_length", args, world, runs, picture, measure, tables, plot)

@@ -160,8 +160,10 @@ def local_files(patterns: list[str], column: str, shuffle: int | None = None) ->
         if not paths:
             raise UserError(f"--files {pattern}: no such files: expected paths or 'DIR/**/*.parquet'")
         names.update(map(os.path.normpath, paths))
-    by_file = {os.path.realpath(name): name for name in sorted(names, reverse=True)}  # the first name of each
-    files = sorted(by_file.values())
+    by_file: dict[str, str] = {}
+    for name in sorted(names):  # of several names of one file the first
+        by_file.setdefault(os.path.realpath(name), name)
+    files = [*by_file.values()]
     inputs = []
     for file in files:
         suffixes = [suffix for suffix in READERS if file.endswith(suffix)]

@@ -171,7 +171,7 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
         begun, shards = read_manifest(out)
         if shards:
             _check_same(out, begun, header)
-        else:  # but for the first shard, which a kill may have left out of the manifest
+        else:  # of a begun folder the first shard may be there, which a kill has left out of the manifest
             is_begun = (out / MANIFEST_NAME).exists()
             own = f"{options['dataset']}_val_000000.bin" if is_begun else ""
             for path in (each for each in out.glob("*.bin") if each.name != own):
