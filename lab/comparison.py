@@ -26,12 +26,14 @@ from evals.rows import text_key
 from infra.cli import UserError
 from infra.files import read_json, read_jsonl, read_text, write_atomically
 from lab.figures import draw_lines, log_ticks
+from lab.level import verdict
 from lab.records import Record, write_records
 from lab.runs import FinishedRun, main_text, read_runs
 from lab.styles import GREY, N_SHOWN, variant_styles
 from lab.tables import CONFIGS, DASH, PAPERS_FOLDER, markdown, mean_and_spread
 
 BASELINE = "softmax"
+MARGIN = 0.01  # nats of no account, at the training length
 
 
 # ---------------------------------------------------------------- records
@@ -276,6 +278,11 @@ def main_table(runs: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
     table = table.join(cells).loc[order]
     for label, length in ((short, lengths[0]), (long, lengths[-1])):
         table[f"− {BASELINE}, {label}"] = [difference(losses, BASELINE, name, length) for name in order]
+    at_short = losses[losses.length == lengths[0]]
+    by_seed = at_short.pivot_table("loss", ["variant", "text", "block"], "seed")
+    over_baseline = by_seed.sub(by_seed.loc[BASELINE]).groupby("variant")
+    table[f"{short}, margin {MARGIN}"] = over_baseline.apply(verdict, MARGIN, {})
+    table.loc[BASELINE, f"{short}, margin {MARGIN}"] = DASH
     return table
 
 

@@ -15,7 +15,6 @@ losses by length.
 """
 
 import argparse
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -27,10 +26,9 @@ from evals.output import check_figure, save_figure
 from evals.rows import Row, read_table, text_key, write_rows
 from infra.cli import ArgumentParser, UserError, run_main
 from lab.figures import draw_lines, log_ticks
+from lab.level import LINE, Documents, check_single, documents_of, over_baseline, standard_error, verdict
 from lab.tables import DASH, markdown
 
-LINE = ["run", "rope", "text"]  # what identifies a line
-MIN_SEEDS = 3
 MARGIN_ABOVE = 0.1  # nats, of the figure
 
 
@@ -59,10 +57,7 @@ def paired_gains(rows: pd.DataFrame) -> pd.DataFrame:
     """
     parts = rows.measure.str.extract(r"^(?P<kind>cut|same_targets)\[(?P<train_len>\d+)\]$")
     rows = rows.assign(kind=parts.kind, train_len=parts.train_len.astype("Int64")).dropna(subset="kind")
-    for key, what in (("lr", "rates"), ("step", "steps"), ("train_len", "training lengths")):
-        n_values = rows.groupby(LINE)[key].nunique()
-        if (n_values > 1).any():
-            raise UserError(f"{n_values.idxmax()[0]}: rows of several {what}: expected one, or another name")
+    check_single(rows, {"lr": "rates", "step": "steps", "train_len": "training lengths"})
     at_cut = rows[rows.kind == "cut"]
     at_length = rows[rows.kind == "same_targets"]
     pairs = at_length.merge(at_cut, on=[*LINE, "seed", "block"], suffixes=("", "_cut"))
@@ -71,64 +66,12 @@ def paired_gains(rows: pd.DataFrame) -> pd.DataFrame:
     return pairs.assign(cut=pairs.value_cut, gain=pairs.value_cut - pairs.value)
 
 
-def documents_of(rows: pd.DataFrame) -> dict[tuple[str, int], float]:
-    """The document of each text and block whose rows say it."""
-    documents = rows[rows.measure == "document"].drop_duplicates(["text", "block"])
-    return documents.set_index(["text", "block"]).value.to_dict()
-
-
-def standard_error(values: pd.Series, documents: dict[tuple[str, int], float]) -> float:
-    """That of the mean, whose index ends with text and block; the blocks of a document err together."""
-    blocks = zip(*map(values.index.get_level_values, ("text", "block")), strict=True)
-    groups = pd.Series([documents.get(block, block) for block in blocks], index=values.index)
-    sums = (values - values.mean()).groupby(groups).sum()
-    n = len(sums)
-    return math.sqrt(sums.pow(2).sum() * n / (n - 1)) / len(values) if n > 1 else math.nan
-
-
-def with_errors(differences: pd.Series, documents: dict[tuple[str, int], float]) -> pd.Series:
+def with_errors(differences: pd.Series, documents: Documents) -> pd.Series:
     """'+0.071 ±0.024' of each line: mean ± standard error over blocks, the last level of the index."""
     lines = differences.groupby(level=[*range(differences.index.nlevels - 1)], sort=False)
     errors = lines.apply(lambda line: standard_error(line.dropna(), documents))
     text = lines.mean().map("{:+.3f}".format) + errors.map(" ±{:.3f}".format).str.replace("nan", DASH)
     return text.str.replace("-", "−").where(lines.mean().notna(), DASH)
-
-
-def over_baseline(pairs: pd.DataFrame, baseline: str) -> pd.DataFrame:
-    """By how much each line's cut is over the baseline's of the same seed: (lines and blocks, seeds).
-
-    Raises UserError: no run `baseline`.
-    """
-    cuts = pairs.drop_duplicates([*LINE, "seed", "block"])
-    of_baseline = cuts[cuts.run == baseline].drop_duplicates(["text", "seed", "block"])
-    if of_baseline.empty:
-        raise UserError(f"--baseline {baseline}: expected a run among the rows")
-    both = cuts.merge(of_baseline, on=["text", "seed", "block"], suffixes=("", "_baseline"))
-    differences = both.assign(difference=both.cut - both.cut_baseline)
-    return differences.set_index([*LINE, "block", "seed"]).difference.unstack()
-
-
-def verdict(differences: pd.DataFrame, margin: float, documents: dict[tuple[str, int], float]) -> str:
-    """What differences of losses (blocks, seeds) show, a dash for less than three seeds.
-
-    Each bound is a one-sided test at 5 %, three standard errors away: with three seeds t is 2.92. Variances
-    over documents and over seeds add up. "level" is one test at either end of ±margin (Schuirmann 1987).
-    """
-    differences = differences.dropna(axis="columns")
-    if differences.shape[1] < MIN_SEEDS:
-        return DASH
-    over_text = standard_error(differences.mean(axis="columns"), documents)
-    error = math.hypot(differences.mean(axis="index").sem(), over_text)
-    mean = differences.mean(axis=None)
-    low = mean - 3 * error
-    high = mean + 3 * error
-    if -margin < low and high < margin:
-        return "level"
-    if high < 0:
-        return "lower"
-    if low > 0:
-        return "higher"
-    return "not higher" if high < margin else "not shown"
 
 
 def gain_table(
@@ -145,7 +88,9 @@ def gain_table(
     table[f"at {pairs.length.max():,}"] = at_longest.dropna().map("{:.3f}".format)
     documents = documents_of(rows)
     if baseline:
-        differences = over_baseline(pairs, baseline)
+        cuts = pairs.drop_duplicates([*LINE, "seed", "block"])
+        cuts = cuts.assign(value=cuts.cut, length=cuts.train_len)
+        differences = over_baseline(cuts, baseline).droplevel("length")
         table[f"over {baseline}'s"] = with_errors(differences.mean(axis="columns"), documents)
         if margin:
             of_lines = differences.groupby(LINE, sort=False)

@@ -48,8 +48,7 @@ class FinishedRun:
 
     @property
     def name(self) -> str:
-        """Its name without the seed."""
-        return re.sub(r"_?seed=?\d+", "", self.config.name)
+        return without_seed(self.config.name)
 
     @property
     def steps_before(self) -> int:
@@ -66,6 +65,11 @@ class FinishedRun:
 
 
 # ---------------------------------------------------------------- what a run is
+def without_seed(name: str) -> str:
+    """A run's name without its seed: "softmax" of "softmax_seed=2"."""
+    return re.sub(r"_?seed=?\d+", "", name)
+
+
 def scale_of(config: Config, steps_before: int = 0) -> str:
     """Size and amount of training: losses compare within one scale only."""
     m = config.model

@@ -109,9 +109,9 @@ def test_comparison_from_runs_and_again_without_them(runs, tiny_config, tmp_path
     assert softmax[4:6] == [f"{mean:.3f} ±0.141", f"{mean + 0.5:.3f} ±0.141"]
     assert lssa[4:6] == [f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}"] and lssa[6] == "0.100"
     # The same text and noise: the paired error vanishes, though the blocks differ by 0.7.
-    assert lssa[-3:] == ["+0.200 ±0.000", "-0.200 ±0.000", "1.25"]
+    assert lssa[-4:] == ["+0.200 ±0.000", "-0.200 ±0.000", "–", "1.25"]  # no verdict of one seed
     (unseen,) = (row for row in rows if row[0] == "lssa" and row[4:5] == ["4.500"])
-    assert unseen[-2:] == 2 * ["+0.500 ±0.000"]
+    assert unseen[-3:] == [*2 * ["+0.500 ±0.000"], "–"]
     ends = [f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}", f"{mean + 0.3:.3f}", f"{mean + 0.1:.3f}"]
     assert ["lssa", *ends] in rows  # at both rates
     assert ["lssa", "ntk", "2", "25 ±7", "25 ±7"] in rows
@@ -150,6 +150,20 @@ def test_errors_are_paired_over_text():
     assert difference(old, losses("new", [1] * 8, trainings=[1.0])) == "+1.000 ±0.000"
 
 
+def test_what_three_seeds_show_at_1x(tiny_config, tmp_path, call, no_drawing):
+    """A variant that is 0.001 above the baseline in every seed is level, one that is 0.2 below it lower."""
+    runs = tmp_path / "comparison_A"
+    for seed, of_seed in ((1, 0.0), (2, 0.3), (3, -0.1)):
+        config = tmp_path / f"seed_{seed}.toml"
+        config.write_text(f'base = "{tiny_config}"\nseed = {seed}\n')
+        for name, offset in (("softmax", 0.0), ("lssa", 0.001), ("ssmax", -0.2)):
+            leave_run(runs, config, f"{name}_seed={seed}", 0.1, {"ntk": [of_seed + offset] * 2})
+    call(report, "--comparison", runs, "--out", tmp_path)
+    rows = {row[0]: row for row in table_rows(tmp_path) if len(row) > 7}
+    assert rows["variant"][-1] == "1x, margin 0.01"
+    assert [rows[name][-1] for name in ("softmax", "lssa", "ssmax")] == ["–", "level", "lower"]
+
+
 def test_lengths_without_a_loss_are_dashes(tiny_config, tmp_path, call, no_drawing):
     """A scaling with a loss at 16x is chosen; seeds without one leave a dash, and the rest of the table."""
     runs = tmp_path / "comparison_A"
@@ -168,7 +182,7 @@ def test_lengths_without_a_loss_are_dashes(tiny_config, tmp_path, call, no_drawi
     leave_losses(runs / "ssmax_pn_seed=1", "ntk", 2, [nan] * 8, TEXT_KEY)
     call(report, "--comparison", runs, "--out", tmp_path)
     rows = {row[0]: row for row in table_rows(tmp_path) if len(row) > 7}
-    assert rows["softmax"][1] == "ntk" and rows["ssmax"][5:] == [*"–––", "+0.000 ±0.000", "–"]
+    assert rows["softmax"][1] == "ntk" and rows["ssmax"][5:] == [*"–––", "+0.000 ±0.000", "–", "–"]
 
 
 def test_rates_compare_on_shared_seeds_and_scalings():

@@ -1,6 +1,5 @@
 """lab.gains: gains are paired over blocks, and the committed tables are what the records give."""
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 
 from evals.rows import read_table
 from infra.cli import UserError
-from lab.gains import gain_table, loss_figure, standard_error, verdict
+from lab.gains import gain_table, loss_figure
 from lab.tables import markdown
 
 CONTEXT = Path(__file__).parents[2] / "results/context"
@@ -68,37 +67,6 @@ def test_a_rejected_length_and_several_ceilings():
     assert table.loc[("long", "ntk", "t"), "of the ceiling"] == "–"
     assert "nan" not in markdown(table.reset_index(), n_left=3)
     assert len(loss_figure(rows).axes) == 1
-
-
-@pytest.mark.parametrize(
-    ("mean", "spread_of_blocks", "spread_of_seeds", "n_seeds", "expected"),
-    [
-        (0.0, 0.001, 0.001, 3, "level"),
-        (0.0, 0.001, 0.001, 2, "–"),
-        (0.0, 0.01, 0.001, 3, "not shown"),  # the text is too short
-        (0.0, 0.001, 0.01, 3, "not shown"),  # the seeds are too few
-        (-0.02, 0.007, 0.001, 3, "lower"),
-        (-0.02, 0.013, 0.001, 3, "not higher"),
-        (0.02, 0.007, 0.001, 3, "higher"),
-        (0.02, 0.02, 0.001, 3, "not shown"),
-    ],
-)
-def test_verdict(mean, spread_of_blocks, spread_of_seeds, n_seeds, expected):
-    blocks = pd.Series([-spread_of_blocks, spread_of_blocks, -spread_of_blocks, spread_of_blocks])
-    seeds = [spread_of_seeds, -spread_of_seeds, 0.0]
-    differences = pd.DataFrame({seed: mean + blocks + seeds[seed] for seed in range(n_seeds)})
-    differences.index = pd.MultiIndex.from_product([["t"], range(4)], names=["text", "block"])
-    assert verdict(differences, 0.01, {}) == expected
-
-
-def test_blocks_of_a_document_err_together():
-    """As the mean of 2 + 4 equal blocks: cluster-robust, with the factor of few clusters n / (n - 1)."""
-    values = pd.Series([1.0, 1.0, 4.0, 4.0, 4.0, 4.0])
-    values.index = pd.MultiIndex.from_product([["t"], range(6)], names=["text", "block"])
-    assert standard_error(values, {}) == pytest.approx(values.sem())
-    documents = {("t", block): 7 if block < 2 else 9 for block in range(6)}
-    assert standard_error(values, documents) == pytest.approx(math.hypot(4, 4) * 2**0.5 / 6)
-    assert math.isnan(standard_error(values, dict.fromkeys(documents, 1)))
 
 
 def test_tables_take_documents_from_the_rows():
