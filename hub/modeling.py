@@ -117,16 +117,16 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         return_dict: bool = True,
         past_key_values: Cache | None = None,  # the name of `cache` before transformers 5.24
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits of the last `logits_to_keep` positions (0: all); with labels the mean loss in nats.
+        """Logits of the last `logits_to_keep` positions (0: all), or of those; with labels the mean loss.
 
         Args:
             input_ids: (B, T) int64, those that follow the cache's content.
             attention_mask: (B, cached + T), 0 at padding, on the left or right.
-            labels: (B, T), input_ids or -100; position t is compared with labels[t + 1].
+            labels: (B, T), input_ids or -100; position t is compared with labels[t + 1]. The loss is in nats.
         Raises:
             UserError: padding inside a sequence, or a cache for a model that can have none.
         """
@@ -149,7 +149,8 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
         unused = cache is None and kv_cache.spans is None
         hidden = self.gpt.hidden(input_ids, rope, None if unused else kv_cache)
         # The layer is called, not its weight read: accelerate's hooks may have to load it.
-        padded_logits = self.gpt.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        padded_logits = self.gpt.lm_head(hidden[:, kept])
         unscaled = padded_logits[..., : self.config.vocab_size].float()
         logits = scale_logits(unscaled, self.gpt.config.train)
         loss = None

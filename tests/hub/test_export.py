@@ -150,6 +150,10 @@ for folder, rope, n_prompt in eval(sys.argv[2]):
             found[length] = model(tokens[:, :length]).logits
         except ValueError as e:
             found[length] = str(e)
+    for kept in (0, 2, torch.tensor([3, 63])):
+        last = slice(-kept, None) if isinstance(kept, int) else kept
+        few = model(tokens[:, :64], logits_to_keep=kept).logits
+        assert torch.allclose(few, found[64][:, last], atol=1e-4), folder
     prompt = tokens[:1, :n_prompt]
     greedy = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
     found["tokens"] = model.generate(prompt, **greedy)
