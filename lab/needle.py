@@ -5,8 +5,9 @@
     python -m lab.needle runs/sft --data data/fineweb10B                # fine-tuned: no text of its own
 
 A piece of the validation text contains, at 10, 30, 50, 70 or 90 % of it, "The special magic {city} number is:
-{seven digits}.". The question and the beginning of its answer follow. Lengths include all of it. Reported
-with 95 % confidence intervals (Wilson):
+{seven digits}.". The question and the beginning of its answer, which is the needle's sentence up to the
+number, follow. With --question-only the prompt ends with "Answer:", for models that were tuned to answer so.
+Lengths include all of it. Reported with 95 % confidence intervals (Wilson):
 
     number         share of samples whose greedy answer is the whole number
     first_digit    share whose answer begins with the right digit
@@ -73,6 +74,11 @@ def parse_args() -> argparse.Namespace:
     depths = [10, 30, 50, 70, 90]
     depths_help = "of the text, 0: one at random for each sample (default: 10 30 50 70 90)"
     add("--depths", nargs="+", type=integer(0, 100), default=depths, metavar="PERCENT", help=depths_help)
+    add(
+        "--question-only",
+        action="store_true",
+        help="the prompt does not begin the answer; use a --tag as well",
+    )
     add("--samples", type=positive_int, default=1000, metavar="N", help="of each cell (default: %(default)s)")
     return parse_arguments(parser, "eval_needle")
 
@@ -85,7 +91,7 @@ def main() -> None:
         haystacks = [Haystack(stream, stream.tokenizer) for stream in streams]
         lengths = common.choose_lengths(args.lengths, runs, (1, 2, 4, 8))
         for haystack, length, i in product(haystacks, {lengths[0], lengths[-1]}, range(args.samples)):
-            make_trial(haystack, length, 50, i)  # raises if it does not fit
+            make_trial(haystack, length, 50, i, args.question_only)  # raises if it does not fit
 
         def measure(i: int, model: GPT, step: int) -> tuple[dict[str, Any], str, list[Any]]:
             if not model.cacheable:
@@ -95,8 +101,10 @@ def main() -> None:
                 scores = score(model, haystacks[i], length, depth, args, world)
                 cells.append({"length": length, "depth": depth, **summarise(scores, model, depth)})
             task = {"samples": args.samples, "seed": 0, "lengths": lengths, "depths": args.depths}
+            task["question_only"] = args.question_only
             summary = {"haystack": str(haystacks[i].stream.folder), **task, "cells": cells}
-            return summary, "seed 0", measured_shares(cells)
+            text = "seed 0, question only" if args.question_only else "seed 0"
+            return summary, text, measured_shares(cells)
 
         common.evaluate("needle", args, world, runs, picture, measure, tables, plot)
 
@@ -123,7 +131,7 @@ def draw_numbers(rng: np.random.Generator) -> list[str]:
     return [str(1_000_000 + n) for n in rng.choice(9_000_000, N_CHOICES, replace=False)]
 
 
-def make_trial(haystack: Haystack, length: int, depth: int, index: int) -> Trial:
+def make_trial(haystack: Haystack, length: int, depth: int, index: int, question_only: bool = False) -> Trial:
     """Sample `index`: `length` tokens with the answer, the needle at `depth` per cent of the text.
 
     Raises:
@@ -142,7 +150,7 @@ def make_trial(haystack: Haystack, length: int, depth: int, index: int) -> Trial
     secret = answers[0] + encode(".")
     after = encode("\n")
     question = question_prompt("", f"What is the special magic {city} number?")
-    ask = encode(f"{question} {statement}") + answers[0][:n_lead]
+    ask = encode(question if question_only else f"{question} {statement}") + answers[0][:n_lead]
     room = length - ANSWER_TOKENS - 1 - len(before) - len(secret) - len(after) - len(ask)
     if room < 1 or stream.n_tokens <= room:
         raise UserError(
@@ -166,7 +174,7 @@ def score(
     rope = RopeScaling(args.rope, args.rope_theta, length)
 
     def outcomes(items: Sequence[int]) -> Tensor:
-        trials = [make_trial(haystack, length, depth, i) for i in items]
+        trials = [make_trial(haystack, length, depth, i, args.question_only) for i in items]
         with model.autocast():
             return run_trials(model, trials, rope, haystack.tokenizer)
 

@@ -12,10 +12,10 @@ Every question whose context, question and answer are not empty (86,820 in the p
     Question: {question}
     Answer: {answer}<|endoftext|>, and zeros to the end
 
-Only the first answer and the end-of-text after it are learned. (The paper has the answer alone.) A second
-pair of splits, trainmask and valmask, holds 1 for each token that counts in the loss and 0 for the others.
-Longer sequences are left out and counted. With --shorten their context is cut on both sides, so that they
-fit and the answer stays at the same share of it.
+Only the first answer and the end-of-text after it are learned, with --answer-only the answer alone, as in the
+paper. Then the model does not learn where to stop. A second pair of splits, trainmask and valmask, holds 1
+for each token that counts in the loss and 0 for the others. Longer sequences are left out and counted. With
+--shorten their context is cut on both sides, so that they fit and the answer stays at the same share of it.
 
 Writes squad_val_000000.bin, squad_train_000001.bin, the masks, and at the end dataset.json (format:
 data/shards.py). Train on it with configs/ssmax_paper/sft.toml.
@@ -61,23 +61,33 @@ def shortened(row: dict[str, Any], share: float) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- writing
-def fit_sequence(row: dict[str, Any], tokenizer: Tokenizer, seq_len: int, shorten: bool) -> Sequence | None:
+def fit_sequence(
+    row: dict[str, Any], tokenizer: Tokenizer, seq_len: int, shorten: bool, answer_only: bool = False
+) -> Sequence | None:
     """As `make_sequence`; `shorten`: of the largest share of the context, in steps of 5 %, that fits."""
     shares = range(100, 0, -5) if shorten else [100]
     for percent in shares:
         shorter = shortened(row, percent / 100) if percent < 100 else row
-        sequence = make_sequence(shorter, tokenizer, seq_len)
+        sequence = make_sequence(shorter, tokenizer, seq_len, answer_only)
         if sequence is not None:
             return sequence
     return None
 
 
-def make_sequence(row: dict[str, Any], tokenizer: Tokenizer, seq_len: int) -> Sequence | None:
+def make_sequence(
+    row: dict[str, Any], tokenizer: Tokenizer, seq_len: int, answer_only: bool
+) -> Sequence | None:
     """None if the question does not fit."""
     eot = tokenizer.eot_token
     prompt = [eot, *tokenizer.encode_ordinary(question_prompt(row["context"], row["question"]))]
     answer = [*tokenizer.encode_ordinary(f" {row['answers']['text'][0]}"), eot]
-    return answered(prompt, answer, seq_len) if len(prompt) + len(answer) <= seq_len else None
+    end = len(prompt) + len(answer)
+    if end > seq_len:
+        return None
+    sequence = answered(prompt, answer, seq_len)
+    if answer_only:
+        sequence.mask[end - 1] = 0
+    return sequence
 
 
 def answered(prompt: list[int], answer: list[int], seq_len: int) -> Sequence:
@@ -138,9 +148,10 @@ def main() -> None:
             dataset = datasets.load_dataset(args.source)
         check_columns({split: rows.column_names for split, rows in dataset.items()}, args.source)
         splits: dict[str, list[Sequence]] = {}
+        options = (tokenizer, args.seq_len, args.shorten, args.answer_only)
         for split, theirs in (("val", "validation"), ("train", "train")):
             complete = filter(is_complete, dataset[theirs])
-            sequences = [fit_sequence(row, tokenizer, args.seq_len, args.shorten) for row in complete]
+            sequences = [fit_sequence(row, *options) for row in complete]
             splits[split] = [sequence for sequence in sequences if sequence is not None]
             n = len(splits[split])
             n_longer = len(sequences) - n
@@ -148,7 +159,12 @@ def main() -> None:
                 raise UserError(f"{args.source}: {split}: no question fits --seq-len {args.seq_len}")
             print(f"{split:6} {n:,} questions in {args.seq_len} tokens each, {n_longer:,} were longer")
         # The zeros after an end-of-text are a document, too.
-        info = {"dataset": DATASET, "source": args.source, "shortened": args.shorten}
+        info = {
+            "dataset": DATASET,
+            "source": args.source,
+            "shortened": args.shorten,
+            "answer_only": args.answer_only,
+        }
         write_masked(args.out, info, splits, 2, tokenizer)
 
 
@@ -160,6 +176,7 @@ def parse_args() -> argparse.Namespace:
     length_help = "of every sequence (default: %(default)s)"
     add("--seq-len", type=integer(2, 2**20), default=1024, metavar="T", help=length_help)
     add("--shorten", action="store_true", help="cut the contexts of longer questions around the answer")
+    add("--answer-only", action="store_true", help="leave the end-of-text out of the loss")
     default = Path("data") / DATASET
     add("--out", type=Path, metavar="DIR", default=default, help="folder to write (default: data/squad)")
     return parser.parse_args()

@@ -186,6 +186,10 @@ def test_trials_follow_their_definition():
         before = words.index("\nThe special")
         after = words.index("\n\nQuestion") - words.index(trial.number) - 9
         assert before == (before + after) * depth // 100
+        bare = needle.make_trial(haystack, 400, depth, index=7, question_only=True)
+        words = tokenizer.decode(bare.prompt[1:])
+        assert words.endswith(f"{question}Answer: ") and words.count("The special magic") == 1
+        assert len(bare.prompt) == len(trial.prompt) and bare.choices == trial.choices
         again = needle.make_trial(haystack, 400, depth, index=7)
         assert again == trial != needle.make_trial(haystack, 400, depth, index=8)
 

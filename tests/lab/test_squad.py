@@ -69,6 +69,19 @@ def test_sequences_and_masks(folder: Path) -> None:
     assert load_config("configs/ssmax_paper/sft.toml").train.max_steps == 10 * (86_820 // 128)
 
 
+def test_the_answer_alone(source: Path, tmp_path: Path, prepare: Callable[..., None], folder: Path) -> None:
+    """As in the paper: the masks lack the end-of-text, and nothing else changes."""
+    prepare("--source", source, "--out", tmp_path / "alone", "--answer-only")
+    for split in ("val", "train"):
+        both, alone = (TokenStream(path, split) for path in (folder, tmp_path / "alone"))
+        tokens = both.read(0, both.n_tokens)
+        assert (alone.read(0, alone.n_tokens) == tokens).all()
+        assert both.mask is not None and alone.mask is not None
+        masks = [stream.mask.read(0, both.n_tokens).astype(bool) for stream in (both, alone) if stream.mask]
+        assert (masks[1] == masks[0] & (tokens != BYTES.eot_token)).all() and masks[1].any()
+    assert json.loads((tmp_path / "alone/dataset.json").read_text())["answer_only"]
+
+
 @pytest.mark.parametrize("place", [0, 37, 80, 193])
 def test_shorten_keeps_the_answer_at_its_share_of_the_context(place: int) -> None:
     context = "." * place + "answer" + "," * (193 - place)
