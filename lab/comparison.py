@@ -94,8 +94,12 @@ def losses_of(losses: pd.DataFrame, measures: tuple[str, str]) -> dict[str, dict
 
 
 def recalls_of(folder: Path) -> Iterator[Record]:
-    """The shares of right answer tokens of the runs that lab.recall evaluated, by task and length."""
+    """The shares of right answer tokens of the runs that lab.recall evaluated, by task and length.
+
+    Several evaluations of a run at one RoPE scaling, of other lengths, are one record.
+    """
     for run in read_runs([str(folder)]):
+        by_rope: dict[str, dict[str, dict[str, float]]] = {}
         for path in sorted(run.folder.glob("eval_recall*.json")):
             result = read_json(path)
             try:
@@ -108,9 +112,13 @@ def recalls_of(folder: Path) -> Iterator[Record]:
             except (LookupError, TypeError, ValueError) as e:
                 reason = f"{type(e).__name__}: {e}"
                 raise UserError(f"{path}: expected a result of lab.recall: {reason}") from None
-            which = {"contestant": run.name, "which": run.config.seed, "rope": rope}
             if entries and result["step"] == run.config.train.max_steps:
-                yield {"kind": "recall", **which, "shares": shares}
+                at_rope = by_rope.setdefault(rope, {})
+                for task, by_length in shares.items():
+                    at_rope.setdefault(task, {}).update(by_length)
+        for rope, of_tasks in by_rope.items():
+            which = {"contestant": run.name, "which": run.config.seed, "rope": rope}
+            yield {"kind": "recall", **which, "shares": of_tasks}
 
 
 class StepTimes(RootModel[dict[str, PositiveFloat]]):
@@ -280,9 +288,11 @@ def main_table(runs: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
         table[f"− {BASELINE}, {label}"] = [difference(losses, BASELINE, name, length) for name in order]
     at_short = losses[losses.length == lengths[0]]
     by_seed = at_short.pivot_table("loss", ["variant", "text", "block"], "seed")
-    over_baseline = by_seed.sub(by_seed.loc[BASELINE]).groupby("variant")
-    table[f"{short}, margin {MARGIN}"] = over_baseline.apply(verdict, MARGIN, {})
-    table.loc[BASELINE, f"{short}, margin {MARGIN}"] = DASH
+    shown = dict.fromkeys(order, DASH)
+    if BASELINE in by_seed.index:
+        over_baseline = by_seed.drop(BASELINE).sub(by_seed.loc[BASELINE])
+        shown |= {name: verdict(each, MARGIN, {}) for name, each in over_baseline.groupby("variant")}
+    table[f"{short}, margin {MARGIN}"] = pd.Series(shown)
     return table
 
 
@@ -379,7 +389,7 @@ def summary_table(tables: dict[str, pd.DataFrame], recall: pd.DataFrame) -> pd.D
         long, _, short = growth.partition(" − ")
         parts.append(ends.set_axis([f"loss, {name}, {short}", f"loss, {name}, {long}"], axis=1))
     if len(recall):
-        means = recall.iloc[:, 2:7:2]
+        means = recall[[column for column in recall if column.isdigit()][:5:2]]
         labels = [f"recall, {int(length) / int(means.columns[0]):g}x" for length in means]
         parts.append(means.set_axis(labels, axis=1))
     summary = pd.concat(parts, axis=1)

@@ -53,7 +53,7 @@ def parse_args() -> argparse.Namespace:
 def paired_gains(rows: pd.DataFrame) -> pd.DataFrame:
     """A row for each line, seed, length and block: `cut`, the loss with the context cut at T, and `gain`.
 
-    Raises UserError: no row of a cut, or losses of one line at several rates, steps or T.
+    Raises UserError: no row of a cut, a row twice, or losses of one run at several rates, steps or T.
     """
     parts = rows.measure.str.extract(r"^(?P<kind>cut|same_targets)\[(?P<train_len>\d+)\]$")
     rows = rows.assign(kind=parts.kind, train_len=parts.train_len.astype("Int64")).dropna(subset="kind")
@@ -123,8 +123,12 @@ def loss_figure(rows: pd.DataFrame, baseline: str = "", shown: Sequence[str] = (
 
     Each run has the RoPE scaling that is better at the longest length. The dashed line is the baseline's cut.
     What is worse than a cut by more than MARGIN_ABOVE is not shown.
+
+    Raises UserError: rows of several texts, or no run with a loss at the longest length.
     """
     pairs = paired_gains(rows)
+    if pairs.text.nunique() > 1:
+        raise UserError(f"--out: rows of several texts, {', '.join(pairs.text.unique())}: expected one")
     at_longest = pairs[pairs.length == pairs.length.max()].groupby(["run", "rope"]).gain.mean().dropna()
     if at_longest.empty:
         raise UserError("no run has a loss at the longest length: nothing to draw")

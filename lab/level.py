@@ -45,21 +45,29 @@ def parse_args() -> argparse.Namespace:
 
 
 def check_single(rows: pd.DataFrame, values: dict[str, str]) -> None:
-    """Raises UserError: a line has several of these values, {column: what it holds}."""
+    """Raises UserError: a run has several of these values, {column: what it holds}, or a row twice."""
     for column, what in values.items():
-        n_values = rows.groupby(LINE)[column].nunique()
+        n_values = rows.groupby(["run", "text"])[column].nunique()
         if (n_values > 1).any():
             raise UserError(f"{n_values.idxmax()[0]}: rows of several {what}: expected one, or another name")
+    twice = rows[rows.duplicated([*LINE, "seed", "length", "block", "measure"])]
+    if len(twice):
+        run, seed = twice.iloc[0][["run", "seed"]]
+        expected = "expected each file once, and one run of a name and seed"
+        raise UserError(f"{run}, seed {seed}: rows given twice: {expected}")
 
 
 def documents_of(rows: pd.DataFrame) -> Documents:
-    """The document of each text and block whose rows say it."""
+    """The document of each text and block whose rows say it, of texts with several documents."""
     documents = rows[rows.measure == "document"].drop_duplicates(["text", "block"])
+    documents = documents[documents.groupby("text").value.transform("nunique") > 1]
     return documents.set_index(["text", "block"]).value.to_dict()
 
 
 def over_baseline(losses: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """By how much losses are over the baseline's best: index LINE, length, block; a column for each seed.
+
+    The best is of the RoPE scalings that all of its seeds have at a length.
 
     Args:
         losses: run, rope, text, seed, length, block and value, which is a loss.
@@ -68,8 +76,10 @@ def over_baseline(losses: pd.DataFrame, baseline: str) -> pd.DataFrame:
     of_baseline = losses[losses.run == baseline]
     if of_baseline.empty:
         raise UserError(f"--baseline {baseline}: expected a run among the rows")
-    means = of_baseline.groupby(["text", "length", "rope"]).value.mean().sort_values(kind="stable")
-    best_rope = means.reset_index().drop_duplicates(["text", "length"]).drop(columns="value")
+    by_rope = of_baseline.groupby(["text", "length", "rope"])
+    ropes = by_rope.agg(n_seeds=("seed", "nunique"), loss=("value", "mean"))
+    ropes = ropes.sort_values(["n_seeds", "loss"], ascending=[False, True], kind="stable").reset_index()
+    best_rope = ropes.drop_duplicates(["text", "length"])[["text", "length", "rope"]]
     key = ["text", "seed", "length", "block"]
     both = losses.merge(of_baseline.merge(best_rope), on=key, suffixes=("", "_baseline"))
     both["difference"] = both.value - both.value_baseline
@@ -117,22 +127,27 @@ def verdict(differences: pd.DataFrame, margin: float, documents: Documents) -> s
 def level_table(rows: pd.DataFrame, baseline: str, margin: float = 0.0) -> pd.DataFrame:
     """A row for each line: its seeds, and at each length the difference and what it shows.
 
-    Raises UserError: no losses of blocks, no run `baseline`, or losses of a line at several rates or steps.
+    A length that a seed lacks, in any block, has a dash.
+
+    Raises UserError: no run `baseline`, or losses of a run at several rates or steps.
     """
     losses = rows[(rows.measure == "loss") & rows.block.notna()]
     losses = losses.assign(run=losses.run.map(without_seed))
     check_single(losses, {"lr": "rates", "step": "steps"})
-    marks = rows[rows.measure == "document"]
-    documents = documents_of(marks[marks.groupby("text").value.transform("nunique") > 1])
-    cells: dict[str, dict[tuple[str, ...], str | int]] = {"seeds": {}}
-    for (*line, length), each in over_baseline(losses, baseline).groupby([*LINE, "length"], sort=False):
-        of_seeds = each.dropna(axis="columns", how="all")
-        mean, error = mean_and_error(of_seeds, documents)
-        text = f"{mean:+.3f} ±{error:.3f}".replace("-", "−")
-        shown = f", {verdict(of_seeds, margin, documents)}" if margin else ""
-        cells["seeds"][tuple(line)] = of_seeds.shape[1]
-        cells.setdefault(f"{length:,}", {})[tuple(line)] = text + shown
-    table = pd.DataFrame(cells).rename_axis(LINE)
+    documents = documents_of(rows)
+
+    def cell(differences: pd.DataFrame) -> str:
+        if differences.isna().any(axis=None):
+            return DASH
+        mean, error = mean_and_error(differences, documents)
+        text = f"{mean:+.3f} ±{error:.3f}".replace("-", "−").replace("nan", DASH)
+        return text + (f", {verdict(differences, margin, documents)}" if margin else "")
+
+    by_line = over_baseline(losses, baseline).groupby(LINE, sort=False)
+    of_seeds = {line: each.dropna(axis="columns", how="all") for line, each in by_line}
+    cells = pd.DataFrame({line: each.groupby("length").apply(cell) for line, each in of_seeds.items()}).T
+    table = cells.sort_index(axis="columns").rename(columns="{:,}".format).rename_axis(LINE).fillna(DASH)
+    table.insert(0, "seeds", [each.shape[1] for each in of_seeds.values()])
     n_texts = table.index.get_level_values("text").nunique()
     return table.reset_index("text", drop=n_texts == 1).reset_index()
 

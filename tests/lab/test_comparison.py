@@ -96,6 +96,8 @@ def test_comparison_from_runs_and_again_without_them(runs, tiny_config, tmp_path
         recall["lengths"] = [{"length": 64, "reason": None, "copy": shares, "mean": shares}]
         leave_run(tmp_path / "runs/comparison_recall", tmp_path / f"seed_{seed}.toml", name, 0.1, {})
         (tmp_path / f"runs/comparison_recall/{name}/eval_recall.json").write_text(json.dumps(recall))
+        recall["lengths"] = [{"length": 4096, "reason": None, "copy": shares, "mean": shares}]
+        (tmp_path / f"runs/comparison_recall/{name}/eval_recall_long.json").write_text(json.dumps(recall))
     # Text on which nothing was chosen: all of its blocks count. A step's cost.
     for run, loss in (("softmax_seed=1", 3.0), ("softmax_seed=2", 5.0), ("lssa", 4.5)):
         for rope, factor in itertools.product(("none", "ntk"), (1, 2)):
@@ -114,7 +116,7 @@ def test_comparison_from_runs_and_again_without_them(runs, tiny_config, tmp_path
     assert unseen[-3:] == [*2 * ["+0.500 ±0.000"], "–"]
     ends = [f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}", f"{mean + 0.3:.3f}", f"{mean + 0.1:.3f}"]
     assert ["lssa", *ends] in rows  # at both rates
-    assert ["lssa", "ntk", "2", "25 ±7", "25 ±7"] in rows
+    assert ["lssa", "ntk", "2", *3 * ["25 ±7"]] in rows  # of two evaluations
     assert ["lssa", f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}", "25 ±7"] in rows  # both ends and recall
     text = (out / "README.md").read_text()
     assert "One seed moves a loss by 0.141 at 1x and 0.141 at 2x" in text and "16x" not in "".join(rows[0])
@@ -162,6 +164,14 @@ def test_what_three_seeds_show_at_1x(tiny_config, tmp_path, call, no_drawing):
     rows = {row[0]: row for row in table_rows(tmp_path) if len(row) > 7}
     assert rows["variant"][-1] == "1x, margin 0.01"
     assert [rows[name][-1] for name in ("softmax", "lssa", "ssmax")] == ["–", "level", "lower"]
+
+
+def test_a_table_without_the_baseline(tiny_config, tmp_path, call, no_drawing):
+    """As lab.compare --fresh draws one: differences and verdicts are dashes."""
+    leave_run(tmp_path / "comparison_A", tiny_config, "ssmax_seed=1", 0.1, {"ntk": [0.0, 1.0]})
+    call(report, "--comparison", tmp_path / "comparison_A", "--out", tmp_path)
+    (row,) = (row for row in table_rows(tmp_path) if row[0] == "ssmax" and len(row) > 7)
+    assert row[-3:] == ["–", "–", "–"]
 
 
 def test_lengths_without_a_loss_are_dashes(tiny_config, tmp_path, call, no_drawing):

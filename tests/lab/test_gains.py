@@ -66,7 +66,9 @@ def test_a_rejected_length_and_several_ceilings():
     assert table.loc[("long", "none", "u"), "of the ceiling"] == "100%"
     assert table.loc[("long", "ntk", "t"), "of the ceiling"] == "–"
     assert "nan" not in markdown(table.reset_index(), n_left=3)
-    assert len(loss_figure(rows).axes) == 1
+    assert len(loss_figure(rows[rows.text == "t"]).axes) == 1
+    with pytest.raises(UserError, match="--out: rows of several texts, t, u: expected one"):
+        loss_figure(rows)
 
 
 def test_tables_take_documents_from_the_rows():

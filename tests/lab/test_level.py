@@ -50,12 +50,31 @@ def test_errors_of_text_and_seeds_add_up():
         assert cell == f"+2.500 ±{math.hypot(text, 0.5):.3f}"
 
 
+def test_the_baseline_has_a_scaling_of_all_its_seeds():
+    """One more scaling of one seed, though better, is none that the others can be compared with."""
+    rows = [*rows_of("softmax", TEXT), *rows_of("mine", over(TEXT, 0.001))]
+    rows += rows_of("softmax", {1: [0.5, 0.1]}, rope="ntk")
+    table = level_table(pd.DataFrame(rows), "softmax", margin=0.01).set_index(["run", "rope"])
+    assert [*table.loc[("mine", "none")]] == [3, "+0.001 ±0.000, level"]
+
+
+def test_a_length_that_a_seed_lacks_is_a_dash():
+    rows = [*rows_of("softmax", TEXT), *rows_of("softmax", TEXT, 16)]
+    rows += [*rows_of("mine", TEXT), *rows_of("mine", {1: TEXT[1], 2: TEXT[2], 3: [2.0]}, 16)]
+    table = level_table(pd.DataFrame(rows), "softmax").set_index(["run", "rope"])
+    assert [*table.loc[("mine", "none")]] == [3, "+0.000 ±0.000", "–"]
+
+
 def test_mistakes():
     rows = pd.DataFrame(rows_of("softmax", TEXT))
     with pytest.raises(UserError, match="--baseline other: expected a run among the rows"):
         level_table(rows, "other")
     with pytest.raises(UserError, match="softmax: rows of several rates: expected one, or another name"):
         level_table(pd.concat([rows, rows.assign(lr=0.2)]), "softmax")
+    with pytest.raises(UserError, match="softmax: rows of several steps: expected one, or another name"):
+        level_table(pd.concat([rows, rows.assign(step=2, rope="ntk")]), "softmax")
+    with pytest.raises(UserError, match="softmax, seed 1: rows given twice: expected each file once"):
+        level_table(pd.concat([rows, rows]), "softmax")
 
 
 @pytest.mark.parametrize(
