@@ -56,10 +56,11 @@ RECORDS = "runs.jsonl"
 LOSSES = [f"val loss, {factor}x" for factor in FACTORS]  # columns of published losses
 INTRODUCTION = """\
 Made by `python -m lab.report` from run folders or records. Losses are in nats per token of each run's own
-tokeniser, at multiples of the training length; ± is the standard deviation over seeds. A dash: the run
-rejects the length or was not evaluated there, or the paper's text has no such number. Rows that nobody has a
-number of are left out. RoPE none is without scaling, theta another base at every length. **A scale below is a
-published one only if its model, length, steps and data are the paper's**: otherwise compare trends only."""
+tokeniser, at multiples of the training length; ± is the standard deviation over seeds. A number without ± is
+of one seed, in a line of several seeds, too. A dash: the run rejects the length or was not evaluated there,
+or the paper's text has no such number. Rows that nobody has a number of are left out. RoPE none is without
+scaling, theta another base at every length. **A scale below is a published one only if its model, length,
+steps and data are the paper's**: otherwise compare trends only."""
 
 
 def parse_args() -> argparse.Namespace:

@@ -12,8 +12,8 @@ fitted by EM on half of the blocks and scored on the other half, both ways. The 
 
 With --model a model's prediction takes the place of the training split's counts. It has its context cut at L,
 as in eval_length.py, or with --sees window that script's window of each length w, whose targets see w - L + 1
-to w tokens (the counts always w). That is a cache of what came before (Grave et al. 2017, arXiv 1612.04426),
-added to a trained model. Only the mixture's weights are fitted.
+to w tokens (the counts w, or all that the block has before). That is a cache of what came before (Grave et
+al. 2017, arXiv 1612.04426), added to a trained model. Only the mixture's weights are fitted.
 
 Prints the table of lab.gains, which explains it. --out writes its rows.
 """
