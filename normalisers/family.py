@@ -170,10 +170,11 @@ class Phi(Scaled, name="phi"):
 
     @property
     def bounded(self) -> bool:
-        """|score| < 70 at every length and head size in use: no phi of a score underflows in float32."""
+        """|score| < 70 at every length, for d <= 256: no phi of a score underflows in float32."""
         as_here = type(self).shift is Phi.shift and type(self).factor is Scaled.factor
         by_length = self.scale == "ln_d" and self.length_scale != "query"
-        return self.scores == "cosine" and by_length and not self.bias and as_here
+        constant = isinstance(self.scale, float) and self.scale < 70 and self.length_scale == "none"
+        return self.scores == "cosine" and (by_length or constant) and not self.bias and as_here
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
         shift = self.shift(context)

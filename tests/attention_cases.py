@@ -72,6 +72,7 @@ PLAIN: list[dict[str, Any]] = [
     {"normaliser": "lssa", "bias": "log_n", "reweight_p": 3},
     {"normaliser": "lssa", "scores": "dot", "scale": "rsqrt_d", "length_scale": "none"},
     {"normaliser": "lssa", "scale": "learned", "scale_init": 3.0},
+    {"normaliser": "lssa", "scale": 6.0, "length_scale": "none", "reweight_p": 15},
     {"normaliser": "lssa", "phi": "sigmoid", "length_scale": "log_train_len_n"},
     {"normaliser": "ssmax", "scores": "cosine", "scale_init": 2.0},
     {"normaliser": "phi", "phi": "relu2", "scores": "cosine", "bias": "log_n"},

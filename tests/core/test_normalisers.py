@@ -212,6 +212,8 @@ def test_shift_of_a_subclass():
             return super().factor(context) * context.n.log()
 
     assert LSSA().bounded and not Shifted().bounded and not Sharper().bounded
+    assert LSSA(scale=69.0, length_scale="none").bounded and not LSSA(scale=3.0).bounded
+    assert not LSSA(scale=70.0, length_scale="none").bounded
 
 
 # 2. The rules of the re-weighting.
