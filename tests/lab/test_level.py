@@ -5,9 +5,10 @@ import math
 import pandas as pd
 import pytest
 
-from evals.rows import Row
+from evals.rows import Row, read_table
 from infra.cli import UserError
 from lab.level import level_table, standard_error, verdict
+from lab.report import RESULTS
 
 TEXT = {1: [2.5, 0.5], 2: [2.9, 0.4], 3: [2.1, 0.8]}  # losses of two blocks by seed: they differ much
 
@@ -63,6 +64,18 @@ def test_a_length_that_a_seed_lacks_is_a_dash():
     rows += [*rows_of("mine", TEXT), *rows_of("mine", {1: TEXT[1], 2: TEXT[2], 3: [2.0]}, 16)]
     table = level_table(pd.DataFrame(rows), "softmax").set_index(["run", "rope"])
     assert [*table.loc[("mine", "none")]] == [3, "+0.000 ±0.000", "–"]
+
+
+def test_the_committed_record_gives_what_the_findings_say():
+    rows = read_table(RESULTS / "novels/B.csv")
+    table = level_table(rows, "softmax").set_index("run")
+    assert table.loc["ssmax_qk_norm", "512"] == "+0.002 ±0.004"
+    assert table.loc["hybrid_fox", "512"] == "−0.012 ±0.003"
+    assert [cell.split()[0] for cell in table["8,192"]] == ["−0.861", "+0.000", "−0.764"]
+    findings = (RESULTS / "findings.md").read_text()
+    assert all(
+        text in findings for text in ("is 0.002 ±0.004 above", "is 0.012 ±0.003 below", "0.764 and 0.861")
+    )
 
 
 def test_mistakes():
