@@ -7,11 +7,11 @@
 Reads rows of eval_length.py. A line is a run at one RoPE scaling, over its seeds, with the loss of the cut
 and that at the longest length. A gain is the loss of the cut minus that of a window of the length, on the
 same targets, paired over blocks, of which each is the mean over seeds. Below 0 it is damage. ± is the
-standard error over documents, each with its blocks, or over blocks where no row says their documents. The
-last columns are of the longest length: the share of the blocks that gain, and with --ceiling the gain as a
-share of the ceiling's, and minus half of it. --baseline adds by how much the cut's loss is over that of
-another run, paired over seeds and blocks, and with --margin what three seeds show of it. --out draws the
-losses by length.
+standard error over documents, each with its blocks, or over blocks where no row says their documents or all
+are of one. The last columns are of the longest length: the share of the blocks that gain, and with --ceiling
+the gain as a share of the ceiling's, and minus half of it. --baseline adds by how much the cut's loss is over
+that of another run, paired over seeds and blocks, and with --margin what three seeds show of it. --out draws
+the losses by length.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from evals.output import check_figure, save_figure
 from evals.rows import Row, read_table, text_key, write_rows
 from infra.cli import ArgumentParser, UserError, run_main
 from lab.figures import draw_lines, log_ticks
-from lab.level import LINE, Documents, check_single, documents_of, over_baseline, standard_error, verdict
+from lab.level import LINE, Documents, check_rows, documents_of, over_baseline, standard_error, verdict
 from lab.tables import DASH, markdown
 
 MARGIN_ABOVE = 0.1  # nats, of the figure
@@ -57,7 +57,7 @@ def paired_gains(rows: pd.DataFrame) -> pd.DataFrame:
     """
     parts = rows.measure.str.extract(r"^(?P<kind>cut|same_targets)\[(?P<train_len>\d+)\]$")
     rows = rows.assign(kind=parts.kind, train_len=parts.train_len.astype("Int64")).dropna(subset="kind")
-    check_single(rows, {"lr": "rates", "step": "steps", "train_len": "training lengths"})
+    check_rows(rows, {"lr": "rates", "step": "steps", "train_len": "training lengths"})
     at_cut = rows[rows.kind == "cut"]
     at_length = rows[rows.kind == "same_targets"]
     pairs = at_length.merge(at_cut, on=[*LINE, "seed", "block"], suffixes=("", "_cut"))

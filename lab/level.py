@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def check_single(rows: pd.DataFrame, values: dict[str, str]) -> None:
+def check_rows(rows: pd.DataFrame, values: dict[str, str]) -> None:
     """Raises UserError: a run has several of these values, {column: what it holds}, or a row twice."""
     for column, what in values.items():
         n_values = rows.groupby(["run", "text"])[column].nunique()
@@ -133,7 +133,7 @@ def level_table(rows: pd.DataFrame, baseline: str, margin: float = 0.0) -> pd.Da
     """
     losses = rows[(rows.measure == "loss") & rows.block.notna()]
     losses = losses.assign(run=losses.run.map(without_seed))
-    check_single(losses, {"lr": "rates", "step": "steps"})
+    check_rows(losses, {"lr": "rates", "step": "steps"})
     documents = documents_of(rows)
 
     def cell(differences: pd.DataFrame) -> str:

@@ -74,11 +74,7 @@ def parse_args() -> argparse.Namespace:
     depths = [10, 30, 50, 70, 90]
     depths_help = "of the text, 0: one at random for each sample (default: 10 30 50 70 90)"
     add("--depths", nargs="+", type=integer(0, 100), default=depths, metavar="PERCENT", help=depths_help)
-    add(
-        "--question-only",
-        action="store_true",
-        help="the prompt does not begin the answer; use a --tag as well",
-    )
+    add("--question-only", action="store_true", help="ask without beginning the answer; use a --tag")
     add("--samples", type=positive_int, default=1000, metavar="N", help="of each cell (default: %(default)s)")
     return parse_arguments(parser, "eval_needle")
 
@@ -101,8 +97,8 @@ def main() -> None:
                 scores = score(model, haystacks[i], length, depth, args, world)
                 cells.append({"length": length, "depth": depth, **summarise(scores, model, depth)})
             task = {"samples": args.samples, "seed": 0, "lengths": lengths, "depths": args.depths}
-            task["question_only"] = args.question_only
-            summary = {"haystack": str(haystacks[i].stream.folder), **task, "cells": cells}
+            task |= {"question_only": args.question_only, "cells": cells}
+            summary = {"haystack": str(haystacks[i].stream.folder), **task}
             text = "seed 0, question only" if args.question_only else "seed 0"
             return summary, text, measured_shares(cells)
 

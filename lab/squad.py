@@ -77,7 +77,7 @@ def fit_sequence(
 def make_sequence(
     row: dict[str, Any], tokenizer: Tokenizer, seq_len: int, answer_only: bool
 ) -> Sequence | None:
-    """None if the question does not fit."""
+    """None if the question does not fit. answer_only: the end-of-text after the answer is not learned."""
     eot = tokenizer.eot_token
     prompt = [eot, *tokenizer.encode_ordinary(question_prompt(row["context"], row["question"]))]
     answer = [*tokenizer.encode_ordinary(f" {row['answers']['text'][0]}"), eot]
@@ -159,12 +159,8 @@ def main() -> None:
                 raise UserError(f"{args.source}: {split}: no question fits --seq-len {args.seq_len}")
             print(f"{split:6} {n:,} questions in {args.seq_len} tokens each, {n_longer:,} were longer")
         # The zeros after an end-of-text are a document, too.
-        info = {
-            "dataset": DATASET,
-            "source": args.source,
-            "shortened": args.shorten,
-            "answer_only": args.answer_only,
-        }
+        info = {"dataset": DATASET, "source": args.source}
+        info |= {"shortened": args.shorten, "answer_only": args.answer_only}
         write_masked(args.out, info, splits, 2, tokenizer)
 
 
