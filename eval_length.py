@@ -45,7 +45,6 @@ from evals.output import Result
 from evals.rows import Cell, text_key
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import World, join_world
-from infra.files import read_json
 from model import GPT
 from positions import RopeScaling
 
@@ -61,7 +60,6 @@ def parse_args() -> list[argparse.Namespace]:
     parser = ArgumentParser(__doc__)
     lengths_help = "divisors of the longest (default: 1, 2, 4, 8, 16 x the training length)"
     add_arguments(parser, lengths_help, tokens=2**20)
-    parser.add_argument("--replace", action="store_true", help="overwrite the results of other options")
     also_help = "RoPE scalings beside --rope: none, theta=500000, ...; they write eval_length_none.json, ..."
     parser.add_argument("--also", nargs="+", default=[], metavar="ROPE", help=also_help)
     args = parse_arguments(parser, "eval_length")
@@ -97,7 +95,6 @@ def prepare(args: argparse.Namespace, world: World, cuts: Cuts) -> Callable[[], 
     """
     runs, picture = common.open_runs(args, world)
     all_blocks = common.open_blocks(args, runs)
-    options = [options_of(run, blocks, args) for run, blocks in zip(runs, all_blocks, strict=True)]
     n_same = count_same_targets(all_blocks[0].lengths, runs)
 
     def measure(i: int, model: GPT, step: int) -> tuple[dict[str, Any], str, Iterator[Cell]]:
@@ -108,7 +105,7 @@ def prepare(args: argparse.Namespace, world: World, cuts: Cuts) -> Callable[[], 
             cuts[i, step] = score(world, "cut", blocks, n_same, cut_at)
         cut_sums = cuts[i, step]
         cut = summarise(blocks.longest, cut_sums, blocks, n_same) | {"length": n_same}
-        summary: dict[str, Any] = {"options": options[i], "data": data, "same_target_tokens": n_same}
+        summary: dict[str, Any] = {"data": data, "same_target_tokens": n_same}
         summary |= {"block_documents": blocks.count_documents(), "cut": cut, "lengths": []}
         for length in blocks.lengths:
             losses = partial(block_losses, model, blocks, length=length, rope=args.rope_scaling)
@@ -117,18 +114,6 @@ def prepare(args: argparse.Namespace, world: World, cuts: Cuts) -> Callable[[], 
         return summary, text_key(data), cells(summary)
 
     return partial(common.evaluate, "eval_length", args, world, runs, picture, measure, tables, plot)
-
-
-def options_of(run: EvaluatedRun, blocks: Blocks, args: argparse.Namespace) -> dict[str, Any]:
-    """The key "options" of a result. Raises UserError: the run has a result of others, and no --replace."""
-    options = {key: getattr(args, key) for key in ("tokens", "skip", "rope", "rope_theta")}
-    options |= {"data": str(blocks.stream.folder), "lengths": blocks.lengths}
-    path = run.file(".json")
-    old = read_json(path).get("options", {}) if path.exists() and not args.replace else {}
-    others = ", ".join(f"{key} = {value}" for key, value in old.items() if options.get(key) != value)
-    if others:
-        raise UserError(f"{path}: has {others}: expected a --tag, for results beside these, or --replace")
-    return options
 
 
 # ---------------------------------------------------------------- windows

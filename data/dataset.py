@@ -65,11 +65,14 @@ def begin_dataset(folder: Path, name: str, keep: Collection[str] = ()) -> None:
     """Create the folder, mark it unfinished, and remove the dataset's shards, but for the files to keep.
 
     Without the mark, shards of an interrupted run, having no dataset.json, would pass for gpt2's.
-    Raises UserError: the folder cannot be created or written, or holds another dataset's shards.
+    Raises UserError: the folder cannot be created or written, is finished, or holds another dataset's shards.
     """
     for path in folder.glob("*.bin"):
         if not path.name.startswith(f"{name}_"):
             raise UserError(f"{folder}: holds {path.name}, another dataset's: choose another --out")
+    if finished_info(folder):
+        expected = "choose another --out, or delete it to make it again"
+        raise UserError(f"{folder}: holds a finished dataset: {expected}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / UNFINISHED_NAME).write_text("The script that prepares this folder has not finished.\n")

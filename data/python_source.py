@@ -13,7 +13,7 @@ of short and of long ones. Documents are ordered by that hash, not by folder, so
 all of one package. `<|endoftext|>` precedes each document.
 
 Writes python_val_000000.bin, python_train_000001.bin, ... (format: data/shards.py), and at the end
-dataset.json. A finished folder is left unchanged; what is damaged or was made with other options is rebuilt.
+dataset.json. A finished folder is left unchanged, a damaged one is rebuilt.
 """
 
 import hashlib

@@ -23,11 +23,13 @@ from evals.output import Result, check_figure, format_rope
 from evals.rows import FACTORS, Cell, Row, write_rows
 from infra.cli import ArgumentParser, UserError, positive_int
 from infra.distributed import World
-from infra.files import write_json
+from infra.files import read_json, write_json
 from model import GPT
 from positions import RopeKind, RopeScaling
 from schema import Config, describe_layers
 from training.checkpoint import find_checkpoints, load_model, read_config
+
+PLACES = {"runs", "device", "out", "tag", "name", "replace", "also", "rope_scaling"}  # not in "options"
 
 
 # ---------------------------------------------------------------- options
@@ -44,6 +46,7 @@ def add_arguments(parser: ArgumentParser, lengths_help: str, tokens: int | None 
     out_help = "figure of all runs (default: <script>.png in the folder above them)"
     add("--out", type=Path, metavar="FILE", help=out_help)
     add("--tag", metavar="WORD", help="part of the results' names: <script>_WORD.json")
+    add("--replace", action="store_true", help="overwrite the results of other options")
     if tokens is not None:
         tokens_help = "at most N validation tokens, in whole blocks (default: %(default)s)"
         add("--tokens", type=positive_int, default=tokens, metavar="N", help=tokens_help)
@@ -91,6 +94,20 @@ class EvaluatedRun:
             raise UserError(f"{self.source}: got a new checkpoint while it was read; try again")
         return trained.model, trained.step
 
+    def options(self, args: argparse.Namespace) -> dict[str, Any]:
+        """What decides a result's numbers beside the model, the key "options" of the result."""
+        chosen = {key: value for key, value in vars(args).items() if key not in PLACES}
+        return chosen | {"data": str(Path(args.data or self.config.data.dir))}
+
+    def check_options(self, args: argparse.Namespace) -> None:
+        """Raises UserError: the run has a result of other options, and no --replace."""
+        path = self.file(".json")
+        old = read_json(path).get("options", {}) if path.exists() and not args.replace else {}
+        now = self.options(args)
+        others = ", ".join(f"{key} = {value}" for key, value in old.items() if now.get(key) != value)
+        if others:
+            raise UserError(f"{path}: has {others}: expected a --tag, for results beside these, or --replace")
+
     def write(self, step: int, summary: Result, args: argparse.Namespace) -> Result:
         """Write and return the result: the keys that every evaluation has, and its summary."""
         config = self.config
@@ -105,6 +122,7 @@ class EvaluatedRun:
             "rope": {"kind": args.rope if scales else "none", "theta": args.rope_theta if scales else None},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "torch": torch.__version__,
+            "options": self.options(args),
             **summary,
         }
         write_json(result, self.file(".json"), shared=True)
@@ -112,12 +130,16 @@ class EvaluatedRun:
         return result
 
 
-def open_runs(args: argparse.Namespace, world: World) -> tuple[list[EvaluatedRun], Path | None]:
+def open_runs(
+    args: argparse.Namespace, world: World, factors: Sequence[int] = FACTORS
+) -> tuple[list[EvaluatedRun], Path | None]:
     """Check every source without its tensors, since ten models may not fit in memory.
 
     Folders without a checkpoint, such as lab.report's, are skipped with a line, unless all are.
+    `args.lengths` become those given, else `factors` times each run's training length, ascending.
     Returns: The runs, and the path of the figure with all of them. None: a single run already has its own.
-    Raises UserError: a source does not load or is given twice, or its folder cannot be written.
+    Raises UserError: a source does not load or is given twice, its folder cannot be written or has a result
+    of other options.
     """
     runs: list[EvaluatedRun] = []
     sources = [Path(source) for source in args.runs]
@@ -136,6 +158,10 @@ def open_runs(args: argparse.Namespace, world: World) -> tuple[list[EvaluatedRun
         if not os.access(output.parent, os.W_OK):
             raise UserError(f"{output.parent}: cannot be written; the results go there")
         runs.append(EvaluatedRun(source, label, config, tokenizer, output))
+    own_lengths = (factor * run.config.train.seq_len for run in runs for factor in factors)
+    args.lengths = sorted({*(args.lengths or own_lengths)})
+    for run in runs:
+        run.check_options(args)
     if args.out is not None or len(runs) == 1:
         return runs, args.out
     folders = [run.output.parent for run in runs]
@@ -244,13 +270,12 @@ class Blocks:
 
 
 def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Blocks]:
-    """Each run's blocks, in windows of 1 to 16 training lengths unless --lengths says otherwise.
+    """Each run's blocks, in windows of the lengths.
 
     Raises UserError: bad data, runs of several tokenisers, a stream or --tokens shorter than one block, or
     all of it skipped.
     """
-    lengths = choose_lengths(args.lengths, runs, FACTORS)
-    longest = lengths[-1]
+    longest = args.lengths[-1]
     if args.tokens < longest:
         raise UserError(f"--tokens {args.tokens}: expected at least {longest}, the longest length")
     n_skipped = math.ceil(args.skip / longest)
@@ -261,18 +286,13 @@ def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Bloc
         if end <= n_skipped:
             expected = f"expected a block of {longest} after it"
             raise UserError(f"--skip {args.skip}: {expected}; the data has {end} of them")
-        all_blocks.append(Blocks(stream, lengths, end - n_skipped, n_skipped))
+        all_blocks.append(Blocks(stream, args.lengths, end - n_skipped, n_skipped))
         tokenizer = stream.info["tokenizer"]
         first = all_blocks[0].stream.info["tokenizer"]
         if tokenizer != first:
             expected = f"expected {first}, as {runs[0].label} has: losses a token of both do not compare"
             raise UserError(f"{run.label}: tokens of {tokenizer}: {expected}")
     return all_blocks
-
-
-def choose_lengths(given: list[int] | None, runs: list[EvaluatedRun], factors: Sequence[int]) -> list[int]:
-    """The given lengths, else `factors` times each run's training length, ascending."""
-    return sorted(set(given or [factor * run.config.train.seq_len for run in runs for factor in factors]))
 
 
 # ---------------------------------------------------------------- scores

@@ -42,8 +42,8 @@ def main() -> None:
     add("--vocab", type=integer(257, 65536), required=True, metavar="N", help="tokens, 257 to 65536")
     add("--out", type=Path, required=True, metavar="FILE", help="the tokenizer.json to write")
     args = parser.parse_args()
-    if not args.out.parent.is_dir():
-        parser.error(f"--out {args.out}: expected a folder that exists")
+    if not args.out.parent.is_dir() or args.out.exists():
+        parser.error(f"--out {args.out}: expected a new file in a folder that exists")
     if args.files:
         blocks = read_blocks(local_files(args.files, args.column), Cursor())
         texts = (text for block in blocks for text in block.texts)
@@ -52,7 +52,9 @@ def main() -> None:
         texts = (document.text for document in split_documents(sources, VAL_SHARE)["train"])
     content = train_bpe(texts, args.vocab)
     write_atomically(args.out, content.encode())
-    print(f"{args.out}: {get_tokenizer('', content).n_vocab:,} tokens")
+    n_vocab = get_tokenizer("", content).n_vocab
+    fewer = f", fewer than {args.vocab:,}: the text has no more merges" if n_vocab < args.vocab else ""
+    print(f"{args.out}: {n_vocab:,} tokens{fewer}")
 
 
 if __name__ == "__main__":

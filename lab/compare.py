@@ -16,11 +16,11 @@ import tomllib
 from pathlib import Path
 
 import sweep
-from config import changed_keys, load_config
+from config import changed_keys, load_config, parse_overrides
 from data.dataset import TokenStream
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import StopSignals
-from infra.files import exclusive_lock, read_jsonl, write_atomically
+from infra.files import exclusive_lock, read_jsonl, read_text, write_atomically
 from lab import comparison
 from lab.report import RESULTS
 from lab.runs import read_run
@@ -30,6 +30,7 @@ from schema import VARIANT_KEYS, resume_rule
 
 BASE = CONFIGS / "comparison/A.toml"
 N_TOKENS = 131072  # of an evaluation; the text on which nothing is chosen is as long and follows it
+TITLE = "# The comparison with "
 OTHER_KEYS = {"name", "seed", "optimizer.lr", "data.dir"}
 
 
@@ -45,6 +46,14 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     add("--out", type=Path, metavar="DIR", help="(default: runs/compare/<name of the first file>)")
     args, extra = parser.parse_known_args()
     args.out = args.out or Path("runs/compare") / Path(args.configs[0]).stem
+    ours = {"optimizer.lr": "--rates", "log.dir": "--out"}
+    for key in ours.keys() & parse_overrides(extra).keys():
+        raise UserError(f"--{key}: expected {ours[key]}, which decides it here")
+    report = args.out / "README.md"
+    if report.exists() and not read_text(report).startswith(TITLE):
+        raise UserError(
+            f"--out {args.out}: has another README.md: expected a new folder, or one of lab.compare"
+        )
     return args, extra
 
 
@@ -112,7 +121,7 @@ def write_report(jobs: list[sweep.Job], records: list[comparison.Record], out: P
     names = list(dict.fromkeys(record["contestant"] for record in own))
     settings["shown"] = list(dict.fromkeys([*names, *settings["shown"]]))[:N_SHOWN]
     with exclusive_lock(out):
-        parts = [f"# The comparison with {', '.join(names)}"]
+        parts = [TITLE + ", ".join(names)]
         parts += comparison.scale_parts("A", scale, table, settings, out)
         write_atomically(out / "README.md", ("\n\n".join(parts) + "\n").encode())
     ends = [3, table.columns.get_loc("16x − 1x") - 1, *range(-4, 0)]

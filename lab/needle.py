@@ -82,10 +82,10 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs, picture = common.open_runs(args, world)
+        runs, picture = common.open_runs(args, world, (1, 2, 4, 8))
         streams = [common.open_validation(run.config, args.data, run.tokenizer) for run in runs]
         haystacks = [Haystack(stream, stream.tokenizer) for stream in streams]
-        lengths = common.choose_lengths(args.lengths, runs, (1, 2, 4, 8))
+        lengths = args.lengths
         for haystack, length, i in product(haystacks, {lengths[0], lengths[-1]}, range(args.samples)):
             make_trial(haystack, length, 50, i, args.question_only)  # raises if it does not fit
 
@@ -99,7 +99,8 @@ def main() -> None:
             task = {"samples": args.samples, "seed": 0, "lengths": lengths, "depths": args.depths}
             task |= {"question_only": args.question_only, "cells": cells}
             summary = {"haystack": str(haystacks[i].stream.folder), **task}
-            text = "seed 0, question only" if args.question_only else "seed 0"
+            question = ", question only" if args.question_only else ""
+            text = f"seed 0, {args.samples} samples{question}"
             return summary, text, measured_shares(cells)
 
         common.evaluate("needle", args, world, runs, picture, measure, tables, plot)

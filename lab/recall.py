@@ -51,9 +51,9 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs, picture = common.open_runs(args, world)
+        runs, picture = common.open_runs(args, world, [2**i for i in range(7)])
         tasks = trained_tasks(runs, args.data)
-        lengths = common.choose_lengths(args.lengths, runs, [2**i for i in range(7)])
+        lengths = args.lengths
         for length in lengths:
             recall_data.make_sequence(tasks[0], length, "")  # raises if it does not fit
 
@@ -65,7 +65,7 @@ def main() -> None:
                 (entry["length"], None, task, entry[task]["tokens"]["share"] if task in entry else math.nan)
                 for entry, task in product(at_lengths, tasks)
             ]
-            return summary, "seed 0", shares
+            return summary, f"seed 0, {args.samples} samples", shares
 
         common.evaluate("recall", args, world, runs, picture, measure, tables, plot)
 

@@ -62,9 +62,12 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
     add("--lr", type=positive_float, default=1e-4, help="peak learning rate (default: %(default)s)")
     add("--batch", type=positive_int, default=32, help="windows in a step (default: %(default)s)")
     args, rest = parser.parse_known_args()
+    options = parse_overrides(rest)
+    if "reweight_p_warmup" in options:
+        raise UserError("--reweight-p-warmup: p is not raised here; expected --reweight-p alone")
     if args.steps and args.train_text is None:
         raise UserError(f"--steps {args.steps}: needs --train-text; or give --steps 0")
-    return args, parse_overrides(rest)
+    return args, options
 
 
 def main() -> None:

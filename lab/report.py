@@ -96,6 +96,8 @@ def main() -> None:
             save_figure(figure, out / file, dpi=130)
             captions[file] = caption
         path = out / "report.md"
+        if args.out and not args.papers and (out / RECORDS).exists():
+            raise UserError(f"--out {out}: has {RECORDS}: expected --papers, or another folder")
         earlier = re.findall(r"\]\(([^()/]+\.png)\)", read_text(path)) if path.exists() else []
         write_atomically(path, report_text(runs, captions).encode())
         for file in {*earlier} - {*captions}:

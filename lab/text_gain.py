@@ -58,7 +58,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, metavar="RUN", help="in place of the counts of training tokens")
     parser.add_argument("--sees", choices=("cut", "window"), default="cut", help="the model (default: cut)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write rows.csv there")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.sees == "window" and not args.model:
+        parser.error("--sees window: only read with --model")
+    return args
 
 
 class Match(NamedTuple):
@@ -200,6 +203,9 @@ def open_text(args: argparse.Namespace, trained: Trained | None) -> Blocks:
         train_len = args.train_len or trained.config.train.seq_len
     lengths = [factor * train_len for factor in FACTORS]
     most = (stream.n_tokens - 1) // lengths[-1]
+    if most < 2:
+        expected = f"expected at least two blocks of {lengths[-1]}"
+        raise UserError(f"{stream.folder}: {stream.n_tokens} tokens: {expected} (--train-len)")
     if not 2 <= args.blocks <= most:
         raise UserError(f"--blocks {args.blocks}: expected 2 to {most}, {stream.folder}'s")
     return Blocks(stream, lengths, args.blocks)

@@ -24,5 +24,9 @@ def test_files_become_a_tokeniser(tmp_path: Path, call: Callable[..., None]) -> 
 
 
 def test_a_lost_place_is_named_before_the_training(tmp_path: Path, call: Callable[..., None]) -> None:
-    with one_line("--out", "expected a folder that exists"):
-        call(bpe, "--vocab", 300, "--out", tmp_path / "no" / "bpe.json")
+    taken = tmp_path / "README.md"
+    taken.write_text("mine")
+    for out in (tmp_path / "no" / "bpe.json", taken):
+        with one_line("--out", "expected a new file in a folder that exists"):
+            call(bpe, "--vocab", 300, "--out", out)
+    assert taken.read_text() == "mine"

@@ -16,7 +16,7 @@ from benchmarks import mutants
 from config import to_toml
 from data.tokenizer import get_tokenizer
 from infra.cli import UserError
-from lab import comparison, needle, replace, report, squad
+from lab import compare, comparison, needle, replace, report, squad, text_gain
 from training.checkpoint import read_config
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +105,10 @@ def test_every_sample_of_the_needle_is_tried_before_the_models():
         ((replace, "model", "--normaliser", "ssmax", "--val-text", "v", "--lr", "nan"), "--lr"),
         ((replace, "model", "--normaliser", "ssmax", "--val-text", "v", "--steps", "-1"), "--steps"),
         ((replace, "model", "--normaliser", "ssmax", "--val-text", "v", "--steps", 0, "--save", "x"), "save"),
+        ((replace, "m", "--normaliser", "lssa", "--val-text", "v", "--reweight-p-warmup", 9), "not raised"),
+        ((text_gain, "data", "--sees", "window"), "only read with --model"),
+        ((compare, "mine.toml", "--optimizer.lr", "1e-3"), "--optimizer.lr: expected --rates"),
+        ((compare, "mine.toml", "--log.dir", "x"), "--log.dir: expected --out"),
         ((squad, "--seq-len", 10**20), "--seq-len"),
         ((needle, "run", "--samples", 10**20), "--samples"),
     ],
@@ -116,6 +120,17 @@ def test_options_that_make_no_sense(
     with one_line(message):
         call(*arguments)
     assert not [*tmp_path.iterdir()]
+
+
+def test_reports_of_another_kind_are_spared(tmp_path: Path, tiny_config: Path, call: Callable[..., None]):
+    mine = tmp_path / "README.md"
+    mine.write_text("mine")
+    with one_line(tmp_path, "has another README.md"):
+        call(compare, "mine.toml", "--out", tmp_path)
+    (tmp_path / report.RECORDS).touch()
+    with one_line(tmp_path, "expected --papers"):
+        call(report, finished_run(tiny_config), "--out", tmp_path)
+    assert mine.read_text() == "mine"
 
 
 RECALL = {"step": 12, "rope": {"kind": "ntk", "theta": None}, "tasks": ["copy"]}

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import save_run, write_dataset
+from conftest import one_line, save_run, write_dataset
 from test_model import make_gpt, random_tokens
 
 from config import config_from_dict
@@ -149,7 +149,10 @@ def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate, call, monk
     assert cell["first_digit"] == proportion(4, 4)
     drawn = []
     monkeypatch.setattr(needle, "draw_trials", lambda axes, trials: drawn.append([*trials.values()]))
-    call(needle, run, "--lengths", 256, "--samples", 4, "--depths", 0, 50, "--device", "cpu")
+    others = (needle, run, "--lengths", 256, "--samples", 4, "--depths", 0, 50, "--device", "cpu")
+    with one_line("eval_needle.json: has depths = [50]: expected a --tag", "--replace"):
+        call(*others)
+    call(*others, "--replace")
     random, middle = result_of(run)["cells"]
     assert [outcome for _, outcome in random["trials"]] == 4 * ["first_digit"] and "trials" not in middle
     assert [[outcome for _, outcome in of_run] for of_run in drawn[0]] == [4 * ["first_digit"]]

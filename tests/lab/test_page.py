@@ -55,6 +55,9 @@ def test_a_browser_draws_it(html: str, tmp_path):
 def test_a_folder_without_records(tmp_path):
     with pytest.raises(UserError, match="expected the records of a scale"):
         page(tmp_path)
+    (tmp_path / "notes.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UserError, match=r"notes.jsonl: expected the records of a scale"):
+        page(tmp_path)
 
 
 def test_readme_recommends_with_the_numbers_of_the_tables():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import check_dataset
+from conftest import check_dataset, one_line
 
 from config import load_config
 from data.dataset import TokenStream, write_split
@@ -118,5 +118,8 @@ def test_a_smaller_dataset_replaces_a_larger_one(
     monkeypatch.setattr(squad, "write_split", partial(write_split, shard_size=64_000))
     for n in (2048, 64):
         call(recall_data, "--sequences", n, "--out", tmp_path)
+        with one_line(tmp_path, "holds a finished dataset"):
+            call(recall_data, "--sequences", 128, "--out", tmp_path)
         assert TokenStream(tmp_path, "train").n_tokens == 64 * n
-    check_dataset(tmp_path)
+        check_dataset(tmp_path)
+        (tmp_path / "dataset.json").unlink()

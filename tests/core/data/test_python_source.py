@@ -92,6 +92,10 @@ def test_corpus_is_reused_or_rebuilt(sources: Path, tmp_path: Path, capsys: Any)
     shard.write_bytes(before[shard.name][:-2])
     assert f"not finished: {shard}: " in build()
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    with one_line(out, "holds a finished dataset"):
+        build(0.2)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    (out / "dataset.json").unlink()
     assert "nothing to do" not in build(0.2)
     assert "nothing to do" in build(0.2)
 
