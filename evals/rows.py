@@ -65,8 +65,14 @@ def write_rows(folder: Path, rows: Iterable[Row]) -> None:
 def read_table(path: Path, **options: Any) -> pandas.DataFrame:
     """A rows.csv. Raises UserError: it is none."""
     try:
-        return pandas.read_csv(path, usecols=Row._fields, **options)
+        table = pandas.read_csv(path, usecols=Row._fields, **options)
     except OSError as e:
         raise UserError(f"{path}: expected the rows.csv of a run: {e.strerror}") from None
     except ValueError as e:  # pandas' own errors are ValueErrors
         raise UserError(f"{path}: expected the rows.csv of a run: {' '.join(str(e).split())}") from None
+    is_torn = table["measure"].isna() | (table["measure"] == "")
+    if is_torn.any():
+        raise UserError(
+            f"{path}: line {2 + is_torn.argmax()}: expected {len(Row._fields)} values, some are lost"
+        )
+    return table

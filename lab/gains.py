@@ -15,6 +15,7 @@ the losses by length.
 """
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -148,6 +149,15 @@ def loss_figure(rows: pd.DataFrame, baseline: str = "", shown: Sequence[str] = (
     lowest = points.groupby(["name", "x"]).y.mean().min()
     figure.axes[0].set_ylim(lowest - 0.02, min(points.y.max(), cuts.median() + MARGIN_ABOVE))
     return log_ticks(figure, sorted(points.x.unique()))
+
+
+def output_folder(text: str) -> Path:
+    """An argparse type: a folder that can be written, or made. Checked before the work."""
+    folder = Path(text)
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if nearest.is_dir() and os.access(nearest, os.W_OK):
+        return folder
+    raise argparse.ArgumentTypeError(f"{text}: expected a folder that can be written")
 
 
 def publish(

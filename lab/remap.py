@@ -30,7 +30,7 @@ from eval_length import LOGITS_AT_ONCE, cut_losses
 from evals.common import Blocks, open_validation
 from evals.rows import FACTORS
 from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
-from lab.gains import publish
+from lab.gains import output_folder, publish
 from model import GPT, Attention, KVCache
 from normalisers.base import HIDDEN, share_heads
 from training.checkpoint import load_model
@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--group", type=integer(0, 2**20), default=0, metavar="G", help=group_help)
     parser.add_argument("--data", metavar="DIR", help="dataset folder (default: that of the run's config)")
     parser.add_argument("--blocks", type=positive_int, default=32, metavar="N", help="(default: 32)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write rows.csv there")
+    parser.add_argument("--out", type=output_folder, metavar="FOLDER", help="write rows.csv there")
     return parser.parse_args()
 
 

@@ -35,7 +35,7 @@ from eval_length import block_losses, cut_losses
 from evals.common import Blocks, open_validation
 from evals.rows import FACTORS
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
-from lab.gains import publish
+from lab.gains import output_folder, publish
 from model import GPT
 from positions import UNSCALED
 from training.checkpoint import Trained, load_model
@@ -57,7 +57,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, metavar="RUN", help="in place of the counts of training tokens")
     parser.add_argument("--sees", choices=("cut", "window"), default="cut", help="the model (default: cut)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write rows.csv there")
+    parser.add_argument("--out", type=output_folder, metavar="FOLDER", help="write rows.csv there")
     args = parser.parse_args()
     if args.sees == "window" and not args.model:
         parser.error("--sees window: only read with --model")

@@ -34,7 +34,10 @@ def finished_run(tiny_config: Path) -> Path:
     ("file", "content"),
     [
         *(("metrics.jsonl", line) for line in ("3", "[]", "null")),
-        *(("rows.csv", text) for text in ("", "a,b\n1,2\n", f"{HEADER}\na,b,c,d,e,f,g,h,i,j,k\n", "\x00")),
+        *(
+            ("rows.csv", text)
+            for text in ("", "a,b\n1,2\n", f"{HEADER}\nmy\n", f"{HEADER}\na,b,c,d,e,f,g,h,i,j,k\n", "\x00")
+        ),
         *(("config.toml", text) for text in ("", "{", "name = 3", "[model]\nwidth = 8\n")),
     ],
 )
@@ -106,6 +109,7 @@ def test_every_sample_of_the_needle_is_tried_before_the_models():
         ((replace, "model", "--normaliser", "ssmax", "--val-text", "v", "--steps", "-1"), "--steps"),
         ((replace, "model", "--normaliser", "ssmax", "--val-text", "v", "--steps", 0, "--save", "x"), "save"),
         ((replace, "m", "--normaliser", "lssa", "--val-text", "v", "--reweight-p-warmup", 9), "not raised"),
+        ((text_gain, "data", "--out", "/dev/null/x"), "expected a folder that can be written"),
         ((text_gain, "data", "--sees", "window"), "only read with --model"),
         ((compare, "mine.toml", "--optimizer.lr", "1e-3"), "--optimizer.lr: expected --rates"),
         ((compare, "mine.toml", "--log.dir", "x"), "--log.dir: expected --out"),
