@@ -98,6 +98,8 @@ def main() -> None:
         "--budget", type=float, nargs="+", default=[1.0], help="train.memory_budget (default: 1)"
     )
     args, overrides = parser.parse_known_args()
+    if not all(0 <= budget <= 1 for budget in args.budget):
+        parser.error(f"--budget {args.budget}: expected shares from 0 to 1")
     model.apply_rope = rotate_pairs  # as on a GPU
     lines = [["config", "sequences", *(f"MB, budget {budget:g}" for budget in args.budget)]]
     for path in args.configs:

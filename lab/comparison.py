@@ -322,7 +322,9 @@ def seed_text(losses: pd.DataFrame) -> str:
         return "One seed each: how far a seed moves a loss is not known at this scale."
     freedom = ends.size()[variances.index] - 1
     short, long = (variances.mul(freedom, axis=0).sum() / freedom.sum()) ** 0.5
-    several = f"standard deviation, pooled over {len(variances)} variants with several seeds, shared trainings once"
+    several = (
+        f"standard deviation, pooled over {len(variances)} variants with several seeds, shared trainings once"
+    )
     at_short, at_long = end_labels(losses)
     return f"One seed moves a loss by {short:.3f} at {at_short} and {long:.3f} at {at_long} ({several})."
 

@@ -41,7 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if own := config.getoption("--normaliser"):
         from normalisers.own import find_normaliser
 
-        find_normaliser(own)
+        try:
+            find_normaliser(own)
+        except ValueError as e:
+            raise pytest.UsageError(f"--normaliser {own}: {e}") from None
 
 
 def pytest_collection_finish() -> None:
