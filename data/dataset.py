@@ -61,18 +61,36 @@ class DatasetInfo(BaseModel, strict=True, extra="allow"):
     shards: list[ShardFile]
 
 
+def made_before(folder: Path, name: str, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The content of dataset.json if the folder has the finished dataset of these settings.
+
+    Raises UserError: the folder is finished with other settings, or holds another dataset's shards.
+    """
+    check_folder(folder, name)
+    finished = finished_info(folder)
+    if finished is None:
+        return None
+    if not settings.items() <= finished.get("settings", {}).items():
+        expected = "choose another --out, or delete it to make it again"
+        raise UserError(f"{folder}: holds a finished dataset of other settings: {expected}")
+    print(f"{folder}: finished before; nothing to do (delete it to make it again)")
+    return finished
+
+
+def check_folder(folder: Path, name: str) -> None:
+    """Raises UserError: the folder holds another dataset's shards."""
+    for path in folder.glob("*.bin"):
+        if not path.name.startswith(f"{name}_"):
+            raise UserError(f"{folder}: holds {path.name}, another dataset's: choose another --out")
+
+
 def begin_dataset(folder: Path, name: str, keep: Collection[str] = ()) -> None:
     """Create the folder, mark it unfinished, and remove the dataset's shards, but for the files to keep.
 
     Without the mark, shards of an interrupted run, having no dataset.json, would pass for gpt2's.
-    Raises UserError: the folder cannot be created or written, is finished, or holds another dataset's shards.
+    Raises UserError: the folder cannot be created or written, or holds another dataset's shards.
     """
-    for path in folder.glob("*.bin"):
-        if not path.name.startswith(f"{name}_"):
-            raise UserError(f"{folder}: holds {path.name}, another dataset's: choose another --out")
-    if finished_info(folder):
-        expected = "choose another --out, or delete it to make it again"
-        raise UserError(f"{folder}: holds a finished dataset: {expected}")
+    check_folder(folder, name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / UNFINISHED_NAME).write_text("The script that prepares this folder has not finished.\n")

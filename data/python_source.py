@@ -95,9 +95,8 @@ def build(root: Path, out: Path, tokenizer: str = "bytes", val_fraction: float =
     """
     encoding = get_tokenizer(tokenizer)
     settings = {"tokenizer": encoding.name, "val_fraction": val_fraction}
-    finished = dataset.finished_info(out)
-    if finished and settings.items() <= finished.get("settings", {}).items():
-        print(f"{out}: finished before; nothing to do (delete it to rebuild it)")
+    finished = dataset.made_before(out, DATASET, settings)
+    if finished:
         return finished
     splits = split_documents(collect(root), val_fraction)
     dataset.begin_dataset(out, DATASET)

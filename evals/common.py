@@ -95,7 +95,7 @@ class EvaluatedRun:
         return trained.model, trained.step
 
     def options(self, args: argparse.Namespace) -> dict[str, Any]:
-        """What decides a result's numbers beside the model, the key "options" of the result."""
+        """What a result was asked for beside the model: its key "options"."""
         chosen = {key: value for key, value in vars(args).items() if key not in PLACES}
         return chosen | {"data": str(Path(args.data or self.config.data.dir))}
 

@@ -65,7 +65,7 @@ def write_rows(folder: Path, rows: Iterable[Row]) -> None:
 def read_table(path: Path, **options: Any) -> pandas.DataFrame:
     """A rows.csv. Raises UserError: it is none."""
     try:
-        table = pandas.read_csv(path, usecols=Row._fields, **options)
+        table = pandas.read_csv(path, usecols=Row._fields, skip_blank_lines=False, **options)
     except OSError as e:
         raise UserError(f"{path}: expected the rows.csv of a run: {e.strerror}") from None
     except ValueError as e:  # pandas' own errors are ValueErrors

@@ -42,8 +42,8 @@ def main() -> None:
     add("--vocab", type=integer(257, 65536), required=True, metavar="N", help="tokens, 257 to 65536")
     add("--out", type=Path, required=True, metavar="FILE", help="the tokenizer.json to write")
     args = parser.parse_args()
-    if not args.out.parent.is_dir() or args.out.exists():
-        parser.error(f"--out {args.out}: expected a new file in a folder that exists")
+    if not args.out.parent.is_dir():
+        parser.error(f"--out {args.out}: expected a folder that exists")
     if args.files:
         blocks = read_blocks(local_files(args.files, args.column), Cursor())
         texts = (text for block in blocks for text in block.texts)
@@ -51,6 +51,8 @@ def main() -> None:
         sources = collect(Path(sysconfig.get_path("stdlib")))
         texts = (document.text for document in split_documents(sources, VAL_SHARE)["train"])
     content = train_bpe(texts, args.vocab)
+    if args.out.exists() and args.out.read_bytes() != content.encode():
+        parser.error(f"--out {args.out}: another file has this name: expected a new one")
     write_atomically(args.out, content.encode())
     n_vocab = get_tokenizer("", content).n_vocab
     fewer = f", fewer than {args.vocab:,}: the text has no more merges" if n_vocab < args.vocab else ""

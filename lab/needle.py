@@ -76,7 +76,9 @@ def parse_args() -> argparse.Namespace:
     add("--depths", nargs="+", type=integer(0, 100), default=depths, metavar="PERCENT", help=depths_help)
     add("--question-only", action="store_true", help="ask without beginning the answer; use a --tag")
     add("--samples", type=positive_int, default=1000, metavar="N", help="of each cell (default: %(default)s)")
-    return parse_arguments(parser, "eval_needle")
+    args = parse_arguments(parser, "eval_needle")
+    args.depths = sorted({*args.depths})
+    return args
 
 
 def main() -> None:

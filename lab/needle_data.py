@@ -13,7 +13,7 @@ It is for models too small to learn to answer from SQuAD. Train on it with --ini
 import argparse
 from pathlib import Path
 
-from data.dataset import TokenStream
+from data.dataset import TokenStream, made_before
 from infra.cli import ArgumentParser, integer, positive_int, run_main
 from infra.files import exclusive_lock
 from lab.needle import Haystack, make_trial
@@ -48,13 +48,16 @@ def make_sequence(haystack: Haystack, length: int, index: int) -> Sequence:
 
 def main() -> None:
     args = parse_args()
+    settings = {"dataset": args.dataset, "sequences": args.sequences, "seq_len": args.seq_len}
+    if made_before(args.out, DATASET, settings):
+        return
     sizes = {"val": N_VAL, "train": args.sequences}
     splits: dict[str, list[Sequence]] = {}
     for split, n in sizes.items():
         stream = TokenStream(args.dataset, split)
         haystack = Haystack(stream, stream.tokenizer)
         splits[split] = [make_sequence(haystack, args.seq_len, FIRST[split] + i) for i in range(n)]
-    info = {"dataset": DATASET, "source": f"lab/needle_data.py, {args.dataset}"}
+    info = {"dataset": DATASET, "source": f"lab/needle_data.py, {args.dataset}", "settings": settings}
     with exclusive_lock(args.out):
         write_masked(args.out, info, splits, 2, haystack.tokenizer)
 

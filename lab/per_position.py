@@ -25,7 +25,7 @@ from eval_length import block_losses
 from evals import common, output
 from evals.common import Blocks, add_arguments, mean_and_stderr, parse_arguments
 from evals.output import Result
-from evals.rows import Cell, text_key
+from evals.rows import FACTORS, Cell, text_key
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world
 from model import GPT
@@ -39,13 +39,15 @@ def parse_args() -> argparse.Namespace:
     add_arguments(parser, "the longest is the window (default: 16 x the training length)", tokens=2**20)
     parts_help = "of a window (default: %(default)s)"
     parser.add_argument("--parts", type=positive_int, default=200, metavar="N", help=parts_help)
-    return parse_arguments(parser, "per_position")
+    args = parse_arguments(parser, "per_position")
+    args.lengths = args.lengths and [max(args.lengths)]
+    return args
 
 
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs, picture = common.open_runs(args, world)
+        runs, picture = common.open_runs(args, world, FACTORS[-1:])
         all_blocks = common.open_blocks(args, runs)
         length = all_blocks[0].longest
         if args.parts > length:

@@ -35,6 +35,7 @@ from random import Random
 
 import numpy as np
 
+from data.dataset import made_before
 from data.tokenizer import TOKENIZERS
 from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
 from infra.files import exclusive_lock
@@ -124,13 +125,16 @@ def make_sequence(task: str, length: int, seed: str) -> Sequence:
 # ---------------------------------------------------------------- writing
 def main() -> None:
     args = parse_args()
+    settings = {"tasks": args.tasks, "sequences": args.sequences, "seq_len": args.seq_len}
+    if made_before(args.out, DATASET, settings):
+        return
     sizes = {"val": N_VAL, "train": args.sequences}
     splits: dict[str, list[Sequence]] = {}
     for split, n in sizes.items():
         tasks = [args.tasks[i % len(args.tasks)] for i in range(n)]  # in turn
         splits[split] = [make_sequence(task, args.seq_len, f"0 {split} {i}") for i, task in enumerate(tasks)]
     info = {"dataset": DATASET, "tokenizer": "bytes", "vocab_size": VOCAB, "tasks": args.tasks}
-    info["source"] = "lab/recall_data.py, seed 0"
+    info |= {"source": "lab/recall_data.py, seed 0", "settings": settings}
     with exclusive_lock(args.out):
         write_masked(args.out, info, splits)
 

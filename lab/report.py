@@ -87,6 +87,8 @@ def main() -> None:
     folders = [run.folder.absolute().parent for run in finished]
     beside = common_folder(folders) / "report" if finished else OF_PAPERS
     out = Path(args.out or beside)
+    if not args.papers and (out / RECORDS).exists():
+        raise UserError(f"{out}: has {RECORDS}: expected --papers, or another --out")
     with exclusive_lock(out):
         if args.papers:
             finished = with_records([run for run in finished if len(run.losses)], out)
@@ -96,8 +98,6 @@ def main() -> None:
             save_figure(figure, out / file, dpi=130)
             captions[file] = caption
         path = out / "report.md"
-        if args.out and not args.papers and (out / RECORDS).exists():
-            raise UserError(f"--out {out}: has {RECORDS}: expected --papers, or another folder")
         earlier = re.findall(r"\]\(([^()/]+\.png)\)", read_text(path)) if path.exists() else []
         write_atomically(path, report_text(runs, captions).encode())
         for file in {*earlier} - {*captions}:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.dataset import begin_dataset, finish_dataset, write_split
+from data.dataset import begin_dataset, finish_dataset, made_before, write_split
 from data.documents import naming
 from data.tokenizer import Tokenizer, get_tokenizer
 from infra.cli import ArgumentParser, UserError, integer, run_main
@@ -144,6 +144,9 @@ def main() -> None:
     import datasets
 
     with exclusive_lock(args.out):
+        settings = {key: value for key, value in vars(args).items() if key != "out"}
+        if made_before(args.out, DATASET, settings):
+            return
         with naming(args.source, "; --source may also be a folder"):
             dataset = datasets.load_dataset(args.source)
         check_columns({split: rows.column_names for split, rows in dataset.items()}, args.source)
@@ -159,7 +162,7 @@ def main() -> None:
                 raise UserError(f"{args.source}: {split}: no question fits --seq-len {args.seq_len}")
             print(f"{split:6} {n:,} questions in {args.seq_len} tokens each, {n_longer:,} were longer")
         # The zeros after an end-of-text are a document, too.
-        info = {"dataset": DATASET, "source": args.source}
+        info = {"dataset": DATASET, "source": args.source, "settings": settings}
         info |= {"shortened": args.shorten, "answer_only": args.answer_only}
         write_masked(args.out, info, splits, 2, tokenizer)
 

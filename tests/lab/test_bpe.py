@@ -24,9 +24,15 @@ def test_files_become_a_tokeniser(tmp_path: Path, call: Callable[..., None]) -> 
 
 
 def test_a_lost_place_is_named_before_the_training(tmp_path: Path, call: Callable[..., None]) -> None:
-    taken = tmp_path / "README.md"
-    taken.write_text("mine")
-    for out in (tmp_path / "no" / "bpe.json", taken):
-        with one_line("--out", "expected a new file in a folder that exists"):
-            call(bpe, "--vocab", 300, "--out", out)
-    assert taken.read_text() == "mine"
+    with one_line("--out", "expected a folder that exists"):
+        call(bpe, "--vocab", 300, "--out", tmp_path / "no" / "bpe.json")
+
+
+def test_another_file_is_spared(tmp_path: Path, call: Callable[..., None]) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("to be or not to be")
+    with one_line("another file has this name"):
+        call(bpe, "--files", text, "--vocab", 260, "--out", text)
+    assert text.read_text() == "to be or not to be"
+    for _ in range(2):  # the same file again is none
+        call(bpe, "--files", text, "--vocab", 260, "--out", tmp_path / "bpe.json")

@@ -134,6 +134,7 @@ def test_reports_of_another_kind_are_spared(tmp_path: Path, tiny_config: Path, c
     (tmp_path / report.RECORDS).touch()
     with one_line(tmp_path, "expected --papers"):
         call(report, finished_run(tiny_config), "--out", tmp_path)
+    assert not [*tmp_path.glob("*.png")]
     assert mine.read_text() == "mine"
 
 

@@ -97,15 +97,19 @@ def test_shorten_keeps_the_answer_at_its_share_of_the_context(place: int) -> Non
 def test_mistakes_leave_a_finished_dataset(
     folder: Path, source: Path, tmp_path: Path, prepare: Callable[..., None], call: Callable[..., None]
 ) -> None:
+    new = tmp_path / "new"
     with pytest.raises(UserError, match="none: cannot be read: .*; --source may also be a folder"):
-        prepare("--source", tmp_path / "none", "--out", folder)
+        prepare("--source", tmp_path / "none", "--out", new)
     with pytest.raises(UserError, match="val: no question fits --seq-len 9"):
-        prepare("--source", source, "--seq-len", 9, "--out", folder)
+        prepare("--source", source, "--seq-len", 9, "--out", new)
     with pytest.raises(UserError, match="--seq-len: '1000.*': expected an integer, at least 2, at most"):
-        prepare("--source", source, "--seq-len", 10**20, "--out", folder)
+        prepare("--source", source, "--seq-len", 10**20, "--out", new)
     (source / "validation.jsonl").rename(tmp_path / "validation.jsonl")
     with pytest.raises(UserError, match="found .*'train'.*: expected context in validation"):
-        prepare("--source", source, "--out", folder)
+        prepare("--source", source, "--out", new)
+    assert not new.exists()
+    with pytest.raises(UserError, match="holds a finished dataset of other settings"):
+        prepare("--source", source, "--seq-len", 9, "--out", folder)
     with pytest.raises(UserError, match="holds squad_.*, another dataset's: choose another --out"):
         call(recall_data, "--sequences", "8", "--out", folder)
     assert TokenStream(folder, "train").mask is not None
@@ -120,6 +124,7 @@ def test_a_smaller_dataset_replaces_a_larger_one(
         call(recall_data, "--sequences", n, "--out", tmp_path)
         with one_line(tmp_path, "holds a finished dataset"):
             call(recall_data, "--sequences", 128, "--out", tmp_path)
+        call(recall_data, "--sequences", n, "--out", tmp_path)  # made before
         assert TokenStream(tmp_path, "train").n_tokens == 64 * n
         check_dataset(tmp_path)
         (tmp_path / "dataset.json").unlink()
