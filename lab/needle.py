@@ -99,8 +99,7 @@ def main() -> None:
                 scores = score(model, haystacks[i], length, depth, args, world)
                 cells.append({"length": length, "depth": depth, **summarise(scores, model, depth)})
             task = {"samples": args.samples, "seed": 0, "lengths": lengths, "depths": args.depths}
-            task |= {"question_only": args.question_only, "cells": cells}
-            summary = {"haystack": str(haystacks[i].stream.folder), **task}
+            summary = {"haystack": str(haystacks[i].stream.folder), **task, "cells": cells}
             question = ", question only" if args.question_only else ""
             text = f"seed 0, {args.samples} samples{question}"
             return summary, text, measured_shares(cells)
