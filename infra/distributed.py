@@ -1,5 +1,7 @@
 """This process among those that torchrun started, or alone, and the signals that ask it to stop."""
 
+import atexit
+import gc
 import os
 import signal
 import time
@@ -11,6 +13,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # noqa: F401. Imported later, by DDP, its functions keep the group as a default
 from torch import Tensor
 
 from infra.cli import UserError
@@ -19,7 +22,7 @@ from infra.cli import UserError
 PEER_EXITED = ("Connection closed by peer", "Connection reset by peer", "connectFullMesh failed",
                "Timed out waiting", "ncclRemoteError", "remote process exited")  # fmt: skip
 TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may evaluate or write for long
-_KEPT_GROUPS: list[Any] = []  # process groups kept until the interpreter exits (see `join_world`)
+_KEPT_GROUPS: list[Any] = []  # process groups kept until `_free_groups` (see `join_world`)
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,13 @@ def join_world(device: str) -> Iterator[World]:
             # wait for gloo's threads, which need the GIL to free the tensors of the last collective.
             _KEPT_GROUPS.append(dist.group.WORLD)
             dist.destroy_process_group()
+
+
+@atexit.register
+def _free_groups() -> None:
+    """End gloo's threads: one that asks for the GIL while the interpreter shuts down aborts the process."""
+    gc.collect()  # DDP's reducers
+    _KEPT_GROUPS.clear()  # the last reference of a group: it waits without the GIL
 
 
 class StopSignals:

@@ -1,0 +1,53 @@
+"""The end of a process of several: gloo's threads end before the interpreter does."""
+
+import os
+import socket
+import subprocess
+import sys
+
+from launch import ROOT
+
+# The reducer of a DDP model, kept by a cycle, holds its process group too.
+TWO_RANKS = """
+import atexit
+from pathlib import Path
+
+@atexit.register  # before those of the import: it is called after them
+def print_threads():
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    print([name for name in names if "gloo" in name], flush=True)
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from infra.distributed import join_world
+
+def main():
+    with join_world("cpu") as world:
+        model = DistributedDataParallel(torch.nn.Linear(2, 1))
+        model.cycle = [model]
+        model(torch.ones(3, 2)).sum().backward()
+        world.gather_objects("text")
+        print_threads()
+
+main()
+"""
+
+
+def test_no_thread_of_gloo_is_left_at_exit():
+    """One that frees a tensor later asks a closing interpreter for the GIL, which aborts the process."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    world = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_RANKS], cwd=ROOT, env=world | {"RANK": rank},
+            stdout=subprocess.PIPE, text=True,
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    for rank in ranks:
+        stdout, _ = rank.communicate(timeout=120)
+        in_world, at_exit = stdout.splitlines()
+        assert "gloo" in in_world
+        assert at_exit == "[]"
+        assert rank.returncode == 0
