@@ -109,8 +109,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive_int, default=3)
     parser.add_argument("--batches", type=positive_int, default=2000, help="to read (%(default)s)")
     args = parser.parse_args()
-    if not args.parquet.is_file():
-        raise UserError(f"{args.parquet}: no such file")
+    try:
+        columns = pq.read_schema(args.parquet).names
+    except (OSError, pa.ArrowInvalid) as e:
+        raise UserError(f"{args.parquet}: expected a parquet file: {str(e).splitlines()[0]}") from None
+    if "text" not in columns:
+        raise UserError(f"{args.parquet}: has {', '.join(columns)}: expected a column named text")
     with tempfile.TemporaryDirectory() as folder:
         writing(args.parquet, args.tokens, args.rounds, Path(folder))
         reading(args.batches, Path(folder))

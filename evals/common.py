@@ -20,7 +20,7 @@ from tqdm import tqdm
 from data.batches import val_windows
 from data.dataset import TokenStream
 from evals.output import Result, check_figure, format_rope
-from evals.rows import FACTORS, Cell, Row, write_rows
+from evals.rows import FACTORS, FILE, Cell, Row, read_table, write_rows
 from infra.cli import ArgumentParser, UserError, positive_int
 from infra.distributed import World
 from infra.files import read_json, write_json
@@ -138,8 +138,8 @@ def open_runs(
     Folders without a checkpoint, such as lab.report's, are skipped with a line, unless all are.
     `args.lengths` become those given, else `factors` times each run's training length, ascending.
     Returns: The runs, and the path of the figure with all of them. None: a single run already has its own.
-    Raises UserError: a source does not load or is given twice, its folder cannot be written or has a result
-    of other options.
+    Raises UserError: a source does not load or is given twice, its folder cannot be written, or has a result
+    of other options or a damaged rows.csv.
     """
     runs: list[EvaluatedRun] = []
     sources = [Path(source) for source in args.runs]
@@ -155,6 +155,9 @@ def open_runs(
         if any(label == run.label for run in runs):
             label = str(source)
         config, tokenizer = read_config(source)
+        rows = output.parent / FILE
+        if rows.exists():
+            read_table(rows)  # before the work: the new rows are added to it
         if not os.access(output.parent, os.W_OK):
             raise UserError(f"{output.parent}: cannot be written; the results go there")
         runs.append(EvaluatedRun(source, label, config, tokenizer, output))

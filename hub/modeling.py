@@ -85,6 +85,7 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: NormaliserGPTConfig) -> None:
         super().__init__(config)
+        RopeScaling(config.rope, config.rope_base)  # type: ignore[arg-type]  # raises before the first forward
         self.gpt = GPT(config_from_dict(config.gpt or {}, "config.json"))
         self.engine_chosen_for: tuple[torch.device, torch.dtype] | None = None
         # The output layer, and SSMax's p_n: one vector for all layers.

@@ -36,11 +36,13 @@ def share_batch(config: TrainConfig, n_processes: int) -> tuple[int, int]:
     """
     n_seq = config.batch_tokens // config.seq_len
     per_process = n_seq // n_processes
-    micro = min(config.micro_batch, per_process)
-    if n_seq % (n_processes * max(1, micro)):
-        shares = f"by {n_processes} processes in micro-batches of train.micro_batch = {micro}"
-        problem = f"{n_seq} sequences cannot be shared {shares}"
+    if n_seq % n_processes:
+        problem = f"{n_seq} sequences cannot be shared by {n_processes} processes"
         raise UserError(f"train.batch_tokens = {config.batch_tokens}: {problem}")
+    micro = min(config.micro_batch, per_process)
+    if per_process % micro:
+        expected = f"expected a divisor of the {per_process} sequences of each of {n_processes} processes"
+        raise UserError(f"train.micro_batch = {micro}: {expected}")
     return micro, per_process
 
 

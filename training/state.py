@@ -164,9 +164,12 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     Returns: The summary for the log: what is copied, new, dropped and changed.
     Raises UserError: nothing there, an unfinished run, another tokeniser, or a parameter of another shape.
     """
-    path, content = load_source(source)
-    old = config_from_dict(content["config"], str(path))
     prefix = f"init_from = {str(source)!r}"
+    try:
+        path, content = load_source(source)
+    except UserError as e:
+        raise UserError(f"{prefix}: {e}") from None
+    old = config_from_dict(content["config"], str(path))
     if Path(source).is_dir() and 0 < content["step"] < old.train.max_steps:  # 0: of lab.import_
         raise UserError(f"{prefix}: expected a finished run, or a checkpoint file: {path}")
     trained_on = content["data"]["tokenizer"]

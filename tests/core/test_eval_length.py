@@ -306,6 +306,14 @@ def test_a_finished_run_is_written_before_the_next_fails(tmp_path, data, evaluat
     assert not (b / "eval_length.json").exists()
 
 
+def test_a_foreign_table_stops_before_the_work(tmp_path, data, evaluate):
+    a, b = (make_run(tmp_path / "runs", name, data) for name in "ab")
+    (b / "rows.csv").write_text("x,y\n1,2\n")
+    with one_line("b/rows.csv: expected the rows.csv of a run"):
+        evaluate(a, b)
+    assert not (a / "eval_length.json").exists()
+
+
 def test_several_runs_defaults_and_rejected_lengths(tmp_path, data, call, capsys):
     runs = tmp_path / "runs"
     a = make_run(runs, "a", data)

@@ -174,7 +174,7 @@ def test_init_from_starts_a_run_that_resumes_by_itself(folder, softmax_runs):
     [
         (True, {"model__n_embd": "64"}, r"embedding.weight: .*\[128, 32\].*\[128, 64\].*n_embd 32 -> 64"),
         (True, {"model__mlp_hidden": "8"}, r"blocks.0.mlp.up.weight: .*model.mlp_hidden \w+ -> 8"),
-        (True, {"init_from": "nowhere"}, "nowhere: no such run folder or checkpoint"),
+        (True, {"init_from": "nowhere"}, "init_from = 'nowhere': nowhere: no such run folder or checkpoint"),
         (False, {"model__tie_embeddings": "true"}, "lm_head.weight is tied to the embedding here, not there"),
     ],
 )

@@ -55,6 +55,14 @@ def test_a_cache_keeps_every_bit_of_the_signals(dtype):
     assert all(map(torch.equal, got, (k, v, signals)))
 
 
+def test_an_unknown_scaling_stops_before_the_weights():
+    pytest.importorskip("transformers")
+    from hub.modeling import NormaliserGPTConfig, NormaliserGPTForCausalLM
+
+    with pytest.raises(UserError, match="RoPE scaling 'foo': expected one of none, ntk"):
+        NormaliserGPTForCausalLM(NormaliserGPTConfig(rope="foo"))
+
+
 def spaced_bpe(*before: Any) -> str:
     """tokenizer.json of a BPE in which the first word of a text begins with a space, as Llama's has.
 
