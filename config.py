@@ -129,9 +129,9 @@ def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def same_run(first: Config, second: Config, *other: str) -> bool:
-    """Whether the configs differ only in `other` and in keys that do not affect the loss curve."""
-    return all(resume_rule(key) == "free" for key in changed_keys(first, second).keys() - {*other})
+def same_run(first: Config, second: Config) -> bool:
+    """Whether the configs differ only in keys that do not affect the loss curve."""
+    return all(resume_rule(key) == "free" for key in changed_keys(first, second))
 
 
 def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespace]:

@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor, nn
 
-from config import parse_command_line, same_run
+from config import changed_keys, parse_command_line
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import join_world
 from infra.files import exclusive_lock
@@ -70,7 +70,9 @@ def start_or_resume(state: TrainState) -> RunLog:
         init_summary = init_from_run(state.raw_model, config.init_from, state.data_info["tokenizer"])
     if not state.world.agree([state.step, init_summary[:-1]]):  # the last line may name data.dir
         raise UserError(f"{config.run_dir}: the processes see different checkpoints; expected one folder")
-    is_same = all(same_run(other, config, "data.dir") for other in state.world.gather_objects(config))
+    others = state.world.gather_objects(config)
+    changed = {key for other in others for key in changed_keys(other, config)}
+    is_same = all(key == "data.dir" or key.startswith("log.") for key in changed)
     if not is_same or not state.world.agree(state.data_info):
         raise UserError(f"{config.run_dir}: the processes have different configs or data; expected one run")
     if state.world.is_main:
@@ -117,11 +119,11 @@ def train(state: TrainState, log: RunLog) -> None:
             if val_due or save_due:
                 gc.collect()
                 log.restart_clock()
-    if stopped:
-        at = f"step {state.step} of {config.max_steps}"
-        log.close(f"stopped by {stopped} after {at}, saved: the same command resumes the run")
-    else:
-        log.close(f"finished in {format_duration(time.monotonic() - began)}: {state.config.run_dir}")
+        if stopped:
+            at = f"step {state.step} of {config.max_steps}"
+            log.close(f"stopped by {stopped} after {at}, saved: the same command resumes the run")
+        else:
+            log.close(f"finished in {format_duration(time.monotonic() - began)}: {state.config.run_dir}")
 
 
 def train_step(state: TrainState, log: RunLog) -> str | None:
@@ -214,6 +216,7 @@ def save(state: TrainState) -> None:
     checkpoint = state.to_checkpoint()  # on every rank: a collective
     if state.world.is_main:
         save_checkpoint(state.config.run_dir, checkpoint, config.keep_last, config.keep_every)
+    state.world.gather_objects(None)  # a process that ended before could take this one's launcher down
 
 
 if __name__ == "__main__":

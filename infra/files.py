@@ -133,26 +133,34 @@ def read_jsonl(path: Path) -> list[Any]:
 
 @contextmanager
 def exclusive_lock(folder: Path) -> Iterator[None]:
-    """Make the folder and lock it, where its file system can. Left empty, it is removed.
+    """Make the folder and lock `.lock` in it, where its file system can. Left empty, the folder is removed.
 
-    Raises UserError: another process holds the lock, or the folder cannot be made.
+    The lock is a file's, since NFS passes no lock of a folder on to other machines.
+    Raises UserError: another process holds the lock, or the folder cannot be made or written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError as e:
-        raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system on exit or kill
-    except BlockingIOError:
-        os.close(descriptor)
-        raise UserError(f"{folder}: another process is writing there") from None
-    except OSError:  # a file system without locks
-        pass
+    path = folder / ".lock"
+    is_removed = True
+    while is_removed:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as e:
+            raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system on exit or kill
+        except BlockingIOError:
+            os.close(descriptor)
+            raise UserError(f"{folder}: another process is writing there") from None
+        except OSError:  # a file system without locks
+            pass
+        is_removed = os.fstat(descriptor).st_nlink == 0  # by its last holder, after it was opened here
+        if is_removed:
+            os.close(descriptor)
     try:
         yield
     finally:
         with suppress(OSError):
+            path.unlink()
             folder.rmdir()
         os.close(descriptor)
 

@@ -5,6 +5,7 @@ A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of it
 loading one runs no code, except that of a file that its normaliser names (normalisers/own.py).
 """
 
+import errno
 import os
 import shutil
 import sys
@@ -30,20 +31,24 @@ CONTENT = {"step", "config", "model", "optimizers", "guard", "rng", "data"}
 def save_checkpoint(run_dir: Path, state: dict[str, Any], keep_last: int, keep_every: int = 0) -> None:
     """Write `checkpoints/step_<step>.pt`, whole or not at all, and delete old ones.
 
-    Raises UserError: it cannot be written. Existing checkpoints are unchanged then.
+    Raises UserError: it cannot be written. Existing checkpoints are unchanged then. Old ones that cannot be
+    deleted are reported on stderr.
     """
     path = run_dir / "checkpoints" / f"step_{state['step']:06d}.pt"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as f:
             torch.save({"format": FORMAT, **state}, f)
-        older = [old for old in find_checkpoints(run_dir) if step_of(old) < state["step"]]
-        for old in older[keep_last - 1 :]:
-            if not keep_every or step_of(old) % keep_every:
-                old.unlink()
     except (OSError, RuntimeError) as e:  # RuntimeError: a full disk, in torch's zip writer
         free = f" ({shutil.disk_usage(run_dir).free:,} bytes are free)" if isinstance(e, RuntimeError) else ""
         raise UserError(f"{path}: the checkpoint could not be written: {e}{free}") from None
+    older = [old for old in find_checkpoints(run_dir) if step_of(old) < state["step"]]
+    try:
+        for old in older[keep_last - 1 :]:
+            if not keep_every or step_of(old) % keep_every:
+                old.unlink(missing_ok=True)
+    except OSError as e:
+        print(f"warning: {e}: an old checkpoint stays", file=sys.stderr, flush=True)
 
 
 def remove_partial(run_dir: Path) -> None:
@@ -65,7 +70,8 @@ def find_checkpoints(run_dir: Path) -> list[Path]:
 def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
     """Read one checkpoint file into host memory; lazily: map it, without a look at its checksums.
 
-    Raises UserError: absent, damaged, or not a checkpoint of this format.
+    Raises UserError: absent, damaged, or not a checkpoint of this format. OSError, MemoryError: it
+    cannot be read, but may be whole.
     """
     if path.exists() and (not path.is_file() or path.suffix == ".toml"):
         raise UserError(f"{path}: expected a run folder or a checkpoint file")
@@ -76,7 +82,11 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except FileNotFoundError:
         raise UserError(f"{path}: no such run folder or checkpoint") from None
+    except MemoryError:  # it may be whole
+        raise
     except Exception as e:  # which one depends on the damage
+        if isinstance(e, OSError) and e.errno != errno.EINVAL:  # that is a seek's in a damaged file
+            raise OSError(e.errno, e.strerror, str(path)) from None
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise UserError(f"{path}: damaged or unreadable checkpoint ({reason})") from None
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
@@ -89,7 +99,8 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
 def load_newest(run_dir: Path, lazily: bool = False) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that loads, or None without any. Damaged ones are reported on stderr.
 
-    Raises UserError: there are checkpoints, but none loads.
+    Raises UserError: there are checkpoints, but none loads. OSError, MemoryError: one cannot be read, but may
+    be whole. An older one in its place would lose steps.
     """
     paths = find_checkpoints(run_dir)
     for path in paths:

@@ -1,5 +1,6 @@
 """Damaged files, odd paths and absurd numbers: one line, at once, and nothing is lost."""
 
+import fcntl
 import os
 import sys
 from collections.abc import Callable
@@ -100,6 +101,40 @@ def test_a_second_sweep_says_which_folder_is_held(
             call(sweep, four_runs, "--index", 0)
         last = capsys.readouterr().out.splitlines()[-1]
         assert f"{held}: another process is writing there" in last
+
+
+def test_a_lock_is_a_file_and_leaves_none(tmp_path: Path):
+    """NFS passes no lock of a folder on to other machines."""
+    folder = tmp_path / "run"
+    with exclusive_lock(folder), (folder / ".lock").open("ab") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / ".lock").touch()  # of a killed process
+    (folder / "config.toml").touch()
+    with exclusive_lock(folder):
+        pass
+    assert [path.name for path in folder.iterdir()] == ["config.toml"]
+
+
+def test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Else the next process would lock another file and work beside this one."""
+    flock, folder = fcntl.flock, tmp_path / "run"
+    opened: list[int] = []
+
+    def late(descriptor: int, operation: int) -> None:
+        if not opened:  # the holder ends between this process's open and its lock
+            (folder / ".lock").unlink()
+            folder.rmdir()
+        opened.append(descriptor)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with exclusive_lock(folder):
+        assert os.path.samestat(os.fstat(opened[-1]), (folder / ".lock").stat())
+    assert len(opened) == 2
 
 
 def test_writers_of_one_file_at_the_same_time(tmp_path: Path):

@@ -30,6 +30,35 @@ def test_an_array_task_saves_and_requeues(tmp_path: Path):
     assert (tmp_path / "saved").exists() and (tmp_path / "requeued").read_text() == "requeue 77_4\n"
 
 
+@pytest.mark.parametrize(
+    ("signal", "preempted", "requeued"),
+    [("SIGUSR1", "None", True), ("SIGTERM", "2026-11-27T09:00:00", True), ("SIGTERM", "None", False)],
+)
+def test_a_training_that_saved_is_requeued(tmp_path: Path, signal: str, preempted: str, requeued: bool):
+    """But for scancel's SIGTERM."""
+    stubs = {
+        "python": f'echo "rank $RANK"; echo "stopped by {signal} after step 3" >&2',
+        "srun": 'while [[ $1 = --* ]]; do shift; done; SLURM_PROCID=0 SLURM_LOCALID=0 exec "$@"',
+        "scontrol": f"""case $1 in
+            requeue) echo "$@" > requeued ;;
+            show) echo "PreemptEligibleTime=2026-11-27T08:00:00 PreemptTime={preempted}" ;;
+        esac""",
+    }
+    for name, body in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"}
+    env |= {"SLURM_NTASKS": "8", "SLURM_NNODES": "1", "SLURM_CPUS_PER_TASK": "1"}
+    env |= {"PYTHON": "./python", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", str(ROOT / "slurm/train.sbatch"), "a.toml"]
+    log = tmp_path / "log"
+    log.write_text("of the start before\n")
+    with log.open("a") as output:
+        subprocess.run(command, env=env, check=True, stdout=output, stderr=output)
+    assert log.read_text() == f"of the start before\nrank 0\nstopped by {signal} after step 3\n"
+    assert (tmp_path / "requeued").exists() == requeued
+
+
 @pytest.mark.parametrize("script", ["train", "sweep"])
 def test_scripts_parse(script: str):
     subprocess.run(["bash", "-n", str(ROOT / f"slurm/{script}.sbatch")], check=True)

@@ -1,6 +1,8 @@
 """Checkpoint files: complete or absent, found when damaged, pruned."""
 
+import errno
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,41 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_used(
     previous.unlink()
     with pytest.raises(UserError, match="none of the 1 checkpoints loads"):
         load_newest(folder)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "Stale file handle"), MemoryError()])
+def test_a_checkpoint_that_cannot_be_read_now_stops_the_start(
+    error: Exception, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It may be whole: an older one in its place would take the later lines of metrics.jsonl away."""
+    folder = run(tiny_config)
+    expected = curve(folder)
+
+    def unread(path: Path, *_: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(zipfile, "ZipFile", unread)
+        run(tiny_config)
+    assert curve(folder) == expected
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_stays(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    unlink = Path.unlink
+
+    def undeletable(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".pt":
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        unlink(path, missing_ok)
+
+    flags = ["--train.keep-last", "1", "--train.val-every", "100"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", undeletable)
+        folder = run(tiny_config, *flags)
+    assert [path.stem for path in find_checkpoints(folder)][-1] == "step_000003"
+    assert "step_000003.pt': an old checkpoint stays" in capsys.readouterr().err
 
 
 def test_a_failed_write_ends_the_run_with_the_reason(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):

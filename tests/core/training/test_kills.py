@@ -121,6 +121,47 @@ def test_a_signal_to_one_of_two_processes_stops_both(tiny_config: Path):
     assert load_checkpoint(find_checkpoints(folder)[0])["step"] == curve(folder)[-1][0]
 
 
+@pytest.mark.parametrize("status", ["stopped by SIGUSR1", "finished in"])
+def test_a_signal_after_the_last_step_changes_nothing(
+    status: str, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As a second one, or one that a slower machine gets while another saves."""
+    close = RunLog.close
+
+    def late(log: RunLog, line: str) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        close(log, line)
+
+    def early(state: TrainState, log: RunLog) -> str | None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return step(state, log)
+
+    step = train.train_step
+    monkeypatch.setattr(RunLog, "close", late)
+    if "stopped" in status:
+        monkeypatch.setattr(train, "train_step", early)
+    process = Forked(train.main, tiny_config)
+    assert status in process.communicate()[0]
+    assert process.returncode == 0
+
+
+def test_a_rank_waits_for_the_checkpoint(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+    """One that ended before would let its launcher kill the rank that writes."""
+    write, save = train.save_checkpoint, train.save
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.3)
+        write(*args)
+
+    def checked(state: TrainState) -> None:
+        save(state)
+        assert (state.config.run_dir / f"checkpoints/step_{state.step:06d}.pt").exists()
+
+    monkeypatch.setattr(train, "save_checkpoint", slow)
+    monkeypatch.setattr(train, "save", checked)
+    finish(fork_ranks(train.main, tiny_config))
+
+
 def test_a_run_without_steps_is_validated_once(tiny_config: Path):
     flags = ["--name", "still", "--init-from", str(run(tiny_config)), "--train.max-steps", "0"]
     flags += ["--optimizer.warmup-steps", "0"]
