@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # noqa: F401. Imported later, by DDP, its functions keep the group as a default
+import torch.distributed.nn  # imported later, by DDP, its functions keep the group as a default
 from torch import Tensor
 
 from infra.cli import UserError
@@ -21,6 +21,7 @@ from infra.cli import UserError
 # Parts of gloo's and NCCL's messages when a peer process has exited.
 PEER_EXITED = ("Connection closed by peer", "Connection reset by peer", "connectFullMesh failed",
                "Timed out waiting", "ncclRemoteError", "remote process exited")  # fmt: skip
+NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun's switch: a new store for each of its restarts
 TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may evaluate or write for long
 _KEPT_GROUPS: list[Any] = []  # process groups kept until `_free_groups` (see `join_world`)
 
@@ -81,6 +82,26 @@ def choose_device(device: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
+def open_store() -> dist.Store:
+    """torchrun's store, with keys of this start alone.
+
+    torchrun keeps one store over its restarts (PyTorch issue 135712). Without keys of its own a start
+    connects to addresses of the processes before it. The number of restarts tells starts apart on one
+    machine. Several machines count them differently.
+
+    Raises UserError: restarts on several machines that share one store.
+    """
+    n_machines = os.environ.get("GROUP_WORLD_SIZE", "1")
+    max_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    has_new_stores = os.environ.get(NEW_STORES) == "1"
+    if n_machines != "1" and max_restarts != "0" and not has_new_stores:
+        problem = f"torchrun --max-restarts={max_restarts} on {n_machines} machines"
+        raise UserError(f"{problem}: expected the environment variable {NEW_STORES}=1 on each")
+    store: dist.Store = next(dist.rendezvous("env://"))[0]
+    start = f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    return store if has_new_stores else dist.PrefixStore(start, store)
+
+
 @contextmanager
 def join_world(device: str) -> Iterator[World]:
     """Join the processes that torchrun started, if it did, for the duration of a with block.
@@ -97,13 +118,9 @@ def join_world(device: str) -> Iterator[World]:
     failed = True
     try:
         if size > 1:
-            # torchrun keeps one store over its restarts (PyTorch issue 135712). Each start needs keys of its
-            # own, or it connects to addresses of the processes before it.
-            store, rank, _ = next(dist.rendezvous("env://"))
-            own_keys = dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             backend = "nccl" if use_cuda else "gloo"
             dist.init_process_group(
-                backend, store=own_keys, rank=rank, world_size=size, timeout=TIMEOUT,
+                backend, store=open_store(), rank=int(os.environ["RANK"]), world_size=size, timeout=TIMEOUT,
                 device_id=own_device if use_cuda else None,
             )  # fmt: skip
         yield World(int(os.environ.get("RANK", 0)), size, own_device)

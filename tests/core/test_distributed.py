@@ -1,11 +1,15 @@
-"""The end of a process of several: gloo's threads end before the interpreter does."""
+"""Several processes: how they find one another after a restart, and how they end."""
 
 import os
 import socket
 import subprocess
 import sys
 
+import pytest
 from launch import ROOT
+
+from infra.cli import UserError
+from infra.distributed import join_world
 
 # The reducer of a DDP model, kept by a cycle, holds its process group too.
 TWO_RANKS = """
@@ -31,6 +35,19 @@ def main():
 
 main()
 """
+
+
+def test_restarts_of_several_machines_need_new_stores(monkeypatch: pytest.MonkeyPatch):
+    """Their agents count restarts differently, so processes of one start would look for other keys."""
+    for name, value in {
+        "WORLD_SIZE": "16",
+        "GROUP_WORLD_SIZE": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+    }.items():
+        monkeypatch.setenv(name, value)
+    expected = "--max-restarts=3 on 2 machines: expected .* TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each"
+    with pytest.raises(UserError, match=expected), join_world("cpu"):
+        pass
 
 
 def test_no_thread_of_gloo_is_left_at_exit():
