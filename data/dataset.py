@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, Field
 
-from data.shards import SHARD_NAME, ShardWriter, check_vocabulary, open_shard, release_pages
+from data.shards import SHARD_NAME, ShardWriter, allow_open_files, check_vocabulary, open_shard, release_pages
 from data.tokenizer import FILE_NAME, FileTokenizer, Tokenizer, file_identity, get_tokenizer
 from infra.cli import UserError
 from infra.files import check_shape, fingerprint, read_json, read_text, write_atomically, write_json
@@ -185,6 +185,7 @@ class TokenStream:
     paths, shards: the files and their tokens, (n,) uint16, mapped. eot: before each document.
     mask: the stream of its mask, or None.
     Raises UserError: no folder; no shards; a missing, foreign or damaged one; a mask of another length.
+    OSError: a shard cannot be read.
     """
 
     def __init__(self, folder: str | Path, split: str) -> None:
@@ -195,6 +196,7 @@ class TokenStream:
         eot = self.info.get("eot")
         self.eot: int = self.vocab_size - 1 if eot is None else eot
         self.paths = find_shards(self.folder, split)
+        allow_open_files()
         self.shards = [open_shard(path, self.vocab_size) for path in self.paths]
         # Python ints: as numpy int32 their sum overflows at 103 shards of 10^8.
         self._starts = list(accumulate(map(len, self.shards), initial=0))

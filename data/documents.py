@@ -1,6 +1,7 @@
 """Where documents come from: the rows of local files or of a dataset on the hub, as text, in a fixed order.
 
-`datasets` reads parquet and the hub as streams of Arrow tables. Memory is bounded by a row group.
+`datasets` reads parquet and the hub as streams of Arrow tables. Memory is bounded by
+a file's texts.
 """
 
 import glob
@@ -37,6 +38,7 @@ class Source(NamedTuple):
 
     description: str  # one line for dataset.json
     settings: dict[str, Any]  # the options that identify the source
+    paths: list[Path]  # the local files, or the folder of them; empty for the hub
     files: list[str]  # a hash of each local file; empty for the hub, where a commit identifies them
     open: Callable[[], list[Input]]
 
@@ -170,12 +172,14 @@ def local_files(patterns: list[str], column: str, shuffle: int | None = None) ->
         if not suffixes or not os.path.isfile(file):
             raise UserError(f"{file}: expected a file that ends in {', '.join(READERS)}")
         inputs.append(Input(file, partial(READERS[suffixes[0]], file, column)))
-    description = f"local files ({len(files)}): {', '.join(map(os.path.basename, files))}"
-    hashes = [fingerprint(Path(file)) for file in files]
+    listed = os.fsencode(", ".join(map(os.path.basename, files))).decode("utf-8", "replace")
+    description = f"local files ({len(files)}): {listed}"
     if shuffle is not None:
         description += f", shuffled by seed {shuffle}"
         inputs = [Input("", partial(_shuffled_texts, inputs, shuffle))]
-    return Source(description, {"column": column, "shuffle": shuffle}, hashes, lambda: inputs)
+    own_paths = [Path(file) for file in files]
+    hashes = [fingerprint(path) for path in own_paths]
+    return Source(description, {"column": column, "shuffle": shuffle}, own_paths, hashes, lambda: inputs)
 
 
 def hub_dataset(
@@ -187,10 +191,9 @@ def hub_dataset(
     """
     from huggingface_hub import HfApi
 
-    hashes: list[str] = []
-    if Path(repo).is_dir():
-        hashes = [fingerprint(path) for path in sorted(Path(repo).rglob("*")) if path.is_file()]
-    elif commit is None:
+    paths = [Path(repo)] if Path(repo).is_dir() else []
+    hashes = [fingerprint(path) for folder in paths for path in sorted(folder.rglob("*")) if path.is_file()]
+    if not paths and commit is None:
         with naming(f"{repo} at {revision}"):
             commit = HfApi().dataset_info(repo, revision=revision, timeout=10).sha
 
@@ -202,7 +205,7 @@ def hub_dataset(
 
     settings = {"repo": repo, "name": name, "split": split, "column": column, "revision": revision}
     description = " ".join(filter(None, (repo, name, split, commit and f"at commit {commit}")))
-    return Source(description, settings | {"commit": commit}, hashes, open_inputs)
+    return Source(description, settings | {"commit": commit}, paths, hashes, open_inputs)
 
 
 @contextmanager

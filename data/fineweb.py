@@ -167,6 +167,10 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
     encoding = get_tokenizer(options["tokenizer"])
     identity = options | {"tokenizer": encoding.name} | source.settings
     header = {"source": source.description, "options": identity, "files": source.files}
+    folder = out.resolve()
+    for path in map(Path.resolve, source.paths):
+        if path.is_relative_to(folder) or folder.is_relative_to(path):
+            raise UserError(f"--out {out}: expected another folder than the input's, {path}")
     with exclusive_lock(out):
         begun, shards = read_manifest(out)
         if shards:

@@ -9,7 +9,9 @@ import hashlib
 import mmap
 import os
 import re
+import resource
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +110,7 @@ def open_shard(path: Path, vocab_size: int = 65536) -> np.memmap:
 
     Checked are magic, version, the exact size, and that 256 tokens, spread evenly from the first to the last,
     are below `vocab_size`, as any is below 65536. Raises UserError, naming the file, what it has and what was
-    expected.
+    expected; OSError: it cannot be read, but may be whole.
     """
     try:
         with open(path, "rb") as f:
@@ -123,12 +125,19 @@ def open_shard(path: Path, vocab_size: int = 65536) -> np.memmap:
         if n_tokens < 1 or size != expected:
             raise UserError(f"{path}: {size} bytes: expected {expected} for the header's {n_tokens} tokens")
         tokens = np.memmap(path, TOKEN, "r", HEADER_BYTES)
-    except OSError as e:
+    except (FileNotFoundError, IsADirectoryError) as e:
         raise UserError(f"{path}: cannot be read as a shard: {e.strerror}") from None
     positions = np.linspace(0, len(tokens) - 1, min(len(tokens), N_SAMPLED)).astype(np.int64)
     check_vocabulary(path, tokens[positions], vocab_size)
     release_pages(tokens)
     return tokens
+
+
+def allow_open_files() -> None:
+    """Raise the limit of open files, often 1,024, to the highest allowed. A mapped shard is one."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):  # macOS has a lower limit than the one that it names
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def check_vocabulary(path: Path, tokens: np.ndarray, vocab_size: int) -> None:

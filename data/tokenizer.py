@@ -32,6 +32,10 @@ class FileTokenizer:
             self.inner = Tokenizer.from_str(content)
         except Exception as e:  # the library raises no other
             raise UserError(f"{where}: expected a tokenizer.json of the tokenizers library: {e}") from None
+        if getattr(self.inner.model, "dropout", None):
+            raise UserError(
+                f"{where}: model.dropout {self.inner.model.dropout:g}: expected 0, one way to cut a text"
+            )
         self.inner.encode_special_tokens = True  # special tokens in a text are ordinary text
         self.inner.no_padding()
         self.inner.no_truncation()
@@ -49,7 +53,10 @@ class FileTokenizer:
             raise UserError(f"{where}: the text {ends[0]} is its end-of-text token: expected a special token")
 
     def encode_ordinary(self, text: str) -> list[int]:
-        return self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        try:
+            return self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except Exception as e:  # the library raises no other
+            raise UserError(f"{self.name}: {e}") from None
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.inner.decode(list(tokens), skip_special_tokens=False)

@@ -48,13 +48,15 @@ def make_sequence(haystack: Haystack, length: int, index: int) -> Sequence:
 
 def main() -> None:
     args = parse_args()
+    sizes = {"val": N_VAL, "train": args.sequences}
+    streams = {split: TokenStream(args.dataset, split) for split in sizes}
     settings = {"dataset": args.dataset, "sequences": args.sequences, "seq_len": args.seq_len}
+    settings["text"] = [stream.fingerprint for stream in streams.values()]
     if made_before(args.out, DATASET, settings):
         return
-    sizes = {"val": N_VAL, "train": args.sequences}
     splits: dict[str, list[Sequence]] = {}
     for split, n in sizes.items():
-        stream = TokenStream(args.dataset, split)
+        stream = streams[split]
         haystack = Haystack(stream, stream.tokenizer)
         splits[split] = [make_sequence(haystack, args.seq_len, FIRST[split] + i) for i in range(n)]
     info = {"dataset": DATASET, "source": f"lab/needle_data.py, {args.dataset}", "settings": settings}

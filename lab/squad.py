@@ -145,6 +145,7 @@ def main() -> None:
 
     with exclusive_lock(args.out):
         settings = {key: value for key, value in vars(args).items() if key != "out"}
+        settings["tokenizer"] = tokenizer.name
         if made_before(args.out, DATASET, settings):
             return
         with naming(args.source, "; --source may also be a folder"):

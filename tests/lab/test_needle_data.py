@@ -47,6 +47,19 @@ def test_a_sequence_is_the_tests_task_with_its_answer(
     assert len(places) > 90  # percent of the text
 
 
+def test_another_text_in_the_same_folder_is_not_found_before(
+    texts: Path, tmp_path: Path, call: Callable[..., None]
+) -> None:
+    command = (needle_data, texts, "--seq-len", LENGTH, "--sequences", 4, "--out", tmp_path / "needle")
+    call(*command)
+    splits = {
+        split: [BYTES.eot_token, *letters * 400] for split, letters in (("val", b"cd"), ("train", b"ef"))
+    }
+    write_dataset(texts, splits, 10**6)
+    with pytest.raises(UserError, match="holds a finished dataset of other settings"):
+        call(*command)
+
+
 def test_the_tests_own_numbers_are_not_among_them(texts: Path) -> None:
     haystack = needle.Haystack(TokenStream(texts, "val"), BYTES)
     asked = {needle.make_trial(haystack, LENGTH, 50, i).number for i in range(500)}

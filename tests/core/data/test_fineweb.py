@@ -393,6 +393,38 @@ def test_a_finished_folder_is_left_alone(out: Path, small: Corpus, capsys: Any) 
         Expected(small).check(out)
 
 
+def test_shards_that_cannot_be_read_now_are_kept(out: Path, small: Corpus, monkeypatch: Any) -> None:
+    """The file system's error is no damage: they may be whole."""
+    build(small, out)
+    before = contents(out)
+
+    def unread(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error", "a shard")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
+        patch.setattr(np, "memmap", unread)
+        build(small, out)
+    assert contents(out) == before
+
+
+def test_the_input_is_not_where_the_shards_go(out: Path, small: Corpus, repo: tuple[Path, Corpus]) -> None:
+    """The error on a second run would advise to delete it."""
+    folder = list(small)[0].parent
+    rejected(
+        small, folder, f"--out {folder}: expected another folder than the input's, {folder / 'a.parquet'}"
+    )
+    with one_line(f"expected another folder than the input's, {repo[0]}"):
+        build_repo(repo[0], repo[0] / "tokens")
+    assert not (repo[0] / "tokens").exists()
+
+
+def test_a_file_name_in_another_encoding(out: Path, tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/caf\xe9.txt"
+    Path(os.fsdecode(path)).write_text("a text " * 40)
+    info = build([Path(os.fsdecode(path))], out)
+    assert info["source"] == "local files (1): caf\ufffd.txt"
+
+
 def test_other_options_and_inputs_are_rejected(out: Path, small: Corpus) -> None:
     build(small, out, max_tokens=2000)
     truncate_manifest(out, 8)

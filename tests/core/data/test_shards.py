@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,17 @@ def test_shard_round_trip_and_layout(tmp_path: Path) -> None:
     assert sha256 == hashlib.sha256(content).hexdigest()
     assert open_shard(path, 65536).tolist() == [0, 1, 258, 65535]
     assert os.listdir(tmp_path) == [path.name]  # no temporary file is left
+
+
+def test_more_shards_than_open_files_are_allowed(tmp_path: Path) -> None:
+    """As 100B tokens have under the usual limit of 1,024."""
+    write_train(tmp_path, [[i] for i in range(100)])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (90, limits[1]))
+    try:
+        assert TokenStream(tmp_path, "train").read(0, 100).tolist() == [*range(100)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.parametrize("bad", [[0, -1], [65536, 5], [1.5]])

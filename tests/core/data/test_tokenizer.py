@@ -112,10 +112,16 @@ def test_what_cannot_be_used(tmp_path: Path, bpe_file: Path) -> None:
         (no_end, "no end-of-text token: expected a special token <|endoftext|> or"),
         (plain_end, "the text <|endoftext|> is its end-of-text token"),
         (large, "65,537 tokens: expected at most 65,536"),
+        (content | {"model": content["model"] | {"dropout": 0.1}}, "model.dropout 0.1: expected 0"),
     ):
         bpe_file.write_text(json.dumps(changed))
         with one_line(bpe_file, part):
             get_tokenizer(str(bpe_file))
+    words = Tokenizer(models.WordLevel({"</s>": 0, "a": 1}, unk_token="?"))
+    words.add_special_tokens(["</s>"])
+    words.pre_tokenizer = pre_tokenizers.Punctuation()
+    with one_line("tokenizer-", "WordLevel error: Missing"):
+        get_tokenizer("", words.to_str()).encode_ordinary("b")
     os.mkfifo(tmp_path / "pipe.json")
     for name in ("gpt3", "nothing.json", str(tmp_path / "pipe.json")):
         with one_line(f"tokenizer {name!r}", "or a tokenizer.json"):
