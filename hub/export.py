@@ -68,6 +68,8 @@ def main() -> None:
         converted = own_model(trained.model, rope, tokenizer.eot_token)
     else:
         converted = native_model(trained.model, architecture, tokenizer.eot_token)
+    unused = list(range(tokenizer.n_vocab, trained.config.model.vocab_size))
+    converted.generation_config.suppress_tokens = unused or None  # as sample.py, which draws none of them
     ends_at_T = "ssmax_pn" in trained.config.normalisers
     fast_tokenizer = convert_tokenizer(tokenizer, trained.config.train.seq_len if ends_at_T else None)
     try:
@@ -126,23 +128,23 @@ def copy_code(out: Path, normalisers: list[str]) -> None:
     The files are flat because transformers loads no packages from a model's folder. A normaliser's own file
     becomes own_0.py, own_1.py, ... It may import this repo's modules and installed packages.
 
-    Raises UserError: an own file imports this repo's modules in a form that has no flat one (`flatten`).
+    Raises UserError: an own file imports one beside it, or this repo's modules in a form that has no flat one
+    (`flatten`). Nothing is written then.
     """
     own = [name.rpartition(":") for name in normalisers if ":" in name]
     own_files = {file: f"own_{i}" for i, file in enumerate(dict.fromkeys(file for file, _, _ in own))}
     waiting = [(Path(file), name) for file, name in own_files.items()]
     waiting.append((module_path("hub.modeling"), "hub_modeling"))
-    copied = set[str]()
+    sources: dict[str, str] = {}
     while waiting:
         file, name = waiting.pop()
-        if name not in copied:
-            copied.add(name)
-            source, imported = flatten(file)
-            (out / f"{name}.py").write_text(source, encoding="utf-8")
+        if name not in sources:
+            sources[name], imported = flatten(file)
             waiting += [(module_path(module), flat(module)) for module in imported]
-    with open(out / "hub_modeling.py", "a", encoding="utf-8") as f:
-        for path, _, class_name in own:
-            f.write(f"from .{own_files[path]} import {class_name}  # registers it\n")
+    for path, _, class_name in own:
+        sources["hub_modeling"] += f"from .{own_files[path]} import {class_name}  # registers it\n"
+    for name, source in sources.items():
+        (out / f"{name}.py").write_text(source, encoding="utf-8")
 
 
 def module_path(module: str) -> Path:
@@ -156,7 +158,7 @@ def flat(module: str) -> str:
 def flatten(file: Path) -> tuple[str, list[str]]:
     """A module's text with its imports of our modules relative and flat, and the names of these modules.
 
-    Raises UserError: it imports one of ours beside another statement, or by a dotted name.
+    Raises UserError: it imports one of ours beside another statement or by a dotted name, or its neighbour.
     """
     source = file.read_text(encoding="utf-8-sig")
     lines = source.split("\n")  # as ast counts them
@@ -165,6 +167,11 @@ def flatten(file: Path) -> tuple[str, list[str]]:
     for node in sorted(nodes, key=lambda node: node.lineno, reverse=True):
         modules, statements = rewrite_import(node)
         if not statements:
+            package = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            for name in [package] if package else [alias.name for alias in node.names]:
+                if (file.parent / f"{name.partition('.')[0]}.py").is_file():
+                    where = f"{file}, line {node.lineno}: import of {name}"
+                    raise UserError(f"{where}: cannot be exported: expected no file of yours beside this one")
             continue
         last_line = (node.end_lineno or node.lineno) - 1
         before = lines[node.lineno - 1][: node.col_offset].strip()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from config import config_from_dict
@@ -57,6 +57,10 @@ class HubCache(KVCache):
         if self.cache is None:
             return [*parts]
         k, v, *signals = parts
+        if signals and isinstance(self.cache, QuantizedCache):
+            raise UserError(
+                "a quantised cache keeps no bits of what a normaliser reads from the layer's input"
+            )
         end = self.length + k.shape[2]
         held, values = self.cache.update(join_signals(k, *signals), v, layer)
         held, values = held[:, :, :end], values[:, :, :end]  # a static cache returns all of its room
@@ -171,7 +175,12 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def generate(  # type: ignore[override]
         self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any
     ) -> Any:
-        """transformers' `generate`, with RoPE scaled for the final length from the first token on."""
+        """transformers' `generate`, with RoPE scaled for the final length from the first token on.
+
+        Without a cache, whatever is asked for, where the model can have none.
+        """
+        if not self.gpt.cacheable:
+            kwargs["use_cache"] = False
         outer = self.final_length  # where this model is its own assistant
         try:
             return super().generate(inputs, generation_config, **kwargs)  # type: ignore[misc]

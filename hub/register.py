@@ -65,6 +65,7 @@ class Replacement(NamedTuple):
         mask_function: Any = None,
         attention_mask: Tensor | None = None,
         batch_size: int = 1,
+        config: Any = None,
         **_: Any,
     ) -> Tensor | None:
         """What `attention` gets as its mask, made once for all layers. None: all keys.
@@ -72,12 +73,19 @@ class Replacement(NamedTuple):
         (B, 1, 1, 3) integers: each sequence's span of real keys, and the number of keys present. A static
         cache has more room.
         """
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
         from transformers.masking_utils import causal_mask_function
 
         from hub.modeling import mask_spans
 
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        if not getattr(
+            model_class, "_supports_attention_backend", True
+        ):  # its own attention would see no mask
+            self.reject(f"{model_class.__name__} does not call transformers' AttentionInterface")
         if mask_function not in (None, causal_mask_function) or kv_offset:
-            self.reject("expected causal attention to all keys, in one sequence")
+            expected = "expected causal attention to all keys, in one sequence"
+            self.reject(f"{expected} (where torch.compile traces: give an attention_mask)")
         n_keys = int(q_offset) + q_length
         spans = None if attention_mask is None else mask_spans(attention_mask[:, :n_keys])
         if spans is None and kv_length == n_keys:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from generation import generate
 from hub import export
 from hub.native import choose_architecture
 from infra.cli import UserError
+from model import GPT
 from positions import RopeKind, RopeScaling
 from schema import AttentionConfig
 from training.checkpoint import find_checkpoints, load_checkpoint, load_model
@@ -53,6 +55,35 @@ def test_a_cache_keeps_every_bit_of_the_signals(dtype):
     for piece in (slice(0, 7), slice(7, 9)):
         got = HubCache(cache).append(0, k[:, :, piece], v[:, :, piece], signals[:, :, piece])
     assert all(map(torch.equal, got, (k, v, signals)))
+
+
+def test_a_quantised_cache_has_no_place_for_signals():
+    transformers = pytest.importorskip("transformers")
+    from hub.modeling import HubCache
+
+    cache = Mock(spec=transformers.QuantizedCache, get_seq_length=lambda: 0)
+    signals = torch.zeros(1, 2, 3, 1)
+    with pytest.raises(UserError, match="a quantised cache keeps no bits"):
+        HubCache(cache).append(0, *torch.zeros(2, 1, 2, 3, 16), signals)
+
+
+def test_generate_does_without_a_cache_that_a_model_cannot_have(tiny_config):
+    """lm-eval asks for one in every task that generates."""
+    pytest.importorskip("transformers")
+    options = ["--attention.normaliser", "sigmoid", "--attention.bias", "log_len"]
+    model = GPT(load_config(tiny_config, options))
+    converted = export.own_model(model, RopeScaling(), 0).eval()
+    x = torch.randint(1, 60, (1, 9))
+    new = converted.generate(x, use_cache=True, max_new_tokens=1, do_sample=False)[0, -1]
+    assert new == model.eval()(x)[0, -1].argmax()
+
+
+def test_no_token_that_the_tokenizer_lacks_is_generated(tiny_config, call):
+    pytest.importorskip("transformers")
+    out = tiny_config.with_name("out")
+    call(export, make_byte_run(tiny_config, "--model.vocab-size", "300"), out)
+    generation = json.loads((out / "generation_config.json").read_text())
+    assert generation["suppress_tokens"] == [*range(257, 300)]
 
 
 def test_an_unknown_scaling_stops_before_the_weights():
@@ -300,6 +331,15 @@ def test_what_has_no_flat_form_is_one_line(line, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(line)
     with one_line(f"{file}, line 1: {line}: cannot be exported"):
+        export.copy_code(tmp_path, [f"{file}:Mine"])
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_a_file_beside_ones_own_is_one_line(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import math\nfrom helper import FACTOR\n")
+    (tmp_path / "helper.py").touch()
+    with one_line(f"{file}, line 2: import of helper: cannot be exported: expected no file of yours beside"):
         export.copy_code(tmp_path, [f"{file}:Mine"])
 
 

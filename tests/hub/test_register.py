@@ -128,6 +128,10 @@ def test_what_cannot_run_is_rejected():
     with pytest.raises(UserError, match="cannot run with softcap"):  # of Gemma 2
         qkv = torch.zeros(3, 1, 4, 5, 16)
         transformers.AttentionInterface()["ours"](model.model.layers[0].self_attn, *qkv, None, softcap=50.0)
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=4)
+    bloom = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ours")
+    with pytest.raises(UserError, match="BloomForCausalLM does not call transformers' AttentionInterface"):
+        bloom(x)  # its own attention, without a mask, would see later keys
     sliding, x = make_model(transformers.MistralConfig(**SIZES, **GROUPED, sliding_window=4))
     sliding.set_attn_implementation("ours")
     with pytest.raises(UserError, match="expected causal attention to all keys"):
