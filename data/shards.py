@@ -135,9 +135,10 @@ def open_shard(path: Path, vocab_size: int = 65536) -> np.memmap:
 
 def allow_open_files() -> None:
     """Raise the limit of open files, often 1,024, to the highest allowed. A mapped shard is one."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(ValueError, OSError):  # macOS has a lower limit than the one that it names
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(soft, 10240) if hard == resource.RLIM_INFINITY else hard  # macOS allows 10,240
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def check_vocabulary(path: Path, tokens: np.ndarray, vocab_size: int) -> None:

@@ -169,7 +169,8 @@ def flatten(file: Path) -> tuple[str, list[str]]:
         if not statements:
             package = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             for name in [package] if package else [alias.name for alias in node.names]:
-                if (file.parent / f"{name.partition('.')[0]}.py").is_file():
+                beside = file.parent / name.partition(".")[0]
+                if beside.with_name(f"{beside.name}.py").is_file() or (beside / "__init__.py").is_file():
                     where = f"{file}, line {node.lineno}: import of {name}"
                     raise UserError(f"{where}: cannot be exported: expected no file of yours beside this one")
             continue

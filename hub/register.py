@@ -15,6 +15,7 @@ A normaliser with learned parameters (SSMax's s) becomes a submodule `normaliser
 """
 
 import math
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -79,13 +80,16 @@ class Replacement(NamedTuple):
         from hub.modeling import mask_spans
 
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        if not getattr(
+        module = sys.modules[model_class.__module__] if model_class else None
+        calls = getattr(
             model_class, "_supports_attention_backend", True
-        ):  # its own attention would see no mask
+        )  # False where a model forgets to say it
+        if not calls and not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+            # Its own attention would get no mask and see later keys.
             self.reject(f"{model_class.__name__} does not call transformers' AttentionInterface")
         if mask_function not in (None, causal_mask_function) or kv_offset:
             expected = "expected causal attention to all keys, in one sequence"
-            self.reject(f"{expected} (where torch.compile traces: give an attention_mask)")
+            self.reject(f"{expected} (torch.compile hides that it is: give an attention_mask of ones)")
         n_keys = int(q_offset) + q_length
         spans = None if attention_mask is None else mask_spans(attention_mask[:, :n_keys])
         if spans is None and kv_length == n_keys:

@@ -21,7 +21,7 @@ from infra.cli import UserError
 # Parts of gloo's and NCCL's messages when a peer process has exited.
 PEER_EXITED = ("Connection closed by peer", "Connection reset by peer", "connectFullMesh failed",
                "Timed out waiting", "ncclRemoteError", "remote process exited")  # fmt: skip
-NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun's switch: a new store for each of its restarts
+NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # gives each restart under c10d a store of its own
 TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may evaluate or write for long
 _KEPT_GROUPS: list[Any] = []  # process groups kept until `_free_groups` (see `join_world`)
 
@@ -93,10 +93,10 @@ def open_store() -> dist.Store:
     """
     n_machines = os.environ.get("GROUP_WORLD_SIZE", "1")
     max_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    has_new_stores = os.environ.get(NEW_STORES) == "1"
+    has_new_stores = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
     if n_machines != "1" and max_restarts != "0" and not has_new_stores:
         problem = f"torchrun --max-restarts={max_restarts} on {n_machines} machines"
-        raise UserError(f"{problem}: expected the environment variable {NEW_STORES}=1 on each")
+        raise UserError(f"{problem}: expected --rdzv-backend=c10d, and {NEW_STORES}=1 in each environment")
     store: dist.Store = next(dist.rendezvous("env://"))[0]
     start = f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     return store if has_new_stores else dist.PrefixStore(start, store)

@@ -1,5 +1,6 @@
 """Files that are whole or absent, JSON, JSON lines, the shape of what they hold, and locks."""
 
+import errno
 import fcntl
 import json
 import os
@@ -136,33 +137,44 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
     """Make the folder and lock `.lock` in it, where its file system can. Left empty, the folder is removed.
 
     The lock is a file's, since NFS passes no lock of a folder on to other machines.
-    Raises UserError: another process holds the lock, or the folder cannot be made or written.
+    Raises UserError: another process holds the lock, or the folder cannot be made.
     """
     path = folder / ".lock"
-    is_removed = True
-    while is_removed:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as e:
-            raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system on exit or kill
-        except BlockingIOError:
-            os.close(descriptor)
-            raise UserError(f"{folder}: another process is writing there") from None
-        except OSError:  # a file system without locks
-            pass
-        is_removed = os.fstat(descriptor).st_nlink == 0  # by its last holder, after it was opened here
-        if is_removed:
-            os.close(descriptor)
+    while (descriptor := _lock_once(path)) is None:
+        pass
     try:
         yield
     finally:
+        if descriptor >= 0:
+            with suppress(OSError):
+                path.unlink()
+            os.close(descriptor)
         with suppress(OSError):
-            path.unlink()
             folder.rmdir()
+
+
+def _lock_once(path: Path) -> int | None:
+    """The locked file's descriptor; -1 in a read-only folder, which the writer names; None: try again."""
+    folder = path.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as e:
+        if folder.is_dir() and e.errno in (errno.EACCES, errno.EROFS):
+            return -1
+        raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system on exit or kill
+    except BlockingIOError:
         os.close(descriptor)
+        raise UserError(f"{folder}: another process is writing there") from None
+    except OSError:  # a file system without locks
+        pass
+    with suppress(OSError):
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+    os.close(descriptor)  # its last holder has removed the file since
+    return None
 
 
 @contextmanager

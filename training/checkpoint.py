@@ -70,8 +70,8 @@ def find_checkpoints(run_dir: Path) -> list[Path]:
 def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
     """Read one checkpoint file into host memory; lazily: map it, without a look at its checksums.
 
-    Raises UserError: absent, damaged, or not a checkpoint of this format. OSError, MemoryError: it
-    cannot be read, but may be whole.
+    Raises UserError: absent, damaged, or not a checkpoint of this format. OSError, or what
+    a lack of memory raises: it cannot be read, but may be whole.
     """
     if path.exists() and (not path.is_file() or path.suffix == ".toml"):
         raise UserError(f"{path}: expected a run folder or a checkpoint file")
@@ -82,10 +82,10 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except FileNotFoundError:
         raise UserError(f"{path}: no such run folder or checkpoint") from None
-    except MemoryError:  # it may be whole
-        raise
     except Exception as e:  # which one depends on the damage
-        if isinstance(e, OSError) and e.errno != errno.EINVAL:  # that is a seek's in a damaged file
+        if isinstance(e, MemoryError) or "allocate memory" in str(e):  # torch's is a RuntimeError
+            raise
+        if isinstance(e, OSError) and e.errno not in (None, errno.EINVAL):  # these are a damaged file's
             raise OSError(e.errno, e.strerror, str(path)) from None
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise UserError(f"{path}: damaged or unreadable checkpoint ({reason})") from None
@@ -99,8 +99,8 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
 def load_newest(run_dir: Path, lazily: bool = False) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that loads, or None without any. Damaged ones are reported on stderr.
 
-    Raises UserError: there are checkpoints, but none loads. OSError, MemoryError: one cannot be read, but may
-    be whole. An older one in its place would lose steps.
+    Raises UserError: there are checkpoints, but none loads. OSError, or what a lack of memory raises: one
+    cannot be read, but may be whole. An older one in its place would lose steps.
     """
     paths = find_checkpoints(run_dir)
     for path in paths:

@@ -18,6 +18,7 @@ FAMILIES = {
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, **GROUPED),
     "neox": lambda: transformers.GPTNeoXConfig(**SIZES),
 }
+BIOGPT = {"biogpt": lambda: transformers.BioGptConfig(**SIZES)}  # it does not say that it calls the interface
 MASK = torch.ones(3, 20, dtype=torch.long)
 MASK[1, :5] = MASK[2, :9] = 0
 
@@ -37,9 +38,9 @@ def no_grad():
         yield
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | BIOGPT)
 def test_softmax_is_transformers_own(family):
-    model, x = make_model(FAMILIES[family]())
+    model, x = make_model((FAMILIES | BIOGPT)[family]())
     for layer in model.modules():
         if hasattr(layer, "scaling"):
             layer.scaling *= 1.5  # not d^(-1/2)

@@ -57,7 +57,10 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_used(
         load_newest(folder)
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "Stale file handle"), MemoryError()])
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ESTALE, "Stale file handle"), MemoryError(), RuntimeError("can't allocate memory")],
+)
 def test_a_checkpoint_that_cannot_be_read_now_stops_the_start(
     error: Exception, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
 ):
