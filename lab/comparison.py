@@ -358,7 +358,8 @@ def rates_table(scale: Scale) -> pd.DataFrame:
 def recall_table(records: list[Record]) -> pd.DataFrame:
     """In per cent the mean over tasks by length, and each task at the longest of five lengths.
 
-    The RoPE scaling is the better one at the length before it, whose samples are others.
+    The RoPE scaling is the better one at the length before it, whose samples are others. Lengths that a seed
+    of a variant lacks have a dash.
     """
     rows = [
         (record["contestant"], record["rope"], record["which"], task, int(length), 100 * share)
@@ -374,10 +375,12 @@ def recall_table(records: list[Record]) -> pd.DataFrame:
     shares = shares.merge(best.drop_duplicates("variant")[["variant", "RoPE"]])
     at_longest = shares[(shares.task == "mean") & (shares.length == longest)].groupby(["variant", "RoPE"])
     best = at_longest.share.mean().sort_values(ascending=False, kind="stable").reset_index("RoPE")[["RoPE"]]
-    cells = shares.groupby(["variant", "task", "length"]).share.agg(mean_and_spread, digits=0)
-    cells = cells.unstack(["task", "length"])
+    n_seeds = shares.groupby("variant").seed.transform("nunique")
+    has_all = shares.groupby(["variant", "task", "length"]).seed.transform("nunique") == n_seeds
+    cells = shares[has_all].groupby(["variant", "task", "length"]).share.agg(mean_and_spread, digits=0)
+    cells = cells.unstack(["task", "length"], fill_value=DASH)
     best["seeds"] = shares.groupby("variant").seed.nunique()
-    columns = {str(length): cells["mean", length] for length in lengths}
+    columns = {str(length): cells["mean", length] for length in lengths if ("mean", length) in cells}
     tasks = [task for task in records[0]["shares"] if task != "mean"]
     return best.assign(**columns, **{f"{task}, {longest}": cells[task, longest] for task in tasks})
 
