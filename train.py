@@ -138,7 +138,7 @@ def train_step(state: TrainState, log: RunLog) -> str | None:
     loss = forward_backward(state, batch)
     parameters = list(state.raw_model.parameters())
     grad_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    # The only host sync per step: all ranks skip the update if any rank rejects it.
+    # The step's host sync (masks need one more): all ranks skip the update if any rank rejects it.
     signal = torch.full_like(loss, state.stop.number)
     losses, norms, signals = state.world.gather(torch.stack([loss, grad_norm, signal])).T.tolist()
     bad = find_problem(losses, norms)

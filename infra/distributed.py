@@ -142,6 +142,7 @@ def join_world(device: str) -> Iterator[World]:
 @atexit.register
 def _free_groups() -> None:
     """End gloo's threads: one that asks for the GIL while the interpreter shuts down aborts the process."""
+    gc.unfreeze()
     gc.collect()  # DDP's reducers
     _KEPT_GROUPS.clear()  # the last reference of a group: it waits without the GIL
 

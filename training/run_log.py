@@ -17,7 +17,8 @@ import secrets
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -138,14 +139,24 @@ class RunLog:
         if self.metrics is None:
             return
         append_synced(self.metrics, to_jsonl(records))
-        if self.wandb is not None:
-            for record in records:
+        with self._wandb_may_end():
+            for record in records if self.wandb else ():
                 self.wandb.log(record, step=record["step"])
 
     def close(self, line: str) -> None:
         self.print(line)
-        if self.wandb is not None:
-            self.wandb.finish()
+        with self._wandb_may_end():
+            if self.wandb:
+                self.wandb.finish()
+
+    @contextmanager
+    def _wandb_may_end(self) -> Iterator[None]:
+        """Go on without W&B after an error: it has a process of its own, which may be killed."""
+        try:
+            yield
+        except Exception as e:  # of sockets, and its own
+            self.wandb = None
+            print(f"warning: log.wandb ends here, metrics.jsonl goes on: {e}", file=sys.stderr, flush=True)
 
     def describe_run(self) -> None:
         """Print model, attention, data and step, a line each."""

@@ -21,6 +21,7 @@ def print_threads():
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     print([name for name in names if "gloo" in name], flush=True)
 
+import gc
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from infra.distributed import join_world
@@ -30,6 +31,7 @@ def main():
         model = DistributedDataParallel(torch.nn.Linear(2, 1))
         model.cycle = [model]
         model(torch.ones(3, 2)).sum().backward()
+        gc.freeze()  # as train.py
         world.gather_objects("text")
         print_threads()
 

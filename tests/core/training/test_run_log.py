@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import train
 from config import load_config
 from infra.cli import UserError, run_main
 from infra.files import exclusive_lock, read_jsonl
+from training import run_log
 from training.loader import Batch
 from training.run_log import RunLog
 from training.state import TrainState
@@ -107,6 +109,21 @@ def test_lines_of_a_killed_run_are_not_doubled(tiny_config: Path):
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1.0}\nnot json\n{"step": 3}\n{"st')
     RunLog(state).open_folder([])
     assert read_jsonl(path) == [{"step": 1}, {"step": 2}, {"step": 2, "val_loss": 1.0}]
+
+
+def test_a_run_outlives_wandb(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Its process may be killed before this one has saved."""
+    dead = Mock(log=Mock(side_effect=ConnectionResetError("Connection lost")))
+    monkeypatch.setattr(run_log, "open_wandb", lambda config: dead)
+    folder = run(tiny_config, "--log.wandb", "true")
+    assert curve(folder)[-1][0] == 12
+    assert capsys.readouterr().err.count("log.wandb ends here, metrics.jsonl goes on: Connection lost") == 1
+    dead.log.side_effect = None
+    dead.finish.side_effect = ConnectionResetError("Connection lost")
+    run(tiny_config, "--log.wandb", "true", "--name", "again")
+    assert "log.wandb ends here" in capsys.readouterr().err
 
 
 @pytest.mark.slow
