@@ -1,7 +1,7 @@
 """Where documents come from: the rows of local files or of a dataset on the hub, as text, in a fixed order.
 
-`datasets` reads parquet and the hub as streams of Arrow tables. Memory is bounded by
-a file's texts, unless documents are shuffled.
+`datasets` reads parquet and the hub as streams of Arrow tables. Memory is bounded by a file's texts,
+unless documents are shuffled.
 """
 
 import glob

@@ -71,9 +71,14 @@ def drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """torch raises a RuntimeError."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate" in str(error))
+
+
 def reason_of(error: Exception) -> str:
     """What to print of an error that the user can mend; "" of another one."""
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate" in str(error)):
+    if is_out_of_memory(error):
         return f"out of memory: {' '.join(str(error).split())}"
     if isinstance(error, RuntimeError) and "does not have a deterministic implementation" in str(error):
         return f"train.deterministic = True: {str(error).partition(',')[0]} in torch: expected false"

@@ -21,7 +21,6 @@ from infra.cli import UserError
 # Parts of gloo's and NCCL's messages when a peer process has exited.
 PEER_EXITED = ("Connection closed by peer", "Connection reset by peer", "connectFullMesh failed",
                "Timed out waiting", "ncclRemoteError", "remote process exited")  # fmt: skip
-NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # gives each restart under c10d a store of its own
 TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may evaluate or write for long
 _KEPT_GROUPS: list[Any] = []  # process groups kept until `_free_groups` (see `join_world`)
 
@@ -96,7 +95,8 @@ def open_store() -> dist.Store:
     has_new_stores = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
     if n_machines != "1" and max_restarts != "0" and not has_new_stores:
         problem = f"torchrun --max-restarts={max_restarts} on {n_machines} machines"
-        raise UserError(f"{problem}: expected --rdzv-backend=c10d, and {NEW_STORES}=1 in each environment")
+        new_stores = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in each environment"
+        raise UserError(f"{problem}: expected --rdzv-backend=c10d, and {new_stores}")
     store: dist.Store = next(dist.rendezvous("env://"))[0]
     start = f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     return store if has_new_stores else dist.PrefixStore(start, store)
@@ -109,6 +109,7 @@ def join_world(device: str) -> Iterator[World]:
     Raises UserError: see `choose_device`; or another process exited during a collective.
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
     own_device = choose_device(device)
     use_cuda = own_device.type == "cuda"
     if use_cuda:
@@ -120,10 +121,10 @@ def join_world(device: str) -> Iterator[World]:
         if size > 1:
             backend = "nccl" if use_cuda else "gloo"
             dist.init_process_group(
-                backend, store=open_store(), rank=int(os.environ["RANK"]), world_size=size, timeout=TIMEOUT,
+                backend, store=open_store(), rank=rank, world_size=size, timeout=TIMEOUT,
                 device_id=own_device if use_cuda else None,
             )  # fmt: skip
-        yield World(int(os.environ.get("RANK", 0)), size, own_device)
+        yield World(rank, size, own_device)
         failed = False
     except RuntimeError as e:
         reason = next((part for part in PEER_EXITED if part in str(e)), "")

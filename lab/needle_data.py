@@ -55,10 +55,10 @@ def main() -> None:
     if made_before(args.out, DATASET, settings):
         return
     splits: dict[str, list[Sequence]] = {}
-    for split, n in sizes.items():
-        stream = streams[split]
+    for split, stream in streams.items():
         haystack = Haystack(stream, stream.tokenizer)
-        splits[split] = [make_sequence(haystack, args.seq_len, FIRST[split] + i) for i in range(n)]
+        indices = range(FIRST[split], FIRST[split] + sizes[split])
+        splits[split] = [make_sequence(haystack, args.seq_len, i) for i in indices]
     info = {"dataset": DATASET, "source": f"lab/needle_data.py, {args.dataset}", "settings": settings}
     with exclusive_lock(args.out):
         write_masked(args.out, info, splits, 2, haystack.tokenizer)

@@ -17,7 +17,7 @@ import torch
 
 from config import config_from_dict
 from data.tokenizer import Tokenizer, get_tokenizer
-from infra.cli import UserError
+from infra.cli import UserError, is_out_of_memory
 from infra.files import atomic_file
 from model import GPT
 from normalisers import own
@@ -83,7 +83,7 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path}: no such run folder or checkpoint") from None
     except Exception as e:  # which one depends on the damage
-        if isinstance(e, MemoryError) or "allocate memory" in str(e):  # torch's is a RuntimeError
+        if is_out_of_memory(e):
             raise
         if isinstance(e, OSError) and e.errno not in (None, errno.EINVAL):  # these are a damaged file's
             raise OSError(e.errno, e.strerror, str(path)) from None
