@@ -40,7 +40,7 @@ from torch import Tensor
 
 from data.batches import read_windows
 from evals import common, output
-from evals.common import Blocks, EvaluatedRun, add_arguments, mean_and_stderr, parse_arguments
+from evals.common import Blocks, add_arguments, mean_and_stderr, parse_arguments
 from evals.output import Result
 from evals.rows import Cell, text_key
 from infra.cli import ArgumentParser, UserError, run_main
@@ -94,8 +94,11 @@ def prepare(args: argparse.Namespace, world: World, cuts: Cuts) -> Callable[[], 
     cuts: filled by the first scaling. A cut has the same losses at all.
     """
     runs, picture = common.open_runs(args, world)
+    for length in args.lengths:  # all have to score the same tokens
+        if args.lengths[-1] % length:
+            raise UserError(f"--lengths: {length} does not divide the longest, {args.lengths[-1]}")
     all_blocks = common.open_blocks(args, runs)
-    n_same = count_same_targets(all_blocks[0].lengths, runs)
+    n_same = min(args.lengths[0], *(run.config.train.seq_len for run in runs))  # targets, the last of a block
 
     def measure(i: int, model: GPT, step: int) -> tuple[dict[str, Any], str, Iterator[Cell]]:
         blocks = all_blocks[i]
@@ -117,17 +120,6 @@ def prepare(args: argparse.Namespace, world: World, cuts: Cuts) -> Callable[[], 
 
 
 # ---------------------------------------------------------------- windows
-def count_same_targets(lengths: list[int], runs: list[EvaluatedRun]) -> int:
-    """The number of last tokens of a block that count as same targets, at most a training length.
-
-    Raises UserError: a length does not divide the longest. All lengths have to score the same tokens.
-    """
-    for length in lengths:
-        if lengths[-1] % length:
-            raise UserError(f"--lengths: {length} does not divide the longest, {lengths[-1]}")
-    return min(lengths[0], *(run.config.train.seq_len for run in runs))
-
-
 def bucket_edges(length: int) -> list[int]:
     """0, 128, 256, 512, ... and the length itself."""
     doubled = (FIRST_BUCKET * 2**i for i in itertools.count())

@@ -67,14 +67,20 @@ def made_before(folder: Path, name: str, settings: dict[str, Any]) -> dict[str, 
     Raises UserError: the folder is finished with other settings, or holds another dataset's shards.
     """
     check_folder(folder, name)
-    finished = finished_info(folder)
-    if finished is None:
+    if not (folder / INFO_NAME).exists():
         return None
-    if not settings.items() <= finished.get("settings", {}).items():
+    try:
+        TokenStream(folder, "val")
+        train = TokenStream(folder, "train")
+        _ = train.tokenizer_file  # lost or changed
+    except UserError as e:
+        print(f"not finished: {e}")
+        return None
+    if not settings.items() <= train.info.get("settings", {}).items():
         expected = "choose another --out, or delete it to make it again"
         raise UserError(f"{folder}: holds a finished dataset of other settings: {expected}")
     print(f"{folder}: finished before; nothing to do (delete it to make it again)")
-    return finished
+    return train.info
 
 
 def check_folder(folder: Path, name: str) -> None:
@@ -154,20 +160,6 @@ def dataset_info(folder: str | Path) -> dict[str, Any]:
     if not path.exists():
         return {"tokenizer": "gpt2", "vocab_size": 50257}
     return read_json(path, DatasetInfo)
-
-
-def finished_info(folder: Path) -> dict[str, Any] | None:
-    """dataset.json's content if both splits are complete; else None, and it prints why."""
-    if not (folder / INFO_NAME).exists():
-        return None
-    try:
-        TokenStream(folder, "val")
-        train = TokenStream(folder, "train")
-        _ = train.tokenizer_file  # lost or changed
-        return train.info
-    except UserError as e:
-        print(f"not finished: {e}")
-        return None
 
 
 def print_summary(info: dict[str, Any], folder: Path) -> None:

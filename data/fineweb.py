@@ -180,8 +180,7 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
             own = f"{options['dataset']}_val_000000.bin" if is_begun else ""
             for path in (each for each in out.glob("*.bin") if each.name != own):
                 raise UserError(f"{out}: holds {path.name}, another dataset's: choose another --out")
-        if shards and (info := dataset.finished_info(out)):
-            print(f"{out}: finished before; nothing to do (delete it to make it again)")
+        if shards and (info := dataset.made_before(out, options["dataset"], {})):
             return info
         cutter = ShardCutter(out, header)
         cutter.adopt(shards)

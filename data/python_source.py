@@ -34,18 +34,13 @@ SIZE_CLASSES = (16 * 1024, 64 * 1024)  # bytes; the validation split takes its s
 
 
 class Document(NamedTuple):
-    path: str  # relative to the root, with "/" on any platform
+    rank: str  # a hash of its path, which orders documents and chooses the held-out ones
     text: str
     n_bytes: int
 
-    @property
-    def rank(self) -> str:
-        """Orders documents and chooses the held-out ones; depends on the path alone."""
-        return hashlib.sha256(self.path.encode("utf-8", "surrogateescape")).hexdigest()
-
 
 def collect(root: Path) -> list[Document]:
-    """All documents below the root."""
+    """All documents below the root, in hash order."""
     documents: list[Document] = []
     seen: set[str] = set()  # a copy in the other split would leak into validation
     for relative in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
@@ -60,8 +55,9 @@ def collect(root: Path) -> list[Document]:
             continue
         if text and text not in seen:
             seen.add(text)
-            documents.append(Document(relative, text, len(content)))
-    return documents
+            rank = hashlib.sha256(relative.encode("utf-8", "surrogateescape")).hexdigest()
+            documents.append(Document(rank, text, len(content)))
+    return sorted(documents)
 
 
 def split_documents(documents: list[Document], val_fraction: float) -> dict[str, list[Document]]:
@@ -71,20 +67,19 @@ def split_documents(documents: list[Document], val_fraction: float) -> dict[str,
     very long file cannot be most of the split, and the long files, on which length extrapolation is measured,
     are not left to chance. Raises UserError: too few documents.
     """
-    ordered = sorted(documents, key=lambda document: document.rank)
     held_out: set[str] = set()
     for size_class in range(len(SIZE_CLASSES) + 1):
-        members = [d for d in ordered if sum(d.n_bytes >= limit for limit in SIZE_CLASSES) == size_class]
+        members = [d for d in documents if sum(d.n_bytes >= limit for limit in SIZE_CLASSES) == size_class]
         room = val_fraction * sum(document.n_bytes for document in members)
         for document in members:
             if document.n_bytes <= room:
-                held_out.add(document.path)
+                held_out.add(document.rank)
                 room -= document.n_bytes
     if not held_out:
         raise UserError(f"{len(documents)} Python files with text: expected more, to hold some out")
     return {
-        "val": [document for document in ordered if document.path in held_out],
-        "train": [document for document in ordered if document.path not in held_out],
+        "val": [document for document in documents if document.rank in held_out],
+        "train": [document for document in documents if document.rank not in held_out],
     }
 
 

@@ -1,7 +1,7 @@
 """Tables and figures of the evaluations. A result is what a script writes into its JSON."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,22 +98,16 @@ def length_curves(results: list[Result], value: Value) -> list[Curve]:
     return curves
 
 
-def line_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """A colour and a marker for each name."""
-    return {name: {"color": f"C{i}", "marker": MARKERS[i % len(MARKERS)]} for i, name in enumerate(names)}
-
-
 def draw_curves(
     axes: Any, curves: list[Curve], lengths: list[int], results: list[Result], styles: Any = None
 ) -> None:
     """Error bars over a logarithmic x axis with `lengths` as its only ticks, and the training lengths.
 
-    styles: by label; by default `line_styles`.
+    styles: by label; by default a colour and a marker for each curve.
     """
-    style = {"markersize": 5, "capsize": 3, "elinewidth": 0.8}
-    styles = styles or line_styles(curve.label for curve in curves)
-    for label, x, y, errors in curves:
-        axes.errorbar(x, y, errors, label=label, **style, **styles[label])
+    for i, (label, x, y, errors) in enumerate(curves):
+        style = styles[label] if styles else {"color": f"C{i}", "marker": MARKERS[i % len(MARKERS)]}
+        axes.errorbar(x, y, errors, label=label, markersize=5, capsize=3, elinewidth=0.8, **style)
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, map(format_length, lengths))
     axes.set_xticks([], minor=True)
