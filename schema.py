@@ -5,6 +5,7 @@ normaliser's options are the fields of its class (normalisers/) and keys of [att
 """
 
 import re
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -31,14 +32,10 @@ def key(default: Any, meaning: str, **bounds: Any) -> Any:
     return Field(default, description=meaning, **bounds)
 
 
-def free(default: Any, meaning: str, **bounds: Any) -> Any:
-    """A key that may differ when a run resumes: it changes neither the model nor the loss curve."""
-    return key(default, meaning, json_schema_extra={"resume": "free"}, **bounds)
-
-
-def resumable(default: Any, meaning: str, **bounds: Any) -> Any:
-    """A key that may differ when a run resumes, though from the start it would give another loss curve."""
-    return key(default, meaning, json_schema_extra={"resume": "resumable"}, **bounds)
+# Keys that may differ when a run resumes. A free one changes neither the model nor the loss curve. A
+# resumable one would give another curve from the start.
+free = partial(key, json_schema_extra={"resume": "free"})
+resumable = partial(key, json_schema_extra={"resume": "resumable"})
 
 
 class ModelConfig(Section):
@@ -106,10 +103,6 @@ def problem_lines(section: Section, prefix: str, problems: list[tuple[str, str]]
     return [f"{prefix}{key} = {attrgetter(key)(section)!r}: {problem}" for key, problem in problems]
 
 
-class OptionErrors(ValueError):
-    """Problems with a normaliser's options, as `problems_of` returns them: its only argument."""
-
-
 class AttentionConfig(Section):
     """The attention normaliser, its options (the fields of its class), its re-weighting."""
 
@@ -138,7 +131,7 @@ class AttentionConfig(Section):
         try:
             definition = cls.model_validate(self.model_extra)
         except ValidationError as e:
-            raise OptionErrors(problems_of(e, "attention", cls)) from None
+            raise ValueError("\n".join(line for _, line in problems_of(e, "attention", cls))) from None
         problems = []
         if self.reweight_p and not definition.sums_to_one:
             needs = "re-weighting needs non-negative rows that sum to one, which"
@@ -414,10 +407,8 @@ def problems_of(error: ValidationError, section: str, cls: type[BaseModel]) -> l
     prefix = f"{section}." if section else ""
     for e in error.errors(include_url=False):
         if e["type"] == "value_error":  # from our own validators, whose messages are complete
-            cause = e["ctx"]["error"]
-            lines = [prefix + line for line in str(cause).split("\n")]
-            own = [(line.split(" = ")[0] if e["loc"] else "", line) for line in lines]
-            problems += cause.args[0] if isinstance(cause, OptionErrors) else own
+            lines = [prefix + line for line in str(e["ctx"]["error"]).split("\n")]
+            problems += [(line.split(" = ")[0] if e["loc"] else "", line) for line in lines]
             continue
         location = [str(part) for part in e["loc"]]
         depth = 2 if not section and location[0] in SECTIONS else 1  # what follows are pydantic's union tags

@@ -288,21 +288,16 @@ def share_of_machine(args: argparse.Namespace, slot: int) -> dict[str, str]:
 def run(command: list[str], stop: StopSignals, env: dict[str, str] | None, log: Path | None) -> int:
     """Run a command to its end, forwarding a signal to it once. Returns its exit status."""
     print(f"$ {shlex.join(command)}", flush=True)
-    forwarded = False
-    if log:
-        log.parent.mkdir(parents=True, exist_ok=True)
     with (
         open(log, "ab") if log else nullcontext() as output,
         # New session: the terminal's SIGINT reaches only this process.
         subprocess.Popen(command, start_new_session=True, env=env, stdout=output, stderr=output) as process,
     ):
-        while True:
-            try:
+        while not stop.number:
+            with suppress(subprocess.TimeoutExpired):
                 return process.wait(timeout=1)
-            except subprocess.TimeoutExpired:
-                if stop.number and not forwarded:
-                    process.send_signal(SIGTERM)  # torchrun forwards this one to its workers
-                    forwarded = True
+        process.send_signal(SIGTERM)  # torchrun forwards this one to its workers
+        return process.wait()
 
 
 if __name__ == "__main__":

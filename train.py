@@ -30,7 +30,7 @@ from config import changed_keys, parse_command_line
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import join_world
 from infra.files import exclusive_lock
-from training.checkpoint import load_newest, remove_partial, save_checkpoint
+from training.checkpoint import load_newest, save_checkpoint
 from training.loader import Batch
 from training.optim import power_at, set_learning_rates
 from training.run_log import RunLog, format_duration
@@ -75,8 +75,6 @@ def start_or_resume(state: TrainState) -> RunLog:
     is_same = all(key == "data.dir" or key.startswith("log.") for key in changed)
     if not is_same or not state.world.agree(state.data_info):
         raise UserError(f"{config.run_dir}: the processes have different configs or data; expected one run")
-    if state.world.is_main:
-        remove_partial(config.run_dir)
     log = RunLog(state)
     log.open_folder(init_summary)
     if newest is not None:

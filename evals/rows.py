@@ -4,14 +4,16 @@ All columns but `value` are a row's key. Writing replaces the rows of the same k
 docs/runs.md reads them with pandas.
 """
 
+import fcntl
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas
 
 from infra.cli import UserError
-from infra.files import waiting_lock, write_atomically
+from infra.files import write_atomically
 
 FILE = "rows.csv"
 FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length at which eval_length.py scores
@@ -55,7 +57,9 @@ def write_rows(folder: Path, rows: Iterable[Row]) -> None:
     path = folder / FILE
     new = pandas.DataFrame(rows, columns=Row._fields, dtype=object)
     table = new.where(new.notna(), "").astype(str)
-    with waiting_lock(folder / ".rows.lock"):
+    with open(folder / ".rows.lock", "ab") as lock:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
             old = read_table(path, dtype=str, keep_default_na=False)
             table = pandas.concat([old, table]).drop_duplicates([*Row._fields[:-1]], keep="last")

@@ -56,15 +56,6 @@ class World:
         return all(other == value for other in self.gather_objects(value))
 
 
-def holds_everywhere(fact: bool, device: torch.device) -> bool:
-    """Whether it holds in every process that joined. A collective, if any did."""
-    if not dist.is_initialized():
-        return fact
-    verdict = torch.tensor(float(fact), device=device)
-    dist.all_reduce(verdict, dist.ReduceOp.MIN)
-    return bool(verdict)
-
-
 def choose_device(device: str) -> torch.device:
     """The CPU, or the GPU with this process's local rank. auto is cuda where there is one.
 

@@ -7,7 +7,7 @@ import os
 import reprlib
 import secrets
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -175,13 +175,3 @@ def _lock_once(path: Path) -> int | None:
             return descriptor
     os.close(descriptor)  # its last holder has removed the file since
     return None
-
-
-@contextmanager
-def waiting_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of this file, which is made and stays, once no other process has it."""
-    with ExitStack() as stack:
-        with suppress(OSError):  # no locks there, or a read-only folder, which the writer names
-            lock = stack.enter_context(open(path, "ab"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -37,6 +37,8 @@ def save_checkpoint(run_dir: Path, state: dict[str, Any], keep_last: int, keep_e
     path = run_dir / "checkpoints" / f"step_{state['step']:06d}.pt"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        for partial in path.parent.glob(".*.tmp"):  # half a checkpoint, which a kill has left
+            partial.unlink(missing_ok=True)
         with atomic_file(path) as f:
             torch.save({"format": FORMAT, **state}, f)
     except (OSError, RuntimeError) as e:  # RuntimeError: a full disk, in torch's zip writer
@@ -49,12 +51,6 @@ def save_checkpoint(run_dir: Path, state: dict[str, Any], keep_last: int, keep_e
                 old.unlink(missing_ok=True)
     except OSError as e:
         print(f"warning: {e}: an old checkpoint stays", file=sys.stderr, flush=True)
-
-
-def remove_partial(run_dir: Path) -> None:
-    """Remove half a checkpoint, which a kill has left."""
-    for partial in run_dir.glob("checkpoints/.*.tmp"):
-        partial.unlink(missing_ok=True)
 
 
 def step_of(path: Path) -> int:

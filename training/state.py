@@ -142,11 +142,8 @@ class TrainState:
 def data_info(config: Config, *streams: TokenStream) -> dict[str, str]:
     """The identity of the data and of the normalisers' code, as a checkpoint keeps it."""
     info = {"tokenizer": streams[0].info["tokenizer"]} | own.fingerprints(config.normalisers)
-    for stream in streams:
-        info[stream.split] = stream.fingerprint
-        if stream.mask:
-            info[f"{stream.split}mask"] = stream.mask.fingerprint
-    return info
+    masks = [stream.mask for stream in streams if stream.mask]
+    return info | {stream.split: stream.fingerprint for stream in (*streams, *masks)}
 
 
 def changed_data(before: dict[str, str], now: dict[str, str]) -> dict[str, tuple[str | None, str | None]]:
