@@ -47,11 +47,6 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     return run_prepared(q, k, v, context, layer)
 
 
-def score_unit(definition: Normaliser) -> float:
-    """What `run_prepared` takes the scores times."""
-    return 1.0
-
-
 @torch.compiler.disable  # a compiled model then runs the graphs that the self-check has tested
 def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: NormaliserLayer) -> Tensor:
     """`run` for q and k whose products are the scores before `at_distance`."""

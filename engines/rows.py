@@ -11,15 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normalisers.base import (
-    DECAY_ROWS,
-    HIDDEN,
-    Normaliser,
-    RowContext,
-    offset_and_scale,
-    refuse_second_derivative,
-    share_heads,
-)
+from normalisers.base import DECAY_ROWS, HIDDEN, RowContext, offset_and_scale, share_heads
 from normalisers.family import Phi, softplus
 from normalisers.layer import NormaliserLayer
 
@@ -73,7 +65,9 @@ class RowBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        refuse_second_derivative()
+        # torch's own `once_differentiable` misses `torch.autograd.grad` of chosen inputs.
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph: expected False: this attention has no second derivative")
         with torch.autocast(grads[0].device.type, enabled=False):  # a caller may run backward inside it
             return RowBlocks._backward(ctx, grads[0])
 
@@ -169,18 +163,13 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def block_weights(
     layer: NormaliserLayer, x: Tensor, context: RowContext
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The weights (..., R, K), and of LSSAR what its gradient in closed form needs."""
-    if context.p and not layer.by_place and is_bounded_softplus(layer.definition):
+    """The weights (..., R, K), and of LSSAR, softplus of bounded scores, what its closed form needs."""
+    formula = layer.definition
+    derives = type(formula).weights is Phi.weights and not layer.by_place
+    if context.p and derives and isinstance(formula, Phi) and formula.phi == "softplus" and formula.bounded:
         weights, c, e = softplus_power(x, context.n, context.p)
         return weights, (c, e)
     return layer.row_weights(x, context), ()
-
-
-def is_bounded_softplus(definition: Normaliser) -> bool:
-    """l1(softplus(x)) of bounded scores: LSSA, whose re-weighting has the closed form below."""
-    if not isinstance(definition, Phi) or type(definition).weights is not Phi.weights:
-        return False
-    return definition.phi == "softplus" and definition.bounded and definition.sums_to_one
 
 
 def softplus_power(x: Tensor, n: Tensor, p: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -111,7 +111,7 @@ def _errors(
     Both sides get the same q and k, rounded as the kernels take them, so that re-weighting does not amplify
     that rounding.
     """
-    unit = engine.score_unit(layer.definition)
+    unit = engine.score_unit(layer.definition) if hasattr(engine, "score_unit") else 1.0  # triton's kernels
     with torch.no_grad():
         context = layer.context(q, k, signals=signals)
         q, k = layer.prepare(q, k, context, dtype=v.dtype, unit=unit)

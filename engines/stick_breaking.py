@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normalisers.base import Normaliser, RowContext, share_heads
+from normalisers.base import RowContext, share_heads
 from normalisers.layer import NormaliserLayer
 from normalisers.others import StickBreaking
 
@@ -39,11 +39,6 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     """`attention.attend` for stick-breaking; (B, H, Tq, D) in v's type."""
     q, k = layer.prepare(q, k, context, v.dtype)
     return run_prepared(q, k, v, context, layer)
-
-
-def score_unit(definition: Normaliser) -> float:
-    """What `run_prepared` takes the scores times."""
-    return 1.0
 
 
 @torch.compiler.disable

@@ -97,34 +97,11 @@ def exp(x: Tensor) -> Tensor:
     return torch.exp2(x * math.log2(math.e))
 
 
-class L1Normalise(torch.autograd.Function):
-    """Its backward, (g - sign(s) sum(g a)) / Z, is exactly 0 where one key has the whole row."""
-
-    @staticmethod
-    def forward(ctx: Any, s: Tensor) -> Tensor:
-        z = s.abs().sum(-1, keepdim=True)
-        # 1 / z overflows just above the smallest normal number: such a row has no mass.
-        inverse = torch.where(z > 1e8 * torch.finfo(s.dtype).tiny, 1 / z, 0.0)
-        a = s * inverse
-        ctx.save_for_backward(a, inverse)
-        return a
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        refuse_second_derivative()
-        a, inverse = ctx.saved_tensors
-        return (grads[0] - a.sign() * (grads[0] * a).sum(-1, keepdim=True)) * inverse
-
-
-def refuse_second_derivative() -> None:
-    """In a backward pass. torch's own `once_differentiable` misses `torch.autograd.grad` of chosen inputs."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("create_graph: expected False: this attention has no second derivative")
-
-
 def l1_normalise(s: Tensor) -> Tensor:
     """s / sum |s| over the last axis; rows of zeros stay zeros."""
-    return L1Normalise.apply(s)
+    z = s.abs().sum(-1, keepdim=True)
+    # 1 / z overflows just above the smallest normal number: such a row has no mass.
+    return s / torch.where(z > 1e8 * torch.finfo(s.dtype).tiny, z, 1.0)
 
 
 def share_heads(t: Tensor, q: Tensor) -> Tensor:

@@ -179,7 +179,6 @@ class Phi(Scaled, name="phi"):
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
         shift = self.shift(context)
         x = x if shift is None else x + shift
-        fn = PHI[self.phi]
         sink = context.learned.get("sink", x.new_zeros(()))  # the logarithm of what is added to the row sum
         if self.phi == "exp" and self.l1:
             if self.sink == "none":
@@ -187,13 +186,17 @@ class Phi(Scaled, name="phi"):
             return torch.cat((x, sink.expand(*x.shape[:-1], 1)), dim=-1).softmax(-1)[..., :-1]
         if self.phi in SIGNED:
             x = context.zero_hidden(x)
+        s = PHI[self.phi](x)
         if self.sink != "none":
-            s = fn(x)
             return s / (s.abs().sum(-1, keepdim=True) + sink.exp())
-        if self.l1:
-            underflows = self.phi in ("softplus", "sigmoid") and not self.bounded
-            return l1_of_positive(fn, x) if underflows else l1_normalise(fn(x))
-        return fn(x) / self.divisor(context)
+        if not self.l1:
+            return s / self.divisor(context)
+        if self.phi in ("softplus", "sigmoid") and not self.bounded:
+            # Both tend to e^x: where the largest score of a row is below -40 they equal it to the last digit,
+            # and e^(x - max) gives the same normalised row inside the range of float32.
+            peak = x.detach().amax(-1, keepdim=True)
+            s = torch.where(peak < -40, exp(x - peak), s)
+        return l1_normalise(s)
 
     @property
     def cacheable(self) -> bool:
@@ -206,16 +209,6 @@ class Phi(Scaled, name="phi"):
     @property
     def is_softmax(self) -> bool:
         return self.phi == "exp" and self.sums_to_one and type(self).weights is Phi.weights
-
-
-def l1_of_positive(phi: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """phi(x) / sum phi(x) for phi = softplus or sigmoid, also where phi underflows.
-
-    Both tend to e^x: where the largest score of a row is below -40 they equal it to the last digit, and
-    e^(x - max) gives the same normalised row inside the range of float32.
-    """
-    peak = x.detach().amax(-1, keepdim=True)
-    return l1_normalise(torch.where(peak < -40, exp(x - peak), phi(x)))
 
 
 # ---------------------------------------------------------------- presets of the family

@@ -183,7 +183,7 @@ class NormaliserLayer(nn.Module):
         place = torch.arange(n_keys - n_queries, n_keys, dtype=dtype, device=q.device)[:, None]
         n = (place + 1).clamp_max(self.window or n_keys)
         p = self.reweight_p if p is None else min(p, self.reweight_p)
-        learned = self.learned(dtype)
+        learned = self(dtype)
         context = RowContext(n, place, n_keys, self.train_len, self.head_dim, p, learned, cached=cached)
         if not self.signals:
             return context
@@ -203,11 +203,7 @@ class NormaliserLayer(nn.Module):
         cut = replace(context.block(slice(None), slice(None), keys), signals=context.signals)
         return k[..., keys, :], v[..., keys, :], cut
 
-    def forward(self) -> dict[str, Tensor]:
-        """The learned parameters, by a call, before which accelerate loads those of an offloaded module."""
-        return dict(self.named_parameters(recurse=False))
-
-    def learned(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Learned parameters, those per head as (H, 1, 1) to broadcast against (B, H, R, K)."""
-        parameters = {name: parameter.to(dtype) for name, parameter in self().items()}
+    def forward(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Learned parameters, those per head as (H, 1, 1). By a call accelerate loads offloaded ones."""
+        parameters = {name: parameter.to(dtype) for name, parameter in self.named_parameters(recurse=False)}
         return {name: v if name == "p_n" else v[:, None, None] for name, v in parameters.items()}

@@ -627,12 +627,11 @@ def test_ssmax_pn_ends_at_the_training_length(engine, len_q):
     attend(q[:, :, :1], k[:, :, :8], v[:, :, :8], normaliser, engine=engine)
 
 
-@pytest.mark.parametrize("engine", ["dense", "rows"])
-def test_second_derivatives_are_refused(engine):
+def test_second_derivatives_are_refused():
     """`torch.autograd.grad` would return wrong ones."""
     q, k, v, _ = draw(6, 6, 8)
     q.requires_grad_()
-    out = attention.attend(q, k, v, make(AttentionConfig(normaliser="lssa"), 2, 8, train_len=8), engine)
+    out = attention.attend(q, k, v, make(AttentionConfig(normaliser="lssa"), 2, 8, train_len=8), "rows")
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(out.square().sum(), q, create_graph=True)
 

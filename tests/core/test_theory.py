@@ -15,7 +15,7 @@ def weights(x: Tensor, **options) -> Tensor:
     """Weights of rows of scores x (R, K), unscaled q.k with d = 1, each row seeing all its keys."""
     normaliser = make_normaliser(AttentionConfig(**options), n_head=1, head_dim=1, train_len=x.shape[-1])
     n = torch.full((len(x), 1), x.shape[-1], dtype=x.dtype)
-    learned = normaliser.learned(x.dtype)
+    learned = normaliser(x.dtype)
     context = RowContext(n, n - 1, x.shape[-1], x.shape[-1], 1, normaliser.reweight_p, learned)
     return normaliser.row_weights(x * normaliser.definition.factor(context), context).view(x.shape)
 

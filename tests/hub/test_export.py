@@ -349,10 +349,10 @@ def test_offloaded_parameters_are_loaded(name):
     position = "none" if name == "fox" else "rope"
     layer = make_normaliser(AttentionConfig(normaliser=name), 2, 8, 16, position, width=4)
     h = torch.randn(1, 3, 4)
-    learned, signals = layer.learned(torch.float32), layer.read(h)
+    learned, signals = layer(torch.float32), layer.read(h)
     accelerate.cpu_offload(layer, execution_device=torch.device("cpu"))
     assert all(parameter.is_meta for parameter in layer.parameters())
-    for parameter_name, value in layer.learned(torch.float32).items():
+    for parameter_name, value in layer(torch.float32).items():
         assert torch.equal(value, learned[parameter_name])
     assert signals is None or torch.equal(layer.read(h), signals)
 
