@@ -72,8 +72,8 @@ def attend(
         cached: k comes from `layer.cache_keys`.
         spans: for a padded batch, the positions [start, stop) of each sequence's real keys. n counts only
             these. Sequences with the same span are computed together; padding gets zeros.
-        p: the largest power of the re-weighting, where the layer's is higher.
-        signals: (B, H, Tk, n) of all keys, from `layer.read`, for formulas that read the layer's input.
+        p: a bound on the layer's reweight_p, as while it rises; None: no bound.
+        signals: (B, H, Tk, S) of all keys, from `layer.read`, for formulas that read the layer's input.
     Returns:
         (B, H, Tq, D) in v's type. Scores and weights are float32 (float64 for float64 inputs).
     Raises:

@@ -232,7 +232,7 @@ class GPT(nn.Module):
         engines = [choose_engine(block.attention.normaliser, name, device, dtype) for block in self.blocks]
         for block, engine in zip(self.blocks, engines, strict=True):
             block.attention.engine = engine
-        self.engine = engines[0]._replace(note=", ".join(dict.fromkeys(engine.note for engine in engines)))
+        self.engine_note = ", ".join(dict.fromkeys(engine.note for engine in engines))
 
     def rope(
         self, tokens: Tensor, scaling: RopeScaling, cache: KVCache | None = None
@@ -318,7 +318,7 @@ class GPT(nn.Module):
             targets: (B, T) int64, the token after each; -100 leaves a position out of the mean.
             unscaled: leave out what train.loss does to the logits.
             label_smoothing: share of the target's probability spread over all tokens (Szegedy et al. 2016).
-            p: the largest power of the re-weighting, in layers with a higher reweight_p.
+            p: a bound on each layer's reweight_p, as while it rises; None: no bound.
         Returns:
             The mean cross-entropy in nats, a float32 scalar, 0 without any target; or logits,
             (B, T, vocab_size) float32.

@@ -45,15 +45,15 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help=dry_run_help)
     config, args = parse_command_line(parser)
     with join_world(config.train.device) as world, TemporaryDirectory() as scratch:
-        run = shorten(config, world, Path(scratch)) if args.dry_run else config
-        state = TrainState(run, world)
-        with exclusive_lock(run.run_dir) if world.is_main else nullcontext():
+        run_config = shorten(config, world, Path(scratch)) if args.dry_run else config
+        state = TrainState(run_config, world)
+        with exclusive_lock(run_config.run_dir) if world.is_main else nullcontext():
             log = start_or_resume(state)
             gc.freeze()  # scanning all of torch's objects takes 0.1 s and more,
             gc.disable()  # and a rank that collects garbage within a step delays all others
             train(state, log)
-            if args.dry_run and world.is_main and state.step == run.train.max_steps:
-                log.print(*describe(config, run))
+            if args.dry_run and world.is_main and state.step == run_config.train.max_steps:
+                log.print(*describe(config, run_config))
 
 
 def start_or_resume(state: TrainState) -> RunLog:

@@ -7,9 +7,10 @@
     model = AutoModelForCausalLM.from_pretrained("any Llama, Qwen3, GPT-NeoX", attn_implementation="lssar")
 
 For causal models that call transformers' AttentionInterface, with grouped-query heads, padding on the left or
-right (n counts real keys), dynamic and static caches. Positions, QK-norm and the scale of the scores stay the
-model's. Rejected are sliding windows, packed sequences, soft-capped scores, the model's own sinks, dropout,
-layers that are not causal, and `ssmax_pn`, whose p_n all layers share.
+right (n counts real keys), dynamic and static caches. Positions, QK-norm and the scale of dot products stay
+the model's. Cosine scores have their formula's scale. Rejected are sliding windows, packed sequences,
+soft-capped scores, the model's own sinks, dropout, layers that are not causal, `ssmax_pn`, whose p_n all
+layers share, and formulas that read the layer's input or the number of all keys.
 
 A normaliser with learned parameters (SSMax's s) becomes a submodule `normaliser` of each attention layer.
 """

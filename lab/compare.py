@@ -20,12 +20,12 @@ from config import changed_keys, load_config, parse_overrides
 from data.dataset import TokenStream
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import StopSignals
-from infra.files import exclusive_lock, read_jsonl, read_text, write_atomically
+from infra.files import exclusive_lock, read_jsonl, write_atomically
 from lab import comparison
 from lab.report import RESULTS
 from lab.runs import read_run
 from lab.styles import N_SHOWN
-from lab.tables import CONFIGS, PAPERS_FOLDER, markdown
+from lab.tables import CONFIGS, PAPERS_FOLDER, check_ours, markdown
 from schema import VARIANT_KEYS, resume_rule
 
 BASE = CONFIGS / "comparison/A.toml"
@@ -49,11 +49,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     ours = {"optimizer.lr": "--rates", "log.dir": "--out"}
     for key in ours.keys() & parse_overrides(extra).keys():
         raise UserError(f"--{key}: expected {ours[key]}, which decides it here")
-    report = args.out / "README.md"
-    if report.exists() and not read_text(report).startswith(TITLE):
-        raise UserError(
-            f"--out {args.out}: has another README.md: expected a new folder, or one of lab.compare"
-        )
+    check_ours(args.out / "README.md", TITLE)
     return args, extra
 
 

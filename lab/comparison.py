@@ -30,8 +30,9 @@ from lab.level import verdict
 from lab.records import Record, write_records
 from lab.runs import FinishedRun, main_text, read_runs
 from lab.styles import GREY, N_SHOWN, variant_styles
-from lab.tables import CONFIGS, DASH, PAPERS_FOLDER, markdown, mean_and_spread
+from lab.tables import CONFIGS, DASH, PAPERS_FOLDER, check_ours, markdown, mean_and_spread
 
+TITLE = "# The comparison"
 BASELINE = "softmax"
 MARGIN = 0.01  # nats of no account, at the training length
 
@@ -449,7 +450,11 @@ def scale_figures(title: str, scale: Scale, shown: list[str]) -> Iterator[tuple[
 
 # ---------------------------------------------------------------- results/comparison/README.md
 def write_report(folders: list[str], out: Path) -> None:
-    """Update the records of these scales, then draw every scale that has records in `out`."""
+    """Update the records of these scales, then draw every scale that has records in `out`.
+
+    Raises UserError: no records, or another README.md there.
+    """
+    check_ours(out / "README.md", f"{TITLE}\n")
     for folder in map(Path, folders):
         update(folder, out)
     records = {path.stem: read_jsonl(path) for path in sorted(out.glob("*.jsonl"))}
@@ -459,7 +464,7 @@ def write_report(folders: list[str], out: Path) -> None:
     settings = tomllib.loads(read_text(PAPERS_FOLDER / "comparison.toml"))
     scales = {name: read_scale(of_scale) for name, of_scale in records.items()}
     tables = {name: main_table(scale.runs, scale.losses) for name, scale in scales.items()}
-    parts = ["# The comparison", settings["introduction"]]
+    parts = [TITLE, settings["introduction"]]
     summary = summary_table(tables, recall)
     if len(summary):
         parts += [settings["summary"], markdown(summary.reset_index(names="variant"))]

@@ -40,7 +40,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--margin", type=float, default=0.0, metavar="NATS", help="differences of no account")
     parser.add_argument("--ceiling", default="", metavar="RUN", help="a run that was trained at long lengths")
     parser.add_argument("--out", type=Path, metavar="FIGURE", help="figure to write")
-    shown_help = "runs in its colours, the others are grey (default: the first ones)"
+    shown_help = "runs in its colours, RUN:LABEL to rename one, the others are grey (default: the first ones)"
     parser.add_argument("--shown", nargs="+", metavar="RUN", default=[], help=shown_help)
     args = parser.parse_args()
     check_figure(args.out)
@@ -119,11 +119,11 @@ def gain_table(
     return table.reset_index("text", drop=n_texts == 1).reset_index()
 
 
-def loss_figure(rows: pd.DataFrame, baseline: str = "", shown: Sequence[str] = ()) -> Figure:
+def loss_figure(rows: pd.DataFrame, baseline: str = "", shown: Mapping[str, str] | None = None) -> Figure:
     """The loss by length of context, mean ± standard deviation over seeds, at T that of the cut.
 
     Each run has the RoPE scaling that is better at the longest length. The dashed line is the baseline's cut.
-    What is worse than a cut by more than MARGIN_ABOVE is not shown.
+    What is worse than a cut by more than MARGIN_ABOVE is not shown. shown: labels of the runs in colour.
 
     Raises UserError: rows of several texts, or no run with a loss at the longest length.
     """
@@ -139,10 +139,11 @@ def loss_figure(rows: pd.DataFrame, baseline: str = "", shown: Sequence[str] = (
     at_cut = at_cut.assign(length=at_cut.train_len, value=at_cut.cut)
     points = pd.concat([at_cut, pairs[pairs.length > pairs.train_len]])
     points = points.groupby(["run", "seed", "length"], sort=False).value.mean().reset_index()
-    points = points.rename(columns={"run": "name", "length": "x", "value": "y"})
+    labels = shown or {}
+    points = points.rename(columns={"run": "name", "length": "x", "value": "y"}).replace({"name": labels})
     title = "Who trains short and uses long context?"
-    xlabel = "context in tokens, first the cut"
-    figure = draw_lines(points, title, xlabel, "loss on the same targets, nats a token", shown)
+    xlabel = "context in tokens, the first by a sliding window (cut)"
+    figure = draw_lines(points, title, xlabel, "loss on the same targets, nats a token", [*labels.values()])
     cuts = at_cut.groupby("run").value.mean()
     if baseline in cuts:  # not if it rejects the longest length
         figure.axes[0].axhline(cuts[baseline], color="black", linestyle="--", linewidth=1)
@@ -192,12 +193,13 @@ def publish(
 def main() -> None:
     args = parse_args()
     rows = pd.concat([read_table(path) for path in args.files], ignore_index=True)
-    unknown = sorted({*args.shown} - {*rows.run})
+    shown = {run: label or run for run, _, label in (word.partition(":") for word in args.shown)}
+    unknown = sorted(shown.keys() - {*rows.run})
     if unknown:
         raise UserError(f"--shown {', '.join(unknown)}: expected runs of the rows")
     print(markdown(gain_table(rows, args.baseline, args.ceiling, args.margin), n_left=2))
     if args.out:
-        save_figure(loss_figure(rows, args.baseline, args.shown), args.out)
+        save_figure(loss_figure(rows, args.baseline, shown), args.out)
 
 
 if __name__ == "__main__":

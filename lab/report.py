@@ -39,6 +39,7 @@ from lab.tables import (
     CONFIGS,
     DASH,
     all_rows,
+    check_ours,
     markdown,
     mean_and_spread,
     read_published,
@@ -52,6 +53,7 @@ COUNTS = """\
 Rows are those of the tables below, each with a config. Rows of one formula, loss and recipe are one
 experiment. Run: how many of them have a run here, at any scale. Published numbers without a config are those
 of images, of translation, and of what is no run."""
+TITLE = "# Report"
 RECORDS = "runs.jsonl"
 LOSSES = [f"val loss, {factor}x" for factor in FACTORS]  # columns of published losses
 INTRODUCTION = """\
@@ -89,6 +91,7 @@ def main() -> None:
     out = Path(args.out or beside)
     if not args.papers and (out / RECORDS).exists():
         raise UserError(f"{out}: has {RECORDS}: expected --papers, or another --out")
+    check_ours(out / "report.md", f"{TITLE}\n")
     with exclusive_lock(out):
         if args.papers:
             finished = with_records([run for run in finished if len(run.losses)], out)
@@ -116,7 +119,7 @@ def with_records(runs: list[FinishedRun], out: Path) -> list[FinishedRun]:
 
 
 def report_text(runs: Runs, captions: dict[str, str]) -> str:
-    parts = ["# Report", INTRODUCTION, f"## Scales\n\n{scales_text(runs)}"]
+    parts = [TITLE, INTRODUCTION, f"## Scales\n\n{scales_text(runs)}"]
     losses = runs.means()
     for scale, of_scale in runs.table[~runs.table.scale.isin(runs.of_sizes)].groupby("scale"):
         heading = f"## All runs of scale {scale}, by increase of loss with length"

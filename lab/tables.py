@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from config import expand_sweep, load_config
+from infra.cli import UserError
+from infra.files import read_text
 from schema import Config
 
 PAPERS_FOLDER = Path(__file__).resolve().parent / "papers"
@@ -21,6 +23,12 @@ class TableRow(NamedTuple):
     keys: tuple[str, ...]  # as in published.toml: the file, and the file with its swept value
     config: Config
     sizes: dict[str, Any]  # swept keys of [model], and the steps: a run of this row has the same values
+
+
+def check_ours(report: Path, title: str) -> None:
+    """Raises UserError: a file is there that does not begin with the title, so it is not ours to replace."""
+    if report.exists() and not read_text(report).startswith(title):
+        raise UserError(f"--out {report.parent}: has another {report.name}: expected a folder without")
 
 
 @cache

@@ -35,13 +35,13 @@ class RowContext:
     """What the formulas know about a block of R query rows besides its scores."""
 
     n: Tensor  # (R, 1) float: number of keys each row sees, with a window W at most W
-    place: Tensor  # (R, 1) float: that of each row's query among the keys, the last that it sees
+    place: Tensor  # (R, 1) float: index of each row's query among the keys: the last key that it sees
     n_keys: int  # Tk: all keys of this call. A formula that reads it is not `cacheable`
     train_len: int  # L
     head_dim: int  # d
     p: int = 0  # power of the re-weighting; 0: none
     learned: dict[str, Tensor] = field(default_factory=dict)  # name -> (H, 1, 1), p_n: (train_len,)
-    signals: dict[str, Tensor] = field(default_factory=dict)  # of the rows, for `factor`: (B, H, R, n) each
+    signals: dict[str, Tensor] = field(default_factory=dict)  # of the rows, for `factor`: (B, H, R, S) each
     decay: Tensor | None = None  # (B, H, K, 1 or D) float64, see `Normaliser.key_decay`
     cached: bool = False  # the keys come from `cache_keys`
 
@@ -211,7 +211,7 @@ class Normaliser(BaseModel):
         return None
 
     def at_distance(self, x: Tensor, t: Tensor) -> Tensor:
-        """The scores x of keys at distance t = n - 1 - j from the query, t expanding to x's shape."""
+        """The scores x of keys at distance t = i - j from query i, t expanding to x's shape."""
         return x
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:

@@ -243,7 +243,7 @@ class SSMaxPn(Softmax, name="ssmax_pn"):
 
     scale: Literal["learned"] = "learned"
     length_scale: Literal["none"] = "none"
-    bias: Literal[False] = False
+    bias: Literal[False] = False  # for Softmax's `factor`. Here b is always learned
 
     def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
         p_n = {"b": torch.zeros(n_head), "p_n": torch.ones(train_len)}

@@ -133,7 +133,7 @@ class NormaliserLayer(nn.Module):
     # ---------------------------------------------------------------- q and k
 
     def read(self, h: Tensor) -> Tensor | None:
-        """The formula's signals, (B, H, T, n) in at least float32, of the layer's input (B, T, C)."""
+        """The formula's S signals, (B, H, T, S) in at least float32, of the layer's input (B, T, C)."""
         if not self.signals:
             return None
         return self.signal(h).unflatten(-1, (self.n_head, -1)).transpose(1, 2)

@@ -58,7 +58,7 @@ class ReluShen(Phi, name="relu_shen"):
 
 
 class ScaleInvariant(Softmax, name="scale_invariant"):
-    """softmax(a_t x + m_t), a_t = sqrt(2 ln(t / tau + 1) + 1), m_t = -2 ln(t / tau + 1), t = n - 1 - j.
+    """softmax(a_t x + m_t), a_t = sqrt(2 ln(t / tau + 1) + 1), m_t = -2 ln(t / tau + 1), t = i - j.
 
     Scale-invariant attention (arXiv 2505.17083). There a_t^2 = 2 (ln(t / tau + 1) - ln alpha + beta / alpha),
     m_t = beta / alpha - a_t^2, with alpha = beta = sqrt(e) by a_0 = 1, m_0 = 0. Checked against a summary of
@@ -217,7 +217,7 @@ class Wall(Softmax, name="wall"):
     without positions (`model.position = "none"`). From Wall attention (Tilde Research 2026,
     blog.tilderesearch.com/blog/wall-attn). b starts at 8, as in fla-org/flash-linear-attention, against which
     the formula was checked. Here ln sigmoid is at least -2.5: a channel keeps at least 8 % a token.
-    Runs by rows alone. A generated token sums the gates of all keys anew.
+    Runs on rows and dense alone. A generated token sums the gates of all keys anew.
     """
 
     decays_channels: ClassVar[bool] = True

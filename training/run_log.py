@@ -171,7 +171,7 @@ class RunLog:
             f"run      {config.run_dir}",
             f"model    {raw_model.n_params() / 1e6:.2f}M parameters, {config.model.n_layer} layers, "
             f"{config.model.heads}, width {config.model.n_embd}",
-            f"attention {describe_layers(config)}, engine {raw_model.engine.note}",
+            f"attention {describe_layers(config)}, engine {raw_model.engine_note}",
             f"data     {config.data.dir}: {n_tokens:,} training tokens ({epochs:.2f} epochs), "
             f"{n_val:,} of validation",
             f"step     {train.batch_tokens:,} tokens, {self.state.batches.micro} sequences at a time, "

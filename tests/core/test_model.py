@@ -326,7 +326,7 @@ def test_one_schedule_of_p_for_all_layers():
     with torch.no_grad():
         assert torch.equal(gpt(tokens, p=3), p3(tokens)) and torch.equal(gpt(tokens, p=15), gpt(tokens))
     assert [block.attention.engine.name for block in gpt.blocks] == ["sdpa", "rows"]
-    assert gpt.engine.note == "sdpa, rows"
+    assert gpt.engine_note == "sdpa, rows"
 
 
 @pytest.mark.parametrize(("parts", "pieces"), [

@@ -49,8 +49,8 @@ def test_gains_are_paired():
     assert np.allclose(of_long.get_xydata(), [(8, 1.5), (16, 1.2)])
     assert np.allclose(of_x.get_xydata(), [(8, 1.6), (16, 1.65)])
     assert np.allclose(axes.get_lines()[-1].get_ydata(), 1.6)
-    in_colour = loss_figure(rows, "x", ["x"]).axes[0].containers
-    assert [line.get_label() for line in in_colour] == ["x"]
+    in_colour = loss_figure(rows, "x", {"x": "best"}).axes[0].containers
+    assert [line.get_label() for line in in_colour] == ["best"]
 
 
 def test_a_rejected_length_and_several_ceilings():

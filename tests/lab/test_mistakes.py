@@ -131,8 +131,14 @@ def test_reports_of_another_kind_are_spared(tmp_path: Path, tiny_config: Path, c
     mine.write_text("mine")
     with one_line(tmp_path, "has another README.md"):
         call(compare, "mine.toml", "--out", tmp_path)
+    with one_line(tmp_path, "has another README.md"):
+        call(report, "--comparison", "--out", tmp_path)
     (tmp_path / report.RECORDS).touch()
     with one_line(tmp_path, "expected --papers"):
+        call(report, finished_run(tiny_config), "--out", tmp_path)
+    (tmp_path / report.RECORDS).unlink()
+    (tmp_path / "report.md").write_text("mine")
+    with one_line(tmp_path, "has another report.md"):
         call(report, finished_run(tiny_config), "--out", tmp_path)
     assert not [*tmp_path.glob("*.png")]
     assert mine.read_text() == "mine"
