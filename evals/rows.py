@@ -6,7 +6,7 @@ docs/runs.md reads them with pandas.
 
 import fcntl
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,9 +57,9 @@ def write_rows(folder: Path, rows: Iterable[Row]) -> None:
     path = folder / FILE
     new = pandas.DataFrame(rows, columns=Row._fields, dtype=object)
     table = new.where(new.notna(), "").astype(str)
-    with open(folder / ".rows.lock", "ab") as lock:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        with suppress(OSError):  # no locks there, or a lock of another user
+            fcntl.flock(stack.enter_context(open(folder / ".rows.lock", "ab")), fcntl.LOCK_EX)
         if path.exists():
             old = read_table(path, dtype=str, keep_default_na=False)
             table = pandas.concat([old, table]).drop_duplicates([*Row._fields[:-1]], keep="last")

@@ -197,6 +197,8 @@ def main() -> None:
     unknown = sorted(shown.keys() - {*rows.run})
     if unknown:
         raise UserError(f"--shown {', '.join(unknown)}: expected runs of the rows")
+    if len({*rows.run.replace(shown)}) < rows.run.nunique():
+        raise UserError("--shown: two runs would have one label")
     print(markdown(gain_table(rows, args.baseline, args.ceiling, args.margin), n_left=2))
     if args.out:
         save_figure(loss_figure(rows, args.baseline, shown), args.out)

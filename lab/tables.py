@@ -28,7 +28,7 @@ class TableRow(NamedTuple):
 def check_ours(report: Path, title: str) -> None:
     """Raises UserError: a file is there that does not begin with the title, so it is not ours to replace."""
     if report.exists() and not read_text(report).startswith(title):
-        raise UserError(f"--out {report.parent}: has another {report.name}: expected a folder without")
+        raise UserError(f"--out {report.parent}: has another {report.name}: expected a new folder or our own")
 
 
 @cache

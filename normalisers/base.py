@@ -101,7 +101,7 @@ def l1_normalise(s: Tensor) -> Tensor:
     """s / sum |s| over the last axis; rows of zeros stay zeros."""
     z = s.abs().sum(-1, keepdim=True)
     # 1 / z overflows just above the smallest normal number: such a row has no mass.
-    return s / torch.where(z > 1e8 * torch.finfo(s.dtype).tiny, z, 1.0)
+    return s / torch.where(z > 1e8 * torch.finfo(s.dtype).tiny, z, math.inf)
 
 
 def share_heads(t: Tensor, q: Tensor) -> Tensor:

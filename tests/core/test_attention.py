@@ -636,6 +636,24 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(out.square().sum(), q, create_graph=True)
 
 
+@pytest.mark.parametrize("options", [{"normaliser": "lssa", "reweight_p": 3}, {"normaliser": "ssmax"}])
+def test_dense_has_second_derivatives(options):
+    normaliser = make(AttentionConfig(**options), 2, 4, train_len=5)
+    inputs = [t.double().requires_grad_() for t in draw(5, 5, 4)[:3]]
+    assert torch.autograd.gradgradcheck(lambda *qkv: attention.attend(*qkv, normaliser, "dense"), inputs)
+
+
+@pytest.mark.parametrize("engine", ["dense", "rows"])
+@pytest.mark.parametrize(("phi", "scale"), [("relu", 1e-21), ("relu2", 1e-11)])
+def test_rows_without_mass_are_zero(engine, phi, scale):
+    normaliser = make(AttentionConfig(normaliser="phi", phi=phi, l1=True, reweight_p=3), 2, 8, train_len=8)
+    q, k, v, do = draw(8, 8, 8)
+    inputs = [(scale * q).requires_grad_(), (scale * k).requires_grad_(), v.requires_grad_()]
+    out = attention.attend(*inputs, normaliser, engine)
+    assert not out.any()
+    assert not any(gradient.any() for gradient in torch.autograd.grad(out, inputs, do))
+
+
 def test_other_heads_than_the_layers_are_refused():
     normaliser = make(AttentionConfig(), 2, 8, train_len=8)
     for heads, head_dim in [(2, 16), (4, 8)]:
