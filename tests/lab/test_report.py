@@ -383,7 +383,7 @@ def test_a_run_its_evaluations_and_the_report(tiny_config, call):
     evaluation = json.loads((run / "eval_length_none.json").read_text())
     folder = run.with_name("report")
     folder.mkdir()
-    (folder / "report.md").write_text("![of an earlier report](stale.png)")
+    (folder / "report.md").write_text("# Report\n\n![of an earlier report](stale.png)")
     for file in ("stale.png", "mine.png"):
         (folder / file).touch()
     other = shutil.copytree(run, run.parent / "group" / "tiny")
