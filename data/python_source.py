@@ -61,11 +61,11 @@ def collect(root: Path) -> list[Document]:
 
 
 def split_documents(documents: list[Document], val_fraction: float) -> dict[str, list[Document]]:
-    """{"val": ..., "train": ...}, each in hash order; val has about `val_fraction` of the bytes.
+    """{"val": ..., "train": ...} of documents in hash order, which both keep.
 
-    In each size class, files are held out in hash order as long as they fit into the class's share. So one
-    very long file cannot be most of the split, and the long files, on which length extrapolation is measured,
-    are not left to chance. Raises UserError: too few documents.
+    val has about `val_fraction` of the bytes. In each size class, files are held out in hash order as long as
+    they fit into the class's share. So one very long file cannot be most of the split, and the long files, on
+    which length extrapolation is measured, are not left to chance. Raises UserError: too few documents.
     """
     held_out: set[str] = set()
     for size_class in range(len(SIZE_CLASSES) + 1):
