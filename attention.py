@@ -58,7 +58,7 @@ def attend(
     v: Tensor,
     layer: NormaliserLayer,
     engine: Engine | ChosenEngine = "auto",
-    cached: bool = False,
+    normed: bool = False,
     spans: Sequence[tuple[int, int]] | None = None,
     p: int | None = None,
     signals: Tensor | None = None,
@@ -69,7 +69,7 @@ def attend(
         q: (B, H, Tq, D) after RoPE, the last Tq of the Tk positions.
         k, v: (B, n_kv_head, Tk, D). Head h of q belongs to head h // (H / n_kv_head) of k and v.
         engine: a name, resolved at this call; a model resolves it once (`choose_engine`).
-        cached: k comes from `layer.cache_keys`.
+        normed: q and k come from `layer.norm_heads`, as a KV cache holds keys.
         spans: for a padded batch, the positions [start, stop) of each sequence's real keys. n counts only
             these. Sequences with the same span are computed together; padding gets zeros.
         p: a bound on the layer's reweight_p, as while it rises; None: no bound.
@@ -95,13 +95,13 @@ def attend(
             if queries.start < queries.stop:
                 real = q[sequences, :, queries], k[sequences, :, keys], v[sequences, :, keys]
                 of_keys = None if signals is None else signals[sequences, :, keys]
-                out[sequences, :, queries] = attend(*real, layer, engine, cached, None, p, of_keys)
+                out[sequences, :, queries] = attend(*real, layer, engine, normed, None, p, of_keys)
         return out
     # One query, as in decoding, is one row for `rows`, without a graph or a mask for each length.
     runs_rows = engine.name in COMPILED or (engine.name == "sdpa" and layer.by_place)
     run = load_engine("rows").run if runs_rows and q.shape[-2] == 1 else engine.run
     with torch.autocast(q.device.type, enabled=False):
-        out = run(q, k, v, layer, layer.context(q, k, cached, p, signals))
+        out = run(q, k, v, layer, layer.context(q, k, normed, p, signals))
     if layer.definition.output_norm:
         out = F.rms_norm(out, out.shape[-1:], eps=OUTPUT_NORM_EPS)
     return out

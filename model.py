@@ -89,16 +89,20 @@ class Attention(nn.Module):
         self.out = make_linear(m.n_embd, m.n_embd, m.bias, residual_std(m))
 
     def project(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, normed: bool = True
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(B, T, C) to q (B, H, T, D) and k after RoPE, and v: (B, n_kv_head, T, D) each, and the signals.
 
-        With a cache, which is extended: k, as `cache_keys` makes it, v and the signals of all keys.
+        normed: q and k pass `norm_heads`. With a cache, which is extended: k, v and the signals of all keys.
         """
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, heads of q, k and v, D)
         # Split first: backward then joins the gradients in the projection's own layout, without a copy.
         parts = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
         q, k, v = (part.transpose(1, 2) for part in parts)  # (B, heads, T, D)
+        norms_last = self.delta is not None or self.key_shift is not None  # they change norms, RoPE does not
+        if normed and not norms_last:
+            q = self.normaliser.norm_heads(q)
+            k = self.normaliser.norm_heads(k)
         if self.delta is not None:
             delta = self.delta.clamp(-2 * math.pi, 0).view(self.n_kv_head, 1, self.head_dim)
             q = apply_pope(q, cos, sin)
@@ -108,14 +112,13 @@ class Attention(nn.Module):
             k = apply_rope(k, cos, sin)
         signals = self.normaliser.read(x)
         if cache is not None:
-            is_shifted = self.key_shift is not None
-            k = k if is_shifted else self.normaliser.cache_keys(k)
-            k, v, *rest = cache.append(self.layer, k, v, *([] if signals is None else [signals]))
+            k, v, *rest = cache.append(self.layer, k.to(v.dtype), v, *([] if signals is None else [signals]))
             signals = rest[0] if rest else None
-            if is_shifted:
-                k = self.normaliser.cache_keys(self.shift_keys(k, cache.spans))
-        elif self.key_shift is not None:
-            k = self.shift_keys(k)
+        if self.key_shift is not None:
+            k = self.shift_keys(k, None if cache is None else cache.spans)
+        if normed and norms_last:
+            q = self.normaliser.norm_heads(q)
+            k = self.normaliser.norm_heads(k)
         return q, k, v, signals
 
     def shift_keys(self, k: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
@@ -136,7 +139,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         q, k, v, signals = self.project(x, cos, sin, cache)
         spans = None if cache is None else cache.spans
-        y = attend(q, k, v, self.normaliser, self.engine, cache is not None, spans, p, signals)
+        y = attend(q, k, v, self.normaliser, self.engine, True, spans, p, signals)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 
@@ -241,16 +244,17 @@ class GPT(nn.Module):
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[1]
         train_len = self.config.train.seq_len
-        tables: dict[tuple[int, float, float], tuple[Tensor, Tensor]] = {}
+        tables: dict[tuple[int, float, float, bool], tuple[Tensor, Tensor]] = {}
         by_layer = []
-        for m in (of_layer.model for of_layer in self.layer_configs):
+        for block, m in zip(self.blocks, (of_layer.model for of_layer in self.layer_configs), strict=True):
             size = 2 * m.head_dim if m.position == "pope" else m.head_dim
-            frequencies = (size, m.rope_theta, m.rotating)
-            if frequencies not in tables:
-                tables[frequencies] = rope_tables(
-                    size, stop, m.rope_theta, scaling, train_len, tokens.device, start, m.rotating
+            amplified = block.attention.normaliser.definition.scores != "cosine"
+            kind = (size, m.rope_theta, m.rotating, amplified)
+            if kind not in tables:
+                tables[kind] = rope_tables(
+                    size, stop, m.rope_theta, scaling, train_len, tokens.device, start, m.rotating, amplified
                 )
-            by_layer.append(tables[frequencies])
+            by_layer.append(tables[kind])
         return by_layer
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -275,12 +279,13 @@ class GPT(nn.Module):
     ) -> Iterator[tuple[NormaliserLayer, Tensor, Tensor, Tensor | None]]:
         """Each layer's normaliser, q (B, H, T, D) and k after RoPE, and the signals, as `hidden` has them.
 
-        With a cache, k is of all keys, prepared for it (`cache_keys`); its length does not change.
+        With a cache, k is of all keys, and both have passed `norm_heads`; its length does not change.
         """
         x = self.embed(tokens)  # (B, T, C)
         for block, (cos, sin) in zip(self.blocks, self.rope(tokens, rope, cache), strict=True):
             attention = block.attention
-            q, k, _, signals = attention.project(block.attention_norm(x), cos, sin, cache)
+            normed = cache is not None
+            q, k, _, signals = attention.project(block.attention_norm(x), cos, sin, cache, normed)
             yield attention.normaliser, q, k, signals
             x = block(x, cos, sin, cache, p)
 

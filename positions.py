@@ -78,6 +78,7 @@ def rope_tables(
     device: Device = None,
     start: int = 0,
     rotating: float = 1.0,
+    amplified: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of the angles m·w_i, for positions m and frequencies w_i = theta^(-2i/d), i < d/2.
 
@@ -91,14 +92,14 @@ def rope_tables(
         yarn    (1-g)·w_i/s + g·w_i        Peng et al. 2023 (arXiv 2309.00071), Definitions 2 and 3
 
     where yarn's g rises linearly from 0 to 1 as the turns over the training length,
-    r_i = train_len·w_i / 2π, go from 1 to 32; it also multiplies cos and sin by 0.1·ln s + 1,
-    which lssa, normalising q and k, does not see. (The authors' code ramps over the index i between rounded
-    ends instead; this is the formula in the paper.)
+    r_i = train_len·w_i / 2π, go from 1 to 32; it also multiplies cos and sin by 0.1·ln s + 1. (The authors'
+    code ramps over the index i between rounded ends instead; this is the formula in the paper.)
 
     Args:
         start: leave out the positions before this one (those already in a KV cache).
         rotating: the part of the frequencies, from the highest on, that rotate; the others are 0 (p-RoPE,
             Barbero et al. 2024, arXiv 2410.06205: the first floor(rotating d/2)). 0: no positions.
+        amplified: False leaves yarn's 0.1·ln s + 1 out, as cosine scores, of unit vectors, do not see it.
     Returns:
         cos, sin: (n_positions - start, head_dim / 2) float32, computed in float64: at position 131072 a
         float32 angle is off by up to 5e-3.
@@ -109,7 +110,7 @@ def rope_tables(
     freqs, amplitude = rope_frequencies(head_dim, theta, scaling, length, train_len, device)
     n_rotating = int(rotating * (head_dim // 2) + 1e-9)  # 0.58 * 50 is 28.999...
     freqs[n_rotating:] = 0
-    return _cos_and_sin(freqs, amplitude if n_rotating else 1.0, start, n_positions)
+    return _cos_and_sin(freqs, amplitude if n_rotating and amplified else 1.0, start, n_positions)
 
 
 def rope_frequencies(

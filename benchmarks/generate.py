@@ -41,18 +41,21 @@ class NextToken:
         with torch.inference_mode(), model.autocast():
             model.hidden(text[:, :-1], self.rope, self.cache)
 
-    @torch.inference_mode()
     def milliseconds(self) -> float:
         """Of the next token's logits. The pause begins a new time slice where other processes run, too."""
         time.sleep(0.003)
         clock = time.perf_counter if self.token.is_cuda else time.process_time
         start = clock()
-        with self.model.autocast():
-            self.model.logits(self.model.hidden(self.token, self.rope, self.cache))
+        self.step()
         if self.token.is_cuda:
             torch.cuda.synchronize()
-        self.cache.length = self.n
         return 1000 * (clock() - start)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        with self.model.autocast():
+            self.model.logits(self.model.hidden(self.token, self.rope, self.cache))
+        self.cache.length = self.n
 
     @torch.inference_mode()
     def live_share(self) -> float:
@@ -60,7 +63,7 @@ class NextToken:
         shares = []
         with self.model.autocast():
             for layer, q, keys, signals in self.model.attention_inputs(self.token, self.rope, self.cache):
-                weights = layer.weights(q, keys, cached=True, signals=signals)
+                weights = layer.weights(q, keys, normed=True, signals=signals)
                 shares.append((weights > 0).float().mean().item())
         return statistics.mean(shares)
 

@@ -6,7 +6,9 @@
 attention    65,536 tokens in 768 dimensions (12 heads of 64, or 6 of 128), causal, bfloat16. Medians of
              triton.testing.do_bench, forward + backward. The ratios are to softmax by
              F.scaled_dot_product_attention on FlashAttention-2 and on cuDNN, timed right after each case.
-step         a compiled training step of GPT-2 124M (forward, backward, AdamW), 32 sequences of 1,024 tokens.
+step         a compiled training step of a config (forward, backward, AdamW), 32 sequences of 1,024 tokens.
+decode       one more token after n cached ones, batch 1, as generation.py runs it, and replayed as a CUDA
+             graph: the rest is the launching of its kernels. The models are not trained.
 
 Several processes compile the kernels before the first row. A row is appended to runs/gpu/rows.jsonl when it
 is measured. If the environment variable GPU_ROWS names a folder, the file is copied there at exit.
@@ -20,6 +22,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -37,7 +40,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
 from attention import ChosenEngine, attend, load_engine, make_normaliser
-from config import config_from_dict
+from benchmarks.generate import NextToken
+from config import load_config
 from engines.triton_kernels import INTERPRETED
 from infra.cli import ArgumentParser, UserError, n_cores, run_main
 from model import GPT
@@ -57,7 +61,7 @@ CASES: dict[str, tuple[dict[str, Any], Engine]] = {
     "FoX": ({"normaliser": "fox"}, "sdpa"),
     "scale_invariant": ({"normaliser": "scale_invariant"}, "flex"),
 }
-STEPS = ("softmax", "SSMax on QK-norm", "LSSAR p=15", "FoX")
+CONFIGS = ("softmax", "lssar", "rivals/qk_norm_ssmax", "rivals/fox", "rivals/hybrid_fox")  # GPT-2 124M
 BUDGETS = (1.0, 0.99)  # train.memory_budget
 
 
@@ -167,17 +171,11 @@ def attention_row(bench: Bench, name: str, head_dim: int, length: int) -> Row:
 
 
 def step_row(bench: Bench, name: str, memory_budget: float) -> Row:
-    options, engine = CASES[name]
     length, batch = (32, 2) if bench.smoke else (1024, 32)
-    train: Row = {"seq_len": length, "batch_tokens": length * batch, "micro_batch": batch, "engine": engine}
-    train["dtype"] = "float32" if bench.smoke else "bfloat16"
-    small = {"n_layer": 1, "n_head": 1, "n_embd": 32, "vocab_size": 100} if bench.smoke else {}
-    sections = {"name": "benchmark", "model": small, "attention": options, "train": train}
-    config = config_from_dict(sections, "benchmarks/gpu.py")
-    model = GPT(config, bench.device)
+    model = make_model(bench, name, length)
     compiled = bench.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(config.model.vocab_size, (batch, length + 1), device=bench.device)
+    tokens = torch.randint(model.config.model.vocab_size, (batch, length + 1), device=bench.device)
 
     def step() -> None:
         with model.autocast():
@@ -196,8 +194,28 @@ def step_row(bench: Bench, name: str, memory_budget: float) -> Row:
     return {"ms": ms, "tokens/s": batch * length / ms * 1e3, "GB": gigabytes}
 
 
+def make_model(bench: Bench, name: str, length: int) -> GPT:
+    overrides = f"--train.seq-len {length} --train.batch-tokens {length} --train.micro-batch 1"
+    if bench.smoke:
+        overrides += " --model.n-layer 2 --model.n-head 1 --model.n-embd 32 --train.dtype float32"
+    return GPT(load_config(f"configs/{name}.toml", overrides.split()), bench.device)
+
+
+def decode_row(bench: Bench, name: str, n: int) -> Row:
+    model = make_model(bench, name, min(n, 1024))
+    text = torch.randint(model.config.model.vocab_size, (1, n + 1), device=bench.device)
+    token = NextToken(model, text)
+    row = {"ms": statistics.median(token.milliseconds() for _ in range(3 if bench.smoke else 40))}
+    if bench.smoke:
+        return row
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        token.step()
+    return row | {"ms as a graph": bench.milliseconds(graph.replay)}
+
+
 def plan(smoke: bool) -> list[tuple[Callable[..., Row], Row]]:
-    """What measures each row, and its arguments: LSSAR first, then the step, then all else."""
+    """What measures each row, and its arguments: LSSAR first, then the steps and decoding, then all else."""
     lengths = [64] if smoke else [4096, 1024, 2048, 8192, 16384, 65536]
     names = [name for name in CASES if not (smoke and CASES[name][1] == "flex")]  # no backward on a CPU
     attention = [
@@ -205,8 +223,10 @@ def plan(smoke: bool) -> list[tuple[Callable[..., Row], Row]]:
         for head_dim, length, name in itertools.product(HEAD_DIMS, lengths, names)
         if not name.endswith("deterministic") or length == lengths[0]
     ]
-    steps = [(step_row, {"name": name, "memory_budget": budget}) for budget in BUDGETS for name in STEPS]
-    return [attention[0], *steps, *attention[1:]]
+    steps = [(step_row, {"name": name, "memory_budget": budget}) for budget in BUDGETS for name in CONFIGS]
+    cached = [64] if smoke else [1024, 16384]
+    decode = [(decode_row, {"name": name, "n": n}) for n in cached for name in CONFIGS]
+    return [attention[0], *steps, *decode, *attention[1:]]
 
 
 def measure_all(bench: Bench) -> bool:

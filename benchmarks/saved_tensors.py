@@ -6,7 +6,7 @@
 
 Traces blocks of the config in bfloat16 with the operators of a GPU, as AOTAutograd and its partitioner do for
 torch.compile, and adds up what the forward graph returns for the backward one. Weights and RoPE's tables are
-left out. A view keeps the whole tensor alive and counts as its own size.
+left out. A view counts as the whole tensor that it keeps alive, and that once.
 """
 
 import torch
@@ -73,8 +73,9 @@ def saved_bytes(config: Config, budget: float, n_blocks: int) -> int:
         returned = graph.graph.find_nodes(op="output")[0].args[0]
         kept = [node for node in returned[1:] if node and node.name not in left_out]
         values = [node.meta["val"] for node in kept]
-        sizes = [v.nbytes for v in values if isinstance(v, Tensor) and config.train.seq_len in v.shape]
-        total = sum(sizes)
+        activations = [v for v in values if isinstance(v, Tensor) and config.train.seq_len in v.shape]
+        storages = [v.untyped_storage() for v in activations]
+        total = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
         raise Traced
 
     traced = aot_function(

@@ -88,6 +88,6 @@ def attention_mass(model: GPT, token: Tensor, rope: RopeScaling, cache: KVCache,
     """
     layers = []
     for normaliser, q, keys, signals in model.attention_inputs(token, rope, cache):
-        weights = normaliser.weights(q, keys, cached=True, signals=signals)[:, :, 0]
+        weights = normaliser.weights(q, keys, normed=True, signals=signals)[:, :, 0]
         layers.append((l1_normalise(weights.abs()) * where[:, None]).sum(-1))  # (B, H, n) -> (B, H)
     return torch.stack(layers, dim=1)

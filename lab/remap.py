@@ -68,7 +68,7 @@ def remapped_forward(
     far_q, *_ = attention.project(x, cos[of_queries], sin[of_queries])
     _, far_k, *_ = attention.project(x, cos[of_keys], sin[of_keys])
     with torch.autocast(x.device.type, enabled=False):
-        context = layer.context(q, k, p=p, signals=signals)
+        context = layer.context(q, k, True, p, signals)
         near_scores = layer.scores(*layer.prepare(q, k, context), context)  # (B, H, T, T)
         far_scores = layer.scores(*layer.prepare(far_q, far_k, context), context)
         scores = torch.where(context.distance(near_scores) < near, near_scores, far_scores)

@@ -43,7 +43,7 @@ class RowContext:
     learned: dict[str, Tensor] = field(default_factory=dict)  # name -> (H, 1, 1), p_n: (train_len,)
     signals: dict[str, Tensor] = field(default_factory=dict)  # of the rows, for `factor`: (B, H, R, S) each
     decay: Tensor | None = None  # (B, H, K, 1 or D) float64, see `Normaliser.key_decay`
-    cached: bool = False  # the keys come from `cache_keys`
+    normed: bool = False  # q and k come from `NormaliserLayer.norm_heads`
 
     def block(self, batch: slice, rows: slice, keys: slice) -> RowContext:
         """Of these sequences and rows, whose keys are a slice of all; without signals."""

@@ -78,14 +78,14 @@ class NormaliserLayer(nn.Module):
     # ---------------------------------------------------------------- the definition
 
     def weights(
-        self, q: Tensor, k: Tensor, cached: bool = False, p: int | None = None, signals: Tensor | None = None
+        self, q: Tensor, k: Tensor, normed: bool = False, p: int | None = None, signals: Tensor | None = None
     ) -> Tensor:
         """The dense weights by definition: (B, H, Tq, Tk) in at least float32, 0 at keys after the query.
 
         q (B, H, Tq, D) and k (B, n_kv_head, Tk, D) after RoPE, and the rest as in `attention.attend`.
         """
         with torch.autocast(q.device.type, enabled=False):
-            return self.dense_weights(q, k, self.context(q, k, cached, p, signals))
+            return self.dense_weights(q, k, self.context(q, k, normed, p, signals))
 
     def dense_weights(self, q: Tensor, k: Tensor, context: RowContext) -> Tensor:
         q, k = self.prepare(q, k, context)
@@ -138,11 +138,14 @@ class NormaliserLayer(nn.Module):
             return None
         return self.signal(h).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
 
-    def cache_keys(self, k: Tensor) -> Tensor:
-        """k as a KV cache holds it: l2-normalised for cosine scores, once instead of in every step."""
+    def norm_heads(self, x: Tensor) -> Tensor:
+        """q or k, for cosine scores l2-normalised in at least float32. RoPE may follow: it keeps norms.
+
+        Then a compiled step is faster (benchmarks/RESULTS.md), and a KV cache holds normed keys.
+        """
         if self.definition.scores != "cosine":
-            return k
-        return to_unit(k.to(torch.promote_types(k.dtype, torch.float32))).to(k.dtype)
+            return x
+        return to_unit(x.to(torch.promote_types(x.dtype, torch.float32)))
 
     def prepare(
         self, q: Tensor, k: Tensor, context: RowContext, dtype: torch.dtype | None = None, unit: float = 1.0
@@ -155,12 +158,10 @@ class NormaliserLayer(nn.Module):
         """
         definition = self.definition
         given = k
+        if not context.normed:
+            q = self.norm_heads(q)
+            k = self.norm_heads(k)
         q = q.to(torch.promote_types(q.dtype, torch.float32))
-        if not context.cached:
-            k = k.to(q.dtype)
-        if definition.scores == "cosine":
-            q = to_unit(q)
-            k = k if context.cached else to_unit(k)
         if definition.centre_keys:
             k = k.to(q.dtype)
             k = k - k[..., :1, :]
@@ -172,7 +173,7 @@ class NormaliserLayer(nn.Module):
         return (q * (factor * unit)).to(dtype), k.to(dtype)
 
     def context(
-        self, q: Tensor, k: Tensor, cached: bool = False, p: int | None = None, signals: Tensor | None = None
+        self, q: Tensor, k: Tensor, normed: bool = False, p: int | None = None, signals: Tensor | None = None
     ) -> RowContext:
         """The `RowContext` of queries (..., Tq, D), the last of the Tk positions, of `weights`' arguments."""
         n_queries = q.shape[-2]
@@ -184,7 +185,7 @@ class NormaliserLayer(nn.Module):
         n = (place + 1).clamp_max(self.window or n_keys)
         p = self.reweight_p if p is None else min(p, self.reweight_p)
         learned = self(dtype)
-        context = RowContext(n, place, n_keys, self.train_len, self.head_dim, p, learned, cached=cached)
+        context = RowContext(n, place, n_keys, self.train_len, self.head_dim, p, learned, normed=normed)
         if not self.signals:
             return context
         if signals is None:

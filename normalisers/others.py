@@ -13,6 +13,7 @@ from torch import Tensor
 
 from normalisers.base import HIDDEN, MIN_LOG_GATE, Normaliser, RowContext, exp, has_contrast, l1_normalise
 from normalisers.family import Bias, Phi, PhiName, Scaled, Softmax
+from positions import operator_library
 
 
 class Sigmoid(Phi, name="sigmoid"):
@@ -194,6 +195,17 @@ class ElasticSoftmax(Scaled, name="elastic_softmax"):
         return torch.relu(x.softmax(-1) + context.learned["tau"] / context.n)
 
 
+# An operator of its own: torch 2.11 fails to compile this sum over many tokens for a GPU.
+@torch.library.custom_op(f"{operator_library(__name__)}::running_sum", mutates_args=())
+def running_sum(x: Tensor) -> Tensor:
+    """The sum of x (..., T, S) over each token and those before it."""
+    return x.contiguous().cumsum(-2)
+
+
+running_sum.register_fake(lambda x: x.new_empty(x.shape))
+running_sum.register_autograd(lambda ctx, gradient: running_sum(gradient.flip(-2)).flip(-2))
+
+
 class FoX(Softmax, name="fox"):
     """softmax(x_ij + sum_{j < t <= i} ln sigmoid(w.h_t + b)), h the layer's input, w and b learned per head.
 
@@ -208,7 +220,7 @@ class FoX(Softmax, name="fox"):
         return {"forget": [self.forget_init]} | super().signals(head_dim)
 
     def key_decay(self, signals: dict[str, Tensor]) -> Tensor:
-        return F.logsigmoid(signals["forget"]).double().cumsum(-2)
+        return running_sum(F.logsigmoid(signals["forget"]).double())
 
 
 class Wall(Softmax, name="wall"):
@@ -229,7 +241,7 @@ class Wall(Softmax, name="wall"):
         return {"gate": [self.gate_init] * head_dim} | super().signals(head_dim)
 
     def key_decay(self, signals: dict[str, Tensor]) -> Tensor:
-        return F.logsigmoid(signals["gate"]).clamp_min(MIN_LOG_GATE).double().cumsum(-2)
+        return running_sum(F.logsigmoid(signals["gate"]).clamp_min(MIN_LOG_GATE).double())
 
 
 # ---------------------------------------------------------------- softmax, shifted or negated

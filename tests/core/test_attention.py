@@ -335,9 +335,9 @@ def test_window(options, window):
         dense = run("dense", normaliser, q, k, v, do)
         for name in {"rows", engine}:
             assert_close(run(name, normaliser, q, k, v, do), dense, (q, k, v, do), 1e-11, f"{name} {len_q}")
-        keys = normaliser.cache_keys(k)
+        last_q, keys = normaliser.norm_heads(q[:, :, -1:]), normaliser.norm_heads(k)
         for name in {"rows", "dense", engine}:
-            last = attend(q[:, :, -1:], keys, v, normaliser, name, cached=True)
+            last = attend(last_q, keys, v, normaliser, name, normed=True)
             assert (last - dense["o"][:, :, -1:]).abs().max() <= 1e-12
 
 
@@ -442,7 +442,7 @@ def test_zero_vectors_under_cosine_scores_have_bounded_gradients(options):
             assert all(g.isfinite().all() for g in each.values())
             assert each[f"d{zero}"].abs().max() < 1e5 * largest
         assert_close(got[-1], got[0], (q, k, v), 1e-5, f"zero {zero}")
-    torch.testing.assert_close(normaliser.cache_keys(k), F.normalize(k, dim=-1), rtol=0, atol=0)
+    torch.testing.assert_close(normaliser.norm_heads(k), F.normalize(k, dim=-1), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("ratio, tolerance", [(0.0, 1e-6), (10.0, 5.6e-6), (100.0, 5.6e-5)])
@@ -518,9 +518,10 @@ def test_decoding_row_by_row(cfg):
         norm = copy.deepcopy(normaliser).to(dtype)
         x, y, z = q.to(dtype), k.to(dtype), v.to(dtype)
         for engine in engines(cfg):
-            full, keys = attend(x, y, z, norm, engine=engine), norm.cache_keys(y)
+            full = attend(x, y, z, norm, engine=engine)
+            x1, y1 = norm.norm_heads(x), norm.norm_heads(y)
             rows = [
-                attend(x[:, :, t : t + 1], keys[:, :, : t + 1], z[:, :, : t + 1], norm, engine, cached=True)
+                attend(x1[:, :, t : t + 1], y1[:, :, : t + 1], z[:, :, : t + 1], norm, engine, normed=True)
                 for t in range(24)
             ]
             error = (torch.cat(rows, 2) - full).abs().max() / full.abs().max()
@@ -529,12 +530,12 @@ def test_decoding_row_by_row(cfg):
 
 @pytest.mark.parametrize("engine", ["dense", "rows"])
 @pytest.mark.parametrize("reweight_p", [0, 15])
-def test_cached_keys_are_not_normalised_again(engine, reweight_p):
+def test_normed_keys_are_not_normed_again(engine, reweight_p):
     cfg = AttentionConfig(normaliser="lssa", reweight_p=reweight_p)
     q, k, v, _ = draw(1, 40, 16)
     normaliser = make(cfg, 2, 16, train_len=300)
-    keys = 1.5 * normaliser.cache_keys(k)
-    longer = attend(q, keys, v, normaliser, engine, cached=True)
+    keys = 1.5 * normaliser.norm_heads(k)
+    longer = attend(normaliser.norm_heads(q), keys, v, normaliser, engine, normed=True)
     want = attend(q, k, v, normaliser, engine)
     torch.testing.assert_close(attend(q, keys, v, normaliser, engine), want, rtol=0, atol=1e-5)
     assert (longer - want).abs().max() > 3e-4

@@ -7,6 +7,7 @@ import torch
 from pydantic import ValidationError
 from torch.nn import functional as F
 
+from attention import attend
 from generation import generate
 from infra.cli import UserError
 from model import GPT, KVCache, make_norm
@@ -447,6 +448,22 @@ def test_gate_and_output_norm():
     torch.nn.init.eye_(normed.out.weight)
     mean_square = normed(x, *tables).unflatten(-1, (2, 16)).square().mean(-1)
     torch.testing.assert_close(mean_square, torch.ones(2, 16, 2), atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["none", "yarn"])
+@pytest.mark.parametrize("parts", [{}, {"key_shift": True}, {"position": "pope"}], ids=str)
+def test_norms_before_rope_are_those_after(parts, kind):
+    """A head of q or k is normed once, and yarn's factor is not seen."""
+    gpt = make_gpt({"normaliser": "lssa"}, std=0.2, n_layer=1, **parts)
+    attention = gpt.blocks[0].attention
+    x, scaling = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0)), RopeScaling(kind)
+    size = 32 if "position" in parts else 16
+    q, k, v, _ = attention.project(x, *rope_tables(size, 64, 10000.0, scaling, 16), normed=False)
+    want = attend(q, k, v, attention.normaliser, "dense")
+    q, k, v, _ = attention.project(x, *gpt.rope(x, scaling)[0])
+    torch.testing.assert_close(q.norm(dim=-1), torch.ones(2, 2, 64))
+    got = attend(q, k, v, attention.normaliser, "dense", normed=True)
+    torch.testing.assert_close(got, want, rtol=0, atol=float(1e-6 * want.abs().max()))
 
 
 def test_key_shift():

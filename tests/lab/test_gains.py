@@ -131,6 +131,7 @@ def test_mistakes():
         ("rows_web_counts.csv", ()),
         ("rows_novels.csv", ("softmax", "softmax_continued")),
         ("rows_124m.csv", ("softmax",)),
+        ("rows_code_88m.csv", ("softmax",)),
         ("rows_4k_remapped.csv", ()),
         ("rows_tests_remapped.csv", ()),
     ],

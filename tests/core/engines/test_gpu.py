@@ -45,6 +45,21 @@ def test_triton_head_sizes(head_dim):
     assert error_of(triton_engine, LSSAR, head_dim, torch.bfloat16) <= TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("normaliser", ["fox", "wall"])
+def test_running_sums_compile(normaliser):
+    """In a model's layout and at its length, where torch 2.11 failed on sums over the tokens."""
+    layer = make_normaliser(AttentionConfig(normaliser=normaliser), 4, 16, 1024, "none", width=64).to(CUDA)
+    x = torch.randn(4, 1024, 64, device=CUDA, requires_grad=True)
+
+    def loss(x):
+        q = x.unflatten(-1, (4, 16)).transpose(1, 2)
+        return attend(q, q, q, layer, signals=layer.read(x)).square().sum()
+
+    (got,) = torch.autograd.grad(torch.compile(loss)(x), x)
+    (want,) = torch.autograd.grad(loss(x), x)
+    assert (got - want).norm() <= 1e-3 * want.norm()
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_flex(dtype):
     assert error_of(flex, {"normaliser": "scale_invariant"}, 64, dtype) <= TOLERANCE[dtype]

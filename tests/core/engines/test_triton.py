@@ -419,7 +419,7 @@ def test_decoding_is_for_rows(monkeypatch):
         assert_close(run("triton", layer, *inputs), exactly(layer, *inputs), inputs, 2e-5, "one query")
         q, k, v, _ = inputs
         with torch.no_grad():
-            got = attend(q, layer.cache_keys(k), v, layer, "triton", cached=True)
+            got = attend(layer.norm_heads(q), layer.norm_heads(k), v, layer, "triton", normed=True)
             want = attend(q, k, v, layer, "dense")
         assert (got - want).norm() <= 2e-5 * want.norm()
 
