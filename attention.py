@@ -58,6 +58,7 @@ def attend(
     v: Tensor,
     layer: NormaliserLayer,
     engine: Engine | ChosenEngine = "auto",
+    *,
     normed: bool = False,
     spans: Sequence[tuple[int, int]] | None = None,
     p: int | None = None,
@@ -69,7 +70,7 @@ def attend(
         q: (B, H, Tq, D) after RoPE, the last Tq of the Tk positions.
         k, v: (B, n_kv_head, Tk, D). Head h of q belongs to head h // (H / n_kv_head) of k and v.
         engine: a name, resolved at this call; a model resolves it once (`choose_engine`).
-        normed: q and k come from `layer.norm_heads`, as a KV cache holds keys.
+        normed: q and k come from `layer.norm_heads`.
         spans: for a padded batch, the positions [start, stop) of each sequence's real keys. n counts only
             these. Sequences with the same span are computed together; padding gets zeros.
         p: a bound on the layer's reweight_p, as while it rises; None: no bound.
@@ -95,7 +96,7 @@ def attend(
             if queries.start < queries.stop:
                 real = q[sequences, :, queries], k[sequences, :, keys], v[sequences, :, keys]
                 of_keys = None if signals is None else signals[sequences, :, keys]
-                out[sequences, :, queries] = attend(*real, layer, engine, normed, None, p, of_keys)
+                out[sequences, :, queries] = attend(*real, layer, engine, normed=normed, p=p, signals=of_keys)
         return out
     # One query, as in decoding, is one row for `rows`, without a graph or a mask for each length.
     runs_rows = engine.name in COMPILED or (engine.name == "sdpa" and layer.by_place)

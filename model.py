@@ -89,7 +89,7 @@ class Attention(nn.Module):
         self.out = make_linear(m.n_embd, m.n_embd, m.bias, residual_std(m))
 
     def project(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, normed: bool = True
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, normed: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(B, T, C) to q (B, H, T, D) and k after RoPE, and v: (B, n_kv_head, T, D) each, and the signals.
 
@@ -99,15 +99,15 @@ class Attention(nn.Module):
         # Split first: backward then joins the gradients in the projection's own layout, without a copy.
         parts = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
         q, k, v = (part.transpose(1, 2) for part in parts)  # (B, heads, T, D)
-        norms_last = self.delta is not None or self.key_shift is not None  # they change norms, RoPE does not
-        if normed and not norms_last:
-            q = self.normaliser.norm_heads(q)
-            k = self.normaliser.norm_heads(k)
         if self.delta is not None:
             delta = self.delta.clamp(-2 * math.pi, 0).view(self.n_kv_head, 1, self.head_dim)
             q = apply_pope(q, cos, sin)
             k = apply_pope(k, cos, sin, delta)
-        elif self.has_rope:
+        if normed:
+            q = self.normaliser.norm_heads(q)
+            if self.key_shift is None:
+                k = self.normaliser.norm_heads(k)
+        if self.delta is None and self.has_rope:
             q = apply_rope(q, cos, sin)
             k = apply_rope(k, cos, sin)
         signals = self.normaliser.read(x)
@@ -116,9 +116,8 @@ class Attention(nn.Module):
             signals = rest[0] if rest else None
         if self.key_shift is not None:
             k = self.shift_keys(k, None if cache is None else cache.spans)
-        if normed and norms_last:
-            q = self.normaliser.norm_heads(q)
-            k = self.normaliser.norm_heads(k)
+            if normed:
+                k = self.normaliser.norm_heads(k)
         return q, k, v, signals
 
     def shift_keys(self, k: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
@@ -137,9 +136,9 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, p: int | None = None
     ) -> Tensor:
-        q, k, v, signals = self.project(x, cos, sin, cache)
+        q, k, v, signals = self.project(x, cos, sin, cache, normed=True)
         spans = None if cache is None else cache.spans
-        y = attend(q, k, v, self.normaliser, self.engine, True, spans, p, signals)
+        y = attend(q, k, v, self.normaliser, self.engine, normed=True, spans=spans, p=p, signals=signals)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 
@@ -248,7 +247,7 @@ class GPT(nn.Module):
         by_layer = []
         for block, m in zip(self.blocks, (of_layer.model for of_layer in self.layer_configs), strict=True):
             size = 2 * m.head_dim if m.position == "pope" else m.head_dim
-            amplified = block.attention.normaliser.definition.scores != "cosine"
+            amplified = scaling.kind != "yarn" or block.attention.normaliser.definition.scores != "cosine"
             kind = (size, m.rope_theta, m.rotating, amplified)
             if kind not in tables:
                 tables[kind] = rope_tables(
@@ -277,7 +276,7 @@ class GPT(nn.Module):
     def attention_inputs(
         self, tokens: Tensor, rope: RopeScaling = UNSCALED, cache: KVCache | None = None, p: int | None = None
     ) -> Iterator[tuple[NormaliserLayer, Tensor, Tensor, Tensor | None]]:
-        """Each layer's normaliser, q (B, H, T, D) and k after RoPE, and the signals, as `hidden` has them.
+        """Each layer's normaliser, q (B, H, T, D) and k after RoPE, before `norm_heads`, and the signals.
 
         With a cache, k is of all keys, and both have passed `norm_heads`; its length does not change.
         """

@@ -191,7 +191,7 @@ def step_row(bench: Bench, name: str, memory_budget: float) -> Row:
     step()
     gigabytes = 0.0 if bench.smoke else torch.cuda.max_memory_allocated() / 1e9
     ms = bench.milliseconds(step, rep=3000)
-    return {"ms": ms, "tokens/s": batch * length / ms * 1e3, "GB": gigabytes}
+    return {"engine": model.engine_note, "ms": ms, "tokens/s": batch * length / ms * 1e3, "GB": gigabytes}
 
 
 def make_model(bench: Bench, name: str, length: int) -> GPT:
@@ -205,13 +205,18 @@ def decode_row(bench: Bench, name: str, n: int) -> Row:
     model = make_model(bench, name, min(n, 1024))
     text = torch.randint(model.config.model.vocab_size, (1, n + 1), device=bench.device)
     token = NextToken(model, text)
-    row = {"ms": statistics.median(token.milliseconds() for _ in range(3 if bench.smoke else 40))}
+    row: Row = {"engine": model.engine_note, "ms": median_token(token)}
     if bench.smoke:
         return row
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         token.step()
-    return row | {"ms as a graph": bench.milliseconds(graph.replay)}
+    token.step = graph.replay  # type: ignore[method-assign]
+    return row | {"ms as a graph": median_token(token)}
+
+
+def median_token(token: NextToken) -> float:
+    return statistics.median(token.milliseconds() for _ in range(40))
 
 
 def plan(smoke: bool) -> list[tuple[Callable[..., Row], Row]]:

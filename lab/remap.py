@@ -64,9 +64,9 @@ def remapped_forward(
     assert cache is None
     layer = attention.normaliser
     of_queries, of_keys = far_places(x.shape[1], near, group)
-    q, k, v, signals = attention.project(x, cos, sin)
-    far_q, *_ = attention.project(x, cos[of_queries], sin[of_queries])
-    _, far_k, *_ = attention.project(x, cos[of_keys], sin[of_keys])
+    q, k, v, signals = attention.project(x, cos, sin, normed=True)
+    far_q, *_ = attention.project(x, cos[of_queries], sin[of_queries], normed=True)
+    _, far_k, *_ = attention.project(x, cos[of_keys], sin[of_keys], normed=True)
     with torch.autocast(x.device.type, enabled=False):
         context = layer.context(q, k, True, p, signals)
         near_scores = layer.scores(*layer.prepare(q, k, context), context)  # (B, H, T, T)

@@ -141,7 +141,8 @@ class NormaliserLayer(nn.Module):
     def norm_heads(self, x: Tensor) -> Tensor:
         """q or k, for cosine scores l2-normalised in at least float32. RoPE may follow: it keeps norms.
 
-        Then a compiled step is faster (benchmarks/RESULTS.md), and a KV cache holds normed keys.
+        Then a compiled step is faster (benchmarks/RESULTS.md), and a KV cache holds normed keys. A key is
+        shifted before (`model.key_shift`).
         """
         if self.definition.scores != "cosine":
             return x
