@@ -132,6 +132,7 @@ def test_mistakes():
         ("rows_novels.csv", ("softmax", "softmax_continued")),
         ("rows_124m.csv", ("softmax",)),
         ("rows_code_88m.csv", ("softmax",)),
+        ("rows_t1024.csv", ("softmax",)),
         ("rows_4k_remapped.csv", ()),
         ("rows_tests_remapped.csv", ()),
     ],
