@@ -38,26 +38,29 @@ class NextToken:
         self.n = text.shape[1] - 1
         self.rope = RopeScaling("ntk", length=self.n + 1)
         self.cache = KVCache(model.config.model.n_layer, self.n + 1)
-        with torch.inference_mode(), model.autocast():
+        with torch.no_grad(), model.autocast():
             model.hidden(text[:, :-1], self.rope, self.cache)
 
+    @torch.no_grad()
     def milliseconds(self) -> float:
         """Of the next token's logits. The pause begins a new time slice where other processes run, too."""
-        time.sleep(0.003)
         clock = time.perf_counter if self.token.is_cuda else time.process_time
-        start = clock()
-        self.step()
-        if self.token.is_cuda:
-            torch.cuda.synchronize()
-        return 1000 * (clock() - start)
-
-    @torch.inference_mode()
-    def step(self) -> None:
         with self.model.autocast():
-            self.model.logits(self.model.hidden(self.token, self.rope, self.cache))
+            self.step()  # autocast casts the weights in a text's first step alone
+            if self.token.is_cuda:
+                torch.cuda.synchronize()
+            time.sleep(0.003)
+            start = clock()
+            self.step()
+            if self.token.is_cuda:
+                torch.cuda.synchronize()
+            return 1000 * (clock() - start)
+
+    def step(self) -> None:
+        self.model.logits(self.model.hidden(self.token, self.rope, self.cache))
         self.cache.length = self.n
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def live_share(self) -> float:
         """Share of the next token's weights that are above 0."""
         shares = []

@@ -28,7 +28,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     k, v, context = layer.cut(q, k, v, context)
     q, k = layer.prepare(q, k, context)
     v = share_heads(v, q).to(q.dtype)
-    if q.shape[-2] == 1 and not torch.is_grad_enabled():  # all keys are visible
+    if q.shape[-2] == 1 and not torch.is_grad_enabled():  # all keys are visible; a power works in place
         weights, _ = block_weights(layer, layer.scores(q, k, context), context)  # (B, H, 1, n)
         return (weights @ v).to(dtype)
     q = q.contiguous()  # once, instead of in each block's product

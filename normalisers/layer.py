@@ -141,8 +141,8 @@ class NormaliserLayer(nn.Module):
     def norm_heads(self, x: Tensor) -> Tensor:
         """q or k, for cosine scores l2-normalised in at least float32. RoPE may follow: it keeps norms.
 
-        Then a compiled step is faster (benchmarks/RESULTS.md), and a KV cache holds normed keys. A key is
-        shifted before (`model.key_shift`).
+        A compiled step is faster with the norm before RoPE (benchmarks/RESULTS.md), and a KV cache holds
+        normed keys. With `model.key_shift` a key is normed after its shift.
         """
         if self.definition.scores != "cosine":
             return x
@@ -163,6 +163,8 @@ class NormaliserLayer(nn.Module):
             q = self.norm_heads(q)
             k = self.norm_heads(k)
         q = q.to(torch.promote_types(q.dtype, torch.float32))
+        if not context.normed:
+            k = k.to(q.dtype)
         if definition.centre_keys:
             k = k.to(q.dtype)
             k = k - k[..., :1, :]

@@ -199,7 +199,7 @@ class ElasticSoftmax(Scaled, name="elastic_softmax"):
 @torch.library.custom_op(f"{operator_library(__name__)}::running_sum", mutates_args=())
 def running_sum(x: Tensor) -> Tensor:
     """The sum of x (..., T, S) over each token and those before it."""
-    return x.mT.contiguous().cumsum(-1).mT.contiguous()  # along the last axis, where a GPU sums in parallel
+    return x.mT.cumsum(-1).mT.contiguous()  # along the last axis, where a GPU sums in parallel
 
 
 running_sum.register_fake(lambda x: x.new_empty(x.shape))

@@ -337,7 +337,8 @@ def test_window(options, window):
             assert_close(run(name, normaliser, q, k, v, do), dense, (q, k, v, do), 1e-11, f"{name} {len_q}")
         last_q, keys = normaliser.norm_heads(q[:, :, -1:]), normaliser.norm_heads(k)
         for name in {"rows", "dense", engine}:
-            last = attend(last_q, keys, v, normaliser, name, normed=True)
+            with torch.no_grad():
+                last = attend(last_q, keys, v, normaliser, name, normed=True)
             assert (last - dense["o"][:, :, -1:]).abs().max() <= 1e-12
 
 
@@ -509,6 +510,7 @@ def test_reweighting_is_finite_and_exact_at_131072_keys(p, keys):
 
 
 @each_case
+@torch.no_grad()
 def test_decoding_row_by_row(cfg):
     if getattr(cfg, "bias", None) == "log_len":
         pytest.skip("L is the current length: the formula itself changes while decoding")
