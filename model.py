@@ -245,7 +245,8 @@ class GPT(nn.Module):
         train_len = self.config.train.seq_len
         tables: dict[tuple[int, float, float, bool], tuple[Tensor, Tensor]] = {}
         by_layer = []
-        for block, m in zip(self.blocks, (of_layer.model for of_layer in self.layer_configs), strict=True):
+        for block, of_layer in zip(self.blocks, self.layer_configs, strict=True):
+            m = of_layer.model
             size = 2 * m.head_dim if m.position == "pope" else m.head_dim
             amplified = scaling.kind != "yarn" or block.attention.normaliser.definition.scores != "cosine"
             kind = (size, m.rope_theta, m.rotating, amplified)

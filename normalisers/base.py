@@ -190,7 +190,7 @@ class Normaliser(BaseModel):
     def fused_factor(self, q: Tensor, k: Tensor, context: RowContext) -> Tensor | float:
         """What multiplies q (B, H, R, D) for a kernel that knows no formula: by default `factor`.
 
-        k: (B, n_kv_head, K, D), normalised or centred as q is.
+        k: (B, n_kv_head, K, D), normalised or centred as q is, in its own type. q has 32 bits or more.
         """
         return self.factor(context)
 

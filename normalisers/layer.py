@@ -163,8 +163,6 @@ class NormaliserLayer(nn.Module):
             q = self.norm_heads(q)
             k = self.norm_heads(k)
         q = q.to(torch.promote_types(q.dtype, torch.float32))
-        if not context.normed:
-            k = k.to(q.dtype)
         if definition.centre_keys:
             k = k.to(q.dtype)
             k = k - k[..., :1, :]
