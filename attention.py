@@ -79,7 +79,7 @@ def attend(
         (B, H, Tq, D) in v's type. Scores and weights are float32 (float64 for float64 inputs).
     Raises:
         UserError: for an engine that cannot run this normaliser here.
-        ValueError: q has not the layer's heads and head size, or more queries than keys.
+        ValueError: no such engine; q has not the layer's heads and head size, or more queries than keys.
     """
     heads = (layer.n_head, layer.head_dim * (2 if layer.position == "pope" else 1))
     if (q.shape[1], q.shape[3]) != heads:
@@ -113,7 +113,7 @@ def choose_engine(
 ) -> ChosenEngine:
     """The named engine; for "auto" the first without a problem for inputs on this device and of this type.
 
-    Raises UserError: the named engine cannot run this layer there.
+    Raises UserError: the named engine cannot run this layer there. ValueError: there is none of that name.
     """
     if name not in get_args(Engine):
         raise ValueError(f"engine = {name!r}: expected one of {', '.join(get_args(Engine))}")

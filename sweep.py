@@ -225,8 +225,7 @@ def run_all(jobs: list[Job], args: argparse.Namespace, stop: StopSignals) -> lis
         slot = slots.get()
         run_dir = jobs[i].config.run_dir
         try:
-            with exclusive_lock(run_dir.with_name(f".{run_dir.name}.sweep")):  # of another sweep
-                failure = run_job(jobs[i], f"{i + 1}/{len(jobs)}", args, slot, stop)
+            failure = run_job(jobs[i], f"{i + 1}/{len(jobs)}", args, slot, stop)
         except (ValueError, OSError) as e:  # an unreadable run folder: the others may be fine
             failure = str(e)
         finally:

@@ -39,24 +39,19 @@ def train_batch(
     if order == "sequential":
         return read_windows(stream, place, count, seq_len)
     n_windows = stream.n_tokens // seq_len
-    x = np.empty((count, seq_len), np.int64)
-    y = np.empty((count, seq_len), np.int64)
-    for row in range(count):
-        epoch, i = divmod(place + row, n_windows)
-        window = int(_permutation(n_windows, seed, epoch)[i])
-        x[row : row + 1], y[row : row + 1] = read_windows(stream, window, 1, seq_len)
-    return x, y
+    places = [divmod(place + row, n_windows) for row in range(count)]
+    windows = [int(_permutation(n_windows, seed, epoch)[i]) for epoch, i in places]
+    x, y = zip(*(read_windows(stream, window, 1, seq_len) for window in windows), strict=True)
+    return np.concatenate(x), np.concatenate(y)
 
 
 def val_windows(stream: TokenStream, n_tokens: int, seq_len: int) -> int:
     """How many windows of `seq_len` predictions fit the first `n_tokens` predictions of the stream.
 
     Fewer if the stream is shorter: its first token is not predicted. An `n_tokens` that several lengths
-    divide scores the same tokens at each. Raises UserError if not even one window fits.
+    divide scores the same tokens at each. Raises UserError: the stream is too short for one window.
     """
     _check_length(stream, seq_len)
-    if n_tokens < seq_len:
-        raise UserError(f"{n_tokens} tokens of {stream.folder}: expected at least one window of {seq_len}")
     return min(n_tokens, stream.n_tokens - 1) // seq_len
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from data.shards import SHARD_NAME, ShardWriter, allow_open_files, check_vocabulary, open_shard, release_pages
-from data.tokenizer import FILE_NAME, FileTokenizer, Tokenizer, file_identity, get_tokenizer
+from data.tokenizer import FILE_NAME, FileTokenizer, Tokenizer, file_identity
 from infra.cli import UserError
 from infra.files import check_shape, fingerprint, read_json, read_text, write_atomically, write_json
 
@@ -234,11 +234,6 @@ class TokenStream:
         if file_identity(content) != name:
             raise UserError(f"{self.folder / FILE_NAME}: {file_identity(content)}: the tokens are of {name}")
         return content
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Raises UserError: see `get_tokenizer`."""
-        return get_tokenizer(self.info["tokenizer"], self.tokenizer_file)
 
     def check_model(self, vocab_size: int) -> None:
         """Raises UserError unless a model's `vocab_size` is the stream's, or that with padding."""

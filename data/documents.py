@@ -39,7 +39,7 @@ class Source(NamedTuple):
     description: str  # one line for dataset.json
     settings: dict[str, Any]  # the options that identify the source
     paths: list[Path]  # the local files, or the folder of them; empty for the hub
-    files: list[str]  # a hash of each local file; empty for the hub, where a commit identifies them
+    files: list[str]  # a hash of each local file; empty where a commit of the hub identifies them
     open: Callable[[], list[Input]]
 
 
@@ -213,8 +213,8 @@ def naming(label: str, hint: str = "") -> Iterator[None]:
     """Errors of the libraries that read an input become one line that begins with `label`."""
     try:
         yield
-    except UserError as e:
-        raise UserError(str(e) if str(e).startswith(label) else f"{label}: {e}") from None
+    except UserError:  # names it, or an option
+        raise
     except Exception as e:  # which library's errors these are depends on its version
         reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
         raise UserError(f"{label}: cannot be read: {reason}{hint}") from None

@@ -5,6 +5,7 @@ block again, with autograd through the row formula alone. LSSAR, re-weighted sof
 closed form instead (`softplus_power`), which takes less time.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -114,7 +115,7 @@ class RowBlocks(torch.autograd.Function):
         return dq, dk, dv, d_decay, None, None, *d_learned
 
 
-def query_blocks(q: Tensor, k: Tensor, layer: NormaliserLayer) -> list[tuple[slice, slice, slice]]:
+def query_blocks(q: Tensor, k: Tensor, layer: NormaliserLayer) -> Iterator[tuple[slice, slice, slice]]:
     """The (batch, query, key) slices that the engine visits: the keys that any of the block's rows sees.
 
     Blocks are small enough for a CPU's cache (2 MB of scores) or a few hundred MB on a GPU.
@@ -123,16 +124,13 @@ def query_blocks(q: Tensor, k: Tensor, layer: NormaliserLayer) -> list[tuple[sli
     n_keys = k.shape[-2]
     n_rows, budget = (64, 2**19) if q.device.type == "cpu" else (256, 2**26)
     n_rows = DECAY_ROWS if layer.definition.decays_channels else n_rows
-    blocks = []
     for start in range(0, n_queries, n_rows):
         stop = min(start + n_rows, n_queries)
         last_key = n_keys - n_queries + stop
         first_key = max(0, n_keys - n_queries + start + 1 - layer.window) if layer.window else 0
         n_sequences = max(1, budget // (n_head * n_rows * (last_key - first_key)))
         for first in range(0, n_batch, n_sequences):
-            keys = slice(first_key, last_key)
-            blocks.append((slice(first, first + n_sequences), slice(start, stop), keys))
-    return blocks
+            yield slice(first, first + n_sequences), slice(start, stop), slice(first_key, last_key)
 
 
 def block_scores(

@@ -67,9 +67,6 @@ def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: No
     return out if isinstance(divisor, float) and divisor == 1.0 else (out / divisor).to(out.dtype)
 
 
-# ---------------------------------------------------------------- launching
-
-
 class Launch(NamedTuple):
     """Block sizes, and the compiler's options by Triton's names."""
 

@@ -225,10 +225,6 @@ def open_validation(config: Config, data_dir: str | None, tokenizer: str | None 
 
     Raises UserError: missing, damaged, masked for fine-tuning, or tokens of another tokenizer.
     """
-    if not data_dir and not Path(config.data.dir).is_dir():
-        raise UserError(
-            f"{config.data.dir}: no such data folder; expected the run's data there, or --data DIR"
-        )
     stream = TokenStream(data_dir or config.data.dir, "val")
     stream.check_model(config.model.vocab_size)
     theirs = stream.info["tokenizer"]
@@ -290,11 +286,9 @@ def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Bloc
             expected = f"expected a block of {longest} after it"
             raise UserError(f"--skip {args.skip}: {expected}; the data has {end} of them")
         all_blocks.append(Blocks(stream, args.lengths, end - n_skipped, n_skipped))
-        tokenizer = stream.info["tokenizer"]
-        first = all_blocks[0].stream.info["tokenizer"]
-        if tokenizer != first:
-            expected = f"expected {first}, as {runs[0].label} has: losses a token of both do not compare"
-            raise UserError(f"{run.label}: tokens of {tokenizer}: {expected}")
+        if run.tokenizer != runs[0].tokenizer:
+            expected = f"expected {runs[0].tokenizer}, as {runs[0].label} has: losses a token do not compare"
+            raise UserError(f"{run.label}: tokens of {run.tokenizer}: {expected}")
     return all_blocks
 
 

@@ -97,7 +97,7 @@ def open_store() -> dist.Store:
 def join_world(device: str) -> Iterator[World]:
     """Join the processes that torchrun started, if it did, for the duration of a with block.
 
-    Raises UserError: see `choose_device`; or another process exited during a collective.
+    Raises UserError: see `choose_device` and `open_store`; or another process exited during a collective.
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))

@@ -1,13 +1,12 @@
 """Files that are whole or absent, JSON, JSON lines, the shape of what they hold, and locks."""
 
-import errno
 import fcntl
 import json
 import os
 import reprlib
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -112,66 +111,32 @@ def read_json(path: Path, shape: type[BaseModel] | None = None) -> Any:
 
 
 def read_jsonl(path: Path) -> list[Any]:
-    """The records of a JSON-lines file, without a line that was truncated by a kill; [] if it is no file.
+    """The objects of a JSON-lines file, without a line that was truncated by a kill; [] if it is no file.
 
-    Raises UserError: it cannot be read, or a line is no JSON object.
+    Raises OSError: it cannot be read.
     """
     records = []
-    try:
-        lines = path.read_text("utf-8", errors="replace").splitlines() if path.is_file() else []
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read: {e.strerror}") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(record, dict):
-            raise UserError(f"{path}, line {number}: expected a JSON object")
-        records.append(record)
-    return records
+    for line in path.read_text("utf-8", errors="replace").split("\n") if path.is_file() else ():
+        with suppress(ValueError, RecursionError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
 
 
 @contextmanager
 def exclusive_lock(folder: Path) -> Iterator[None]:
-    """Make the folder and lock `.lock` in it, where its file system can. Left empty, the folder is removed.
+    """Make the folder and lock `.lock` in it, where its file system can. The file stays.
 
     The lock is a file's, since NFS passes no lock of a folder on to other machines.
     Raises UserError: another process holds the lock, or the folder cannot be made.
     """
-    path = folder / ".lock"
-    while (descriptor := _lock_once(path)) is None:
-        pass
-    try:
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(folder / ".lock", "ab"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system on exit or kill
+        except BlockingIOError:
+            raise UserError(f"{folder}: another process is writing there") from None
+        except OSError as e:
+            if not folder.is_dir():  # else it is read-only, which the writer names, or has no locks
+                raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
         yield
-    finally:
-        if descriptor >= 0:
-            with suppress(OSError):
-                path.unlink()
-            os.close(descriptor)
-        with suppress(OSError):
-            folder.rmdir()
-
-
-def _lock_once(path: Path) -> int | None:
-    """The locked file's descriptor; -1 in a read-only folder, which the writer names; None: try again."""
-    folder = path.parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as e:
-        if folder.is_dir() and e.errno in (errno.EACCES, errno.EROFS):
-            return -1
-        raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system on exit or kill
-    except BlockingIOError:
-        os.close(descriptor)
-        raise UserError(f"{folder}: another process is writing there") from None
-    except OSError:  # a file system without locks
-        pass
-    with suppress(OSError):
-        if os.path.samestat(os.fstat(descriptor), path.stat()):
-            return descriptor
-    os.close(descriptor)  # its last holder has removed the file since
-    return None

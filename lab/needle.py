@@ -40,7 +40,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from data.dataset import TokenStream
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, get_tokenizer
 from evals import common, output
 from evals.common import add_arguments, parse_arguments
 from evals.output import Result
@@ -86,7 +86,7 @@ def main() -> None:
     with join_world(args.device) as world:
         runs, picture = common.open_runs(args, world, (1, 2, 4, 8))
         streams = [common.open_validation(run.config, args.data, run.tokenizer) for run in runs]
-        haystacks = [Haystack(stream, stream.tokenizer) for stream in streams]
+        haystacks = [Haystack(stream, tokenizer_of(stream)) for stream in streams]
         lengths = args.lengths
         for haystack, length, i in product(haystacks, {lengths[0], lengths[-1]}, range(args.samples)):
             make_trial(haystack, length, 50, i, args.question_only)  # raises if it does not fit
@@ -113,6 +113,10 @@ class Haystack(NamedTuple):
 
     stream: TokenStream
     tokenizer: Tokenizer
+
+
+def tokenizer_of(stream: TokenStream) -> Tokenizer:
+    return get_tokenizer(stream.info["tokenizer"], stream.tokenizer_file)
 
 
 class Trial(NamedTuple):

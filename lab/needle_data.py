@@ -16,7 +16,7 @@ from pathlib import Path
 from data.dataset import TokenStream, made_before
 from infra.cli import ArgumentParser, integer, positive_int, run_main
 from infra.files import exclusive_lock
-from lab.needle import Haystack, make_trial
+from lab.needle import Haystack, make_trial, tokenizer_of
 from lab.squad import Sequence, answered, write_masked
 
 DATASET = "needle"
@@ -56,7 +56,7 @@ def main() -> None:
         return
     splits: dict[str, list[Sequence]] = {}
     for split, stream in streams.items():
-        haystack = Haystack(stream, stream.tokenizer)
+        haystack = Haystack(stream, tokenizer_of(stream))
         indices = range(FIRST[split], FIRST[split] + sizes[split])
         splits[split] = [make_sequence(haystack, args.seq_len, i) for i in indices]
     info = {"dataset": DATASET, "source": f"lab/needle_data.py, {args.dataset}", "settings": settings}

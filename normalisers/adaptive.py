@@ -96,9 +96,6 @@ class LogitNorm(AdaptiveSoftmax, name="logit_norm"):
         return torch.where(nonzero, 1 / (norm * tau), 0.0)
 
 
-# ---------------------------------------------------------------- moments in linear time
-
-
 def score_moments(q: Tensor, k: Tensor, context: RowContext) -> tuple[Tensor, Tensor]:
     """Mean and population variance of each row's visible scores q.k, in O(T) memory.
 

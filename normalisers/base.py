@@ -27,8 +27,6 @@ DECAY_ROWS = 32  # rows whose decays share a reference: with `MIN_LOG_GATE` no f
 MIN_LOG_GATE = -2.5
 HIDDEN = -1e30  # the score of a hidden key: e^x is 0, and unlike -inf it times 0 is no NaN in a gradient
 
-# ---------------------------------------------------------------- what a formula may use
-
 
 @dataclass(frozen=True)
 class RowContext:
@@ -115,9 +113,6 @@ def share_heads(t: Tensor, q: Tensor) -> Tensor:
     return t if group == 1 else t.repeat_interleave(group, dim=1)
 
 
-# ---------------------------------------------------------------- re-weighting (LSSAR)
-
-
 def reweight(a: Tensor, n: Tensor, p: int) -> Tensor:
     """The sharpening of LSSAR: l1-norm of ReLU(n A - O)^p, O = 0 in rows n <= 3, else 1.
 
@@ -145,9 +140,6 @@ def offset_and_scale(peak: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
     return offset, torch.where(r_max > 0, 1 / r_max, 0.0)  # a row of zeros stays zero
 
 
-# ---------------------------------------------------------------- the base class
-
-
 Scores = Literal["dot", "cosine"]
 
 NORMALISERS: dict[str, type[Normaliser]] = {}
@@ -157,7 +149,7 @@ class Normaliser(BaseModel):
     """A formula from scores to weights with its options. A subclass with `name=` is registered under it.
 
     Subclasses state phi, l1, factor, shift, divisor or inverse_temperature, from which every engine derives
-    its form, or override `weights`, which only the dense and rows engines can run.
+    its form, or override `weights`, which the dense and rows engines run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -190,7 +182,8 @@ class Normaliser(BaseModel):
     def fused_factor(self, q: Tensor, k: Tensor, context: RowContext) -> Tensor | float:
         """What multiplies q (B, H, R, D) for a kernel that knows no formula: by default `factor`.
 
-        k: (B, n_kv_head, K, D), normalised or centred as q is, in its own type. q has 32 bits or more.
+        k: (B, n_kv_head, K, D), normalised as q is and, with `centre_keys`, centred, in its own type. q has
+        32 bits or more.
         """
         return self.factor(context)
 

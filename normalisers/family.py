@@ -12,8 +12,6 @@ from torch import Tensor
 from infra.cli import UserError
 from normalisers.base import Normaliser, RowContext, Scores, exp, l1_normalise
 
-# ---------------------------------------------------------------- the elementwise functions
-
 PhiName = Literal["exp", "identity", "relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish"]
 
 
@@ -38,9 +36,6 @@ SIGNED = ("gelu", "mish", "identity")  # take negative values, and 0 at 0; of th
 Scale = Literal["rsqrt_d", "sqrt_d", "ln_d", "one", "learned"] | PositiveFloat
 LengthScale = Literal["none", "ln_n", "sqrt_2ln_n", "log_train_len_n", "llama4", "info_scale", "query"]
 Bias = bool | Literal["log_train_len", "log_len", "log_n"]
-
-
-# ---------------------------------------------------------------- the family
 
 
 class Scaled(Normaliser):
@@ -171,7 +166,8 @@ class Phi(Scaled, name="phi"):
     @property
     def bounded(self) -> bool:
         """|score| < 70 at every length, for d <= 256: no phi of a score underflows in float32."""
-        as_here = type(self).shift is Phi.shift and type(self).factor is Scaled.factor
+        parts = ("factor", "offset", "shift")
+        as_here = all(getattr(type(self), part) is getattr(Phi, part) for part in parts)
         by_length = self.scale == "ln_d" and self.length_scale != "query"
         constant = isinstance(self.scale, float) and self.scale < 70 and self.length_scale == "none"
         return self.scores == "cosine" and (by_length or constant) and not self.bias and as_here
@@ -209,9 +205,6 @@ class Phi(Scaled, name="phi"):
     @property
     def is_softmax(self) -> bool:
         return self.phi == "exp" and self.sums_to_one and type(self).weights is Phi.weights
-
-
-# ---------------------------------------------------------------- presets of the family
 
 
 class Softmax(Phi, name="softmax"):

@@ -11,18 +11,11 @@ from normalisers.base import DECAY_ROWS, HIDDEN, Normaliser, RowContext, reweigh
 from normalisers.family import Phi
 from positions import BIASES
 
+# Cosine scores are of x / max(||x||_2, 1e-3): shorter vectors keep a norm below 1. A zero vector has the
+# score 0 with every other, and at most 1000 times the gradient of a unit vector. With F.normalize's own 1e-12
+# a projection that begins at zero has a gradient norm of 1e11 in its first step.
 COSINE_EPS = 1e-3
 SIGNAL_STD = 0.02
-
-
-def to_unit(x: Tensor) -> Tensor:
-    """x / max(||x||_2, 1e-3) over the last axis: the unit vectors whose products are cosine scores.
-
-    Vectors of a norm of 1e-3 or more are divided by their norm. Shorter ones keep a norm below 1. A zero
-    vector has the score 0 with every other, and at most 1000 times the gradient of a unit vector. With
-    F.normalize's own 1e-12 a projection that begins at zero has a gradient norm of 1e11 in its first step.
-    """
-    return F.normalize(x, dim=-1, eps=COSINE_EPS)
 
 
 class FullLinear(nn.Linear):
@@ -74,8 +67,6 @@ class NormaliserLayer(nn.Module):
     def label(self) -> str:
         """For messages: "lssa with these options", "softmax with alibi"."""
         return f"{self.definition.name} with {self.position if self.position in BIASES else 'these options'}"
-
-    # ---------------------------------------------------------------- the definition
 
     def weights(
         self, q: Tensor, k: Tensor, normed: bool = False, p: int | None = None, signals: Tensor | None = None
@@ -130,8 +121,6 @@ class NormaliserLayer(nn.Module):
         x = self.definition.at_distance(x, t)
         return x + BIASES[self.position](t, head, self.n_head) if self.position in BIASES else x
 
-    # ---------------------------------------------------------------- q and k
-
     def read(self, h: Tensor) -> Tensor | None:
         """The formula's S signals, (B, H, T, S) in at least float32, of the layer's input (B, T, C)."""
         if not self.signals:
@@ -146,7 +135,7 @@ class NormaliserLayer(nn.Module):
         """
         if self.definition.scores != "cosine":
             return x
-        return to_unit(x.to(torch.promote_types(x.dtype, torch.float32)))
+        return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=COSINE_EPS)
 
     def prepare(
         self, q: Tensor, k: Tensor, context: RowContext, dtype: torch.dtype | None = None, unit: float = 1.0

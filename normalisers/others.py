@@ -244,9 +244,6 @@ class Wall(Softmax, name="wall"):
         return running_sum(F.logsigmoid(signals["gate"]).clamp_min(MIN_LOG_GATE).double())
 
 
-# ---------------------------------------------------------------- softmax, shifted or negated
-
-
 class SoftmaxInverse(Normaliser, name="softmax_inverse"):
     """-softmax(x). (LSSAR, Table 1)"""
 

@@ -425,6 +425,7 @@ def test_runs_of_several_tokenisers_are_refused(tmp_path, data, evaluate, monkey
     info = read(other / "dataset.json")
     (other / "dataset.json").write_text(json.dumps(info | {"tokenizer": "another"}))
     runs = [make_run(tmp_path / "runs", name, folder) for name, folder in (("a", data), ("b", other))]
-    monkeypatch.setattr(common, "read_config", lambda source: (read_config(source)[0], None))
+    names = {"a": "bytes", "b": "another"}
+    monkeypatch.setattr(common, "read_config", lambda source: (read_config(source)[0], names[source.name]))
     with one_line("b: tokens of another: expected bytes, as a has"):
         evaluate(*runs, "--lengths", "8", "64")

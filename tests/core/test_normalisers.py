@@ -28,7 +28,7 @@ from torch import Tensor
 from attention import make_normaliser
 from normalisers.base import RowContext, reweight
 from normalisers.family import LSSA, Scaled
-from normalisers.layer import NormaliserLayer, to_unit
+from normalisers.layer import NormaliserLayer
 from normalisers.own import NORMALISERS
 from schema import AttentionConfig
 
@@ -153,7 +153,7 @@ def test_float32_keeps_its_digits(options, row):
 def test_normalised_scores_have_no_scale(options, scale):
     """These formulas do not change when all queries are multiplied by a number."""
     if options["normaliser"] == "lssa" and scale < 1e-3:
-        pytest.skip("norms below 1e-3 count as 1e-3 (normalisers.layer.to_unit)")
+        pytest.skip("norms below 1e-3 count as 1e-3 (normalisers.layer.COSINE_EPS)")
     cfg = AttentionConfig(**options)
     q, k, _, _ = draw(33, 33, 64)
     error = row_errors(cfg, scale * q, k, make(cfg, 2, 64, train_len=160))
@@ -194,7 +194,7 @@ def test_llama4_scale():
 
 
 def test_shift_of_a_subclass():
-    """`shift` counts without `bias`, and unbounds LSSA's scores, as a factor of one's own does."""
+    """`shift` counts without `bias`, and unbounds LSSA's scores, as an own factor or offset does."""
 
     class Shifted(LSSA):
         def shift(self, context):
@@ -211,7 +211,11 @@ def test_shift_of_a_subclass():
         def factor(self, context):
             return super().factor(context) * context.n.log()
 
-    assert LSSA().bounded and not Shifted().bounded and not Sharper().bounded
+    class Negative(LSSA):
+        def offset(self, context):
+            return -1000.0
+
+    assert LSSA().bounded and not any(cls().bounded for cls in (Shifted, Sharper, Negative))
     assert LSSA(scale=69.0, length_scale="none").bounded and not LSSA(scale=3.0).bounded
     assert not LSSA(scale=70.0, length_scale="none").bounded
 
@@ -295,4 +299,5 @@ def test_cosine_scores_divide_by_a_norm_of_a_thousandth_or_more():
     lengths = torch.tensor([0.0, 5e-4, 1e-3, 2e-3, 7.0])
     direction = torch.tensor([0.6, -0.8])
     norms = torch.tensor([0.0, 0.5, 1.0, 1.0, 1.0])
-    torch.testing.assert_close(to_unit(lengths[:, None] * direction), norms[:, None] * direction)
+    layer = make_normaliser(AttentionConfig(normaliser="lssa"), 1, 2, 8)
+    torch.testing.assert_close(layer.norm_heads(lengths[:, None] * direction), norms[:, None] * direction)

@@ -166,7 +166,7 @@ class Expected:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
 
 
 def listed(folder: Path) -> list[str]:
@@ -233,18 +233,21 @@ def test_max_tokens_is_exact(tmp_path: Path, small: Corpus) -> None:
         assert (out / "dataset.json").read_bytes() == before
 
 
+def tokens_of(out: Path) -> np.ndarray:
+    """All of the dataset's tokens, (n,) int64."""
+    streams = [TokenStream(out, split) for split in ("val", "train")]
+    return np.concatenate([stream.read(0, stream.n_tokens) for stream in streams])
+
+
 @pytest.mark.parametrize("max_tokens", [None, 2000])
 def test_fewer_tokens_for_validation(out: Path, small: Corpus, max_tokens: int | None) -> None:
     """Exact, the rest as it would be, also when resumed."""
     options: dict[str, Any] = {"shard_size": 500, "val_tokens": 80, "max_tokens": max_tokens}
     n = max_tokens or Expected(small).n_whole
     build(small, out, **options)
-    val = TokenStream(out, "val")
-    train = TokenStream(out, "train")
-    assert (val.n_tokens, train.n_tokens) == (80, n - 80)
-    whole = np.concatenate([*val.shards, *train.shards])
+    assert [TokenStream(out, split).n_tokens for split in ("val", "train")] == [80, n - 80]
     expected = Expected(small, shard_size=10**6, max_tokens=max_tokens).shards["fineweb_val_000000.bin"]
-    assert whole.tobytes() == expected[1024:]
+    assert tokens_of(out).astype("<u2").tobytes() == expected[1024:]
     before = contents(out)
     truncate_manifest(out, 3)
     build(small, out, **options)
@@ -258,7 +261,7 @@ def test_shuffled_documents(tmp_path: Path, out: Path, small: Corpus, monkeypatc
     def shuffle(out: Path, seed: int | None) -> list[bytes]:
         source = local_files([str(path) for path in small], "text", seed)
         fineweb.build(source, out, OPTIONS, 1)
-        tokens = np.concatenate([*TokenStream(out, "val").shards, *TokenStream(out, "train").shards])
+        tokens = tokens_of(out)
         return [part.tobytes() for part in np.split(tokens, np.flatnonzero(tokens == 256))]
 
     first = shuffle(out, 1)
@@ -284,7 +287,7 @@ def test_text_files(tmp_path: Path, out: Path) -> None:
     (folder / "c.txt.gz").write_bytes(gzip.compress(b'{"text": "x"}' * 50))
     (folder / "z.txt").symlink_to(folder / "a.txt")  # read once, under its first name
     build([*sorted(folder.iterdir(), reverse=True), Path(os.path.relpath(folder / "a.txt"))], out)
-    tokens = np.concatenate([*TokenStream(out, "val").shards, *TokenStream(out, "train").shards])
+    tokens = tokens_of(out)
     texts = ["caf\ufffd\nb\nc\n", '{"text": "x"}' * 50]
     assert tokens.tolist() == [token for text in texts for token in (256, *text.encode())]
 
@@ -309,7 +312,7 @@ def test_gpt2(tmp_path: Path, out: Path, small: Corpus) -> None:
     Expected(small, "gpt2").check(tmp_path / "small")
     texts = ["a", " " * 10**6 + "b"]
     build(texts_corpus(tmp_path / "in2", *texts), out, tokenizer="gpt2", shard_size=10**5)
-    tokens = np.concatenate([*TokenStream(out, "val").shards, *TokenStream(out, "train").shards]).tolist()
+    tokens = tokens_of(out).tolist()
     assert tiktoken.get_encoding("gpt2").decode(tokens) == "".join(f"<|endoftext|>{text}" for text in texts)
 
 
@@ -348,7 +351,7 @@ def test_a_write_that_fails(tmp_path: Path, small: Corpus, monkeypatch: Any) -> 
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", Mock(side_effect=[*[None] * n, full]))
             rejected(small, out, "cannot be written: No space left")
-        assert (out / "dataset.unfinished").exists() and not list(out.glob(".*"))
+        assert (out / "dataset.unfinished").exists() and not list(out.glob(".*.tmp"))
         build(small, out)
         expected.check(out)
 

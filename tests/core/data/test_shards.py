@@ -332,5 +332,3 @@ def test_too_short_for_one_window(stream: TokenStream) -> None:
     ):
         with one_line(stream.folder, "101 tokens", "window of length 101"):
             call()
-    with one_line(stream.folder, "9 tokens", "window of 10"):
-        val_windows(stream, 9, 10)
