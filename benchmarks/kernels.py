@@ -5,14 +5,14 @@
     python -m benchmarks.kernels --arch 90 --head-dim 64 --dtype bfloat16 --all-forms
     python -m benchmarks.kernels --arch 90 --grouped         # k and v with fewer heads than q
 
-The kernels are LSSAR's (phi = softplus, l1, a power), or those of every phi with and without l1, power and
-shift, with the block sizes of the launch table. The table has registers a thread, bytes spilled to local
-memory, shared memory of a block against what the architecture allows, and instructions per score in each loop
-with matrix products, counted in the machine code: a guide to speed where there is no GPU. `forward` and
-`backward` are for inference and training. Where there is a power, `forward_u` trains. `backward_rows` and
-`backward_kv` do as `backward` in a fixed order. The loops of forward are the pass for Z on whole tiles, on
-diagonal ones, and exactly where rows need it, then the same for o. Those of backward_rows are whole,
-diagonal, of the other two diagonal, whole. The last lines add up whole tiles.
+The kernels are LSSAR's (phi = softplus, l1, a power), or those of every phi (`all_forms`), with the block
+sizes of the launch table. The table has registers a thread, bytes spilled to local memory, shared memory of a
+block against what the architecture allows, and instructions per score in each loop with matrix products,
+counted in the machine code: a guide to speed where there is no GPU. `forward` and `backward` are for
+inference and training. Where there is a power, `forward_u` trains. `backward_rows` and `backward_kv` do as
+`backward` in a fixed order. The loops of forward are the pass for Z on whole tiles, on diagonal ones, and
+exactly where rows need it, then the same for o. Those of backward_rows are whole, diagonal, of the other two
+diagonal, whole. The last lines add up whole tiles.
 
 Exit status 1 if a kernel needs more shared memory than there is, lost its loops, or, one of LSSAR for 16-bit
 inputs at head_dim 64, spills. It may on sm_90, whose blocks were chosen by their times.
@@ -168,14 +168,11 @@ def examine(case: Case) -> tuple[str, list[str], float]:
 
 
 def all_forms(fast: bool, head_dim: int) -> list[Form]:
-    """Every phi with and without l1, a power where it may have one, a shift where a normaliser has one."""
-    return [
-        Form(phi, l1, p, False, has_shift, fast, head_dim)
-        for phi in PHI
-        for l1 in (True, False)
-        for p in ((0, 3) if l1 and phi not in SIGNED else (0,))
-        for has_shift in ((False, True) if phi == "sigmoid" else (False,))
-    ]
+    """Every phi with l1 and, where it may have one, a power, sigmoid with a shift; four without a power."""
+    full = [(phi, True, 0 if phi in SIGNED else 3, phi == "sigmoid") for phi in PHI]
+    plain = [(phi, False, 0, False) for phi in ("exp", "softplus", "gelu")]
+    plain.append(("softplus", True, 0, False))
+    return [Form(phi, l1, p, False, shift, fast, head_dim) for phi, l1, p, shift in full + plain]
 
 
 def main() -> None:

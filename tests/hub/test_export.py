@@ -378,7 +378,11 @@ def test_native_only_where_exact(tiny_config):
 
 @pytest.mark.slow
 def test_every_normaliser_and_scaling_leaves(tiny_config, own_file, call):
-    named = [(flags(options), position_of(options["normaliser"])) for options in OPTIONS]
+    kinds: dict[Any, dict[str, Any]] = {}  # one of each set of keys and of parameters
+    for options in OPTIONS:
+        parameters = make_normaliser(AttentionConfig(**options), 2, 16, 64).state_dict()
+        kinds[options["normaliser"], *sorted(options), *parameters] = options
+    named = [(flags(options), position_of(options["normaliser"])) for options in kinds.values()]
     cases = [([*options, "--model.position", position], "ntk") for options, position in named]
     cases += [(LSSAR, rope) for rope in get_args(RopeKind)]
     positions = [["--model.position", name] for name in ("p_rope", "pope", "none", "alibi")]
