@@ -168,7 +168,7 @@ def examine(case: Case) -> tuple[str, list[str], float]:
 
 
 def all_forms(fast: bool, head_dim: int) -> list[Form]:
-    """Every phi with l1 and, where it may have one, a power, sigmoid with a shift; four without a power."""
+    """Every phi with l1 and what else it may have: a power, sigmoid's shift. Then four with less."""
     full = [(phi, True, 0 if phi in SIGNED else 3, phi == "sigmoid") for phi in PHI]
     plain = [(phi, False, 0, False) for phi in ("exp", "softplus", "gelu")]
     plain.append(("softplus", True, 0, False))

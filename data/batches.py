@@ -33,7 +33,7 @@ def train_batch(
     Raises UserError: the stream is too short for one window.
     """
     count = n_seq - first if count is None else count
-    assert step >= 0 and 0 <= first <= first + count <= n_seq, (step, first, count, n_seq)
+    assert step >= 0 and 0 <= first < first + count <= n_seq, (step, first, count, n_seq)
     _check_length(stream, seq_len)
     place = step * n_seq + first
     if order == "sequential":

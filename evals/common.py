@@ -225,6 +225,8 @@ def open_validation(config: Config, data_dir: str | None, tokenizer: str | None 
 
     Raises UserError: missing, damaged, masked for fine-tuning, or tokens of another tokenizer.
     """
+    if not data_dir and not Path(config.data.dir).is_dir():
+        raise UserError(f"{config.data.dir}: no such data folder; expected the run's data, or --data DIR")
     stream = TokenStream(data_dir or config.data.dir, "val")
     stream.check_model(config.model.vocab_size)
     theirs = stream.info["tokenizer"]

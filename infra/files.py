@@ -1,5 +1,6 @@
 """Files that are whole or absent, JSON, JSON lines, the shape of what they hold, and locks."""
 
+import errno
 import fcntl
 import json
 import os
@@ -126,17 +127,22 @@ def read_jsonl(path: Path) -> list[Any]:
 def exclusive_lock(folder: Path) -> Iterator[None]:
     """Make the folder and lock `.lock` in it, where its file system can. The file stays.
 
-    The lock is a file's, since NFS passes no lock of a folder on to other machines.
-    Raises UserError: another process holds the lock, or the folder cannot be made.
+    The lock is a file's, since NFS passes no lock of a folder on to other machines. There is none in a
+    read-only folder, which the writer names, or where another user's file stands.
+    Raises UserError: another process holds the lock, or the folder or the file cannot be made.
     """
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(open(folder / ".lock", "ab"))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system on exit or kill
-        except BlockingIOError:
-            raise UserError(f"{folder}: another process is writing there") from None
         except OSError as e:
-            if not folder.is_dir():  # else it is read-only, which the writer names, or has no locks
+            if not folder.is_dir() or e.errno not in (errno.EACCES, errno.EROFS):
                 raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
+        else:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system on exit or kill
+            except BlockingIOError:
+                raise UserError(f"{folder}: another process is writing there") from None
+            except OSError:  # a file system without locks
+                pass
         yield

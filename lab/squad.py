@@ -143,28 +143,28 @@ def main() -> None:
     tokenizer = get_tokenizer(args.tokenizer)  # an error here leaves the folder unchanged
     import datasets
 
+    settings = {key: value for key, value in vars(args).items() if key != "out"}
+    settings["tokenizer"] = tokenizer.name
+    if made_before(args.out, DATASET, settings):
+        return
+    with naming(args.source, "; --source may also be a folder"):
+        dataset = datasets.load_dataset(args.source)
+    check_columns({split: rows.column_names for split, rows in dataset.items()}, args.source)
+    splits: dict[str, list[Sequence]] = {}
+    options = (tokenizer, args.seq_len, args.shorten, args.answer_only)
+    for split, theirs in (("val", "validation"), ("train", "train")):
+        complete = filter(is_complete, dataset[theirs])
+        sequences = [fit_sequence(row, *options) for row in complete]
+        splits[split] = [sequence for sequence in sequences if sequence is not None]
+        n = len(splits[split])
+        n_longer = len(sequences) - n
+        if not n:
+            raise UserError(f"{args.source}: {split}: no question fits --seq-len {args.seq_len}")
+        print(f"{split:6} {n:,} questions in {args.seq_len} tokens each, {n_longer:,} were longer")
+    # The zeros after an end-of-text are a document, too.
+    info = {"dataset": DATASET, "source": args.source, "settings": settings}
+    info |= {"shortened": args.shorten, "answer_only": args.answer_only}
     with exclusive_lock(args.out):
-        settings = {key: value for key, value in vars(args).items() if key != "out"}
-        settings["tokenizer"] = tokenizer.name
-        if made_before(args.out, DATASET, settings):
-            return
-        with naming(args.source, "; --source may also be a folder"):
-            dataset = datasets.load_dataset(args.source)
-        check_columns({split: rows.column_names for split, rows in dataset.items()}, args.source)
-        splits: dict[str, list[Sequence]] = {}
-        options = (tokenizer, args.seq_len, args.shorten, args.answer_only)
-        for split, theirs in (("val", "validation"), ("train", "train")):
-            complete = filter(is_complete, dataset[theirs])
-            sequences = [fit_sequence(row, *options) for row in complete]
-            splits[split] = [sequence for sequence in sequences if sequence is not None]
-            n = len(splits[split])
-            n_longer = len(sequences) - n
-            if not n:
-                raise UserError(f"{args.source}: {split}: no question fits --seq-len {args.seq_len}")
-            print(f"{split:6} {n:,} questions in {args.seq_len} tokens each, {n_longer:,} were longer")
-        # The zeros after an end-of-text are a document, too.
-        info = {"dataset": DATASET, "source": args.source, "settings": settings}
-        info |= {"shortened": args.shorten, "answer_only": args.answer_only}
         write_masked(args.out, info, splits, 2, tokenizer)
 
 

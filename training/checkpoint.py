@@ -25,6 +25,7 @@ from schema import Config
 from training.optim import power_at
 
 FORMAT = 4
+CONTENT = {"step", "config", "model", "optimizers", "guard", "rng", "data"}
 
 
 def save_checkpoint(run_dir: Path, state: dict[str, Any], keep_last: int, keep_every: int = 0) -> None:
@@ -86,6 +87,8 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
         raise UserError(f"{path}: damaged or unreadable checkpoint ({reason})") from None
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UserError(f"{path}: not a checkpoint of this version")
+    if lost := CONTENT - checkpoint.keys():
+        raise UserError(f"{path}: a checkpoint without {', '.join(sorted(lost))}")
     return checkpoint
 
 

@@ -17,11 +17,11 @@ N_STEPS = 3  # the first two compile, and the last is timed
 
 
 def with_data(config: Config, world: World, folder: Path) -> Config:
-    """The config; where its data folder is missing, with random tokens in `folder`."""
-    if Path(config.data.dir).exists():
+    """The config; where its data folder has no shards, with random tokens in `folder`."""
+    if any(Path(config.data.dir).glob("*.bin")):
         return config
     if world.is_main:
-        print(f"data.dir = {config.data.dir!r}: no such folder: random tokens take its place")
+        print(f"data.dir = {config.data.dir!r}: no shards there: random tokens take their place")
     vocab_size = config.model.vocab_size
     info: dict[str, Any] = {"dataset": "random", "tokenizer": RANDOM, "vocab_size": vocab_size}
     info |= {"source": "random numbers", "splits": {}, "shards": []}

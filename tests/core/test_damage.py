@@ -1,11 +1,14 @@
 """Damaged files, odd paths and absurd numbers: one line, at once, and nothing is lost."""
 
+import errno
 import fcntl
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ import sample
 import sweep
 import train
 from data import fineweb
+from infra import files
 from infra.cli import run_main
 from infra.files import append_synced, atomic_file, exclusive_lock, read_jsonl
 from training.checkpoint import find_checkpoints, load_model
@@ -89,7 +93,7 @@ def test_lost_metrics_are_named(tiny_config: Path, capsys: pytest.CaptureFixture
 # ---------------------------------------------------------------- other processes, other disks
 
 
-def test_a_second_sweep_says_which_folder_is_held(
+def test_a_sweep_says_which_folder_a_training_holds(
     four_runs: Path, call: Callable[..., None], monkeypatch, capsys
 ):
     monkeypatch.setattr(sweep, "run", lambda *args: pytest.fail("nothing may start"))
@@ -106,6 +110,20 @@ def test_a_lock_is_a_file(tmp_path: Path):
     for _ in range(2):  # the second time the file is there, as after a kill
         with exclusive_lock(folder), (folder / ".lock").open("ab") as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_lock_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Work goes on in a read-only folder and without a file system's locks, but not on a full disk."""
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+        with exclusive_lock(tmp_path):
+            pass
+    for number, goes_on in ((errno.EACCES, True), (errno.EROFS, True), (errno.ENOSPC, False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "open", Mock(side_effect=OSError(number, "why")), raising=False)
+            expected = nullcontext() if goes_on else one_line(tmp_path, "cannot be written: why")
+            with expected, exclusive_lock(tmp_path):
+                pass
 
 
 def test_writers_of_one_file_at_the_same_time(tmp_path: Path):

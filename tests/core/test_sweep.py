@@ -16,7 +16,7 @@ from config import expand_sweep, load_config, to_toml
 from infra.cli import UserError
 from infra.distributed import StopSignals
 from schema import Config
-from training.checkpoint import find_checkpoints, save_checkpoint
+from training.checkpoint import CONTENT, find_checkpoints, save_checkpoint
 from training.loader import open_streams
 from training.state import data_info
 
@@ -62,7 +62,7 @@ class FakeTorchrun:
 def leave_run(config: Config) -> None:
     steps = config.train.max_steps
     data = data_info(config, *open_streams(config))
-    content = {"step": steps, "data": data, "config": config.model_dump()}
+    content = dict.fromkeys(CONTENT) | {"step": steps, "data": data, "config": config.model_dump()}
     save_checkpoint(config.run_dir, content, keep_last=1)
     (config.run_dir / "config.toml").write_text(to_toml(config))
     (config.run_dir / "metrics.jsonl").write_text(f'{{"step": {steps}, "val_loss": 4.0}}\n')

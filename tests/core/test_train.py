@@ -199,7 +199,7 @@ def test_dry_run_leaves_nothing(
     for words in ("parameters", "engine sdpa", "memory ", "s a step of 128 tokens", "all 12"):
         assert words in out
     call(train, tiny_config, "--dry-run", "--data.dir", "nowhere")
-    assert "data.dir = 'nowhere': no such folder: random tokens" in capsys.readouterr().out
+    assert "data.dir = 'nowhere': no shards there: random tokens" in capsys.readouterr().out
     with pytest.raises(UserError, match="nowhere: no such data folder"):
         call(train, tiny_config, "--data.dir", "nowhere")
 

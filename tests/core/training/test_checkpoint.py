@@ -147,5 +147,9 @@ def test_what_another_version_has_written_is_named(tiny_config: Path):
     content["optimizers"][0]["param_groups"].pop()
     with one_line(path, "its optimisers do not fit"):
         build(tiny_config).restore(path, content)
+    del content["rng"]
+    torch.save(content, path)
+    with one_line(path, "a checkpoint without rng"):
+        load_checkpoint(path)
     with one_line(tiny_config, "expected a run folder or a checkpoint file"):
         load_checkpoint(tiny_config)
