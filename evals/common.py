@@ -289,7 +289,7 @@ def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Bloc
             raise UserError(f"--skip {args.skip}: {expected}; the data has {end} of them")
         all_blocks.append(Blocks(stream, args.lengths, end - n_skipped, n_skipped))
         if run.tokenizer != runs[0].tokenizer:
-            expected = f"expected {runs[0].tokenizer}, as {runs[0].label} has: losses a token do not compare"
+            expected = f"expected {runs[0].tokenizer}, as {runs[0].label} has: losses of both do not compare"
             raise UserError(f"{run.label}: tokens of {run.tokenizer}: {expected}")
     return all_blocks
 

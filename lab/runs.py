@@ -134,7 +134,7 @@ def recipe_of(config: Config, but: str = "") -> str:
 def read_runs(sources: list[str]) -> list[FinishedRun]:
     """The finished runs among the folders, or in them; prints which ones it skips.
 
-    Raises UserError: there are none, or a run folder cannot be read.
+    Raises UserError: there are none, or a run folder is damaged. OSError: one cannot be read.
     """
     folders: list[Path] = []
     for source in map(Path, sources):
