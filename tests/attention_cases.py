@@ -80,7 +80,7 @@ PLAIN: list[dict[str, Any]] = [
 ]
 REWEIGHTED: list[dict[str, Any]] = [
     {**options, "reweight_p": p}
-    for p in (1, 3, 15)
+    for p in (3, 1, 15)
     for options in (
         {"normaliser": "softmax"},
         {"normaliser": "lssa"},
@@ -115,14 +115,23 @@ def case_id(options: dict[str, Any]) -> str:
     return " ".join([options["normaliser"], *rest]).replace(" ", "-")
 
 
-def is_quick(options: dict[str, Any]) -> bool:
-    """One power of each formula, and LSSAR's all; the others run with ./test.sh --all."""
-    return options.get("reweight_p", 3) == 3 or options["normaliser"] == "lssa"
+def slow(*values: Any) -> list[Any]:
+    """Parameters of a test that run with ./test.sh --all only."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
+def kind(options: dict[str, Any]) -> tuple[Any, ...]:
+    """The normaliser, which of its options are given, and LSSA's power."""
+    name = options["normaliser"]
+    return name, *options, options.get("reweight_p") if name == "lssa" else None
+
+
+FIRST = {kind(options): options for options in reversed(OPTIONS)}  # the others of a kind are slow
 CASES = [
     pytest.param(
-        AttentionConfig(**options), id=case_id(options), marks=() if is_quick(options) else pytest.mark.slow
+        AttentionConfig(**options),
+        id=case_id(options),
+        marks=() if FIRST[kind(options)] is options else pytest.mark.slow,
     )
     for options in OPTIONS
 ]

@@ -22,6 +22,7 @@ from attention_cases import (
     has_sdpa,
     make,
     run,
+    slow,
     weights_of,
 )
 from reference import reference_weights
@@ -368,7 +369,7 @@ def extreme(kind: str, len_q: int, len_k: int) -> tuple[Tensor, Tensor, Tensor, 
 
 
 @pytest.mark.parametrize("kind", ["sharp", "equal", "zeros", "huge"])
-@pytest.mark.parametrize("p", [15, 100])
+@pytest.mark.parametrize("p", [100, *slow(15)])
 @pytest.mark.parametrize("name", STRESSED)
 def test_reweighting_under_stress(name, p, kind):
     normaliser = make_normaliser(AttentionConfig(**STRESSED[name], reweight_p=p), 1, 16, train_len=1024)
@@ -469,7 +470,7 @@ def test_sigma_is_bitwise_causal(ratio):
 
 
 @pytest.mark.parametrize("scale", [0.02, 1.0, 30.0])
-@pytest.mark.parametrize("head_dim", [16, 64, 96])
+@pytest.mark.parametrize("head_dim", [64, *slow(16, 96)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_identical_keys_are_a_uniform_row(dtype, head_dim, scale):
     """sigma is 0 there, although the products q k of equal keys may round differently."""

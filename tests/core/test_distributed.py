@@ -52,6 +52,7 @@ def test_restarts_of_several_machines_need_new_stores(monkeypatch: pytest.Monkey
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
 def test_no_thread_of_gloo_is_left_at_exit():
     """One that frees a tensor later asks a closing interpreter for the GIL, which aborts the process."""

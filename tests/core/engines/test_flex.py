@@ -6,7 +6,7 @@ the tests allow, differentiates the same score_mod.
 
 import pytest
 import torch
-from attention_cases import assert_close, choose, draw, make, run
+from attention_cases import assert_close, choose, draw, make, run, slow
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -165,7 +165,7 @@ def test_choice(monkeypatch):
             choose(normaliser, CUDA, torch.bfloat16, "flex")
 
 
-@pytest.mark.parametrize("options", OPTIONS[:2], ids=["dot", "cosine"])
+@pytest.mark.parametrize("options", [*slow(OPTIONS[0]), OPTIONS[1]], ids=["dot", "cosine"])
 @pytest.mark.parametrize("fault", ["", "wrong", "raises"])
 def test_self_check(options, fault, backward_on_cpu, monkeypatch):
     def faulty(q, *rest, **options):
