@@ -28,6 +28,8 @@ INIT_STD = 0.02
 class KVCache:
     """Keys, values and signals of every layer so far, as `Attention.project` holds them. For inference."""
 
+    place: Tensor | None = None  # (1,) int64: of the one token that a CUDA graph adds, in `length`'s place
+
     def __init__(self, n_layer: int, max_length: int) -> None:
         self.max_length = max_length
         self.length = 0  # advanced by GPT once all layers have appended
@@ -36,11 +38,15 @@ class KVCache:
 
     def append(self, layer: int, *parts: Tensor) -> list[Tensor]:
         """Store (B, heads, T, size) each behind the positions present; return each with all positions."""
+        if self.place is not None:
+            for held, part in zip(self.held[layer], parts, strict=True):
+                held.index_copy_(2, self.place, part)
+            return self.held[layer]
         end = self.length + parts[0].shape[2]
         if end > self.max_length:
             raise ValueError(f"KVCache: {end} positions do not fit in max_length = {self.max_length}")
         if not self.held[layer]:
-            self.held[layer] = [p.new_empty(*p.shape[:2], self.max_length, p.shape[-1]) for p in parts]
+            self.held[layer] = [p.new_zeros(*p.shape[:2], self.max_length, p.shape[-1]) for p in parts]
         for held, part in zip(self.held[layer], parts, strict=True):
             held[:, :, self.length : end] = part
         return [held[:, :, :end] for held in self.held[layer]]
@@ -137,8 +143,8 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, p: int | None = None
     ) -> Tensor:
         q, k, v, signals = self.project(x, cos, sin, cache, normed=True)
-        spans = None if cache is None else cache.spans
-        y = attend(q, k, v, self.normaliser, self.engine, normed=True, spans=spans, p=p, signals=signals)
+        options: dict[str, Any] = {} if cache is None else {"spans": cache.spans, "place": cache.place}
+        y = attend(q, k, v, self.normaliser, self.engine, normed=True, p=p, signals=signals, **options)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 
@@ -242,6 +248,8 @@ class GPT(nn.Module):
         """`rope_tables` of each layer, cos and sin, for tokens (B, T) that follow what is in the cache."""
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[1]
+        place = None if cache is None else cache.place
+        positions = torch.arange(start, stop, device=tokens.device) if place is None else place
         train_len = self.config.train.seq_len
         tables: dict[tuple[int, float, float, bool], tuple[Tensor, Tensor]] = {}
         by_layer = []
@@ -252,7 +260,7 @@ class GPT(nn.Module):
             kind = (size, m.rope_theta, m.rotating, amplified)
             if kind not in tables:
                 tables[kind] = rope_tables(
-                    size, stop, m.rope_theta, scaling, train_len, tokens.device, start, m.rotating, amplified
+                    size, stop, m.rope_theta, scaling, train_len, positions, m.rotating, amplified
                 )
             by_layer.append(tables[kind])
         return by_layer
@@ -270,7 +278,7 @@ class GPT(nn.Module):
         x = self.embed(tokens)  # (B, T, C)
         for block, (cos, sin) in zip(self.blocks, self.rope(tokens, rope, cache), strict=True):
             x = block(x, cos, sin, cache, p)
-        if cache is not None:
+        if cache is not None and cache.place is None:
             cache.length += tokens.shape[1]
         return self.final_norm(x)
 

@@ -75,8 +75,7 @@ def rope_tables(
     theta: float,
     scaling: RopeScaling,
     train_len: int,
-    device: Device = None,
-    start: int = 0,
+    positions: Tensor | None = None,
     rotating: float = 1.0,
     amplified: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -96,21 +95,23 @@ def rope_tables(
     code ramps over the index i between rounded ends instead; this is the formula in the paper.)
 
     Args:
-        start: leave out the positions before this one (those already in a KV cache).
+        positions: the m of the tables, (T,), on whose device they are; None: 0 to n_positions - 1.
         rotating: the part of the frequencies, from the highest on, that rotate; the others are 0 (p-RoPE,
             Barbero et al. 2024, arXiv 2410.06205: the first floor(rotating d/2)). 0: no positions.
         amplified: False leaves yarn's 0.1·ln s + 1 out, as cosine scores, of unit vectors, do not see it.
     Returns:
-        cos, sin: (n_positions - start, head_dim / 2) float32, computed in float64: at position 131072 a
+        cos, sin: (T, head_dim / 2) float32, computed in float64: at position 131072 a
         float32 angle is off by up to 5e-3.
     Raises:
         UserError: ntk with head_dim = 2, whose exponent is infinite.
     """
+    if positions is None:
+        positions = torch.arange(n_positions)
     length = n_positions if scaling.length is None else scaling.length
-    freqs, amplitude = rope_frequencies(head_dim, theta, scaling, length, train_len, device)
+    freqs, amplitude = rope_frequencies(head_dim, theta, scaling, length, train_len, positions.device)
     n_rotating = int(rotating * (head_dim // 2) + 1e-9)  # 0.58 * 50 is 28.999...
-    freqs[n_rotating:] = 0
-    return _cos_and_sin(freqs, amplitude if n_rotating and amplified else 1.0, start, n_positions)
+    freqs[n_rotating:].zero_()
+    return _cos_and_sin(freqs, amplitude if n_rotating and amplified else 1.0, positions)
 
 
 def rope_frequencies(
@@ -141,15 +142,14 @@ def rope_frequencies(
 # An operator of its own, so that torch.compile keeps the tables: it would compute cos and sin anew, in
 # float64, for each element of q and k in each layer.
 @torch.library.custom_op(f"{operator_library(__name__)}::cos_and_sin", mutates_args=())
-def _cos_and_sin(freqs: Tensor, amplitude: float, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    positions = torch.arange(start, stop, dtype=torch.float64, device=freqs.device)
-    angles = positions[:, None] * freqs  # (T, D/2)
+def _cos_and_sin(freqs: Tensor, amplitude: float, positions: Tensor) -> tuple[Tensor, Tensor]:
+    angles = positions[:, None] * freqs  # (T, D/2) float64
     return (amplitude * angles.cos()).float(), (amplitude * angles.sin()).float()
 
 
 @_cos_and_sin.register_fake
-def _(freqs: Tensor, amplitude: float, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    table = freqs.new_empty(stop - start, len(freqs), dtype=torch.float32)
+def _(freqs: Tensor, amplitude: float, positions: Tensor) -> tuple[Tensor, Tensor]:
+    table = freqs.new_empty(len(positions), len(freqs), dtype=torch.float32)
     return table, table.clone()
 
 

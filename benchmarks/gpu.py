@@ -7,8 +7,8 @@ attention    65,536 tokens in 768 dimensions (12 heads of 64, or 6 of 128), caus
              triton.testing.do_bench, forward + backward. The ratios are to softmax by
              F.scaled_dot_product_attention on FlashAttention-2 and on cuDNN, timed right after each case.
 step         a compiled training step of a config (forward, backward, AdamW), 32 sequences of 1,024 tokens.
-decode       one more token after n cached ones, batch 1, as generation.py runs it, and replayed as a CUDA
-             graph. The difference is Python and launches. The models are not trained.
+decode       one more token after n cached ones, batch 1, as generation.py runs it, without and with its CUDA
+             graph. The models are not trained.
 
 Several processes compile the kernels before the first row. A row is appended to runs/gpu/rows.jsonl when it
 is measured. If the environment variable GPU_ROWS names a folder, the file is copied there at exit.
@@ -204,17 +204,8 @@ def make_model(bench: Bench, name: str, length: int) -> GPT:
 def decode_row(bench: Bench, name: str, n: int) -> Row:
     model = make_model(bench, name, min(n, 1024))
     text = torch.randint(model.config.model.vocab_size, (1, n + 1), device=bench.device)
-    token = NextToken(model, text)
-    row = {"ms": median_token(token)}
-    if bench.smoke:
-        return row
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), model.autocast():  # as long as the graph, which reads the weights as cast
-        token.step()
-        with torch.cuda.graph(graph):
-            token.step()
-        token.step = graph.replay  # type: ignore[method-assign]
-        return row | {"ms as a graph": median_token(token)}
+    row = {"ms": median_token(NextToken(model, text))}
+    return row if bench.smoke else row | {"ms as a graph": median_token(NextToken(model, text, graph=True))}
 
 
 def median_token(token: NextToken) -> float:

@@ -163,15 +163,22 @@ class NormaliserLayer(nn.Module):
         return (q * (factor * unit)).to(dtype), k.to(dtype)
 
     def context(
-        self, q: Tensor, k: Tensor, normed: bool = False, p: int | None = None, signals: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        normed: bool = False,
+        p: int | None = None,
+        signals: Tensor | None = None,
+        place: Tensor | None = None,
     ) -> RowContext:
-        """The `RowContext` of queries (..., Tq, D), the last of the Tk positions, of `weights`' arguments."""
+        """The `RowContext` of queries (..., Tq, D), the last of the Tk positions, of `attend`'s arguments."""
         n_queries = q.shape[-2]
         n_keys = k.shape[-2]
         dtype = torch.promote_types(q.dtype, torch.float32)
         if n_queries > n_keys:
             raise ValueError(f"{n_queries} queries for {n_keys} keys: expected at most as many")
-        place = torch.arange(n_keys - n_queries, n_keys, dtype=dtype, device=q.device)[:, None]
+        rows = slice(n_keys - n_queries, None) if place is None else place
+        place = torch.arange(n_keys, dtype=dtype, device=q.device)[rows, None]
         n = (place + 1).clamp_max(self.window or n_keys)
         p = self.reweight_p if p is None else min(p, self.reweight_p)
         learned = self(dtype)
@@ -182,7 +189,7 @@ class NormaliserLayer(nn.Module):
             raise UserError(f"{self.definition.name} reads the layer's input: expected signals")
         sizes = [*map(len, self.signals.values())]
         by_name = dict(zip(self.signals, signals.to(dtype).split(sizes, dim=-1), strict=True))
-        of_rows = {name: each[..., n_keys - n_queries :, :] for name, each in by_name.items()}
+        of_rows = {name: each[..., rows, :] for name, each in by_name.items()}
         return replace(context, signals=of_rows, decay=self.definition.key_decay(by_name))
 
     def cut(self, q: Tensor, k: Tensor, v: Tensor, context: RowContext) -> tuple[Tensor, Tensor, RowContext]:

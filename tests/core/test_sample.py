@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from attention_cases import each_case, position_of
-from conftest import save_run
+from conftest import one_line, save_run
 from test_model import make_gpt, random_tokens
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import generation
 import sample
 from data.tokenizer import get_tokenizer
-from generation import generate
+from generation import generate, record_step
 from infra.cli import UserError
 from model import GPT, KVCache
 from positions import RopeScaling
@@ -40,6 +41,63 @@ def test_cached_logits_equal_uncached(cfg):
         assert error <= 1e-4
     else:  # its rows depend on the number of all keys: this is why generate() does not cache it
         assert error > 1e-3
+
+
+@pytest.fixture
+def trace(monkeypatch):
+    """A trace in the place of a CUDA graph: both repeat operations, which may not hold the first place."""
+
+    def record(step, args):
+        trace = make_fx(step)(*args)
+        assert "lift_fresh" not in trace.code  # a tensor of a list, say, which is copied from the host
+        return trace
+
+    monkeypatch.setattr("torch.cuda.make_graphed_callables", record)
+
+
+def check_recorded_step(gpt: GPT) -> None:
+    """A recorded step's logits at each place are those of the whole sequence."""
+    device = gpt.embedding.weight.device
+    tokens, rope = random_tokens(2, 16).to(device), RopeScaling("ntk", length=16)
+    cache = KVCache(gpt.config.model.n_layer, 16)
+    with torch.no_grad():
+        expected = gpt(tokens, rope=rope)
+        gpt.hidden(tokens[:, :7], rope, cache)
+        step = record_step(gpt, rope, cache, tokens[:, 6:7])
+        logits = [step(tokens[:, i : i + 1], torch.tensor([i], device=device)).clone() for i in range(7, 16)]
+    assert (torch.stack(logits, dim=1) - expected[:, 7:]).abs().max() <= 1e-4
+
+
+LSSAR = {"normaliser": "lssa", "reweight_p": 15}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"attention": LSSAR, "n_kv_head": 1},
+        {"attention": LSSAR, "position": "pope", "attention_gate": True},
+        {"attention": {"normaliser": "norm_softmax"}, "position": "alibi"},
+        {"attention": {"normaliser": "fox"}, "position": "none"},
+        {"window": 5, "key_shift": True},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("trace")
+def test_a_recorded_step_is_that_of_any_place(model):
+    check_recorded_step(make_gpt(**{"std": 0.2, "seq_len": 8} | model))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("trace")
+@each_case
+def test_a_recorded_step_of_each_normaliser(cfg):
+    gpt = make_gpt(cfg.model_dump(), seq_len=16, std=0.2, position=position_of(cfg.normaliser))
+    if not gpt.cacheable:
+        pytest.skip("no KV cache")
+    if "entmax" not in cfg.normaliser:
+        return check_recorded_step(gpt)
+    with one_line("CUDA graph", "expected none"):  # its loop ends when all rows are done
+        check_recorded_step(gpt)
 
 
 def test_a_batch_equals_its_rows():
