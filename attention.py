@@ -22,7 +22,7 @@ from normalisers.layer import NormaliserLayer
 from schema import AttentionConfig, Engine
 
 # For CUDA, checked by `self_check` before use.
-COMPILED: tuple[Engine, ...] = ("triton", "flex", "stick_breaking")
+COMPILED: tuple[Engine, ...] = ("triton", "flex")
 OUTPUT_NORM_EPS = 1e-5
 
 
@@ -151,8 +151,6 @@ def load_engine(name: Engine) -> ModuleType:
         from engines import triton as engine
     elif name == "flex":
         from engines import flex as engine
-    elif name == "stick_breaking":
-        from engines import stick_breaking as engine
     elif name == "dense":
         from engines import dense as engine
     else:

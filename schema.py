@@ -18,7 +18,7 @@ from infra.cli import suggest
 from normalisers.own import NORMALISERS, Normaliser, find_normaliser
 
 NAME_RULE = "letters, digits and . _ = + -, the first a letter or a digit"
-Engine = Literal["auto", "dense", "rows", "sdpa", "triton", "flex", "stick_breaking"]
+Engine = Literal["auto", "dense", "rows", "sdpa", "triton", "flex"]
 
 
 class Section(BaseModel):
@@ -167,7 +167,7 @@ class TrainConfig(Section):
     deterministic: bool = resumable(False, "Bit-identical steps on CUDA where torch can, and slower.")
     engine: Engine = key(
         "auto",
-        "The first of sdpa, triton, flex, stick_breaking and rows that runs this here. dense holds (T, T).",
+        "The first of sdpa, triton, flex and rows that runs this here. dense holds (T, T).",
         exclude=True,  # a choice of this machine, in no checkpoint
     )
     flash: Literal["FA2", "FA3", "FA4"] = key("FA2", "sdpa's kernels: torch's, or a package's.", exclude=True)

@@ -39,7 +39,7 @@ from training.checkpoint import Trained, load_model
 
 CHECK_TEXT = "def naïve(x): return 'It\\'s 1234567'  # 日本語\n\n\tx  += 1"
 ROOT = Path(__file__).parents[1]
-KERNELS = ("triton", "stickbreaking_attention")  # packages of engines
+KERNELS = ("triton",)  # packages of engines
 
 
 def parse_args() -> argparse.Namespace:
