@@ -62,7 +62,8 @@ def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: No
     shift = formula.shift(context)
     if shift is not None:
         shift = (context.n * 0 + shift).squeeze(-1) * score_unit(formula)
-    out = phi_attention(q, k, v, shift, phi=formula.phi, l1=formula.l1, p=context.p, bounded=formula.bounded)
+    powers = {"p": context.p, "rises_to": layer.reweight_p}
+    out = phi_attention(q, k, v, shift, phi=formula.phi, l1=formula.l1, bounded=formula.bounded, **powers)
     divisor = formula.divisor(context)
     return out if isinstance(divisor, float) and divisor == 1.0 else (out / divisor).to(out.dtype)
 
@@ -79,9 +80,7 @@ class Launch(NamedTuple):
 
 # By compute capability (major), kernel and padded head_dim. Nothing is tuned at run time, so no rank and no
 # restart can pick other blocks, and with them other roundings. Those of compute capability 9 were timed on an
-# H100 at head_dim 64 and 128 (benchmarks/RESULTS.md): training at 64 is faster with three small blocks on a
-# multiprocessor than with one whose tiles need fewer instructions. The others were chosen by what
-# benchmarks/kernels.py prints.
+# H100 at head_dim 64 and 128 (benchmarks/RESULTS.md), the others chosen by what benchmarks/kernels.py prints.
 LAUNCHES: dict[int, dict[str, dict[int, Launch]]] = {
     8: {
         "forward": {64: Launch(128, 64, 8, 2), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
@@ -114,7 +113,7 @@ def launch_of(kernel: str, form: Form, major: int) -> Launch:
     return launch._replace(BM=launch.BN, BN=launch.BM) if kernel == "backward_rows" else launch
 
 
-def _launch(name: str, form: Form, matrices: tuple[Tensor, ...], *args: Tensor | None) -> None:
+def _launch(name: str, form: Form, p: int, matrices: tuple[Tensor, ...], *args: Tensor | None) -> None:
     """One program for each query head and block of rows or keys; `matrices`: q, k, others with strides."""
     B, H, n_queries, _ = matrices[0].shape
     _, n_kv_head, n_keys, _ = matrices[1].shape
@@ -128,12 +127,12 @@ def _launch(name: str, form: Form, matrices: tuple[Tensor, ...], *args: Tensor |
     assert max(stride[2] for stride in strides) <= 2**24, strides  # offsets in a tile are 32-bit
     with torch.cuda.device_of(matrices[0]):
         kernel = getattr(kernels, f"_{name.removesuffix('_u')}")[n_blocks * B * H,]
-        kernel(*args, *strides, H, H // n_kv_head, n_queries, n_keys, form, **launch._asdict())
+        kernel(*args, *strides, max(p, 1), H, H // n_kv_head, n_queries, n_keys, form, **launch._asdict())
 
 
 def phi_attention(
     q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, *, phi: str, l1: bool, p: int = 0,
-    bounded: bool = False,
+    rises_to: int = 0, bounded: bool = False,
 ) -> Tensor:  # fmt: skip
     """Causal attention with weights from phi(x), q.k + shift = `score_unit` x; see triton_kernels.py.
 
@@ -143,6 +142,7 @@ def phi_attention(
         shift: (Tq,) added to q.k, a constant.
         phi, l1: one of PHI; divide rows by sum |phi|.
         p: power of the re-weighting, up to 256 with l1 and phi >= 0; 0: none (with exp and l1 use sdpa).
+        rises_to: compile for any p below this one, with the same bits, instead of for p.
         bounded: |x| < 70, so that no row of phi = softplus or sigmoid underflows: saves a check.
     Returns:
         (B, H, Tq, D) in the inputs' type. Scores and sums are float32; weights are rounded to the
@@ -158,7 +158,13 @@ def phi_attention(
         assert shift.shape == q.shape[2:3] and not shift.requires_grad, shift.shape  # not learned
         shift = shift.to(torch.float32).contiguous()
     with_u = p > 0 and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    return _forward_op(q, k, v, shift, phi, l1, p, bounded, with_u)[0]
+    return _forward_op(q, k, v, shift, phi, l1, p, rises_to, bounded, with_u)[0]
+
+
+def _form(phi: str, l1: bool, p: int, rises_to: int, bounded: bool, has_shift: bool, q: Tensor) -> Form:
+    is_rising = 0 < p < rises_to
+    power = rises_to if is_rising else p
+    return Form(phi, l1, power, is_rising, bounded, has_shift, q.dtype != torch.float32, q.shape[-1])
 
 
 def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
@@ -173,15 +179,15 @@ def _new_output(q: Tensor) -> Tensor:
 
 @torch.library.custom_op(f"{LIBRARY}::phi_attention", mutates_args=())
 def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int, bounded: bool,
-    with_u: bool,
+    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int, rises_to: int,
+    bounded: bool, with_u: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """o, the rows' statistics (B, H, Tq, 4), and for a backward pass through a power u, of o's shape."""
     o, stats, u = _fake_forward(q, k, v, with_u)
     q, k, v = _rows_contiguous(q, k, v)
-    form = Form(phi, l1, p, bounded, shift is not None, q.dtype != torch.float32, q.shape[-1])
+    form = _form(phi, l1, p, rises_to, bounded, shift is not None, q)
     name = "forward_u" if with_u else "forward"
-    _launch(name, form, (q, k, v, o), q, k, v, shift, o, stats, u if with_u else None)
+    _launch(name, form, p, (q, k, v, o), q, k, v, shift, o, stats, u if with_u else None)
     return o, stats, u
 
 
@@ -194,26 +200,26 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
 @torch.library.custom_op(f"{LIBRARY}::phi_attention_backward", mutates_args=())
 def _backward_op(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, stats: Tensor, u: Tensor, phi: str, l1: bool,
-    p: int, bounded: bool, has_shift: bool,
+    p: int, rises_to: int, bounded: bool, has_shift: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv; their bits are the same each time where torch is asked for deterministic algorithms."""
     assert not p or u.shape == o.shape, "forward was not told of a backward pass"
     dq, dk, dv = _fake_backward(do, q, k, v)
     do, q, k, v = _rows_contiguous(do, q, k, v)
-    form = Form(phi, l1, p, bounded, has_shift, q.dtype != torch.float32, q.shape[-1])
+    form = _form(phi, l1, p, rises_to, bounded, has_shift, q)
     rows = torch.empty_like(stats)
     in_order = torch.are_deterministic_algorithms_enabled()
     n_padded = triton.cdiv(q.shape[2], PAD.value) * PAD.value
     dq_sum = None if in_order else stats.new_zeros(*q.shape[:2], n_padded, form.bd)
     matrices = (q, k, v, o, do, dq)
-    _launch("backward_rows", form, matrices, *matrices[:5], u, stats, dq if in_order else None, rows)
+    _launch("backward_rows", form, p, matrices, *matrices[:5], u, stats, dq if in_order else None, rows)
     # Grouped heads: gradients by query head, summed at the end (a loop over heads in the kernel spills).
     grouped = k.shape[1] < q.shape[1]
     by_head = (*q.shape[:2], *k.shape[2:])
     dks, dvs = (stats.new_empty(by_head) if grouped else t for t in (dk, dv))
-    _launch("backward", form, (q, k, v, do, dks, dvs), q, k, v, do, stats, rows, dks, dvs, dq_sum)
+    _launch("backward", form, p, (q, k, v, do, dks, dvs), q, k, v, do, stats, rows, dks, dvs, dq_sum)
     if dq_sum is not None:
-        torch.mul(dq_sum[:, :, : q.shape[2], : q.shape[3]], form.gain, out=dq)
+        torch.mul(dq_sum[:, :, : q.shape[2], : q.shape[3]], form.gain * max(p, 1), out=dq)
     if grouped:
         dk.copy_(dks.unflatten(1, (k.shape[1], -1)).sum(2))
         dv.copy_(dvs.unflatten(1, (k.shape[1], -1)).sum(2))
@@ -235,7 +241,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _autograd(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     gradients = _backward_op(grads[0], *ctx.saved_tensors, *ctx.form, ctx.has_shift)
-    return *gradients, None, None, None, None, None, None
+    return *gradients, *[None] * 7
 
 
 _forward_op.register_autograd(_autograd, setup_context=_setup_context)

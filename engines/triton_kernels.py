@@ -32,7 +32,6 @@ q arrives multiplied by its factor and, where phi has an exponential, by log2(e)
 For 16-bit inputs of bounded scores (LSSAR's) forward takes the GPU's logarithm, one instruction, off by
 2^-22. Backward has the polynomial, as the logarithm was no faster there. Where a row's weights are sensitive
 to either's error or to their difference (Form.close), its block uses the polynomial in both.
-
 For NVIDIA GPUs from compute capability 8.0 on; TRITON_INTERPRET=1 runs them on the CPU (tests).
 """
 
@@ -49,7 +48,7 @@ import triton.language as tl
 from normalisers.base import UNIFORM_TOLERANCE
 from normalisers.family import SIGNED
 
-MAX_POWER = 256  # `_weigh` reads 8 bits
+MAX_POWER = 256
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1
 N_ROW = tl.constexpr(4)  # floats per row, side by side, from forward and from `_backward_rows`
 PAD = tl.constexpr(128)  # dq's float32 buffer has a multiple of rows, as tiles (at most 128) run over the end
@@ -64,8 +63,7 @@ NO_MASS = tl.constexpr(1e8 * torch.finfo(torch.float32).tiny)  # as in normalise
 LOW = tl.constexpr(2.0**-58)
 CONTRAST = tl.constexpr(UNIFORM_TOLERANCE)
 NEVER = tl.constexpr(-1e38)  # below every score
-# Forward's loops over tiles: before the diagonal, where all rows see all keys, and on it, or, where a row is
-# flagged, one for both with tiles of half the size.
+# Forward's loops over tiles: before the diagonal and on it, or where a row is flagged one of smaller tiles.
 BEFORE, ON, REDO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
@@ -78,6 +76,7 @@ class Form:
     phi: str
     l1: bool
     p: int  # 0: no re-weighting
+    rising: bool  # p is the largest power, that of a call is its argument `power`
     bounded: bool  # |x| is so small that a row of phi(x) cannot underflow (LSSA's cosine scores)
     has_shift: bool  # there is a shift
     fast: bool  # softplus to 9e-6: enough for 16-bit inputs
@@ -87,8 +86,9 @@ class Form:
     cache_key = property(lambda form: f"{form} {SOURCE}")
     precision = property(lambda form: "ieee" if INTERPRETED else "tf32x3")  # of products of float32
     bd = property(lambda form: max(16, triton.next_power_of_2(form.d)))  # columns of a tile
-    # dC/dy over c' t'^(p-1) times the kernel's derivative of phi
-    gain = property(lambda form: (form.p or 1) * (LN2.value if form.phi in ("exp", "sigmoid") else 1.0))
+    # dC/dy over p c' t'^(p-1) times the kernel's derivative of phi
+    gain = property(lambda form: LN2.value if form.phi in ("exp", "sigmoid") else 1.0)
+    n_bits = property(lambda form: (form.p - 1).bit_length())
     signed = property(lambda form: form.phi in SIGNED)
     # Rows may leave float32's range: the low ones, for exp all, are computed as 2^(y - max y).
     safe = property(lambda form: form.l1 and (
@@ -176,7 +176,7 @@ def _phi(y, low, EXACT: tl.constexpr, form: tl.constexpr):
 
 
 @triton.jit
-def _weigh(s, c, e, form: tl.constexpr):
+def _weigh(s, c, e, power, form: tl.constexpr):
     """Weights before the last division: s, or t^p; and t^(p-1) by squaring, t^0 the indicator t > 0."""
     weight = s
     lower = s
@@ -184,8 +184,10 @@ def _weigh(s, c, e, form: tl.constexpr):
         t = _relu(s * c - e)
         square = t
         lower = tl.where(t > 0, 1.0, 0.0)
-        for bit in tl.static_range(8):
-            if ((form.p - 1) >> bit) & 1:
+        for bit in tl.static_range(form.n_bits):
+            if form.rising:
+                lower = tl.where((((power - 1) >> bit) & 1) == 1, lower * square, lower)
+            elif ((form.p - 1) >> bit) & 1:
                 lower = square if (form.p - 1) & ((1 << bit) - 1) == 0 else lower * square
             square = square * square
         weight = lower * t
@@ -193,9 +195,9 @@ def _weigh(s, c, e, form: tl.constexpr):
 
 
 @triton.jit
-def _weigh_and_grad(s, slope, dC, c, e, delta, c_mean, form: tl.constexpr):
-    """The weights C and dx / gain (see the top of this file), from c', e', D and c' m."""
-    weight, lower = _weigh(s, c, e, form)
+def _weigh_and_grad(s, slope, dC, c, e, delta, c_mean, power, form: tl.constexpr):
+    """The weights C and dx / (p gain), see the top of this file, from c', e', D and c' m."""
+    weight, lower = _weigh(s, c, e, power, form)
     h = dC
     if form.l1 and form.signed:
         h = dC - tl.where(s > 0, delta, tl.where(s < 0, -delta, 0.0))
@@ -384,11 +386,11 @@ def _row_sums(
     return total, peak
 
 
-@triton.jit(do_not_specialize=["n_queries", "n_keys"])
+@triton.jit(do_not_specialize=["power", "n_queries", "n_keys"])
 def _forward(
     q_ptr, k_ptr, v_ptr, shift_ptr, o_ptr, stats_ptr, u_ptr,
-    q_strides, k_strides, v_strides, o_strides, n_head, group, n_queries, n_keys,
-    form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    q_strides, k_strides, v_strides, o_strides,
+    power, n_head, group, n_queries, n_keys, form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """o, c', e', shift and flag of each row, and for a backward pass u, laid out as o."""
     batch, head, start, i, first_row, whole, stop = _query_block(n_head, n_queries, n_keys, BM, BN)
@@ -429,7 +431,7 @@ def _forward(
             position = n_keys - n_queries + start + tl.arange(0, BM)  # anew: kept, it spills
             s, _ = _phi_of_scores(q, k, position[:, None], j[None, :], shift[:, None], flag[:, None],
                                   LOOP != BEFORE, LOOP == REDO, form)  # fmt: skip
-            weight, lower = _weigh(s, c[:, None], e[:, None], form)
+            weight, lower = _weigh(s, c[:, None], e[:, None], power, form)
             total += tl.sum(tl.abs(weight) if form.signed else weight, 1)
             v = _tile(values, j0, BN >> LOOP // 2, LOOP != BEFORE, form)
             acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=form.precision)
@@ -438,7 +440,7 @@ def _forward(
                 acc_lower = tl.dot(lower.to(v.dtype), v, acc_lower, input_precision=form.precision)
     if form.p > 0:  # c', e'
         scale = tl.where(total <= 0, 0.0, 1.0 / total)
-        root = tl.where(total <= 0, 0.0, tl.exp2(tl.log2(total) * (-1.0 / form.p)))
+        root = tl.where(total <= 0, 0.0, tl.exp2(tl.log2(total) * (-1.0 / power)))
         if u_ptr is not None:
             n = (n_keys - n_queries + i + 1).to(tl.float32)
             share = tl.where((total > 0) & (e > 0), scale / root / n, 0.0)
@@ -459,11 +461,11 @@ def _forward(
 # ---------------------------------------------------------------- backward: BM query rows, then BN keys
 
 
-@triton.jit(do_not_specialize=["n_queries", "n_keys"])
+@triton.jit(do_not_specialize=["power", "n_queries", "n_keys"])
 def _backward_rows(
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, u_ptr, stats_ptr, dq_ptr, rows_ptr,
-    q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, n_head, group, n_queries, n_keys,
-    form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
+    power, n_head, group, n_queries, n_keys, form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """c', e', D and c' m of each row; dq, where it is given: the same bits each time."""
     batch, head, start, i, first_row, whole, stop = _query_block(n_head, n_queries, n_keys, BM, BN)
@@ -495,19 +497,19 @@ def _backward_rows(
                                           low[:, None], DIAGONAL, True, form)  # fmt: skip
                 dC = tl.dot(do, tl.trans(v), input_precision=form.precision)
                 _, dx = _weigh_and_grad(s, slope, dC, c[:, None], e[:, None], delta[:, None],
-                                        c_mean[:, None], form)  # fmt: skip
+                                        c_mean[:, None], power, form)  # fmt: skip
                 dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=form.precision)
-        dq *= form.gain
+        dq *= form.gain * power
         _store_tile(_matrix(dq_ptr, dq_strides, n_queries, batch, head), start, dq, form)
 
 
-@triton.jit(do_not_specialize=["n_queries", "n_keys"])
+@triton.jit(do_not_specialize=["power", "n_queries", "n_keys"])
 def _backward(
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rows_ptr, dk_ptr, dv_ptr, dq_sum_ptr,
-    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, n_head, group, n_queries, n_keys,
-    form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
+    power, n_head, group, n_queries, n_keys, form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one query head; dq / gain added to dq_sum, if given. Tiles are (keys, queries)."""
+    """dk and dv of one query head; dq / (p gain) added to dq_sum, if given. Tiles are (keys, queries)."""
     BD: tl.constexpr = form.bd
     n_blocks = tl.cdiv(n_keys, BN)
     block, row, batch, head = _program(n_blocks, n_head)
@@ -538,7 +540,7 @@ def _backward(
                                       low[None, :], not WHOLE, True, form)  # fmt: skip
             dC = tl.dot(v, tl.trans(do), input_precision=form.precision)
             weight, dx = _weigh_and_grad(s, slope, dC, c[None, :], e[None, :], delta[None, :],
-                                         c_mean[None, :], form)  # fmt: skip
+                                         c_mean[None, :], power, form)  # fmt: skip
             dv = tl.dot(weight.to(do.dtype), do, dv, input_precision=form.precision)
             dx = dx.to(q.dtype)
             if dq_sum_ptr is not None:
@@ -546,6 +548,6 @@ def _backward(
                 at = tl.arange(0, BM)[:, None] * BD + tl.arange(0, BD)[None, :]
                 tl.atomic_add(dq_sum_ptr + i0 * BD + at, dq, sem="relaxed")
             dk = tl.dot(dx, q, dk, input_precision=form.precision)
-    dk *= form.gain
+    dk *= form.gain * power
     _store_tile(_matrix(dk_ptr, dk_strides, n_keys, batch, head), block * BN, dk, form)
     _store_tile(_matrix(dv_ptr, dv_strides, n_keys, batch, head), block * BN, dv, form)

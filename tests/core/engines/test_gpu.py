@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from attention_cases import FOX_SHAPES, GATE_TOLERANCE, fox_errors
 from test_model import make_gpt, random_tokens
 from test_sample import check_recorded_step
@@ -41,6 +42,15 @@ def error_of(engine, options, head_dim, dtype, length=200):
 @pytest.mark.parametrize("options", FUSED, ids=str)
 def test_triton(options, dtype):
     assert error_of(triton_engine, options, 64, dtype, 1000) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("p", [1, 7, 14])
+def test_a_rising_power_has_the_bits_of_its_own_kernel(p):
+    q, k, v = torch.randn(3, 1, 2, 1000, 64, device=CUDA, dtype=torch.bfloat16)
+    options = {"phi": "softplus", "l1": True, "bounded": True, "p": p}
+    q, k = (10 * F.normalize(t, dim=-1) for t in (q, k))
+    of_both = [triton_engine.phi_attention(q, k, v, rises_to=top, **options) for top in (0, 15)]
+    assert torch.equal(*of_both)
 
 
 @pytest.mark.parametrize("head_dim", [32, 80, 128, 256])

@@ -166,6 +166,19 @@ def test_any_power(p):
     agree(AttentionConfig(normaliser="lssa", reweight_p=p), (70, 70), 32)
 
 
+@pytest.mark.parametrize("phi", ["softplus", *slow("relu2", "exp", "sigmoid")])
+@pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.float32)])
+def test_a_rising_power_has_the_bits_of_its_own_kernel(dtype, phi):
+    q, k, v, do = draw(70, 90, 16, dtype=dtype)
+    for p in (1, 2, 7, 12, 14):
+        by_kernel = []
+        for rises_to in (0, 15):
+            inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+            o = phi_attention(*inputs, phi=phi, l1=True, p=p, rises_to=rises_to, bounded=phi == "softplus")
+            by_kernel.append([o, *torch.autograd.grad(o, inputs, do)])
+        assert all(map(torch.equal, *by_kernel)), p
+
+
 @pytest.mark.parametrize("n_head", [4, *slow(2)])
 @pytest.mark.parametrize("n_queries", [40, 1])
 def test_batches_and_heads(n_queries, n_head):
@@ -271,7 +284,7 @@ def test_extreme_rows_are_finite_and_right(phi, p, scores):
 def test_long_row_of_equal_keys_is_uniform():
     """No offset in its statistics: a plain float32 sum of its equal tiles is off by more than 1e-5."""
     q, k = torch.ones(1, 1, 1, 16), torch.full((1, 1, 24576, 16), 1.319 / 16)
-    options = ("relu", True, 15, False, False)
+    options = ("relu", True, 15, 0, False, False)
     o, stats, _ = triton_engine._forward_op(q, k, torch.ones_like(k), None, *options)
     assert stats[..., 1] == 0
     torch.testing.assert_close(o, torch.ones_like(o), rtol=1e-4, atol=0)
@@ -387,7 +400,7 @@ def test_operators_keep_torchs_rules():
     """Schemas, fake tensors, autograd registration: torch's own checks of custom operators."""
     q, k, v, _ = draw(20, 24, 16)
     inputs = [t.requires_grad_() for t in (q, k, v)]
-    args = (*inputs, None, "softplus", True, 3, False, True)
+    args = (*inputs, None, "softplus", True, 3, 0, False, True)
     torch.library.opcheck(triton_engine._forward_op, args)
 
 
@@ -587,7 +600,7 @@ def test_kernels_compile(options, n_kernels):
 
 def test_a_kept_kernel_is_of_this_code(monkeypatch):
     """Triton's cache sees a changed property of Form, which it does not hash itself."""
-    form = Form("softplus", True, 15, True, False, True, 64)
+    form = Form("softplus", True, 15, False, True, False, True, 64)
     function = SimpleNamespace(__name__="f", cache_key="", arg_names=["form"])
     source = ASTSource(function, {"form": "constexpr"}, {"form": form})
     before = source.hash()
@@ -609,7 +622,7 @@ class Device:  # an H100, as far as the compiler asks
 driver.set_active(Device())
 from engines import triton as at
 
-form = at.Form("softplus", True, 15, True, False, True, 64)
+form = at.Form("softplus", True, 15, False, True, False, True, 64)
 launch = at.launch_of("forward_u", form, 9)
 for T in (64, 100, 257, 1, 4096):
     q, k, v = torch.empty(2, T, 3, 4, 64, dtype=torch.bfloat16).permute(2, 0, 3, 1, 4)
