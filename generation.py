@@ -5,6 +5,7 @@ for new in stream(model, prompt, 100, temperature=0.8, top_k=50):    # (B, 1) at
 tokens = generate(model, prompt, 100, temperature=0.8, top_k=50)     # (B, T + 100)
 """
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -56,30 +57,33 @@ def stream(
     if top_p is not None and not 1e-30 <= top_p <= 1:  # in float32 it would round to 0
         raise UserError(f"top_p {top_p}: expected at least 1e-30 and at most 1")
     rope = replace(rope, length=rope.length or length + n_new)
-    cache = KVCache(model.config.model.n_layer, length + n_new) if model.cacheable else None
+    cache = KVCache(model.config.model.n_layer, length + n_new - 1) if model.cacheable else None
     if graph and (cache is None or not tokens.is_cuda):
         raise UserError(f"CUDA graph on {tokens.device}: expected CUDA, and a normaliser with a KV cache")
     step = None
     for i in range(n_new):
         if step is not None:
-            logits = step(tokens, torch.full_like(tokens[0], length + i - 1))
+            logits = step(tokens, torch.full_like(tokens[0], length + i - 1))  # (B, V)
         else:
-            logits = model.logits(model.hidden(tokens, rope, cache)[:, -1])  # (B, V)
-        if graph and cache is not None and step is None:
-            step = record_step(model, rope, cache, tokens[:, -1:])
+            logits = model.logits(model.hidden(tokens, rope, cache)[:, -1])
+            if graph and cache is not None and i + 1 < n_new:
+                step = record_step(model, rope, cache, tokens[:, -1:])
         new = sample(logits[:, : n_vocab or None], temperature, top_k, top_p, generator)
         yield new
         tokens = torch.cat((tokens, new), dim=1) if cache is None else new
 
 
+@torch.no_grad()
 def record_step(
     model: GPT, rope: RopeScaling, cache: KVCache, token: Tensor
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """A function of one more token (B, 1) and its place (1,), int64, to the logits (B, V), as a CUDA graph.
 
     It saves the time of Python and of the launches, and reads all of the cache's room for each token. It
-    returns the same tensor each time. `token` is an example of one.
+    returns the same tensor each time. The model and the cache, which has the tokens before, must outlive it.
+    `token` is an example of one. Raises UserError: the step cannot be recorded.
     """
+    gc.collect()  # of a graph before this one, which its own class keeps alive: freeing it ends a recording
     device = token.device.type
     place = torch.full_like(token[0], cache.length)
 

@@ -149,7 +149,7 @@ def _cos_and_sin(freqs: Tensor, amplitude: float, positions: Tensor) -> tuple[Te
 
 @_cos_and_sin.register_fake
 def _(freqs: Tensor, amplitude: float, positions: Tensor) -> tuple[Tensor, Tensor]:
-    table = freqs.new_empty(len(positions), len(freqs), dtype=torch.float32)
+    table = freqs.new_empty(positions.shape[0], len(freqs), dtype=torch.float32)
     return table, table.clone()
 
 

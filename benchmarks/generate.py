@@ -50,7 +50,7 @@ class NextToken:
         """Of the next token's logits. The pause begins a new time slice where other processes run, too."""
         clock = time.perf_counter if self.token.is_cuda else time.process_time
         with self.model.autocast():
-            self.step()  # autocast casts the weights in a text's first step alone
+            self.step()  # autocast casts the weights in a text's first step alone, but for a graph
             if self.token.is_cuda:
                 torch.cuda.synchronize()
             time.sleep(0.003)

@@ -205,7 +205,7 @@ def decode_row(bench: Bench, name: str, n: int) -> Row:
     model = make_model(bench, name, min(n, 1024))
     text = torch.randint(model.config.model.vocab_size, (1, n + 1), device=bench.device)
     row = {"ms": median_token(NextToken(model, text))}
-    return row if bench.smoke else row | {"ms as a graph": median_token(NextToken(model, text, graph=True))}
+    return row if bench.smoke else row | {"ms recorded": median_token(NextToken(model, text, graph=True))}
 
 
 def median_token(token: NextToken) -> float:

@@ -158,7 +158,8 @@ def examine(case: Case) -> tuple[str, list[str], float]:
     if spilled and form.bounded and not form.rising and form.fast and form.d == 64 and case.arch not in TIMED:
         problems.append(f"{case}: spills {spilled} bytes")
     arch, dtype, _, head_dim = case.inputs.split()
-    phi = f"{form.phi}{' l1' * form.l1}{' shift' * form.has_shift}" + (f" p={form.p}" if form.p else "")
+    power = f" p{'<' if form.rising else '='}{form.p}" if form.p else ""
+    phi = f"{form.phi}{' l1' * form.l1}{' shift' * form.has_shift}{power}"
     line = (
         f"| {arch:6} | {dtype:8} | {head_dim:>3} | {phi:17} | {case.kernel:13} | {registers:4} "
         f"| {spilled:5} | {shared / 1024:6.1f} of {limit} "

@@ -1,4 +1,7 @@
-"""The dense engine: the definition, with the whole (Tq, Tk) matrix in memory. For tests and diagnostics."""
+"""The dense engine: the definition, with the whole (Tq, Tk) matrix in memory.
+
+For tests, diagnostics and steps of generation that are recorded.
+"""
 
 import torch
 from torch import Tensor

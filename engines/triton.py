@@ -142,7 +142,7 @@ def phi_attention(
         shift: (Tq,) added to q.k, a constant.
         phi, l1: one of PHI; divide rows by sum |phi|.
         p: power of the re-weighting, up to 256 with l1 and phi >= 0; 0: none (with exp and l1 use sdpa).
-        rises_to: compile for any p below this one, with the same bits, instead of for p.
+        rises_to: above p, kernels of any p below it take the place of p's own. o is the same, bit for bit.
         bounded: |x| < 70, so that no row of phi = softplus or sigmoid underflows: saves a check.
     Returns:
         (B, H, Tq, D) in the inputs' type. Scores and sums are float32; weights are rounded to the
@@ -162,9 +162,9 @@ def phi_attention(
 
 
 def _form(phi: str, l1: bool, p: int, rises_to: int, bounded: bool, has_shift: bool, q: Tensor) -> Form:
-    is_rising = 0 < p < rises_to
-    power = rises_to if is_rising else p
-    return Form(phi, l1, power, is_rising, bounded, has_shift, q.dtype != torch.float32, q.shape[-1])
+    rising = 0 < p < rises_to
+    highest = rises_to if rising else p
+    return Form(phi, l1, highest, rising, bounded, has_shift, q.dtype != torch.float32, q.shape[-1])
 
 
 def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:

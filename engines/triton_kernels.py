@@ -31,7 +31,8 @@ q arrives multiplied by its factor and, where phi has an exponential, by log2(e)
 2, and softplus is log2(1 + 2^y), whose unit l1 cancels. Its derivative is sigmoid(x) = 2^(y - log2(1 + 2^y)).
 For 16-bit inputs of bounded scores (LSSAR's) forward takes the GPU's logarithm, one instruction, off by
 2^-22. Backward has the polynomial, as the logarithm was no faster there. Where a row's weights are sensitive
-to either's error or to their difference (Form.close), its block uses the polynomial in both.
+to either's error or to their difference (`_row_constants`), its block uses the polynomial in both.
+
 For NVIDIA GPUs from compute capability 8.0 on; TRITON_INTERPRET=1 runs them on the CPU (tests).
 """
 
@@ -48,7 +49,7 @@ import triton.language as tl
 from normalisers.base import UNIFORM_TOLERANCE
 from normalisers.family import SIGNED
 
-MAX_POWER = 256
+MAX_POWER = 256  # `_weigh` reads 8 bits
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1
 N_ROW = tl.constexpr(4)  # floats per row, side by side, from forward and from `_backward_rows`
 PAD = tl.constexpr(128)  # dq's float32 buffer has a multiple of rows, as tiles (at most 128) run over the end
@@ -76,7 +77,7 @@ class Form:
     phi: str
     l1: bool
     p: int  # 0: no re-weighting
-    rising: bool  # p is the largest power, that of a call is its argument `power`
+    rising: bool  # for all powers below p; a call's is the kernel's argument `power`
     bounded: bool  # |x| is so small that a row of phi(x) cannot underflow (LSSA's cosine scores)
     has_shift: bool  # there is a shift
     fast: bool  # softplus to 9e-6: enough for 16-bit inputs
@@ -88,7 +89,6 @@ class Form:
     bd = property(lambda form: max(16, triton.next_power_of_2(form.d)))  # columns of a tile
     # dC/dy over p c' t'^(p-1) times the kernel's derivative of phi
     gain = property(lambda form: LN2.value if form.phi in ("exp", "sigmoid") else 1.0)
-    n_bits = property(lambda form: (form.p - 1).bit_length())
     signed = property(lambda form: form.phi in SIGNED)
     # Rows may leave float32's range: the low ones, for exp all, are computed as 2^(y - max y).
     safe = property(lambda form: form.l1 and (
@@ -97,8 +97,6 @@ class Form:
     shifted = property(lambda form: form.has_shift or form.safe)
     # forward takes softplus by the GPU's logarithm, and by a polynomial only in blocks with flagged rows
     log = property(lambda form: form.phi == "softplus" and form.bounded and form.fast and form.p > 0)
-    # max s - mean s below which a row needs one s: p times an error over it is what its weights are off by
-    close = property(lambda form: max(2.0**-5, form.p * 2.0**-9))
     # how forward sums a row (`_add_sums`), and how it does again if a row is flagged
     sums = property(lambda form: "low" if form.phi == "exp" else "log" if form.log else "exact")
     sums_again = property(lambda form: "low" if form.safe else "exact")
@@ -184,9 +182,10 @@ def _weigh(s, c, e, power, form: tl.constexpr):
         t = _relu(s * c - e)
         square = t
         lower = tl.where(t > 0, 1.0, 0.0)
-        for bit in tl.static_range(form.n_bits):
+        for bit in tl.static_range(8):
             if form.rising:
-                lower = tl.where((((power - 1) >> bit) & 1) == 1, lower * square, lower)
+                if (form.p - 1) >> bit:
+                    lower = tl.where((((power - 1) >> bit) & 1) == 1, lower * square, lower)
             elif ((form.p - 1) >> bit) & 1:
                 lower = square if (form.p - 1) & ((1 << bit) - 1) == 0 else lower * square
             square = square * square
@@ -261,7 +260,7 @@ def _add_sums(total, lost, peak, y, HOW: tl.constexpr, form: tl.constexpr):
 
 
 @triton.jit
-def _row_constants(total, low_total, peak, shift, position, n_keys, form: tl.constexpr):
+def _row_constants(total, low_total, peak, shift, position, n_keys, power, form: tl.constexpr):
     """c, e, shift, and a flag for rows that are low (form.safe) or need exact softplus (form.log).
 
     From the sums of phi and of 2^(y - peak), and peak = max y. `normalisers.base.reweight` explains O, and
@@ -285,9 +284,10 @@ def _row_constants(total, low_total, peak, shift, position, n_keys, form: tl.con
         inverse = tl.where(has_mass, 1.0 / (top - offset), 0.0)
         c = inverse / mean
         e = offset * inverse
-        if form.log:  # the errors of s and of mean reach the weights over this contrast
+        if form.log:  # the weights are off by the power times the errors of s and mean over this contrast
             contrast = tl.where(n > 3, largest - mean, largest)
-            flag = tl.where((contrast < form.close) & (position < n_keys), 1.0, 0.0)
+            close = tl.maximum(2.0**-5, power * 2.0**-9)
+            flag = tl.where((contrast < close) & (position < n_keys), 1.0, 0.0)
     return c, e, shift, flag
 
 
@@ -409,12 +409,12 @@ def _forward(
         HOW: tl.constexpr = form.sums
         AGAIN: tl.constexpr = form.sums_again
         total, peak = _row_sums(q, keys, position, given, whole, stop, HOW, None, BN, form)
-        c, e, shift, flag = _row_constants(total, total, peak, given, position, n_keys, form)
+        c, e, shift, flag = _row_constants(total, total, peak, given, position, n_keys, power, form)
         if HOW != AGAIN:  # noqa: SIM102 (decided when compiled; the next one when run)
             if tl.max(flag, 0) > 0:
                 again, peak = _row_sums(q, keys, position, given, 0, stop, AGAIN, 1, BN, form)
                 total = again if form.log else total
-                c, e, shift, flag = _row_constants(total, again, peak, given, position, n_keys, form)
+                c, e, shift, flag = _row_constants(total, again, peak, given, position, n_keys, power, form)
     BD: tl.constexpr = form.bd
     acc = tl.zeros([BM, BD], tl.float32)  # sum t^p v
     total = tl.zeros([BM], tl.float32)

@@ -39,7 +39,6 @@ from training.checkpoint import Trained, load_model
 
 CHECK_TEXT = "def naïve(x): return 'It\\'s 1234567'  # 日本語\n\n\tx  += 1"
 ROOT = Path(__file__).parents[1]
-KERNELS = ("triton",)  # packages of engines
 
 
 def parse_args() -> argparse.Namespace:
@@ -209,7 +208,7 @@ def rewrite_import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[s
             # transformers copies the files named in `from .x import` alone: the first line is for its eyes.
             lines.append(f"from .{flat(module)} import __name__ as {name}")
             lines.append(f"from . import {flat(module)} as {name}")
-        elif module.partition(".")[0] in KERNELS:
+        elif module.partition(".")[0] == "triton":
             # It demands every package that is imported outside a try. Those of kernels are optional.
             lines += ["try:", f"    {ast.unparse(single)}", "finally:", "    pass"]
             has_kernels = True

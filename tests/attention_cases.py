@@ -120,21 +120,21 @@ def slow(*values: Any) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-def kind(options: dict[str, Any]) -> tuple[Any, ...]:
-    """The normaliser, which of its options are given, and LSSA's power."""
-    name = options["normaliser"]
-    return name, *options, options.get("reweight_p") if name == "lssa" else None
+def list_cases() -> list[Any]:
+    """Quick: those with an option, or a name for one, that no case before has, and LSSAR."""
+    seen: set[tuple[str, str, str | None]] = set()
+    cases = []
+    for options in OPTIONS:
+        name = options["normaliser"]
+        parts = {(name, key, value if isinstance(value, str) else None) for key, value in options.items()}
+        is_lssar = options.keys() == {"normaliser", "reweight_p"} and name == "lssa"
+        marks = () if is_lssar or not parts <= seen else pytest.mark.slow
+        seen |= parts
+        cases.append(pytest.param(AttentionConfig(**options), id=case_id(options), marks=marks))
+    return cases
 
 
-FIRST = {kind(options): options for options in reversed(OPTIONS)}  # the others of a kind are slow
-CASES = [
-    pytest.param(
-        AttentionConfig(**options),
-        id=case_id(options),
-        marks=() if FIRST[kind(options)] is options else pytest.mark.slow,
-    )
-    for options in OPTIONS
-]
+CASES = list_cases()
 each_case = pytest.mark.parametrize("cfg", CASES)
 
 

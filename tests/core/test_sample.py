@@ -1,12 +1,13 @@
 """sample.py and the generation in model.py: the KV cache against no cache, for every normaliser."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from attention_cases import each_case, position_of
 from conftest import one_line, save_run
-from test_model import make_gpt, random_tokens
+from test_model import LSSAR, make_gpt, random_tokens
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import generation
@@ -68,9 +69,6 @@ def check_recorded_step(gpt: GPT) -> None:
     assert (torch.stack(logits, dim=1) - expected[:, 7:]).abs().max() <= 1e-4
 
 
-LSSAR = {"normaliser": "lssa", "reweight_p": 15}
-
-
 @pytest.mark.parametrize(
     "model",
     [
@@ -85,6 +83,26 @@ LSSAR = {"normaliser": "lssa", "reweight_p": 15}
 @pytest.mark.usefixtures("trace")
 def test_a_recorded_step_is_that_of_any_place(model):
     check_recorded_step(make_gpt(**{"std": 0.2, "seq_len": 8} | model))
+
+
+@pytest.mark.usefixtures("trace")
+def test_generation_in_a_graph(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    gpt, prompt = make_gpt(LSSAR, std=0.2), random_tokens(2, 6)
+    options: dict[str, Any] = {"temperature": 0, "rope": RopeScaling("ntk")}
+    before = prompt.clone()
+    for n_new in (1, 2, 12):
+        assert torch.equal(
+            generate(gpt, prompt, n_new, graph=True, **options), generate(gpt, prompt, n_new, **options)
+        )
+    assert torch.equal(prompt, before)
+    with one_line("CUDA graph", "expected CUDA, and a normaliser with a KV cache"):
+        generate(make_gpt({"normaliser": "sigmoid", "bias": "log_len"}), prompt, 2, graph=True)
+
+
+def test_no_graph_without_a_gpu():
+    with one_line("CUDA graph on cpu: expected CUDA"):
+        generate(make_gpt(), random_tokens(2, 6), 2, graph=True)
 
 
 @pytest.mark.slow

@@ -45,12 +45,14 @@ def test_triton(options, dtype):
 
 
 @pytest.mark.parametrize("p", [1, 7, 14])
-def test_a_rising_power_has_the_bits_of_its_own_kernel(p):
-    q, k, v = torch.randn(3, 1, 2, 1000, 64, device=CUDA, dtype=torch.bfloat16)
+def test_a_rising_power_is_that_of_its_own_kernel(p):
+    q, k, v, do = torch.randn(4, 1, 2, 1000, 64, device=CUDA, dtype=torch.bfloat16)
+    inputs = [t.requires_grad_() for t in (10 * F.normalize(q, dim=-1), F.normalize(k, dim=-1), v)]
     options = {"phi": "softplus", "l1": True, "bounded": True, "p": p}
-    q, k = (10 * F.normalize(t, dim=-1) for t in (q, k))
-    of_both = [triton_engine.phi_attention(q, k, v, rises_to=top, **options) for top in (0, 15)]
-    assert torch.equal(*of_both)
+    own, rising = (triton_engine.phi_attention(*inputs, rises_to=top, **options) for top in (0, 15))
+    assert torch.equal(own, rising)
+    for got, want in zip(*(torch.autograd.grad(o, inputs, do) for o in (rising, own)), strict=True):
+        assert (got - want).norm() <= 1e-3 * want.norm()
 
 
 @pytest.mark.parametrize("head_dim", [32, 80, 128, 256])
@@ -62,12 +64,14 @@ def test_triton_head_sizes(head_dim):
     "options", [{}, LSSAR, {"normaliser": "norm_softmax"}, {"normaliser": "fox"}], ids=str
 )
 def test_a_recorded_step_is_that_of_any_place(options):
-    gpt = make_gpt(options, std=0.2, position="none").to(CUDA)
+    gpt = make_gpt(options, std=0.2).to(CUDA)
     gpt.choose_engine()
     check_recorded_step(gpt)
+    prompt = random_tokens(2, 6).to(CUDA)
+    eager, recorded = (generate(gpt, prompt, 10, temperature=0, graph=graph) for graph in (False, True))
+    assert torch.equal(eager, recorded)
     with gpt.autocast():
-        tokens = generate(gpt, random_tokens(2, 6).to(CUDA), 10, temperature=0, graph=True)
-    assert tokens.shape == (2, 16)
+        assert generate(gpt, prompt, 10, temperature=0, graph=True).shape == (2, 16)
 
 
 @pytest.mark.parametrize("normaliser", ["fox", "wall"])
