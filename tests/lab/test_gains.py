@@ -133,7 +133,7 @@ def test_mistakes():
         ("rows_124m.csv", ("softmax",)),
         ("rows_code_88m.csv", ("softmax",)),
         ("rows_t1024.csv", ("softmax",)),
-        ("rows_t1024_seed3.csv", ()),
+        ("rows_t1024_seed3.csv", ("softmax",)),
         ("rows_4k_remapped.csv", ()),
         ("rows_tests_remapped.csv", ()),
     ],
