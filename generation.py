@@ -99,7 +99,7 @@ def record_step(
             return torch.cuda.make_graphed_callables(step, (token.clone(), place))  # type: ignore[return-value]
         except RuntimeError as e:
             problem = str(e).partition("\n")[0]
-            raise UserError(f"CUDA graph of this model's step: {problem}; expected none") from e
+            raise UserError(f"this model's step cannot be recorded as a CUDA graph: {problem}") from e
 
 
 def generate(model: GPT, tokens: Tensor, n_new: int, **options: Any) -> Tensor:

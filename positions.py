@@ -21,7 +21,6 @@ from infra.cli import UserError
 YARN_BETA_FAST = 32.0
 YARN_BETA_SLOW = 1.0
 RopeKind = Literal["none", "ntk", "theta", "linear", "yarn"]
-Device = torch.device | str | None
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def rope_tables(
 
 
 def rope_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling, length: int, train_len: int, device: Device = None
+    head_dim: int, theta: float, scaling: RopeScaling, length: int, train_len: int, device: torch.device
 ) -> tuple[Tensor, float]:
     """w_i of `rope_tables`, (D/2,) float64, scaled for `length`, and the factor of cos and sin."""
     s = max(length / train_len, 1.0)

@@ -163,14 +163,9 @@ class NormaliserLayer(nn.Module):
         return (q * (factor * unit)).to(dtype), k.to(dtype)
 
     def context(
-        self,
-        q: Tensor,
-        k: Tensor,
-        normed: bool = False,
-        p: int | None = None,
-        signals: Tensor | None = None,
+        self, q: Tensor, k: Tensor, normed: bool = False, p: int | None = None, signals: Tensor | None = None,
         place: Tensor | None = None,
-    ) -> RowContext:
+    ) -> RowContext:  # fmt: skip
         """The `RowContext` of queries (..., Tq, D), the last of the Tk positions, of `attend`'s arguments."""
         n_queries = q.shape[-2]
         n_keys = k.shape[-2]
