@@ -115,11 +115,6 @@ def case_id(options: dict[str, Any]) -> str:
     return " ".join([options["normaliser"], *rest]).replace(" ", "-")
 
 
-def slow(*values: Any) -> list[Any]:
-    """Parameters of a test that run with ./test.sh --all only."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
 def list_cases() -> list[Any]:
     """Quick: those with an option, or a name for one, that no case before has, and LSSAR."""
     seen: set[tuple[str, str, str | None]] = set()

@@ -58,6 +58,11 @@ def freeze() -> None:
     gc.freeze()
 
 
+def slow(*values: Any) -> list[Any]:
+    """Parameters of a test that run with ./test.sh --all only."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 VOCAB = 64
 needs_gpt2 = pytest.mark.skipif(
     "TIKTOKEN_CACHE_DIR" not in os.environ, reason="TIKTOKEN_CACHE_DIR is not set: gpt2 needs its files"

@@ -22,9 +22,9 @@ from attention_cases import (
     has_sdpa,
     make,
     run,
-    slow,
     weights_of,
 )
+from conftest import slow
 from reference import reference_weights
 from torch import Tensor
 
@@ -265,7 +265,7 @@ def test_gates_on_sdpa(dtype, shape):
     assert max(errors) <= tolerance and of_gates <= tolerance_of_gates, (errors, of_gates)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled", [False, *slow(True)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_channels_of_a_decay_are_exact(dtype, compiled):
     """P_i - P_j at P of -20,000 to 2^-24 of it, also by a compiler that leaves roundings out."""

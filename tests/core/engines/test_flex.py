@@ -6,7 +6,8 @@ the tests allow, differentiates the same score_mod.
 
 import pytest
 import torch
-from attention_cases import assert_close, choose, draw, make, run, slow
+from attention_cases import assert_close, choose, draw, make, run
+from conftest import slow
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -81,7 +82,7 @@ def test_causal_mask(shape, window):
             assert torch.equal(listed.sort().values, expected.sort().values)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", *slow("inductor")])
 def test_lengths_and_layers_share_graphs(backend, monkeypatch):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)

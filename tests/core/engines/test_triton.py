@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
-from attention_cases import CASES, PHIS, assert_close, case_id, choose, draw, exactly, make, run, slow
+from attention_cases import CASES, PHIS, assert_close, case_id, choose, draw, exactly, make, run
+from conftest import slow
 from launch import finish, fork_ranks
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend

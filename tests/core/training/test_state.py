@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import one_line
+from conftest import one_line, slow
 from launch import build, curve, metrics, run
 
 import train
@@ -67,7 +67,7 @@ def test_a_renamed_folder_is_the_same_run(tiny_config: Path, capsys: pytest.Capt
     assert "12 of 12 steps done" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("constant", marks=pytest.mark.slow), "wsd"])
+@pytest.mark.parametrize("schedule", [*slow("constant"), "wsd"])
 def test_a_run_is_extended_where_its_schedule_allows(tiny_config: Path, schedule: str):
     """A finished constant run, and a wsd run before its decay: the same curve as at once."""
     flags = ["--optimizer.schedule", schedule, "--optimizer.decay-fraction", "0.2"]
