@@ -115,13 +115,15 @@ def case_id(options: dict[str, Any]) -> str:
     return " ".join([options["normaliser"], *rest]).replace(" ", "-")
 
 
-def list_cases() -> list[Any]:
-    """Quick: those with an option, or a name for one, that no case before has, and LSSAR."""
-    seen: set[tuple[str, str, str | None]] = set()
+def list_cases(by_option: bool) -> list[Any]:
+    """Quick: LSSAR and a normaliser's first, or those with an option, or a name of one, not seen before."""
+    seen: set[tuple[str | None, ...]] = set()
     cases = []
     for options in OPTIONS:
         name = options["normaliser"]
-        parts = {(name, key, value if isinstance(value, str) else None) for key, value in options.items()}
+        parts: set[tuple[str | None, ...]] = {(name,)}
+        if by_option:
+            parts = {(name, key, value if isinstance(value, str) else None) for key, value in options.items()}
         is_lssar = options.keys() == {"normaliser", "reweight_p"} and name == "lssa"
         marks = () if is_lssar or not parts <= seen else pytest.mark.slow
         seen |= parts
@@ -129,8 +131,10 @@ def list_cases() -> list[Any]:
     return cases
 
 
-CASES = list_cases()
+CASES = list_cases(by_option=True)
+CASES_BY_NAME = list_cases(by_option=False)
 each_case = pytest.mark.parametrize("cfg", CASES)
+each_name = pytest.mark.parametrize("cfg", CASES_BY_NAME)
 
 
 def has_sdpa(cfg: AttentionConfig) -> bool:

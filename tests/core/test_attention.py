@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from attention_cases import (
     CASES,
+    CASES_BY_NAME,
     FOX_SHAPES,
     GATE_TOLERANCE,
     assert_close,
@@ -15,6 +16,7 @@ from attention_cases import (
     choose,
     draw,
     each_case,
+    each_name,
     engines,
     exactly,
     formula,
@@ -99,7 +101,7 @@ def test_grouped_query_heads(options, n_queries):
         assert_close(run(engine, normaliser, q, k, v, do), want, (q, k, v), 1e-5, engine)
 
 
-@each_case
+@each_name
 def test_engines_in_bfloat16(cfg):
     for shape in [(37, 37), (7, 33), (129, 129)]:
         inputs = draw(*shape, 32, dtype=torch.bfloat16)
@@ -208,7 +210,7 @@ def test_bfloat16_keys_reach_sdpa_as_given():
     assert torch.equal(got, want)
 
 
-@each_case
+@each_name
 def test_queries_and_keys_of_another_type_than_the_values(cfg):
     q, k, v, _ = draw(37, 37, 16)
     normaliser = make(cfg, 2, 16, 40)
@@ -221,7 +223,7 @@ def test_queries_and_keys_of_another_type_than_the_values(cfg):
 # 2. Gradients against finite differences.
 
 
-@pytest.mark.parametrize("cfg", [*CASES, AttentionConfig(normaliser="lssa", reweight_p=50)])
+@pytest.mark.parametrize("cfg", [*CASES_BY_NAME, AttentionConfig(normaliser="lssa", reweight_p=50)])
 def test_gradcheck(cfg):
     for len_q, len_k in [(5, 5), (2, 6)]:
         q, k, v, _ = draw(len_q, len_k, 4, n_head=1, dtype=torch.float64)
@@ -240,7 +242,7 @@ def test_gradcheck(cfg):
 # 3. Causality: later keys change nothing.
 
 
-@each_case
+@each_name
 def test_the_future_changes_nothing(cfg):
     q, k, v, _ = draw(75, 75, 16)
     normaliser = make(cfg, 2, 16, train_len=80)
@@ -256,7 +258,7 @@ def test_the_future_changes_nothing(cfg):
                 assert torch.equal(before, after), f"{engine}, t = {t}"
 
 
-@pytest.mark.parametrize("shape", FOX_SHAPES)
+@pytest.mark.parametrize("shape", [*slow(FOX_SHAPES[0]), FOX_SHAPES[1]])
 @pytest.mark.parametrize("dtype", GATE_TOLERANCE, ids=str)
 def test_gates_on_sdpa(dtype, shape):
     """FoX by eight channels: o, dq, dk, dv, and of the gates the gradient, which sums dk over later keys."""
@@ -316,7 +318,7 @@ WINDOWED = [
 ]
 
 
-@pytest.mark.parametrize("window", [1, 5, 64])
+@pytest.mark.parametrize("window", [5, *slow(1, 64)])
 @pytest.mark.parametrize("options", WINDOWED, ids=case_id)
 def test_window(options, window):
     """Every query sees its last keys, of which n counts; all engines, grouped heads, and decoding."""
@@ -401,7 +403,7 @@ def test_uniform_rows_have_bounded_gradients(name, p):
     assert_close(got, exactly(normaliser, *inputs), inputs, 1e-4, "equal keys")
 
 
-@each_case
+@each_name
 @pytest.mark.parametrize("kind", ["equal", "zeros", "huge"])
 def test_extremes_are_finite(cfg, kind):
     if kind == "huge" and getattr(cfg, "phi", "") == "exp" and cfg.l1 is False:
@@ -510,7 +512,7 @@ def test_reweighting_is_finite_and_exact_at_131072_keys(p, keys):
 # 6. A KV cache changes nothing.
 
 
-@each_case
+@each_name
 @torch.no_grad()
 def test_decoding_row_by_row(cfg):
     if getattr(cfg, "bias", None) == "log_len":

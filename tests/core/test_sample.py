@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import each_case, position_of
+from attention_cases import each_case, each_name, position_of
 from conftest import one_line, save_run
 from test_model import LSSAR, make_gpt, random_tokens
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -27,7 +27,7 @@ def stepwise_logits(gpt: GPT, tokens: torch.Tensor, rope: RopeScaling, n_prompt:
         return torch.stack([gpt(piece, rope=rope, cache=cache)[:, -1] for piece in pieces], dim=1)
 
 
-@each_case
+@each_name
 def test_cached_logits_equal_uncached(cfg):
     """A batch of two, fed as generation does, to 1.5 x the training length with RoPE scaled for the end."""
     learned_to_its_length = cfg.normaliser == "ssmax_pn"

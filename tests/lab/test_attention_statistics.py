@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from attention_cases import draw, each_case, make, signals_of, weights_of
+from attention_cases import draw, each_name, make, signals_of, weights_of
 from launch import records, run
 from test_model import make_gpt, random_tokens
 
@@ -51,7 +51,7 @@ def from_dense(weights: torch.Tensor, unscaled: torch.Tensor, scores: torch.Tens
     return out.mean(2)
 
 
-@each_case
+@each_name
 @pytest.mark.parametrize("len_q", [8, 21])
 def test_statistics_are_those_of_the_dense_weights(cfg, len_q, monkeypatch):
     """In blocks of 7 rows and the keys that they see, sequence by sequence."""

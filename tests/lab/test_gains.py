@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import slow
 
 from evals.rows import read_table
 from infra.cli import UserError
@@ -109,35 +110,38 @@ def test_mistakes():
             gain_table(pd.concat([rows, other]))
 
 
-@pytest.mark.parametrize(
-    ("file", "options"),
-    [
-        ("rows.csv", ()),
-        ("rows_4k.csv", ("softmax", "softmax_continued", 0.01)),
-        ("rows_4k_8e-3.csv", ("softmax", "softmax_continued", 0.01)),
-        ("rows_tests_8e-3.csv", ("softmax", "softmax_continued", 0.01)),
-        ("rows_tests_B.csv", ("", "softmax_continued")),
-        ("rows_tests_counts.csv", ()),
-        ("rows_4k_counts.csv", ()),
-        ("rows_tests_20_counts.csv", ()),
-        ("rows_4k_20_counts.csv", ()),
-        ("rows_4k_scalings.csv", ()),
-        ("rows_4k_B.csv", ("softmax", "softmax_continued", 0.01)),
-        ("rows_4k_20.csv", ("softmax", "softmax_continued", None)),
-        ("rows_tests_20.csv", ("softmax", "softmax_continued", None)),
-        ("rows_4k_controls.csv", ("softmax",)),
-        ("rows_4k_plain.csv", ()),
-        ("rows_web.csv", ("softmax", "softmax_continued", 0.01)),
-        ("rows_web_counts.csv", ()),
-        ("rows_novels.csv", ("softmax", "softmax_continued")),
-        ("rows_124m.csv", ("softmax",)),
-        ("rows_code_88m.csv", ("softmax",)),
-        ("rows_t1024.csv", ("softmax",)),
-        ("rows_t1024_seed3.csv", ("softmax",)),
-        ("rows_4k_remapped.csv", ()),
-        ("rows_tests_remapped.csv", ()),
-    ],
-)
-def test_committed_tables(file, options):
+TABLES = {
+    "rows.csv": (),
+    "rows_tests_B.csv": ("", "softmax_continued"),
+    "rows_tests_counts.csv": (),
+    "rows_4k_counts.csv": (),
+    "rows_tests_20_counts.csv": (),
+    "rows_4k_20_counts.csv": (),
+    "rows_4k_scalings.csv": (),
+    "rows_4k_B.csv": ("softmax", "softmax_continued", 0.01),
+    "rows_4k_20.csv": ("softmax", "softmax_continued", None),
+    "rows_4k_controls.csv": ("softmax",),
+    "rows_4k_plain.csv": (),
+    "rows_web_counts.csv": (),
+    "rows_124m.csv": ("softmax",),
+    "rows_code_88m.csv": ("softmax",),
+    "rows_t1024.csv": ("softmax",),
+    "rows_t1024_seed3.csv": ("softmax",),
+    "rows_4k_remapped.csv": (),
+    "rows_tests_remapped.csv": (),
+}
+LARGE_TABLES = {
+    "rows_4k.csv": ("softmax", "softmax_continued", 0.01),
+    "rows_4k_8e-3.csv": ("softmax", "softmax_continued", 0.01),
+    "rows_tests_8e-3.csv": ("softmax", "softmax_continued", 0.01),
+    "rows_tests_20.csv": ("softmax", "softmax_continued", None),
+    "rows_web.csv": ("softmax", "softmax_continued", 0.01),
+    "rows_novels.csv": ("softmax", "softmax_continued"),
+}
+
+
+@pytest.mark.parametrize("file", [*TABLES, *slow(*LARGE_TABLES)])
+def test_committed_tables(file):
+    options = (TABLES | LARGE_TABLES)[file]
     table = markdown(gain_table(read_table(CONTEXT / file), *options), n_left=2)
     assert any(table in page.read_text() for page in CONTEXT.glob("*.md"))

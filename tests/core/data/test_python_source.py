@@ -108,6 +108,7 @@ def test_corpus_spares_another_dataset(sources: Path, tmp_path: Path) -> None:
     assert sorted(path.stat().st_mtime_ns for path in toy.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_real_corpus(tmp_path: Path) -> None:
     """The script itself, from another folder, on this Python's library."""
     command = [sys.executable, "-m", "data.python_source", "--out", str(tmp_path / "out")]
