@@ -62,7 +62,8 @@ tokeniser, at multiples of the training length; ± is the standard deviation ove
 of one seed, in a line of several seeds, too. A dash: the run rejects the length or was not evaluated there,
 or the paper's text has no such number. Rows that nobody has a number of are left out. RoPE none is without
 scaling, theta another base at every length. **A scale below is a published one only if its model, length,
-steps and data are the paper's**: otherwise compare trends only."""
+steps and data are the paper's**: otherwise compare trends only. The letters of scales are this
+report's own."""
 
 
 def parse_args() -> argparse.Namespace:
