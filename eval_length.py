@@ -166,7 +166,9 @@ def cut_losses(model: GPT, blocks: Blocks, block: int, context: int) -> Tensor:
         for some in starts.split(n):
             positions = some[:, None] + torch.arange(context, device=device)  # (n, context)
             scored = positions[:, -stride:]  # (n, stride)
-            losses[scored] = model.token_losses(x[positions], y[scored], chunk=chunk)
+            of_windows = model.token_losses(x[positions], y[scored], chunk=chunk)
+            for where, of_window in zip(scored, of_windows, strict=True):  # in turn: the last two may overlap
+                losses[where] = of_window
     return losses[None]
 
 

@@ -3,7 +3,7 @@
     python train.py configs/demo_lssar.toml                               # one process, CPU or one GPU
     torchrun --standalone --nproc_per_node=8 train.py configs/lssar.toml  # 8 GPUs
     python train.py configs/lssar.toml --optimizer.lr 1e-3 --name lssar_1e-3
-    python train.py configs/lssar.toml --dry-run                          # three steps, memory, speed; no run
+    python train.py configs/lssar.toml --dry-run                          # four steps, memory, speed; no run
 
 GPT-2 124M are configs/softmax.toml, configs/lssar.toml (LSSAR, p raised to 15) and, for SSMax on QK-norm,
 configs/rivals/qk_norm_ssmax.toml.
@@ -41,7 +41,7 @@ from training.validation import measure_attention, validate
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
-    dry_run_help = "three steps of one micro-batch, a validation, memory and speed; no run"
+    dry_run_help = "four steps of one micro-batch, a validation, memory and speed; no run"
     parser.add_argument("--dry-run", action="store_true", help=dry_run_help)
     config, args = parse_command_line(parser)
     with join_world(config.train.device) as world, TemporaryDirectory() as scratch:

@@ -58,6 +58,8 @@ class TrainState:
         self.local_model: Any = torch.compile(self.raw_model) if compiles else self.raw_model
         self.model: Any = self.local_model
         if world.size > 1:
+            # DDP splits a compiled graph. While p rises torch mixes up which buffers its parts may reuse.
+            functorch_config.donated_buffer = not config.attention.reweight_p_warmup
             self.model = DistributedDataParallel(self.local_model, gradient_as_bucket_view=True)
         self.optimizers = make_optimizers(self.raw_model, config.optimizer)
         self.stop = StopSignals()

@@ -1,4 +1,4 @@
-"""What --dry-run of train.py makes of a config: three steps that leave nothing."""
+"""What --dry-run of train.py makes of a config: four steps that leave nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from training.loader import share_batch
 from training.run_log import format_duration
 from training.state import RANDOM
 
-N_STEPS = 3  # the first two compile, and the last is timed
+N_STEPS = 4  # at p = 1, a larger one and the last, each of which compiles; the fourth is timed
 
 
 def with_data(config: Config, world: World, folder: Path) -> Config:
@@ -38,10 +38,10 @@ def shorten(config: Config, world: World, folder: Path) -> Config:
     config = with_data(config, world, folder / "data")
     train = config.train
     n_steps = min(N_STEPS, train.max_steps)
-    attention_every = 2 if config.log.attention_every else 0  # in no timed step
+    attention_every = 3 if config.log.attention_every else 0  # in no timed step
     micro, _ = share_batch(train, world.size)
     changes = {
-        "attention": {"reweight_p_warmup": min(config.attention.reweight_p_warmup, 1)},
+        "attention": {"reweight_p_warmup": min(config.attention.reweight_p_warmup, 2)},
         "optimizer": {"warmup_steps": min(config.optimizer.warmup_steps, n_steps)},
         "log": {"dir": str(folder), "every": 1, "wandb": False, "attention_every": attention_every},
         "train": {

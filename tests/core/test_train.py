@@ -214,7 +214,7 @@ def test_a_dry_run_takes_any_config_and_leaves_nothing(name, tmp_path, call, cap
     monkeypatch.chdir(tmp_path)
     call(train, Path(train.__file__).parent / f"configs/{name}.toml", "--dry-run", *SMALL.split())
     out = capsys.readouterr().out
-    assert "step 3 | validation loss" in out and "256 tokens, 8 sequences at a time" in out
+    assert "step 4 | validation loss" in out and "256 tokens, 8 sequences at a time" in out
     assert "dry run  steps, validation and save work; nothing is kept\nmemory " in out
     assert "s a step of 1,024 tokens" in out
     assert not list(tmp_path.iterdir())

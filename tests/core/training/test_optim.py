@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo
+from conftest import slow
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from config import load_config
@@ -86,14 +87,18 @@ def test_the_power_of_the_re_weighting_rises():
     assert powers(7, 0) == 9 * [None]
 
 
-def test_a_compiled_model_has_few_graphs_for_all_powers(tiny_config: Path):
-    """p is an argument, which torch.compile makes dynamic at its second value."""
+@pytest.mark.parametrize("engine", ["dense", *slow("triton")])
+def test_a_compiled_model_has_few_graphs_for_all_powers(engine: str, tiny_config: Path):
+    """p is an argument, which torch.compile makes dynamic at its second value, in backward as well."""
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
-    flags = "--attention.normaliser lssa --attention.reweight-p 15 --train.engine dense"
+    counter = CompileCounterWithBackend("aot_eager")
+    flags = f"--attention.normaliser lssa --attention.reweight-p 15 --train.engine {engine}"
     model = GPT(load_config(tiny_config, flags.split()))
     compiled = torch.compile(model, backend=counter)
     tokens = torch.arange(16)[None]
-    for p in range(1, 16):
-        assert torch.equal(compiled(tokens, p=p), model(tokens, p=p))
+    for p in (1, 2, 7, 14, None):
+        losses = [network(tokens, tokens.roll(-1), p=p) for network in (compiled, model)]
+        gradients = [torch.autograd.grad(loss, [*model.parameters()]) for loss in losses]
+        assert torch.allclose(*losses)
+        assert all((got - want).norm() <= 1e-5 * want.norm() for got, want in zip(*gradients, strict=True))
     assert counter.frame_count <= 3
