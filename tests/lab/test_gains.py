@@ -126,7 +126,7 @@ TABLES = {
     "rows_124m.csv": ("softmax",),
     "rows_code_88m.csv": ("softmax",),
     "rows_t1024.csv": ("softmax",),
-    "rows_t1024_seed3.csv": ("softmax",),
+    "rows_t1024_seeds.csv": ("softmax",),
     "rows_4k_remapped.csv": (),
     "rows_tests_remapped.csv": (),
 }
