@@ -37,7 +37,7 @@ def shorten(config: Config, world: World, folder: Path) -> Config:
     """The config of steps of one micro-batch a process, one validation and one save, in `folder`."""
     config = with_data(config, world, folder / "data")
     train = config.train
-    n_steps = min(N_STEPS, train.max_steps)
+    n_steps = N_STEPS if train.max_steps else 0
     attention_every = 3 if config.log.attention_every else 0  # in no timed step
     micro, _ = share_batch(train, world.size)
     changes = {

@@ -19,6 +19,7 @@ from config import load_config
 from data.batches import read_windows, train_batch
 from infra.cli import UserError
 from infra.distributed import join_world
+from model import GPT
 from normalisers.own import NORMALISERS
 from training.checkpoint import find_checkpoints, load_checkpoint, load_model
 from training.run_log import RunLog
@@ -210,11 +211,17 @@ SMALL = """--model.n-layer 4 --model.n-head 2 --model.n-embd 16 --model.vocab-si
 
 @pytest.mark.parametrize("name", ["rivals/hybrid", "lssar", "normsoftmax_paper/baseline"])
 def test_a_dry_run_takes_any_config_and_leaves_nothing(name, tmp_path, call, capsys, monkeypatch):
-    """None of a file's own keys, such as a warm-up of 700 steps, is in the way."""
+    """None of a file's own keys, such as a warm-up of 700 steps, is in the way. p rises as far as it can."""
+    powers = []
+    forward = GPT.forward
+    monkeypatch.setattr(
+        GPT, "forward", lambda *args, **options: powers.append(options.get("p")) or forward(*args, **options)
+    )
     monkeypatch.chdir(tmp_path)
     call(train, Path(train.__file__).parent / f"configs/{name}.toml", "--dry-run", *SMALL.split())
     out = capsys.readouterr().out
     assert "step 4 | validation loss" in out and "256 tokens, 8 sequences at a time" in out
     assert "dry run  steps, validation and save work; nothing is kept\nmemory " in out
     assert "s a step of 1,024 tokens" in out
+    assert powers[:4] == ([1, 8, None, None] if name == "lssar" else [None] * 4)
     assert not list(tmp_path.iterdir())
