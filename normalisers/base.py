@@ -125,9 +125,7 @@ def reweight(a: Tensor, n: Tensor, p: int) -> Tensor:
       noise. Where max(n A) - 1 <= 1e-5, O = 0 as in the first rows: the row stays uniform.
     """
     offset, scale = offset_and_scale(n * a.detach().amax(-1, keepdim=True), n)
-    # Torch has no compiled gradient of a power by an argument, as p is while it rises.
-    power = n * 0 + p if torch.compiler.is_compiling() else p
-    return l1_normalise(torch.relu(a * (n * scale) - offset * scale).pow(power))
+    return l1_normalise(torch.relu(a * (n * scale) - offset * scale).pow(p))
 
 
 def has_contrast(peak: Tensor, n: Tensor) -> Tensor:
