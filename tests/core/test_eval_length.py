@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import TINY, VOCAB, make_dataset, one_line, save_run, write_shard
+from conftest import TINY, VOCAB, make_dataset, one_line, save_run, slow, write_shard
 from launch import finish, fork_ranks
 from torch.nn import functional as F
 
@@ -93,7 +93,9 @@ def direct_losses(run: Path, data: Path, length: int, rope: RopeKind) -> torch.T
 
 
 @pytest.mark.parametrize("rope", ["ntk", "none", "linear", "yarn"])
-@pytest.mark.parametrize("attention", [{}, {"normaliser": "lssa", "reweight_p": 3}], ids=["sdpa", "rows"])
+@pytest.mark.parametrize(
+    "attention", [*slow({}), {"normaliser": "lssa", "reweight_p": 3}], ids=["sdpa", "rows"]
+)
 def test_numbers_equal_direct_computation(tmp_path, data, evaluate, monkeypatch, attention, rope):
     run = make_run(tmp_path / "runs", "a", data, **attention)
     with monkeypatch.context() as patch:  # weights of (T, T) are never computed
@@ -109,7 +111,7 @@ def test_numbers_equal_direct_computation(tmp_path, data, evaluate, monkeypatch,
         assert (row["same_target_loss"], row["same_target_stderr"]) == mean_and_error(blocks[:, -8:].mean(1))
 
 
-@pytest.mark.parametrize("strides", [8, 4, 3], ids=["exact", "even", "ragged"])
+@pytest.mark.parametrize("strides", [*slow(8, 4), 3], ids=["exact", "even", "ragged"])
 def test_cut_and_gain_equal_direct_computation(tmp_path, data, evaluate, monkeypatch, strides):
     """A forward pass for each target; a window that moves by 1 shows it exactly its last 8 tokens."""
     run = make_run(tmp_path / "runs", "a", data)

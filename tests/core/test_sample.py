@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import each_case, each_name, position_of
-from conftest import one_line, save_run
+from conftest import one_line, save_run, slow
 from test_model import LSSAR, make_gpt, random_tokens
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -72,9 +72,9 @@ def check_recorded_step(gpt: GPT) -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        {"attention": LSSAR, "n_kv_head": 1},
+        *slow({"attention": LSSAR, "n_kv_head": 1}),
         {"attention": LSSAR, "position": "pope", "attention_gate": True},
-        {"attention": {"normaliser": "norm_softmax"}, "position": "alibi"},
+        *slow({"attention": {"normaliser": "norm_softmax"}, "position": "alibi"}),
         {"attention": {"normaliser": "fox"}, "position": "none"},
         {"window": 5, "key_shift": True},
     ],

@@ -39,7 +39,12 @@ def backward_on_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "shape"), [(OPTIONS[0], (77, 77)), *((options, (130, 299)) for options in OPTIONS[1:])]
+    ("options", "shape"),
+    [
+        (OPTIONS[0], (77, 77)),
+        (OPTIONS[1], (130, 299)),
+        pytest.param(OPTIONS[2], (130, 299), marks=pytest.mark.slow),
+    ],
 )
 def test_agrees_with_the_definition(options, shape, backward_on_cpu, monkeypatch):
     """o and every gradient, grouped heads, odd lengths, as many queries as keys and fewer."""
