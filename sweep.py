@@ -8,11 +8,11 @@
     python sweep.py configs/lssar_paper/table4_*.toml --base configs/comparison/A.toml # at another scale
 
 Each run is `train.py CONFIG ...` in its folder <log.dir>/<file>_<key>=<value>, then eval_length.py on it with
-NTK-scaled RoPE (eval_length.json), without scaling (eval_length_none.json) and, if it has RoPE, at 50 times
-its base (eval_length_theta.json, as in the SSMax paper). Finished work is skipped. After a failure the next
-run starts. The sweep ends with a table of its runs, and all failures (exit status 1). Ctrl-C, SIGTERM and
-SIGUSR1 let the current runs save their step and exit; the same command resumes. With several jobs the output
-of a run goes to <log.dir>/<name>.log.
+NTK-scaled RoPE (eval_length.json), without scaling (eval_length_none.json) and, if its RoPE has one base, at
+50 times that (eval_length_theta.json, as in the SSMax paper). Finished work is skipped. After a failure the
+next run starts. The sweep ends with a table of its runs, and all failures (exit status 1). Ctrl-C, SIGTERM
+and SIGUSR1 let the current runs save their step and exit; the same command resumes. With several jobs the
+output of a run goes to <log.dir>/<name>.log.
 """
 
 import argparse
@@ -35,8 +35,9 @@ from evals.rows import FACTORS
 from infra.cli import ArgumentParser, UserError, n_cores, positive_int, run_main
 from infra.distributed import StopSignals
 from infra.files import exclusive_lock, read_json, read_jsonl
+from normalisers import own
 from schema import Config
-from training.checkpoint import find_checkpoints, load_checkpoint, step_of
+from training.checkpoint import find_checkpoints, load_checkpoint, step_of, warn_of_changed_code
 from training.loader import open_streams
 from training.state import changed_data, data_info
 
@@ -91,6 +92,14 @@ class Job(NamedTuple):
         except UserError:  # train.py says why, or resumes from the checkpoint before
             return False
 
+    def warn_of_changed_code(self) -> list[str]:
+        """Warns of, and returns, normalisers whose code is not that of its last checkpoint."""
+        for path in find_checkpoints(self.config.run_dir)[:1]:
+            with suppress(UserError):  # damaged: train.py says so
+                before = load_checkpoint(path, lazily=True)["data"]
+                return warn_of_changed_code(before, own.fingerprints(self.config.normalisers), path)
+        return []
+
     @property
     def state(self) -> str:
         """For --list."""
@@ -102,7 +111,9 @@ class Job(NamedTuple):
     @property
     def evaluations(self) -> dict[str, float | None]:
         """RoPE scalings of its evaluations, each with the base that it sets."""
-        theta = {"theta": THETA_FACTOR * self.config.model.rope_theta} if self.config.has_rope else {}
+        models = [self.config.of_layer(i).model for i in range(self.config.model.n_layer)]
+        bases = {model.rope_theta for model in models if model.rotating}
+        theta = {"theta": THETA_FACTOR * bases.pop()} if len(bases) == 1 else {}
         return {"ntk": None, "none": None, **theta}
 
     def evaluation(self, tokens: int) -> list[str]:
@@ -246,6 +257,8 @@ def run_job(job: Job, number: str, args: argparse.Namespace, slot: int, stop: St
     is_evaluated = not args.eval_tokens or job.is_evaluated(args.eval_tokens)
     with exclusive_lock(run_dir):  # of a training
         commands = [] if job.is_trained(lazily=is_evaluated) else [["train.py", *job.arguments]]
+        if not commands and is_evaluated:  # train.py and eval_length.py warn themselves
+            job.warn_of_changed_code()
     if not is_evaluated or (commands and args.eval_tokens):
         commands.append(["eval_length.py", *job.evaluation(args.eval_tokens)])
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc}"]

@@ -91,6 +91,7 @@ def train(state: TrainState, log: RunLog) -> None:
     attention_every = state.config.log.attention_every
     log.describe_run()
     began = time.monotonic()
+    first = state.step + 1
     with state.stop:
         stopped = None
         if config.max_steps == 0 and not state.is_resumed:
@@ -114,7 +115,7 @@ def train(state: TrainState, log: RunLog) -> None:
             # Save, after the validation: metrics.jsonl has every one up to a checkpoint, too.
             if save_due or stopped:
                 save(state)
-            if val_due or save_due:
+            if val_due or save_due or state.step == first:  # which compiles
                 gc.collect()
                 log.restart_clock()
         if stopped:

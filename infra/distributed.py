@@ -140,20 +140,22 @@ def _free_groups() -> None:
 
 
 class StopSignals:
-    """Records SIGTERM, SIGINT and SIGUSR1 (SLURM's warning) for the duration of a with block.
+    """Records SIGTERM, SIGINT, SIGUSR1 (SLURM's warning) and SIGHUP for the duration of a with block.
 
+    SIGHUP (the terminal closes) is recorded unless it is ignored, as under nohup.
     A second SIGINT raises KeyboardInterrupt if it arrives a second or more after the first, because torchrun
     forwards Ctrl-C to processes that may have received it from the terminal. It does not forward SIGUSR1.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.number = 0  # of the first signal received
         self._interrupted = 0.0  # time of the first SIGINT
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+        self._before = {n: signal.signal(n, self._handle) for n in self.SIGNALS if n not in ignored}
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -23,7 +23,7 @@ from infra.distributed import StopSignals
 from infra.files import exclusive_lock, read_jsonl, write_atomically
 from lab import comparison
 from lab.report import RESULTS
-from lab.runs import read_run
+from lab.runs import read_run, without_seed
 from lab.styles import N_SHOWN
 from lab.tables import CONFIGS, PAPERS_FOLDER, check_ours, markdown
 from schema import VARIANT_KEYS, resume_rule
@@ -62,6 +62,8 @@ def main() -> None:
     jobs = [job for each in overrides for job in sweep.make_jobs(args.configs, each, None)]
     for job in jobs:
         check_comparable(job, records)
+        if job.warn_of_changed_code():
+            raise UserError(f"{job.config.run_dir}: a run of other code: remove it, or choose --out")
     with StopSignals() as stop:
         for each in overrides:
             run(stop, "sweep.py", *args.configs, *each, "--eval-tokens", str(N_TOKENS))
@@ -86,9 +88,9 @@ def check_comparable(job: sweep.Job, records: list[comparison.Record]) -> None:
         ours = f"{stream.info['tokenizer']} tokens, {stream.fingerprint}"
         expected = f"expected bytes of Python 3.11.7's library, {theirs}, or --fresh"
         raise UserError(f"{config.data.dir}: {ours}: {expected}")
-    stem = Path(job.arguments[0]).stem
-    if stem in {record["contestant"] for record in records}:
-        raise UserError(f"{stem}: a published variant has this name; expected another file name, or --fresh")
+    name = without_seed(config.name)
+    if name in {record["contestant"] for record in records}:
+        raise UserError(f"{name}: a published variant has this name; expected another name, or --fresh")
 
 
 def run(stop: StopSignals, script: str, *arguments: str) -> None:

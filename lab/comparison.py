@@ -154,7 +154,13 @@ def update(folder: Path, out: Path) -> None:
         raise UserError(f"{folder}: expected evaluated runs, found none")
     path = out / f"{scale}.jsonl"
     keys = ("kind", "contestant", "which", "lr", "rope")
-    records = {tuple(record.get(key) for key in keys): record for record in [*read_jsonl(path), *new]}
+    records: dict[tuple[Any, ...], Record] = {}
+    for record in [*read_jsonl(path), *new]:
+        key = tuple(record.get(each) for each in keys)
+        size, expected = (each.get("parameters") for each in (record, records.get(key, record)))
+        if size != expected:
+            raise UserError(f"{folder}: {record['contestant']}: {size:,} parameters: expected {expected:,}")
+        records[key] = record
     check_comparable([record for record in records.values() if record["kind"] == "run"])
     write_records(records, path)
 

@@ -59,7 +59,8 @@ def main() -> None:
             data = blocks.describe() | {"rows": n_rows}
             scores = [score(model, blocks, n, n_rows, args.rope_scaling, world) for n in blocks.lengths]
             at_lengths = [summarise(n, each) for n, each in zip(blocks.lengths, scores, strict=True)]
-            return {"data": data, "lengths": at_lengths}, text_key(data), measured_means(at_lengths)
+            text = f"{text_key(data)}, {n_rows} rows"
+            return {"data": data, "lengths": at_lengths}, text, measured_means(at_lengths)
 
         common.evaluate("diagnose", args, world, runs, picture, measure, tables, plot)
 
@@ -111,9 +112,10 @@ def mean_of(name: str) -> output.Value:
 def tables(results: list[Result]) -> str:
     """A table for each statistic: runs down, lengths across; means over layers and heads."""
     data = results[0]["data"]
+    texts = ", ".join(dict.fromkeys(result["data"]["dir"] for result in results))
     parts = [
         f"The last {data['rows']} rows of {data['blocks']} blocks of {data['block_length']} tokens of "
-        f"{data['dir']}, in windows of each length; RoPE scaling {output.format_rope(*results)}.\n"
+        f"{texts}, in windows of each length; RoPE scaling {output.format_rope(*results)}.\n"
         "Means over layers and heads, ± standard error over blocks.",
         output.run_table(results),
     ]

@@ -54,6 +54,7 @@ def parse_args() -> argparse.Namespace:
 def paired_gains(rows: pd.DataFrame) -> pd.DataFrame:
     """A row for each line, seed, length and block: `cut`, the loss with the context cut at T, and `gain`.
 
+    A line whose seeds and blocks do not all have a number at a length has none there.
     Raises UserError: no row of a cut, a row twice, or losses of one run at several rates, steps or T.
     """
     parts = rows.measure.str.extract(r"^(?P<kind>cut|same_targets)\[(?P<train_len>\d+)\]$")
@@ -64,7 +65,10 @@ def paired_gains(rows: pd.DataFrame) -> pd.DataFrame:
     pairs = at_length.merge(at_cut, on=[*LINE, "seed", "block"], suffixes=("", "_cut"))
     if pairs.empty:
         raise UserError("no row has a cut: expected the rows of eval_length.py")
-    return pairs.assign(cut=pairs.value_cut, gain=pairs.value_cut - pairs.value)
+    pairs = pairs.assign(cut=pairs.value_cut, gain=pairs.value_cut - pairs.value)
+    n_expected = pairs.groupby(LINE)[["seed", "block"]].transform("nunique").prod(axis="columns")
+    is_whole = pairs.groupby([*LINE, "length"]).gain.transform("count") == n_expected
+    return pairs.assign(value=pairs.value.where(is_whole), gain=pairs.gain.where(is_whole))
 
 
 def with_errors(differences: pd.Series, documents: Documents) -> pd.Series:

@@ -101,7 +101,8 @@ def main() -> None:
             task = {"samples": args.samples, "seed": 0, "lengths": lengths, "depths": args.depths}
             summary = {"haystack": str(haystacks[i].stream.folder), **task, "cells": cells}
             question = ", question only" if args.question_only else ""
-            text = f"seed 0, {args.samples} samples{question}"
+            identity = haystacks[i].stream.fingerprint.removeprefix("sha256 ")[:12]
+            text = f"{identity}, seed 0, {args.samples} samples{question}"
             return summary, text, measured_shares(cells)
 
         common.evaluate("needle", args, world, runs, picture, measure, tables, plot)
@@ -278,8 +279,9 @@ def share_table(results: list[Result], measure: str, value: Callable[[Any], Any]
 def tables(results: list[Result]) -> str:
     """For each measure a table: runs and depths down, lengths across."""
     first = results[0]
+    texts = ", ".join(dict.fromkeys(result["haystack"] for result in results))
     parts = [
-        f"{first['samples']} samples a cell, haystack {first['haystack']}, RoPE scaling "
+        f"{first['samples']} samples a cell, haystack {texts}, RoPE scaling "
         f"{output.format_rope(*results)}; 95 % confidence intervals."
     ]
     for measure in MEASURES:

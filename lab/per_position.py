@@ -91,6 +91,7 @@ def cells(entry: dict[str, Any]) -> list[Cell]:
 def tables(results: list[Result]) -> str:
     """Runs down, some of the parts across."""
     data = results[0]["data"]
+    texts = ", ".join(dict.fromkeys(result["data"]["dir"] for result in results))
     parts = max((result["lengths"][0]["parts"] for result in results), key=len)  # a rejected run has none
     printed = range(0, len(parts), max(1, len(parts) // N_PRINTED))
     lines = [["run", *(f"{parts[i]['from']}-{parts[i]['to'] - 1}" for i in printed)]]
@@ -100,7 +101,7 @@ def tables(results: list[Result]) -> str:
         lines.append([result["run"], *shown])
     title = (
         f"Loss in nats by position in {data['blocks']} windows of {data['block_length']} tokens of "
-        f"{data['dir']}, ± standard error over windows, RoPE scaling {output.format_rope(*results)}."
+        f"{texts}, ± standard error over windows, RoPE scaling {output.format_rope(*results)}."
     )
     shown_tables = [title, output.run_table(results), output.format_table(lines)]
     return "\n\n".join(shown_tables + output.rejections(results)) + "\n"

@@ -160,10 +160,12 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Traine
     return Trained(model.eval(), config, content["step"], *tokenizer)
 
 
-def warn_of_changed_code(before: dict[str, str], now: dict[str, str], path: Path) -> None:
-    for name, sha256 in now.items():
-        if before.get(name, sha256) != sha256 and os.environ.get("RANK", "0") == "0":
-            print(f"warning: {name} is not as it was when {path} was trained", file=sys.stderr, flush=True)
+def warn_of_changed_code(before: dict[str, str], now: dict[str, str], path: Path) -> list[str]:
+    """Returns the normalisers whose code is not that of a checkpoint's `data_info`."""
+    changed = [name for name, sha256 in now.items() if before.get(name, sha256) != sha256]
+    for name in changed if os.environ.get("RANK", "0") == "0" else ():
+        print(f"warning: {name} is not as it was when {path} was trained", file=sys.stderr, flush=True)
+    return changed
 
 
 def load_parameters(model: GPT, parameters: dict[str, Any], path: Path) -> None:

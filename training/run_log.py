@@ -86,8 +86,9 @@ class RunLog:
             self.wandb = open_wandb(self.config)
 
     def restart_clock(self) -> None:
-        """Exclude the time since the last step: it was not training."""
+        """Exclude the time so far, and the pending steps: it was not training alone."""
         self._began = time.perf_counter()
+        self._n_untimed = len(self.pending)
 
     def print(self, *lines: str) -> None:
         if not self.world.is_main:
@@ -109,7 +110,7 @@ class RunLog:
             return
         max_steps = self.config.train.max_steps
         last = self.pending[-1]
-        seconds = (time.perf_counter() - self._began) / len(self.pending)
+        seconds = (time.perf_counter() - self._began) / max(1, len(self.pending) - self._n_untimed)
         tokens_per_s = self.config.train.batch_tokens / seconds
         last |= {"tokens_per_s": round(tokens_per_s), "step_ms": round(1000 * seconds, 2)}
         peak = peak_flops(self.world.device)

@@ -190,10 +190,13 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     except RuntimeError as e:  # shapes
         first = str(e).splitlines()[1].strip().removesuffix(".")
         raise UserError(f"{prefix}: {first} ({', '.join(changes)})") from None
+    learned = [name for name in theirs if ".normaliser." in name and name not in unexpected]
+    is_kept = bool(learned) and any(change.startswith(("attention.", "layers")) for change in changes)
     return [
         f"init_from {source}, step {content['step']}",
         *([f"  normaliser  {was} -> {now}"] if was != now else []),
         f"  copied      {len(model.state_dict()) - len(missing)} tensors",
+        *([f"  kept        {join_names(learned)}: as learned there, not begun anew"] if is_kept else []),
         f"  new         {join_names(missing)}; the optimiser's state",
         f"  dropped     {join_names(unexpected)}",
         f"  changed     {', '.join(changes) or 'nothing'}",

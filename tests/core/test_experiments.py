@@ -144,6 +144,19 @@ def test_init_from_copies_weights_bit_for_bit_and_nothing_else(folder, softmax_r
     assert all(torch.equal(old[name], tensor) for name, tensor in parameters(back).items())
 
 
+def test_init_from_says_what_it_keeps_of_a_normaliser(folder, softmax_runs, capsys):
+    path = CONFIGS / "ssmax_paper/e_after_pretraining_162m.toml"
+    source = str(softmax_runs[False])
+    for name, scale in (("s", "0.5"), ("t", "2.0")):
+        zero_steps = {"train__max_steps": "0", "optimizer__warmup_steps": "0"}
+        capsys.readouterr()
+        overrides = tiny(folder, name=name, init_from=source, attention__scale_init=scale, **zero_steps)
+        source = str(find_checkpoints(run_train(path, overrides))[0])
+    out = capsys.readouterr().out
+    assert "kept        blocks.*.attention.normaliser.s (2 tensors): as learned there, not begun anew" in out
+    assert torch.equal(parameters(Path(source))["blocks.0.attention.normaliser.s"], torch.full((2,), 0.5))
+
+
 def test_init_from_starts_a_run_that_resumes_by_itself(folder, softmax_runs):
     """Step 1 is that of the other run's weights on the batch after data.skip_steps; resuming does not read
     the other run again."""

@@ -169,6 +169,18 @@ def test_a_run_is_finished_without_its_config_and_where_its_data_moved(four_runs
     assert states("--data.dir", moved)[0] == "finished"
 
 
+def test_a_finished_run_of_other_code_is_named(four_runs, call, monkeypatch, capsys):
+    options = ["--attention.normaliser", "softmax", "--seed", "1", "--name", "s_normaliser=softmax_seed=1"]
+    config = load_config(four_runs, options)
+    FakeTorchrun(monkeypatch)
+    call(sweep, four_runs)
+    assert "warning" not in capsys.readouterr().err
+    monkeypatch.setattr("normalisers.own.fingerprints", lambda names: dict.fromkeys(names, "of other code"))
+    call(sweep, four_runs)
+    path = find_checkpoints(config.run_dir)[0]
+    assert f"warning: softmax is not as it was when {path} was trained\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("folder", ["lssar_paper", "ssmax_paper", "normsoftmax_paper", "comparison/A"])
 def test_every_run_of_a_folder_has_a_name_of_its_own(folder, capsys):
     """make_jobs loads each run of each [sweep], rejects two of one name, leaves out equal configs."""

@@ -49,7 +49,7 @@ def scale(tiny_config, own_file, tmp_path, call, monkeypatch, no_drawing) -> lis
 
 
 @pytest.mark.slow
-def test_a_file_of_ones_own_among_published_records(scale, call, capsys, no_drawing):
+def test_a_file_of_ones_own_among_published_records(scale, own_file, call, capsys, no_drawing):
     call(compare, "softmax.toml", "--fresh", "--rates", "4e-3")
     runs = [compare.read_run(path) for path in Path("runs/compare/softmax/lr=0.004").iterdir()]
     published = [compare.comparison.record_of(run) for run in runs if run]
@@ -66,6 +66,11 @@ def test_a_file_of_ones_own_among_published_records(scale, call, capsys, no_draw
     call(compare, "mine.toml")  # again: nothing is left to do
     assert len(scale) == 4 and (Path("runs/compare/mine/README.md")).read_text() == table
 
+    own_file.write_text(own_file.read_text().replace("0.5", "0.7"))
+    with one_line("mine/lr=0.002/mine: a run of other code: remove it, or choose --out"):
+        call(compare, "mine.toml")
+    assert len(scale) == 4
+
 
 def test_what_does_not_compare_is_refused_before_the_training(scale, call):
     data = {"fingerprint": "0123456789ab"}
@@ -75,8 +80,10 @@ def test_what_does_not_compare_is_refused_before_the_training(scale, call):
     with one_line("mine: train.seq_len = 8: expected 4, as all of scale A have"):
         call(compare, "mine.toml", "--train.seq-len", "8")
     Path("A.jsonl").write_text(Path("A.jsonl").read_text().replace("0123456789ab", fingerprint()))
-    with one_line("softmax: a published variant has this name"):
-        call(compare, "softmax.toml")
+    Path("other.toml").write_text('name = "softmax_seed=4"')
+    for file in ("softmax.toml", "other.toml"):
+        with one_line("softmax: a published variant has this name"):
+            call(compare, file)
     assert scale == [] and not Path("runs").exists()
 
 

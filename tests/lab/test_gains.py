@@ -72,6 +72,15 @@ def test_a_rejected_length_and_several_ceilings():
         loss_figure(rows)
 
 
+@pytest.mark.parametrize("lost", [{}, {16: [np.nan, 0.1]}], ids=["not evaluated", "NaN"])
+def test_a_length_that_a_seed_lacks_has_no_mean(lost):
+    of_seeds = [
+        rows_of("x", {8: [2.6, 0.6]} | more, [2.5, 0.5], i) for i, more in enumerate(({16: [2, 0]}, lost))
+    ]
+    table = gain_table(pd.DataFrame(sum(of_seeds, []))).set_index("run")
+    assert table.loc["x", "8"] == "−0.100 ±0.000" and table.loc["x", "16"] == "–"
+
+
 def test_tables_take_documents_from_the_rows():
     rows = pd.DataFrame(rows_of("x", {16: [2.0, 2.0, 0.4]}, [2.5, 2.5, 0.5]))
     of_blocks = gain_table(rows)["16"][0]

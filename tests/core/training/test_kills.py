@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,17 @@ from training.state import TrainState
 from training.validation import validate
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.fixture
+def hang_up() -> Iterator[None]:
+    """SIGHUP as in a terminal, also where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_finishes_the_step_saves_and_the_same_command_resumes(
-    tiny_config: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    tiny_config: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, hang_up: None
 ):
     whole = run(tiny_config, "--name", "whole")
     forward = train.forward_backward

@@ -39,6 +39,20 @@ def test_starts_and_timing(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
         assert r["memory_gb"] > 0
 
 
+def test_the_first_step_which_compiles_is_not_in_the_speed(tiny_config: Path, monkeypatch):
+    clock = [0]
+    forward = train.forward_backward
+
+    def forward_for_a_while(state: TrainState, batch: Batch) -> torch.Tensor:
+        clock[0] += 60 if state.step == 0 else 1
+        return forward(state, batch)
+
+    monkeypatch.setattr("training.run_log.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(train, "forward_backward", forward_for_a_while)
+    timed = [r["step_ms"] for r in records(run(tiny_config)) if "step_ms" in r]
+    assert len(timed) > 2 and set(timed) == {1000}
+
+
 def test_a_run_without_checkpoints_keeps_its_old_metrics(tiny_config: Path):
     folder = run(tiny_config, "--train.max-steps", "6")
     old = (folder / "metrics.jsonl").read_text()
