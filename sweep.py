@@ -10,9 +10,9 @@
 Each run is `train.py CONFIG ...` in its folder <log.dir>/<file>_<key>=<value>, then eval_length.py on it with
 NTK-scaled RoPE (eval_length.json), without scaling (eval_length_none.json) and, if its RoPE has one base, at
 50 times that (eval_length_theta.json, as in the SSMax paper). Finished work is skipped. After a failure the
-next run starts. The sweep ends with a table of its runs, and all failures (exit status 1). Ctrl-C, SIGTERM
-and SIGUSR1 let the current runs save their step and exit; the same command resumes. With several jobs the
-output of a run goes to <log.dir>/<name>.log.
+next run starts. The sweep ends with a table of its runs, and all failures (exit status 1). Ctrl-C, SIGTERM,
+SIGHUP and SIGUSR1 let the current runs save their step and exit; the same command resumes. With several jobs
+the output of a run goes to <log.dir>/<name>.log.
 """
 
 import argparse

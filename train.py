@@ -10,9 +10,9 @@ configs/rivals/qk_norm_ssmax.toml.
 
 Writes runs/<name>/: config.toml (resolved; `train.py runs/<name>/config.toml --name again` replays it, on the
 engine that fits there), metrics.jsonl (a line per step), starts.jsonl (commit, versions, hardware) and
-checkpoints/. The same command, run again, resumes from the newest checkpoint. SIGTERM, Ctrl-C and SIGUSR1
-finish the step (and a validation before it) and save. A second Ctrl-C stops at once. --dry-run takes steps of
-one micro-batch, with random tokens where there are no data.
+checkpoints/. The same command, run again, resumes from the newest checkpoint. SIGTERM, SIGHUP,
+Ctrl-C and SIGUSR1 finish the step (and a validation before it) and save. A second Ctrl-C stops at once.
+--dry-run takes steps of one micro-batch, with random tokens where there are no data.
 """
 
 import gc

@@ -210,6 +210,14 @@ def test_rates_compare_on_shared_seeds_and_scalings():
         comparison.better_ropes(choices.iloc[[1, 2]])
 
 
+def test_a_model_of_another_size_is_no_run_of_a_variant():
+    first = {"contestant": "a", "which": 1} | dict.fromkeys(("steps", "step_tokens", "train_len"), 1)
+    runs = [first | {"parameters": 10}, first | {"contestant": "b", "parameters": 20}]
+    comparison.check_comparable(runs)
+    with pytest.raises(UserError, match="a_seed=2: parameters of a = 20: expected 10, as a has"):
+        comparison.check_comparable([*runs, first | {"which": 2, "parameters": 20}])
+
+
 def test_mistakes(tiny_config, tmp_path, call, no_drawing):
     runs = tmp_path / "comparison_A"
 

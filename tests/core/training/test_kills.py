@@ -51,6 +51,13 @@ def test_a_signal_finishes_the_step_saves_and_the_same_command_resumes(
     assert curve(stopped) == curve(whole)
 
 
+def test_a_hang_up_that_nohup_ignores_stays_ignored(hang_up: None):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopSignals():
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
 def test_a_signal_during_validation_ends_the_run_after_the_next_step(
     tiny_config: Path, monkeypatch: pytest.MonkeyPatch
 ):
