@@ -315,9 +315,15 @@ class Config(Section):
         return list(dict.fromkeys(self.of_layer(i).attention.normaliser for i in range(self.model.n_layer)))
 
     @property
+    def rope_bases(self) -> set[float]:
+        """The bases of the layers whose positions rotate."""
+        models = [self.of_layer(i).model for i in range(self.model.n_layer)]
+        return {model.rope_theta for model in models if model.rotating > 0}
+
+    @property
     def has_rope(self) -> bool:
         """Positions rotate in some layer, so that a RoPE scaling means something."""
-        return any(self.of_layer(i).model.rotating > 0 for i in range(self.model.n_layer))
+        return bool(self.rope_bases)
 
     def of_layer(self, i: int) -> "Config":
         """The config of layer i, from 0: with what the entries of [[layers]] that name it state, in order.

@@ -111,8 +111,7 @@ class Job(NamedTuple):
     @property
     def evaluations(self) -> dict[str, float | None]:
         """RoPE scalings of its evaluations, each with the base that it sets."""
-        models = [self.config.of_layer(i).model for i in range(self.config.model.n_layer)]
-        bases = {model.rope_theta for model in models if model.rotating}
+        bases = self.config.rope_bases
         theta = {"theta": THETA_FACTOR * bases.pop()} if len(bases) == 1 else {}
         return {"ntk": None, "none": None, **theta}
 

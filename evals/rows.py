@@ -45,8 +45,13 @@ def text_key(data: dict[str, Any]) -> str:
     Example: "8f3a01b2c4d5+0x32x4096" is 32 blocks of 4096 tokens of the stream with that sha256 after its
     first 0 tokens. Without dataset.json it is a fingerprint.
     """
-    identity = data["fingerprint"].removeprefix("sha256 ")[:12]
+    identity = identity_of(data["fingerprint"])
     return f"{identity}+{data['skipped_tokens']}x{data['blocks']}x{data['block_length']}"
+
+
+def identity_of(fingerprint: str) -> str:
+    """A stream in the column `text`: "8f3a01b2c4d5" of "sha256 8f3a01b2c4d5...", or its other fingerprint."""
+    return fingerprint.removeprefix("sha256 ")[:12]
 
 
 def write_rows(folder: Path, rows: Iterable[Row]) -> None:

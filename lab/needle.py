@@ -44,6 +44,7 @@ from data.tokenizer import Tokenizer, get_tokenizer
 from evals import common, output
 from evals.common import add_arguments, parse_arguments
 from evals.output import Result
+from evals.rows import identity_of
 from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
 from infra.distributed import World, join_world
 from lab.attention_statistics import attention_mass
@@ -101,8 +102,7 @@ def main() -> None:
             task = {"samples": args.samples, "seed": 0, "lengths": lengths, "depths": args.depths}
             summary = {"haystack": str(haystacks[i].stream.folder), **task, "cells": cells}
             question = ", question only" if args.question_only else ""
-            identity = haystacks[i].stream.fingerprint.removeprefix("sha256 ")[:12]
-            text = f"{identity}, seed 0, {args.samples} samples{question}"
+            text = f"{identity_of(haystacks[i].stream.fingerprint)}, seed 0, {args.samples} samples{question}"
             return summary, text, measured_shares(cells)
 
         common.evaluate("needle", args, world, runs, picture, measure, tables, plot)

@@ -1,6 +1,7 @@
 """Parameter groups and learning-rate schedules."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,13 +87,18 @@ def test_the_power_of_the_re_weighting_rises():
     assert powers(7, 0) == 9 * [None]
 
 
+def compile_lssar(path: Path, engine: str, backend: str) -> tuple[GPT, Any, CompileCounterWithBackend]:
+    """The model, p = 15 at most, itself and compiled, and the counter of its graphs."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    flags = f"--attention.normaliser lssa --attention.reweight-p 15 --train.engine {engine}"
+    model = GPT(load_config(path, flags.split()))
+    return model, torch.compile(model, backend=counter), counter
+
+
 def test_a_compiled_model_has_few_graphs_for_all_powers(tiny_config: Path):
     """p is an argument, which torch.compile makes dynamic at its second value."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
-    flags = "--attention.normaliser lssa --attention.reweight-p 15 --train.engine dense"
-    model = GPT(load_config(tiny_config, flags.split()))
-    compiled = torch.compile(model, backend=counter)
+    model, compiled, counter = compile_lssar(tiny_config, "dense", "eager")
     tokens = torch.arange(16)[None]
     for p in range(1, 16):
         assert torch.equal(compiled(tokens, p=p), model(tokens, p=p))
@@ -102,11 +108,7 @@ def test_a_compiled_model_has_few_graphs_for_all_powers(tiny_config: Path):
 @pytest.mark.slow
 def test_a_rising_power_compiles_with_its_gradients(tiny_config: Path):
     """On the fused kernels, by Triton's interpreter. The dense engine does not: docs/engines.md."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    flags = "--attention.normaliser lssa --attention.reweight-p 15 --train.engine triton"
-    model = GPT(load_config(tiny_config, flags.split()))
-    compiled = torch.compile(model, backend=counter)
+    model, compiled, counter = compile_lssar(tiny_config, "triton", "aot_eager")
     tokens = torch.arange(16)[None]
     for p in (1, 2, 7, 14, None):
         losses = [network(tokens, tokens.roll(-1), p=p) for network in (compiled, model)]
