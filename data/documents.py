@@ -59,12 +59,12 @@ class Block(NamedTuple):
     texts: list[str]  # "": no document
 
 
-def read_blocks(source: Source, start: Cursor) -> Iterator[Block]:
+def read_blocks(inputs: list[Input], start: Cursor) -> Iterator[Block]:
     """All rows from row `start.row` of input `start.input` on, in blocks of about BLOCK_CHARACTERS.
 
     Raises UserError, naming the input that cannot be read or has no text, and the line of JSON.
     """
-    for index, file in islice(enumerate(source.open()), start.input, None):
+    for index, file in islice(enumerate(inputs), start.input, None):
         block = Block(index, start.row if index == start.input else 0, [])
         n_characters = 0
         with naming(file.name):
@@ -84,6 +84,11 @@ def _stream(column: str, split: str, *path: str | None, **options: Any) -> Any:
 
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # errors are raised as well
     builder = datasets.load_dataset_builder(*path, **options)
+    if builder.__module__.endswith(".cache.cache"):  # what `datasets` falls back on, without a word
+        raise ConnectionError("the hub did not answer, and a copy in the cache may be of another commit")
+    if hasattr(builder.config, "sample_by"):  # text: a row is a file, as with --files, not a line
+        builder.config.sample_by = "document"
+        builder.config.encoding_errors = "replace"
     stream = builder.as_streaming_dataset(split).select_columns([column])  # checks its name
     if hasattr(builder.config, "columns"):  # parquet: the other columns are not even fetched
         builder.config.columns = [column]
@@ -192,7 +197,9 @@ def hub_dataset(
     from huggingface_hub import HfApi
 
     paths = [Path(repo)] if Path(repo).is_dir() else []
-    hashes = [fingerprint(path) for folder in paths for path in sorted(folder.rglob("*")) if path.is_file()]
+    listed = [path for path in sorted(Path(repo).rglob("*")) if path.is_file()] if paths else []
+    shown = [path for path in listed if "/." not in f"/{path.relative_to(repo)}"]  # no .git, no .cache
+    hashes = [fingerprint(path) for path in shown]
     if not paths and commit is None:
         with naming(f"{repo} at {revision}"):
             commit = HfApi().dataset_info(repo, revision=revision, timeout=10).sha

@@ -32,7 +32,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data import dataset, documents
-from data.documents import Block, Cursor, Source
+from data.documents import Block, Cursor, Input, Source
 from data.shards import MAX_TOKENS, TOKEN, ShardWriter
 from data.tokenizer import Tokenizer, encode, get_tokenizer
 from infra.cli import ArgumentParser, UserError, integer, n_cores, positive_int, run_main
@@ -184,10 +184,11 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
             return info
         cutter = ShardCutter(out, header)
         cutter.adopt(shards)
+        inputs = [] if cutter.is_complete else source.open()  # before any shard is removed
         dataset.begin_dataset(out, options["dataset"], keep=[shard["file"] for shard in cutter.shards])
         cutter.save_manifest()
         if not cutter.is_complete:
-            _cut_source(source, cutter, encoding, workers)
+            _cut_source(inputs, cutter, encoding, workers)
         cutter.finish()
         val, *train = (shard["documents"] for shard in cutter.shards)
         info = {
@@ -210,10 +211,10 @@ def _check_same(out: Path, begun: dict[str, Any], header: dict[str, Any]) -> Non
             raise UserError(f"{out}: {begun_with}: {expected}")
 
 
-def _cut_source(source: Source, cutter: ShardCutter, encoding: Tokenizer, workers: int) -> None:
+def _cut_source(inputs: list[Input], cutter: ShardCutter, encoding: Tokenizer, workers: int) -> None:
     """Everything from the cutter's cursor on, with a bar over tokens."""
     total = cutter.header["options"]["max_tokens"]
-    blocks = documents.read_blocks(source, cutter.cursor)
+    blocks = documents.read_blocks(inputs, cutter.cursor)
     with tqdm(total=total, initial=cutter.n_tokens, unit="tok", unit_scale=True, disable=None) as bar:
         for block, tokens in tokenised_blocks(blocks, encoding, workers):
             cutter.add(block, tokens)
@@ -237,12 +238,16 @@ def _parse_args() -> argparse.Namespace:
     add("--shard-size", type=integer(1, MAX_TOKENS), metavar="N", default=10**8, help=size_help)
     val_help = "tokens of validation (default: --shard-size)"
     add("--val-tokens", type=integer(1, MAX_TOKENS), metavar="N", help=val_help)
-    add("--max-tokens", type=positive_int, metavar="N", help="stop after N tokens (default: all)")
+    most_help = "stop after N, validation included (default: all)"
+    add("--max-tokens", type=positive_int, metavar="N", help=most_help)
     add("--workers", type=integer(1, 1024), metavar="N", default=n_cores(), help="threads (default: cores)")
     add("--tokenizer", default="gpt2", help="gpt2, bytes or a tokenizer.json (default: gpt2)")
     args = parser.parse_args()
     if args.files and (args.dataset or args.name or args.split or args.revision):
         parser.error("--files: expected no --dataset, --name, --split or --revision, which are the hub's")
+    if args.max_tokens and args.max_tokens <= (args.val_tokens or args.shard_size):
+        expected = "expected more than the tokens of validation (--val-tokens)"
+        parser.error(f"--max-tokens {args.max_tokens}: {expected}")
     if args.shuffle is not None and not args.files:
         parser.error("--shuffle: expected --files; for other data, data.order shuffles windows in training")
     return args

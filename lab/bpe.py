@@ -45,7 +45,7 @@ def main() -> None:
     if not args.out.parent.is_dir():
         parser.error(f"--out {args.out}: expected a folder that exists")
     if args.files:
-        blocks = read_blocks(local_files(args.files, args.column), Cursor())
+        blocks = read_blocks(local_files(args.files, args.column).open(), Cursor())
         texts = (text for block in blocks for text in block.texts)
     else:
         sources = collect(Path(sysconfig.get_path("stdlib")))

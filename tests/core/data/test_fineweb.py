@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiktoken
 from conftest import flip, needs_gpt2, one_line
+from datasets.packaged_modules.cache.cache import Cache
 
 from data import documents, fineweb
 from data.dataset import TokenStream, dataset_info
@@ -536,6 +537,37 @@ def test_a_dataset_by_name(out: Path, repo: tuple[Path, Corpus]) -> None:
         assert contents(out) == reference
 
 
+def test_a_folder_of_text_files_by_name(out: Path, tmp_path: Path) -> None:
+    """A file is a document, as with --files. What is hidden, as of git, is no part of the input."""
+    texts = ["one\n\ntwo \udcff\n" * 5, "three\n" * 30]
+    folder = tmp_path / "texts"
+    (folder / ".git").mkdir(parents=True)
+    for i, text in enumerate(texts):
+        (folder / f"{i}.txt").write_text(text, errors="surrogateescape")
+    settings = ("train", "text", "main", None)
+    fineweb.build(hub_dataset(str(folder), None, *settings), out, OPTIONS, 1)
+    decoded = [text.replace("\udcff", "\ufffd").encode() for text in texts]
+    tokens = [token for text in decoded for token in (256, *text)]
+    read = [*TokenStream(out, "val").read(0, 100), *TokenStream(out, "train").read(0, len(tokens) - 100)]
+    assert read == tokens
+    (folder / ".git" / "index").write_text("changed")
+    fineweb.build(hub_dataset(str(folder), None, *settings), out, OPTIONS, 1)
+
+
+def test_a_source_out_of_reach_costs_no_shard(out: Path, repo: tuple[Path, Corpus], monkeypatch: Any) -> None:
+    """Without the hub `datasets` reads a copy in its cache, of any commit."""
+    build_repo(repo[0], out)
+    (out / "fineweb_train_000003.bin").unlink()
+    before = contents(out)
+    with monkeypatch.context() as patch:
+        patch.setattr("datasets.load_dataset_builder", lambda *_, **__: Cache.__new__(Cache))
+        with one_line(f"{repo[0]}: cannot be read: ConnectionError: the hub did not answer"):
+            build_repo(repo[0], out)
+    assert contents(out) == before
+    build_repo(repo[0], out)
+    Expected(repo[1]).check(out)
+
+
 def test_columns_that_cannot_be_read(out: Path, repo: tuple[Path, Corpus]) -> None:
     for column, part in (("text", "Column name ['text'] not in the dataset"), ("nested", "cannot be read")):
         with one_line(repo[0], part):
@@ -575,6 +607,10 @@ def test_wrong_options_are_one_line(call: Any) -> None:
         (["--files", __file__], ".parquet"),
         (["--shuffle", "1"], "--shuffle: expected --files"),
         (["--files", "x", "--val-tokens", "0"], "--val-tokens: '0': expected an integer"),
+        (
+            ["--max-tokens", "100000000"],
+            "--max-tokens 100000000: expected more than the tokens of validation",
+        ),
         (["--files", "x", "--workers", "1000000"], "--workers"),
         (["--files", "x", "--shard-size", "9" * 25], "--shard-size"),
     ):

@@ -81,6 +81,9 @@ def test_a_mask_of_another_length_is_rejected(tmp_path: Path) -> None:
     write_dataset(tmp_path, {"train": [1] * 10, "trainmask": [1] * 9}, 10)
     with pytest.raises(UserError, match="trainmask has 9 tokens: expected 10, as train"):
         TokenStream(tmp_path, "train")
+    (tmp_path / "dataset.json").unlink()
+    with pytest.raises(UserError, match="dataset.json: no such file; expected the one that was made with"):
+        TokenStream(tmp_path, "train")
 
 
 def answer_loss(state: TrainState, x: torch.Tensor, y: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
