@@ -13,10 +13,11 @@ table has these files alone.
 import argparse
 import sys
 import tomllib
+from operator import attrgetter
 from pathlib import Path
 
 import sweep
-from config import changed_keys, load_config, parse_overrides
+from config import load_config, parse_overrides
 from data.dataset import TokenStream
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import StopSignals
@@ -26,12 +27,10 @@ from lab.report import RESULTS
 from lab.runs import read_run, without_seed
 from lab.styles import N_SHOWN
 from lab.tables import CONFIGS, PAPERS_FOLDER, check_ours, markdown
-from schema import VARIANT_KEYS, resume_rule
 
 BASE = CONFIGS / "comparison/A.toml"
 N_TOKENS = 131072  # of an evaluation; the text on which nothing is chosen is as long and follows it
 TITLE = "# The comparison with "
-OTHER_KEYS = {"name", "seed", "optimizer.lr", "data.dir"}
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
@@ -77,17 +76,20 @@ def main() -> None:
 def check_comparable(job: sweep.Job, records: list[comparison.Record]) -> None:
     """Raises UserError: another recipe than the base's, or another text or a name that the records have."""
     config = job.config
-    for key, (old, new) in changed_keys(load_config(BASE), config).items():
-        if resume_rule(key) != "free" and not key.startswith(VARIANT_KEYS) and key not in OTHER_KEYS:
-            raise UserError(f"{config.name}: {key} = {new!r}: expected {old!r}, as all of scale A have")
-    stream = TokenStream(config.data.dir, "val")
-    stream.check_model(config.model.vocab_size)
-    recorded = records[0]["data"]["fingerprint"] if records else stream.fingerprint
-    theirs = f"sha256 {recorded.removeprefix('sha256 ')}"
-    if not stream.fingerprint.startswith(theirs):
-        ours = f"{stream.info['tokenizer']} tokens, {stream.fingerprint}"
-        expected = f"expected bytes of Python 3.11.7's library, {theirs}, or --fresh"
-        raise UserError(f"{config.data.dir}: {ours}: {expected}")
+    base = load_config(BASE)
+    recipes = [comparison.recipe_of(each, "optimizer.lr").items() for each in (base, config)]
+    for key, _ in sorted(recipes[0] ^ recipes[1]):
+        expected = f"expected {attrgetter(key)(base)!r}, as all of scale A have"
+        raise UserError(f"{config.name}: {key} = {attrgetter(key)(config)!r}: {expected}")
+    TokenStream(config.data.dir, "val").check_model(config.model.vocab_size)
+    published = records[0]["data"] if records else {}
+    for key, split in (("fingerprint", "val"), ("train", "train")):
+        stream = TokenStream(config.data.dir, split)
+        theirs = f"sha256 {published.get(key, '').removeprefix('sha256 ')}"
+        if not stream.fingerprint.startswith(theirs):
+            ours = f"{split} has {stream.info['tokenizer']} tokens, {stream.fingerprint}"
+            expected = f"expected bytes of Python 3.11.7's library, {theirs}, or --fresh"
+            raise UserError(f"{config.data.dir}: {ours}: {expected}")
     name = without_seed(config.name)
     if name in {record["contestant"] for record in records}:
         raise UserError(f"{name}: a published variant has this name; expected another name, or --fresh")

@@ -21,6 +21,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from pydantic import PositiveFloat, RootModel
 
+from config import changed_keys
 from evals.output import format_length, format_rope, legend_below, save_figure
 from evals.rows import text_key
 from infra.cli import UserError
@@ -31,13 +32,27 @@ from lab.records import Record, write_records
 from lab.runs import FinishedRun, main_text, read_runs
 from lab.styles import GREY, N_SHOWN, variant_styles
 from lab.tables import CONFIGS, DASH, PAPERS_FOLDER, check_ours, markdown, mean_and_spread
+from schema import VARIANT_KEYS, Config, describe_layers, resume_rule
 
 TITLE = "# The comparison"
 BASELINE = "softmax"
+OTHER_KEYS = ("name", "seed", "init_from", "data.dir")  # of a run, not of the recipe
 MARGIN = 0.01  # nats of no account, at the training length
 
 
 # ---------------------------------------------------------------- records
+def recipe_of(config: Config, *others: str) -> dict[str, Any]:
+    """What the losses of a scale depend on besides the variant and `others`: keys not at their defaults."""
+    changed = changed_keys(Config(name="default"), config)
+    return {
+        key: value
+        for key, (_, value) in changed.items()
+        if resume_rule(key) != "free"
+        and not key.startswith(VARIANT_KEYS)
+        and key not in (*OTHER_KEYS, *others)
+    }
+
+
 def record_of(run: FinishedRun) -> Record:
     """What the comparison keeps of a run. Its variant stands under "contestant", its seed under "which".
 
@@ -62,6 +77,7 @@ def record_of(run: FinishedRun) -> Record:
         "contestant": run.name,
         "which": run.config.seed,
         "lr": run.config.optimizer.lr,
+        "attention": describe_layers(run.config),
         "parameters": run.n_params,
         "train_len": train_len,
         "steps": run.steps_before + run.config.train.max_steps,
@@ -71,6 +87,8 @@ def record_of(run: FinishedRun) -> Record:
         "lengths": by_length,
         "positions": positions.to_dict(),
     }
+    if not run.config.init_from:
+        record["recipe"] = recipe_of(run.config, "optimizer.lr")
     if len(unseen):
         record |= {"unseen": losses_of(unseen, measures), "unseen_data": text_of(run, unseen)}
     return record
@@ -119,7 +137,8 @@ def recalls_of(folder: Path) -> Iterator[Record]:
                     at_rope.setdefault(task, {}).update(by_length)
         for rope, of_tasks in by_rope.items():
             which = {"contestant": run.name, "which": run.config.seed, "rope": rope}
-            yield {"kind": "recall", **which, "shares": of_tasks}
+            what = {"attention": describe_layers(run.config), "recipe": recipe_of(run.config)}
+            yield {"kind": "recall", **which, **what, "shares": of_tasks}
 
 
 class StepTimes(RootModel[dict[str, PositiveFloat]]):
@@ -155,18 +174,25 @@ def update(folder: Path, out: Path) -> None:
     path = out / f"{scale}.jsonl"
     keys = ("kind", "contestant", "which", "lr", "rope")
     records = {tuple(record.get(key) for key in keys): record for record in [*read_jsonl(path), *new]}
-    check_comparable([record for record in records.values() if record["kind"] == "run"])
+    check_comparable([record for record in records.values() if record["kind"] != "cost"])
     write_records(records, path)
 
 
 def check_comparable(runs: list[Record]) -> None:
     """Raises UserError unless all is the same that losses, and errors paired over text, depend on."""
     expected: dict[str, tuple[str, Any]] = {}
+    recipes = {key for run in runs for key in run.get("recipe", ())}
     for run in runs:
-        setting = {key: run[key] for key in ("steps", "step_tokens", "train_len")}
+        sizes = ("steps", "step_tokens", "train_len")
+        setting: dict[str, Any] = {key: run[key] for key in sizes if key in run}
         texts = {key: {"skipped_tokens": 0} | run[key] for key in ("data", "unseen_data") if key in run}
         setting |= {key: text_key(text) for key, text in texts.items()}
-        setting[f"parameters of {run['contestant']}"] = run["parameters"]
+        if "recipe" in run:
+            setting |= {key: run["recipe"].get(key, "the default") for key in recipes}
+        if "shares" in run:
+            setting["tasks"] = sorted(run["shares"])
+        of_variant = {key: run[key] for key in ("attention", "parameters") if key in run}
+        setting |= {f"{key} of {run['contestant']}": value for key, value in of_variant.items()}
         for key, value in setting.items():
             name, first = expected.setdefault(key, (run["contestant"], value))
             if value != first:

@@ -106,18 +106,21 @@ def lssar_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
         figure = draw_lines(points.assign(x=points.length), title, "length (tokens)")
         yield f"lssar_figure1_{scale}.png", title, log_ticks(figure, sorted(points.length.unique()))
     parts = []
+    configs = {line.line: line.run.config for line in runs.table.itertuples()}
+    recipes = {line: recipe_of(config, but="attention.") for line, config in configs.items()}
     for row in read_rows("lssar_paper", "figure2_lssa figure2_softmax"):
         part = losses[losses.line.isin(runs.of_row(row).line)]
-        panel = f"{row.config.attention.normaliser}, " + part.panel
-        parts.append(part.assign(panel=panel, x=row.config.attention.reweight_p))
+        parts.append(part.assign(recipe=part.line.map(recipes), x=row.config.attention.reweight_p))
     points = pd.concat(parts).sort_values(["panel", "factor"])
-    points["lr"] = points.line.map(
-        {line.line: line.run.config.optimizer.lr for line in runs.table.itertuples()}
-    )
+    points["normaliser"] = points.line.map(lambda line: configs[line].attention.normaliser)
+    n_powers = points.groupby(["normaliser", "recipe"]).x.nunique()
+    usual = n_powers.groupby("normaliser").idxmax()  # lines of several recipes would be one
+    points = points.merge(pd.DataFrame([*usual], columns=["normaliser", "recipe"], dtype=object))
     if points.x.nunique() > 1:
-        rate = points.groupby("lr").x.nunique().idxmax()  # lines of several rates would be one
-        points = points[points.lr == rate]
-        title = f"LSSAR, Figure 2: the power p (scale {scale}, lr {rate:g})"
+        rates = points.line.map(lambda line: f", lr {configs[line].optimizer.lr:g}, ")
+        dtypes = points.line.map(lambda line: configs[line].train.dtype)
+        points["panel"] = points.normaliser + rates + dtypes + "\n" + points.panel
+        title = f"LSSAR, Figure 2: the power p (scale {scale})"
         factors = [f"{factor}x" for factor in FACTORS]
         points = points.assign(name=points.factor.map("{:g}x".format))
         figure = draw_lines(points, title, "re-weighting power p", shown=factors, is_ordered=True)
@@ -199,8 +202,9 @@ def normsoftmax_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
         of_row = runs.of_row(row).query("scale == @scale")
         recorded = [run for run in of_row.run if run.logged("qk_std")]
         for run, (key, panel) in product(recorded[:1], panels.items()):
+            label = f"{name}, {run.config.train.dtype}"
             for step, by_layer in run.logged(key).items():
-                lines += [(f"{panel}, {layer}", name, step, value) for layer, value in by_layer.items()]
+                lines += [(f"{panel}, {layer}", label, step, value) for layer, value in by_layer.items()]
     if lines:
         title = f"NormSoftmax, Figures 2a and 4: attention in training (scale {scale})"
         points = pd.DataFrame(lines, columns=["panel", "name", "x", "y"])

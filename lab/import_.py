@@ -88,6 +88,7 @@ def convert_config(theirs: Any, source: str, run: Path) -> Config:
         "rope_theta": float(theirs.rope_parameters["rope_theta"]),
     }
     train = {"seq_len": length, "batch_tokens": length, "micro_batch": 1, "val_tokens": length}
+    train["dtype"] = "float32"  # of its evaluations, as of the check
     sections = {"name": run.name, "model": model, "train": train, "log": {"dir": str(run.parent)}}
     config = config_from_dict(sections, source)
     theirs_listed = list_keys(theirs)

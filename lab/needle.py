@@ -27,6 +27,7 @@ more figure.
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Sequence
 from itertools import product
 from operator import itemgetter
@@ -200,7 +201,7 @@ def run_trials(model: GPT, trials: list[Trial], rope: RopeScaling, tokenizer: To
     choices = [[trial.choices[i] for trial in trials] for i in range(N_CHOICES)]
     likelihoods = torch.stack([log_likelihood(model, first, tokens, rope, cache, n) for tokens in choices])
     is_right = [
-        (answer.startswith(trial.number), answer[:1] == trial.number[0])
+        (re.match(rf"{trial.number}(?!\d)", answer) is not None, answer[:1] == trial.number[0])
         for answer, trial in zip(answers, trials, strict=True)
     ]
     is_likeliest = likelihoods[0] > likelihoods[1:].amax(0)

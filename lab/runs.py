@@ -223,14 +223,17 @@ class Runs:
 def names_of(table: pd.DataFrame) -> pd.Series:
     """The name of each line's first run, with its dtype where it is not the scale's commonest.
 
-    And with its learning rate where another line of the scale has the name.
+    And with its learning rate where another line of the scale has the name, then with its folder.
     """
     dtypes = table.run.map(lambda run: run.config.train.dtype)
     commonest = dtypes.groupby(table.scale).transform(lambda each: each.mode()[0])
     names = table.run.map(lambda run: run.name) + (", " + dtypes).where(dtypes != commonest, "")
     rates = table.run.map(lambda run: f", lr {run.config.optimizer.lr:g}")
     n_lines = table.assign(name=names).groupby(["scale", "name"]).line.transform("nunique")
-    return names + rates.where(n_lines > 1, "")
+    names += rates.where(n_lines > 1, "")
+    folders = table.run.map(lambda run: f", {run.folder}")
+    n_lines = table.assign(name=names).groupby(["scale", "name"]).line.transform("nunique")
+    return names + folders.where(n_lines > 1, "")
 
 
 def tabulate(runs: list[FinishedRun]) -> Runs:

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ def leave_run(
     lr: float,
     offsets: dict[str, list[float]],
     text: str = TEXT_KEY,
+    options: Iterable[str] = (),
 ) -> None:
     """A finished run with losses `offsets[rope]` above TEXT, at 1x, 2x, ..."""
-    config = load_config(config_path, ["--name", name, "--log.dir", str(folder), "--optimizer.lr", str(lr)])
+    settings = ["--name", name, "--log.dir", str(folder), "--optimizer.lr", str(lr), *options]
+    config = load_config(config_path, settings)
     config.run_dir.mkdir(parents=True)
     (config.run_dir / "config.toml").write_text(to_toml(config))
     step = config.train.max_steps
@@ -216,6 +219,24 @@ def test_a_model_of_another_size_is_no_run_of_a_variant():
     comparison.check_comparable(runs)
     with pytest.raises(UserError, match="a_seed=2: parameters of a = 20: expected 10, as a has"):
         comparison.check_comparable([*runs, first | {"which": 2, "parameters": 20}])
+
+
+def test_another_recipe_or_formula_is_refused(runs, tiny_config, tmp_path, call, no_drawing):
+    """By the runs' own configs, and by what the records kept of runs that are gone."""
+    call(report, "--comparison", runs, "--out", tmp_path)
+    records = (tmp_path / "A.jsonl").read_bytes()
+    for options, problem in (
+        (["--optimizer.weight-decay", "0"], "optimizer.weight_decay = 0.0: expected the default, as lssa"),
+        (["--attention.scores", "cosine"], "attention of softmax = .*cosine.*: expected softmax, as"),
+    ):
+        shutil.rmtree(runs)
+        leave_run(runs, tiny_config, "softmax_seed=4", 0.002, {"ntk": [0.0, 0.0]}, options=options)
+        with pytest.raises(UserError, match=problem):
+            call(report, "--comparison", runs, "--out", tmp_path)
+        assert (tmp_path / "A.jsonl").read_bytes() == records
+    recalls = [{"contestant": "a", "which": 1, "shares": {task: {}}} for task in ("copy", "mqar")]
+    with pytest.raises(UserError, match=r"a_seed=1: tasks = \['mqar'\]: expected \['copy'\], as a has"):
+        comparison.check_comparable(recalls)
 
 
 def test_mistakes(tiny_config, tmp_path, call, no_drawing):

@@ -258,7 +258,7 @@ def test_attention_in_training_is_drawn_by_layer(tmp_path) -> None:
     titles = ["std of q.k, unscaled", "entropy, nats"]
     assert [axes.get_title() for axes in panels] == [f"{t}, layer_{i}" for t in titles for i in range(2)]
     for axes in panels:
-        assert axes.get_legend_handles_labels()[1] == ["softmax", "gamma = inf"]
+        assert axes.get_legend_handles_labels()[1] == ["softmax, float32", "gamma = inf, float32"]
     entropy = panels[3].get_lines()[0]
     assert np.array_equal(entropy.get_xydata(), [(100, 3), (200, 5)])
 
