@@ -6,20 +6,11 @@
     torchrun --standalone --nproc_per_node=8 eval_length.py runs/lssar --tokens 10485760
 
 Every length scores the same tokens, the first of the validation stream (after --skip), cut into blocks of
-the longest length; each block is cut into windows of length T, for each T. Reported:
-
-    same targets   mean loss in nats over the last tokens of each block only (as many as the training
-                   length), predicted from windows of length T that all end there. Only the context changes.
-    cut            that of the same targets with their context cut at the training length: a sliding window,
-                   whose positions need no RoPE scaling. It needs no training.
-    gain           cut - loss: above 0 the model uses the longer context, near 0 it is only not damaged. By
-                   position in windows of the longest length, too, of all tokens, in buckets that double.
-    loss           mean over all tokens, and by position. It mixes the context's worth with the harm of
-                   positions that training never had.
-
-Standard errors are over blocks, since the losses of neighbouring tokens are correlated. A gain's is paired:
-that of the blocks' differences. Blocks of one document are correlated, too: rows.csv (see evals/rows.py) has
-single blocks with the number of their document, to pair runs over text.
+the longest length; each block is cut into windows of length T, for each T. Reported are the loss over the
+last tokens of each block, the same targets at every T, that of the same targets with their context cut at the
+training length, the gain of each T over that cut, and the loss over all tokens. The last two are by position,
+too. docs/evaluations.md explains them. rows.csv (see evals/rows.py) has single blocks with the number of
+their document, to pair runs over text.
 
 Writes eval_length.json and .png into the run folder (eval_length_<checkpoint> for one checkpoint file). With
 --tag none they are eval_length_none, beside results of other options. Several runs get one more figure.

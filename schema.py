@@ -320,11 +320,6 @@ class Config(Section):
         models = [self.of_layer(i).model for i in range(self.model.n_layer)]
         return {model.rope_theta for model in models if model.rotating > 0}
 
-    @property
-    def has_rope(self) -> bool:
-        """Positions rotate in some layer, so that a RoPE scaling means something."""
-        return bool(self.rope_bases)
-
     def of_layer(self, i: int) -> "Config":
         """The config of layer i, from 0: with what the entries of [[layers]] that name it state, in order.
 

@@ -30,7 +30,7 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
     """Why this engine cannot run the layer there; "" if it can."""
     definition = layer.definition
     is_softmax = isinstance(definition, Phi) and definition.is_softmax
-    if not (is_softmax and layer.by_place) or type(definition).key_decay is not Normaliser.key_decay:
+    if not (is_softmax and layer.by_place) or definition.overrides(Normaliser, "key_decay"):
         return f"{layer.label} is not a softmax of scores that depend on the distance alone"
     if layer.reweight_p:
         return f"{layer.label} re-weights its softmax"
@@ -44,11 +44,11 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
 def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` for a softmax by distance; (B, H, Tq, D) in v's type."""
     q, k = layer.prepare(q, k, context, v.dtype)
-    return run_prepared(q, k, v, context, layer)
+    return run_prepared(q, k, v, layer, context)
 
 
 @torch.compiler.disable  # a compiled model then runs the graphs that the self-check has tested
-def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: NormaliserLayer) -> Tensor:
+def run_prepared(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`run` for q and k whose products are the scores before `at_distance`."""
     mask, first = causal_mask(q.shape[-2], context.n_keys, v.device, layer.window)
 

@@ -163,8 +163,8 @@ def block_weights(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The weights (..., R, K), and of LSSAR, softplus of bounded scores, what its closed form needs."""
     formula = layer.definition
-    derives = type(formula).weights is Phi.weights and not layer.by_place
-    if context.p and derives and isinstance(formula, Phi) and formula.phi == "softplus" and formula.bounded:
+    is_softplus = isinstance(formula, Phi) and formula.phi == "softplus" and formula.bounded
+    if context.p and is_softplus and not formula.overrides(Phi, "weights") and not layer.by_place:
         weights, c, e = softplus_power(x, context.n, context.p)
         return weights, (c, e)
     return layer.row_weights(x, context), ()

@@ -54,7 +54,7 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
         return f"{layer.label} re-weights its softmax"
     if isinstance(layer.definition, AdaptiveSoftmax) and (layer.window or layer.by_place):
         return f"{layer.label} has moments of all its scores, which a window or a bias changes"
-    by_distance = type(layer.definition).at_distance is not Normaliser.at_distance
+    by_distance = layer.definition.overrides(Normaliser, "at_distance")
     is_curved = layer.position in BIASES and layer.position != "alibi"
     if by_distance or is_curved or layer.definition.decays_channels:
         return f"{layer.label} has scores that depend on where the keys are"

@@ -118,9 +118,9 @@ def _errors(
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
     inputs64 = [t.detach().double().requires_grad_() for t in (q, k, v)]
     with torch.no_grad():  # an evaluation may have another kernel, or another graph
-        evaluated = engine.run_prepared(q, k, v, context, layer)
+        evaluated = engine.run_prepared(q, k, v, layer, context)
     with torch.enable_grad():
-        out = engine.run_prepared(*inputs, context, layer)
+        out = engine.run_prepared(*inputs, layer, context)
         got = [out, *torch.autograd.grad(out, inputs, do)]
         context64 = layer.context(inputs64[0], inputs64[1], signals=signals)
         q, k, v = (share_heads(t, q) for t in inputs64)

@@ -26,7 +26,7 @@ MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # 
 def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:
     """Why this engine cannot run the layer there; "" if it can."""
     definition = layer.definition
-    derives_weights = definition.is_softmax or type(definition).weights is Phi.weights
+    derives_weights = definition.is_softmax or not definition.overrides(Phi, "weights")
     if layer.window or layer.position == "pope":
         return f"{layer.label} has a window or pope's wider heads, which its kernels do not know"
     if layer.by_place or not derives_weights or getattr(definition, "sink", "none") != "none":
@@ -43,7 +43,7 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
 def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` by the fused kernels; (B, H, Tq, D) in v's type."""
     q, k = layer.prepare(q, k, context, v.dtype, score_unit(layer.definition))
-    return run_prepared(q, k, v, context, layer)
+    return run_prepared(q, k, v, layer, context)
 
 
 def score_unit(definition: Normaliser) -> float:
@@ -56,7 +56,7 @@ def as_phi(definition: Normaliser) -> Phi:
     return definition if isinstance(definition, Phi) else Softmax()
 
 
-def run_prepared(q: Tensor, k: Tensor, v: Tensor, context: RowContext, layer: NormaliserLayer) -> Tensor:
+def run_prepared(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`run` for q and k whose products are `score_unit` times the scores."""
     formula = as_phi(layer.definition)
     shift = formula.shift(context)

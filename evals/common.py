@@ -111,7 +111,7 @@ class EvaluatedRun:
     def write(self, step: int, summary: Result, args: argparse.Namespace) -> Result:
         """Write and return the result: the keys that every evaluation has, and its summary."""
         config = self.config
-        scales = config.has_rope
+        scales = bool(config.rope_bases)
         result = {
             "run": self.label,
             "source": str(self.source),

@@ -36,7 +36,7 @@ class AdaptiveSoftmax(Normaliser):
 
     @property
     def is_softmax(self) -> bool:
-        return type(self).weights is AdaptiveSoftmax.weights
+        return not self.overrides(AdaptiveSoftmax, "weights")
 
 
 class NormSoftmax(AdaptiveSoftmax, name="norm_softmax"):

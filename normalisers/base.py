@@ -171,6 +171,10 @@ class Normaliser(BaseModel):
             cls.name = name
             NORMALISERS[name] = cls
 
+    def overrides(self, base: type[Normaliser], *methods: str) -> bool:
+        """Whether the formula has one of the methods, or properties, of its own in place of base's."""
+        return any(getattr(type(self), method) is not getattr(base, method, None) for method in methods)
+
     def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
         """Initial values of the learned parameters, (n_head,) each (or (train_len,) for p_n)."""
         return {}

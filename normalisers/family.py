@@ -166,8 +166,7 @@ class Phi(Scaled, name="phi"):
     @property
     def bounded(self) -> bool:
         """|score| < 70 at every length, for d <= 256: no phi of a score underflows in float32."""
-        parts = ("factor", "offset", "shift")
-        as_here = all(getattr(type(self), part) is getattr(Phi, part) for part in parts)
+        as_here = not self.overrides(Phi, "factor", "offset", "shift")
         by_length = self.scale == "ln_d" and self.length_scale != "query"
         constant = isinstance(self.scale, float) and self.scale < 70 and self.length_scale == "none"
         return self.scores == "cosine" and (by_length or constant) and not self.bias and as_here
@@ -204,7 +203,7 @@ class Phi(Scaled, name="phi"):
 
     @property
     def is_softmax(self) -> bool:
-        return self.phi == "exp" and self.sums_to_one and type(self).weights is Phi.weights
+        return self.phi == "exp" and self.sums_to_one and not self.overrides(Phi, "weights")
 
 
 class Softmax(Phi, name="softmax"):

@@ -104,17 +104,14 @@ class NormaliserLayer(nn.Module):
         if a.shape != x.shape:
             shapes = f"weights of shape {tuple(a.shape)} for scores of {tuple(x.shape)}"
             raise UserError(f"{self.definition.name}: {shapes}; expected one weight for each score")
-        if type(self.definition).weights is not Phi.weights:  # a formula may forget the hidden keys
+        if self.definition.overrides(Phi, "weights"):  # a formula may forget the hidden keys
             a = context.zero_hidden(a)
         return reweight(a, context.n, context.p) if context.p else a
 
     @property
     def by_place(self) -> bool:
         """The scores depend on where the keys are: on their distances, or by a `key_decay`."""
-        formula = type(self.definition)
-        names = ("at_distance", "key_decay")
-        of_formula = any(getattr(formula, name) is not getattr(Normaliser, name) for name in names)
-        return self.position in BIASES or of_formula
+        return self.position in BIASES or self.definition.overrides(Normaliser, "at_distance", "key_decay")
 
     def at_distance(self, x: Tensor, t: Tensor, head: Tensor) -> Tensor:
         """The scores x of a head's keys at distance t, t and head expanding to x's shape."""
@@ -173,11 +170,11 @@ class NormaliserLayer(nn.Module):
         if n_queries > n_keys:
             raise ValueError(f"{n_queries} queries for {n_keys} keys: expected at most as many")
         rows = slice(n_keys - n_queries, None) if place is None else place
-        place = torch.arange(n_keys, dtype=dtype, device=q.device)[rows, None]
-        n = (place + 1).clamp_max(self.window or n_keys)
+        index = torch.arange(n_keys, dtype=dtype, device=q.device)[rows, None]
+        n = (index + 1).clamp_max(self.window or n_keys)
         p = self.reweight_p if p is None else min(p, self.reweight_p)
         learned = self(dtype)
-        context = RowContext(n, place, n_keys, self.train_len, self.head_dim, p, learned, normed=normed)
+        context = RowContext(n, index, n_keys, self.train_len, self.head_dim, p, learned, normed=normed)
         if not self.signals:
             return context
         if signals is None:

@@ -261,15 +261,15 @@ def test_a_sweep_scales_the_base_of_the_layers_that_rotate(tmp_path: Path):
     assert sweep.Job([], two).evaluations == {"ntk": None, "none": None}
 
 
-def test_has_rope_asks_every_layer(tmp_path: Path):
+def test_rope_bases_are_of_every_layer(tmp_path: Path):
     """[model] alone does not say: RoPE may be in a layer of its own, or in none."""
     rotating = write(
         tmp_path, "a.toml", 'layers = [{at = [1], position = "rope"}]\n[model]\nposition = "none"\n'
     )
-    assert load_config(rotating).has_rope
-    assert not load_config(rotating, ["--layers", "[]"]).has_rope
+    assert load_config(rotating).rope_bases
+    assert not load_config(rotating, ["--layers", "[]"]).rope_bases
     still = write(tmp_path, "b.toml", 'layers = [{every = 1, position = "none"}]\n')
-    assert not load_config(still).has_rope
+    assert not load_config(still).rope_bases
 
 
 @pytest.mark.parametrize(("section", "expected"), BAD_ATTENTION)
