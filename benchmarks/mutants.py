@@ -32,10 +32,14 @@ data/batches.py: first * seq_len + 1, count => first * seq_len, count
 training/optim.py: "params": [*vectors.values()], "weight_decay": 0.0 => "params": [*vectors.values()]
 training/optim.py: (step + 1) / config.warmup => step / config.warmup
 training/optim.py: (config.reweight_p - 1) * step => (config.reweight_p - 1) * (step + 1)
+training/optim.py: 1 - (1 - low) * max( => 1 - max(
 # tests/core/test_train.py
 training/state.py: max(0, self.step - 1) => self.step
 training/loader.py: [1 / len(batch)] => [1.0]
 training/validation.py: val_tokens, config.seq_len) => val_tokens, config.seq_len) - 1
+training/validation.py: if first < n_windows: => if True:
+train.py: config.train.grad_clip or math.inf => config.train.grad_clip
+training/trial.py: / 1000 * train.batch_tokens / shortened.train.batch_tokens => / 1000
 # tests/core/test_experiments.py
 model.py: z.shape[-1] ** -0.5 => 1.0
 # tests/core/test_attention.py -k window
@@ -74,16 +78,33 @@ training/state.py: checkpoint["guard"].get("skipped", 0) => 0
 # tests/core/test_eval_length.py
 eval_length.py: first = (blocks.n_skipped + block) * n => first = block * n
 eval_length.py: losses[-1, -n_same:] => losses[0, -n_same:]
+eval_length.py: min(args.lengths[0], *( => max(args.lengths[0], *(
+eval_length.py: blocks.n_skipped + block, 1 => block, 1
+evals/common.py: .sum(1).cumsum() => .sum(1)
+evals/common.py: read(self.n_skipped * self.longest, => read(0,
+evals/common.py: config.optimizer.lr, step, script => config.optimizer.lr, config.train.max_steps, script
 eval_length.py: / n_same - same_targets) => / n_same - same_targets.mean())
 evals/common.py: values.std().item() => values.std(correction=0).item()
 evals/common.py: range(world.rank, n_items, world.size) => range(world.rank, n_items - 1, world.size)
 # tests/core/test_sweep.py
 sweep.py: {"step": config.train.max_steps, "options": asked} => {"options": asked}
+sweep.py: not checkpoints or step_of(checkpoints[0]) != self.config.train.max_steps => not checkpoints
 # tests/core/test_sample.py
 generation.py: - ranked >= top_p => - ranked > top_p
 # tests/lab/test_comparison.py
 lab/comparison.py: .sort_values([shortest, "lr"]) => .sort_values("lr")
 lab/comparison.py: ["blocks"] // 4 => ["blocks"]
+lab/comparison.py: ends.size()[variances.index] - 1 => ends.size()[variances.index]
+# tests/lab/test_rows.py
+evals/rows.py: keep="last" => keep="first"
+# tests/lab/test_text_gain.py
+lab/text_gain.py: TokenStream(args.data, "train") => TokenStream(args.data, "val")
+lab/text_gain.py: blocks[1 - parity :: 2] => blocks[parity::2]
+# tests/lab/test_recall.py
+lab/recall.py: 0 evaluation {i} => 0 train {i}
+# tests/hub/test_export.py
+hub/export.py: None if args.code or is_scaled else => None if args.code else
+hub/modeling.py: labels[:, 1:] => labels[:, :-1]
 """
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import TINY, VOCAB, make_dataset, one_line, save_run, slow, write_shard
+from conftest import TINY, VOCAB, make_dataset, one_line, save_run, slow, write_dataset, write_shard
 from launch import finish, fork_ranks
 from torch.nn import functional as F
 
@@ -23,6 +23,7 @@ from data.batches import read_windows
 from data.dataset import TokenStream
 from evals import common
 from evals.common import Blocks, EvaluatedRun
+from evals.output import format_stderr
 from evals.rows import FILE, Row
 from infra.cli import UserError
 from infra.distributed import World
@@ -115,6 +116,7 @@ def test_numbers_equal_direct_computation(tmp_path, data, evaluate, monkeypatch,
 def test_cut_and_gain_equal_direct_computation(tmp_path, data, evaluate, monkeypatch, strides):
     """A forward pass for each target; a window that moves by 1 shows it exactly its last 8 tokens."""
     run = make_run(tmp_path / "runs", "a", data)
+    assert eval_length.CUT_STRIDES == 4
     monkeypatch.setattr(eval_length, "CUT_STRIDES", strides)
     monkeypatch.setattr(eval_length, "FIRST_BUCKET", 8)
     evaluate(run, "--lengths", *LENGTHS)
@@ -207,6 +209,29 @@ def test_skipped_text(tmp_path, data, evaluate):
     assert [rest["data"][key] for key in ("skipped_tokens", "tokens", "blocks")] == [64, 64, 1]
     for whole, part in zip(lengths_of(run), rest["lengths"], strict=True):
         assert part["block_losses"] == whole["block_losses"][1:2]
+    cut = read(run / "eval_length.json")["cut"]["block_same_target_losses"]
+    assert rest["cut"]["block_same_target_losses"] == cut[1:2]
+
+
+def test_documents_are_counted_to_each_blocks_end(tmp_path):
+    """From the first scored block on. Blocks within one document share its number."""
+    tokens = [256, 1, 2, 3, 4, 256, 256, 5, 6, 7, 8, 9]
+    stream = TokenStream(write_dataset(tmp_path, {"val": tokens}, 10**6), "val")
+    assert Blocks(stream, [2, 4], 3).count_documents() == [1, 3, 3]
+    assert Blocks(stream, [2, 4], 2, n_skipped=1).count_documents() == [2, 2]
+
+
+def test_tables_print_what_the_file_has(tmp_path, data, evaluate, capsys):
+    run = make_run(tmp_path / "runs", "a", data)
+    evaluate(run, "--lengths", 16, 64)
+    tables = capsys.readouterr().out.split("\n\n")[3::2]
+    entry = lengths_of(run)[-1]
+    (bucket,) = entry["buckets"]
+    same = (entry, "same_target_loss", "same_target_stderr")
+    gains = [(each, "gain", "gain_stderr") for each in (entry, bucket)]
+    losses = [(each, "loss", "stderr") for each in (entry, bucket)]
+    for table, (of, mean, error) in zip(tables, [same, *gains, *losses], strict=True):
+        assert table.splitlines()[-1].endswith(format_stderr(of[mean], of[error]))
 
 
 def test_buckets(tmp_path, data, evaluate, monkeypatch):
@@ -220,6 +245,8 @@ def test_buckets(tmp_path, data, evaluate, monkeypatch):
         for bucket in row["buckets"]:
             assert bucket["loss"] == close(by_position[bucket["from"] : bucket["to"]].mean().item())
         assert row["buckets"][-1]["to"] == row["length"]
+    result = read(run / "eval_length.json")  # T = 16 is none of the lengths
+    assert result["same_target_tokens"] == result["cut"]["length"] == 16
 
 
 def test_rows(tmp_path, data, evaluate):
@@ -230,6 +257,7 @@ def test_rows(tmp_path, data, evaluate):
     evaluate(a, b, "--lengths", 16, 64, "--rope", "none", "--tag", "none")
     rows = pd.concat(pd.read_csv(run / FILE) for run in (a, b))
     assert tuple(rows.columns) == Row._fields
+    assert {*zip(rows.seed, rows.lr, rows.step, strict=True)} == {(1337, 0.01, 7)}
     assert len(rows) == 2 * 2 * (2 * (2 * N_BLOCKS + 1) + 2 * N_BLOCKS + 1)
     assert rows.value.isna().sum() == 2 * (2 * N_BLOCKS + 1)
     evaluate(a, b, "--lengths", 16, 64)  # again: replaces its own rows

@@ -221,11 +221,12 @@ def test_a_sample_ends_with_the_document(run, sampled, monkeypatch):
     steps = [[97, 98], [eot, 99], [100, 101], [102, eot], [103, 104]]
 
     def stream(model, tokens, n_new, **options):
-        assert tokens[:, 0].eq(eot).all() and options["top_k"] == 50
+        assert tokens[:, 0].eq(eot).all()
+        assert (options["top_k"], options["top_p"], options["temperature"]) == (50, 0.3, 0.8)
         return (torch.tensor(step)[:, None] for step in steps)
 
     monkeypatch.setattr(sample, "stream", stream)
-    out = sampled(run, "--prompt", ">", "--samples", 2)
+    out = sampled(run, "--prompt", ">", "--samples", 2, "--top-p", 0.3)
     assert out == "--- prompt 1, sample 1\n>a\n--- prompt 1, sample 2\n>bce\n"
 
 

@@ -167,6 +167,9 @@ def test_a_run_is_finished_without_its_config_and_where_its_data_moved(four_runs
         to_toml(load_config(four_runs, [*options, "1", "--data.dir", moved]))
     )
     assert states("--data.dir", moved)[0] == "finished"
+    path = find_checkpoints(first.run_dir)[0]
+    path.rename(path.with_name("step_000009.pt"))
+    assert states("--data.dir", moved)[0] == "to run"
 
 
 def test_a_finished_run_of_other_code_is_named(four_runs, call, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """Training: the same losses however the batch is split, and what the command line does."""
 
+import json
 import math
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +11,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config as functorch_config
 from attention_cases import position_of
-from launch import build, finish, fork_ranks, metrics, run
+from launch import CPU, build, finish, fork_ranks, metrics, run
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parameters_to_vector
 
@@ -21,6 +22,7 @@ from infra.cli import UserError
 from infra.distributed import join_world
 from model import GPT
 from normalisers.own import NORMALISERS
+from training import trial
 from training.checkpoint import find_checkpoints, load_checkpoint, load_model
 from training.run_log import RunLog
 from training.validation import validate
@@ -53,14 +55,16 @@ def test_accumulated_step_is_that_of_the_whole_batch(tiny_config: Path):
     assert log.pending[0]["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
 
 
-def test_the_first_update_is_clipped_and_warmed_up(tiny_config: Path):
+@pytest.mark.parametrize("clip", ["0.01", "0"])  # 0: not at all
+def test_the_first_update_is_clipped_and_warmed_up(clip, tiny_config: Path):
     flags = "--optimizer.name sgd --optimizer.lr 1.0 --optimizer.weight-decay 0.0 --optimizer.warmup-steps 4"
-    state = build(tiny_config, *flags.split(), "--train.grad-clip", "0.01")
+    state = build(tiny_config, *flags.split(), "--train.grad-clip", clip)
     log = RunLog(state)
     before = parameters_to_vector(state.raw_model.parameters()).detach()
     train.train_step(state, log)
     update = parameters_to_vector(state.raw_model.parameters()).detach() - before
-    assert update.norm().item() == pytest.approx(0.01 / 4, rel=1e-3)
+    norm = min(float(clip) or math.inf, log.pending[0]["grad_norm"])
+    assert update.norm().item() == pytest.approx(norm / 4, rel=1e-3)
     assert log.pending[0]["lr"] == 0.25 and log.pending[0]["grad_norm"] > 0.1
 
 
@@ -88,15 +92,16 @@ QUICK = ["--train.max-steps", "20", "--train.micro-batch", "8", *SELDOM]
 
 
 def test_two_processes_give_the_losses_of_one(tiny_config: Path, capsys: pytest.CaptureFixture[str]):
-    alone = run(tiny_config, "--name", "one")
-    finish(fork_ranks(train.main, tiny_config, "--name", "two", "--train.micro-batch", "2"))
+    windows = ["--train.val-tokens", "272"]  # 17: the last batch leaves one to rank 0 and none to rank 1
+    alone = run(tiny_config, "--name", "one", *windows)
+    finish(fork_ranks(train.main, tiny_config, "--name", "two", "--train.micro-batch", "2", *windows))
     together = alone.parent / "two"
     for key in ("loss", "val_loss", "grad_norm"):
         assert metrics(together, key) == pytest.approx(metrics(alone, key), abs=1e-4)
     # A checkpoint of two processes resumes in one, and has plain parameter names.
     assert load_model(together).model.state_dict().keys() == load_model(alone).model.state_dict().keys()
     find_checkpoints(together)[0].unlink()
-    run(tiny_config, "--name", "two")
+    run(tiny_config, "--name", "two", *windows)
     assert "9 of 12 steps done" in capsys.readouterr().out
     assert metrics(together, "loss") == pytest.approx(metrics(alone, "loss"), abs=1e-4)
 
@@ -225,3 +230,13 @@ def test_a_dry_run_takes_any_config_and_leaves_nothing(name, tmp_path, call, cap
     assert "s a step of 1,024 tokens" in out
     assert powers[:4] == ([1, 8, None, None] if name == "lssar" else [None] * 4)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_counts_every_micro_batch(tiny_config: Path, tmp_path: Path):
+    config = load_config(tiny_config)  # 8 sequences a step, 4 at a time
+    shortened = trial.shorten(config, CPU, tmp_path)
+    shortened.run_dir.mkdir()
+    line = {"step": 4, "loss": 1.0, "step_ms": 500.0, "memory_gb": 1.0}
+    (shortened.run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    time = trial.describe(config, shortened)[2]
+    assert time.endswith("at most 1 s a step of 128 tokens: 0:16:40 for 1000 steps, 0:00:12 for all 12")

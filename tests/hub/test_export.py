@@ -367,11 +367,34 @@ def test_code_needs_no_package_of_kernels(tmp_path):
     assert len(files) > 10 and "triton" not in imported
 
 
+@torch.no_grad()
+def test_the_loss_and_the_length_to_scale_for(tiny_config):
+    pytest.importorskip("transformers")
+    model = load_model(make_byte_run(tiny_config)).model
+    converted = export.own_model(model, RopeScaling(), 256).eval()
+    x = torch.randint(257, (2, 16))
+    labels = x.clone()
+    labels[0, :5] = -100
+    loss = converted(x, labels=labels).loss
+    torch.testing.assert_close(loss, model(x[:, :-1], labels[:, 1:]), rtol=1e-4, atol=1e-5)
+    converted.config.rope, converted.config.rope_length = "ntk", 64
+    expected = model(x, rope=RopeScaling("ntk", length=64))
+    torch.testing.assert_close(converted(x).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_scaling_is_written_and_needs_our_code(tiny_config, call):
+    pytest.importorskip("transformers")
+    out = tiny_config.with_name("out")
+    call(export, make_byte_run(tiny_config), out, "--rope", "theta", "--rope-theta", 5e5)
+    config = json.loads((out / "config.json").read_text())
+    assert (config["model_type"], config["rope"], config["rope_base"]) == ("normaliser_gpt", "theta", 5e5)
+
+
 def test_native_only_where_exact(tiny_config):
     changes = ["--model.position=alibi", "--model.attention-gate=true", "--attention.output-norm=true"]
     changes += ["--model.window=9", "--layers=[{at = [1], position = 'none'}]"]
     changes += ["--model.n-kv-head=1", "--attention.scores=cosine", "--train.loss=logit_norm"]
-    changes += ["--model.norm=rmsnorm"]
+    changes += ["--model.norm=rmsnorm", "--attention.reweight-p=3"]
     assert choose_architecture(load_config(tiny_config)) == "gpt_neox"
     for change in changes:
         assert choose_architecture(load_config(tiny_config, [change])) is None, change

@@ -143,11 +143,15 @@ def test_attention_mass_is_that_of_the_dense_weights():
     torch.testing.assert_close(last, gpt(tokens, rope=rope)[:, -1], atol=1e-4, rtol=0)
 
 
-def test_training_logs_two_of_them(tiny_config):
-    """qk_std and entropy, after the last step those of the trained model."""
+def test_training_logs_two_of_them(tiny_config, monkeypatch):
+    """qk_std and entropy of the last rows, after the last step those of the trained model."""
+    monkeypatch.setattr("training.validation.ATTENTION_ROWS", 5)
     folder = run(tiny_config, "--log.attention-every", "12")
     tokens = torch.from_numpy(TokenStream(load_config(tiny_config).data.dir, "val").read(0, 16))[None]
-    by_layer = model_statistics(load_model(folder).model, tokens).mean((0, 2)).T
+    gpt = load_model(folder).model
+    by_layer = model_statistics(gpt, tokens, n_rows=5).mean((0, 2)).T
     logged = next(record for record in records(folder) if "entropy" in record)
     for name in ("qk_std", "entropy"):
         assert [*logged[name].values()] == pytest.approx(by_layer[NAMES.index(name)].tolist(), rel=1e-5)
+    spread = gpt(tokens)[:, -5:].std(-1, correction=0).mean().item()
+    assert logged["logit_std"] == pytest.approx(spread, rel=1e-5)

@@ -156,6 +156,20 @@ def test_errors_are_paired_over_text():
     assert difference(old, losses("new", [1] * 8, trainings=[1.0])) == "+1.000 ±0.000"
 
 
+def test_the_spread_of_seeds_is_pooled_by_degrees_of_freedom():
+    """Variances 2 of one degree and 9 of two; d has b's trainings and counts no more, c has one seed."""
+    seeds = {"a": [0.0, 2.0], "b": [0.0, 3.0, 6.0], "c": [1.0], "d": [0.0, 3.0, 6.0]}
+    rows = [
+        (name, seed, f"{name.replace('d', 'b')}{seed}", length, length / 16, 0, loss * factor)
+        for name, losses in seeds.items()
+        for seed, loss in enumerate(losses)
+        for length, factor in ((16, 1), (256, 2))
+    ]
+    columns = ["variant", "seed", "training", "length", "factor", "block", "loss"]
+    text = comparison.seed_text(pd.DataFrame(rows, columns=columns))
+    assert "by 2.582 at 1x and 5.164 at 16x" in text  # ((2 + 2 * 9) / 3) ** 0.5
+
+
 def test_what_three_seeds_show_at_1x(tiny_config, tmp_path, call, no_drawing):
     """A variant that is 0.001 above the baseline in every seed is level, one that is 0.2 below it lower."""
     runs = tmp_path / "comparison_A"

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from launch import CPU
 from test_eval_length import N_BLOCKS, data, make_run, read
 
 from data.dataset import TokenStream
+from evals.common import Blocks
 from lab import diagnose
 from lab.attention_statistics import STATISTICS, model_statistics
 from lab.rows import read_rows
@@ -44,3 +46,12 @@ def test_script(tmp_path, data, call, capsys):
     assert keys[16] == keys[64] == 2 * [*STATISTICS]  # of two texts
     out = capsys.readouterr().out
     assert all(text in out for text in STATISTICS.values()) and "b at 64: no result" in out
+
+
+def test_windows_end_where_their_blocks_do(tmp_path, data):
+    gpt = load_model(make_run(tmp_path / "runs", "a", data)).model
+    blocks = Blocks(TokenStream(data, "val"), [16, 64], 2, n_skipped=1)
+    tokens = torch.from_numpy(blocks.stream.read(64, 128)).view(2, 64)
+    got = diagnose.score(gpt, blocks, 16, 8, RopeScaling("ntk"), CPU)
+    want = model_statistics(gpt, tokens[:, -16:], RopeScaling("ntk"), 8).double()
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

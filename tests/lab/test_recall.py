@@ -3,13 +3,15 @@
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import check_dataset, make_byte_run
-from launch import run
+from launch import CPU, run
 from torch.nn.functional import one_hot
 
 from data.batches import train_batch
@@ -142,3 +144,16 @@ def test_what_it_rejects(tmp_path: Path, call: Callable[..., None], tiny_config:
     call(recall_data, "--out", tmp_path / "data", "--sequences", 5)
     with pytest.raises(UserError, match="65 tokens: expected an even number of at least 40"):
         call(recall, untrained, "--data", tmp_path / "data", "--lengths", 65)
+
+
+def test_no_sequence_of_the_test_is_one_of_the_dataset(monkeypatch):
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        recall, "answers_right", lambda _, tokens, *more: seen.append(tokens) or tokens[:, :1]
+    )
+    args = SimpleNamespace(rope="none", rope_theta=None, samples=20)
+    recall.score(SimpleNamespace(autocast=nullcontext), "copy", 64, args, CPU)  # type: ignore[arg-type]
+    tested = torch.cat(seen).tolist()
+    seeds = [f"0 {split} {i}" for split in ("train", "val") for i in range(20)]
+    assert len(tested) == 20
+    assert not any(make_sequence("copy", 64, seed).tokens.tolist() in tested for seed in seeds)

@@ -17,7 +17,7 @@ from evals.rows import FACTORS, Row, write_rows
 from infra.cli import UserError
 from lab import fading, report
 from lab.figures import P_N_FITS, all_figures, fit_p_n
-from lab.records import read_records
+from lab.records import read_records, record_of, run_of
 from lab.runs import Runs, experiment_of, read_runs, tabulate
 from lab.tables import CONFIGS, read_published, read_rows, read_tables
 
@@ -400,3 +400,13 @@ def test_a_run_its_evaluations_and_the_report(tiny_config, call):
         read_runs([str(tiny_config.parent)])
     with pytest.raises(UserError, match="nowhere: no such run folder"):
         read_runs(["nowhere"])
+
+
+def test_a_record_keeps_a_runs_losses(tmp_path):
+    make_run(tmp_path, "a", [1.0, 2.0, 3.0, 4.0, 5.0])
+    leave_losses(tmp_path / "a", 0.0)
+    (run,) = read_runs([str(tmp_path)])
+    kept = run_of(json.loads(json.dumps(record_of(run))), tmp_path)
+    assert tabulate([kept]).means().to_dict() == tabulate([run]).means().to_dict()
+    assert kept.config == run.config
+    assert kept.logged("loss") == pytest.approx({i: 5 - i / 1000 + 0.0005 for i in range(2, 201, 2)})

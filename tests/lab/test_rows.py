@@ -5,7 +5,7 @@ from pathlib import Path
 from conftest import make_byte_run
 
 from config import to_toml
-from evals.rows import Row, write_rows
+from evals.rows import FILE, Row, read_table, write_rows
 from lab.rows import read_rows
 from training.checkpoint import read_config
 
@@ -21,3 +21,11 @@ def test_rows_and_validations(tiny_config: Path):
     assert rows.value.isna().tolist() == [True, False]
     (validation,) = rows[rows.evaluation == "train"].itertuples()
     assert (validation.measure, validation.value, validation.length) == ("val_loss", 1.5, 16)
+
+
+def test_new_rows_take_the_place_of_old_ones(tmp_path: Path):
+    row = Row("a", 1, 0.1, 3, "eval_length", "none", "t", 16, None, "loss", 2.0)
+    for value in (2.0, 1.0):
+        write_rows(tmp_path, [row._replace(value=value), row._replace(rope="ntk", block=0)])
+    table = read_table(tmp_path / FILE)
+    assert len(table) == 2 and table[table.rope == "none"].value.tolist() == [1.0]

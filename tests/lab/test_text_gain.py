@@ -10,7 +10,7 @@ from conftest import make_byte_run, one_line, write_dataset
 
 from evals.rows import FACTORS, read_table
 from lab import gains, text_gain
-from lab.text_gain import TrainingCounts, by_counts, cross_fit, match, read_block
+from lab.text_gain import TrainingCounts, by_counts, cross_fit, fit_and_score, match, read_block
 
 L = 16
 WIDTHS = [factor * L for factor in FACTORS]
@@ -86,3 +86,20 @@ def test_another_text_needs_the_same_tokenizer(
         call(text_gain, tiny_dataset, "--text", data, "--train-len", L, "--blocks", 2)
     with one_line("--blocks 99", "expected 2 to"):
         call(text_gain, tiny_dataset, "--train-len", L, "--blocks", 99)
+
+
+def test_weights_are_fitted_on_the_other_blocks():
+    first, second = blocks_of(3 * L, n_blocks=2)
+    widths = [L, 4 * L]
+    expected = [fit_and_score(*pair, widths).mean() for pair in ((second, first), (first, second))]
+    assert cross_fit([first, second], widths) == pytest.approx(expected)
+
+
+def test_the_training_split_is_counted(tmp_path, call):
+    """Random bytes that it does not have stay near ln 257 = 5.5. Counted themselves, they would be known."""
+    draw = random.Random(1)
+    val = [draw.randrange(256) for _ in range(2 * 16 * L)]
+    data = write_dataset(tmp_path / "data", {"val": [*val, 256], "train": [7] * 500 + [256]}, 10**6)
+    call(text_gain, data, "--train-len", L, "--blocks", 2, "--out", tmp_path / "out")
+    rows = read_table(tmp_path / "out/rows.csv")
+    assert rows[rows.measure == f"cut[{L}]"].value.min() > 5

@@ -71,8 +71,10 @@ def test_schedules():
     assert factors("cosine")[60] == pytest.approx(0.5)
     assert factors("cosine", min_lr_ratio=0.2)[60] == pytest.approx(0.6)
     assert factors("linear")[35] == pytest.approx(0.75)
+    assert factors("linear", min_lr_ratio=0.2)[60] == pytest.approx(0.6)
     wsd = factors("wsd", decay_fraction=0.2)
     assert wsd[88] == 1 and wsd[99] == pytest.approx(0.5)
+    assert factors("wsd", decay_fraction=0.2, min_lr_ratio=0.2)[99] == pytest.approx(0.6)
     assert 0 < factors("cosine")[-1] < factors("linear")[-1] < 0.02
 
 
