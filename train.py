@@ -12,7 +12,7 @@ Writes runs/<name>/: config.toml (resolved; `train.py runs/<name>/config.toml --
 engine that fits there), metrics.jsonl (a line per step), starts.jsonl (commit, versions, hardware) and
 checkpoints/. The same command, run again, resumes from the newest checkpoint. SIGTERM, SIGHUP,
 Ctrl-C and SIGUSR1 finish the step (and a validation before it) and save. A second Ctrl-C stops at once.
---dry-run takes steps of one micro-batch, with random tokens where there are no data.
+--dry-run takes steps of two micro-batches at most, with random tokens where there are no data.
 """
 
 import gc
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from config import changed_keys, parse_command_line
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import join_world
-from infra.files import exclusive_lock
+from infra.files import exclusive_lock, fingerprint
 from training.checkpoint import load_newest, save_checkpoint
 from training.loader import Batch
 from training.optim import power_at, set_learning_rates
@@ -41,7 +41,7 @@ from training.validation import measure_attention, validate
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
-    dry_run_help = "four steps of one micro-batch, a validation, memory and speed; no run"
+    dry_run_help = "four steps of at most two micro-batches, a validation, memory and speed; no run"
     parser.add_argument("--dry-run", action="store_true", help=dry_run_help)
     config, args = parse_command_line(parser)
     with join_world(config.train.device) as world, TemporaryDirectory() as scratch:
@@ -68,7 +68,8 @@ def start_or_resume(state: TrainState) -> RunLog:
         state.restore(*newest)
     elif config.init_from:
         init_summary = init_from_run(state.raw_model, config.init_from, state.data_info["tokenizer"])
-    if not state.world.agree([state.step, init_summary[:-1]]):  # the last line may name data.dir
+    file = fingerprint(newest[0]) if newest is not None else ""
+    if not state.world.agree([state.step, file, init_summary[:-1]]):  # the last line may name data.dir
         raise UserError(f"{config.run_dir}: the processes see different checkpoints; expected one folder")
     others = state.world.gather_objects(config)
     changed = {key for other in others for key in changed_keys(other, config)}
@@ -97,8 +98,12 @@ def train(state: TrainState, log: RunLog) -> None:
         if config.max_steps == 0 and not state.is_resumed:
             validate(state, log)
             save(state)
+        elif any(state.world.gather_objects(log.lacks_validation)):  # killed in it, after the save of a stop
+            validate(state, log)
         while state.step < config.max_steps and not stopped:
             stopped = train_step(state, log)
+            if state.step == config.max_steps:  # the run is finished, not stopped
+                stopped = None
             val_due = state.is_due(config.val_every)
             save_due = state.is_due(config.checkpoint_every)
 
@@ -108,12 +113,14 @@ def train(state: TrainState, log: RunLog) -> None:
             if state.is_due(state.config.log.every) or val_due or save_due or stopped:
                 log.flush()
 
-            # Validate
+            # Validate, after the save of a stop: who sent the signal may not wait for it.
+            if stopped:
+                save(state)
             if val_due:
                 validate(state, log)
 
             # Save, after the validation: metrics.jsonl has every one up to a checkpoint, too.
-            if save_due or stopped:
+            if save_due and not stopped:
                 save(state)
             if val_due or save_due or state.step == first:  # which compiles
                 gc.collect()

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -24,6 +25,9 @@ BLOCK = 128  # of queries and of keys: blocks after the queries are skipped
 # serves all lengths and layers, but not those with and without gradients, nor a batch of 1.
 GRAPHS = 64
 compiled_attention = torch.compile(flex_attention, dynamic=True, fullgraph=True)
+# Numbers of the formula are constants of its graph: kernels cannot take them as arguments. One patch for all
+# calls: torch keeps a little of each.
+PATCH = torch._dynamo.config.patch(recompile_limit=GRAPHS, specialize_float=True)
 
 
 def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:
@@ -60,8 +64,7 @@ def run_prepared(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, contex
     # FA4's kernels add in any order. Torch's for few queries does not compile for a varying number of them.
     flash = current_flash_attention_impl() == "FA4" and not torch.are_deterministic_algorithms_enabled()
     options: Any = {"BACKEND": "FLASH" if flash else "TRITON"}
-    # Numbers of the formula are constants of its graph: kernels cannot take them as arguments.
-    with torch._dynamo.config.patch(recompile_limit=GRAPHS, specialize_float=True):
+    with PATCH:
         return attention(q, k, v, score_mod, mask, scale=1.0, enable_gqa=grouped, kernel_options=options)
 
 

@@ -63,11 +63,15 @@ def find_checkpoints(run_dir: Path) -> list[Path]:
     return sorted((path for path in paths if path.stem[5:].isdecimal()), key=step_of, reverse=True)
 
 
+class DamagedCheckpoint(UserError):
+    """A file that a kill or a disk has spoilt: the one before it may be whole."""
+
+
 def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
     """Read one checkpoint file into host memory; lazily: map it, without a look at its checksums.
 
-    Raises UserError: absent, damaged, or not a checkpoint of this format. OSError, or what
-    a lack of memory raises: it cannot be read, but may be whole.
+    Raises UserError: absent, damaged (`DamagedCheckpoint`), or not a checkpoint of this format. OSError, or
+    what a lack of memory raises: it cannot be read, but may be whole.
     """
     if path.exists() and (not path.is_file() or path.suffix == ".toml"):
         raise UserError(f"{path}: expected a run folder or a checkpoint file")
@@ -84,7 +88,7 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
         if isinstance(e, OSError) and e.errno not in (None, errno.EINVAL):  # these are a damaged file's
             raise OSError(e.errno, e.strerror, str(path)) from None
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-        raise UserError(f"{path}: damaged or unreadable checkpoint ({reason})") from None
+        raise DamagedCheckpoint(f"{path}: damaged or unreadable checkpoint ({reason})") from None
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UserError(f"{path}: not a checkpoint of this version")
     if lost := CONTENT - checkpoint.keys():
@@ -93,16 +97,16 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
 
 
 def load_newest(run_dir: Path, lazily: bool = False) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint that loads, or None without any. Damaged ones are reported on stderr.
+    """The newest checkpoint that is not damaged, or None without any. Damaged ones are reported on stderr.
 
-    Raises UserError: there are checkpoints, but none loads. OSError, or what a lack of memory raises: one
-    cannot be read, but may be whole. An older one in its place would lose steps.
+    Raises UserError: there are checkpoints, but none loads; the newest is of another version. OSError, or
+    what a lack of memory raises: one cannot be read, but may be whole. An older one would lose steps.
     """
     paths = find_checkpoints(run_dir)
     for path in paths:
         try:
             return path, load_checkpoint(path, lazily)
-        except UserError as e:
+        except DamagedCheckpoint as e:
             if os.environ.get("RANK", "0") == "0":
                 print(f"warning: {e}; skipped", file=sys.stderr, flush=True)
     if paths:

@@ -52,6 +52,7 @@ class RunLog:
         self.pending: list[dict[str, Any]] = []
         self.restart_clock()
         self.metrics: Path | None = None
+        self.lacks_validation = False  # of the step that was resumed
         self.wandb: Any = None
 
     def open_folder(self, init_summary: list[str]) -> None:
@@ -76,6 +77,10 @@ class RunLog:
         n_lost = step - sum("val_loss" not in each for each in kept)
         if n_lost > 0:
             self.print(f"warning: {self.metrics} has lost {n_lost} of {step} steps, which no checkpoint has")
+        is_validated = any(each["step"] == step for each in kept if "val_loss" in each)
+        self.lacks_validation = (
+            step > 0 and self.state.is_due(self.config.train.val_every) and not is_validated
+        )
         write_atomically(run_dir / "config.toml", to_toml(self.config).encode())
         write_atomically(self.metrics, to_jsonl(kept).encode())
         append_synced(run_dir / "starts.jsonl", to_jsonl([start_record(self.world, step)]))
@@ -142,7 +147,7 @@ class RunLog:
         append_synced(self.metrics, to_jsonl(records))
         with self._wandb_may_end():
             for record in records if self.wandb else ():
-                self.wandb.log(record, step=record["step"])
+                self.wandb.log(record)
 
     def close(self, line: str) -> None:
         self.print(line)
@@ -185,7 +190,10 @@ class RunLog:
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 matrix-multiplication FLOP/s from the data sheet; None for a device not in this list."""
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    sheets = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+    sheets = {
+        "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H200": 989e12, "H100": 989e12,
+        "GB200": 2500e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12,
+    }  # fmt: skip
     return next((flops for card, flops in sheets.items() if card in device_name), None)
 
 
@@ -230,10 +238,12 @@ def open_wandb(config: Config) -> Any:
     if not path.exists():
         write_atomically(path, secrets.token_hex(4).encode())
     try:
-        return wandb.init(
+        run = wandb.init(
             project=config.log.wandb_project, name=config.name, id=path.read_text().strip(), resume="allow",
             dir=str(config.run_dir), config=config.model_dump(),
         )  # fmt: skip
+        run.define_metric("*", step_metric="step")  # its own steps could not go back, as after a kill
+        return run
     except wandb.Error as e:
         raise UserError(f"log.wandb: {' '.join(str(e).split())}") from None
 

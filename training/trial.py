@@ -34,18 +34,23 @@ def with_data(config: Config, world: World, folder: Path) -> Config:
 
 
 def shorten(config: Config, world: World, folder: Path) -> Config:
-    """The config of steps of one micro-batch a process, one validation and one save, in `folder`."""
+    """The config of a few small steps, one validation and one save, in `folder`.
+
+    A step has two micro-batches a process if the config's has more than one: at the second there are
+    gradients already, which count in the peak of memory.
+    """
     config = with_data(config, world, folder / "data")
     train = config.train
     n_steps = N_STEPS if train.max_steps else 0
     attention_every = 3 if config.log.attention_every else 0  # in no timed step
-    micro, _ = share_batch(train, world.size)
+    micro, per_process = share_batch(train, world.size)
+    n_sequences = world.size * min(2 * micro, per_process)
     changes = {
         "attention": {"reweight_p_warmup": min(config.attention.reweight_p_warmup, 2)},
         "optimizer": {"warmup_steps": min(config.optimizer.warmup_steps, n_steps)},
         "log": {"dir": str(folder), "every": 1, "wandb": False, "attention_every": attention_every},
         "train": {
-            "max_steps": n_steps, "batch_tokens": world.size * micro * train.seq_len, "val_every": N_STEPS,
+            "max_steps": n_steps, "batch_tokens": n_sequences * train.seq_len, "val_every": N_STEPS,
             "val_tokens": train.seq_len, "checkpoint_every": N_STEPS,
         },
     }  # fmt: skip

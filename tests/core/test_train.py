@@ -225,18 +225,20 @@ def test_a_dry_run_takes_any_config_and_leaves_nothing(name, tmp_path, call, cap
     monkeypatch.chdir(tmp_path)
     call(train, Path(train.__file__).parent / f"configs/{name}.toml", "--dry-run", *SMALL.split())
     out = capsys.readouterr().out
-    assert "step 4 | validation loss" in out and "256 tokens, 8 sequences at a time" in out
+    assert "step 4 | validation loss" in out and "512 tokens, 8 sequences at a time" in out
     assert "dry run  steps, validation and save work; nothing is kept\nmemory " in out
     assert "s a step of 1,024 tokens" in out
-    assert powers[:4] == ([1, 8, None, None] if name == "lssar" else [None] * 4)
+    of_steps = [1, 8, None, None] if name == "lssar" else [None] * 4
+    assert powers[:8] == [p for p in of_steps for _ in range(2)]  # two micro-batches each
     assert not list(tmp_path.iterdir())
 
 
 def test_a_dry_run_counts_every_micro_batch(tiny_config: Path, tmp_path: Path):
-    config = load_config(tiny_config)  # 8 sequences a step, 4 at a time
+    config = load_config(tiny_config, ["--train.batch-tokens", "256"])  # 16 sequences a step, 4 at a time
     shortened = trial.shorten(config, CPU, tmp_path)
+    assert shortened.train.batch_tokens == 2 * 4 * 16  # at the second micro-batch there are gradients
     shortened.run_dir.mkdir()
     line = {"step": 4, "loss": 1.0, "step_ms": 500.0, "memory_gb": 1.0}
     (shortened.run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     time = trial.describe(config, shortened)[2]
-    assert time.endswith("at most 1 s a step of 128 tokens: 0:16:40 for 1000 steps, 0:00:12 for all 12")
+    assert time.endswith("at most 1 s a step of 256 tokens: 0:16:40 for 1000 steps, 0:00:12 for all 12")

@@ -80,6 +80,33 @@ def test_a_signal_during_validation_ends_the_run_after_the_next_step(
     assert curve(stopped) == curve(whole)
 
 
+def test_a_stop_is_saved_before_the_validation_of_its_step(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Who sent the signal may not wait for it. It is done on resume."""
+    whole = run(tiny_config, "--name", "whole")
+    forward = train.forward_backward
+
+    def forward_with_signal(state: TrainState, batch: Any) -> torch.Tensor:
+        if state.step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward(state, batch)
+
+    def killed(state: TrainState, log: RunLog) -> float:
+        if state.step == 8:
+            raise KeyboardInterrupt
+        return validate(state, log)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train, "forward_backward", forward_with_signal)
+        patch.setattr(train, "validate", killed)
+        run(tiny_config, "--name", "stopped")
+    stopped = whole.with_name("stopped")
+    assert find_checkpoints(stopped)[0].name == "step_000008.pt"
+    run(tiny_config, "--name", "stopped")
+    assert curve(stopped) == curve(whole)
+
+
 @pytest.mark.parametrize("function", ["validate", "save"])
 def test_a_kill_around_the_last_validation(function: str, tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
     """It is done again, and there once."""
