@@ -363,6 +363,7 @@ def describe_attention(options: AttentionConfig, model: ModelConfig | None = Non
     stated |= options.model_dump(include={"reweight_p", "reweight_p_warmup"}, exclude_defaults=True)
     if model is not None:
         keys = {"position", "window", "key_shift", "attention_gate"}
+        keys |= {"rope_theta", "rope_fraction"} if model.rotating else set()
         stated |= model.model_dump(include=keys, exclude_defaults=True)
     listed = ", ".join(f"{key} = {value}" for key, value in stated.items())
     return options.normaliser + (f" ({listed})" if listed else "")

@@ -98,8 +98,9 @@ def train(state: TrainState, log: RunLog) -> None:
         if config.max_steps == 0 and not state.is_resumed:
             validate(state, log)
             save(state)
-        elif any(state.world.gather_objects(log.lacks_validation)):  # killed in it, after the save of a stop
+        elif any(state.world.gather_objects(log.lacks_validation)):  # a stop has left it out
             validate(state, log)
+            log.restart_clock()
         while state.step < config.max_steps and not stopped:
             stopped = train_step(state, log)
             if state.step == config.max_steps:  # the run is finished, not stopped
@@ -113,14 +114,12 @@ def train(state: TrainState, log: RunLog) -> None:
             if state.is_due(state.config.log.every) or val_due or save_due or stopped:
                 log.flush()
 
-            # Validate, after the save of a stop: who sent the signal may not wait for it.
-            if stopped:
-                save(state)
-            if val_due:
+            # Validate. After a stop on resume: who sent the signal may not wait for it.
+            if val_due and not stopped:
                 validate(state, log)
 
             # Save, after the validation: metrics.jsonl has every one up to a checkpoint, too.
-            if save_due and not stopped:
+            if save_due or stopped:
                 save(state)
             if val_due or save_due or state.step == first:  # which compiles
                 gc.collect()

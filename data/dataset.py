@@ -158,7 +158,7 @@ def dataset_info(folder: str | Path) -> dict[str, Any]:
         expected = "run hf download again; if it finds nothing to do, delete this file"
         raise UserError(f"{partial}: a download that did not finish: {expected}")
     if not path.exists():
-        for mask in folder.glob("*mask_*.bin"):  # a mask means nothing without it
+        for mask in folder.glob("*_*mask_[0-9]*.bin"):  # means nothing without it
             raise UserError(f"{path}: no such file; expected the one that was made with {mask.name}")
         return {"tokenizer": "gpt2", "vocab_size": 50257}
     return read_json(path, DatasetInfo)

@@ -76,16 +76,20 @@ def main() -> None:
 def check_comparable(job: sweep.Job, records: list[comparison.Record]) -> None:
     """Raises UserError: another recipe than the base's, or another text or a name that the records have."""
     config = job.config
+    if config.init_from:
+        raise UserError(
+            f"{config.name}: init_from = {config.init_from!r}: expected none, as all of scale A have"
+        )
     base = load_config(BASE)
     recipes = [comparison.recipe_of(each, "optimizer.lr").items() for each in (base, config)]
     for key, _ in sorted(recipes[0] ^ recipes[1]):
         expected = f"expected {attrgetter(key)(base)!r}, as all of scale A have"
         raise UserError(f"{config.name}: {key} = {attrgetter(key)(config)!r}: {expected}")
     TokenStream(config.data.dir, "val").check_model(config.model.vocab_size)
-    published = records[0]["data"] if records else {}
     for key, split in (("fingerprint", "val"), ("train", "train")):
         stream = TokenStream(config.data.dir, split)
-        theirs = f"sha256 {published.get(key, '').removeprefix('sha256 ')}"
+        recorded = next((record["data"][key] for record in records if key in record["data"]), "")
+        theirs = f"sha256 {recorded.removeprefix('sha256 ')}"
         if not stream.fingerprint.startswith(theirs):
             ours = f"{split} has {stream.info['tokenizer']} tokens, {stream.fingerprint}"
             expected = f"expected bytes of Python 3.11.7's library, {theirs}, or --fresh"

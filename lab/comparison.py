@@ -23,7 +23,7 @@ from pydantic import PositiveFloat, RootModel
 
 from config import changed_keys
 from evals.output import format_length, format_rope, legend_below, save_figure
-from evals.rows import text_key
+from evals.rows import identity_of, text_key
 from infra.cli import UserError
 from infra.files import read_json, read_jsonl, read_text, write_atomically
 from lab.figures import draw_lines, log_ticks
@@ -33,6 +33,7 @@ from lab.runs import FinishedRun, main_text, read_runs
 from lab.styles import GREY, N_SHOWN, variant_styles
 from lab.tables import CONFIGS, DASH, PAPERS_FOLDER, check_ours, markdown, mean_and_spread
 from schema import VARIANT_KEYS, Config, describe_layers, resume_rule
+from training.checkpoint import find_checkpoints, load_checkpoint
 
 TITLE = "# The comparison"
 BASELINE = "softmax"
@@ -53,6 +54,12 @@ def recipe_of(config: Config, *others: str) -> dict[str, Any]:
     }
 
 
+def variant_of(config: Config, *others: str) -> Record:
+    """What `check_comparable` compares of a config. A run that began from another one has no recipe."""
+    recipe = {} if config.init_from else {"recipe": recipe_of(config, *others)}
+    return {"attention": describe_layers(config), **recipe}
+
+
 def record_of(run: FinishedRun) -> Record:
     """What the comparison keeps of a run. Its variant stands under "contestant", its seed under "which".
 
@@ -63,6 +70,8 @@ def record_of(run: FinishedRun) -> Record:
     losses = run.losses
     seen = losses[losses.text == main_text(losses)]
     data = text_of(run, seen)
+    for path in find_checkpoints(run.folder)[:1]:
+        data["train"] = identity_of(load_checkpoint(path, lazily=True)["data"]["train"])
     unseen = losses[losses.skipped_tokens >= data["blocks"] * data["block_length"]]
     if data["blocks"] < 4 or unseen.text.nunique() > 1 or (unseen.blocks < 2).any():
         raise UserError(f"{run.folder}: expected 4 blocks of text or more, one --skip, and 2 blocks after it")
@@ -77,7 +86,7 @@ def record_of(run: FinishedRun) -> Record:
         "contestant": run.name,
         "which": run.config.seed,
         "lr": run.config.optimizer.lr,
-        "attention": describe_layers(run.config),
+        **variant_of(run.config, "optimizer.lr"),
         "parameters": run.n_params,
         "train_len": train_len,
         "steps": run.steps_before + run.config.train.max_steps,
@@ -87,8 +96,6 @@ def record_of(run: FinishedRun) -> Record:
         "lengths": by_length,
         "positions": positions.to_dict(),
     }
-    if not run.config.init_from:
-        record["recipe"] = recipe_of(run.config, "optimizer.lr")
     if len(unseen):
         record |= {"unseen": losses_of(unseen, measures), "unseen_data": text_of(run, unseen)}
     return record
@@ -137,8 +144,7 @@ def recalls_of(folder: Path) -> Iterator[Record]:
                     at_rope.setdefault(task, {}).update(by_length)
         for rope, of_tasks in by_rope.items():
             which = {"contestant": run.name, "which": run.config.seed, "rope": rope}
-            what = {"attention": describe_layers(run.config), "recipe": recipe_of(run.config)}
-            yield {"kind": "recall", **which, **what, "shares": of_tasks}
+            yield {"kind": "recall", **which, **variant_of(run.config), "shares": of_tasks}
 
 
 class StepTimes(RootModel[dict[str, PositiveFloat]]):

@@ -65,7 +65,7 @@ def describe(config: Config, shortened: Config) -> list[str]:
     if not steps:  # with max_steps = 0
         return [kept]
     train = config.train
-    # Each micro-batch counts with an update, though a step has only one.
+    # A step of this run has an update for two micro-batches, one of the config's for all.
     seconds = steps[-1]["step_ms"] / 1000 * train.batch_tokens / shortened.train.batch_tokens
     return [
         kept,

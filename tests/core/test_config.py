@@ -220,8 +220,9 @@ attention = { normaliser = "ssmax", scores = "cosine", scale_init = "sqrt_d_over
     assert same.of_layer(1).model == same.model
     qk_norm = "softmax (scores = cosine, scale = sqrt_d"
     assert describe_layers(config) == (
-        "layer 0: ssmax (scores = cosine, scale_init = 1.15, position = p_rope, window = 128); "
-        f"layers 1, 2, 4, 5, 6, 8, 9, 10: {qk_norm}, position = p_rope); "
+        "layer 0: ssmax (scores = cosine, scale_init = 1.15, position = p_rope, window = 128, "
+        "rope_theta = 500000.0, rope_fraction = 0.5); "
+        f"layers 1, 2, 4, 5, 6, 8, 9, 10: {qk_norm}, position = p_rope, rope_fraction = 0.5); "
         f"layers 3, 7: {qk_norm}, length_scale = ln_n, position = none); "
         "layer 11: ssmax (scores = cosine, scale_init = 1.15, position = none, window = 128)"
     )

@@ -98,6 +98,12 @@ def test_two_processes_give_the_losses_of_one(tiny_config: Path, capsys: pytest.
     together = alone.parent / "two"
     for key in ("loss", "val_loss", "grad_norm"):
         assert metrics(together, key) == pytest.approx(metrics(alone, key), abs=1e-4)
+    # A validation that a stop has left out is made by both.
+    lines = (together / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert "val_loss" in lines[-1]
+    (together / "metrics.jsonl").write_text("".join(lines[:-1]))
+    finish(fork_ranks(train.main, tiny_config, "--name", "two", "--train.micro-batch", "2", *windows))
+    assert (together / "metrics.jsonl").read_text().splitlines(keepends=True) == lines
     # A checkpoint of two processes resumes in one, and has plain parameter names.
     assert load_model(together).model.state_dict().keys() == load_model(alone).model.state_dict().keys()
     find_checkpoints(together)[0].unlink()

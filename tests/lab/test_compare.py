@@ -80,10 +80,17 @@ def test_what_does_not_compare_is_refused_before_the_training(scale, call):
     with one_line("mine: train.seq_len = 8: expected 4, as all of scale A have"):
         call(compare, "mine.toml", "--train.seq-len", "8")
     Path("A.jsonl").write_text(Path("A.jsonl").read_text().replace("0123456789ab", fingerprint()))
+    with one_line("mine: init_from = 'elsewhere': expected none"):
+        call(compare, "mine.toml", "--init-from", "elsewhere")
     Path("other.toml").write_text('name = "softmax_seed=4"')
     for file in ("softmax.toml", "other.toml"):
         with one_line("softmax: a published variant has this name"):
             call(compare, file)
+    record = {"kind": "run", "contestant": "fox", "data": {"train": "ba9876543210"}}
+    with open("A.jsonl", "a") as f:
+        f.write(json.dumps(record) + "\n")
+    with one_line("train has bytes tokens, sha256 ", "sha256 ba9876543210, or --fresh"):
+        call(compare, "mine.toml")
     assert scale == [] and not Path("runs").exists()
 
 

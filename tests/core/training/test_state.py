@@ -118,12 +118,17 @@ def test_a_run_goes_on_with_another_engine(tiny_config: Path, capsys: pytest.Cap
 def test_ranks_that_see_different_checkpoints_do_not_start(
     tiny_config: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The other one, on a disk of its own, has step 3."""
-    monkeypatch.setattr(World, "gather_objects", lambda world, value: [value, [3, []]])
+    """The other one, on a disk of its own, has step 3, or another file of the same step."""
+    monkeypatch.setattr(World, "gather_objects", lambda world, value: [value, [3, "", []]])
     state = build(tiny_config)
     with one_line(state.config.run_dir, "the processes see different checkpoints"):
         train.start_or_resume(state)
     assert not state.config.run_dir.exists()
+    monkeypatch.setattr(World, "gather_objects", lambda world, value: [value, [0, "of another file", []]])
+    with one_line(state.config.run_dir, "the processes see different checkpoints"):
+        train.start_or_resume(state)
+    monkeypatch.undo()
+    train.start_or_resume(state)
 
 
 @pytest.mark.parametrize(
