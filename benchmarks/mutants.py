@@ -72,7 +72,7 @@ training/loader.py: config.data.skip_steps + step => step
 # tests/core/training/test_state.py
 training/state.py: optimizer.load_state_dict(saved) => pass
 training/state.py: self.step = checkpoint["step"] => self.step = checkpoint["step"] + 1
-train.py: not state.world.agree([state.step, init_summary[:-1]]) => False
+train.py: not state.world.agree([state.step, file, init_summary[:-1]]) => False
 # tests/core/training/test_guard.py
 training/state.py: checkpoint["guard"].get("skipped", 0) => 0
 # tests/core/test_eval_length.py
