@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +28,26 @@ def hang_up() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
+def forward_with_signal(step: int, number: int) -> Callable[[TrainState, Any], torch.Tensor]:
+    """`train.forward_backward` that receives a signal in the step after `step`."""
+    forward = train.forward_backward
+
+    def run_step(state: TrainState, batch: Any) -> torch.Tensor:
+        if state.step == step:
+            os.kill(os.getpid(), number)
+        return forward(state, batch)
+
+    return run_step
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_finishes_the_step_saves_and_the_same_command_resumes(
     tiny_config: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, hang_up: None
 ):
     whole = run(tiny_config, "--name", "whole")
-    forward = train.forward_backward
-
-    def forward_with_signal(state: TrainState, batch: Any) -> torch.Tensor:
-        if state.step == 6:
-            os.kill(os.getpid(), number)
-        return forward(state, batch)
-
     before = {n: signal.getsignal(n) for n in StopSignals.SIGNALS}
     with monkeypatch.context() as patch:
-        patch.setattr(train, "forward_backward", forward_with_signal)
+        patch.setattr(train, "forward_backward", forward_with_signal(6, number))
         stopped = run(tiny_config, "--name", "stopped")
     assert {n: signal.getsignal(n) for n in StopSignals.SIGNALS} == before
     assert find_checkpoints(stopped)[0].name == "step_000007.pt"
@@ -85,15 +90,8 @@ def test_a_stop_leaves_the_validation_of_its_step_to_the_resumed_run(
 ):
     """Who sent the signal may not wait for it."""
     whole = run(tiny_config, "--name", "whole")
-    forward = train.forward_backward
-
-    def forward_with_signal(state: TrainState, batch: Any) -> torch.Tensor:
-        if state.step == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return forward(state, batch)
-
     with monkeypatch.context() as patch:
-        patch.setattr(train, "forward_backward", forward_with_signal)
+        patch.setattr(train, "forward_backward", forward_with_signal(7, signal.SIGTERM))
         stopped = run(tiny_config, "--name", "stopped")
     assert find_checkpoints(stopped)[0].name == "step_000008.pt"
     assert [r["step"] for r in records(stopped) if "val_loss" in r] == [4]
