@@ -13,18 +13,18 @@ table has these files alone.
 import argparse
 import sys
 import tomllib
-from operator import attrgetter
 from pathlib import Path
 
 import sweep
-from config import load_config, parse_overrides
+from config import changed_keys, load_config, parse_overrides
 from data.dataset import TokenStream
+from evals.rows import identity_of
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.distributed import StopSignals
 from infra.files import exclusive_lock, read_jsonl, write_atomically
 from lab import comparison
 from lab.report import RESULTS
-from lab.runs import read_run, without_seed
+from lab.runs import read_run, recipe_of, without_seed
 from lab.styles import N_SHOWN
 from lab.tables import CONFIGS, PAPERS_FOLDER, check_ours, markdown
 
@@ -81,18 +81,17 @@ def check_comparable(job: sweep.Job, records: list[comparison.Record]) -> None:
             f"{config.name}: init_from = {config.init_from!r}: expected none, as all of scale A have"
         )
     base = load_config(BASE)
-    recipes = [comparison.recipe_of(each, "optimizer.lr").items() for each in (base, config)]
-    for key, _ in sorted(recipes[0] ^ recipes[1]):
-        expected = f"expected {attrgetter(key)(base)!r}, as all of scale A have"
-        raise UserError(f"{config.name}: {key} = {attrgetter(key)(config)!r}: {expected}")
-    TokenStream(config.data.dir, "val").check_model(config.model.vocab_size)
+    recipe = {key for each in (base, config) for key in recipe_of(each, *comparison.OWN_KEYS, "optimizer.lr")}
+    for key, (old, new) in changed_keys(base, config).items():
+        if key in recipe:
+            raise UserError(f"{config.name}: {key} = {new!r}: expected {old!r}, as all of scale A have")
     for key, split in (("fingerprint", "val"), ("train", "train")):
         stream = TokenStream(config.data.dir, split)
-        recorded = next((record["data"][key] for record in records if key in record["data"]), "")
-        theirs = f"sha256 {recorded.removeprefix('sha256 ')}"
-        if not stream.fingerprint.startswith(theirs):
+        stream.check_model(config.model.vocab_size)
+        texts = [identity_of(record["data"][key]) for record in records if key in record["data"]]
+        if texts and texts[0] != identity_of(stream.fingerprint):
             ours = f"{split} has {stream.info['tokenizer']} tokens, {stream.fingerprint}"
-            expected = f"expected bytes of Python 3.11.7's library, {theirs}, or --fresh"
+            expected = f"expected bytes of Python 3.11.7's library, sha256 {texts[0]}, or --fresh"
             raise UserError(f"{config.data.dir}: {ours}: {expected}")
     name = without_seed(config.name)
     if name in {record["contestant"] for record in records}:

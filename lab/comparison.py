@@ -21,7 +21,6 @@ import pandas as pd
 from matplotlib.figure import Figure
 from pydantic import PositiveFloat, RootModel
 
-from config import changed_keys
 from evals.output import format_length, format_rope, legend_below, save_figure
 from evals.rows import identity_of, text_key
 from infra.cli import UserError
@@ -29,34 +28,22 @@ from infra.files import read_json, read_jsonl, read_text, write_atomically
 from lab.figures import draw_lines, log_ticks
 from lab.level import verdict
 from lab.records import Record, write_records
-from lab.runs import FinishedRun, main_text, read_runs
+from lab.runs import FinishedRun, main_text, read_runs, recipe_of
 from lab.styles import GREY, N_SHOWN, variant_styles
 from lab.tables import CONFIGS, DASH, PAPERS_FOLDER, check_ours, markdown, mean_and_spread
-from schema import VARIANT_KEYS, Config, describe_layers, resume_rule
+from schema import VARIANT_KEYS, Config, describe_layers
 from training.checkpoint import find_checkpoints, load_checkpoint
 
 TITLE = "# The comparison"
 BASELINE = "softmax"
-OTHER_KEYS = ("name", "seed", "init_from", "data.dir")  # of a run, not of the recipe
+OWN_KEYS = (*VARIANT_KEYS, "data.dir")  # of a run, not of the recipe of all: starts of keys
 MARGIN = 0.01  # nats of no account, at the training length
 
 
 # ---------------------------------------------------------------- records
-def recipe_of(config: Config, *others: str) -> dict[str, Any]:
-    """What the losses of a scale depend on besides the variant and `others`: keys not at their defaults."""
-    changed = changed_keys(Config(name="default"), config)
-    return {
-        key: value
-        for key, (_, value) in changed.items()
-        if resume_rule(key) != "free"
-        and not key.startswith(VARIANT_KEYS)
-        and key not in (*OTHER_KEYS, *others)
-    }
-
-
-def variant_of(config: Config, *others: str) -> Record:
+def variant_of(config: Config, *but: str) -> Record:
     """What `check_comparable` compares of a config. A run that began from another one has no recipe."""
-    recipe = {} if config.init_from else {"recipe": recipe_of(config, *others)}
+    recipe = {} if config.init_from else {"recipe": recipe_of(config, *OWN_KEYS, *but)}
     return {"attention": describe_layers(config), **recipe}
 
 

@@ -107,7 +107,7 @@ def lssar_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
         yield f"lssar_figure1_{scale}.png", title, log_ticks(figure, sorted(points.length.unique()))
     parts = []
     configs = {line.line: line.run.config for line in runs.table.itertuples()}
-    recipes = {line: recipe_of(config, but="attention.") for line, config in configs.items()}
+    recipes = {line: str(recipe_of(config, "attention.")) for line, config in configs.items()}
     for row in read_rows("lssar_paper", "figure2_lssa figure2_softmax"):
         part = losses[losses.line.isin(runs.of_row(row).line)]
         parts.append(part.assign(recipe=part.line.map(recipes), x=row.config.attention.reweight_p))
@@ -155,7 +155,7 @@ def learning_curves(runs: Runs, of_scale: pd.DataFrame) -> pd.DataFrame:
             width = max(WINDOW, line.run.config.train.max_steps // 100)
             means = losses.groupby((losses.index - 1) // width).mean()
             means.index = (means.index + 1) * width
-            key = recipe_of(line.run.config, but="attention."), line.seed, row.config.name[0]
+            key = str(recipe_of(line.run.config, "attention.")), line.seed, row.config.name[0]
             if len(losses):
                 curves[key] = f"({key[-1]}) {line.name}", means
     parts = [

@@ -138,7 +138,7 @@ def merge(runs: list[FinishedRun]) -> list[FinishedRun]:
     merged: dict[tuple[str, ...], FinishedRun] = {}
     for run in runs:
         validation = round([*run.logged("val_loss").values()][-1], DIGITS)
-        key = run.experiment, recipe_of(run.config), str(run.config.seed), str(validation)
+        key = run.experiment, str(recipe_of(run.config)), str(run.config.seed), str(validation)
         first = merged.setdefault(key, run)
         if first is not run:
             new = run.losses[~run.losses.rope.isin(first.losses.rope)]

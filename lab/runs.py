@@ -119,15 +119,18 @@ def experiment_of(config: Config) -> str:
     return json.dumps(attention | rest, sort_keys=True)
 
 
-def recipe_of(config: Config, but: str = "") -> str:
-    """All keys that a loss curve depends on, but for those that tell the seeds of a line apart.
+def recipe_of(config: Config, *but: str) -> dict[str, Any]:
+    """All keys that a loss curve depends on and that are not at their defaults, with their values.
 
-    but: the start of keys to leave out as well.
+    Those that tell the seeds of a line apart are left out. but: starts of keys to leave out as well.
     """
     changed = changed_keys(Config(name="default"), config)
-    seeds = "name", "seed", "init_from"
-    kept = {key: new for key, (_, new) in changed.items() if resume_rule(key) != "free" and key not in seeds}
-    return str({key: new for key, new in kept.items() if not (but and key.startswith(but))})
+    left_out = ("name", "seed", "init_from", *but)
+    return {
+        key: new
+        for key, (_, new) in changed.items()
+        if resume_rule(key) != "free" and not key.startswith(left_out)
+    }
 
 
 # ---------------------------------------------------------------- reading run folders
@@ -229,11 +232,11 @@ def names_of(table: pd.DataFrame) -> pd.Series:
     commonest = dtypes.groupby(table.scale).transform(lambda each: each.mode()[0])
     names = table.run.map(lambda run: run.name) + (", " + dtypes).where(dtypes != commonest, "")
     rates = table.run.map(lambda run: f", lr {run.config.optimizer.lr:g}")
-    n_lines = table.assign(name=names).groupby(["scale", "name"]).line.transform("nunique")
-    names += rates.where(n_lines > 1, "")
     folders = table.run.map(lambda run: f", {run.folder}")
-    n_lines = table.assign(name=names).groupby(["scale", "name"]).line.transform("nunique")
-    return names + folders.where(n_lines > 1, "")
+    for additions in (rates, folders):
+        n_lines = table.assign(name=names).groupby(["scale", "name"]).line.transform("nunique")
+        names += additions.where(n_lines > 1, "")
+    return names
 
 
 def tabulate(runs: list[FinishedRun]) -> Runs:
@@ -245,7 +248,7 @@ def tabulate(runs: list[FinishedRun]) -> Runs:
     table = pd.DataFrame({"run": runs, "seed": [run.config.seed for run in runs]})
     table["scale_text"] = [scale_of(run.config, run.steps_before) for run in runs]
     table["experiment"] = [run.experiment for run in runs]
-    table["recipe"] = [recipe_of(run.config) for run in runs]
+    table["recipe"] = [str(recipe_of(run.config)) for run in runs]
     line = ["scale_text", "experiment", "recipe"]
     repeats = table.duplicated([*line, "seed"])
     for run in table[repeats].run:
