@@ -43,9 +43,11 @@ def make_normaliser(
     window: int = 0,
     width: int = 0,
 ) -> NormaliserLayer:
-    """The normaliser that `options` name. train_len: L of the formulas. position, window: of `[model]`.
+    """The normaliser that `options` name. train_len: L of the formulas. position, window: of
+    `[model]`.
 
-    width: of the layer's input, from which some formulas compute `signals` (`NormaliserLayer.read`).
+    width: of the layer's input, from which some formulas compute `signals`
+    (`NormaliserLayer.read`).
     """
     return NormaliserLayer(
         options.definition, options.reweight_p, n_head, head_dim, train_len, position, window, width
@@ -65,23 +67,28 @@ def attend(
     signals: Tensor | None = None,
     place: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention: layer.weights(q, k) @ v, RMS-normalised per head where the formula has output_norm.
+    """Causal attention: layer.weights(q, k) @ v, RMS-normalised per head where the formula has
+    output_norm.
 
     Args:
         q: (B, H, Tq, D) after RoPE, the last Tq of the Tk positions.
         k, v: (B, n_kv_head, Tk, D). Head h of q belongs to head h // (H / n_kv_head) of k and v.
         engine: a name, resolved at this call; a model resolves it once (`choose_engine`).
         normed: q and k come from `layer.norm_heads`.
-        spans: for a padded batch, the positions [start, stop) of each sequence's real keys. n counts only
-            these. Sequences with the same span are computed together; padding gets zeros.
+        spans: for a padded batch, the positions [start, stop) of each sequence's real keys. n
+            counts only these. Sequences with the same span are computed together; padding gets
+            zeros.
         p: a bound on the layer's reweight_p, as while it rises; None: no bound.
-        signals: (B, H, Tk, S) of all keys, from `layer.read`, for formulas that read the layer's input.
-        place: (1,) int64, where the only query is among the keys, in a CUDA graph; None: it is the last.
+        signals: (B, H, Tk, S) of all keys, from `layer.read`, for formulas that read the layer's
+        input.
+        place: (1,) int64, where the only query is among the keys, in a CUDA graph; None: it is the
+        last.
     Returns:
         (B, H, Tq, D) in v's type. Scores and weights are float32 (float64 for float64 inputs).
     Raises:
         UserError: for an engine that cannot run this normaliser here.
-        ValueError: no such engine; q has not the layer's heads and head size, or more queries than keys.
+        ValueError: no such engine; q has not the layer's heads and head size, or more queries than
+        keys.
     """
     heads = (layer.n_head, layer.head_dim * (2 if layer.position == "pope" else 1))
     if (q.shape[1], q.shape[3]) != heads:
@@ -98,12 +105,16 @@ def attend(
             if queries.start < queries.stop:
                 real = q[sequences, :, queries], k[sequences, :, keys], v[sequences, :, keys]
                 of_keys = None if signals is None else signals[sequences, :, keys]
-                out[sequences, :, queries] = attend(*real, layer, engine, normed=normed, p=p, signals=of_keys)
+                out[sequences, :, queries] = attend(
+                    *real, layer, engine, normed=normed, p=p, signals=of_keys
+                )
         return out
     run = engine.run
     if place is not None:
         run = load_engine("dense").run
-    elif q.shape[-2] == 1 and (engine.name in COMPILED or (engine.name == "sdpa" and layer.by_place)):
+    elif q.shape[-2] == 1 and (
+        engine.name in COMPILED or (engine.name == "sdpa" and layer.by_place)
+    ):
         run = load_engine("rows").run  # without a compiled form or a mask for each length
     with torch.autocast(q.device.type, enabled=False):
         out = run(q, k, v, layer, layer.context(q, k, normed, p, signals, place))
@@ -115,9 +126,11 @@ def attend(
 def choose_engine(
     layer: NormaliserLayer, name: Engine, device: torch.device, dtype: torch.dtype
 ) -> ChosenEngine:
-    """The named engine; for "auto" the first without a problem for inputs on this device and of this type.
+    """The named engine; for "auto" the first without a problem for inputs on this device and of
+    this type.
 
-    Raises UserError: the named engine cannot run this layer there. ValueError: there is none of that name.
+    Raises UserError: the named engine cannot run this layer there. ValueError: there is none of
+    that name.
     """
     if name not in get_args(Engine):
         raise ValueError(f"engine = {name!r}: expected one of {', '.join(get_args(Engine))}")
@@ -133,7 +146,8 @@ def choose_engine(
             continue
         problem = module.problem(layer, device, dtype)
         note: str = candidate
-        # The self-check cannot be traced: a compiled caller has chosen before, or trusts the kernels.
+        # The self-check cannot be traced: a compiled caller has chosen before, or trusts the
+        # kernels.
         if candidate in compiled and not problem and not torch.compiler.is_compiling():
             error, problem = self_check.check(candidate, module, layer, device, dtype)
             note = f"{candidate} (self-check: relative error {error:.1e})"

@@ -4,21 +4,23 @@
     python config.py configs/comparison/A/lssa.toml --base configs/comparison/B.toml    # the same at scale B
     python config.py --help                                        # every key, its meaning, its default
 
-[[layers]] sections state what some layers have of their own, as in configs/rivals/hybrid.toml. On the command
-line they are one value, --layers '[{every = 4, position = "none"}]'.
+[[layers]] sections state what some layers have of their own, as in configs/rivals/hybrid.toml. On
+the command line they are one value, --layers '[{every = 4, position = "none"}]'.
 
-A file may start with `base = "other.toml"` (relative to itself, any depth) and then lists only what it
-changes. `--base` on the command line takes the place of that line. A file with a [sweep] section describes
-several runs, one for each combination of its values, `"attention.reweight_p" = [1, 3, 15]`. Several [[sweep]]
-sections describe the runs of each. Numbers that follow from the sizes of a run may be left to it:
+A file may start with `base = "other.toml"` (relative to itself, any depth) and then lists only what
+it changes. `--base` on the command line takes the place of that line. A file with a [sweep] section
+describes several runs, one for each combination of its values, `"attention.reweight_p" = [1, 3,
+15]`. Several [[sweep]] sections describe the runs of each. Numbers that follow from the sizes of a
+run may be left to it:
 
     attention.scale or scale_init = "ln_d_ln_L"           ln d * ln L, d the head size, L = train.seq_len
     attention.scale or scale_init = "sqrt_d_over_ln_L"    sqrt(d) / ln L
     attention.scale or scale_init = "1.3 sqrt_d"          1.3 sqrt(d), a gain on QK-norm's softmax
     attention.reweight_p_warmup                           below 1: a share of train.max_steps, rounded down
 
-Files are data: nothing in them is executed, but `normaliser = "file.py:Class"` imports that file. Every
-problem is reported at once, a line each, with the file or override, the key, its value and what was expected.
+Files are data: nothing in them is executed, but `normaliser = "file.py:Class"` imports that file.
+Every problem is reported at once, a line each, with the file or override, the key, its value and
+what was expected.
 """
 
 import argparse
@@ -40,17 +42,20 @@ from schema import SECTIONS, VARIANT_KEYS, Config, field_of, problems_of, resume
 # ---------------------------------------------------------------- reading and writing
 
 TYPE_NOISE = r"<class '(\w+)'>|typing\.|Annotated\[(\w+)[^\]]*\]"
-Values = dict[str, tuple[Any, str]]  # dotted key -> (value, where it is from), what was stated last first
+# dotted key -> (value, where it is from), what was stated last first
+Values = dict[str, tuple[Any, str]]
 HELP = {"-h", "--help"}
-GONE = [("data.document_mask", False)]  # keys of later than v0.1.0 with the value that means nothing now
+# keys of later than v0.1.0 with the value that means nothing now
+GONE = [("data.document_mask", False)]
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read a config file with its bases, apply overrides, validate.
 
     Args:
-        overrides: what follows the file on the command line: `--a.b-c 1`, `--a.b_c=1`, `--base other.toml`.
-            Values are as in TOML, without quotes around strings. A value for each key chooses from a [sweep].
+        overrides: what follows the file on the command line: `--a.b-c 1`, `--a.b_c=1`, `--base
+            other.toml`. Values are as in TOML, without quotes around strings. A value for each key
+            chooses from a [sweep].
     Raises UserError: one line for each problem.
     """
     path = Path(path)
@@ -64,7 +69,9 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     missing = [sorted(sweep.keys() - chosen.keys()) for sweep in sweeps]
     if all(missing):
         options = ", or by ".join(" ".join(f"--{key} ..." for key in keys) for keys in missing)
-        raise UserError(f"{path}: describes a sweep: python sweep.py {path}, or choose one run by {options}")
+        raise UserError(
+            f"{path}: describes a sweep: python sweep.py {path}, or choose one run by {options}"
+        )
     return _validate(_derive(values), str(path))
 
 
@@ -78,15 +85,17 @@ class SweepRun(NamedTuple):
     @property
     def overrides(self) -> list[str]:
         """What chooses this run on a command line, and its name; nothing without a [sweep]."""
-        choices = [word for key, value in self.swept.items() for word in (f"--{key}", _toml_value(value))]
+        choices = [
+            word for key, value in self.swept.items() for word in (f"--{key}", _toml_value(value))
+        ]
         return [*choices, "--name", self.name] if self.swept else []
 
 
 def expand_sweep(path: str | Path, overrides: list[str] | None = None) -> list[SweepRun]:
     """The runs that a file's [sweep] describes; without a [sweep], one.
 
-    Several keys give their product, the last one fastest; several [[sweep]] sections follow each other. Keys
-    that `overrides` set are not swept.
+    Several keys give their product, the last one fastest; several [[sweep]] sections follow each
+    other. Keys that `overrides` set are not swept.
 
     Raises UserError: the file cannot be read, or a key has no list of values.
     """
@@ -97,7 +106,10 @@ def expand_sweep(path: str | Path, overrides: list[str] | None = None) -> list[S
         keys = [key for key in sweep if key not in chosen]
         for combination in itertools.product(*(sweep[key] for key in keys)):
             swept = dict(zip(keys, combination, strict=True))
-            parts = [path.stem, *(f"{key.rpartition('.')[2]}={value}" for key, value in swept.items())]
+            parts = [
+                path.stem,
+                *(f"{key.rpartition('.')[2]}={value}" for key, value in swept.items()),
+            ]
             run = SweepRun(path, re.sub(r"[^A-Za-z0-9._=+-]", "-", "_".join(parts)), swept)
             if run not in runs:  # two sections may differ in a key that an override sets
                 runs.append(run)
@@ -117,7 +129,11 @@ def to_toml(config: Config) -> str:
     values = config.model_dump()
     lines = [f"{key} = {_toml_value(values[key])}" for key in values if key not in SECTIONS]
     for section in SECTIONS:
-        lines += ["", f"[{section}]", *(f"{key} = {_toml_value(v)}" for key, v in values[section].items())]
+        lines += [
+            "",
+            f"[{section}]",
+            *(f"{key} = {_toml_value(v)}" for key, v in values[section].items()),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -137,8 +153,8 @@ def same_run(first: Config, second: Config) -> bool:
 def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespace]:
     """`script CONFIG.toml [--section.key value ...] [the parser's own flags]`.
 
-    --help prints the parser's flags, then every key with its type, value and meaning, without a file those of
-    the defaults.
+    --help prints the parser's flags, then every key with its type, value and meaning, without a
+    file those of the defaults.
 
     Returns: The config, and the values of the parser's own flags.
     Raises UserError: no config file, or a problem with it or with an override.
@@ -152,7 +168,9 @@ def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespa
         print(f"{parser.format_help()}\n{describe_keys(config)}")
         sys.exit(0)
     if not files:
-        raise UserError(f"expected a config file first: {parser.prog} configs/lssar.toml (or --help)")
+        raise UserError(
+            f"expected a config file first: {parser.prog} configs/lssar.toml (or --help)"
+        )
     args, overrides = parser.parse_known_args(sys.argv[2:])
     return load_config(files[0], overrides), args
 
@@ -169,18 +187,24 @@ def describe_keys(config: Config) -> str:
             # A class that states another default alone inherits the description.
             bases = [base.model_fields for base in cls.__mro__ if issubclass(base, BaseModel)]
             meanings = [fields[name].description for fields in bases if name in fields]
-            lines.append(f"\n  --{prefix}{name.replace('_', '-')}  {kind} = {getattr(values, name)!r}")
+            lines.append(
+                f"\n  --{prefix}{name.replace('_', '-')}  {kind} = {getattr(values, name)!r}"
+            )
             lines.append(f"      {next(filter(None, meanings), '')}")
     return "\n".join(lines)
 
 
 def _read_file(
-    path: Path, other_base: str | None = None, chosen: Container[str] = (), seen: tuple[Path, ...] = ()
+    path: Path,
+    other_base: str | None = None,
+    chosen: Container[str] = (),
+    seen: tuple[Path, ...] = (),
 ) -> tuple[Values, list[dict[str, list[Any]]]]:
-    """A file's values on top of its base's, and its own [sweep] sections, an empty one if there is none.
+    """A file's values on top of its base's, and its own [sweep] sections, an empty one if there is
+    none.
 
-    `other_base` takes the place of its own base, of which then no VARIANT_KEYS may be lost but those that are
-    `chosen` elsewhere. `seen` are the files that have this one as a base.
+    `other_base` takes the place of its own base, of which then no VARIANT_KEYS may be lost but
+    those that are `chosen` elsewhere. `seen` are the files that have this one as a base.
     """
     own = _read_toml(path, seen)
     base = own.pop("base", None)
@@ -201,7 +225,9 @@ def _read_file(
             is_stated = key in stated or key in chosen or key in swept
             if key.startswith(VARIANT_KEYS) and not is_stated and _value(values, key) != value:
                 problem = f"{path} would lose {key} = {value!r} of its own base"
-                raise UserError(f"--base {other_base}: {problem}; expected it in the file or as an option")
+                raise UserError(
+                    f"--base {other_base}: {problem}; expected it in the file or as an option"
+                )
     values.pop("name", None)
     return stated | values | stated, sweeps
 
@@ -215,7 +241,9 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     except OSError as e:
         is_absent = isinstance(e, FileNotFoundError | NotADirectoryError)
         problem = "no such config file" if is_absent else f"cannot be read: {e.strerror}"
-        raise UserError(f"{path}: {problem}" + (f" (the base of {seen[-1].name})" if seen else "")) from None
+        raise UserError(
+            f"{path}: {problem}" + (f" (the base of {seen[-1].name})" if seen else "")
+        ) from None
     except (ValueError, RecursionError) as e:
         raise UserError(f"{path}: not valid TOML: {e}") from None
 
@@ -223,7 +251,9 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 def _sweeps_of(path: Path, sweep: Any) -> list[dict[str, list[Any]]]:
     sections = sweep if isinstance(sweep, list) else [sweep]  # [[sweep]] or [sweep]
     if not sections or not all(isinstance(section, dict) for section in sections):
-        raise UserError(f"{path}: sweep = {sweep!r}: expected a section, or several [[sweep]] sections")
+        raise UserError(
+            f"{path}: sweep = {sweep!r}: expected a section, or several [[sweep]] sections"
+        )
     sweeps = [_flatten(section) for section in sections]
     for key, values in itertools.chain(*(section.items() for section in sweeps)):
         if not isinstance(values, list) or not values:
@@ -245,11 +275,15 @@ def _derive(values: Values) -> Values:
 
     def size(key: str) -> int:
         value = _value(values, key)
-        return value if isinstance(value, int) and 0 < value < 2**63 else 1  # validation names a bad one
+        # validation names a bad one
+        return value if isinstance(value, int) and 0 < value < 2**63 else 1
 
     head_dim = max(1, size("model.n_embd") // size("model.n_head"))
     log_len = math.log(max(2, size("train.seq_len")))
-    formulas = {"ln_d_ln_L": math.log(head_dim) * log_len, "sqrt_d_over_ln_L": math.sqrt(head_dim) / log_len}
+    formulas = {
+        "ln_d_ln_L": math.log(head_dim) * log_len,
+        "sqrt_d_over_ln_L": math.sqrt(head_dim) / log_len,
+    }
 
     def number(key: str, value: Any) -> Any:
         if key in ("attention.scale", "attention.scale_init") and isinstance(value, str):
@@ -286,7 +320,9 @@ def _nest(values: Values) -> dict[str, Any]:
         section, dot, name = key.partition(".")
         if not dot:
             nested[key] = value
-        elif isinstance(nested.setdefault(section, {}), dict):  # else validation reports the section
+        elif isinstance(
+            nested.setdefault(section, {}), dict
+        ):  # else validation reports the section
             nested[section][name] = value
     return nested
 
@@ -315,7 +351,9 @@ def _parse_value(key: str, text: str) -> Any:
     if is_string and not text.startswith('"'):
         return text  # a run may be called 7 or 2024-11-20
     try:
-        value = tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")["value"]
+        value = tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")[
+            "value"
+        ]
     except (ValueError, RecursionError):  # not TOML, or a number of thousands of digits
         return text
     return "inf" if value == math.inf else value  # no key takes the number
@@ -335,8 +373,8 @@ def _toml_value(value: Any) -> str:
 
 
 def _validate(values: Values, path: str) -> Config:
-    """The `Config`, or a UserError with every problem: those of single keys, then, with the offending
-    keys taken out, those within a section, then those between sections.
+    """The `Config`, or a UserError with every problem: those of single keys, then, with the
+    offending keys taken out, those within a section, then those between sections.
 
     Those of [[layers]] depend on [model] and [attention], so they wait for problems there.
     """
@@ -361,7 +399,9 @@ def _validate(values: Values, path: str) -> Config:
         bad += keys
         if any(key.startswith(("model", "attention")) for key in keys):
             bad.append("layers")
-        values = {k: v for k, v in values.items() if not any(f"{k}.".startswith(f"{b}.") for b in bad)}
+        values = {
+            k: v for k, v in values.items() if not any(f"{k}.".startswith(f"{b}.") for b in bad)
+        }
         values.setdefault("name", ("unnamed", path))
     if messages:
         raise UserError("\n".join(messages))
@@ -369,12 +409,16 @@ def _validate(values: Values, path: str) -> Config:
 
 
 def _source(problem: str, values: Values, path: str) -> str:
-    """Where the last of the keys that a problem names, or of the section that it begins with, was written."""
+    """Where the last of the keys that a problem names, or of the section that it begins with, was
+    written.
+    """
     dotted = re.split(r"[ :\[]", problem)[0]
     expected = re.sub("'[^']*'", "", problem.rpartition(": ")[2])  # a choice may have a key's name
     words = [] if ": unknown" in problem else re.findall(r"[\w.]+", expected)
     named = {dotted, *words, *(f"{dotted.rpartition('.')[0]}.{word}" for word in words)}
-    keys = [k for k in values if k in named or (dotted not in values and k.startswith(f"{dotted}."))]
+    keys = [
+        k for k in values if k in named or (dotted not in values and k.startswith(f"{dotted}."))
+    ]
     return values[keys[0]][1] if keys else path
 
 

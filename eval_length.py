@@ -1,19 +1,21 @@
-"""What context is worth to a model: its loss at 1x to 16x the training length, and with its context cut.
+"""What context is worth to a model: its loss at 1x to 16x the training length, and with its context
+cut.
 
     python eval_length.py runs/softmax runs/lssa runs/lssar               # newest checkpoints: one table
     python eval_length.py runs/lssar/checkpoints/step_018865.pt --rope theta --rope-theta 500000
     python eval_length.py runs/lssar --also none theta=500000             # three RoPE scalings at once
     torchrun --standalone --nproc_per_node=8 eval_length.py runs/lssar --tokens 10485760
 
-Every length scores the same tokens, the first of the validation stream (after --skip), cut into blocks of
-the longest length; each block is cut into windows of length T, for each T. Reported are the loss over the
-last tokens of each block, the same targets at every T, that of the same targets with their context cut at the
-training length, the gain of each T over that cut, and the loss over all tokens. The last two are by position,
-too. docs/evaluations.md explains them. rows.csv (see evals/rows.py) has single blocks with the number of
-their document, to pair runs over text.
+Every length scores the same tokens, the first of the validation stream (after --skip), cut into
+blocks of the longest length; each block is cut into windows of length T, for each T. Reported are
+the loss over the last tokens of each block, the same targets at every T, that of the same targets
+with their context cut at the training length, the gain of each T over that cut, and the loss over
+all tokens. The last two are by position, too. docs/evaluations.md explains them. rows.csv (see
+evals/rows.py) has single blocks with the number of their document, to pair runs over text.
 
-Writes eval_length.json and .png into the run folder (eval_length_<checkpoint> for one checkpoint file). With
---tag none they are eval_length_none, beside results of other options. Several runs get one more figure.
+Writes eval_length.json and .png into the run folder (eval_length_<checkpoint> for one checkpoint
+file). With --tag none they are eval_length_none, beside results of other options. Several runs get
+one more figure.
 """
 
 import argparse
@@ -41,7 +43,8 @@ from positions import RopeScaling
 
 FIRST_BUCKET = 128  # positions; each further bucket reaches twice as far
 LOGITS_AT_ONCE = 1024  # positions whose logits exist together: 0.2 GB for GPT-2's vocabulary
-CUT_STRIDES = 4  # of the sliding window: a target sees 7/8 of it on average; 8 would cost twice as much
+# of the sliding window: a target sees 7/8 of it on average; 8 would cost twice as much
+CUT_STRIDES = 4
 SCORED = "Scored: {blocks} blocks of {block_length} tokens of {dir} ({split}) after token {skipped_tokens:,}."
 Cuts = dict[tuple[int, int], Tensor | str]  # by a run's number and step, the `score` of its cut
 
@@ -89,7 +92,8 @@ def prepare(args: argparse.Namespace, world: World, cuts: Cuts) -> Callable[[], 
         if args.lengths[-1] % length:
             raise UserError(f"--lengths: {length} does not divide the longest, {args.lengths[-1]}")
     all_blocks = common.open_blocks(args, runs)
-    n_same = min(args.lengths[0], *(run.config.train.seq_len for run in runs))  # targets, the last of a block
+    # targets, the last of a block
+    n_same = min(args.lengths[0], *(run.config.train.seq_len for run in runs))
 
     def measure(i: int, model: GPT, step: int) -> tuple[dict[str, Any], str, Iterator[Cell]]:
         blocks = all_blocks[i]
@@ -107,7 +111,9 @@ def prepare(args: argparse.Namespace, world: World, cuts: Cuts) -> Callable[[], 
             summary["lengths"].append(summarise(length, sums, blocks, n_same, cut_sums))
         return summary, text_key(data), cells(summary)
 
-    return partial(common.evaluate, "eval_length", args, world, runs, picture, measure, tables, plot)
+    return partial(
+        common.evaluate, "eval_length", args, world, runs, picture, measure, tables, plot
+    )
 
 
 # ---------------------------------------------------------------- windows
@@ -121,32 +127,40 @@ def bucket_edges(length: int) -> list[int]:
 def score(
     world: World, label: str, blocks: Blocks, n_same: int, losses: Callable[[int], Tensor]
 ) -> Tensor | str:
-    """The `block_sums` of every block, (n_blocks, n_sums), or why there are none (see `common.score_all`)."""
+    """The `block_sums` of every block, (n_blocks, n_sums), or why there are none (see
+    `common.score_all`).
+    """
     n = blocks.n_blocks
     return common.score_all(world, label, n, lambda item: block_sums(losses(*item), n_same)[None])
 
 
 def block_losses(model: GPT, blocks: Blocks, block: int, length: int, rope: RopeScaling) -> Tensor:
-    """The losses of one block's tokens: (W, T) float32, W = longest / T consecutive windows of one batch."""
+    """The losses of one block's tokens: (W, T) float32, W = longest / T consecutive windows of one
+    batch.
+    """
     n = blocks.longest // length
     first = (blocks.n_skipped + block) * n
     x, y = map(torch.from_numpy, read_windows(blocks.stream, first, n, length))  # (W, T)
     device = model.embedding.weight.device
     with model.autocast():
-        return model.token_losses(x.to(device), y.to(device), rope=rope, chunk=max(1, LOGITS_AT_ONCE // n))
+        return model.token_losses(
+            x.to(device), y.to(device), rope=rope, chunk=max(1, LOGITS_AT_ONCE // n)
+        )
 
 
 def cut_losses(model: GPT, blocks: Blocks, block: int, context: int) -> Tensor:
     """The losses of one block's tokens with their context cut: (1, longest) float32.
 
-    A window of `context` tokens moves by a quarter of them and scores those that it reaches, which so see at
-    least three quarters (Press et al. 2021, arXiv 2012.15832, section 2; "Perplexity of fixed-length models"
-    in the documentation of transformers). The first window scores all of its tokens.
+    A window of `context` tokens moves by a quarter of them and scores those that it reaches, which
+    so see at least three quarters (Press et al. 2021, arXiv 2012.15832, section 2; "Perplexity of
+    fixed-length models" in the documentation of transformers). The first window scores all of its
+    tokens.
     """
     device = model.embedding.weight.device
     windows = read_windows(blocks.stream, blocks.n_skipped + block, 1, blocks.longest)
     x, y = (torch.from_numpy(each[0]).to(device) for each in windows)  # (longest,)
-    n = blocks.longest // context  # windows at once: as many tokens as a forward pass of `block_losses` has
+    # windows at once: as many tokens as a forward pass of `block_losses` has
+    n = blocks.longest // context
     chunk = max(1, LOGITS_AT_ONCE // n)
     stride = math.ceil(context / CUT_STRIDES)
     last = blocks.longest - context
@@ -158,7 +172,8 @@ def cut_losses(model: GPT, blocks: Blocks, block: int, context: int) -> Tensor:
             positions = some[:, None] + torch.arange(context, device=device)  # (n, context)
             scored = positions[:, -stride:]  # (n, stride)
             of_windows = model.token_losses(x[positions], y[scored], chunk=chunk)
-            for where, of_window in zip(scored, of_windows, strict=True):  # in turn: the last two may overlap
+            # in turn: the last two may overlap
+            for where, of_window in zip(scored, of_windows, strict=True):
                 losses[where] = of_window
     return losses[None]
 
@@ -167,15 +182,23 @@ def block_sums(losses: Tensor, n_same: int) -> Tensor:
     """(W, T) losses to float64 sums, of each bucket and of the same targets, a block's last tokens."""
     losses = losses.double()
     by_position = losses.sum(0)  # (T,)
-    buckets = [by_position[i:j].sum() for i, j in itertools.pairwise(bucket_edges(len(by_position)))]
+    buckets = [
+        by_position[i:j].sum() for i, j in itertools.pairwise(bucket_edges(len(by_position)))
+    ]
     return torch.stack([*buckets, losses[-1, -n_same:].sum()])
 
 
 # ---------------------------------------------------------------- summary
 def summarise(
-    length: int, sums: Tensor | str, blocks: Blocks, n_same: int, cut_sums: Tensor | str | None = None
+    length: int,
+    sums: Tensor | str,
+    blocks: Blocks,
+    n_same: int,
+    cut_sums: Tensor | str | None = None,
 ) -> dict[str, Any]:
-    """An entry of "lengths" in eval_length.json, with its gains over the cut, or the reason for none."""
+    """An entry of "lengths" in eval_length.json, with its gains over the cut, or the reason for
+    none.
+    """
     if isinstance(sums, str) or isinstance(cut_sums, str):
         return {"length": length, "reason": sums if isinstance(sums, str) else cut_sums}
     by_bucket = sums[:, :-1]  # (n_blocks, n_buckets)
@@ -188,12 +211,17 @@ def summarise(
     entry["block_same_target_losses"] = [round(loss, 6) for loss in same_targets.tolist()]
     entry["buckets"] = []
     window_sums = by_bucket.T / (blocks.longest // length)
-    for (start, stop), bucket_sums in zip(itertools.pairwise(bucket_edges(length)), window_sums, strict=True):
+    for (start, stop), bucket_sums in zip(
+        itertools.pairwise(bucket_edges(length)), window_sums, strict=True
+    ):
         loss, stderr = mean_and_stderr(bucket_sums / (stop - start))
         entry["buckets"].append({"from": start, "to": stop, "loss": loss, "stderr": stderr})
     if cut_sums is not None:
-        entry["gain"], entry["gain_stderr"] = mean_and_stderr(cut_sums[:, -1] / n_same - same_targets)
-        gains = (cut_sums - sums).T[:-1] if length == blocks.longest else ()  # (n_buckets, n_blocks)
+        entry["gain"], entry["gain_stderr"] = mean_and_stderr(
+            cut_sums[:, -1] / n_same - same_targets
+        )
+        # (n_buckets, n_blocks)
+        gains = (cut_sums - sums).T[:-1] if length == blocks.longest else ()
         for bucket, of_bucket in zip(entry["buckets"], gains, strict=False):
             n_positions = bucket["to"] - bucket["from"]
             bucket["gain"], bucket["gain_stderr"] = mean_and_stderr(of_bucket / n_positions)
@@ -226,7 +254,8 @@ def tables(results: list[Result]) -> str:
     """All tables as text, each with a line that describes it."""
     span = results[0]["same_target_tokens"]
     block = results[0]["data"]["block_length"]
-    scored = dict.fromkeys(SCORED.format_map(result["data"]) for result in results)  # one line if they agree
+    # one line if they agree
+    scored = dict.fromkeys(SCORED.format_map(result["data"]) for result in results)
     gain = itemgetter("gain", "gain_stderr")
     errors = f"± standard error over blocks; RoPE {output.format_rope(*results)}."
     parts = [
@@ -234,7 +263,9 @@ def tables(results: list[Result]) -> str:
         output.run_table(results),
         f"Same targets: loss in nats over the last {span} tokens of each block, {errors}\n"
         f"Cut: each of them sees at most {span} tokens. A length: they are the last of a window of it.",
-        output.length_table(results, itemgetter("same_target_loss", "same_target_stderr"), f"cut at {span}"),
+        output.length_table(
+            results, itemgetter("same_target_loss", "same_target_stderr"), f"cut at {span}"
+        ),
         "Gain: what the length takes off the loss of the cut, ± standard error paired over blocks.",
         output.length_table(results, gain),
         f"Gain by position in windows of {block} tokens, all tokens.",
@@ -253,7 +284,11 @@ def bucket_table(results: list[Result], value: output.Value) -> str:
     lines = [["run", *(f"{start}-{stop - 1}" for start, stop in edges)]]
     for result in results:
         buckets = result["lengths"][-1].get("buckets")  # none if the length was rejected
-        cells = [output.format_stderr(*value(each)) for each in buckets] if buckets else ["-"] * len(edges)
+        cells = (
+            [output.format_stderr(*value(each)) for each in buckets]
+            if buckets
+            else ["-"] * len(edges)
+        )
         lines.append([result["run"], *cells])
     return output.format_table(lines)
 
@@ -269,7 +304,10 @@ def plot(results: list[Result], path: Path) -> None:
     for axes, (key, title) in zip(panels, titles.items(), strict=True):
         curves = output.length_curves(results, itemgetter(f"{key}loss", f"{key}stderr"))
         output.draw_curves(axes, curves, lengths, results)
-        axes.set(title=title, xlabel=f"window length (tokens), RoPE scaling {output.format_rope(*results)}")
+        axes.set(
+            title=title,
+            xlabel=f"window length (tokens), RoPE scaling {output.format_rope(*results)}",
+        )
         axes.set(ylabel="validation loss (nats)")
         axes.tick_params(labelleft=True)
     for i, result in enumerate(results):

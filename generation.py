@@ -33,12 +33,15 @@ def stream(
     n_vocab: int = 0,
     graph: bool = False,
 ) -> Iterator[Tensor]:
-    """Sample n_new tokens after each row of `tokens`, one at a time; temperature 0 takes the likeliest.
+    """Sample n_new tokens after each row of `tokens`, one at a time; temperature 0 takes the
+    likeliest.
 
     Args:
-        tokens: (B, T) int64, T >= 1. Rows are of one length: in a padded one, n would count the padding.
+        tokens: (B, T) int64, T >= 1. Rows are of one length: in a padded one, n would count the
+        padding.
         top_k: sample from the k likeliest tokens only.
-        top_p: sample from the fewest tokens that together have this probability (Holtzman et al. 2020).
+        top_p: sample from the fewest tokens that together have this probability (Holtzman et al.
+        2020).
         generator: source of randomness, on the model's device.
         rope: scaled for the final length T + n_new unless it names a length.
         n_vocab: draw ids below this only (the tokeniser's, where the model has more); 0: all.
@@ -46,12 +49,14 @@ def stream(
     Yields:
         (B, 1) int64, n_new times.
     Raises:
-        UserError: an empty prompt, n_new < 0, temperature < 0, top_k < 1, top_p outside (0, 1]; NaN logits;
-            graph without CUDA or a KV cache, or with a normaliser that asks the host.
+        UserError: an empty prompt, n_new < 0, temperature < 0, top_k < 1, top_p outside (0, 1]; NaN
+            logits; graph without CUDA or a KV cache, or with a normaliser that asks the host.
     """
     length = tokens.shape[1]
     if length < 1 or n_new < 0:
-        raise UserError(f"prompt of {length} tokens, {n_new} new ones: expected at least 1, at least 0")
+        raise UserError(
+            f"prompt of {length} tokens, {n_new} new ones: expected at least 1, at least 0"
+        )
     if not 0 <= temperature <= 1e30 or (top_k is not None and top_k < 1):
         raise UserError(f"temperature {temperature}, top_k {top_k}: expected 0 to 1e30, at least 1")
     if top_p is not None and not 1e-30 <= top_p <= 1:  # in float32 it would round to 0
@@ -59,7 +64,9 @@ def stream(
     rope = replace(rope, length=rope.length or length + n_new)
     cache = KVCache(model.config.model.n_layer, length + n_new - 1) if model.cacheable else None
     if graph and (cache is None or not tokens.is_cuda):
-        raise UserError(f"CUDA graph on {tokens.device}: expected CUDA, and a normaliser with a KV cache")
+        raise UserError(
+            f"CUDA graph on {tokens.device}: expected CUDA, and a normaliser with a KV cache"
+        )
     step = None
     for i in range(n_new):
         if step is not None:
@@ -77,13 +84,16 @@ def stream(
 def record_step(
     model: GPT, rope: RopeScaling, cache: KVCache, token: Tensor
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of one more token (B, 1) and its place (1,), int64, to the logits (B, V), as a CUDA graph.
+    """A function of one more token (B, 1) and its place (1,), int64, to the logits (B, V), as a
+    CUDA graph.
 
-    It saves the time of Python and of the launches, and reads all of the cache's room for each token. It
-    returns the same tensor each time. The model and the cache, which has the tokens before, must outlive it.
-    `token` is an example of one. Raises UserError: the step cannot be recorded.
+    It saves the time of Python and of the launches, and reads all of the cache's room for each
+    token. It returns the same tensor each time. The model and the cache, which has the tokens
+    before, must outlive it. `token` is an example of one. Raises UserError: the step cannot be
+    recorded.
     """
-    gc.collect()  # of a graph before this one, which its own class keeps alive: freeing it ends a recording
+    # of a graph before this one, which its own class keeps alive: freeing it ends a recording
+    gc.collect()
     device = token.device.type
     place = torch.full_like(token[0], cache.length)
 
@@ -93,13 +103,16 @@ def record_step(
         cache.place = None
         return logits
 
-    # What autocast keeps of the weights would be freed with the caller's block, before the graph is.
+    # What autocast keeps of the weights would be freed with the caller's block, before the graph
+    # is.
     with torch.autocast(device, enabled=torch.is_autocast_enabled(device), cache_enabled=False):
         try:
             return torch.cuda.make_graphed_callables(step, (token.clone(), place))  # type: ignore[return-value]
         except RuntimeError as e:
             problem = str(e).partition("\n")[0]
-            raise UserError(f"this model's step cannot be recorded as a CUDA graph: {problem}") from e
+            raise UserError(
+                f"this model's step cannot be recorded as a CUDA graph: {problem}"
+            ) from e
 
 
 def generate(model: GPT, tokens: Tensor, n_new: int, **options: Any) -> Tensor:
@@ -108,7 +121,11 @@ def generate(model: GPT, tokens: Tensor, n_new: int, **options: Any) -> Tensor:
 
 
 def sample(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: Generator | None
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: Generator | None,
 ) -> Tensor:
     """One token for each row of logits (B, V): (B, 1) int64."""
     peak = logits.amax(dim=-1, keepdim=True)
@@ -117,12 +134,14 @@ def sample(
     if temperature < torch.finfo(torch.float32).tiny:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is not None:
-        likeliest = logits.topk(min(top_k, logits.shape[-1]))  # in 16 bits others may equal the last one
+        # in 16 bits others may equal the last one
+        likeliest = logits.topk(min(top_k, logits.shape[-1]))
         logits = torch.full_like(logits, -math.inf).scatter(-1, likeliest.indices, likeliest.values)
     # The largest logit is subtracted first, so that a tiny temperature cannot overflow.
     probs = ((logits - peak) / temperature).softmax(dim=-1)
     if top_p is not None:
         ranked, order = probs.sort(dim=-1, descending=True)
-        outside = ranked.cumsum(dim=-1) - ranked >= top_p  # likelier ones have it all; never the first
+        # likelier ones have it all; never the first
+        outside = ranked.cumsum(dim=-1) - ranked >= top_p
         probs = probs.masked_fill(outside.scatter(-1, order, outside), 0.0)
     return torch.multinomial(probs, num_samples=1, generator=generator)

@@ -1,7 +1,7 @@
 """GPT: a pre-norm decoder with the positions and the attention normaliser that the config names.
 
-GPT-2 (Radford et al. 2019) with RoPE (Su et al. 2021) instead of learned positions. The config's options
-make it the model of the SSMax paper as well: RMSNorm, SwiGLU, no biases, untied embeddings.
+GPT-2 (Radford et al. 2019) with RoPE (Su et al. 2021) instead of learned positions. The config's
+options make it the model of the SSMax paper as well: RMSNorm, SwiGLU, no biases, untied embeddings.
 
     model = GPT(load_config("configs/gpt2_124m.toml"))
     loss = model(tokens, targets)                              # mean cross-entropy in nats
@@ -26,9 +26,12 @@ INIT_STD = 0.02
 
 
 class KVCache:
-    """Keys, values and signals of every layer so far, as `Attention.project` holds them. For inference."""
+    """Keys, values and signals of every layer so far, as `Attention.project` holds them. For
+    inference.
+    """
 
-    place: Tensor | None = None  # (1,) int64: of the one token that a CUDA graph adds, in `length`'s place
+    # (1,) int64: of the one token that a CUDA graph adds, in `length`'s place
+    place: Tensor | None = None
 
     def __init__(self, n_layer: int, max_length: int) -> None:
         self.max_length = max_length
@@ -37,16 +40,22 @@ class KVCache:
         self.held: list[list[Tensor]] = [[] for _ in range(n_layer)]
 
     def append(self, layer: int, *parts: Tensor) -> list[Tensor]:
-        """Store (B, heads, T, size) each behind the positions present; return each with all positions."""
+        """Store (B, heads, T, size) each behind the positions present; return each with all
+        positions.
+        """
         if self.place is not None:
             for held, part in zip(self.held[layer], parts, strict=True):
                 held.index_copy_(2, self.place, part)
             return self.held[layer]
         end = self.length + parts[0].shape[2]
         if end > self.max_length:
-            raise ValueError(f"KVCache: {end} positions do not fit in max_length = {self.max_length}")
+            raise ValueError(
+                f"KVCache: {end} positions do not fit in max_length = {self.max_length}"
+            )
         if not self.held[layer]:
-            self.held[layer] = [p.new_zeros(*p.shape[:2], self.max_length, p.shape[-1]) for p in parts]
+            self.held[layer] = [
+                p.new_zeros(*p.shape[:2], self.max_length, p.shape[-1]) for p in parts
+            ]
         for held, part in zip(self.held[layer], parts, strict=True):
             held[:, :, self.length : end] = part
         return [held[:, :, :end] for held in self.held[layer]]
@@ -62,7 +71,9 @@ def make_linear(n_in: int, n_out: int, bias: bool, std: float = INIT_STD) -> nn.
 
 
 def residual_std(config: ModelConfig) -> float:
-    """Init of the layers that write to the residual stream: 2·n_layer of them add up (GPT-2, section 2.3)."""
+    """Init of the layers that write to the residual stream: 2·n_layer of them add up (GPT-2,
+    section 2.3).
+    """
     return INIT_STD / math.sqrt(2 * config.n_layer)
 
 
@@ -86,23 +97,39 @@ class Attention(nn.Module):
         self.engine: ChosenEngine | Engine = "auto"  # chosen by GPT
         self.qkv = make_linear(m.n_embd, (m.n_head + 2 * m.kv_heads) * m.head_dim, m.bias)
         # PoPE's delta, a vector for the optimiser: in [-2 pi, 0], beyond which it has no gradient.
-        self.delta = nn.Parameter(torch.zeros(m.kv_heads * m.head_dim)) if m.position == "pope" else None
+        self.delta = (
+            nn.Parameter(torch.zeros(m.kv_heads * m.head_dim)) if m.position == "pope" else None
+        )
         self.key_shift = nn.Parameter(torch.zeros(m.kv_heads)) if m.key_shift else None
         self.normaliser = make_normaliser(
-            config.attention, m.n_head, m.head_dim, config.train.seq_len, m.position, m.window, m.n_embd
+            config.attention,
+            m.n_head,
+            m.head_dim,
+            config.train.seq_len,
+            m.position,
+            m.window,
+            m.n_embd,
         )
         self.gate = make_linear(m.n_embd, m.n_embd, m.bias) if m.attention_gate else None
         self.out = make_linear(m.n_embd, m.n_embd, m.bias, residual_std(m))
 
     def project(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, normed: bool = False
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache | None = None,
+        normed: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """(B, T, C) to q (B, H, T, D) and k after RoPE, and v: (B, n_kv_head, T, D) each, and the signals.
+        """(B, T, C) to q (B, H, T, D) and k after RoPE, and v: (B, n_kv_head, T, D) each, and the
+        signals.
 
-        normed: q and k pass `norm_heads`. With a cache, which is extended: k, v and the signals of all keys.
+        normed: q and k pass `norm_heads`. With a cache, which is extended: k, v and the signals of
+        all keys.
         """
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, heads of q, k and v, D)
-        # Split first: backward then joins the gradients in the projection's own layout, without a copy.
+        # Split first: backward then joins the gradients in the projection's own layout, without a
+        # copy.
         parts = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
         q, k, v = (part.transpose(1, 2) for part in parts)  # (B, heads, T, D)
         if self.delta is not None:
@@ -118,7 +145,9 @@ class Attention(nn.Module):
             k = apply_rope(k, cos, sin)
         signals = self.normaliser.read(x)
         if cache is not None:
-            k, v, *rest = cache.append(self.layer, k.to(v.dtype), v, *([] if signals is None else [signals]))
+            k, v, *rest = cache.append(
+                self.layer, k.to(v.dtype), v, *([] if signals is None else [signals])
+            )
             signals = rest[0] if rest else None
         if self.key_shift is not None:
             k = self.shift_keys(k, None if cache is None else cache.spans)
@@ -127,10 +156,12 @@ class Attention(nn.Module):
         return q, k, v, signals
 
     def shift_keys(self, k: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
-        """(1 - s) k_j + s k_{j - 1} of all keys (B, n_kv_head, T, D) after RoPE, s learned by key head.
+        """(1 - s) k_j + s k_{j - 1} of all keys (B, n_kv_head, T, D) after RoPE, s learned by key
+        head.
 
-        A key then says which token came before, so one layer finds what followed the last token's earlier
-        occurrences (smeared keys, Olsson et al. 2022). The first key of a sequence (`spans`) has no other.
+        A key then says which token came before, so one layer finds what followed the last token's
+        earlier occurrences (smeared keys, Olsson et al. 2022). The first key of a sequence
+        (`spans`) has no other.
         """
         assert self.key_shift is not None
         share = torch.sigmoid(self.key_shift)[:, None, None].to(k.dtype)
@@ -140,23 +171,36 @@ class Attention(nn.Module):
         return (1 - share) * k + share * before
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, p: int | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache | None = None,
+        p: int | None = None,
     ) -> Tensor:
         q, k, v, signals = self.project(x, cos, sin, cache, normed=True)
-        options: dict[str, Any] = {} if cache is None else {"spans": cache.spans, "place": cache.place}
-        y = attend(q, k, v, self.normaliser, self.engine, normed=True, p=p, signals=signals, **options)
+        options: dict[str, Any] = (
+            {} if cache is None else {"spans": cache.spans, "place": cache.place}
+        )
+        y = attend(
+            q, k, v, self.normaliser, self.engine, normed=True, p=p, signals=signals, **options
+        )
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 
 
 class MLP(nn.Module):
-    """GELU (exact, or GPT-2's tanh approximation) or SwiGLU (Shazeer 2020): down(silu(gate x) · up x)."""
+    """GELU (exact, or GPT-2's tanh approximation) or SwiGLU (Shazeer 2020): down(silu(gate x) · up
+    x).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden = config.mlp_hidden or 4 * config.n_embd
         self.gelu = "tanh" if config.gelu == "tanh" else "none"  # torch's names
-        self.gate = make_linear(config.n_embd, hidden, config.bias) if config.mlp == "swiglu" else None
+        self.gate = (
+            make_linear(config.n_embd, hidden, config.bias) if config.mlp == "swiglu" else None
+        )
         self.up = make_linear(config.n_embd, hidden, config.bias)
         self.down = make_linear(hidden, config.n_embd, config.bias, residual_std(config))
 
@@ -198,7 +242,8 @@ def scale_logits(z: Tensor, config: TrainConfig) -> Tensor:
     else:
         square = z.square().sum(-1, keepdim=True)
         tau = z.shape[-1] ** -0.5
-    spread = square > torch.finfo(z.dtype).tiny  # equal logits (logit_norm: zeros) become 0, with gradient 0
+    # equal logits (logit_norm: zeros) become 0, with gradient 0
+    spread = square > torch.finfo(z.dtype).tiny
     root = torch.where(spread, torch.where(spread, square, 1.0).sqrt(), math.inf)
     return z / (root * (config.loss_tau if config.loss_tau != "auto" else tau))
 
@@ -206,38 +251,45 @@ def scale_logits(z: Tensor, config: TrainConfig) -> Tensor:
 class GPT(nn.Module):
     """The whole model: embedding, blocks, final norm, output layer.
 
-    Token ids are not checked. One beyond the padded vocabulary fails in the embedding (on CUDA, later).
+    Token ids are not checked. One beyond the padded vocabulary fails in the embedding (on CUDA,
+    later).
     """
 
     def __init__(self, config: Config, device: torch.device | str | None = None) -> None:
         super().__init__()
         m = config.model
         self.config = config
-        self.padded_vocab = 128 * math.ceil(m.vocab_size / 128)  # whole tiles for the largest matmul
+        # whole tiles for the largest matmul
+        self.padded_vocab = 128 * math.ceil(m.vocab_size / 128)
         self.embedding = nn.Embedding(self.padded_vocab, m.n_embd)
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
         self.layer_configs = [config.of_layer(layer) for layer in range(m.n_layer)]
         blocks = [Block(of_layer, layer) for layer, of_layer in enumerate(self.layer_configs)]
         normalisers = [block.attention.normaliser for block in blocks]
         sharing = [normaliser for normaliser in normalisers if hasattr(normaliser, "p_n")]
-        for normaliser in sharing[1:]:  # ssmax_pn has one p_n for all layers and heads (SSMax eq. 3)
+        # ssmax_pn has one p_n for all layers and heads (SSMax eq. 3)
+        for normaliser in sharing[1:]:
             normaliser.p_n = sharing[0].p_n
         self.blocks: Sequence[Block] = nn.ModuleList(blocks)  # type: ignore[assignment]  # ModuleList is not generic
         self.final_norm = make_norm(m)
         self.lm_head = make_linear(m.n_embd, self.padded_vocab, bias=False)
         if m.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
-        self.to(device)  # after the initialisation, which so draws the same numbers for every device
+        # after the initialisation, which so draws the same numbers for every device
+        self.to(device)
         self.choose_engine(config.train.engine)
 
     def choose_engine(self, name: Engine = "auto", dtype: torch.dtype | None = None) -> None:
         """Choose each layer's attention engine, on the parameters' device; compiled code could not.
 
-        dtype: of q, k and v; None: that of the config's autocast. Raises UserError: it cannot run here.
+        dtype: of q, k and v; None: that of the config's autocast. Raises UserError: it cannot run
+        here.
         """
         device = self.embedding.weight.device
         dtype = dtype or getattr(torch, self.config.train.dtype)
-        engines = [choose_engine(block.attention.normaliser, name, device, dtype) for block in self.blocks]
+        engines = [
+            choose_engine(block.attention.normaliser, name, device, dtype) for block in self.blocks
+        ]
         for block, engine in zip(self.blocks, engines, strict=True):
             block.attention.engine = engine
         self.engine_note = ", ".join(dict.fromkeys(engine.note for engine in engines))
@@ -245,7 +297,9 @@ class GPT(nn.Module):
     def rope(
         self, tokens: Tensor, scaling: RopeScaling, cache: KVCache | None = None
     ) -> list[tuple[Tensor, Tensor]]:
-        """`rope_tables` of each layer, cos and sin, for tokens (B, T) that follow what is in the cache."""
+        """`rope_tables` of each layer, cos and sin, for tokens (B, T) that follow what is in the
+        cache.
+        """
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[1]
         place = None if cache is None else cache.place
@@ -256,7 +310,9 @@ class GPT(nn.Module):
         for block, of_layer in zip(self.blocks, self.layer_configs, strict=True):
             m = of_layer.model
             size = 2 * m.head_dim if m.position == "pope" else m.head_dim
-            amplified = scaling.kind != "yarn" or block.attention.normaliser.definition.scores != "cosine"
+            amplified = (
+                scaling.kind != "yarn" or block.attention.normaliser.definition.scores != "cosine"
+            )
             kind = (size, m.rope_theta, m.rotating, amplified)
             if kind not in tables:
                 tables[kind] = rope_tables(
@@ -266,9 +322,13 @@ class GPT(nn.Module):
         return by_layer
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The residual stream's start, (B, T, C), in the type that train.residual gives it in autocast."""
+        """The residual stream's start, (B, T, C), in the type that train.residual gives it in
+        autocast.
+        """
         x = self.embedding(tokens)
-        is_bfloat16 = self.config.train.residual == "bfloat16" and torch.is_autocast_enabled(x.device.type)
+        is_bfloat16 = self.config.train.residual == "bfloat16" and torch.is_autocast_enabled(
+            x.device.type
+        )
         return x.bfloat16() if is_bfloat16 else x
 
     def hidden(
@@ -283,11 +343,17 @@ class GPT(nn.Module):
         return self.final_norm(x)
 
     def attention_inputs(
-        self, tokens: Tensor, rope: RopeScaling = UNSCALED, cache: KVCache | None = None, p: int | None = None
+        self,
+        tokens: Tensor,
+        rope: RopeScaling = UNSCALED,
+        cache: KVCache | None = None,
+        p: int | None = None,
     ) -> Iterator[tuple[NormaliserLayer, Tensor, Tensor, Tensor | None]]:
-        """Each layer's normaliser, q (B, H, T, D) and k after RoPE, before `norm_heads`, and the signals.
+        """Each layer's normaliser, q (B, H, T, D) and k after RoPE, before `norm_heads`, and the
+        signals.
 
-        With a cache, k is of all keys, and both have passed `norm_heads`; its length does not change.
+        With a cache, k is of all keys, and both have passed `norm_heads`; its length does not
+        change.
         """
         x = self.embed(tokens)  # (B, T, C)
         for block, (cos, sin) in zip(self.blocks, self.rope(tokens, rope, cache), strict=True):
@@ -298,19 +364,25 @@ class GPT(nn.Module):
             x = block(x, cos, sin, cache, p)
 
     def autocast(self) -> torch.autocast:
-        """The precision that the config trains in, for every forward pass that should give its losses."""
+        """The precision that the config trains in, for every forward pass that should give its
+        losses.
+        """
         enabled = self.config.train.dtype == "bfloat16"
         return torch.autocast(self.embedding.weight.device.type, torch.bfloat16, enabled=enabled)
 
     def unscaled_logits(self, hidden: Tensor) -> Tensor:
-        """(..., C) to (..., vocab_size) in float32: the padding's columns are cut off, never predicted."""
+        """(..., C) to (..., vocab_size) in float32: the padding's columns are cut off, never
+        predicted.
+        """
         vocab_size = self.config.model.vocab_size
         if hidden.device.type == "cpu":  # padding serves a GPU's tiles only
             return F.linear(hidden, self.lm_head.weight[:vocab_size]).float()
         return self.lm_head(hidden)[..., :vocab_size].float()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`unscaled_logits` as the training loss takes them: their softmax is what the model predicts."""
+        """`unscaled_logits` as the training loss takes them: their softmax is what the model
+        predicts.
+        """
         return scale_logits(self.unscaled_logits(hidden), self.config.train)
 
     def forward(
@@ -330,7 +402,8 @@ class GPT(nn.Module):
             tokens: (B, T) int64; with a cache, which is extended, those that follow its content.
             targets: (B, T) int64, the token after each; -100 leaves a position out of the mean.
             unscaled: leave out what train.loss does to the logits.
-            label_smoothing: share of the target's probability spread over all tokens (Szegedy et al. 2016).
+            label_smoothing: share of the target's probability spread over all tokens (Szegedy et
+            al. 2016).
             p: a bound on each layer's reweight_p, as while it rises; None: no bound.
         Returns:
             The mean cross-entropy in nats, a float32 scalar, 0 without any target; or logits,
@@ -349,7 +422,8 @@ class GPT(nn.Module):
     def token_losses(
         self, tokens: Tensor, targets: Tensor, *, rope: RopeScaling = UNSCALED, chunk: int = 1024
     ) -> Tensor:
-        """Cross-entropy in nats of targets (B, S), those of the last S positions, 0 at -100: (B, S) float32.
+        """Cross-entropy in nats of targets (B, S), those of the last S positions, 0 at -100: (B, S)
+        float32.
 
         Logits exist for `chunk` positions at a time: (T, V) at T = 16384 would take 3.3 GB a row.
         """
@@ -362,7 +436,9 @@ class GPT(nn.Module):
 
     @property
     def cacheable(self) -> bool:
-        """Whether a position's output is final: not if a row's weights depend on the number of all keys."""
+        """Whether a position's output is final: not if a row's weights depend on the number of all
+        keys.
+        """
         return all(of_layer.attention.definition.cacheable for of_layer in self.layer_configs)
 
     def n_params(self) -> int:
@@ -370,12 +446,13 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self) -> float:
-        """FLOPs of forward and backward per training token: what MFU counts (PaLM, appendix B, causal).
+        """FLOPs of forward and backward per training token: what MFU counts (PaLM, appendix B,
+        causal).
 
-        6 for each weight that is multiplied with, and 6 T C in each layer's attention: two products of T/2
-        visible keys on average forward, four backward; a window W < T has W - W^2 / 2T keys. Re-weighting and
-        l1 add no products; NormSoftmax's standard deviation takes q Cov(k) q and the building of Cov(k).
-        Recomputation and elementwise work do not count.
+        6 for each weight that is multiplied with, and 6 T C in each layer's attention: two products
+        of T/2 visible keys on average forward, four backward; a window W < T has W - W^2 / 2T keys.
+        Re-weighting and l1 add no products; NormSoftmax's standard deviation takes q Cov(k) q and
+        the building of Cov(k). Recomputation and elementwise work do not count.
         """
         m = self.config.model
         seq_len = self.config.train.seq_len
@@ -385,7 +462,8 @@ class GPT(nn.Module):
         attention = 0.0
         for of_layer in self.layer_configs:
             window = min(of_layer.model.window or seq_len, seq_len)
-            pope = 1.5 if of_layer.model.position == "pope" else 1.0  # its q and k are twice as wide
+            # its q and k are twice as wide
+            pope = 1.5 if of_layer.model.position == "pope" else 1.0
             attention += pope * 12 * (window - window**2 / (2 * seq_len)) * m.n_embd
             if isinstance(of_layer.attention.definition, AdaptiveSoftmax):
                 attention += 3 * 2 * 2 * m.head_dim * m.n_embd

@@ -3,8 +3,8 @@
     cos, sin = rope_tables(head_dim, n_positions, theta, RopeScaling("ntk"), train_len)
     q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
 
-The tables are computed anew by each forward pass from the training base: none outlives a length, and none is
-in a checkpoint.
+The tables are computed anew by each forward pass from the training base: none outlives a length,
+and none is in a checkpoint.
 """
 
 import math
@@ -25,13 +25,15 @@ RopeKind = Literal["none", "ntk", "theta", "linear", "yarn"]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How RoPE's frequencies change for sequences longer than the training length (see `rope_tables`).
+    """How RoPE's frequencies change for sequences longer than the training length (see
+    `rope_tables`).
 
     Args:
         kind: none, ntk, theta, linear or yarn.
         theta: the base that replaces the training base; for kind theta, and only there.
-        length: the sequence length T to scale for; None: the positions present, cache + tokens. When
-            one sequence is fed in several pieces, name its final length, or the pieces disagree.
+        length: the sequence length T to scale for; None: the positions present, cache + tokens.
+            When one sequence is fed in several pieces, name its final length, or the pieces
+            disagree.
     Raises:
         UserError: unknown kind, missing or superfluous theta.
     """
@@ -42,11 +44,17 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(RopeKind):
-            raise UserError(f"RoPE scaling {self.kind!r}: expected one of {', '.join(get_args(RopeKind))}")
+            raise UserError(
+                f"RoPE scaling {self.kind!r}: expected one of {', '.join(get_args(RopeKind))}"
+            )
         if self.kind == "theta" and not (self.theta is not None and 0 < self.theta < math.inf):
-            raise UserError(f"RoPE scaling theta: base {self.theta}: expected a number above 0, --rope-theta")
+            raise UserError(
+                f"RoPE scaling theta: base {self.theta}: expected a number above 0, --rope-theta"
+            )
         if self.kind != "theta" and self.theta is not None:
-            raise UserError(f"RoPE base {self.theta}: only read by RoPE scaling theta, not by {self.kind}")
+            raise UserError(
+                f"RoPE base {self.theta}: only read by RoPE scaling theta, not by {self.kind}"
+            )
 
 
 UNSCALED = RopeScaling()
@@ -58,7 +66,8 @@ def operator_library(module: str) -> str:
 
 
 def alibi(t: Tensor, head: Tensor, n_head: int) -> Tensor:
-    """-m_h t, m_h = 2^(-8 h / H), h = 1 ... H, is added to scores at distance t (ALiBi, Press et al. 2022).
+    """-m_h t, m_h = 2^(-8 h / H), h = 1 ... H, is added to scores at distance t (ALiBi, Press et
+    al. 2022).
 
     head counts from 0 and broadcasts against t.
     """
@@ -78,7 +87,8 @@ def rope_tables(
     rotating: float = 1.0,
     amplified: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angles m·w_i, for positions m and frequencies w_i = theta^(-2i/d), i < d/2.
+    """cos and sin of the angles m·w_i, for positions m and frequencies w_i = theta^(-2i/d), i <
+    d/2.
 
     RoPE is Su et al. 2021 (arXiv 2104.09864), eq. 14-15. With T the length to scale for and
     s = T / train_len, the scalings are (ntk, linear, yarn: only if s > 1, else none)
@@ -90,14 +100,17 @@ def rope_tables(
         yarn    (1-g)·w_i/s + g·w_i        Peng et al. 2023 (arXiv 2309.00071), Definitions 2 and 3
 
     where yarn's g rises linearly from 0 to 1 as the turns over the training length,
-    r_i = train_len·w_i / 2π, go from 1 to 32; it also multiplies cos and sin by 0.1·ln s + 1. (The authors'
-    code ramps over the index i between rounded ends instead; this is the formula in the paper.)
+    r_i = train_len·w_i / 2π, go from 1 to 32; it also multiplies cos and sin by 0.1·ln s + 1. (The
+    authors' code ramps over the index i between rounded ends instead; this is the formula in the
+    paper.)
 
     Args:
         positions: the m of the tables, (T,), on whose device they are; None: 0 to n_positions - 1.
-        rotating: the part of the frequencies, from the highest on, that rotate; the others are 0 (p-RoPE,
-            Barbero et al. 2024, arXiv 2410.06205: the first floor(rotating d/2)). 0: no positions.
-        amplified: False leaves yarn's 0.1·ln s + 1 out, as cosine scores, of unit vectors, do not see it.
+        rotating: the part of the frequencies, from the highest on, that rotate; the others are 0
+            (p-RoPE, Barbero et al. 2024, arXiv 2410.06205: the first floor(rotating d/2)). 0: no
+            positions.
+        amplified: False leaves yarn's 0.1·ln s + 1 out, as cosine scores, of unit vectors, do not
+        see it.
     Returns:
         cos, sin: (T, head_dim / 2) float32, computed in float64: at position 131072 a
         float32 angle is off by up to 5e-3.
@@ -107,14 +120,21 @@ def rope_tables(
     if positions is None:
         positions = torch.arange(n_positions)
     length = n_positions if scaling.length is None else scaling.length
-    freqs, amplitude = rope_frequencies(head_dim, theta, scaling, length, train_len, positions.device)
+    freqs, amplitude = rope_frequencies(
+        head_dim, theta, scaling, length, train_len, positions.device
+    )
     n_rotating = int(rotating * (head_dim // 2) + 1e-9)  # 0.58 * 50 is 28.999...
     freqs[n_rotating:].zero_()
     return _cos_and_sin(freqs, amplitude if n_rotating and amplified else 1.0, positions)
 
 
 def rope_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling, length: int, train_len: int, device: torch.device
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling,
+    length: int,
+    train_len: int,
+    device: torch.device,
 ) -> tuple[Tensor, float]:
     """w_i of `rope_tables`, (D/2,) float64, scaled for `length`, and the factor of cos and sin."""
     s = max(length / train_len, 1.0)
@@ -122,7 +142,9 @@ def rope_frequencies(
         theta = scaling.theta
     elif scaling.kind == "ntk" and s > 1:
         if head_dim <= 2:
-            raise UserError(f"RoPE scaling ntk: s^(d/(d-2)) needs a head size d above 2, got {head_dim}")
+            raise UserError(
+                f"RoPE scaling ntk: s^(d/(d-2)) needs a head size d above 2, got {head_dim}"
+            )
         theta = theta * s ** (head_dim / (head_dim - 2))
 
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
@@ -138,8 +160,8 @@ def rope_frequencies(
     return freqs, amplitude
 
 
-# An operator of its own, so that torch.compile keeps the tables: it would compute cos and sin anew, in
-# float64, for each element of q and k in each layer.
+# An operator of its own, so that torch.compile keeps the tables: it would compute cos and sin anew,
+# in float64, for each element of q and k in each layer.
 @torch.library.custom_op(f"{operator_library(__name__)}::cos_and_sin", mutates_args=())
 def _cos_and_sin(freqs: Tensor, amplitude: float, positions: Tensor) -> tuple[Tensor, Tensor]:
     angles = positions[:, None] * freqs  # (T, D/2) float64
@@ -153,7 +175,8 @@ def _(freqs: Tensor, amplitude: float, positions: Tensor) -> tuple[Tensor, Tenso
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x_2i, x_2i+1) of x (B, H, T, D) by its position's angle; cos, sin: (T, D/2) float32.
+    """Turn each pair (x_2i, x_2i+1) of x (B, H, T, D) by its position's angle; cos, sin: (T, D/2)
+    float32.
 
     Returns x's shape and dtype, computed in float32.
     """
@@ -171,9 +194,11 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def apply_pope(x: Tensor, cos: Tensor, sin: Tensor, phase: Tensor | None = None) -> Tensor:
-    """softplus(x_c) at the angle m w_c + phase_c: PoPE (Gopalakrishnan et al. 2025, arXiv 2509.10534).
+    """softplus(x_c) at the angle m w_c + phase_c: PoPE (Gopalakrishnan et al. 2025, arXiv
+    2509.10534).
 
-    With phase = delta on the keys alone q.k is sum_c softplus(q_c) softplus(k_c) cos((i - j) w_c - delta_c).
+    With phase = delta on the keys alone q.k is sum_c softplus(q_c) softplus(k_c) cos((i - j) w_c -
+    delta_c).
 
     x (B, H, T, D), phase (H, 1, D), cos and sin (T, D) of `rope_tables` for heads of 2 D.
     Returns (B, H, T, 2 D) in x's dtype, computed in float32.

@@ -1,15 +1,17 @@
 """Continue prompts with a trained model, with a KV cache.
 
     python sample.py runs/demo_lssar --prompt "def "
-    python sample.py runs/demo_softmax --prompt "class " "import " --samples 3 --tokens 100 --top-p 0.9
-    python sample.py runs/demo_lssar --prompt-file start.py --tokens 4000 --rope ntk --temperature 0
+    python sample.py runs/demo_softmax --prompt "class " "import " --samples 3 --tokens 100 --top-p
+    0.9 python sample.py runs/demo_lssar --prompt-file start.py --tokens 4000 --rope ntk
+    --temperature 0
 
-Prints each prompt and its continuation up to the end of the document, token by token. Several texts appear
-each under a line that names it, the samples of a prompt once they are complete.
+Prints each prompt and its continuation up to the end of the document, token by token. Several texts
+appear each under a line that names it, the samples of a prompt once they are complete.
 
-The samples of a prompt form a batch. Prompts do not, because padding would change n, the number of keys that
-a query sees. Prompt i is sampled with seed + i, independent of the others. With --rope ntk RoPE is scaled for
-the final length, prompt and all new tokens. The default is none, unlike that of the evaluations.
+The samples of a prompt form a batch. Prompts do not, because padding would change n, the number of
+keys that a query sees. Prompt i is sampled with seed + i, independent of the others. With --rope
+ntk RoPE is scaled for the final length, prompt and all new tokens. The default is none, unlike that
+of the evaluations.
 """
 
 import argparse
@@ -37,8 +39,20 @@ def parse_args() -> argparse.Namespace:
     add("run", metavar="RUN", help="run folder (its newest checkpoint) or one checkpoint file")
     add("--prompt", nargs="+", metavar="TEXT", help="texts to continue (default: a line break)")
     add("--prompt-file", nargs="+", metavar="FILE", help="files to continue, each as one prompt")
-    add("--samples", type=integer(1, 4096), default=1, metavar="N", help="of each prompt (default: 1)")
-    add("--tokens", type=integer(0, 2**20), default=500, metavar="N", help="new tokens (default: 500)")
+    add(
+        "--samples",
+        type=integer(1, 4096),
+        default=1,
+        metavar="N",
+        help="of each prompt (default: 1)",
+    )
+    add(
+        "--tokens",
+        type=integer(0, 2**20),
+        default=500,
+        metavar="N",
+        help="new tokens (default: 500)",
+    )
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     top_k_help = "sample from the k likeliest tokens, 0: from all (default: 50)"
     add("--top-k", type=integer(0, 2**20), default=50, help=top_k_help)

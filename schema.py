@@ -1,7 +1,7 @@
 """The schema of a config: every key, its meaning, its bounds and its default.
 
-One frozen pydantic class for each section. config.py reads files and command lines into a `Config`. A
-normaliser's options are the fields of its class (normalisers/) and keys of [attention].
+One frozen pydantic class for each section. config.py reads files and command lines into a `Config`.
+A normaliser's options are the fields of its class (normalisers/) and keys of [attention].
 """
 
 import re
@@ -32,8 +32,8 @@ def key(default: Any, meaning: str, **bounds: Any) -> Any:
     return Field(default, description=meaning, **bounds)
 
 
-# Keys that may differ when a run resumes. A free one changes neither the model nor the loss curve. A
-# resumable one would give another curve from the start.
+# Keys that may differ when a run resumes. A free one changes neither the model nor the loss curve.
+# A resumable one would give another curve from the start.
 free = partial(key, json_schema_extra={"resume": "free"})
 resumable = partial(key, json_schema_extra={"resume": "resumable"})
 
@@ -43,20 +43,31 @@ class ModelConfig(Section):
     n_head: int = key(12, "Attention heads per block.", ge=1, le=1024)
     n_kv_head: int = key(0, "Heads of keys and values. 0: n_head.", ge=0, le=1024)
     n_embd: int = key(768, "Width of the residual stream.", ge=1, le=65536)
-    vocab_size: int = key(50257, "Tokens of the tokeniser, padded to a multiple of 128.", ge=2, le=65536)
+    vocab_size: int = key(
+        50257, "Tokens of the tokeniser, padded to a multiple of 128.", ge=2, le=65536
+    )
     norm: Literal["layernorm", "rmsnorm"] = key("layernorm", "Normalisation layer.")
     norm_eps: float = key(1e-5, "Epsilon of the normalisation layers.", gt=0)
     mlp: Literal["gelu", "swiglu"] = key("gelu", "Feed-forward block.")
-    gelu: Literal["tanh", "exact"] = key("tanh", "GPT-2's approximation, or erf (they differ by 5e-4).")
+    gelu: Literal["tanh", "exact"] = key(
+        "tanh", "GPT-2's approximation, or erf (they differ by 5e-4)."
+    )
     mlp_hidden: int = key(0, "Hidden width of the MLP; 0: 4 * n_embd.", ge=0, le=2**20)
     bias: bool = key(True, "Biases in the linear layers and in LayerNorm.")
     tie_embeddings: bool = key(True, "Share the token embedding with the output layer.")
-    attention_gate: bool = key(False, "Multiply the heads' output by sigmoid(W x) (arXiv 2505.06708).")
-    key_shift: bool = key(False, "Mix a learned share of the key before into each (Olsson et al. 2022).")
-    position: Literal["rope", "p_rope", "pope", "none", "alibi"] = key(
-        "rope", "p_rope: RoPE on the highest frequencies alone. pope: polar. alibi: a bias on the scores."
+    attention_gate: bool = key(
+        False, "Multiply the heads' output by sigmoid(W x) (arXiv 2505.06708)."
     )
-    window: int = key(0, "The last keys that a query sees, its own included. 0: all.", ge=0, le=2**31)
+    key_shift: bool = key(
+        False, "Mix a learned share of the key before into each (Olsson et al. 2022)."
+    )
+    position: Literal["rope", "p_rope", "pope", "none", "alibi"] = key(
+        "rope",
+        "p_rope: RoPE on the highest frequencies alone. pope: polar. alibi: a bias on the scores.",
+    )
+    window: int = key(
+        0, "The last keys that a query sees, its own included. 0: all.", ge=0, le=2**31
+    )
     rope_theta: float = key(10000.0, "Base of the rotary position embedding.", gt=0)
     rope_fraction: float = key(0.75, "p_rope: share of frequencies that rotate.", ge=0, le=1)
 
@@ -86,7 +97,9 @@ class ModelConfig(Section):
         if self.n_embd % self.n_head:
             problems.append(("n_embd", f"expected a multiple of model.n_head = {self.n_head}"))
         elif self.rotating and self.head_dim % 2:
-            problems.append(("n_embd", f"RoPE needs an even head size, n_embd / n_head = {self.head_dim}"))
+            problems.append(
+                ("n_embd", f"RoPE needs an even head size, n_embd / n_head = {self.head_dim}")
+            )
         if self.position != "p_rope" and self.rope_fraction != 0.75:
             problems.append(("rope_fraction", "only read by model.position = p_rope"))
         raise_problems(self, "model.", problems)
@@ -94,7 +107,9 @@ class ModelConfig(Section):
 
 
 def raise_problems(section: Section, prefix: str, problems: list[tuple[str, str]]) -> None:
-    """Raises ValueError with a line "<prefix><key> = <value>: <problem>" for each, if there are any."""
+    """Raises ValueError with a line "<prefix><key> = <value>: <problem>" for each, if there are
+    any.
+    """
     if problems:
         raise ValueError("\n".join(problem_lines(section, prefix, problems)))
 
@@ -126,16 +141,22 @@ class AttentionConfig(Section):
         except ValueError as e:
             raise ValueError(f"attention.normaliser = {self.normaliser!r}: {e}") from None
         for option in cls.model_fields.keys() & type(self).model_fields.keys():
-            problem = f"has an option {option}, which is a key of [attention]: expected another name"
+            problem = (
+                f"has an option {option}, which is a key of [attention]: expected another name"
+            )
             raise ValueError(f"attention.normaliser = {self.normaliser!r}: {problem}")
         try:
             definition = cls.model_validate(self.model_extra)
         except ValidationError as e:
-            raise ValueError("\n".join(line for _, line in problems_of(e, "attention", cls))) from None
+            raise ValueError(
+                "\n".join(line for _, line in problems_of(e, "attention", cls))
+            ) from None
         problems = []
         if self.reweight_p and not definition.sums_to_one:
             needs = "re-weighting needs non-negative rows that sum to one, which"
-            problems.append(("reweight_p", f"{needs} {self.normaliser} with these options does not give"))
+            problems.append(
+                ("reweight_p", f"{needs} {self.normaliser} with these options does not give")
+            )
         if self.reweight_p_warmup and self.reweight_p < 2:
             problems.append(("reweight_p_warmup", "only read with reweight_p >= 2"))
         raise_problems(self, "attention.", problems)
@@ -148,41 +169,67 @@ class DataConfig(Section):
     """Where the tokens come from and in which order."""
 
     dir: str = resumable("data/fineweb10B", "Folder of prepared shards (python -m data.fineweb).")
-    order: Literal["sequential", "shuffled"] = key("sequential", "Stream order, or permuted by the seed.")
+    order: Literal["sequential", "shuffled"] = key(
+        "sequential", "Stream order, or permuted by the seed."
+    )
     skip_steps: int = key(0, "Batches left out at the start.", ge=0, le=10**9)
 
 
 class TrainConfig(Section):
     """How long, how much at a time, on what."""
 
-    max_steps: int = key(18865, "Optimiser steps. 0: evaluate the weights of init_from.", ge=0, le=10**9)
+    max_steps: int = key(
+        18865, "Optimiser steps. 0: evaluate the weights of init_from.", ge=0, le=10**9
+    )
     seq_len: int = key(1024, "Training length T in tokens.", ge=2, le=2**31)
-    batch_tokens: int = key(524288, "Tokens of one optimiser step, over all processes.", ge=2, le=2**31)
+    batch_tokens: int = key(
+        524288, "Tokens of one optimiser step, over all processes.", ge=2, le=2**31
+    )
     micro_batch: int = free(32, "Sequences of a forward pass. Halve it when out of memory.", ge=1)
     dtype: Literal["bfloat16", "float32"] = key("bfloat16", "Autocast type; weights stay float32.")
-    residual: Literal["bfloat16", "float32"] = key("float32", "Type of the residual stream in autocast.")
+    residual: Literal["bfloat16", "float32"] = key(
+        "float32", "Type of the residual stream in autocast."
+    )
     device: Literal["auto", "cpu", "cuda"] = free("auto", "auto: cuda where there is one.")
     compile: Literal["auto"] | bool = free("auto", "torch.compile the model; auto: on cuda.")
     memory_budget: float = free(1.0, "Below 1 compiled code keeps less for backward.", ge=0, le=1)
-    deterministic: bool = resumable(False, "Bit-identical steps on CUDA where torch can, and slower.")
+    deterministic: bool = resumable(
+        False, "Bit-identical steps on CUDA where torch can, and slower."
+    )
     engine: Engine = key(
         "auto",
         "The first of sdpa, triton, flex and rows that runs this here. dense holds (T, T).",
         exclude=True,  # a choice of this machine, in no checkpoint
     )
-    flash: Literal["FA2", "FA3", "FA4"] = key("FA2", "sdpa's kernels: torch's, or a package's.", exclude=True)
+    flash: Literal["FA2", "FA3", "FA4"] = key(
+        "FA2", "sdpa's kernels: torch's, or a package's.", exclude=True
+    )
     grad_clip: float = key(1.0, "Largest gradient norm; 0: no clipping.", ge=0)
-    loss: Literal["softmax", "norm_softmax", "logit_norm"] = key("softmax", "Normaliser of the logits.")
-    loss_gamma: PositiveFloat | Literal["inf"] = key("inf", "norm_softmax: bound of the logits' sigma.")
-    loss_tau: PositiveFloat | Literal["auto"] = key("auto", "auto: 1, or for logit_norm vocab_size^(-1/2).")
-    label_smoothing: float = key(0.0, "Share of each target spread evenly, in training only.", ge=0, lt=1)
-    reduction: Literal["mean", "sum"] = key("mean", "Over a step's tokens, for gradients and grad_clip.")
+    loss: Literal["softmax", "norm_softmax", "logit_norm"] = key(
+        "softmax", "Normaliser of the logits."
+    )
+    loss_gamma: PositiveFloat | Literal["inf"] = key(
+        "inf", "norm_softmax: bound of the logits' sigma."
+    )
+    loss_tau: PositiveFloat | Literal["auto"] = key(
+        "auto", "auto: 1, or for logit_norm vocab_size^(-1/2)."
+    )
+    label_smoothing: float = key(
+        0.0, "Share of each target spread evenly, in training only.", ge=0, lt=1
+    )
+    reduction: Literal["mean", "sum"] = key(
+        "mean", "Over a step's tokens, for gradients and grad_clip."
+    )
     val_every: int = free(250, "Steps between validations (always after the last step).", ge=1)
-    val_tokens: int = key(10_485_760, "Validation tokens, from the start of the shard.", ge=2, le=2**40)
+    val_tokens: int = key(
+        10_485_760, "Validation tokens, from the start of the shard.", ge=2, le=2**40
+    )
     checkpoint_every: int = free(500, "Steps between checkpoints (always the last).", ge=1)
     keep_last: int = free(2, "Newest checkpoints to keep.", ge=1)
     keep_every: int = free(0, "Also keep checkpoints of multiples of this step; 0: none.", ge=0)
-    on_bad_step: Literal["stop", "skip"] = resumable("stop", "At a loss or gradient that is not finite.")
+    on_bad_step: Literal["stop", "skip"] = resumable(
+        "stop", "At a loss or gradient that is not finite."
+    )
     max_skips: int = resumable(10, "Consecutive skipped steps that stop the run.", ge=1)
 
     @model_validator(mode="after")
@@ -190,9 +237,13 @@ class TrainConfig(Section):
         problems = []
         n_seq, rest = divmod(self.batch_tokens, self.seq_len)
         if rest:
-            problems.append(("batch_tokens", f"expected a multiple of train.seq_len = {self.seq_len}"))
+            problems.append(
+                ("batch_tokens", f"expected a multiple of train.seq_len = {self.seq_len}")
+            )
         elif n_seq % min(self.micro_batch, n_seq):
-            divisor = f"expected a divisor of the {n_seq} sequences in a step (batch_tokens / seq_len)"
+            divisor = (
+                f"expected a divisor of the {n_seq} sequences in a step (batch_tokens / seq_len)"
+            )
             problems.append(("micro_batch", f"{divisor}, or more than them"))
         if self.val_tokens < self.seq_len:
             problems.append(("val_tokens", f"expected at least train.seq_len = {self.seq_len}"))
@@ -209,7 +260,9 @@ class TrainConfig(Section):
 class OptimizerConfig(Section):
     name: Literal["adamw", "muon", "sgd"] = key("adamw", "muon: hidden matrices, adamw the rest.")
     lr: float = key(6e-4, "Peak learning rate.", gt=0)
-    scalar_lr: float = key(0.0, "Peak rate of normalisers' learned scalars (s, b, sinks ...). 0: lr.", ge=0)
+    scalar_lr: float = key(
+        0.0, "Peak rate of normalisers' learned scalars (s, b, sinks ...). 0: lr.", ge=0
+    )
     muon_lr: float = key(0.02, "Peak learning rate of muon's matrices.", gt=0)
     beta1: float = key(0.9, "adamw: decay of the first moment.", ge=0, lt=1)
     beta2: float = key(0.95, "adamw: decay of the second moment.", ge=0, lt=1)
@@ -218,7 +271,9 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "cosine", "linear", "wsd"] = key("cosine", "Shape after warm-up.")
     warmup_steps: int = key(700, "Steps of linear warm-up.", ge=0)
     min_lr_ratio: float = key(0.0, "Final learning rate over peak.", ge=0, le=1)
-    decay_fraction: float = key(0.2, "wsd: share of max_steps, at the end, of linear decay.", gt=0, le=1)
+    decay_fraction: float = key(
+        0.2, "wsd: share of max_steps, at the end, of linear decay.", gt=0, le=1
+    )
 
 
 class LogConfig(Section):
@@ -242,7 +297,9 @@ class LayerKeys(Section):
 
 
 class Config(Section):
-    """A whole run. `base`, `name` and [sweep] are not inherited; `name` defaults to the file's stem."""
+    """A whole run. `base`, `name` and [sweep] are not inherited; `name` defaults to the file's
+    stem.
+    """
 
     name: str = free(..., "Name of the run folder.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$")
     seed: int = key(1337, "Seed of initialisation and data order.", ge=0, lt=2**63)
@@ -273,9 +330,14 @@ class Config(Section):
         if self.attention.definition.decays_channels and self.model.rotating:
             why = "channels that rotate as a pair would decay apart"
             problems.append(("model.position", f"expected none or alibi: {why}"))
-        if self.optimizer.schedule == "wsd" and warmup_steps <= max_steps < warmup_steps + decay_steps:
+        if (
+            self.optimizer.schedule == "wsd"
+            and warmup_steps <= max_steps < warmup_steps + decay_steps
+        ):
             share = f"{1 - warmup_steps / max_steps:.4g} of train.max_steps = {max_steps}"
-            expected = f"expected at most {share}, the rest after optimizer.warmup_steps = {warmup_steps}"
+            expected = (
+                f"expected at most {share}, the rest after optimizer.warmup_steps = {warmup_steps}"
+            )
             problems.append(("optimizer.decay_fraction", expected))
         lines = problem_lines(self, "", problems)
         lines += self._layer_problems(lines)
@@ -284,7 +346,9 @@ class Config(Section):
         return self
 
     def _layer_problems(self, known: list[str]) -> list[str]:
-        """A line for each problem of [[layers]]: of its entries, else of layers, but for known ones."""
+        """A line for each problem of [[layers]]: of its entries, else of layers, but for known
+        ones.
+        """
         lines = []
         n_layer = self.model.n_layer
         for n, entry in enumerate(self.layers):
@@ -295,10 +359,14 @@ class Config(Section):
                 continue
             exists = all(-n_layer <= i < n_layer for i in keys.at) and 1 <= keys.every <= n_layer
             if not exists or ("at" in entry) == ("every" in entry):
-                expected = f"expected either at, of layers 0 to {n_layer - 1}, or every, 1 to {n_layer}"
+                expected = (
+                    f"expected either at, of layers 0 to {n_layer - 1}, or every, 1 to {n_layer}"
+                )
                 lines.append(f"layers[{n}] = {entry}: {expected}")
             if "reweight_p_warmup" in keys.attention:
-                lines.append(f"layers[{n}].attention: expected reweight_p_warmup in [attention], for all")
+                lines.append(
+                    f"layers[{n}].attention: expected reweight_p_warmup in [attention], for all"
+                )
         first_layers: dict[str, int] = {}  # that have a problem
         for i in range(0 if lines else n_layer):
             try:
@@ -306,13 +374,17 @@ class Config(Section):
             except ValidationError as e:
                 for _, line in problems_of(e, "", Config):
                     first_layers.setdefault(line, i)
-        lines += [f"layers: in layer {i} {line}" for line, i in first_layers.items() if line not in known]
+        lines += [
+            f"layers: in layer {i} {line}" for line, i in first_layers.items() if line not in known
+        ]
         return lines
 
     @property
     def normalisers(self) -> list[str]:
         """Those of all layers, each once."""
-        return list(dict.fromkeys(self.of_layer(i).attention.normaliser for i in range(self.model.n_layer)))
+        return list(
+            dict.fromkeys(self.of_layer(i).attention.normaliser for i in range(self.model.n_layer))
+        )
 
     @property
     def rope_bases(self) -> set[float]:
@@ -321,9 +393,11 @@ class Config(Section):
         return {model.rope_theta for model in models if model.rotating > 0}
 
     def of_layer(self, i: int) -> "Config":
-        """The config of layer i, from 0: with what the entries of [[layers]] that name it state, in order.
+        """The config of layer i, from 0: with what the entries of [[layers]] that name it state, in
+        order.
 
-        Their `attention` changes keys of [attention] or, with a normaliser, takes the section's place.
+        Their `attention` changes keys of [attention] or, with a normaliser, takes the section's
+        place.
         """
         if not self.layers:
             return self
@@ -339,7 +413,9 @@ class Config(Section):
                 model |= {key: entry[key] for key in entry if key in ModelConfig.model_fields}
                 options = entry.get("attention", {})
                 attention = options if "normaliser" in options else attention | options
-        return Config.model_validate({**dict(self), "model": model, "attention": attention, "layers": []})
+        return Config.model_validate(
+            {**dict(self), "model": model, "attention": attention, "layers": []}
+        )
 
     @property
     def run_dir(self) -> Path:
@@ -370,7 +446,9 @@ def describe_attention(options: AttentionConfig, model: ModelConfig | None = Non
 
 
 def describe_layers(config: Config) -> str:
-    """`describe_attention` of each: 'layers 0, 1: softmax, window 128; layer 2: lssa' where they differ."""
+    """`describe_attention` of each: 'layers 0, 1: softmax, window 128; layer 2: lssa' where they
+    differ.
+    """
     groups: dict[str, list[int]] = {}
     for i in range(config.model.n_layer):
         of_layer = config.of_layer(i)
@@ -390,7 +468,9 @@ def field_of(key: str) -> FieldInfo | None:
 
 
 def resume_rule(key: str) -> object:
-    """Of a dotted key: "free" or "resumable" (see there), or "fixed" if it may not differ on resume."""
+    """Of a dotted key: "free" or "resumable" (see there), or "fixed" if it may not differ on
+    resume.
+    """
     field = field_of(key)
     extra = field.json_schema_extra if field else None
     return extra["resume"] if isinstance(extra, dict) else "fixed"
@@ -399,10 +479,13 @@ def resume_rule(key: str) -> object:
 # ---------------------------------------------------------------- what pydantic finds, in words
 
 
-def problems_of(error: ValidationError, section: str, cls: type[BaseModel]) -> list[tuple[str, str]]:
+def problems_of(
+    error: ValidationError, section: str, cls: type[BaseModel]
+) -> list[tuple[str, str]]:
     """(dotted key, "key = value: expected ...") of each problem.
 
-    Where keys of a section disagree, the key is what the problem begins with. None between sections.
+    Where keys of a section disagree, the key is what the problem begins with. None between
+    sections.
     """
     problems: list[tuple[str, str]] = []
     expected: dict[tuple[str, str], list[str]] = {}  # a union has one error for each alternative
@@ -413,7 +496,8 @@ def problems_of(error: ValidationError, section: str, cls: type[BaseModel]) -> l
             problems += [(line.split(" = ")[0] if e["loc"] else "", line) for line in lines]
             continue
         location = [str(part) for part in e["loc"]]
-        depth = 2 if not section and location[0] in SECTIONS else 1  # what follows are pydantic's union tags
+        # what follows are pydantic's union tags
+        depth = 2 if not section and location[0] in SECTIONS else 1
         key = prefix + ".".join(location[:depth])
         head = f"{key} = {'a section' if isinstance(e['input'], dict) else repr(e['input'])}: "
         if e["type"] == "extra_forbidden":
@@ -421,14 +505,18 @@ def problems_of(error: ValidationError, section: str, cls: type[BaseModel]) -> l
         else:
             what = re.sub(r"^(Input|String) should (be )?(a valid )?", "", e["msg"])
             what = NAME_RULE if e["type"] == "string_pattern_mismatch" else what
-            expected.setdefault((key, head), []).append("a section" if e["type"] == "model_type" else what)
+            expected.setdefault((key, head), []).append(
+                "a section" if e["type"] == "model_type" else what
+            )
     for (key, head), alternatives in expected.items():
         problems.append((key, f"{head}expected {' or '.join(dict.fromkeys(alternatives))}"))
     return problems
 
 
 def _unknown(dotted: str, options: list[str]) -> str:
-    """The problem of an unknown key, with what its writer may have meant; options: of the normaliser."""
+    """The problem of an unknown key, with what its writer may have meant; options: of the
+    normaliser.
+    """
     section, _, key = dotted.rpartition(".")
     for name, other in SECTIONS.items():
         if key in other.model_fields:

@@ -1,8 +1,9 @@
-"""Build the package attention_normalisers: the files that a model of one's own can use, under one name.
+"""Build the package attention_normalisers: the files that a model of one's own can use, under one
+name.
 
-The files import each other as `from normalisers.base import ...`. In the package such an import becomes
-`from ..normalisers.base import ...`, so that nobody's own model.py or config.py is in its way. The commands,
-lab/ and configs/ stay in the checkout.
+The files import each other as `from normalisers.base import ...`. In the package such an import
+becomes `from ..normalisers.base import ...`, so that nobody's own model.py or config.py is in its
+way. The commands, lab/ and configs/ stay in the checkout.
 """
 
 import ast
@@ -13,7 +14,15 @@ from setuptools.command.build_py import build_py
 
 NAME = "attention_normalisers"
 FILES = {"attention", "config", "generation", "model", "positions", "schema"}
-FOLDERS = ["data", "engines", "evals", "infra", "normalisers", "training", *map(str, Path().glob("hub"))]
+FOLDERS = [
+    "data",
+    "engines",
+    "evals",
+    "infra",
+    "normalisers",
+    "training",
+    *map(str, Path().glob("hub")),
+]
 
 
 class BuildPackage(build_py):
@@ -26,7 +35,9 @@ class BuildPackage(build_py):
         dots = "." * (1 + package.count("."))
         lines = Path(module_file).read_text(encoding="utf-8").splitlines()
         for node in ast.walk(ast.parse("\n".join(lines))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FILES | {*FOLDERS}:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FILES | {
+                *FOLDERS
+            }:
                 lines[node.lineno - 1] = lines[node.lineno - 1].replace("from ", f"from {dots}", 1)
         Path(built).write_text("\n".join([*lines, ""]), encoding="utf-8")
         return built, copied

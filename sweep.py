@@ -5,14 +5,16 @@
     python sweep.py configs/lssar_paper/figure2_lssa.toml --index $SLURM_ARRAY_TASK_ID   # only one of them
     python sweep.py configs/lssar_paper/*.toml --list                   # names and states of the runs
     python sweep.py configs/comparison/A/*.toml --jobs 2                # two at a time, half the cores each
-    python sweep.py configs/lssar_paper/table4_*.toml --base configs/comparison/A.toml # at another scale
+    python sweep.py configs/lssar_paper/table4_*.toml --base configs/comparison/A.toml # at another
+    scale
 
-Each run is `train.py CONFIG ...` in its folder <log.dir>/<file>_<key>=<value>, then eval_length.py on it with
-NTK-scaled RoPE (eval_length.json), without scaling (eval_length_none.json) and, if its RoPE has one base, at
-50 times that (eval_length_theta.json, as in the SSMax paper). Finished work is skipped. After a failure the
-next run starts. The sweep ends with a table of its runs, and all failures (exit status 1). Ctrl-C, SIGTERM,
-SIGHUP and SIGUSR1 let the current runs save their step and exit; the same command resumes. With several jobs
-the output of a run goes to <log.dir>/<name>.log.
+Each run is `train.py CONFIG ...` in its folder <log.dir>/<file>_<key>=<value>, then eval_length.py
+on it with NTK-scaled RoPE (eval_length.json), without scaling (eval_length_none.json) and, if its
+RoPE has one base, at 50 times that (eval_length_theta.json, as in the SSMax paper). Finished work
+is skipped. After a failure the next run starts. The sweep ends with a table of its runs, and all
+failures (exit status 1). Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 let the current runs save their step
+and exit; the same command resumes. With several jobs the output of a run goes to
+<log.dir>/<name>.log.
 """
 
 import argparse
@@ -52,15 +54,35 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--index", type=int, metavar="I", help="only run number I, from 0")
     add("--list", action="store_true", help="print the runs and exit")
-    add("--nproc", type=positive_int, metavar="N", help="processes of a run (default: its share of the GPUs)")
-    add("--jobs", type=positive_int, default=1, metavar="J", help="runs at the same time (default: 1)")
-    add("--eval-tokens", type=int, default=2**20, metavar="N", help="in all (default: 2^20; 0: none)")
+    add(
+        "--nproc",
+        type=positive_int,
+        metavar="N",
+        help="processes of a run (default: its share of the GPUs)",
+    )
+    add(
+        "--jobs",
+        type=positive_int,
+        default=1,
+        metavar="J",
+        help="runs at the same time (default: 1)",
+    )
+    add(
+        "--eval-tokens",
+        type=int,
+        default=2**20,
+        metavar="N",
+        help="in all (default: 2^20; 0: none)",
+    )
     add("--tag", metavar="WORD", help="added to the names of all runs")
     n_configs = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
-    args, overrides = parser.parse_known_args(argv[n_configs:])  # no override's value is taken for a file
+    # no override's value is taken for a file
+    args, overrides = parser.parse_known_args(argv[n_configs:])
     args.configs = argv[:n_configs]
     if not args.configs:
-        raise UserError("expected config files first: sweep.py configs/demo_softmax.toml (or --help)")
+        raise UserError(
+            "expected config files first: sweep.py configs/demo_softmax.toml (or --help)"
+        )
     return args, overrides
 
 
@@ -71,7 +93,8 @@ class Job(NamedTuple):
     config: Config
 
     def is_trained(self, lazily: bool = True) -> bool:
-        """Whether its folder has the last checkpoint of this config, on its data. Validation came before.
+        """Whether its folder has the last checkpoint of this config, on its data. Validation came
+        before.
 
         lazily: without the sums of its tensors.
         """
@@ -88,7 +111,9 @@ class Job(NamedTuple):
                 return False
             if not Path(self.config.data.dir).is_dir():  # gone since
                 return True
-            return not changed_data(content["data"], data_info(self.config, *open_streams(self.config)))
+            return not changed_data(
+                content["data"], data_info(self.config, *open_streams(self.config))
+            )
         except UserError:  # train.py says why, or resumes from the checkpoint before
             return False
 
@@ -119,19 +144,28 @@ class Job(NamedTuple):
         """The arguments of eval_length.py, for all of its evaluations in one process."""
         options = ["--replace", "--tokens", str(tokens), "--data", self.config.data.dir]
         options += ["--device", self.config.train.device]
-        scalings = [rope + (f"={theta}" if theta else "") for rope, theta in self.evaluations.items()]
+        scalings = [
+            rope + (f"={theta}" if theta else "") for rope, theta in self.evaluations.items()
+        ]
         return [str(self.config.run_dir), *options, "--also", *scalings[1:]]
 
     def read_evaluation(self, rope: str) -> dict[str, Any]:
         """The result at a RoPE scaling; empty without one."""
-        path = self.config.run_dir / ("eval_length.json" if rope == "ntk" else f"eval_length_{rope}.json")
+        path = self.config.run_dir / (
+            "eval_length.json" if rope == "ntk" else f"eval_length_{rope}.json"
+        )
         return read_json(path) if path.exists() else {}
 
     def is_evaluated(self, tokens: int) -> bool:
         """Whether its folder has the results of the last step that `run_job` asks for."""
         config = self.config
         lengths = [factor * config.train.seq_len for factor in FACTORS]
-        options = {"tokens": tokens, "skip": 0, "data": str(Path(config.data.dir)), "lengths": lengths}
+        options = {
+            "tokens": tokens,
+            "skip": 0,
+            "data": str(Path(config.data.dir)),
+            "lengths": lengths,
+        }
         for rope, theta in self.evaluations.items():
             asked = options | {"rope": rope, "rope_theta": theta}
             expected = {"step": config.train.max_steps, "options": asked}
@@ -147,13 +181,20 @@ class Job(NamedTuple):
                 return line
             for each in read_jsonl(self.config.run_dir / "metrics.jsonl"):
                 if "val_loss" in each:
-                    line |= {"steps": str(each["step"]), "validation": format_loss(each["val_loss"])}
+                    line |= {
+                        "steps": str(each["step"]),
+                        "validation": format_loss(each["val_loss"]),
+                    }
             for rope in self.evaluations:
                 result = self.read_evaluation(rope)
-                entries = result["lengths"] if result.get("step") == self.config.train.max_steps else []
+                entries = (
+                    result["lengths"] if result.get("step") == self.config.train.max_steps else []
+                )
                 losses = {each["length"]: each.get("loss") for each in entries}
                 for factor in (1, 16) if losses else ():
-                    line[f"{rope} {factor}x"] = format_loss(losses.get(factor * self.config.train.seq_len))
+                    line[f"{rope} {factor}x"] = format_loss(
+                        losses.get(factor * self.config.train.seq_len)
+                    )
         return line
 
 
@@ -183,7 +224,9 @@ def main() -> None:
             return
     lines = [job.numbers() for job in jobs]
     columns = list(dict.fromkeys(column for line in lines for column in line))
-    print(format_table([columns, *([line.get(column, "-") for column in columns] for line in lines)]))
+    print(
+        format_table([columns, *([line.get(column, "-") for column in columns] for line in lines)])
+    )
     evaluated = " and evaluated" if args.eval_tokens else ""
     print(f"{len(jobs) - len(failures)} of {len(jobs)} runs are trained{evaluated}")
     if failures:
@@ -192,12 +235,15 @@ def main() -> None:
 
 
 def make_jobs(configs: list[str], overrides: list[str], tag: str | None) -> list[Job]:
-    """All runs of all files, checked before the first one starts; prints which repeat another: left out.
+    """All runs of all files, checked before the first one starts; prints which repeat another: left
+    out.
 
     Raises UserError: a config with a problem; two runs of one name.
     """
     if any(word.partition("=")[0] == "--name" for word in overrides):
-        raise UserError("--name: runs are named after their files; expected --tag WORD, added to each name")
+        raise UserError(
+            "--name: runs are named after their files; expected --tag WORD, added to each name"
+        )
     jobs: dict[Path, Job] = {}
     for run in (run for path in configs for run in expand_sweep(path, overrides)):
         arguments = [*run.overrides, *overrides]
@@ -206,7 +252,9 @@ def make_jobs(configs: list[str], overrides: list[str], tag: str | None) -> list
             arguments += ["--name", f"{config.name}_{tag}"]
             config = load_config(run.path, arguments)
         if config.run_dir in jobs:
-            raise UserError(f"{run.path}: two runs would be called {config.run_dir}; expected other names")
+            raise UserError(
+                f"{run.path}: two runs would be called {config.run_dir}; expected other names"
+            )
         twin = next((job.config for job in jobs.values() if same_run(job.config, config)), None)
         if twin:
             print(f"left out: {config.run_dir}, the same run as {twin.run_dir}")
@@ -219,8 +267,11 @@ def check_resources(args: argparse.Namespace, jobs: list[Job], gpus: int) -> Non
     """Raises UserError for too few tokens of an evaluation, or more processes than GPUs."""
     needed = 16 * max(job.config.train.seq_len for job in jobs)
     if args.eval_tokens and args.eval_tokens < needed:
-        raise UserError(f"--eval-tokens {args.eval_tokens}: expected at least {needed}, 16 windows, or 0")
-    if gpus and args.jobs > 1 and args.jobs * args.nproc > gpus:  # CUDA would show the last runs none
+        raise UserError(
+            f"--eval-tokens {args.eval_tokens}: expected at least {needed}, 16 windows, or 0"
+        )
+    # CUDA would show the last runs none
+    if gpus and args.jobs > 1 and args.jobs * args.nproc > gpus:
         processes = f"--jobs {args.jobs} --nproc {args.nproc}"
         raise UserError(f"{processes}: expected at most {gpus} processes, one a GPU")
 
@@ -250,7 +301,9 @@ def run_all(jobs: list[Job], args: argparse.Namespace, stop: StopSignals) -> lis
         return [line for line in pool.map(failure_of, range(len(jobs))) if line]
 
 
-def run_job(job: Job, number: str, args: argparse.Namespace, slot: int, stop: StopSignals) -> str | None:
+def run_job(
+    job: Job, number: str, args: argparse.Namespace, slot: int, stop: StopSignals
+) -> str | None:
     """Do the job's unfinished commands. Returns the failure; None: success, or a signal came."""
     run_dir = job.config.run_dir
     is_evaluated = not args.eval_tokens or job.is_evaluated(args.eval_tokens)
@@ -302,7 +355,9 @@ def run(command: list[str], stop: StopSignals, env: dict[str, str] | None, log: 
     with (
         open(log, "ab") if log else nullcontext() as output,
         # New session: the terminal's SIGINT reaches only this process.
-        subprocess.Popen(command, start_new_session=True, env=env, stdout=output, stderr=output) as process,
+        subprocess.Popen(
+            command, start_new_session=True, env=env, stdout=output, stderr=output
+        ) as process,
     ):
         while not stop.number:
             with suppress(subprocess.TimeoutExpired):

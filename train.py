@@ -5,14 +5,15 @@
     python train.py configs/lssar.toml --optimizer.lr 1e-3 --name lssar_1e-3
     python train.py configs/lssar.toml --dry-run                          # four steps, memory, speed; no run
 
-GPT-2 124M are configs/softmax.toml, configs/lssar.toml (LSSAR, p raised to 15) and, for SSMax on QK-norm,
-configs/rivals/qk_norm_ssmax.toml.
+GPT-2 124M are configs/softmax.toml, configs/lssar.toml (LSSAR, p raised to 15) and, for SSMax on
+QK-norm, configs/rivals/qk_norm_ssmax.toml.
 
-Writes runs/<name>/: config.toml (resolved; `train.py runs/<name>/config.toml --name again` replays it, on the
-engine that fits there), metrics.jsonl (a line per step), starts.jsonl (commit, versions, hardware) and
-checkpoints/. The same command, run again, resumes from the newest checkpoint. SIGTERM, SIGHUP,
-Ctrl-C and SIGUSR1 finish the step (and a validation before it) and save. A second Ctrl-C stops at once.
---dry-run takes steps of two micro-batches at most, with random tokens where there are no data.
+Writes runs/<name>/: config.toml (resolved; `train.py runs/<name>/config.toml --name again` replays
+it, on the engine that fits there), metrics.jsonl (a line per step), starts.jsonl (commit, versions,
+hardware) and checkpoints/. The same command, run again, resumes from the newest checkpoint.
+SIGTERM, SIGHUP, Ctrl-C and SIGUSR1 finish the step (and a validation before it) and save. A second
+Ctrl-C stops at once. --dry-run takes steps of two micro-batches at most, with random tokens where
+there are no data.
 """
 
 import gc
@@ -57,9 +58,11 @@ def main() -> None:
 
 
 def start_or_resume(state: TrainState) -> RunLog:
-    """Load the run's newest checkpoint, or else the weights that init_from names, and open the run's folder.
+    """Load the run's newest checkpoint, or else the weights that init_from names, and open the
+    run's folder.
 
-    Raises UserError: the folder holds another run, init_from does not fit, or ranks see different files.
+    Raises UserError: the folder holds another run, init_from does not fit, or ranks see different
+    files.
     """
     config = state.config
     newest = load_newest(config.run_dir)
@@ -67,15 +70,22 @@ def start_or_resume(state: TrainState) -> RunLog:
     if newest is not None:
         state.restore(*newest)
     elif config.init_from:
-        init_summary = init_from_run(state.raw_model, config.init_from, state.data_info["tokenizer"])
+        init_summary = init_from_run(
+            state.raw_model, config.init_from, state.data_info["tokenizer"]
+        )
     file = fingerprint(newest[0]) if newest is not None else ""
-    if not state.world.agree([state.step, file, init_summary[:-1]]):  # the last line may name data.dir
-        raise UserError(f"{config.run_dir}: the processes see different checkpoints; expected one folder")
+    # the last line may name data.dir
+    if not state.world.agree([state.step, file, init_summary[:-1]]):
+        raise UserError(
+            f"{config.run_dir}: the processes see different checkpoints; expected one folder"
+        )
     others = state.world.gather_objects(config)
     changed = {key for other in others for key in changed_keys(other, config)}
     is_same = all(key == "data.dir" or key.startswith("log.") for key in changed)
     if not is_same or not state.world.agree(state.data_info):
-        raise UserError(f"{config.run_dir}: the processes have different configs or data; expected one run")
+        raise UserError(
+            f"{config.run_dir}: the processes have different configs or data; expected one run"
+        )
     log = RunLog(state)
     log.open_folder(init_summary)
     if newest is not None:
@@ -128,7 +138,9 @@ def train(state: TrainState, log: RunLog) -> None:
             at = f"step {state.step} of {config.max_steps}"
             log.close(f"stopped by {stopped} after {at}, saved: the same command resumes the run")
         else:
-            log.close(f"finished in {format_duration(time.monotonic() - began)}: {state.config.run_dir}")
+            log.close(
+                f"finished in {format_duration(time.monotonic() - began)}: {state.config.run_dir}"
+            )
 
 
 def train_step(state: TrainState, log: RunLog) -> str | None:
@@ -192,7 +204,9 @@ def find_problem(losses: list[float], norms: list[float]) -> str:
 
 
 def name_spoilt(model: nn.Module) -> str:
-    """The last parameter whose gradient is not finite, the first that backward reached; "" without one."""
+    """The last parameter whose gradient is not finite, the first that backward reached; "" without
+    one.
+    """
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     names = [name for name, grad in grads.items() if not grad.isfinite().all()]
     return f", first in that of {names[-1]}" if names else ""
@@ -212,7 +226,9 @@ def skip_or_stop(state: TrainState, problem: str) -> str:
         hint = '(train.on_bad_step = "skip" skips such steps)'
         raise UserError(f"{where}: stopped, the last checkpoint is unchanged {hint}")
     if state.n_skipped >= config.max_skips:
-        raise UserError(f"{where}: stopped after {state.n_skipped} bad steps in a row (train.max_skips)")
+        raise UserError(
+            f"{where}: stopped after {state.n_skipped} bad steps in a row (train.max_skips)"
+        )
     return f"{where}: skipped"
 
 
@@ -221,7 +237,8 @@ def save(state: TrainState) -> None:
     checkpoint = state.to_checkpoint()  # on every rank: a collective
     if state.world.is_main:
         save_checkpoint(state.config.run_dir, checkpoint, config.keep_last, config.keep_every)
-    state.world.gather_objects(None)  # a process that ended before could take this one's launcher down
+    # a process that ended before could take this one's launcher down
+    state.world.gather_objects(None)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Time and peak memory of the attention engines on a CPU, as ratios to SDPA's softmax in the same run.
+"""Time and peak memory of the attention engines on a CPU, as ratios to SDPA's softmax in the same
+run.
 
     python -m benchmarks.attention                           # T = 1024, 4096, 16384, one thread
     python -m benchmarks.attention --lengths 1024 --repeats 9
 
-In each repeat a case and softmax run in turn. The table shows the median of the ratios within repeats. Memory
-is the peak of live tensor bytes in one forward + backward, inputs and gradients left out.
+In each repeat a case and softmax run in turn. The table shows the median of the ratios within
+repeats. Memory is the peak of live tensor bytes in one forward + backward, inputs and gradients
+left out.
 """
 
 import math
@@ -27,7 +29,9 @@ from schema import AttentionConfig, Engine
 
 NAIVE = "LSSAR p=15 naive"
 LSSAR = AttentionConfig(normaliser="lssa", reweight_p=15)
-OTHERS = [name for name, formula in NORMALISERS.items() if formula.__module__ == "normalisers.others"]
+OTHERS = [
+    name for name, formula in NORMALISERS.items() if formula.__module__ == "normalisers.others"
+]
 CASES: list[tuple[str, AttentionConfig, Engine]] = [
     ("softmax", AttentionConfig(), "rows"),
     ("LSSAR p=15", LSSAR, "rows"),
@@ -46,7 +50,9 @@ HEADER = "| case | T | fwd | f + b | f + b range | f + b ms | f + b MB |\n|---|-
 
 
 def naive_lssar(q: Tensor, k: Tensor, v: Tensor, p: int = 15) -> Tensor:
-    """LSSAR as the paper's formulas read, in dense float32 tensors (sharp rows overflow: see reweight)."""
+    """LSSAR as the paper's formulas read, in dense float32 tensors (sharp rows overflow: see
+    reweight).
+    """
     length, head_dim = q.shape[-2:]
     n = torch.arange(1, length + 1, device=q.device, dtype=torch.float32)[:, None]
     x = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * (math.log(head_dim) * n.log())
@@ -117,7 +123,9 @@ def measure(name: str, options: AttentionConfig, engine: Engine, length: int, re
 def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("--lengths", type=positive_int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--repeats", type=positive_int, default=7, help="half as many above T = 4096")
+    parser.add_argument(
+        "--repeats", type=positive_int, default=7, help="half as many above T = 4096"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # as train.py

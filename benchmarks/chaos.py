@@ -1,10 +1,12 @@
-"""Kill a training run at random moments, again and again: its curve must be that of an undisturbed run.
+"""Kill a training run at random moments, again and again: its curve must be that of an undisturbed
+run.
 
     python -m benchmarks.chaos                      # 20 SIGKILLs, with one process and with two
     python -m benchmarks.chaos --kills 2            # as in CI
 
-Every second kill waits until a checkpoint is being written. With two processes one rank is killed, and
-`torchrun --max-restarts` restarts the run. Data must be prepared (python -m data.python_source).
+Every second kill waits until a checkpoint is being written. With two processes one rank is killed,
+and `torchrun --max-restarts` restarts the run. Data must be prepared (python -m
+data.python_source).
 """
 
 import os
@@ -40,11 +42,23 @@ def start(run: Path, n_ranks: int) -> Process:
     if n_ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"]
         command += ["--max-restarts=100", "--monitor-interval=0.1"]
-    command += ["train.py", "configs/demo_lssar.toml", "--name", run.name, "--log.dir", str(run.parent)]
+    command += [
+        "train.py",
+        "configs/demo_lssar.toml",
+        "--name",
+        run.name,
+        "--log.dir",
+        str(run.parent),
+    ]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with open(f"{run}.log", "ab") as log:
         return subprocess.Popen(
-            [*command, *OVERRIDES], cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
+            [*command, *OVERRIDES],
+            cwd=ROOT,
+            env=env,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
 
 
@@ -56,15 +70,23 @@ def curve(run: Path) -> list[dict[str, Any]]:
 def writes_checkpoint(run: Path) -> bool:
     """Whether a checkpoint is being written now; killed writes have left older files."""
     try:
-        return any(time.time() - path.stat().st_mtime < 0.2 for path in run.glob("checkpoints/.step_*.tmp"))
+        return any(
+            time.time() - path.stat().st_mtime < 0.2 for path in run.glob("checkpoints/.step_*.tmp")
+        )
     except FileNotFoundError:
         return False
 
 
 def kill_one(process: Process, n_ranks: int, run: Path, delay: float, in_write: bool) -> bool:
-    """Kill one rank after `delay` seconds, or in the next write of a checkpoint; False: it was too late."""
+    """Kill one rank after `delay` seconds, or in the next write of a checkpoint; False: it was too
+    late.
+    """
     end = time.monotonic() + delay
-    while process.poll() is None and time.monotonic() < end and not (in_write and writes_checkpoint(run)):
+    while (
+        process.poll() is None
+        and time.monotonic() < end
+        and not (in_write and writes_checkpoint(run))
+    ):
         time.sleep(0.0005 if in_write else 0.01)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:
@@ -111,7 +133,9 @@ def chaos(folder: Path, n_ranks: int, n_kills: int) -> None:
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
-    parser.add_argument("--kills", type=positive_int, default=20, help="for each number of processes (20)")
+    parser.add_argument(
+        "--kills", type=positive_int, default=20, help="for each number of processes (20)"
+    )
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())  # kept if something fails
     for n_ranks in (1, 2):

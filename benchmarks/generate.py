@@ -5,10 +5,11 @@
     python -m benchmarks.generate runs/softmax runs/lssar --lengths 16384
     python -m benchmarks.generate runs/softmax runs/lssar --graph      # as `sample.py --graph` does
 
-The cache holds validation text of the first run's dataset: how many weights of a row are 0 is a property of
-trained models. Times (on a CPU: CPU time) are medians over the fastest quarter of the turns, which other
-processes disturb least. The ratio to the first run is the median of ratios within those turns (range: their
-middle 80 %). `live V` is the share of V's rows with a weight above 0, over all layers and heads.
+The cache holds validation text of the first run's dataset: how many weights of a row are 0 is a
+property of trained models. Times (on a CPU: CPU time) are medians over the fastest quarter of the
+turns, which other processes disturb least. The ratio to the first run is the median of ratios
+within those turns (range: their middle 80 %). `live V` is the share of V's rows with a weight above
+0, over all layers and heads.
 """
 
 import statistics
@@ -34,7 +35,9 @@ class NextToken:
 
     def __init__(self, model: GPT, text: Tensor, graph: bool = False) -> None:
         if not model.cacheable:
-            raise UserError(f"{model.config.name}: has no KV cache, as its weights depend on all keys")
+            raise UserError(
+                f"{model.config.name}: has no KV cache, as its weights depend on all keys"
+            )
         self.model = model
         self.token = text[:, -1:]
         self.n = text.shape[1] - 1
@@ -47,7 +50,9 @@ class NextToken:
 
     @torch.no_grad()
     def milliseconds(self) -> float:
-        """Of the next token's logits. The pause begins a new time slice where other processes run, too."""
+        """Of the next token's logits. The pause begins a new time slice where other processes run,
+        too.
+        """
         clock = time.perf_counter if self.token.is_cuda else time.process_time
         with self.model.autocast():
             self.step()  # autocast casts the weights in a text's first step alone, but for a graph
@@ -72,7 +77,9 @@ class NextToken:
         """Share of the next token's weights that are above 0."""
         shares = []
         with self.model.autocast():
-            for layer, q, keys, signals in self.model.attention_inputs(self.token, self.rope, self.cache):
+            for layer, q, keys, signals in self.model.attention_inputs(
+                self.token, self.rope, self.cache
+            ):
                 weights = layer.weights(q, keys, normed=True, signals=signals)
                 shares.append((weights > 0).float().mean().item())
         return statistics.mean(shares)
@@ -80,11 +87,19 @@ class NextToken:
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
-    parser.add_argument("runs", nargs="*", default=RUNS, help=f"run folders (default: {' '.join(RUNS)})")
-    parser.add_argument("--lengths", nargs="+", type=positive_int, default=[1024, 4096, 16384, 65536])
-    parser.add_argument("--repeats", type=positive_int, default=200, help="turns at each length (200)")
+    parser.add_argument(
+        "runs", nargs="*", default=RUNS, help=f"run folders (default: {' '.join(RUNS)})"
+    )
+    parser.add_argument(
+        "--lengths", nargs="+", type=positive_int, default=[1024, 4096, 16384, 65536]
+    )
+    parser.add_argument(
+        "--repeats", type=positive_int, default=200, help="turns at each length (200)"
+    )
     parser.add_argument("--graph", action="store_true", help="time the token as a CUDA graph")
-    parser.add_argument("--data", metavar="DIR", help="dataset folder (default: that of the first run)")
+    parser.add_argument(
+        "--data", metavar="DIR", help="dataset folder (default: that of the first run)"
+    )
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.graph and device.type == "cpu":
@@ -94,7 +109,9 @@ def main() -> None:
     for model in models:
         stream.check_model(model.config.model.vocab_size)
     threads = torch.get_num_threads()
-    print(f"torch {torch.__version__}, {threads} threads, {device.type}, batch 1, {args.repeats} turns\n")
+    print(
+        f"torch {torch.__version__}, {threads} threads, {device.type}, batch 1, {args.repeats} turns\n"
+    )
     print("| n | attention | ms a token | over the first (range) | live V |")
     print("|---:|---|---:|---:|---:|")
     for n in args.lengths:
@@ -105,7 +122,9 @@ def main() -> None:
         for i, (model, token) in enumerate(zip(models, tokens, strict=True)):
             ratios = sorted(turn[i] / turn[0] for turn in turns)
             tenth = len(ratios) // 10
-            ratio = f"{statistics.median(ratios):.2f} ({ratios[tenth]:.2f}-{ratios[-1 - tenth]:.2f})"
+            ratio = (
+                f"{statistics.median(ratios):.2f} ({ratios[tenth]:.2f}-{ratios[-1 - tenth]:.2f})"
+            )
             ms = statistics.median(turn[i] for turn in turns)
             live = token.live_share()
             name = describe_layers(model.config)

@@ -5,14 +5,15 @@
 
 attention    65,536 tokens in 768 dimensions (12 heads of 64, or 6 of 128), causal, bfloat16. Medians of
              triton.testing.do_bench, forward + backward. The ratios are to softmax by
-             F.scaled_dot_product_attention on FlashAttention-2 and on cuDNN, timed right after each case.
+             F.scaled_dot_product_attention on FlashAttention-2 and on cuDNN, timed right after each
+             case.
 step         a compiled training step of a config (forward, backward, AdamW), 32 sequences of 1,024 tokens.
 decode       one more token after n cached ones, batch 1, as generation.py runs it, without and with its CUDA
              graph. The models are not trained.
 
-Several processes compile the kernels before the first row. A row is appended to runs/gpu/rows.jsonl when it
-is measured. If the environment variable GPU_ROWS names a folder, the file is copied there at exit.
-Whether the kernels are right on this GPU is for `pytest -m gpu`.
+Several processes compile the kernels before the first row. A row is appended to runs/gpu/rows.jsonl
+when it is measured. If the environment variable GPU_ROWS names a folder, the file is copied there
+at exit. Whether the kernels are right on this GPU is for `pytest -m gpu`.
 """
 
 import gc
@@ -61,7 +62,8 @@ CASES: dict[str, tuple[dict[str, Any], Engine]] = {
     "FoX": ({"normaliser": "fox"}, "sdpa"),
     "scale_invariant": ({"normaliser": "scale_invariant"}, "flex"),
 }
-CONFIGS = ("softmax", "lssar", "rivals/qk_norm_ssmax", "rivals/fox", "rivals/hybrid_fox")  # GPT-2 124M
+# GPT-2 124M
+CONFIGS = ("softmax", "lssar", "rivals/qk_norm_ssmax", "rivals/fox", "rivals/hybrid_fox")
 BUDGETS = (1.0, 0.99)  # train.memory_budget
 
 
@@ -71,7 +73,8 @@ class Bench:
     def __init__(self, smoke: bool) -> None:
         self.smoke = smoke
         self.device = torch.device("cpu" if smoke else "cuda")
-        self.dtype = torch.float16 if smoke else torch.bfloat16  # the interpreter has no bfloat16 products
+        # the interpreter has no bfloat16 products
+        self.dtype = torch.float16 if smoke else torch.bfloat16
         self.tokens = 64 if smoke else 65536
         self.width = 128 if smoke else 768
         if smoke:
@@ -83,11 +86,16 @@ class Bench:
         q, k, v, do = (torch.randn(shape, device=self.device, dtype=self.dtype) for _ in range(4))
         return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do]
 
-    def attention(self, name: str, head_dim: int, length: int) -> tuple[NormaliserLayer, ChosenEngine]:
+    def attention(
+        self, name: str, head_dim: int, length: int
+    ) -> tuple[NormaliserLayer, ChosenEngine]:
         """A case for `length` training tokens; its engine, without a self-check at each length."""
-        torch.use_deterministic_algorithms(name.endswith("deterministic"))  # the baselines beside it, too
+        # the baselines beside it, too
+        torch.use_deterministic_algorithms(name.endswith("deterministic"))
         options, engine = CASES[name]
-        layer = make_normaliser(AttentionConfig(**options), self.width // head_dim, head_dim, length)
+        layer = make_normaliser(
+            AttentionConfig(**options), self.width // head_dim, head_dim, length
+        )
         return layer.to(self.device), ChosenEngine(engine, load_engine(engine).run, engine)
 
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,7 +147,9 @@ def compile_all(bench: Bench) -> None:
     names = [name for name, (_, engine) in CASES.items() if engine == "triton"]
     spawn = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
     with ProcessPoolExecutor(min(n_cores(), len(HEAD_DIMS) * len(names)), spawn) as pool:
-        futures = [pool.submit(compile_case, bench.smoke, name, d) for d in HEAD_DIMS for name in names]
+        futures = [
+            pool.submit(compile_case, bench.smoke, name, d) for d in HEAD_DIMS for name in names
+        ]
     for error in filter(None, (future.exception() for future in futures)):
         print(f"compiling ahead failed: {repr(error)[:200]}")  # its row will fail, too
 
@@ -191,7 +201,12 @@ def step_row(bench: Bench, name: str, memory_budget: float) -> Row:
     step()
     gigabytes = 0.0 if bench.smoke else torch.cuda.max_memory_allocated() / 1e9
     ms = bench.milliseconds(step, rep=3000)
-    return {"engine": model.engine_note, "ms": ms, "tokens/s": batch * length / ms * 1e3, "GB": gigabytes}
+    return {
+        "engine": model.engine_note,
+        "ms": ms,
+        "tokens/s": batch * length / ms * 1e3,
+        "GB": gigabytes,
+    }
 
 
 def make_model(bench: Bench, name: str, length: int) -> GPT:
@@ -205,7 +220,11 @@ def decode_row(bench: Bench, name: str, n: int) -> Row:
     model = make_model(bench, name, min(n, 1024))
     text = torch.randint(model.config.model.vocab_size, (1, n + 1), device=bench.device)
     row = {"ms": median_token(NextToken(model, text))}
-    return row if bench.smoke else row | {"ms recorded": median_token(NextToken(model, text, graph=True))}
+    return (
+        row
+        if bench.smoke
+        else row | {"ms recorded": median_token(NextToken(model, text, graph=True))}
+    )
 
 
 def median_token(token: NextToken) -> float:
@@ -213,15 +232,22 @@ def median_token(token: NextToken) -> float:
 
 
 def plan(smoke: bool) -> list[tuple[Callable[..., Row], Row]]:
-    """What measures each row, and its arguments: LSSAR first, then the steps and decoding, then all else."""
+    """What measures each row, and its arguments: LSSAR first, then the steps and decoding, then all
+    else.
+    """
     lengths = [64] if smoke else [4096, 1024, 2048, 8192, 16384, 65536]
-    names = [name for name in CASES if not (smoke and CASES[name][1] == "flex")]  # no backward on a CPU
+    # no backward on a CPU
+    names = [name for name in CASES if not (smoke and CASES[name][1] == "flex")]
     attention = [
         (attention_row, {"name": name, "head_dim": head_dim, "length": length})
         for head_dim, length, name in itertools.product(HEAD_DIMS, lengths, names)
         if not name.endswith("deterministic") or length == lengths[0]
     ]
-    steps = [(step_row, {"name": name, "memory_budget": budget}) for budget in BUDGETS for name in CONFIGS]
+    steps = [
+        (step_row, {"name": name, "memory_budget": budget})
+        for budget in BUDGETS
+        for name in CONFIGS
+    ]
     cached = [64] if smoke else [1024, 16384]
     decode = [(decode_row, {"name": name, "n": n}) for n in cached for name in CONFIGS]
     return [attention[0], *steps, *decode, *attention[1:]]
@@ -243,7 +269,9 @@ def measure_all(bench: Bench) -> bool:
             row |= {"failed": repr(error)[:200]}
             whole = False
         with ROWS.open("a") as file:
-            file.write(json.dumps(row | machine | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n")
+            file.write(
+                json.dumps(row | machine | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n"
+            )
         if list(row) != columns:
             columns = list(row)
             print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
@@ -256,14 +284,17 @@ def measure_all(bench: Bench) -> bool:
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
-    parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU, with TRITON_INTERPRET=1")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny, on a CPU, with TRITON_INTERPRET=1"
+    )
     args = parser.parse_args()
     if args.smoke != INTERPRETED:
         raise UserError("--smoke and TRITON_INTERPRET=1 go together: expected both or neither")
     if not args.smoke and not torch.cuda.is_available():
         raise UserError("no CUDA device: expected one, or TRITON_INTERPRET=1 and --smoke")
     ROWS.parent.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` runs
+    # so that `finally` runs
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         bench = Bench(args.smoke)
         compile_all(bench)

@@ -1,13 +1,14 @@
-"""Gradient norms in training by the power p of the re-weighting, its formula as written and in stable form.
+"""Gradient norms in training by the power p of the re-weighting, its formula as written and in
+stable form.
 
     python -m benchmarks.gradients                          # configs/gradients/*.toml -> runs/gradients/
     python -m benchmarks.gradients configs/gradients/lssa.toml --out /tmp/gradients
 
-The LSSAR paper (Section 3.4) reports exploding gradients of softmax with p = 15. ReLU(n A - O)^p overflows
-float32 where n A - O > 3.4e38^(1/p), so a run of each form separates arithmetic from mathematics. A run stops
-at its first step that is not finite. Writes gradients.json (a finished run is kept) and gradients.png.
-Prints a table of the runs, and one of the rows of untrained models. Data must be prepared
-(python -m data.python_source).
+The LSSAR paper (Section 3.4) reports exploding gradients of softmax with p = 15. ReLU(n A - O)^p
+overflows float32 where n A - O > 3.4e38^(1/p), so a run of each form separates arithmetic from
+mathematics. A run stops at its first step that is not finite. Writes gradients.json (a finished run
+is kept) and gradients.png. Prints a table of the runs, and one of the rows of untrained models.
+Data must be prepared (python -m data.python_source).
 """
 
 import json
@@ -38,13 +39,17 @@ GPT2_WIDTH = ["--model.n-embd", "768", "--model.n-head", "12", "--model.gelu", "
 
 
 def reweight_naive(a: Tensor, n: Tensor, p: int) -> Tensor:
-    """LSSAR's eq. 5 as written: inf / inf where a power overflows, 0 / 0 where all of a row underflow."""
+    """LSSAR's eq. 5 as written: inf / inf where a power overflows, 0 / 0 where all of a row
+    underflow.
+    """
     powers = torch.relu(n * a - (n > 3).to(a.dtype)).pow(p)
     return powers / powers.sum(-1, keepdim=True)
 
 
 def train_run(config: Config, world: World) -> Record:
-    """One run: the loss and the gradient norm (before clipping) of each step up to the first bad one."""
+    """One run: the loss and the gradient norm (before clipping) of each step up to the first bad
+    one.
+    """
     state = TrainState(config, world)
     log = RunLog(state)
     log.print = lambda *lines: None  # type: ignore[method-assign]
@@ -64,7 +69,9 @@ def train_run(config: Config, world: World) -> Record:
 
 
 def train_both(config: Config, world: World) -> Iterator[Record]:
-    """The run in each form. As written it uses the dense engine: the others compute the stable form."""
+    """The run in each form. As written it uses the dense engine: the others compute the stable
+    form.
+    """
     about = {"normaliser": config.attention.normaliser, "p": config.attention.reweight_p}
     yield {**about, "form": "stable"} | train_run(config, world)
     dense = config.model_copy(update={"train": config.train.model_copy(update={"engine": "dense"})})
@@ -74,11 +81,16 @@ def train_both(config: Config, world: World) -> Iterator[Record]:
 
 @torch.no_grad()
 def weights_before(state: TrainState) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each layer's weights before the re-weighting, (1, H, T, T), and n, (T, 1), on validation tokens."""
+    """Each layer's weights before the re-weighting, (1, H, T, T), and n, (T, 1), on validation
+    tokens.
+    """
     length = state.config.train.seq_len
     tokens = torch.from_numpy(state.val_stream.read(0, length))[None].to(state.world.device)
     for layer, q, k, signals in state.raw_model.attention_inputs(tokens):
-        yield layer.weights(q, k, p=0, signals=signals), torch.arange(1, length + 1, device=q.device)[:, None]
+        yield (
+            layer.weights(q, k, p=0, signals=signals),
+            torch.arange(1, length + 1, device=q.device)[:, None],
+        )
 
 
 def largest_peak(state: TrainState) -> float:
@@ -87,12 +99,17 @@ def largest_peak(state: TrainState) -> float:
 
 
 def initial_rows(configs: list[Config], world: World) -> str:
-    """Which rows of an untrained model the formula as written makes inf / inf or 0 / 0, in per cent, by p."""
+    """Which rows of an untrained model the formula as written makes inf / inf or 0 / 0, in per
+    cent, by p.
+    """
     lines = [f"| untrained model | largest n A | {' | '.join(f'p = {p}' for p in POWERS)} |"]
     lines += ["|---|---:|" + "---:|" * len(POWERS)]
     for config in configs:
         state = TrainState(config, world)
-        cells = [f"{config.attention.normaliser}, width {config.model.n_embd}", f"{largest_peak(state):.3g}"]
+        cells = [
+            f"{config.attention.normaliser}, width {config.model.n_embd}",
+            f"{largest_peak(state):.3g}",
+        ]
         for p in POWERS:
             finite = [reweight_naive(a, n, p).isfinite().all(-1) for a, n in weights_before(state)]
             cells.append(f"{100 * max((~rows).float().mean().item() for rows in finite):.3g}")
@@ -101,7 +118,9 @@ def initial_rows(configs: list[Config], world: World) -> str:
 
 
 def table(records: list[Record]) -> str:
-    """A line for each run: gradient norms (the largest is after warm-up), mean loss of the last ten steps."""
+    """A line for each run: gradient norms (the largest is after warm-up), mean loss of the last ten
+    steps.
+    """
     lines = ["| attention | p | form | norm: median | largest | last loss | largest n A | |"]
     lines += ["|---|---:|---|" + "---:|" * 4 + "---|"]
     for record in records:
@@ -115,7 +134,9 @@ def table(records: list[Record]) -> str:
 
 
 def draw(records: list[Record]) -> Figure:
-    """Gradient norms by step, a panel for each normaliser; a cross where a run was no longer finite."""
+    """Gradient norms by step, a panel for each normaliser; a cross where a run was no longer
+    finite.
+    """
     names = list(dict.fromkeys(record["normaliser"] for record in records))
     figure = Figure(figsize=(6 * len(names), 4.8), layout="constrained")
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
@@ -129,7 +150,9 @@ def draw(records: list[Record]) -> Figure:
         axes.plot(range(1, len(norms) + 1), norms, **style)
         if record["bad_step"]:
             height = norms[-1] if norms else 10 ** (0.5 - 0.12 * rank)
-            axes.plot(record["bad_step"], height, "X", color=f"C{rank}", ms=9, mec="k", clip_on=False)
+            axes.plot(
+                record["bad_step"], height, "X", color=f"C{rank}", ms=9, mec="k", clip_on=False
+            )
         axes.set(title=record["normaliser"], xlabel="step", yscale="log")
     panels[0].set_ylabel("gradient norm before clipping (wide: as written; X: not finite)")
     panels[0].legend(frameon=False, fontsize=8, ncols=2)
@@ -156,7 +179,9 @@ def main() -> None:
                 print(f"{config.name}: trained in both forms", flush=True)
         draw(records).savefig(args.out / "gradients.png", dpi=90)
         one = ["--attention.reweight-p", "1"]
-        untrained = [load_config(file, one + more) for more in ([], GPT2_WIDTH) for file in args.configs]
+        untrained = [
+            load_config(file, one + more) for more in ([], GPT2_WIDTH) for file in args.configs
+        ]
         print(f"{table(records)}\n\n{initial_rows(untrained, world)}")
 
 

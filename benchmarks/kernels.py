@@ -5,17 +5,19 @@
     python -m benchmarks.kernels --arch 90 --head-dim 64 --dtype bfloat16 --all-forms
     python -m benchmarks.kernels --arch 90 --grouped         # k and v with fewer heads than q
 
-The kernels are LSSAR's (phi = softplus, l1, a power), or those of every phi (`all_forms`), with the block
-sizes of the launch table. The table has registers a thread, bytes spilled to local memory, shared memory of a
-block against what the architecture allows, and instructions per score in each loop with matrix products,
-counted in the machine code: a guide to speed where there is no GPU. `forward` and `backward` are for
-inference and training. Where there is a power, `forward_u` trains. `backward_rows` and `backward_kv` do as
-`backward` in a fixed order. The loops of forward are the pass for Z on whole tiles, on diagonal ones, and
-exactly where rows need it, then the same for o. Those of backward_rows are whole, diagonal, of the other two
-diagonal, whole. The last lines add up whole tiles.
+The kernels are LSSAR's (phi = softplus, l1, a power), or those of every phi (`all_forms`), with the
+block sizes of the launch table. The table has registers a thread, bytes spilled to local memory,
+shared memory of a block against what the architecture allows, and instructions per score in each
+loop with matrix products, counted in the machine code: a guide to speed where there is no GPU.
+`forward` and `backward` are for inference and training. Where there is a power, `forward_u` trains.
+`backward_rows` and `backward_kv` do as `backward` in a fixed order. The loops of forward are the
+pass for Z on whole tiles, on diagonal ones, and exactly where rows need it, then the same for o.
+Those of backward_rows are whole, diagonal, of the other two diagonal, whole. The last lines add up
+whole tiles.
 
-Exit status 1 if a kernel needs more shared memory than there is, lost its loops, or, one of LSSAR for 16-bit
-inputs at head_dim 64, spills. It may on sm_90, whose blocks were chosen by their times, and with --rising.
+Exit status 1 if a kernel needs more shared memory than there is, lost its loops, or, one of LSSAR
+for 16-bit inputs at head_dim 64, spills. It may on sm_90, whose blocks were chosen by their times,
+and with --rising.
 """
 
 import os
@@ -46,7 +48,8 @@ KERNELS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "backward_rows": (triton_kernels._backward_rows, ()),
     "backward_kv": (triton_kernels._backward, ("dq_sum_ptr",)),
 }
-SHARED_LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}  # KB a block may have (CUDA C++ guide, table 27)
+# KB a block may have (CUDA C++ guide, table 27)
+SHARED_LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
 FLOATS = ("shift_ptr", "stats_ptr", "rows_ptr", "dq_sum_ptr")
 MATRIX_OPS = re.compile(r"HGMMA|HMMA|UTC\w*MMA")
 INSTRUCTION = re.compile(
@@ -73,7 +76,9 @@ class Case(NamedTuple):
     @property
     def inputs(self) -> str:
         """What it is compiled for: architecture, type and head size."""
-        return f"sm_{self.arch} {'bfloat16' if self.form.fast else 'float32'} head_dim {self.form.d}"
+        return (
+            f"sm_{self.arch} {'bfloat16' if self.form.fast else 'float32'} head_dim {self.form.d}"
+        )
 
     @property
     def launch(self) -> Launch:
@@ -136,7 +141,9 @@ def loop_lengths(code: str) -> list[int]:
 
 
 def examine(case: Case) -> tuple[str, list[str], float]:
-    """One line of the table, what is wrong with the kernel, and its instructions a score on whole tiles."""
+    """One line of the table, what is wrong with the kernel, and its instructions a score on whole
+    tiles.
+    """
     form = case.form
     launch = case.launch
     target = GPUTarget("cuda", case.arch, 32)
@@ -147,7 +154,8 @@ def examine(case: Case) -> tuple[str, list[str], float]:
     n_sums = (2 + (form.sums != form.sums_again)) * (is_forward and form.two_pass)
     n_loops = n_sums + 2 + (is_forward and form.log)
     scores_a_thread = launch.BM * launch.BN / launch.num_warps / 32
-    per_score = [n / scores_a_thread for n in loop_lengths(code)][:n_loops]  # what follows are waits
+    # what follows are waits
+    per_score = [n / scores_a_thread for n in loop_lengths(code)][:n_loops]
     whole = {n_sums + (case.kernel in ("backward", "backward_kv")), *([0] if n_sums else [])}
     limit = SHARED_LIMITS[case.arch]
     problems = []
@@ -155,7 +163,14 @@ def examine(case: Case) -> tuple[str, list[str], float]:
         problems.append(f"{case}: lost {n_loops - len(per_score)} loops")
     if shared > limit * 1024:
         problems.append(f"{case}: {shared} bytes of shared memory")
-    if spilled and form.bounded and not form.rising and form.fast and form.d == 64 and case.arch not in TIMED:
+    if (
+        spilled
+        and form.bounded
+        and not form.rising
+        and form.fast
+        and form.d == 64
+        and case.arch not in TIMED
+    ):
         problems.append(f"{case}: spills {spilled} bytes")
     arch, dtype, _, head_dim = case.inputs.split()
     power = f" p{'<' if form.rising else '='}{form.p}" if form.p else ""
@@ -173,7 +188,9 @@ def all_forms(fast: bool, head_dim: int) -> list[Form]:
     full = [(phi, True, 0 if phi in SIGNED else 3, phi == "sigmoid") for phi in PHI]
     plain = [(phi, False, 0, False) for phi in ("exp", "softplus", "gelu")]
     plain.append(("softplus", True, 0, False))
-    return [Form(phi, l1, p, False, False, shift, fast, head_dim) for phi, l1, p, shift in full + plain]
+    return [
+        Form(phi, l1, p, False, False, shift, fast, head_dim) for phi, l1, p, shift in full + plain
+    ]
 
 
 def main() -> None:
@@ -181,14 +198,21 @@ def main() -> None:
     dtypes = ["bfloat16", "float32"]
     architectures = tuple(SHARED_LIMITS)
     parser.add_argument(
-        "--arch", type=int, nargs="+", choices=architectures, default=[80, 90, 100], help="80: sm_80"
+        "--arch",
+        type=int,
+        nargs="+",
+        choices=architectures,
+        default=[80, 90, 100],
+        help="80: sm_80",
     )
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--dtype", nargs="+", default=dtypes, choices=dtypes)
     parser.add_argument(
         "--p", type=integer(0, 256), default=15, help="of the re-weighting, 0: none (default: 15)"
     )
-    parser.add_argument("--rising", action="store_true", help="for all powers below --p, as while p rises")
+    parser.add_argument(
+        "--rising", action="store_true", help="for all powers below --p, as while p rises"
+    )
     parser.add_argument("--grouped", action="store_true", help="grouped-query attention")
     parser.add_argument("--all-forms", action="store_true", help="instead of LSSAR's alone")
     args = parser.parse_args()

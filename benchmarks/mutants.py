@@ -1,11 +1,12 @@
-"""Do the tests see small mistakes? Each mutant is one, in a scratch copy, where the named tests should fail.
+"""Do the tests see small mistakes? Each mutant is one, in a scratch copy, where the named tests
+should fail.
 
     OMP_NUM_THREADS=1 nice python -m benchmarks.mutants          # all, about three minutes
     python -m benchmarks.mutants 3 17                            # these
     python -m benchmarks.mutants 12 --tests tests/core           # by other tests than its own
 
-Prints a line for each and exits with 1 if one survives. RESULTS.md has the last result. It is an error if a
-mutant's text is no longer in its file exactly once: write it anew.
+Prints a line for each and exits with 1 if one survives. RESULTS.md has the last result. It is an
+error if a mutant's text is no longer in its file exactly once: write it anew.
 """
 
 import argparse
@@ -20,7 +21,8 @@ from infra.cli import ArgumentParser, UserError, integer, run_main
 
 ROOT = Path(__file__).parents[1]
 
-# After the tests that should fail, a line for each mutant: the file, the text there, and what replaces it.
+# After the tests that should fail, a line for each mutant: the file, the text there, and what
+# replaces it.
 LIST = """
 # tests/core/training/test_loss_mask.py
 model.py: (targets != -100).sum().clamp_min(1) => targets.numel()
@@ -151,7 +153,9 @@ def main() -> None:
             path.write_text(original)
             n_survivors += survives
             verdict = "SURVIVES" if survives else "killed"
-            print(f"{number:3}  {verdict:8}  {mutant.file}: {mutant.old} => {mutant.new}", flush=True)
+            print(
+                f"{number:3}  {verdict:8}  {mutant.file}: {mutant.old} => {mutant.new}", flush=True
+            )
     print(f"{len(numbers) - n_survivors} of {len(numbers)} mutants are killed")
     if n_survivors:
         sys.exit(1)
@@ -159,7 +163,9 @@ def main() -> None:
 
 def copy_of_the_repo(folder: Path) -> Path:
     """The files that git tracks, as they are here."""
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     for name in tracked.stdout.splitlines():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
@@ -167,7 +173,17 @@ def copy_of_the_repo(folder: Path) -> Path:
 
 
 def pass_tests(folder: Path, tests: list[str]) -> bool:
-    command = [sys.executable, "-m", "pytest", "-x", "-m", "not slow", "-p", "no:cacheprovider", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-m",
+        "not slow",
+        "-p",
+        "no:cacheprovider",
+        *tests,
+    ]
     status = subprocess.run(command, cwd=folder, capture_output=True).returncode
     if status not in (0, 1):
         raise UserError(f"{' '.join(tests)}: pytest ended with status {status}")
@@ -177,7 +193,13 @@ def pass_tests(folder: Path, tests: list[str]) -> bool:
 def parse_args(n_mutants: int) -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
-    add("numbers", nargs="*", type=integer(0, n_mutants - 1), metavar="N", help="mutants (default: all)")
+    add(
+        "numbers",
+        nargs="*",
+        type=integer(0, n_mutants - 1),
+        metavar="N",
+        help="mutants (default: all)",
+    )
     add("--tests", nargs="+", metavar="FILE", help="instead of each mutant's own")
     return parser.parse_args()
 

@@ -4,9 +4,10 @@
     python -m benchmarks.saved_tensors configs/softmax.toml configs/lssar.toml --budget 1 0.99
     python -m benchmarks.saved_tensors configs/softmax.toml --train.residual bfloat16
 
-Traces blocks of the config in bfloat16 with the operators of a GPU, as AOTAutograd and its partitioner do for
-torch.compile, and adds up what the forward graph returns for the backward one. Weights and RoPE's tables are
-left out. A view counts as the whole tensor that it keeps alive, and that once.
+Traces blocks of the config in bfloat16 with the operators of a GPU, as AOTAutograd and its
+partitioner do for torch.compile, and adds up what the forward graph returns for the backward one.
+Weights and RoPE's tables are left out. A view counts as the whole tensor that it keeps alive, and
+that once.
 """
 
 import torch
@@ -36,7 +37,9 @@ class Stack(nn.Module):
         blocks = [model.Block(config.of_layer(0), i) for i in range(n_blocks)]
         for block in blocks:
             layer = block.attention.normaliser
-            name: Engine = "sdpa" if layer.definition.is_softmax and not layer.reweight_p else "triton"
+            name: Engine = (
+                "sdpa" if layer.definition.is_softmax and not layer.reweight_p else "triton"
+            )
             block.attention.engine = ChosenEngine(name, load_engine(name).run, name)
         self.blocks = nn.ModuleList(blocks)
 
@@ -52,7 +55,9 @@ def block_bytes(config: Config, budget: float) -> float:
 
 
 def saved_bytes(config: Config, budget: float, n_blocks: int) -> int:
-    """Of one sequence: the activations that the forward graph of the blocks returns beside its output."""
+    """Of one sequence: the activations that the forward graph of the blocks returns beside its
+    output.
+    """
     stack = Stack(config, n_blocks)
     parameters = dict(stack.named_parameters())
     m = config.model
@@ -69,11 +74,14 @@ def saved_bytes(config: Config, budget: float, n_blocks: int) -> int:
 
     def add_up(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> nn.Module:
         nonlocal total
-        left_out = [node.name for node in graph.graph.find_nodes(op="placeholder")][1:]  # x is the first
+        # x is the first
+        left_out = [node.name for node in graph.graph.find_nodes(op="placeholder")][1:]
         returned = graph.graph.find_nodes(op="output")[0].args[0]
         kept = [node for node in returned[1:] if node and node.name not in left_out]
         values = [node.meta["val"] for node in kept]
-        activations = [v for v in values if isinstance(v, Tensor) and config.train.seq_len in v.shape]
+        activations = [
+            v for v in values if isinstance(v, Tensor) and config.train.seq_len in v.shape
+        ]
         storages = [v.untyped_storage() for v in activations]
         total = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
         raise Traced
@@ -105,8 +113,12 @@ def main() -> None:
     lines = [["config", "sequences", *(f"MB, budget {budget:g}" for budget in args.budget)]]
     for path in args.configs:
         config = load_config(path, overrides)
-        sizes = [block_bytes(config, budget) * config.train.micro_batch / 1e6 for budget in args.budget]
-        lines.append([config.name, str(config.train.micro_batch), *(f"{size:.0f}" for size in sizes)])
+        sizes = [
+            block_bytes(config, budget) * config.train.micro_batch / 1e6 for budget in args.budget
+        ]
+        lines.append(
+            [config.name, str(config.train.micro_batch), *(f"{size:.0f}" for size in sizes)]
+        )
     print(format_table(lines))
 
 

@@ -62,11 +62,23 @@ def writing(path: Path, n_tokens: int, rounds: int, folder: Path) -> None:
     with pq.ParquetWriter(repeated, sample.schema, compression="zstd") as writer:
         for _ in range(repeats):
             writer.write_table(sample, row_group_size=1000)
-    python = [sys.executable, "-c", "import sys; from benchmarks.tokenization import *; exec(sys.argv[1])"]
+    python = [
+        sys.executable,
+        "-c",
+        "import sys; from benchmarks.tokenization import *; exec(sys.argv[1])",
+    ]
     commands = {
         "one process": [*python, f"one_process(Path({str(repeated)!r}))"],
         "usual recipe": [*python, f"usual_recipe(Path({str(repeated)!r}), Path({str(out)!r}))"],
-        "data.fineweb": [sys.executable, "-m", "data.fineweb", "--files", str(repeated), "--out", str(out)],
+        "data.fineweb": [
+            sys.executable,
+            "-m",
+            "data.fineweb",
+            "--files",
+            str(repeated),
+            "--out",
+            str(out),
+        ],
     }
     seconds: dict[str, list[float]] = {way: [] for way in commands}
     for _, way in itertools.product(range(rounds), commands):
@@ -76,11 +88,18 @@ def writing(path: Path, n_tokens: int, rounds: int, folder: Path) -> None:
         subprocess.run(commands[way], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         seconds[way].append(time.perf_counter() - start)
     print(f"{repeats * once:,} tokens, {n_cores()} cores, {rounds} rounds\n")
-    print("| | M tokens/s | one process' time over it | usual recipe's time over it |\n|---|---:|---:|---:|")
+    print(
+        "| | M tokens/s | one process' time over it | usual recipe's time over it |\n|---|---:|---:|---:|"
+    )
     for way in commands:
-        ratios = [np.divide(seconds[other], seconds[way]) for other in ("one process", "usual recipe")]
+        ratios = [
+            np.divide(seconds[other], seconds[way]) for other in ("one process", "usual recipe")
+        ]
         cells = " | ".join(f"{np.median(r):.2f} ({r.min():.2f}-{r.max():.2f})" for r in ratios)
-        print(f"| {way} | {repeats * once / np.median(seconds[way]) / 1e6:.2f} | {cells} |", flush=True)
+        print(
+            f"| {way} | {repeats * once / np.median(seconds[way]) / 1e6:.2f} | {cells} |",
+            flush=True,
+        )
 
 
 def reading(n_batches: int, folder: Path) -> None:
@@ -89,7 +108,9 @@ def reading(n_batches: int, folder: Path) -> None:
     for _ in range(20):
         writer.add(rng.integers(0, 50257, 10**7, dtype=np.uint16))
     stream = TokenStream(folder, "train")
-    print(f"\n20 shards, {stream.n_tokens:,} tokens, one process, {n_batches:,} batches of each kind\n")
+    print(
+        f"\n20 shards, {stream.n_tokens:,} tokens, one process, {n_batches:,} batches of each kind\n"
+    )
     print("| order | rows a batch | M tokens/s |\n|---|---:|---:|")
     orders: tuple[Literal["sequential", "shuffled"], ...] = ("sequential", "shuffled")
     for order, n_seq in itertools.product(orders, (8, 32)):
@@ -104,7 +125,10 @@ def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("parquet", type=Path, help="documents in a column named text")
     parser.add_argument(
-        "--tokens", type=positive_int, default=110_000_000, help="at least, more than a shard (%(default)s)"
+        "--tokens",
+        type=positive_int,
+        default=110_000_000,
+        help="at least, more than a shard (%(default)s)",
     )
     parser.add_argument("--rounds", type=positive_int, default=3)
     parser.add_argument("--batches", type=positive_int, default=2000, help="to read (%(default)s)")
@@ -112,7 +136,9 @@ def main() -> None:
     try:
         columns = pq.read_schema(args.parquet).names
     except (OSError, pa.ArrowInvalid) as e:
-        raise UserError(f"{args.parquet}: expected a parquet file: {str(e).splitlines()[0]}") from None
+        raise UserError(
+            f"{args.parquet}: expected a parquet file: {str(e).splitlines()[0]}"
+        ) from None
     if "text" not in columns:
         raise UserError(f"{args.parquet}: has {', '.join(columns)}: expected a column named text")
     with tempfile.TemporaryDirectory() as folder:

@@ -5,11 +5,12 @@
     python -m benchmarks.train_step --train.seq-len 1024 --train.micro-batch 1    # overrides, of all configs
     python -m benchmarks.train_step --plain                           # what log and loader cost
 
-All models are in one process and take their steps alternately, so that a drifting machine slows all. A ratio
-is the median over the rounds. CPU time is that of the process: with one thread it leaves out what other
-processes take. Data must be prepared (python -m data.python_source). With --out FILE also {name: median ratio
-of CPU time, on CUDA of step time} as JSON, which `python -m lab.report --comparison` reads. --plain adds a
-first row: the first config by the plainest correct loop with the same model.
+All models are in one process and take their steps alternately, so that a drifting machine slows
+all. A ratio is the median over the rounds. CPU time is that of the process: with one thread it
+leaves out what other processes take. Data must be prepared (python -m data.python_source). With
+--out FILE also {name: median ratio of CPU time, on CUDA of step time} as JSON, which `python -m
+lab.report --comparison` reads. --plain adds a first row: the first config by the plainest correct
+loop with the same model.
 """
 
 import statistics
@@ -36,7 +37,9 @@ def train_step(state: TrainState) -> None:
 
 def plain_step(state: TrainState) -> None:
     """A step without log, a look for NaN and reading ahead."""
-    set_learning_rates(state.optimizers, state.config.optimizer, state.step, state.config.train.max_steps)
+    set_learning_rates(
+        state.optimizers, state.config.optimizer, state.step, state.config.train.max_steps
+    )
     batch = state.batches.read(state.step)
     for micro_batch in batch:
         x, y = (tokens.to(state.world.device) for tokens in micro_batch)
@@ -63,10 +66,14 @@ def timed(step: Callable[[TrainState], None], state: TrainState) -> tuple[float,
 def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.usage = "%(prog)s [CONFIG.toml ...] [--steps N] [--section.key VALUE ...]"
-    parser.add_argument("--steps", type=positive_int, default=15, help="steps of each config (default: 15)")
+    parser.add_argument(
+        "--steps", type=positive_int, default=15, help="steps of each config (default: 15)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="the ratios as JSON")
     parser.add_argument("--plain", action="store_true", help="also the plainest loop")
-    first = next((i for i, word in enumerate(sys.argv) if i and word.startswith("-")), len(sys.argv))
+    first = next(
+        (i for i, word in enumerate(sys.argv) if i and word.startswith("-")), len(sys.argv)
+    )
     args, overrides = parser.parse_known_args(sys.argv[first:])
     if args.out and not args.out.parent.is_dir():
         raise UserError(f"--out {args.out}: expected a file in a folder that exists")
@@ -92,7 +99,9 @@ def main() -> None:
         f"{states[0].raw_model.n_params() / 1e6:.2f}M parameters, T = {settings.seq_len}, "
         f"{settings.batch_tokens} tokens a step, {args.steps} steps\n"
     )
-    print("| config | tokens/s | step time over the first | CPU time over the first |\n|---|---:|---:|---:|")
+    print(
+        "| config | tokens/s | step time over the first | CPU time over the first |\n|---|---:|---:|---:|"
+    )
     ratio_of = {}
     for i, name in enumerate(names):
         rate = settings.batch_tokens / statistics.median(times[i][0] for times in rounds)

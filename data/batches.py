@@ -1,6 +1,7 @@
 """Batches: pure functions of (stream, step, seed).
 
-There is no loader state to save, and any number of processes reads the same global batch, each its own rows.
+There is no loader state to save, and any number of processes reads the same global batch, each its
+own rows.
 """
 
 from functools import lru_cache
@@ -22,14 +23,16 @@ def train_batch(
     first: int = 0,
     count: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [first, first + count) of the `n_seq` sequences of a step: a pure function of the arguments.
+    """Rows [first, first + count) of the `n_seq` sequences of a step: a pure function of the
+    arguments.
 
     Sequence i of step s, from 0, is window w = s * n_seq + i of seq_len = T tokens.
     sequential: it starts at token w * T of the endless stream, so nothing is dropped at its end.
-    shuffled: an epoch is the n_tokens // T whole windows of the stream, in a permutation that the seed fixes.
-    first, count: the slice of one process; count None: all that follow.
+    shuffled: an epoch is the n_tokens // T whole windows of the stream, in a permutation that the
+    seed fixes. first, count: the slice of one process; count None: all that follow.
 
-    Returns x, y, both (count, T) int64; y is x one token later in the stream, -100 where the mask is 0.
+    Returns x, y, both (count, T) int64; y is x one token later in the stream, -100 where the mask
+    is 0.
     Raises UserError: the stream is too short for one window.
     """
     count = n_seq - first if count is None else count
@@ -48,8 +51,9 @@ def train_batch(
 def val_windows(stream: TokenStream, n_tokens: int, seq_len: int) -> int:
     """How many windows of `seq_len` predictions fit the first `n_tokens` predictions of the stream.
 
-    Fewer if the stream is shorter: its first token is not predicted. An `n_tokens` that several lengths
-    divide scores the same tokens at each. Raises UserError: the stream is too short for one window.
+    Fewer if the stream is shorter: its first token is not predicted. An `n_tokens` that several
+    lengths divide scores the same tokens at each. Raises UserError: the stream is too short for one
+    window.
     """
     _check_length(stream, seq_len)
     return min(n_tokens, stream.n_tokens - 1) // seq_len
@@ -58,11 +62,16 @@ def val_windows(stream: TokenStream, n_tokens: int, seq_len: int) -> int:
 def _check_length(stream: TokenStream, seq_len: int) -> None:
     if stream.n_tokens < seq_len + 1:
         expected = f"expected at least {seq_len + 1} for one window of length {seq_len}"
-        raise UserError(f"{stream.folder}: the {stream.split} split has {stream.n_tokens} tokens: {expected}")
+        raise UserError(
+            f"{stream.folder}: the {stream.split} split has {stream.n_tokens} tokens: {expected}"
+        )
 
 
-def read_windows(stream: TokenStream, first: int, count: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Windows [first, first + count) of the endless stream, one after the other: x, y as of `train_batch`.
+def read_windows(
+    stream: TokenStream, first: int, count: int, seq_len: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Windows [first, first + count) of the endless stream, one after the other: x, y as of
+    `train_batch`.
 
     The tokens, in order, are the same for every T. `val_windows` says how many are for validation.
     """
@@ -79,8 +88,8 @@ def read_windows(stream: TokenStream, first: int, count: int, seq_len: int) -> t
 def _permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of range(n), (n,) uint32, that (seed, epoch) fixes.
 
-    By RandomState, whose numbers numpy has frozen. Generator's may change with numpy's version, and with them
-    the data of a resumed run.
+    By RandomState, whose numbers numpy has frozen. Generator's may change with numpy's version, and
+    with them the data of a resumed run.
     """
     # The seed last: it may fill two 32-bit words, and then (seed, epoch) would be ambiguous.
     bits = np.random.MT19937(np.random.SeedSequence([epoch, seed]))

@@ -1,16 +1,17 @@
-"""A prepared dataset: a folder of shards and its dataset.json, read as one stream of tokens per split.
+"""A prepared dataset: a folder of shards and its dataset.json, read as one stream of tokens per
+split.
 
     data/fineweb10B/fineweb_val_000000.bin
     data/fineweb10B/fineweb_train_000001.bin ...
     data/fineweb10B/dataset.json                tokeniser, vocabulary, source, counts, sha256
     data/fineweb10B/tokenizer.json              the tokeniser, if it is neither gpt2 nor bytes
 
-`<|endoftext|>` precedes each document. Documents run across shard ends. A split is the concatenation of its
-shards in index order, read as an endless stream. Without dataset.json, as for shards from elsewhere, the
-tokeniser is gpt2's.
+`<|endoftext|>` precedes each document. Documents run across shard ends. A split is the
+concatenation of its shards in index order, read as an endless stream. Without dataset.json, as for
+shards from elsewhere, the tokeniser is gpt2's.
 
-A split may have a mask, the split `{split}mask` of as many "tokens": 1 for each token that counts in the
-loss, 0 for the others. Batches set the targets of the others to IGNORED.
+A split may have a mask, the split `{split}mask` of as many "tokens": 1 for each token that counts
+in the loss, 0 for the others. Batches set the targets of the others to IGNORED.
 """
 
 from bisect import bisect_right
@@ -24,7 +25,14 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, Field
 
-from data.shards import SHARD_NAME, ShardWriter, allow_open_files, check_vocabulary, open_shard, release_pages
+from data.shards import (
+    SHARD_NAME,
+    ShardWriter,
+    allow_open_files,
+    check_vocabulary,
+    open_shard,
+    release_pages,
+)
 from data.tokenizer import FILE_NAME, FileTokenizer, Tokenizer, file_identity
 from infra.cli import UserError
 from infra.files import check_shape, fingerprint, read_json, read_text, write_atomically, write_json
@@ -32,7 +40,9 @@ from infra.files import check_shape, fingerprint, read_json, read_text, write_at
 INFO_NAME = "dataset.json"
 UNFINISHED_NAME = "dataset.unfinished"
 IGNORED = -100  # a target that counts in no loss
-HOW_TO_PREPARE = "prepare it with python -m data.fineweb --out, or data.python_source --out (no download)"
+HOW_TO_PREPARE = (
+    "prepare it with python -m data.fineweb --out, or data.python_source --out (no download)"
+)
 
 
 class Split(BaseModel, strict=True):
@@ -91,7 +101,8 @@ def check_folder(folder: Path, name: str) -> None:
 
 
 def begin_dataset(folder: Path, name: str, keep: Collection[str] = ()) -> None:
-    """Create the folder, mark it unfinished, and remove the dataset's shards, but for the files to keep.
+    """Create the folder, mark it unfinished, and remove the dataset's shards, but for the files to
+    keep.
 
     Without the mark, shards of an interrupted run, having no dataset.json, would pass for gpt2's.
     Raises UserError: the folder cannot be created or written, or holds another dataset's shards.
@@ -99,7 +110,9 @@ def begin_dataset(folder: Path, name: str, keep: Collection[str] = ()) -> None:
     check_folder(folder, name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / UNFINISHED_NAME).write_text("The script that prepares this folder has not finished.\n")
+        (folder / UNFINISHED_NAME).write_text(
+            "The script that prepares this folder has not finished.\n"
+        )
         (folder / INFO_NAME).unlink(missing_ok=True)
         for path in (*folder.glob(f"{name}_*.bin"), *folder.glob(f".{name}_*.bin.tmp")):
             if path.name not in keep:
@@ -116,7 +129,9 @@ def write_split(
     n_documents: int,
     shard_size: int = 10**8,
 ) -> None:
-    """Write a split's shards after those in `info`, the content of dataset.json, and enter them there."""
+    """Write a split's shards after those in `info`, the content of dataset.json, and enter them
+    there.
+    """
     writer = ShardWriter(folder, info["dataset"], split, shard_size, index=len(info["shards"]))
     for tokens in sequences:
         writer.add(tokens)
@@ -125,15 +140,23 @@ def write_split(
     info["splits"][split] = writer.counts(n_documents)
 
 
-def finish_dataset(folder: Path, info: dict[str, Any], tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-    """Write dataset.json and remove the mark of `begin_dataset`: the last step. Returns what it wrote.
+def finish_dataset(
+    folder: Path, info: dict[str, Any], tokenizer: Tokenizer | None = None
+) -> dict[str, Any]:
+    """Write dataset.json and remove the mark of `begin_dataset`: the last step. Returns what it
+    wrote.
 
-    The tokenizer, if it is given, is entered in dataset.json; one from a file is copied into the folder.
+    The tokenizer, if it is given, is entered in dataset.json; one from a file is copied into the
+    folder.
     """
     path = folder / INFO_NAME
     whole_info = {"format_version": 1} | info
     if tokenizer:
-        names = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.n_vocab, "eot": tokenizer.eot_token}
+        names = {
+            "tokenizer": tokenizer.name,
+            "vocab_size": tokenizer.n_vocab,
+            "eot": tokenizer.eot_token,
+        }
         whole_info |= names
     if isinstance(tokenizer, FileTokenizer):
         write_atomically(folder / FILE_NAME, tokenizer.content.encode())
@@ -143,7 +166,8 @@ def finish_dataset(folder: Path, info: dict[str, Any], tokenizer: Tokenizer | No
 
 
 def dataset_info(folder: str | Path) -> dict[str, Any]:
-    """The content of dataset.json, which has the keys of `DatasetInfo` and those of the preparing script.
+    """The content of dataset.json, which has the keys of `DatasetInfo` and those of the preparing
+    script.
 
     Without the file, as for shards from elsewhere, tokenizer and vocab_size of gpt2.
     Raises UserError: no such folder, its preparation did not finish, or dataset.json is damaged.
@@ -153,19 +177,25 @@ def dataset_info(folder: str | Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such data folder; {HOW_TO_PREPARE}")
     if (folder / UNFINISHED_NAME).exists():
-        raise UserError(f"{folder}: its preparation did not finish; run the script that prepares it again")
+        raise UserError(
+            f"{folder}: its preparation did not finish; run the script that prepares it again"
+        )
     for partial in folder.glob(".cache/huggingface/download/**/*.incomplete"):
         expected = "run hf download again; if it finds nothing to do, delete this file"
         raise UserError(f"{partial}: a download that did not finish: {expected}")
     if not path.exists():
         for mask in folder.glob("*_*mask_[0-9]*.bin"):  # means nothing without it
-            raise UserError(f"{path}: no such file; expected the one that was made with {mask.name}")
+            raise UserError(
+                f"{path}: no such file; expected the one that was made with {mask.name}"
+            )
         return {"tokenizer": "gpt2", "vocab_size": 50257}
     return read_json(path, DatasetInfo)
 
 
 def print_summary(info: dict[str, Any], folder: Path) -> None:
-    """The end of a preparation: the source, a line per split of dataset.json's content, and the folder."""
+    """The end of a preparation: the source, a line per split of dataset.json's content, and the
+    folder.
+    """
     print(f"source   {shorten(info['source'], 100)}")
     for split, counts in info["splits"].items():
         size = f"{counts['tokens']:,} {info['tokenizer']} tokens, {counts['documents']:,} documents"
@@ -178,7 +208,8 @@ class TokenStream:
 
     paths, shards: the files and their tokens, (n,) uint16, mapped. eot: before each document.
     mask: the stream of its mask, or None.
-    Raises UserError: no folder; no shards; a missing, foreign or damaged one; a mask of another length.
+    Raises UserError: no folder; no shards; a missing, foreign or damaged one; a mask of another
+    length.
     OSError: a shard cannot be read.
     """
 
@@ -201,7 +232,9 @@ class TokenStream:
         self.mask = TokenStream(folder, mask) if mask in self.info.get("splits", {}) else None
         if self.mask and self.mask.n_tokens != self.n_tokens:
             n_mask = self.mask.n_tokens
-            raise UserError(f"{folder}: {mask} has {n_mask} tokens: expected {self.n_tokens}, as {split}")
+            raise UserError(
+                f"{folder}: {mask} has {n_mask} tokens: expected {self.n_tokens}, as {split}"
+            )
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) as (length,) int64, wrapping around the stream's end."""
@@ -220,7 +253,9 @@ class TokenStream:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the stream: its sha256 from dataset.json, else one of its shards' fingerprints."""
+        """Identifies the stream: its sha256 from dataset.json, else one of its shards'
+        fingerprints.
+        """
         splits = self.info.get("splits", {})
         if self.split in splits:
             return f"sha256 {splits[self.split]['sha256']}"
@@ -228,13 +263,17 @@ class TokenStream:
 
     @property
     def tokenizer_file(self) -> str:
-        """The content of tokenizer.json if the tokens are its, else "". Raises UserError: lost or changed."""
+        """The content of tokenizer.json if the tokens are its, else "". Raises UserError: lost or
+        changed.
+        """
         name = self.info["tokenizer"]
         if not name.startswith("tokenizer-"):
             return ""
         content = read_text(self.folder / FILE_NAME)
         if file_identity(content) != name:
-            raise UserError(f"{self.folder / FILE_NAME}: {file_identity(content)}: the tokens are of {name}")
+            raise UserError(
+                f"{self.folder / FILE_NAME}: {file_identity(content)}: the tokens are of {name}"
+            )
         return content
 
     def check_model(self, vocab_size: int) -> None:
@@ -247,7 +286,9 @@ class TokenStream:
 
     def _check_listed(self) -> None:
         """The shards are those in dataset.json: a lost last one would silently change the stream."""
-        lengths = {path.name: len(shard) for path, shard in zip(self.paths, self.shards, strict=True)}
+        lengths = {
+            path.name: len(shard) for path, shard in zip(self.paths, self.shards, strict=True)
+        }
         files = {shard["file"]: shard["tokens"] for shard in self.info["shards"]}
         listed = {file: n for file, n in files.items() if file.split("_")[-2:-1] == [self.split]}
         different = lengths.items() ^ listed.items()
@@ -255,7 +296,9 @@ class TokenStream:
             file = min(different)[0]
             n_tokens = lengths.get(file, "no")
             n_listed = listed.get(file, "none")
-            raise UserError(f"{self.folder / file}: {n_tokens} tokens: {INFO_NAME} lists {n_listed}")
+            raise UserError(
+                f"{self.folder / file}: {n_tokens} tokens: {INFO_NAME} lists {n_listed}"
+            )
 
 
 def find_shards(folder: Path, split: str) -> list[Path]:
@@ -272,8 +315,11 @@ def find_shards(folder: Path, split: str) -> list[Path]:
     if not files:
         raise UserError(f"{folder}: no shards named *_{split}_*.bin; {HOW_TO_PREPARE}")
     if len(datasets) > 1:
-        raise UserError(f"{folder}: shards of {', '.join(sorted(datasets))}: expected one dataset a folder")
-    # The indices before the first are other splits'. Number 0, of val, may have been left out of a download.
+        raise UserError(
+            f"{folder}: shards of {', '.join(sorted(datasets))}: expected one dataset a folder"
+        )
+    # The indices before the first are other splits'. Number 0, of val, may have been left out of a
+    # download.
     others = {int(shard["index"]) for shard in shards if shard["dataset"] in datasets}
     gaps = {i for i in range(1, max(files)) if i not in (others if i < min(files) else files)}
     if gaps:

@@ -1,7 +1,8 @@
-"""Where documents come from: the rows of local files or of a dataset on the hub, as text, in a fixed order.
+"""Where documents come from: the rows of local files or of a dataset on the hub, as text, in a
+fixed order.
 
-`datasets` reads parquet and the hub as streams of Arrow tables. Memory is bounded by a file's texts,
-unless documents are shuffled.
+`datasets` reads parquet and the hub as streams of Arrow tables. Memory is bounded by a file's
+texts, unless documents are shuffled.
 """
 
 import glob
@@ -82,10 +83,13 @@ def _stream(column: str, split: str, *path: str | None, **options: Any) -> Any:
     """The tables of a dataset that `datasets` can load, with this column alone."""
     import datasets
 
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # errors are raised as well
+    # errors are raised as well
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     builder = datasets.load_dataset_builder(*path, **options)
     if builder.__module__.endswith(".cache.cache"):  # what `datasets` falls back on, without a word
-        raise ConnectionError("the hub did not answer, and a copy in the cache may be of another commit")
+        raise ConnectionError(
+            "the hub did not answer, and a copy in the cache may be of another commit"
+        )
     if hasattr(builder.config, "sample_by"):  # text: a row is a file, as with --files, not a line
         builder.config.sample_by = "document"
         builder.config.encoding_errors = "replace"
@@ -144,7 +148,9 @@ def _shuffled_texts(inputs: list[Input], seed: int) -> Iterator[str]:
                 texts.append(text)
                 n_characters += len(text)
                 if n_characters > MOST_SHUFFLED:
-                    raise UserError(f"--shuffle {seed}: expected at most {MOST_SHUFFLED:,} characters in all")
+                    raise UserError(
+                        f"--shuffle {seed}: expected at most {MOST_SHUFFLED:,} characters in all"
+                    )
     for i in np.random.RandomState(seed).permutation(len(texts)):  # numbers that numpy has frozen
         yield texts[i]
 
@@ -159,13 +165,17 @@ READERS = {
 
 
 def local_files(patterns: list[str], column: str, shuffle: int | None = None) -> Source:
-    """The files of READERS that match the patterns, sorted by path, or all documents shuffled by a seed."""
+    """The files of READERS that match the patterns, sorted by path, or all documents shuffled by a
+    seed.
+    """
     names: set[str] = set()
     for pattern in patterns:
         # A name that the shell has expanded may contain brackets.
         paths = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         if not paths:
-            raise UserError(f"--files {pattern}: no such files: expected paths or 'DIR/**/*.parquet'")
+            raise UserError(
+                f"--files {pattern}: no such files: expected paths or 'DIR/**/*.parquet'"
+            )
         names.update(map(os.path.normpath, paths))
     by_file: dict[str, str] = {}
     for name in sorted(names):  # of several names of one file the first
@@ -184,7 +194,9 @@ def local_files(patterns: list[str], column: str, shuffle: int | None = None) ->
         inputs = [Input("", partial(_shuffled_texts, inputs, shuffle))]
     own_paths = [Path(file) for file in files]
     hashes = [fingerprint(path) for path in own_paths]
-    return Source(description, {"column": column, "shuffle": shuffle}, own_paths, hashes, lambda: inputs)
+    return Source(
+        description, {"column": column, "shuffle": shuffle}, own_paths, hashes, lambda: inputs
+    )
 
 
 def hub_dataset(
@@ -198,7 +210,8 @@ def hub_dataset(
 
     paths = [Path(repo)] if Path(repo).is_dir() else []
     listed = [path for path in sorted(Path(repo).rglob("*")) if path.is_file()] if paths else []
-    shown = [path for path in listed if "/." not in f"/{path.relative_to(repo)}"]  # no .git, no .cache
+    # no .git, no .cache
+    shown = [path for path in listed if "/." not in f"/{path.relative_to(repo)}"]
     hashes = [fingerprint(path) for path in shown]
     if not paths and commit is None:
         with naming(f"{repo} at {revision}"):
@@ -208,7 +221,10 @@ def hub_dataset(
         with naming(repo):
             tables = _stream(column, split, repo, name, revision=commit)
         n = tables.num_shards
-        return [Input(f"{repo}, file {i + 1} of {n}", partial(_texts, tables.shard(n, i))) for i in range(n)]
+        return [
+            Input(f"{repo}, file {i + 1} of {n}", partial(_texts, tables.shard(n, i)))
+            for i in range(n)
+        ]
 
     settings = {"repo": repo, "name": name, "split": split, "column": column, "revision": revision}
     description = " ".join(filter(None, (repo, name, split, commit and f"at commit {commit}")))

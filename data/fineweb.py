@@ -6,15 +6,16 @@
     python -m data.fineweb --files 'dir/*.txt' --shuffle 1 --val-tokens 50000 --out data/mine   # a small set
     hf download kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir data/fineweb10B    # ready shards
 
-The first shard is validation, of --val-tokens if they are given, the rest training. Each document is
-`<|endoftext|>` and its text in GPT-2's BPE, or by another --tokenizer. Special-token text inside a document
-is encoded as ordinary text. Rows without text are skipped. Invalid UTF-8 becomes U+FFFD.
+The first shard is validation, of --val-tokens if they are given, the rest training. Each document
+is `<|endoftext|>` and its text in GPT-2's BPE, or by another --tokenizer. Special-token text inside
+a document is encoded as ordinary text. Rows without text are skipped. Invalid UTF-8 becomes U+FFFD.
 
-Stop it at any moment, by Ctrl-C or by pulling the plug, and run the same command again: it resumes after the
-last finished shard, and the shards are byte for byte those of an uninterrupted run, for any --workers.
+Stop it at any moment, by Ctrl-C or by pulling the plug, and run the same command again: it resumes
+after the last finished shard, and the shards are byte for byte those of an uninterrupted run, for
+any --workers.
 
-Writes fineweb_val_000000.bin, fineweb_train_000001.bin, ... (format: data/shards.py), manifest.jsonl (the row
-of the input at which each shard ends), and at the end dataset.json.
+Writes fineweb_val_000000.bin, fineweb_train_000001.bin, ... (format: data/shards.py),
+manifest.jsonl (the row of the input at which each shard ends), and at the end dataset.json.
 """
 
 import argparse
@@ -113,7 +114,9 @@ class ShardCutter:
             self._documents += begin == 0 and len(document) > 0
             while begin < len(document):
                 writer = self._writer
-                end = min(len(document), begin + writer.room, begin + self.max_tokens - self.n_tokens)
+                end = min(
+                    len(document), begin + writer.room, begin + self.max_tokens - self.n_tokens
+                )
                 writer.add(document[begin:end])
                 self.cursor = Cursor(block.input, row, end)
                 self._record_shard()
@@ -146,10 +149,11 @@ class ShardCutter:
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """manifest.jsonl: its first line, on the input and the options, and then those of the finished shards.
+    """manifest.jsonl: its first line, on the input and the options, and then those of the finished
+    shards.
 
-    A shard's line has its file, tokens and sha256, the documents that begin in it, and where the next shard
-    begins (`next`: a Cursor).
+    A shard's line has its file, tokens and sha256, the documents that begin in it, and where the
+    next shard begins (`next`: a Cursor).
     """
     header, *shards = read_jsonl(folder / MANIFEST_NAME) or [{"options": {}, "files": []}]
     if not header.keys() >= {"options", "files"}:
@@ -158,10 +162,12 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> dict[str, Any]:
-    """Make the dataset in folder `out`, resume it, or find it finished; returns dataset.json's content.
+    """Make the dataset in folder `out`, resume it, or find it finished; returns dataset.json's
+    content.
 
-    options: dataset, tokenizer (see `get_tokenizer`), shard_size, max_tokens (None: all), val_tokens (of the
-    first shard, which is validation; None: shard_size). Threads (`workers`) change only the speed.
+    options: dataset, tokenizer (see `get_tokenizer`), shard_size, max_tokens (None: all),
+    val_tokens (of the first shard, which is validation; None: shard_size). Threads (`workers`)
+    change only the speed.
     Raises UserError: one line; finished shards stay, and the same call resumes after them.
     """
     encoding = get_tokenizer(options["tokenizer"])
@@ -179,13 +185,17 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
             is_begun = (out / MANIFEST_NAME).exists()
             own = f"{options['dataset']}_val_000000.bin" if is_begun else ""
             for path in (each for each in out.glob("*.bin") if each.name != own):
-                raise UserError(f"{out}: holds {path.name}, another dataset's: choose another --out")
+                raise UserError(
+                    f"{out}: holds {path.name}, another dataset's: choose another --out"
+                )
         if shards and (info := dataset.made_before(out, options["dataset"], {})):
             return info
         cutter = ShardCutter(out, header)
         cutter.adopt(shards)
         inputs = [] if cutter.is_complete else source.open()  # before any shard is removed
-        dataset.begin_dataset(out, options["dataset"], keep=[shard["file"] for shard in cutter.shards])
+        dataset.begin_dataset(
+            out, options["dataset"], keep=[shard["file"] for shard in cutter.shards]
+        )
         cutter.save_manifest()
         if not cutter.is_complete:
             _cut_source(inputs, cutter, encoding, workers)
@@ -206,16 +216,22 @@ def _check_same(out: Path, begun: dict[str, Any], header: dict[str, Any]) -> Non
     new = header["options"] | {"files": header["files"]}
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):
-            begun_with = f"begun with {key} = {str(old.get(key))[:80]}, not {str(new.get(key))[:80]}"
+            begun_with = (
+                f"begun with {key} = {str(old.get(key))[:80]}, not {str(new.get(key))[:80]}"
+            )
             expected = "give what it was begun with, another --out, or delete it to start over"
             raise UserError(f"{out}: {begun_with}: {expected}")
 
 
-def _cut_source(inputs: list[Input], cutter: ShardCutter, encoding: Tokenizer, workers: int) -> None:
+def _cut_source(
+    inputs: list[Input], cutter: ShardCutter, encoding: Tokenizer, workers: int
+) -> None:
     """Everything from the cutter's cursor on, with a bar over tokens."""
     total = cutter.header["options"]["max_tokens"]
     blocks = documents.read_blocks(inputs, cutter.cursor)
-    with tqdm(total=total, initial=cutter.n_tokens, unit="tok", unit_scale=True, disable=None) as bar:
+    with tqdm(
+        total=total, initial=cutter.n_tokens, unit="tok", unit_scale=True, disable=None
+    ) as bar:
         for block, tokens in tokenised_blocks(blocks, encoding, workers):
             cutter.add(block, tokens)
             bar.update(cutter.n_tokens - bar.n)
@@ -226,30 +242,59 @@ def _cut_source(inputs: list[Input], cutter: ShardCutter, encoding: Tokenizer, w
 def _parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
-    add("--dataset", metavar="REPO", help=f"a text dataset on the hub, or a folder (default: {FINEWEB})")
+    add(
+        "--dataset",
+        metavar="REPO",
+        help=f"a text dataset on the hub, or a folder (default: {FINEWEB})",
+    )
     add("--name", help="its configuration (default: FineWeb's sample-10BT; none for others)")
     add("--split", help="its split (default: train)")
     add("--revision", metavar="REV", help="its branch, tag or commit on the hub (default: main)")
-    add("--files", nargs="+", metavar="PATTERN", help="tokenise local files instead, in order of their paths")
-    add("--shuffle", type=integer(0, 2**32 - 1), metavar="SEED", help="shuffle their documents, in memory")
+    add(
+        "--files",
+        nargs="+",
+        metavar="PATTERN",
+        help="tokenise local files instead, in order of their paths",
+    )
+    add(
+        "--shuffle",
+        type=integer(0, 2**32 - 1),
+        metavar="SEED",
+        help="shuffle their documents, in memory",
+    )
     add("--column", default="text", help="the column, or JSON key, with the text (default: text)")
-    add("--out", type=Path, metavar="DIR", help="folder to write (default: data/fineweb10B and so on)")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder to write (default: data/fineweb10B and so on)",
+    )
     size_help = "in tokens (default: 10^8)"
     add("--shard-size", type=integer(1, MAX_TOKENS), metavar="N", default=10**8, help=size_help)
     val_help = "tokens of validation (default: --shard-size)"
     add("--val-tokens", type=integer(1, MAX_TOKENS), metavar="N", help=val_help)
     most_help = "stop after N, validation included (default: all)"
     add("--max-tokens", type=positive_int, metavar="N", help=most_help)
-    add("--workers", type=integer(1, 1024), metavar="N", default=n_cores(), help="threads (default: cores)")
+    add(
+        "--workers",
+        type=integer(1, 1024),
+        metavar="N",
+        default=n_cores(),
+        help="threads (default: cores)",
+    )
     add("--tokenizer", default="gpt2", help="gpt2, bytes or a tokenizer.json (default: gpt2)")
     args = parser.parse_args()
     if args.files and (args.dataset or args.name or args.split or args.revision):
-        parser.error("--files: expected no --dataset, --name, --split or --revision, which are the hub's")
+        parser.error(
+            "--files: expected no --dataset, --name, --split or --revision, which are the hub's"
+        )
     if args.max_tokens and args.max_tokens <= (args.val_tokens or args.shard_size):
         expected = "expected more than the tokens of validation (--val-tokens)"
         parser.error(f"--max-tokens {args.max_tokens}: {expected}")
     if args.shuffle is not None and not args.files:
-        parser.error("--shuffle: expected --files; for other data, data.order shuffles windows in training")
+        parser.error(
+            "--shuffle: expected --files; for other data, data.order shuffles windows in training"
+        )
     return args
 
 
@@ -261,7 +306,8 @@ def _open_source(args: argparse.Namespace) -> tuple[Source, str, Path]:
     repo = args.dataset or FINEWEB
     revision = args.revision or "main"
     name = args.name or ("sample-10BT" if repo == FINEWEB else None)
-    label = re.sub(r"[^A-Za-z0-9-]+", "-", Path(repo).resolve().name)  # no "_", which separates the split
+    # no "_", which separates the split
+    label = re.sub(r"[^A-Za-z0-9-]+", "-", Path(repo).resolve().name)
     folder = "-".join(filter(None, (label, name)))
     out = args.out or DATA / folder.replace("fineweb-sample-10BT", "fineweb10B")
     begun = read_manifest(out)[0]["options"]

@@ -3,14 +3,15 @@
     python -m data.python_source                       # bytes tokeniser -> data/python_bytes
     python -m data.python_source --tokenizer gpt2      # -> data/python_gpt2; or a tokenizer.json
 
-About 12 MB of text with many long files: every .py file of the standard library except tests (folders named
-test, tests, idle_test: three times as much again) and files generated when Python is built (config-*,
-_sysconfigdata*). Empty files, files that are not UTF-8 and copies of another file are skipped. The corpus
-differs between Python versions; the sha256 printed at the end, also in dataset.json, identifies it.
+About 12 MB of text with many long files: every .py file of the standard library except tests
+(folders named test, tests, idle_test: three times as much again) and files generated when Python is
+built (config-*, _sysconfigdata*). Empty files, files that are not UTF-8 and copies of another file
+are skipped. The corpus differs between Python versions; the sha256 printed at the end, also in
+dataset.json, identifies it.
 
-Whole files are held out for validation, chosen by a hash of their relative path, the same share of the bytes
-of short and of long ones. Documents are ordered by that hash, not by folder, so neighbouring windows are not
-all of one package. `<|endoftext|>` precedes each document.
+Whole files are held out for validation, chosen by a hash of their relative path, the same share of
+the bytes of short and of long ones. Documents are ordered by that hash, not by folder, so
+neighbouring windows are not all of one package. `<|endoftext|>` precedes each document.
 
 Writes python_val_000000.bin, python_train_000001.bin, ... (format: data/shards.py), and at the end
 dataset.json. A finished folder is left unchanged, a damaged one is rebuilt.
@@ -45,7 +46,9 @@ def collect(root: Path) -> list[Document]:
     seen: set[str] = set()  # a copy in the other split would leak into validation
     for relative in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
         *folders, file = relative.split("/")
-        generated = file.startswith("_sysconfigdata") or any(f.startswith("config-") for f in folders)
+        generated = file.startswith("_sysconfigdata") or any(
+            f.startswith("config-") for f in folders
+        )
         if generated or not SKIPPED_FOLDERS.isdisjoint(folders):
             continue
         try:
@@ -63,13 +66,16 @@ def collect(root: Path) -> list[Document]:
 def split_documents(documents: list[Document], val_fraction: float) -> dict[str, list[Document]]:
     """{"val": ..., "train": ...} of documents in hash order, which both keep.
 
-    val has about `val_fraction` of the bytes. In each size class, files are held out in hash order as long as
-    they fit into the class's share. So one very long file cannot be most of the split, and the long files, on
-    which length extrapolation is measured, are not left to chance. Raises UserError: too few documents.
+    val has about `val_fraction` of the bytes. In each size class, files are held out in hash order
+    as long as they fit into the class's share. So one very long file cannot be most of the split,
+    and the long files, on which length extrapolation is measured, are not left to chance. Raises
+    UserError: too few documents.
     """
     held_out: set[str] = set()
     for size_class in range(len(SIZE_CLASSES) + 1):
-        members = [d for d in documents if sum(d.n_bytes >= limit for limit in SIZE_CLASSES) == size_class]
+        members = [
+            d for d in documents if sum(d.n_bytes >= limit for limit in SIZE_CLASSES) == size_class
+        ]
         room = val_fraction * sum(document.n_bytes for document in members)
         for document in members:
             if document.n_bytes <= room:
@@ -83,8 +89,11 @@ def split_documents(documents: list[Document], val_fraction: float) -> dict[str,
     }
 
 
-def build(root: Path, out: Path, tokenizer: str = "bytes", val_fraction: float = VAL_SHARE) -> dict[str, Any]:
-    """Make the dataset of the sources below `root` in `out`, or find it there; returns dataset.json.
+def build(
+    root: Path, out: Path, tokenizer: str = "bytes", val_fraction: float = VAL_SHARE
+) -> dict[str, Any]:
+    """Make the dataset of the sources below `root` in `out`, or find it there; returns
+    dataset.json.
 
     Raises UserError: no sources, an unknown tokeniser, or a folder that has another dataset.
     """
@@ -100,7 +109,9 @@ def build(root: Path, out: Path, tokenizer: str = "bytes", val_fraction: float =
     info = {"dataset": DATASET, "source": source, "python": python, "settings": settings}
     info |= {"splits": {}, "shards": []}
     for split, members in splits.items():
-        tokens = ([encoding.eot_token, *encoding.encode_ordinary(document.text)] for document in members)
+        tokens = (
+            [encoding.eot_token, *encoding.encode_ordinary(document.text)] for document in members
+        )
         dataset.write_split(out, info, split, tokens, len(members))
     return dataset.finish_dataset(out, info, encoding)
 
@@ -109,7 +120,9 @@ def main() -> None:
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
     add("--tokenizer", default="bytes", help="bytes, gpt2 or a tokenizer.json (default: bytes)")
-    add("--out", type=Path, metavar="DIR", help="folder to write (default: data/python_<tokenizer>)")
+    add(
+        "--out", type=Path, metavar="DIR", help="folder to write (default: data/python_<tokenizer>)"
+    )
     args = parser.parse_args()
     out = args.out or Path(__file__).parent / f"python_{Path(args.tokenizer).stem}"
     with exclusive_lock(out):

@@ -1,8 +1,8 @@
 """The token shard, llm.c's file format: one file written, opened and checked.
 
-A shard is a header of 256 little-endian int32 (magic 20240520, version 1, token count, zeros) and then the
-tokens as little-endian uint16. Its name is {dataset}_{split}_{index:06d}.bin. The index counts over all
-splits of a dataset. data/dataset.py reads a folder of shards as one stream.
+A shard is a header of 256 little-endian int32 (magic 20240520, version 1, token count, zeros) and
+then the tokens as little-endian uint16. Its name is {dataset}_{split}_{index:06d}.bin. The index
+counts over all splits of a dataset. data/dataset.py reads a folder of shards as one stream.
 """
 
 import hashlib
@@ -30,7 +30,8 @@ SHARD_NAME = re.compile(r"(?P<dataset>.+)_(?P<split>[^_]+)_(?P<index>[0-9]{6})\.
 
 
 class ShardWriter:
-    """Cuts a stream of tokens into shards `{dataset}_{split}_{index:06d}.bin` of `shard_size` tokens.
+    """Cuts a stream of tokens into shards `{dataset}_{split}_{index:06d}.bin` of `shard_size`
+    tokens.
 
     `flush` writes the last, shorter shard. Memory holds one shard.
     """
@@ -85,7 +86,8 @@ class ShardWriter:
     def adopt(self, recorded: dict[str, Any]) -> None:
         """Continue after a shard that an interrupted run has finished, given as `files` lists it.
 
-        Raises UserError, naming the shard, unless it is the next one and byte for byte what was written.
+        Raises UserError, naming the shard, unless it is the next one and byte for byte what was
+        written.
         """
         path = self._path()
         tokens = open_shard(path)
@@ -108,22 +110,28 @@ class ShardWriter:
 def open_shard(path: Path, vocab_size: int = 65536) -> np.memmap:
     """Map a shard's tokens, (n,) little-endian uint16, after checking the file.
 
-    Checked are magic, version, the exact size, and that 256 tokens, spread evenly from the first to the last,
-    are below `vocab_size`, as any is below 65536. Raises UserError, naming the file, what it has and what was
-    expected; OSError: it cannot be read, but may be whole.
+    Checked are magic, version, the exact size, and that 256 tokens, spread evenly from the first to
+    the last, are below `vocab_size`, as any is below 65536. Raises UserError, naming the file, what
+    it has and what was expected; OSError: it cannot be read, but may be whole.
     """
     try:
         with open(path, "rb") as f:
             header = f.read(HEADER_BYTES)
             size = os.fstat(f.fileno()).st_size
         if len(header) < HEADER_BYTES:
-            raise UserError(f"{path}: {size} bytes: expected a {HEADER_BYTES}-byte header and tokens")
+            raise UserError(
+                f"{path}: {size} bytes: expected a {HEADER_BYTES}-byte header and tokens"
+            )
         magic, version, n_tokens = np.frombuffer(header, "<i4", count=3).tolist()
         if (magic, version) != (MAGIC, VERSION):
-            raise UserError(f"{path}: magic number {magic}, version {version}: expected {MAGIC}, {VERSION}")
+            raise UserError(
+                f"{path}: magic number {magic}, version {version}: expected {MAGIC}, {VERSION}"
+            )
         expected = HEADER_BYTES + TOKEN.itemsize * n_tokens
         if n_tokens < 1 or size != expected:
-            raise UserError(f"{path}: {size} bytes: expected {expected} for the header's {n_tokens} tokens")
+            raise UserError(
+                f"{path}: {size} bytes: expected {expected} for the header's {n_tokens} tokens"
+            )
         tokens = np.memmap(path, TOKEN, "r", HEADER_BYTES)
     except (FileNotFoundError, IsADirectoryError) as e:
         raise UserError(f"{path}: cannot be read as a shard: {e.strerror}") from None
@@ -153,14 +161,16 @@ def check_recorded(path: Path, tokens: np.ndarray, recorded: dict[str, Any]) -> 
         sha256 = hashlib.file_digest(f, "sha256").hexdigest()
     if (len(tokens), sha256) != (recorded["tokens"], recorded["sha256"]):
         expected = f"{recorded['tokens']} tokens, sha256 {recorded['sha256'][:12]}..."
-        raise UserError(f"{path}: {len(tokens)} tokens, sha256 {sha256[:12]}...: expected {expected}")
+        raise UserError(
+            f"{path}: {len(tokens)} tokens, sha256 {sha256[:12]}...: expected {expected}"
+        )
 
 
 def release_pages(shard: np.ndarray) -> None:
     """Unmap a shard's pages after a read. They stay in the page cache.
 
-    Otherwise every page ever read counts as resident memory of this process. After an epoch of FineWeb-10B
-    that is 20 GB a rank, for which batch schedulers kill jobs.
+    Otherwise every page ever read counts as resident memory of this process. After an epoch of
+    FineWeb-10B that is 20 GB a rank, for which batch schedulers kill jobs.
     """
     if isinstance(shard.base, mmap.mmap):
         shard.base.madvise(mmap.MADV_DONTNEED)

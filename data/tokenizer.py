@@ -1,7 +1,7 @@
 """The tokenisers: "gpt2" (50257 tokens), "bytes" (257, needs no download), or a tokenizer.json.
 
-The first two are tiktoken `Encoding`s. `FileTokenizer` has what is used of one here: `encode_ordinary(text)`,
-`decode(tokens)`, `name`, `n_vocab`, `eot_token`.
+The first two are tiktoken `Encoding`s. `FileTokenizer` has what is used of one here:
+`encode_ordinary(text)`, `decode(tokens)`, `name`, `n_vocab`, `eot_token`.
 """
 
 import hashlib
@@ -22,7 +22,8 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")  # names of the end
 class FileTokenizer:
     """A tokenizer.json of the `tokenizers` library, without what it adds around a text.
 
-    Raises UserError: another kind of file, no end-of-text token that no text contains, above 65,536 tokens.
+    Raises UserError: another kind of file, no end-of-text token that no text contains, above 65,536
+    tokens.
     """
 
     def __init__(self, content: str, where: object) -> None:
@@ -31,7 +32,9 @@ class FileTokenizer:
         try:
             self.inner = Tokenizer.from_str(content)
         except Exception as e:  # the library raises no other
-            raise UserError(f"{where}: expected a tokenizer.json of the tokenizers library: {e}") from None
+            raise UserError(
+                f"{where}: expected a tokenizer.json of the tokenizers library: {e}"
+            ) from None
         if getattr(self.inner.model, "dropout", None):
             raise UserError(
                 f"{where}: model.dropout {self.inner.model.dropout:g}: expected 0, one way to cut a text"
@@ -44,13 +47,19 @@ class FileTokenizer:
         vocabulary = self.inner.get_vocab()
         self.n_vocab = 1 + max(vocabulary.values(), default=0)
         if self.n_vocab > 65536:
-            raise UserError(f"{where}: {self.n_vocab:,} tokens: expected at most 65,536, as shards hold")
+            raise UserError(
+                f"{where}: {self.n_vocab:,} tokens: expected at most 65,536, as shards hold"
+            )
         ends = [end for end in ENDS if end in vocabulary]
         if not ends:
-            raise UserError(f"{where}: no end-of-text token: expected a special token {' or '.join(ENDS)}")
+            raise UserError(
+                f"{where}: no end-of-text token: expected a special token {' or '.join(ENDS)}"
+            )
         self.eot_token: int = vocabulary[ends[0]]  # the first that it has
         if self.eot_token in self.encode_ordinary(ends[0]):
-            raise UserError(f"{where}: the text {ends[0]} is its end-of-text token: expected a special token")
+            raise UserError(
+                f"{where}: the text {ends[0]} is its end-of-text token: expected a special token"
+            )
 
     def encode_ordinary(self, text: str) -> list[int]:
         try:
@@ -74,8 +83,10 @@ def get_tokenizer(name: str, content: str = "") -> Tokenizer:
 
     tiktoken downloads gpt2 once (1.5 MB) and keeps it in the folder that TIKTOKEN_CACHE_DIR names.
 
-    With the `content` of a tokenizer.json that was read before, the name is its identity, else its path.
-    Raises UserError: an unknown name, see `FileTokenizer`, or gpt2's files are neither cached nor at hand.
+    With the `content` of a tokenizer.json that was read before, the name is its identity, else its
+    path.
+    Raises UserError: an unknown name, see `FileTokenizer`, or gpt2's files are neither cached nor
+    at hand.
     """
     if content:
         return FileTokenizer(content, name)
@@ -95,14 +106,16 @@ def get_tokenizer(name: str, content: str = "") -> Tokenizer:
     except (OSError, ValueError, ImportError) as e:  # requests' exceptions are OSErrors
         reason = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
         expected = "set TIKTOKEN_CACHE_DIR to a folder that has them, or use the tokenizer 'bytes'"
-        raise UserError(f"tokenizer 'gpt2': its files could not be fetched ({reason}); {expected}") from None
+        raise UserError(
+            f"tokenizer 'gpt2': its files could not be fetched ({reason}); {expected}"
+        ) from None
 
 
 def encode(encoding: Tokenizer, text: str) -> np.ndarray:
     """The tokens of `encode_ordinary`, (n,) uint16, without a list of Python integers.
 
-    Text that overflows the stack of tiktoken's regex engine, such as a million spaces and a word, is encoded
-    in halves. The tokens decode to the same text.
+    Text that overflows the stack of tiktoken's regex engine, such as a million spaces and a word,
+    is encoded in halves. The tokens decode to the same text.
     """
     if isinstance(encoding, FileTokenizer):
         return np.array(encoding.encode_ordinary(text), np.uint16)

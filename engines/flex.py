@@ -2,9 +2,10 @@
 
     softmax(at_distance(factor * q.k, t)) v,   t: distance of the key
 
-`factor` is multiplied into q, as the sdpa engine does. score_mod is the normaliser's own `at_distance`, as of
-scale_invariant. `auto` takes it only after a comparison with the definition on the GPU (`self_check`). Under
-`auto` a softmax with ALiBi alone goes to sdpa. A `key_decay` does not run here.
+`factor` is multiplied into q, as the sdpa engine does. score_mod is the normaliser's own
+`at_distance`, as of scale_invariant. `auto` takes it only after a comparison with the definition on
+the GPU (`self_check`). Under `auto` a softmax with ALiBi alone goes to sdpa. A `key_decay` does not
+run here.
 """
 
 from functools import lru_cache
@@ -21,12 +22,13 @@ from normalisers.family import Phi
 from normalisers.layer import NormaliserLayer
 
 BLOCK = 128  # of queries and of keys: blocks after the queries are skipped
-# Beyond its limit of 8 graphs torch runs FlexAttention unfused, silently; with fullgraph it raises. One graph
-# serves all lengths and layers, but not those with and without gradients, nor a batch of 1.
+# Beyond its limit of 8 graphs torch runs FlexAttention unfused, silently; with fullgraph it raises.
+# One graph serves all lengths and layers, but not those with and without gradients, nor a batch of
+# 1.
 GRAPHS = 64
 compiled_attention = torch.compile(flex_attention, dynamic=True, fullgraph=True)
-# Numbers of the formula are constants of its graph: kernels cannot take them as arguments. One patch for all
-# calls: torch keeps a little of each.
+# Numbers of the formula are constants of its graph: kernels cannot take them as arguments. One
+# patch for all calls: torch keeps a little of each.
 PATCH = torch._dynamo.config.patch(recompile_limit=GRAPHS, specialize_float=True)
 
 
@@ -52,7 +54,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
 
 
 @torch.compiler.disable  # a compiled model then runs the graphs that the self-check has tested
-def run_prepared(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
+def run_prepared(
+    q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext
+) -> Tensor:
     """`run` for q and k whose products are the scores before `at_distance`."""
     mask, first = causal_mask(q.shape[-2], context.n_keys, v.device, layer.window)
 
@@ -61,16 +65,23 @@ def run_prepared(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, contex
 
     attention = compiled_attention if q.is_cuda else flex_attention
     grouped = q.shape[1] != k.shape[1]
-    # FA4's kernels add in any order. Torch's for few queries does not compile for a varying number of them.
-    flash = current_flash_attention_impl() == "FA4" and not torch.are_deterministic_algorithms_enabled()
+    # FA4's kernels add in any order. Torch's for few queries does not compile for a varying number
+    # of them.
+    flash = (
+        current_flash_attention_impl() == "FA4" and not torch.are_deterministic_algorithms_enabled()
+    )
     options: Any = {"BACKEND": "FLASH" if flash else "TRITON"}
     with PATCH:
-        return attention(q, k, v, score_mod, mask, scale=1.0, enable_gqa=grouped, kernel_options=options)
+        return attention(
+            q, k, v, score_mod, mask, scale=1.0, enable_gqa=grouped, kernel_options=options
+        )
 
 
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)  # an evaluation may be the first caller, and training the next
-def causal_mask(n_queries: int, n_keys: int, device: torch.device, window: int) -> tuple[BlockMask, Tensor]:
+def causal_mask(
+    n_queries: int, n_keys: int, device: torch.device, window: int
+) -> tuple[BlockMask, Tensor]:
     """The blocks of keys that each block of queries sees, and the first query's position.
 
     `create_block_mask` would hold a (Tq, Tk) tensor.
@@ -83,7 +94,9 @@ def causal_mask(n_queries: int, n_keys: int, device: torch.device, window: int) 
     start = first + query  # among the keys
     seen = (key < (start + BLOCK).clamp_max(n_keys)) & (key + BLOCK > start - reach + 1)
     # By every row of a whole block: such blocks of keys need no mask_mod.
-    full = (key + BLOCK <= start + 1) & (key >= start + BLOCK - reach) & (query + BLOCK <= n_queries)
+    full = (
+        (key + BLOCK <= start + 1) & (key >= start + BLOCK - reach) & (query + BLOCK <= n_queries)
+    )
     mask = BlockMask.from_kv_blocks(
         *list_blocks(seen & ~full),
         *list_blocks(full),
@@ -95,6 +108,8 @@ def causal_mask(n_queries: int, n_keys: int, device: torch.device, window: int) 
 
 
 def list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row's true blocks (rows, blocks) their number and, first in a list of all, which they are."""
+    """Of each row's true blocks (rows, blocks) their number and, first in a list of all, which they
+    are.
+    """
     which = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1)[None, None].int(), which[None, None].int()

@@ -1,8 +1,8 @@
 """The rows engine: blocks of query rows, each against all its visible keys, in O(block * T) memory.
 
-Any normaliser, any device. Nothing of size (T, T) is kept: backward computes the scores and weights of each
-block again, with autograd through the row formula alone. LSSAR, re-weighted softplus of bounded scores, has a
-closed form instead (`softplus_power`), which takes less time.
+Any normaliser, any device. Nothing of size (T, T) is kept: backward computes the scores and weights
+of each block again, with autograd through the row formula alone. LSSAR, re-weighted softplus of
+bounded scores, has a closed form instead (`softplus_power`), which takes less time.
 """
 
 from collections.abc import Iterator
@@ -29,13 +29,16 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     k, v, context = layer.cut(q, k, v, context)
     q, k = layer.prepare(q, k, context)
     v = share_heads(v, q).to(q.dtype)
-    if q.shape[-2] == 1 and not torch.is_grad_enabled():  # all keys are visible; a power works in place
+    # all keys are visible; a power works in place
+    if q.shape[-2] == 1 and not torch.is_grad_enabled():
         weights, _ = block_weights(layer, layer.scores(q, k, context), context)  # (B, H, 1, n)
         return (weights @ v).to(dtype)
     q = q.contiguous()  # once, instead of in each block's product
     k = k.contiguous()
     # Passed explicitly: autograd tracks only the arguments of apply().
-    return RowBlocks.apply(q, k, v, context.decay, layer, context, *context.learned.values()).to(dtype)
+    return RowBlocks.apply(q, k, v, context.decay, layer, context, *context.learned.values()).to(
+        dtype
+    )
 
 
 class RowBlocks(torch.autograd.Function):
@@ -68,8 +71,11 @@ class RowBlocks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # torch's own `once_differentiable` misses `torch.autograd.grad` of chosen inputs.
         if torch.is_grad_enabled():
-            raise RuntimeError("create_graph: expected False: this attention has no second derivative")
-        with torch.autocast(grads[0].device.type, enabled=False):  # a caller may run backward inside it
+            raise RuntimeError(
+                "create_graph: expected False: this attention has no second derivative"
+            )
+        # a caller may run backward inside it
+        with torch.autocast(grads[0].device.type, enabled=False):
             return RowBlocks._backward(ctx, grads[0])
 
     @staticmethod
@@ -77,15 +83,21 @@ class RowBlocks(torch.autograd.Function):
         q, k, v, out, decay, *learned = ctx.saved_tensors
         dq = torch.empty_like(q)
         learned = [t.detach().requires_grad_() for t in learned]
-        dk, dv, *d_learned = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (k, v, *learned))
+        dk, dv, *d_learned = (
+            torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (k, v, *learned)
+        )
         by_channel = ctx.layer.definition.decays_channels
         d_decay = None if decay is None or by_channel else torch.zeros_like(decay)
         of_names = dict(zip(ctx.context.learned, learned, strict=True))
         context = replace(ctx.context, learned=of_names, decay=decay)
         delta = (do * out).sum(-1, keepdim=True)  # (B, H, Tq, 1)
         queries = slice(k.shape[2] - q.shape[2], None)  # their places among the keys
-        for (batch, block, keys), saved in zip(query_blocks(q, k, ctx.layer), ctx.saved, strict=True):
-            x, here, of_q, of_k, factors = block_scores(q, k, ctx.layer, context, batch, block, keys)
+        for (batch, block, keys), saved in zip(
+            query_blocks(q, k, ctx.layer), ctx.saved, strict=True
+        ):
+            x, here, of_q, of_k, factors = block_scores(
+                q, k, ctx.layer, context, batch, block, keys
+            )
             d_out = do[batch, :, block]
             d_weights = d_out @ v[batch, :, keys].mT
             if saved:
@@ -95,7 +107,9 @@ class RowBlocks(torch.autograd.Function):
             else:
                 with torch.enable_grad():
                     weights = ctx.layer.row_weights(x.requires_grad_(), here)
-                dx, *parts = torch.autograd.grad(weights, [x, *learned], d_weights, allow_unused=True)
+                dx, *parts = torch.autograd.grad(
+                    weights, [x, *learned], d_weights, allow_unused=True
+                )
                 for total, part in zip(d_learned, parts, strict=True):
                     if part is not None:
                         total += part
@@ -115,8 +129,11 @@ class RowBlocks(torch.autograd.Function):
         return dq, dk, dv, d_decay, None, None, *d_learned
 
 
-def query_blocks(q: Tensor, k: Tensor, layer: NormaliserLayer) -> Iterator[tuple[slice, slice, slice]]:
-    """The (batch, query, key) slices that the engine visits: the keys that any of the block's rows sees.
+def query_blocks(
+    q: Tensor, k: Tensor, layer: NormaliserLayer
+) -> Iterator[tuple[slice, slice, slice]]:
+    """The (batch, query, key) slices that the engine visits: the keys that any of the block's rows
+    sees.
 
     Blocks are small enough for a CPU's cache (2 MB of scores) or a few hundred MB on a GPU.
     """
@@ -134,9 +151,17 @@ def query_blocks(q: Tensor, k: Tensor, layer: NormaliserLayer) -> Iterator[tuple
 
 
 def block_scores(
-    q: Tensor, k: Tensor, layer: NormaliserLayer, context: RowContext, batch: slice, block: slice, keys: slice
+    q: Tensor,
+    k: Tensor,
+    layer: NormaliserLayer,
+    context: RowContext,
+    batch: slice,
+    block: slice,
+    keys: slice,
 ) -> tuple[Tensor, RowContext, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """A block's scores, HIDDEN at hidden keys, its `RowContext`, q and k, and their factors, if any."""
+    """A block's scores, HIDDEN at hidden keys, its `RowContext`, q and k, and their factors, if
+    any.
+    """
     context = context.block(batch, block, keys)
     q, k = q[batch, :, block], k[batch, :, keys]
     factors = context.decay_factors(q.dtype) if layer.definition.decays_channels else None
@@ -154,14 +179,18 @@ def block_scores(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b in place, without a temporary of total's size; total is a slice of a (B, H, K, D)."""
+    """total += a @ b in place, without a temporary of total's size; total is a slice of a (B, H, K,
+    D).
+    """
     total.view(-1, *total.shape[2:]).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
 
 
 def block_weights(
     layer: NormaliserLayer, x: Tensor, context: RowContext
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The weights (..., R, K), and of LSSAR, softplus of bounded scores, what its closed form needs."""
+    """The weights (..., R, K), and of LSSAR, softplus of bounded scores, what its closed form
+    needs.
+    """
     formula = layer.definition
     is_softplus = isinstance(formula, Phi) and formula.phi == "softplus" and formula.bounded
     if context.p and is_softplus and not formula.overrides(Phi, "weights") and not layer.by_place:
@@ -171,10 +200,12 @@ def block_weights(
 
 
 def softplus_power(x: Tensor, n: Tensor, p: int) -> tuple[Tensor, Tensor, Tensor]:
-    """reweight(l1_normalise(softplus(x))), and two numbers a row, c and e (..., R, 1), for its backward.
+    """reweight(l1_normalise(softplus(x))), and two numbers a row, c and e (..., R, 1), for its
+    backward.
 
-    With s = softplus(x), Z = sum s, t = ReLU(c s - e), c = n / (Z r_max), e = O / r_max, the weights are
-    t^p / W, W = sum t^p. The returned c and e are divided by W^(1/p), so that the weights are t^p of them.
+    With s = softplus(x), Z = sum s, t = ReLU(c s - e), c = n / (Z r_max), e = O / r_max, the
+    weights are t^p / W, W = sum t^p. The returned c and e are divided by W^(1/p), so that the
+    weights are t^p of them.
     """
     s = softplus(x)
     z = s.sum(-1, keepdim=True)
@@ -205,11 +236,14 @@ def softplus_power_vjp(
 
 
 def power_below(t: Tensor, p: int) -> Tensor:
-    """t^(p-1) for t >= 0; at p = 1 the indicator t > 0, so that p times it is the derivative of t^p."""
+    """t^(p-1) for t >= 0; at p = 1 the indicator t > 0, so that p times it is the derivative of
+    t^p.
+    """
     if p == 1:
         return (t > 0).to(t.dtype)
     power = t.clone()
-    for digit in f"{p - 1:b}"[1:]:  # in place: allocating a tensor per product costs more than the product
+    # in place: allocating a tensor per product costs more than the product
+    for digit in f"{p - 1:b}"[1:]:
         power.mul_(power)
         if digit == "1":
             power.mul_(t)

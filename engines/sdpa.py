@@ -2,10 +2,10 @@
 
     softmax(factor * q.k) v = sdpa(factor * q, k, v),   factor: a number, by row, or by row and head
 
-The factor of NormSoftmax and LogitNorm depends on the scores. `AdaptiveSoftmax.fused_factor` computes it in
-linear time. In 16 bits NormSoftmax's first rows follow the definition, see `FIRST_ROWS`. A window W is
-computed in blocks of W queries, each with its 2 W keys. A bias P_i - P_j, of FoX or ALiBi, is eight channels
-more of q and k, see `add_decay`.
+The factor of NormSoftmax and LogitNorm depends on the scores. `AdaptiveSoftmax.fused_factor`
+computes it in linear time. In 16 bits NormSoftmax's first rows follow the definition, see
+`FIRST_ROWS`. A window W is computed in blocks of W queries, each with its 2 W keys. A bias P_i -
+P_j, of FoX or ALiBi, is eight channels more of q and k, see `add_decay`.
 """
 
 from contextlib import nullcontext
@@ -22,20 +22,23 @@ from normalisers.base import Normaliser, RowContext, share_heads
 from normalisers.layer import NormaliserLayer
 from positions import BIASES, alibi, operator_library
 
-# torch 2.11 prefers cuDNN on Hopper and Blackwell, which builds a plan for each new number of keys: tens of
-# milliseconds a token when decoding. These do not.
+# torch 2.11 prefers cuDNN on Hopper and Blackwell, which builds a plan for each new number of keys:
+# tens of milliseconds a token when decoding. These do not.
 DECODERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# x / sigma of a few keys hardly depends on the size of x: with two keys it is -1 and 1. The gradients through
-# x and through sigma cancel, and 16 bits of the first are too few where sigma is small.
+# x / sigma of a few keys hardly depends on the size of x: with two keys it is -1 and 1. The
+# gradients through x and through sigma cancel, and 16 bits of the first are too few where sigma is
+# small.
 FIRST_ROWS = 16
 # The factors of the channels of `add_decay`. P / 64 fits into float16 down to P = -4 million.
 UNITS = (64.0, 80.0, 96.0, 112.0)
 
 
 def use_flash(name: str) -> None:
-    """Have FlashAttention be that of a package, FA3 or FA4, and not cuDNN's, for the rest of the process.
+    """Have FlashAttention be that of a package, FA3 or FA4, and not cuDNN's, for the rest of the
+    process.
 
-    Raises UserError: the package is not installed. A GPU that it does not support fails in the first step.
+    Raises UserError: the package is not installed. A GPU that it does not support fails in the
+    first step.
     """
     if name == "FA2":  # torch's own
         return
@@ -80,7 +83,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
         places = torch.arange(n_keys, dtype=torch.float64, device=q.device)[:, None]
         bias = alibi(places, heads, layer.n_head).expand(len(q), -1, -1, -1)  # (B, H, Tk, 1)
         decay = bias if decay is None else decay + bias
-    is_plain = definition.scores == "dot" and not isinstance(definition, AdaptiveSoftmax) and decay is None
+    is_plain = (
+        definition.scores == "dot" and not isinstance(definition, AdaptiveSoftmax) and decay is None
+    )
     if not (is_plain and isinstance(scale, float)):
         q, k = layer.prepare(q, k, context, v.dtype)
         scale = 1.0
@@ -97,7 +102,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     mask = None
     if 1 < n_queries < n_keys:  # is_causal would align the queries with the first keys
         mask = context.visible(k.mT)
-    # Not the bare comparison: under torch.compile it is symbolic, and is_causal must be a plain bool.
+    # Not the bare comparison: under torch.compile it is symbolic, and is_causal must be a plain
+    # bool.
     causal = True if n_queries == n_keys and n_queries > 1 else False  # noqa: SIM210
     with sdpa_kernel(DECODERS) if q.is_cuda and n_queries < n_keys else nullcontext():
         out = F.scaled_dot_product_attention(
@@ -108,11 +114,12 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
 
 
 def add_decay(q: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k (B, H, T, D + 8) whose products are q.k + P_i - P_j, P = `decay` (B, H, Tk, 1) float64.
+    """q and k (B, H, T, D + 8) whose products are q.k + P_i - P_j, P = `decay` (B, H, Tk, 1)
+    float64.
 
-    The gradient of a gate is that of P summed over all later tokens, with the rounding of dq and dk. It is
-    averaged over four channels, each rounded after another factor. P's gradient sums to zero over T. So its
-    mean, which is rounding, is taken out.
+    The gradient of a gate is that of P summed over all later tokens, with the rounding of dq and
+    dk. It is averaged over four channels, each rounded after another factor. P's gradient sums to
+    zero over T. So its mean, which is rounding, is taken out.
     """
     units = decay.new_tensor(UNITS)
     centred = decay - decay.mean(-2, keepdim=True)
@@ -145,20 +152,26 @@ def _(decay: Tensor, dtype: torch.dtype) -> Tensor:
 def run_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
     """softmax(scale q.k) v over the last `window` keys of each query, as many queries as keys.
 
-    A block of `window` queries sees its own keys and those of the block before it, whatever the length.
+    A block of `window` queries sees its own keys and those of the block before it, whatever the
+    length.
     """
     length = q.shape[-2]
     n = -(-length // window)  # blocks
-    q, k, v = (F.pad(t, (0, 0, 0, n * window - length)).unflatten(-2, (n, window)) for t in (q, k, v))
+    q, k, v = (
+        F.pad(t, (0, 0, 0, n * window - length)).unflatten(-2, (n, window)) for t in (q, k, v)
+    )
     grouped = q.shape[1] != k.shape[1]  # (B, H, blocks, W, D)
     first = F.scaled_dot_product_attention(
         q[:, :, 0], k[:, :, 0], v[:, :, 0], is_causal=True, scale=scale, enable_gqa=grouped
     )
-    k, v = (torch.cat((t[:, :, :-1], t[:, :, 1:]), dim=-2) for t in (k, v))  # (B, H, blocks - 1, 2 W, D)
+    # (B, H, blocks - 1, 2 W, D)
+    k, v = (torch.cat((t[:, :, :-1], t[:, :, 1:]), dim=-2) for t in (k, v))
     rows = torch.arange(window, device=q.device)[:, None]
     keys = torch.arange(2 * window, device=q.device)
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q[:, :, 1:], k, v))
     visible = (keys > rows) & (keys <= rows + window)
-    rest = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=grouped)
+    rest = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=visible, scale=scale, enable_gqa=grouped
+    )
     rest = rest.unflatten(0, (len(first), n - 1)).transpose(1, 2)  # (B, H, blocks - 1, W, D)
     return torch.cat((first[:, :, None], rest), dim=2).flatten(2, 3)[:, :, :length]

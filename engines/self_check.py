@@ -15,11 +15,13 @@ from normalisers.base import HIDDEN, Normaliser, reweight, share_heads
 from normalisers.layer import NormaliserLayer
 
 # The largest relative error of o, dq, dk and dv at which an engine is trusted. Only the rounding of
-# weights and of their gradients to the inputs' type is in it; a miscompiled kernel is off by far more.
-# Powers above 100 have p / 100 of it: the power multiplies the relative error of what it raises.
+# weights and of their gradients to the inputs' type is in it; a miscompiled kernel is off by far
+# more. Powers above 100 have p / 100 of it: the power multiplies the relative error of what it
+# raises.
 TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 5e-4}
 
-# Keys of the longest row on a GPU. In float16 the gradients of longer ones are below its normal numbers.
+# Keys of the longest row on a GPU. In float16 the gradients of longer ones are below its normal
+# numbers.
 LONG_ROW = {torch.bfloat16: 65536, torch.float16: 16384, torch.float32: 65536}
 
 
@@ -51,7 +53,8 @@ def _check(
         with torch.inference_mode(False):  # an evaluation may be the first caller
             layer = NormaliserLayer(definition, reweight_p, *shape).to(device)
             error = engine_error(engine, layer, device, dtype)
-    except Exception as e:  # whatever a missing or unfit compiler raises: the rows engine replaces it
+    # whatever a missing or unfit compiler raises: the rows engine replaces it
+    except Exception as e:
         problem = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}"
     else:
         if not error <= tolerance:
@@ -67,23 +70,32 @@ def _check(
 
 
 def engine_error(
-    engine: ModuleType, layer: NormaliserLayer, device: torch.device, dtype: torch.dtype, length: int = 200
+    engine: ModuleType,
+    layer: NormaliserLayer,
+    device: torch.device,
+    dtype: torch.dtype,
+    length: int = 200,
 ) -> float:
     """The engine's largest relative error (by norm) against float64, of o, dq, dk and dv.
 
-    On random inputs: all queries, with the D axis not innermost, then the later half of them with one head of
-    keys. Unless the weights depend on the distance or the temperature on the scores, also (but for dq, which
-    cancels) on one long row of equal keys, where the rounding of its sum could pass for contrast.
+    On random inputs: all queries, with the D axis not innermost, then the later half of them with
+    one head of keys. Unless the weights depend on the distance or the temperature on the scores,
+    also (but for dq, which cancels) on one long row of equal keys, where the rounding of its sum
+    could pass for contrast.
     """
     g = torch.Generator().manual_seed(0)
     n_head = layer.n_head
     d = layer.head_dim
     length = min(length, layer.train_len)  # ssmax_pn has no p_n beyond
-    q, k, v, do = (torch.randn(1, n_head, d, length, generator=g).to(device, dtype).mT for _ in range(4))
+    q, k, v, do = (
+        torch.randn(1, n_head, d, length, generator=g).to(device, dtype).mT for _ in range(4)
+    )
     signals = q.float()[..., : layer.n_signals] if layer.signals else None
     errors = _errors(engine, layer, q, k, v, do, signals)
     half = length // 2 + 1
-    errors += _errors(engine, layer, q[..., -half:, :], k[:, :1], v[:, :1], do[..., -half:, :], signals)
+    errors += _errors(
+        engine, layer, q[..., -half:, :], k[:, :1], v[:, :1], do[..., -half:, :], signals
+    )
     # Undefined at equal scores:
     varies = layer.by_place or layer.signals or isinstance(layer.definition, AdaptiveSoftmax)
     if not varies:
@@ -108,10 +120,11 @@ def _errors(
 ) -> list[float]:
     """Of o (the larger of training's and an evaluation's), dq, dk and dv.
 
-    Both sides get the same q and k, rounded as the kernels take them, so that re-weighting does not amplify
-    that rounding.
+    Both sides get the same q and k, rounded as the kernels take them, so that re-weighting does not
+    amplify that rounding.
     """
-    unit = engine.score_unit(layer.definition) if hasattr(engine, "score_unit") else 1.0  # triton's kernels
+    # triton's kernels
+    unit = engine.score_unit(layer.definition) if hasattr(engine, "score_unit") else 1.0
     with torch.no_grad():
         context = layer.context(q, k, signals=signals)
         q, k = layer.prepare(q, k, context, dtype=v.dtype, unit=unit)
@@ -126,7 +139,8 @@ def _errors(
         q, k, v = (share_heads(t, q) for t in inputs64)
         x = q @ k.mT / unit
         x = x.masked_fill(~context64.visible(x), HIDDEN)
-        if isinstance(layer.definition, AdaptiveSoftmax):  # `prepare` has divided by its temperature
+        # `prepare` has divided by its temperature
+        if isinstance(layer.definition, AdaptiveSoftmax):
             out = reweight(x.softmax(-1), context64.n, context64.p) @ v
         else:
             out = layer.row_weights(x, context64) @ v

@@ -2,8 +2,8 @@
 
     o = phi_attention(q, k, v, phi="softplus", l1=True, p=15)              # LSSAR on prepared q and k
 
-The kernels and their mathematics are in triton_kernels.py. This file chooses block sizes and launches them as
-custom operators, so that autograd and torch.compile see one operation.
+The kernels and their mathematics are in triton_kernels.py. This file chooses block sizes and
+launches them as custom operators, so that autograd and torch.compile see one operation.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,8 @@ from normalisers.layer import NormaliserLayer
 from positions import operator_library
 
 LIBRARY = operator_library(__name__)
-MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # what shared memory holds
+# what shared memory holds
+MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 
 
 def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:
@@ -47,7 +48,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
 
 
 def score_unit(definition: Normaliser) -> float:
-    """What the kernels take the scores times: log2(e) where phi's exponentials are computed in base 2."""
+    """What the kernels take the scores times: log2(e) where phi's exponentials are computed in base
+    2.
+    """
     return LOG2E.value if as_phi(definition).phi in ("exp", "softplus", "sigmoid") else 1.0
 
 
@@ -56,14 +59,18 @@ def as_phi(definition: Normaliser) -> Phi:
     return definition if isinstance(definition, Phi) else Softmax()
 
 
-def run_prepared(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
+def run_prepared(
+    q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext
+) -> Tensor:
     """`run` for q and k whose products are `score_unit` times the scores."""
     formula = as_phi(layer.definition)
     shift = formula.shift(context)
     if shift is not None:
         shift = (context.n * 0 + shift).squeeze(-1) * score_unit(formula)
     powers = {"p": context.p, "rises_to": layer.reweight_p}
-    out = phi_attention(q, k, v, shift, phi=formula.phi, l1=formula.l1, bounded=formula.bounded, **powers)
+    out = phi_attention(
+        q, k, v, shift, phi=formula.phi, l1=formula.l1, bounded=formula.bounded, **powers
+    )
     divisor = formula.divisor(context)
     return out if isinstance(divisor, float) and divisor == 1.0 else (out / divisor).to(out.dtype)
 
@@ -78,27 +85,65 @@ class Launch(NamedTuple):
     maxnreg: int = 255  # registers, per thread
 
 
-# By compute capability (major), kernel and padded head_dim. Nothing is tuned at run time, so no rank and no
-# restart can pick other blocks, and with them other roundings. Those of compute capability 9 were timed on an
-# H100 at head_dim 64 and 128 (benchmarks/RESULTS.md), the others chosen by what benchmarks/kernels.py prints.
+# By compute capability (major), kernel and padded head_dim. Nothing is tuned at run time, so no
+# rank and no restart can pick other blocks, and with them other roundings. Those of compute
+# capability 9 were timed on an H100 at head_dim 64 and 128 (benchmarks/RESULTS.md), the others
+# chosen by what benchmarks/kernels.py prints.
 LAUNCHES: dict[int, dict[str, dict[int, Launch]]] = {
     8: {
-        "forward": {64: Launch(128, 64, 8, 2), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
-        "forward_u": {64: Launch(128, 64, 8, 2), 128: Launch(128, 32, 8, 2), 256: Launch(64, 32, 8, 2)},
-        "backward": {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 32, 8, 1)},
+        "forward": {
+            64: Launch(128, 64, 8, 2),
+            128: Launch(128, 64, 8, 2),
+            256: Launch(64, 32, 8, 2),
+        },
+        "forward_u": {
+            64: Launch(128, 64, 8, 2),
+            128: Launch(128, 32, 8, 2),
+            256: Launch(64, 32, 8, 2),
+        },
+        "backward": {
+            64: Launch(32, 128, 8, 2),
+            128: Launch(32, 128, 8, 2),
+            256: Launch(32, 32, 8, 1),
+        },
     },
     9: {
-        "forward": {64: Launch(128, 64, 8, 3, 128), 128: Launch(64, 64, 4, 3), 256: Launch(64, 32, 8, 2)},
-        "forward_u": {64: Launch(64, 64, 4, 4, 168), 128: Launch(64, 64, 4, 3), 256: Launch(64, 32, 8, 2)},
-        "backward": {64: Launch(32, 64, 4, 3, 168), 128: Launch(32, 128, 8, 3), 256: Launch(32, 32, 8, 1)},
+        "forward": {
+            64: Launch(128, 64, 8, 3, 128),
+            128: Launch(64, 64, 4, 3),
+            256: Launch(64, 32, 8, 2),
+        },
+        "forward_u": {
+            64: Launch(64, 64, 4, 4, 168),
+            128: Launch(64, 64, 4, 3),
+            256: Launch(64, 32, 8, 2),
+        },
+        "backward": {
+            64: Launch(32, 64, 4, 3, 168),
+            128: Launch(32, 128, 8, 3),
+            256: Launch(32, 32, 8, 1),
+        },
     },
     10: {
-        "forward": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
-        "forward_u": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
-        "backward": {64: Launch(32, 128, 8, 2), 128: Launch(32, 128, 8, 2), 256: Launch(32, 64, 8, 1)},
+        "forward": {
+            64: Launch(128, 64, 8, 3),
+            128: Launch(128, 64, 8, 2),
+            256: Launch(64, 32, 8, 2),
+        },
+        "forward_u": {
+            64: Launch(128, 64, 8, 3),
+            128: Launch(128, 64, 8, 2),
+            256: Launch(64, 32, 8, 2),
+        },
+        "backward": {
+            64: Launch(32, 128, 8, 2),
+            128: Launch(32, 128, 8, 2),
+            256: Launch(32, 64, 8, 1),
+        },
     },
 }
-# Each product is three of tf32 parts. At 64 backward has forward's tiles: p multiplies how they round apart.
+# Each product is three of tf32 parts. At 64 backward has forward's tiles: p multiplies how they
+# round apart.
 LAUNCHES_32: dict[str, dict[int, Launch]] = {
     "forward": {64: Launch(64, 32, 4, 2), 128: Launch(64, 32, 4, 2)},
     "forward_u": {64: Launch(64, 32, 4, 2), 128: Launch(32, 32, 4, 2)},
@@ -113,8 +158,12 @@ def launch_of(kernel: str, form: Form, major: int) -> Launch:
     return launch._replace(BM=launch.BN, BN=launch.BM) if kernel == "backward_rows" else launch
 
 
-def _launch(name: str, form: Form, p: int, matrices: tuple[Tensor, ...], *args: Tensor | None) -> None:
-    """One program for each query head and block of rows or keys; `matrices`: q, k, others with strides."""
+def _launch(
+    name: str, form: Form, p: int, matrices: tuple[Tensor, ...], *args: Tensor | None
+) -> None:
+    """One program for each query head and block of rows or keys; `matrices`: q, k, others with
+    strides.
+    """
     B, H, n_queries, _ = matrices[0].shape
     _, n_kv_head, n_keys, _ = matrices[1].shape
     device = matrices[0].device
@@ -127,29 +176,44 @@ def _launch(name: str, form: Form, p: int, matrices: tuple[Tensor, ...], *args: 
     assert max(stride[2] for stride in strides) <= 2**24, strides  # offsets in a tile are 32-bit
     with torch.cuda.device_of(matrices[0]):
         kernel = getattr(kernels, f"_{name.removesuffix('_u')}")[n_blocks * B * H,]
-        kernel(*args, *strides, max(p, 1), H, H // n_kv_head, n_queries, n_keys, form, **launch._asdict())
+        kernel(
+            *args,
+            *strides,
+            max(p, 1),
+            H,
+            H // n_kv_head,
+            n_queries,
+            n_keys,
+            form,
+            **launch._asdict(),
+        )
 
 
 def phi_attention(
     q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, *, phi: str, l1: bool, p: int = 0,
     rises_to: int = 0, bounded: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Causal attention with weights from phi(x), q.k + shift = `score_unit` x; see triton_kernels.py.
+    """Causal attention with weights from phi(x), q.k + shift = `score_unit` x; see
+    triton_kernels.py.
 
     Args:
         q: (B, H, Tq, D), the last Tq of the Tk positions; any strides, best with D contiguous.
-        k, v: (B, n_kv_head, Tk, D), n_kv_head divides H; all float32, float16 or bfloat16; D <= MAX_HEAD_DIM.
+        k, v: (B, n_kv_head, Tk, D), n_kv_head divides H; all float32, float16 or bfloat16; D <=
+        MAX_HEAD_DIM.
         shift: (Tq,) added to q.k, a constant.
         phi, l1: one of PHI; divide rows by sum |phi|.
-        p: power of the re-weighting, up to 256 with l1 and phi >= 0; 0: none (with exp and l1 use sdpa).
-        rises_to: above p, kernels of any p below it take the place of p's own. o is the same, bit for bit.
+        p: power of the re-weighting, up to 256 with l1 and phi >= 0; 0: none (with exp and l1 use
+        sdpa).
+        rises_to: above p, kernels of any p below it take the place of p's own. o is the same, bit
+        for bit.
         bounded: |x| < 70, so that no row of phi = softplus or sigmoid underflows: saves a check.
     Returns:
         (B, H, Tq, D) in the inputs' type. Scores and sums are float32; weights are rounded to the
         inputs' type where they meet v. float16 overflows where weights without l1 exceed 65504, and
         loses gradients of scores below 6e-8.
     """
-    assert phi in PHI and (phi, l1, p) != ("exp", True, 0), (phi, l1, p)  # the last is softmax: sdpa
+    # the last is softmax: sdpa
+    assert phi in PHI and (phi, l1, p) != ("exp", True, 0), (phi, l1, p)
     assert not p or (0 < p <= MAX_POWER and l1 and phi not in SIGNED), (phi, l1, p)
     assert q.dtype == k.dtype == v.dtype and q.shape[-1] <= MAX_HEAD_DIM.get(q.dtype, 0), q.dtype
     assert k.shape == v.shape and q.shape[::3] == k.shape[::3] and q.shape[2] <= k.shape[2], k.shape
@@ -161,7 +225,9 @@ def phi_attention(
     return _forward_op(q, k, v, shift, phi, l1, p, rises_to, bounded, with_u)[0]
 
 
-def _form(phi: str, l1: bool, p: int, rises_to: int, bounded: bool, has_shift: bool, q: Tensor) -> Form:
+def _form(
+    phi: str, l1: bool, p: int, rises_to: int, bounded: bool, has_shift: bool, q: Tensor
+) -> Form:
     rising = 0 < p < rises_to
     highest = rises_to if rising else p
     return Form(phi, l1, highest, rising, bounded, has_shift, q.dtype != torch.float32, q.shape[-1])
@@ -174,7 +240,9 @@ def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
 
 def _new_output(q: Tensor) -> Tensor:
     """(B, H, T, D) laid out as (B, T, H, D), as the model's next step wants it."""
-    return torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    return torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(
+        1, 2
+    )
 
 
 @torch.library.custom_op(f"{LIBRARY}::phi_attention", mutates_args=())
@@ -182,7 +250,9 @@ def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int, rises_to: int,
     bounded: bool, with_u: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """o, the rows' statistics (B, H, Tq, 4), and for a backward pass through a power u, of o's shape."""
+    """o, the rows' statistics (B, H, Tq, 4), and for a backward pass through a power u, of o's
+    shape.
+    """
     o, stats, u = _fake_forward(q, k, v, with_u)
     q, k, v = _rows_contiguous(q, k, v)
     form = _form(phi, l1, p, rises_to, bounded, shift is not None, q)
@@ -202,7 +272,9 @@ def _backward_op(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, stats: Tensor, u: Tensor, phi: str, l1: bool,
     p: int, rises_to: int, bounded: bool, has_shift: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv; their bits are the same each time where torch is asked for deterministic algorithms."""
+    """dq, dk, dv; their bits are the same each time where torch is asked for deterministic
+    algorithms.
+    """
     assert not p or u.shape == o.shape, "forward was not told of a backward pass"
     dq, dk, dv = _fake_backward(do, q, k, v)
     do, q, k, v = _rows_contiguous(do, q, k, v)
@@ -212,12 +284,17 @@ def _backward_op(
     n_padded = triton.cdiv(q.shape[2], PAD.value) * PAD.value
     dq_sum = None if in_order else stats.new_zeros(*q.shape[:2], n_padded, form.bd)
     matrices = (q, k, v, o, do, dq)
-    _launch("backward_rows", form, p, matrices, *matrices[:5], u, stats, dq if in_order else None, rows)
-    # Grouped heads: gradients by query head, summed at the end (a loop over heads in the kernel spills).
+    _launch(
+        "backward_rows", form, p, matrices, *matrices[:5], u, stats, dq if in_order else None, rows
+    )
+    # Grouped heads: gradients by query head, summed at the end (a loop over heads in the kernel
+    # spills).
     grouped = k.shape[1] < q.shape[1]
     by_head = (*q.shape[:2], *k.shape[2:])
     dks, dvs = (stats.new_empty(by_head) if grouped else t for t in (dk, dv))
-    _launch("backward", form, p, (q, k, v, do, dks, dvs), q, k, v, do, stats, rows, dks, dvs, dq_sum)
+    _launch(
+        "backward", form, p, (q, k, v, do, dks, dvs), q, k, v, do, stats, rows, dks, dvs, dq_sum
+    )
     if dq_sum is not None:
         torch.mul(dq_sum[:, :, : q.shape[2], : q.shape[3]], form.gain * max(p, 1), out=dq)
     if grouped:
@@ -227,7 +304,9 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _fake_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     # Not empty_like: the kernels write along D with stride 1, whatever the strides of the inputs.
     return _new_output(q), _new_output(k), _new_output(v)
 

@@ -8,30 +8,33 @@ For scores x = q.k + shift and s = phi(x) at the keys a row sees, the weights C 
     l1:       C = s / Z,        Z = sum |s|
     power p:  C = t^p / W,      W = sum t^p,   t = ReLU(c s - e),   c = n / (Z r_max),  e = O / r_max
 
-which is l1(ReLU(n A - O)^p) of A = s / Z (LSSAR paper, eq. 5) with r = n A - O divided by its row maximum
-r_max before the power. phi is increasing, so r_max is known from the largest x: forward takes one pass
-over the keys for Z and max x, one for o. (`normalisers.base.reweight` defines the rows with O = 0.)
+which is l1(ReLU(n A - O)^p) of A = s / Z (LSSAR paper, eq. 5) with r = n A - O divided by its row
+maximum r_max before the power. phi is increasing, so r_max is known from the largest x: forward
+takes one pass over the keys for Z and max x, one for o. (`normalisers.base.reweight` defines the
+rows with O = 0.)
 
-Backward, with c' = c W^(-1/p) and e' = e W^(-1/p), so that C = t'^p with t' = ReLU(c' s - e'), with D = do.o
-and dC = do.v:
+Backward, with c' = c W^(-1/p) and e' = e W^(-1/p), so that C = t'^p with t' = ReLU(c' s - e'), with
+D = do.o and dC = do.v:
 
     h_j = t'_j^(p-1) (dC_j - D),     m = (O / n) sum_j h_j,     dx_j = p c' phi'(x_j) (h_j - m)
 
-(p = 1: t'^0 is the indicator t' > 0; without a power h_j = dC_j - D, m = 0, p c' = 1 / Z.) m comes from
-the other way s enters, through Z. Forward writes a vector u with m = do.u for each row,
+(p = 1: t'^0 is the indicator t' > 0; without a power h_j = dC_j - D, m = 0, p c' = 1 / Z.) m comes
+from the other way s enters, through Z. Forward writes a vector u with m = do.u for each row,
 
     u = (O / n) sum_j t'_j^(p-1) (v_j - o)
 
 The program of a block of keys sums dk and dv and adds its part of dq to float32, atomically, as
-FlashAttention-2 does: dq's last bits differ from run to run. A deterministic backward sums dq in the kernel
-of rows, in a fixed order. Memory beyond inputs and outputs: u and 4 floats a row from forward, 4 more in
-backward and dq in float32, padded (with grouped heads also dk and dv of each query head).
+FlashAttention-2 does: dq's last bits differ from run to run. A deterministic backward sums dq in
+the kernel of rows, in a fixed order. Memory beyond inputs and outputs: u and 4 floats a row from
+forward, 4 more in backward and dq in float32, padded (with grouped heads also dk and dv of each
+query head).
 
-q arrives multiplied by its factor and, where phi has an exponential, by log2(e): y = q.k is the score in base
-2, and softplus is log2(1 + 2^y), whose unit l1 cancels. Its derivative is sigmoid(x) = 2^(y - log2(1 + 2^y)).
-For 16-bit inputs of bounded scores (LSSAR's) forward takes the GPU's logarithm, one instruction, off by
-2^-22. Backward has the polynomial, as the logarithm was no faster there. Where a row's weights are sensitive
-to either's error or to their difference (`_row_constants`), its block uses the polynomial in both.
+q arrives multiplied by its factor and, where phi has an exponential, by log2(e): y = q.k is the
+score in base 2, and softplus is log2(1 + 2^y), whose unit l1 cancels. Its derivative is sigmoid(x)
+= 2^(y - log2(1 + 2^y)). For 16-bit inputs of bounded scores (LSSAR's) forward takes the GPU's
+logarithm, one instruction, off by 2^-22. Backward has the polynomial, as the logarithm was no
+faster there. Where a row's weights are sensitive to either's error or to their difference
+(`_row_constants`), its block uses the polynomial in both.
 
 For NVIDIA GPUs from compute capability 8.0 on; TRITON_INTERPRET=1 runs them on the CPU (tests).
 """
@@ -52,7 +55,8 @@ from normalisers.family import SIGNED
 MAX_POWER = 256  # `_weigh` reads 8 bits
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1
 N_ROW = tl.constexpr(4)  # floats per row, side by side, from forward and from `_backward_rows`
-PAD = tl.constexpr(128)  # dq's float32 buffer has a multiple of rows, as tiles (at most 128) run over the end
+# dq's float32 buffer has a multiple of rows, as tiles (at most 128) run over the end
+PAD = tl.constexpr(128)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # P of log2(1 + u) = u P(u) on [0, 1], highest power first, minimax: off by 2e-7; FAST by 9e-6
@@ -60,11 +64,13 @@ LOG2_1P = (0.00754918208, -0.0425670617, 0.112856193, -0.19711897, 0.275641412, 
            -0.721340208, 1.442695)  # fmt: skip
 LOG2_1P_FAST = (-0.0344359066, 0.146032888, -0.303036203, 0.469174065, -0.720426164, 1.44268292)
 NO_MASS = tl.constexpr(1e8 * torch.finfo(torch.float32).tiny)  # as in normalisers.base
-# A row with sum phi < 2^-58 has phi(x) = e^x to the last digit at each key, for softplus and sigmoid.
+# A row with sum phi < 2^-58 has phi(x) = e^x to the last digit at each key, for softplus and
+# sigmoid.
 LOW = tl.constexpr(2.0**-58)
 CONTRAST = tl.constexpr(UNIFORM_TOLERANCE)
 NEVER = tl.constexpr(-1e38)  # below every score
-# Forward's loops over tiles: before the diagonal and on it, or where a row is flagged one of smaller tiles.
+# Forward's loops over tiles: before the diagonal and on it, or where a row is flagged one of
+# smaller tiles.
 BEFORE, ON, REDO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
@@ -91,19 +97,30 @@ class Form:
     gain = property(lambda form: LN2.value if form.phi in ("exp", "sigmoid") else 1.0)
     signed = property(lambda form: form.phi in SIGNED)
     # Rows may leave float32's range: the low ones, for exp all, are computed as 2^(y - max y).
-    safe = property(lambda form: form.l1 and (
-        form.phi == "exp" or (not form.bounded and form.phi in ("softplus", "sigmoid"))))  # fmt: skip
+    safe = property(
+        lambda form: (
+            form.l1
+            and (
+                # fmt: skip
+                form.phi == "exp" or (not form.bounded and form.phi in ("softplus", "sigmoid"))
+            )
+        )
+    )
     two_pass = property(lambda form: form.p > 0 or form.safe)  # o needs sums of the whole row first
     shifted = property(lambda form: form.has_shift or form.safe)
-    # forward takes softplus by the GPU's logarithm, and by a polynomial only in blocks with flagged rows
-    log = property(lambda form: form.phi == "softplus" and form.bounded and form.fast and form.p > 0)
+    # forward takes softplus by the GPU's logarithm, and by a polynomial only in blocks with flagged
+    # rows
+    log = property(
+        lambda form: form.phi == "softplus" and form.bounded and form.fast and form.p > 0
+    )
     # how forward sums a row (`_add_sums`), and how it does again if a row is flagged
     sums = property(lambda form: "low" if form.phi == "exp" else "log" if form.log else "exact")
     sums_again = property(lambda form: "low" if form.safe else "exact")
     log2_1p = property(lambda form: LOG2_1P_FAST if form.fast else LOG2_1P)
 
 
-# ---------------------------------------------------------------- tile mathematics, shared by all kernels
+# ---------------------------------------------------------------- tile mathematics, shared by all
+# kernels
 
 
 @triton.jit
@@ -112,7 +129,9 @@ def _log2(x):
     if INTERPRETED:
         result = tl.log2(x)
     else:
-        result = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        result = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
+        )
     return result
 
 
@@ -124,7 +143,8 @@ def _relu(x):
 
 @triton.jit
 def _phi(y, low, EXACT: tl.constexpr, form: tl.constexpr):
-    """phi(x) from the score y, and its derivative, by y (exp, sigmoid: by x); softplus as log2(1 + 2^y).
+    """phi(x) from the score y, and its derivative, by y (exp, sigmoid: by x); softplus as log2(1 +
+    2^y).
 
     2^y for rows that are `low` (form.safe). Where a kernel drops the slope, so does the compiler.
     """
@@ -175,7 +195,9 @@ def _phi(y, low, EXACT: tl.constexpr, form: tl.constexpr):
 
 @triton.jit
 def _weigh(s, c, e, power, form: tl.constexpr):
-    """Weights before the last division: s, or t^p; and t^(p-1) by squaring, t^0 the indicator t > 0."""
+    """Weights before the last division: s, or t^p; and t^(p-1) by squaring, t^0 the indicator t >
+    0.
+    """
     weight = s
     lower = s
     if form.p > 0:
@@ -239,9 +261,9 @@ def _times(a, b):
 def _add_sums(total, lost, peak, y, HOW: tl.constexpr, form: tl.constexpr):
     """Add a tile of scores, -inf where hidden, to a sum and to max y over its last axis.
 
-    HOW: "exact" sums phi; "log" softplus as max(y, 0) + log2(1 + 2^-|y|), one logarithm of a product for all
-    keys (at most 64) of a tile; "low" sums 2^(y - peak). Kahan's sum: over 64K equal keys a plain one is off
-    by more than the 1e-5 by which rows count as uniform.
+    HOW: "exact" sums phi; "log" softplus as max(y, 0) + log2(1 + 2^-|y|), one logarithm of a
+    product for all keys (at most 64) of a tile; "low" sums 2^(y - peak). Kahan's sum: over 64K
+    equal keys a plain one is off by more than the 1e-5 by which rows count as uniform.
     """
     axis: tl.constexpr = len(y.shape) - 1
     highest = tl.maximum(peak, tl.max(y, axis))
@@ -263,8 +285,8 @@ def _add_sums(total, lost, peak, y, HOW: tl.constexpr, form: tl.constexpr):
 def _row_constants(total, low_total, peak, shift, position, n_keys, power, form: tl.constexpr):
     """c, e, shift, and a flag for rows that are low (form.safe) or need exact softplus (form.log).
 
-    From the sums of phi and of 2^(y - peak), and peak = max y. `normalisers.base.reweight` explains O, and
-    why rows without contrast have none.
+    From the sums of phi and of 2^(y - peak), and peak = max y. `normalisers.base.reweight` explains
+    O, and why rows without contrast have none.
     """
     flag = tl.zeros_like(total)
     if form.safe:
@@ -284,7 +306,8 @@ def _row_constants(total, low_total, peak, shift, position, n_keys, power, form:
         inverse = tl.where(has_mass, 1.0 / (top - offset), 0.0)
         c = inverse / mean
         e = offset * inverse
-        if form.log:  # the weights are off by the power times the errors of s and mean over this contrast
+        # the weights are off by the power times the errors of s and mean over this contrast
+        if form.log:
             contrast = tl.where(n > 3, largest - mean, largest)
             close = tl.maximum(2.0**-5, power * 2.0**-9)
             flag = tl.where((contrast < close) & (position < n_keys), 1.0, 0.0)
@@ -309,7 +332,9 @@ def _matrix(pointer, strides, n, batch, head):
 
 @triton.jit
 def _tile_pointers(matrix, start, SIZE: tl.constexpr, CUT: tl.constexpr, form: tl.constexpr):
-    """Pointers to rows start..start + SIZE of a matrix, and which exist; CUT: some may be beyond its end."""
+    """Pointers to rows start..start + SIZE of a matrix, and which exist; CUT: some may be beyond
+    its end.
+    """
     base, stride, n = matrix
     d = tl.arange(0, form.bd)[None, :]
     row = tl.arange(0, SIZE)[:, None]
@@ -354,8 +379,9 @@ def _store_rows(pointer, i, n, a, b, c, d):
 
 @triton.jit
 def _query_block(n_head, n_queries, n_keys, BM: tl.constexpr, BN: tl.constexpr):
-    """Batch, head, first row and rows (BM,) of this program, the index of the head's first row among all, and
-    where tiles end that all rows see, and those on the diagonal. Blocks with most keys come first."""
+    """Batch, head, first row and rows (BM,) of this program, the index of the head's first row
+    among all, and where tiles end that all rows see, and those on the diagonal. Blocks with most
+    keys come first."""
     n_blocks = tl.cdiv(n_queries, BM)
     part, row, batch, head = _program(n_blocks, n_head)
     start = (n_blocks - 1 - part) * BM
@@ -365,7 +391,8 @@ def _query_block(n_head, n_queries, n_keys, BM: tl.constexpr, BN: tl.constexpr):
     return batch, head, start, i, row * n_queries, whole, stop
 
 
-# ---------------------------------------------------------------- forward: BM query rows of one head
+# ---------------------------------------------------------------- forward: BM query rows of one
+# head
 
 
 @triton.jit
@@ -378,10 +405,14 @@ def _row_sums(
     lost = tl.zeros_like(shift)
     peak = tl.full(shift.shape, NEVER, tl.float32)
     for DIAGONAL in tl.static_range(2):
-        for j0 in tl.range(whole if DIAGONAL else 0, stop if DIAGONAL else whole, BN, num_stages=STAGES):
+        for j0 in tl.range(
+            whole if DIAGONAL else 0, stop if DIAGONAL else whole, BN, num_stages=STAGES
+        ):
             y = _scores(q, _tile(keys, j0, BN, DIAGONAL, form), shift[:, None], form)
             if DIAGONAL:
-                y = tl.where(position[:, None] >= (j0 + tl.arange(0, BN))[None, :], y, -float("inf"))
+                y = tl.where(
+                    position[:, None] >= (j0 + tl.arange(0, BN))[None, :], y, -float("inf")
+                )
             total, lost, peak = _add_sums(total, lost, peak, y, HOW, form)
     return total, peak
 
@@ -414,7 +445,9 @@ def _forward(
             if tl.max(flag, 0) > 0:
                 again, peak = _row_sums(q, keys, position, given, 0, stop, AGAIN, 1, BN, form)
                 total = again if form.log else total
-                c, e, shift, flag = _row_constants(total, again, peak, given, position, n_keys, power, form)
+                c, e, shift, flag = _row_constants(
+                    total, again, peak, given, position, n_keys, power, form
+                )
     BD: tl.constexpr = form.bd
     acc = tl.zeros([BM, BD], tl.float32)  # sum t^p v
     total = tl.zeros([BM], tl.float32)
@@ -454,11 +487,14 @@ def _forward(
         if form.l1:
             scale = tl.where(total <= NO_MASS, 0.0, 1.0 / total)
         c = scale
-    _store_tile(_matrix(o_ptr, o_strides, n_queries, batch, head), start, acc * scale[:, None], form)
+    _store_tile(
+        _matrix(o_ptr, o_strides, n_queries, batch, head), start, acc * scale[:, None], form
+    )
     _store_rows(stats_ptr + first_row * N_ROW, i, n_queries, c, e, shift, flag)
 
 
-# ---------------------------------------------------------------- backward: BM query rows, then BN keys
+# ---------------------------------------------------------------- backward: BM query rows, then BN
+# keys
 
 
 @triton.jit(do_not_specialize=["power", "n_queries", "n_keys"])
@@ -509,7 +545,9 @@ def _backward(
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
     power, n_head, group, n_queries, n_keys, form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one query head; dq / (p gain) added to dq_sum, if given. Tiles are (keys, queries)."""
+    """dk and dv of one query head; dq / (p gain) added to dq_sum, if given. Tiles are (keys,
+    queries).
+    """
     BD: tl.constexpr = form.bd
     n_blocks = tl.cdiv(n_keys, BN)
     block, row, batch, head = _program(n_blocks, n_head)

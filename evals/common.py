@@ -1,6 +1,7 @@
 """Shared parts of the evaluations: options, runs, validation text and scores.
 
-Each evaluation is a pipeline, score -> summary -> rows, table, plot, which `evaluate` drives for all runs.
+Each evaluation is a pipeline, score -> summary -> rows, table, plot, which `evaluate` drives for
+all runs.
 """
 
 import argparse
@@ -29,7 +30,8 @@ from positions import RopeKind, RopeScaling
 from schema import Config, describe_layers
 from training.checkpoint import find_checkpoints, load_model, read_config
 
-PLACES = {"runs", "device", "out", "tag", "name", "replace", "also", "rope_scaling"}  # not in "options"
+# not in "options"
+PLACES = {"runs", "device", "out", "tag", "name", "replace", "also", "rope_scaling"}
 
 
 # ---------------------------------------------------------------- options
@@ -104,9 +106,13 @@ class EvaluatedRun:
         path = self.file(".json")
         old = read_json(path).get("options", {}) if path.exists() and not args.replace else {}
         now = self.options(args)
-        others = ", ".join(f"{key} = {value}" for key, value in old.items() if now.get(key) != value)
+        others = ", ".join(
+            f"{key} = {value}" for key, value in old.items() if now.get(key) != value
+        )
         if others:
-            raise UserError(f"{path}: has {others}: expected a --tag, for results beside these, or --replace")
+            raise UserError(
+                f"{path}: has {others}: expected a --tag, for results beside these, or --replace"
+            )
 
     def write(self, step: int, summary: Result, args: argparse.Namespace) -> Result:
         """Write and return the result: the keys that every evaluation has, and its summary."""
@@ -119,7 +125,10 @@ class EvaluatedRun:
             "normaliser": describe_layers(config),
             "train_len": config.train.seq_len,
             "dtype": config.train.dtype,
-            "rope": {"kind": args.rope if scales else "none", "theta": args.rope_theta if scales else None},
+            "rope": {
+                "kind": args.rope if scales else "none",
+                "theta": args.rope_theta if scales else None,
+            },
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "torch": torch.__version__,
             "options": self.options(args),
@@ -137,9 +146,10 @@ def open_runs(
 
     Folders without a checkpoint, such as lab.report's, are skipped with a line, unless all are.
     `args.lengths` become those given, else `factors` times each run's training length, ascending.
-    Returns: The runs, and the path of the figure with all of them. None: a single run already has its own.
-    Raises UserError: a source does not load or is given twice, its folder cannot be written, or has a result
-    of other options or a damaged rows.csv.
+    Returns: The runs, and the path of the figure with all of them. None: a single run already has
+    its own.
+    Raises UserError: a source does not load or is given twice, its folder cannot be written, or has
+    a result of other options or a damaged rows.csv.
     """
     runs: list[EvaluatedRun] = []
     sources = [Path(source) for source in args.runs]
@@ -148,7 +158,8 @@ def open_runs(
         if source not in trained:
             print(f"skipped: {source} has no checkpoint")
     for source in trained or sources:
-        absolute = Path(os.path.abspath(source))  # not resolved: the results of a link stay where it is
+        # not resolved: the results of a link stay where it is
+        absolute = Path(os.path.abspath(source))
         label, output = name_results(absolute, args.name)
         if any(output.resolve() == run.output.resolve() for run in runs):
             raise UserError(f"{source}: given twice")
@@ -174,7 +185,9 @@ def open_runs(
 
 
 def common_folder(folders: list[Path]) -> Path:
-    """The deepest one that has all of these absolute folders; the first of them if that is the root."""
+    """The deepest one that has all of these absolute folders; the first of them if that is the
+    root.
+    """
     common = Path(os.path.commonpath(folders))
     return common if common.name else folders[0]
 
@@ -192,7 +205,8 @@ def evaluate(
     """Measure each run and write its results, then print the table and draw the figure of all.
 
     Args:
-        measure: of a run's number, its model and its step: the summary, what text was read, the rows' cells.
+        measure: of a run's number, its model and its step: the summary, what text was read, the
+        rows' cells.
     """
     results = []
     for i, run in enumerate(runs):
@@ -201,7 +215,15 @@ def evaluate(
         if world.is_main:  # at once: a later run may fail
             result = run.write(step, summary, args)
             config = run.config
-            key = (config.name, config.seed, config.optimizer.lr, step, script, format_rope(result), text)
+            key = (
+                config.name,
+                config.seed,
+                config.optimizer.lr,
+                step,
+                script,
+                format_rope(result),
+                text,
+            )
             write_rows(run.output.parent, (Row(*key, *cell) for cell in cells))
             plot([result], run.file(".png"))
             results.append(result)
@@ -212,7 +234,9 @@ def evaluate(
 
 
 def name_results(source: Path, name: str) -> tuple[str, Path]:
-    """A source's label, and the path of its results without suffix, in the run's folder or beside a file."""
+    """A source's label, and the path of its results without suffix, in the run's folder or beside a
+    file.
+    """
     if source.is_dir():
         return source.name, source / name
     folder = source.parent.parent if source.parent.name == "checkpoints" else source.parent
@@ -220,20 +244,29 @@ def name_results(source: Path, name: str) -> tuple[str, Path]:
 
 
 # ---------------------------------------------------------------- validation text
-def open_validation(config: Config, data_dir: str | None, tokenizer: str | None = None) -> TokenStream:
-    """The validation tokens, checked against the model's vocabulary and the tokenizer that it was trained on.
+def open_validation(
+    config: Config, data_dir: str | None, tokenizer: str | None = None
+) -> TokenStream:
+    """The validation tokens, checked against the model's vocabulary and the tokenizer that it was
+    trained on.
 
     Raises UserError: missing, damaged, masked for fine-tuning, or tokens of another tokenizer.
     """
     if not data_dir and not Path(config.data.dir).is_dir():
-        raise UserError(f"{config.data.dir}: no such data folder; expected the run's data, or --data DIR")
+        raise UserError(
+            f"{config.data.dir}: no such data folder; expected the run's data, or --data DIR"
+        )
     stream = TokenStream(data_dir or config.data.dir, "val")
     stream.check_model(config.model.vocab_size)
     theirs = stream.info["tokenizer"]
     if theirs != (tokenizer or theirs):
-        raise UserError(f"{stream.folder}: tokens of {theirs}: expected {tokenizer}, the model's tokenizer")
+        raise UserError(
+            f"{stream.folder}: tokens of {theirs}: expected {tokenizer}, the model's tokenizer"
+        )
     if stream.mask is not None:
-        raise UserError(f"{stream.folder}: made for fine-tuning, no running text; expected other --data")
+        raise UserError(
+            f"{stream.folder}: made for fine-tuning, no running text; expected other --data"
+        )
     return stream
 
 
@@ -251,7 +284,9 @@ class Blocks:
         return self.lengths[-1]
 
     def count_documents(self) -> list[int]:
-        """How many documents have begun by each block's end: blocks within one document share the number."""
+        """How many documents have begun by each block's end: blocks within one document share the
+        number.
+        """
         tokens = self.stream.read(self.n_skipped * self.longest, self.n_blocks * self.longest)
         is_begin = tokens.reshape(self.n_blocks, self.longest) == self.stream.eot
         return is_begin.sum(1).cumsum().tolist()
@@ -273,8 +308,8 @@ class Blocks:
 def open_blocks(args: argparse.Namespace, runs: list[EvaluatedRun]) -> list[Blocks]:
     """Each run's blocks, in windows of the lengths.
 
-    Raises UserError: bad data, runs of several tokenisers, a stream or --tokens shorter than one block, or
-    all of it skipped.
+    Raises UserError: bad data, runs of several tokenisers, a stream or --tokens shorter than one
+    block, or all of it skipped.
     """
     longest = args.lengths[-1]
     if args.tokens < longest:
@@ -303,13 +338,15 @@ def score_all(
     Args:
         score: of the items with these numbers, at most `batch`: (n, ...).
     Returns:
-        (n_items, ...) float64 on the CPU; or why there are none. Then the model rejects the input (ssmax_pn,
-        whose p_n ends at the training length), or a score is not finite.
+        (n_items, ...) float64 on the CPU; or why there are none. Then the model rejects the input
+        (ssmax_pn, whose p_n ends at the training length), or a score is not finite.
     """
     own = range(world.rank, n_items, world.size)
     scores: dict[int, Tensor] = {}
     reason = ""
-    bar = tqdm(range(0, len(own), batch), label, leave=False, disable=None if world.is_main else True)
+    bar = tqdm(
+        range(0, len(own), batch), label, leave=False, disable=None if world.is_main else True
+    )
     try:
         for i in bar:
             items = own[i : i + batch]

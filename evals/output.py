@@ -11,7 +11,8 @@ from infra.cli import UserError
 from infra.files import atomic_file
 
 Result = dict[str, Any]
-Value = Callable[[dict[str, Any]], tuple[float, float | None]]  # of an entry of "lengths": mean and error
+# of an entry of "lengths": mean and error
+Value = Callable[[dict[str, Any]], tuple[float, float | None]]
 FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 MARKERS = "osD^vP*Xph<>"
 
@@ -50,12 +51,17 @@ def format_table(lines: list[list[str]], n_names: int = 1) -> str:
 def run_table(results: list[Result]) -> str:
     """What the runs of the tables below are."""
     lines = [["run", "normaliser", "step", "trained at"]]
-    lines += [[str(result[key]) for key in ("run", "normaliser", "step", "train_len")] for result in results]
+    lines += [
+        [str(result[key]) for key in ("run", "normaliser", "step", "train_len")]
+        for result in results
+    ]
     return format_table(lines, n_names=2)
 
 
 def length_table(results: list[Result], value: Value, cut: str = "") -> str:
-    """Runs down, lengths across, a dash for a rejected length. First the entry "cut", if it gets a name."""
+    """Runs down, lengths across, a dash for a rejected length. First the entry "cut", if it gets a
+    name.
+    """
     lengths = [str(entry["length"]) for entry in results[0]["lengths"]]
     lines = [["run", *([cut] if cut else []), *lengths]]
     for result in results:
@@ -73,7 +79,9 @@ def rejections(results: list[Result], key: str = "lengths") -> list[str]:
         for entry in result[key]:
             if entry["reason"] is not None:
                 depth = f", {entry['depth']} %" if "depth" in entry else ""
-                lines.append(f"{result['run']} at {entry['length']}{depth}: no result: {entry['reason']}")
+                lines.append(
+                    f"{result['run']} at {entry['length']}{depth}: no result: {entry['reason']}"
+                )
     return ["\n".join(lines)] if lines else []
 
 
@@ -91,7 +99,9 @@ def length_curves(results: list[Result], value: Value) -> list[Curve]:
     """A curve for each result, without its rejected lengths."""
     curves = []
     for result in results:
-        known = {entry["length"]: value(entry) for entry in result["lengths"] if entry["reason"] is None}
+        known = {
+            entry["length"]: value(entry) for entry in result["lengths"] if entry["reason"] is None
+        }
         means = [mean for mean, _ in known.values()]
         errors = [error or 0.0 for _, error in known.values()]
         curves.append(Curve(run_title(result), list(known), means, errors))
@@ -101,7 +111,8 @@ def length_curves(results: list[Result], value: Value) -> list[Curve]:
 def draw_curves(
     axes: Any, curves: list[Curve], lengths: list[int], results: list[Result], styles: Any = None
 ) -> None:
-    """Error bars over a logarithmic x axis with `lengths` as its only ticks, and the training lengths.
+    """Error bars over a logarithmic x axis with `lengths` as its only ticks, and the training
+    lengths.
 
     styles: by label; by default a colour and a marker for each curve.
     """
@@ -134,7 +145,9 @@ def legend_below(figure: Figure, n_columns: int) -> None:
 def check_figure(out: Path | None, option: str = "--out ") -> None:
     """Raises UserError: `out` is given and is no figure's name in a folder that exists."""
     if out and (out.suffix not in FIGURE_SUFFIXES or not out.parent.is_dir()):
-        raise UserError(f"{option}{out}: expected {', '.join(FIGURE_SUFFIXES)} in a folder that exists")
+        raise UserError(
+            f"{option}{out}: expected {', '.join(FIGURE_SUFFIXES)} in a folder that exists"
+        )
 
 
 def save_figure(figure: Figure, path: Path, dpi: int = 150) -> None:

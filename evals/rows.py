@@ -1,7 +1,7 @@
 """Tidy rows: one number of one run a row, in rows.csv of the run folder. Its columns are `Row`'s.
 
-All columns but `value` are a row's key. Writing replaces the rows of the same key and keeps all others.
-docs/runs.md reads them with pandas.
+All columns but `value` are a row's key. Writing replaces the rows of the same key and keeps all
+others. docs/runs.md reads them with pandas.
 """
 
 import fcntl
@@ -21,10 +21,10 @@ Cell = tuple[int, int | None, str, float | None]  # length, block, measure and v
 
 
 class Row(NamedTuple):
-    """A measure is loss (all tokens), same_targets[128] (the last 128 of a block), loss[0:128] (positions of
-    a window), cut[128] (the last 128 of a block with their context cut at `length`, unscaled positions in a
-    row of any RoPE scaling), cut[0:128] (positions of a block), document (how many have begun by the
-    end of a block), val_loss, ..."""
+    """A measure is loss (all tokens), same_targets[128] (the last 128 of a block), loss[0:128]
+    (positions of a window), cut[128] (the last 128 of a block with their context cut at `length`,
+    unscaled positions in a row of any RoPE scaling), cut[0:128] (positions of a block), document
+    (how many have begun by the end of a block), val_loss, ..."""
 
     run: str  # name in the run's config
     seed: int
@@ -42,22 +42,26 @@ class Row(NamedTuple):
 def text_key(data: dict[str, Any]) -> str:
     """The column `text` of scored blocks, from the key "data" of a result.
 
-    Example: "8f3a01b2c4d5+0x32x4096" is 32 blocks of 4096 tokens of the stream with that sha256 after its
-    first 0 tokens. Without dataset.json it is a fingerprint.
+    Example: "8f3a01b2c4d5+0x32x4096" is 32 blocks of 4096 tokens of the stream with that sha256
+    after its first 0 tokens. Without dataset.json it is a fingerprint.
     """
     identity = identity_of(data["fingerprint"])
     return f"{identity}+{data['skipped_tokens']}x{data['blocks']}x{data['block_length']}"
 
 
 def identity_of(fingerprint: str) -> str:
-    """A stream in the column `text`: "8f3a01b2c4d5" of "sha256 8f3a01b2c4d5...", or its other fingerprint."""
+    """A stream in the column `text`: "8f3a01b2c4d5" of "sha256 8f3a01b2c4d5...", or its other
+    fingerprint.
+    """
     return fingerprint.removeprefix("sha256 ")[:12]
 
 
 def write_rows(folder: Path, rows: Iterable[Row]) -> None:
-    """Add rows to the folder's file, in place of those with the same key. The file is written atomically.
+    """Add rows to the folder's file, in place of those with the same key. The file is written
+    atomically.
 
-    Another evaluation that writes there waits (.rows.lock). Raises UserError: it cannot be read or written.
+    Another evaluation that writes there waits (.rows.lock). Raises UserError: it cannot be read or
+    written.
     """
     path = folder / FILE
     new = pandas.DataFrame(rows, columns=Row._fields, dtype=object)
@@ -76,7 +80,9 @@ def read_table(path: Path, **options: Any) -> pandas.DataFrame:
     try:
         table = pandas.read_csv(path, usecols=Row._fields, skip_blank_lines=False, **options)
     except (OSError, ValueError) as e:  # pandas' own errors are ValueErrors
-        raise UserError(f"{path}: expected the rows.csv of a run: {' '.join(str(e).split())}") from None
+        raise UserError(
+            f"{path}: expected the rows.csv of a run: {' '.join(str(e).split())}"
+        ) from None
     is_torn = table["measure"].isna() | (table["measure"] == "")
     if is_torn.any():
         raise UserError(f"{path}: line {2 + is_torn.argmax()}: some of its values are lost")

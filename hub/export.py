@@ -5,17 +5,19 @@
     python -m hub.export runs/softmax exported/softmax                     # GPT-NeoX or Llama, where exact
     hf upload user/lssar exported/lssar                                    # to the Hugging Face hub
 
-    model = transformers.AutoModelForCausalLM.from_pretrained("exported/lssar", trust_remote_code=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained("exported/lssar", trust_remote_code=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained("exported/lssar",
+    trust_remote_code=True) tokenizer = transformers.AutoTokenizer.from_pretrained("exported/lssar",
+    trust_remote_code=True)
 
-Needs `pip install -r requirements-hub.txt`. Who loads the folder needs torch, transformers and pydantic. A
-softmax model with layernorm and gelu, or with rmsnorm and swiglu, is written as GPT-NeoX or Llama and needs
-no trust_remote_code. With --rope or --code it is written as all others: with this repo's own definitions,
-copied from hub/modeling.py and what it imports. Their RoPE scaling is a key of config.json and an argument of
+Needs `pip install -r requirements-hub.txt`. Who loads the folder needs torch, transformers and
+pydantic. A softmax model with layernorm and gelu, or with rmsnorm and swiglu, is written as
+GPT-NeoX or Llama and needs no trust_remote_code. With --rope or --code it is written as all others:
+with this repo's own definitions, copied from hub/modeling.py and what it imports. Their RoPE
+scaling is a key of config.json and an argument of
 from_pretrained: rope = "ntk", "theta" (with rope_base), "linear", "yarn".
 
-The vocabulary's padding is dropped in the native forms. In training every document began with the end-of-text
-token (tokenizer.bos_token, <|endoftext|> with gpt2 and bytes). Start prompts with it.
+The vocabulary's padding is dropped in the native forms. In training every document began with the
+end-of-text token (tokenizer.bos_token, <|endoftext|> with gpt2 and bytes). Start prompts with it.
 """
 
 import argparse
@@ -68,9 +70,12 @@ def main() -> None:
     else:
         converted = native_model(trained.model, architecture, tokenizer.eot_token)
     unused = list(range(tokenizer.n_vocab, trained.config.model.vocab_size))
-    converted.generation_config.suppress_tokens = unused or None  # as sample.py, which draws none of them
+    # as sample.py, which draws none of them
+    converted.generation_config.suppress_tokens = unused or None
     ends_at_T = "ssmax_pn" in trained.config.normalisers
-    fast_tokenizer = convert_tokenizer(tokenizer, trained.config.train.seq_len if ends_at_T else None)
+    fast_tokenizer = convert_tokenizer(
+        tokenizer, trained.config.train.seq_len if ends_at_T else None
+    )
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         if architecture is None:
@@ -82,9 +87,13 @@ def main() -> None:
     except OSError as e:
         raise UserError(f"{args.out}: cannot be written: {e.strerror or e}") from None
     kind = type(converted).__name__
-    print(f"{args.run}, step {trained.step} -> {args.out}: {kind}, {trained.model.n_params():,} parameters")
+    print(
+        f"{args.run}, step {trained.step} -> {args.out}: {kind}, {trained.model.n_params():,} parameters"
+    )
     if args.check:
-        print(f"largest difference between the logits: {check(args.out, trained.model, tokenizer, rope):.1e}")
+        print(
+            f"largest difference between the logits: {check(args.out, trained.model, tokenizer, rope):.1e}"
+        )
 
 
 def own_model(model: GPT, rope: RopeScaling, eot_token: int) -> Any:
@@ -122,16 +131,20 @@ def own_model(model: GPT, rope: RopeScaling, eot_token: int) -> Any:
 
 # ---------------------------------------------------------------- code
 def copy_code(out: Path, normalisers: list[str]) -> None:
-    """Write hub/modeling.py and each module of ours that it imports, as hub_modeling.py, engines_rows.py ...
+    """Write hub/modeling.py and each module of ours that it imports, as hub_modeling.py,
+    engines_rows.py ...
 
-    The files are flat because transformers loads no packages from a model's folder. A normaliser's own file
-    becomes own_0.py, own_1.py, ... It may import this repo's modules and installed packages.
+    The files are flat because transformers loads no packages from a model's folder. A normaliser's
+    own file becomes own_0.py, own_1.py, ... It may import this repo's modules and installed
+    packages.
 
-    Raises UserError: an own file imports one beside it, or this repo's modules in a form that has no flat one
-    (`flatten`). Nothing is written then.
+    Raises UserError: an own file imports one beside it, or this repo's modules in a form that has
+    no flat one (`flatten`). Nothing is written then.
     """
     own = [name.rpartition(":") for name in normalisers if ":" in name]
-    own_files = {file: f"own_{i}" for i, file in enumerate(dict.fromkeys(file for file, _, _ in own))}
+    own_files = {
+        file: f"own_{i}" for i, file in enumerate(dict.fromkeys(file for file, _, _ in own))
+    }
     waiting = [(Path(file), name) for file, name in own_files.items()]
     waiting.append((module_path("hub.modeling"), "hub_modeling"))
     sources: dict[str, str] = {}
@@ -155,23 +168,34 @@ def flat(module: str) -> str:
 
 
 def flatten(file: Path) -> tuple[str, list[str]]:
-    """A module's text with its imports of our modules relative and flat, and the names of these modules.
+    """A module's text with its imports of our modules relative and flat, and the names of these
+    modules.
 
-    Raises UserError: it imports one of ours beside another statement or by a dotted name, or its neighbour.
+    Raises UserError: it imports one of ours beside another statement or by a dotted name, or its
+    neighbour.
     """
     source = file.read_text(encoding="utf-8-sig")
     lines = source.split("\n")  # as ast counts them
     imported = []
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    nodes = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
     for node in sorted(nodes, key=lambda node: node.lineno, reverse=True):
         modules, statements = rewrite_import(node)
         if not statements:
             package = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             for name in [package] if package else [alias.name for alias in node.names]:
                 beside = file.parent / name.partition(".")[0]
-                if beside.with_name(f"{beside.name}.py").is_file() or (beside / "__init__.py").is_file():
+                if (
+                    beside.with_name(f"{beside.name}.py").is_file()
+                    or (beside / "__init__.py").is_file()
+                ):
                     where = f"{file}, line {node.lineno}: import of {name}"
-                    raise UserError(f"{where}: cannot be exported: expected no file of yours beside this one")
+                    raise UserError(
+                        f"{where}: cannot be exported: expected no file of yours beside this one"
+                    )
             continue
         last_line = (node.end_lineno or node.lineno) - 1
         before = lines[node.lineno - 1][: node.col_offset].strip()
@@ -205,11 +229,13 @@ def rewrite_import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[s
         name = alias.asname or alias.name
         if module_path(module).is_file():
             modules.append(module)
-            # transformers copies the files named in `from .x import` alone: the first line is for its eyes.
+            # transformers copies the files named in `from .x import` alone: the first line is for
+            # its eyes.
             lines.append(f"from .{flat(module)} import __name__ as {name}")
             lines.append(f"from . import {flat(module)} as {name}")
         elif module.partition(".")[0] == "triton":
-            # It demands every package that is imported outside a try. Those of kernels are optional.
+            # It demands every package that is imported outside a try. Those of kernels are
+            # optional.
             lines += ["try:", f"    {ast.unparse(single)}", "finally:", "    pass"]
             has_kernels = True
         else:
@@ -271,7 +297,8 @@ def convert_tokenizer(tokenizer: Tokenizer, max_length: int | None) -> Any:
         content["post_processor"] = None  # training saw no tokens around a text
         splitter = content.get("pre_tokenizer") or {}
         first = (splitter.get("pretokenizers") or [splitter])[0]
-        if first.get("prepend_scheme") == "first":  # a text begins behind an end token as it does alone
+        # a text begins behind an end token as it does alone
+        if first.get("prepend_scheme") == "first":
             first["prepend_scheme"] = "always"
         converted = FastTokenizer.from_str(json.dumps(content))
     else:

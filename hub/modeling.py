@@ -3,10 +3,11 @@
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, rope="ntk")
 
-The model is the training code's `GPT` with its normalisers, engines and positions. In padded batches n counts
-real keys only. The config chooses RoPE's scaling (`rope`, `rope_base`, `rope_length`, see `RopeScaling`). It
-is scaled for the positions present, in `generate` for the final length, and with `rope_length` always for
-that. The sequences of a padded batch are all scaled for the batch's length.
+The model is the training code's `GPT` with its normalisers, engines and positions. In padded
+batches n counts real keys only. The config chooses RoPE's scaling (`rope`, `rope_base`,
+`rope_length`, see `RopeScaling`). It is scaled for the positions present, in `generate` for the
+final length, and with `rope_length` always for that. The sequences of a padded batch are all scaled
+for the batch's length.
 """
 
 from typing import Any
@@ -63,7 +64,8 @@ class HubCache(KVCache):
             )
         end = self.length + k.shape[2]
         held, values = self.cache.update(join_signals(k, *signals), v, layer)
-        held, values = held[:, :, :end], values[:, :, :end]  # a static cache returns all of its room
+        # a static cache returns all of its room
+        held, values = held[:, :, :end], values[:, :, :end]
         keys, bits = held.split((k.shape[-1], held.shape[-1] - k.shape[-1]), dim=-1)
         return [keys, values, *(split_signals(bits, new) for new in signals)]
 
@@ -111,7 +113,9 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.gpt.lm_head
 
-    def create_masks_for_generate(self, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+    def create_masks_for_generate(
+        self, attention_mask: Tensor | None = None, **_: Any
+    ) -> Tensor | None:
         """The padding mask itself, in the place of transformers' 4D masks for a static cache."""
         return attention_mask
 
@@ -126,12 +130,14 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool = True,
         past_key_values: Cache | None = None,  # the name of `cache` before transformers 5.24
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits of the last `logits_to_keep` positions (0: all), or of those; with labels the mean loss.
+        """Logits of the last `logits_to_keep` positions (0: all), or of those; with labels the mean
+        loss.
 
         Args:
             input_ids: (B, T) int64, those that follow the cache's content.
             attention_mask: (B, cached + T), 0 at padding, on the left or right.
-            labels: (B, T), input_ids or -100; position t is compared with labels[t + 1]. The loss is in nats.
+            labels: (B, T), input_ids or -100; position t is compared with labels[t + 1]. The loss
+            is in nats.
         Raises:
             UserError: padding inside a sequence, or a cache for a model that can have none.
         """
@@ -140,14 +146,18 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if (cache is not None or use_cache) and not self.gpt.cacheable:
-            raise UserError("use_cache: weights that depend on the number of all keys need use_cache=False")
+            raise UserError(
+                "use_cache: weights that depend on the number of all keys need use_cache=False"
+            )
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         kv_cache = HubCache(cache)
         if attention_mask is not None:
             expected = (input_ids.shape[0], kv_cache.length + input_ids.shape[1])
             if attention_mask.shape != expected:
-                raise UserError(f"attention_mask: shape {tuple(attention_mask.shape)}, expected {expected}")
+                raise UserError(
+                    f"attention_mask: shape {tuple(attention_mask.shape)}, expected {expected}"
+                )
             kv_cache.spans = mask_spans(attention_mask)
         length = self.config.rope_length or self.final_length
         rope = RopeScaling(self.config.rope, self.config.rope_base, length)  # type: ignore[arg-type]
@@ -188,7 +198,9 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
             self.final_length = outer
 
     def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
-        """Called by `generate` once the length is known from its arguments and both generation configs."""
+        """Called by `generate` once the length is known from its arguments and both generation
+        configs.
+        """
         options = super()._prepare_generated_length(*args, **kwargs)  # type: ignore[misc]
         self.final_length = options.max_length
         return options
@@ -205,5 +217,7 @@ def mask_spans(mask: Tensor) -> list[tuple[int, int]] | None:
     stops = starts + real.sum(1)
     places = torch.arange(real.shape[1])
     if not real.equal((places >= starts[:, None]) & (places < stops[:, None])):
-        raise UserError("attention_mask: has zeros between ones; expected padding on the left or right only")
+        raise UserError(
+            "attention_mask: has zeros between ones; expected padding on the left or right only"
+        )
     return None if real.all() else list(zip(starts.tolist(), stops.tolist(), strict=True))

@@ -1,4 +1,5 @@
-"""Llama and GPT-NeoX: the two architectures of transformers that compute what our softmax models do.
+"""Llama and GPT-NeoX: the two architectures of transformers that compute what our softmax models
+do.
 
     Llama      norm = rmsnorm, mlp = swiglu: the SSMax paper's model
     GPT-NeoX   norm = layernorm, mlp = gelu: this repo's base, without parallel residuals, RoPE on whole heads
@@ -23,12 +24,18 @@ MODULES = {  # our names, Llama's and GPT-NeoX's; {} is the layer
     "embedding": ("model.embed_tokens", "gpt_neox.embed_in"),
     "lm_head": ("lm_head", "lm_head"),
     "final_norm": ("model.norm", "gpt_neox.final_layer_norm"),
-    "blocks.{}.attention_norm": ("model.layers.{}.input_layernorm", "gpt_neox.layers.{}.input_layernorm"),
+    "blocks.{}.attention_norm": (
+        "model.layers.{}.input_layernorm",
+        "gpt_neox.layers.{}.input_layernorm",
+    ),
     "blocks.{}.mlp_norm": (
         "model.layers.{}.post_attention_layernorm",
         "gpt_neox.layers.{}.post_attention_layernorm",
     ),
-    "blocks.{}.attention.out": ("model.layers.{}.self_attn.o_proj", "gpt_neox.layers.{}.attention.dense"),
+    "blocks.{}.attention.out": (
+        "model.layers.{}.self_attn.o_proj",
+        "gpt_neox.layers.{}.attention.dense",
+    ),
     "blocks.{}.mlp.gate": ("model.layers.{}.mlp.gate_proj", ""),
     "blocks.{}.mlp.up": ("model.layers.{}.mlp.up_proj", "gpt_neox.layers.{}.mlp.dense_h_to_4h"),
     "blocks.{}.mlp.down": ("model.layers.{}.mlp.down_proj", "gpt_neox.layers.{}.mlp.dense_4h_to_h"),
@@ -70,7 +77,11 @@ def native_config(config: Config, architecture: str) -> Any:
         "num_attention_heads": m.n_head,
         "max_position_embeddings": config.train.seq_len,
         "tie_word_embeddings": m.tie_embeddings,
-        "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta, "partial_rotary_factor": 1.0},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": m.rope_theta,
+            "partial_rotary_factor": 1.0,
+        },
     }
     if architecture == "llama":
         options |= {"num_key_value_heads": m.kv_heads}
@@ -95,11 +106,13 @@ def native_model(model: GPT, architecture: str, eot_token: int) -> Any:
 
 
 def pair_parameters(model: GPT, native: Any) -> Iterator[tuple[str, Tensor | None, Tensor]]:
-    """Each parameter's name in `native`, its values there and ours: views of one shape, to copy either way.
+    """Each parameter's name in `native`, its values there and ours: views of one shape, to copy
+    either way.
 
-    None: it has no such parameter (a bias). transformers' RoPE rotates pairs (x_i, x_{i + D/2}), ours
-    neighbours: the rows of q and k have another order. Llama keeps q, k and v apart. GPT-NeoX has those of
-    each head in turn.
+    None: it has no such parameter (a bias). transformers' RoPE rotates pairs (x_i, x_{i + D/2}),
+    ours
+    neighbours: the rows of q and k have another order. Llama keeps q, k and v apart. GPT-NeoX has
+    those of each head in turn.
     """
     m = model.config.model
     theirs = native.state_dict()
@@ -121,7 +134,11 @@ def pair_parameters(model: GPT, native: Any) -> Iterator[tuple[str, Tensor | Non
                 else:
                     there = f"model.layers.{layer}.self_attn.{'qkv'[i]}_proj.{kind}"
                     their_part = theirs.get(there)
-                    yield there, None if their_part is None else their_part.view(halves.shape), halves
+                    yield (
+                        there,
+                        None if their_part is None else their_part.view(halves.shape),
+                        halves,
+                    )
         else:
             there = MODULES[module.replace(f".{layer}.", ".{}.", 1)][is_neox].format(layer)
             if module in ("embedding", "lm_head"):

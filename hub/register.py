@@ -4,15 +4,18 @@
     from schema import AttentionConfig
 
     register("lssar", AttentionConfig(normaliser="lssa", reweight_p=15))
-    model = AutoModelForCausalLM.from_pretrained("any Llama, Qwen3, GPT-NeoX", attn_implementation="lssar")
+    model = AutoModelForCausalLM.from_pretrained("any Llama, Qwen3, GPT-NeoX",
+    attn_implementation="lssar")
 
-For causal models that call transformers' AttentionInterface, with grouped-query heads, padding on the left or
-right (n counts real keys), dynamic and static caches. Positions, QK-norm and the scale of dot products stay
-the model's. Cosine scores have their formula's scale. Rejected are sliding windows, packed sequences,
-soft-capped scores, the model's own sinks, dropout, layers that are not causal, `ssmax_pn`, whose p_n all
-layers share, and formulas that read the layer's input or the number of all keys.
+For causal models that call transformers' AttentionInterface, with grouped-query heads, padding on
+the left or right (n counts real keys), dynamic and static caches. Positions, QK-norm and the scale
+of dot products stay the model's. Cosine scores have their formula's scale. Rejected are sliding
+windows, packed sequences, soft-capped scores, the model's own sinks, dropout, layers that are not
+causal, `ssmax_pn`, whose p_n all layers share, and formulas that read the layer's input or the
+number of all keys.
 
-A normaliser with learned parameters (SSMax's s) becomes a submodule `normaliser` of each attention layer.
+A normaliser with learned parameters (SSMax's s) becomes a submodule `normaliser` of each attention
+layer.
 """
 
 import math
@@ -36,7 +39,8 @@ def register(name: str, options: AttentionConfig, train_len: int = 0) -> None:
     Args:
         train_len: L of the formulas that use it; 0: the model's max_position_embeddings.
     Raises:
-        UserError: for `ssmax_pn`, and a normaliser that reads the layer's input or the number of all keys.
+        UserError: for `ssmax_pn`, and a normaliser that reads the layer's input or the number of
+        all keys.
     """
     problem = "one p_n for all layers" if options.normaliser == "ssmax_pn" else ""
     if options.definition.signals(1):
@@ -44,7 +48,9 @@ def register(name: str, options: AttentionConfig, train_len: int = 0) -> None:
     if not options.definition.cacheable:
         problem = "reads the number of all keys, which grows with the cache"
     if problem:
-        raise UserError(f"{options.normaliser}: {problem}; cannot be part of a model of transformers")
+        raise UserError(
+            f"{options.normaliser}: {problem}; cannot be part of a model of transformers"
+        )
     transformers = import_transformers()
     replacement = Replacement(name, options, train_len)
     transformers.AttentionInterface.register(name, replacement.attention)
@@ -72,8 +78,8 @@ class Replacement(NamedTuple):
     ) -> Tensor | None:
         """What `attention` gets as its mask, made once for all layers. None: all keys.
 
-        (B, 1, 1, 3) integers: each sequence's span of real keys, and the number of keys present. A static
-        cache has more room.
+        (B, 1, 1, 3) integers: each sequence's span of real keys, and the number of keys present. A
+        static cache has more room.
         """
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
         from transformers.masking_utils import causal_mask_function
@@ -90,12 +96,16 @@ class Replacement(NamedTuple):
             self.reject(f"{model_class.__name__} does not call transformers' AttentionInterface")
         if mask_function not in (None, causal_mask_function) or kv_offset:
             expected = "expected causal attention to all keys, in one sequence"
-            self.reject(f"{expected} (torch.compile hides that it is: give an attention_mask of ones)")
+            self.reject(
+                f"{expected} (torch.compile hides that it is: give an attention_mask of ones)"
+            )
         n_keys = int(q_offset) + q_length
         spans = None if attention_mask is None else mask_spans(attention_mask[:, :n_keys])
         if spans is None and kv_length == n_keys:
             return None
-        return torch.tensor([(*span, n_keys) for span in spans or [(0, n_keys)] * batch_size])[:, None, None]
+        return torch.tensor([(*span, n_keys) for span in spans or [(0, n_keys)] * batch_size])[
+            :, None, None
+        ]
 
     def attention(
         self,
@@ -108,7 +118,9 @@ class Replacement(NamedTuple):
         dropout: float = 0.0,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """query (B, H, Tq, D), key and value (B, H or fewer, Tk, D) to (B, Tq, H, D), and no weights."""
+        """query (B, H, Tq, D), key and value (B, H or fewer, Tk, D) to (B, Tq, H, D), and no
+        weights.
+        """
         unsupported = [option for option in REJECTED if others.get(option) is not None]
         if unsupported or dropout:
             self.reject(f"cannot run with {', '.join(unsupported) or 'dropout'}")
@@ -144,7 +156,8 @@ class Replacement(NamedTuple):
 
 
 def learned_parameters(model: Any) -> list[nn.Parameter]:
-    """The normalisers' learned parameters, for an optimiser: all layers have them after a first forward pass.
+    """The normalisers' learned parameters, for an optimiser: all layers have them after a first
+    forward pass.
 
     `from_pretrained` does not read them. After this call `model.load_state_dict` does.
 

@@ -16,13 +16,17 @@ class UserError(ValueError):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with the script's docstring unwrapped in --help, and bad options raised as `UserError`."""
+    """argparse with the script's docstring unwrapped in --help, and bad options raised as
+    `UserError`.
+    """
 
     def __init__(self, description: str | None) -> None:
         spec = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
         prog = f"python -m {spec.name}" if spec else None
         unwrapped = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog, description=description, formatter_class=unwrapped, allow_abbrev=False)
+        super().__init__(
+            prog, description=description, formatter_class=unwrapped, allow_abbrev=False
+        )
 
     def error(self, message: str) -> NoReturn:
         typo = re.match(r"unrecognized arguments: (--[\w-]+)", message)
@@ -35,7 +39,9 @@ class ArgumentParser(argparse.ArgumentParser):
                 raise UserError(f"{word!r}: expected UTF-8")
         known, rest = super().parse_known_args(*args, **options)
         for word in rest:  # a key is never as near to an option
-            if word.startswith("--") and get_close_matches(word, self._option_string_actions, cutoff=0.85):
+            if word.startswith("--") and get_close_matches(
+                word, self._option_string_actions, cutoff=0.85
+            ):
                 self.error(f"unrecognized arguments: {word}")
         return known, rest
 
@@ -73,23 +79,31 @@ def drop_output() -> None:
 
 def is_out_of_memory(error: Exception) -> bool:
     """torch raises a RuntimeError."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate" in str(error))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "allocate" in str(error)
+    )
 
 
 def reason_of(error: Exception) -> str:
     """What to print of an error that the user can mend; "" of another one."""
     if is_out_of_memory(error):
         return f"out of memory: {' '.join(str(error).split())}"
-    if isinstance(error, RuntimeError) and "does not have a deterministic implementation" in str(error):
-        return f"train.deterministic = True: {str(error).partition(',')[0]} in torch: expected false"
+    if isinstance(error, RuntimeError) and "does not have a deterministic implementation" in str(
+        error
+    ):
+        return (
+            f"train.deterministic = True: {str(error).partition(',')[0]} in torch: expected false"
+        )
     return str(error) if isinstance(error, UserError | OSError) else ""
 
 
 def run_main(main: Callable[[], object]) -> None:
-    """Run a script's main(). A `UserError` is printed as "error: ..." lines, exit status 2, no traceback.
+    """Run a script's main(). A `UserError` is printed as "error: ..." lines, exit status 2, no
+    traceback.
 
-    Under torchrun local rank 0 prints the error. The other ranks wait 3 s, by when torchrun has killed them
-    if they failed alike. A failed rank exits at once, since NCCL's destructors would wait for the others.
+    Under torchrun local rank 0 prints the error. The other ranks wait 3 s, by when torchrun has
+    killed them if they failed alike. A failed rank exits at once, since NCCL's destructors would
+    wait for the others.
     """
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
 

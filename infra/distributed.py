@@ -38,7 +38,9 @@ class World:
         return self.rank == 0
 
     def gather(self, values: Tensor) -> Tensor:
-        """The values (k,) of every process, as (size, k) float64 in host memory: one collective, one sync."""
+        """The values (k,) of every process, as (size, k) float64 in host memory: one collective,
+        one sync.
+        """
         every = values.double().repeat(self.size, 1)
         if self.size > 1:
             dist.all_gather(list(every), every[self.rank].clone())
@@ -68,16 +70,18 @@ def choose_device(device: str) -> torch.device:
     n_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     n_gpus = torch.cuda.device_count()
     if n_processes > n_gpus:
-        raise UserError(f"torchrun --nproc_per_node={n_processes}: expected at most {n_gpus}, the GPUs here")
+        raise UserError(
+            f"torchrun --nproc_per_node={n_processes}: expected at most {n_gpus}, the GPUs here"
+        )
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def open_store() -> dist.Store:
     """torchrun's store, with keys of this start alone.
 
-    torchrun keeps one store over its restarts (PyTorch issue 135712). Without keys of its own a start
-    connects to addresses of the processes before it. The number of restarts tells starts apart on one
-    machine. Several machines count them differently.
+    torchrun keeps one store over its restarts (PyTorch issue 135712). Without keys of its own a
+    start connects to addresses of the processes before it. The number of restarts tells starts
+    apart on one machine. Several machines count them differently.
 
     Raises UserError: restarts on several machines that share one store.
     """
@@ -97,7 +101,8 @@ def open_store() -> dist.Store:
 def join_world(device: str) -> Iterator[World]:
     """Join the processes that torchrun started, if it did, for the duration of a with block.
 
-    Raises UserError: see `choose_device` and `open_store`; or another process exited during a collective.
+    Raises UserError: see `choose_device` and `open_store`; or another process exited during a
+    collective.
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
@@ -106,7 +111,8 @@ def join_world(device: str) -> Iterator[World]:
     if use_cuda:
         torch.cuda.set_device(own_device)
     else:
-        torch.set_flush_denormal(True)  # weights below e^-87, of FoX's far keys, cost a CPU most of its time
+        # weights below e^-87, of FoX's far keys, cost a CPU most of its time
+        torch.set_flush_denormal(True)
     failed = True
     try:
         if size > 1:
@@ -120,31 +126,38 @@ def join_world(device: str) -> Iterator[World]:
     except RuntimeError as e:
         reason = next((part for part in PEER_EXITED if part in str(e)), "")
         if size > 1 and reason:
-            raise UserError(f"another process exited ({reason}): see its error, if it had one") from None
+            raise UserError(
+                f"another process exited ({reason}): see its error, if it had one"
+            ) from None
         raise
     finally:
         # NCCL would wait for the other ranks, which wait for this one, before its error is printed.
         if dist.is_initialized() and not (failed and use_cuda):
-            # If DDP's reducer held the last reference, it would free the group while holding the GIL, and
-            # wait for gloo's threads, which need the GIL to free the tensors of the last collective.
+            # If DDP's reducer held the last reference, it would free the group while holding the
+            # GIL, and wait for gloo's threads, which need the GIL to free the tensors of the last
+            # collective.
             _KEPT_GROUPS.append(dist.group.WORLD)
             dist.destroy_process_group()
 
 
 @atexit.register
 def _free_groups() -> None:
-    """End gloo's threads: one that asks for the GIL while the interpreter shuts down aborts the process."""
+    """End gloo's threads: one that asks for the GIL while the interpreter shuts down aborts the
+    process.
+    """
     gc.unfreeze()
     gc.collect()  # DDP's reducers
     _KEPT_GROUPS.clear()  # the last reference of a group: it waits without the GIL
 
 
 class StopSignals:
-    """Records SIGTERM, SIGINT, SIGUSR1 (SLURM's warning) and SIGHUP for the duration of a with block.
+    """Records SIGTERM, SIGINT, SIGUSR1 (SLURM's warning) and SIGHUP for the duration of a with
+    block.
 
     SIGHUP (the terminal closes) is recorded unless it is ignored, as under nohup.
-    A second SIGINT raises KeyboardInterrupt if it arrives a second or more after the first, because torchrun
-    forwards Ctrl-C to processes that may have received it from the terminal. It does not forward SIGUSR1.
+    A second SIGINT raises KeyboardInterrupt if it arrives a second or more after the first, because
+    torchrun forwards Ctrl-C to processes that may have received it from the terminal. It does not
+    forward SIGUSR1.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

@@ -21,8 +21,9 @@ from infra.cli import UserError
 def atomic_file(path: Path, shared: bool = False) -> Iterator[BinaryIO]:
     """A binary file that appears under its name once it is complete and on disk.
 
-    Where it is shared another process may write it at the same time, and the last to finish wins. Elsewhere
-    the next writer replaces what a killed one has left. Raises UserError: it cannot be written.
+    Where it is shared another process may write it at the same time, and the last to finish wins.
+    Elsewhere the next writer replaces what a killed one has left. Raises UserError: it cannot be
+    written.
     """
     unique = f".{secrets.token_hex(4)}" if shared else ""
     temporary = path.with_name(f".{path.name}{unique}.tmp")
@@ -78,13 +79,19 @@ def read_text(path: Path) -> str:
 
 
 def check_shape(content: Any, shape: type[BaseModel], where: object) -> Any:
-    """The content, if it has the fields of `shape`. Raises UserError: the first one that does not fit."""
+    """The content, if it has the fields of `shape`. Raises UserError: the first one that does not
+    fit.
+    """
     try:
         shape.model_validate(content)
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"])) or "the content"
-        value = "" if first["type"] == "missing" else f" = {' '.join(reprlib.repr(first['input']).split())}"
+        value = (
+            ""
+            if first["type"] == "missing"
+            else f" = {' '.join(reprlib.repr(first['input']).split())}"
+        )
         raise UserError(f"{where}: {key}{value}: {first['msg']}") from None
     return content
 
@@ -112,7 +119,8 @@ def read_json(path: Path, shape: type[BaseModel] | None = None) -> Any:
 
 
 def read_jsonl(path: Path) -> list[Any]:
-    """The objects of a JSON-lines file, without a line that was truncated by a kill; [] if it is no file.
+    """The objects of a JSON-lines file, without a line that was truncated by a kill; [] if it is no
+    file.
 
     Raises OSError: it cannot be read.
     """
@@ -127,8 +135,8 @@ def read_jsonl(path: Path) -> list[Any]:
 def exclusive_lock(folder: Path) -> Iterator[None]:
     """Make the folder and lock `.lock` in it, where its file system can. The file stays.
 
-    The lock is a file's, since NFS passes no lock of a folder on to other machines. There is none in a
-    read-only folder, which the writer names, or where another user's file stands.
+    The lock is a file's, since NFS passes no lock of a folder on to other machines. There is none
+    in a read-only folder, which the writer names, or where another user's file stands.
     Raises UserError: another process holds the lock, or the folder or the file cannot be made.
     """
     with ExitStack() as stack:
@@ -140,7 +148,8 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
                 raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
         else:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system on exit or kill
+                # released by the system on exit or kill
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(f"{folder}: another process is writing there") from None
             except OSError:  # a file system without locks

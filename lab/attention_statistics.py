@@ -1,7 +1,7 @@
 """Statistics of a trained model's attention weights, for each layer and head.
 
-A row with weights A over its n visible keys has p = |A| / sum |A| (A itself, for a softmax). The weights are
-those of the normaliser's definition, in blocks of rows: O(block * T) memory.
+A row with weights A over its n visible keys has p = |A| / sum |A| (A itself, for a softmax). The
+weights are those of the normaliser's definition, in blocks of rows: O(block * T) memory.
 """
 
 import torch
@@ -29,20 +29,25 @@ TINY = 2.0**-16
 
 
 @torch.no_grad()
-def model_statistics(model: GPT, tokens: Tensor, rope: RopeScaling = UNSCALED, n_rows: int = 0) -> Tensor:
+def model_statistics(
+    model: GPT, tokens: Tensor, rope: RopeScaling = UNSCALED, n_rows: int = 0
+) -> Tensor:
     """STATISTICS of tokens (B, T), as means over their last `n_rows` rows, 0: all.
 
     Returns: (B, n_layer, n_head, len(STATISTICS)) float32.
     """
     layers = model.attention_inputs(tokens, rope)
-    of_layers = [layer_statistics(each, q[:, :, -n_rows:], k, signals) for each, q, k, signals in layers]
+    of_layers = [
+        layer_statistics(each, q[:, :, -n_rows:], k, signals) for each, q, k, signals in layers
+    ]
     return torch.stack(of_layers, dim=1)
 
 
 def layer_statistics(
     normaliser: NormaliserLayer, q: Tensor, k: Tensor, signals: Tensor | None = None
 ) -> Tensor:
-    """Means over the rows of q (B, H, Tq, D), the last positions of k (B, H, Tk, D), both after RoPE.
+    """Means over the rows of q (B, H, Tq, D), the last positions of k (B, H, Tk, D), both after
+    RoPE.
 
     A row of zero weights has entropy 0 and 0 effective keys. A row without positive scores has
     positive_distance 1, that of positive scores anywhere. Returns: (B, H, len(STATISTICS)).
@@ -76,13 +81,17 @@ def layer_statistics(
                 "distance": (mass * distance).sum(-1),
                 "positive_distance": torch.where((positive > 0).any(-1), nearness, 1.0),
             }
-            total[batch] += torch.stack([rows[key].sum(-1) for key in STATISTICS], dim=-1)  # (b, H, S)
+            # (b, H, S)
+            total[batch] += torch.stack([rows[key].sum(-1) for key in STATISTICS], dim=-1)
         return total / q.shape[-2]
 
 
 @torch.no_grad()
-def attention_mass(model: GPT, token: Tensor, rope: RopeScaling, cache: KVCache, where: Tensor) -> Tensor:
-    """Sum of p over the keys `where` (B, n) in the row of token (B, 1), which follows the n - 1 cached ones.
+def attention_mass(
+    model: GPT, token: Tensor, rope: RopeScaling, cache: KVCache, where: Tensor
+) -> Tensor:
+    """Sum of p over the keys `where` (B, n) in the row of token (B, 1), which follows the n - 1
+    cached ones.
 
     The cache's length does not change. Returns: (B, n_layer, n_head) float32.
     """

@@ -4,8 +4,9 @@
     python -m lab.bpe --files 'dir/*.txt' --vocab 8192 --out tokenizer.json  # or any files of data.fineweb
     python -m data.python_source --tokenizer tokenizer.json --out data/python_4k
 
-Without --files the text is the training split of data.python_source. With --files it is all of them, what
-becomes validation included. `<|endoftext|>` is token 0. The same text gives the same file.
+Without --files the text is the training split of data.python_source. With --files it is all of
+them, what becomes validation included. `<|endoftext|>` is token 0. The same text gives the same
+file.
 """
 
 import sysconfig
@@ -20,7 +21,9 @@ from infra.files import write_atomically
 
 
 def train_bpe(texts: Iterable[str], n_vocab: int) -> str:
-    """The content of a tokenizer.json with at most `n_vocab` tokens; fewer if the texts have fewer merges."""
+    """The content of a tokenizer.json with at most `n_vocab` tokens; fewer if the texts have fewer
+    merges.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -28,7 +31,10 @@ def train_bpe(texts: Iterable[str], n_vocab: int) -> str:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=n_vocab, special_tokens=list(ENDS[:1]), initial_alphabet=alphabet, show_progress=False
+        vocab_size=n_vocab,
+        special_tokens=list(ENDS[:1]),
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return str(tokenizer.to_str(pretty=True))
@@ -37,9 +43,16 @@ def train_bpe(texts: Iterable[str], n_vocab: int) -> str:
 def main() -> None:
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
-    add("--files", nargs="+", metavar="PATTERN", help="of data.fineweb (default: Python's library sources)")
+    add(
+        "--files",
+        nargs="+",
+        metavar="PATTERN",
+        help="of data.fineweb (default: Python's library sources)",
+    )
     add("--column", default="text", help="the column, or JSON key, with the text (default: text)")
-    add("--vocab", type=integer(257, 65536), required=True, metavar="N", help="tokens, 257 to 65536")
+    add(
+        "--vocab", type=integer(257, 65536), required=True, metavar="N", help="tokens, 257 to 65536"
+    )
     add("--out", type=Path, required=True, metavar="FILE", help="the tokenizer.json to write")
     args = parser.parse_args()
     if not args.out.parent.is_dir():
@@ -55,7 +68,9 @@ def main() -> None:
         parser.error(f"--out {args.out}: another file has this name: expected a new one")
     write_atomically(args.out, content.encode())
     n_vocab = get_tokenizer("", content).n_vocab
-    fewer = f", fewer than {args.vocab:,}: the text has no more merges" if n_vocab < args.vocab else ""
+    fewer = (
+        f", fewer than {args.vocab:,}: the text has no more merges" if n_vocab < args.vocab else ""
+    )
     print(f"{args.out}: {n_vocab:,} tokens{fewer}")
 
 

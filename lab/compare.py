@@ -1,13 +1,14 @@
-"""A variant of one's own among the published ones of scale A, from a config file to a table and figures.
+"""A variant of one's own among the published ones of scale A, from a config file to a table and
+figures.
 
     python -m lab.compare my_softmax.toml                # both published learning rates
     python -m lab.compare my_softmax.toml configs/comparison/A/softmax.toml --fresh --seed 1   # on other text
 
-A file states its [attention], [[layers]], positions, window, attention_gate and key_shift, on top of
-configs/comparison/A.toml. The same command resumes. What cannot be compared is refused before the training.
-Writes the table, the figures and the runs to runs/compare/<file>/, or --out. The published text is the
-library of Python 3.11.7, which data.python_source prepares there. With --fresh any text will do, and the
-table has these files alone.
+A file states its [attention], [[layers]], positions, window, attention_gate and key_shift, on top
+of configs/comparison/A.toml. The same command resumes. What cannot be compared is refused before
+the training. Writes the table, the figures and the runs to runs/compare/<file>/, or --out. The
+published text is the library of Python 3.11.7, which data.python_source prepares there. With
+--fresh any text will do, and the table has these files alone.
 """
 
 import argparse
@@ -40,7 +41,14 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("configs", nargs="+", metavar="CONFIG", help="config files, first")
     rates = [2e-3, 4e-3]
-    add("--rates", nargs="+", type=float, default=rates, metavar="LR", help="learning rates (default: both)")
+    add(
+        "--rates",
+        nargs="+",
+        type=float,
+        default=rates,
+        metavar="LR",
+        help="learning rates (default: both)",
+    )
     add("--fresh", action="store_true", help="without the published records")
     add("--out", type=Path, metavar="DIR", help="(default: runs/compare/<name of the first file>)")
     args, extra = parser.parse_known_args()
@@ -54,7 +62,9 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
 
 def main() -> None:
     args, extra = parse_args()
-    records = [] if args.fresh else [r for r in read_jsonl(RESULTS / "A.jsonl") if r["kind"] == "run"]
+    records = (
+        [] if args.fresh else [r for r in read_jsonl(RESULTS / "A.jsonl") if r["kind"] == "run"]
+    )
     base = ["--base", str(BASE), *extra]
     at_rates = {f"{args.out}/lr={lr:g}": [*base, "--optimizer.lr", str(lr)] for lr in args.rates}
     overrides = [[*options, "--log.dir", folder] for folder, options in at_rates.items()]
@@ -62,7 +72,9 @@ def main() -> None:
     for job in jobs:
         check_comparable(job, records)
         if job.warn_of_changed_code():
-            raise UserError(f"{job.config.run_dir}: a run of other code: remove it, or choose --out")
+            raise UserError(
+                f"{job.config.run_dir}: a run of other code: remove it, or choose --out"
+            )
     with StopSignals() as stop:
         for each in overrides:
             run(stop, "sweep.py", *args.configs, *each, "--eval-tokens", str(N_TOKENS))
@@ -74,17 +86,25 @@ def main() -> None:
 
 
 def check_comparable(job: sweep.Job, records: list[comparison.Record]) -> None:
-    """Raises UserError: another recipe than the base's, or another text or a name that the records have."""
+    """Raises UserError: another recipe than the base's, or another text or a name that the records
+    have.
+    """
     config = job.config
     if config.init_from:
         raise UserError(
             f"{config.name}: init_from = {config.init_from!r}: expected none, as all of scale A have"
         )
     base = load_config(BASE)
-    recipe = {key for each in (base, config) for key in recipe_of(each, *comparison.OWN_KEYS, "optimizer.lr")}
+    recipe = {
+        key
+        for each in (base, config)
+        for key in recipe_of(each, *comparison.OWN_KEYS, "optimizer.lr")
+    }
     for key, (old, new) in changed_keys(base, config).items():
         if key in recipe:
-            raise UserError(f"{config.name}: {key} = {new!r}: expected {old!r}, as all of scale A have")
+            raise UserError(
+                f"{config.name}: {key} = {new!r}: expected {old!r}, as all of scale A have"
+            )
     for key, split in (("fingerprint", "val"), ("train", "train")):
         stream = TokenStream(config.data.dir, split)
         stream.check_model(config.model.vocab_size)
@@ -95,7 +115,9 @@ def check_comparable(job: sweep.Job, records: list[comparison.Record]) -> None:
             raise UserError(f"{config.data.dir}: {ours}: {expected}")
     name = without_seed(config.name)
     if name in {record["contestant"] for record in records}:
-        raise UserError(f"{name}: a published variant has this name; expected another name, or --fresh")
+        raise UserError(
+            f"{name}: a published variant has this name; expected another name, or --fresh"
+        )
 
 
 def run(stop: StopSignals, script: str, *arguments: str) -> None:

@@ -1,14 +1,14 @@
 """The comparison of variants under one recipe, from run folders to results/comparison.
 
 A scale is a folder of runs, `runs/comparison_A`. Runs at other learning rates may lie in
-`runs/comparison_A_<word>`. A run is named <variant> or <variant>_seed=<seed>. A variant is a file of
-configs/comparison/A or <scale>. Each run leaves a line in <out>/<scale>.jsonl, from which tables and figures
-are drawn. The tasks of lab.recall are a scale of their own, `runs/comparison_recall`.
+`runs/comparison_A_<word>`. A run is named <variant> or <variant>_seed=<seed>. A variant is a file
+of configs/comparison/A or <scale>. Each run leaves a line in <out>/<scale>.jsonl, from which tables
+and figures are drawn. The tasks of lab.recall are a scale of their own, `runs/comparison_recall`.
 
-The first quarter of the evaluated blocks chooses the RoPE scaling, by the loss at the longest length, then
-the learning rate, by the loss at 1x. Every loss in the tables is of the other blocks. Evaluations of text
-after them (`eval_length.py --skip`), on which nothing was chosen, are reported apart. The costs of a step are
-those of train_step.json, which `benchmarks.train_step --out` writes.
+The first quarter of the evaluated blocks chooses the RoPE scaling, by the loss at the longest
+length, then the learning rate, by the loss at 1x. Every loss in the tables is of the other blocks.
+Evaluations of text after them (`eval_length.py --skip`), on which nothing was chosen, are reported
+apart. The costs of a step are those of train_step.json, which `benchmarks.train_step --out` writes.
 """
 
 import json
@@ -42,15 +42,19 @@ MARGIN = 0.01  # nats of no account, at the training length
 
 # ---------------------------------------------------------------- records
 def variant_of(config: Config, *but: str) -> Record:
-    """What `check_comparable` compares of a config. A run that began from another one has no recipe."""
+    """What `check_comparable` compares of a config. A run that began from another one has no
+    recipe.
+    """
     recipe = {} if config.init_from else {"recipe": recipe_of(config, *OWN_KEYS, *but)}
     return {"attention": describe_layers(config), **recipe}
 
 
 def record_of(run: FinishedRun) -> Record:
-    """What the comparison keeps of a run. Its variant stands under "contestant", its seed under "which".
+    """What the comparison keeps of a run. Its variant stands under "contestant", its seed under
+    "which".
 
-    Raises UserError: evaluations of too little text, of several texts behind it, or of shorter windows alone.
+    Raises UserError: evaluations of too little text, of several texts behind it, or of shorter
+    windows alone.
     """
     train_len = run.config.train.seq_len
     measures = ("loss", f"same_targets[{train_len}]")
@@ -61,13 +65,17 @@ def record_of(run: FinishedRun) -> Record:
         data["train"] = identity_of(load_checkpoint(path, lazily=True)["data"]["train"])
     unseen = losses[losses.skipped_tokens >= data["blocks"] * data["block_length"]]
     if data["blocks"] < 4 or unseen.text.nunique() > 1 or (unseen.blocks < 2).any():
-        raise UserError(f"{run.folder}: expected 4 blocks of text or more, one --skip, and 2 blocks after it")
+        raise UserError(
+            f"{run.folder}: expected 4 blocks of text or more, one --skip, and 2 blocks after it"
+        )
     by_length = losses_of(seen, measures)
     if not by_length:
         raise UserError(f"{run.folder}: expected eval_length.py --lengths from {train_len} on")
     whole = seen[seen.length == data["block_length"]].dropna(subset="value")
     ends = whole.measure.str.extract(r"loss\[(\d+):(\d+)\]").dropna().astype(int)
-    positions = ends.assign(loss=whole.value).groupby(whole.rope).apply(lambda each: each.values.tolist())
+    positions = (
+        ends.assign(loss=whole.value).groupby(whole.rope).apply(lambda each: each.values.tolist())
+    )
     record = {
         "kind": "run",
         "contestant": run.name,
@@ -95,9 +103,13 @@ def text_of(run: FinishedRun, losses: pd.DataFrame) -> Record:
     return {"dir": run.config.data.dir, "fingerprint": first.text.partition("+")[0], **parts}
 
 
-def losses_of(losses: pd.DataFrame, measures: tuple[str, str]) -> dict[str, dict[str, list[list[float]]]]:
+def losses_of(
+    losses: pd.DataFrame, measures: tuple[str, str]
+) -> dict[str, dict[str, list[list[float]]]]:
     """By RoPE scaling and length the losses of all blocks, by the two measures in turn."""
-    blocks = losses[losses.measure.isin(measures)].dropna(subset=["block", "value"]).sort_values("block")
+    blocks = (
+        losses[losses.measure.isin(measures)].dropna(subset=["block", "value"]).sort_values("block")
+    )
     n_measures = blocks.groupby(["rope", "length"]).measure.transform("nunique")
     blocks = blocks[n_measures == len(measures)]  # others scored other targets
     by_length: dict[str, dict[str, list[list[float]]]] = {}
@@ -118,7 +130,10 @@ def recalls_of(folder: Path) -> Iterator[Record]:
             try:
                 entries = [entry for entry in result["lengths"] if entry["reason"] is None]
                 shares = {
-                    task: {str(entry["length"]): float(entry[task]["tokens"]["share"]) for entry in entries}
+                    task: {
+                        str(entry["length"]): float(entry[task]["tokens"]["share"])
+                        for entry in entries
+                    }
                     for task in [*result["tasks"], "mean"]
                 }
                 rope = format_rope(result)
@@ -155,18 +170,24 @@ def update(folder: Path, out: Path) -> None:
     """
     prefix, scale, *_ = [*folder.name.split("_"), ""]
     if prefix != "comparison" or not scale:
-        raise UserError(f"{folder}: expected the folder of a scale's runs: --comparison runs/comparison_A")
+        raise UserError(
+            f"{folder}: expected the folder of a scale's runs: --comparison runs/comparison_A"
+        )
     if scale == "recall":
         new = [*recalls_of(folder)]
     else:
         runs = read_runs([str(folder)])
-        evaluated = [run for run in runs if run.losses[run.losses.measure == "loss"].value.notna().any()]
+        evaluated = [
+            run for run in runs if run.losses[run.losses.measure == "loss"].value.notna().any()
+        ]
         new = [*map(record_of, evaluated), *(costs_of(folder) if evaluated else ())]
     if not new:
         raise UserError(f"{folder}: expected evaluated runs, found none")
     path = out / f"{scale}.jsonl"
     keys = ("kind", "contestant", "which", "lr", "rope")
-    records = {tuple(record.get(key) for key in keys): record for record in [*read_jsonl(path), *new]}
+    records = {
+        tuple(record.get(key) for key in keys): record for record in [*read_jsonl(path), *new]
+    }
     check_comparable([record for record in records.values() if record["kind"] != "cost"])
     write_records(records, path)
 
@@ -178,7 +199,9 @@ def check_comparable(runs: list[Record]) -> None:
     for run in runs:
         sizes = ("steps", "step_tokens", "train_len")
         setting: dict[str, Any] = {key: run[key] for key in sizes if key in run}
-        texts = {key: {"skipped_tokens": 0} | run[key] for key in ("data", "unseen_data") if key in run}
+        texts = {
+            key: {"skipped_tokens": 0} | run[key] for key in ("data", "unseen_data") if key in run
+        }
         setting |= {key: text_key(text) for key, text in texts.items()}
         if "recipe" in run:
             setting |= {key: run["recipe"].get(key, "the default") for key in recipes}
@@ -197,9 +220,9 @@ def check_comparable(runs: list[Record]) -> None:
 class Scale(NamedTuple):
     """Runs of one scale, each variant at its better RoPE scaling and learning rate.
 
-    A row for each block of text: variant, lr, rope, seed, training, length, its multiple of the training
-    length as factor, block, loss and same (the loss over the same targets at every length). A length that a
-    seed lacks is left out.
+    A row for each block of text: variant, lr, rope, seed, training, length, its multiple of the
+    training length as factor, block, loss and same (the loss over the same targets at every
+    length). A length that a seed lacks is left out.
     """
 
     runs: pd.DataFrame  # variant, lr, rope, seed, label (the rate as tables show it), record
@@ -225,7 +248,9 @@ def read_scale(records: list[Record]) -> Scale:
     best["label"] = best.lr.map("{:g}".format) + is_only.map({True: "*", False: ""})
     best = best.sort_values([shortest, "lr"]).drop_duplicates("variant")
     chosen = at_rope.merge(best[["variant", "lr", "label"]])
-    by_run = pd.DataFrame(runs)[["contestant", "lr", "which"]].set_axis(["variant", "lr", "seed"], axis=1)
+    by_run = pd.DataFrame(runs)[["contestant", "lr", "which"]].set_axis(
+        ["variant", "lr", "seed"], axis=1
+    )
     unseen = losses[losses.text == "unseen"]
     return Scale(
         chosen.merge(by_run.assign(record=runs)),
@@ -236,9 +261,11 @@ def read_scale(records: list[Record]) -> Scale:
 
 
 def tidy(runs: list[Record]) -> pd.DataFrame:
-    """A row for each loss of a block. Trainings that differ beyond the training length only are one.
+    """A row for each loss of a block. Trainings that differ beyond the training length only are
+    one.
 
-    Another base of RoPE (`theta = 500000`), which raises the loss at the training length, is left out.
+    Another base of RoPE (`theta = 500000`), which raises the loss at the training length, is left
+    out.
     """
     rows = [
         (run["contestant"], run["lr"], rope, run["which"], json.dumps([run["which"], run["validations"]]),
@@ -249,8 +276,21 @@ def tidy(runs: list[Record]) -> pd.DataFrame:
         if not rope.startswith("theta")
         for length, (losses, same_target_losses) in by_length.items()
     ]  # fmt: skip
-    columns = ["variant", "lr", "rope", "seed", "training", "text", "length", "block", "loss", "same"]
-    blocks = pd.DataFrame(rows, columns=columns).explode(["block", "loss", "same"], ignore_index=True)
+    columns = [
+        "variant",
+        "lr",
+        "rope",
+        "seed",
+        "training",
+        "text",
+        "length",
+        "block",
+        "loss",
+        "same",
+    ]
+    blocks = pd.DataFrame(rows, columns=columns).explode(
+        ["block", "loss", "same"], ignore_index=True
+    )
     return blocks.astype({"block": int, "loss": float, "same": float})
 
 
@@ -260,9 +300,13 @@ def end_labels(losses: pd.DataFrame) -> list[str]:
 
 
 def better_ropes(choices: pd.DataFrame) -> pd.DataFrame:
-    """Of variant, lr, rope, seed and losses by length the rows at the better scaling at the longest."""
+    """Of variant, lr, rope, seed and losses by length the rows at the better scaling at the
+    longest.
+    """
     n_seeds = choices.groupby(["variant", "lr"]).seed.transform("nunique")
-    of_all = choices[choices.groupby(["variant", "lr", "rope"]).seed.transform("nunique") == n_seeds]
+    of_all = choices[
+        choices.groupby(["variant", "lr", "rope"]).seed.transform("nunique") == n_seeds
+    ]
     if missing := set(choices.variant) - set(of_all.variant):
         raise UserError(f"{min(missing)}: expected seeds evaluated at one RoPE scaling at least")
     longest = choices.columns[-1]
@@ -272,7 +316,9 @@ def better_ropes(choices: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_shared_seeds(choices: pd.DataFrame) -> pd.DataFrame:
-    """Those of the seeds that all learning rates of a variant share; all of a variant without such seeds."""
+    """Those of the seeds that all learning rates of a variant share; all of a variant without such
+    seeds.
+    """
     n_rates = choices.groupby("variant").lr.transform("nunique")
     is_shared = choices.groupby(["variant", "seed"]).lr.transform("nunique") == n_rates
     return choices[is_shared | ~is_shared.groupby(choices.variant).transform("any")]
@@ -282,7 +328,9 @@ def complete(losses: pd.DataFrame, chosen: pd.DataFrame) -> pd.DataFrame:
     """The losses of the chosen runs, without the lengths that a seed of a variant lacks."""
     n_seeds = chosen.groupby(["variant", "lr"]).seed.nunique().rename("n_seeds").reset_index()
     losses = losses.merge(chosen[["variant", "lr", "rope", "seed"]]).merge(n_seeds)
-    return losses[losses.groupby(["variant", "lr", "length"]).seed.transform("nunique") == losses.n_seeds]
+    return losses[
+        losses.groupby(["variant", "lr", "length"]).seed.transform("nunique") == losses.n_seeds
+    ]
 
 
 # ---------------------------------------------------------------- tables
@@ -296,7 +344,9 @@ def main_table(runs: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
     means = seed_means(losses)
     lengths = [*means]
     order = means[lengths[-1]].groupby("variant").mean().sort_values(kind="stable").index
-    order = [name for name in order if name == BASELINE] + [name for name in order if name != BASELINE]
+    order = [name for name in order if name == BASELINE] + [
+        name for name in order if name != BASELINE
+    ]
     means["growth"] = means[lengths[-1]] - means[lengths[0]]
     means["same"] = losses[losses.length == lengths[-1]].groupby(["variant", "seed"]).same.mean()
     cells = means.groupby("variant").agg(mean_and_spread, digits=3)
@@ -306,19 +356,25 @@ def main_table(runs: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
     table = by_variant.agg(RoPE=("rope", "first"), seeds=("seed", "nunique"), lr=("label", "first"))
     table = table.join(cells).loc[order]
     for label, length in ((short, lengths[0]), (long, lengths[-1])):
-        table[f"− {BASELINE}, {label}"] = [difference(losses, BASELINE, name, length) for name in order]
+        table[f"− {BASELINE}, {label}"] = [
+            difference(losses, BASELINE, name, length) for name in order
+        ]
     at_short = losses[losses.length == lengths[0]]
     by_seed = at_short.pivot_table("loss", ["variant", "text", "block"], "seed")
     shown = dict.fromkeys(order, DASH)
     if BASELINE in by_seed.index:
         over_baseline = by_seed.drop(BASELINE).sub(by_seed.loc[BASELINE])
-        shown |= {name: verdict(each, MARGIN, {}) for name, each in over_baseline.groupby("variant")}
+        shown |= {
+            name: verdict(each, MARGIN, {}) for name, each in over_baseline.groupby("variant")
+        }
     table[f"{short}, margin {MARGIN}"] = pd.Series(shown)
     return table
 
 
 def paired(losses: pd.DataFrame, *pair: str) -> list[pd.DataFrame]:
-    """The losses of both, of the trainings that they share (they differ beyond T only), else of all."""
+    """The losses of both, of the trainings that they share (they differ beyond T only), else of
+    all.
+    """
     both = [losses[losses.variant == name] for name in pair]
     shared = set(both[0].training) & set(both[1].training)
     return [each[each.training.isin(shared)] if shared else each for each in both]
@@ -326,13 +382,16 @@ def paired(losses: pd.DataFrame, *pair: str) -> list[pd.DataFrame]:
 
 def difference(losses: pd.DataFrame, old: str, new: str, length: int) -> str:
     """Means over seeds, new - old, ± the standard error paired over blocks of text; see `paired`."""
-    before, after = (b[b.length == length].groupby("block").loss.mean() for b in paired(losses, old, new))
+    before, after = (
+        b[b.length == length].groupby("block").loss.mean() for b in paired(losses, old, new)
+    )
     gaps = (after - before).dropna()
     return DASH if old == new or gaps.empty else f"{gaps.mean():+.3f} ±{gaps.sem():.3f}"
 
 
 def seed_text(losses: pd.DataFrame) -> str:
-    """How far one seed moves a loss: the standard deviation pooled over variants with several seeds.
+    """How far one seed moves a loss: the standard deviation pooled over variants with several
+    seeds.
 
     Variants that differ beyond the training length only have the same trainings: they count once.
     """
@@ -343,8 +402,9 @@ def seed_text(losses: pd.DataFrame) -> str:
         return "One seed each: how far a seed moves a loss is not known at this scale."
     freedom = ends.size()[variances.index] - 1
     short, long = (variances.mul(freedom, axis=0).sum() / freedom.sum()) ** 0.5
+    n = len(variances)
     several = (
-        f"standard deviation, pooled over {len(variances)} variants with several seeds, shared trainings once"
+        f"standard deviation, pooled over {n} variants with several seeds, shared trainings once"
     )
     at_short, at_long = end_labels(losses)
     return f"One seed moves a loss by {short:.3f} at {at_short} and {long:.3f} at {at_long} ({several})."
@@ -360,7 +420,10 @@ def changes_table(scale: Scale, changes: list[dict[str, str]]) -> pd.DataFrame:
         new = change["to"]
         if {old, new} <= set(labels.index):
             seeds = ", ".join(str(each.seed.nunique()) for each in paired(scale.losses, old, new))
-            ends = [difference(scale.losses, old, new, length) for length in (lengths.min(), lengths.max())]
+            ends = [
+                difference(scale.losses, old, new, length)
+                for length in (lengths.min(), lengths.max())
+            ]
             rows.append([change["change"], old, new, seeds, f"{labels[old]}, {labels[new]}", *ends])
     columns = ["change", "from", "to", "seeds", "lr", *end_labels(scale.losses)]
     return pd.DataFrame(rows, columns=columns).set_index("change")
@@ -370,17 +433,21 @@ def rates_table(scale: Scale) -> pd.DataFrame:
     """Losses at both ends of variants with several learning rates, over the seeds they share."""
     lengths = scale.losses.length
     several = scale.rates[scale.rates.groupby("variant").lr.transform("nunique") > 1]
-    means = several.pivot_table("loss", ["variant", "seed"], ["length", "lr"]).groupby("variant").mean()
+    means = (
+        several.pivot_table("loss", ["variant", "seed"], ["length", "lr"]).groupby("variant").mean()
+    )
     ends = dict(zip((lengths.min(), lengths.max()), end_labels(scale.losses), strict=True))
-    columns = {f"{ends[length]}, {lr:g}": means[length, lr] for length, lr in means if length in ends}
+    columns = {
+        f"{ends[length]}, {lr:g}": means[length, lr] for length, lr in means if length in ends
+    }
     return pd.DataFrame(columns, means.index).map("{:.3f}".format, na_action="ignore")
 
 
 def recall_table(records: list[Record]) -> pd.DataFrame:
     """In per cent the mean over tasks by length, and each task at the longest of five lengths.
 
-    The RoPE scaling is the better one at the length before it, whose samples are others. Lengths that a seed
-    of a variant lacks have a dash.
+    The RoPE scaling is the better one at the length before it, whose samples are others. Lengths
+    that a seed of a variant lacks have a dash.
     """
     rows = [
         (record["contestant"], record["rope"], record["which"], task, int(length), 100 * share)
@@ -391,17 +458,29 @@ def recall_table(records: list[Record]) -> pd.DataFrame:
     shares = pd.DataFrame(rows, columns=["variant", "RoPE", "seed", "task", "length", "share"])
     lengths = sorted(shares.length.unique())
     *_, choice, longest = [lengths[0], *lengths[:5]]
-    by_rope = shares[(shares.task == "mean") & (shares.length == choice)].groupby(["variant", "RoPE"])
+    by_rope = shares[(shares.task == "mean") & (shares.length == choice)].groupby(
+        ["variant", "RoPE"]
+    )
     best = by_rope.share.mean().sort_values(ascending=False, kind="stable").reset_index()
     shares = shares.merge(best.drop_duplicates("variant")[["variant", "RoPE"]])
-    at_longest = shares[(shares.task == "mean") & (shares.length == longest)].groupby(["variant", "RoPE"])
-    best = at_longest.share.mean().sort_values(ascending=False, kind="stable").reset_index("RoPE")[["RoPE"]]
+    at_longest = shares[(shares.task == "mean") & (shares.length == longest)].groupby(
+        ["variant", "RoPE"]
+    )
+    best = (
+        at_longest.share.mean()
+        .sort_values(ascending=False, kind="stable")
+        .reset_index("RoPE")[["RoPE"]]
+    )
     n_seeds = shares.groupby("variant").seed.transform("nunique")
     has_all = shares.groupby(["variant", "task", "length"]).seed.transform("nunique") == n_seeds
-    cells = shares[has_all].groupby(["variant", "task", "length"]).share.agg(mean_and_spread, digits=0)
+    cells = (
+        shares[has_all].groupby(["variant", "task", "length"]).share.agg(mean_and_spread, digits=0)
+    )
     cells = cells.unstack(["task", "length"], fill_value=DASH)
     best["seeds"] = shares.groupby("variant").seed.nunique()
-    columns = {str(length): cells["mean", length] for length in lengths if ("mean", length) in cells}
+    columns = {
+        str(length): cells["mean", length] for length in lengths if ("mean", length) in cells
+    }
     tasks = [task for task in records[0]["shares"] if task != "mean"]
     return best.assign(**columns, **{f"{task}, {longest}": cells[task, longest] for task in tasks})
 
@@ -441,7 +520,9 @@ def plane_figure(title: str, losses: pd.DataFrame, shown: list[str]) -> Figure:
     low, high = axes.get_ylim()
     axes.set_ylim(low, min(high, 4 * low))
     start = max(low, axes.get_xlim()[0])
-    axes.axline((start, start), slope=1, color="0.6", linestyle=":", label=f"flat: {long} = {short}")
+    axes.axline(
+        (start, start), slope=1, color="0.6", linestyle=":", label=f"flat: {long} = {short}"
+    )
     axes.set(title=title, xlabel=f"loss at {short} (nats per token)", ylabel=f"loss at {long}")
     axes.grid(alpha=0.3)
     legend_below(figure, 3)
@@ -454,7 +535,9 @@ def scale_figures(title: str, scale: Scale, shown: list[str]) -> Iterator[tuple[
     short, long = end_labels(scale.losses)
     yield "plane", f"Loss at {short} against loss at {long}", figure
     lengths = sorted(scale.losses.length.unique())
-    by_length = seed_means(scale.losses).stack().reset_index().set_axis(["name", "seed", "x", "y"], axis=1)
+    by_length = (
+        seed_means(scale.losses).stack().reset_index().set_axis(["name", "seed", "x", "y"], axis=1)
+    )
     figure = draw_lines(by_length, title, "length (tokens)", shown=shown)
     yield "lengths", "Loss by length", log_ticks(figure, lengths)
     positions = [
@@ -479,7 +562,9 @@ def write_report(folders: list[str], out: Path) -> None:
         update(folder, out)
     records = {path.stem: read_jsonl(path) for path in sorted(out.glob("*.jsonl"))}
     if not records:
-        raise UserError(f"{out}: no records; expected the folders of a scale: --comparison runs/comparison_A")
+        raise UserError(
+            f"{out}: no records; expected the folders of a scale: --comparison runs/comparison_A"
+        )
     recall = recall_table(records.pop("recall")) if "recall" in records else pd.DataFrame()
     settings = tomllib.loads(read_text(PAPERS_FOLDER / "comparison.toml"))
     scales = {name: read_scale(of_scale) for name, of_scale in records.items()}
@@ -496,12 +581,18 @@ def write_report(folders: list[str], out: Path) -> None:
             tables[name][f"step / {BASELINE}'s"] = pd.Series(costs)
         parts += scale_parts(name, scale, tables[name], settings, out)
     if len(recall):
-        parts += ["## Synthetic recall", settings["recall"], markdown(recall.reset_index(), n_left=2)]
+        parts += [
+            "## Synthetic recall",
+            settings["recall"],
+            markdown(recall.reset_index(), n_left=2),
+        ]
     write_atomically(out / "README.md", ("\n\n".join(parts) + "\n").encode())
     print(f"wrote {out / 'README.md'}")
 
 
-def scale_parts(name: str, scale: Scale, table: pd.DataFrame, settings: Record, out: Path) -> Iterator[str]:
+def scale_parts(
+    name: str, scale: Scale, table: pd.DataFrame, settings: Record, out: Path
+) -> Iterator[str]:
     """The paragraphs of one scale; writes its figures and its other tables."""
     folders = CONFIGS / "comparison/A", CONFIGS / "comparison" / name
     files = {path.stem: path for folder in folders for path in folder.glob("*.toml")}
@@ -517,15 +608,22 @@ def scale_parts(name: str, scale: Scale, table: pd.DataFrame, settings: Record, 
     for kind, caption, figure in scale_figures(f"Scale {name}", scale, shown):
         save_figure(figure, out / f"{name}_{kind}.png", dpi=110)
         yield f"![{caption}]({name}_{kind}.png)"
-    comments = {variant: read_text(f).split("\n", 1)[0].removeprefix("# ") for variant, f in files.items()}
+    comments = {
+        variant: read_text(f).split("\n", 1)[0].removeprefix("# ") for variant, f in files.items()
+    }
     what = pd.Series(comments, name="what it is").rename_axis("variant").to_frame()
     has_unseen = table.index.intersection(scale.unseen.variant)
-    unseen = main_table(scale.runs, scale.unseen).loc[has_unseen] if len(has_unseen) else pd.DataFrame()
+    unseen = (
+        main_table(scale.runs, scale.unseen).loc[has_unseen] if len(has_unseen) else pd.DataFrame()
+    )
     tables = {
         "variants": ("What each variant is", what),
         "unseen": ("The table above on text on which nothing was chosen", unseen),
         "changes": ("One change at a time", changes_table(scale, settings["changes"])),
-        "rates": ("Full runs at each learning rate, over the seeds that they share", rates_table(scale)),
+        "rates": (
+            "Full runs at each learning rate, over the seeds that they share",
+            rates_table(scale),
+        ),
     }
     links = []
     for kind, (caption, of_kind) in tables.items():

@@ -4,14 +4,14 @@
     python -m lab.diagnose runs/softmax runs/ssmax runs/lssar --lengths 1024 4096 16384
     torchrun --standalone --nproc_per_node=8 -m lab.diagnose runs/lssar --tokens 1048576
 
-The validation text is cut into blocks of the longest length. The statistics are means over the last 128 rows
-(queries) of each block, or half the shortest length, in windows of each length that all end there. So the
-queries are the same, with more context. They measure how wide the scores are, how concentrated the weights,
-and how much goes to the first token (the attention sink). `log.attention_every` records
-them over training steps (NormSoftmax, Figures 2 and 4).
+The validation text is cut into blocks of the longest length. The statistics are means over the last
+128 rows (queries) of each block, or half the shortest length, in windows of each length that all
+end there. So the queries are the same, with more context. They measure how wide the scores are, how
+concentrated the weights, and how much goes to the first token (the attention sink).
+`log.attention_every` records them over training steps (NormSoftmax, Figures 2 and 4).
 
-Writes diagnose.json and diagnose.png into the run folder and adds the means to its rows.csv. The figure has a
-curve for each layer. Several runs get one more figure, with a curve for each.
+Writes diagnose.json and diagnose.png into the run folder and adds the means to its rows.csv. The
+figure has a curve for each layer. Several runs get one more figure, with a curve for each.
 """
 
 import argparse
@@ -57,8 +57,12 @@ def main() -> None:
         def measure(i: int, model: GPT, step: int) -> tuple[dict[str, Any], str, list[Any]]:
             blocks = all_blocks[i]
             data = blocks.describe() | {"rows": n_rows}
-            scores = [score(model, blocks, n, n_rows, args.rope_scaling, world) for n in blocks.lengths]
-            at_lengths = [summarise(n, each) for n, each in zip(blocks.lengths, scores, strict=True)]
+            scores = [
+                score(model, blocks, n, n_rows, args.rope_scaling, world) for n in blocks.lengths
+            ]
+            at_lengths = [
+                summarise(n, each) for n, each in zip(blocks.lengths, scores, strict=True)
+            ]
             text = f"{text_key(data)}, {n_rows} rows"
             return {"data": data, "lengths": at_lengths}, text, measured_means(at_lengths)
 
@@ -69,7 +73,9 @@ def main() -> None:
 def score(
     model: GPT, blocks: Blocks, length: int, n_rows: int, rope: RopeScaling, world: World
 ) -> Tensor | str:
-    """Statistics of every block, (n_blocks, n_layer, n_head, len(STATISTICS)), or why there are none."""
+    """Statistics of every block, (n_blocks, n_layer, n_head, len(STATISTICS)), or why there are
+    none.
+    """
 
     def statistics(items: Sequence[int]) -> Tensor:
         ends = [(blocks.n_skipped + i + 1) * blocks.longest for i in items]
@@ -86,8 +92,15 @@ def summarise(length: int, scores: Tensor | str) -> dict[str, Any]:
     """An entry of diagnose.json's "lengths": means by head, and over all heads with their error."""
     if isinstance(scores, str):
         return {"length": length, "reason": scores}
-    entry: dict[str, Any] = {"length": length, "reason": None, "mean": {}, "stderr": {}, "heads": {}}
-    for name, of_heads in zip(STATISTICS, scores.unbind(-1), strict=True):  # (n_blocks, n_layer, n_head)
+    entry: dict[str, Any] = {
+        "length": length,
+        "reason": None,
+        "mean": {},
+        "stderr": {},
+        "heads": {},
+    }
+    # (n_blocks, n_layer, n_head)
+    for name, of_heads in zip(STATISTICS, scores.unbind(-1), strict=True):
         mean, stderr = mean_and_stderr(of_heads.mean((1, 2)))
         entry["mean"][name] = mean
         entry["stderr"][name] = stderr
@@ -126,13 +139,19 @@ def tables(results: list[Result]) -> str:
 
 # ---------------------------------------------------------------- figure
 def plot(results: list[Result], path: Path) -> None:
-    """A panel for each statistic: a curve for each layer of a single run, or for each of several runs."""
+    """A panel for each statistic: a curve for each layer of a single run, or for each of several
+    runs.
+    """
     n_columns = math.ceil(len(STATISTICS) / 2)
     lengths = [entry["length"] for entry in results[0]["lengths"]]
     figure = Figure(figsize=(3.2 * n_columns, 6.8), layout="constrained")
     for name, axes in zip(STATISTICS, figure.subplots(2, n_columns).flat, strict=True):
         is_single = len(results) == 1
-        curves = layer_curves(results[0], name) if is_single else output.length_curves(results, mean_of(name))
+        curves = (
+            layer_curves(results[0], name)
+            if is_single
+            else output.length_curves(results, mean_of(name))
+        )
         styles = ordered_styles([curve.label for curve in curves]) if is_single else None
         output.draw_curves(axes, curves, lengths, results, styles)
         axes.set(title=name, xlabel="window length (tokens)")
@@ -146,7 +165,9 @@ def plot(results: list[Result], path: Path) -> None:
 
 def layer_curves(result: Result, name: str) -> list[output.Curve]:
     """A statistic's means over the heads of each layer."""
-    means = {e["length"]: np.mean(e["heads"][name], axis=1) for e in result["lengths"] if "heads" in e}
+    means = {
+        e["length"]: np.mean(e["heads"][name], axis=1) for e in result["lengths"] if "heads" in e
+    }
     layers = np.array([*means.values()]).T
     return [output.Curve(f"layer {i}", [*means], [*layer]) for i, layer in enumerate(layers)]
 

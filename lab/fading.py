@@ -2,10 +2,10 @@
 
     python -m lab.fading results/papers/ssmax_figures_1_3.png
 
-Figure 1: scores of -2 but for the last, which is +3. Its weight against n, under softmax and under SSMax with
-s = 0.43. Figure 3: n - 1 scores spread evenly over 0 to 1, and one more, z_max. Its weight against z_max. The
-values of n and s in Figure 3 are ours, the paper's are in its plot alone. The weights are those of the
-normalisers themselves, for one query.
+Figure 1: scores of -2 but for the last, which is +3. Its weight against n, under softmax and under
+SSMax with s = 0.43. Figure 3: n - 1 scores spread evenly over 0 to 1, and one more, z_max. Its
+weight against z_max. The values of n and s in Figure 3 are ours, the paper's are in its plot alone.
+The weights are those of the normalisers themselves, for one query.
 """
 
 from pathlib import Path
@@ -31,12 +31,15 @@ FIGURE_COLOURS = (COLOURS["softmax"], COLOURS["ssmax"], "C1")
 
 
 def last_weight(scores: Tensor, s: float | None) -> float:
-    """The weight of the last of the scores (n,), under SSMax with this s (eq. 2); None: under softmax."""
+    """The weight of the last of the scores (n,), under SSMax with this s (eq. 2); None: under
+    softmax.
+    """
     options = AttentionConfig(normaliser="softmax")
     if s is not None:
         options = AttentionConfig(normaliser="ssmax", scale_init=s)  # type: ignore[call-arg]
     layer = make_normaliser(options, 1, HEAD_DIM, 1024)
-    q = torch.tensor([HEAD_DIM**0.5, 0.0])[None, None, None]  # (B, H, Tq, D): q.k / sqrt(d) is the score
+    # (B, H, Tq, D): q.k / sqrt(d) is the score
+    q = torch.tensor([HEAD_DIM**0.5, 0.0])[None, None, None]
     k = torch.stack((scores, torch.zeros_like(scores)), -1)[None, None]  # (B, H, n, D)
     with torch.no_grad():
         return layer.weights(q, k)[0, 0, 0, -1].item()
@@ -58,7 +61,10 @@ def draw() -> Figure:
         weights = [last_weight(figure_1_scores(n), s) for n in FIGURE_1_LENGTHS]
         left.plot(FIGURE_1_LENGTHS, weights, "o-", color=colour, label=label)
     left.set(
-        xscale="log", xlabel="n", ylabel="weight of the last key", title="Figure 1: scores −2 and one +3"
+        xscale="log",
+        xlabel="n",
+        ylabel="weight of the last key",
+        title="Figure 1: scores −2 and one +3",
     )
     for s, colour in zip((None, *FIGURE_3_S), FIGURE_COLOURS, strict=True):
         for n, style in zip(FIGURE_3_LENGTHS, STYLES, strict=True):

@@ -76,7 +76,13 @@ def draw_lines(
             capsize = 3 if style["marker"] else 0
             if len(line):
                 axes.errorbar(
-                    line.x, line["mean"], line["std"], label=name, markersize=4, capsize=capsize, **style
+                    line.x,
+                    line["mean"],
+                    line["std"],
+                    label=name,
+                    markersize=4,
+                    capsize=capsize,
+                    **style,
                 )
         axes.set(xlabel=xlabel, title=panel)
         axes.grid(alpha=0.3)
@@ -96,7 +102,9 @@ def log_ticks(figure: Figure, ticks: Sequence[int], base: int = 2) -> Figure:
 
 
 def lssar_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
-    """LSSAR's Figure 1: softmax and LSSAR by length. Figure 2: loss at each length against the power p."""
+    """LSSAR's Figure 1: softmax and LSSAR by length. Figure 2: loss at each length against the
+    power p.
+    """
     losses = runs.means().query("scale == @scale and factor in @FACTORS")
     losses = losses.assign(panel="RoPE " + losses.rope, y=losses.loss)
     rows = read_rows("lssar_paper", "table4_softmax table4_lssa_p15")
@@ -124,11 +132,17 @@ def lssar_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
         factors = [f"{factor}x" for factor in FACTORS]
         points = points.assign(name=points.factor.map("{:g}x".format))
         figure = draw_lines(points, title, "re-weighting power p", shown=factors, is_ordered=True)
-        yield f"lssar_figure2_{scale}.png", title, log_ticks(figure, sorted(points.x.unique()), base=10)
+        yield (
+            f"lssar_figure2_{scale}.png",
+            title,
+            log_ticks(figure, sorted(points.x.unique()), base=10),
+        )
 
 
 def ssmax_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
-    """SSMax's Figure 4: training losses against softmax's, paired by seed. Figure 2: the learned p_n."""
+    """SSMax's Figure 4: training losses against softmax's, paired by seed. Figure 2: the learned
+    p_n.
+    """
     of_scale = runs.table.query("scale == @scale")
     points = learning_curves(runs, of_scale)
     if len(points):
@@ -138,7 +152,11 @@ def ssmax_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
         figure = draw_lines(points, title, "step", "difference (nats per token)")
         figure.axes[0].axhline(0, color="0.6", linestyle=":")
         seeds = ", ".join(f"{name} {n}" for name, n in n_seeds.items())
-        yield f"ssmax_figure4_{scale}.png", f"{title}, means over {n_steps} steps; seeds: {seeds}", figure
+        yield (
+            f"ssmax_figure4_{scale}.png",
+            f"{title}, means over {n_steps} steps; seeds: {seeds}",
+            figure,
+        )
     for line in of_scale.itertuples():
         if line.run.p_n:
             fits, figure = p_n_figure(line.run)
@@ -147,9 +165,13 @@ def ssmax_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
 
 
 def learning_curves(runs: Runs, of_scale: pd.DataFrame) -> pd.DataFrame:
-    """(b), (c), (d) minus (a) of the same seed and recipe, over WINDOW steps: name, seed, x (the step), y."""
+    """(b), (c), (d) minus (a) of the same seed and recipe, over WINDOW steps: name, seed, x (the
+    step), y.
+    """
     curves: dict[tuple[str, int, str], tuple[str, pd.Series]] = {}
-    for row in read_rows("ssmax_paper", "a_softmax_162m b_ssmax_162m c_ssmax_s1_162m d_ssmax_bias_162m"):
+    for row in read_rows(
+        "ssmax_paper", "a_softmax_162m b_ssmax_162m c_ssmax_s1_162m d_ssmax_bias_162m"
+    ):
         for line in runs.of_row(row).query("index in @of_scale.index").itertuples():
             losses = pd.Series(line.run.logged("loss"), dtype=float)
             width = max(WINDOW, line.run.config.train.max_steps // 100)
@@ -178,7 +200,9 @@ def fit_p_n(p_n: np.ndarray, name: str) -> tuple[float, float, float]:
 
 
 def p_n_figure(run: FinishedRun) -> tuple[str, Figure]:
-    """A run's learned p_n with least-squares fits, also in words, and the paper's (SSMax, Section 2.1)."""
+    """A run's learned p_n with least-squares fits, also in words, and the paper's (SSMax, Section
+    2.1).
+    """
     p_n = np.array(run.p_n)
     n = np.arange(1, len(p_n) + 1)
     curves = pd.DataFrame({"learned p_n": p_n})
@@ -186,14 +210,21 @@ def p_n_figure(run: FinishedRun) -> tuple[str, Figure]:
         a1, a2, r2 = fit_p_n(p_n, name)
         curves[f"{a1:.4g} {name} + {a2:.3f}, R² = {r2:.3f}"] = a1 * function(n) + a2
     fits = "; ".join(curves.columns[1:])
-    theirs = read_published().query("where == 'Figure 2 (legend)'").set_index("column").printed.astype(float)
+    theirs = (
+        read_published()
+        .query("where == 'Figure 2 (legend)'")
+        .set_index("column")
+        .printed.astype(float)
+    )
     curves[f"the paper's: {theirs.a1} ln n + {theirs.a2}"] = theirs.a1 * np.log(n) + theirs.a2
     points = curves.assign(x=n).melt("x", var_name="name", value_name="y")
     return fits, draw_lines(points, run.config.name, "n, visible keys", "p_n", shown=[*curves])
 
 
 def normsoftmax_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
-    """NormSoftmax's Figures 2a and 4: what log.attention_every recorded of softmax and of each gamma."""
+    """NormSoftmax's Figures 2a and 4: what log.attention_every recorded of softmax and of each
+    gamma.
+    """
     panels = {"qk_std": "std of q.k, unscaled", "entropy": "entropy, nats"}
     lines = []
     for row in read_rows("normsoftmax_paper", "baseline norm_softmax gamma"):
@@ -204,11 +235,17 @@ def normsoftmax_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
         for run, (key, panel) in product(recorded[:1], panels.items()):
             label = f"{name}, {run.config.train.dtype}"
             for step, by_layer in run.logged(key).items():
-                lines += [(f"{panel}, {layer}", label, step, value) for layer, value in by_layer.items()]
+                lines += [
+                    (f"{panel}, {layer}", label, step, value) for layer, value in by_layer.items()
+                ]
     if lines:
         title = f"NormSoftmax, Figures 2a and 4: attention in training (scale {scale})"
         points = pd.DataFrame(lines, columns=["panel", "name", "x", "y"])
-        yield f"normsoftmax_attention_{scale}.png", title, draw_lines(points, title, "step", "", sharey=False)
+        yield (
+            f"normsoftmax_attention_{scale}.png",
+            title,
+            draw_lines(points, title, "step", "", sharey=False),
+        )
 
 
 def all_figures(runs: Runs) -> Iterator[Drawn]:

@@ -1,11 +1,12 @@
-"""Take a Llama or GPT-NeoX of transformers (unscaled RoPE on whole heads, GPT-2's tokens or bytes) as a run.
+"""Take a Llama or GPT-NeoX of transformers (unscaled RoPE on whole heads, GPT-2's tokens or bytes)
+as a run.
 
     python -m lab.import_ USER/MODEL runs/imported          # from the Hugging Face hub, or a folder
     python train.py configs/ssmax_paper/e_after_pretraining_124m.toml --init-from runs/imported
 
-For `init_from` and the evaluations. What our model does not compute (parallel residuals, partial or scaled
-RoPE, other vocabularies) is rejected by its name in config.json, except dropout. The logits of both are
-compared. Needs `pip install -r requirements-hub.txt`.
+For `init_from` and the evaluations. What our model does not compute (parallel residuals, partial or
+scaled RoPE, other vocabularies) is rejected by its name in config.json, except dropout. The logits
+of both are compared. Needs `pip install -r requirements-hub.txt`.
 """
 
 import argparse
@@ -18,7 +19,13 @@ import torch
 from config import config_from_dict, to_toml
 from data.tokenizer import TOKENIZERS, get_tokenizer
 from hub.export import CHECK_TEXT
-from hub.native import ARCHITECTURES, import_transformers, largest_difference, native_config, pair_parameters
+from hub.native import (
+    ARCHITECTURES,
+    import_transformers,
+    largest_difference,
+    native_config,
+    pair_parameters,
+)
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import write_atomically
 from model import GPT
@@ -44,7 +51,12 @@ def main() -> None:
     config = convert_config(native.config, args.model, args.run)
     name = detect_tokenizer(tokenizer, args.model)
     model = convert_model(native, config)
-    state = {"step": 0, "config": config.model_dump(), "model": model.state_dict(), "optimizers": []}
+    state = {
+        "step": 0,
+        "config": config.model_dump(),
+        "model": model.state_dict(),
+        "optimizers": [],
+    }
     state |= {"guard": {}, "rng": [], "data": {"tokenizer": name, "train": "", "val": ""}}
     save_checkpoint(args.run, state, keep_last=1)
     write_atomically(args.run / "config.toml", to_toml(config).encode())
@@ -65,7 +77,9 @@ def load_native(source: str) -> tuple[Any, Any]:
 
 
 def convert_config(theirs: Any, source: str, run: Path) -> Config:
-    """The run's config. Raises UserError: all that our model does not compute, by its name in config.json."""
+    """The run's config. Raises UserError: all that our model does not compute, by its name in
+    config.json.
+    """
     if theirs.model_type not in ARCHITECTURES.values():
         fits = " or ".join(ARCHITECTURES.values())
         raise UserError(f"{source}: model_type = {theirs.model_type}: expected {fits}")
@@ -128,7 +142,9 @@ def detect_tokenizer(tokenizer: Any, source: str) -> str:
                 return name
         except UserError:  # gpt2's files are not at hand
             continue
-    raise UserError(f"{source}: its tokenizer is none of ours; expected that of {', '.join(TOKENIZERS)}")
+    raise UserError(
+        f"{source}: its tokenizer is none of ours; expected that of {', '.join(TOKENIZERS)}"
+    )
 
 
 if __name__ == "__main__":

@@ -21,12 +21,16 @@ def splits_of(folder: Path) -> list[str]:
     names = [SHARD_NAME.fullmatch(path.name) for path in folder.glob("*.bin")]
     splits = sorted({name["split"] for name in names if name})
     if not splits:
-        raise UserError(f"{folder}: no shards named like fineweb_train_000001.bin; {HOW_TO_PREPARE}")
+        raise UserError(
+            f"{folder}: no shards named like fineweb_train_000001.bin; {HOW_TO_PREPARE}"
+        )
     return splits
 
 
 def document_lengths(stream: TokenStream) -> np.ndarray:
-    """The length of each document that begins in a split, (documents,) int64. The last one ends with it."""
+    """The length of each document that begins in a split, (documents,) int64. The last one ends
+    with it.
+    """
     starts = [np.empty(0, np.int64)]
     position = 0
     for shard in stream.shards:
@@ -51,12 +55,16 @@ def print_lengths(folder: Path) -> None:
         for limit in LONG:
             long = lengths[lengths >= limit]
             share = long.sum() / stream.n_tokens
-            print(f"{'':10} {share:.1%} of the tokens in {len(long):,} documents of at least {limit:,}")
+            print(
+                f"{'':10} {share:.1%} of the tokens in {len(long):,} documents of at least {limit:,}"
+            )
 
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a data folder, such as data/python_bytes")
+    parser.add_argument(
+        "folder", metavar="DIR", type=Path, help="a data folder, such as data/python_bytes"
+    )
     print_lengths(parser.parse_args().folder)
 
 

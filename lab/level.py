@@ -1,12 +1,14 @@
-"""By how much losses over all tokens are over a baseline's, and what that shows: level, lower or higher.
+"""By how much losses over all tokens are over a baseline's, and what that shows: level, lower or
+higher.
 
     python -m lab.level runs/softmax/rows.csv runs/mine/rows.csv --baseline softmax
     python -m lab.level runs/*_seed=*/rows.csv --baseline softmax --margin 0.01
 
-Reads rows of eval_length.py. Runs whose names differ in their seeds alone (mine_seed=1, mine_seed=2) are one
-line. A difference is paired over seeds and blocks. The baseline has at each length its best RoPE scaling. ±
-is the standard error over documents, each with its blocks, or over blocks where no row says their documents
-or all are of one. From two seeds on it is that of seeds and text together.
+Reads rows of eval_length.py. Runs whose names differ in their seeds alone (mine_seed=1,
+mine_seed=2) are one line. A difference is paired over seeds and blocks. The baseline has at each
+length its best RoPE scaling. ± is the standard error over documents, each with its blocks, or over
+blocks where no row says their documents or all are of one. From two seeds on it is that of seeds
+and text together.
 
 --margin adds what three seeds show. Each limit is the mean ± three standard errors.
 
@@ -30,14 +32,19 @@ from lab.tables import DASH, markdown
 
 LINE = ["run", "rope", "text"]  # what identifies a line
 MIN_SEEDS = 3
-Documents = dict[tuple[str, int], float]  # the number of the document that a block of a text ends in
+# the number of the document that a block of a text ends in
+Documents = dict[tuple[str, int], float]
 
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="ROWS.csv")
-    parser.add_argument("--baseline", required=True, metavar="RUN", help="its name without the seed")
-    parser.add_argument("--margin", type=float, default=0.0, metavar="NATS", help="differences of no account")
+    parser.add_argument(
+        "--baseline", required=True, metavar="RUN", help="its name without the seed"
+    )
+    parser.add_argument(
+        "--margin", type=float, default=0.0, metavar="NATS", help="differences of no account"
+    )
     args = parser.parse_args()
     if args.margin < 0:
         raise UserError(f"--margin {args.margin}: expected a number above 0")
@@ -49,7 +56,9 @@ def check_rows(rows: pd.DataFrame, values: dict[str, str]) -> None:
     for column, what in values.items():
         n_values = rows.groupby(["run", "text"])[column].nunique()
         if (n_values > 1).any():
-            raise UserError(f"{n_values.idxmax()[0]}: rows of several {what}: expected one, or another name")
+            raise UserError(
+                f"{n_values.idxmax()[0]}: rows of several {what}: expected one, or another name"
+            )
     twice = rows[rows.duplicated([*LINE, "seed", "length", "block", "measure"])]
     if len(twice):
         run, seed = twice.iloc[0][["run", "seed"]]
@@ -65,7 +74,8 @@ def documents_of(rows: pd.DataFrame) -> Documents:
 
 
 def over_baseline(losses: pd.DataFrame, baseline: str) -> pd.DataFrame:
-    """By how much losses are over the baseline's best: index LINE, length, block; a column for each seed.
+    """By how much losses are over the baseline's best: index LINE, length, block; a column for each
+    seed.
 
     The best is of the RoPE scalings that all of its seeds have at a length.
 
@@ -78,7 +88,9 @@ def over_baseline(losses: pd.DataFrame, baseline: str) -> pd.DataFrame:
         raise UserError(f"--baseline {baseline}: expected a run among the rows")
     by_rope = of_baseline.groupby(["text", "length", "rope"])
     ropes = by_rope.agg(n_seeds=("seed", "nunique"), loss=("value", "mean"))
-    ropes = ropes.sort_values(["n_seeds", "loss"], ascending=[False, True], kind="stable").reset_index()
+    ropes = ropes.sort_values(
+        ["n_seeds", "loss"], ascending=[False, True], kind="stable"
+    ).reset_index()
     best_rope = ropes.drop_duplicates(["text", "length"])[["text", "length", "rope"]]
     key = ["text", "seed", "length", "block"]
     both = losses.merge(of_baseline.merge(best_rope), on=key, suffixes=("", "_baseline"))
@@ -87,7 +99,9 @@ def over_baseline(losses: pd.DataFrame, baseline: str) -> pd.DataFrame:
 
 
 def standard_error(values: pd.Series, documents: Documents) -> float:
-    """That of the mean, whose index ends with text and block; the blocks of a document err together."""
+    """That of the mean, whose index ends with text and block; the blocks of a document err
+    together.
+    """
     blocks = zip(*map(values.index.get_level_values, ("text", "block")), strict=True)
     groups = pd.Series([documents.get(block, block) for block in blocks], index=values.index)
     sums = (values - values.mean()).groupby(groups).sum()
@@ -96,7 +110,9 @@ def standard_error(values: pd.Series, documents: Documents) -> float:
 
 
 def mean_and_error(differences: pd.DataFrame, documents: Documents) -> tuple[float, float]:
-    """Of differences (blocks, seeds) the mean and its standard error; variances of text and seeds add up."""
+    """Of differences (blocks, seeds) the mean and its standard error; variances of text and seeds
+    add up.
+    """
     over_text = standard_error(differences.mean(axis="columns"), documents)
     n_seeds = differences.shape[1]
     over_seeds = differences.mean(axis="index").sem() if n_seeds > 1 else 0.0
@@ -106,8 +122,9 @@ def mean_and_error(differences: pd.DataFrame, documents: Documents) -> tuple[flo
 def verdict(differences: pd.DataFrame, margin: float, documents: Documents) -> str:
     """What differences of losses (blocks, seeds) show, a dash for less than three seeds.
 
-    Each bound is a one-sided test at 5 %, three standard errors away: with three seeds t is 2.92. "level" is
-    one test at either end of ±margin (Schuirmann 1987). Of equal models one in ten gets "lower" or "higher".
+    Each bound is a one-sided test at 5 %, three standard errors away: with three seeds t is 2.92.
+    "level" is one test at either end of ±margin (Schuirmann 1987). Of equal models one in ten gets
+    "lower" or "higher".
     """
     differences = differences.dropna(axis="columns")
     if differences.shape[1] < MIN_SEEDS:
@@ -145,8 +162,15 @@ def level_table(rows: pd.DataFrame, baseline: str, margin: float = 0.0) -> pd.Da
 
     by_line = over_baseline(losses, baseline).groupby(LINE, sort=False)
     of_seeds = {line: each.dropna(axis="columns", how="all") for line, each in by_line}
-    cells = pd.DataFrame({line: each.groupby("length").apply(cell) for line, each in of_seeds.items()}).T
-    table = cells.sort_index(axis="columns").rename(columns="{:,}".format).rename_axis(LINE).fillna(DASH)
+    cells = pd.DataFrame(
+        {line: each.groupby("length").apply(cell) for line, each in of_seeds.items()}
+    ).T
+    table = (
+        cells.sort_index(axis="columns")
+        .rename(columns="{:,}".format)
+        .rename_axis(LINE)
+        .fillna(DASH)
+    )
     table.insert(0, "seeds", [each.shape[1] for each in of_seeds.values()])
     n_texts = table.index.get_level_values("text").nunique()
     return table.reset_index("text", drop=n_texts == 1).reset_index()

@@ -4,25 +4,28 @@
     python -m lab.needle runs/softmax runs/ssmax runs/lssar --samples 100
     python -m lab.needle runs/sft --data data/fineweb10B                # fine-tuned: no text of its own
 
-A piece of the validation text contains, at 10, 30, 50, 70 or 90 % of it, "The special magic {city} number is:
-{seven digits}.". The question and the beginning of its answer, which is the needle's sentence up to the
-number, follow. With --question-only the prompt ends with "Answer:", for models that were tuned to answer so.
-Lengths include all of it. Reported with 95 % confidence intervals (Wilson):
+A piece of the validation text contains, at 10, 30, 50, 70 or 90 % of it, "The special magic {city}
+number is: {seven digits}.". The question and the beginning of its answer, which is the needle's
+sentence up to the number, follow. With --question-only the prompt ends with "Answer:", for models
+that were tuned to answer so. Lengths include all of it. Reported with 95 % confidence intervals
+(Wilson):
 
     number         share of samples whose greedy answer is the whole number
     first_digit    share whose answer begins with the right digit
     choice         share in which the number is likelier than nine others of the same distribution: chance is
                    10 %, and a model needs no fine-tuning to beat it
     needle score   attention mass from behind the needle's colon to its end in the row that predicts the
-                   first digit, for each layer and head (Section 3.4), heads ranked (Figure 7). With --depths
-                   0, drawn for each sample, the best head's in each sample, marked by outcome (Figure 8)
+                   first digit, for each layer and head (Section 3.4), heads ranked (Figure 7). With
+                   --depths 0, drawn for each sample, the best head's in each sample, marked by
+                   outcome (Figure 8)
 
 Sample i has the same text, city and number at every depth of a length and for every run of the same
-tokeniser. The paper multiplies RoPE's base by 50. Its Figure 7 is of one example, ours of all samples. The
-text, the cities and that the prompt begins the answer are ours, the paper does not give them.
+tokeniser. The paper multiplies RoPE's base by 50. Its Figure 7 is of one example, ours of all
+samples. The text, the cities and that the prompt begins the answer are ours, the paper does not
+give them.
 
-Writes eval_needle.json and eval_needle.png into the run folder and adds to its rows.csv. Several runs get one
-more figure.
+Writes eval_needle.json and eval_needle.png into the run folder and adds to its rows.csv. Several
+runs get one more figure.
 """
 
 import argparse
@@ -55,8 +58,30 @@ from model import GPT, KVCache
 from positions import RopeScaling
 
 CITIES = (
-    *("Amsterdam", "Athens", "Bangkok", "Berlin", "Bogota", "Cairo", "Chicago", "Delhi", "Dublin", "Havana"),
-    *("Helsinki", "Jakarta", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Madrid", "Manila", "Nairobi"),
+    *(
+        "Amsterdam",
+        "Athens",
+        "Bangkok",
+        "Berlin",
+        "Bogota",
+        "Cairo",
+        "Chicago",
+        "Delhi",
+        "Dublin",
+        "Havana",
+    ),
+    *(
+        "Helsinki",
+        "Jakarta",
+        "Kyoto",
+        "Lagos",
+        "Lima",
+        "Lisbon",
+        "London",
+        "Madrid",
+        "Manila",
+        "Nairobi",
+    ),
     *("Oslo", "Paris", "Prague", "Rome", "Seoul", "Sydney", "Tokyo", "Toronto", "Vienna", "Warsaw"),
 )
 MEASURES = ("number", "first_digit", "choice")
@@ -70,14 +95,31 @@ N_RANKED = 25  # heads in Figure 7
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
-    lengths_help = "of the whole sequence with the answer (default: 1, 2, 4, 8 x the training length)"
+    lengths_help = (
+        "of the whole sequence with the answer (default: 1, 2, 4, 8 x the training length)"
+    )
     add_arguments(parser, lengths_help)
     add = parser.add_argument
     depths = [10, 30, 50, 70, 90]
     depths_help = "of the text, 0: one at random for each sample (default: 10 30 50 70 90)"
-    add("--depths", nargs="+", type=integer(0, 100), default=depths, metavar="PERCENT", help=depths_help)
-    add("--question-only", action="store_true", help="ask without beginning the answer; use a --tag")
-    add("--samples", type=positive_int, default=1000, metavar="N", help="of each cell (default: %(default)s)")
+    add(
+        "--depths",
+        nargs="+",
+        type=integer(0, 100),
+        default=depths,
+        metavar="PERCENT",
+        help=depths_help,
+    )
+    add(
+        "--question-only", action="store_true", help="ask without beginning the answer; use a --tag"
+    )
+    add(
+        "--samples",
+        type=positive_int,
+        default=1000,
+        metavar="N",
+        help="of each cell (default: %(default)s)",
+    )
     args = parse_arguments(parser, "eval_needle")
     args.depths = sorted({*args.depths})
     return args
@@ -90,12 +132,16 @@ def main() -> None:
         streams = [common.open_validation(run.config, args.data, run.tokenizer) for run in runs]
         haystacks = [Haystack(stream, tokenizer_of(stream)) for stream in streams]
         lengths = args.lengths
-        for haystack, length, i in product(haystacks, {lengths[0], lengths[-1]}, range(args.samples)):
+        for haystack, length, i in product(
+            haystacks, {lengths[0], lengths[-1]}, range(args.samples)
+        ):
             make_trial(haystack, length, 50, i, args.question_only)  # raises if it does not fit
 
         def measure(i: int, model: GPT, step: int) -> tuple[dict[str, Any], str, list[Any]]:
             if not model.cacheable:
-                raise UserError(f"{runs[i].label}: needs a KV cache, but its weights depend on all keys")
+                raise UserError(
+                    f"{runs[i].label}: needs a KV cache, but its weights depend on all keys"
+                )
             cells = []
             for length, depth in product(lengths, args.depths):
                 scores = score(model, haystacks[i], length, depth, args, world)
@@ -135,7 +181,9 @@ def draw_numbers(rng: np.random.Generator) -> list[str]:
     return [str(1_000_000 + n) for n in rng.choice(9_000_000, N_CHOICES, replace=False)]
 
 
-def make_trial(haystack: Haystack, length: int, depth: int, index: int, question_only: bool = False) -> Trial:
+def make_trial(
+    haystack: Haystack, length: int, depth: int, index: int, question_only: bool = False
+) -> Trial:
     """Sample `index`: `length` tokens with the answer, the needle at `depth` per cent of the text.
 
     Raises:
@@ -147,7 +195,8 @@ def make_trial(haystack: Haystack, length: int, depth: int, index: int, question
     city = CITIES[rng.integers(len(CITIES))]
     numbers = draw_numbers(rng)
     answers = [encode(f" {number}") for number in numbers]
-    # The bytes tokeniser has a token for the space: the prompt ends with it, so that a digit comes first.
+    # The bytes tokeniser has a token for the space: the prompt ends with it, so that a digit comes
+    # first.
     n_lead = 1 if tokenizer.decode(answers[0][:1]) == " " else 0
     statement = f"The special magic {city} number is:"
     before = encode(f"\n{statement}")
@@ -188,18 +237,25 @@ def score(
 
 @torch.no_grad()
 def run_trials(model: GPT, trials: list[Trial], rope: RopeScaling, tokenizer: Tokenizer) -> Tensor:
-    """Outcomes, 0 or 1, and all heads' needle scores: (B, len(MEASURES) + n_layer * n_head) float64."""
+    """Outcomes, 0 or 1, and all heads' needle scores: (B, len(MEASURES) + n_layer * n_head)
+    float64.
+    """
     device = model.embedding.weight.device
     prompt = torch.tensor([trial.prompt for trial in trials], device=device)  # (B, P)
     n = prompt.shape[1]
     cache = KVCache(model.config.model.n_layer, n + ANSWER_TOKENS)
     model.hidden(prompt[:, :-1], rope, cache)
-    is_needle = torch.tensor([[i in t.span for i in range(n)] for t in trials], device=device)  # (B, P)
+    # (B, P)
+    is_needle = torch.tensor([[i in t.span for i in range(n)] for t in trials], device=device)
     needle_scores = attention_mass(model, prompt[:, -1:], rope, cache, is_needle)
     first = model.logits(model.hidden(prompt[:, -1:], rope, cache)[:, -1])  # (B, V)
-    answers = [tokenizer.decode(tokens).strip() for tokens in greedy(model, first, rope, cache, tokenizer)]
+    answers = [
+        tokenizer.decode(tokens).strip() for tokens in greedy(model, first, rope, cache, tokenizer)
+    ]
     choices = [[trial.choices[i] for trial in trials] for i in range(N_CHOICES)]
-    likelihoods = torch.stack([log_likelihood(model, first, tokens, rope, cache, n) for tokens in choices])
+    likelihoods = torch.stack(
+        [log_likelihood(model, first, tokens, rope, cache, n) for tokens in choices]
+    )
     is_right = [
         (re.match(rf"{trial.number}(?!\d)", answer) is not None, answer[:1] == trial.number[0])
         for answer, trial in zip(answers, trials, strict=True)
@@ -226,11 +282,14 @@ def greedy(
 def log_likelihood(
     model: GPT, first: Tensor, answers: list[list[int]], rope: RopeScaling, cache: KVCache, n: int
 ) -> Tensor:
-    """ln P(answer | the n cached positions) of each row, (B,), the first token's by logits `first` (B, V)."""
+    """ln P(answer | the n cached positions) of each row, (B,), the first token's by logits `first`
+    (B, V).
+    """
     cache.length = n
     lengths = torch.tensor([len(answer) for answer in answers], device=first.device)[:, None]
     longest = int(lengths.max())
-    padded = torch.tensor([a + [0] * (longest - len(a)) for a in answers], device=first.device)  # (B, A)
+    # (B, A)
+    padded = torch.tensor([a + [0] * (longest - len(a)) for a in answers], device=first.device)
     logits = first[:, None]
     if longest > 1:
         logits = torch.cat((logits, model.logits(model.hidden(padded[:, :-1], rope, cache))), dim=1)
@@ -240,18 +299,23 @@ def log_likelihood(
 
 # ---------------------------------------------------------------- summary and tables
 def summarise(scores: Tensor | str, model: GPT, depth: int) -> dict[str, Any]:
-    """A cell's shares of its samples, its needle scores by layer and head, at random depths its trials."""
+    """A cell's shares of its samples, its needle scores by layer and head, at random depths its
+    trials.
+    """
     if isinstance(scores, str):
         return {"reason": scores}
     m = model.config.model
     of_heads = scores[:, len(MEASURES) :]  # (N, n_layer * n_head)
     counts = scores[:, : len(MEASURES)].sum(0).int().tolist()
-    shares = {measure: proportion(n, len(scores)) for measure, n in zip(MEASURES, counts, strict=True)}
+    shares = {
+        measure: proportion(n, len(scores)) for measure, n in zip(MEASURES, counts, strict=True)
+    }
     heads = of_heads.mean(0).view(m.n_layer, m.n_head)
     cell = {"reason": None, **shares, "needle_score": heads.tolist()}
     if depth == RANDOM_DEPTH:
         outcomes = [
-            "number" if number else "first_digit" if digit else "neither" for number, digit, *_ in scores
+            "number" if number else "first_digit" if digit else "neither"
+            for number, digit, *_ in scores
         ]
         cell["trials"] = [*zip(of_heads.amax(1).tolist(), outcomes, strict=True)]
     return cell
@@ -260,13 +324,22 @@ def summarise(scores: Tensor | str, model: GPT, depth: int) -> dict[str, Any]:
 def measured_shares(cells: list[dict[str, Any]]) -> list[tuple[int, int, str, float]]:
     """(length, depth, measure, share); NaN where the length was rejected."""
     return [
-        (cell["length"], cell["depth"], measure, cell[measure]["share"] if measure in cell else math.nan)
+        (
+            cell["length"],
+            cell["depth"],
+            measure,
+            cell[measure]["share"] if measure in cell else math.nan,
+        )
         for cell, measure in product(cells, MEASURES)
     ]
 
 
-def share_table(results: list[Result], measure: str, value: Callable[[Any], Any]) -> pandas.DataFrame:
-    """The `value` of each share: runs and depths down, lengths across. NaN where the length was rejected."""
+def share_table(
+    results: list[Result], measure: str, value: Callable[[Any], Any]
+) -> pandas.DataFrame:
+    """The `value` of each share: runs and depths down, lengths across. NaN where the length was
+    rejected.
+    """
     shares = {
         (result["run"], cell["depth"] or "any", cell["length"]): value(cell[measure])
         if measure in cell
@@ -304,24 +377,36 @@ def plot(results: list[Result], path: Path) -> None:
             axes.text(column, row, f"{share:.0%}", ha="center", color="w" if share < 0.5 else "k")
         axes.set_xticks(range(shares.shape[1]), shares.columns)
         axes.set_yticks(range(len(shares)), shares.index)
-        axes.set(title=f"{measure}: share of samples", xlabel="length (tokens)", ylabel=shares.index.name)
+        axes.set(
+            title=f"{measure}: share of samples", xlabel="length (tokens)", ylabel=shares.index.name
+        )
     # Of each run the last cell at random depths, so of the longest length that has them.
     trials = {
-        result["run"]: cell["trials"] for result in results for cell in result["cells"] if "trials" in cell
+        result["run"]: cell["trials"]
+        for result in results
+        for cell in result["cells"]
+        if "trials" in cell
     }
     heads = ranked_heads(results)
     if trials:
         draw_trials(ranks, trials)
     elif len(heads):  # else every length was rejected
         heads.plot(ax=ranks, style="o-", ms=4, grid=True, title="needle score by rank of the head")
-    ranks.set(xlabel=f"rank of the {'sample' if trials else 'head'}", ylabel="attention mass on the number")
+    ranks.set(
+        xlabel=f"rank of the {'sample' if trials else 'head'}",
+        ylabel="attention mass on the number",
+    )
     titles = [f"{output.run_title(result)}, step {result['step']}" for result in results]
-    figure.suptitle("\n".join([*titles, f"RoPE scaling {output.format_rope(*results)}"]), fontsize=10)
+    figure.suptitle(
+        "\n".join([*titles, f"RoPE scaling {output.format_rope(*results)}"]), fontsize=10
+    )
     output.save_figure(figure, path)
 
 
 def draw_trials(axes: Any, trials: dict[str, list[tuple[float, str]]]) -> None:
-    """Figure 8: each run's needle scores of the best head in single samples, by rank, marked by outcome."""
+    """Figure 8: each run's needle scores of the best head in single samples, by rank, marked by
+    outcome.
+    """
     for i, (name, of_run) in enumerate(trials.items()):
         ranked = sorted(of_run, reverse=True)
         for outcome, marker in OUTCOMES.items():
@@ -329,7 +414,12 @@ def draw_trials(axes: Any, trials: dict[str, list[tuple[float, str]]]) -> None:
             scores = [ranked[rank][0] for rank in ranks]
             label = f"{name}: {outcome} ({len(ranks)})" if ranks else None
             axes.scatter(
-                [rank + 1 for rank in ranks], scores, s=18, color=f"C{i}", marker=marker, label=label
+                [rank + 1 for rank in ranks],
+                scores,
+                s=18,
+                color=f"C{i}",
+                marker=marker,
+                label=label,
             )
     axes.set(title="needle score of the best head, by sample")
     axes.legend()
@@ -337,13 +427,18 @@ def draw_trials(axes: Any, trials: dict[str, list[tuple[float, str]]]) -> None:
 
 
 def ranked_heads(results: list[Result]) -> pandas.DataFrame:
-    """Needle scores, means over depths, of the best heads: by length, of several runs at the longest one."""
+    """Needle scores, means over depths, of the best heads: by length, of several runs at the
+    longest one.
+    """
     by_rank = {}
     for result, length in product(results, results[0]["lengths"]):
-        cells = [cell for cell in result["cells"] if cell["length"] == length and cell["reason"] is None]
+        cells = [
+            cell for cell in result["cells"] if cell["length"] == length and cell["reason"] is None
+        ]
         if cells:
             scores = np.mean([cell["needle_score"] for cell in cells], axis=0).flatten()
-            best = pandas.Series(np.sort(scores)[::-1][:N_RANKED])  # series align models of fewer heads
+            # series align models of fewer heads
+            best = pandas.Series(np.sort(scores)[::-1][:N_RANKED])
             by_rank[result["run"] if len(results) > 1 else length] = best
     heads = pandas.DataFrame(by_rank)
     return heads.set_axis(range(1, len(heads) + 1))

@@ -1,13 +1,16 @@
-"""Prepare the needle's own task for fine-tuning: texts with a number in them, and the question for it.
+"""Prepare the needle's own task for fine-tuning: texts with a number in them, and the question for
+it.
 
     python -m lab.needle_data data/fineweb10B                                  # -> data/needle
     python -m lab.needle_data data/python_4k --seq-len 128 --sequences 12800
 
-A sequence is a sample of `python -m lab.needle` with its answer, in the dataset's own text, the needle
-anywhere in it. An end-of-text and zeros fill --seq-len tokens, which train.seq_len must equal. A loss mask,
-as lab/squad.py's, marks the number and the end-of-text. Numbers are drawn anew, cities are those of the test.
+A sequence is a sample of `python -m lab.needle` with its answer, in the dataset's own text, the
+needle anywhere in it. An end-of-text and zeros fill --seq-len tokens, which train.seq_len must
+equal. A loss mask, as lab/squad.py's, marks the number and the end-of-text. Numbers are drawn anew,
+cities are those of the test.
 
-It is for models too small to learn to answer from SQuAD. Train on it with --init-from RUN and --data.dir.
+It is for models too small to learn to answer from SQuAD. Train on it with --init-from RUN and
+--data.dir.
 """
 
 import argparse
@@ -32,7 +35,13 @@ def parse_args() -> argparse.Namespace:
     add("--sequences", type=positive_int, default=2**14, metavar="N", help=n_help)
     length_help = "of every sequence (default: %(default)s)"
     add("--seq-len", type=integer(2, 2**20), default=1024, metavar="T", help=length_help)
-    add("--out", type=Path, metavar="DIR", default=Path("data") / DATASET, help="(default: data/needle)")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=Path("data") / DATASET,
+        help="(default: data/needle)",
+    )
     return parser.parse_args()
 
 
@@ -59,7 +68,11 @@ def main() -> None:
         haystack = Haystack(stream, tokenizer_of(stream))
         indices = range(FIRST[split], FIRST[split] + sizes[split])
         splits[split] = [make_sequence(haystack, args.seq_len, i) for i in indices]
-    info = {"dataset": DATASET, "source": f"lab/needle_data.py, {args.dataset}", "settings": settings}
+    info = {
+        "dataset": DATASET,
+        "source": f"lab/needle_data.py, {args.dataset}",
+        "settings": settings,
+    }
     with exclusive_lock(args.out):
         write_masked(args.out, info, splits, 2, haystack.tokenizer)
 

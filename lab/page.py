@@ -1,4 +1,5 @@
-"""The comparison as one page that needs no network: choose variants, hover over lines, sort the table.
+"""The comparison as one page that needs no network: choose variants, hover over lines, sort the
+table.
 
     python -m lab.page                          # results/comparison/*.jsonl -> results/comparison/index.html
     python -m lab.page runs/comparison_report   # that of a folder that lab.report --comparison wrote
@@ -46,12 +47,16 @@ def page(folder: Path) -> str:
         raise UserError(f"{folder}: expected the records of a scale, such as A.jsonl; found none")
     scales = {path.stem: scale_data(path) for path in paths}
     settings = tomllib.loads((PAPERS_FOLDER / "comparison.toml").read_text(encoding="utf-8"))
-    data = json.dumps({"shown": settings["shown"], "scales": scales}, ensure_ascii=False, allow_nan=False)
+    data = json.dumps(
+        {"shown": settings["shown"], "scales": scales}, ensure_ascii=False, allow_nan=False
+    )
     return TEMPLATE.read_text(encoding="utf-8").replace("DATA", data.replace("</", "<\\/"))
 
 
 def scale_data(path: Path) -> dict[str, Any]:
-    """The lengths of a scale, and of each variant what it is and its numbers, in the order of the table."""
+    """The lengths of a scale, and of each variant what it is and its numbers, in the order of the
+    table.
+    """
     records = read_jsonl(path)
     if not any(record.get("kind") == "run" for record in records):
         raise UserError(f"{path}: expected the records of a scale, by lab.report --comparison")
@@ -73,7 +78,9 @@ def scale_data(path: Path) -> dict[str, Any]:
             "lr": table.lr[name],
             "losses": rounded(means.loc[name].mean()),
             "spreads": rounded(means.loc[name].std()),
-            "same targets, longest": round(same_targets[name], DIGITS) if name in same_targets else None,
+            "same targets, longest": round(same_targets[name], DIGITS)
+            if name in same_targets
+            else None,
             "step": round(costs[name], 2) if name in costs else None,
         }
         for name in table.index

@@ -3,12 +3,12 @@
     python -m lab.per_position runs/a_softmax_162m runs/b_ssmax_162m --lengths 20000 \\
         --rope theta --rope-theta 500000
 
-The validation text is cut into windows of the longest of --lengths, by default 16 times the training length.
-Their tokens are taken in --parts parts of one width. eval_length.py has the same losses in parts that
-double, beside shorter windows and the context cut.
+The validation text is cut into windows of the longest of --lengths, by default 16 times the
+training length. Their tokens are taken in --parts parts of one width. eval_length.py has the same
+losses in parts that double, beside shorter windows and the context cut.
 
-Writes per_position.json and per_position.png into the run folder and adds to its rows.csv. Several runs get
-one more figure.
+Writes per_position.json and per_position.png into the run folder and adds to its rows.csv. Several
+runs get one more figure.
 """
 
 import argparse
@@ -36,7 +36,9 @@ N_PRINTED = 10  # parts of the table
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
-    add_arguments(parser, "the longest is the window (default: 16 x the training length)", tokens=2**20)
+    add_arguments(
+        parser, "the longest is the window (default: 16 x the training length)", tokens=2**20
+    )
     parts_help = "of a window (default: %(default)s)"
     parser.add_argument("--parts", type=positive_int, default=200, metavar="N", help=parts_help)
     args = parse_arguments(parser, "per_position")
@@ -62,7 +64,9 @@ def main() -> None:
         common.evaluate("per_position", args, world, runs, picture, measure, tables, plot)
 
 
-def score(model: GPT, blocks: Blocks, edges: list[int], rope: RopeScaling, world: World) -> Tensor | str:
+def score(
+    model: GPT, blocks: Blocks, edges: list[int], rope: RopeScaling, world: World
+) -> Tensor | str:
     """The mean loss of each part of each window, (n_blocks, n_parts), or why there are none."""
 
     def part_losses(items: Sequence[int]) -> Tensor:
@@ -74,7 +78,9 @@ def score(model: GPT, blocks: Blocks, edges: list[int], rope: RopeScaling, world
 
 
 def summarise(edges: list[int], losses: Tensor | str) -> dict[str, Any]:
-    """The entry of "lengths" in per_position.json: the parts, their mean losses with errors over windows."""
+    """The entry of "lengths" in per_position.json: the parts, their mean losses with errors over
+    windows.
+    """
     if isinstance(losses, str):
         return {"length": edges[-1], "reason": losses, "parts": []}
     parts = []
@@ -85,19 +91,24 @@ def summarise(edges: list[int], losses: Tensor | str) -> dict[str, Any]:
 
 
 def cells(entry: dict[str, Any]) -> list[Cell]:
-    return [(entry["length"], None, f"loss[{p['from']}:{p['to']}]", p["loss"]) for p in entry["parts"]]
+    return [
+        (entry["length"], None, f"loss[{p['from']}:{p['to']}]", p["loss"]) for p in entry["parts"]
+    ]
 
 
 def tables(results: list[Result]) -> str:
     """Runs down, some of the parts across."""
     data = results[0]["data"]
     texts = ", ".join(dict.fromkeys(result["data"]["dir"] for result in results))
-    parts = max((result["lengths"][0]["parts"] for result in results), key=len)  # a rejected run has none
+    # a rejected run has none
+    parts = max((result["lengths"][0]["parts"] for result in results), key=len)
     printed = range(0, len(parts), max(1, len(parts) // N_PRINTED))
     lines = [["run", *(f"{parts[i]['from']}-{parts[i]['to'] - 1}" for i in printed)]]
     for result in results:
         own = result["lengths"][0]["parts"]
-        shown = [output.format_stderr(own[i]["loss"], own[i]["stderr"]) if own else "-" for i in printed]
+        shown = [
+            output.format_stderr(own[i]["loss"], own[i]["stderr"]) if own else "-" for i in printed
+        ]
         lines.append([result["run"], *shown])
     title = (
         f"Loss in nats by position in {data['blocks']} windows of {data['block_length']} tokens of "
@@ -117,7 +128,10 @@ def plot(results: list[Result], path: Path) -> None:
         axes.plot(middles, [part["loss"] for part in parts], label=output.run_title(result))
     for i, train_len in enumerate({result["train_len"] for result in results}):
         axes.axvline(train_len, color="0.4", linestyle=":", label=None if i else "training length")
-    axes.set(xlabel=f"position (tokens), RoPE scaling {output.format_rope(*results)}", ylabel="loss (nats)")
+    axes.set(
+        xlabel=f"position (tokens), RoPE scaling {output.format_rope(*results)}",
+        ylabel="loss (nats)",
+    )
     axes.grid(alpha=0.3)
     output.legend_below(figure, 3)
     output.save_figure(figure, path)

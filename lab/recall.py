@@ -1,16 +1,18 @@
-"""Synthetic recall: does a model trained on lab/recall_data.py still retrieve at lengths it never saw?
+"""Synthetic recall: does a model trained on lab/recall_data.py still retrieve at lengths it never
+saw?
 
     python -m lab.recall runs/comparison_recall/*/ --rope none --tag none
     python -m lab.recall runs/comparison_recall/lssar_p15 --lengths 64 1024 16384 --samples 50
 
-The share of answer tokens that are right is reported for each task and length. Answers are scored by teacher
-forcing: each is the model's likeliest token, given the right ones before it. The 95 % confidence intervals
-(Wilson) are for as many trials as there are sequences, because the tokens of an answer are not independent.
-Sequences are fresh, and the same for every run. "mean" is over tasks, with the interval of one.
-lab/recall_data.py says what guessing reaches.
+The share of answer tokens that are right is reported for each task and length. Answers are scored
+by teacher
+forcing: each is the model's likeliest token, given the right ones before it. The 95 % confidence
+intervals (Wilson) are for as many trials as there are sequences, because the tokens of an answer
+are not independent. Sequences are fresh, and the same for every run. "mean" is over tasks, with the
+interval of one. lab/recall_data.py says what guessing reaches.
 
-Writes eval_recall.json and eval_recall.png into the run folder and adds to its rows.csv. Several runs get one
-more figure.
+Writes eval_recall.json and eval_recall.png into the run folder and adds to its rows.csv. Several
+runs get one more figure.
 """
 
 import argparse
@@ -59,10 +61,17 @@ def main() -> None:
 
         def measure(_: int, model: GPT, step: int) -> tuple[dict[str, Any], str, list[Any]]:
             cells = [{task: score(model, task, n, args, world) for task in tasks} for n in lengths]
-            at_lengths = [summarise(n, each, args.samples) for n, each in zip(lengths, cells, strict=True)]
+            at_lengths = [
+                summarise(n, each, args.samples) for n, each in zip(lengths, cells, strict=True)
+            ]
             summary = {"tasks": tasks, "samples": args.samples, "seed": 0, "lengths": at_lengths}
             shares = [
-                (entry["length"], None, task, entry[task]["tokens"]["share"] if task in entry else math.nan)
+                (
+                    entry["length"],
+                    None,
+                    task,
+                    entry[task]["tokens"]["share"] if task in entry else math.nan,
+                )
                 for entry, task in product(at_lengths, tasks)
             ]
             return summary, f"seed 0, {args.samples} samples", shares
@@ -83,15 +92,22 @@ def trained_tasks(runs: list[common.EvaluatedRun], data_dir: str | None) -> list
 
 
 # ---------------------------------------------------------------- score
-def score(model: GPT, task: str, length: int, args: argparse.Namespace, world: World) -> Tensor | str:
-    """Whether each answer token of each sequence is right, (N, A), or why not (see `common.score_all`)."""
+def score(
+    model: GPT, task: str, length: int, args: argparse.Namespace, world: World
+) -> Tensor | str:
+    """Whether each answer token of each sequence is right, (N, A), or why not (see
+    `common.score_all`).
+    """
     rope = RopeScaling(args.rope, args.rope_theta, length)
 
     def right(items: Sequence[int]) -> Tensor:
         pairs = [recall_data.make_sequence(task, length, f"0 evaluation {i}") for i in items]
-        tokens, mask = (np.stack(part).astype(np.int64) for part in zip(*pairs, strict=True))  # (B, T) each
+        # (B, T) each
+        tokens, mask = (np.stack(part).astype(np.int64) for part in zip(*pairs, strict=True))
         with model.autocast():
-            return answers_right(model, torch.from_numpy(tokens), torch.from_numpy(mask).bool(), rope)
+            return answers_right(
+                model, torch.from_numpy(tokens), torch.from_numpy(mask).bool(), rope
+            )
 
     batch = max(1, TOKENS_AT_ONCE // length)
     return common.score_all(world, f"{task}, {length} tokens", args.samples, right, batch)
@@ -111,7 +127,9 @@ def answers_right(model: GPT, tokens: Tensor, mask: Tensor, rope: RopeScaling) -
 
 # ---------------------------------------------------------------- summary, table, figure
 def summarise(length: int, scores: dict[str, Tensor | str], n: int) -> dict[str, Any]:
-    """An entry of eval_recall.json's "lengths": the share of right tokens in each task, and their mean."""
+    """An entry of eval_recall.json's "lengths": the share of right tokens in each task, and their
+    mean.
+    """
     counts: dict[str, float] = {}  # of right tokens, in sequences
     for task, right in scores.items():
         if isinstance(right, str):
@@ -126,13 +144,18 @@ def tables(results: list[Result]) -> str:
     """Tasks and runs down, lengths across."""
     table = [["task", "run", *(str(entry["length"]) for entry in results[0]["lengths"])]]
     for task, result in product((*results[0]["tasks"], "mean"), results):
-        cells = [percent(e[task]["tokens"]) if e["reason"] is None else "-" for e in result["lengths"]]
+        cells = [
+            percent(e[task]["tokens"]) if e["reason"] is None else "-" for e in result["lengths"]
+        ]
         table.append([task, result["run"], *cells])
     heading = (
         f"Right answer tokens, {results[0]['samples']} sequences a cell, RoPE scaling "
         f"{output.format_rope(*results)}; 95 % confidence intervals."
     )
-    return "\n\n".join([heading, output.format_table(table, n_names=2), *output.rejections(results)]) + "\n"
+    return (
+        "\n\n".join([heading, output.format_table(table, n_names=2), *output.rejections(results)])
+        + "\n"
+    )
 
 
 def plot(results: list[Result], path: Path) -> None:

@@ -3,29 +3,30 @@
     python -m lab.recall_data                                     # all tasks mixed -> data/recall
     python -m lab.recall_data --tasks copy --sequences 20000 --out data/copy
 
-A sequence fills one window of --seq-len tokens, which train.seq_len must equal, so windows and sequences
-coincide in either data.order. It opens with end-of-text and the task's letter. A loss mask, as
-lab/squad.py's, marks the answers, which alone are learned. Shown with four of the eight items, answers in
-brackets:
+A sequence fills one window of --seq-len tokens, which train.seq_len must equal, so windows and
+sequences coincide in either data.order. It opens with end-of-text and the task's letter. A loss
+mask, as lab/squad.py's, marks the answers, which alone are learned. Shown with four of the eight
+items, answers in brackets:
 
     mqar       M;~Kd*Ga:!Pm&?Be,=G[a]K[d]B[e]P[m]   the value of each key, keys in another order
-                                                    (multi-query associative recall, Arora et al. 2023)
+                                                    (multi-query associative recall, Arora et al.
+                                                    2023)
     copy       C*;<hbnk>,:-&=[hbnk]                 the list, in order
     reverse    R*;<hbnk>,:-&=[knbh]                 backwards
     sort       S*;<hbnk>,:-&=[bhkn]                 in the alphabet's order
     flipflop   Fw1i0i1r[1]i0w0i1r[0]                the last bit written; i: ignore (Liu et al. 2023)
 
-A longer sequence has as much to recall among more noise (flipflop: ignored bits), at random places. So
-errors are of retrieval among more keys at larger distances, not of an algorithm on longer lists. Tokens are
-the bytes of ASCII text.
+A longer sequence has as much to recall among more noise (flipflop: ignored bits), at random places.
+So errors are of retrieval among more keys at larger distances, not of an algorithm on longer lists.
+Tokens are the bytes of ASCII text.
 
-The best guess of an answer token, given those before it but nothing found, is right in 1/16 of mqar, 0.08 of
-copy and reverse (0.34 within the right list: letters do not repeat), 1/2 of sort (the alphabet's next letter)
-and 1/2 of flipflop: 0.25 in the mean of all tasks.
+The best guess of an answer token, given those before it but nothing found, is right in 1/16 of
+mqar, 0.08 of copy and reverse (0.34 within the right list: letters do not repeat), 1/2 of sort (the
+alphabet's next letter) and 1/2 of flipflop: 0.25 in the mean of all tasks.
 
-Writes recall_val_000000.bin, recall_train_000001.bin, the masks, and dataset.json (format: data/shards.py).
-Train a variant on it, `configs/comparison/A/lssa.toml --base configs/comparison/recall.toml`, evaluate with
-`python -m lab.recall`.
+Writes recall_val_000000.bin, recall_train_000001.bin, the masks, and dataset.json (format:
+data/shards.py). Train a variant on it, `configs/comparison/A/lssa.toml --base
+configs/comparison/recall.toml`, evaluate with `python -m lab.recall`.
 """
 
 import argparse
@@ -54,7 +55,8 @@ MIN_LENGTH = 40
 Task = Callable[[Random, int], tuple[str, range | list[int]]]
 
 
-# ---------------------------------------------------------------- tasks: n characters, and where answers are
+# ---------------------------------------------------------------- tasks: n characters, and where
+# answers are
 def mqar(rng: Random, n: int) -> tuple[str, range]:
     keys = rng.sample(KEYS, N_ITEMS)
     values = rng.choices(LETTERS, k=N_ITEMS)
@@ -85,7 +87,9 @@ def flipflop(rng: Random, n: int) -> tuple[str, list[int]]:
     for i in sorted(writes | reads):
         stored = bits[i] if i in writes else stored
         bits[i] = stored
-    text = "".join(("w" if i in writes else "r" if i in reads else "i") + bit for i, bit in enumerate(bits))
+    text = "".join(
+        ("w" if i in writes else "r" if i in reads else "i") + bit for i, bit in enumerate(bits)
+    )
     return text, [2 * i + 1 for i in sorted(reads)]
 
 
@@ -113,7 +117,9 @@ def make_sequence(task: str, length: int, seed: str) -> Sequence:
         UserError: an odd length, or one below MIN_LENGTH.
     """
     if length < MIN_LENGTH or length % 2:
-        raise UserError(f"a sequence of {length} tokens: expected an even number of at least {MIN_LENGTH}")
+        raise UserError(
+            f"a sequence of {length} tokens: expected an even number of at least {MIN_LENGTH}"
+        )
     text, answers = TASKS[task](Random(f"{seed} {task} {length}"), length - 2)
     opening = [VOCAB - 1, ord(task[0].upper())]
     tokens = np.array(opening + list(text.encode("ascii")), np.uint16)
@@ -132,7 +138,9 @@ def main() -> None:
     splits: dict[str, list[Sequence]] = {}
     for split, n in sizes.items():
         tasks = [args.tasks[i % len(args.tasks)] for i in range(n)]  # in turn
-        splits[split] = [make_sequence(task, args.seq_len, f"0 {split} {i}") for i, task in enumerate(tasks)]
+        splits[split] = [
+            make_sequence(task, args.seq_len, f"0 {split} {i}") for i, task in enumerate(tasks)
+        ]
     info = {"dataset": DATASET, "tokenizer": "bytes", "vocab_size": VOCAB, "tasks": args.tasks}
     info |= {"source": "lab/recall_data.py, seed 0", "settings": settings}
     with exclusive_lock(args.out):
@@ -142,13 +150,26 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
-    add("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help="(default: all)")
+    add(
+        "--tasks",
+        nargs="+",
+        choices=TASKS,
+        default=list(TASKS),
+        metavar="TASK",
+        help="(default: all)",
+    )
     n_help = "to train on (default: %(default)s)"
     add("--sequences", type=positive_int, default=2**17, metavar="N", help=n_help)
     length_help = "of every sequence (default: %(default)s)"
     add("--seq-len", type=integer(2, 2**20), default=64, metavar="T", help=length_help)
     default = Path("data") / DATASET
-    add("--out", type=Path, metavar="DIR", default=default, help="folder to write (default: data/recall)")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=default,
+        help="folder to write (default: data/recall)",
+    )
     return parser.parse_args()
 
 

@@ -1,9 +1,9 @@
 """Records of finished runs, a line of a .jsonl file each, from which the papers' report is redrawn.
 
-A record has the keys of the config that are not the defaults, the block losses of eval_length.py by RoPE
-scaling and length, the validations, and the training losses as means over hundredths of the run. Of ssmax_pn
-it has p_n, of a run with log.attention_every its statistics. A record may have a `note` on where its numbers
-are from. The comparison's records are read as well.
+A record has the keys of the config that are not the defaults, the block losses of eval_length.py by
+RoPE scaling and length, the validations, and the training losses as means over hundredths of the
+run. Of ssmax_pn it has p_n, of a run with log.attention_every its statistics. A record may have a
+`note` on where its numbers are from. The comparison's records are read as well.
 """
 
 import json
@@ -26,10 +26,14 @@ ATTENTION = ("qk_std", "entropy")  # by layer
 
 
 def record_of(run: FinishedRun) -> Record:
-    """What is kept of an evaluated run: its losses are those of the text that it was mainly evaluated on."""
+    """What is kept of an evaluated run: its losses are those of the text that it was mainly
+    evaluated on.
+    """
     losses = run.losses[(run.losses.text == main_text(run.losses)) & (run.losses.measure == "loss")]
     by_rope: dict[str, dict[str, list[float]]] = {}
-    for (rope, length), each in losses.dropna(subset=["block", "value"]).groupby(["rope", "length"]):
+    for (rope, length), each in losses.dropna(subset=["block", "value"]).groupby(
+        ["rope", "length"]
+    ):
         values = each.sort_values("block").value.round(DIGITS)
         by_rope.setdefault(str(rope), {})[str(length)] = values.tolist()
     record = {
@@ -59,10 +63,14 @@ def rounded_layers(values: dict[str, float | None]) -> dict[str, float]:
 
 
 def stated_keys(config: Config) -> Record:
-    """Dotted keys that are not the defaults, and all options of the normaliser, with its own defaults."""
+    """Dotted keys that are not the defaults, and all options of the normaliser, with its own
+    defaults.
+    """
     changed = changed_keys(Config(name="default"), config)
     stated = {key: value for key, (_, value) in changed.items() if not key.startswith("attention.")}
-    return stated | {f"attention.{key}": value for key, value in config.attention.model_dump().items()}
+    return stated | {
+        f"attention.{key}": value for key, value in config.attention.model_dump().items()
+    }
 
 
 def rounded(values: dict[int, float]) -> list[list[float]]:
@@ -77,8 +85,12 @@ def hundredths(run: FinishedRun) -> dict[int, float]:
 
 
 def run_of(record: Record, path: Path) -> FinishedRun:
-    """The run of a record. Raises UserError: this version does not know a key or value of its config."""
-    metrics: list[Record] = [{"step": int(step), "val_loss": value} for step, value in record["validations"]]
+    """The run of a record. Raises UserError: this version does not know a key or value of its
+    config.
+    """
+    metrics: list[Record] = [
+        {"step": int(step), "val_loss": value} for step, value in record["validations"]
+    ]
     metrics += [{"step": int(step), "loss": value} for step, value in record["hundredths"]]
     metrics += record.get("attention", [])
     config = config_from_dict(record["config"], str(path))
@@ -97,21 +109,30 @@ def table_of(name: str, by_rope: dict[str, dict[str, list[float]]], text: str) -
         for block, loss in enumerate(losses)
     ]
     table = pd.DataFrame(rows, columns=["rope", "length", "block", "value"])
-    parts = {"skipped_tokens": int(skipped), "blocks": int(blocks), "block_length": int(block_length)}
+    parts = {
+        "skipped_tokens": int(skipped),
+        "blocks": int(blocks),
+        "block_length": int(block_length),
+    }
     return table.assign(run=name, text=text, measure="loss", **parts)
 
 
 def run_of_comparison(record: Record, path: Path) -> FinishedRun:
-    """The run of one of the comparison's records, of the variant <path's stem>/<contestant>.toml or A/'s."""
+    """The run of one of the comparison's records, of the variant <path's stem>/<contestant>.toml or
+    A/'s.
+    """
     folder = CONFIGS / "comparison"
     name = f"{record['contestant']}.toml"
-    file = next((f for f in (folder / path.stem / name, folder / "A" / name) if f.exists()), folder / name)
+    file = next(
+        (f for f in (folder / path.stem / name, folder / "A" / name) if f.exists()), folder / name
+    )
     options = ["--seed", str(record["which"]), "--optimizer.lr", str(record["lr"])]
     config = load_config(file, [*options, "--base", str(folder / f"{path.stem}.toml")])
     steps_before = record["steps"] - config.train.max_steps
     normaliser = config.attention.normaliser
     begun = (
-        f"init_from {config.init_from}, step {steps_before}\n  changed  attention.normaliser {normaliser}\n"
+        f"init_from {config.init_from}, step {steps_before}\n"
+        f"  changed  attention.normaliser {normaliser}\n"
     )
     losses = {
         rope: {length: of_blocks[0] for length, of_blocks in by_length.items()}
@@ -131,7 +152,8 @@ def read_records(path: Path) -> list[FinishedRun]:
 
 
 def merge(runs: list[FinishedRun]) -> list[FinishedRun]:
-    """The runs without repeats of one training, whose losses at other RoPE scalings the first of them gets.
+    """The runs without repeats of one training, whose losses at other RoPE scalings the first of
+    them gets.
 
     A repeat has the experiment, recipe, seed and last validation of another.
     """
@@ -154,7 +176,9 @@ def keep(runs: list[FinishedRun], path: Path) -> None:
 
 def write_records(records: dict[Any, Record], path: Path) -> None:
     """A line of JSON for each record, by increasing key."""
-    lines = [json.dumps(records[key], ensure_ascii=False, allow_nan=False) for key in sorted(records)]
+    lines = [
+        json.dumps(records[key], ensure_ascii=False, allow_nan=False) for key in sorted(records)
+    ]
     write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
 
 

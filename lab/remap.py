@@ -2,17 +2,18 @@
 
     python -m lab.remap runs/softmax --near 64                    # beyond 64 all keys are at 64 (ReRoPE)
     python -m lab.remap runs/softmax --near 64 --group 32         # beyond 64 by groups (Self-Extend)
-    python -m lab.remap runs/softmax --near 64 --data data/python_tests_4k --blocks 256 --out runs/remapped
+    python -m lab.remap runs/softmax --near 64 --data data/python_tests_4k --blocks 256 --out
+    runs/remapped
 
 A key at distance r < W = `--near` keeps its distance. Beyond, the distance that RoPE sees is
 
     W                               ReRoPE (Su 2023, kexue.fm/archives/9708)
     i // G - j // G + W - W // G    Self-Extend, of query i and key j (Jin et al. 2024, arXiv 2401.01325)
 
-so that no distance is new to the model if (N - 1) // G + W - W // G is below its training length, N the
-longest context. Both need scores twice, and here dense ones: it is a control for small models. The targets
-and the cut are those of eval_length.py. Prints the table of lab.gains, which explains it. --out writes its
-rows.
+so that no distance is new to the model if (N - 1) // G + W - W // G is below its training length, N
+the longest context. Both need scores twice, and here dense ones: it is a control for small models.
+The targets and the cut are those of eval_length.py. Prints the table of lab.gains, which explains
+it. --out writes its rows.
 """
 
 import argparse
@@ -39,11 +40,17 @@ from training.checkpoint import load_model
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder or checkpoint file")
-    parser.add_argument("--near", type=positive_int, required=True, metavar="W", help="distances kept")
+    parser.add_argument(
+        "--near", type=positive_int, required=True, metavar="W", help="distances kept"
+    )
     group_help = "places that share one beyond W (default: 0, all distances are W)"
     parser.add_argument("--group", type=integer(0, 2**20), default=0, metavar="G", help=group_help)
-    parser.add_argument("--data", metavar="DIR", help="dataset folder (default: that of the run's config)")
-    parser.add_argument("--blocks", type=positive_int, default=32, metavar="N", help="(default: 32)")
+    parser.add_argument(
+        "--data", metavar="DIR", help="dataset folder (default: that of the run's config)"
+    )
+    parser.add_argument(
+        "--blocks", type=positive_int, default=32, metavar="N", help="(default: 32)"
+    )
     parser.add_argument("--out", type=output_folder, metavar="FOLDER", help="write rows.csv there")
     return parser.parse_args()
 
@@ -83,11 +90,14 @@ def remapped_forward(
 def remap(model: GPT, near: int, group: int) -> None:
     """Have all layers with RoPE see far keys nearer.
 
-    Raises UserError: there is no such layer, or its formula shifts a row's scores by one of its keys'.
+    Raises UserError: there is no such layer, or its formula shifts a row's scores by one of its
+    keys'.
     """
     with_rope = [block.attention for block in model.blocks if block.attention.has_rope]
     if not with_rope:
-        raise UserError("no layer has RoPE: expected a run with model.position = rope in one at least")
+        raise UserError(
+            "no layer has RoPE: expected a run with model.position = rope in one at least"
+        )
     for attention in with_rope:
         formula = attention.normaliser.definition
         if formula.centre_keys:  # near and far scores would be shifted differently
@@ -117,12 +127,16 @@ def main() -> None:
     rope = f"self_extend = {args.near}/{args.group}" if args.group else f"rerope = {args.near}"
     run = (f"{config.name}_remapped", config.seed, config.optimizer.lr, trained.step, "remap", rope)
     items = range(args.blocks)
-    cut = [cut_losses(trained.model, blocks, i, train_len)[0, -train_len:].mean().item() for i in items]
+    cut = [
+        cut_losses(trained.model, blocks, i, train_len)[0, -train_len:].mean().item() for i in items
+    ]
     remap(trained.model, args.near, args.group)
     losses: dict[int, list[float]] = {length: [] for length in blocks.lengths}
     for i in tqdm(items, unit="block", disable=None):
         for length, of_blocks in losses.items():
-            of_blocks.append(target_losses(trained.model, blocks, i, length)[-train_len:].mean().item())
+            of_blocks.append(
+                target_losses(trained.model, blocks, i, length)[-train_len:].mean().item()
+            )
     publish(run, blocks, cut, losses, args.out)
 
 

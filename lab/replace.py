@@ -1,17 +1,20 @@
-"""Replace softmax in a pretrained model of transformers: loss by length before and after a short fine-tuning.
+"""Replace softmax in a pretrained model of transformers: loss by length before and after a short
+fine-tuning.
 
-    python -m lab.replace MODEL --train-text a.txt --val-text b.txt --normaliser ssmax --scale-init auto
+    python -m lab.replace MODEL --train-text a.txt --val-text b.txt --normaliser ssmax --scale-init
+    auto
     python -m lab.replace MODEL --train-text a.txt --val-text b.txt --normaliser softmax      # the control
     python -m lab.replace MODEL --val-text b.txt --steps 0 --normaliser lssa --reweight-p 15
 
-(SSMax paper, (e).) MODEL is a folder or a name on the Hugging Face hub: any causal model that `hub.register`
-can change. Options of the normaliser are options here. `--scale-init auto` is SSMax's 1 / mean of ln n over
-n = 1 ... the training length, with which the scores keep their size on average.
+(SSMax paper, (e).) MODEL is a folder or a name on the Hugging Face hub: any causal model that
+`hub.register` can change. Options of the normaliser are options here. `--scale-init auto` is
+SSMax's 1 / mean of ln n over n = 1 ... the training length, with which the scores keep their size
+on average.
 
-Every length scores the same tokens, the first of the validation text. They are cut into blocks of the longest
-length and each block into windows; ± is the standard error over blocks. The fine-tuning is AdamW on all
-parameters in float32, without dropout, the learning rate falling linearly to zero, on windows of the training
-length in a seeded order.
+Every length scores the same tokens, the first of the validation text. They are cut into blocks of
+the longest length and each block into windows; ± is the standard error over blocks. The fine-tuning
+is AdamW on all parameters in float32, without dropout, the learning rate falling linearly to zero,
+on windows of the training length in a seeded order.
 """
 
 import argparse
@@ -51,14 +54,36 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
     add("model", help="folder or name on the Hugging Face hub")
-    add("--normaliser", required=True, help="a name of ours; its options are options here: --reweight-p 15")
+    add(
+        "--normaliser",
+        required=True,
+        help="a name of ours; its options are options here: --reweight-p 15",
+    )
     add("--val-text", type=Path, required=True, metavar="FILE", help="the text to evaluate on")
-    add("--train-text", type=Path, metavar="FILE", help="the text to fine-tune on (with --steps above 0)")
-    add("--lengths", nargs="+", type=positive_int, metavar="T", help="(default: 1, 2, 4, 8 training lengths)")
-    add("--tokens", type=positive_int, default=131072, help="tokens to evaluate on (default: %(default)s)")
+    add(
+        "--train-text",
+        type=Path,
+        metavar="FILE",
+        help="the text to fine-tune on (with --steps above 0)",
+    )
+    add(
+        "--lengths",
+        nargs="+",
+        type=positive_int,
+        metavar="T",
+        help="(default: 1, 2, 4, 8 training lengths)",
+    )
+    add(
+        "--tokens",
+        type=positive_int,
+        default=131072,
+        help="tokens to evaluate on (default: %(default)s)",
+    )
     add("--rope", choices=get_args(RopeKind), default="ntk", help="RoPE scaling (default: ntk)")
     add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
-    add("--steps", type=integer(0, 10**6), default=100, help="of fine-tuning (default: %(default)s)")
+    add(
+        "--steps", type=integer(0, 10**6), default=100, help="of fine-tuning (default: %(default)s)"
+    )
     add("--lr", type=positive_float, default=1e-4, help="peak learning rate (default: %(default)s)")
     add("--batch", type=positive_int, default=32, help="windows in a step (default: %(default)s)")
     args, rest = parser.parse_known_args()
@@ -72,7 +97,8 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
 
 def main() -> None:
     args, options = parse_args()
-    make_attention(args.normaliser, options, train_len=2)  # a mistake ends here, before the model loads
+    # a mistake ends here, before the model loads
+    make_attention(args.normaliser, options, train_len=2)
     scaling = RopeScaling(args.rope, args.rope_theta)
     val_text = read_text(args.val_text)
     train_text = read_text(args.train_text) if args.steps else ""
@@ -94,11 +120,15 @@ def main() -> None:
         fine_tune(model, windows, scaling, args)
         losses["fine-tuned"] = measure(model, blocks, lengths, scaling)
     name = describe_attention(attention)
-    print(f"{args.model}: loss in nats, ± standard error; {args.steps} steps; RoPE scaling {args.rope}\n")
+    print(
+        f"{args.model}: loss in nats, ± standard error; {args.steps} steps; RoPE scaling {args.rope}\n"
+    )
     table = [["state", "attention", *map(str, lengths)]]
     for state, by_length in losses.items():
         attention_name = "softmax" if state == "softmax" else name
-        table.append([state, attention_name, *(format_stderr(*loss) for loss in by_length.values())])
+        table.append(
+            [state, attention_name, *(format_stderr(*loss) for loss in by_length.values())]
+        )
     print(format_table(table, n_names=2))
     if learned:
         print("\nlearned parameters of each layer:", *(p.tolist() for p in learned), sep="\n")
@@ -108,7 +138,8 @@ def make_attention(normaliser: str, options: dict[str, Any], train_len: int) -> 
     """The checked [attention] section; scale_init = auto is 1 / mean ln n over n = 1 ... train_len."""
     section = {"normaliser": normaliser, **options}
     if section.get("scale_init") == "auto":
-        section["scale_init"] = train_len / math.lgamma(train_len + 1)  # sum of ln n = ln train_len!
+        # sum of ln n = ln train_len!
+        section["scale_init"] = train_len / math.lgamma(train_len + 1)
     return config_from_dict({"name": "replace", "attention": section}, "command line").attention
 
 
@@ -121,13 +152,17 @@ def read_blocks(tokenizer: Any, text: str, limit: float, lengths: list[int]) -> 
     """
     longest = lengths[-1]
     if any(longest % length for length in lengths):
-        raise UserError(f"--lengths {lengths}: expected divisors of the longest, so that all score the same")
+        raise UserError(
+            f"--lengths {lengths}: expected divisors of the longest, so that all score the same"
+        )
     if limit < longest:
         raise UserError(f"--tokens {limit}: expected at least {longest}, the longest length")
     tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False))
     n = int(min(len(tokens) - 1, limit)) // longest
     if not n:
-        raise UserError(f"a text of {len(tokens)} tokens: expected more than {longest}, the longest length")
+        raise UserError(
+            f"a text of {len(tokens)} tokens: expected more than {longest}, the longest length"
+        )
     return tokens[: n * longest + 1].unfold(0, longest + 1, longest)
 
 
@@ -162,14 +197,20 @@ def scale_rope(model: Any, length: int, scaling: RopeScaling) -> None:
     train_len = model.config.max_position_embeddings
     modules = [module for module in model.modules() if hasattr(module, "inv_freq")]
     if not modules and (length > train_len or scaling.kind != "none"):
-        raise UserError(f"the model has no RoPE: expected --rope none, --lengths of at most {train_len}")
+        raise UserError(
+            f"the model has no RoPE: expected --rope none, --lengths of at most {train_len}"
+        )
     for module in modules:
         rope = module.config.rope_parameters
         if rope.get("rope_type") != "default":
-            raise UserError(f"rope_type = {rope.get('rope_type')}: expected default, to scale it here")
+            raise UserError(
+                f"rope_type = {rope.get('rope_type')}: expected default, to scale it here"
+            )
         d = 2 * len(module.inv_freq)
         device = module.inv_freq.device
-        freqs, amplitude = rope_frequencies(d, rope["rope_theta"], scaling, length, train_len, device)
+        freqs, amplitude = rope_frequencies(
+            d, rope["rope_theta"], scaling, length, train_len, device
+        )
         module.inv_freq = freqs.float()
         module.attention_scaling = amplitude
 
@@ -178,7 +219,9 @@ def fine_tune(model: Any, windows: Tensor, scaling: RopeScaling, args: argparse.
     """AdamW on all parameters, in float32, at the training length."""
     scale_rope(model, windows.shape[1] - 1, scaling)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0
+    )
     for step in trange(args.steps, desc="fine-tuning", leave=False, disable=None):
         chosen = order[torch.arange(step * args.batch, (step + 1) * args.batch) % len(order)]
         tokens = windows[chosen]

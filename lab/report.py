@@ -7,16 +7,18 @@
     python -m lab.report --comparison runs/comparison_A      # the comparison -> runs/comparison_report/
     python -m lab.report --comparison                        # redrawn from results/comparison/*.jsonl
 
-Writes report.md and PNGs into --out, in place of an earlier report's. A row of a table is an experiment, a
-file in configs/. A run belongs to a row if its formula, positions, loss and kind of optimiser are the file's,
-whatever its name and its size, unless the file sweeps over sizes. A scale all of whose runs are of such files
-stands in their rows alone. If the file has init_from, the run has to replace another's normaliser.
+Writes report.md and PNGs into --out, in place of an earlier report's. A row of a table is an
+experiment, a file in configs/. A run belongs to a row if its formula, positions, loss and kind of
+optimiser are the file's, whatever its name and its size, unless the file sweeps over sizes. A scale
+all of whose runs are of such files stands in their rows alone. If the file has init_from, the run
+has to replace another's normaliser.
 
---papers keeps a record of each run in <out>/runs.jsonl and reads the comparison's records of scale A, of the
-rows of the papers.
+--papers keeps a record of each run in <out>/runs.jsonl and reads the comparison's records of scale
+A, of the rows of the papers.
 
 Runs of one scale share a letter. Runs that differ in their seed alone share a line, mean ± standard
-deviation. Losses are eval_length.py's, at multiples of the training length. Unfinished runs are skipped.
+deviation. Losses are eval_length.py's, at multiples of the training length. Unfinished runs are
+skipped.
 """
 
 import argparse
@@ -68,10 +70,16 @@ report's own."""
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders, or folders of run folders")
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help="run folders, or folders of run folders"
+    )
     parser.add_argument("--comparison", action="store_true", help="RUN: a folder for each scale")
-    parser.add_argument("--papers", action="store_true", help="from the records in --out, and of RUN")
-    parser.add_argument("--out", metavar="DIR", help="(default: beside the runs, without runs results/)")
+    parser.add_argument(
+        "--papers", action="store_true", help="from the records in --out, and of RUN"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="(default: beside the runs, without runs results/)"
+    )
     args = parser.parse_args()
     if not args.runs and not args.comparison and not args.papers:
         raise UserError("expected run folders: python -m lab.report runs/* (or --help)")
@@ -110,12 +118,15 @@ def main() -> None:
 
 
 def with_records(runs: list[FinishedRun], out: Path) -> list[FinishedRun]:
-    """Keep records of the runs in `out`. Returns: all runs there, and the comparison's that are of a row."""
+    """Keep records of the runs in `out`. Returns: all runs there, and the comparison's that are of
+    a row.
+    """
     keep(runs, out / RECORDS)
     experiments = {experiment_of(row.config) for row in all_rows()}
     of_comparison = read_records(RESULTS / "A.jsonl")
     return merge(
-        read_records(out / RECORDS) + [run for run in of_comparison if run.experiment in experiments]
+        read_records(out / RECORDS)
+        + [run for run in of_comparison if run.experiment in experiments]
     )
 
 
@@ -133,7 +144,9 @@ def report_text(runs: Runs, captions: dict[str, str]) -> str:
         for table in tables:
             parts += [f"### {table['title']}", paper_table(table, runs, of_paper)]
             for where in table.get("numbers", ()):
-                parts.append(numbers_table(of_paper[(of_paper["where"] == where) & (of_paper.config == "")]))
+                parts.append(
+                    numbers_table(of_paper[(of_paper["where"] == where) & (of_paper.config == "")])
+                )
     return "\n\n".join(parts) + "\n"
 
 
@@ -156,7 +169,15 @@ def counts_of(runs: Runs, published: pd.DataFrame) -> pd.DataFrame:
             len(of_paper) - len(own),
         ]
         lines.append([paper, *counts])
-    columns = ["paper", "rows", "experiments", "run", "published numbers", "with a config", "second-hand"]
+    columns = [
+        "paper",
+        "rows",
+        "experiments",
+        "run",
+        "published numbers",
+        "with a config",
+        "second-hand",
+    ]
     return pd.DataFrame(lines, columns=columns)
 
 
@@ -165,14 +186,18 @@ def scales_text(runs: Runs) -> str:
     for (scale, scale_text), of_scale in runs.table.groupby(["scale", "scale_text"]):
         sizes = {run.n_params for run in of_scale.run}
         parameters = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
-        lines.append(f"- **{scale}** ({len(of_scale)} runs): {scale_text}; {parameters} parameters.")
+        lines.append(
+            f"- **{scale}** ({len(of_scale)} runs): {scale_text}; {parameters} parameters."
+        )
     return "\n".join(lines)
 
 
 def runs_table(table: pd.DataFrame, losses: pd.DataFrame) -> str:
     """Every line of a scale: losses at 1x and 16x and their difference, for each RoPE scaling."""
     by_line = table.groupby("line")
-    lines = by_line.agg(run=("name", "first"), seeds=("seed", lambda seeds: ", ".join(map(str, seeds))))
+    lines = by_line.agg(
+        run=("name", "first"), seeds=("seed", lambda seeds: ", ".join(map(str, seeds)))
+    )
     lines["parameters"] = [f"{run.n_params:,}" for run in by_line.run.first()]
     final = table.run.map(lambda run: run.logged("val_loss")[run.config.train.max_steps])
     lines["validation"] = final.groupby(table.line).agg(mean_and_spread)
@@ -188,7 +213,9 @@ def runs_table(table: pd.DataFrame, losses: pd.DataFrame) -> str:
 
 
 def paper_table(table: dict[str, Any], runs: Runs, published: pd.DataFrame) -> str:
-    """A paper's table: for each row the published numbers, then ours for each scale and RoPE scaling."""
+    """A paper's table: for each row the published numbers, then ours for each scale and RoPE
+    scaling.
+    """
     by_line = runs.means().groupby(["line", "rope", "factor"]).loss
     ours = by_line.agg(mean_and_spread).unstack().reindex(columns=FACTORS)
     cells = []
@@ -203,7 +230,11 @@ def paper_table(table: dict[str, Any], runs: Runs, published: pd.DataFrame) -> s
             of_row += [[f"{source}, RoPE {rope}", *at_rope] for rope, at_rope in losses.iterrows()]
         names = [f"`{row.config.name}`"] + [""] * len(of_row)
         cells += [[name, *line_cells] for name, line_cells in zip(names, of_row, strict=False)]
-    header = [f"row (`configs/{table['folder']}/`)", "source", *(f"{factor}x" for factor in FACTORS)]
+    header = [
+        f"row (`configs/{table['folder']}/`)",
+        "source",
+        *(f"{factor}x" for factor in FACTORS),
+    ]
     lines = [dict(zip(header, line_cells, strict=False)) for line_cells in cells]
     return markdown(pd.DataFrame(lines, columns=header), n_left=2)
 

@@ -19,7 +19,14 @@ def read_rows(folders: Iterable[str | Path]) -> pandas.DataFrame:
     A folder without rows adds none. Raises UserError: a run's config.toml cannot be read.
     """
     types: dict[str, Any] = dict.fromkeys(Row._fields, str)
-    types |= {"seed": int, "lr": float, "step": int, "length": int, "block": "Int64", "value": float}
+    types |= {
+        "seed": int,
+        "lr": float,
+        "step": int,
+        "length": int,
+        "block": "Int64",
+        "value": float,
+    }
     tables = []
     for folder in map(Path, folders):
         if (folder / FILE).exists():
@@ -30,7 +37,9 @@ def read_rows(folders: Iterable[str | Path]) -> pandas.DataFrame:
 
 
 def validation_rows(folder: Path) -> Iterator[Row]:
-    """The validations in metrics.jsonl; their text is empty, the first train.val_tokens of the config."""
+    """The validations in metrics.jsonl; their text is empty, the first train.val_tokens of the
+    config.
+    """
     records = read_jsonl(folder / "metrics.jsonl")
     if not records:
         return
@@ -39,4 +48,6 @@ def validation_rows(folder: Path) -> Iterator[Row]:
     length = config.train.seq_len
     for record in records:
         for measure in sorted(VALIDATIONS & record.keys()):
-            yield Row(*run, record["step"], "train", "none", "", length, None, measure, record[measure])
+            yield Row(
+                *run, record["step"], "train", "none", "", length, None, measure, record[measure]
+            )

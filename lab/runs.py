@@ -1,4 +1,6 @@
-"""Finished runs as tables: which experiment, scale and seed each run is, and its losses at every length."""
+"""Finished runs as tables: which experiment, scale and seed each run is, and its losses at every
+length.
+"""
 
 import inspect
 import json
@@ -29,14 +31,17 @@ class FinishedRun:
     folder: Path  # or the file that holds its record
     config: Config
     metrics: list[dict[str, Any]]  # the lines of metrics.jsonl
-    losses: pd.DataFrame  # the rows of eval_length.py after the last step, with the parts of their text
+    # the rows of eval_length.py after the last step, with the parts of their text
+    losses: pd.DataFrame
     begun: str  # init_from.txt: what it began from, and which keys changed
     n_params: int
     kept_p_n: tuple[float, ...] = ()  # of a record
 
     @property
     def p_n(self) -> tuple[float, ...]:
-        """The learned p_n of ssmax_pn, from n = 1 on; empty for another normaliser, or if it was not kept."""
+        """The learned p_n of ssmax_pn, from n = 1 on; empty for another normaliser, or if it was
+        not kept.
+        """
         if "ssmax_pn" not in self.config.normalisers or not find_checkpoints(self.folder):
             return self.kept_p_n
         weights = load_model(self.folder).model.state_dict()  # of its layers, which share one
@@ -59,9 +64,13 @@ class FinishedRun:
 
     @property
     def experiment(self) -> str:
-        """As `experiment_of`; of no row of a paper if it began in another way than those of the paper."""
+        """As `experiment_of`; of no row of a paper if it began in another way than those of the
+        paper.
+        """
         is_of_row = not self.config.init_from or self.steps_before
-        return experiment_of(self.config) + ("" if is_of_row else f" after {self.begun.splitlines()[-1:]}")
+        return experiment_of(self.config) + (
+            "" if is_of_row else f" after {self.begun.splitlines()[-1:]}"
+        )
 
 
 # ---------------------------------------------------------------- what a run is
@@ -93,10 +102,13 @@ PHI_PARTS = [name for name, _ in inspect.getmembers(Phi, is_part) if not hasattr
 
 
 def formula_of(attention: AttentionConfig) -> dict[str, Any]:
-    """The options of a normaliser. A preset of the family that adds no formula is `phi` with its options."""
+    """The options of a normaliser. A preset of the family that adds no formula is `phi` with its
+    options.
+    """
     preset = type(attention.definition)
     is_phi = issubclass(preset, Phi) and all(
-        inspect.getattr_static(preset, name) is inspect.getattr_static(Phi, name) for name in PHI_PARTS
+        inspect.getattr_static(preset, name) is inspect.getattr_static(Phi, name)
+        for name in PHI_PARTS
     )
     return attention.model_dump() | ({"normaliser": Phi.name} if is_phi else {})
 
@@ -122,7 +134,8 @@ def experiment_of(config: Config) -> str:
 def recipe_of(config: Config, *but: str) -> dict[str, Any]:
     """All keys that a loss curve depends on and that are not at their defaults, with their values.
 
-    Those that tell the seeds of a line apart are left out. but: starts of keys to leave out as well.
+    Those that tell the seeds of a line apart are left out. but: starts of keys to leave out as
+    well.
     """
     changed = changed_keys(Config(name="default"), config)
     left_out = ("name", "seed", "init_from", *but)
@@ -147,7 +160,9 @@ def read_runs(sources: list[str]) -> list[FinishedRun]:
         folders += [each for each in (source, *inside) if (each / "config.toml").is_file()]
     runs = [run for folder in dict.fromkeys(folders) if (run := read_run(folder)) is not None]
     if not runs:
-        raise UserError(f"{' '.join(sources)}: no finished run in these folders; train.py makes them")
+        raise UserError(
+            f"{' '.join(sources)}: no finished run in these folders; train.py makes them"
+        )
     return runs
 
 
@@ -163,7 +178,9 @@ def read_run(folder: Path) -> FinishedRun | None:
             print(f"{folder}: metrics.jsonl is lost, and the last loss with it")
         return None
     losses = last[last.evaluation == "eval_length"]
-    parts = losses.text.str.extract(r"\+(?P<skipped_tokens>\d+)x(?P<blocks>\d+)x(?P<block_length>\d+)")
+    parts = losses.text.str.extract(
+        r"\+(?P<skipped_tokens>\d+)x(?P<blocks>\d+)x(?P<block_length>\d+)"
+    )
     path = folder / "init_from.txt"
     begun = read_text(path) if path.exists() else ""
     metrics = read_jsonl(folder / "metrics.jsonl")
@@ -173,9 +190,13 @@ def read_run(folder: Path) -> FinishedRun | None:
 
 
 def main_text(losses: pd.DataFrame) -> str:
-    """The text that most runs were evaluated on: of several the one that skips least, then the longest."""
+    """The text that most runs were evaluated on: of several the one that skips least, then the
+    longest.
+    """
     texts = losses.groupby(["text", "skipped_tokens", "blocks"]).run.nunique().reset_index()
-    return texts.sort_values(["run", "skipped_tokens", "blocks"], ascending=[False, True, False]).text.iloc[0]
+    return texts.sort_values(
+        ["run", "skipped_tokens", "blocks"], ascending=[False, True, False]
+    ).text.iloc[0]
 
 
 # ---------------------------------------------------------------- tables of runs
@@ -183,8 +204,10 @@ def main_text(losses: pd.DataFrame) -> str:
 class Runs:
     """Runs that share a `line` differ in their seed alone. Scale A is the one with the most runs."""
 
-    table: pd.DataFrame  # a row for each run: run, line, name, scale, scale_text, experiment, recipe, seed
-    losses: pd.DataFrame  # rows of eval_length.py after the last step, with folder, line, name, scale, factor
+    # a row for each run: run, line, name, scale, scale_text, experiment, recipe, seed
+    table: pd.DataFrame
+    # rows of eval_length.py after the last step, with folder, line, name, scale, factor
+    losses: pd.DataFrame
 
     @cached_property
     def in_order(self) -> pd.DataFrame:
@@ -208,7 +231,9 @@ class Runs:
         return self.in_order[is_of_row]
 
     def means(self) -> pd.DataFrame:
-        """Means over blocks: line, name, scale, seed, rope, factor (x training length), length, loss."""
+        """Means over blocks: line, name, scale, seed, rope, factor (x training length), length,
+        loss.
+        """
         keys = ["line", "name", "scale", "seed", "rope", "factor", "length"]
         means = self.losses[self.losses.measure == "loss"].groupby(keys).value.mean(skipna=False)
         return means.dropna().rename("loss").reset_index()
@@ -242,8 +267,8 @@ def names_of(table: pd.DataFrame) -> pd.Series:
 def tabulate(runs: list[FinishedRun]) -> Runs:
     """The tables of runs; prints those that repeat another with its seed, which are left out.
 
-    The losses of a scale are of the text that most of its runs were evaluated on. Raises UserError: a run was
-    evaluated, but not on that text.
+    The losses of a scale are of the text that most of its runs were evaluated on. Raises UserError:
+    a run was evaluated, but not on that text.
     """
     table = pd.DataFrame({"run": runs, "seed": [run.config.seed for run in runs]})
     table["scale_text"] = [scale_of(run.config, run.steps_before) for run in runs]
@@ -263,7 +288,12 @@ def tabulate(runs: list[FinishedRun]) -> Runs:
     losses = []
     for row in table.itertuples():
         factor = row.run.losses.length / row.run.config.train.seq_len
-        columns = {"folder": str(row.run.folder), "line": row.line, "name": row.name, "scale": row.scale}
+        columns = {
+            "folder": str(row.run.folder),
+            "line": row.line,
+            "name": row.name,
+            "scale": row.scale,
+        }
         losses.append(row.run.losses.assign(**columns, seed=row.seed, factor=factor))
     every = pd.concat(losses, ignore_index=True)
     texts = {scale: main_text(of_scale) for scale, of_scale in every.groupby("scale")}
@@ -271,6 +301,8 @@ def tabulate(runs: list[FinishedRun]) -> Runs:
     others = every[~every.folder.isin(shared.folder)]
     if len(others):
         first = others.iloc[0]
-        expected = f"expected {texts[first.scale]}, as most runs of its scale: eval_length.py --tokens"
+        expected = (
+            f"expected {texts[first.scale]}, as most runs of its scale: eval_length.py --tokens"
+        )
         raise UserError(f"{first.folder}: evaluated on the text {first.text}: {expected}")
     return Runs(table, shared)

@@ -6,7 +6,9 @@ Share = dict[str, float]  # share, low, high
 
 
 def proportion(successes: float, n: int) -> Share:
-    """The share with its 95 % confidence interval (Wilson 1927), which is not empty at 0 and 1 either."""
+    """The share with its 95 % confidence interval (Wilson 1927), which is not empty at 0 and 1
+    either.
+    """
     share = successes / n
     z2 = 1.959964**2
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)

@@ -4,18 +4,19 @@
     python -m lab.squad --source my_folder   # what `datasets` loads from it, with the same columns
     python -m lab.squad --tokenizer bytes --seq-len 512 --shorten     # for small models
 
-Every question whose context, question and answer are not empty (86,820 in the paper) becomes one sequence of
---seq-len tokens, which train.seq_len must equal:
+Every question whose context, question and answer are not empty (86,820 in the paper) becomes one
+sequence of --seq-len tokens, which train.seq_len must equal:
 
     <|endoftext|>{context}
 
     Question: {question}
     Answer: {answer}<|endoftext|>, and zeros to the end
 
-Only the first answer and the end-of-text after it are learned, with --answer-only the answer alone, as in the
-paper. Then the model does not learn where to stop. A second pair of splits, trainmask and valmask, holds 1
-for each token that counts in the loss and 0 for the others. Longer sequences are left out and counted. With
---shorten their context is cut on both sides, so that they fit and the answer stays at the same share of it.
+Only the first answer and the end-of-text after it are learned, with --answer-only the answer alone,
+as in the paper. Then the model does not learn where to stop. A second pair of splits, trainmask and
+valmask, holds 1 for each token that counts in the loss and 0 for the others. Longer sequences are
+left out and counted. With --shorten their context is cut on both sides, so that they fit and the
+answer stays at the same share of it.
 
 Writes squad_val_000000.bin, squad_train_000001.bin, the masks, and at the end dataset.json (format:
 data/shards.py). Train on it with configs/ssmax_paper/sft.toml.
@@ -50,7 +51,9 @@ def question_prompt(context: str, question: str) -> str:
 
 
 def shortened(row: dict[str, Any], share: float) -> dict[str, Any]:
-    """The row with that share of its context's characters, or those of the answer alone if they are more."""
+    """The row with that share of its context's characters, or those of the answer alone if they are
+    more.
+    """
     context = row["context"]
     start = row["answers"]["answer_start"][0]
     length = len(row["answers"]["text"][0])
@@ -62,9 +65,15 @@ def shortened(row: dict[str, Any], share: float) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- writing
 def fit_sequence(
-    row: dict[str, Any], tokenizer: Tokenizer, seq_len: int, shorten: bool, answer_only: bool = False
+    row: dict[str, Any],
+    tokenizer: Tokenizer,
+    seq_len: int,
+    shorten: bool,
+    answer_only: bool = False,
 ) -> Sequence | None:
-    """As `make_sequence`; `shorten`: of the largest share of the context, in steps of 5 %, that fits."""
+    """As `make_sequence`; `shorten`: of the largest share of the context, in steps of 5 %, that
+    fits.
+    """
     shares = range(100, 0, -5) if shorten else [100]
     for percent in shares:
         shorter = shortened(row, percent / 100) if percent < 100 else row
@@ -77,7 +86,9 @@ def fit_sequence(
 def make_sequence(
     row: dict[str, Any], tokenizer: Tokenizer, seq_len: int, answer_only: bool
 ) -> Sequence | None:
-    """None if the question does not fit. answer_only: the end-of-text after the answer is not learned."""
+    """None if the question does not fit. answer_only: the end-of-text after the answer is not
+    learned.
+    """
     eot = tokenizer.eot_token
     prompt = [eot, *tokenizer.encode_ordinary(question_prompt(row["context"], row["question"]))]
     answer = [*tokenizer.encode_ordinary(f" {row['answers']['text'][0]}"), eot]
@@ -171,14 +182,28 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
-    add("--source", default="rajpurkar/squad_v2", help="on the hub, or a folder (default: %(default)s)")
+    add(
+        "--source",
+        default="rajpurkar/squad_v2",
+        help="on the hub, or a folder (default: %(default)s)",
+    )
     add("--tokenizer", default="gpt2", help="gpt2, bytes or a tokenizer.json (default: gpt2)")
     length_help = "of every sequence (default: %(default)s)"
     add("--seq-len", type=integer(2, 2**20), default=1024, metavar="T", help=length_help)
-    add("--shorten", action="store_true", help="cut the contexts of longer questions around the answer")
+    add(
+        "--shorten",
+        action="store_true",
+        help="cut the contexts of longer questions around the answer",
+    )
     add("--answer-only", action="store_true", help="leave the end-of-text out of the loss")
     default = Path("data") / DATASET
-    add("--out", type=Path, metavar="DIR", default=default, help="folder to write (default: data/squad)")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=default,
+        help="folder to write (default: data/squad)",
+    )
     return parser.parse_args()
 
 

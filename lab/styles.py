@@ -19,12 +19,15 @@ FREE_COLOURS = ("k", "C8", "C9", "C1", "C6", "C2", "C5", "C4", "C3", "C0")  # of
 
 
 def variant_of(label: str) -> str:
-    """The name without its seed, dtype, rate and more: '(b) ssmax_bf16_seed=2, lr 0.002' -> 'ssmax'."""
+    """The name without its seed, dtype, rate and more: '(b) ssmax_bf16_seed=2, lr 0.002' ->
+    'ssmax'.
+    """
     return re.sub(r"^\(\w\) |_bf16|_?seed=?\d+", "", re.split(", |: ", label)[0])
 
 
 def variant_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colour, marker and dashes of each line: a colour a variant, grey for those beyond all colours.
+    """Colour, marker and dashes of each line: a colour a variant, grey for those beyond all
+    colours.
 
     Lines of one variant, such as its seeds, differ in markers and dashes.
     """

@@ -1,4 +1,6 @@
-"""The papers' tables: which config is which row, and the published numbers; the one writer of tables."""
+"""The papers' tables: which config is which row, and the published numbers; the one writer of
+tables.
+"""
 
 import tomllib
 from functools import cache
@@ -22,13 +24,18 @@ class TableRow(NamedTuple):
 
     keys: tuple[str, ...]  # as in published.toml: the file, and the file with its swept value
     config: Config
-    sizes: dict[str, Any]  # swept keys of [model], and the steps: a run of this row has the same values
+    # swept keys of [model], and the steps: a run of this row has the same values
+    sizes: dict[str, Any]
 
 
 def check_ours(report: Path, title: str) -> None:
-    """Raises UserError: a file is there that does not begin with the title, so it is not ours to replace."""
+    """Raises UserError: a file is there that does not begin with the title, so it is not ours to
+    replace.
+    """
     if report.exists() and not read_text(report).startswith(title):
-        raise UserError(f"--out {report.parent}: has another {report.name}: expected a new folder or our own")
+        raise UserError(
+            f"--out {report.parent}: has another {report.name}: expected a new folder or our own"
+        )
 
 
 @cache
@@ -41,13 +48,17 @@ def read_rows(folder: str, files: str) -> list[TableRow]:
         for chosen in expand_sweep(path):
             config = load_config(path, chosen.overrides)
             keys = (key, *(f"{key}: {value}" for value in chosen.swept.values()))
-            sizes = {k: v for k, v in chosen.swept.items() if k.startswith(("model.", "train.max_steps"))}
+            sizes = {
+                k: v for k, v in chosen.swept.items() if k.startswith(("model.", "train.max_steps"))
+            }
             rows.append(TableRow(keys, config, sizes))
     return rows
 
 
 def read_tables() -> dict[str, list[dict[str, Any]]]:
-    """Paper -> its tables: title, folder, files; numbers: `where` of those that no config belongs to."""
+    """Paper -> its tables: title, folder, files; numbers: `where` of those that no config belongs
+    to.
+    """
     return tomllib.loads((PAPERS_FOLDER / "tables.toml").read_text(encoding="utf-8"))
 
 
@@ -60,7 +71,8 @@ def all_rows() -> list[TableRow]:
 def read_published() -> pd.DataFrame:
     """A row for each published number: paper, where, unit, source, row, column, printed, config.
 
-    `source` is "" for a paper's text, else whose notes they are. `config` is "" where there is none.
+    `source` is "" for a paper's text, else whose notes they are. `config` is "" where there is
+    none.
     """
     content = tomllib.loads((PAPERS_FOLDER / "published.toml").read_text(encoding="utf-8"))
     papers = []
@@ -81,7 +93,9 @@ def markdown(table: pd.DataFrame, n_left: int = 1) -> str:
 
 
 def mean_and_spread(values: pd.Series, digits: int = 4) -> str:
-    """'2.5012 ±0.0031': mean and standard deviation; the mean of one value; a dash if one is missing."""
+    """'2.5012 ±0.0031': mean and standard deviation; the mean of one value; a dash if one is
+    missing.
+    """
     if values.isna().any() or values.empty:
         return DASH
     mean = f"{values.mean():.{digits}f}"

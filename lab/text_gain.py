@@ -1,19 +1,22 @@
-"""What a text has to gain from context, by counting: the baseline to ask before any model is trained.
+"""What a text has to gain from context, by counting: the baseline to ask before any model is
+trained.
 
     python -m lab.text_gain data/python_bytes --train-len 256
     python -m lab.text_gain data/python_4k --train-len 128 --text data/python_tests_4k --blocks 256
     python -m lab.text_gain data/python_4k --model runs/softmax --out runs/softmax_count
 
 The targets are those of eval_length.py, the last L = `--train-len` tokens of each block of 16 L. A
-prediction mixes three counts of what followed the same last tokens before: in the training split (up to 3
-tokens), in the last L tokens (up to 7), and in a window of 2L to 16L tokens (up to 7). Shorter matches smooth
-longer ones (Witten and Bell 1991). The weights of the mixture depend on the lengths of the matches. They are
-fitted by EM on half of the blocks and scored on the other half, both ways. The window of L alone is the cut.
+prediction mixes three counts of what followed the same last tokens before: in the training split
+(up to 3 tokens), in the last L tokens (up to 7), and in a window of 2L to 16L tokens (up to 7).
+Shorter matches smooth longer ones (Witten and Bell 1991). The weights of the mixture depend on the
+lengths of the matches. They are fitted by EM on half of the blocks and scored on the other half,
+both ways. The window of L alone is the cut.
 
-With --model a model's prediction takes the place of the training split's counts. It has its context cut at L,
-as in eval_length.py, or with --sees window that script's window of each length w, whose targets see w - L + 1
-to w tokens (the counts w, or all that the block has before). That is a cache of what came before (Grave et
-al. 2017, arXiv 1612.04426), added to a trained model. Only the mixture's weights are fitted.
+With --model a model's prediction takes the place of the training split's counts. It has its context
+cut at L, as in eval_length.py, or with --sees window that script's window of each length w, whose
+targets see w - L + 1 to w tokens (the counts w, or all that the block has before). That is a cache
+of what came before (Grave et al. 2017, arXiv 1612.04426), added to a trained model. Only the
+mixture's weights are fitted.
 
 Prints the table of lab.gains, which explains it. --out writes its rows.
 """
@@ -47,16 +50,30 @@ EM_STEPS = 40
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
-    parser.add_argument("data", type=Path, help="a prepared dataset, whose training split is counted")
-    parser.add_argument("--text", type=Path, metavar="DATA", help="score the validation split of this one")
+    parser.add_argument(
+        "data", type=Path, help="a prepared dataset, whose training split is counted"
+    )
+    parser.add_argument(
+        "--text", type=Path, metavar="DATA", help="score the validation split of this one"
+    )
     train_len_help = "(default: the model's training length, else 256)"
     parser.add_argument("--train-len", type=positive_int, metavar="L", help=train_len_help)
-    parser.add_argument("--blocks", type=positive_int, default=32, metavar="N", help="(default: 32)")
     parser.add_argument(
-        "--counted", type=positive_int, default=4_000_000, metavar="N", help="training tokens (default: 4M)"
+        "--blocks", type=positive_int, default=32, metavar="N", help="(default: 32)"
     )
-    parser.add_argument("--model", type=Path, metavar="RUN", help="in place of the counts of training tokens")
-    parser.add_argument("--sees", choices=("cut", "window"), default="cut", help="the model (default: cut)")
+    parser.add_argument(
+        "--counted",
+        type=positive_int,
+        default=4_000_000,
+        metavar="N",
+        help="training tokens (default: 4M)",
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="RUN", help="in place of the counts of training tokens"
+    )
+    parser.add_argument(
+        "--sees", choices=("cut", "window"), default="cut", help="the model (default: cut)"
+    )
     parser.add_argument("--out", type=output_folder, metavar="FOLDER", help="write rows.csv there")
     args = parser.parse_args()
     if args.sees == "window" and not args.model:
@@ -70,7 +87,8 @@ class Match(NamedTuple):
 
 
 class Target(NamedTuple):
-    trained: dict[int, float]  # its probability by what was learned from the training split, by width
+    # its probability by what was learned from the training split, by width
+    trained: dict[int, float]
     matches: dict[int, Match]  # by width of the window
 
 
@@ -97,11 +115,14 @@ class TrainingCounts:
 
 
 def smoothed(count: int, total: int, distinct: int, shorter: float) -> float:
-    """Witten and Bell's estimate: the weight of the shorter context's is its number of distinct followers."""
+    """Witten and Bell's estimate: the weight of the shorter context's is its number of distinct
+    followers.
+    """
     return (count + distinct * shorter) / (total + distinct)
 
 
-Learned = Callable[[int, Sequence[int], list[int]], dict[int, np.ndarray]]  # block, tokens, widths: (L,) each
+# block, tokens, widths: (L,) each
+Learned = Callable[[int, Sequence[int], list[int]], dict[int, np.ndarray]]
 
 
 def by_counts(
@@ -109,7 +130,9 @@ def by_counts(
 ) -> dict[int, np.ndarray]:
     """The targets' probabilities by the counts of the training split, which know no window."""
     targets = range(len(tokens) - widths[0], len(tokens))
-    learned = [counts.probability(tokens[max(0, i - TRAINING_ORDER) : i], tokens[i]) for i in targets]
+    learned = [
+        counts.probability(tokens[max(0, i - TRAINING_ORDER) : i], tokens[i]) for i in targets
+    ]
     return dict.fromkeys(widths, np.array(learned))
 
 
@@ -117,7 +140,9 @@ def by_counts(
 def by_model(
     model: GPT, blocks: Blocks, sees: str, block: int, tokens: Sequence[int], widths: list[int]
 ) -> dict[int, np.ndarray]:
-    """The targets' probabilities by a model whose context is cut, or beyond L by one that sees the window."""
+    """The targets' probabilities by a model whose context is cut, or beyond L by one that sees the
+    window.
+    """
     train_len = widths[0]
     probabilities = {}
     for width in widths:
@@ -129,20 +154,30 @@ def by_model(
     return probabilities
 
 
-def read_block(tokens: Sequence[int], learned: dict[int, np.ndarray], vocab_size: int) -> Iterator[Target]:
-    """The targets of one block (16 L + 1 tokens): its last L tokens, with their learned probabilities."""
+def read_block(
+    tokens: Sequence[int], learned: dict[int, np.ndarray], vocab_size: int
+) -> Iterator[Target]:
+    """The targets of one block (16 L + 1 tokens): its last L tokens, with their learned
+    probabilities.
+    """
     first = len(tokens) - min(learned)
-    places: list[defaultdict[tuple[int, ...], list[int]]] = [defaultdict(list) for _ in range(WINDOW_ORDER)]
+    places: list[defaultdict[tuple[int, ...], list[int]]] = [
+        defaultdict(list) for _ in range(WINDOW_ORDER)
+    ]
     for i in range(1, len(tokens)):
         if i >= first:
             found = [place.get(tuple(tokens[i - n : i]), []) for n, place in enumerate(places)]
             matches = {width: match(tokens, i, width, found, vocab_size) for width in learned}
-            yield Target({width: of_width[i - first] for width, of_width in learned.items()}, matches)
+            yield Target(
+                {width: of_width[i - first] for width, of_width in learned.items()}, matches
+            )
         for order in range(min(WINDOW_ORDER, i + 1)):
             places[order][tuple(tokens[i - order : i])].append(i)
 
 
-def match(tokens: Sequence[int], i: int, width: int, found: list[list[int]], vocab_size: int) -> Match:
+def match(
+    tokens: Sequence[int], i: int, width: int, found: list[list[int]], vocab_size: int
+) -> Match:
     """The prediction of token i from the `width` tokens before it.
 
     Args:
@@ -179,16 +214,22 @@ def fit_and_score(fitted: list[Target], scored: list[Target], widths: Sequence[i
             shares[bucket] += share / share.sum()
         weights = {bucket: share / share.sum() for bucket, share in shares.items()}
     mixed = (components(target, widths) for target in scored)
-    return np.array([-math.log(weights.get(bucket, even) @ probabilities) for bucket, probabilities in mixed])
+    return np.array(
+        [-math.log(weights.get(bucket, even) @ probabilities) for bucket, probabilities in mixed]
+    )
 
 
 def cross_fit(blocks: list[list[Target]], widths: Sequence[int]) -> np.ndarray:
-    """The mean loss of each block (n_blocks,), its weights fitted on the blocks of the other parity."""
+    """The mean loss of each block (n_blocks,), its weights fitted on the blocks of the other
+    parity.
+    """
     losses = np.empty(len(blocks))
     for parity in (0, 1):
         fitted = [target for block in blocks[1 - parity :: 2] for target in block]
         scored = [target for block in blocks[parity::2] for target in block]
-        losses[parity::2] = fit_and_score(fitted, scored, widths).reshape(len(blocks[parity::2]), -1).mean(1)
+        losses[parity::2] = (
+            fit_and_score(fitted, scored, widths).reshape(len(blocks[parity::2]), -1).mean(1)
+        )
     return losses
 
 
@@ -224,7 +265,9 @@ def main() -> None:
     else:
         train = TokenStream(args.data, "train")
         if train.info["tokenizer"] != blocks.stream.info["tokenizer"]:
-            raise UserError(f"--text {args.text}: tokens of another tokenizer: expected {args.data}'s")
+            raise UserError(
+                f"--text {args.text}: tokens of another tokenizer: expected {args.data}'s"
+            )
         tokens = train.read(0, min(args.counted, train.n_tokens)).tolist()
         learned = partial(by_counts, TrainingCounts(tokens, vocab_size))
         run = ("count", 1, 0.0, 0)
@@ -234,7 +277,9 @@ def main() -> None:
         probabilities = learned(block, tokens, blocks.lengths)
         targets.append(list(read_block(tokens, probabilities, vocab_size)))
     train_len = blocks.lengths[0]
-    losses = {width: cross_fit(targets, sorted({train_len, width})).tolist() for width in blocks.lengths}
+    losses = {
+        width: cross_fit(targets, sorted({train_len, width})).tolist() for width in blocks.lengths
+    }
     publish((*run, "text_gain", "none"), blocks, losses.pop(train_len), losses, args.out)
 
 

@@ -2,10 +2,11 @@
 
     python -m lab.weights docs/weights.png
 
-The query sees n keys, all N(0, 1) in d = 64 dimensions, so that x = q.k / sqrt(d) is about N(0, 1). One key,
-32 tokens back, has x = 6. Learned parameters have their initial values. ssmax_pn would be softmax with them.
-fox and wall read a layer's input, which there is none of here. The training length is 1024. A panel shows the
-absolute weights by rank for n = 64 and n = 4096. Its title has that one key's weight at both.
+The query sees n keys, all N(0, 1) in d = 64 dimensions, so that x = q.k / sqrt(d) is about N(0, 1).
+One key, 32 tokens back, has x = 6. Learned parameters have their initial values. ssmax_pn would be
+softmax with them. fox and wall read a layer's input, which there is none of here. The training
+length is 1024. A panel shows the absolute weights by rank for n = 64 and n = 4096. Its title has
+that one key's weight at both.
 """
 
 import textwrap
@@ -43,7 +44,8 @@ def row(options: AttentionConfig, n: int) -> Tensor:
     q, *keys = torch.randn(1 + max(LENGTHS), HEAD_DIM, generator=generator)
     k = torch.stack(keys[:n])
     needle = k[n - 1 - NEEDLE_DISTANCE]
-    needle += q * (NEEDLE_SCORE * HEAD_DIM**0.5 - needle @ q) / (q @ q)  # in place; x = NEEDLE_SCORE
+    # in place; x = NEEDLE_SCORE
+    needle += q * (NEEDLE_SCORE * HEAD_DIM**0.5 - needle @ q) / (q @ q)
     layer = make_normaliser(options, 1, HEAD_DIM, 1024)
     with torch.no_grad():
         return layer.weights(q[None, None, None], k[None, None])[0, 0, 0]
@@ -54,8 +56,11 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="figure to write")
     out = parser.parse_args().out
     check_figure(out, "")
-    choices = [AttentionConfig(normaliser=name) for name in sorted(NORMALISERS) if name != "ssmax_pn"]
-    choices = [options for options in choices if not options.definition.signals(1)]  # from the layer's input
+    choices = [
+        AttentionConfig(normaliser=name) for name in sorted(NORMALISERS) if name != "ssmax_pn"
+    ]
+    # from the layer's input
+    choices = [options for options in choices if not options.definition.signals(1)]
     choices += [AttentionConfig(**options) for options in COMBINATIONS]
     figure = Figure(figsize=(15, 13), layout="constrained")
     axes = figure.subplots(-(-len(choices) // N_COLUMNS), N_COLUMNS, sharex=True, sharey=True).flat
@@ -68,12 +73,16 @@ def main() -> None:
         for n in LENGTHS:
             weights = row(options, n)
             of_needle.append(f"{weights[n - 1 - NEEDLE_DISTANCE]:.2g}")
-            axis.plot(range(1, n + 1), weights.abs().sort(descending=True).values, label=f"n = {n:,}")
+            axis.plot(
+                range(1, n + 1), weights.abs().sort(descending=True).values, label=f"n = {n:,}"
+            )
         axis.set(xscale="log", yscale="log", ylim=(1e-5, 2))
         title = textwrap.fill(describe_attention(options), 34)
         axis.set_title(f"{title}\n{' -> '.join(of_needle)}", fontsize=9)
         axis.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower right", ncols=2, frameon=False)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower right", ncols=2, frameon=False
+    )
     figure.supxlabel("rank of the key")
     figure.supylabel("absolute weight")
     save_figure(figure, out, dpi=80)

@@ -14,7 +14,9 @@ CHUNK = 64  # keys whose moments are merged at once
 
 
 class AdaptiveSoftmax(Normaliser):
-    """softmax(x * inverse_temperature), x = q.k unscaled, from the mean and variance of a row's scores."""
+    """softmax(x * inverse_temperature), x = q.k unscaled, from the mean and variance of a row's
+    scores.
+    """
 
     sums_to_one: ClassVar[bool] = True
 
@@ -42,8 +44,8 @@ class AdaptiveSoftmax(Normaliser):
 class NormSoftmax(AdaptiveSoftmax, name="norm_softmax"):
     """softmax(x / (tau min(sigma, gamma))), sigma = population standard deviation of the row's x.
 
-    (NormSoftmax, eq. 4-6; tau: eq. 29.) Variants (Table 1, unnumbered): affine, f1 = w x / (tau sigma) with w
-    learned per head; inverse, f2 = x / (tau max(sigma, gamma)).
+    (NormSoftmax, eq. 4-6; tau: eq. 29.) Variants (Table 1, unnumbered): affine, f1 = w x / (tau
+    sigma) with w learned per head; inverse, f2 = x / (tau max(sigma, gamma)).
     """
 
     centre_keys: ClassVar[bool] = True
@@ -62,7 +64,9 @@ class NormSoftmax(AdaptiveSoftmax, name="norm_softmax"):
         if self.gamma_factor != 1.0 and self.gamma != "sqrt_d":
             raise ValueError(f"gamma_factor = {self.gamma_factor}: only goes with gamma = 'sqrt_d'")
         if self.variant == "affine" and (self.gamma, self.gamma_factor) != ("sqrt_d", 1.0):
-            raise ValueError("variant = 'affine': w x / sigma has no gamma; remove gamma and gamma_factor")
+            raise ValueError(
+                "variant = 'affine': w x / sigma has no gamma; remove gamma and gamma_factor"
+            )
         if self.variant == "inverse" and self.gamma == "inf":
             raise ValueError("gamma = 'inf': with variant = 'inverse' every row would be uniform")
         return self
@@ -86,7 +90,9 @@ class NormSoftmax(AdaptiveSoftmax, name="norm_softmax"):
 class LogitNorm(AdaptiveSoftmax, name="logit_norm"):
     """softmax(x / (tau ||x||_2)), x = q.k unscaled. (NormSoftmax, eq. 8)"""
 
-    tau: PositiveFloat | Literal["rsqrt_n"] = Field("rsqrt_n", description="Temperature; rsqrt_n: n^(-1/2).")
+    tau: PositiveFloat | Literal["rsqrt_n"] = Field(
+        "rsqrt_n", description="Temperature; rsqrt_n: n^(-1/2)."
+    )
 
     def inverse_temperature(self, mean: Tensor, var: Tensor, context: RowContext) -> Tensor:
         square = context.n * (var + mean.square())  # ||x||^2
@@ -99,13 +105,13 @@ class LogitNorm(AdaptiveSoftmax, name="logit_norm"):
 def score_moments(q: Tensor, k: Tensor, context: RowContext) -> tuple[Tensor, Tensor]:
     """Mean and population variance of each row's visible scores q.k, in O(T) memory.
 
-    var = q' Cov(k) q over the visible keys: prefix sums of the chunks' means and covariances, merged
-    by Chan's formula, plus the row's own chunk directly. (E[x^2] - E[x]^2 would lose all digits when
-    keys share a mean.) Relative error about eps r^2, where keys vary r times as much in a direction that the
-    queries ignore as in those that matter.
+    var = q' Cov(k) q over the visible keys: prefix sums of the chunks' means and covariances,
+    merged by Chan's formula, plus the row's own chunk directly. (E[x^2] - E[x]^2 would lose all
+    digits when keys share a mean.) Relative error about eps r^2, where keys vary r times as much in
+    a direction that the queries ignore as in those that matter.
 
-    q, k: (B, H, T, D) in at least float32, to (B, H, T, 1) each. Directly with fewer queries than keys
-    (decoding) or at most CHUNK keys.
+    q, k: (B, H, T, D) in at least float32, to (B, H, T, 1) each. Directly with fewer queries than
+    keys (decoding) or at most CHUNK keys.
     """
     if q.shape[-2] < k.shape[-2] or k.shape[-2] <= CHUNK:
         return context.moments(q @ k.mT)
@@ -120,7 +126,8 @@ def score_moments(q: Tensor, k: Tensor, context: RowContext) -> tuple[Tensor, Te
     mean_a = q @ k_mean[..., None]  # (B, H, C, c, 1)
     var_a = ((q @ k_scatter) * q).sum(-1, keepdim=True) / n_a.clamp_min(1)
     # The row's own chunk up to itself: n_b keys.
-    own = context.block(slice(None), slice(CHUNK), slice(CHUNK))  # the first chunk's, and so each chunk's
+    # the first chunk's, and so each chunk's
+    own = context.block(slice(None), slice(CHUNK), slice(CHUNK))
     mean_b, var_b = own.moments(q @ k.mT)
     n_b = own.n  # (c, 1)
 
@@ -132,7 +139,8 @@ def score_moments(q: Tensor, k: Tensor, context: RowContext) -> tuple[Tensor, Te
 
 
 def _prefix_moments(k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of all keys before each chunk: their mean (B, H, C, D), scatter (B, H, C, D, D), count (C, 1, 1).
+    """Of all keys before each chunk: their mean (B, H, C, D), scatter (B, H, C, D, D), count (C, 1,
+    1).
 
     Prefixes are shifted, never `cumsum - own`: that leaks the own chunk through its rounding.
     """

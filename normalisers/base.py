@@ -1,15 +1,18 @@
 """The attention normalisers: one small class each, with its equation and its options.
 
-Most normalisers are one family, whose parts are keys of their own and whose names are presets (`Phi`):
+Most normalisers are one family, whose parts are keys of their own and whose names are presets
+(`Phi`):
 
     A = l1( phi( g(n) * score + shift(n) ) ),   n = number of keys the query sees
 
-Any normaliser with non-negative rows that sum to one can be re-weighted (`reweight_p`, see `reweight`): LSSAR
-is `lssa` with `reweight_p`. The engines (engines/) compute the same weights without the (T, T) matrix.
+Any normaliser with non-negative rows that sum to one can be re-weighted (`reweight_p`, see
+`reweight`): LSSAR is `lssa` with `reweight_p`. The engines (engines/) compute the same weights
+without the (T, T) matrix.
 
-Papers: LSSAR (Gao and Spratling: "Softplus Attention with Re-weighting Boosts Length Extrapolation in
-Large Language Models", arXiv 2501.13428), SSMax (Nakanishi: "Scalable-Softmax Is Superior for Attention",
-arXiv 2501.19399), NormSoftmax (Jiang et al.: "NormSoftmax: Normalizing the Input of Softmax", COINS 2023).
+Papers: LSSAR (Gao and Spratling: "Softplus Attention with Re-weighting Boosts Length Extrapolation
+in Large Language Models", arXiv 2501.13428), SSMax (Nakanishi: "Scalable-Softmax Is Superior for
+Attention", arXiv 2501.19399), NormSoftmax (Jiang et al.: "NormSoftmax: Normalizing the Input of
+Softmax", COINS 2023).
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from torch import Tensor
 UNIFORM_TOLERANCE = 1e-5  # of n max(A) - 1, below which a row counts as uniform
 DECAY_ROWS = 32  # rows whose decays share a reference: with `MIN_LOG_GATE` no factor exceeds e^42
 MIN_LOG_GATE = -2.5
-HIDDEN = -1e30  # the score of a hidden key: e^x is 0, and unlike -inf it times 0 is no NaN in a gradient
+# the score of a hidden key: e^x is 0, and unlike -inf it times 0 is no NaN in a gradient
+HIDDEN = -1e30
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,15 @@ class RowContext:
     """What the formulas know about a block of R query rows besides its scores."""
 
     n: Tensor  # (R, 1) float: number of keys each row sees, with a window W at most W
-    place: Tensor  # (R, 1) float: index of each row's query among the keys: the last key that it sees
+    # (R, 1) float: index of each row's query among the keys: the last key that it sees
+    place: Tensor
     n_keys: int  # Tk: all keys of this call. A formula that reads it is not `cacheable`
     train_len: int  # L
     head_dim: int  # d
     p: int = 0  # power of the re-weighting; 0: none
     learned: dict[str, Tensor] = field(default_factory=dict)  # name -> (H, 1, 1), p_n: (train_len,)
-    signals: dict[str, Tensor] = field(default_factory=dict)  # of the rows, for `factor`: (B, H, R, S) each
+    # of the rows, for `factor`: (B, H, R, S) each
+    signals: dict[str, Tensor] = field(default_factory=dict)
     decay: Tensor | None = None  # (B, H, K, 1 or D) float64, see `Normaliser.key_decay`
     normed: bool = False  # q and k come from `NormaliserLayer.norm_heads`
 
@@ -50,21 +56,26 @@ class RowContext:
         return replace(self, n=self.n[rows], place=place, signals={}, decay=decay)
 
     def add_decay(self, x: Tensor) -> Tensor:
-        """The scores x (B, H, R, K) with `Normaliser.key_decay`, its differences taken in its own type."""
+        """The scores x (B, H, R, K) with `Normaliser.key_decay`, its differences taken in its own
+        type.
+        """
         if self.decay is None:
             return x
         of_rows = self.decay[:, :, self.place.squeeze(-1).long()]  # (B, H, R, 1)
         return x + (of_rows - self.decay.mT).to(x.dtype)
 
     def decay_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """2^55 e^(P_i - P) of at most DECAY_ROWS rows, 2^-55 e^(P - P_j) of the keys, (B, H, R or K, D).
+        """2^55 e^(P_i - P) of at most DECAY_ROWS rows, 2^-55 e^(P - P_j) of the keys, (B, H, R or
+        K, D).
 
-        P is `decay` at the first row. All are below e^42: products with small gradients stay normal numbers.
+        P is `decay` at the first row. All are below e^42: products with small gradients stay normal
+        numbers.
         """
         assert self.decay is not None
         of_rows = self.decay[:, :, self.place.squeeze(-1).long()]
         first = of_rows[:, :, :1]
-        of_keys = exp((first - self.decay).to(dtype).clamp_max(80))  # keys after the rows are hidden
+        # keys after the rows are hidden
+        of_keys = exp((first - self.decay).to(dtype).clamp_max(80))
         return exp((of_rows - first).to(dtype)) * 2.0**55, of_keys * 2.0**-55
 
     def visible(self, x: Tensor) -> Tensor:
@@ -73,7 +84,9 @@ class RowContext:
         return (keys <= self.place) & (keys > self.place - self.n)
 
     def distance(self, x: Tensor) -> Tensor:
-        """(R, K): how far back each key of x (..., K) is from its row's query; 0 at the keys after it."""
+        """(R, K): how far back each key of x (..., K) is from its row's query; 0 at the keys after
+        it.
+        """
         return (self.place - torch.arange(x.shape[-1], device=x.device)).clamp_min(0)
 
     def zero_hidden(self, x: Tensor) -> Tensor:
@@ -103,13 +116,17 @@ def l1_normalise(s: Tensor) -> Tensor:
 
 
 def share_heads(t: Tensor, q: Tensor) -> Tensor:
-    """Keys or values (B, n_kv_head, T, D) as q's H heads see them, (B, H, T, D): copied if n_kv_head < H.
+    """Keys or values (B, n_kv_head, T, D) as q's H heads see them, (B, H, T, D): copied if
+    n_kv_head < H.
 
-    Head h of q belongs to head h // (H / n_kv_head) of t (grouped-query attention, Ainslie et al. 2023).
+    Head h of q belongs to head h // (H / n_kv_head) of t (grouped-query attention, Ainslie et al.
+    2023).
     """
     group, rest = divmod(q.shape[1], t.shape[1])
     if rest:
-        raise ValueError(f"{q.shape[1]} heads of queries for {t.shape[1]} of keys: expected a multiple")
+        raise ValueError(
+            f"{q.shape[1]} heads of queries for {t.shape[1]} of keys: expected a multiple"
+        )
     return t if group == 1 else t.repeat_interleave(group, dim=1)
 
 
@@ -118,8 +135,10 @@ def reweight(a: Tensor, n: Tensor, p: int) -> Tensor:
 
     (LSSAR paper, eq. 5 and note 2.) `a` (..., R, K) >= 0 with rows that sum to one; n (R, 1).
 
-    Two rules keep it finite for every p and length. The second changes rows that are uniform to 1e-5:
-    - r = ReLU(n A - O) is divided by its row maximum before the power: l1 cancels any row factor, and
+    Two rules keep it finite for every p and length. The second changes rows that are uniform to
+    1e-5:
+    - r = ReLU(n A - O) is divided by its row maximum before the power: l1 cancels any row factor,
+    and
       (n A - 1)^p alone overflows float32 from p = 10 at 16K keys on.
     - Since sum(n A - 1) = 0, a row without positive entries is uniform and its signs are rounding
       noise. Where max(n A) - 1 <= 1e-5, O = 0 as in the first rows: the row stays uniform.
@@ -146,20 +165,24 @@ NORMALISERS: dict[str, type[Normaliser]] = {}
 
 
 class Normaliser(BaseModel):
-    """A formula from scores to weights with its options. A subclass with `name=` is registered under it.
+    """A formula from scores to weights with its options. A subclass with `name=` is registered
+    under it.
 
-    Subclasses state phi, l1, factor, shift, divisor or inverse_temperature, from which every engine derives
-    its form, or override `weights`, which the dense and rows engines run.
+    Subclasses state phi, l1, factor, shift, divisor or inverse_temperature, from which every engine
+    derives its form, or override `weights`, which the dense and rows engines run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     name: ClassVar[str]
-    # Subtract the first key from all keys: softmax and sigma are invariant to a shift of a row's scores,
-    # their rounding is not, most of all where keys are nearly equal.
+    # Subtract the first key from all keys: softmax and sigma are invariant to a shift of a row's
+    # scores, their rounding is not, most of all where keys are nearly equal.
     centre_keys: ClassVar[bool] = False
-    decays_channels: ClassVar[bool] = False  # `key_decay` is of each channel of q and k, not of the scores
+    # `key_decay` is of each channel of q and k, not of the scores
+    decays_channels: ClassVar[bool] = False
 
-    scores: Scores = Field("dot", description="dot: q.k. cosine: q and k l2-normalised per head first.")
+    scores: Scores = Field(
+        "dot", description="dot: q.k. cosine: q and k l2-normalised per head first."
+    )
     output_norm: bool = Field(False, description="RMSNorm, without weights, of each head's output.")
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
@@ -167,13 +190,17 @@ class Normaliser(BaseModel):
         if name is not None:
             # The same class may be defined again, as in a notebook.
             if name in NORMALISERS and NORMALISERS[name].__qualname__ != cls.__qualname__:
-                raise ValueError(f"{cls.__name__}: there is a normaliser {name!r}: expected another name")
+                raise ValueError(
+                    f"{cls.__name__}: there is a normaliser {name!r}: expected another name"
+                )
             cls.name = name
             NORMALISERS[name] = cls
 
     def overrides(self, base: type[Normaliser], *methods: str) -> bool:
         """Whether the formula has one of the methods, or properties, of its own in place of base's."""
-        return any(getattr(type(self), method) is not getattr(base, method, None) for method in methods)
+        return any(
+            getattr(type(self), method) is not getattr(base, method, None) for method in methods
+        )
 
     def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
         """Initial values of the learned parameters, (n_head,) each (or (train_len,) for p_n)."""
@@ -186,8 +213,8 @@ class Normaliser(BaseModel):
     def fused_factor(self, q: Tensor, k: Tensor, context: RowContext) -> Tensor | float:
         """What multiplies q (B, H, R, D) for a kernel that knows no formula: by default `factor`.
 
-        k: (B, n_kv_head, K, D), normalised as q is and, with `centre_keys`, centred, in its own type. q has
-        32 bits or more.
+        k: (B, n_kv_head, K, D), normalised as q is and, with `centre_keys`, centred, in its own
+        type. q has 32 bits or more.
         """
         return self.factor(context)
 
@@ -202,8 +229,8 @@ class Normaliser(BaseModel):
     def key_decay(self, signals: dict[str, Tensor]) -> Tensor | None:
         """P (B, H, Tk, 1) float64. P_i - P_j is added to the score of query i and key j.
 
-        With `decays_channels` P is (B, H, Tk, D), the score sum_c q_ic k_jc e^(P_ic - P_jc), and P falls by
-        at most -MIN_LOG_GATE from one key to the next.
+        With `decays_channels` P is (B, H, Tk, D), the score sum_c q_ic k_jc e^(P_ic - P_jc), and P
+        falls by at most -MIN_LOG_GATE from one key to the next.
         """
         return None
 
@@ -212,7 +239,9 @@ class Normaliser(BaseModel):
         return x
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
-        """Scores (..., R, K), HIDDEN at hidden keys, to weights, whose values there are replaced by 0."""
+        """Scores (..., R, K), HIDDEN at hidden keys, to weights, whose values there are replaced by
+        0.
+        """
         raise NotImplementedError(f"{self.name}: expected a base class of family.py, or `weights`")
 
     @property

@@ -12,7 +12,9 @@ from torch import Tensor
 from infra.cli import UserError
 from normalisers.base import Normaliser, RowContext, Scores, exp, l1_normalise
 
-PhiName = Literal["exp", "identity", "relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish"]
+PhiName = Literal[
+    "exp", "identity", "relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish"
+]
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -31,15 +33,19 @@ PHI: dict[str, Callable[[Tensor], Tensor]] = {
     "mish": lambda x: F.mish(x),
     "identity": lambda x: x,
 }
-SIGNED = ("gelu", "mish", "identity")  # take negative values, and 0 at 0; of the others phi(HIDDEN) = 0
+# take negative values, and 0 at 0; of the others phi(HIDDEN) = 0
+SIGNED = ("gelu", "mish", "identity")
 
 Scale = Literal["rsqrt_d", "sqrt_d", "ln_d", "one", "learned"] | PositiveFloat
-LengthScale = Literal["none", "ln_n", "sqrt_2ln_n", "log_train_len_n", "llama4", "info_scale", "query"]
+LengthScale = Literal[
+    "none", "ln_n", "sqrt_2ln_n", "log_train_len_n", "llama4", "info_scale", "query"
+]
 Bias = bool | Literal["log_train_len", "log_len", "log_n"]
 
 
 class Scaled(Normaliser):
-    """Formulas of g(n) score, g(n) = (s length_scale(n) + offset), with x = q.k / sqrt(d) or x = cos(q, k):
+    """Formulas of g(n) score, g(n) = (s length_scale(n) + offset), with x = q.k / sqrt(d) or x =
+    cos(q, k):
 
     scale           g(n) score is
     rsqrt_d         d^(-1/2) length_scale(n) times q.k or cos
@@ -50,18 +56,23 @@ class Scaled(Normaliser):
     length_scale    none: 1; ln_n (SSMax, LSSAR); sqrt_2ln_n: sqrt(2 ln n);
                     log_train_len_n: max(1, ln n / ln L), L = training length;
                     llama4: 1 + 0.1 ln(floor(n / 8192) + 1);
-                    info_scale: sqrt((1 - n^(-2/d)) / (1 - L^(-2/d))) (InfoScale, arXiv 2501.08570, there with
-                    the length of the text for n; checked against the authors' code);
-                    query: 1 + beta (ln n)^gamma, beta = softplus(w.h + b), gamma = 2 tanh(u.h + c), h the
-                    query's layer input (adaptive-scalable entmax, arXiv 2506.16640, of any weights)
+                    info_scale: sqrt((1 - n^(-2/d)) / (1 - L^(-2/d))) (InfoScale, arXiv 2501.08570,
+                    there with the length of the text for n; checked against the authors' code);
+                    query: 1 + beta (ln n)^gamma, beta = softplus(w.h + b), gamma = 2 tanh(u.h + c),
+                    h the query's layer input (adaptive-scalable entmax, arXiv 2506.16640, of any
+                    weights)
     """
 
     scale: Scale = Field(
         "rsqrt_d",
         description="Factor of the scores, in a config also ln_d_ln_L; learned: s per head, from scale_init.",
     )
-    scale_init: float = Field(1.0, gt=0, description="Of a learned scale, in a config also sqrt_d_over_ln_L.")
-    length_scale: LengthScale = Field("none", description="Factor that depends on n, the visible keys.")
+    scale_init: float = Field(
+        1.0, gt=0, description="Of a learned scale, in a config also sqrt_d_over_ln_L."
+    )
+    length_scale: LengthScale = Field(
+        "none", description="Factor that depends on n, the visible keys."
+    )
 
     @model_validator(mode="after")
     def _check_scale(self) -> Self:
@@ -100,7 +111,8 @@ class Scaled(Normaliser):
                 g = s * (torch.expm1(-2 / d * context.n.log()) / most).sqrt()
             case "query":
                 gamma = 2 * context.signals["gamma"].tanh()
-                log_n = context.n.clamp_min(2).log()  # a row of one key has the same weight at any factor
+                # a row of one key has the same weight at any factor
+                log_n = context.n.clamp_min(2).log()
                 g = s * (1 + softplus(context.signals["beta"]) * log_n**gamma)
         return (g + self.offset(context)) * unit
 
@@ -116,7 +128,9 @@ class Phi(Scaled, name="phi"):
     """
 
     phi: PhiName = Field("softplus", description="The elementwise function.")
-    l1: bool = Field(True, description="Divide rows by their l1 norm; exp without it overflows above 88.")
+    l1: bool = Field(
+        True, description="Divide rows by their l1 norm; exp without it overflows above 88."
+    )
     bias: Bias = Field(
         False,
         description="true: a learned b is added to s length_scale(n) (SSMax). log_train_len, log_len, log_n: "
@@ -128,9 +142,13 @@ class Phi(Scaled, name="phi"):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.bias is True and not (self.scale in ("one", "learned") and self.length_scale != "none"):
+        if self.bias is True and not (
+            self.scale in ("one", "learned") and self.length_scale != "none"
+        ):
             needs = "the learned b of SSMax needs a length_scale and scale = 'learned' or 'one'"
-            raise ValueError(f"bias = true: {needs}; expected false, log_train_len, log_len or log_n")
+            raise ValueError(
+                f"bias = true: {needs}; expected false, log_train_len, log_len or log_n"
+            )
         if isinstance(self.bias, str) and self.phi == "exp" and self.l1 and self.sink == "none":
             raise ValueError(f"bias = {self.bias!r}: cancels in a softmax; expected true or false")
         if self.sink != "none" and not self.l1:
@@ -149,7 +167,9 @@ class Phi(Scaled, name="phi"):
         return context.learned["b"] if self.bias is True else 0.0
 
     def shift(self, context: RowContext) -> Tensor | float | None:
-        """What `bias` = log_train_len, log_len or log_n adds to the scaled score: a number or (R, 1)."""
+        """What `bias` = log_train_len, log_len or log_n adds to the scaled score: a number or (R,
+        1).
+        """
         match self.bias:
             case "log_train_len":
                 return -math.log(context.train_len)
@@ -174,7 +194,8 @@ class Phi(Scaled, name="phi"):
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
         shift = self.shift(context)
         x = x if shift is None else x + shift
-        sink = context.learned.get("sink", x.new_zeros(()))  # the logarithm of what is added to the row sum
+        # the logarithm of what is added to the row sum
+        sink = context.learned.get("sink", x.new_zeros(()))
         if self.phi == "exp" and self.l1:
             if self.sink == "none":
                 return x.softmax(-1)
@@ -187,8 +208,8 @@ class Phi(Scaled, name="phi"):
         if not self.l1:
             return s / self.divisor(context)
         if self.phi in ("softplus", "sigmoid") and not self.bounded:
-            # Both tend to e^x: where the largest score of a row is below -40 they equal it to the last digit,
-            # and e^(x - max) gives the same normalised row inside the range of float32.
+            # Both tend to e^x: where the largest score of a row is below -40 they equal it to the
+            # last digit, and e^(x - max) gives the same normalised row inside the range of float32.
             peak = x.detach().amax(-1, keepdim=True)
             s = torch.where(peak < -40, exp(x - peak), s)
         return l1_normalise(s)
@@ -213,7 +234,9 @@ class Softmax(Phi, name="softmax"):
 
 
 class SSMax(Softmax, name="ssmax"):
-    """softmax((s ln n + b) x); s learned per layer and head, or 1; b learned or 0. (SSMax, eq. 2, 4)"""
+    """softmax((s ln n + b) x); s learned per layer and head, or 1; b learned or 0. (SSMax, eq. 2,
+    4)
+    """
 
     scale: Scale = "learned"
     length_scale: LengthScale = "ln_n"

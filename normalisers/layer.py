@@ -11,9 +11,10 @@ from normalisers.base import DECAY_ROWS, HIDDEN, Normaliser, RowContext, reweigh
 from normalisers.family import Phi
 from positions import BIASES
 
-# Cosine scores are of x / max(||x||_2, 1e-3): shorter vectors keep a norm below 1. A zero vector has the
-# score 0 with every other, and at most 1000 times the gradient of a unit vector. With F.normalize's own 1e-12
-# a projection that begins at zero has a gradient norm of 1e11 in its first step.
+# Cosine scores are of x / max(||x||_2, 1e-3): shorter vectors keep a norm below 1. A zero vector
+# has the score 0 with every other, and at most 1000 times the gradient of a unit vector. With
+# F.normalize's own 1e-12 a projection that begins at zero has a gradient norm of 1e11 in its first
+# step.
 COSINE_EPS = 1e-3
 SIGNAL_STD = 0.02
 
@@ -30,8 +31,8 @@ class FullLinear(nn.Linear):
 class NormaliserLayer(nn.Module):
     """A normaliser for one attention layer, with its learned parameters (s, b, p_n, ...).
 
-    definition is the formula with its options, reweight_p the power of the re-weighting, 0 for none. For the
-    others see `attention.make_normaliser`.
+    definition is the formula with its options, reweight_p the power of the re-weighting, 0 for
+    none. For the others see `attention.make_normaliser`.
     """
 
     def __init__(
@@ -56,7 +57,8 @@ class NormaliserLayer(nn.Module):
         for name, value in definition.learned(n_head, train_len).items():
             self.register_parameter(name, nn.Parameter(value))
         self.signals = definition.signals(head_dim)
-        self.n_signals = sum(map(len, self.signals.values()))  # the numbers per head that `read` gives
+        # the numbers per head that `read` gives
+        self.n_signals = sum(map(len, self.signals.values()))
         if self.signals and width:
             self.signal = FullLinear(width, n_head * self.n_signals)
             nn.init.normal_(self.signal.weight, std=SIGNAL_STD)
@@ -69,11 +71,18 @@ class NormaliserLayer(nn.Module):
         return f"{self.definition.name} with {self.position if self.position in BIASES else 'these options'}"
 
     def weights(
-        self, q: Tensor, k: Tensor, normed: bool = False, p: int | None = None, signals: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        normed: bool = False,
+        p: int | None = None,
+        signals: Tensor | None = None,
     ) -> Tensor:
-        """The dense weights by definition: (B, H, Tq, Tk) in at least float32, 0 at keys after the query.
+        """The dense weights by definition: (B, H, Tq, Tk) in at least float32, 0 at keys after the
+        query.
 
-        q (B, H, Tq, D) and k (B, n_kv_head, Tk, D) after RoPE, and the rest as in `attention.attend`.
+        q (B, H, Tq, D) and k (B, n_kv_head, Tk, D) after RoPE, and the rest as in
+        `attention.attend`.
         """
         with torch.autocast(q.device.type, enabled=False):
             return self.dense_weights(q, k, self.context(q, k, normed, p, signals))
@@ -95,11 +104,14 @@ class NormaliserLayer(nn.Module):
         return torch.cat(parts, dim=2)
 
     def row_weights(self, x: Tensor, context: RowContext) -> Tensor:
-        """Scores (..., R, K), HIDDEN at hidden keys, to weights: the formula, then the re-weighting."""
+        """Scores (..., R, K), HIDDEN at hidden keys, to weights: the formula, then the
+        re-weighting.
+        """
         if self.by_place:
             head = torch.arange(self.n_head, device=x.device)[:, None, None]
             x = self.at_distance(x, context.distance(x), head)
-            x = x.masked_fill(~context.visible(x), HIDDEN)  # a factor that decays may have shrunk it
+            # a factor that decays may have shrunk it
+            x = x.masked_fill(~context.visible(x), HIDDEN)
         a = self.definition.weights(x, context)
         if a.shape != x.shape:
             shapes = f"weights of shape {tuple(a.shape)} for scores of {tuple(x.shape)}"
@@ -111,7 +123,9 @@ class NormaliserLayer(nn.Module):
     @property
     def by_place(self) -> bool:
         """The scores depend on where the keys are: on their distances, or by a `key_decay`."""
-        return self.position in BIASES or self.definition.overrides(Normaliser, "at_distance", "key_decay")
+        return self.position in BIASES or self.definition.overrides(
+            Normaliser, "at_distance", "key_decay"
+        )
 
     def at_distance(self, x: Tensor, t: Tensor, head: Tensor) -> Tensor:
         """The scores x of a head's keys at distance t, t and head expanding to x's shape."""
@@ -119,29 +133,39 @@ class NormaliserLayer(nn.Module):
         return x + BIASES[self.position](t, head, self.n_head) if self.position in BIASES else x
 
     def read(self, h: Tensor) -> Tensor | None:
-        """The formula's S signals, (B, H, T, S) in at least float32, of the layer's input (B, T, C)."""
+        """The formula's S signals, (B, H, T, S) in at least float32, of the layer's input (B, T,
+        C).
+        """
         if not self.signals:
             return None
         return self.signal(h).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
 
     def norm_heads(self, x: Tensor) -> Tensor:
-        """q or k, for cosine scores l2-normalised in at least float32. RoPE may follow: it keeps norms.
+        """q or k, for cosine scores l2-normalised in at least float32. RoPE may follow: it keeps
+        norms.
 
-        A compiled step is faster with the norm before RoPE (benchmarks/RESULTS.md), and a KV cache holds
-        normed keys. With `model.key_shift` a key is normed after its shift.
+        A compiled step is faster with the norm before RoPE (benchmarks/RESULTS.md), and a KV cache
+        holds normed keys. With `model.key_shift` a key is normed after its shift.
         """
         if self.definition.scores != "cosine":
             return x
-        return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=COSINE_EPS)
+        return F.normalize(
+            x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=COSINE_EPS
+        )
 
     def prepare(
-        self, q: Tensor, k: Tensor, context: RowContext, dtype: torch.dtype | None = None, unit: float = 1.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        context: RowContext,
+        dtype: torch.dtype | None = None,
+        unit: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """q (B, H, Tq, D) and k whose products are the scores. Every engine starts here.
 
-        dtype: of the kernel that multiplies them, and of both here. Its products are `unit` times the scores,
-        with the temperature of an adaptive softmax in them, and k keeps its n_kv_head heads. None: the
-        definition multiplies them, in at least float32, and k has H heads.
+        dtype: of the kernel that multiplies them, and of both here. Its products are `unit` times
+        the scores, with the temperature of an adaptive softmax in them, and k keeps its n_kv_head
+        heads. None: the definition multiplies them, in at least float32, and k has H heads.
         """
         definition = self.definition
         given = k
@@ -156,14 +180,17 @@ class NormaliserLayer(nn.Module):
             return q * definition.factor(context), share_heads(k.to(q.dtype), q)
         factor = definition.fused_factor(q, k, context)
         if definition.scores == "dot" and dtype.itemsize == 2:
-            k = given  # centred keys would be rounded once more, and a softmax does not see the shift
+            # centred keys would be rounded once more, and a softmax does not see the shift
+            k = given
         return (q * (factor * unit)).to(dtype), k.to(dtype)
 
     def context(
         self, q: Tensor, k: Tensor, normed: bool = False, p: int | None = None, signals: Tensor | None = None,
         place: Tensor | None = None,
     ) -> RowContext:  # fmt: skip
-        """The `RowContext` of queries (..., Tq, D), the last of the Tk positions, of `attend`'s arguments."""
+        """The `RowContext` of queries (..., Tq, D), the last of the Tk positions, of `attend`'s
+        arguments.
+        """
         n_queries = q.shape[-2]
         n_keys = k.shape[-2]
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -174,7 +201,9 @@ class NormaliserLayer(nn.Module):
         n = (index + 1).clamp_max(self.window or n_keys)
         p = self.reweight_p if p is None else min(p, self.reweight_p)
         learned = self(dtype)
-        context = RowContext(n, index, n_keys, self.train_len, self.head_dim, p, learned, normed=normed)
+        context = RowContext(
+            n, index, n_keys, self.train_len, self.head_dim, p, learned, normed=normed
+        )
         if not self.signals:
             return context
         if signals is None:
@@ -184,7 +213,9 @@ class NormaliserLayer(nn.Module):
         of_rows = {name: each[..., rows, :] for name, each in by_name.items()}
         return replace(context, signals=of_rows, decay=self.definition.key_decay(by_name))
 
-    def cut(self, q: Tensor, k: Tensor, v: Tensor, context: RowContext) -> tuple[Tensor, Tensor, RowContext]:
+    def cut(
+        self, q: Tensor, k: Tensor, v: Tensor, context: RowContext
+    ) -> tuple[Tensor, Tensor, RowContext]:
         """k, v and their `RowContext` without the keys that lie before the windows of all queries."""
         n_before = k.shape[-2] - q.shape[-2] + 1 - self.window
         if not self.window or n_before <= 0:
@@ -194,6 +225,10 @@ class NormaliserLayer(nn.Module):
         return k[..., keys, :], v[..., keys, :], cut
 
     def forward(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Learned parameters, those per head as (H, 1, 1). By a call accelerate loads offloaded ones."""
-        parameters = {name: parameter.to(dtype) for name, parameter in self.named_parameters(recurse=False)}
+        """Learned parameters, those per head as (H, 1, 1). By a call accelerate loads offloaded
+        ones.
+        """
+        parameters = {
+            name: parameter.to(dtype) for name, parameter in self.named_parameters(recurse=False)
+        }
         return {name: v if name == "p_n" else v[:, None, None] for name, v in parameters.items()}

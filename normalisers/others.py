@@ -1,7 +1,7 @@
 """Normalisers of other papers, to compare with: the same small classes as in family.py.
 
-x = q.k / sqrt(d) unless `scores`, `scale` or `length_scale` say otherwise; n = number of keys the query sees.
-The docstrings of formulas that newer papers give say what they were checked against.
+x = q.k / sqrt(d) unless `scores`, `scale` or `length_scale` say otherwise; n = number of keys the
+query sees. The docstrings of formulas that newer papers give say what they were checked against.
 """
 
 from typing import ClassVar, Literal
@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from normalisers.base import HIDDEN, MIN_LOG_GATE, Normaliser, RowContext, exp, has_contrast, l1_normalise
+from normalisers.base import (
+    HIDDEN,
+    MIN_LOG_GATE,
+    Normaliser,
+    RowContext,
+    exp,
+    has_contrast,
+    l1_normalise,
+)
 from normalisers.family import Bias, Phi, PhiName, Scaled, Softmax
 from positions import operator_library
 
@@ -19,8 +27,8 @@ from positions import operator_library
 class Sigmoid(Phi, name="sigmoid"):
     """sigmoid(x - ln L), L the training length or all keys (Ramapuram et al. 2024), or - ln n.
 
-    ln n, the default, and l1 are LSSAR's (Section 3.3, Table 4). With bias = "log_len" a row's weights depend
-    on keys that it does not see, through their number.
+    ln n, the default, and l1 are LSSAR's (Section 3.3, Table 4). With bias = "log_len" a row's
+    weights depend on keys that it does not see, through their number.
     """
 
     phi: PhiName = "sigmoid"
@@ -61,9 +69,9 @@ class ReluShen(Phi, name="relu_shen"):
 class ScaleInvariant(Softmax, name="scale_invariant"):
     """softmax(a_t x + m_t), a_t = sqrt(2 ln(t / tau + 1) + 1), m_t = -2 ln(t / tau + 1), t = i - j.
 
-    Scale-invariant attention (arXiv 2505.17083). There a_t^2 = 2 (ln(t / tau + 1) - ln alpha + beta / alpha),
-    m_t = beta / alpha - a_t^2, with alpha = beta = sqrt(e) by a_0 = 1, m_0 = 0. Checked against a summary of
-    the paper and another implementation, not against its text.
+    Scale-invariant attention (arXiv 2505.17083). There a_t^2 = 2 (ln(t / tau + 1) - ln alpha + beta
+    / alpha), m_t = beta / alpha - a_t^2, with alpha = beta = sqrt(e) by a_0 = 1, m_0 = 0. Checked
+    against a summary of the paper and another implementation, not against its text.
     """
 
     tau: float = Field(10.0, gt=0, description="Distance, in tokens, from which keys lose weight.")
@@ -74,11 +82,12 @@ class ScaleInvariant(Softmax, name="scale_invariant"):
 
 
 class Entmax(Scaled, name="entmax"):
-    """[x / 2 - theta]_+^2 with theta such that the row sums to one: 1.5-entmax. (Peters et al. 2019)
+    """[x / 2 - theta]_+^2 with theta such that the row sums to one: 1.5-entmax. (Peters et al.
+    2019)
 
-    theta is the root of ||[x / 2 - theta]_+|| = 1, convex and decreasing in theta: Newton's method from
-    max(x) / 2 - 1 climbs to it without passing it, in 4 to 7 steps for 128 to 131,072 normal scores. First
-    derivatives are right, second ones are not.
+    theta is the root of ||[x / 2 - theta]_+|| = 1, convex and decreasing in theta: Newton's method
+    from max(x) / 2 - 1 climbs to it without passing it, in 4 to 7 steps for 128 to 131,072 normal
+    scores. First derivatives are right, second ones are not.
     """
 
     sums_to_one: ClassVar[bool] = True
@@ -89,7 +98,8 @@ class Entmax(Scaled, name="entmax"):
         with torch.no_grad():
             for _ in range(50):
                 step = newton_step(z, theta)
-                unfinished = step > 2 * torch.finfo(x.dtype).eps  # by row: its bits depend on no other
+                # by row: its bits depend on no other
+                unfinished = step > 2 * torch.finfo(x.dtype).eps
                 theta = torch.where(unfinished, theta + step, theta)
                 if not unfinished.any():
                     break
@@ -105,11 +115,13 @@ def newton_step(z: Tensor, theta: Tensor) -> Tensor:
 
 
 class ASEntmax(Entmax, name="asentmax"):
-    """1.5-entmax of (delta + beta (ln n)^gamma) x, beta and gamma learned per head. (arXiv 2506.16640)
+    """1.5-entmax of (delta + beta (ln n)^gamma) x, beta and gamma learned per head. (arXiv
+    2506.16640)
 
-    Checked against the authors' code (deep-spin/asentmax). Its main variant computes them from the layer's
-    input, which is `entmax` with length_scale = "query". This is its other one, "learn", whose beta starts at
-    random in 0.1 ... 1 and gamma in 0 +- 0.1 (here 0.1 and 1); both have ln(n + 1).
+    Checked against the authors' code (deep-spin/asentmax). Its main variant computes them from the
+    layer's input, which is `entmax` with length_scale = "query". This is its other one, "learn",
+    whose beta starts at random in 0.1 ... 1 and gamma in 0 +- 0.1 (here 0.1 and 1); both have ln(n
+    + 1).
     """
 
     scale: Literal["rsqrt_d"] = "rsqrt_d"
@@ -126,18 +138,21 @@ class ASEntmax(Entmax, name="asentmax"):
 
 
 class Threshold(Normaliser, name="threshold"):
-    """relu(cos(q, k) - beta sqrt(2 ln(n / kappa) / d))^power, beta learned per head. (arXiv 2601.12145)
+    """relu(cos(q, k) - beta sqrt(2 ln(n / kappa) / d))^power, beta learned per head. (arXiv
+    2601.12145)
 
-    Threshold rectified attention; each head's output is RMS-normalised. Checked against the authors' kernel
-    (snap-research/TDA), which has this n, kappa = 1 and one beta for all heads, and against a summary of the
-    paper, whose ln((i + 1) / kappa) is n + 1 if its rows i count from 1. The paper's last form, the
-    difference of two such attentions (TDA), is not here.
+    Threshold rectified attention; each head's output is RMS-normalised. Checked against the
+    authors' kernel (snap-research/TDA), which has this n, kappa = 1 and one beta for all heads, and
+    against a summary of the paper, whose ln((i + 1) / kappa) is n + 1 if its rows i count from 1.
+    The paper's last form, the difference of two such attentions (TDA), is not here.
     """
 
     scores: Literal["cosine"] = "cosine"
     output_norm: bool = True
     power: int = Field(2, ge=1, le=16, description="Power of what exceeds the threshold.")
-    kappa: float = Field(1.0, gt=0, description="Expected number of random keys above the threshold.")
+    kappa: float = Field(
+        1.0, gt=0, description="Expected number of random keys above the threshold."
+    )
 
     def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
         return {"beta": torch.ones(n_head)}
@@ -153,9 +168,10 @@ class Threshold(Normaliser, name="threshold"):
 class StickBreaking(Scaled, name="stick_breaking"):
     """sigmoid(x_j) prod_{j < k < i} (1 - sigmoid(x_k)) at keys j < i: a query does not see its own.
 
-    Stick-breaking attention (arXiv 2410.17980), there without positions (`model.position = "none"`). Rows sum
-    to at most one, the first to zero. Checked against the authors' code (shawntan/stickbreaking-attention),
-    which can also add the rest of the stick times the query's own value to the output; that is not here.
+    Stick-breaking attention (arXiv 2410.17980), there without positions (`model.position =
+    "none"`). Rows sum to at most one, the first to zero. Checked against the authors' code
+    (shawntan/stickbreaking-attention), which can also add the rest of the stick times the query's
+    own value to the output; that is not here.
     """
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
@@ -168,7 +184,8 @@ class StickBreaking(Scaled, name="stick_breaking"):
 class Softpick(Scaled, name="softpick"):
     """relu(e^x - 1) / sum |e^x - 1|: a row may sum to less than one, or be zero. (arXiv 2504.20966)
 
-    Checked against the authors' code (zaydzuhri/softpick-attention), whose sum has 1e-8 e^(max x) added.
+    Checked against the authors' code (zaydzuhri/softpick-attention), whose sum has 1e-8 e^(max x)
+    added.
     """
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
@@ -183,9 +200,10 @@ class Softpick(Scaled, name="softpick"):
 class ElasticSoftmax(Scaled, name="elastic_softmax"):
     """relu(softmax(x) + tau / n), tau learned per head from -1; not normalised again.
 
-    LSSAR's eq. 5 at p = 1 without its second l1, and with a learned offset. From Lazy Attention (arXiv
-    2601.00919), whose learned biases by distance are not here. Checked against its first author's code
-    (Fzkuji/flash-lazy-attention), which names the paper for the -1, not against the text.
+    LSSAR's eq. 5 at p = 1 without its second l1, and with a learned offset. From Lazy Attention
+    (arXiv 2601.00919), whose learned biases by distance are not here. Checked against its first
+    author's code (Fzkuji/flash-lazy-attention), which names the paper for the -1, not against the
+    text.
     """
 
     def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
@@ -207,14 +225,17 @@ running_sum.register_autograd(lambda ctx, gradient: running_sum(gradient.flip(-2
 
 
 class FoX(Softmax, name="fox"):
-    """softmax(x_ij + sum_{j < t <= i} ln sigmoid(w.h_t + b)), h the layer's input, w and b learned per head.
+    """softmax(x_ij + sum_{j < t <= i} ln sigmoid(w.h_t + b)), h the layer's input, w and b learned
+    per head.
 
-    Forgetting attention (arXiv 2503.02130), there without positions (`model.position = "none"`). w starts at
-    N(0, 0.02^2), b at 0, as in the authors' code (zhixuan-lin/forgetting-transformer), against which the
-    formula was checked. Their "Pro" block's norms, gate and shifts are not here.
+    Forgetting attention (arXiv 2503.02130), there without positions (`model.position = "none"`). w
+    starts at N(0, 0.02^2), b at 0, as in the authors' code (zhixuan-lin/forgetting-transformer),
+    against which the formula was checked. Their "Pro" block's norms, gate and shifts are not here.
     """
 
-    forget_init: float = Field(0.0, description="Of b. A key t tokens back weighs sigmoid(b)^t at first.")
+    forget_init: float = Field(
+        0.0, description="Of b. A key t tokens back weighs sigmoid(b)^t at first."
+    )
 
     def signals(self, head_dim: int) -> dict[str, list[float]]:
         return {"forget": [self.forget_init]} | super().signals(head_dim)
@@ -226,16 +247,19 @@ class FoX(Softmax, name="fox"):
 class Wall(Softmax, name="wall"):
     """softmax(sum_c q_ic k_jc e^(P_ic - P_jc) / sqrt(d)), P_t = sum_{s <= t} ln sigmoid(W h_s + b).
 
-    h is the layer's input, c a channel of a head: forgetting attention with a gate for each channel, there
-    without positions (`model.position = "none"`). From Wall attention (Tilde Research 2026,
-    blog.tilderesearch.com/blog/wall-attn). b starts at 8, as in fla-org/flash-linear-attention, against which
-    the formula was checked. Here ln sigmoid is at least -2.5: a channel keeps at least 8 % a token.
-    Runs on rows and dense alone. A generated token sums the gates of all keys anew.
+    h is the layer's input, c a channel of a head: forgetting attention with a gate for each
+    channel, there without positions (`model.position = "none"`). From Wall attention (Tilde
+    Research 2026, blog.tilderesearch.com/blog/wall-attn). b starts at 8, as in
+    fla-org/flash-linear-attention, against which the formula was checked. Here ln sigmoid is at
+    least -2.5: a channel keeps at least 8 % a token. Runs on rows and dense alone. A generated
+    token sums the gates of all keys anew.
     """
 
     decays_channels: ClassVar[bool] = True
 
-    gate_init: float = Field(8.0, description="Of b. A channel keeps sigmoid(b) of a score a token at first.")
+    gate_init: float = Field(
+        8.0, description="Of b. A channel keeps sigmoid(b) of a score a token at first."
+    )
 
     def signals(self, head_dim: int) -> dict[str, list[float]]:
         return {"gate": [self.gate_init] * head_dim} | super().signals(head_dim)

@@ -1,4 +1,6 @@
-"""A normaliser from a file outside this repo: `normaliser = "my_softmax.py:MySoftmax"` in [attention]."""
+"""A normaliser from a file outside this repo: `normaliser = "my_softmax.py:MySoftmax"` in
+[attention].
+"""
 
 import hashlib
 import importlib.util
@@ -33,21 +35,25 @@ def find_normaliser(name: str) -> type[Normaliser]:
         if path not in FILES:
             spec = importlib.util.spec_from_file_location(module, path)
             assert spec is not None and spec.loader is not None
-            sys.modules[module] = importlib.util.module_from_spec(spec)  # where pydantic looks for types
+            # where pydantic looks for types
+            sys.modules[module] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(sys.modules[module])
             FILES[path] = module
     except Exception as e:
         raise ValueError(f"cannot be imported here: {type(e).__name__}: {e}") from None
     cls = getattr(sys.modules[FILES[path]], class_name, None)
     if not (isinstance(cls, type) and issubclass(cls, Normaliser) and "name" in vars(cls)):
-        raise ValueError(f'expected `class {class_name}(Softmax, name="...")` or the like in {file}')
+        raise ValueError(
+            f'expected `class {class_name}(Softmax, name="...")` or the like in {file}'
+        )
     return cls
 
 
 def fingerprints(names: Iterable[str]) -> dict[str, str]:
     """The sha256 of each normaliser's code, as a checkpoint keeps it.
 
-    That is the file of one's own, by its path, or the registered class with those that it inherits from.
+    That is the file of one's own, by its path, or the registered class with those that it inherits
+    from.
     """
     code = {}
     for name in sorted(names):
@@ -57,5 +63,6 @@ def fingerprints(names: Iterable[str]) -> dict[str, str]:
             continue
         classes = [cls for cls in NORMALISERS[name].__mro__ if issubclass(cls, Normaliser)]
         with suppress(OSError, TypeError):  # a class without a file, as in a notebook
-            code[name] = "".join(map(inspect.getsource, classes[:-1])).encode()  # the last one is Normaliser
+            # the last one is Normaliser
+            code[name] = "".join(map(inspect.getsource, classes[:-1])).encode()
     return {name: hashlib.sha256(text).hexdigest() for name, text in code.items()}

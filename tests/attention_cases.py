@@ -1,7 +1,7 @@
 """Every normaliser with each of its options, and how tests call and compare them.
 
-A normaliser that is registered but not listed is added with its default options, so that most tests cover it
-at once (the comparison with reference.py needs a formula there).
+A normaliser that is registered but not listed is added with its default options, so that most tests
+cover it at once (the comparison with reference.py needs a formula there).
 """
 
 import copy
@@ -28,8 +28,14 @@ BIASES = ("log_train_len", "log_len", "log_n")
 
 PLAIN: list[dict[str, Any]] = [
     *({"normaliser": name} for name in ("softmax", "softmax_inverse", "softmax_recentred")),
-    *({"normaliser": name} for name in ("softmax_recentred_l1", "phi", "lssa", "sigmoid", "relu_wortsman")),
-    *({"normaliser": name} for name in ("relu_li", "relu_shen", "ssmax", "ssmax_pn", "norm_softmax")),
+    *(
+        {"normaliser": name}
+        for name in ("softmax_recentred_l1", "phi", "lssa", "sigmoid", "relu_wortsman")
+    ),
+    *(
+        {"normaliser": name}
+        for name in ("relu_li", "relu_shen", "ssmax", "ssmax_pn", "norm_softmax")
+    ),
     {"normaliser": "logit_norm"},
     *({"normaliser": "phi", "phi": phi, "l1": l1} for phi in PHIS for l1 in (True, False)),
     *({"normaliser": "sigmoid", "bias": bias, "l1": l1} for bias in BIASES for l1 in (True, False)),
@@ -102,7 +108,11 @@ REWEIGHTED: list[dict[str, Any]] = [
     )
 ]
 LISTED = {options["normaliser"] for options in PLAIN}
-OPTIONS = [*PLAIN, *({"normaliser": name} for name in NORMALISERS if name not in LISTED), *REWEIGHTED]
+OPTIONS = [
+    *PLAIN,
+    *({"normaliser": name} for name in NORMALISERS if name not in LISTED),
+    *REWEIGHTED,
+]
 
 
 def position_of(normaliser: str) -> str:
@@ -116,14 +126,19 @@ def case_id(options: dict[str, Any]) -> str:
 
 
 def list_cases(by_option: bool) -> list[Any]:
-    """Quick: LSSAR and a normaliser's first, or those with an option, or a name of one, not seen before."""
+    """Quick: LSSAR and a normaliser's first, or those with an option, or a name of one, not seen
+    before.
+    """
     seen: set[tuple[str | None, ...]] = set()
     cases = []
     for options in OPTIONS:
         name = options["normaliser"]
         parts: set[tuple[str | None, ...]] = {(name,)}
         if by_option:
-            parts = {(name, key, value if isinstance(value, str) else None) for key, value in options.items()}
+            parts = {
+                (name, key, value if isinstance(value, str) else None)
+                for key, value in options.items()
+            }
         is_lssar = options.keys() == {"normaliser", "reweight_p"} and name == "lssa"
         marks = () if is_lssar or not parts <= seen else pytest.mark.slow
         seen |= parts
@@ -141,7 +156,9 @@ def has_sdpa(cfg: AttentionConfig) -> bool:
     return not sdpa.problem(make_normaliser(cfg, 2, 16, 40), torch.device("cpu"), torch.float32)
 
 
-def choose(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype, engine: Engine = "auto") -> str:
+def choose(
+    layer: NormaliserLayer, device: torch.device, dtype: torch.dtype, engine: Engine = "auto"
+) -> str:
     """The name of the engine that attend() takes."""
     return choose_engine(layer, engine, device, dtype).name
 
@@ -154,7 +171,9 @@ OWN_SCALE = ("entmax", "asentmax", "threshold", "stick_breaking", "softpick", "e
 
 
 def is_normalised(cfg: AttentionConfig) -> bool:
-    """Whether rows have a scale of their own: sum |A| <= 1, a softmax shifted, or powers of a cosine."""
+    """Whether rows have a scale of their own: sum |A| <= 1, a softmax shifted, or powers of a
+    cosine.
+    """
     d, name = cfg.definition, cfg.normaliser
     return (
         isinstance(d, AdaptiveSoftmax)
@@ -164,8 +183,12 @@ def is_normalised(cfg: AttentionConfig) -> bool:
     )
 
 
-def make(cfg: AttentionConfig, n_head: int, head_dim: int, train_len: int, seed: int = 0) -> NormaliserLayer:
-    """A normaliser whose learned parameters are away from their initial values, different in every head."""
+def make(
+    cfg: AttentionConfig, n_head: int, head_dim: int, train_len: int, seed: int = 0
+) -> NormaliserLayer:
+    """A normaliser whose learned parameters are away from their initial values, different in every
+    head.
+    """
     normaliser = make_normaliser(cfg, n_head=n_head, head_dim=head_dim, train_len=train_len)
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -176,12 +199,20 @@ def make(cfg: AttentionConfig, n_head: int, head_dim: int, train_len: int, seed:
 
 
 def draw(
-    len_q: int, len_k: int, head_dim: int, batch: int = 1, n_head: int = 2, seed: int = 0, dtype=torch.float32
+    len_q: int,
+    len_k: int,
+    head_dim: int,
+    batch: int = 1,
+    n_head: int = 2,
+    seed: int = 0,
+    dtype=torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v and the gradient of o, all N(0, 1)."""
     g = torch.Generator().manual_seed(1000 * len_q + len_k + seed)
     shapes = [(batch, n_head, t, head_dim) for t in (len_q, len_k, len_k, len_q)]
-    q, k, v, do = (torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes)
+    q, k, v, do = (
+        torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes
+    )
     return q, k, v, do
 
 
@@ -192,7 +223,12 @@ def signals_of(normaliser: NormaliserLayer, q: Tensor, k: Tensor) -> Tensor | No
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserLayer, engine: Any = "auto", **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normaliser: NormaliserLayer,
+    engine: Any = "auto",
+    **options: Any,
 ):
     """`attention.attend` with `signals_of` the keys."""
     signals = signals_of(normaliser, q, k)
@@ -204,14 +240,18 @@ def weights_of(normaliser: NormaliserLayer, q: Tensor, k: Tensor) -> Tensor:
     return normaliser.weights(q, k, signals=signals_of(normaliser, q, k))
 
 
-def run(engine: Any, normaliser: NormaliserLayer, q, k, v, do, autocast: bool = False) -> dict[str, Tensor]:
+def run(
+    engine: Any, normaliser: NormaliserLayer, q, k, v, do, autocast: bool = False
+) -> dict[str, Tensor]:
     """o and every gradient of (o * do).sum(), with an engine or with weights given as a function."""
     q, k, v = (t.detach().clone().requires_grad_() for t in (q, k, v))
     params = dict(normaliser.named_parameters())
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         o = engine(q, k, params) @ v if callable(engine) else attend(q, k, v, normaliser, engine)
     inputs = {"dq": q, "dk": k, "dv": v, **{f"d{name}": p for name, p in params.items()}}
-    grads = torch.autograd.grad(o, list(inputs.values()), do, allow_unused=True, materialize_grads=True)
+    grads = torch.autograd.grad(
+        o, list(inputs.values()), do, allow_unused=True, materialize_grads=True
+    )
     return {"o": o.detach(), **dict(zip(inputs, grads, strict=True))}
 
 
@@ -233,8 +273,15 @@ def fox_errors(
     n_queries, kv_heads = shape
     layer = make_normaliser(AttentionConfig(normaliser="fox"), 4, 64, 600, "none", width=256)
     q, k, v, do = (t.to(device) for t in draw(n_queries, 600, 64, batch=2, n_head=4, dtype=dtype))
-    gates = 2 * torch.randn(2, 4, 600, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    inputs = q, k[:, :kv_heads], v[:, :kv_heads], gates.to(device, torch.promote_types(dtype, torch.float32))
+    gates = 2 * torch.randn(
+        2, 4, 600, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    inputs = (
+        q,
+        k[:, :kv_heads],
+        v[:, :kv_heads],
+        gates.to(device, torch.promote_types(dtype, torch.float32)),
+    )
 
     def gradients(attend: Callable[..., Tensor], engine: Engine, *tensors: Tensor) -> list[Tensor]:
         leaves = [t.detach().requires_grad_() for t in tensors]
@@ -257,9 +304,11 @@ def assert_close(got, want, inputs: tuple[Tensor, ...], tolerance: float, label:
     """Norm of the error over norm of the exact value, for o and each gradient.
 
     Some gradients are sums that cancel, so that their own norm is no measure of their rounding:
-    - dq or dk may vanish, exactly (equal keys) or nearly (at most 3 rows, where one key may take each
+    - dq or dk may vanish, exactly (equal keys) or nearly (at most 3 rows, where one key may take
+    each
       row whole): held against the largest gradient;
-    - a learned parameter's is a sum over all rows, of the terms q dq: held against 10 % of sum |q dq|
+    - a learned parameter's is a sum over all rows, of the terms q dq: held against 10 % of sum |q
+    dq|
       where that is larger.
     """
     assert got.keys() == want.keys()

@@ -22,14 +22,16 @@ os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--normaliser", metavar="FILE.py:CLASS", help="a class of your own to test, too")
+    parser.addoption(
+        "--normaliser", metavar="FILE.py:CLASS", help="a class of your own to test, too"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the tests on the CPU, but for `pytest -m gpu`, and register --normaliser's class.
 
-    TRITON_INTERPRET is read when Triton is imported, which torch may do in any test file. The kernels then
-    run on the CPU (tests/core/engines/test_triton.py).
+    TRITON_INTERPRET is read when Triton is imported, which torch may do in any test file. The
+    kernels then run on the CPU (tests/core/engines/test_triton.py).
     """
     if config.getoption("markexpr") != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
@@ -53,7 +55,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def freeze() -> None:
-    """As train.main() does: training collects garbage at each save, which would scan all modules anew."""
+    """As train.main() does: training collects garbage at each save, which would scan all modules
+    anew.
+    """
     gc.collect()
     gc.freeze()
 
@@ -65,7 +69,8 @@ def slow(*values: Any) -> list[Any]:
 
 VOCAB = 64
 needs_gpt2 = pytest.mark.skipif(
-    "TIKTOKEN_CACHE_DIR" not in os.environ, reason="TIKTOKEN_CACHE_DIR is not set: gpt2 needs its files"
+    "TIKTOKEN_CACHE_DIR" not in os.environ,
+    reason="TIKTOKEN_CACHE_DIR is not set: gpt2 needs its files",
 )
 
 
@@ -112,7 +117,12 @@ def write_dataset(folder: Path, splits: dict[str, Any], shard_size: int, vocab: 
     from data.dataset import begin_dataset, finish_dataset, write_split
 
     begin_dataset(folder, "toy")
-    info: dict[str, Any] = {"dataset": "toy", "tokenizer": "bytes", "vocab_size": vocab, "source": "a test"}
+    info: dict[str, Any] = {
+        "dataset": "toy",
+        "tokenizer": "bytes",
+        "vocab_size": vocab,
+        "source": "a test",
+    }
     info |= {"splits": {}, "shards": []}
     for split, tokens in splits.items():
         n_documents = int((np.asarray(tokens) == vocab - 1).sum())
@@ -127,7 +137,9 @@ def check_dataset(folder: Path) -> None:
     from data.shards import check_recorded, check_vocabulary, open_shard
 
     info = dataset_info(folder)
-    assert {path.name for path in folder.glob("*.bin")} == {shard["file"] for shard in info["shards"]}
+    assert {path.name for path in folder.glob("*.bin")} == {
+        shard["file"] for shard in info["shards"]
+    }
     for shard in info["shards"]:
         tokens = open_shard(folder / shard["file"])
         check_recorded(folder / shard["file"], tokens, shard)
@@ -141,7 +153,9 @@ def train_bpe(texts: list[str], n_vocab: int) -> str:
     from tokenizers import ByteLevelBPETokenizer
 
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(texts, n_vocab, show_progress=False, special_tokens=["<|endoftext|>"])
+    tokenizer.train_from_iterator(
+        texts, n_vocab, show_progress=False, special_tokens=["<|endoftext|>"]
+    )
     return str(tokenizer.to_str())
 
 

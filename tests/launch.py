@@ -53,7 +53,10 @@ def metrics(run_dir: Path, key: str) -> dict[int, float]:
 
 def curve(run_dir: Path) -> list[tuple[Any, ...]]:
     """What must not depend on kills and clocks."""
-    return [tuple(r.get(key) for key in ("step", "loss", "grad_norm", "val_loss")) for r in records(run_dir)]
+    return [
+        tuple(r.get(key) for key in ("step", "loss", "grad_norm", "val_loss"))
+        for r in records(run_dir)
+    ]
 
 
 class Forked:

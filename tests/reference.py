@@ -1,10 +1,12 @@
-"""Attention weights the slow way: one row at a time, in float64, each formula as its paper prints it.
+"""Attention weights the slow way: one row at a time, in float64, each formula as its paper prints
+it.
 
     reference_weights(cfg, q, k, train_len, params)  ->  (B, H, Tq, Tk) float64
 
-It shares no code with normalisers/. Every function below sees one query `q` (D,), the keys that this
-query may see `k` (n, D), and nothing else, so causality, the meaning of n and the rows of a KV cache
-need no mask. All of it is made of differentiable torch operations: gradients can be compared too.
+It shares no code with normalisers/. Every function below sees one query `q` (D,), the keys that
+this query may see `k` (n, D), and nothing else, so causality, the meaning of n and the rows of a KV
+cache need no mask. All of it is made of differentiable torch operations: gradients can be compared
+too.
 """
 
 import math
@@ -26,10 +28,13 @@ class Row:
     k: Tensor  # (n, D)
     length: int  # Tk, the number of keys that exist at all
     train_len: int
-    params: dict[str, Tensor]  # learned parameters of this row's head: scalars, and p_n (train_len,)
+    # learned parameters of this row's head: scalars, and p_n (train_len,)
+    params: dict[str, Tensor]
 
     def signal(self, i: int) -> Tensor:
-        """(n,): what the formula reads from the layer's input at each key, in tests channel i of the keys."""
+        """(n,): what the formula reads from the layer's input at each key, in tests channel i of
+        the keys.
+        """
         return self.k[:, i]
 
     @property
@@ -46,7 +51,12 @@ class Row:
 
 
 def reference_weights(
-    cfg: Any, q: Tensor, k: Tensor, train_len: int, params: dict[str, Tensor] | None = None, window: int = 0
+    cfg: Any,
+    q: Tensor,
+    k: Tensor,
+    train_len: int,
+    params: dict[str, Tensor] | None = None,
+    window: int = 0,
 ) -> Tensor:
     """Dense weights of a causal attention whose queries are the last Tq of Tk positions.
 
@@ -54,7 +64,8 @@ def reference_weights(
         cfg: an AttentionConfig, or anything with its attributes.
         q: (B, H, Tq, D). k: (B, H, Tk, D). Any dtype; converted to float64.
         train_len: the training length.
-        params: the normaliser's learned parameters by name: `s`, `b`, `sink`, `w` (H,), `p_n` (train_len,).
+        params: the normaliser's learned parameters by name: `s`, `b`, `sink`, `w` (H,), `p_n`
+        (train_len,).
         window: the last keys that a query sees; 0: all.
     Returns:
         (B, H, Tq, Tk) float64, zeros above the diagonal.
@@ -82,7 +93,9 @@ def reference_weights(
 
 
 def reweight(a: Tensor, p: int) -> Tensor:
-    """ReLU(A n - O)^p, then l1 (LSSAR eq. 5). O = 0 in rows n <= 3 (note 2) and in uniform rows, else 1."""
+    """ReLU(A n - O)^p, then l1 (LSSAR eq. 5). O = 0 in rows n <= 3 (note 2) and in uniform rows,
+    else 1.
+    """
     n = a.shape[0]
     r = torch.relu(n * a - (0 if n <= 3 else 1))
     if r.max() <= UNIFORM:
@@ -159,7 +172,9 @@ def _score(row: Row, cfg: Any) -> Tensor:
         "query": 1.0,
     }[cfg.length_scale]
     if cfg.length_scale == "query":
-        g = 1 + log_1p_exp(row.signal(0)[-1]) * math.log(max(2, n)) ** (2 * torch.tanh(row.signal(1)[-1]))
+        g = 1 + log_1p_exp(row.signal(0)[-1]) * math.log(max(2, n)) ** (
+            2 * torch.tanh(row.signal(1)[-1])
+        )
     b = row.params["b"] if getattr(cfg, "bias", False) is True else 0.0
     if cfg.scale == "learned":
         return (row.params["s"] * g + b) * natural
@@ -172,11 +187,14 @@ def _score(row: Row, cfg: Any) -> Tensor:
 
 
 def _family(row: Row, cfg: Any) -> Tensor:
-    """phi(score - bias) over its sum, a sink included: Vaswani 2017 eq. 1 (softmax), LSSAR eq. 3 (phi) and 4
-    (lssa), SSMax eq. 2 and 4, Ramapuram 2024 eq. 3 (sigmoid, bias -ln L), Li 2022 (relu over its sum)."""
+    """phi(score - bias) over its sum, a sink included: Vaswani 2017 eq. 1 (softmax), LSSAR eq. 3
+    (phi) and 4 (lssa), SSMax eq. 2 and 4, Ramapuram 2024 eq. 3 (sigmoid, bias -ln L), Li 2022 (relu
+    over its sum)."""
     x = _score(row, cfg)
     if isinstance(cfg.bias, str):
-        x = x - math.log({"log_train_len": row.train_len, "log_len": row.length, "log_n": row.n}[cfg.bias])
+        x = x - math.log(
+            {"log_train_len": row.train_len, "log_len": row.length, "log_n": row.n}[cfg.bias]
+        )
     if cfg.sink != "none":
         sink = row.params["sink"] if cfg.sink == "learned" else torch.zeros((), dtype=x.dtype)
         a = PHI[cfg.phi](x)
@@ -206,8 +224,8 @@ def _ssmax_pn(row: Row, cfg: Any) -> Tensor:
 def _norm_softmax(row: Row, cfg: Any) -> Tensor:
     """softmax(x / (tau min(sigma, gamma))), x = q k unscaled: NormSoftmax eq. 4-6, tau eq. 29.
 
-    Table 1's f1 (no number) is w x / (tau sigma), f2 is x / (tau max(sigma, gamma)). sigma is the population
-    standard deviation of x over the visible keys; where it is 0, the row is uniform.
+    Table 1's f1 (no number) is w x / (tau sigma), f2 is x / (tau max(sigma, gamma)). sigma is the
+    population standard deviation of x over the visible keys; where it is 0, the row is uniform.
     """
     n = row.n
     x = row.raw
@@ -235,25 +253,32 @@ def _logit_norm(row: Row, cfg: Any) -> Tensor:
 
 def _scale_invariant(row: Row, cfg: Any) -> Tensor:
     """softmax(a_t x + m_t), t = n - 1 - j: arXiv 2505.17083."""
-    log = torch.tensor([math.log((row.n - 1 - j) / cfg.tau + 1) for j in range(row.n)], dtype=torch.float64)
+    log = torch.tensor(
+        [math.log((row.n - 1 - j) / cfg.tau + 1) for j in range(row.n)], dtype=torch.float64
+    )
     return exp_l1((2 * log + 1) ** 0.5 * _score(row, cfg) - 2 * log)
 
 
 def _fox(row: Row, cfg: Any) -> Tensor:
-    """softmax(x_j + sum of ln f_t over the keys t after j), f = sigmoid of the signal: arXiv 2503.02130."""
+    """softmax(x_j + sum of ln f_t over the keys t after j), f = sigmoid of the signal: arXiv
+    2503.02130.
+    """
     log_f = -log_1p_exp(-row.signal(0))
     return exp_l1(_score(row, cfg) + torch.stack([log_f[j + 1 :].sum() for j in range(row.n)]))
 
 
 def _wall(row: Row, cfg: Any) -> Tensor:
-    """FoX's gate for each channel c of q and k: softmax(sum_c q_c k_jc prod f_tc over the keys t after j)."""
+    """FoX's gate for each channel c of q and k: softmax(sum_c q_c k_jc prod f_tc over the keys t
+    after j).
+    """
     log_f = -log_1p_exp(-row.k).clamp_max(2.5)
     decay = torch.stack([log_f[j + 1 :].sum(0) for j in range(row.n)]).exp()  # (n, D)
     return exp_l1(_score(replace(row, k=row.k * decay), cfg))
 
 
 def _entmax(row: Row, cfg: Any) -> Tensor:
-    """1.5-entmax by sorting: the support is the largest k whose threshold lies below its smallest score.
+    """1.5-entmax by sorting: the support is the largest k whose threshold lies below its smallest
+    score.
 
     (Peters et al. 2019, algorithm 2.)
     """

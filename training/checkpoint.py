@@ -1,8 +1,9 @@
 """Checkpoint files: written atomically, found newest first, loaded safely.
 
 A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of its format and what
-`TrainState.to_checkpoint` returns. It holds tensors and plain values only and is read with `weights_only`, so
-loading one runs no code, except that of a file that its normaliser names (normalisers/own.py).
+`TrainState.to_checkpoint` returns. It holds tensors and plain values only and is read with
+`weights_only`, so loading one runs no code, except that of a file that its normaliser names
+(normalisers/own.py).
 """
 
 import errno
@@ -28,11 +29,13 @@ FORMAT = 4
 CONTENT = {"step", "config", "model", "optimizers", "guard", "rng", "data"}
 
 
-def save_checkpoint(run_dir: Path, state: dict[str, Any], keep_last: int, keep_every: int = 0) -> None:
+def save_checkpoint(
+    run_dir: Path, state: dict[str, Any], keep_last: int, keep_every: int = 0
+) -> None:
     """Write `checkpoints/step_<step>.pt`, whole or not at all, and delete old ones.
 
-    Raises UserError: it cannot be written. Existing checkpoints are unchanged then. Old ones that cannot be
-    deleted are reported on stderr.
+    Raises UserError: it cannot be written. Existing checkpoints are unchanged then. Old ones that
+    cannot be deleted are reported on stderr.
     """
     path = run_dir / "checkpoints" / f"step_{state['step']:06d}.pt"
     try:
@@ -42,7 +45,11 @@ def save_checkpoint(run_dir: Path, state: dict[str, Any], keep_last: int, keep_e
         with atomic_file(path) as f:
             torch.save({"format": FORMAT, **state}, f)
     except (OSError, RuntimeError) as e:  # RuntimeError: a full disk, in torch's zip writer
-        free = f" ({shutil.disk_usage(run_dir).free:,} bytes are free)" if isinstance(e, RuntimeError) else ""
+        free = (
+            f" ({shutil.disk_usage(run_dir).free:,} bytes are free)"
+            if isinstance(e, RuntimeError)
+            else ""
+        )
         raise UserError(f"{path}: the checkpoint could not be written: {e}{free}") from None
     older = [old for old in find_checkpoints(run_dir) if step_of(old) < state["step"]]
     try:
@@ -70,8 +77,8 @@ class DamagedCheckpoint(UserError):
 def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
     """Read one checkpoint file into host memory; lazily: map it, without a look at its checksums.
 
-    Raises UserError: absent, damaged (`DamagedCheckpoint`), or not a checkpoint of this format. OSError, or
-    what a lack of memory raises: it cannot be read, but may be whole.
+    Raises UserError: absent, damaged (`DamagedCheckpoint`), or not a checkpoint of this format.
+    OSError, or what a lack of memory raises: it cannot be read, but may be whole.
     """
     if path.exists() and (not path.is_file() or path.suffix == ".toml"):
         raise UserError(f"{path}: expected a run folder or a checkpoint file")
@@ -79,13 +86,16 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:  # torch.load does not check the checksums
             if not lazily and archive.testzip() is not None:
                 raise ValueError("checksum mismatch")
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
+        checkpoint: dict[str, Any] = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=lazily
+        )
     except FileNotFoundError:
         raise UserError(f"{path}: no such run folder or checkpoint") from None
     except Exception as e:  # which one depends on the damage
         if is_out_of_memory(e):
             raise
-        if isinstance(e, OSError) and e.errno not in (None, errno.EINVAL):  # these are a damaged file's
+        # these are a damaged file's
+        if isinstance(e, OSError) and e.errno not in (None, errno.EINVAL):
             raise OSError(e.errno, e.strerror, str(path)) from None
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise DamagedCheckpoint(f"{path}: damaged or unreadable checkpoint ({reason})") from None
@@ -97,10 +107,12 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
 
 
 def load_newest(run_dir: Path, lazily: bool = False) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint that is not damaged, or None without any. Damaged ones are reported on stderr.
+    """The newest checkpoint that is not damaged, or None without any. Damaged ones are reported on
+    stderr.
 
-    Raises UserError: there are checkpoints, but none loads; the newest is of another version. OSError, or
-    what a lack of memory raises: one cannot be read, but may be whole. An older one would lose steps.
+    Raises UserError: there are checkpoints, but none loads; the newest is of another version.
+    OSError, or what a lack of memory raises: one cannot be read, but may be whole. An older one
+    would lose steps.
     """
     paths = find_checkpoints(run_dir)
     for path in paths:
@@ -124,12 +136,16 @@ def load_source(source: str | Path, lazily: bool = False) -> tuple[Path, dict[st
         return path, load_checkpoint(path, lazily)
     newest = load_newest(path, lazily)
     if newest is None:
-        raise UserError(f"{path}: no checkpoint in {path / 'checkpoints'}; train.py writes them there")
+        raise UserError(
+            f"{path}: no checkpoint in {path / 'checkpoints'}; train.py writes them there"
+        )
     return newest
 
 
 def read_config(source: str | Path) -> tuple[Config, str]:
-    """The config of a run or checkpoint (see `load_source`) and its tokenizer's name, without the tensors."""
+    """The config of a run or checkpoint (see `load_source`) and its tokenizer's name, without the
+    tensors.
+    """
     path, content = load_source(source, lazily=True)
     return config_from_dict(content["config"], str(path)), content["data"]["tokenizer"]
 
@@ -168,7 +184,9 @@ def warn_of_changed_code(before: dict[str, str], now: dict[str, str], path: Path
     """Returns the normalisers whose code is not that of a checkpoint's `data_info`."""
     changed = [name for name, sha256 in now.items() if before.get(name, sha256) != sha256]
     for name in changed if os.environ.get("RANK", "0") == "0" else ():
-        print(f"warning: {name} is not as it was when {path} was trained", file=sys.stderr, flush=True)
+        print(
+            f"warning: {name} is not as it was when {path} was trained", file=sys.stderr, flush=True
+        )
     return changed
 
 

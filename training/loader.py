@@ -15,7 +15,8 @@ Batch = list[tuple[Tensor, Tensor]]  # micro-batches x, y: (micro, T) int64 each
 def open_streams(config: Config) -> tuple[TokenStream, TokenStream]:
     """Training and validation tokens.
 
-    Raises UserError: the data does not fit the model's vocabulary, train.seq_len or train.val_tokens.
+    Raises UserError: the data does not fit the model's vocabulary, train.seq_len or
+    train.val_tokens.
     """
     seq_len = config.train.seq_len
     train = TokenStream(config.data.dir, "train")
@@ -41,7 +42,9 @@ def share_batch(config: TrainConfig, n_processes: int) -> tuple[int, int]:
         raise UserError(f"train.batch_tokens = {config.batch_tokens}: {problem}")
     micro = min(config.micro_batch, per_process)
     if per_process % micro:
-        expected = f"expected a divisor of the {per_process} sequences of each of {n_processes} processes"
+        expected = (
+            f"expected a divisor of the {per_process} sequences of each of {n_processes} processes"
+        )
         raise UserError(f"train.micro_batch = {micro}: {expected}")
     return micro, per_process
 
@@ -61,7 +64,9 @@ class BatchLoader:
         self.micro, self.per_rank = share_batch(config.train, world.size)
 
     def read(self, step: int) -> Batch:
-        """The micro-batches of a step, page-locked for a GPU: their copy then does not block the host."""
+        """The micro-batches of a step, page-locked for a GPU: their copy then does not block the
+        host.
+        """
         config = self.config
         arrays = train_batch(
             self.stream, config.data.skip_steps + step, self.n_seq, config.train.seq_len,
@@ -73,12 +78,16 @@ class BatchLoader:
         return list(zip(x, y, strict=True))
 
     def loss_weights(self, batch: Batch) -> tuple[list[float], int]:
-        """Weights of the micro-batches' mean losses, and the step's targets. A collective if there is a mask.
+        """Weights of the micro-batches' mean losses, and the step's targets. A collective if there
+        is a mask.
 
-        With a mask the weights are shares of the targets: the mean over ranks is then that over all targets.
+        With a mask the weights are shares of the targets: the mean over ranks is then that over all
+        targets.
         """
         if self.stream.mask is None:
             return [1 / len(batch)] * len(batch), self.config.train.batch_tokens
-        counts = torch.tensor([int((y != IGNORED).sum()) for _, y in batch], device=self.world.device)
+        counts = torch.tensor(
+            [int((y != IGNORED).sum()) for _, y in batch], device=self.world.device
+        )
         n_targets = max(1, int(self.world.gather(counts.sum()[None]).sum()))
         return [count * self.world.size / n_targets for count in counts.tolist()], n_targets

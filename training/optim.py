@@ -9,15 +9,21 @@ from schema import AttentionConfig, OptimizerConfig
 
 
 def make_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer]:
-    """The optimisers, with weight decay on matrices only and each group's peak learning rate as `peak_lr`.
+    """The optimisers, with weight decay on matrices only and each group's peak learning rate as
+    `peak_lr`.
 
-    muon updates the matrices of the blocks. adamw then has the embedding, the output layer and all vectors.
-    With scalar_lr the normalisers' vectors (s, b, p_n, sinks, the b of `signals`, not its w) are a group.
+    muon updates the matrices of the blocks. adamw then has the embedding, the output layer and all
+    vectors. With scalar_lr the normalisers' vectors (s, b, p_n, sinks, the b of `signals`, not its
+    w) are a group.
     """
     matrices = {name: p for name, p in model.named_parameters() if p.ndim >= 2}  # tied ones once
     vectors = {name: p for name, p in model.named_parameters() if p.ndim < 2}
-    scalars = [vectors.pop(name) for name in list(vectors) if config.scalar_lr and ".normaliser." in name]
-    hidden = [matrices.pop(name) for name in list(matrices) if config.name == "muon" and "blocks." in name]
+    scalars = [
+        vectors.pop(name) for name in list(vectors) if config.scalar_lr and ".normaliser." in name
+    ]
+    hidden = [
+        matrices.pop(name) for name in list(matrices) if config.name == "muon" and "blocks." in name
+    ]
     groups = [
         {"params": [*matrices.values()], "weight_decay": config.weight_decay},
         {"params": [*vectors.values()], "weight_decay": 0.0},
@@ -31,7 +37,9 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer
         optimizers = [AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)]
     if hidden:
         decay = config.weight_decay
-        optimizers.append(Muon(hidden, lr=config.muon_lr, momentum=config.momentum, weight_decay=decay))
+        optimizers.append(
+            Muon(hidden, lr=config.muon_lr, momentum=config.momentum, weight_decay=decay)
+        )
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
@@ -68,8 +76,8 @@ def set_learning_rates(
 
 
 def power_at(config: AttentionConfig, step: int) -> int | None:
-    """The largest p of the re-weighting at a step: from 1 to reweight_p in equal spans of reweight_p_warmup
-    steps, then None: each layer's own."""
+    """The largest p of the re-weighting at a step: from 1 to reweight_p in equal spans of
+    reweight_p_warmup steps, then None: each layer's own."""
     if step >= config.reweight_p_warmup:
         return None
     return 1 + (config.reweight_p - 1) * step // config.reweight_p_warmup

@@ -71,12 +71,16 @@ class RunLog:
             raise UserError(f"{checkpoints}: expected a folder that can be written")
         run_dir.mkdir(parents=True, exist_ok=True)
         if not self.state.is_resumed and (old := set_aside(run_dir)):
-            self.print(f"{run_dir} has no checkpoint: starting at step 0, its results are now in {old}")
+            self.print(
+                f"{run_dir} has no checkpoint: starting at step 0, its results are now in {old}"
+            )
         logged = [each for each in read_jsonl(self.metrics) if isinstance(each.get("step"), int)]
         kept = [each for each in logged if each["step"] <= step]
         n_lost = step - sum("val_loss" not in each for each in kept)
         if n_lost > 0:
-            self.print(f"warning: {self.metrics} has lost {n_lost} of {step} steps, which no checkpoint has")
+            self.print(
+                f"warning: {self.metrics} has lost {n_lost} of {step} steps, which no checkpoint has"
+            )
         is_validated = any(each["step"] == step for each in kept if "val_loss" in each)
         self.lacks_validation = (
             step > 0 and self.state.is_due(self.config.train.val_every) and not is_validated
@@ -100,7 +104,8 @@ class RunLog:
             return
         try:
             print(*lines, sep="\n", flush=True)
-        except OSError as e:  # Ctrl-C has ended `| tee`, too, or its disk is full: this run still has to save
+        # Ctrl-C has ended `| tee`, too, or its disk is full: this run still has to save
+        except OSError as e:
             drop_output()
             with suppress(OSError):
                 print(f"warning: no more output: {e.strerror}", file=sys.stderr, flush=True)
@@ -110,7 +115,9 @@ class RunLog:
         self.pending.append(record | ({"skipped": skipped} if skipped else {}))
 
     def flush(self) -> None:
-        """Write the pending records, the newest with the mean speed, sync them to disk, print the newest."""
+        """Write the pending records, the newest with the mean speed, sync them to disk, print the
+        newest.
+        """
         if not self.pending:
             return
         max_steps = self.config.train.max_steps
@@ -162,7 +169,11 @@ class RunLog:
             yield
         except Exception as e:  # of sockets, and its own
             self.wandb = None
-            print(f"warning: log.wandb ends here, metrics.jsonl goes on: {e}", file=sys.stderr, flush=True)
+            print(
+                f"warning: log.wandb ends here, metrics.jsonl goes on: {e}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def describe_run(self) -> None:
         """Print model, attention, data and step, a line each."""
@@ -188,7 +199,9 @@ class RunLog:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 matrix-multiplication FLOP/s from the data sheet; None for a device not in this list."""
+    """Dense bf16 matrix-multiplication FLOP/s from the data sheet; None for a device not in this
+    list.
+    """
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     sheets = {
         "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H200": 989e12, "H100": 989e12,
@@ -201,7 +214,9 @@ def peak_memory(device: torch.device) -> int:
     """Bytes: of tensors on a GPU, of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def start_record(world: World, step: int) -> dict[str, Any]:
@@ -212,7 +227,8 @@ def start_record(world: World, step: int) -> dict[str, Any]:
         "step": step,
         "command": sys.orig_argv,
         "commit": git_commit(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},  # with that of CUDA
+        # with that of CUDA
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "host": platform.node(),
         "device": gpu or platform.processor() or platform.machine(),
         "processes": world.size,
@@ -221,7 +237,9 @@ def start_record(world: World, step: int) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """The commit of the code, with "+" if tracked files differ from it; None outside a git checkout."""
+    """The commit of the code, with "+" if tracked files differ from it; None outside a git
+    checkout.
+    """
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     with suppress(OSError, subprocess.SubprocessError):
         here = Path(__file__).parent
@@ -242,7 +260,8 @@ def open_wandb(config: Config) -> Any:
             project=config.log.wandb_project, name=config.name, id=path.read_text().strip(), resume="allow",
             dir=str(config.run_dir), config=config.model_dump(),
         )  # fmt: skip
-        run.define_metric("*", step_metric="step")  # its own steps could not go back, as after a kill
+        # its own steps could not go back, as after a kill
+        run.define_metric("*", step_metric="step")
         return run
     except wandb.Error as e:
         raise UserError(f"log.wandb: {' '.join(str(e).split())}") from None
@@ -250,7 +269,9 @@ def open_wandb(config: Config) -> Any:
 
 def to_jsonl(records: list[dict[str, Any]]) -> str:
     """A line per record, with null for NaN and infinity, which JSON does not have."""
-    without_nan = (json.loads(json.dumps(record), parse_constant=lambda name: None) for record in records)
+    without_nan = (
+        json.loads(json.dumps(record), parse_constant=lambda name: None) for record in records
+    )
     return "".join(json.dumps(record) + "\n" for record in without_nan)
 
 

@@ -23,7 +23,8 @@ from training.checkpoint import load_parameters, load_source, warn_of_changed_co
 from training.loader import BatchLoader, open_streams
 from training.optim import lr_factor, make_optimizers, power_at
 
-RANDOM = "random"  # the tokeniser of tokens that take the place of missing data, which any run may begin from
+# the tokeniser of tokens that take the place of missing data, which any run may begin from
+RANDOM = "random"
 
 
 class TrainState:
@@ -31,7 +32,8 @@ class TrainState:
 
     Attributes:
         data_info: of the start, whatever is edited while it trains.
-        raw_model: the model. local_model: the same, perhaps compiled. model: that, perhaps under DDP.
+        raw_model: the model. local_model: the same, perhaps compiled. model: that, perhaps under
+        DDP.
         step: optimiser steps done, skipped ones included. n_skipped: steps skipped in a row.
         is_resumed: it comes from a checkpoint.
     """
@@ -45,20 +47,22 @@ class TrainState:
         self.tokenizer_file = train_stream.tokenizer_file
         torch.manual_seed(config.seed)
         if config.train.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at cuBLAS's first product
+            # read at cuBLAS's first product
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.train.deterministic)
         sdpa.use_flash(config.train.flash)
         self.raw_model = GPT(config, world.device)
         setting = config.train.compile
         compiles = world.device.type == "cuda" if setting == "auto" else setting
         functorch_config.activation_memory_budget = config.train.memory_budget
-        # For p 1, larger and None, with gradients and without, with the loss's scale and without: beyond the
-        # default of 8 a model runs eagerly.
+        # For p 1, larger and None, with gradients and without, with the loss's scale and without:
+        # beyond the default of 8 a model runs eagerly.
         torch._dynamo.config.recompile_limit = 32
         self.local_model: Any = torch.compile(self.raw_model) if compiles else self.raw_model
         self.model: Any = self.local_model
         if world.size > 1:
-            # DDP splits a compiled graph. While p rises torch mixes up which buffers its parts may reuse.
+            # DDP splits a compiled graph. While p rises torch mixes up which buffers its parts may
+            # reuse.
             functorch_config.donated_buffer = not config.attention.reweight_p_warmup
             self.model = DistributedDataParallel(self.local_model, gradient_as_bucket_view=True)
         self.optimizers = make_optimizers(self.raw_model, config.optimizer)
@@ -99,21 +103,26 @@ class TrainState:
         return len(factors) == 1 and step < max_steps
 
     def restore(self, path: Path, checkpoint: dict[str, Any]) -> None:
-        """Continue from a checkpoint of this run, which may have another train.max_steps: see `extends`.
+        """Continue from a checkpoint of this run, which may have another train.max_steps: see
+        `extends`.
 
-        Raises UserError: lists every difference in config and data; resuming would join two runs' curves.
+        Raises UserError: lists every difference in config and data; resuming would join two runs'
+        curves.
         """
         old = config_from_dict(checkpoint["config"], str(path))
         changed = changed_keys(old, self.config)
         if "train.max_steps" in changed and self.extends(old, checkpoint["step"]):
             del changed["train.max_steps"]
         changed.pop("data.dir", None)  # where the same data lie
-        is_finished = checkpoint["step"] >= self.config.train.max_steps  # then its curve has no other value
+        # then its curve has no other value
+        is_finished = checkpoint["step"] >= self.config.train.max_steps
         rules = {"fixed", "resumable"} if is_finished else {"fixed"}
         changed = {key: pair for key, pair in changed.items() if resume_rule(key) in rules}
         changed |= changed_data(checkpoint["data"], self.data_info)
         if changed:
-            listed = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
+            listed = "; ".join(
+                f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items()
+            )
             problem = f"{path.parents[1]}: holds another run ({listed}): choose another --name"
             step = checkpoint["step"]
             if "train.max_steps" in changed and step >= self.config.train.max_steps:
@@ -148,8 +157,12 @@ def data_info(config: Config, *streams: TokenStream) -> dict[str, str]:
     return info | {stream.split: stream.fingerprint for stream in (*streams, *masks)}
 
 
-def changed_data(before: dict[str, str], now: dict[str, str]) -> dict[str, tuple[str | None, str | None]]:
-    """What resumed runs must share of `data_info`, all but the code of registered names, and do not."""
+def changed_data(
+    before: dict[str, str], now: dict[str, str]
+) -> dict[str, tuple[str | None, str | None]]:
+    """What resumed runs must share of `data_info`, all but the code of registered names, and do
+    not.
+    """
     pairs = {key: (before.get(key), now.get(key)) for key in before | now if key not in NORMALISERS}
     return {f"data: {key}": pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
@@ -157,11 +170,12 @@ def changed_data(before: dict[str, str], now: dict[str, str]) -> dict[str, tuple
 def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     """Copy each parameter that another run's model shares, bit for bit, and leave the others.
 
-    source is the folder of a finished run, or a checkpoint file, of the same tokeniser. Parameters that only
-    one of them has are new or dropped.
+    source is the folder of a finished run, or a checkpoint file, of the same tokeniser. Parameters
+    that only one of them has are new or dropped.
 
     Returns: The summary for the log: what is copied, new, dropped and changed.
-    Raises UserError: nothing there, an unfinished run, another tokeniser, or a parameter of another shape.
+    Raises UserError: nothing there, an unfinished run, another tokeniser, or a parameter of another
+    shape.
     """
     prefix = f"init_from = {str(source)!r}"
     try:
@@ -191,12 +205,18 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
         first = str(e).splitlines()[1].strip().removesuffix(".")
         raise UserError(f"{prefix}: {first} ({', '.join(changes)})") from None
     learned = [name for name in theirs if ".normaliser." in name and name not in unexpected]
-    is_kept = bool(learned) and any(change.startswith(("attention.", "layers")) for change in changes)
+    is_kept = bool(learned) and any(
+        change.startswith(("attention.", "layers")) for change in changes
+    )
     return [
         f"init_from {source}, step {content['step']}",
         *([f"  normaliser  {was} -> {now}"] if was != now else []),
         f"  copied      {len(model.state_dict()) - len(missing)} tensors",
-        *([f"  kept        {join_names(learned)}: as learned there, not begun anew"] if is_kept else []),
+        *(
+            [f"  kept        {join_names(learned)}: as learned there, not begun anew"]
+            if is_kept
+            else []
+        ),
         f"  new         {join_names(missing)}; the optimiser's state",
         f"  dropped     {join_names(unexpected)}",
         f"  changed     {', '.join(changes) or 'nothing'}",
@@ -206,4 +226,7 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
 def join_names(names: list[str]) -> str:
     """The names of parameters, those of all layers as one."""
     counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
-    return ", ".join(f"{name} ({n} tensors)" if n > 1 else name for name, n in counts.items()) or "nothing"
+    return (
+        ", ".join(f"{name} ({n} tensors)" if n > 1 else name for name, n in counts.items())
+        or "nothing"
+    )

@@ -26,7 +26,9 @@ def with_data(config: Config, world: World, folder: Path) -> Config:
     info: dict[str, Any] = {"dataset": "random", "tokenizer": RANDOM, "vocab_size": vocab_size}
     info |= {"source": "random numbers", "splits": {}, "shards": []}
     begin_dataset(folder, info["dataset"])
-    tokens = np.random.default_rng(config.seed).integers(vocab_size, size=4 * config.train.seq_len + 1)
+    tokens = np.random.default_rng(config.seed).integers(
+        vocab_size, size=4 * config.train.seq_len + 1
+    )
     for split in ("train", "val"):
         write_split(folder, info, split, [tokens], n_documents=1)
     finish_dataset(folder, info)
@@ -36,8 +38,8 @@ def with_data(config: Config, world: World, folder: Path) -> Config:
 def shorten(config: Config, world: World, folder: Path) -> Config:
     """The config of a few small steps, one validation and one save, in `folder`.
 
-    A step has two micro-batches a process if the config's has more than one: at the second there are
-    gradients already, which count in the peak of memory.
+    A step has two micro-batches a process if the config's has more than one: at the second there
+    are gradients already, which count in the peak of memory.
     """
     config = with_data(config, world, folder / "data")
     train = config.train
@@ -54,7 +56,9 @@ def shorten(config: Config, world: World, folder: Path) -> Config:
             "val_tokens": train.seq_len, "checkpoint_every": N_STEPS,
         },
     }  # fmt: skip
-    sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()}
+    sections = {
+        name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()
+    }
     return config.model_copy(update=sections)
 
 

@@ -1,4 +1,6 @@
-"""What a run measures on validation data: its loss, and with log.attention_every attention and logits."""
+"""What a run measures on validation data: its loss, and with log.attention_every attention and
+logits.
+"""
 
 import numpy as np
 import torch
@@ -19,14 +21,15 @@ ATTENTION_ROWS = 64  # the last rows of a sequence, for log.attention_every
 def validate(state: TrainState, log: RunLog) -> float:
     """Mean loss of the first val_tokens of the validation stream, shared by all processes.
 
-    With another train.loss than softmax also the cross-entropy of the unscaled logits. p of the re-weighting
-    is that of the last step. A signal is noticed in the next step.
+    With another train.loss than softmax also the cross-entropy of the unscaled logits. p of the
+    re-weighting is that of the last step. A signal is noticed in the next step.
     """
     config = state.config.train
     world = state.world
     micro = state.batches.micro
     n_windows = val_windows(state.val_stream, config.val_tokens, config.seq_len)
-    sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # losses, unscaled ones, targets
+    # losses, unscaled ones, targets
+    sums = torch.zeros(3, dtype=torch.float64, device=world.device)
     for start in range(0, n_windows, world.size * micro):
         first = start + world.rank * micro
         if first < n_windows:
@@ -47,7 +50,8 @@ def validate(state: TrainState, log: RunLog) -> float:
 
 @torch.no_grad()
 def measure_attention(state: TrainState, log: RunLog) -> None:
-    """Add qk_std and entropy of each layer, and logit_std, on the first validation tokens, to the record.
+    """Add qk_std and entropy of each layer, and logit_std, on the first validation tokens, to the
+    record.
 
     They are NormSoftmax's Figures 2a, 4 and 2b. logit_std is over the vocabulary.
     """
@@ -70,7 +74,9 @@ def measure_attention(state: TrainState, log: RunLog) -> None:
 def spread_and_entropy(
     normaliser: NormaliserLayer, q: Tensor, k: Tensor, signals: Tensor | None, p: int | None
 ) -> tuple[float, float]:
-    """Means over heads and the last rows: the standard deviation of q.k, the entropy of |A| / sum |A|."""
+    """Means over heads and the last rows: the standard deviation of q.k, the entropy of |A| / sum
+    |A|.
+    """
     q = q[:, :, -ATTENTION_ROWS:]
     mass = l1_normalise(normaliser.weights(q, k, p=p, signals=signals).abs())  # (1, H, R, T)
     context = normaliser.context(q, k, signals=signals)

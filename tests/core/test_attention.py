@@ -1,4 +1,6 @@
-"""The engines: equal to each other and to float64, on every shape, type and extreme, with their gradients."""
+"""The engines: equal to each other and to float64, on every shape, type and extreme, with their
+gradients.
+"""
 
 import copy
 
@@ -71,7 +73,11 @@ def test_engines_agree_float32(cfg, shapes):
             assert_close(got, exact, inputs, 1e-5, f"{engine} against float64, T = {shape}")
 
 
-BIG = [{"normaliser": "lssa", "reweight_p": 15}, {"normaliser": "ssmax"}, {"normaliser": "norm_softmax"}]
+BIG = [
+    {"normaliser": "lssa", "reweight_p": 15},
+    {"normaliser": "ssmax"},
+    {"normaliser": "norm_softmax"},
+]
 
 
 @pytest.mark.parametrize("options", BIG, ids=case_id)
@@ -153,7 +159,9 @@ def test_what_sdpa_supports_and_auto_takes():
 
 
 @pytest.mark.parametrize(
-    ("base", "p"), [(Softmax, 0), (LSSA, 15), (NormSoftmax, 0)], ids=["softmax", "lssar", "norm_softmax"]
+    ("base", "p"),
+    [(Softmax, 0), (LSSA, 15), (NormSoftmax, 0)],
+    ids=["softmax", "lssar", "norm_softmax"],
 )
 def test_a_preset_with_weights_of_its_own_keeps_them_on_every_engine(base, p):
     class Squared(base):
@@ -166,7 +174,9 @@ def test_a_preset_with_weights_of_its_own_keeps_them_on_every_engine(base, p):
         triton.problem(normaliser, torch.device("cuda"), torch.float32)
         == f"{normaliser.label} has no fused form"
     )
-    assert_close(run("auto", normaliser, *inputs), run("dense", normaliser, *inputs), inputs, 1e-5, "auto")
+    assert_close(
+        run("auto", normaliser, *inputs), run("dense", normaliser, *inputs), inputs, 1e-5, "auto"
+    )
 
 
 @pytest.mark.parametrize("gamma", [1.0, "sqrt_d"])
@@ -176,7 +186,9 @@ def test_an_adaptive_softmax_with_a_factor_of_its_own(gamma):
             return 0.5
 
     normaliser, inputs = NormaliserLayer(Halved(gamma=gamma), 0, 2, 32, 300), draw(37, 37, 32)
-    assert_close(run("sdpa", normaliser, *inputs), run("dense", normaliser, *inputs), inputs, 1e-5, "sdpa")
+    assert_close(
+        run("sdpa", normaliser, *inputs), run("dense", normaliser, *inputs), inputs, 1e-5, "sdpa"
+    )
 
 
 def test_norm_softmax_does_not_round_its_centred_keys():
@@ -189,7 +201,9 @@ def test_norm_softmax_does_not_round_its_centred_keys():
 
 
 def test_norm_softmax_has_its_gradients_where_few_keys_have_nearly_one_score():
-    """There sigma is small, and two large gradients cancel: 16 bits of one of them left 10 % of noise."""
+    """There sigma is small, and two large gradients cancel: 16 bits of one of them left 10 % of
+    noise.
+    """
     half = [t.bfloat16() for t in draw(129, 129, 32)]
     half[1][:, :, 1] = half[1][:, :, 0] * 1.01
     normaliser = make(AttentionConfig(normaliser="norm_softmax"), 2, 32, 300)
@@ -200,7 +214,9 @@ def test_norm_softmax_has_its_gradients_where_few_keys_have_nearly_one_score():
 
 
 def test_bfloat16_keys_reach_sdpa_as_given():
-    """Not through float32: their gradient is bitwise that of attention with the rescaled q and k itself."""
+    """Not through float32: their gradient is bitwise that of attention with the rescaled q and k
+    itself.
+    """
     q, k, v, do = draw(129, 129, 32, dtype=torch.bfloat16)
     normaliser = make(AttentionConfig(normaliser="logit_norm"), 2, 32, 300)
     k.requires_grad_()
@@ -234,7 +250,9 @@ def test_gradcheck(cfg):
             t.requires_grad_()
         for engine in engines(cfg):
             assert torch.autograd.gradcheck(
-                lambda q, k, v, *params, engine=engine, norm=normaliser: attend(q, k, v, norm, engine),
+                lambda q, k, v, *params, engine=engine, norm=normaliser: attend(
+                    q, k, v, norm, engine
+                ),
                 inputs,
                 fast_mode=True,
             )
@@ -250,9 +268,13 @@ def test_the_future_changes_nothing(cfg):
     for t in (1, 2, 40, 74):
         later = [x.clone() for x in (q, k, v)]
         for x in later:
-            x[:, :, t:] = 7 * torch.randn(x[:, :, t:].shape, generator=torch.Generator().manual_seed(t)) + 3
+            x[:, :, t:] = (
+                7 * torch.randn(x[:, :, t:].shape, generator=torch.Generator().manual_seed(t)) + 3
+            )
         for engine in engines(cfg):
-            before, after = (attend(*x, normaliser, engine=engine)[:, :, :t] for x in ((q, k, v), later))
+            before, after = (
+                attend(*x, normaliser, engine=engine)[:, :, :t] for x in ((q, k, v), later)
+            )
             if engine == "sdpa":
                 assert (before - after).abs().max() <= 1e-6, f"{engine}, t = {t}"
             else:
@@ -262,7 +284,9 @@ def test_the_future_changes_nothing(cfg):
 @pytest.mark.parametrize("shape", [*slow(FOX_SHAPES[0]), FOX_SHAPES[1]])
 @pytest.mark.parametrize("dtype", GATE_TOLERANCE, ids=str)
 def test_gates_on_sdpa(dtype, shape):
-    """FoX by eight channels: o, dq, dk, dv, and of the gates the gradient, which sums dk over later keys."""
+    """FoX by eight channels: o, dq, dk, dv, and of the gates the gradient, which sums dk over later
+    keys.
+    """
     *errors, of_gates = fox_errors(attention.attend, dtype, shape)
     tolerance, tolerance_of_gates = GATE_TOLERANCE[dtype]
     assert max(errors) <= tolerance and of_gates <= tolerance_of_gates, (errors, of_gates)
@@ -272,7 +296,9 @@ def test_gates_on_sdpa(dtype, shape):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_channels_of_a_decay_are_exact(dtype, compiled):
     """P_i - P_j at P of -20,000 to 2^-24 of it, also by a compiler that leaves roundings out."""
-    decay = -2 * torch.rand(1, 2, 20000, 1, generator=torch.Generator().manual_seed(0)).double().cumsum(-2)
+    decay = -2 * torch.rand(
+        1, 2, 20000, 1, generator=torch.Generator().manual_seed(0)
+    ).double().cumsum(-2)
     zeros = torch.zeros(1, 2, 20000, 8, dtype=dtype)
     add_decay = torch.compile(sdpa.add_decay, fullgraph=True) if compiled else sdpa.add_decay
     q, k = (t.double() for t in add_decay(zeros[:, :, -3:], zeros, decay))
@@ -314,7 +340,10 @@ WINDOWED = [
     *BIG,
     {"normaliser": "softmax"},
     {"normaliser": "ssmax", "reweight_p": 3, "scores": "cosine"},
-    *({"normaliser": name} for name in ("stick_breaking", "scale_invariant", "elastic_softmax", "threshold")),
+    *(
+        {"normaliser": name}
+        for name in ("stick_breaking", "scale_invariant", "elastic_softmax", "threshold")
+    ),
     *({"normaliser": "softmax", "sink": "learned"}, {"normaliser": "fox"}, {"normaliser": "wall"}),
 ]
 
@@ -328,7 +357,9 @@ def test_window(options, window):
     normaliser.window = window
     engine = "sdpa" if has_sdpa(cfg) and options["normaliser"] != "norm_softmax" else "rows"
     assert choose(normaliser, torch.device("cpu"), torch.float64) == engine
-    assert triton.problem(normaliser, torch.device("cuda"), torch.float32).endswith("kernels do not know")
+    assert triton.problem(normaliser, torch.device("cuda"), torch.float32).endswith(
+        "kernels do not know"
+    )
     for len_q, len_k in [(73, 73), (9, 33), (3, 3)]:
         q, _, _, do = draw(len_q, len_k, 8, n_head=4, dtype=torch.float64)
         _, k, v, _ = draw(len_q, len_k, 8, dtype=torch.float64)
@@ -338,7 +369,9 @@ def test_window(options, window):
         assert (weights_of(normaliser, q, k) - want).abs().max() <= 1e-12
         dense = run("dense", normaliser, q, k, v, do)
         for name in {"rows", engine}:
-            assert_close(run(name, normaliser, q, k, v, do), dense, (q, k, v, do), 1e-11, f"{name} {len_q}")
+            assert_close(
+                run(name, normaliser, q, k, v, do), dense, (q, k, v, do), 1e-11, f"{name} {len_q}"
+            )
         last_q, keys = normaliser.norm_heads(q[:, :, -1:]), normaliser.norm_heads(k)
         for name in {"rows", "dense", engine}:
             with torch.no_grad():
@@ -375,11 +408,15 @@ def extreme(kind: str, len_q: int, len_k: int) -> tuple[Tensor, Tensor, Tensor, 
 @pytest.mark.parametrize("p", [100, *slow(15)])
 @pytest.mark.parametrize("name", STRESSED)
 def test_reweighting_under_stress(name, p, kind):
-    normaliser = make_normaliser(AttentionConfig(**STRESSED[name], reweight_p=p), 1, 16, train_len=1024)
+    normaliser = make_normaliser(
+        AttentionConfig(**STRESSED[name], reweight_p=p), 1, 16, train_len=1024
+    )
     for len_q, len_k in [(64, 16384), (1024, 1024)]:
         q, k, v, do = extreme(kind, len_q, len_k)
         got = run("rows", normaliser, q, k, v, do)
-        assert all(g.isfinite().all() for g in got.values()), {n: g.isfinite().all() for n, g in got.items()}
+        assert all(g.isfinite().all() for g in got.values()), {
+            n: g.isfinite().all() for n, g in got.items()
+        }
 
         assert (got["o"][0, 0, :, 0] - 1).abs().max() <= 1e-5
 
@@ -398,7 +435,9 @@ def test_reweighting_under_stress(name, p, kind):
 @pytest.mark.parametrize("p", [15, 100])
 @pytest.mark.parametrize("name", STRESSED)
 def test_uniform_rows_have_bounded_gradients(name, p):
-    normaliser = make_normaliser(AttentionConfig(**STRESSED[name], reweight_p=p), 1, 16, train_len=1024)
+    normaliser = make_normaliser(
+        AttentionConfig(**STRESSED[name], reweight_p=p), 1, 16, train_len=1024
+    )
     inputs = extreme("equal", 512, 512)
     got = run("rows", normaliser, *inputs)
     assert_close(got, exactly(normaliser, *inputs), inputs, 1e-4, "equal keys")
@@ -441,7 +480,9 @@ def test_zero_vectors_under_cosine_scores_have_bounded_gradients(options):
     q, k, v, do = draw(40, 40, 16)
     ordinary = run("dense", normaliser, q, k, v, do)
     for zero in ("q", "k"):
-        got = [run(e, normaliser, q * (zero != "q"), k * (zero != "k"), v, do) for e in engines(cfg)]
+        got = [
+            run(e, normaliser, q * (zero != "q"), k * (zero != "k"), v, do) for e in engines(cfg)
+        ]
         largest = ordinary[f"d{zero}"].abs().max()
         for each in got:
             assert all(g.isfinite().all() for g in each.values())
@@ -451,7 +492,9 @@ def test_zero_vectors_under_cosine_scores_have_bounded_gradients(options):
 
 
 @pytest.mark.parametrize("ratio, tolerance", [(0.0, 1e-6), (10.0, 5.6e-6), (100.0, 5.6e-5)])
-@pytest.mark.parametrize("options", [{}, {"gamma": "inf"}, {"variant": "affine"}, {"variant": "inverse"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"gamma": "inf"}, {"variant": "affine"}, {"variant": "inverse"}]
+)
 def test_sigma_survives_a_shared_mean(options, ratio, tolerance):
     normaliser = make(AttentionConfig(normaliser="norm_softmax", **options), 2, 64, train_len=257)
     inputs = shared_mean(ratio)
@@ -469,7 +512,9 @@ def test_sigma_is_bitwise_causal(ratio):
     for t in (1, 2, 63, 64, 65, 128, 200, 256):
         later = k.clone()
         later[:, :, t:] *= -5
-        assert torch.equal(attend(q, later, v, normaliser, engine="sdpa")[:, :, :t], before[:, :, :t]), t
+        assert torch.equal(
+            attend(q, later, v, normaliser, engine="sdpa")[:, :, :t], before[:, :, :t]
+        ), t
 
 
 @pytest.mark.parametrize("scale", [0.02, 1.0, 30.0])
@@ -527,7 +572,14 @@ def test_decoding_row_by_row(cfg):
             full = attend(x, y, z, norm, engine=engine)
             x1, y1 = norm.norm_heads(x), norm.norm_heads(y)
             rows = [
-                attend(x1[:, :, t : t + 1], y1[:, :, : t + 1], z[:, :, : t + 1], norm, engine, normed=True)
+                attend(
+                    x1[:, :, t : t + 1],
+                    y1[:, :, : t + 1],
+                    z[:, :, : t + 1],
+                    norm,
+                    engine,
+                    normed=True,
+                )
                 for t in range(24)
             ]
             error = (torch.cat(rows, 2) - full).abs().max() / full.abs().max()
@@ -567,7 +619,9 @@ def test_biases_by_key_keep_their_digits_in_float32():
     """Sums of 16K terms, of which float32 would leave 1e-3, and their gradients."""
     inputs = draw(128, 16384, 16)
     normaliser = make(AttentionConfig(normaliser="fox"), 2, 16, 1024)
-    assert_close(run("rows", normaliser, *inputs), exactly(normaliser, *inputs), inputs, 1e-5, "rows")
+    assert_close(
+        run("rows", normaliser, *inputs), exactly(normaliser, *inputs), inputs, 1e-5, "rows"
+    )
 
 
 def test_decays_of_channels_neither_overflow_nor_lose_digits():
@@ -585,14 +639,19 @@ def test_decays_of_channels_neither_overflow_nor_lose_digits():
 
 
 def test_what_attend_cannot_do():
-    softmax, lssa = (make_normaliser(AttentionConfig(normaliser=n), 2, 16, 8) for n in ("softmax", "lssa"))
+    softmax, lssa = (
+        make_normaliser(AttentionConfig(normaliser=n), 2, 16, 8) for n in ("softmax", "lssa")
+    )
     with pytest.raises(UserError, match="fox reads the layer's input: expected signals"):
         attention.attend(*draw(3, 3, 16)[:3], make(AttentionConfig(normaliser="fox"), 2, 16, 8))
     q, k, v, _ = draw(5, 3, 16)
     for normaliser, engine, error, message in (
         (lssa, "sdpa", UserError, "lssa with these options is not a softmax"),
         (softmax, "fast", ValueError, "engine = 'fast'"),
-        *((softmax, engine, ValueError, "5 queries for 3 keys") for engine in ("dense", "rows", "sdpa")),
+        *(
+            (softmax, engine, ValueError, "5 queries for 3 keys")
+            for engine in ("dense", "rows", "sdpa")
+        ),
     ):
         with pytest.raises(error, match=message):
             attend(q, k, v, normaliser, engine=engine)
@@ -603,7 +662,9 @@ def test_what_attend_cannot_do():
     "options", [{"normaliser": "lssa", "reweight_p": 3}, {"normaliser": "ssmax"}], ids=str
 )
 def test_padded_sequences_are_computed_alone(options, n_queries):
-    """With spans of real keys: each sequence's rows are its own without padding, padding gives zeros."""
+    """With spans of real keys: each sequence's rows are its own without padding, padding gives
+    zeros.
+    """
     normaliser = make_normaliser(AttentionConfig(**options), n_head=4, head_dim=8, train_len=16)
     k, v = torch.randn(4, 2, 9, 8, requires_grad=True), torch.randn(4, 2, 9, 8)
     q = torch.randn(4, 4, n_queries, 8)
@@ -616,7 +677,9 @@ def test_padded_sequences_are_computed_alone(options, n_queries):
             assert not out[b, :, ~real[-n_queries:]].any()
             if ours.shape[1]:
                 rows = q[b : b + 1, :, real[-n_queries:]]
-                alone = attend(rows, k[b : b + 1, :, real], v[b : b + 1, :, real], normaliser, engine)
+                alone = attend(
+                    rows, k[b : b + 1, :, real], v[b : b + 1, :, real], normaliser, engine
+                )
                 torch.testing.assert_close(ours, alone[0], rtol=1e-5, atol=1e-6)
         (dk,) = torch.autograd.grad(out.sum(), k)
         assert not dk.transpose(1, 2)[~mask.bool()].any()
@@ -638,22 +701,30 @@ def test_second_derivatives_are_refused():
     """`torch.autograd.grad` would return wrong ones."""
     q, k, v, _ = draw(6, 6, 8)
     q.requires_grad_()
-    out = attention.attend(q, k, v, make(AttentionConfig(normaliser="lssa"), 2, 8, train_len=8), "rows")
+    out = attention.attend(
+        q, k, v, make(AttentionConfig(normaliser="lssa"), 2, 8, train_len=8), "rows"
+    )
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(out.square().sum(), q, create_graph=True)
 
 
-@pytest.mark.parametrize("options", [{"normaliser": "lssa", "reweight_p": 3}, {"normaliser": "ssmax"}])
+@pytest.mark.parametrize(
+    "options", [{"normaliser": "lssa", "reweight_p": 3}, {"normaliser": "ssmax"}]
+)
 def test_dense_has_second_derivatives(options):
     normaliser = make(AttentionConfig(**options), 2, 4, train_len=5)
     inputs = [t.double().requires_grad_() for t in draw(5, 5, 4)[:3]]
-    assert torch.autograd.gradgradcheck(lambda *qkv: attention.attend(*qkv, normaliser, "dense"), inputs)
+    assert torch.autograd.gradgradcheck(
+        lambda *qkv: attention.attend(*qkv, normaliser, "dense"), inputs
+    )
 
 
 @pytest.mark.parametrize("engine", ["dense", "rows"])
 @pytest.mark.parametrize(("phi", "scale"), [("relu", 1e-21), ("relu2", 1e-11)])
 def test_rows_without_mass_are_zero(engine, phi, scale):
-    normaliser = make(AttentionConfig(normaliser="phi", phi=phi, l1=True, reweight_p=3), 2, 8, train_len=8)
+    normaliser = make(
+        AttentionConfig(normaliser="phi", phi=phi, l1=True, reweight_p=3), 2, 8, train_len=8
+    )
     q, k, v, do = draw(8, 8, 8)
     inputs = [(scale * q).requires_grad_(), (scale * k).requires_grad_(), v.requires_grad_()]
     out = attention.attend(*inputs, normaliser, engine)
@@ -670,9 +741,16 @@ def test_other_heads_than_the_layers_are_refused():
 
 
 def test_no_queries_and_no_sequences():
-    query_scale = make_normaliser(AttentionConfig(length_scale="query"), 2, 8, train_len=8, width=16)
+    query_scale = make_normaliser(
+        AttentionConfig(length_scale="query"), 2, 8, train_len=8, width=16
+    )
     k = torch.randn(1, 2, 5, 8)
     signals = torch.zeros(1, 2, 5, sum(map(len, query_scale.signals.values())))
-    assert attention.attend(k[:, :, :0], k, k, query_scale, "rows", signals=signals).shape == (1, 2, 0, 8)
+    assert attention.attend(k[:, :, :0], k, k, query_scale, "rows", signals=signals).shape == (
+        1,
+        2,
+        0,
+        8,
+    )
     window = make_normaliser(AttentionConfig(), 2, 8, train_len=8, window=2)
     assert attention.attend(k[:0], k[:0], k[:0], window, "sdpa").shape == (0, 2, 5, 8)

@@ -23,7 +23,15 @@ from schema import AttentionConfig, Config, describe_layers
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs/gpt2_124m.toml"
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
-NOT_AT_A = {"base_124m", "base_162m", "heads", "sft", "sft_B", "table4_relu_li", "table4_sigmoid_l1"}
+NOT_AT_A = {
+    "base_124m",
+    "base_162m",
+    "heads",
+    "sft",
+    "sft_B",
+    "table4_relu_li",
+    "table4_sigmoid_l1",
+}
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -42,7 +50,9 @@ def test_every_config_loads_and_replays(path: Path, tmp_path: Path):
         assert config_from_dict(config.model_dump(), "a checkpoint") == config
 
 
-@pytest.mark.parametrize("scale", ["comparison/B", "comparison/C", "comparison/recall", "gpt2_124m"])
+@pytest.mark.parametrize(
+    "scale", ["comparison/B", "comparison/C", "comparison/recall", "gpt2_124m"]
+)
 def test_every_variant_of_the_comparison_trains_at_another_scale(scale: str):
     base = str(ROOT / f"configs/{scale}.toml")
     recipe = load_config(base).model
@@ -61,15 +71,25 @@ def test_every_variant_of_the_comparison_trains_at_another_scale(scale: str):
 
 def test_numbers_that_follow_from_the_sizes():
     """In two decimals: the committed runs have 23.06, 25.94, 1.44, 1.28."""
-    for train_len, scale, scale_init in ((256, 23.06, 1.44), (512, 25.94, 1.28), (1024, 28.83, 1.15)):
+    for train_len, scale, scale_init in (
+        (256, 23.06, 1.44),
+        (512, 25.94, 1.28),
+        (1024, 28.83, 1.15),
+    ):
         length = ["--train.seq-len", str(train_len), "--attention.scale"]
         config = load_config(RECIPE, [*length, "ln_d_ln_L"])
         assert config.attention.model_dump()["scale"] == scale
-        config = load_config(RECIPE, [*length, "learned", "--attention.scale-init", "sqrt_d_over_ln_L"])
+        config = load_config(
+            RECIPE, [*length, "learned", "--attention.scale-init", "sqrt_d_over_ln_L"]
+        )
         assert config.attention.model_dump()["scale_init"] == scale_init
-    config = load_config(RECIPE, ["--attention.scores", "cosine", "--attention.scale", "1.3 sqrt_d"])
+    config = load_config(
+        RECIPE, ["--attention.scores", "cosine", "--attention.scale", "1.3 sqrt_d"]
+    )
     assert config.attention.model_dump()["scale"] == 10.4
-    config = load_config(RECIPE, ["--attention.reweight-p", "3", "--attention.reweight-p-warmup", "0.5"])
+    config = load_config(
+        RECIPE, ["--attention.reweight-p", "3", "--attention.reweight-p-warmup", "0.5"]
+    )
     assert config.attention.reweight_p_warmup == 9432
 
 
@@ -80,13 +100,17 @@ def test_another_base_loses_nothing_of_the_attention(tmp_path: Path):
     with one_line("configs/lssar.toml would lose attention.normaliser = 'lssa' of its own base"):
         load_config(ROOT / "configs/lssar.toml", ["--base", str(recipe)])
     stated = write(
-        tmp_path, "own.toml", f'base = "{ROOT}/configs/lssa.toml"\n[attention]\nnormaliser = "lssa"\n'
+        tmp_path,
+        "own.toml",
+        f'base = "{ROOT}/configs/lssa.toml"\n[attention]\nnormaliser = "lssa"\n',
     )
     assert load_config(stated, ["--base", str(recipe)]).attention.normaliser == "lssa"
     shifted = ROOT / "configs/comparison/context/hybrid_16_fox_4.toml"
     with one_line("hybrid_16_fox_4.toml would lose model.key_shift = True of its own base"):
         load_config(shifted, ["--base", str(recipe)])
-    assert not load_config(shifted, ["--base", str(recipe), "--model.key-shift", "false"]).model.key_shift
+    assert not load_config(
+        shifted, ["--base", str(recipe), "--model.key-shift", "false"]
+    ).model.key_shift
     text = f'base = "{ROOT}/configs/comparison/context.toml"\n[sweep]\n"model.key_shift" = [true, false]\n'
     swept = write(tmp_path, "swept.toml", text)
     assert len(expand_sweep(swept, ["--base", str(recipe)])) == 2
@@ -103,7 +127,9 @@ def test_rows_of_the_papers_run_at_a_small_scale():
 
 
 def test_inheritance_and_override_order(tmp_path: Path):
-    write(tmp_path, "a.toml", 'name = "not_inherited"\nseed = 1\n[model]\nn_layer = 1\nn_head = 2\n')
+    write(
+        tmp_path, "a.toml", 'name = "not_inherited"\nseed = 1\n[model]\nn_layer = 1\nn_head = 2\n'
+    )
     write(tmp_path, "sub/b.toml", 'base = "../a.toml"\n[model]\nn_layer = 3\n')
     c = write(tmp_path, "c.toml", 'base = "sub/b.toml"\n[attention]\nnormaliser = "lssa"\n')
     config = load_config(c, ["--model.n-head", "4", "--attention.reweight_p=7"])
@@ -133,12 +159,16 @@ def test_changed_keys():
     assert changed_keys(a, b) == {"attention.reweight_p": (15, 3), "seed": (1337, 1)}
 
 
-# Overrides on configs/gpt2_124m.toml, and what the message must contain besides the source and the section.
+# Overrides on configs/gpt2_124m.toml, and what the message must contain besides the source and the
+# section.
 BAD_OVERRIDES = [
     ("--model.n_layer twelve", "n_layer = 'twelve': expected integer"),
     ("--model.n_embd 100", "multiple of model.n_head = 12"),
     ("--model.n_kv_head 5", "n_kv_head = 5: expected a divisor of model.n_head = 12"),
-    ("--model.rope_fraction 0.5", "model.rope_fraction = 0.5: only read by model.position = p_rope"),
+    (
+        "--model.rope_fraction 0.5",
+        "model.rope_fraction = 0.5: only read by model.position = p_rope",
+    ),
     ("--model.norm batchnorm", "'layernorm' or 'rmsnorm'"),
     ("--model.n_layers 3", "did you mean model.n_layer?"),
     ("--attention.normaliser softmaxx", "did you mean softmax?"),
@@ -152,7 +182,10 @@ BAD_OVERRIDES = [
     ("--optimizer.lr nan", "finite number"),
     ("--optimizer.warmup_steps 99999999", "at most train.max_steps = 18865"),
     ("--train.loss-gamma 1.0", "train.loss_gamma = 1.0: only read by train.loss = norm_softmax"),
-    ("--train.residual bfloat16 --train.dtype float32", "train.residual = 'bfloat16': expected train.dtype"),
+    (
+        "--train.residual bfloat16 --train.dtype float32",
+        "train.residual = 'bfloat16': expected train.dtype",
+    ),
     ("--name a/b", "name = 'a/b': expected letters, digits and ."),
     ("--modle.n_layer 3", "did you mean model?"),
     ("--model 3", "a section"),
@@ -168,24 +201,41 @@ def test_bad_values_give_one_line(override: str, expected: str):
 
 BAD_ATTENTION = [
     ('normaliser = "lssa"\ngamma = 2.0', "attention.gamma = 2.0: unknown key; expected one of"),
-    ('normaliser = "phi"\nphi = "gelu"\nreweight_p = 3', "attention.reweight_p = 3: re-weighting needs"),
+    (
+        'normaliser = "phi"\nphi = "gelu"\nreweight_p = 3',
+        "attention.reweight_p = 3: re-weighting needs",
+    ),
     ('normaliser = "sigmoid"\nreweight_p = 3', "attention.reweight_p = 3"),
-    ('normaliser = "lssa"\nreweight_p_warmup = 9', "attention.reweight_p_warmup = 9: only read with"),
-    ('normaliser = "lssa"\nreweight_p = 3\nreweight_p_warmup = 99999', "at most train.max_steps = 18865"),
+    (
+        'normaliser = "lssa"\nreweight_p_warmup = 9',
+        "attention.reweight_p_warmup = 9: only read with",
+    ),
+    (
+        'normaliser = "lssa"\nreweight_p = 3\nreweight_p_warmup = 99999',
+        "at most train.max_steps = 18865",
+    ),
     ('normaliser = "relu_shen"\ngamma = "inf"', "attention.gamma = 'inf': expected number"),
     ('normaliser = "sigmoid"\nsink = "one"', "attention.sink = 'one': is part of the row sum"),
     ('normaliser = "sigmoid"\nbias = true', "attention.bias = true: the learned b of SSMax needs"),
     ('normaliser = "ssmax"\nbias = "log_n"', "attention.bias = 'log_n': cancels in a softmax"),
     ('normaliser = "ssmax"\nscale = "one"\nscale_init = 0.2', "attention.scale_init = 0.2"),
     ('normaliser = "norm_softmax"\ngamma = -1.0', "expected greater than 0 or 'sqrt_d' or 'inf'"),
-    ('normaliser = "norm_softmax"\ngamma = 1.0\ngamma_factor = 2.0', "attention.gamma_factor = 2.0"),
-    ('normaliser = "norm_softmax"\nvariant = "affine"\ngamma = 1.0', "attention.variant = 'affine'"),
+    (
+        'normaliser = "norm_softmax"\ngamma = 1.0\ngamma_factor = 2.0',
+        "attention.gamma_factor = 2.0",
+    ),
+    (
+        'normaliser = "norm_softmax"\nvariant = "affine"\ngamma = 1.0',
+        "attention.variant = 'affine'",
+    ),
     ('normaliser = "norm_softmax"\nvariant = "inverse"\ngamma = "inf"', "attention.gamma = 'inf'"),
 ]
 
 
 def test_layers(tmp_path: Path):
-    """Later entries win; a normaliser takes the section's place, other keys change it; sizes give numbers."""
+    """Later entries win; a normaliser takes the section's place, other keys change it; sizes give
+    numbers.
+    """
     text = """
 [model]
 position = "p_rope"
@@ -205,16 +255,25 @@ attention = { normaliser = "ssmax", scores = "cosine", scale_init = "sqrt_d_over
 """
     config = load_config(write(tmp_path, "x.toml", f'base = "{RECIPE}"\n{text}'))
     of_layers = [config.of_layer(i) for i in range(12)]
-    assert [c.model.position for c in of_layers] == 2 * [*3 * ["p_rope"], "none"] + 3 * ["p_rope"] + ["none"]
+    assert [c.model.position for c in of_layers] == 2 * [*3 * ["p_rope"], "none"] + 3 * [
+        "p_rope"
+    ] + ["none"]
     assert [c.model.window for c in of_layers] == [128, *10 * [0], 128]
     assert [c.model.rope_theta for c in of_layers] == [5e5, *10 * [1e4], 5e5]
     assert of_layers[1].attention == config.attention and of_layers[1].model == config.model
-    assert of_layers[3].attention.model_dump() == config.attention.model_dump() | {"length_scale": "ln_n"}
-    assert of_layers[0].attention == AttentionConfig(normaliser="ssmax", scores="cosine", scale_init=1.15)
+    assert of_layers[3].attention.model_dump() == config.attention.model_dump() | {
+        "length_scale": "ln_n"
+    }
+    assert of_layers[0].attention == AttentionConfig(
+        normaliser="ssmax", scores="cosine", scale_init=1.15
+    )
     assert load_config(write(tmp_path, "y.toml", to_toml(config)), ["--name", "x"]) == config
     p_rope = ["--model.position=p_rope", "--model.rope-fraction=0.5"]
     there_and_back = '[{every = 1, position = "none"}, {at = [1], position = "p_rope"}]'
-    assert load_config(RECIPE, [*p_rope, "--layers", there_and_back]).of_layer(1).model.rope_fraction == 0.5
+    assert (
+        load_config(RECIPE, [*p_rope, "--layers", there_and_back]).of_layer(1).model.rope_fraction
+        == 0.5
+    )
     same = load_config(RECIPE, ["--model.position=p_rope", "--model.rope-fraction=0.5",
                                 "--layers", '[{at = [1], position = "p_rope"}]'])  # fmt: skip
     assert same.of_layer(1).model == same.model
@@ -237,14 +296,26 @@ attention = { normaliser = "ssmax", scores = "cosine", scale_init = "sqrt_d_over
 @pytest.mark.parametrize(
     ("entry", "expected"),
     [
-        ("{every = 2, windw = 1}", "layers[0].windw = 1: unknown key; did you mean layers[0].window?"),
+        (
+            "{every = 2, windw = 1}",
+            "layers[0].windw = 1: unknown key; did you mean layers[0].window?",
+        ),
         ("{every = 13}", "expected either at, of layers 0 to 11, or every, 1 to 12"),
         ("{at = [12]}", "layers[0] = {'at': [12]}: expected either at"),
         ("{window = 3}", "layers[0] = {'window': 3}: expected either at"),
         ("{at = 3}", "layers[0].at = 3: expected list"),
-        ("{at = [3], window = -1}", "layers: in layer 3 model.window = -1: expected greater than or equal"),
-        ("{at = [3], attention = {tau = 1.0}}", "layers: in layer 3 attention.tau = 1.0: unknown key"),
-        ("{at = [3], attention = {reweight_p_warmup = 9}}", "expected reweight_p_warmup in [attention]"),
+        (
+            "{at = [3], window = -1}",
+            "layers: in layer 3 model.window = -1: expected greater than or equal",
+        ),
+        (
+            "{at = [3], attention = {tau = 1.0}}",
+            "layers: in layer 3 attention.tau = 1.0: unknown key",
+        ),
+        (
+            "{at = [3], attention = {reweight_p_warmup = 9}}",
+            "expected reweight_p_warmup in [attention]",
+        ),
         ("3", "layers"),
     ],
 )
@@ -255,7 +326,9 @@ def test_layers_that_do_not_fit(entry: str, expected: str, tmp_path: Path):
 
 
 def test_a_sweep_scales_the_base_of_the_layers_that_rotate(tmp_path: Path):
-    base = 'layers = [{at = [1], position = "rope", rope_theta = 5e5}]\n[model]\nposition = "none"\n'
+    base = (
+        'layers = [{at = [1], position = "rope", rope_theta = 5e5}]\n[model]\nposition = "none"\n'
+    )
     theta = {"ntk": None, "none": None, "theta": 50 * 5e5}
     assert sweep.Job([], load_config(write(tmp_path, "a.toml", base))).evaluations == theta
     two = load_config(write(tmp_path, "b.toml", base.replace('"none"', '"rope"')))
@@ -286,7 +359,9 @@ def test_a_bias_beside_a_sink_does_not_cancel():
 
 def test_all_problems_at_once_with_their_files(tmp_path: Path):
     base = write(tmp_path, "base.toml", "[model]\nn_layer = 0\nn_embdd = 3\n")
-    path = write(tmp_path, "x.toml", 'base = "base.toml"\n[train]\nbatch_tokens = 1000\nmax_step = 3\n')
+    path = write(
+        tmp_path, "x.toml", 'base = "base.toml"\n[train]\nbatch_tokens = 1000\nmax_step = 3\n'
+    )
     with pytest.raises(UserError) as e:
         load_config(path, ["--optimizer.lr", "0"])
     places = [line.split(" = ")[0] for line in str(e.value).splitlines()]
@@ -300,11 +375,20 @@ def test_all_problems_between_keys_at_once():
     with pytest.raises(UserError) as e:
         load_config(RECIPE, overrides)
     keys = [line.split(" = ")[0] for line in str(e.value).splitlines()]
-    assert keys == [f"command line: model.{key}" for key in ("n_kv_head", "n_embd", "rope_fraction")]
+    assert keys == [
+        f"command line: model.{key}" for key in ("n_kv_head", "n_embd", "rope_fraction")
+    ]
     with pytest.raises(UserError) as e:
         load_config(RECIPE, ["--train.max-steps", "0"])
     assert len(str(e.value).splitlines()) == 2  # nothing to train, and a longer warm-up
-    overrides = ["--optimizer.warmup-steps", "99999", "--layers", "[{at = [12]}]", "--model.n-embd", "770"]
+    overrides = [
+        "--optimizer.warmup-steps",
+        "99999",
+        "--layers",
+        "[{at = [12]}]",
+        "--model.n-embd",
+        "770",
+    ]
     with pytest.raises(UserError) as e:
         load_config(RECIPE, overrides)
     keys = [line.split(" = ")[0] for line in str(e.value).splitlines()]
@@ -319,8 +403,13 @@ def test_all_problems_between_keys_at_once():
     ) as e:
         load_config(RECIPE, ["--layers", layers])
     assert len(str(e.value).splitlines()) == 2
-    decay = ["--train.max-steps=99999", "--optimizer.schedule=wsd", "--optimizer.decay-fraction=0.98"]
-    with one_line("command line: train.batch_tokens = 1000"):  # and nothing about the default of max_steps
+    decay = [
+        "--train.max-steps=99999",
+        "--optimizer.schedule=wsd",
+        "--optimizer.decay-fraction=0.98",
+    ]
+    # and nothing about the default of max_steps
+    with one_line("command line: train.batch_tokens = 1000"):
         load_config(RECIPE, [*decay, "--train.batch-tokens", "1000"])
     softpick = ["--attention.normaliser", "softpick", "--attention.reweight-p", "15"]
     with one_line("attention.reweight_p = 15: re-weighting needs"):  # and nothing about p's default
@@ -350,7 +439,9 @@ def test_bad_files(text: str, expected: str, tmp_path: Path):
 @pytest.mark.parametrize("key", ["name", "base", '"train.seq-len"', "attention"])
 def test_what_cannot_be_swept(key: str, tmp_path: Path):
     path = write(tmp_path, "x.toml", f"[sweep]\n{key} = [1, 2]\n")
-    with one_line(path, f"sweep: {key.strip(chr(34))} = [1, 2]: expected keys such as train.seq_len"):
+    with one_line(
+        path, f"sweep: {key.strip(chr(34))} = [1, 2]: expected keys such as train.seq_len"
+    ):
         expand_sweep(path)
 
 
@@ -360,7 +451,9 @@ def test_a_byte_order_mark_is_no_mistake(tmp_path: Path):
     assert load_config(path).seed == 3
 
 
-@pytest.mark.parametrize("key", ["model.window", "model.n_embd", "train.max_steps", "train.batch_tokens"])
+@pytest.mark.parametrize(
+    "key", ["model.window", "model.n_embd", "train.max_steps", "train.batch_tokens"]
+)
 def test_numbers_have_bounds(key: str):
     with one_line(f"command line: {key} = 1", "expected less than or equal to"):
         load_config(RECIPE, [f"--{key}", f"1{400 * '0'}"])
@@ -457,18 +550,28 @@ def test_help(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
 
 def test_keys_that_disagree_are_blamed_on_the_last_one(tmp_path: Path):
     """The recipe's batch is right until another length is stated, wherever that is."""
-    base = write(tmp_path, "base.toml", "[train]\nseq_len = 1024\nbatch_tokens = 524288\nmicro_batch = 32\n")
+    base = write(
+        tmp_path, "base.toml", "[train]\nseq_len = 1024\nbatch_tokens = 524288\nmicro_batch = 32\n"
+    )
     path = write(tmp_path, "x.toml", 'base = "base.toml"\n[train]\nseq_len = 1000\n')
-    with one_line(f"{path}: train.batch_tokens = 524288: expected a multiple of train.seq_len = 1000"):
+    with one_line(
+        f"{path}: train.batch_tokens = 524288: expected a multiple of train.seq_len = 1000"
+    ):
         load_config(path)
-    with one_line("command line: train.batch_tokens = 524288: expected a multiple of train.seq_len = 1001"):
+    with one_line(
+        "command line: train.batch_tokens = 524288: expected a multiple of train.seq_len = 1001"
+    ):
         load_config(path, ["--train.seq-len", "1001"])
     with one_line("command line: train.micro_batch = 32: expected a divisor of the 48 sequences"):
         load_config(base, ["--train.batch-tokens", "49152"])
-    for text, problem in (("lr = 0", "lr = 0: expected"), ("lrr = 1", "lrr = 1: unknown key; did you mean")):
+    for text, problem in (
+        ("lr = 0", "lr = 0: expected"),
+        ("lrr = 1", "lrr = 1: unknown key; did you mean"),
+    ):
         base.write_text(f"[optimizer]\n{text}\n")
         with one_line(f"{base}: optimizer.{problem}"):  # one key alone is where it is
             load_config(base, ["--optimizer.muon-lr", "0.1"])
     base.write_text('[model]\nmlp = "x"\n')
-    with one_line(f"{base}: model.mlp = 'x': expected 'gelu' or 'swiglu'"):  # a choice, not the key gelu
+    # a choice, not the key gelu
+    with one_line(f"{base}: model.mlp = 'x': expected 'gelu' or 'swiglu'"):
         load_config(base, ["--model.gelu", "exact"])

@@ -87,8 +87,11 @@ def test_lost_metrics_are_named(tiny_config: Path, capsys: pytest.CaptureFixture
     (job,) = sweep.make_jobs([str(tiny_config)], [], None)
     assert job.is_trained()
     run(tiny_config)
-    assert "metrics.jsonl has lost 12 of 12 steps, which no checkpoint has" in capsys.readouterr().out
-    assert records(folder) == [last] and "val_loss" in last  # the validation of a checkpoint is made again
+    assert (
+        "metrics.jsonl has lost 12 of 12 steps, which no checkpoint has" in capsys.readouterr().out
+    )
+    # the validation of a checkpoint is made again
+    assert records(folder) == [last] and "val_loss" in last
 
 
 # ---------------------------------------------------------------- other processes, other disks
@@ -109,7 +112,11 @@ def test_a_lock_is_a_file(tmp_path: Path):
     """NFS passes no lock of a folder on to other machines."""
     folder = tmp_path / "run"
     for _ in range(2):  # the second time the file is there, as after a kill
-        with exclusive_lock(folder), (folder / ".lock").open("ab") as other, pytest.raises(BlockingIOError):
+        with (
+            exclusive_lock(folder),
+            (folder / ".lock").open("ab") as other,
+            pytest.raises(BlockingIOError),
+        ):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -133,7 +140,10 @@ def test_writers_of_one_file_at_the_same_time(tmp_path: Path):
     path.parent.mkdir()
     link = tmp_path / "link"
     link.symlink_to(path.parent)
-    with atomic_file(path, shared=True) as first, atomic_file(link / path.name, shared=True) as second:
+    with (
+        atomic_file(path, shared=True) as first,
+        atomic_file(link / path.name, shared=True) as second,
+    ):
         first.write(b"first")
         second.write(b"second")
     assert path.read_bytes() == b"first" and [*path.parent.iterdir()] == [path]
@@ -152,7 +162,9 @@ needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/
 
 
 @needs_full
-def test_a_full_disk_under_the_output_ends_no_run(tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_a_full_disk_under_the_output_ends_no_run(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
     """python train.py ... > /dev/full"""
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
@@ -209,9 +221,13 @@ def test_a_read_only_run_folder(
         (fineweb, "--files", "{run}/fifo.jsonl", "--tokenizer", "bytes", "--out", "{run}/out"),
         (fineweb, "--files", "/dev/zero", "--tokenizer", "bytes", "--out", "{run}/out"),
     ],
-    ids=lambda arguments: f"{arguments[0].__name__} {' '.join(ascii(a)[:20] for a in arguments[-2:])}",
+    ids=lambda arguments: (
+        f"{arguments[0].__name__} {' '.join(ascii(a)[:20] for a in arguments[-2:])}"
+    ),
 )
-def test_input_that_would_never_end(arguments: tuple[Any, ...], byte_run: Path, call: Callable[..., None]):
+def test_input_that_would_never_end(
+    arguments: tuple[Any, ...], byte_run: Path, call: Callable[..., None]
+):
     script, *rest = arguments
     with one_line("expected"):
         call(script, *(str(argument).format(run=byte_run) for argument in rest))

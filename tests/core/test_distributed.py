@@ -47,7 +47,9 @@ def test_restarts_of_several_machines_need_new_stores(monkeypatch: pytest.Monkey
         "TORCHELASTIC_MAX_RESTARTS": "3",
     }.items():
         monkeypatch.setenv(name, value)
-    expected = "--max-restarts=3 on 2 machines: expected --rdzv-backend=c10d, and TORCH_DISABLE_SHARE_RDZV"
+    expected = (
+        "--max-restarts=3 on 2 machines: expected --rdzv-backend=c10d, and TORCH_DISABLE_SHARE_RDZV"
+    )
     with pytest.raises(UserError, match=expected), join_world("cpu"):
         pass
 
@@ -55,7 +57,9 @@ def test_restarts_of_several_machines_need_new_stores(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
 def test_no_thread_of_gloo_is_left_at_exit():
-    """One that frees a tensor later asks a closing interpreter for the GIL, which aborts the process."""
+    """One that frees a tensor later asks a closing interpreter for the GIL, which aborts the
+    process.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     world = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}

@@ -39,7 +39,9 @@ N_SCORED = N_BLOCKS * 64
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A val split of N_BLOCKS blocks of 64 and a few tokens more."""
-    return make_dataset(tmp_path_factory.mktemp("blocks") / "data", n_val=N_SCORED + 20, n_train=100)
+    return make_dataset(
+        tmp_path_factory.mktemp("blocks") / "data", n_val=N_SCORED + 20, n_train=100
+    )
 
 
 def make_run(
@@ -81,7 +83,9 @@ def mean_and_error(values: torch.Tensor) -> tuple[object, object]:
 
 
 def direct_losses(run: Path, data: Path, length: int, rope: RopeKind) -> torch.Tensor:
-    """Losses of all scored tokens in stream order, (N,) float64, from full logits, window by window."""
+    """Losses of all scored tokens in stream order, (N,) float64, from full logits, window by
+    window.
+    """
     model = load_model(run).model
     stream = TokenStream(data, "val")
     losses = []
@@ -109,7 +113,9 @@ def test_numbers_equal_direct_computation(tmp_path, data, evaluate, monkeypatch,
     for row in result["lengths"]:
         blocks = direct_losses(run, data, row["length"], rope).view(N_BLOCKS, 64)
         assert (row["loss"], row["stderr"]) == mean_and_error(blocks.mean(1))
-        assert (row["same_target_loss"], row["same_target_stderr"]) == mean_and_error(blocks[:, -8:].mean(1))
+        assert (row["same_target_loss"], row["same_target_stderr"]) == mean_and_error(
+            blocks[:, -8:].mean(1)
+        )
 
 
 @pytest.mark.parametrize("strides", [*slow(8, 4), 3], ids=["exact", "even", "ragged"])
@@ -142,7 +148,10 @@ def test_cut_and_gain_equal_direct_computation(tmp_path, data, evaluate, monkeyp
     for row in result["lengths"]:
         blocks = direct_losses(run, data, row["length"], "ntk").view(N_BLOCKS, 64)
         gains = (same_targets - blocks[:, -8:].mean(1)).numpy()
-        assert (row["gain"], row["gain_stderr"]) == (close(gains.mean()), close(gains.std(ddof=1) / 5**0.5))
+        assert (row["gain"], row["gain_stderr"]) == (
+            close(gains.mean()),
+            close(gains.std(ddof=1) / 5**0.5),
+        )
     for bucket in result["lengths"][-1]["buckets"]:
         part = slice(bucket["from"], bucket["to"])
         gains = (cut[:, part].mean(1) - blocks[:, part].mean(1)).numpy()
@@ -156,7 +165,9 @@ def test_every_target_is_scored_once_at_each_length(tmp_path, data, evaluate, mo
     run = make_run(tmp_path / "runs", "a", data)
     positions = torch.arange(N_SCORED, dtype=torch.float32)
 
-    def position(model: GPT, blocks: Blocks, block: int, length: int, rope: RopeScaling) -> torch.Tensor:
+    def position(
+        model: GPT, blocks: Blocks, block: int, length: int, rope: RopeScaling
+    ) -> torch.Tensor:
         n = blocks.longest // length
         start = block * blocks.longest
         x, y = read_windows(blocks.stream, block * n, n, length)
@@ -187,7 +198,10 @@ def test_results_of_other_options_are_kept(tmp_path, data, evaluate, capsys):
         (["--lengths", 32, 64], "lengths = [16, 64]"),
         (["--lengths", 16, 64, "--tokens", 64], "tokens = 1048576"),
         (["--lengths", 16, 64, "--rope", "none"], "rope = ntk"),
-        (["--lengths", 16, 64, "--rope", "theta", "--rope-theta", 5e3], "rope = ntk, rope_theta = None"),
+        (
+            ["--lengths", 16, 64, "--rope", "theta", "--rope-theta", 5e3],
+            "rope = ntk, rope_theta = None",
+        ),
         (["--lengths", 16, 64, "--data", other_data], f"data = {data}"),
     ):
         with one_line(f"a/eval_length.json: has {has}: expected a --tag"):
@@ -289,11 +303,15 @@ def test_rows(tmp_path, data, evaluate):
 def test_several_scalings_at_once_are_those_of_single_calls(tmp_path, data, evaluate, monkeypatch):
     run = make_run(tmp_path / "runs", "a", data)
     evaluate(run, "--rope", "none", "--tag", "single")
-    monkeypatch.setattr(eval_length, "cut_losses", n_cuts := Mock(side_effect=eval_length.cut_losses))
+    monkeypatch.setattr(
+        eval_length, "cut_losses", n_cuts := Mock(side_effect=eval_length.cut_losses)
+    )
     evaluate(run, "--also", "none", "theta=500")
     assert n_cuts.call_count == read(run / "eval_length.json")["data"]["blocks"]  # of all three
     for key in ("cut", "lengths", "options"):
-        assert read(run / "eval_length_none.json")[key] == read(run / "eval_length_single.json")[key]
+        assert (
+            read(run / "eval_length_none.json")[key] == read(run / "eval_length_single.json")[key]
+        )
     assert read(run / "eval_length_theta.json")["rope"] == {"kind": "theta", "theta": 500.0}
     # A step later at the second scaling, as of a run in training: its cut is measured again.
     load = EvaluatedRun.load
@@ -359,7 +377,8 @@ def test_several_runs_defaults_and_rejected_lengths(tmp_path, data, call, capsys
     assert not list(tmp_path.rglob("*.tmp"))
     out = capsys.readouterr().out
     assert "RoPE ntk and none." in out
-    assert "b at 32: no result:" in out and "±-" in out  # 256 fits once: one block has no standard error
+    # 256 fits once: one block has no standard error
+    assert "b at 32: no result:" in out and "±-" in out
 
 
 def test_checkpoint_files_and_tags(tmp_path, data, evaluate):
@@ -369,7 +388,9 @@ def test_checkpoint_files_and_tags(tmp_path, data, evaluate):
     old = run / "checkpoints" / "step_000007.pt"
     new = run / "checkpoints" / "step_000009.pt"
     evaluate(old, new, run, "--lengths", 16, 32)
-    results = [read(run / f"eval_length{name}.json") for name in ("_step_000007", "_step_000009", "")]
+    results = [
+        read(run / f"eval_length{name}.json") for name in ("_step_000007", "_step_000009", "")
+    ]
     assert [result["step"] for result in results] == [7, 9, 9]
     assert results[0]["lengths"] != results[1]["lengths"] == results[2]["lengths"]
     assert (run / "eval_length_all.png").exists()
@@ -384,7 +405,9 @@ def test_checkpoint_files_and_tags(tmp_path, data, evaluate):
         assert file.exists()
 
 
-def test_ranks_that_read_different_checkpoints_do_not_evaluate(tmp_path, data, evaluate, monkeypatch):
+def test_ranks_that_read_different_checkpoints_do_not_evaluate(
+    tmp_path, data, evaluate, monkeypatch
+):
     run = make_run(tmp_path / "runs", "a", data)
     monkeypatch.setattr(World, "gather_objects", lambda world, value: [value, 9])
     with one_line(run, "got a new checkpoint while it was read"):
@@ -421,7 +444,8 @@ def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["{run}", "{tmp}/none"], "no such run folder or checkpoint"),  # before the first is evaluated
+        # before the first is evaluated
+        (["{run}", "{tmp}/none"], "no such run folder or checkpoint"),
         (["{tmp}/empty"], "no checkpoint in"),
         (["{run}", "{run}"], "given twice"),
         (["{run}", "--lengths", "16", "512"], "at least 513 for one window of length 512"),
@@ -454,8 +478,12 @@ def test_runs_of_several_tokenisers_are_refused(tmp_path, data, evaluate, monkey
     shutil.copytree(data, other)
     info = read(other / "dataset.json")
     (other / "dataset.json").write_text(json.dumps(info | {"tokenizer": "another"}))
-    runs = [make_run(tmp_path / "runs", name, folder) for name, folder in (("a", data), ("b", other))]
+    runs = [
+        make_run(tmp_path / "runs", name, folder) for name, folder in (("a", data), ("b", other))
+    ]
     names = {"a": "bytes", "b": "another"}
-    monkeypatch.setattr(common, "read_config", lambda source: (read_config(source)[0], names[source.name]))
+    monkeypatch.setattr(
+        common, "read_config", lambda source: (read_config(source)[0], names[source.name])
+    )
     with one_line("b: tokens of another: expected bytes, as a has"):
         evaluate(*runs, "--lengths", "8", "64")

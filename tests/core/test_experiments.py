@@ -1,5 +1,5 @@
-"""The papers' experiments through train.py: every config trains, models have the papers' sizes, init_from
-copies weights, and the losses of the NormSoftmax paper are what their formulas say."""
+"""The papers' experiments through train.py: every config trains, models have the papers' sizes,
+init_from copies weights, and the losses of the NormSoftmax paper are what their formulas say."""
 
 import math
 import sys
@@ -23,7 +23,8 @@ from training.checkpoint import find_checkpoints, load_checkpoint, load_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EXPERIMENTS = sorted(CONFIGS.glob("*/*.toml"))
-BASES = {True: "softmax.toml", False: "ssmax_paper/a_softmax_162m.toml"}  # embeddings are tied: file
+# embeddings are tied: file
+BASES = {True: "softmax.toml", False: "ssmax_paper/a_softmax_162m.toml"}
 TINY = {
     "model.n_layer": "2", "model.n_head": "2", "model.n_embd": "32", "model.vocab_size": "64",
     "train.max_steps": "20", "train.seq_len": "16", "train.batch_tokens": "256", "train.val_every": "20",
@@ -61,7 +62,8 @@ def metrics(run: Path, key: str) -> list[float]:
 @pytest.fixture(scope="module")
 def softmax_runs(folder: Path) -> dict[bool, Path]:
     return {
-        tied: run_train(CONFIGS / file, tiny(folder, name=f"source_{tied}")) for tied, file in BASES.items()
+        tied: run_train(CONFIGS / file, tiny(folder, name=f"source_{tied}"))
+        for tied, file in BASES.items()
     }
 
 
@@ -82,7 +84,9 @@ def test_every_config_trains(path, folder, softmax_runs):
             changes["init_from"] = str(softmax_runs[config.model.tie_embeddings])
         run = run_train(path, chosen.overrides + tiny(folder, **changes))
         losses = metrics(run, "loss")
-        assert len(losses) == 20 and all(loss is not None and math.isfinite(loss) for loss in losses)
+        assert len(losses) == 20 and all(
+            loss is not None and math.isfinite(loss) for loss in losses
+        )
         assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.02, losses
         trained = load_config(run / "config.toml")
         assert trained.attention == config.attention and trained.train.loss == config.train.loss
@@ -100,7 +104,9 @@ def test_parameters_of_the_papers_models(name, n_params, more):
         assert GPT(load_config(CONFIGS / name), device="meta").n_params() == n_params + more
 
 
-@pytest.mark.parametrize("name", ["ssmax_paper/f_during_pretraining_162m", "comparison/A/ssmax_during"])
+@pytest.mark.parametrize(
+    "name", ["ssmax_paper/f_during_pretraining_162m", "comparison/A/ssmax_during"]
+)
 def test_scale_init_of_replaced_softmax(name):
     """SSMax (e), (f): the reciprocal of the mean of ln n."""
     config = load_config(CONFIGS / f"{name}.toml")
@@ -150,16 +156,23 @@ def test_init_from_says_what_it_keeps_of_a_normaliser(folder, softmax_runs, caps
     for name, scale in (("s", "0.5"), ("t", "2.0")):
         zero_steps = {"train__max_steps": "0", "optimizer__warmup_steps": "0"}
         capsys.readouterr()
-        overrides = tiny(folder, name=name, init_from=source, attention__scale_init=scale, **zero_steps)
+        overrides = tiny(
+            folder, name=name, init_from=source, attention__scale_init=scale, **zero_steps
+        )
         source = str(find_checkpoints(run_train(path, overrides))[0])
     out = capsys.readouterr().out
-    assert "kept        blocks.*.attention.normaliser.s (2 tensors): as learned there, not begun anew" in out
-    assert torch.equal(parameters(Path(source))["blocks.0.attention.normaliser.s"], torch.full((2,), 0.5))
+    assert (
+        "kept        blocks.*.attention.normaliser.s (2 tensors): as learned there, not begun anew"
+        in out
+    )
+    assert torch.equal(
+        parameters(Path(source))["blocks.0.attention.normaliser.s"], torch.full((2,), 0.5)
+    )
 
 
 def test_init_from_starts_a_run_that_resumes_by_itself(folder, softmax_runs):
-    """Step 1 is that of the other run's weights on the batch after data.skip_steps; resuming does not read
-    the other run again."""
+    """Step 1 is that of the other run's weights on the batch after data.skip_steps; resuming does
+    not read the other run again."""
     path, source = CONFIGS / "lssar.toml", softmax_runs[True]
     overrides = tiny(folder, name="tuned", init_from=str(find_checkpoints(source)[0]), train__max_steps="6",
                      train__checkpoint_every="3", data__skip_steps="5",
@@ -185,10 +198,22 @@ def test_init_from_starts_a_run_that_resumes_by_itself(folder, softmax_runs):
 @pytest.mark.parametrize(
     ("tied", "changes", "expected"),
     [
-        (True, {"model__n_embd": "64"}, r"embedding.weight: .*\[128, 32\].*\[128, 64\].*n_embd 32 -> 64"),
+        (
+            True,
+            {"model__n_embd": "64"},
+            r"embedding.weight: .*\[128, 32\].*\[128, 64\].*n_embd 32 -> 64",
+        ),
         (True, {"model__mlp_hidden": "8"}, r"blocks.0.mlp.up.weight: .*model.mlp_hidden \w+ -> 8"),
-        (True, {"init_from": "nowhere"}, "init_from = 'nowhere': nowhere: no such run folder or checkpoint"),
-        (False, {"model__tie_embeddings": "true"}, "lm_head.weight is tied to the embedding here, not there"),
+        (
+            True,
+            {"init_from": "nowhere"},
+            "init_from = 'nowhere': nowhere: no such run folder or checkpoint",
+        ),
+        (
+            False,
+            {"model__tie_embeddings": "true"},
+            "lm_head.weight is tied to the embedding here, not there",
+        ),
     ],
 )
 def test_init_from_rejects_what_does_not_fit(tied, changes, expected, folder, softmax_runs):
@@ -204,16 +229,30 @@ def test_init_from_rejects_what_does_not_fit(tied, changes, expected, folder, so
 
 @pytest.mark.parametrize(
     ("gamma", "tau"),
-    [(None, None), ("inf", 0.5), (2.0, 1.5), (100.0, None), ("logit_norm", None), ("logit_norm", 0.3)],
+    [
+        (None, None),
+        ("inf", 0.5),
+        (2.0, 1.5),
+        (100.0, None),
+        ("logit_norm", None),
+        ("logit_norm", 0.3),
+    ],
 )
 def test_scaled_logits_of_the_vocabulary(gamma, tau):
-    """norm_softmax: z / (tau min(sigma, gamma)); logit_norm: z / (tau |z|), tau = V^(-1/2) by default."""
-    z = torch.randn(3, 5, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3 + 1
+    """norm_softmax: z / (tau min(sigma, gamma)); logit_norm: z / (tau |z|), tau = V^(-1/2) by
+    default.
+    """
+    z = (
+        torch.randn(3, 5, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
+        + 1
+    )
     is_norm = gamma != "logit_norm"
     options: dict[str, Any] = {"loss": "norm_softmax" if is_norm else "logit_norm"}
     options |= {"loss_tau": tau} if tau else {}
     options |= {"loss_gamma": gamma} if is_norm and gamma else {}
-    for row, got in zip(z.flatten(0, 1), scale_logits(z, TrainConfig(**options)).flatten(0, 1), strict=True):
+    for row, got in zip(
+        z.flatten(0, 1), scale_logits(z, TrainConfig(**options)).flatten(0, 1), strict=True
+    ):
         if is_norm:
             divisor = (tau or 1.0) * min(row.std(correction=0).item(), float(gamma or "inf"))
         else:
@@ -223,13 +262,17 @@ def test_scaled_logits_of_the_vocabulary(gamma, tau):
 
 @pytest.mark.parametrize("loss", ["norm_softmax", "logit_norm"])
 def test_equal_logits_have_a_uniform_distribution_and_small_gradients(loss):
-    """Zero where the formula has none; logit_norm's of equal logits other than zero is that of any others."""
+    """Zero where the formula has none; logit_norm's of equal logits other than zero is that of any
+    others.
+    """
     for value in (0.0, 7.0):
         z = torch.full((2, 9), value, requires_grad=True)
         out = F.cross_entropy(scale_logits(z, TrainConfig(loss=loss)), torch.tensor([1, 2]))  # type: ignore[arg-type]
         out.backward()
         assert out.item() == pytest.approx(math.log(9), rel=1e-6) and z.grad is not None
-        assert z.grad.abs().max() < 1 and (z.grad == 0).all() == (loss == "norm_softmax" or value == 0.0)
+        assert z.grad.abs().max() < 1 and (z.grad == 0).all() == (
+            loss == "norm_softmax" or value == 0.0
+        )
 
 
 def test_validation_reports_both_losses(folder, softmax_runs):

@@ -23,7 +23,11 @@ def test_runs_are_described_once():
     results = [
         {"run": run, "normaliser": normaliser, "step": 5, "train_len": 64, "lengths": lengths}
         for run, normaliser, lengths in (
-            ("a", "softmax", [{"length": 64, "reason": None, "loss": 1.5}, {"length": 128, "reason": "no"}]),
+            (
+                "a",
+                "softmax",
+                [{"length": 64, "reason": None, "loss": 1.5}, {"length": 128, "reason": "no"}],
+            ),
             ("mine", "lssa (reweight_p = 15)", [{"length": 64, "reason": None, "loss": 12.25}] * 2),
         )
     ]

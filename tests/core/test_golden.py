@@ -1,13 +1,15 @@
-"""The losses of ten steps are those in golden.json: a change of numerics that the other tests pass is seen.
+"""The losses of ten steps are those in golden.json: a change of numerics that the other tests pass
+is seen.
 
 A commit that means to change them writes them anew, with its reason in the message:
 
     UPDATE_GOLDEN=1 python -m pytest tests/core/test_golden.py
 
-The losses are kept by version of torch. A version that is not there is compared with the nearest one, ten
-times as loosely. Tolerances are relative, ten times what was measured: one thread and two, CPU capabilities
-default and avx2, and initial weights that differ by 1e-7 change the losses by up to 4e-7, those of p = 15 by
-2e-5. An eps of 1.1e-5 in LayerNorm, n + 1 for n, or beta2 = 0.951 change them by 1e-5 to 4e-3.
+The losses are kept by version of torch. A version that is not there is compared with the nearest
+one, ten times as loosely. Tolerances are relative, ten times what was measured: one thread and two,
+CPU capabilities default and avx2, and initial weights that differ by 1e-7 change the losses by up
+to 4e-7, those of p = 15 by 2e-5. An eps of 1.1e-5 in LayerNorm, n + 1 for n, or beta2 = 0.951
+change them by 1e-5 to 4e-3.
 """
 
 import json
@@ -42,7 +44,9 @@ def minor(version: str) -> int:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_losses_of_ten_steps(name: str, tiny_config: Path, tmp_path: Path):
     data = write_dataset(tmp_path / "data", {"val": TOKENS[:100], "train": TOKENS}, 10**6, 64)
-    state = build(tiny_config, "--data.dir", str(data), "--train.max-steps", "10", *CONFIGS[name].split())
+    state = build(
+        tiny_config, "--data.dir", str(data), "--train.max-steps", "10", *CONFIGS[name].split()
+    )
     log = RunLog(state)
     for _ in range(10):
         train_step(state, log)

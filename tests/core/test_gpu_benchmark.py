@@ -23,7 +23,11 @@ def test_smoke(call, tmp_path, monkeypatch):
         call(gpu, "--smoke")
     records = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert not status.value.code and not any("failed" in record for record in records)
-    assert [record["part"] for record in records[:16]] == ["attention", *["step"] * 10, *["decode"] * 5]
+    assert [record["part"] for record in records[:16]] == [
+        "attention",
+        *["step"] * 10,
+        *["decode"] * 5,
+    ]
     assert records[0]["name"] == "LSSAR p=15" and len(records) == 27
 
 

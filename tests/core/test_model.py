@@ -27,7 +27,9 @@ def make_config(attention: dict | None = None, seq_len: int = 16, **model) -> Co
     )
 
 
-def make_gpt(attention: dict | None = None, seq_len: int = 16, std: float | None = None, **model) -> GPT:
+def make_gpt(
+    attention: dict | None = None, seq_len: int = 16, std: float | None = None, **model
+) -> GPT:
     """A tiny model; with `std`, matrices large enough that attention and positions move the logits."""
     torch.manual_seed(0)
     gpt = GPT(make_config(attention, seq_len, **model))
@@ -81,7 +83,8 @@ def test_ssmax_pn_shares_one_vector():
     gpt = make_gpt({"normaliser": "ssmax_pn"}, n_layer=3)
     vectors = [block.attention.normaliser.p_n for block in gpt.blocks]
     assert all(p is vectors[0] for p in vectors) and torch.equal(vectors[0], torch.ones(16))
-    assert gpt.n_params() == make_gpt(n_layer=3).n_params() + 16 + 3 * 2 * 2  # p_n once; s, b per head
+    # p_n once; s, b per head
+    assert gpt.n_params() == make_gpt(n_layer=3).n_params() + 16 + 3 * 2 * 2
     gpt(random_tokens(2, 16), random_tokens(2, 16, seed=2)).backward()
     assert vectors[0].grad is not None and vectors[0].grad.abs().sum() > 0
 
@@ -103,10 +106,15 @@ def test_every_option_trains(norm, mlp, bias, tie):
     assert bool(biases) == bias and gpt.lm_head.bias is None
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # RMSNorm is not fused then
-@pytest.mark.parametrize("options", [{}, {"norm": "rmsnorm", "mlp": "swiglu"}], ids=["layernorm", "rmsnorm"])
+# RMSNorm is not fused then
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize(
+    "options", [{}, {"norm": "rmsnorm", "mlp": "swiglu"}], ids=["layernorm", "rmsnorm"]
+)
 def test_the_residual_streams_type(options):
-    """In autocast alone: where there is none, as in an exported model, the stream has the weights' type."""
+    """In autocast alone: where there is none, as in an exported model, the stream has the weights'
+    type.
+    """
     gpt = make_gpt(std=0.2, **options)
     tokens = random_tokens(2, 16)
     types = []
@@ -155,7 +163,9 @@ def rotate(x: torch.Tensor, theta: float = 10000.0, start: int = 0) -> torch.Ten
 def test_rope_matches_complex_reference(start):
     T, D = 72, 64
     x = torch.randn(T, D, generator=torch.Generator().manual_seed(0))
-    cos, sin = rope_tables(D, start + T, 10000.0, RopeScaling(), 1024, torch.arange(start, start + T))
+    cos, sin = rope_tables(
+        D, start + T, 10000.0, RopeScaling(), 1024, torch.arange(start, start + T)
+    )
     assert cos.shape == sin.shape == (T, D // 2) and cos.dtype == sin.dtype == torch.float32
     error = apply_rope(x[None, None], cos, sin)[0, 0] - rotate(x, start=start)
     assert error.abs().max() < 2e-6
@@ -184,12 +194,12 @@ def test_what_is_computed_in_another_way_on_a_gpu():
 
 
 # With d = 4 and base 10000 the frequencies are 1 and 0.01; s = T / train_len = 4 throughout.
-#   ntk: base 10000·4^(4/2) = 160000, so 160000^(-1/2) = 0.0025: the lowest frequency is interpolated.
-#   theta: 500000^(-1/2) = 0.00141421.
+# ntk: base 10000·4^(4/2) = 160000, so 160000^(-1/2) = 0.0025: the lowest frequency is interpolated.
+# theta: 500000^(-1/2) = 0.00141421.
 #   yarn, train_len 1024: turns 1024/2π = 162.97 > 32 keeps 1; 10.24/2π = 1.62975 gives
 #     g = 0.62975/31 = 0.0203144 and 0.0025 + 0.0075·g = 0.00265236.
-#   yarn, train_len 64: turns 64/2π = 10.18592, g = 9.18592/31 = 0.2963199, 0.25 + 0.75·g = 0.4722399;
-#     0.64/2π = 0.102 < 1 interpolates fully: 0.0025.
+# yarn, train_len 64: turns 64/2π = 10.18592, g = 9.18592/31 = 0.2963199, 0.25 + 0.75·g = 0.4722399;
+# 0.64/2π = 0.102 < 1 interpolates fully: 0.0025.
 #   yarn's amplitude: 0.1·ln 4 + 1 = 1.1386294.
 SCALED = [
     (RopeScaling("none"), 1024, (1.0, 0.01), 1.0),
@@ -282,13 +292,20 @@ def test_causality(attention):
 
 
 PIECES = [7, 9, 1, 7]
-HYBRID = [{"every": 2, "position": "none", "window": 0, "attention": {"length_scale": "log_train_len_n"}}]
-MIXED = [{"at": [0], "window": 3, "attention": LSSAR}, {"at": [1], "position": "alibi", "rope_theta": 5e3}]
+HYBRID = [
+    {"every": 2, "position": "none", "window": 0, "attention": {"length_scale": "log_train_len_n"}}
+]
+MIXED = [
+    {"at": [0], "window": 3, "attention": LSSAR},
+    {"at": [1], "position": "alibi", "rope_theta": 5e3},
+]
 
 
 @pytest.mark.parametrize(("window", "layers"), [(5, []), (5, HYBRID), (0, MIXED)], ids=str)
 def test_layers_of_their_own(window, layers):
-    """Each block is the one of a model whose [model] and [attention] are that layer's; decoding agrees."""
+    """Each block is the one of a model whose [model] and [attention] are that layer's; decoding
+    agrees.
+    """
     config = make_config(window=window).model_copy(update={"layers": layers})
     torch.manual_seed(0)
     gpt = GPT(config)
@@ -325,7 +342,9 @@ def test_one_schedule_of_p_for_all_layers():
     p3.load_state_dict(gpt.state_dict())
     tokens = random_tokens(2, 24)
     with torch.no_grad():
-        assert torch.equal(gpt(tokens, p=3), p3(tokens)) and torch.equal(gpt(tokens, p=15), gpt(tokens))
+        assert torch.equal(gpt(tokens, p=3), p3(tokens)) and torch.equal(
+            gpt(tokens, p=15), gpt(tokens)
+        )
     assert [block.attention.engine.name for block in gpt.blocks] == ["sdpa", "rows"]
     assert gpt.engine_note == "sdpa, rows"
 
@@ -339,13 +358,20 @@ def test_one_schedule_of_p_for_all_layers():
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize(
     "attention",
-    [{}, LSSAR, *({"normaliser": name} for name in ("threshold", "scale_invariant", "fox", "wall"))],
+    [
+        {},
+        LSSAR,
+        *({"normaliser": name} for name in ("threshold", "scale_invariant", "fox", "wall")),
+    ],
 )
 def test_cache_equals_uncached(attention, parts, pieces):
     if attention.get("normaliser") == "wall":  # its channels must not rotate
         parts = {key: parts[key] for key in parts if key != "rope_fraction"} | {"position": "none"}
     gpt = make_gpt(attention, std=0.2, **parts).double()  # float32 rounds differently on each CPU
-    tokens, rope = random_tokens(2, 24), RopeScaling("yarn" if pieces == PIECES else "ntk", length=24)
+    tokens, rope = (
+        random_tokens(2, 24),
+        RopeScaling("yarn" if pieces == PIECES else "ntk", length=24),
+    )
     cache = KVCache(n_layer=2, max_length=24)
     with torch.no_grad():
         expected = gpt(tokens, rope=rope)
@@ -356,13 +382,17 @@ def test_cache_equals_uncached(attention, parts, pieces):
 
 def test_channels_that_decay_must_not_rotate():
     for position in ("rope", "p_rope", "pope"):
-        with pytest.raises(ValidationError, match=f"model.position = '{position}': expected none or alibi"):
+        with pytest.raises(
+            ValidationError, match=f"model.position = '{position}': expected none or alibi"
+        ):
             make_gpt({"normaliser": "wall"}, position=position)
     make_gpt({"normaliser": "wall"}, position="alibi")
 
 
 def test_fox_reads_the_layers_input():
-    """Of a single layer: logits move with w and b, start at sigmoid(0) a token, and count real keys only."""
+    """Of a single layer: logits move with w and b, start at sigmoid(0) a token, and count real keys
+    only.
+    """
     gpt = make_gpt({"normaliser": "fox"}, std=0.2, n_layer=1, position="none").double()
     signal = gpt.blocks[0].attention.normaliser.signal
     assert signal.weight.shape == (2, 32) and signal.bias.tolist() == [0, 0]
@@ -387,7 +417,9 @@ def test_fox_reads_the_layers_input():
 
 
 def test_pope():
-    """Scores by the paper's sum, delta clamped to [-2 pi, 0] and learned for each key head and channel."""
+    """Scores by the paper's sum, delta clamped to [-2 pi, 0] and learned for each key head and
+    channel.
+    """
     gpt = make_gpt(std=0.2, position="pope", n_kv_head=1, n_layer=1)
     attention = gpt.blocks[0].attention
     assert attention.delta.shape == (16,) and not attention.delta.any()
@@ -414,7 +446,8 @@ def test_pope():
 @pytest.mark.parametrize("position", ["none", "alibi"])
 def test_without_rope_only_alibi_sees_the_order(position):
     """The last logits of a single-layer model, with the tokens before them in another order."""
-    gpt = make_gpt(std=0.2, n_layer=1, position=position, n_head=4, n_kv_head=2, n_embd=36)  # heads of 9
+    # heads of 9
+    gpt = make_gpt(std=0.2, n_layer=1, position=position, n_head=4, n_kv_head=2, n_embd=36)
     tokens = random_tokens(2, 24)
     other = torch.cat((tokens[:, :-1].flip(1), tokens[:, -1:]), dim=1)
     with torch.no_grad():
@@ -429,18 +462,24 @@ def test_without_rope_only_alibi_sees_the_order(position):
 def test_p_rope_rotates_the_highest_frequencies():
     x = torch.randn(1, 1, 20, 8, generator=torch.Generator().manual_seed(0))
     whole, half = (
-        apply_rope(x, *rope_tables(8, 20, 10000.0, RopeScaling(), 16, rotating=part)) for part in (1.0, 0.5)
+        apply_rope(x, *rope_tables(8, 20, 10000.0, RopeScaling(), 16, rotating=part))
+        for part in (1.0, 0.5)
     )
     assert torch.equal(half[..., :4], whole[..., :4]) and torch.equal(half[..., 4:], x[..., 4:])
-    _, sin = rope_tables(100, 2, 10000.0, RopeScaling(), 16, rotating=0.58)  # in floats 0.58 * 50 < 29
+    # in floats 0.58 * 50 < 29
+    _, sin = rope_tables(100, 2, 10000.0, RopeScaling(), 16, rotating=0.58)
     assert (sin[1] != 0).sum() == 29
 
 
 def test_gate_and_output_norm():
-    """A gate of sigmoid(0) halves the heads' output; a normed output has mean square 1 in each head."""
+    """A gate of sigmoid(0) halves the heads' output; a normed output has mean square 1 in each
+    head.
+    """
     torch.manual_seed(0)
     x, tables = torch.randn(2, 16, 32), rope_tables(16, 16, 10000.0, RopeScaling(), 16)
-    plain, gated = (make_gpt(std=0.2, attention_gate=gate).blocks[0].attention for gate in (False, True))
+    plain, gated = (
+        make_gpt(std=0.2, attention_gate=gate).blocks[0].attention for gate in (False, True)
+    )
     gated.load_state_dict(plain.state_dict(), strict=False)
     torch.nn.init.zeros_(gated.gate.weight)
     torch.testing.assert_close(gated(x, *tables), plain(x, *tables) / 2)  # the output's bias is 0
@@ -456,7 +495,10 @@ def test_norms_before_rope_are_those_after(parts, kind):
     """A head of q or k is normed once, and yarn's factor is not seen."""
     gpt = make_gpt({"normaliser": "lssa"}, std=0.2, n_layer=1, **parts)
     attention = gpt.blocks[0].attention
-    x, scaling = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0)), RopeScaling(kind)
+    x, scaling = (
+        torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0)),
+        RopeScaling(kind),
+    )
     size = 32 if "position" in parts else 16
     q, k, v, _ = attention.project(x, *rope_tables(size, 64, 10000.0, scaling, 16))
     want = attend(q, k, v, attention.normaliser, "dense")
@@ -467,10 +509,14 @@ def test_norms_before_rope_are_those_after(parts, kind):
 
 
 def test_key_shift():
-    """At the start s = sigmoid(0): each key is the mean of its own and the one before, the first is half."""
+    """At the start s = sigmoid(0): each key is the mean of its own and the one before, the first is
+    half.
+    """
     torch.manual_seed(0)
     x, tables = torch.randn(2, 16, 32), rope_tables(16, 16, 10000.0, RopeScaling(), 16)
-    plain, shifted = (make_gpt(std=0.2, key_shift=shift).blocks[0].attention for shift in (False, True))
+    plain, shifted = (
+        make_gpt(std=0.2, key_shift=shift).blocks[0].attention for shift in (False, True)
+    )
     shifted.load_state_dict(plain.state_dict(), strict=False)
     (q, k, *_), (shifted_q, shifted_k, *_) = (each.project(x, *tables) for each in (plain, shifted))
     assert torch.equal(q, shifted_q)
@@ -480,7 +526,9 @@ def test_key_shift():
 
 @pytest.mark.parametrize("normaliser", ["softmax", "fox"])
 def test_no_key_of_the_padding_is_shifted_into_a_sequence(normaliser):
-    gpt = make_gpt({"normaliser": normaliser}, std=0.2, n_layer=1, position="none", key_shift=True).double()
+    gpt = make_gpt(
+        {"normaliser": normaliser}, std=0.2, n_layer=1, position="none", key_shift=True
+    ).double()
     tokens = random_tokens(2, 24)
     cache = KVCache(n_layer=1, max_length=24)
     cache.spans = [(0, 24), (5, 24)]
@@ -491,7 +539,10 @@ def test_no_key_of_the_padding_is_shifted_into_a_sequence(normaliser):
 
 def test_cache_overflow():
     cache = KVCache(n_layer=2, max_length=4)
-    with torch.no_grad(), pytest.raises(ValueError, match="5 positions do not fit in max_length = 4"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="5 positions do not fit in max_length = 4"),
+    ):
         make_gpt()(random_tokens(1, 5), cache=cache)
 
 
@@ -588,5 +639,7 @@ def test_norms_are_their_formulas(kind):
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
     if kind == "layernorm":
         x = x - x.mean(-1, keepdim=True)
-    want = norm.weight * x / (x.square().mean(-1, keepdim=True) + 0.25).sqrt() + getattr(norm, "bias", 0.0)
+    want = norm.weight * x / (x.square().mean(-1, keepdim=True) + 0.25).sqrt() + getattr(
+        norm, "bias", 0.0
+    )
     torch.testing.assert_close(norm(x), want)

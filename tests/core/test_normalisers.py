@@ -38,7 +38,8 @@ from schema import AttentionConfig
 
 def test_every_registered_normaliser_is_a_case():
     ours = {name for name, cls in NORMALISERS.items() if cls.__module__.startswith("normalisers.")}
-    assert {cfg.values[0].normaliser for cfg in CASES} == ours  # not those of files that a config names
+    # not those of files that a config names
+    assert {cfg.values[0].normaliser for cfg in CASES} == ours
     assert set(NORMALISERS) >= set(FORMULAS)
     assert set(PHIS) == set(PHI)
 
@@ -46,12 +47,18 @@ def test_every_registered_normaliser_is_a_case():
 SHAPES = {16: [*((t, t) for t in (1, 2, 3, 4, 5, 33)), (7, 129)], 64: [(5, 5), (1, 33), (7, 33)]}
 
 
-def formula_weights(cfg: AttentionConfig, q: Tensor, k: Tensor, normaliser: NormaliserLayer) -> Tensor:
+def formula_weights(
+    cfg: AttentionConfig, q: Tensor, k: Tensor, normaliser: NormaliserLayer
+) -> Tensor:
     return formula(cfg, 160)(q, k, dict(normaliser.named_parameters())).detach()
 
 
 def row_errors(
-    cfg: AttentionConfig, q: Tensor, k: Tensor, normaliser: NormaliserLayer, want: Tensor | None = None
+    cfg: AttentionConfig,
+    q: Tensor,
+    k: Tensor,
+    normaliser: NormaliserLayer,
+    want: Tensor | None = None,
 ) -> Tensor:
     """Each row's largest error; relative to the row's largest weight where rows are not normalised."""
     got = weights_of(normaliser, q, k)
@@ -67,7 +74,9 @@ def row_distance(cfg: AttentionConfig, got: Tensor, want: Tensor) -> Tensor:
     return distance if is_normalised(cfg) else distance / want.abs().amax(-1).clamp(min=1e-30)
 
 
-def rounding_response(cfg: AttentionConfig, q: Tensor, k: Tensor, normaliser: NormaliserLayer) -> Tensor:
+def rounding_response(
+    cfg: AttentionConfig, q: Tensor, k: Tensor, normaliser: NormaliserLayer
+) -> Tensor:
     """How far exact weights move, by row, when every number in q and k moves by half a float32 ulp.
 
     No float32 code can be expected below a few times this: it cannot tell those inputs apart.
@@ -87,9 +96,9 @@ def rounding_response(cfg: AttentionConfig, q: Tensor, k: Tensor, normaliser: No
 def is_ill_conditioned(cfg: AttentionConfig) -> bool:
     """Where 1e-6 is beyond float32, because the formula magnifies the rounding of its scores.
 
-    reweight_p: by p n A / (n A - 1). ssmax, query scales, norm_softmax with a small gamma: by the low
-    temperature. Rows that are not normalised, and signed phi: relatively, where all scores of a short row
-    are near a zero of phi.
+    reweight_p: by p n A / (n A - 1). ssmax, query scales, norm_softmax with a small gamma: by the
+    low temperature. Rows that are not normalised, and signed phi: relatively, where all scores of a
+    short row are near a zero of phi.
     """
     return (
         cfg.reweight_p > 1
@@ -130,14 +139,17 @@ def test_weights_are_the_formula_at_large_scores(cfg):
     ("options", "row"),
     [
         ({"normaliser": "stick_breaking"}, [0.5, 1e4, -1.0, -0.3, -2.0, 0.0]),
-        ({"normaliser": "phi", "phi": "gelu"}, [-5.3, -5.5, -6.0, -5.8]),  # 1 + erf has no digits left
+        # 1 + erf has no digits left
+        ({"normaliser": "phi", "phi": "gelu"}, [-5.3, -5.5, -6.0, -5.8]),
     ],
 )
 def test_float32_keeps_its_digits(options, row):
     layer = make(AttentionConfig(**options, scale=1.0), 1, 1, train_len=8)
     k = torch.tensor(row)[None, None, :, None]
     q = torch.ones(1, 1, 1, 1)
-    assert torch.allclose(layer.weights(q, k).double(), layer.weights(q.double(), k.double()), 1e-5, 1e-6)
+    assert torch.allclose(
+        layer.weights(q, k).double(), layer.weights(q.double(), k.double()), 1e-5, 1e-6
+    )
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1e3, 1e6])
@@ -191,7 +203,9 @@ def test_llama4_scale():
     n = torch.tensor([[8191.0], [8192.0], [3 * 8192.0]])
     definition = AttentionConfig(length_scale="llama4", scale=2.0).definition
     factor = definition.factor(RowContext(n, n - 1, 30000, 8, 4))
-    assert factor.flatten().tolist() == pytest.approx([2.0, 2 + 0.2 * math.log(2), 2 + 0.2 * math.log(4)])
+    assert factor.flatten().tolist() == pytest.approx(
+        [2.0, 2 + 0.2 * math.log(2), 2 + 0.2 * math.log(4)]
+    )
 
 
 def test_shift_of_a_subclass():
@@ -205,7 +219,9 @@ def test_shift_of_a_subclass():
     normaliser = NormaliserLayer(Shifted(), 0, 2, 16, 20)
     context = normaliser.context(q, k)
     q_scaled, k_float = normaliser.prepare(q, k, context)
-    s = torch.nn.functional.softplus(q_scaled @ k_float.mT - context.n.sqrt()) * context.visible(k.mT)
+    s = torch.nn.functional.softplus(q_scaled @ k_float.mT - context.n.sqrt()) * context.visible(
+        k.mT
+    )
     torch.testing.assert_close(normaliser.weights(q, k), s / s.sum(-1, keepdim=True))
 
     class Sharper(LSSA):
@@ -243,7 +259,9 @@ def test_uniform_rule_has_its_threshold(p):
         a = (1 + excess) / t  # softmax weight of key 0 in the last row; the others share the rest
         x[-1, 0] = math.log(a / ((1 - a) / (t - 1)))
         normaliser = make_normaliser(AttentionConfig(reweight_p=p), 1, t, 64)
-        got = normaliser.weights(x[None, None], math.sqrt(t) * torch.eye(t, dtype=x.dtype)[None, None])[0, 0]
+        got = normaliser.weights(
+            x[None, None], math.sqrt(t) * torch.eye(t, dtype=x.dtype)[None, None]
+        )[0, 0]
         want = torch.full((t,), 1 / t) if uniform else torch.eye(t)[0]
         assert (got[-1] - want).abs().max() <= 2 * p * UNIFORM / t, excess
 
@@ -252,7 +270,9 @@ def test_uniform_rule_has_its_threshold(p):
 
 
 def test_a_name_is_given_once():
-    with pytest.raises(ValueError, match="Other: there is a normaliser 'lssa': expected another name"):
+    with pytest.raises(
+        ValueError, match="Other: there is a normaliser 'lssa': expected another name"
+    ):
 
         class Other(LSSA, name="lssa"):
             pass
@@ -278,7 +298,13 @@ def test_overrides_of_weights_need_not_know_of_hidden_keys():
     page = Path(__file__).parents[2] / "docs/normalisers.md"
     examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, Any] = {}
-    known = {"Field": Field, "RowContext": RowContext, "Scaled": Scaled, "Tensor": Tensor, "torch": torch}
+    known = {
+        "Field": Field,
+        "RowContext": RowContext,
+        "Scaled": Scaled,
+        "Tensor": Tensor,
+        "torch": torch,
+    }
     exec("\n".join(examples), known, names)
 
     class Negated(Scaled):
@@ -301,4 +327,6 @@ def test_cosine_scores_divide_by_a_norm_of_a_thousandth_or_more():
     direction = torch.tensor([0.6, -0.8])
     norms = torch.tensor([0.0, 0.5, 1.0, 1.0, 1.0])
     layer = make_normaliser(AttentionConfig(normaliser="lssa"), 1, 2, 8)
-    torch.testing.assert_close(layer.norm_heads(lengths[:, None] * direction), norms[:, None] * direction)
+    torch.testing.assert_close(
+        layer.norm_heads(lengths[:, None] * direction), norms[:, None] * direction
+    )

@@ -19,7 +19,9 @@ from model import GPT, KVCache
 from positions import RopeScaling
 
 
-def stepwise_logits(gpt: GPT, tokens: torch.Tensor, rope: RopeScaling, n_prompt: int) -> torch.Tensor:
+def stepwise_logits(
+    gpt: GPT, tokens: torch.Tensor, rope: RopeScaling, n_prompt: int
+) -> torch.Tensor:
     """Logits of each position from n_prompt - 1 on as generation computes them, with the cache."""
     cache = KVCache(gpt.config.model.n_layer, tokens.shape[1])
     pieces = [tokens[:, :n_prompt], *tokens[:, n_prompt:].split(1, dim=1)]
@@ -29,7 +31,9 @@ def stepwise_logits(gpt: GPT, tokens: torch.Tensor, rope: RopeScaling, n_prompt:
 
 @each_name
 def test_cached_logits_equal_uncached(cfg):
-    """A batch of two, fed as generation does, to 1.5 x the training length with RoPE scaled for the end."""
+    """A batch of two, fed as generation does, to 1.5 x the training length with RoPE scaled for the
+    end.
+    """
     learned_to_its_length = cfg.normaliser == "ssmax_pn"
     seq_len = 24 if learned_to_its_length else 16
     gpt = make_gpt(cfg.model_dump(), seq_len=seq_len, std=0.2, position=position_of(cfg.normaliser))
@@ -46,11 +50,14 @@ def test_cached_logits_equal_uncached(cfg):
 
 @pytest.fixture
 def trace(monkeypatch):
-    """A trace in the place of a CUDA graph: both repeat operations, which may not hold the first place."""
+    """A trace in the place of a CUDA graph: both repeat operations, which may not hold the first
+    place.
+    """
 
     def record(step, args):
         trace = make_fx(step)(*args)
-        assert "lift_fresh" not in trace.code  # a tensor of a list, say, which is copied from the host
+        # a tensor of a list, say, which is copied from the host
+        assert "lift_fresh" not in trace.code
         return trace
 
     monkeypatch.setattr("torch.cuda.make_graphed_callables", record)
@@ -65,7 +72,10 @@ def check_recorded_step(gpt: GPT) -> None:
         expected = gpt(tokens, rope=rope)
         gpt.hidden(tokens[:, :7], rope, cache)
         step = record_step(gpt, rope, cache, tokens[:, 6:7])
-        logits = [step(tokens[:, i : i + 1], torch.tensor([i], device=device)).clone() for i in range(7, 16)]
+        logits = [
+            step(tokens[:, i : i + 1], torch.tensor([i], device=device)).clone()
+            for i in range(7, 16)
+        ]
     assert (torch.stack(logits, dim=1) - expected[:, 7:]).abs().max() <= 1e-4
 
 
@@ -93,7 +103,8 @@ def test_generation_in_a_graph(monkeypatch):
     before = prompt.clone()
     for n_new in (1, 2, 12):
         assert torch.equal(
-            generate(gpt, prompt, n_new, graph=True, **options), generate(gpt, prompt, n_new, **options)
+            generate(gpt, prompt, n_new, graph=True, **options),
+            generate(gpt, prompt, n_new, **options),
         )
     assert torch.equal(prompt, before)
     with one_line("CUDA graph", "expected CUDA, and a normaliser with a KV cache"):
@@ -132,12 +143,16 @@ def test_top_p_takes_the_fewest_that_have_the_mass():
         probs, order = gpt(prompt[:1])[0, -1].softmax(-1).sort(descending=True)
     for top_p in (0.02, 0.3, 0.7):
         n = int((probs.cumsum(0) < top_p).sum()) + 1
-        new = generate(gpt, prompt, 1, top_p=top_p, generator=torch.Generator().manual_seed(0))[:, -1]
+        new = generate(gpt, prompt, 1, top_p=top_p, generator=torch.Generator().manual_seed(0))[
+            :, -1
+        ]
         assert set(new.tolist()) <= set(order[:n].tolist())
         if n <= 30:
             assert set(new.tolist()) == set(order[:n].tolist())
     everything = generate(gpt, prompt, 1, top_p=1.0, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(everything, generate(gpt, prompt, 1, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(
+        everything, generate(gpt, prompt, 1, generator=torch.Generator().manual_seed(0))
+    )
 
 
 def test_top_p_ends_where_the_mass_is_reached():
@@ -163,7 +178,9 @@ def test_no_token_is_drawn_from_what_is_not_finite(logit):
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     # With tied embeddings greedy text repeats one token, which hides mistakes.
-    gpt = make_gpt({"normaliser": "lssa", "reweight_p": 3}, std=0.2, vocab_size=257, tie_embeddings=False)
+    gpt = make_gpt(
+        {"normaliser": "lssa", "reweight_p": 3}, std=0.2, vocab_size=257, tie_embeddings=False
+    )
     return save_run(tmp_path / "run", gpt.config, gpt)
 
 
@@ -179,7 +196,9 @@ def sampled(call, capsys):
 
 
 def test_only_tokens_of_the_tokeniser_are_drawn(tmp_path, sampled):
-    """From a model with more rows than its tokeniser has tokens. Those of the others have larger logits."""
+    """From a model with more rows than its tokeniser has tokens. Those of the others have larger
+    logits.
+    """
     gpt = make_gpt(vocab_size=400, tie_embeddings=False)
     with torch.no_grad():
         gpt.get_parameter("final_norm.weight").zero_()
@@ -195,7 +214,10 @@ def test_only_tokens_of_the_tokeniser_are_drawn(tmp_path, sampled):
 def test_streamed_text_is_the_batch_text(run, sampled, tmp_path):
     (tmp_path / "prompt.txt").write_text("é!", encoding="utf-8")
     ask = (run, "--tokens", 40, "--rope", "ntk", "--temperature", 0)
-    alone = [sampled(*ask, "--prompt", "ab"), sampled(*ask, "--prompt-file", tmp_path / "prompt.txt")]
+    alone = [
+        sampled(*ask, "--prompt", "ab"),
+        sampled(*ask, "--prompt-file", tmp_path / "prompt.txt"),
+    ]
     assert alone[1].startswith("é!")
     both = sampled(*ask, "--prompt", "ab", "--prompt-file", tmp_path / "prompt.txt")
     assert both == f"--- prompt 1, sample 1\n{alone[0]}--- prompt 2, sample 1\n{alone[1]}"

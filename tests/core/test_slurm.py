@@ -18,7 +18,11 @@ def test_an_array_task_saves_and_requeues(tmp_path: Path):
     for name, body in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "4"}
+    env = {
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_ARRAY_JOB_ID": "77",
+        "SLURM_ARRAY_TASK_ID": "4",
+    }
     env |= {"PYTHON": "./python", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = ["bash", str(ROOT / "slurm/sweep.sbatch"), "a.toml", "--seed", "2"]
     with subprocess.Popen(command, env=env) as job:
@@ -32,9 +36,15 @@ def test_an_array_task_saves_and_requeues(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("signal", "preempted", "requeued"),
-    [("SIGUSR1", "None", True), ("SIGTERM", "2026-11-27T09:00:00", True), ("SIGTERM", "None", False)],
+    [
+        ("SIGUSR1", "None", True),
+        ("SIGTERM", "2026-11-27T09:00:00", True),
+        ("SIGTERM", "None", False),
+    ],
 )
-def test_a_training_that_saved_is_requeued(tmp_path: Path, signal: str, preempted: str, requeued: bool):
+def test_a_training_that_saved_is_requeued(
+    tmp_path: Path, signal: str, preempted: str, requeued: bool
+):
     """But for scancel's SIGTERM."""
     stubs = {
         "python": f'echo "rank $RANK"; echo "stopped by {signal} after step 3" >&2',

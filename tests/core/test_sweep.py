@@ -49,7 +49,10 @@ class FakeTorchrun:
             for scaling in ("ntk", *arguments[arguments.index("--also") + 1 :]):
                 rope, _, theta = scaling.partition("=")
                 result = {"step": config.train.max_steps, "lengths": losses}
-                result["options"] = options | {"rope": rope, "rope_theta": float(theta) if theta else None}
+                result["options"] = options | {
+                    "rope": rope,
+                    "rope_theta": float(theta) if theta else None,
+                }
                 name = "eval_length.json" if rope == "ntk" else f"eval_length_{rope}.json"
                 (run_dir / name).write_text(json.dumps(result))
         elif self.failing and self.failing in " ".join(arguments):
@@ -68,7 +71,9 @@ def leave_run(config: Config) -> None:
     (config.run_dir / "metrics.jsonl").write_text(f'{{"step": {steps}, "val_loss": 4.0}}\n')
 
 
-def test_all_runs_but_the_finished_ones_and_on_after_a_failure(four_runs, call, monkeypatch, capsys):
+def test_all_runs_but_the_finished_ones_and_on_after_a_failure(
+    four_runs, call, monkeypatch, capsys
+):
     fake = FakeTorchrun(monkeypatch, failing="normaliser=softmax_seed=2")
     with pytest.raises(SystemExit) as e:
         call(sweep, four_runs, "--optimizer.lr", "0.01")
@@ -94,12 +99,17 @@ def test_all_runs_but_the_finished_ones_and_on_after_a_failure(four_runs, call, 
     call(sweep, four_runs, "--optimizer.lr", "0.01", "--eval-tokens", 0)
     assert again.scripts == done
     assert "4 of 4 runs are trained\n" in capsys.readouterr().out
-    call(sweep, four_runs, "--optimizer.lr", "0.01", "--eval-tokens", 512)  # other tokens are no result
+    # other tokens are no result
+    call(sweep, four_runs, "--optimizer.lr", "0.01", "--eval-tokens", 512)
     assert again.scripts == [*done, *4 * ["eval_length.py"]]
-    assert all("--replace" in command for command in again.commands if command[0] == "eval_length.py")
+    assert all(
+        "--replace" in command for command in again.commands if command[0] == "eval_length.py"
+    )
 
 
-def test_jobs_run_side_by_side_with_their_share_of_the_machine(four_runs, call, monkeypatch, capsys):
+def test_jobs_run_side_by_side_with_their_share_of_the_machine(
+    four_runs, call, monkeypatch, capsys
+):
     """Each call waits for a second one at the same time; one that cannot start stops no other run."""
     fake = FakeTorchrun(monkeypatch)
     barrier = Barrier(2)
@@ -126,19 +136,41 @@ def test_jobs_run_side_by_side_with_their_share_of_the_machine(four_runs, call, 
     assert fake.scripts == 3 * ["train.py"] and "3 of 4 runs" in out and "seed=2: disk full" in out
     assert set(shares) == {("2", "9,8,7"), ("2", "6,5,4")}
     with pytest.raises(SystemExit):
-        call(sweep, four_runs, "--jobs", 2, "--eval-tokens", 0, "--train.device", "cpu", "--tag", "cpu")
+        call(
+            sweep,
+            four_runs,
+            "--jobs",
+            2,
+            "--eval-tokens",
+            0,
+            "--train.device",
+            "cpu",
+            "--tag",
+            "cpu",
+        )
     assert {threads for threads, _ in shares} == {"2", "6"}  # three processes on GPUs, one on a CPU
-    with pytest.raises(UserError, match="--jobs 4 --nproc 2: expected at most 6 processes, one a GPU"):
+    with pytest.raises(
+        UserError, match="--jobs 4 --nproc 2: expected at most 6 processes, one a GPU"
+    ):
         call(sweep, four_runs, "--jobs", 4, "--nproc", 2, "--train.device", "cuda")
 
 
 def test_a_run_that_was_stopped_itself_is_not_evaluated(four_runs, call, monkeypatch, capsys):
-    """By a signal to train.py, which then exits with 0. An unreadable run folder hides no other in --list."""
+    """By a signal to train.py, which then exits with 0. An unreadable run folder hides no other in
+    --list.
+    """
     monkeypatch.setattr(sweep, "run", lambda *args: 0)
     with pytest.raises(SystemExit):
         call(sweep, four_runs, "--index", "0")
     assert "train.py stopped before its last step" in capsys.readouterr().out
-    overrides = ["--attention.normaliser", "softmax", "--seed", "1", "--name", "s_normaliser=softmax_seed=1"]
+    overrides = [
+        "--attention.normaliser",
+        "softmax",
+        "--seed",
+        "1",
+        "--name",
+        "s_normaliser=softmax_seed=1",
+    ]
     leave_run(load_config(four_runs, overrides))
     (four_runs.parent / "runs/s_normaliser=softmax_seed=1/config.toml").write_text("{")
     call(sweep, four_runs, "--list")
@@ -173,18 +205,29 @@ def test_a_run_is_finished_without_its_config_and_where_its_data_moved(four_runs
 
 
 def test_a_finished_run_of_other_code_is_named(four_runs, call, monkeypatch, capsys):
-    options = ["--attention.normaliser", "softmax", "--seed", "1", "--name", "s_normaliser=softmax_seed=1"]
+    options = [
+        "--attention.normaliser",
+        "softmax",
+        "--seed",
+        "1",
+        "--name",
+        "s_normaliser=softmax_seed=1",
+    ]
     config = load_config(four_runs, options)
     FakeTorchrun(monkeypatch)
     call(sweep, four_runs)
     assert "warning" not in capsys.readouterr().err
-    monkeypatch.setattr("normalisers.own.fingerprints", lambda names: dict.fromkeys(names, "of other code"))
+    monkeypatch.setattr(
+        "normalisers.own.fingerprints", lambda names: dict.fromkeys(names, "of other code")
+    )
     call(sweep, four_runs)
     path = find_checkpoints(config.run_dir)[0]
     assert f"warning: softmax is not as it was when {path} was trained\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("folder", ["lssar_paper", "ssmax_paper", "normsoftmax_paper", "comparison/A"])
+@pytest.mark.parametrize(
+    "folder", ["lssar_paper", "ssmax_paper", "normsoftmax_paper", "comparison/A"]
+)
 def test_every_run_of_a_folder_has_a_name_of_its_own(folder, capsys):
     """make_jobs loads each run of each [sweep], rejects two of one name, leaves out equal configs."""
     files = sorted(map(str, (CONFIGS / folder).glob("*.toml")))
@@ -266,7 +309,9 @@ def test_what_may_differ_on_resume_and_makes_another_run(key, values, n, tiny_co
 
 def test_list_and_mistakes(four_runs, call, capsys):
     listed: dict[tuple[str, str], list[str]] = {
-        ("--tag", "x"): [f"s_normaliser={name}_seed={i}_x" for name in ("softmax", "lssa") for i in (1, 2)],
+        ("--tag", "x"): [
+            f"s_normaliser={name}_seed={i}_x" for name in ("softmax", "lssa") for i in (1, 2)
+        ],
         ("--seed", "7"): ["s_normaliser=softmax", "s_normaliser=lssa"],
     }
     for options, names in listed.items():
@@ -291,7 +336,18 @@ def test_list_and_mistakes(four_runs, call, capsys):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_and_its_evaluations(processes, four_runs, call):
     run = four_runs.parent / "runs/s_normaliser=softmax_seed=1"
-    call(sweep, four_runs, "--index", 0, "--nproc", processes, "--eval-tokens", 256, "--train.device", "cpu")
+    call(
+        sweep,
+        four_runs,
+        "--index",
+        0,
+        "--nproc",
+        processes,
+        "--eval-tokens",
+        256,
+        "--train.device",
+        "cpu",
+    )
     evaluation = json.loads((run / "eval_length_none.json").read_text())
     assert evaluation["rope"]["kind"] == "none" and evaluation["step"] == 12
     assert [row["length"] for row in evaluation["lengths"]] == [16, 32, 64, 128, 256]
@@ -299,7 +355,9 @@ def test_a_run_and_its_evaluations(processes, four_runs, call):
         moved = shutil.copytree(evaluation["options"]["data"], four_runs.with_name("moved"))
         flags = ["--train.device", "cpu", "--data.dir", moved, "--nproc", 1]
         call(sweep, four_runs, "--index", 0, "--eval-tokens", 256, *flags)
-        assert json.loads((run / "eval_length_none.json").read_text())["options"]["data"] == str(moved)
+        assert json.loads((run / "eval_length_none.json").read_text())["options"]["data"] == str(
+            moved
+        )
 
 
 def test_a_signal_is_forwarded_as_sigterm():
@@ -320,7 +378,9 @@ def test_sweep_expands_to_the_product(tmp_path):
         (1, "softmax"), (1, "lssa"), (2, "softmax"), (2, "lssa")
     ]  # fmt: skip
     assert configs[1].name == "s_seed=1_normaliser=lssa_lr=0.001"
-    with pytest.raises(UserError, match="describes a sweep: python sweep.py .*--attention.normaliser"):
+    with pytest.raises(
+        UserError, match="describes a sweep: python sweep.py .*--attention.normaliser"
+    ):
         load_config(path, ["--seed", "1", "--optimizer.lr", "0.1"])
     heir = tmp_path / "heir.toml"
     heir.write_text('base = "s.toml"\n')
@@ -333,11 +393,16 @@ def test_sweep_expands_to_the_product(tmp_path):
     runs = [load_config(path, run.overrides).attention for run in expand_sweep(path)]
     assert [run.normaliser for run in runs] == 2 * ["softmax"] + 2 * ["norm_softmax"]
     assert [run.model_dump()["gamma"] for run in runs[2:]] == ["sqrt_d", "inf"]
-    with pytest.raises(UserError, match="run by --attention.normaliser ..., or by --attention.gamma"):
+    with pytest.raises(
+        UserError, match="run by --attention.normaliser ..., or by --attention.gamma"
+    ):
         load_config(path, ["--seed", "1"])
     for text, expected in (
         ("sweep = 3", r"sweep = 3: expected a section, or several \[\[sweep\]\] sections"),
-        ('[sweep]\n"attention.reweight_p" = 3', "sweep: attention.reweight_p = 3: expected a list of values"),
+        (
+            '[sweep]\n"attention.reweight_p" = 3',
+            "sweep: attention.reweight_p = 3: expected a list of values",
+        ),
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=expected):

@@ -13,7 +13,9 @@ from schema import AttentionConfig
 
 def weights(x: Tensor, **options) -> Tensor:
     """Weights of rows of scores x (R, K), unscaled q.k with d = 1, each row seeing all its keys."""
-    normaliser = make_normaliser(AttentionConfig(**options), n_head=1, head_dim=1, train_len=x.shape[-1])
+    normaliser = make_normaliser(
+        AttentionConfig(**options), n_head=1, head_dim=1, train_len=x.shape[-1]
+    )
     n = torch.full((len(x), 1), x.shape[-1], dtype=x.dtype)
     learned = normaliser(x.dtype)
     context = RowContext(n, n - 1, x.shape[-1], x.shape[-1], 1, normaliser.reweight_p, learned)
@@ -44,11 +46,13 @@ def test_lemma_1_gradients_of_norm_softmax_are_centred_and_rescaled(n, scale):
     x, z = x.detach(), z.detach()
     s, y = sigma(x), x / sigma(x)
     dy = z * (dz - (z * dz).sum(-1, keepdim=True))  # eq. 10
-    along = (y * dy).sum(-1, keepdim=True)  # y'dy, so that (y y' - mu(y) 1 y') dy = (y - mu(y)) along
+    # y'dy, so that (y y' - mu(y) 1 y') dy = (y - mu(y)) along
+    along = (y * dy).sum(-1, keepdim=True)
     torch.testing.assert_close(dx, (dy - (y - y.mean(-1, keepdim=True)) * along / n) / s)  # eq. 11
     norms = [t.norm(dim=-1, keepdim=True) for t in (dx, dy)]
     tiny = 1e-13 * norms[1]
-    torch.testing.assert_close(norms[0] ** 2, norms[1] ** 2 / s**2 - along**2 / (n * s**2))  # eq. 24
+    # eq. 24
+    torch.testing.assert_close(norms[0] ** 2, norms[1] ** 2 / s**2 - along**2 / (n * s**2))
     assert (dx.mean(-1, keepdim=True).abs() * s <= tiny).all()
     assert (dy.mean(-1, keepdim=True).abs() <= tiny).all()
     assert (norms[0] <= norms[1] / s + tiny / s).all()
@@ -72,7 +76,8 @@ def test_lemma_2_scores_times_k_have_gradients_over_k(k):
 def test_norm_softmax_scores_have_a_least_standard_deviation(scale, tau):
     """At least 1 / tau (below eq. 29); with gamma = inf it is LogitNorm of centred scores (eq. 9)."""
     x = draw_scores(64, scale)[0].detach()
-    scores = weights(x, normaliser="norm_softmax", gamma=2.0, tau=tau).log()  # up to a shift of the row
+    # up to a shift of the row
+    scores = weights(x, normaliser="norm_softmax", gamma=2.0, tau=tau).log()
     assert (sigma(scores) >= (1 - 1e-9) / tau).all()
     torch.testing.assert_close(sigma(scores), sigma(x) / sigma(x).clamp_max(2.0) / tau)
     centred = weights(x - x.mean(-1, keepdim=True), normaliser="logit_norm")
@@ -80,13 +85,17 @@ def test_norm_softmax_scores_have_a_least_standard_deviation(scale, tau):
 
 
 def least(n: int, gap: float, base: float) -> float:
-    """1 / ((n - 1) base^-gap + 1): the largest weight if all other scores are `gap` below the largest."""
+    """1 / ((n - 1) base^-gap + 1): the largest weight if all other scores are `gap` below the
+    largest.
+    """
     return 1 / ((n - 1) * base**-gap + 1)
 
 
 @pytest.mark.parametrize("s", [0.4375, 1.0, 2.0])
 def test_bounds_of_the_largest_weight(s):
-    """SSMax, eq. 6, 8 and 9, of eq. 5 and 7: all other scores put at the least, or at the second largest."""
+    """SSMax, eq. 6, 8 and 9, of eq. 5 and 7: all other scores put at the least, or at the second
+    largest.
+    """
     ssmax = {"normaliser": "ssmax", "scale": "learned", "scale_init": s}
     for n in (2, 10, 1000, 30000):
         x = draw_scores(n)[0].detach()
@@ -100,7 +109,9 @@ def test_bounds_of_the_largest_weight(s):
 
 
 def test_limits_of_the_largest_weight():
-    """SSMax, below eq. 9: towards 1 if the gap to the second is above 1/s, to 0 if all are within 1/s."""
+    """SSMax, below eq. 9: towards 1 if the gap to the second is above 1/s, to 0 if all are within
+    1/s.
+    """
     s, tops = 0.5, {}
     for n in (10, 1000, 100000):
         for gap in (3.0, 1.0):  # 1/s = 2
@@ -115,7 +126,9 @@ def test_limits_of_the_largest_weight():
 
 @pytest.mark.parametrize("normaliser", ["softmax", "lssa"])
 def test_large_powers_leave_the_largest_weight_alone(normaliser):
-    """LSSAR, eq. 6 and 7: the distance of the largest re-weighted value to every other tends to 1 with p."""
+    """LSSAR, eq. 6 and 7: the distance of the largest re-weighted value to every other tends to 1
+    with p.
+    """
     x = draw_scores(100)[0].detach()
     options = {"normaliser": normaliser} | ({"scores": "dot"} if normaliser == "lssa" else {})
     if normaliser == "lssa":

@@ -34,7 +34,9 @@ def test_a_run_and_its_folder(tiny_config: Path, capsys: pytest.CaptureFixture[s
     assert list(metrics(folder, "val_loss")) == [4, 6]
     names = [path.name for path in find_checkpoints(folder)]
     assert names == ["step_000006.pt", "step_000003.pt"]
-    assert load_config(folder / "config.toml") == load_config(tiny_config, ["--train.max-steps", "6"])
+    assert load_config(folder / "config.toml") == load_config(
+        tiny_config, ["--train.max-steps", "6"]
+    )
     assert "step 6/6 | loss" in capsys.readouterr().out
 
     run(tiny_config, "--train.max-steps", "6")
@@ -91,10 +93,15 @@ SELDOM = ["--train.val-every", "20", "--train.checkpoint-every", "20"]
 QUICK = ["--train.max-steps", "20", "--train.micro-batch", "8", *SELDOM]
 
 
-def test_two_processes_give_the_losses_of_one(tiny_config: Path, capsys: pytest.CaptureFixture[str]):
-    windows = ["--train.val-tokens", "272"]  # 17: the last batch leaves one to rank 0 and none to rank 1
+def test_two_processes_give_the_losses_of_one(
+    tiny_config: Path, capsys: pytest.CaptureFixture[str]
+):
+    # 17: the last batch leaves one to rank 0 and none to rank 1
+    windows = ["--train.val-tokens", "272"]
     alone = run(tiny_config, "--name", "one", *windows)
-    finish(fork_ranks(train.main, tiny_config, "--name", "two", "--train.micro-batch", "2", *windows))
+    finish(
+        fork_ranks(train.main, tiny_config, "--name", "two", "--train.micro-batch", "2", *windows)
+    )
     together = alone.parent / "two"
     for key in ("loss", "val_loss", "grad_norm"):
         assert metrics(together, key) == pytest.approx(metrics(alone, key), abs=1e-4)
@@ -102,10 +109,15 @@ def test_two_processes_give_the_losses_of_one(tiny_config: Path, capsys: pytest.
     lines = (together / "metrics.jsonl").read_text().splitlines(keepends=True)
     assert "val_loss" in lines[-1]
     (together / "metrics.jsonl").write_text("".join(lines[:-1]))
-    finish(fork_ranks(train.main, tiny_config, "--name", "two", "--train.micro-batch", "2", *windows))
+    finish(
+        fork_ranks(train.main, tiny_config, "--name", "two", "--train.micro-batch", "2", *windows)
+    )
     assert (together / "metrics.jsonl").read_text().splitlines(keepends=True) == lines
     # A checkpoint of two processes resumes in one, and has plain parameter names.
-    assert load_model(together).model.state_dict().keys() == load_model(alone).model.state_dict().keys()
+    assert (
+        load_model(together).model.state_dict().keys()
+        == load_model(alone).model.state_dict().keys()
+    )
     find_checkpoints(together)[0].unlink()
     run(tiny_config, "--name", "two", *windows)
     assert "9 of 12 steps done" in capsys.readouterr().out
@@ -114,9 +126,18 @@ def test_two_processes_give_the_losses_of_one(tiny_config: Path, capsys: pytest.
 
 @pytest.mark.slow
 def test_fused_engine_in_two_processes(tiny_config: Path):
-    """The Triton kernels (interpreted here: conftest.py) under DistributedDataParallel, against `rows`."""
+    """The Triton kernels (interpreted here: conftest.py) under DistributedDataParallel, against
+    `rows`.
+    """
     pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
-    flags = ["--attention.normaliser", "lssa", "--attention.reweight-p", "3", "--train.max-steps", "2"]
+    flags = [
+        "--attention.normaliser",
+        "lssa",
+        "--attention.reweight-p",
+        "3",
+        "--train.max-steps",
+        "2",
+    ]
     flags += ["--train.micro-batch", "8", "--train.val-tokens", "16", "--train.batch-tokens", "256"]
     rows = run(tiny_config, *flags, "--name", "rows")
     output = finish(
@@ -149,13 +170,17 @@ def test_the_memory_budget_is_that_of_torch_compile(tiny_config: Path):
 
 
 @pytest.mark.slow
-def test_a_compiled_run_has_few_graphs_of_fixed_shapes(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_compiled_run_has_few_graphs_of_fixed_shapes(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+):
     """For three forms of p and a loss of its own, and a last validation batch that is smaller."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     flags = "--attention.normaliser lssa --attention.reweight-p 3 --attention.reweight-p-warmup 4"
-    flags += " --train.engine dense --train.loss logit_norm --train.micro-batch 2 --train.val-tokens 48"
+    flags += (
+        " --train.engine dense --train.loss logit_norm --train.micro-batch 2 --train.val-tokens 48"
+    )
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         run(tiny_config, *flags.split(), "--train.compile", "true", "--train.val-every", "1")
     assert counter.frame_count == 9  # each p in training, and with either loss in validation
@@ -198,7 +223,8 @@ def test_mistakes(tiny_config: Path):
     long = "--train.seq_len 1024 --train.batch_tokens 1024 --train.micro_batch 1 --train.val_tokens 1024"
     with pytest.raises(UserError, match="expected at least 1025 for one window"):
         build(tiny_config, *long.split())
-    with pytest.raises(UserError, match="no CUDA device"), join_world("cuda"):  # conftest.py hides them
+    # conftest.py hides them
+    with pytest.raises(UserError, match="no CUDA device"), join_world("cuda"):
         pass
 
 
@@ -222,11 +248,15 @@ SMALL = """--model.n-layer 4 --model.n-head 2 --model.n-embd 16 --model.vocab-si
 
 @pytest.mark.parametrize("name", ["rivals/hybrid", "lssar", "normsoftmax_paper/baseline"])
 def test_a_dry_run_takes_any_config_and_leaves_nothing(name, tmp_path, call, capsys, monkeypatch):
-    """None of a file's own keys, such as a warm-up of 700 steps, is in the way. p rises as far as it can."""
+    """None of a file's own keys, such as a warm-up of 700 steps, is in the way. p rises as far as
+    it can.
+    """
     powers = []
     forward = GPT.forward
     monkeypatch.setattr(
-        GPT, "forward", lambda *args, **options: powers.append(options.get("p")) or forward(*args, **options)
+        GPT,
+        "forward",
+        lambda *args, **options: powers.append(options.get("p")) or forward(*args, **options),
     )
     monkeypatch.chdir(tmp_path)
     call(train, Path(train.__file__).parent / f"configs/{name}.toml", "--dry-run", *SMALL.split())
@@ -240,11 +270,15 @@ def test_a_dry_run_takes_any_config_and_leaves_nothing(name, tmp_path, call, cap
 
 
 def test_a_dry_run_counts_every_micro_batch(tiny_config: Path, tmp_path: Path):
-    config = load_config(tiny_config, ["--train.batch-tokens", "256"])  # 16 sequences a step, 4 at a time
+    # 16 sequences a step, 4 at a time
+    config = load_config(tiny_config, ["--train.batch-tokens", "256"])
     shortened = trial.shorten(config, CPU, tmp_path)
-    assert shortened.train.batch_tokens == 2 * 4 * 16  # at the second micro-batch there are gradients
+    # at the second micro-batch there are gradients
+    assert shortened.train.batch_tokens == 2 * 4 * 16
     shortened.run_dir.mkdir()
     line = {"step": 4, "loss": 1.0, "step_ms": 500.0, "memory_gb": 1.0}
     (shortened.run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     time = trial.describe(config, shortened)[2]
-    assert time.endswith("at most 1 s a step of 256 tokens: 0:16:40 for 1000 steps, 0:00:12 for all 12")
+    assert time.endswith(
+        "at most 1 s a step of 256 tokens: 0:16:40 for 1000 steps, 0:00:12 for all 12"
+    )

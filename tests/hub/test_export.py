@@ -95,7 +95,8 @@ def test_an_unknown_scaling_stops_before_the_weights():
 
 
 def spaced_bpe(*before: Any) -> str:
-    """tokenizer.json of a BPE in which the first word of a text begins with a space, as Llama's has.
+    """tokenizer.json of a BPE in which the first word of a text begins with a space, as Llama's
+    has.
 
     before: pre-tokenisers that stand before it.
     """
@@ -131,7 +132,9 @@ def test_a_space_before_the_first_word_alone():
 def test_exported_tokenizer_gives_the_same_tokens(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     try:
-        ours = get_tokenizer("", train_bpe(["a text"], 300)) if name == "file" else get_tokenizer(name)
+        ours = (
+            get_tokenizer("", train_bpe(["a text"], 300)) if name == "file" else get_tokenizer(name)
+        )
     except UserError:
         pytest.skip("GPT-2's vocabulary is not at hand")
     export.convert_tokenizer(ours, None).save_pretrained(tmp_path)
@@ -161,15 +164,17 @@ def test_one_line_without_transformers(tiny_config, call, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     run = make_byte_run(tiny_config)
     out = tiny_config.with_name("out")
-    with pytest.raises(UserError, match="^transformers is not installed: pip install -r requirements-hub"):
+    with pytest.raises(
+        UserError, match="^transformers is not installed: pip install -r requirements-hub"
+    ):
         call(export, run, out)
     assert not out.exists()
 
 
 # ---------------------------------------------------------------- models with the repo's own code
 
-# Runs without this repo on its path: every folder's logits at 1x and 4x, with left padding, in bfloat16, and
-# 20 greedy tokens, into one file.
+# Runs without this repo on its path: every folder's logits at 1x and 4x, with left padding, in
+# bfloat16, and 20 greedy tokens, into one file.
 LOAD_ALL = """
 import gc
 gc.disable()  # collecting takes a fifth of the time
@@ -231,7 +236,8 @@ def compare_in_a_fresh_process(cases, tiny_config, call):
         out = tiny_config.with_name(f"out{i}")
         run = make_byte_run(tiny_config, "--train.seq-len", "64", *overrides, "--name", f"run{i}")
         call(export, run, out, "--code")
-        n_prompt = 44 if '"ssmax_pn"' in overrides else 60  # with 20 new tokens: its longest, or beyond 64
+        # with 20 new tokens: its longest, or beyond 64
+        n_prompt = 44 if '"ssmax_pn"' in overrides else 60
         listed.append((str(out), rope, n_prompt))
         runs.append(run)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -253,13 +259,17 @@ def compare_in_a_fresh_process(cases, tiny_config, call):
                 assert difference <= 1e-4, (overrides, length)
         ours = generate(model, tokens[:1, :n_prompt], 20, temperature=0, rope=scaling)
         assert torch.equal(found["tokens"], ours), overrides
-        difference = (found["padded"] - found["bare"]).abs().max() / max(1, found["bare"].abs().max())
+        difference = (found["padded"] - found["bare"]).abs().max() / max(
+            1, found["bare"].abs().max()
+        )
         assert difference <= 1e-4, overrides
         assert (found["bfloat16"] - found[64]).abs().mean() <= 0.2, overrides
 
 
 def flags(options: dict[str, object]) -> list[str]:
-    return [text for key, value in options.items() for text in (f"--attention.{key}", json.dumps(value))]
+    return [
+        text for key, value in options.items() for text in (f"--attention.{key}", json.dumps(value))
+    ]
 
 
 LSSAR = flags({"normaliser": "lssa", "reweight_p": 15})
@@ -275,7 +285,12 @@ def test_exported_models_are_ours(tiny_config, own_file, call, chosen):
         ([*flags({"normaliser": "ssmax_pn"}), "--model.n-kv-head", "1"], "none"),
         ([*flags({"normaliser": "fox"}), "--model.position", "none"], "none"),
         (
-            ["--model.window", "9", "--layers", f"[{{at = [1], position = 'none', window = 0, {mine}}}]"],
+            [
+                "--model.window",
+                "9",
+                "--layers",
+                f"[{{at = [1], position = 'none', window = 0, {mine}}}]",
+            ],
             "ntk",
         ),
     ]
@@ -312,7 +327,8 @@ def test_a_file_of_ones_own_may_import_anything(tmp_path):
     assert (
         "import math\ntry:\n    import triton\n" in text
         and "as base\n" in text
-        and "\x0c\nfrom .infra_files import read_text\nmath.pi\nif True:\n\tfrom .normalisers_base" in text
+        and "\x0c\nfrom .infra_files import read_text\nmath.pi\nif True:\n\tfrom .normalisers_base"
+        in text
     )
     for copied in out.glob("*.py"):
         compile(copied.read_text(), copied.name, "exec")
@@ -340,7 +356,9 @@ def test_a_file_beside_ones_own_is_one_line(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("import math\nfrom helper import FACTOR\n")
     (tmp_path / "helper.py").touch()
-    with one_line(f"{file}, line 2: import of helper: cannot be exported: expected no file of yours beside"):
+    with one_line(
+        f"{file}, line 2: import of helper: cannot be exported: expected no file of yours beside"
+    ):
         export.copy_code(tmp_path, [f"{file}:Mine"])
 
 
@@ -387,11 +405,19 @@ def test_a_scaling_is_written_and_needs_our_code(tiny_config, call):
     out = tiny_config.with_name("out")
     call(export, make_byte_run(tiny_config), out, "--rope", "theta", "--rope-theta", 5e5)
     config = json.loads((out / "config.json").read_text())
-    assert (config["model_type"], config["rope"], config["rope_base"]) == ("normaliser_gpt", "theta", 5e5)
+    assert (config["model_type"], config["rope"], config["rope_base"]) == (
+        "normaliser_gpt",
+        "theta",
+        5e5,
+    )
 
 
 def test_native_only_where_exact(tiny_config):
-    changes = ["--model.position=alibi", "--model.attention-gate=true", "--attention.output-norm=true"]
+    changes = [
+        "--model.position=alibi",
+        "--model.attention-gate=true",
+        "--attention.output-norm=true",
+    ]
     changes += ["--model.window=9", "--layers=[{at = [1], position = 'none'}]"]
     changes += ["--model.n-kv-head=1", "--attention.scores=cosine", "--train.loss=logit_norm"]
     changes += ["--model.norm=rmsnorm", "--attention.reweight-p=3"]
@@ -411,10 +437,15 @@ def test_every_normaliser_and_scaling_leaves(tiny_config, own_file, call):
     cases += [(LSSAR, rope) for rope in get_args(RopeKind)]
     positions = [["--model.position", name] for name in ("p_rope", "pope", "none", "alibi")]
     cases += [([*some, *each], "ntk") for some in (LSSAR, []) for each in positions]
-    cases += [([*LSSAR, "--model.attention-gate", "true", "--attention.output-norm", "true"], "yarn")]
+    cases += [
+        ([*LSSAR, "--model.attention-gate", "true", "--attention.output-norm", "true"], "yarn")
+    ]
     cases += [([*LSSAR, "--train.loss", loss], "ntk") for loss in ("norm_softmax", "logit_norm")]
     cases += [
-        ([*flags({"normaliser": "sigmoid", "bias": "log_len"}), "--model.position", "alibi"], "linear"),
+        (
+            [*flags({"normaliser": "sigmoid", "bias": "log_len"}), "--model.position", "alibi"],
+            "linear",
+        ),
         (["--attention.normaliser", f"{own_file}:Mine"], "ntk"),
         ([*LSSAR, "--model.key-shift", "true"], "ntk"),
         ([*flags({"normaliser": "wall"}), "--model.position", "none"], "none"),

@@ -1,4 +1,6 @@
-"""`pip install .` in a fresh environment, and a model of one's own that uses the package from elsewhere."""
+"""`pip install .` in a fresh environment, and a model of one's own that uses the package from
+elsewhere.
+"""
 
 import os
 import shutil

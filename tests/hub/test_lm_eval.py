@@ -28,7 +28,11 @@ def test_harness_scores_are_our_losses(tiny_config, call, tmp_path):
     items = [{"ctx": "def f(x", "endings": ["):", "the cat"], "label": 0}]
     items += [{"ctx": "a", "endings": ["b", "c"], "label": 1}]
     (tmp_path / "data").mkdir()
-    files = {"text": [{"text": text} for text in texts], "choice": items, "last_word": [{"text": "a b cd"}]}
+    files = {
+        "text": [{"text": text} for text in texts],
+        "choice": items,
+        "last_word": [{"text": "a b cd"}],
+    }
     for name, records in files.items():
         (tmp_path / f"data/{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     model = load_model(run).model
@@ -37,21 +41,34 @@ def test_harness_scores_are_our_losses(tiny_config, call, tmp_path):
         command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", arguments]
         command += ["--tasks", "local_text,local_choice,local_last_word", "--include_path", TASKS]
         environment = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-        command += ["--batch_size", "1", "--device", "cpu", "--output_path", tmp_path / f"scores{length}"]
-        subprocess.run(command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.DEVNULL)
+        command += [
+            "--batch_size",
+            "1",
+            "--device",
+            "cpu",
+            "--output_path",
+            tmp_path / f"scores{length}",
+        ]
+        subprocess.run(
+            command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.DEVNULL
+        )
         (file,) = (tmp_path / f"scores{length}").glob("*/results_*.json")
         results = json.loads(file.read_text())["results"]
         stream = torch.tensor([[256, *text.encode()] for text in texts])
         x, y = stream[:, :-1].reshape(-1, length), stream[:, 1:].reshape(-1, length)
         loss = model.token_losses(x, y, rope=RopeScaling("ntk")).mean().item()
-        assert results["local_text"]["bits_per_byte,none"] * math.log(2) == pytest.approx(loss, abs=1e-4)
+        assert results["local_text"]["bits_per_byte,none"] * math.log(2) == pytest.approx(
+            loss, abs=1e-4
+        )
 
         def continuation_loss(context, text):  # lm-evaluation-harness puts a space between them
             tokens = torch.tensor([[256, *context.encode(), 32, *text.encode()]])
             losses = model.token_losses(tokens[:, :-1], tokens[:, 1:])[0]
             return losses[-len(text) - 1 :].sum().item()
 
-        scores = [[continuation_loss(item["ctx"], ending) for ending in item["endings"]] for item in items]
+        scores = [
+            [continuation_loss(item["ctx"], ending) for ending in item["endings"]] for item in items
+        ]
         right = [s.index(min(s)) == item["label"] for s, item in zip(scores, items, strict=True)]
         assert results["local_choice"]["acc,none"] == sum(right) / len(right)
         perplexity = results["local_last_word"]["perplexity,none"]

@@ -1,4 +1,6 @@
-"""hub/register.py in tiny models of transformers: Llama and Qwen3 with grouped-query heads, GPT-NeoX."""
+"""hub/register.py in tiny models of transformers: Llama and Qwen3 with grouped-query heads,
+GPT-NeoX.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ FAMILIES = {
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, **GROUPED),
     "neox": lambda: transformers.GPTNeoXConfig(**SIZES),
 }
-BIOGPT = {"biogpt": lambda: transformers.BioGptConfig(**SIZES)}  # it does not say that it calls the interface
+# it does not say that it calls the interface
+BIOGPT = {"biogpt": lambda: transformers.BioGptConfig(**SIZES)}
 MASK = torch.ones(3, 20, dtype=torch.long)
 MASK[1, :5] = MASK[2, :9] = 0
 
@@ -58,7 +61,9 @@ def test_softmax_is_transformers_own(family):
     "options", [{"normaliser": "lssa", "reweight_p": 15}, {"normaliser": "ssmax"}], ids=str
 )
 def test_n_counts_real_keys(options, family):
-    """Padded or alone, with a dynamic, a static or no cache: the same logits, the same greedy tokens."""
+    """Padded or alone, with a dynamic, a static or no cache: the same logits, the same greedy
+    tokens.
+    """
     model, x = make_model(FAMILIES[family]())
     register("ours", AttentionConfig(**options))
     model.set_attn_implementation("ours")
@@ -67,7 +72,9 @@ def test_n_counts_real_keys(options, family):
     greedy = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = model.generate(x[2:, 9:], use_cache=False, **greedy)[0]
     for more in ({}, {"cache_implementation": "static"}):
-        assert torch.equal(model.generate(x, attention_mask=MASK, **greedy, **more)[2, 9:], expected)
+        assert torch.equal(
+            model.generate(x, attention_mask=MASK, **greedy, **more)[2, 9:], expected
+        )
         assert torch.equal(model.generate(x[2:, 9:], **greedy, **more)[0], expected)
 
 
@@ -107,7 +114,9 @@ def test_what_cannot_run_is_rejected():
     with pytest.raises(UserError, match="sigmoid: reads the number of all keys"):
         register("ours", AttentionConfig(normaliser="sigmoid", bias="log_len"))
     register("ours", AttentionConfig())
-    other, _ = make_model(transformers.MambaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2))
+    other, _ = make_model(
+        transformers.MambaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2)
+    )
     other.set_attn_implementation("ours")
     with pytest.raises(UserError, match="MambaForCausalLM: no layer calls"):
         learned_parameters(other)
@@ -123,15 +132,21 @@ def test_what_cannot_run_is_rejected():
     with pytest.raises(UserError, match="in one sequence"):
         model(x[:1, :6], position_ids=packed, use_cache=False)
     with pytest.raises(UserError, match="cannot run with dropout"):
-        dropping, x = make_model(transformers.LlamaConfig(**SIZES, **GROUPED, attention_dropout=0.1))
+        dropping, x = make_model(
+            transformers.LlamaConfig(**SIZES, **GROUPED, attention_dropout=0.1)
+        )
         dropping.set_attn_implementation("ours")
         dropping.train()(x)
     with pytest.raises(UserError, match="cannot run with softcap"):  # of Gemma 2
         qkv = torch.zeros(3, 1, 4, 5, 16)
-        transformers.AttentionInterface()["ours"](model.model.layers[0].self_attn, *qkv, None, softcap=50.0)
+        transformers.AttentionInterface()["ours"](
+            model.model.layers[0].self_attn, *qkv, None, softcap=50.0
+        )
     config = transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=4)
     bloom = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ours")
-    with pytest.raises(UserError, match="BloomForCausalLM does not call transformers' AttentionInterface"):
+    with pytest.raises(
+        UserError, match="BloomForCausalLM does not call transformers' AttentionInterface"
+    ):
         bloom(x)  # its own attention, without a mask, would see later keys
     sliding, x = make_model(transformers.MistralConfig(**SIZES, **GROUPED, sliding_window=4))
     sliding.set_attn_implementation("ours")

@@ -25,7 +25,9 @@ def from_dense(weights: torch.Tensor, unscaled: torch.Tensor, scores: torch.Tens
     """STATISTICS of (B, H, Tq, Tk) row by row, from the definitions, as means over rows: (B, H, S)."""
     B, H, n_queries, n_keys = weights.shape
     out = torch.zeros(B, H, n_queries, len(STATISTICS), dtype=torch.float64)
-    for b, h, r in torch.cartesian_prod(torch.arange(B), torch.arange(H), torch.arange(n_queries)).tolist():
+    for b, h, r in torch.cartesian_prod(
+        torch.arange(B), torch.arange(H), torch.arange(n_queries)
+    ).tolist():
         n = n_keys - n_queries + r + 1
         a = weights[b, h, r, :n].abs().double()
         x = scores[b, h, r, :n].double()
@@ -76,7 +78,9 @@ def test_statistics_are_those_of_the_dense_weights(cfg, len_q, monkeypatch):
 
 
 def test_distances_tell_attention_to_the_nearest_keys_from_attention_everywhere():
-    """Scores that fall with the distance have their positives, and their weight, close to the diagonal."""
+    """Scores that fall with the distance have their positives, and their weight, close to the
+    diagonal.
+    """
     layer = make(AttentionConfig(normaliser="softmax"), n_head=1, head_dim=2, train_len=64)
     q = torch.tensor([1.0, 0.0]).expand(1, 1, 1, 2)
     near, far = NAMES.index("distance"), NAMES.index("positive_distance")
@@ -137,7 +141,9 @@ def test_attention_mass_is_that_of_the_dense_weights():
     for i, block in enumerate(gpt.blocks):
         q, k, *_ = block.attention.project(block.attention_norm(x), *tables[i])
         last = block.attention.normaliser.weights(q, k)[:, :, -1]  # (B, H, T)
-        torch.testing.assert_close(mass[:, i], (last * where[:, None]).sum(-1), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            mass[:, i], (last * where[:, None]).sum(-1), atol=1e-5, rtol=1e-4
+        )
         x = block(x, *tables[i])
     last = gpt(tokens[:, -1:], rope=rope, cache=cache)[:, -1]
     torch.testing.assert_close(last, gpt(tokens, rope=rope)[:, -1], atol=1e-4, rtol=0)
@@ -147,11 +153,15 @@ def test_training_logs_two_of_them(tiny_config, monkeypatch):
     """qk_std and entropy of the last rows, after the last step those of the trained model."""
     monkeypatch.setattr("training.validation.ATTENTION_ROWS", 5)
     folder = run(tiny_config, "--log.attention-every", "12")
-    tokens = torch.from_numpy(TokenStream(load_config(tiny_config).data.dir, "val").read(0, 16))[None]
+    tokens = torch.from_numpy(TokenStream(load_config(tiny_config).data.dir, "val").read(0, 16))[
+        None
+    ]
     gpt = load_model(folder).model
     by_layer = model_statistics(gpt, tokens, n_rows=5).mean((0, 2)).T
     logged = next(record for record in records(folder) if "entropy" in record)
     for name in ("qk_std", "entropy"):
-        assert [*logged[name].values()] == pytest.approx(by_layer[NAMES.index(name)].tolist(), rel=1e-5)
+        assert [*logged[name].values()] == pytest.approx(
+            by_layer[NAMES.index(name)].tolist(), rel=1e-5
+        )
     spread = gpt(tokens)[:, -5:].std(-1, correction=0).mean().item()
     assert logged["logit_std"] == pytest.approx(spread, rel=1e-5)

@@ -23,7 +23,9 @@ def test_files_become_a_tokeniser(tmp_path: Path, call: Callable[..., None]) -> 
     assert tokenizer.decode(tokenizer.encode_ordinary(TEXTS[7])) == TEXTS[7]
 
 
-def test_a_lost_place_is_named_before_the_training(tmp_path: Path, call: Callable[..., None]) -> None:
+def test_a_lost_place_is_named_before_the_training(
+    tmp_path: Path, call: Callable[..., None]
+) -> None:
     with one_line("--out", "expected a folder that exists"):
         call(bpe, "--vocab", 300, "--out", tmp_path / "no" / "bpe.json")
 

@@ -19,7 +19,9 @@ from lab import compare
 
 @pytest.fixture
 def scale(tiny_config, own_file, tmp_path, call, monkeypatch, no_drawing) -> list[str]:
-    """The tiny config at T = 4 as scale A, no records. Returns the commands that are run, in this process."""
+    """The tiny config at T = 4 as scale A, no records. Returns the commands that are run, in this
+    process.
+    """
     text = tiny_config.read_text().replace("seq_len = 16", "seq_len = 4")
     tiny_config.write_text(re.sub(r"\[log\].*", "", text, flags=re.DOTALL))
     (tmp_path / "mine.toml").write_text('[attention]\nnormaliser = "mine.py:Mine"\n')
@@ -43,7 +45,12 @@ def scale(tiny_config, own_file, tmp_path, call, monkeypatch, no_drawing) -> lis
                 commands.append(f"train {job.config.name} at {job.config.optimizer.lr:g}")
 
     monkeypatch.chdir(tmp_path)
-    for name, value in {"run": run, "BASE": tiny_config, "RESULTS": tmp_path, "N_TOKENS": 256}.items():
+    for name, value in {
+        "run": run,
+        "BASE": tiny_config,
+        "RESULTS": tmp_path,
+        "N_TOKENS": 256,
+    }.items():
         monkeypatch.setattr(compare, name, value)
     return commands
 
@@ -60,7 +67,10 @@ def test_a_file_of_ones_own_among_published_records(scale, own_file, call, capsy
     assert scale == [*expected, *["eval_length.py"] * 2]
     table = (Path("runs/compare/mine/README.md")).read_text()
     assert "| softmax | " in table and "| mine | " in table
-    assert {path.name for path in Path("runs/compare/mine").iterdir()} >= {"A_lengths.png", "A_unseen.csv"}
+    assert {path.name for path in Path("runs/compare/mine").iterdir()} >= {
+        "A_lengths.png",
+        "A_unseen.csv",
+    }
     assert capsys.readouterr().out.count("| mine | ") == 1
 
     call(compare, "mine.toml")  # again: nothing is left to do
@@ -74,7 +84,9 @@ def test_a_file_of_ones_own_among_published_records(scale, own_file, call, capsy
 
 def test_what_does_not_compare_is_refused_before_the_training(scale, call):
     data = {"fingerprint": "0123456789ab"}
-    Path("A.jsonl").write_text(json.dumps({"kind": "run", "contestant": "softmax", "data": data}) + "\n")
+    Path("A.jsonl").write_text(
+        json.dumps({"kind": "run", "contestant": "softmax", "data": data}) + "\n"
+    )
     with one_line("bytes tokens, sha256 ", "sha256 0123456789ab, or --fresh"):
         call(compare, "mine.toml")
     with one_line("mine: train.seq_len = 8: expected 4, as all of scale A have"):

@@ -41,7 +41,9 @@ def leave_run(
     config.run_dir.mkdir(parents=True)
     (config.run_dir / "config.toml").write_text(to_toml(config))
     step = config.train.max_steps
-    (config.run_dir / "metrics.jsonl").write_text(json.dumps({"step": step, "val_loss": 2 + lr}) + "\n")
+    (config.run_dir / "metrics.jsonl").write_text(
+        json.dumps({"step": step, "val_loss": 2 + lr}) + "\n"
+    )
     for rope, each in offsets.items():
         for i, offset in enumerate(each):
             losses = [loss + offset + noise for loss, noise in zip(TEXT, NOISE, strict=True)]
@@ -53,9 +55,13 @@ def leave_losses(run: Path, rope: str, factor: int, losses: list[float], text: s
     config = load_config(run / "config.toml")
     where = (config.train.max_steps, "eval_length", rope, text, factor * config.train.seq_len)
     names = ("loss", f"same_targets[{config.train.seq_len}]")
-    measures: list[Any] = [(block, name, loss) for name in names for block, loss in enumerate(losses)]
+    measures: list[Any] = [
+        (block, name, loss) for name in names for block, loss in enumerate(losses)
+    ]
     measures += [(None, "loss[0:16]", 2.0), (None, "loss[16:32]", 3.0)]
-    rows = [Row(config.name, config.seed, config.optimizer.lr, *where, *measure) for measure in measures]
+    rows = [
+        Row(config.name, config.seed, config.optimizer.lr, *where, *measure) for measure in measures
+    ]
     write_rows(run, rows)
 
 
@@ -98,19 +104,35 @@ def test_comparison_from_runs_and_again_without_them(runs, tiny_config, tmp_path
         name = f"lssa_seed={seed}"
         shares = {"tokens": {"share": share}}
         recall["lengths"] = [{"length": 64, "reason": None, "copy": shares, "mean": shares}]
-        leave_run(tmp_path / "runs/comparison_recall", tmp_path / f"seed_{seed}.toml", name, 0.1, {})
-        (tmp_path / f"runs/comparison_recall/{name}/eval_recall.json").write_text(json.dumps(recall))
+        leave_run(
+            tmp_path / "runs/comparison_recall", tmp_path / f"seed_{seed}.toml", name, 0.1, {}
+        )
+        (tmp_path / f"runs/comparison_recall/{name}/eval_recall.json").write_text(
+            json.dumps(recall)
+        )
         recall["lengths"] = [{"length": 4096, "reason": None, "copy": shares, "mean": shares}]
-        (tmp_path / f"runs/comparison_recall/{name}/eval_recall_long.json").write_text(json.dumps(recall))
+        (tmp_path / f"runs/comparison_recall/{name}/eval_recall_long.json").write_text(
+            json.dumps(recall)
+        )
     # Text on which nothing was chosen: all of its blocks count. A step's cost.
     for run, loss in (("softmax_seed=1", 3.0), ("softmax_seed=2", 5.0), ("lssa", 4.5)):
         for rope, factor in itertools.product(("none", "ntk"), (1, 2)):
             leave_losses(runs / run, rope, factor, [loss - 7] + 7 * [loss + 1], UNSEEN_KEY)
     (runs / "train_step.json").write_text(json.dumps({"lssa": 2.5, "softmax": 2.0}))
-    call(report, "--comparison", runs, f"{runs}_half", tmp_path / "runs/comparison_recall", "--out", out)
+    call(
+        report,
+        "--comparison",
+        runs,
+        f"{runs}_half",
+        tmp_path / "runs/comparison_recall",
+        "--out",
+        out,
+    )
     rows = table_rows(out)
     mean = sum(TEXT[2:]) / 6  # two of eight blocks choose the RoPE scaling
-    softmax, lssa = (next(r for r in rows if r[0] == name and len(r) > 6) for name in ("softmax", "lssa"))
+    softmax, lssa = (
+        next(r for r in rows if r[0] == name and len(r) > 6) for name in ("softmax", "lssa")
+    )
     assert softmax[1:4] == ["ntk", "2", "0.002*"] and lssa[1:4] == ["none", "1", "0.002"]
     assert softmax[4:6] == [f"{mean:.3f} ±0.141", f"{mean + 0.5:.3f} ±0.141"]
     assert lssa[4:6] == [f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}"] and lssa[6] == "0.100"
@@ -121,9 +143,12 @@ def test_comparison_from_runs_and_again_without_them(runs, tiny_config, tmp_path
     ends = [f"{mean + 0.3:.3f}", f"{mean + 0.2:.3f}", f"{mean + 0.1:.3f}", f"{mean + 0.3:.3f}"]
     assert ["lssa", *ends] in rows  # at both rates
     assert ["lssa", "ntk", "2", *3 * ["25 ±7"]] in rows  # of two evaluations
-    assert ["lssa", f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}", "25 ±7"] in rows  # both ends and recall
+    # both ends and recall
+    assert ["lssa", f"{mean + 0.2:.3f}", f"{mean + 0.3:.3f}", "25 ±7"] in rows
     text = (out / "README.md").read_text()
-    assert "One seed moves a loss by 0.141 at 1x and 0.141 at 2x" in text and "16x" not in "".join(rows[0])
+    assert "One seed moves a loss by 0.141 at 1x and 0.141 at 2x" in text and "16x" not in "".join(
+        rows[0]
+    )
     for picture in ("A_plane.png", "A_lengths.png", "A_positions.png"):
         assert (out / picture).read_bytes()[:4] == b"\x89PNG" and picture in text
     (record,) = (r for r in read_jsonl(out / "A.jsonl") if r["kind"] == "run" and r["which"] == 1)
@@ -136,11 +161,18 @@ def test_comparison_from_runs_and_again_without_them(runs, tiny_config, tmp_path
 
 
 def test_errors_are_paired_over_text():
-    def losses(name: str, *seeds: list[float], trainings: list[float] | None = None) -> pd.DataFrame:
+    def losses(
+        name: str, *seeds: list[float], trainings: list[float] | None = None
+    ) -> pd.DataFrame:
         records = []
         for i, offsets in enumerate(seeds):
             blocks = [loss + offset for loss, offset in zip(TEXT, offsets, strict=True)]
-            record = {"contestant": name, "which": i, "lr": 0.1, "lengths": {"ntk": {"16": [blocks, blocks]}}}
+            record = {
+                "contestant": name,
+                "which": i,
+                "lr": 0.1,
+                "lengths": {"ntk": {"16": [blocks, blocks]}},
+            }
             records.append(record | {"validations": trainings[i] if trainings else [name, i]})
         return comparison.tidy(records).query("block >= 2")
 
@@ -157,7 +189,9 @@ def test_errors_are_paired_over_text():
 
 
 def test_the_spread_of_seeds_is_pooled_by_degrees_of_freedom():
-    """Variances 2 of one degree and 9 of two; d has b's trainings and counts no more, c has one seed."""
+    """Variances 2 of one degree and 9 of two; d has b's trainings and counts no more, c has one
+    seed.
+    """
     seeds = {"a": [0.0, 2.0], "b": [0.0, 3.0, 6.0], "c": [1.0], "d": [0.0, 3.0, 6.0]}
     rows = [
         (name, seed, f"{name.replace('d', 'b')}{seed}", length, length / 16, 0, loss * factor)
@@ -171,7 +205,9 @@ def test_the_spread_of_seeds_is_pooled_by_degrees_of_freedom():
 
 
 def test_what_three_seeds_show_at_1x(tiny_config, tmp_path, call, no_drawing):
-    """A variant that is 0.001 above the baseline in every seed is level, one that is 0.2 below it lower."""
+    """A variant that is 0.001 above the baseline in every seed is level, one that is 0.2 below it
+    lower.
+    """
     runs = tmp_path / "comparison_A"
     for seed, of_seed in ((1, 0.0), (2, 0.3), (3, -0.1)):
         config = tmp_path / f"seed_{seed}.toml"
@@ -193,7 +229,9 @@ def test_a_table_without_the_baseline(tiny_config, tmp_path, call, no_drawing):
 
 
 def test_lengths_without_a_loss_are_dashes(tiny_config, tmp_path, call, no_drawing):
-    """A scaling with a loss at 16x is chosen; seeds without one leave a dash, and the rest of the table."""
+    """A scaling with a loss at 16x is chosen; seeds without one leave a dash, and the rest of the
+    table.
+    """
     runs = tmp_path / "comparison_A"
     nan = math.nan
     leave_run(runs, tiny_config, "softmax_seed=1", 0.1, {"ntk": [0.0, 1.0], "none": [0.0, nan]})
@@ -206,7 +244,8 @@ def test_lengths_without_a_loss_are_dashes(tiny_config, tmp_path, call, no_drawi
     other_seed = tmp_path / "seed_2.toml"
     other_seed.write_text(f'base = "{tiny_config}"\nseed = 2\n')
     leave_run(runs, other_seed, "ssmax_seed=2", 0.2, {"ntk": [1.0, nan], "none": [1.0, nan]})
-    leave_run(runs, tiny_config, "ssmax_pn_seed=1", 0.1, {})  # evaluated beyond T alone, which it rejects
+    # evaluated beyond T alone, which it rejects
+    leave_run(runs, tiny_config, "ssmax_pn_seed=1", 0.1, {})
     leave_losses(runs / "ssmax_pn_seed=1", "ntk", 2, [nan] * 8, TEXT_KEY)
     call(report, "--comparison", runs, "--out", tmp_path)
     rows = {row[0]: row for row in table_rows(tmp_path) if len(row) > 7}
@@ -228,7 +267,9 @@ def test_rates_compare_on_shared_seeds_and_scalings():
 
 
 def test_a_model_of_another_size_is_no_run_of_a_variant():
-    first = {"contestant": "a", "which": 1} | dict.fromkeys(("steps", "step_tokens", "train_len"), 1)
+    first = {"contestant": "a", "which": 1} | dict.fromkeys(
+        ("steps", "step_tokens", "train_len"), 1
+    )
     runs = [first | {"parameters": 10}, first | {"contestant": "b", "parameters": 20}]
     comparison.check_comparable(runs)
     with pytest.raises(UserError, match="a_seed=2: parameters of a = 20: expected 10, as a has"):
@@ -240,8 +281,14 @@ def test_another_recipe_or_formula_is_refused(runs, tiny_config, tmp_path, call,
     call(report, "--comparison", runs, "--out", tmp_path)
     records = (tmp_path / "A.jsonl").read_bytes()
     for options, problem in (
-        (["--optimizer.weight-decay", "0"], "optimizer.weight_decay = 0.0: expected the default, as lssa"),
-        (["--attention.scores", "cosine"], "attention of softmax = .*cosine.*: expected softmax, as"),
+        (
+            ["--optimizer.weight-decay", "0"],
+            "optimizer.weight_decay = 0.0: expected the default, as lssa",
+        ),
+        (
+            ["--attention.scores", "cosine"],
+            "attention of softmax = .*cosine.*: expected softmax, as",
+        ),
     ):
         shutil.rmtree(runs)
         leave_run(runs, tiny_config, "softmax_seed=4", 0.002, {"ntk": [0.0, 0.0]}, options=options)
@@ -249,7 +296,9 @@ def test_another_recipe_or_formula_is_refused(runs, tiny_config, tmp_path, call,
             call(report, "--comparison", runs, "--out", tmp_path)
         assert (tmp_path / "A.jsonl").read_bytes() == records
     recalls = [{"contestant": "a", "which": 1, "shares": {task: {}}} for task in ("copy", "mqar")]
-    with pytest.raises(UserError, match=r"a_seed=1: tasks = \['mqar'\]: expected \['copy'\], as a has"):
+    with pytest.raises(
+        UserError, match=r"a_seed=1: tasks = \['mqar'\]: expected \['copy'\], as a has"
+    ):
         comparison.check_comparable(recalls)
 
 
@@ -266,14 +315,18 @@ def test_mistakes(tiny_config, tmp_path, call, no_drawing):
     leave_run(runs, tiny_config, "softmax_seed=1", 0.1, {"ntk": [0.0]}, UNSEEN_KEY)
     leave_run(runs, tiny_config, "lssa_seed=1", 0.1, {"ntk": [0.0]})
     check(
-        r"softmax_seed=1337: data = 0123456789ab\+256x8x32: expected 0123456789ab\+0x8x32, as lssa has", runs
+        r"softmax_seed=1337: data = 0123456789ab\+256x8x32: expected 0123456789ab\+0x8x32, as lssa has",
+        runs,
     )
     with pytest.raises(UserError, match="softmax_seed=1337: data"):
         call(report, "--comparison", runs)
     assert not list(tmp_path.glob("**/A.jsonl"))
     leave_losses(runs / "softmax_seed=1", "ntk", 1, TEXT, TEXT_KEY)
     leave_losses(runs / "lssa_seed=1", "ntk", 1, TEXT[:4], "0123456789ab+256x4x32")
-    check(r"softmax_seed=1337: unseen_data = 0123456789ab\+256x8x32: expected .*x4x32, as lssa has", runs)
+    check(
+        r"softmax_seed=1337: unseen_data = 0123456789ab\+256x8x32: expected .*x4x32, as lssa has",
+        runs,
+    )
     (runs / "train_step.json").write_text('{"lssa": 1.0}')
     check("train_step.json: expected softmax among the configs", runs)
     check("expected the folder of a scale's runs", runs / "lssa_seed=1")

@@ -26,7 +26,8 @@ def test_script(tmp_path, data, call, capsys):
     tokens = torch.from_numpy(TokenStream(data, "val").read(0, 64 * N_BLOCKS)).view(-1, 64)
     for entry, length in zip(read(a / "diagnose.json")["lengths"], (16, 64), strict=True):
         values = model_statistics(gpt, tokens[:, -length:], RopeScaling("ntk"), n_rows=8)
-        for name, expected in zip(STATISTICS, values.unbind(-1), strict=True):  # (N_BLOCKS, layers, heads)
+        # (N_BLOCKS, layers, heads)
+        for name, expected in zip(STATISTICS, values.unbind(-1), strict=True):
             heads = torch.tensor(entry["heads"][name])
             assert heads.shape == (2, 2)
             torch.testing.assert_close(heads, expected.mean(0), atol=1e-5, rtol=1e-5)

@@ -18,7 +18,9 @@ CONTEXT = Path(__file__).parents[2] / "results/context"
 def rows_of(run, losses, cut, seed=1):
     """Losses of two blocks by length, and those with the context cut at 8."""
     key = {"run": run, "seed": seed, "lr": 0.1, "step": 1, "rope": "none", "text": "t"}
-    rows = [key | {"length": 8, "block": i, "measure": "cut[8]", "value": v} for i, v in enumerate(cut)]
+    rows = [
+        key | {"length": 8, "block": i, "measure": "cut[8]", "value": v} for i, v in enumerate(cut)
+    ]
     for length, values in losses.items():
         rows += [
             key | {"length": length, "block": i, "measure": "same_targets[8]", "value": v}
@@ -39,9 +41,14 @@ def test_gains_are_paired():
     table = gain_table(rows, "x", "long").set_index("run")
     assert table.loc["long", "cut"] == "1.500" and table.loc["long", "8"] == "−0.500 ±0.000"
     assert table.loc["long", "at 16"] == "1.200" and table.loc["x", "at 16"] == "1.650"
-    assert table.loc["long", "16"] == "+0.300 ±0.200" and table.loc["long", "blocks that gain"] == "100%"
+    assert (
+        table.loc["long", "16"] == "+0.300 ±0.200"
+        and table.loc["long", "blocks that gain"] == "100%"
+    )
     of_x = table.loc["x"]  # gains of the blocks 0.5 and -0.4, -0.1 and -0.2: means 0.2 and -0.3
-    assert of_x["seeds"] == 2 and of_x["16"] == "−0.050 ±0.250" and of_x["blocks that gain"] == "50%"
+    assert (
+        of_x["seeds"] == 2 and of_x["16"] == "−0.050 ±0.250" and of_x["blocks that gain"] == "50%"
+    )
     assert [*table["of the ceiling"]] == ["100%", "–"]
     assert [*table["over x's"]] == ["+0.000 ±0.000", "+0.000 ±0.000"]  # of the seeds that both have
     axes = loss_figure(rows, "x").axes[0]
@@ -55,11 +62,18 @@ def test_gains_are_paired():
 
 
 def test_a_rejected_length_and_several_ceilings():
-    """The ceiling is the line that gains most on a text; a run without the longest length has no numbers."""
+    """The ceiling is the line that gains most on a text; a run without the longest length has no
+    numbers.
+    """
     short = rows_of("short", {8: [2.6, 0.6], 16: [np.nan, np.nan]}, [2.5, 0.5])
     ceiling = rows_of("long", {8: [2.6, 0.6], 16: [2.1, 0.1]}, [2.5, 0.5])
-    worse = [row | {"rope": "ntk"} for row in rows_of("long", {8: [2.6, 0.6], 16: [4.0, 4.0]}, [2.5, 0.5])]
-    other = [row | {"text": "u"} for row in rows_of("long", {8: [2.6, 0.6], 16: [2.4, 0.4]}, [2.5, 0.5])]
+    worse = [
+        row | {"rope": "ntk"}
+        for row in rows_of("long", {8: [2.6, 0.6], 16: [4.0, 4.0]}, [2.5, 0.5])
+    ]
+    other = [
+        row | {"text": "u"} for row in rows_of("long", {8: [2.6, 0.6], 16: [2.4, 0.4]}, [2.5, 0.5])
+    ]
     rows = pd.DataFrame([*short, *ceiling, *worse, *other])
     table = gain_table(rows, ceiling="long").set_index(["run", "rope", "text"])
     assert table.loc[("long", "none", "t"), "of the ceiling"] == "100%"
@@ -75,7 +89,8 @@ def test_a_rejected_length_and_several_ceilings():
 @pytest.mark.parametrize("lost", [{}, {16: [np.nan, 0.1]}], ids=["not evaluated", "NaN"])
 def test_a_length_that_a_seed_lacks_has_no_mean(lost):
     of_seeds = [
-        rows_of("x", {8: [2.6, 0.6]} | more, [2.5, 0.5], i) for i, more in enumerate(({16: [2, 0]}, lost))
+        rows_of("x", {8: [2.6, 0.6]} | more, [2.5, 0.5], i)
+        for i, more in enumerate(({16: [2, 0]}, lost))
     ]
     table = gain_table(pd.DataFrame(sum(of_seeds, []))).set_index("run")
     assert table.loc["x", "8"] == "−0.100 ±0.000" and table.loc["x", "16"] == "–"
@@ -90,7 +105,9 @@ def test_tables_take_documents_from_the_rows():
 
 
 def test_margin_pairs_seeds_and_blocks():
-    """Two runs whose losses differ much over seeds and blocks, and by 0.001 from each other, are level."""
+    """Two runs whose losses differ much over seeds and blocks, and by 0.001 from each other, are
+    level.
+    """
     cuts = {1: [2.5, 0.5], 2: [2.9, 0.4], 3: [2.1, 0.8]}
     rows = [row for seed, cut in cuts.items() for row in rows_of("x", {16: cut}, cut, seed)]
     for seed, cut in cuts.items():
@@ -102,7 +119,9 @@ def test_margin_pairs_seeds_and_blocks():
 
 def test_mistakes():
     rows = pd.DataFrame(rows_of("short", {16: [3.0, 1.0]}, [2.5, 0.5]))
-    with pytest.raises(UserError, match="--ceiling short: expected a run among the rows with a gain above 0"):
+    with pytest.raises(
+        UserError, match="--ceiling short: expected a run among the rows with a gain above 0"
+    ):
         gain_table(rows, ceiling="short")
     with pytest.raises(UserError, match="--baseline other: expected a run among the rows"):
         gain_table(rows, baseline="other")
@@ -115,7 +134,9 @@ def test_mistakes():
         gain_table(rows[rows.measure != "cut[8]"])
     shorter = rows.assign(measure=rows.measure.str.replace("8", "4"))
     for other in (rows.assign(step=2), rows.assign(lr=0.2), shorter):  # else they would be averaged
-        with pytest.raises(UserError, match="short: rows of several (steps|rates|training lengths)"):
+        with pytest.raises(
+            UserError, match="short: rows of several (steps|rates|training lengths)"
+        ):
             gain_table(pd.concat([rows, other]))
 
 

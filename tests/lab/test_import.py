@@ -45,7 +45,10 @@ def test_exported_models_come_back(family, bias, tiny_config, call, capsys):
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
             "rope_type = linear",
         ),
-        ({"vocab_size": 100_000}, "model.vocab_size = 100000: expected less than or equal to 65536"),
+        (
+            {"vocab_size": 100_000},
+            "model.vocab_size = 100000: expected less than or equal to 65536",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(changes, message, tmp_path):
@@ -70,7 +73,9 @@ def test_any_epsilon_is_taken(tiny_config, call, capsys):
 
 def test_all_misfits_are_listed(tmp_path):
     pythia = transformers.GPTNeoXConfig()
-    with pytest.raises(UserError, match="partial_rotary_factor = 0.25: .*\n.*use_parallel_residual = True"):
+    with pytest.raises(
+        UserError, match="partial_rotary_factor = 0.25: .*\n.*use_parallel_residual = True"
+    ):
         import_.convert_config(pythia, "there", tmp_path / "run")
     with pytest.raises(UserError, match="model_type = qwen3: expected llama or gpt_neox"):
         import_.convert_config(transformers.Qwen3Config(), "there", tmp_path / "run")

@@ -10,7 +10,8 @@ from infra.cli import UserError
 from lab.level import level_table, standard_error, verdict
 from lab.report import RESULTS
 
-TEXT = {1: [2.5, 0.5], 2: [2.9, 0.4], 3: [2.1, 0.8]}  # losses of two blocks by seed: they differ much
+# losses of two blocks by seed: they differ much
+TEXT = {1: [2.5, 0.5], 2: [2.9, 0.4], 3: [2.1, 0.8]}
 
 
 def rows_of(run, losses, length=8, rope="none", document=(1, 2)):
@@ -39,12 +40,16 @@ def test_table():
     assert [*table.loc[("mine", "none")]] == [3, "+0.001 ±0.000, level", "−0.500 ±0.000, lower"]
     assert [*table.loc[("softmax", "none")]] == [3, "+0.000 ±0.000, level", "+0.500 ±0.000, higher"]
     assert table.loc[("one", "none"), "8"] == "+0.150 ±0.050, –"
-    assert level_table(pd.DataFrame(rows), "softmax").set_index("run").loc["one", "8"] == "+0.150 ±0.050"
+    assert (
+        level_table(pd.DataFrame(rows), "softmax").set_index("run").loc["one", "8"]
+        == "+0.150 ±0.050"
+    )
 
 
 def test_errors_of_text_and_seeds_add_up():
     losses = {1: [1.0, 3.0], 2: [2.0, 4.0]}  # over the baseline: blocks 1.5 and 3.5, seeds 2 and 3
-    for document, text in (((1, 2), 1.0), ((1, 1), 1.0)):  # of one document the blocks are all there is
+    # of one document the blocks are all there is
+    for document, text in (((1, 2), 1.0), ((1, 1), 1.0)):
         rows = [*rows_of("zero", {1: [0, 0], 2: [0, 0]}, document=document)]
         rows += rows_of("mine", losses, document=document)
         cell = level_table(pd.DataFrame(rows), "zero").set_index("run").loc["mine", "8"]
@@ -74,7 +79,11 @@ def test_the_committed_record_gives_what_the_findings_say():
     assert table.loc["window_32", "512"] == "−0.003 ±0.005"
     assert [cell.split()[0] for cell in table["8,192"]] == ["−0.861", "+0.000", "−0.764", "−0.850"]
     findings = (RESULTS / "findings.md").read_text()
-    labels = {"ssmax_qk_norm": "SSMax on QK-norm", "window_32": "`window_32`", "hybrid_fox": "`hybrid_fox`"}
+    labels = {
+        "ssmax_qk_norm": "SSMax on QK-norm",
+        "window_32": "`window_32`",
+        "hybrid_fox": "`hybrid_fox`",
+    }
     for run, label in labels.items():
         row = table.loc[run]
         assert f"| {label} | {row['512']} | {row['8,192'].split()[0]} |" in findings
@@ -84,11 +93,17 @@ def test_mistakes():
     rows = pd.DataFrame(rows_of("softmax", TEXT))
     with pytest.raises(UserError, match="--baseline other: expected a run among the rows"):
         level_table(rows, "other")
-    with pytest.raises(UserError, match="softmax: rows of several rates: expected one, or another name"):
+    with pytest.raises(
+        UserError, match="softmax: rows of several rates: expected one, or another name"
+    ):
         level_table(pd.concat([rows, rows.assign(lr=0.2)]), "softmax")
-    with pytest.raises(UserError, match="softmax: rows of several steps: expected one, or another name"):
+    with pytest.raises(
+        UserError, match="softmax: rows of several steps: expected one, or another name"
+    ):
         level_table(pd.concat([rows, rows.assign(step=2, rope="ntk")]), "softmax")
-    with pytest.raises(UserError, match="softmax, seed 1: rows given twice: expected each file once"):
+    with pytest.raises(
+        UserError, match="softmax, seed 1: rows given twice: expected each file once"
+    ):
         level_table(pd.concat([rows, rows]), "softmax")
 
 
@@ -114,7 +129,9 @@ def test_verdict(mean, spread_of_blocks, spread_of_seeds, n_seeds, expected):
 
 
 def test_blocks_of_a_document_err_together():
-    """As the mean of 2 + 4 equal blocks: cluster-robust, with the factor of few clusters n / (n - 1)."""
+    """As the mean of 2 + 4 equal blocks: cluster-robust, with the factor of few clusters n / (n -
+    1).
+    """
     values = pd.Series([1.0, 1.0, 4.0, 4.0, 4.0, 4.0])
     values.index = pd.MultiIndex.from_product([["t"], range(6)], names=["text", "block"])
     assert standard_error(values, {}) == pytest.approx(values.sem())

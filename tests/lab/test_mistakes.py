@@ -36,7 +36,13 @@ def finished_run(tiny_config: Path) -> Path:
         *(("metrics.jsonl", line) for line in ("3", "[]", "null")),
         *(
             ("rows.csv", text)
-            for text in ("", "a,b\n1,2\n", f"{HEADER}\nmy\n", f"{HEADER}\na,b,c,d,e,f,g,h,i,j,k\n", "\x00")
+            for text in (
+                "",
+                "a,b\n1,2\n",
+                f"{HEADER}\nmy\n",
+                f"{HEADER}\na,b,c,d,e,f,g,h,i,j,k\n",
+                "\x00",
+            )
         ),
         *(("config.toml", text) for text in ("", "{", "name = 3", "[model]\nwidth = 8\n")),
     ],
@@ -64,7 +70,10 @@ def test_lost_metrics_are_named(tiny_config: Path, call: Callable[..., None], ca
 
 @pytest.mark.parametrize("longest", [4, 16, 64])
 def test_the_longest_length_is_labelled_as_what_it_is(longest: int):
-    assert comparison.end_labels(pd.DataFrame({"factor": [1.0, 2.0, longest]})) == ["1x", f"{longest}x"]
+    assert comparison.end_labels(pd.DataFrame({"factor": [1.0, 2.0, longest]})) == [
+        "1x",
+        f"{longest}x",
+    ]
 
 
 def test_recall_of_a_variant_that_rejects_longer_texts(tiny_config: Path):
@@ -87,7 +96,9 @@ def test_recall_of_a_variant_that_rejects_longer_texts(tiny_config: Path):
 def test_every_sample_of_the_needle_is_tried_before_the_models():
     """A name of a city may be a letter too long, and none of the first samples has it."""
     tokenizer = get_tokenizer("bytes")
-    stream: Any = SimpleNamespace(read=lambda start, n: np.zeros(n, np.uint8), n_tokens=9000, folder="data")
+    stream: Any = SimpleNamespace(
+        read=lambda start, n: np.zeros(n, np.uint8), n_tokens=9000, folder="data"
+    )
     haystack = needle.Haystack(stream, tokenizer)
 
     def fits(length: int, index: int) -> bool:
@@ -106,9 +117,29 @@ def test_every_sample_of_the_needle_is_tried_before_the_models():
     [
         ((replace, "model", "--normaliser", "ssmax", "--val-text", "v", "--lr", "-1"), "--lr"),
         ((replace, "model", "--normaliser", "ssmax", "--val-text", "v", "--lr", "nan"), "--lr"),
-        ((replace, "model", "--normaliser", "ssmax", "--val-text", "v", "--steps", "-1"), "--steps"),
-        ((replace, "model", "--normaliser", "ssmax", "--val-text", "v", "--steps", 0, "--save", "x"), "save"),
-        ((replace, "m", "--normaliser", "lssa", "--val-text", "v", "--reweight-p-warmup", 9), "not raised"),
+        (
+            (replace, "model", "--normaliser", "ssmax", "--val-text", "v", "--steps", "-1"),
+            "--steps",
+        ),
+        (
+            (
+                replace,
+                "model",
+                "--normaliser",
+                "ssmax",
+                "--val-text",
+                "v",
+                "--steps",
+                0,
+                "--save",
+                "x",
+            ),
+            "save",
+        ),
+        (
+            (replace, "m", "--normaliser", "lssa", "--val-text", "v", "--reweight-p-warmup", 9),
+            "not raised",
+        ),
         ((text_gain, "data", "--out", "/dev/null/x"), "expected a folder that can be written"),
         ((text_gain, "data", "--sees", "window"), "only read with --model"),
         ((compare, "mine.toml", "--optimizer.lr", "1e-3"), "--optimizer.lr: expected --rates"),
@@ -126,7 +157,9 @@ def test_options_that_make_no_sense(
     assert not [*tmp_path.iterdir()]
 
 
-def test_reports_of_another_kind_are_spared(tmp_path: Path, tiny_config: Path, call: Callable[..., None]):
+def test_reports_of_another_kind_are_spared(
+    tmp_path: Path, tiny_config: Path, call: Callable[..., None]
+):
     mine = tmp_path / "README.md"
     mine.write_text("mine")
     with one_line(tmp_path, "has another README.md"):
@@ -145,15 +178,26 @@ def test_reports_of_another_kind_are_spared(tmp_path: Path, tiny_config: Path, c
 
 
 RECALL = {"step": 12, "rope": {"kind": "ntk", "theta": None}, "tasks": ["copy"]}
-ENTRY = {"length": 16, "reason": None, "copy": {"tokens": {"share": 0.5}}, "mean": {"tokens": {"share": 0.5}}}
+ENTRY = {
+    "length": 16,
+    "reason": None,
+    "copy": {"tokens": {"share": 0.5}},
+    "mean": {"tokens": {"share": 0.5}},
+}
 
 
 LENGTHS: list[Any] = [None, 3, {"a": 1}, [3], [{}], [{"reason": None}], [ENTRY | {"copy": {}}]]
 TASKS: list[Any] = ["copy", None, [[]], ["query"]]
 DAMAGES: list[dict[str, Any]] = [
-    *({"lengths": lengths} for lengths in [*LENGTHS, [ENTRY | {"mean": {"tokens": {"share": "x"}}}]]),
+    *(
+        {"lengths": lengths}
+        for lengths in [*LENGTHS, [ENTRY | {"mean": {"tokens": {"share": "x"}}}]]
+    ),
     *({"lengths": [ENTRY], "tasks": tasks} for tasks in TASKS),
-    *({"lengths": [ENTRY], "rope": rope} for rope in ("ntk", {"kind": "ntk"}, {"kind": 3, "theta": "x"})),
+    *(
+        {"lengths": [ENTRY], "rope": rope}
+        for rope in ("ntk", {"kind": "ntk"}, {"kind": 3, "theta": "x"})
+    ),
     {},
 ]
 
@@ -167,7 +211,8 @@ def test_damaged_results_of_recall(damage: dict[str, Any], tiny_config: Path):
 
 
 @pytest.mark.parametrize(
-    "content", ["3", "[]", '{"softmax": "x"}', '{"softmax": 0}', '{"softmax": NaN}', '{"softmax": null}', "["]
+    "content",
+    ["3", "[]", '{"softmax": "x"}', '{"softmax": 0}', '{"softmax": NaN}', '{"softmax": null}', "["],
 )
 def test_damaged_costs_of_a_step(content: str, tmp_path: Path):
     (tmp_path / "train_step.json").write_text(content)

@@ -43,10 +43,11 @@ def copying_config(folder: Path, **sections: dict) -> Config:
 
 
 def copying_model(config):
-    """An induction head: layer 0 head 0 looks at the byte before, layer 1 head 0 for a digit after this byte.
+    """An induction head: layer 0 head 0 looks at the byte before, layer 1 head 0 for a digit after
+    this byte.
 
-    With a base of 1e100 only the first pair of a head's dimensions turns, by one radian a position; layer 0
-    uses it (cos(distance - 1) is largest at 1), layer 1 the others.
+    With a base of 1e100 only the first pair of a head's dimensions turns, by one radian a position;
+    layer 0 uses it (cos(distance - 1) is largest at 1), layer 1 the others.
     """
     model = GPT(config)
     with torch.no_grad():
@@ -83,7 +84,9 @@ def copying_model(config):
 
 def distinct_digits(rng: np.random.Generator) -> list[str]:
     """Numbers in which a digit determines the next one: what an induction head can copy."""
-    return ["".join(map(str, rng.permutation(np.arange(1, 10))[:7])) for _ in range(needle.N_CHOICES)]
+    return [
+        "".join(map(str, rng.permutation(np.arange(1, 10))[:7])) for _ in range(needle.N_CHOICES)
+    ]
 
 
 @pytest.fixture
@@ -108,10 +111,16 @@ def result_of(run: Path) -> dict:
 def test_a_model_that_copies_finds_the_needle(run, call, capsys):
     call(needle, run, "--lengths", 256, 600, "--samples", 5, "--depths", 10, 90, "--device", "cpu")
     cells = result_of(run)["cells"]
-    assert [(cell["length"], cell["depth"]) for cell in cells] == [(256, 10), (256, 90), (600, 10), (600, 90)]
+    assert [(cell["length"], cell["depth"]) for cell in cells] == [
+        (256, 10),
+        (256, 90),
+        (600, 10),
+        (600, 90),
+    ]
     for cell in cells:
         assert all(cell[name] == proportion(5, 5) for name in needle.MEASURES)
-        score = torch.tensor(cell["needle_score"])  # layer 1 head 0 looks at the needle's first digit
+        # layer 1 head 0 looks at the needle's first digit
+        score = torch.tensor(cell["needle_score"])
         assert score.shape == (2, 2) and score[1, 0] > 0.999
         assert score[0, 0] < 1e-3  # layer 0 head 0 looks at the byte before
     assert (run / "eval_needle.png").read_bytes().startswith(b"\x89PNG")
@@ -119,7 +128,12 @@ def test_a_model_that_copies_finds_the_needle(run, call, capsys):
     rows = read_rows([run])
     assert (rows.evaluation == "needle").all() and (rows.value == 1).all()
     choices = rows[rows.measure == "choice"]
-    assert [*zip(choices.length, choices.block, strict=True)] == [(256, 10), (256, 90), (600, 10), (600, 90)]
+    assert [*zip(choices.length, choices.block, strict=True)] == [
+        (256, 10),
+        (256, 90),
+        (600, 10),
+        (600, 90),
+    ]
 
 
 def test_rope_is_scaled_for_the_length(run, evaluate):
@@ -130,10 +144,14 @@ def test_rope_is_scaled_for_the_length(run, evaluate):
 
 
 def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate, call, monkeypatch):
-    """Every digit but the first comes out as 0. And one of ten numbers is likelier than the right one."""
+    """Every digit but the first comes out as 0. And one of ten numbers is likelier than the right
+    one.
+    """
     values = cycle([-2.0, *8 * [-3.0], -1.0])
     monkeypatch.setattr(
-        needle, "log_likelihood", lambda _, first, *more: first.new_full(first.shape[:1], next(values))
+        needle,
+        "log_likelihood",
+        lambda _, first, *more: first.new_full(first.shape[:1], next(values)),
     )
     model, config, step, *_ = load_model(run)
     with torch.no_grad():
@@ -148,13 +166,17 @@ def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate, call, monk
     assert cell["number"] == cell["choice"] == proportion(0, 4)
     assert cell["first_digit"] == proportion(4, 4)
     drawn = []
-    monkeypatch.setattr(needle, "draw_trials", lambda axes, trials: drawn.append([*trials.values()]))
+    monkeypatch.setattr(
+        needle, "draw_trials", lambda axes, trials: drawn.append([*trials.values()])
+    )
     others = (needle, run, "--lengths", 256, "--samples", 4, "--depths", 0, 50, "--device", "cpu")
     with one_line("eval_needle.json: has depths = [50]: expected a --tag", "--replace"):
         call(*others)
     call(*others, "--replace")
     random, middle = result_of(run)["cells"]
-    assert [outcome for _, outcome in random["trials"]] == 4 * ["first_digit"] and "trials" not in middle
+    assert [outcome for _, outcome in random["trials"]] == 4 * [
+        "first_digit"
+    ] and "trials" not in middle
     assert [[outcome for _, outcome in of_run] for of_run in drawn[0]] == [4 * ["first_digit"]]
 
 
@@ -171,11 +193,16 @@ def test_trials_follow_their_definition():
     text = np.frombuffer(b"abcd" * 1000, np.uint8)
     stream = SimpleNamespace(read=lambda start, n: text[start : start + n], n_tokens=len(text))
     haystack = needle.Haystack(stream, tokenizer)
-    anywhere = {needle.make_trial(haystack, 400, needle.RANDOM_DEPTH, index).span for index in range(20)}
+    anywhere = {
+        needle.make_trial(haystack, 400, needle.RANDOM_DEPTH, index).span for index in range(20)
+    }
     assert len(anywhere) > 10 and max(span.stop for span in anywhere) < 400
     for depth in (10, 50, 100):
         trial = needle.make_trial(haystack, 400, depth, index=7)
-        assert len(trial.prompt) == 400 - needle.ANSWER_TOKENS and trial.prompt[0] == tokenizer.eot_token
+        assert (
+            len(trial.prompt) == 400 - needle.ANSWER_TOKENS
+            and trial.prompt[0] == tokenizer.eot_token
+        )
         words = tokenizer.decode(trial.prompt[1:])
         statement = words[words.index("The special") :]
         city = statement.split()[3]
@@ -216,9 +243,12 @@ def test_likelihoods_are_those_of_whole_sequences():
 
 @torch.no_grad()
 def test_answers_are_tokens_of_the_tokeniser_and_not_its_end_of_text():
-    """Of a model with more rows than its tokeniser has tokens, which prefers those rows, then end-of-text."""
+    """Of a model with more rows than its tokeniser has tokens, which prefers those rows, then
+    end-of-text.
+    """
     gpt = make_gpt(vocab_size=400, tie_embeddings=False)
-    with torch.no_grad():  # at every position ids that the tokeniser does not have get the largest logits
+    # at every position ids that the tokeniser does not have get the largest logits
+    with torch.no_grad():
         gpt.get_parameter("final_norm.weight").zero_()
         gpt.get_parameter("final_norm.bias").fill_(1.0)
         gpt.lm_head.weight[257:] = 1.0
@@ -255,7 +285,11 @@ def test_bad_input(run, evaluate, args, message):
 
 def test_models_of_different_numbers_of_heads_are_ranked():
     results = [
-        {"run": name, "lengths": [8], "cells": [{"length": 8, "reason": None, "needle_score": scores}]}
+        {
+            "run": name,
+            "lengths": [8],
+            "cells": [{"length": 8, "reason": None, "needle_score": scores}],
+        }
         for name, scores in (("few", [[0.1]]), ("many", [[0.1, 0.3], [0.2, 0.4]]))
     ]
     heads = needle.ranked_heads(results)

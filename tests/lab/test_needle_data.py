@@ -40,7 +40,10 @@ def test_a_sequence_is_the_tests_task_with_its_answer(
             text = BYTES.decode(tokens[1 : learned[0]].tolist())
             city = text.rpartition("The special magic ")[2].partition(" number is: ")[0]
             assert tokens[learned[-1]] == BYTES.eot_token and not tokens[learned[-1] + 1 :].any()
-            assert len(answer) == 7 and text.count(f"The special magic {city} number is: {answer}.") == 1
+            assert (
+                len(answer) == 7
+                and text.count(f"The special magic {city} number is: {answer}.") == 1
+            )
             assert text.endswith(f"Answer: The special magic {city} number is: ")
             assert set(text.partition("\nThe special")[0]) <= {*letters}
             places.add(text.index("The special"))
@@ -50,10 +53,20 @@ def test_a_sequence_is_the_tests_task_with_its_answer(
 def test_another_text_in_the_same_folder_is_not_found_before(
     texts: Path, tmp_path: Path, call: Callable[..., None]
 ) -> None:
-    command = (needle_data, texts, "--seq-len", LENGTH, "--sequences", 4, "--out", tmp_path / "needle")
+    command = (
+        needle_data,
+        texts,
+        "--seq-len",
+        LENGTH,
+        "--sequences",
+        4,
+        "--out",
+        tmp_path / "needle",
+    )
     call(*command)
     splits = {
-        split: [BYTES.eot_token, *letters * 400] for split, letters in (("val", b"cd"), ("train", b"ef"))
+        split: [BYTES.eot_token, *letters * 400]
+        for split, letters in (("val", b"cd"), ("train", b"ef"))
     }
     write_dataset(texts, splits, 10**6)
     with pytest.raises(UserError, match="holds a finished dataset of other settings"):
@@ -68,7 +81,9 @@ def test_the_tests_own_numbers_are_not_among_them(texts: Path) -> None:
     assert len(asked) == len(learned) == 500 and len(asked & learned) < 3  # of 9 million
 
 
-def test_a_length_without_room_is_one_line(texts: Path, tmp_path: Path, call: Callable[..., None]) -> None:
+def test_a_length_without_room_is_one_line(
+    texts: Path, tmp_path: Path, call: Callable[..., None]
+) -> None:
     with pytest.raises(UserError, match="expected at least"):
         call(needle_data, texts, "--seq-len", 64, "--out", tmp_path / "needle")
     assert not (tmp_path / "needle" / "dataset.json").exists()

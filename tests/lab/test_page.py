@@ -28,12 +28,15 @@ def test_the_committed_page_has_the_numbers_of_the_committed_tables(html: str):
     text = (RESULTS / "README.md").read_text(encoding="utf-8")
     for name, scale in data["scales"].items():
         table = text.partition(f"## Scale {name}\n")[2].partition("![")[0]
-        rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+        rows = [
+            line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")
+        ]
         shown = []
         for each in scale["variants"]:
             pairs = zip(each["losses"], each["spreads"], strict=True)
             losses = [
-                "–" if m is None else f"{m:.3f}" + (f" ±{s:.3f}" if s is not None else "") for m, s in pairs
+                "–" if m is None else f"{m:.3f}" + (f" ±{s:.3f}" if s is not None else "")
+                for m, s in pairs
             ]
             shown.append([each["name"], each["rope"], str(each["seeds"]), each["lr"], *losses])
         assert shown == [row[: 4 + len(scale["lengths"])] for row in rows[2:]]
@@ -45,10 +48,17 @@ def test_a_browser_draws_it(html: str, tmp_path):
     if browser is None:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)}")
     (tmp_path / "index.html").write_text(html, encoding="utf-8")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path}",
+        "--dump-dom",
+    ]
     command = [browser, *options, (tmp_path / "index.html").as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    drawn = re.sub("<script.*?</script>", "", dom, flags=re.DOTALL)  # whose source has both tags once
+    # whose source has both tags once
+    drawn = re.sub("<script.*?</script>", "", dom, flags=re.DOTALL)
     assert drawn.count("<tr data-name=") == 61 and drawn.count('<g class="line"') == 7
 
 
@@ -71,7 +81,9 @@ def test_readme_recommends_with_the_numbers_of_the_tables():
     for variant, key in keys.items():
         rows = [line.split(" | ") for line in tables if line.startswith(f"| {variant} | n")]
         a, *b = (row[11:13] for row in rows if len(row) in (14, 15))
-        (recommended,) = (line.split(" | ")[2:4] for line in readme if line.startswith("| ") and key in line)
+        (recommended,) = (
+            line.split(" | ")[2:4] for line in readme if line.startswith("| ") and key in line
+        )
         for i, cell in enumerate(recommended):
             ends = [differences[i].split()[0].replace("-", "−") for differences in (a, *b)]
             assert cell == " / ".join(ends if b else [*ends, "–"])

@@ -13,7 +13,8 @@ __all__ = ["data"]  # a fixture
 
 def test_parts_average_to_the_loss_of_eval_length(tmp_path, data, call, capsys):
     a = make_run(tmp_path / "runs", "a", data, normaliser="ssmax")
-    b = make_run(tmp_path / "runs", "b", data, normaliser="ssmax_pn")  # has no length beyond training
+    # has no length beyond training
+    b = make_run(tmp_path / "runs", "b", data, normaliser="ssmax_pn")
     options = ("--lengths", 64, "--device", "cpu")
     call(eval_length, a, *options)
     call(per_position, b, a, *options, "--parts", 3)
@@ -21,7 +22,9 @@ def test_parts_average_to_the_loss_of_eval_length(tmp_path, data, call, capsys):
     assert [(part["from"], part["to"]) for part in entry["parts"]] == [(0, 21), (21, 42), (42, 64)]
     losses = [part["loss"] for part in entry["parts"]]
     (whole,) = read(a / "eval_length.json")["lengths"]
-    assert sum(n * x for n, x in zip((21, 21, 22), losses, strict=True)) / 64 == pytest.approx(whole["loss"])
+    assert sum(n * x for n, x in zip((21, 21, 22), losses, strict=True)) / 64 == pytest.approx(
+        whole["loss"]
+    )
     rows = read_rows([a]).query("evaluation == 'per_position'")
     expected = dict(zip(("loss[0:21]", "loss[21:42]", "loss[42:64]"), losses, strict=True))
     assert dict(zip(rows.measure, rows.value, strict=True)) == pytest.approx(expected)

@@ -1,4 +1,6 @@
-"""lab/recall_data.py and lab/recall.py: right answers, right scores, and a model that learns to give them."""
+"""lab/recall_data.py and lab/recall.py: right answers, right scores, and a model that learns to
+give them.
+"""
 
 import json
 import re
@@ -49,7 +51,9 @@ def solve(text: str) -> dict[int, str]:
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("length", [40, 64, 4096])
 def test_answers(task: str, length: int) -> None:
-    """The mask marks the right answers and nothing else; all is fixed by the arguments; depths vary."""
+    """The mask marks the right answers and nothing else; all is fixed by the arguments; depths
+    vary.
+    """
     depths = []
     for i in range(30):
         tokens, mask = make_sequence(task, length, str(i))
@@ -73,7 +77,9 @@ def test_dataset(tmp_path: Path, call: Callable[..., None]) -> None:
         assert sorted(chr(row[1]) for row in x) == sorted("MCRSF" * 10)
         for row, targets in zip(x, y, strict=True):
             text = bytes(row[1:].tolist()).decode("ascii")
-            assert {i: chr(t) for i, t in enumerate(targets.tolist()) if t != IGNORED} == solve(text)
+            assert {i: chr(t) for i, t in enumerate(targets.tolist()) if t != IGNORED} == solve(
+                text
+            )
 
 
 class Oracle:
@@ -117,13 +123,30 @@ def test_a_model_learns(
     tmp_path: Path, call: Callable[..., None], tiny_config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Seconds of training solve a task at its own length; a length that the model rejects says so."""
-    call(recall_data, "--out", tmp_path / "data", "--tasks", "sort", "--sequences", 6400, "--seq-len", 40)
+    call(
+        recall_data,
+        "--out",
+        tmp_path / "data",
+        "--tasks",
+        "sort",
+        "--sequences",
+        6400,
+        "--seq-len",
+        40,
+    )
     overrides = [
         *("--data.dir", tmp_path / "data"),
         *("--model.vocab-size", VOCAB, "--model.n-embd", 64, "--model.n-layer", 1),
         *("--train.seq-len", 40, "--train.batch-tokens", 1280, "--train.micro-batch", 32),
         *("--train.max-steps", 150, "--train.val-every", 1000, "--train.checkpoint-every", 1000),
-        *("--optimizer.lr", 1e-2, "--optimizer.warmup-steps", 10, "--attention.normaliser", "ssmax_pn"),
+        *(
+            "--optimizer.lr",
+            1e-2,
+            "--optimizer.warmup-steps",
+            10,
+            "--attention.normaliser",
+            "ssmax_pn",
+        ),
     ]
     run_dir = run(tiny_config, *map(str, overrides))
     call(recall, run_dir, "--lengths", 40, 80, "--samples", 50)

@@ -30,7 +30,10 @@ def distance(i: int, j: int, near: int, group: int) -> int:
     [
         ({"normaliser": "softmax"}, {}),
         ({"normaliser": "ssmax", "scores": "cosine"}, {"attention_gate": True}),
-        ({"normaliser": "lssa", "reweight_p": 3, "output_norm": True}, {"n_kv_head": 1, "window": 6}),
+        (
+            {"normaliser": "lssa", "reweight_p": 3, "output_norm": True},
+            {"n_kv_head": 1, "window": 6},
+        ),
     ],
 )
 def test_scores_pair_by_pair(options, model, group):
@@ -90,4 +93,11 @@ def test_mistakes(tmp_path, data, call):
     with one_line("norm_softmax: expected a normaliser that does not centre the keys"):
         call(remap, centred, "--near", 8, "--blocks", 1)
     with one_line("no layer has RoPE"):
-        call(remap, make_run(tmp_path / "runs", "b", data, position="none"), "--near", 8, "--blocks", 1)
+        call(
+            remap,
+            make_run(tmp_path / "runs", "b", data, position="none"),
+            "--near",
+            8,
+            "--blocks",
+            1,
+        )

@@ -1,4 +1,6 @@
-"""lab/replace.py on a model that hub/export.py wrote: its losses are eval_length's, before and after."""
+"""lab/replace.py on a model that hub/export.py wrote: its losses are eval_length's, before and
+after.
+"""
 
 import math
 import re
@@ -19,8 +21,14 @@ TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n" * 30
 
 def losses_by_state(printed: str) -> dict[str, list[float]]:
     """The lines of the table with their losses."""
-    lines = [line for line in printed.splitlines() if "±" in line and "[" not in line and "nats" not in line]
-    return {line.split()[0]: [float(x) for x in re.findall(r"(\d+\.\d+) ±", line)] for line in lines}
+    lines = [
+        line
+        for line in printed.splitlines()
+        if "±" in line and "[" not in line and "nats" not in line
+    ]
+    return {
+        line.split()[0]: [float(x) for x in re.findall(r"(\d+\.\d+) ±", line)] for line in lines
+    }
 
 
 def test_replacement(tiny_config, call, capsys):
@@ -41,7 +49,9 @@ def test_replacement(tiny_config, call, capsys):
         rope = ["--rope", scaling.kind, *(["--rope-theta", scaling.theta] if scaling.theta else [])]
         call(replace, *common, *rope, "--normaliser", "softmax", "--steps", 0, "--lengths", 64)
         (loss,) = losses_by_state(capsys.readouterr().out)["softmax"]
-        ours = model.token_losses(stream[:-1].view(-1, 64), stream[1:].view(-1, 64), rope=scaling).mean()
+        ours = model.token_losses(
+            stream[:-1].view(-1, 64), stream[1:].view(-1, 64), rope=scaling
+        ).mean()
         assert loss == pytest.approx(ours.item(), abs=1e-4)
 
     ssmax = ["--normaliser", "ssmax", "--scale-init", "auto"]

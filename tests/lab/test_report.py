@@ -52,10 +52,15 @@ def table_of(paper: str, i: int, runs: Runs) -> str:
 
 
 def cells(text: str, row: str) -> list[list[str]]:
-    """The lines of a row in a table of the report: the one that names it, and those below without a name."""
+    """The lines of a row in a table of the report: the one that names it, and those below without a
+    name.
+    """
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     first = next(i for i, line in enumerate(lines) if line and line[0] == f"`{row}`")
-    return [lines[first], *itertools.takewhile(lambda line: line and line[0] == "", lines[first + 1 :])]
+    return [
+        lines[first],
+        *itertools.takewhile(lambda line: line and line[0] == "", lines[first + 1 :]),
+    ]
 
 
 def test_a_scale_is_compared_on_the_text_that_most_of_its_runs_read(tmp_path):
@@ -78,11 +83,14 @@ def test_a_scale_is_compared_on_the_text_that_most_of_its_runs_read(tmp_path):
 def test_rows_find_their_runs(tmp_path, capsys):
     for seed, shift in ((1, 0.0), (2, 0.1), (3, 0.2)):
         make_run(tmp_path, f"any{seed}", [2 + shift] * 4 + [3 + shift], "--seed", str(seed))
-    make_run(tmp_path, "p15", [2.0] * 5, "--attention.normaliser", "lssa", "--attention.reweight-p", "15")
+    make_run(
+        tmp_path, "p15", [2.0] * 5, "--attention.normaliser", "lssa", "--attention.reweight-p", "15"
+    )
     make_run(tmp_path, "any_again", [9.0] * 5, "--seed", "3")
     make_run(tmp_path, "rate", [5.0] * 5, "--optimizer.lr", "1e-4")
     make_run(tmp_path, "bold", [9.0] * 5, "--optimizer.weight-decay", "0.0")
-    make_run(tmp_path, "stale", [7.0] * 5, "--attention.normaliser", "relu_li", step=2)  # evaluated before
+    # evaluated before
+    make_run(tmp_path, "stale", [7.0] * 5, "--attention.normaliser", "relu_li", step=2)
     (tmp_path / "p15/metrics.jsonl").write_text('{"step": 2, "val_loss": 4.0}\n')
     with open(tmp_path / "any1/metrics.jsonl", "a") as f:
         f.write('{"step": 3, "val')  # truncated by a kill
@@ -93,14 +101,21 @@ def test_rows_find_their_runs(tmp_path, capsys):
     runs = tabulate(read_runs([str(tmp_path)]))
     printed = capsys.readouterr().out
     for name in ("p15", "diverged"):
-        assert f"skipped: {tmp_path / name} is not finished, or its last loss is not finite" in printed
+        assert (
+            f"skipped: {tmp_path / name} is not finished, or its last loss is not finite" in printed
+        )
     assert f"left out: {tmp_path / 'any_again'}, a repeat of" in printed
     of_scale = report.runs_table(runs.table[runs.table.scale == "A"], runs.means())
     assert (
         "| any1 | 1, 2, 3 | 644,224 | 4.0000 ±0.0000 | 2.1000 ±0.1000 | 3.1000 ±0.1000 | 1.0000 ±0.0000 |"
         in of_scale
     )
-    seeds = ["", "ours, scale A, 3 seeds (`any1`), RoPE ntk", *4 * ["2.1000 ±0.1000"], "3.1000 ±0.1000"]
+    seeds = [
+        "",
+        "ours, scale A, 3 seeds (`any1`), RoPE ntk",
+        *4 * ["2.1000 ±0.1000"],
+        "3.1000 ±0.1000",
+    ]
     rate = ["", "ours, scale A (`rate`), RoPE ntk", *5 * ["5.0000"]]  # another recipe is no seed
     assert cells(table_of("lssar", 0, runs), "table1_softmax") == [
         ["`table1_softmax`", "paper, Table 1", "3.1911", *4 * ["–"]], seeds, rate
@@ -123,7 +138,10 @@ def test_scales_stay_apart(tmp_path):
     make_run(tmp_path, "b", [3.0] * 5, "--model.n-layer", "2")
     runs = tabulate(read_runs([str(tmp_path)]))
     lines = cells(table_of("lssar", 0, runs), "table1_softmax")[1:]
-    assert [line[1] for line in lines] == ["ours, scale A (`a`), RoPE ntk", "ours, scale B (`b`), RoPE ntk"]
+    assert [line[1] for line in lines] == [
+        "ours, scale A (`a`), RoPE ntk",
+        "ours, scale B (`b`), RoPE ntk",
+    ]
     assert sorted(line[2] for line in lines) == ["2.0000", "3.0000"]
     assert report.scales_text(runs).count("layers, 2 heads of 64") == 2
 
@@ -137,7 +155,9 @@ def test_every_row_is_another_experiment() -> None:
         rows = read_rows(table["folder"], table["files"])
         experiments = [(experiment_of(row.config), *row.sizes.items()) for row in rows]
         doubles = {
-            row.config.name for row, e in zip(rows, experiments, strict=True) if experiments.count(e) > 1
+            row.config.name
+            for row, e in zip(rows, experiments, strict=True)
+            if experiments.count(e) > 1
         }
         assert doubles <= {"norm_softmax", "tau_gamma=sqrt_d_tau=1.0", "baseline", "gamma_gamma=inf",
                            "gamma_gamma=sqrt_d", "tau_gamma=inf_tau=1.0",
@@ -149,19 +169,30 @@ def test_every_row_is_another_experiment() -> None:
 
 
 def test_every_published_number_is_in_the_report_once(tmp_path) -> None:
-    """All 146, and 24 that are second-hand: in the row of its config where it has one, which must exist.
+    """All 146, and 24 that are second-hand: in the row of its config where it has one, which must
+    exist.
 
     Also without a run of a paper.
     """
-    make_run(tmp_path, "other", [2.0] * 5, "--train.loss", "norm_softmax", "--train.loss-gamma", "2.5")
+    make_run(
+        tmp_path, "other", [2.0] * 5, "--train.loss", "norm_softmax", "--train.loss-gamma", "2.5"
+    )
     runs = tabulate(read_runs([str(tmp_path)]))
     tables = itertools.chain(*read_tables().values())
-    keys = {key for table in tables for row in read_rows(table["folder"], table["files"]) for key in row.keys}
+    keys = {
+        key
+        for table in tables
+        for row in read_rows(table["folder"], table["files"])
+        for key in row.keys
+    }
     text = report.report_text(runs, {})
-    tables_of = {paper: [table["title"] for table in tables] for paper, tables in read_tables().items()}
+    tables_of = {
+        paper: [table["title"] for table in tables] for paper, tables in read_tables().items()
+    }
     sections = {section.splitlines()[0]: section.splitlines() for section in text.split("\n### ")}
     lines = {
-        paper: [line for title in titles for line in sections[title]] for paper, titles in tables_of.items()
+        paper: [line for title in titles for line in sections[title]]
+        for paper, titles in tables_of.items()
     }
     published = read_published()
     for n in published.itertuples():
@@ -176,14 +207,18 @@ def test_every_published_number_is_in_the_report_once(tmp_path) -> None:
                 "second-hand (a reader's notes" if n.source else "",
                 f"`{stem}` " if n.source else "",
                 n.where,
-                f" {n.printed} |" if is_loss else f"{n.where}: {n.row}, {n.column} {n.printed} {n.unit}",
+                f" {n.printed} |"
+                if is_loss
+                else f"{n.where}: {n.row}, {n.column} {n.printed} {n.unit}",
             ]
         assert sum(all(part in line for part in parts) for line in of_paper) == 1, n
     assert published.source.ne("").value_counts().to_dict() == {False: 146, True: 24}
 
 
 def test_a_run_belongs_to_a_row_with_init_from_if_it_replaced_the_normaliser(tmp_path) -> None:
-    """A fine-tuned (b) is not (f), though both are SSMax models that began from another run's weights."""
+    """A fine-tuned (b) is not (f), though both are SSMax models that began from another run's
+    weights.
+    """
     ssmax = ["--attention.normaliser", "ssmax"]
     replaced = "  changed     attention.normaliser 'softmax' -> 'ssmax', train.max_steps 3 -> 2\n"
     make_run(tmp_path, "a", [1.0] * 5)
@@ -193,10 +228,23 @@ def test_a_run_belongs_to_a_row_with_init_from_if_it_replaced_the_normaliser(tmp
         ("f", 4.0, "a/checkpoints/step_000001.pt, step 1", 2, replaced),
         ("b_again", 5.0, "b, step 3", 3, "  changed     nothing\n"),
         ("sft_b", 6.0, "b, step 3", 3, "  changed     data.dir 'a' -> 'data/squad'\n"),
-        ("sft_a", 7.0, "a, step 3", 3, replaced.replace("train", "data.dir 'a' -> 'data/squad', train")),
+        (
+            "sft_a",
+            7.0,
+            "a, step 3",
+            3,
+            replaced.replace("train", "data.dir 'a' -> 'data/squad', train"),
+        ),
         ("orphan", 8.0, "", 3, ""),
     ):
-        options = ["--init-from", "runs/x", "--train.max-steps", str(steps), "--optimizer.warmup-steps", "0"]
+        options = [
+            "--init-from",
+            "runs/x",
+            "--train.max-steps",
+            str(steps),
+            "--optimizer.warmup-steps",
+            "0",
+        ]
         begun = f"init_from {source}\n{summary}" if source else ""
         make_run(tmp_path, name, [loss] * 5, *ssmax, *options, step=steps, begun=begun)
     runs = tabulate(read_runs([str(tmp_path)]))
@@ -217,7 +265,9 @@ def test_rows_of_a_sweep_over_sizes_and_steps_have_runs_of_their_own(tmp_path) -
     assert acceleration.count("| ours") == 1
     assert cells(acceleration, "acceleration_gamma=inf_max_steps=4716")[0][2] == "2.0000"
     depth = table_of("normsoftmax", 4, runs)
-    assert depth.count("| ours") == 1 and cells(depth, "depth_gamma=inf_n_layer=6")[0][2] == "3.0000"
+    assert (
+        depth.count("| ours") == 1 and cells(depth, "depth_gamma=inf_n_layer=6")[0][2] == "3.0000"
+    )
     _, *gamma = cells(table_of("normsoftmax", 0, runs), "gamma_gamma=inf")
     assert sorted(line[2] for line in gamma) == ["2.0000", "3.0000"], (
         "a row without sizes has these runs if it has no others"
@@ -248,7 +298,15 @@ def leave_attention(run: Path) -> None:
 
 
 def test_attention_in_training_is_drawn_by_layer(tmp_path) -> None:
-    make_run(tmp_path, "any", [2.0] * 5, "--attention.normaliser", "norm_softmax", "--attention.gamma", "inf")
+    make_run(
+        tmp_path,
+        "any",
+        [2.0] * 5,
+        "--attention.normaliser",
+        "norm_softmax",
+        "--attention.gamma",
+        "inf",
+    )
     make_run(tmp_path, "softmax", [2.0] * 5)
     make_run(tmp_path, "other", [2.0] * 5, "--attention.normaliser", "lssa")
     for name in ("any", "softmax", "other"):
@@ -256,7 +314,9 @@ def test_attention_in_training_is_drawn_by_layer(tmp_path) -> None:
     drawn = {file: figure for file, _, figure in all_figures(tabulate(read_runs([str(tmp_path)])))}
     panels = drawn["normsoftmax_attention_A.png"].axes
     titles = ["std of q.k, unscaled", "entropy, nats"]
-    assert [axes.get_title() for axes in panels] == [f"{t}, layer_{i}" for t in titles for i in range(2)]
+    assert [axes.get_title() for axes in panels] == [
+        f"{t}, layer_{i}" for t in titles for i in range(2)
+    ]
     for axes in panels:
         assert axes.get_legend_handles_labels()[1] == ["softmax, float32", "gamma = inf, float32"]
     entropy = panels[3].get_lines()[0]
@@ -264,7 +324,9 @@ def test_attention_in_training_is_drawn_by_layer(tmp_path) -> None:
 
 
 def test_figures(tmp_path) -> None:
-    """Of seeds of which one is not evaluated. Training curves are differences of the same seed and rate."""
+    """Of seeds of which one is not evaluated. Training curves are differences of the same seed and
+    rate.
+    """
     ssmax = ["--attention.normaliser", "ssmax", "--attention.scale", "one"]
     seed_2 = ["--seed", "2"]
     runs: list[tuple[str, list[str], float]] = [
@@ -280,7 +342,8 @@ def test_figures(tmp_path) -> None:
         leave_losses(tmp_path / name, shift)
     (tmp_path / "a2/rows.csv").unlink()
     figures = {
-        name: (caption, figure) for name, caption, figure in all_figures(tabulate(read_runs([str(tmp_path)])))
+        name: (caption, figure)
+        for name, caption, figure in all_figures(tabulate(read_runs([str(tmp_path)])))
     }
     assert [*figures] == ["lssar_figure1_A.png", "ssmax_figure4_A.png"]
     caption, figure = figures["ssmax_figure4_A.png"]
@@ -331,7 +394,15 @@ def test_a_run_of_another_name_for_the_same_formula_is_of_the_row(tmp_path) -> N
 def test_records_redraw_the_report_without_the_runs(tmp_path, call, no_drawing) -> None:
     """With those records of the comparison that are rows of a paper."""
     out = tmp_path / "out"
-    make_run(tmp_path / "runs", "pn", [2.0] * 5, "--attention.normaliser", "phi", "--attention.phi", "relu6")
+    make_run(
+        tmp_path / "runs",
+        "pn",
+        [2.0] * 5,
+        "--attention.normaliser",
+        "phi",
+        "--attention.phi",
+        "relu6",
+    )
     make_run(tmp_path / "runs", "bare", [2.0] * 5, "--attention.normaliser", "relu_shen")
     (tmp_path / "runs/bare/rows.csv").unlink()
     leave_losses(tmp_path / "runs/pn", 0.0)
@@ -345,7 +416,9 @@ def test_records_redraw_the_report_without_the_runs(tmp_path, call, no_drawing) 
         100: {"layer_0": 2.0, "layer_1": 3.0},
         200: {"layer_0": 4.0, "layer_1": 5.0},
     }
-    assert kept.logged("loss") == pytest.approx({i: 5 - i / 1000 + 0.0005 for i in range(2, 201, 2)})
+    assert kept.logged("loss") == pytest.approx(
+        {i: 5 - i / 1000 + 0.0005 for i in range(2, 201, 2)}
+    )
     assert "| `table3_relu6` | paper, Table 3 |" in text and "(`pn`)" in text
     assert "(`lssar_p15, lr 0.002`)" in text and "lssar_p15_p_rope" not in text
     call(report, "--papers", "--out", out)
@@ -359,18 +432,26 @@ def test_committed_report_comes_out_of_the_committed_records(tmp_path, call, no_
     call(report, "--papers", "--out", tmp_path)
     assert (tmp_path / "report.md").read_text() == (results / "report.md").read_text()
     drawn = {path.name for path in tmp_path.glob("*.png")}
-    assert drawn == {path.name for path in results.glob("*.png")} - {"ssmax_figures_1_3.png"}  # of lab.fading
+    # of lab.fading
+    assert drawn == {path.name for path in results.glob("*.png")} - {"ssmax_figures_1_3.png"}
 
 
 def test_attention_fading():
-    """SSMax, Figures 1 and 3: softmax's weight falls with n; SSMax's does not where z_max is 1 / s above."""
+    """SSMax, Figures 1 and 3: softmax's weight falls with n; SSMax's does not where z_max is 1 / s
+    above.
+    """
     softmax = [fading.last_weight(fading.figure_1_scores(n), None) for n in (4, 256, 4096)]
     expected = [np.exp(5) / (np.exp(5) + n - 1) for n in (4, 256, 4096)]
     assert softmax == pytest.approx(expected, rel=1e-5)
-    ssmax = [fading.last_weight(fading.figure_1_scores(n), fading.FIGURE_1_S) for n in (4, 256, 4096)]
-    assert ssmax == pytest.approx([1 / (1 + (n - 1) * n ** (-5 * 0.43)) for n in (4, 256, 4096)], rel=1e-5)
+    ssmax = [
+        fading.last_weight(fading.figure_1_scores(n), fading.FIGURE_1_S) for n in (4, 256, 4096)
+    ]
+    assert ssmax == pytest.approx(
+        [1 / (1 + (n - 1) * n ** (-5 * 0.43)) for n in (4, 256, 4096)], rel=1e-5
+    )
     above, below = (
-        [fading.last_weight(fading.figure_3_scores(n, z), 1.0) for n in (256, 65536)] for z in (2.5, 1.2)
+        [fading.last_weight(fading.figure_3_scores(n, z), 1.0) for n in (256, 65536)]
+        for z in (2.5, 1.2)
     )
     assert above[1] > above[0] > 0.98 and below[1] < below[0] < 0.9
 
@@ -409,4 +490,6 @@ def test_a_record_keeps_a_runs_losses(tmp_path):
     kept = run_of(json.loads(json.dumps(record_of(run))), tmp_path)
     assert tabulate([kept]).means().to_dict() == tabulate([run]).means().to_dict()
     assert kept.config == run.config
-    assert kept.logged("loss") == pytest.approx({i: 5 - i / 1000 + 0.0005 for i in range(2, 201, 2)})
+    assert kept.logged("loss") == pytest.approx(
+        {i: 5 - i / 1000 + 0.0005 for i in range(2, 201, 2)}
+    )

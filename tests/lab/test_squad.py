@@ -1,4 +1,6 @@
-"""lab/squad.py: one sequence a question, of which the answer counts; how datasets with masks are written."""
+"""lab/squad.py: one sequence a question, of which the answer counts; how datasets with masks are
+written.
+"""
 
 import json
 from collections.abc import Callable
@@ -51,7 +53,9 @@ def folder(tmp_path: Path, source: Path, prepare: Callable[..., None]) -> Path:
 
 
 def test_sequences_and_masks(folder: Path) -> None:
-    """What counts is the first answer and the end-of-text. Questions that are too long are left out."""
+    """What counts is the first answer and the end-of-text. Questions that are too long are left
+    out.
+    """
     for split, titles, n in (("val", ["a", "c"], 2), ("train", [f"t{i}" for i in range(20)], 3)):
         stream = TokenStream(folder, split)
         assert stream.n_tokens == 64 * n * len(titles) and stream.mask is not None
@@ -69,7 +73,9 @@ def test_sequences_and_masks(folder: Path) -> None:
     assert load_config("configs/ssmax_paper/sft.toml").train.max_steps == 10 * (86_820 // 128)
 
 
-def test_the_answer_alone(source: Path, tmp_path: Path, prepare: Callable[..., None], folder: Path) -> None:
+def test_the_answer_alone(
+    source: Path, tmp_path: Path, prepare: Callable[..., None], folder: Path
+) -> None:
     """As in the paper: the masks lack the end-of-text, and nothing else changes."""
     prepare("--source", source, "--out", tmp_path / "alone", "--answer-only")
     for split in ("val", "train"):
@@ -77,7 +83,11 @@ def test_the_answer_alone(source: Path, tmp_path: Path, prepare: Callable[..., N
         tokens = both.read(0, both.n_tokens)
         assert (alone.read(0, alone.n_tokens) == tokens).all()
         assert both.mask is not None and alone.mask is not None
-        masks = [stream.mask.read(0, both.n_tokens).astype(bool) for stream in (both, alone) if stream.mask]
+        masks = [
+            stream.mask.read(0, both.n_tokens).astype(bool)
+            for stream in (both, alone)
+            if stream.mask
+        ]
         assert (masks[1] == masks[0] & (tokens != BYTES.eot_token)).all() and masks[1].any()
     assert json.loads((tmp_path / "alone/dataset.json").read_text())["answer_only"]
 
@@ -85,24 +95,40 @@ def test_the_answer_alone(source: Path, tmp_path: Path, prepare: Callable[..., N
 @pytest.mark.parametrize("place", [0, 37, 80, 193])
 def test_shorten_keeps_the_answer_at_its_share_of_the_context(place: int) -> None:
     context = "." * place + "answer" + "," * (193 - place)
-    row = {"context": context, "question": "Why?", "answers": {"text": ["answer"], "answer_start": [place]}}
+    row = {
+        "context": context,
+        "question": "Why?",
+        "answers": {"text": ["answer"], "answer_start": [place]},
+    }
     assert squad.fit_sequence(row, BYTES, 128, shorten=False) is None
     sequence = squad.fit_sequence(row, BYTES, 128, shorten=True)
     assert sequence is not None
-    shorter, _ = BYTES.decode(sequence.tokens[1:].tolist()).split("\n\nQuestion: Why?\nAnswer: answer")
-    assert shorter in context and "answer" in shorter and 128 - 2 * 10 < sum(sequence.tokens > 0) <= 128
+    shorter, _ = BYTES.decode(sequence.tokens[1:].tolist()).split(
+        "\n\nQuestion: Why?\nAnswer: answer"
+    )
+    assert (
+        shorter in context
+        and "answer" in shorter
+        and 128 - 2 * 10 < sum(sequence.tokens > 0) <= 128
+    )
     assert shorter.index("answer") / (len(shorter) - 6) == pytest.approx(place / 193, abs=0.01)
 
 
 def test_mistakes_leave_a_finished_dataset(
-    folder: Path, source: Path, tmp_path: Path, prepare: Callable[..., None], call: Callable[..., None]
+    folder: Path,
+    source: Path,
+    tmp_path: Path,
+    prepare: Callable[..., None],
+    call: Callable[..., None],
 ) -> None:
     new = tmp_path / "new"
     with pytest.raises(UserError, match="none: cannot be read: .*; --source may also be a folder"):
         prepare("--source", tmp_path / "none", "--out", new)
     with pytest.raises(UserError, match="val: no question fits --seq-len 9"):
         prepare("--source", source, "--seq-len", 9, "--out", new)
-    with pytest.raises(UserError, match="--seq-len: '1000.*': expected an integer, at least 2, at most"):
+    with pytest.raises(
+        UserError, match="--seq-len: '1000.*': expected an integer, at least 2, at most"
+    ):
         prepare("--source", source, "--seq-len", 10**20, "--out", new)
     (source / "validation.jsonl").rename(tmp_path / "validation.jsonl")
     with pytest.raises(UserError, match="found .*'train'.*: expected context in validation"):

@@ -61,14 +61,18 @@ def repeating_dataset(folder: Path) -> Path:
 def test_a_model_in_place_of_the_counts(
     tmp_path: Path, tiny_config: Path, call: Callable[..., None], capsys: Any, sees: str
 ) -> None:
-    """A model of random weights knows next to nothing, so that mixing helps; the rows are lab.gains'."""
+    """A model of random weights knows next to nothing, so that mixing helps; the rows are
+    lab.gains'.
+    """
     run = make_byte_run(tiny_config)
     data = repeating_dataset(tmp_path / "data")
     folder = tmp_path / "counted"
     call(text_gain, data, "--blocks", 4, "--model", run, "--sees", sees, "--out", folder)
     printed = capsys.readouterr().out
     rows = read_table(folder / "rows.csv")
-    assert rows.run.unique().tolist() == [run.name + ("_whole" if sees == "window" else "") + "_count"]
+    assert rows.run.unique().tolist() == [
+        run.name + ("_whole" if sees == "window" else "") + "_count"
+    ]
     losses = rows[rows.measure == f"same_targets[{L}]"].groupby("length").value.mean()
     cut = rows[rows.measure == f"cut[{L}]"].value.mean()
     assert abs(losses[2 * L] - cut) < 0.2 * cut and losses[16 * L] < 0.7 * cut
@@ -81,7 +85,9 @@ def test_another_text_needs_the_same_tokenizer(
 ) -> None:
     data = repeating_dataset(tmp_path / "data")
     call(text_gain, tiny_dataset, "--text", data, "--train-len", L, "--blocks", 2)
-    (data / "dataset.json").write_text((data / "dataset.json").read_text().replace('"bytes"', '"gpt2"'))
+    (data / "dataset.json").write_text(
+        (data / "dataset.json").read_text().replace('"bytes"', '"gpt2"')
+    )
     with one_line("--text", "tokenizer", tiny_dataset):
         call(text_gain, tiny_dataset, "--text", data, "--train-len", L, "--blocks", 2)
     with one_line("--blocks 99", "expected 2 to"):
@@ -96,7 +102,9 @@ def test_weights_are_fitted_on_the_other_blocks():
 
 
 def test_the_training_split_is_counted(tmp_path, call):
-    """Random bytes that it does not have stay near ln 257 = 5.5. Counted themselves, they would be known."""
+    """Random bytes that it does not have stay near ln 257 = 5.5. Counted themselves, they would be
+    known.
+    """
     draw = random.Random(1)
     val = [draw.randrange(256) for _ in range(2 * 16 * L)]
     data = write_dataset(tmp_path / "data", {"val": [*val, 256], "train": [7] * 500 + [256]}, 10**6)

@@ -11,7 +11,9 @@ from normalisers.family import Scaled
 class Decay(Scaled, name="decay"):
     """softmax(x + t ln sigmoid(b)), t the distance of the key, b per head, learned or fixed."""
 
-    forget_init: float = Field(4.0, description="Of b. A key t tokens back weighs sigmoid(b)^t at first.")
+    forget_init: float = Field(
+        4.0, description="Of b. A key t tokens back weighs sigmoid(b)^t at first."
+    )
     learns: bool = Field(True, description="Train b.")
 
     def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:

@@ -1,6 +1,8 @@
-"""data.fineweb: tokens against an independent pass, resuming from every state, kills, damages, rejections.
+"""data.fineweb: tokens against an independent pass, resuming from every state, kills, damages,
+rejections.
 
-Most builds are of small blocks, one at a time (`inline`); the tests of the command are of full ones.
+Most builds are of small blocks, one at a time (`inline`); the tests of the command are of full
+ones.
 """
 
 import errno
@@ -63,7 +65,10 @@ ODD_JSON = [
     Row(b'{"text": "half \\ud83d pair \\ud83c\\udf89"}', "half \ufffd pair 🎉"),
     Row(b'{"text": "raw \xff byte"}', "raw \ufffd byte"),
     Row(b'{"text": "2026-11-23"}', "2026-11-23"),
-    Row(b' {"a": [1, {"text": 0}], "text": "<|endoftext|>\\u0000\\n", "z": null} ', "<|endoftext|>\x00\n"),
+    Row(
+        b' {"a": [1, {"text": 0}], "text": "<|endoftext|>\\u0000\\n", "z": null} ',
+        "<|endoftext|>\x00\n",
+    ),
 ]
 
 
@@ -116,13 +121,18 @@ def out(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Corpus:
-    """All formats, odd rows at the starts and ends of files, empty files: some 5000 tokens of "bytes"."""
+    """All formats, odd rows at the starts and ends of files, empty files: some 5000 tokens of
+    "bytes".
+    """
     return make_corpus(
         tmp_path / "in",
         {
             "a.parquet": ODD_PARQUET[:2] + some_rows(60, 1, False) + ODD_PARQUET,
             "b.parquet": [],
-            "c.jsonl": some_rows(40, 2, True) + ODD_JSON + [plain("long " * 200, True)] + ODD_JSON[:3],
+            "c.jsonl": some_rows(40, 2, True)
+            + ODD_JSON
+            + [plain("long " * 200, True)]
+            + ODD_JSON[:3],
             "d.jsonl": [],
             "e.jsonl.gz": ODD_JSON[:3] + some_rows(30, 3, True),
             "f.parquet": some_rows(20, 4, False) + ODD_PARQUET[:2],
@@ -134,7 +144,11 @@ class Expected:
     """The dataset that a corpus should become, without a line of data/."""
 
     def __init__(
-        self, corpus: Corpus, tokenizer: str = "bytes", shard_size: int = 100, max_tokens: int | None = None
+        self,
+        corpus: Corpus,
+        tokenizer: str = "bytes",
+        shard_size: int = 100,
+        max_tokens: int | None = None,
     ) -> None:
         def encode(text: str) -> list[int]:
             if tokenizer == "bytes":
@@ -149,7 +163,9 @@ class Expected:
         for i, start in enumerate(range(0, len(stream), shard_size)):
             part = stream[start : start + shard_size]
             header = np.array([20240520, 1, len(part)] + [0] * 253, "<i4")
-            self.shards[f"fineweb_{'train' if i else 'val'}_{i:06d}.bin"] = header.tobytes() + part.tobytes()
+            self.shards[f"fineweb_{'train' if i else 'val'}_{i:06d}.bin"] = (
+                header.tobytes() + part.tobytes()
+            )
         starts = np.flatnonzero(stream == (256 if tokenizer == "bytes" else 50256))
         n_val = int((starts < shard_size).sum())
         self.documents = {"val": n_val, "train": len(starts) - n_val}
@@ -163,7 +179,9 @@ class Expected:
         assert [(file["file"], file["sha256"]) for file in info["shards"]] == [
             (file, hashlib.sha256(content).hexdigest()) for file, content in self.shards.items()
         ]
-        assert {split: counts["documents"] for split, counts in info["splits"].items()} == self.documents
+        assert {
+            split: counts["documents"] for split, counts in info["splits"].items()
+        } == self.documents
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -184,7 +202,8 @@ def identities(folder: Path, files: list[str]) -> list[tuple[int, int]]:
 
 @pytest.fixture(autouse=True)
 def inline(monkeypatch: Any) -> None:
-    monkeypatch.setattr(fineweb, "BLOCKS_AHEAD", 0)  # each block is added before the next one is read
+    # each block is added before the next one is read
+    monkeypatch.setattr(fineweb, "BLOCKS_AHEAD", 0)
     monkeypatch.setattr(documents, "BLOCK_CHARACTERS", 300)
     monkeypatch.setattr(documents, "BATCH_ROWS", 7)
     monkeypatch.setattr(fineweb, "get_tokenizer", lru_cache(fineweb.get_tokenizer))
@@ -213,7 +232,21 @@ def test_tokens_are_those_of_an_independent_pass(
 
 def test_documents_that_end_where_shards_do(tmp_path: Path, out: Path) -> None:
     """Rows without text before, between and after; the last shard is full."""
-    texts = ["", "x" * 99, "", "y" * 99, "z" * 199, "", "", "v" * 49, "w" * 49, "", "u" * 99, "", ""]
+    texts = [
+        "",
+        "x" * 99,
+        "",
+        "y" * 99,
+        "z" * 199,
+        "",
+        "",
+        "v" * 49,
+        "w" * 49,
+        "",
+        "u" * 99,
+        "",
+        "",
+    ]
     corpus = texts_corpus(tmp_path / "in", *texts)
     expected = Expected(corpus)
     assert (len(expected.shards), expected.n_whole) == (6, 600)
@@ -247,7 +280,9 @@ def test_fewer_tokens_for_validation(out: Path, small: Corpus, max_tokens: int |
     n = max_tokens or Expected(small).n_whole
     build(small, out, **options)
     assert [TokenStream(out, split).n_tokens for split in ("val", "train")] == [80, n - 80]
-    expected = Expected(small, shard_size=10**6, max_tokens=max_tokens).shards["fineweb_val_000000.bin"]
+    expected = Expected(small, shard_size=10**6, max_tokens=max_tokens).shards[
+        "fineweb_val_000000.bin"
+    ]
     assert tokens_of(out).astype("<u2").tobytes() == expected[1024:]
     before = contents(out)
     truncate_manifest(out, 3)
@@ -314,7 +349,9 @@ def test_gpt2(tmp_path: Path, out: Path, small: Corpus) -> None:
     texts = ["a", " " * 10**6 + "b"]
     build(texts_corpus(tmp_path / "in2", *texts), out, tokenizer="gpt2", shard_size=10**5)
     tokens = tokens_of(out).tolist()
-    assert tiktoken.get_encoding("gpt2").decode(tokens) == "".join(f"<|endoftext|>{text}" for text in texts)
+    assert tiktoken.get_encoding("gpt2").decode(tokens) == "".join(
+        f"<|endoftext|>{text}" for text in texts
+    )
 
 
 def truncate_manifest(out: Path, n_shards: int) -> None:
@@ -397,7 +434,9 @@ def test_a_finished_folder_is_left_alone(out: Path, small: Corpus, capsys: Any) 
         Expected(small).check(out)
 
 
-def test_shards_that_cannot_be_read_now_are_kept(out: Path, small: Corpus, monkeypatch: Any) -> None:
+def test_shards_that_cannot_be_read_now_are_kept(
+    out: Path, small: Corpus, monkeypatch: Any
+) -> None:
     """The file system's error is no damage: they may be whole."""
     build(small, out)
     before = contents(out)
@@ -411,11 +450,15 @@ def test_shards_that_cannot_be_read_now_are_kept(out: Path, small: Corpus, monke
     assert contents(out) == before
 
 
-def test_the_input_is_not_where_the_shards_go(out: Path, small: Corpus, repo: tuple[Path, Corpus]) -> None:
+def test_the_input_is_not_where_the_shards_go(
+    out: Path, small: Corpus, repo: tuple[Path, Corpus]
+) -> None:
     """The error on a second run would advise to delete it."""
     folder = list(small)[0].parent
     rejected(
-        small, folder, f"--out {folder}: expected another folder than the input's, {folder / 'a.parquet'}"
+        small,
+        folder,
+        f"--out {folder}: expected another folder than the input's, {folder / 'a.parquet'}",
     )
     with one_line(f"expected another folder than the input's, {repo[0]}"):
         build_repo(repo[0], repo[0] / "tokens")
@@ -453,7 +496,8 @@ def test_foreign_shards_and_damaged_manifests_are_spared(out: Path, small: Corpu
     rejected(small, out, out, foreign.name, "choose another --out")
     assert foreign.read_bytes() == b"precious"
     foreign.rename(out / "fineweb_train_000001.bin")
-    (out / "manifest.jsonl").write_text('{"options": {}, "files": []}\n')  # killed before the first shard
+    # killed before the first shard
+    (out / "manifest.jsonl").write_text('{"options": {}, "files": []}\n')
     rejected(small, out, out, "fineweb_train_000001.bin", "choose another --out")
     (out / "fineweb_train_000001.bin").unlink()
     build(small, out)
@@ -471,7 +515,8 @@ def test_foreign_shards_and_damaged_manifests_are_spared(out: Path, small: Corpu
 
 def test_inputs_that_cannot_be_read(tmp_path: Path, out: Path, small: Corpus) -> None:
     """Each is named; what precedes it is finished and right."""
-    shards = Expected(small | {tmp_path: small[list(small)[4]]}).shards  # a damaged .gz gives some rows
+    # a damaged .gz gives some rows
+    shards = Expected(small | {tmp_path: small[list(small)[4]]}).shards
     parquet = list(small)[0].read_bytes()
     gz = list(small)[4].read_bytes()
     for file, content in (
@@ -501,14 +546,18 @@ def test_bad_lines_are_named(tmp_path: Path, out: Path, line: bytes) -> None:
 
 
 def test_too_little_text(tmp_path: Path, out: Path) -> None:
-    rejected(texts_corpus(tmp_path / "in", "", "x" * 99), out, "100 tokens of text", "try --val-tokens 6")
+    rejected(
+        texts_corpus(tmp_path / "in", "", "x" * 99), out, "100 tokens of text", "try --val-tokens 6"
+    )
     with pytest.raises(UserError, match="did not finish"):
         dataset_info(out)
 
 
 @pytest.fixture
 def repo(tmp_path: Path) -> tuple[Path, Corpus]:
-    """A folder that `datasets` loads like a repository: configuration "big", split "train", three files."""
+    """A folder that `datasets` loads like a repository: configuration "big", split "train", three
+    files.
+    """
     folder = tmp_path / "re_po"
     (folder / "big").mkdir(parents=True)
     files = {folder / "big" / f"{i}.parquet": some_rows(40, i, False) for i in range(3)}
@@ -521,7 +570,9 @@ def repo(tmp_path: Path) -> tuple[Path, Corpus]:
 
 
 def build_repo(folder: Path, out: Path, column: str = "content") -> dict[str, Any]:
-    return fineweb.build(hub_dataset(str(folder), "big", "train", column, "main", None), out, OPTIONS, 1)
+    return fineweb.build(
+        hub_dataset(str(folder), "big", "train", column, "main", None), out, OPTIONS, 1
+    )
 
 
 def test_a_dataset_by_name(out: Path, repo: tuple[Path, Corpus]) -> None:
@@ -548,13 +599,18 @@ def test_a_folder_of_text_files_by_name(out: Path, tmp_path: Path) -> None:
     fineweb.build(hub_dataset(str(folder), None, *settings), out, OPTIONS, 1)
     decoded = [text.replace("\udcff", "\ufffd").encode() for text in texts]
     tokens = [token for text in decoded for token in (256, *text)]
-    read = [*TokenStream(out, "val").read(0, 100), *TokenStream(out, "train").read(0, len(tokens) - 100)]
+    read = [
+        *TokenStream(out, "val").read(0, 100),
+        *TokenStream(out, "train").read(0, len(tokens) - 100),
+    ]
     assert read == tokens
     (folder / ".git" / "index").write_text("changed")
     fineweb.build(hub_dataset(str(folder), None, *settings), out, OPTIONS, 1)
 
 
-def test_a_source_out_of_reach_costs_no_shard(out: Path, repo: tuple[Path, Corpus], monkeypatch: Any) -> None:
+def test_a_source_out_of_reach_costs_no_shard(
+    out: Path, repo: tuple[Path, Corpus], monkeypatch: Any
+) -> None:
     """Without the hub `datasets` reads a copy in its cache, of any commit."""
     build_repo(repo[0], out)
     (out / "fineweb_train_000003.bin").unlink()
@@ -569,7 +625,10 @@ def test_a_source_out_of_reach_costs_no_shard(out: Path, repo: tuple[Path, Corpu
 
 
 def test_columns_that_cannot_be_read(out: Path, repo: tuple[Path, Corpus]) -> None:
-    for column, part in (("text", "Column name ['text'] not in the dataset"), ("nested", "cannot be read")):
+    for column, part in (
+        ("text", "Column name ['text'] not in the dataset"),
+        ("nested", "cannot be read"),
+    ):
         with one_line(repo[0], part):
             build_repo(repo[0], out, column)
 

@@ -147,7 +147,10 @@ def test_dataset_info(tmp_path: Path, toy: Path) -> None:
     stream = TokenStream(toy, "val")
     all_tokens = stream.read(0, stream.n_tokens)
     assert all_tokens.tolist() == list(range(10))
-    assert hashlib.sha256(all_tokens.astype("<u2").tobytes()).hexdigest() == info["splits"]["val"]["sha256"]
+    assert (
+        hashlib.sha256(all_tokens.astype("<u2").tobytes()).hexdigest()
+        == info["splits"]["val"]["sha256"]
+    )
     (toy / "dataset.json").unlink()
     assert dataset_info(toy) == {"tokenizer": "gpt2", "vocab_size": 50257}
     partial = toy / ".cache/huggingface/download/abc=.f00.incomplete"
@@ -259,7 +262,9 @@ def test_batch_does_not_depend_on_history_or_world_size(stream: TokenStream, ord
     np.testing.assert_array_equal(x[:, 1:], y[:, :-1])
 
 
-def test_sequential_is_the_stream_without_dropped_tails(stream: TokenStream, tokens: np.ndarray) -> None:
+def test_sequential_is_the_stream_without_dropped_tails(
+    stream: TokenStream, tokens: np.ndarray
+) -> None:
     x, y = zip(*(train_batch(stream, s, 5, 9, "sequential", 0) for s in range(20)), strict=True)
     endless = np.concatenate([tokens] * 10)  # 20 steps of 45 tokens
     np.testing.assert_array_equal(np.concatenate(x).ravel(), endless[:900])
@@ -293,7 +298,9 @@ def test_shuffled_windows_without_a_tail(tmp_path: Path) -> None:
 
 def test_permutation_is_unbiased() -> None:
     """Where place 3 of 10 goes over 4000 epochs; and neighbours do not stay neighbours."""
-    counts = np.bincount([batches._permutation(10, 0, epoch)[3] for epoch in range(4000)], minlength=10)
+    counts = np.bincount(
+        [batches._permutation(10, 0, epoch)[3] for epoch in range(4000)], minlength=10
+    )
     assert (np.abs(counts - 400) < 5 * 20).all()  # 5 standard deviations
     permutation = batches._permutation(10**5, 0, 0).astype(np.int64)
     assert (np.abs(np.diff(permutation)) == 1).sum() < 20  # 2 are expected by chance
@@ -306,7 +313,9 @@ def test_permutation_is_fixed_forever() -> None:
     assert batches._permutation(10, 2**62, 1).tolist() == [7, 1, 2, 9, 4, 8, 3, 6, 5, 0]
 
 
-def test_val_windows_are_the_same_tokens_at_every_length(stream: TokenStream, tokens: np.ndarray) -> None:
+def test_val_windows_are_the_same_tokens_at_every_length(
+    stream: TokenStream, tokens: np.ndarray
+) -> None:
     for seq_len in (1, 2, 5, 10, 20, 40):
         n = val_windows(stream, 80, seq_len)
         assert n * seq_len == 80

@@ -17,7 +17,9 @@ from data.dataset import TokenStream
 from data.tokenizer import encode, get_tokenizer
 from training.checkpoint import load_model
 
-TEXTS = [f"def naïve_{i}(x): return '日本語' * {i}  # <|endoftext|> in a text\n" * 9 for i in range(30)]
+TEXTS = [
+    f"def naïve_{i}(x): return '日本語' * {i}  # <|endoftext|> in a text\n" * 9 for i in range(30)
+]
 
 
 @pytest.fixture
@@ -48,7 +50,10 @@ def test_a_dataset_explains_itself(dataset: Path, bpe_file: Path, tmp_path: Path
     bpe_file.unlink()
     stream = TokenStream(dataset, "val")
     assert (stream.vocab_size, stream.eot) == (300, 0)
-    tokens = stream.read(0, stream.n_tokens).tolist() + TokenStream(dataset, "train").read(0, 10**5).tolist()
+    tokens = (
+        stream.read(0, stream.n_tokens).tolist()
+        + TokenStream(dataset, "train").read(0, 10**5).tolist()
+    )
     tokenizer = get_tokenizer(stream.info["tokenizer"], stream.tokenizer_file)
     text = tokenizer.decode(tokens)
     assert text.startswith("".join(f"<|endoftext|>{text}" for text in TEXTS))
@@ -72,7 +77,17 @@ def test_a_run_needs_no_other_file(
     with one_line(tmp_path / "other", "expected tokenizer-", "the model's tokenizer"):
         call(eval_length, run, "--data", tmp_path / "other", "--lengths", 16, "--tokens", 64)
     with one_line("init_from", "trained on tokens of tokenizer-"):
-        call(train, tiny_config, *small, "--name", "b", "--init-from", run, "--data.dir", tmp_path / "other")
+        call(
+            train,
+            tiny_config,
+            *small,
+            "--name",
+            "b",
+            "--init-from",
+            run,
+            "--data.dir",
+            tmp_path / "other",
+        )
     for path in dataset.iterdir():
         path.unlink()
     capsys.readouterr()
@@ -82,7 +97,9 @@ def test_a_run_needs_no_other_file(
 
 
 def test_text_is_printed_as_soon_as_it_is_complete(bpe_file: Path, capsys: Any) -> None:
-    """Characters of several tokens, half of one at the end, and spaces that a tokeniser puts before words."""
+    """Characters of several tokens, half of one at the end, and spaces that a tokeniser puts before
+    words.
+    """
     words = Tokenizer(models.BPE({"</s>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4}, [("▁", "a")]))
     words.pre_tokenizer = pre_tokenizers.Metaspace()
     words.decoder = decoders.Metaspace()
@@ -107,7 +124,9 @@ def test_what_cannot_be_used(tmp_path: Path, bpe_file: Path) -> None:
     no_end["model"] = content["model"] | {"vocab": {**content["model"]["vocab"]}}
     del no_end["model"]["vocab"]["<|endoftext|>"]
     plain_end = content | {"added_tokens": [content["added_tokens"][0] | {"special": False}]}
-    large = content | {"model": content["model"] | {"vocab": {**content["model"]["vocab"], "large": 65536}}}
+    large = content | {
+        "model": content["model"] | {"vocab": {**content["model"]["vocab"], "large": 65536}}
+    }
     for changed, part in (
         ([], "expected a tokenizer.json of the tokenizers library"),
         (no_end, "no end-of-text token: expected a special token <|endoftext|> or"),

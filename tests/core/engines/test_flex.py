@@ -1,7 +1,8 @@
-"""The flex engine without a GPU: the score_mod and mask of CUDA in FlexAttention's eager and C++ forms.
+"""The flex engine without a GPU: the score_mod and mask of CUDA in FlexAttention's eager and C++
+forms.
 
-FlexAttention rejects gradients on a CPU, where its compiled form has no backward pass; its eager form, which
-the tests allow, differentiates the same score_mod.
+FlexAttention rejects gradients on a CPU, where its compiled form has no backward pass; its eager
+form, which the tests allow, differentiates the same score_mod.
 """
 
 import pytest
@@ -20,7 +21,13 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 pytestmark = pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 OPTIONS = [
     {"normaliser": "scale_invariant"},
-    {"normaliser": "scale_invariant", "scores": "cosine", "scale": "learned", "tau": 2.0, "alibi": True},
+    {
+        "normaliser": "scale_invariant",
+        "scores": "cosine",
+        "scale": "learned",
+        "tau": 2.0,
+        "alibi": True,
+    },
     {"normaliser": "ssmax", "bias": True, "alibi": True},
 ]
 
@@ -70,7 +77,9 @@ def test_zero_vectors_under_cosine_scores(zero, backward_on_cpu, monkeypatch):
     assert_close(run("flex", normaliser, *inputs), want, inputs, 2e-5, zero)
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (300, 300), (70, 200), (256, 384), (500, 1000), (1, 1)])
+@pytest.mark.parametrize(
+    "shape", [(128, 128), (300, 300), (70, 200), (256, 384), (500, 1000), (1, 1)]
+)
 @pytest.mark.parametrize("window", [0, 1, 130])
 def test_causal_mask(shape, window):
     got, first = flex.causal_mask(*shape, CPU, window)
@@ -80,8 +89,13 @@ def test_causal_mask(shape, window):
 
     want = create_block_mask(visible, None, None, *shape, device="cpu")
     assert torch.equal(got.to_dense(), want.to_dense())
-    assert got.full_kv_num_blocks is not None and torch.equal(got.full_kv_num_blocks, want.full_kv_num_blocks)
-    for counts, blocks in (("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices")):
+    assert got.full_kv_num_blocks is not None and torch.equal(
+        got.full_kv_num_blocks, want.full_kv_num_blocks
+    )
+    for counts, blocks in (
+        ("kv_num_blocks", "kv_indices"),
+        ("full_kv_num_blocks", "full_kv_indices"),
+    ):
         for row, n in enumerate(getattr(want, counts)[0, 0].tolist()):
             listed, expected = (getattr(mask, blocks)[0, 0, row, :n] for mask in (got, want))
             assert torch.equal(listed.sort().values, expected.sort().values)
@@ -98,7 +112,10 @@ def test_lengths_and_layers_share_graphs(backend, monkeypatch):
         for length in (300, 513, 640):
             q, k, v, _ = draw(length, length, 16, batch=2, n_head=4)
             for layer in layers:
-                got, want = flex.run(q, k, v, layer, layer.context(q, k)), attend(q, k, v, layer, "dense")
+                got, want = (
+                    flex.run(q, k, v, layer, layer.context(q, k)),
+                    attend(q, k, v, layer, "dense"),
+                )
                 assert (got - want).norm() <= 1e-6 * want.norm()
         assert counter.frame_count == 1
         # In a compiled model as well, where the engine is a graph break.
@@ -111,7 +128,9 @@ def test_lengths_and_layers_share_graphs(backend, monkeypatch):
 
 @pytest.mark.parametrize(("in_order", "backend"), [(False, "FLASH"), (True, "TRITON")])
 def test_packages_of_flash_attention(in_order, backend, monkeypatch):
-    """train.flash: torch is told, cuDNN is not preferred, flex asks for FA4 unless sums need an order."""
+    """train.flash: torch is told, cuDNN is not preferred, flex asks for FA4 unless sums need an
+    order.
+    """
     told = []
     monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", told.append)
     monkeypatch.setattr("torch.backends.cuda.enable_cudnn_sdp", told.append)
@@ -146,17 +165,22 @@ def test_package_of_flash_attention_is_missing():
 def test_choice(monkeypatch):
     """auto takes it on CUDA after its self-check; what it cannot run is an error."""
     for problem, chosen in (("no", "rows"), ("", "flex")):
-        monkeypatch.setattr(self_check, "check", lambda *key, p=problem: self_check.SelfCheck(1e-3, p))
+        monkeypatch.setattr(
+            self_check, "check", lambda *key, p=problem: self_check.SelfCheck(1e-3, p)
+        )
         for options in OPTIONS[:2]:
             assert choose(build(options), CUDA, torch.bfloat16, "auto") == chosen
     assert choose(build(OPTIONS[2]), CUDA, torch.bfloat16, "auto") == "sdpa"
     alibi = build(OPTIONS[1])
     assert (
-        choose_engine(alibi, "flex", CUDA, torch.bfloat16).note == "flex (self-check: relative error 1.0e-03)"
+        choose_engine(alibi, "flex", CUDA, torch.bfloat16).note
+        == "flex (self-check: relative error 1.0e-03)"
     )
     assert choose(alibi, CPU, torch.float32, "auto") == "rows"
     assert choose(alibi, CUDA, torch.float64, "auto") == "rows"
-    with pytest.raises(UserError, match="engine = 'flex': needs a CUDA device, found cpu; expected auto"):
+    with pytest.raises(
+        UserError, match="engine = 'flex': needs a CUDA device, found cpu; expected auto"
+    ):
         choose(alibi, CPU, torch.float32, "flex")
     for other, chosen in (
         ({"normaliser": "scale_invariant", "reweight_p": 3}, "rows"),

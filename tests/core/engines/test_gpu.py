@@ -68,7 +68,9 @@ def test_a_recorded_step_is_that_of_any_place(options):
     gpt.choose_engine()
     check_recorded_step(gpt)
     prompt = random_tokens(2, 6).to(CUDA)
-    eager, recorded = (generate(gpt, prompt, 10, temperature=0, graph=graph) for graph in (False, True))
+    eager, recorded = (
+        generate(gpt, prompt, 10, temperature=0, graph=graph) for graph in (False, True)
+    )
     assert torch.equal(eager, recorded)
     with gpt.autocast():
         assert generate(gpt, prompt, 10, temperature=0, graph=True).shape == (2, 16)
@@ -77,7 +79,9 @@ def test_a_recorded_step_is_that_of_any_place(options):
 @pytest.mark.parametrize("normaliser", ["fox", "wall"])
 def test_running_sums_compile(normaliser):
     """In a model's layout and at its length, where torch 2.11 failed on sums over the tokens."""
-    layer = make_normaliser(AttentionConfig(normaliser=normaliser), 4, 16, 1024, "none", width=64).to(CUDA)
+    layer = make_normaliser(
+        AttentionConfig(normaliser=normaliser), 4, 16, 1024, "none", width=64
+    ).to(CUDA)
     x = torch.randn(4, 1024, 64, device=CUDA, requires_grad=True)
 
     def loss(x):
@@ -139,5 +143,8 @@ def test_atomic_additions_reach_the_last_row():
 def test_rows_that_span_more_than_2_31_elements():
     """The last head of a fused projection, (B, T, 3, H, D), against a copy of it."""
     wide = torch.randn(1, 131072, 3, 128, 64, device=CUDA, dtype=torch.bfloat16)
-    views = [*wide[:, :, :, -1:].permute(2, 0, 3, 1, 4), torch.randn_like(wide[:, :, 0, -1:].transpose(1, 2))]
+    views = [
+        *wide[:, :, :, -1:].permute(2, 0, 3, 1, 4),
+        torch.randn_like(wide[:, :, 0, -1:].transpose(1, 2)),
+    ]
     assert all(map(torch.equal, gradients(*views), gradients(*(t.contiguous() for t in views))))

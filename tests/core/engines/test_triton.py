@@ -1,4 +1,5 @@
-"""The fused kernels, by Triton's interpreter on the CPU (conftest.py), against float64 dense weights.
+"""The fused kernels, by Triton's interpreter on the CPU (conftest.py), against float64 dense
+weights.
 
 benchmarks/kernels.py compiles every kernel for real GPUs. benchmarks/gpu.py measures on one.
 """
@@ -46,7 +47,9 @@ from engines.triton import phi_attention
 from engines.triton_kernels import INTERPRETED, Form
 
 pytestmark = [
-    pytest.mark.skipif(not INTERPRETED, reason="triton was imported before TRITON_INTERPRET was set"),
+    pytest.mark.skipif(
+        not INTERPRETED, reason="triton was imported before TRITON_INTERPRET was set"
+    ),
     # numpy's, where the kernels divide by zero and select the other branch
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
@@ -54,9 +57,10 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def quick_interpreter(request, monkeypatch):
-    """Without the interpreter's slowest ways. It multiplies a row's elements one by one, and at each call of
-    our functions it searches triton.language for what the kernel's call has replaced already. The quick form
-    also leaves out its search for overflows of integers, a quarter of the time.
+    """Without the interpreter's slowest ways. It multiplies a row's elements one by one, and at
+    each call of our functions it searches triton.language for what the kernel's call has replaced
+    already. The quick form also leaves out its search for overflows of integers, a quarter of the
+    time.
     """
     reduce = interpreter.ReduceOps.apply_impl
 
@@ -94,7 +98,8 @@ CUDA = torch.device("cuda", 0)
 OTHERS = [
     cfg
     for cfg in (case.values[0] for case in CASES)
-    if cfg.normaliser != "phi" and not triton_engine.problem(make(cfg, 2, 16, 40), CPU, torch.float32)
+    if cfg.normaliser != "phi"
+    and not triton_engine.problem(make(cfg, 2, 16, 40), CPU, torch.float32)
 ]
 
 
@@ -103,10 +108,14 @@ def ids(cfg: AttentionConfig) -> str:
     return case_id(options | {"p": cfg.reweight_p})
 
 
-def quick_first(cases: list[AttentionConfig], quick: Callable[[int, AttentionConfig], bool]) -> list[Any]:
+def quick_first(
+    cases: list[AttentionConfig], quick: Callable[[int, AttentionConfig], bool]
+) -> list[Any]:
     """Parameters of a test; those that are not quick run with ./test.sh --all."""
     marks = [() if quick(i, cfg) else pytest.mark.slow for i, cfg in enumerate(cases)]
-    return [pytest.param(cfg, id=ids(cfg), marks=mark) for cfg, mark in zip(cases, marks, strict=True)]
+    return [
+        pytest.param(cfg, id=ids(cfg), marks=mark) for cfg, mark in zip(cases, marks, strict=True)
+    ]
 
 
 def is_representative(_: int, cfg: AttentionConfig) -> bool:
@@ -117,10 +126,11 @@ def is_representative(_: int, cfg: AttentionConfig) -> bool:
 
 
 def agree(cfg: AttentionConfig, shape: tuple[int, int], head_dim: int, n_head: int = 1) -> None:
-    """o and all gradients within 2e-5 of float64, or 4e-7 p: p, twice for a square, multiplies the rounding.
+    """o and all gradients within 2e-5 of float64, or 4e-7 p: p, twice for a square, multiplies the
+    rounding.
 
-    Twice that where up to 3 keys and p = 50 leave one key with its whole row: the gradient vanishes, and
-    what remains is D = do.o and dC = do.v, equal but rounded apart, times p.
+    Twice that where up to 3 keys and p = 50 leave one key with its whole row: the gradient
+    vanishes, and what remains is D = do.o and dC = do.v, equal but rounded apart, times p.
     """
     inputs = draw(*shape, head_dim, n_head=n_head)
     normaliser = make(cfg, n_head, head_dim, train_len=300)
@@ -172,7 +182,9 @@ def test_any_power(p):
     agree(AttentionConfig(normaliser="lssa", reweight_p=p), (70, 70), 32)
 
 
-OTHER_POWERS = [(p, top) for top in (15, 64, 256) for p in (1, 2, 7, 12, top - 1) if (p, top) != (7, 15)]
+OTHER_POWERS = [
+    (p, top) for top in (15, 64, 256) for p in (1, 2, 7, 12, top - 1) if (p, top) != (7, 15)
+]
 
 
 @pytest.mark.parametrize("powers", [(7, 15), *slow(*OTHER_POWERS)])
@@ -196,7 +208,9 @@ def test_batches_and_heads(n_queries, n_head):
     normaliser = make(LSSAR, n_head, 16, train_len=300)
     q, k, v, do = draw(n_queries, 45, 16, batch=2, n_head=n_head)
     inputs = q, k[:, :2], v[:, :2], do
-    assert_close(run("triton", normaliser, *inputs), exactly(normaliser, *inputs), inputs, 2e-5, "grouped")
+    assert_close(
+        run("triton", normaliser, *inputs), exactly(normaliser, *inputs), inputs, 2e-5, "grouped"
+    )
     with torch.no_grad():
         o, want = (attend(*inputs[:3], normaliser, engine) for engine in ("triton", "dense"))
     assert (o - want).norm() <= 2e-5 * want.norm()
@@ -230,11 +244,15 @@ def test_deterministic_backward(cfg, monkeypatch):
 
 @pytest.mark.parametrize("zero", "qk")
 def test_zero_vectors_under_cosine_scores(zero):
-    """As a projection that begins at zero; test_attention.py bounds the gradients of the definition."""
+    """As a projection that begins at zero; test_attention.py bounds the gradients of the
+    definition.
+    """
     q, k, v, do = draw(37, 37, 16, n_head=2)
     inputs = (q * (zero != "q"), k * (zero != "k"), v, do)
     normaliser = make(LSSAR, 2, 16, train_len=300)
-    assert_close(run("triton", normaliser, *inputs), exactly(normaliser, *inputs), inputs, 2e-5, zero)
+    assert_close(
+        run("triton", normaliser, *inputs), exactly(normaliser, *inputs), inputs, 2e-5, zero
+    )
 
 
 LSSA = AttentionConfig(normaliser="lssa")
@@ -322,10 +340,14 @@ BOUNDED = {
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("deterministic", [False, *slow(True)], indirect=True, ids=["atomic", "in order"])
+@pytest.mark.parametrize(
+    "deterministic", [False, *slow(True)], indirect=True, ids=["atomic", "in order"]
+)
 @pytest.mark.parametrize("cosines", BOUNDED.values(), ids=BOUNDED)
 def test_rows_that_the_logarithm_would_lose(cosines):
-    """16-bit LSSAR, whose softplus is log2(1 + 2^y): without the exact loops o is off by 0.3, or NaN."""
+    """16-bit LSSAR, whose softplus is log2(1 + 2^y): without the exact loops o is off by 0.3, or
+    NaN.
+    """
     normaliser, n = make(LSSAR, 1, 16, 300), len(cosines)
     q = torch.tensor([1.0] + [0.0] * 15).expand(1, 1, n, 16)
     k = torch.zeros(1, 1, n, 16)
@@ -337,7 +359,9 @@ def test_rows_that_the_logarithm_would_lose(cosines):
 
 
 def test_rows_that_two_softpluses_would_spoil():
-    """p times the difference of logarithm and polynomial over a small contrast: 2 % of dv with both."""
+    """p times the difference of logarithm and polynomial over a small contrast: 2 % of dv with
+    both.
+    """
     n, p = 96, 100
     y = 0.064 * (2 * torch.rand(n, generator=torch.Generator().manual_seed(0)) - 1).index_fill(
         0, torch.tensor(0), 1
@@ -375,7 +399,9 @@ def test_any_strides():
 
 @pytest.mark.parametrize("n_queries", [140, 1])
 def test_offsets_beyond_31_bits(n_queries):
-    """k and v as views whose rows are 2^24 elements apart (4.7 GB of addresses, of which 140 pages exist)."""
+    """k and v as views whose rows are 2^24 elements apart (4.7 GB of addresses, of which 140 pages
+    exist).
+    """
     q, k, v, do = (t.half() for t in draw(n_queries, 140, 16, n_head=1))
     apart = torch.empty(139 * 2**24 + 32, dtype=torch.half)
     views = [apart[i * 16 :].as_strided(k.shape, (0, 0, 2**24, 1)) for i in range(2)]
@@ -435,7 +461,9 @@ def test_decoding_is_for_rows(monkeypatch):
     for cfg in (LSSAR, AttentionConfig(normaliser="sigmoid", l1=True)):
         layer = make(cfg, 4, 16, 300)
         inputs = draw(1, 70, 16, n_head=4)
-        assert_close(run("triton", layer, *inputs), exactly(layer, *inputs), inputs, 2e-5, "one query")
+        assert_close(
+            run("triton", layer, *inputs), exactly(layer, *inputs), inputs, 2e-5, "one query"
+        )
         q, k, v, _ = inputs
         with torch.no_grad():
             got = attend(layer.norm_heads(q), layer.norm_heads(k), v, layer, "triton", normed=True)
@@ -467,7 +495,10 @@ def test_auto_on_cuda(monkeypatch):
     assert choose(make_normaliser(LSSAR, 2, 256, 300), CUDA, torch.float32, "auto") == "rows"
     inverse = make_normaliser(AttentionConfig(normaliser="softmax_inverse"), 2, 16, 300)
     assert choose(inverse, CUDA, torch.bfloat16, "auto") == "rows"
-    assert choose(make_normaliser(AttentionConfig(), 2, 16, 300), CUDA, torch.float32, "auto") == "sdpa"
+    assert (
+        choose(make_normaliser(AttentionConfig(), 2, 16, 300), CUDA, torch.float32, "auto")
+        == "sdpa"
+    )
     described = choose_engine(lssar(), "triton", CUDA, torch.bfloat16).note
     assert described == "triton (self-check: relative error 1.0e-03)"
     verdict("no")
@@ -500,7 +531,9 @@ def test_auto_on_cuda_without_triton(monkeypatch):
 
 def check(cfg: AttentionConfig) -> self_check.SelfCheck:
     self_check._check.cache_clear()
-    return self_check.check("triton", triton_engine, make_normaliser(cfg, 2, 16, 300), CPU, torch.float32)
+    return self_check.check(
+        "triton", triton_engine, make_normaliser(cfg, 2, 16, 300), CPU, torch.float32
+    )
 
 
 def check_passes(cfg: AttentionConfig) -> None:
@@ -516,7 +549,9 @@ def test_self_check_passes(cfg):
     check_passes(cfg)
 
 
-@pytest.mark.parametrize("fault", ["", "wrong", "raises", *slow("evaluation", "strides", "long row")])
+@pytest.mark.parametrize(
+    "fault", ["", "wrong", "raises", *slow("evaluation", "strides", "long row")]
+)
 def test_self_check_finds_faults(monkeypatch, fault):
     right = triton_engine.phi_attention
 
@@ -524,7 +559,9 @@ def test_self_check_finds_faults(monkeypatch, fault):
         if fault == "raises":
             raise RuntimeError("PTX was compiled with an unsupported toolchain\nand more lines")
         long_row = args[1].shape[2] > 300
-        found = {"": 0, "long row": long_row, "evaluation": not torch.is_grad_enabled()}.get(fault, 1)
+        found = {"": 0, "long row": long_row, "evaluation": not torch.is_grad_enabled()}.get(
+            fault, 1
+        )
         return right(*args, **{**kwargs, "p": kwargs["p"] + found})
 
     if fault == "strides":
@@ -566,7 +603,9 @@ def test_engine_refused(monkeypatch):
     with pytest.raises(UserError, match="softmax with these options is a softmax, which sdpa runs"):
         choose(make_normaliser(AttentionConfig(), 2, 16, 300), CUDA, torch.float32, "triton")
     for place in ({"position": "pope"}, {"window": 8}):
-        with pytest.raises(UserError, match="triton': lssa with these options has a window or pope's"):
+        with pytest.raises(
+            UserError, match="triton': lssa with these options has a window or pope's"
+        ):
             choose(make_normaliser(LSSAR, 2, 16, 300, **place), CUDA, torch.bfloat16, "triton")
     for size, dtype in ((144, torch.float32), (264, torch.bfloat16), (16, torch.float64)):
         with pytest.raises(UserError, match=f"head size {size} in {dtype}"):
@@ -591,7 +630,13 @@ def test_engine_refused(monkeypatch):
 )
 def test_arguments_are_checked(change):
     same = torch.zeros(1, 1, 8, 16)
-    arguments: dict[str, Any] = {"q": same, "k": same, "v": same, "phi": "softplus", "l1": True} | change
+    arguments: dict[str, Any] = {
+        "q": same,
+        "k": same,
+        "v": same,
+        "phi": "softplus",
+        "l1": True,
+    } | change
     with pytest.raises(AssertionError):
         phi_attention(**arguments)
 
@@ -602,12 +647,26 @@ def test_arguments_are_checked(change):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "n_kernels"),
-    [(["bfloat16"], 5), (["float32"], 5), (["bfloat16", "--rising"], 5), (["bfloat16", "--all-forms"], 58)],
+    [
+        (["bfloat16"], 5),
+        (["float32"], 5),
+        (["bfloat16", "--rising"], 5),
+        (["bfloat16", "--all-forms"], 58),
+    ],
 )
 def test_kernels_compile(options, n_kernels):
     """cubins for sm_90 at head_dim 64: in a process of its own, where nothing is interpreted."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "benchmarks.kernels", "--arch", "90", "--head-dim", "64", "--dtype"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.kernels",
+        "--arch",
+        "90",
+        "--head-dim",
+        "64",
+        "--dtype",
+    ]
     result = subprocess.run(
         [*command, *options], cwd=REPO, env=env, capture_output=True, text=True, timeout=400
     )

@@ -12,7 +12,13 @@ from conftest import one_line
 from launch import build, curve, resume, run
 
 from infra.cli import UserError
-from training.checkpoint import find_checkpoints, load_checkpoint, load_model, load_newest, save_checkpoint
+from training.checkpoint import (
+    find_checkpoints,
+    load_checkpoint,
+    load_model,
+    load_newest,
+    save_checkpoint,
+)
 
 
 def damage(path: Path, how: str) -> None:
@@ -59,7 +65,11 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_used(
 
 @pytest.mark.parametrize(
     "error",
-    [OSError(errno.ESTALE, "Stale file handle"), MemoryError(), RuntimeError("can't allocate memory")],
+    [
+        OSError(errno.ESTALE, "Stale file handle"),
+        MemoryError(),
+        RuntimeError("can't allocate memory"),
+    ],
 )
 def test_a_checkpoint_that_cannot_be_read_now_stops_the_start(
     error: Exception, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,7 +105,9 @@ def test_an_old_checkpoint_that_cannot_be_deleted_stays(
     assert "step_000003.pt': an old checkpoint stays" in capsys.readouterr().err
 
 
-def test_a_failed_write_ends_the_run_with_the_reason(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_write_ends_the_run_with_the_reason(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+):
     write = torch.save
 
     def full(content: dict[str, Any], file: Any) -> None:

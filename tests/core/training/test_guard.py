@@ -42,13 +42,19 @@ def test_the_problem_names_the_parameter(tiny_config: Path, own_file: Path, dama
     if damage == "0":
         resume(state)
         return
-    with pytest.raises(UserError, match=r"gradient norm nan .* blocks\.1\.attention\.normaliser\.tau, "):
+    with pytest.raises(
+        UserError, match=r"gradient norm nan .* blocks\.1\.attention\.normaliser\.tau, "
+    ):
         resume(state)
 
 
 def test_a_formula_that_forgets_a_dimension_is_named(tiny_config: Path, own_file: Path):
-    own_file.write_text(FORGETFUL.replace("DAMAGE", "0").replace("softmax(-1)", "softmax(-1).mean(-1)"))
-    with pytest.raises(UserError, match="mine: weights of shape .*; expected one weight for each score"):
+    own_file.write_text(
+        FORGETFUL.replace("DAMAGE", "0").replace("softmax(-1)", "softmax(-1).mean(-1)")
+    )
+    with pytest.raises(
+        UserError, match="mine: weights of shape .*; expected one weight for each score"
+    ):
         resume(build(tiny_config, "--attention.normaliser", f"{own_file}:Mine"))
 
 
@@ -78,7 +84,9 @@ def test_a_skipped_step_changes_nothing(tiny_config: Path, monkeypatch: pytest.M
     train.train_step(state, log)
 
     def tensors() -> Any:
-        return deepcopy([state.raw_model.state_dict(), [o.state_dict()["state"] for o in state.optimizers]])
+        return deepcopy(
+            [state.raw_model.state_dict(), [o.state_dict()["state"] for o in state.optimizers]]
+        )
 
     before = tensors()
     break_at({2}, monkeypatch)
@@ -93,7 +101,9 @@ def test_too_many_skips_in_a_row_stop_the_run(tiny_config: Path, monkeypatch: py
         resume(build(tiny_config, "--train.on-bad-step", "skip", "--train.max-skips", "3"))
 
 
-def test_skips_in_a_row_are_counted_across_a_resume(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_skips_in_a_row_are_counted_across_a_resume(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+):
     flags = ["--train.on-bad-step", "skip", "--train.max-skips", "3"]
     break_at({5, 6, 7}, monkeypatch)
     for skipped_before in (0, 2):  # from scratch, and from the checkpoint of step 6

@@ -1,4 +1,6 @@
-"""Signals and kills: the step is finished and saved if there is time, and the curve is the same after all."""
+"""Signals and kills: the step is finished and saved if there is time, and the curve is the same
+after all.
+"""
 
 import os
 import signal
@@ -68,7 +70,9 @@ def test_a_signal_during_validation_ends_the_run_after_the_next_step(
 ):
     """Also while p is raised: the validation is of the last step's p."""
     power = ["--attention.normaliser", "lssa", "--attention.reweight-p", "7"]
-    tiny_config.write_text(to_toml(load_config(tiny_config, [*power, "--attention.reweight-p-warmup", "12"])))
+    tiny_config.write_text(
+        to_toml(load_config(tiny_config, [*power, "--attention.reweight-p-warmup", "12"]))
+    )
     whole = run(tiny_config, "--name", "whole")
 
     def validate_with_signal(state: TrainState, log: RunLog) -> float:
@@ -100,7 +104,9 @@ def test_a_stop_leaves_the_validation_of_its_step_to_the_resumed_run(
 
 
 @pytest.mark.parametrize("function", ["validate", "save"])
-def test_a_kill_around_the_last_validation(function: str, tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_kill_around_the_last_validation(
+    function: str, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+):
     """It is done again, and there once."""
     whole = run(tiny_config, "--name", "whole")
     original = getattr(train, function)

@@ -31,8 +31,12 @@ def test_batch_that_cannot_be_split(tiny_config: Path, tiny_dataset: Path):
     config = load_config(tiny_config, ["--train.batch-tokens", "256"])
     loaders = [BatchLoader(stream, config, World(0, n, torch.device("cpu"))) for n in (2, 16)]
     assert [(loader.per_rank, loader.micro) for loader in loaders] == [(8, 4), (1, 1)]
-    with pytest.raises(UserError, match="train.batch_tokens = 256: 16 sequences cannot be shared by 3"):
+    with pytest.raises(
+        UserError, match="train.batch_tokens = 256: 16 sequences cannot be shared by 3"
+    ):
         BatchLoader(stream, config, World(0, 3, torch.device("cpu")))
     config = load_config(tiny_config, ["--train.batch-tokens", "192", "--train.micro-batch", "4"])
-    with pytest.raises(UserError, match="micro_batch = 4: expected a divisor of the 6 sequences of each"):
+    with pytest.raises(
+        UserError, match="micro_batch = 4: expected a divisor of the 6 sequences of each"
+    ):
         BatchLoader(stream, config, World(0, 2, torch.device("cpu")))

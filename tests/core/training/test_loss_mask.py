@@ -39,7 +39,9 @@ def add_masks(source: Path, folder: Path, uncounted: dict[str, list[slice]], **i
 
 @pytest.fixture
 def config_path(tiny_config: Path, tiny_dataset: Path, tmp_path: Path) -> Path:
-    """The tiny config, on data of which two runs of tokens in five count, of other lengths in each window."""
+    """The tiny config, on data of which two runs of tokens in five count, of other lengths in each
+    window.
+    """
     rng = np.random.default_rng(0)
     starts = range(0, 5500, 10)
     train = [slice(start, start + int(rng.integers(2, 10))) for start in starts]
@@ -82,11 +84,15 @@ def test_a_mask_of_another_length_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="trainmask has 9 tokens: expected 10, as train"):
         TokenStream(tmp_path, "train")
     (tmp_path / "dataset.json").unlink()
-    with pytest.raises(UserError, match="dataset.json: no such file; expected the one that was made with"):
+    with pytest.raises(
+        UserError, match="dataset.json: no such file; expected the one that was made with"
+    ):
         TokenStream(tmp_path, "train")
 
 
-def answer_loss(state: TrainState, x: torch.Tensor, y: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
+def answer_loss(
+    state: TrainState, x: torch.Tensor, y: torch.Tensor, smoothing: float = 0.0
+) -> torch.Tensor:
     """The mean over all targets that count, from full logits."""
     log_p = state.raw_model(x)[y != IGNORED].log_softmax(-1)
     likelihood = log_p.gather(1, y[y != IGNORED][:, None])
@@ -95,12 +101,14 @@ def answer_loss(state: TrainState, x: torch.Tensor, y: torch.Tensor, smoothing: 
 
 @pytest.mark.parametrize(("reduction", "smoothing"), [("mean", 0.0), ("mean", 0.1), ("sum", 0.1)])
 def test_loss_is_the_mean_over_targets(reduction: str, smoothing: float, config_path: Path) -> None:
-    """Of the whole step, also when its micro-batches have different numbers of targets. So are the gradients,
-    or with reduction = sum those of the sum, of which the loss stays the mean."""
+    """Of the whole step, also when its micro-batches have different numbers of targets. So are the
+    gradients, or with reduction = sum those of the sum, of which the loss stays the mean."""
     for micro in ("8", "2", "1"):
         state = build(config_path, "--train.micro-batch", micro, "--train.reduction", reduction,
                       "--train.label-smoothing", str(smoothing))  # fmt: skip
-        x, y = map(torch.from_numpy, train_batch(state.batches.stream, 0, 8, 16, "shuffled", seed=1337))
+        x, y = map(
+            torch.from_numpy, train_batch(state.batches.stream, 0, 8, 16, "shuffled", seed=1337)
+        )
         expected = answer_loss(state, x, y, smoothing)
         loss = forward_backward(state, state.batches.read(0))
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)

@@ -27,7 +27,9 @@ def test_every_parameter_is_in_one_group(optimizer: str, tied: str, tiny_config:
     for group in groups:
         assert all((p.ndim >= 2) == (group["weight_decay"] > 0) for p in group["params"])
     if optimizer == "muon":
-        hidden = {id(p) for name, p in model.named_parameters() if "blocks." in name and p.ndim >= 2}
+        hidden = {
+            id(p) for name, p in model.named_parameters() if "blocks." in name and p.ndim >= 2
+        }
         assert {id(p) for p in optimizers[1].param_groups[0]["params"]} == hidden
         assert optimizers[1].param_groups[0]["peak_lr"] == config.optimizer.muon_lr
     main = optimizers[0].param_groups[0]
@@ -41,7 +43,9 @@ def test_every_parameter_is_in_one_group(optimizer: str, tied: str, tiny_config:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
 def test_scalars_may_have_a_rate_of_their_own(optimizer: str, tiny_config: Path):
-    """s and FoX's b, not its w; without scalar_lr, and without scalars, the groups are those of before."""
+    """s and FoX's b, not its w; without scalar_lr, and without scalars, the groups are those of
+    before.
+    """
     layers = '[{at = [1], attention = {normaliser = "fox"}}]'
     flags = ["--optimizer.name", optimizer, "--attention.normaliser", "ssmax", "--layers", layers]
     model = GPT(load_config(tiny_config, flags))
@@ -89,7 +93,9 @@ def test_the_power_of_the_re_weighting_rises():
     assert powers(7, 0) == 9 * [None]
 
 
-def compile_lssar(path: Path, engine: str, backend: str) -> tuple[GPT, Any, CompileCounterWithBackend]:
+def compile_lssar(
+    path: Path, engine: str, backend: str
+) -> tuple[GPT, Any, CompileCounterWithBackend]:
     """The model, p = 15 at most, itself and compiled, and the counter of its graphs."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
@@ -116,5 +122,7 @@ def test_a_rising_power_compiles_with_its_gradients(tiny_config: Path):
         losses = [network(tokens, tokens.roll(-1), p=p) for network in (compiled, model)]
         gradients = [torch.autograd.grad(loss, [*model.parameters()]) for loss in losses]
         assert torch.allclose(*losses)
-        assert all((got - want).norm() <= 1e-5 * want.norm() for got, want in zip(*gradients, strict=True))
+        assert all(
+            (got - want).norm() <= 1e-5 * want.norm() for got, want in zip(*gradients, strict=True)
+        )
     assert counter.frame_count <= 3

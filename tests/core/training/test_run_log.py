@@ -29,7 +29,11 @@ def test_starts_and_timing(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
     folder = resume(state)
     flops = state.raw_model.flops_per_token()
     (first,) = read_jsonl(folder / "starts.jsonl")
-    assert first["step"] == 0 and first["processes"] == 1 and first["versions"]["torch"] == torch.__version__
+    assert (
+        first["step"] == 0
+        and first["processes"] == 1
+        and first["versions"]["torch"] == torch.__version__
+    )
     assert isinstance(first["command"], list) and len(first["commit"] or "0" * 40) in (40, 41)
     timed = [r for r in records(folder) if "step_ms" in r]
     assert [r["step"] for r in timed] == [2, 3, 4]  # every second one, and each that is saved
@@ -57,7 +61,12 @@ def test_a_run_without_checkpoints_keeps_its_old_metrics(tiny_config: Path):
     folder = run(tiny_config, "--train.max-steps", "6")
     old = (folder / "metrics.jsonl").read_text()
     shutil.rmtree(folder / "checkpoints")
-    left = {"eval_x.json": "{}", "diagnose.json": "{}", "rows.csv": "run", "config.toml": "lr = 0.5"}
+    left = {
+        "eval_x.json": "{}",
+        "diagnose.json": "{}",
+        "rows.csv": "run",
+        "config.toml": "lr = 0.5",
+    }
     for name, content in left.items():  # of the weights that are gone
         (folder / name).write_text(content)
     run(tiny_config, "--train.max-steps", "6")
@@ -71,7 +80,9 @@ def test_a_run_without_checkpoints_keeps_its_old_metrics(tiny_config: Path):
     assert list(metrics(folder, "loss")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_is_saved_though_nobody_reads_its_output(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_is_saved_though_nobody_reads_its_output(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+):
     """As after Ctrl-C in `train.py ... | tee log`, which reaches both."""
     forward = train.forward_backward
 
@@ -91,7 +102,10 @@ def test_a_run_is_saved_though_nobody_reads_its_output(tiny_config: Path, monkey
 
 def test_one_process_writes_a_run_folder(tiny_config: Path, call: Callable[..., None]):
     config = load_config(tiny_config)
-    with exclusive_lock(config.run_dir), pytest.raises(UserError, match="another process is writing there"):
+    with (
+        exclusive_lock(config.run_dir),
+        pytest.raises(UserError, match="another process is writing there"),
+    ):
         call(train, tiny_config)
     assert not (config.run_dir / "metrics.jsonl").exists()
 
@@ -120,7 +134,9 @@ def test_lines_of_a_killed_run_are_not_doubled(tiny_config: Path):
     state.is_resumed = True
     path = state.config.run_dir / "metrics.jsonl"
     path.parent.mkdir(parents=True)
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1.0}\nnot json\n{"step": 3}\n{"st')
+    path.write_text(
+        '{"step": 1}\n{"step": 2}\n{"step": 2, "val_loss": 1.0}\nnot json\n{"step": 3}\n{"st'
+    )
     RunLog(state).open_folder([])
     assert read_jsonl(path) == [{"step": 1}, {"step": 2}, {"step": 2, "val_loss": 1.0}]
 
@@ -133,7 +149,10 @@ def test_a_run_outlives_wandb(
     monkeypatch.setattr(run_log, "open_wandb", lambda config: dead)
     folder = run(tiny_config, "--log.wandb", "true")
     assert curve(folder)[-1][0] == 12
-    assert capsys.readouterr().err.count("log.wandb ends here, metrics.jsonl goes on: Connection lost") == 1
+    assert (
+        capsys.readouterr().err.count("log.wandb ends here, metrics.jsonl goes on: Connection lost")
+        == 1
+    )
     dead.log.side_effect = None
     dead.finish.side_effect = ConnectionResetError("Connection lost")
     run(tiny_config, "--log.wandb", "true", "--name", "again")
@@ -158,7 +177,12 @@ def test_wandb_offline_logs_and_resumes_the_same_run(
     for function in (stop, forward):
         monkeypatch.setattr(train, "forward_backward", function)
         process = Forked(
-            train.main, tiny_config, "--log.wandb", "true", WANDB_MODE="offline", WANDB_SILENT="true"
+            train.main,
+            tiny_config,
+            "--log.wandb",
+            "true",
+            WANDB_MODE="offline",
+            WANDB_SILENT="true",
         )
         _, stderr = process.communicate()
         assert process.returncode == 0, stderr
@@ -171,7 +195,9 @@ def test_wandb_offline_logs_and_resumes_the_same_run(
 
 
 def test_training_logs_each_layer(tiny_config):
-    """In the lines of the steps that attention_every divides; the losses are those of a run without."""
+    """In the lines of the steps that attention_every divides; the losses are those of a run
+    without.
+    """
 
     def logged(name, *overrides):
         lines = records(run(tiny_config, "--name", name, "--train.max-steps", "4", *overrides))

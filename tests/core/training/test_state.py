@@ -34,7 +34,8 @@ def test_a_resumed_run_is_the_same_run(
     tiny_config: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ):
     whole, resumed = (run(tiny_config, *flags, "--name", name) for name in ("whole", "resumed"))
-    find_checkpoints(resumed)[0].unlink()  # as if killed after step 9: metrics are ahead of the checkpoint
+    # as if killed after step 9: metrics are ahead of the checkpoint
+    find_checkpoints(resumed)[0].unlink()
     assert find_checkpoints(resumed)[0].name == "step_000009.pt"
     append_synced(resumed / "metrics.jsonl", '{"step": 13, "lo')
     capsys.readouterr()
@@ -46,11 +47,14 @@ def test_a_resumed_run_is_the_same_run(
         torch.testing.assert_close(a[key], b[key], rtol=0, atol=0)
 
 
-def test_another_run_in_the_same_folder_is_rejected(tiny_config: Path, tiny_dataset: Path, tmp_path: Path):
+def test_another_run_in_the_same_folder_is_rejected(
+    tiny_config: Path, tiny_dataset: Path, tmp_path: Path
+):
     folder = run(tiny_config)
     assert run(tiny_config, "--train.micro-batch", "2", "--log.every", "1") == folder
     with pytest.raises(UserError, match="train.on_bad_step was 'stop', now 'skip'.*another --name"):
-        run(tiny_config, "--train.on-bad-step", "skip")  # free while it trains, but this curve did not use it
+        # free while it trains, but this curve did not use it
+        run(tiny_config, "--train.on-bad-step", "skip")
     other = shutil.copytree(tiny_dataset, tmp_path / "other")
     info = json.loads((other / "dataset.json").read_text())
     info["splits"]["train"]["sha256"] = "f00"
@@ -89,7 +93,9 @@ def test_a_run_is_extended_where_its_schedule_allows(tiny_config: Path, schedule
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_a_run_is_not_extended_where_its_rates_would_have_differed(tiny_config: Path, schedule: str):
+def test_a_run_is_not_extended_where_its_rates_would_have_differed(
+    tiny_config: Path, schedule: str
+):
     flags = ["--optimizer.schedule", schedule]
     folder = run(tiny_config, *flags)
     longer = [*flags, "--train.max-steps", "13"]
@@ -98,9 +104,12 @@ def test_a_run_is_not_extended_where_its_rates_would_have_differed(tiny_config: 
     ):
         run(tiny_config, *longer)
     find_checkpoints(folder)[0].unlink()
-    with pytest.raises(UserError, match="was 12, now 9.*; 9 steps are done"):  # without a validation
+    # without a validation
+    with pytest.raises(UserError, match="was 12, now 9.*; 9 steps are done"):
         run(tiny_config, *flags, "--train.max-steps", "9")
-    with pytest.raises(UserError, match="--init-from .*/step_000009.pt; only a constant schedule, or wsd"):
+    with pytest.raises(
+        UserError, match="--init-from .*/step_000009.pt; only a constant schedule, or wsd"
+    ):
         run(tiny_config, *longer)  # of an unfinished run a checkpoint
 
 
@@ -124,7 +133,9 @@ def test_ranks_that_see_different_checkpoints_do_not_start(
     with one_line(state.config.run_dir, "the processes see different checkpoints"):
         train.start_or_resume(state)
     assert not state.config.run_dir.exists()
-    monkeypatch.setattr(World, "gather_objects", lambda world, value: [value, [0, "of another file", []]])
+    monkeypatch.setattr(
+        World, "gather_objects", lambda world, value: [value, [0, "of another file", []]]
+    )
     with one_line(state.config.run_dir, "the processes see different checkpoints"):
         train.start_or_resume(state)
     monkeypatch.undo()
@@ -132,25 +143,30 @@ def test_ranks_that_see_different_checkpoints_do_not_start(
 
 
 @pytest.mark.parametrize(
-    ("key", "differs"), [("seed", True), ("train.val-every", True), ("data.dir", False), ("log.every", False)]
+    ("key", "differs"),
+    [("seed", True), ("train.val-every", True), ("data.dir", False), ("log.every", False)],
 )
 def test_ranks_of_different_configs_do_not_start(
     key: str, differs: bool, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Where the data lies may differ between machines, and what is printed. A step of validation may not: the
-    collectives would differ."""
+    """Where the data lies may differ between machines, and what is printed. A step of validation
+    may not: the collectives would differ."""
     value = {"seed": "77", "train.val-every": "5", "data.dir": "elsewhere", "log.every": "3"}[key]
     theirs = load_config(tiny_config, [f"--{key}", value])
     state = build(tiny_config)
     monkeypatch.setattr(
-        World, "gather_objects", lambda world, value: [value, theirs if value is state.config else value]
+        World,
+        "gather_objects",
+        lambda world, value: [value, theirs if value is state.config else value],
     )
     with one_line(state.config.run_dir, "different configs or data") if differs else nullcontext():
         train.start_or_resume(state)
     assert state.config.run_dir.exists() != differs
 
 
-def test_an_evaluation_says_that_p_was_still_rising(tiny_config: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_evaluation_says_that_p_was_still_rising(
+    tiny_config: Path, capsys: pytest.CaptureFixture[str]
+):
     flags = [*LSSAR, "--attention.reweight-p-warmup", "11"]
     folder = run(tiny_config, *flags)
     capsys.readouterr()
@@ -173,7 +189,10 @@ def test_random_numbers_go_on(tiny_config: Path):
 def test_a_file_of_ones_own_is_the_same_on_resume(tiny_config: Path, own_file: Path, capsys):
     options = ["--attention.normaliser", f"{own_file}:Mine"]
     folder = run(tiny_config, *options)
-    assert load_model(folder).config.attention.definition.name == "mine" and not capsys.readouterr().err
+    assert (
+        load_model(folder).config.attention.definition.name == "mine"
+        and not capsys.readouterr().err
+    )
     own_file.write_text(own_file.read_text().replace("0.5", "0.7"))
     load_model(folder)
     assert (
@@ -184,7 +203,9 @@ def test_a_file_of_ones_own_is_the_same_on_resume(tiny_config: Path, own_file: P
         run(tiny_config, *options)
 
 
-def test_other_code_of_a_registered_normaliser_is_reported(tiny_config: Path, own_file: Path, capsys):
+def test_other_code_of_a_registered_normaliser_is_reported(
+    tiny_config: Path, own_file: Path, capsys
+):
     find_normaliser(f"{own_file}:Mine")  # registers it
     options = ["--attention.normaliser", "mine"]
     path = find_checkpoints(run(tiny_config, *options))[0]
@@ -195,4 +216,5 @@ def test_other_code_of_a_registered_normaliser_is_reported(tiny_config: Path, ow
     inspect.getsource.cache_clear()  # type: ignore[attr-defined]  # conftest.py
     run(tiny_config, *options)
     assert capsys.readouterr().err == f"warning: mine is not as it was when {path} was trained\n"
-    assert state.to_checkpoint()["data"] == load_checkpoint(path)["data"]  # not of code edited since
+    # not of code edited since
+    assert state.to_checkpoint()["data"] == load_checkpoint(path)["data"]

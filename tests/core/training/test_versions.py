@@ -62,7 +62,9 @@ def test_a_key_that_is_gone_is_dropped_with_its_default_only(old_run: Path):
     content["config"]["data"]["document_mask"] = False
     torch.save(content, path)
     text = (old_run / "config.toml").read_text()
-    (old_run / "config.toml").write_text(text.replace("[data]\n", "[data]\ndocument_mask = false\n"))
+    (old_run / "config.toml").write_text(
+        text.replace("[data]\n", "[data]\ndocument_mask = false\n")
+    )
     assert load_config(old_run / "config.toml").data == load_model(path).config.data
     resume(old_run)
     assert metrics(old_run, "loss") == pytest.approx(LOSSES, rel=1e-5)
