@@ -75,13 +75,35 @@ def read_windows(
 
     The tokens, in order, are the same for every T. `val_windows` says how many are for validation.
     """
-    tokens = stream.read(first * seq_len, count * seq_len + 1)
-    x = tokens[:-1].reshape(-1, seq_len)  # (count * T + 1,) -> (count, T)
-    y = tokens[1:].reshape(-1, seq_len).copy()  # a copy: else x and y would share memory
+    x, y = read_targets(stream, first * seq_len, count * seq_len)
+    return x.reshape(-1, seq_len), y.reshape(-1, seq_len)  # (count * T,) -> (count, T)
+
+
+def read_targets(stream: TokenStream, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """`count` tokens from token `start` of the endless stream, and what each is to predict.
+
+    Returns x, y, both (count,) int64; y is x one token later, -100 where the mask is 0.
+    """
+    tokens = stream.read(start, count + 1)
+    x = tokens[:-1]
+    y = tokens[1:].copy()  # else x and y would share memory
     if stream.mask is not None:
-        counts = stream.mask.read(first * seq_len + 1, count * seq_len).reshape(-1, seq_len)
-        y[counts == 0] = IGNORED
+        y[stream.mask.read(start + 1, count) == 0] = IGNORED
     return x, y
+
+
+def document_blocks(stream: TokenStream, length: int) -> list[tuple[int, int]]:
+    """One block a document, at its end: (start, number of the document) for `read_targets`.
+
+    A block is of `length` targets, the last `length` tokens of its document; a shorter document,
+    `<|endoftext|>` before it not counted, has none. Documents are counted from 0 in the order of
+    the stream. Tokens before the first `<|endoftext|>` are no document.
+    """
+    starts = stream.document_starts()
+    ends = np.append(starts[1:], stream.n_tokens)
+    has_block = ends - starts > length
+    # the last target is the token before `end`, so the first input is `length` before that
+    return [(int(ends[i]) - 1 - length, int(i)) for i in np.flatnonzero(has_block)]
 
 
 @lru_cache(maxsize=1)  # 40 MB and 0.4 s for the 10^7 windows of 10^10 tokens at T = 1024

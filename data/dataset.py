@@ -251,6 +251,14 @@ class TokenStream:
             n_read += len(part)
         return tokens
 
+    def document_starts(self) -> np.ndarray:
+        """The place of each `<|endoftext|>`, which precedes a document: (documents,) int64."""
+        starts = [np.empty(0, np.int64)]
+        for begin, shard in zip(self._starts, self.shards, strict=False):
+            starts.append(begin + np.flatnonzero(shard == self.eot))
+            release_pages(shard)
+        return np.concatenate(starts)
+
     @property
     def fingerprint(self) -> str:
         """Identifies the stream: its sha256 from dataset.json, else one of its shards'

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from data.dataset import HOW_TO_PREPARE, INFO_NAME, TokenStream, dataset_info
-from data.shards import SHARD_NAME, release_pages
+from data.shards import SHARD_NAME
 from infra.cli import ArgumentParser, UserError, run_main
 
 LONG = (1024, 4096, 16384)  # tokens; documents of at least these lengths are counted
@@ -31,13 +31,7 @@ def document_lengths(stream: TokenStream) -> np.ndarray:
     """The length of each document that begins in a split, (documents,) int64. The last one ends
     with it.
     """
-    starts = [np.empty(0, np.int64)]
-    position = 0
-    for shard in stream.shards:
-        starts.append(position + np.flatnonzero(shard == stream.eot))
-        position += len(shard)
-        release_pages(shard)
-    return np.diff(np.concatenate(starts), append=position)
+    return np.diff(stream.document_starts(), append=stream.n_tokens)
 
 
 def print_lengths(folder: Path) -> None:

@@ -11,7 +11,13 @@ import pytest
 from conftest import one_line, write_dataset, write_shard
 
 from data import batches, dataset
-from data.batches import read_windows, train_batch, val_windows
+from data.batches import (
+    document_blocks,
+    read_targets,
+    read_windows,
+    train_batch,
+    val_windows,
+)
 from data.dataset import TokenStream, dataset_info
 from data.shards import open_shard
 
@@ -341,3 +347,21 @@ def test_too_short_for_one_window(stream: TokenStream) -> None:
     ):
         with one_line(stream.folder, "101 tokens", "window of length 101"):
             call()
+
+
+@pytest.mark.parametrize("shard_size", [6, 100])
+def test_one_block_at_the_end_of_each_long_document(tmp_path: Path, shard_size: int) -> None:
+    """After the end of another document; as long as the block, shorter, empty, the last one."""
+    lengths = [5, 4, 0, 11, 3, 6]
+    tokens = [9, 9]  # of a document that began before
+    for number, length in enumerate(lengths):
+        tokens += [256, *(10 * number + i for i in range(length))]
+    stream = TokenStream(write_dataset(tmp_path, {"val": tokens}, shard_size), "val")
+    blocks = document_blocks(stream, 5)
+    assert [number for _, number in blocks] == [0, 3, 5]
+    for start, number in blocks:
+        x, y = read_targets(stream, start, 5)
+        last = range(10 * number + lengths[number] - 5, 10 * number + lengths[number])
+        assert y.tolist() == list(last)
+        assert x.tolist() == [256 if lengths[number] == 5 else last[0] - 1, *last[:-1]]
+    assert document_blocks(stream, 12) == []
