@@ -84,8 +84,7 @@ eval_length.py: min(args.lengths[0], *( => max(args.lengths[0], *(
 eval_length.py: blocks.n_skipped + block, 1 => block, 1
 evals/common.py: .sum(1).cumsum() => .sum(1)
 evals/common.py: read(self.n_skipped * self.longest, => read(0,
-evals/common.py: config.optimizer.lr, step, script => config.optimizer.lr, config.train.max_steps, script
-eval_length.py: / n_same - same_targets) => / n_same - same_targets.mean())
+eval_length.py: / n_same - same_targets => / n_same - same_targets.mean()
 evals/common.py: values.std().item() => values.std(correction=0).item()
 evals/common.py: range(world.rank, n_items, world.size) => range(world.rank, n_items - 1, world.size)
 # tests/core/test_sweep.py
