@@ -65,7 +65,6 @@ def attend(
     spans: Sequence[tuple[int, int]] | None = None,
     p: int | None = None,
     signals: Tensor | None = None,
-    place: Tensor | None = None,
 ) -> Tensor:
     """Causal attention: layer.weights(q, k) @ v, RMS-normalised per head where the formula has
     output_norm.
@@ -81,8 +80,6 @@ def attend(
         p: a bound on the layer's reweight_p, as while it rises; None: no bound.
         signals: (B, H, Tk, S) of all keys, from `layer.read`, for formulas that read the layer's
         input.
-        place: (1,) int64, where the only query is among the keys, in a CUDA graph; None: it is the
-        last.
     Returns:
         (B, H, Tq, D) in v's type. Scores and weights are float32 (float64 for float64 inputs).
     Raises:
@@ -110,14 +107,10 @@ def attend(
                 )
         return out
     run = engine.run
-    if place is not None:
-        run = load_engine("dense").run
-    elif q.shape[-2] == 1 and (
-        engine.name in COMPILED or (engine.name == "sdpa" and layer.by_place)
-    ):
+    if q.shape[-2] == 1 and (engine.name in COMPILED or (engine.name == "sdpa" and layer.by_place)):
         run = load_engine("rows").run  # without a compiled form or a mask for each length
     with torch.autocast(q.device.type, enabled=False):
-        out = run(q, k, v, layer, layer.context(q, k, normed, p, signals, place))
+        out = run(q, k, v, layer, layer.context(q, k, normed, p, signals))
     if layer.definition.output_norm:
         out = F.rms_norm(out, out.shape[-1:], eps=OUTPUT_NORM_EPS)
     return out

@@ -30,9 +30,6 @@ class KVCache:
     inference.
     """
 
-    # (1,) int64: of the one token that a CUDA graph adds, in `length`'s place
-    place: Tensor | None = None
-
     def __init__(self, n_layer: int, max_length: int) -> None:
         self.max_length = max_length
         self.length = 0  # advanced by GPT once all layers have appended
@@ -43,10 +40,6 @@ class KVCache:
         """Store (B, heads, T, size) each behind the positions present; return each with all
         positions.
         """
-        if self.place is not None:
-            for held, part in zip(self.held[layer], parts, strict=True):
-                held.index_copy_(2, self.place, part)
-            return self.held[layer]
         end = self.length + parts[0].shape[2]
         if end > self.max_length:
             raise ValueError(
@@ -179,11 +172,9 @@ class Attention(nn.Module):
         p: int | None = None,
     ) -> Tensor:
         q, k, v, signals = self.project(x, cos, sin, cache, normed=True)
-        options: dict[str, Any] = (
-            {} if cache is None else {"spans": cache.spans, "place": cache.place}
-        )
+        spans = None if cache is None else cache.spans
         y = attend(
-            q, k, v, self.normaliser, self.engine, normed=True, p=p, signals=signals, **options
+            q, k, v, self.normaliser, self.engine, normed=True, spans=spans, p=p, signals=signals
         )
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
@@ -302,8 +293,7 @@ class GPT(nn.Module):
         """
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[1]
-        place = None if cache is None else cache.place
-        positions = torch.arange(start, stop, device=tokens.device) if place is None else place
+        positions = torch.arange(start, stop, device=tokens.device)
         train_len = self.config.train.seq_len
         tables: dict[tuple[int, float, float, bool], tuple[Tensor, Tensor]] = {}
         by_layer = []
@@ -338,7 +328,7 @@ class GPT(nn.Module):
         x = self.embed(tokens)  # (B, T, C)
         for block, (cos, sin) in zip(self.blocks, self.rope(tokens, rope, cache), strict=True):
             x = block(x, cos, sin, cache, p)
-        if cache is not None and cache.place is None:
+        if cache is not None:
             cache.length += tokens.shape[1]
         return self.final_norm(x)
 

@@ -60,7 +60,6 @@ def parse_args() -> argparse.Namespace:
     add("--seed", type=integer(0, 2**63 - 1), default=0, help="of the first prompt (default: 0)")
     add("--rope", choices=get_args(RopeKind), default="none", help="RoPE scaling (default: none)")
     add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
-    add("--graph", action="store_true", help="compute each token as a CUDA graph")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     args = parser.parse_args()
     if not 0 <= args.temperature <= 1e30:
@@ -105,7 +104,6 @@ def sample_tokens(
             generator=torch.Generator(device).manual_seed(seed),
             rope=args.rope_scaling,
             n_vocab=tokenizer.n_vocab,
-            graph=args.graph,
         ):
             running &= new[:, 0] != tokenizer.eot_token
             if not running.any():

@@ -3,7 +3,6 @@
     ./demo.sh                                            # trains the two runs that are the default
     python -m benchmarks.generate
     python -m benchmarks.generate runs/softmax runs/lssar --lengths 16384
-    python -m benchmarks.generate runs/softmax runs/lssar --graph      # as `sample.py --graph` does
 
 The cache holds validation text of the first run's dataset: how many weights of a row are 0 is a
 property of trained models. Times (on a CPU: CPU time) are medians over the fastest quarter of the
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 
 from evals.common import open_validation
-from generation import record_step
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from model import GPT, KVCache
 from positions import RopeScaling
@@ -33,7 +31,7 @@ RUNS = ["runs/demo_softmax", "runs/demo_lssar"]
 class NextToken:
     """A model with all but the last token of a text (1, n + 1) in its cache."""
 
-    def __init__(self, model: GPT, text: Tensor, graph: bool = False) -> None:
+    def __init__(self, model: GPT, text: Tensor) -> None:
         if not model.cacheable:
             raise UserError(
                 f"{model.config.name}: has no KV cache, as its weights depend on all keys"
@@ -43,10 +41,8 @@ class NextToken:
         self.n = text.shape[1] - 1
         self.rope = RopeScaling("ntk", length=self.n + 1)
         self.cache = KVCache(model.config.model.n_layer, self.n + 1)
-        self.place = torch.full_like(self.token[0], self.n)
         with torch.no_grad(), model.autocast():
             model.hidden(text[:, :-1], self.rope, self.cache)
-            self.recorded = record_step(model, self.rope, self.cache, self.token) if graph else None
 
     @torch.no_grad()
     def milliseconds(self) -> float:
@@ -55,7 +51,7 @@ class NextToken:
         """
         clock = time.perf_counter if self.token.is_cuda else time.process_time
         with self.model.autocast():
-            self.step()  # autocast casts the weights in a text's first step alone, but for a graph
+            self.step()  # autocast casts the weights in a text's first step alone
             if self.token.is_cuda:
                 torch.cuda.synchronize()
             time.sleep(0.003)
@@ -66,9 +62,6 @@ class NextToken:
             return 1000 * (clock() - start)
 
     def step(self) -> None:
-        if self.recorded is not None:
-            self.recorded(self.token, self.place)
-            return
         self.model.logits(self.model.hidden(self.token, self.rope, self.cache))
         self.cache.length = self.n
 
@@ -96,14 +89,11 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=positive_int, default=200, help="turns at each length (200)"
     )
-    parser.add_argument("--graph", action="store_true", help="time the token as a CUDA graph")
     parser.add_argument(
         "--data", metavar="DIR", help="dataset folder (default: that of the first run)"
     )
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if args.graph and device.type == "cpu":
-        raise UserError("--graph: expected a CUDA device")
     models = [load_model(Path(run), device).model for run in args.runs]
     stream = open_validation(models[0].config, args.data)
     for model in models:
@@ -116,7 +106,7 @@ def main() -> None:
     print("|---:|---|---:|---:|---:|")
     for n in args.lengths:
         text = torch.from_numpy(stream.read(0, n + 1).astype("int64"))[None].to(device)
-        tokens = [NextToken(model, text, args.graph) for model in models]
+        tokens = [NextToken(model, text) for model in models]
         turns = [[token.milliseconds() for token in tokens] for _ in range(args.repeats + 2)]
         turns = sorted(turns, key=sum)[: max(1, args.repeats // 4)]
         for i, (model, token) in enumerate(zip(models, tokens, strict=True)):

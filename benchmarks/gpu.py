@@ -8,8 +8,8 @@ attention    65,536 tokens in 768 dimensions (12 heads of 64, or 6 of 128), caus
              F.scaled_dot_product_attention on FlashAttention-2 and on cuDNN, timed right after each
              case.
 step         a compiled training step of a config (forward, backward, AdamW), 32 sequences of 1,024 tokens.
-decode       one more token after n cached ones, batch 1, as generation.py runs it, without and with its CUDA
-             graph. The models are not trained.
+decode       one more token after n cached ones, batch 1, as generation.py runs it. The models are not
+             trained.
 
 Several processes compile the kernels before the first row. A row is appended to runs/gpu/rows.jsonl
 when it is measured. If the environment variable GPU_ROWS names a folder, the file is copied there
@@ -219,12 +219,7 @@ def make_model(bench: Bench, name: str, length: int) -> GPT:
 def decode_row(bench: Bench, name: str, n: int) -> Row:
     model = make_model(bench, name, min(n, 1024))
     text = torch.randint(model.config.model.vocab_size, (1, n + 1), device=bench.device)
-    row = {"ms": median_token(NextToken(model, text))}
-    return (
-        row
-        if bench.smoke
-        else row | {"ms recorded": median_token(NextToken(model, text, graph=True))}
-    )
+    return {"ms": median_token(NextToken(model, text))}
 
 
 def median_token(token: NextToken) -> float:

@@ -1,7 +1,5 @@
-"""The dense engine: the definition, with the whole (Tq, Tk) matrix in memory.
-
-For tests, diagnostics and steps of generation that are recorded.
-"""
+"""The dense engine: the definition, with the whole (Tq, Tk) matrix in memory. For tests and
+diagnostics."""
 
 import torch
 from torch import Tensor

@@ -185,9 +185,13 @@ class NormaliserLayer(nn.Module):
         return (q * (factor * unit)).to(dtype), k.to(dtype)
 
     def context(
-        self, q: Tensor, k: Tensor, normed: bool = False, p: int | None = None, signals: Tensor | None = None,
-        place: Tensor | None = None,
-    ) -> RowContext:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        normed: bool = False,
+        p: int | None = None,
+        signals: Tensor | None = None,
+    ) -> RowContext:
         """The `RowContext` of queries (..., Tq, D), the last of the Tk positions, of `attend`'s
         arguments.
         """
@@ -196,7 +200,7 @@ class NormaliserLayer(nn.Module):
         dtype = torch.promote_types(q.dtype, torch.float32)
         if n_queries > n_keys:
             raise ValueError(f"{n_queries} queries for {n_keys} keys: expected at most as many")
-        rows = slice(n_keys - n_queries, None) if place is None else place
+        rows = slice(n_keys - n_queries, None)
         index = torch.arange(n_keys, dtype=dtype, device=q.device)[rows, None]
         n = (index + 1).clamp_max(self.window or n_keys)
         p = self.reweight_p if p is None else min(p, self.reweight_p)

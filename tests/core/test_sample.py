@@ -1,19 +1,17 @@
 """sample.py and the generation in model.py: the KV cache against no cache, for every normaliser."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from attention_cases import each_case, each_name, position_of
-from conftest import one_line, save_run, slow
-from test_model import LSSAR, make_gpt, random_tokens
-from torch.fx.experimental.proxy_tensor import make_fx
+from attention_cases import each_name, position_of
+from conftest import save_run
+from test_model import make_gpt, random_tokens
 
 import generation
 import sample
 from data.tokenizer import get_tokenizer
-from generation import generate, record_step
+from generation import generate
 from infra.cli import UserError
 from model import GPT, KVCache
 from positions import RopeScaling
@@ -46,87 +44,6 @@ def test_cached_logits_equal_uncached(cfg):
         assert error <= 1e-4
     else:  # its rows depend on the number of all keys: this is why generate() does not cache it
         assert error > 1e-3
-
-
-@pytest.fixture
-def trace(monkeypatch):
-    """A trace in the place of a CUDA graph: both repeat operations, which may not hold the first
-    place.
-    """
-
-    def record(step, args):
-        trace = make_fx(step)(*args)
-        # a tensor of a list, say, which is copied from the host
-        assert "lift_fresh" not in trace.code
-        return trace
-
-    monkeypatch.setattr("torch.cuda.make_graphed_callables", record)
-
-
-def check_recorded_step(gpt: GPT) -> None:
-    """A recorded step's logits at each place are those of the whole sequence."""
-    device = gpt.embedding.weight.device
-    tokens, rope = random_tokens(2, 16).to(device), RopeScaling("ntk", length=16)
-    cache = KVCache(gpt.config.model.n_layer, 16)
-    with torch.no_grad():
-        expected = gpt(tokens, rope=rope)
-        gpt.hidden(tokens[:, :7], rope, cache)
-        step = record_step(gpt, rope, cache, tokens[:, 6:7])
-        logits = [
-            step(tokens[:, i : i + 1], torch.tensor([i], device=device)).clone()
-            for i in range(7, 16)
-        ]
-    assert (torch.stack(logits, dim=1) - expected[:, 7:]).abs().max() <= 1e-4
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        *slow({"attention": LSSAR, "n_kv_head": 1}),
-        {"attention": LSSAR, "position": "pope", "attention_gate": True},
-        *slow({"attention": {"normaliser": "norm_softmax"}, "position": "alibi"}),
-        {"attention": {"normaliser": "fox"}, "position": "none"},
-        {"window": 5, "key_shift": True},
-    ],
-    ids=str,
-)
-@pytest.mark.usefixtures("trace")
-def test_a_recorded_step_is_that_of_any_place(model):
-    check_recorded_step(make_gpt(**{"std": 0.2, "seq_len": 8} | model))
-
-
-@pytest.mark.usefixtures("trace")
-def test_generation_in_a_graph(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    gpt, prompt = make_gpt(LSSAR, std=0.2), random_tokens(2, 6)
-    options: dict[str, Any] = {"temperature": 0, "rope": RopeScaling("ntk")}
-    before = prompt.clone()
-    for n_new in (1, 2, 12):
-        assert torch.equal(
-            generate(gpt, prompt, n_new, graph=True, **options),
-            generate(gpt, prompt, n_new, **options),
-        )
-    assert torch.equal(prompt, before)
-    with one_line("CUDA graph", "expected CUDA, and a normaliser with a KV cache"):
-        generate(make_gpt({"normaliser": "sigmoid", "bias": "log_len"}), prompt, 2, graph=True)
-
-
-def test_no_graph_without_a_gpu():
-    with one_line("CUDA graph on cpu: expected CUDA"):
-        generate(make_gpt(), random_tokens(2, 6), 2, graph=True)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("trace")
-@each_case
-def test_a_recorded_step_of_each_normaliser(cfg):
-    gpt = make_gpt(cfg.model_dump(), seq_len=16, std=0.2, position=position_of(cfg.normaliser))
-    if not gpt.cacheable:
-        pytest.skip("no KV cache")
-    if "entmax" not in cfg.normaliser:
-        return check_recorded_step(gpt)
-    with one_line("cannot be recorded as a CUDA graph: "):  # its loop ends when all rows are done
-        check_recorded_step(gpt)
 
 
 def test_a_batch_equals_its_rows():

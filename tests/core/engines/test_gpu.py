@@ -4,12 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import FOX_SHAPES, GATE_TOLERANCE, fox_errors
-from test_model import make_gpt, random_tokens
-from test_sample import check_recorded_step
 
 from attention import attend, make_normaliser
 from engines.self_check import TOLERANCE, engine_error
-from generation import generate
 from schema import AttentionConfig
 
 pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
@@ -58,22 +55,6 @@ def test_a_rising_power_is_that_of_its_own_kernel(p):
 @pytest.mark.parametrize("head_dim", [32, 80, 128, 256])
 def test_triton_head_sizes(head_dim):
     assert error_of(triton_engine, LSSAR, head_dim, torch.bfloat16) <= TOLERANCE[torch.bfloat16]
-
-
-@pytest.mark.parametrize(
-    "options", [{}, LSSAR, {"normaliser": "norm_softmax"}, {"normaliser": "fox"}], ids=str
-)
-def test_a_recorded_step_is_that_of_any_place(options):
-    gpt = make_gpt(options, std=0.2).to(CUDA)
-    gpt.choose_engine()
-    check_recorded_step(gpt)
-    prompt = random_tokens(2, 6).to(CUDA)
-    eager, recorded = (
-        generate(gpt, prompt, 10, temperature=0, graph=graph) for graph in (False, True)
-    )
-    assert torch.equal(eager, recorded)
-    with gpt.autocast():
-        assert generate(gpt, prompt, 10, temperature=0, graph=True).shape == (2, 16)
 
 
 @pytest.mark.parametrize("normaliser", ["fox", "wall"])
