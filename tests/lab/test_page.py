@@ -10,7 +10,6 @@ import pytest
 from infra.cli import UserError
 from lab.page import page
 from lab.report import RESULTS
-from lab.tables import CONFIGS
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
 
@@ -68,22 +67,3 @@ def test_a_folder_without_records(tmp_path):
     (tmp_path / "notes.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(UserError, match=r"notes.jsonl: expected the records of a scale"):
         page(tmp_path)
-
-
-def test_readme_recommends_with_the_numbers_of_the_tables():
-    """The differences to softmax at 1x and 16x, of scale A and, if it was run there, of B."""
-    scales = (RESULTS / "README.md").read_text(encoding="utf-8").partition("## Synthetic recall")[0]
-    tables = scales.splitlines()
-    readme = (CONFIGS.parent / "README.md").read_text(encoding="utf-8").splitlines()
-    keys = {"ssmax_qk_norm": "sqrt_d_over_ln_L", "lssar_p15_warmup": "reweight_p_warmup"}
-    keys |= {"stick_breaking": '"stick_breaking"', "softmax_log_train_len": "log_train_len_n"}
-    keys |= {"hybrid_fox": "hybrid_fox.toml](configs", "window_32": "window = 32"}
-    for variant, key in keys.items():
-        rows = [line.split(" | ") for line in tables if line.startswith(f"| {variant} | n")]
-        a, *b = (row[11:13] for row in rows if len(row) in (14, 15))
-        (recommended,) = (
-            line.split(" | ")[2:4] for line in readme if line.startswith("| ") and key in line
-        )
-        for i, cell in enumerate(recommended):
-            ends = [differences[i].split()[0].replace("-", "−") for differences in (a, *b)]
-            assert cell == " / ".join(ends if b else [*ends, "–"])
