@@ -1,9 +1,8 @@
 """Continue prompts with a trained model, with a KV cache.
 
     python sample.py runs/demo_lssar --prompt "def "
-    python sample.py runs/demo_softmax --prompt "class " "import " --samples 3 --tokens 100 --top-p
-    0.9 python sample.py runs/demo_lssar --prompt-file start.py --tokens 4000 --rope ntk
-    --temperature 0
+    python sample.py runs/demo_softmax --prompt "class " "import " --samples 3 --top-p 0.9
+    python sample.py runs/demo_lssar --prompt-file a.py --tokens 4000 --rope ntk --temperature 0
 
 Prints each prompt and its continuation up to the end of the document, token by token. Several texts
 appear each under a line that names it, the samples of a prompt once they are complete.

@@ -5,8 +5,7 @@
     python sweep.py configs/lssar_paper/figure2_lssa.toml --index $SLURM_ARRAY_TASK_ID   # only one of them
     python sweep.py configs/lssar_paper/*.toml --list                   # names and states of the runs
     python sweep.py configs/comparison/A/*.toml --jobs 2                # two at a time, half the cores each
-    python sweep.py configs/lssar_paper/table4_*.toml --base configs/comparison/A.toml # at another
-    scale
+    python sweep.py configs/lssar_paper/table4_*.toml --base configs/comparison/A.toml  # smaller
 
 Each run is `train.py CONFIG ...` in its folder <log.dir>/<file>_<key>=<value>, then eval_length.py
 on it with NTK-scaled RoPE (eval_length.json), without scaling (eval_length_none.json) and, if its

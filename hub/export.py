@@ -5,9 +5,9 @@
     python -m hub.export runs/softmax exported/softmax                     # GPT-NeoX or Llama, where exact
     hf upload user/lssar exported/lssar                                    # to the Hugging Face hub
 
-    model = transformers.AutoModelForCausalLM.from_pretrained("exported/lssar",
-    trust_remote_code=True) tokenizer = transformers.AutoTokenizer.from_pretrained("exported/lssar",
-    trust_remote_code=True)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model = AutoModelForCausalLM.from_pretrained("exported/lssar", trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained("exported/lssar", trust_remote_code=True)
 
 Needs `pip install -r requirements-hub.txt`. Who loads the folder needs torch, transformers and
 pydantic. A softmax model with layernorm and gelu, or with rmsnorm and swiglu, is written as

@@ -4,8 +4,7 @@
     from schema import AttentionConfig
 
     register("lssar", AttentionConfig(normaliser="lssa", reweight_p=15))
-    model = AutoModelForCausalLM.from_pretrained("any Llama, Qwen3, GPT-NeoX",
-    attn_implementation="lssar")
+    model = AutoModelForCausalLM.from_pretrained("any Llama", attn_implementation="lssar")
 
 For causal models that call transformers' AttentionInterface, with grouped-query heads, padding on
 the left or right (n counts real keys), dynamic and static caches. Positions, QK-norm and the scale

@@ -1,8 +1,8 @@
-"""Replace softmax in a pretrained model of transformers: loss by length before and after a short
+r"""Replace softmax in a pretrained model of transformers: loss by length before and after a short
 fine-tuning.
 
-    python -m lab.replace MODEL --train-text a.txt --val-text b.txt --normaliser ssmax --scale-init
-    auto
+    python -m lab.replace MODEL --train-text a.txt --val-text b.txt --normaliser ssmax \
+        --scale-init auto
     python -m lab.replace MODEL --train-text a.txt --val-text b.txt --normaliser softmax      # the control
     python -m lab.replace MODEL --val-text b.txt --steps 0 --normaliser lssa --reweight-p 15
 
