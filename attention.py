@@ -87,7 +87,7 @@ def attend(
         ValueError: no such engine; q has not the layer's heads and head size, or more queries than
         keys.
     """
-    heads = (layer.n_head, layer.head_dim * (2 if layer.position == "pope" else 1))
+    heads = (layer.n_head, layer.head_dim)
     if (q.shape[1], q.shape[3]) != heads:
         raise ValueError(f"q of shape {tuple(q.shape)}: expected (B, {heads[0]}, Tq, {heads[1]})")
     if isinstance(engine, str):

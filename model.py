@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from attention import ChosenEngine, attend, choose_engine, make_normaliser
 from normalisers.adaptive import AdaptiveSoftmax
 from normalisers.layer import NormaliserLayer
-from positions import UNSCALED, RopeScaling, apply_pope, apply_rope, rope_tables
+from positions import UNSCALED, RopeScaling, apply_rope, rope_tables
 from schema import Config, Engine, ModelConfig, TrainConfig
 
 INIT_STD = 0.02
@@ -89,10 +89,6 @@ class Attention(nn.Module):
         self.has_rope = m.rotating > 0
         self.engine: ChosenEngine | Engine = "auto"  # chosen by GPT
         self.qkv = make_linear(m.n_embd, (m.n_head + 2 * m.kv_heads) * m.head_dim, m.bias)
-        # PoPE's delta, a vector for the optimiser: in [-2 pi, 0], beyond which it has no gradient.
-        self.delta = (
-            nn.Parameter(torch.zeros(m.kv_heads * m.head_dim)) if m.position == "pope" else None
-        )
         self.key_shift = nn.Parameter(torch.zeros(m.kv_heads)) if m.key_shift else None
         self.normaliser = make_normaliser(
             config.attention,
@@ -125,15 +121,11 @@ class Attention(nn.Module):
         # copy.
         parts = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
         q, k, v = (part.transpose(1, 2) for part in parts)  # (B, heads, T, D)
-        if self.delta is not None:
-            delta = self.delta.clamp(-2 * math.pi, 0).view(self.n_kv_head, 1, self.head_dim)
-            q = apply_pope(q, cos, sin)
-            k = apply_pope(k, cos, sin, delta)
         if normed:
             q = self.normaliser.norm_heads(q)
             if self.key_shift is None:
                 k = self.normaliser.norm_heads(k)
-        if self.delta is None and self.has_rope:
+        if self.has_rope:
             q = apply_rope(q, cos, sin)
             k = apply_rope(k, cos, sin)
         signals = self.normaliser.read(x)
@@ -295,18 +287,24 @@ class GPT(nn.Module):
         stop = start + tokens.shape[1]
         positions = torch.arange(start, stop, device=tokens.device)
         train_len = self.config.train.seq_len
-        tables: dict[tuple[int, float, float, bool], tuple[Tensor, Tensor]] = {}
+        tables: dict[tuple[float, float, bool], tuple[Tensor, Tensor]] = {}
         by_layer = []
         for block, of_layer in zip(self.blocks, self.layer_configs, strict=True):
             m = of_layer.model
-            size = 2 * m.head_dim if m.position == "pope" else m.head_dim
             amplified = (
                 scaling.kind != "yarn" or block.attention.normaliser.definition.scores != "cosine"
             )
-            kind = (size, m.rope_theta, m.rotating, amplified)
+            kind = (m.rope_theta, m.rotating, amplified)
             if kind not in tables:
                 tables[kind] = rope_tables(
-                    size, stop, m.rope_theta, scaling, train_len, positions, m.rotating, amplified
+                    m.head_dim,
+                    stop,
+                    m.rope_theta,
+                    scaling,
+                    train_len,
+                    positions,
+                    m.rotating,
+                    amplified,
                 )
             by_layer.append(tables[kind])
         return by_layer
@@ -452,9 +450,7 @@ class GPT(nn.Module):
         attention = 0.0
         for of_layer in self.layer_configs:
             window = min(of_layer.model.window or seq_len, seq_len)
-            # its q and k are twice as wide
-            pope = 1.5 if of_layer.model.position == "pope" else 1.0
-            attention += pope * 12 * (window - window**2 / (2 * seq_len)) * m.n_embd
+            attention += 12 * (window - window**2 / (2 * seq_len)) * m.n_embd
             if isinstance(of_layer.attention.definition, AdaptiveSoftmax):
                 attention += 3 * 2 * 2 * m.head_dim * m.n_embd
         return 6.0 * weights + attention

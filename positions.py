@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from infra.cli import UserError
@@ -191,20 +190,3 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`apply_rope` in real numbers: torch.compile does not compile complex ones."""
     a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, H, T, D/2)
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
-
-
-def apply_pope(x: Tensor, cos: Tensor, sin: Tensor, phase: Tensor | None = None) -> Tensor:
-    """softplus(x_c) at the angle m w_c + phase_c: PoPE (Gopalakrishnan et al. 2025, arXiv
-    2509.10534).
-
-    With phase = delta on the keys alone q.k is sum_c softplus(q_c) softplus(k_c) cos((i - j) w_c -
-    delta_c).
-
-    x (B, H, T, D), phase (H, 1, D), cos and sin (T, D) of `rope_tables` for heads of 2 D.
-    Returns (B, H, T, 2 D) in x's dtype, computed in float32.
-    """
-    if phase is not None:
-        turn = phase.float()
-        cos, sin = cos * turn.cos() - sin * turn.sin(), sin * turn.cos() + cos * turn.sin()
-    size = F.softplus(x.float())
-    return torch.cat((size * cos, size * sin), dim=-1).to(x.dtype)

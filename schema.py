@@ -61,9 +61,9 @@ class ModelConfig(Section):
     key_shift: bool = key(
         False, "Mix a learned share of the key before into each (Olsson et al. 2022)."
     )
-    position: Literal["rope", "p_rope", "pope", "none", "alibi"] = key(
+    position: Literal["rope", "p_rope", "none", "alibi"] = key(
         "rope",
-        "p_rope: RoPE on the highest frequencies alone. pope: polar. alibi: a bias on the scores.",
+        "p_rope: RoPE on the highest frequencies alone. alibi: a bias on the scores.",
     )
     window: int = key(
         0, "The last keys that a query sees, its own included. 0: all.", ge=0, le=2**31
@@ -82,7 +82,7 @@ class ModelConfig(Section):
     @property
     def rotating(self) -> float:
         """The part of RoPE's frequencies that rotate."""
-        return {"rope": 1.0, "pope": 1.0, "p_rope": self.rope_fraction}.get(self.position, 0.0)
+        return {"rope": 1.0, "p_rope": self.rope_fraction}.get(self.position, 0.0)
 
     @property
     def heads(self) -> str:
@@ -327,9 +327,6 @@ class Config(Section):
         for key in ("optimizer.warmup_steps", "attention.reweight_p_warmup"):
             if attrgetter(key)(self) > max_steps:
                 problems.append((key, f"expected at most train.max_steps = {max_steps}"))
-        if self.attention.definition.decays_channels and self.model.rotating:
-            why = "channels that rotate as a pair would decay apart"
-            problems.append(("model.position", f"expected none or alibi: {why}"))
         if (
             self.optimizer.schedule == "wsd"
             and warmup_steps <= max_steps < warmup_steps + decay_steps

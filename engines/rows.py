@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normalisers.base import DECAY_ROWS, HIDDEN, RowContext, offset_and_scale, share_heads
+from normalisers.base import HIDDEN, RowContext, offset_and_scale, share_heads
 from normalisers.family import Phi, softplus
 from normalisers.layer import NormaliserLayer
 
@@ -86,8 +86,7 @@ class RowBlocks(torch.autograd.Function):
         dk, dv, *d_learned = (
             torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (k, v, *learned)
         )
-        by_channel = ctx.layer.definition.decays_channels
-        d_decay = None if decay is None or by_channel else torch.zeros_like(decay)
+        d_decay = None if decay is None else torch.zeros_like(decay)
         of_names = dict(zip(ctx.context.learned, learned, strict=True))
         context = replace(ctx.context, learned=of_names, decay=decay)
         delta = (do * out).sum(-1, keepdim=True)  # (B, H, Tq, 1)
@@ -95,9 +94,7 @@ class RowBlocks(torch.autograd.Function):
         for (batch, block, keys), saved in zip(
             query_blocks(q, k, ctx.layer), ctx.saved, strict=True
         ):
-            x, here, of_q, of_k, factors = block_scores(
-                q, k, ctx.layer, context, batch, block, keys
-            )
+            x, here, of_q, of_k = block_scores(q, k, ctx.layer, context, batch, block, keys)
             d_out = do[batch, :, block]
             d_weights = d_out @ v[batch, :, keys].mT
             if saved:
@@ -114,18 +111,11 @@ class RowBlocks(torch.autograd.Function):
                     if part is not None:
                         total += part
             dq[batch, :, block] = dx @ of_k
-            if factors:
-                dq[batch, :, block] *= factors[0]
-                dk[batch, :, keys] += (dx.mT @ of_q) * factors[1]
-            else:
-                _add_product(dk[batch, :, keys], dx.mT, of_q)
+            _add_product(dk[batch, :, keys], dx.mT, of_q)
             _add_product(dv[batch, :, keys], weights.detach().mT, d_out)
             if d_decay is not None:  # P_i - P_j is added to x_ij
                 d_decay[batch, :, keys] -= dx.sum(-2, dtype=decay.dtype)[..., None]
                 d_decay[batch, :, queries][:, :, block] += dx.sum(-1, dtype=decay.dtype)[..., None]
-        if by_channel:  # q_ic e^(P_ic) and k_jc e^(-P_jc) are all that P is in
-            d_decay = -(k * dk)
-            d_decay[:, :, queries] += q * dq
         return dq, dk, dv, d_decay, None, None, *d_learned
 
 
@@ -140,7 +130,6 @@ def query_blocks(
     n_batch, n_head, n_queries = q.shape[:3]
     n_keys = k.shape[-2]
     n_rows, budget = (64, 2**19) if q.device.type == "cpu" else (256, 2**26)
-    n_rows = DECAY_ROWS if layer.definition.decays_channels else n_rows
     for start in range(0, n_queries, n_rows):
         stop = min(start + n_rows, n_queries)
         last_key = n_keys - n_queries + stop
@@ -158,24 +147,18 @@ def block_scores(
     batch: slice,
     block: slice,
     keys: slice,
-) -> tuple[Tensor, RowContext, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """A block's scores, HIDDEN at hidden keys, its `RowContext`, q and k, and their factors, if
-    any.
-    """
+) -> tuple[Tensor, RowContext, Tensor, Tensor]:
+    """A block's scores, HIDDEN at hidden keys, its `RowContext`, q and k."""
     context = context.block(batch, block, keys)
     q, k = q[batch, :, block], k[batch, :, keys]
-    factors = context.decay_factors(q.dtype) if layer.definition.decays_channels else None
-    if factors:
-        q, k = q * factors[0], k * factors[1]
-    x = q @ k.mT  # (b, H, R, K)
-    x = x if factors else context.add_decay(x)
+    x = context.add_decay(q @ k.mT)  # (b, H, R, K)
     if not layer.window:  # only the last R keys are hidden from any row of the block
         n_rows = x.shape[-2]
         future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=x.device).triu(1)
         x[..., -n_rows:].masked_fill_(future, HIDDEN)
     else:
         x.masked_fill_(~context.visible(x), HIDDEN)
-    return x, context, q, k, factors
+    return x, context, q, k
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

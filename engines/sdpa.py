@@ -59,7 +59,7 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
         return f"{layer.label} has moments of all its scores, which a window or a bias changes"
     by_distance = layer.definition.overrides(Normaliser, "at_distance")
     is_curved = layer.position in BIASES and layer.position != "alibi"
-    if by_distance or is_curved or layer.definition.decays_channels:
+    if by_distance or is_curved:
         return f"{layer.label} has scores that depend on where the keys are"
     return ""
 
@@ -94,7 +94,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     if decay is not None:
         q, k = add_decay(q, share_heads(k, q), decay)
         v = share_heads(v, q)
-    if q.shape[-1] > head_dim:  # with PoPE, too; flash attention has one head size
+    if q.shape[-1] > head_dim:  # flash attention has one head size
         v = F.pad(v, (0, q.shape[-1] - head_dim))
     grouped = q.shape[1] != k.shape[1]
     if n_queries == n_keys and 0 < layer.window < n_keys:

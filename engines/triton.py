@@ -28,8 +28,8 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
     """Why this engine cannot run the layer there; "" if it can."""
     definition = layer.definition
     derives_weights = definition.is_softmax or not definition.overrides(Phi, "weights")
-    if layer.window or layer.position == "pope":
-        return f"{layer.label} has a window or pope's wider heads, which its kernels do not know"
+    if layer.window:
+        return f"{layer.label} has a window, which its kernels do not know"
     if layer.by_place or not derives_weights or getattr(definition, "sink", "none") != "none":
         return f"{layer.label} has no fused form"
     if definition.is_softmax and not layer.reweight_p:

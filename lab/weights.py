@@ -1,10 +1,10 @@
-"""A row's weights under every normaliser but ssmax_pn, fox and wall, for the same query and keys.
+"""A row's weights under every normaliser but ssmax_pn and fox, for the same query and keys.
 
     python -m lab.weights docs/weights.png
 
 The query sees n keys, all N(0, 1) in d = 64 dimensions, so that x = q.k / sqrt(d) is about N(0, 1).
 One key, 32 tokens back, has x = 6. Learned parameters have their initial values. ssmax_pn would be
-softmax with them. fox and wall read a layer's input, which there is none of here. The training
+softmax with them. fox reads a layer's input, which there is none of here. The training
 length is 1024. A panel shows the absolute weights by rank for n = 64 and n = 4096. Its title has
 that one key's weight at both.
 """

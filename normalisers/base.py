@@ -26,8 +26,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 UNIFORM_TOLERANCE = 1e-5  # of n max(A) - 1, below which a row counts as uniform
-DECAY_ROWS = 32  # rows whose decays share a reference: with `MIN_LOG_GATE` no factor exceeds e^42
-MIN_LOG_GATE = -2.5
 # the score of a hidden key: e^x is 0, and unlike -inf it times 0 is no NaN in a gradient
 HIDDEN = -1e30
 
@@ -46,7 +44,7 @@ class RowContext:
     learned: dict[str, Tensor] = field(default_factory=dict)  # name -> (H, 1, 1), p_n: (train_len,)
     # of the rows, for `factor`: (B, H, R, S) each
     signals: dict[str, Tensor] = field(default_factory=dict)
-    decay: Tensor | None = None  # (B, H, K, 1 or D) float64, see `Normaliser.key_decay`
+    decay: Tensor | None = None  # (B, H, K, 1) float64, see `Normaliser.key_decay`
     normed: bool = False  # q and k come from `NormaliserLayer.norm_heads`
 
     def block(self, batch: slice, rows: slice, keys: slice) -> RowContext:
@@ -63,20 +61,6 @@ class RowContext:
             return x
         of_rows = self.decay[:, :, self.place.squeeze(-1).long()]  # (B, H, R, 1)
         return x + (of_rows - self.decay.mT).to(x.dtype)
-
-    def decay_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """2^55 e^(P_i - P) of at most DECAY_ROWS rows, 2^-55 e^(P - P_j) of the keys, (B, H, R or
-        K, D).
-
-        P is `decay` at the first row. All are below e^42: products with small gradients stay normal
-        numbers.
-        """
-        assert self.decay is not None
-        of_rows = self.decay[:, :, self.place.squeeze(-1).long()]
-        first = of_rows[:, :, :1]
-        # keys after the rows are hidden
-        of_keys = exp((first - self.decay).to(dtype).clamp_max(80))
-        return exp((of_rows - first).to(dtype)) * 2.0**55, of_keys * 2.0**-55
 
     def visible(self, x: Tensor) -> Tensor:
         """(R, K) bool: the keys of x (..., K) that each row sees."""
@@ -177,8 +161,6 @@ class Normaliser(BaseModel):
     # Subtract the first key from all keys: softmax and sigma are invariant to a shift of a row's
     # scores, their rounding is not, most of all where keys are nearly equal.
     centre_keys: ClassVar[bool] = False
-    # `key_decay` is of each channel of q and k, not of the scores
-    decays_channels: ClassVar[bool] = False
 
     scores: Scores = Field(
         "dot", description="dot: q.k. cosine: q and k l2-normalised per head first."
@@ -227,11 +209,7 @@ class Normaliser(BaseModel):
         return {}
 
     def key_decay(self, signals: dict[str, Tensor]) -> Tensor | None:
-        """P (B, H, Tk, 1) float64. P_i - P_j is added to the score of query i and key j.
-
-        With `decays_channels` P is (B, H, Tk, D), the score sum_c q_ic k_jc e^(P_ic - P_jc), and P
-        falls by at most -MIN_LOG_GATE from one key to the next.
-        """
+        """P (B, H, Tk, 1) float64. P_i - P_j is added to the score of query i and key j."""
         return None
 
     def at_distance(self, x: Tensor, t: Tensor) -> Tensor:

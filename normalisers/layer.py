@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infra.cli import UserError
-from normalisers.base import DECAY_ROWS, HIDDEN, Normaliser, RowContext, reweight, share_heads
+from normalisers.base import HIDDEN, Normaliser, RowContext, reweight, share_heads
 from normalisers.family import Phi
 from positions import BIASES
 
@@ -94,14 +94,7 @@ class NormaliserLayer(nn.Module):
 
     def scores(self, q: Tensor, k: Tensor, context: RowContext) -> Tensor:
         """The scores (B, H, Tq, Tk) of prepared q and k, with `key_decay`, before `at_distance`."""
-        if not self.definition.decays_channels:
-            return context.add_decay(q @ k.mT)
-        parts = []
-        for start in range(0, q.shape[-2], DECAY_ROWS):
-            rows = slice(start, start + DECAY_ROWS)
-            of_rows, of_keys = context.block(slice(None), rows, slice(None)).decay_factors(q.dtype)
-            parts.append((q[:, :, rows] * of_rows) @ (k * of_keys).mT)
-        return torch.cat(parts, dim=2)
+        return context.add_decay(q @ k.mT)
 
     def row_weights(self, x: Tensor, context: RowContext) -> Tensor:
         """Scores (..., R, K), HIDDEN at hidden keys, to weights: the formula, then the

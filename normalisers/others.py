@@ -13,7 +13,6 @@ from torch import Tensor
 
 from normalisers.base import (
     HIDDEN,
-    MIN_LOG_GATE,
     Normaliser,
     RowContext,
     exp,
@@ -242,30 +241,6 @@ class FoX(Softmax, name="fox"):
 
     def key_decay(self, signals: dict[str, Tensor]) -> Tensor:
         return running_sum(F.logsigmoid(signals["forget"]).double())
-
-
-class Wall(Softmax, name="wall"):
-    """softmax(sum_c q_ic k_jc e^(P_ic - P_jc) / sqrt(d)), P_t = sum_{s <= t} ln sigmoid(W h_s + b).
-
-    h is the layer's input, c a channel of a head: forgetting attention with a gate for each
-    channel, there without positions (`model.position = "none"`). From Wall attention (Tilde
-    Research 2026, blog.tilderesearch.com/blog/wall-attn). b starts at 8, as in
-    fla-org/flash-linear-attention, against which the formula was checked. Here ln sigmoid is at
-    least -2.5: a channel keeps at least 8 % a token. Runs on rows and dense alone. A generated
-    token sums the gates of all keys anew.
-    """
-
-    decays_channels: ClassVar[bool] = True
-
-    gate_init: float = Field(
-        8.0, description="Of b. A channel keeps sigmoid(b) of a score a token at first."
-    )
-
-    def signals(self, head_dim: int) -> dict[str, list[float]]:
-        return {"gate": [self.gate_init] * head_dim} | super().signals(head_dim)
-
-    def key_decay(self, signals: dict[str, Tensor]) -> Tensor:
-        return running_sum(F.logsigmoid(signals["gate"]).clamp_min(MIN_LOG_GATE).double())
 
 
 class SoftmaxInverse(Normaliser, name="softmax_inverse"):

@@ -115,11 +115,6 @@ OPTIONS = [
 ]
 
 
-def position_of(normaliser: str) -> str:
-    """A `model.position` that the normaliser allows: Wall's channels must not rotate."""
-    return "none" if normaliser == "wall" else "rope"
-
-
 def case_id(options: dict[str, Any]) -> str:
     rest = [f"{key}={value}" for key, value in options.items() if key != "normaliser"]
     return " ".join([options["normaliser"], *rest]).replace(" ", "-")

@@ -11,7 +11,7 @@ too.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -267,15 +267,6 @@ def _fox(row: Row, cfg: Any) -> Tensor:
     return exp_l1(_score(row, cfg) + torch.stack([log_f[j + 1 :].sum() for j in range(row.n)]))
 
 
-def _wall(row: Row, cfg: Any) -> Tensor:
-    """FoX's gate for each channel c of q and k: softmax(sum_c q_c k_jc prod f_tc over the keys t
-    after j).
-    """
-    log_f = -log_1p_exp(-row.k).clamp_max(2.5)
-    decay = torch.stack([log_f[j + 1 :].sum(0) for j in range(row.n)]).exp()  # (n, D)
-    return exp_l1(_score(replace(row, k=row.k * decay), cfg))
-
-
 def _entmax(row: Row, cfg: Any) -> Tensor:
     """1.5-entmax by sorting: the support is the largest k whose threshold lies below its smallest
     score.
@@ -337,7 +328,6 @@ FORMULAS: dict[str, Callable[[Row, Any], Tensor]] = {
     "logit_norm": _logit_norm,
     "scale_invariant": _scale_invariant,
     "fox": _fox,
-    "wall": _wall,
     "entmax": _entmax,
     "asentmax": _entmax,
     "threshold": _threshold,

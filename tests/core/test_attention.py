@@ -151,9 +151,7 @@ def test_what_sdpa_supports_and_auto_takes():
     for (cfg,) in (case.values for case in CASES):
         plain = not cfg.reweight_p and getattr(cfg, "sink", "none") == "none"
         is_softmax = cfg.normaliser in by_sdpa or (getattr(cfg, "phi", "") == "exp" and cfg.l1)
-        assert has_sdpa(cfg) == (
-            is_softmax and plain and cfg.normaliser not in ("scale_invariant", "wall")
-        ), cfg
+        assert has_sdpa(cfg) == (is_softmax and plain and cfg.normaliser != "scale_invariant"), cfg
         engine = choose(make(cfg, 2, 16, 40), torch.device("cpu"), torch.float32)
         assert engine == ("sdpa" if has_sdpa(cfg) else "rows")
 
@@ -344,7 +342,7 @@ WINDOWED = [
         {"normaliser": name}
         for name in ("stick_breaking", "scale_invariant", "elastic_softmax", "threshold")
     ),
-    *({"normaliser": "softmax", "sink": "learned"}, {"normaliser": "fox"}, {"normaliser": "wall"}),
+    *({"normaliser": "softmax", "sink": "learned"}, {"normaliser": "fox"}),
 ]
 
 
@@ -622,17 +620,6 @@ def test_biases_by_key_keep_their_digits_in_float32():
     assert_close(
         run("rows", normaliser, *inputs), exactly(normaliser, *inputs), inputs, 1e-5, "rows"
     )
-
-
-def test_decays_of_channels_neither_overflow_nor_lose_digits():
-    """Channels that keep all, or as little as they may, over 2,000 keys, in float32."""
-    inputs = draw(2000, 2000, 16)
-    inputs[1][..., :4] = -1000.0
-    inputs[1][..., 4:8] = 1000.0
-    inputs[0][..., :8] *= 1e-3
-    normaliser = make(AttentionConfig(normaliser="wall"), 2, 16, 1024)
-    got = run("rows", normaliser, *inputs)
-    assert_close(got, exactly(normaliser, *inputs), inputs, 1e-5, "rows")
 
 
 # 7. What is rejected.

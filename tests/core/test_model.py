@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch.nn import functional as F
 
 from attention import attend
@@ -353,7 +352,7 @@ def test_one_schedule_of_p_for_all_layers():
     ({}, [1] * 24), ({}, [10] + [1] * 14), ({}, [24]),
     ({"n_kv_head": 1}, [1] * 24), ({"n_kv_head": 1}, PIECES),
     ({"position": "none"}, PIECES), ({"position": "p_rope", "rope_fraction": 0.5}, PIECES),
-    ({"position": "alibi"}, PIECES), ({"attention_gate": True}, PIECES), ({"position": "pope"}, PIECES),
+    ({"position": "alibi"}, PIECES), ({"attention_gate": True}, PIECES),
     ({"key_shift": True}, [1] * 24), ({"key_shift": True, "n_kv_head": 1}, PIECES),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize(
@@ -361,12 +360,10 @@ def test_one_schedule_of_p_for_all_layers():
     [
         {},
         LSSAR,
-        *({"normaliser": name} for name in ("threshold", "scale_invariant", "fox", "wall")),
+        *({"normaliser": name} for name in ("threshold", "scale_invariant", "fox")),
     ],
 )
 def test_cache_equals_uncached(attention, parts, pieces):
-    if attention.get("normaliser") == "wall":  # its channels must not rotate
-        parts = {key: parts[key] for key in parts if key != "rope_fraction"} | {"position": "none"}
     gpt = make_gpt(attention, std=0.2, **parts).double()  # float32 rounds differently on each CPU
     tokens, rope = (
         random_tokens(2, 24),
@@ -378,15 +375,6 @@ def test_cache_equals_uncached(attention, parts, pieces):
         logits = [gpt(piece, rope=rope, cache=cache) for piece in tokens.split(pieces, dim=1)]
     assert cache.length == 24 and cache.held[0][0].shape[1] == gpt.config.model.kv_heads
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-9, rtol=0)
-
-
-def test_channels_that_decay_must_not_rotate():
-    for position in ("rope", "p_rope", "pope"):
-        with pytest.raises(
-            ValidationError, match=f"model.position = '{position}': expected none or alibi"
-        ):
-            make_gpt({"normaliser": "wall"}, position=position)
-    make_gpt({"normaliser": "wall"}, position="alibi")
 
 
 def test_fox_reads_the_layers_input():
@@ -414,33 +402,6 @@ def test_fox_reads_the_layers_input():
         signal.bias.zero_()
     gpt(tokens, tokens).backward()
     assert signal.weight.grad.abs().max() > 0 and signal.bias.grad.abs().min() > 0
-
-
-def test_pope():
-    """Scores by the paper's sum, delta clamped to [-2 pi, 0] and learned for each key head and
-    channel.
-    """
-    gpt = make_gpt(std=0.2, position="pope", n_kv_head=1, n_layer=1)
-    attention = gpt.blocks[0].attention
-    assert attention.delta.shape == (16,) and not attention.delta.any()
-    with torch.no_grad():
-        attention.delta.copy_(torch.linspace(-7, 1, 16))
-    x = torch.randn(1, 9, 32)
-    cos, sin = gpt.rope(torch.zeros(1, 9), RopeScaling())[0]
-    q, k, v, _ = attention.project(x, cos, sin)
-    assert q.shape == (1, 2, 9, 32) and k.shape == (1, 1, 9, 32) and v.shape == (1, 1, 9, 16)
-    raw = attention.qkv(x).unflatten(-1, (4, 16)).double()  # heads q, q, k, v
-    delta = attention.delta.double().clamp(-2 * math.pi, 0)
-    theta = 10000.0 ** (-torch.arange(16, dtype=torch.float64) / 16)
-    size = torch.log1p(raw.exp())
-    for h, i, j in ((0, 5, 2), (1, 8, 8), (1, 8, 0)):
-        want = (size[0, i, h] * size[0, j, 2] * ((i - j) * theta - delta).cos()).sum()
-        assert (q[0, h, i] @ k[0, 0, j] - want).abs() <= 1e-5
-    tokens = random_tokens(2, 16)
-    gpt(tokens, tokens).backward()
-    inside = (attention.delta <= 0) & (attention.delta >= -2 * math.pi)
-    assert torch.equal(attention.delta.grad != 0, inside)
-    assert gpt.flops_per_token() > make_gpt(n_kv_head=1, n_layer=1).flops_per_token()
 
 
 @pytest.mark.parametrize("position", ["none", "alibi"])
@@ -490,7 +451,7 @@ def test_gate_and_output_norm():
 
 
 @pytest.mark.parametrize("kind", ["none", "yarn"])
-@pytest.mark.parametrize("parts", [{}, {"key_shift": True}, {"position": "pope"}], ids=str)
+@pytest.mark.parametrize("parts", [{}, {"key_shift": True}], ids=str)
 def test_norms_before_rope_are_those_after(parts, kind):
     """A head of q or k is normed once, and yarn's factor is not seen."""
     gpt = make_gpt({"normaliser": "lssa"}, std=0.2, n_layer=1, **parts)
@@ -499,8 +460,7 @@ def test_norms_before_rope_are_those_after(parts, kind):
         torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0)),
         RopeScaling(kind),
     )
-    size = 32 if "position" in parts else 16
-    q, k, v, _ = attention.project(x, *rope_tables(size, 64, 10000.0, scaling, 16))
+    q, k, v, _ = attention.project(x, *rope_tables(16, 64, 10000.0, scaling, 16))
     want = attend(q, k, v, attention.normaliser, "dense")
     q, k, v, _ = attention.project(x, *gpt.rope(x, scaling)[0], normed=True)
     torch.testing.assert_close(q.norm(dim=-1), torch.ones(2, 2, 64))

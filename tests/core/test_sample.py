@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_cases import each_name, position_of
+from attention_cases import each_name
 from conftest import save_run
 from test_model import make_gpt, random_tokens
 
@@ -34,7 +34,7 @@ def test_cached_logits_equal_uncached(cfg):
     """
     learned_to_its_length = cfg.normaliser == "ssmax_pn"
     seq_len = 24 if learned_to_its_length else 16
-    gpt = make_gpt(cfg.model_dump(), seq_len=seq_len, std=0.2, position=position_of(cfg.normaliser))
+    gpt = make_gpt(cfg.model_dump(), seq_len=seq_len, std=0.2)
     tokens, rope = random_tokens(2, 24), RopeScaling("ntk", length=24)
     with torch.no_grad():
         expected = gpt(tokens, rope=rope)[:, 6:]

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch._dynamo
 import torch._functorch.config as functorch_config
-from attention_cases import position_of
 from launch import CPU, build, finish, fork_ranks, metrics, run
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parameters_to_vector
@@ -149,7 +148,7 @@ def test_fused_engine_in_two_processes(tiny_config: Path):
 
 @pytest.mark.parametrize("normaliser", NORMALISERS)
 def test_every_normaliser_trains(normaliser: str, tiny_config: Path):
-    options = ["--attention.normaliser", normaliser, "--model.position", position_of(normaliser)]
+    options = ["--attention.normaliser", normaliser]
     folder = run(tiny_config, *options, *QUICK)
     losses = list(metrics(folder, "loss").values())
     assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.3

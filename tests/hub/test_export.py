@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from attention_cases import OPTIONS, position_of
+from attention_cases import OPTIONS
 from conftest import FAMILIES, make_byte_run, one_line, slow, train_bpe
 
 from attention import make_normaliser
@@ -432,10 +432,9 @@ def test_every_normaliser_and_scaling_leaves(tiny_config, own_file, call):
     for options in OPTIONS:
         parameters = make_normaliser(AttentionConfig(**options), 2, 16, 64).state_dict()
         kinds[options["normaliser"], *sorted(options), *parameters] = options
-    named = [(flags(options), position_of(options["normaliser"])) for options in kinds.values()]
-    cases = [([*options, "--model.position", position], "ntk") for options, position in named]
+    cases = [(flags(options), "ntk") for options in kinds.values()]
     cases += [(LSSAR, rope) for rope in get_args(RopeKind)]
-    positions = [["--model.position", name] for name in ("p_rope", "pope", "none", "alibi")]
+    positions = [["--model.position", name] for name in ("p_rope", "none", "alibi")]
     cases += [([*some, *each], "ntk") for some in (LSSAR, []) for each in positions]
     cases += [
         ([*LSSAR, "--model.attention-gate", "true", "--attention.output-norm", "true"], "yarn")
@@ -448,8 +447,7 @@ def test_every_normaliser_and_scaling_leaves(tiny_config, own_file, call):
         ),
         (["--attention.normaliser", f"{own_file}:Mine"], "ntk"),
         ([*LSSAR, "--model.key-shift", "true"], "ntk"),
-        ([*flags({"normaliser": "wall"}), "--model.position", "none"], "none"),
-        ([*flags({"length_scale": "query"}), "--model.position", "pope"], "yarn"),
+        (flags({"length_scale": "query"}), "yarn"),
     ]
     compare_in_a_fresh_process(cases, tiny_config, call)
 
