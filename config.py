@@ -47,6 +47,8 @@ Values = dict[str, tuple[Any, str]]
 HELP = {"-h", "--help"}
 # keys of later than v0.1.0 with the value that means nothing now
 GONE = [("data.document_mask", False)]
+# what a stored config of before a key means, where that is not the key's default
+BEFORE: Values = {"optimizer.muon_split": ("none", "a config of before this key")}
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
@@ -121,7 +123,8 @@ def config_from_dict(values: dict[str, Any], source: str) -> Config:
 
     Raises UserError: naming `source`, for each key that this version of the code does not accept.
     """
-    return _validate({key: (value, source) for key, value in _flatten(values).items()}, source)
+    stated = {key: (value, source) for key, value in _flatten(values).items()}
+    return _validate(BEFORE | stated, source)
 
 
 def to_toml(config: Config) -> str:
@@ -229,6 +232,8 @@ def _read_file(
                     f"--base {other_base}: {problem}; expected it in the file or as an option"
                 )
     values.pop("name", None)
+    if base is None and {"name", *SECTIONS} <= own.keys():  # a run's config.toml
+        values |= BEFORE
     return stated | values | stated, sweeps
 
 

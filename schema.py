@@ -264,6 +264,9 @@ class OptimizerConfig(Section):
         0.0, "Peak rate of normalisers' learned scalars (s, b, sinks ...). 0: lr.", ge=0
     )
     muon_lr: float = key(0.02, "Peak learning rate of muon's matrices.", gt=0)
+    muon_split: Literal["qkv", "head", "none"] = key(
+        "qkv", "muon: q, k and v apart, each of their heads apart, or as the one matrix they are."
+    )
     beta1: float = key(0.9, "adamw: decay of the first moment.", ge=0, lt=1)
     beta2: float = key(0.95, "adamw: decay of the second moment.", ge=0, lt=1)
     momentum: float = key(0.95, "muon, sgd: momentum.", ge=0, lt=1)

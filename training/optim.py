@@ -1,20 +1,67 @@
 """Optimisers, their parameter groups, and the schedules of the learning rate and of the power p."""
 
 import math
+from collections.abc import MutableMapping, Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
+from model import GPT
 from schema import AttentionConfig, OptimizerConfig
 
 
-def make_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer]:
+class MuonOfParts(Muon):
+    """Muon (Jordan et al. 2024) that makes parts of a matrix orthogonal, each by itself.
+
+    As one matrix q, k and v get updates whose norms differ 13-fold in the first steps. The momentum
+    is of the whole matrix, so a checkpoint is the same for all `rows`.
+    """
+
+    def __init__(
+        self, matrices: Sequence[Tensor], rows: dict[Tensor, list[int]], **options: Any
+    ) -> None:
+        """rows: the number of rows of each part, of the matrices that have parts."""
+        super().__init__(matrices, **options)
+        self.rows = rows
+
+    def _init_group(
+        self,
+        group: MutableMapping[Any, Any],
+        params_with_grad: list[Tensor],
+        grads: list[Tensor],
+        muon_momentum_bufs: list[Tensor],
+    ) -> bool:
+        """Fills the lists with the matrices, their gradients and momenta, split in parts."""
+        has_complex = super()._init_group(group, params_with_grad, grads, muon_momentum_bufs)
+        sizes = [self.rows.get(matrix, [len(matrix)]) for matrix in params_with_grad]
+        for tensors in (params_with_grad, grads, muon_momentum_bufs):
+            whole = zip(tensors, sizes, strict=True)
+            tensors[:] = [part for tensor, size in whole for part in tensor.split(size)]
+        return has_complex
+
+
+def muon_rows(model: GPT, split: str) -> dict[Tensor, list[int]]:
+    """The rows of q, k and v in each qkv matrix ("qkv"), of each of their heads ("head"), or none."""
+    rows = {}
+    for block in model.blocks:
+        attention = block.attention
+        heads = [attention.n_head, attention.n_kv_head, attention.n_kv_head]
+        if split == "qkv":
+            rows[attention.qkv.weight] = [n * attention.head_dim for n in heads]
+        elif split == "head":
+            rows[attention.qkv.weight] = [attention.head_dim] * sum(heads)
+    return rows
+
+
+def make_optimizers(model: GPT, config: OptimizerConfig) -> list[Optimizer]:
     """The optimisers, with weight decay on matrices only and each group's peak learning rate as
     `peak_lr`.
 
-    muon updates the matrices of the blocks. adamw then has the embedding, the output layer and all
-    vectors. With scalar_lr the normalisers' vectors (s, b, p_n, sinks, the b of `signals`, not its
-    w) are a group.
+    muon updates the matrices of the blocks that have at least head_dim rows and columns: not those
+    that give a few numbers a head, as FoX's gate. adamw then has these, the embedding, the output
+    layer and all vectors. With scalar_lr the normalisers' vectors (s, b, p_n, sinks, the b of
+    `signals`, not its w) are a group.
     """
     matrices = {name: p for name, p in model.named_parameters() if p.ndim >= 2}  # tied ones once
     vectors = {name: p for name, p in model.named_parameters() if p.ndim < 2}
@@ -22,7 +69,11 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer
         vectors.pop(name) for name in list(vectors) if config.scalar_lr and ".normaliser." in name
     ]
     hidden = [
-        matrices.pop(name) for name in list(matrices) if config.name == "muon" and "blocks." in name
+        matrices.pop(name)
+        for name, p in list(matrices.items())
+        if config.name == "muon"
+        and "blocks." in name
+        and min(p.shape) >= model.config.model.head_dim
     ]
     groups = [
         {"params": [*matrices.values()], "weight_decay": config.weight_decay},
@@ -36,10 +87,14 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer
     else:
         optimizers = [AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)]
     if hidden:
-        decay = config.weight_decay
-        optimizers.append(
-            Muon(hidden, lr=config.muon_lr, momentum=config.momentum, weight_decay=decay)
+        muon = MuonOfParts(
+            hidden,
+            muon_rows(model, config.muon_split),
+            lr=config.muon_lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
         )
+        optimizers.append(muon)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]

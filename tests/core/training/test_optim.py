@@ -1,5 +1,6 @@
 """Parameter groups and learning-rate schedules."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,6 @@ def test_every_parameter_is_in_one_group(optimizer: str, tied: str, tiny_config:
     for group in groups:
         assert all((p.ndim >= 2) == (group["weight_decay"] > 0) for p in group["params"])
     if optimizer == "muon":
-        hidden = {
-            id(p) for name, p in model.named_parameters() if "blocks." in name and p.ndim >= 2
-        }
-        assert {id(p) for p in optimizers[1].param_groups[0]["params"]} == hidden
         assert optimizers[1].param_groups[0]["peak_lr"] == config.optimizer.muon_lr
     main = optimizers[0].param_groups[0]
     betas = (config.optimizer.beta1, config.optimizer.beta2)
@@ -39,6 +36,61 @@ def test_every_parameter_is_in_one_group(optimizer: str, tied: str, tiny_config:
     assert set(momenta) == (set() if optimizer == "adamw" else {config.optimizer.momentum})
     assert set_learning_rates(optimizers, config.optimizer, 0, 12) == 0.005  # half of the warm-up
     assert all(group["lr"] == 0.5 * group["peak_lr"] for group in groups)
+
+
+HIDDEN = ["attention.qkv", "attention.out", "mlp.up", "mlp.down"]
+SSMAX_MODEL = (
+    "--model.norm rmsnorm --model.mlp swiglu --model.bias false --model.tie-embeddings false"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "muon", "adamw", "n_vectors"),
+    [
+        ("", HIDDEN, ["embedding"], 10),
+        ("--attention.normaliser ssmax --model.n-kv-head 1", HIDDEN, ["embedding"], 11),
+        # FoX's w is 2 x 32, where a head has 16 channels
+        ("--attention.normaliser fox", HIDDEN, ["embedding", "attention.normaliser.signal"], 11),
+        (
+            SSMAX_MODEL + " --model.attention-gate true",
+            [*HIDDEN, "attention.gate", "mlp.gate"],
+            ["embedding", "lm_head"],
+            3,
+        ),
+    ],
+)
+def test_the_optimiser_of_every_parameter(
+    flags: str, muon: list[str], adamw: list[str], n_vectors: int, tiny_config: Path
+):
+    config = load_config(tiny_config, ["--optimizer.name", "muon", *flags.split()])
+    model = GPT(config)
+    names = {p: re.sub(r"blocks\.\d\.|\.weight", "", name) for name, p in model.named_parameters()}
+    of_adamw, of_muon = make_optimizers(model, config.optimizer)
+    matrices, vectors = ({names[p] for p in group["params"]} for group in of_adamw.param_groups)
+    assert matrices == {*adamw} and len(vectors) == n_vectors
+    assert {names[p] for p in of_muon.param_groups[0]["params"]} == {*muon}
+
+
+@pytest.mark.parametrize("split", ["qkv", "head", "none"])
+def test_muon_with_parts_is_muon_on_matrices_of_their_own(split: str, tiny_config: Path):
+    """With two heads of queries and one of keys and values, bit for bit."""
+    flags = ["--optimizer.name", "muon", "--optimizer.muon-split", split, "--model.n-kv-head", "1"]
+    config = load_config(tiny_config, flags)
+    model = GPT(config)
+    rows = {"qkv": [32, 16, 16], "head": [16, 16, 16, 16], "none": [64]}[split]
+    whole = model.blocks[0].attention.qkv.weight
+    parts = [torch.nn.Parameter(part.clone()) for part in whole.detach().split(rows)]
+    muon = make_optimizers(model, config.optimizer)[1]
+    group = {**muon.param_groups[0], "params": parts}
+    apart = torch.optim.Muon([group])
+    for step in range(3):
+        whole.grad = torch.randn(whole.shape, generator=torch.Generator().manual_seed(step))
+        for part, grad in zip(parts, whole.grad.split(rows), strict=True):
+            part.grad = grad.clone()
+        muon.step()
+        apart.step()
+    assert torch.equal(whole, torch.cat(tuple(parts)))
+    assert muon.state_dict()["state"][0]["momentum_buffer"].shape == whole.shape
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])

@@ -35,6 +35,7 @@ def resume(folder: Path) -> Path:
 
 
 def test_it_resumes_with_the_same_losses(old_run: Path, capsys: pytest.CaptureFixture[str]):
+    assert load_config(old_run / "config.toml").optimizer.muon_split == "none"  # a key that is new
     assert resume(old_run) == old_run
     assert "step_000004.pt: 4 of 8 steps done" in capsys.readouterr().out
     assert metrics(old_run, "loss") == pytest.approx(LOSSES, rel=1e-5)
