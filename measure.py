@@ -1,0 +1,522 @@
+"""Numbers as rows: written, read, collected, compared, and shown as a table or a curve.
+
+    python measure.py runs/softmax runs/lssar --out results    # collect: runs.csv and rows.csv.gz there
+
+Every evaluation writes rows and nothing else, to rows.csv of the run folder. A row is one number:
+
+    run        name of the run's config                step     optimiser steps done
+    text       first 12 digits of the scored stream's sha256, or another evaluation's name of it
+    measure    loss (all tokens), same_targets (the last tokens of a block), loss[0:128] (positions)
+    length     tokens of context given
+    window     0, or 128: a rolling KV window, or "128 recomputed": windows computed anew
+    scaling    of RoPE: none, ntk, yarn, theta=500000
+    block      number of the block, empty for a mean over all       document   that it is of
+    value      empty where the model rejects the length, or the number is not finite
+
+All rows of one (run, step, text, measure, window, scaling) are a set. Writing replaces whole sets,
+at once. A table of runs says what each run is. Tables, figures and pages are views of both.
+"""
+
+import argparse
+import fcntl
+import gzip
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas
+import torch
+from matplotlib.figure import Figure
+from pandas import DataFrame
+
+from config import load_config
+from infra.cli import ArgumentParser, UserError, run_main
+from infra.files import atomic_file, read_jsonl, write_atomically
+from model import GPT
+from normalisers import own
+from schema import Config, describe_layers
+
+FILE = "rows.csv"
+COLUMNS = [
+    "run", "step", "text", "measure", "length", "window", "scaling", "block", "document", "value",
+]  # fmt: skip
+SET = ["run", "step", "text", "measure", "window", "scaling"]
+RUN_COLUMNS = [
+    "run", "variant", "options", "seed", "rate", "parameters", "T", "steps", "dtype",
+    "commit", "sha256", "date", "machine", "threads", "minutes",
+]  # fmt: skip
+VALIDATIONS = ("val_loss", "val_cross_entropy")  # keys of metrics.jsonl
+FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
+MARKERS = "osD^vP*Xph<>"
+CONFIDENCE = 0.95
+
+
+# ---------------------------------------------------------------- rows
+def write_rows(folder: Path, rows: Iterable[Sequence[Any]] | DataFrame) -> None:
+    """Write whole sets of rows to the folder's rows.csv, in place of those that it has of them.
+
+    A kill leaves the old file or the new one. Another evaluation that writes there waits. Raises
+    UserError: the file there is not one of rows, or cannot be written.
+    """
+    new = as_text(DataFrame(rows, columns=COLUMNS, dtype=object))
+    with ExitStack() as stack:
+        with suppress(OSError):  # no locks there, or a lock of another user
+            fcntl.flock(stack.enter_context(open(folder / ".rows.lock", "ab")), fcntl.LOCK_EX)
+        path = folder / FILE
+        table = replace_sets(as_text(read_rows(path)), new) if path.exists() else new
+        write_atomically(path, to_csv(table))
+
+
+def replace_sets(old: DataFrame, new: DataFrame) -> DataFrame:
+    """The old rows but for the sets that are among the new ones, then the new rows."""
+    is_replaced = set_keys(old).isin(set_keys(new))
+    return pandas.concat([old[~is_replaced], new], ignore_index=True)
+
+
+def set_keys(table: DataFrame) -> "pandas.Series[Any]":
+    """Of each row the name of its set. All parts of a measure by position are one set."""
+    keys = table[SET].astype(str)
+    keys["measure"] = keys["measure"].str.replace(r"\[.*", "[]", regex=True)
+    return keys.agg("\t".join, axis=1) if len(keys) else keys["run"]
+
+
+def as_text(table: DataFrame) -> DataFrame:
+    """Each value as it stands in the file: of a number at most 7 digits."""
+    text = table.astype(object).where(table.notna(), "").astype(str)
+    text["value"] = [f"{value:.7g}" if np.isfinite(value) else "" for value in numbers(table)]
+    return text
+
+
+def numbers(table: DataFrame) -> list[float]:
+    return [math.nan if value is None or value == "" else float(value) for value in table["value"]]
+
+
+def to_csv(table: DataFrame) -> bytes:
+    return table.to_csv(index=False, lineterminator="\n").encode()
+
+
+def read_rows(*sources: str | Path) -> DataFrame:
+    """The rows of run folders, or of files rows.csv and rows.csv.gz, one after the other.
+
+    step and length are int64, block and document Int64 (empty: NA), value float64 (empty: NaN),
+    the others text. A folder without the file has no rows. Raises UserError: it is no such file.
+    """
+    types: dict[str, Any] = dict.fromkeys(COLUMNS, str)
+    types |= {"step": int, "length": int, "block": "Int64", "document": "Int64", "value": float}
+    tables = [DataFrame(columns=COLUMNS).astype(types)]
+    for source in map(Path, sources):
+        path = source / FILE if source.is_dir() else source
+        if path.exists() or not source.is_dir():
+            tables.append(read_file(path, types))
+    return pandas.concat(tables[1:] or tables, ignore_index=True)
+
+
+def read_file(path: Path, types: dict[str, Any]) -> DataFrame:
+    empty: dict[str, list[str]] = {column: [""] for column in ("block", "document", "value")}
+    try:
+        return pandas.read_csv(
+            path, usecols=COLUMNS, dtype=types, keep_default_na=False, na_values=empty,
+            skip_blank_lines=False,
+        )[COLUMNS]  # fmt: skip
+    except (OSError, ValueError, EOFError) as e:  # pandas' own errors are ValueErrors
+        problem = " ".join(str(e).split())
+        raise UserError(f"{path}: expected rows with {', '.join(COLUMNS)}: {problem}") from None
+
+
+def select(rows: DataFrame, **values: Any) -> DataFrame:
+    """The rows with these values, compared as text: select(rows, run="lssar", window=0)."""
+    for column, value in values.items():
+        rows = rows[rows[column].astype(str) == str(value)]
+    return rows
+
+
+def count_blocks(rows: DataFrame, lengths: Iterable[int]) -> int:
+    """How many blocks a set has at each of these lengths; the least, 0 where one is missing."""
+    counts = rows.groupby("length")["block"].nunique()
+    return min((int(counts.get(length, 0)) for length in lengths), default=0)
+
+
+# ---------------------------------------------------------------- runs
+def describe_run(folder: Path) -> dict[str, Any]:
+    """A line of the table of runs, from config.toml, starts.jsonl and metrics.jsonl.
+
+    minutes: of training alone, summed over all starts. Raises UserError: it is not a run folder.
+    """
+    config = load_config(folder / "config.toml")
+    starts = read_jsonl(folder / "starts.jsonl")
+    last = starts[-1] if starts else {}
+    metrics = read_jsonl(folder / "metrics.jsonl")
+    steps = [each["step"] for each in metrics if "loss" in each]
+    with torch.device("meta"):
+        n_params = GPT(config).n_params()
+    files = [name for name in config.normalisers if ":" in name]
+    codes = own.fingerprints(files).values()
+    return {
+        "run": config.name,
+        "variant": variant_of(config.name),
+        "options": describe_layers(config),
+        "seed": config.seed,
+        "rate": config.optimizer.lr,
+        "parameters": n_params,
+        "T": config.train.seq_len,
+        "steps": max(steps, default=0),
+        "dtype": config.train.dtype,
+        "commit": last.get("commit") or "",
+        "sha256": " ".join(codes),
+        "date": last.get("time", "")[:10],
+        "machine": last.get("device", ""),
+        "threads": last.get("threads", ""),
+        "minutes": round(training_seconds(metrics) / 60, 1),
+    }
+
+
+def training_seconds(metrics: list[dict[str, Any]]) -> float:
+    """The logged steps' mean times, each of all steps since the last logged one."""
+    seconds = 0.0
+    before = 0
+    for record in metrics:
+        if "step_ms" in record:
+            seconds += record["step_ms"] / 1000 * (record["step"] - before)
+            before = record["step"]
+    return seconds
+
+
+def variant_of(run: str) -> str:
+    """The name without seed and rate: 'ssmax_lr=0.002_seed=2' -> 'ssmax'."""
+    return re.sub(r"_(seed|lr)=[^_]+", "", run)
+
+
+def validation_rows(folder: Path) -> Iterator[tuple[Any, ...]]:
+    """The validations in metrics.jsonl; their text is empty, the first train.val_tokens."""
+    config = load_config(folder / "config.toml")
+    for record in read_jsonl(folder / "metrics.jsonl"):
+        for measure in VALIDATIONS:
+            if measure in record:
+                key = (config.name, record["step"], "", measure, config.train.seq_len)
+                yield (*key, 0, "none", None, None, record[measure])
+
+
+def collect(folders: Sequence[Path], out: Path) -> None:
+    """Enter run folders into the two tables runs.csv and rows.csv.gz of the folder `out`.
+
+    A run's line and its sets replace older ones; all else stays. Raises UserError: see `read_rows`
+    and `describe_run`; two folders have one run name.
+    """
+    runs = DataFrame([describe_run(folder) for folder in folders], columns=RUN_COLUMNS)
+    twice = runs["run"][runs["run"].duplicated()]
+    if len(twice):
+        raise UserError(f"{twice.iloc[0]}: two of the folders have a run of this name")
+    rows = as_text(read_rows(*folders))
+    validations = itertools.chain(*map(validation_rows, folders))
+    rows = pandas.concat([rows, as_text(DataFrame(validations, columns=COLUMNS, dtype=object))])
+    runs_path = out / "runs.csv"
+    rows_path = out / "rows.csv.gz"
+    if runs_path.exists():
+        old = read_runs(out)
+        runs = pandas.concat([old[~old["run"].isin(runs["run"])], runs.astype(str)])
+    if rows_path.exists():
+        rows = replace_sets(as_text(read_rows(rows_path)), rows)
+    with atomic_file(rows_path) as f:
+        f.write(gzip.compress(to_csv(rows), mtime=0))  # the same bytes for the same rows
+    write_atomically(runs_path, to_csv(runs))
+
+
+def read_runs(folder: Path) -> DataFrame:
+    """The folder's runs.csv, all values as text. Raises UserError: it is no table of runs."""
+    path = folder / "runs.csv"
+    try:
+        return pandas.read_csv(path, usecols=RUN_COLUMNS, dtype=str, keep_default_na=False)
+    except (OSError, ValueError) as e:
+        problem = " ".join(str(e).split())
+        raise UserError(f"{path}: expected a table of runs: {problem}") from None
+
+
+# ---------------------------------------------------------------- statistics
+class Estimate(NamedTuple):
+    """A mean or a difference of means with its 95 % interval, value ± half."""
+
+    value: float
+    half: float  # NaN for a single seed and document
+    p: float  # of "it is 0", two-sided; NaN likewise
+
+
+class Losses(NamedTuple):
+    """One measure of the seeds of a model on the same blocks."""
+
+    values: np.ndarray  # (seeds, blocks) float64
+    blocks: tuple[tuple[int, int], ...]  # (block, document) of each column
+
+    @property
+    def documents(self) -> np.ndarray:
+        return np.array([document for _, document in self.blocks])
+
+
+def read_losses(rows: DataFrame) -> Losses | None:
+    """The rows of one measure, length, window and scaling, of one or several seeds, as a table.
+
+    None: there are no blocks, or a value is empty. Raises UserError: two runs have other blocks.
+    """
+    rows = rows[rows["block"].notna()]
+    if rows.empty or rows["value"].isna().any():
+        return None
+    document = rows["document"].fillna(rows["block"])
+    table = rows.assign(document=document).pivot(
+        index="run", columns=["block", "document"], values="value"
+    )
+    if table.isna().any(axis=None):
+        names = ", ".join(map(str, table.index))
+        raise UserError(f"{names}: scored on other blocks: evaluate them in one call")
+    return Losses(table.to_numpy(float), tuple((int(b), int(d)) for b, d in table.columns))
+
+
+def estimate(losses: Losses, minus: Losses | None = None) -> Estimate:
+    """The mean over seeds and blocks, or its difference to another model's on the same blocks.
+
+    The variance is s²(seeds) / n of each model + s²(documents) / m of the mean over seeds, its
+    degrees of freedom are Satterthwaite's, and the interval is Student's (Welch 1947). A single
+    seed adds no variance: the interval is then of the documents alone. Blocks of one document are
+    one draw. Raises UserError: the blocks differ.
+    """
+    models = [losses] if minus is None else [losses, minus]
+    if any(model.blocks != losses.blocks for model in models):
+        raise UserError("scored on other blocks: evaluate these runs in one call")
+    parts = []  # (variance of the mean, degrees of freedom)
+    for model in models:
+        seeds = model.values.mean(1)
+        if len(seeds) > 1:
+            parts.append((seeds.var(ddof=1) / len(seeds), len(seeds) - 1))
+    by_block = losses.values.mean(0)
+    if minus is not None:
+        by_block = by_block - minus.values.mean(0)
+    value = by_block.mean()
+    _, of_document = np.unique(losses.documents, return_inverse=True)
+    sums = np.bincount(of_document, by_block - value)  # of the blocks of each document
+    m = len(sums)
+    if m > 1:
+        parts.append((m / (m - 1) * (sums**2).sum() / len(by_block) ** 2, m - 1))
+    variance = sum(part for part, _ in parts)
+    if not parts:
+        return Estimate(float(value), math.nan, math.nan)
+    if variance == 0:
+        return Estimate(float(value), 0.0, 1.0 if value == 0 else 0.0)
+    freedom = variance**2 / sum(part**2 / degrees for part, degrees in parts)
+    error = math.sqrt(variance)
+    p = 1 - student_share(abs(value) / error, freedom)
+    return Estimate(float(value), error * student_quantile(freedom), p)
+
+
+def student_share(t: float, freedom: float) -> float:
+    """P(|T| < t) of Student's distribution: the integral of cos^(freedom - 1) to atan(t / √freedom).
+
+    The substitution T = √freedom tan(x) makes the integrand smooth and the range finite.
+    """
+    end = math.atan(t / math.sqrt(freedom))
+    nodes, weights = gauss_legendre()
+    x = (nodes + 1) / 2 * end
+    integral = (weights * np.cos(x) ** (freedom - 1)).sum() * end / 2
+    log_half = math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2)
+    whole = math.sqrt(math.pi) / 2 * math.exp(log_half)  # the integral to π / 2
+    return float(min(1.0, integral / whole))
+
+
+@cache
+def gauss_legendre() -> tuple[np.ndarray, np.ndarray]:
+    """Nodes in [-1, 1] and their weights, of which 60 give the share to 1e-10."""
+    return np.polynomial.legendre.leggauss(60)
+
+
+def student_quantile(freedom: float, share: float = CONFIDENCE) -> float:
+    """The t with P(|T| < t) = share, by bisection."""
+    low, high = 0.0, 1e4
+    for _ in range(50):  # to 1e-11
+        middle = (low + high) / 2
+        if student_share(middle, freedom) < share:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """The p values of several tests, adjusted so that any false one among those below 0.05 has a
+    chance of at most 5 % (Holm 1979).
+    """
+    order = np.argsort(p)
+    adjusted = np.empty(len(p))
+    least = 0.0
+    for rank, i in enumerate(order):
+        least = max(least, min(1.0, (len(p) - rank) * p[i]))
+        adjusted[i] = least
+    return adjusted.tolist()
+
+
+# ---------------------------------------------------------------- names
+NAMES = {
+    "softmax": "softmax", "ssmax": "SSMax", "lssa": "LSSA", "norm_softmax": "NormSoftmax",
+    "stick_breaking": "stick-breaking", "fox": "FoX", "asentmax": "ASEntmax", "drope": "DroPE",
+    "alibi": "ALiBi", "none": "NoPE", "p_rope": "p-RoPE",
+}  # fmt: skip
+
+
+def name_model(config: Config) -> str:
+    """As people would name the model: 'softmax', 'SSMax, QK-norm', 'LSSAR', 'windows of 16 + FoX'."""
+    parts: list[str] = []
+    for layer in range(config.model.n_layer):
+        part = name_layer(config.of_layer(layer))
+        if part not in parts:
+            parts.append(part)
+    windows = [part for part in parts if part.startswith("window")]
+    return " + ".join([*windows, *(part for part in parts if part not in windows)])
+
+
+def name_layer(config: Config) -> str:
+    options = config.attention
+    model = config.model
+    kind = options.normaliser.rpartition(":")[2]
+    name = NAMES.get(kind, kind.replace("_", "-"))
+    if kind == "lssa" and options.reweight_p:
+        name = "LSSAR"
+    elif options.reweight_p:
+        name += f" to the power {options.reweight_p:g}"
+    if kind in ("softmax", "ssmax") and getattr(options.definition, "scores", "") == "cosine":
+        name += ", QK-norm"
+    is_usual = model.position == ("none" if kind in ("fox", "stick_breaking") else "rope")
+    if not is_usual:
+        name += f", {NAMES.get(model.position, model.position)}"
+    if model.window:
+        plain = name.removeprefix("softmax").removeprefix(", ")
+        name = f"windows of {model.window}" + (f" ({plain})" if plain else "")
+    return name
+
+
+# ---------------------------------------------------------------- tables
+def decimals(half: float) -> int:
+    """Of a number with this error: the error's first digit, or two if that is 1; 2 to 4."""
+    if not math.isfinite(half) or half <= 0:
+        return 4
+    exponent = math.floor(math.log10(half))
+    digits = -exponent + (half / 10**exponent < 2)
+    return min(4, max(2, digits))
+
+
+def format_estimate(each: Estimate, signed: bool = False) -> str:
+    """'1.63 ±0.02'; '+0.0123 ±0.0015'; without an interval '1.6312'."""
+    digits = decimals(each.half)
+    value = f"{each.value:{'+' if signed else ''}.{digits}f}"
+    return value if math.isnan(each.half) else f"{value} ±{each.half:.{digits}f}"
+
+
+def format_table(lines: list[list[str]], n_names: int = 1) -> str:
+    """Aligned columns, names to the left and numbers to the right, with a rule below the header."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    formatted = []
+    for line in [lines[0], ["-" * width for width in widths], *lines[1:]]:
+        cells = [f"{cell:{'<' if i < n_names else '>'}{widths[i]}}" for i, cell in enumerate(line)]
+        formatted.append("  ".join(cells).rstrip())
+    return "\n".join(formatted)
+
+
+def mark_best(columns: Sequence[Sequence[Estimate | None]]) -> list[set[int]]:
+    """Of each column the numbers of its lowest values, as printed."""
+    marked = []
+    for column in columns:
+        known = {i: round(each.value, decimals(each.half)) for i, each in enumerate(column) if each}
+        least = min(known.values(), default=None)
+        marked.append({i for i, value in known.items() if value == least})
+    return marked
+
+
+# ---------------------------------------------------------------- figures
+class Curve(NamedTuple):
+    """Values over lengths."""
+
+    label: str
+    lengths: Sequence[float]
+    values: Sequence[float]
+    halves: Sequence[float] = ()  # of the 95 % intervals
+    style: dict[str, Any] = {}  # of matplotlib, in place of the next colour and marker
+
+
+def draw_curves(
+    path: Path,
+    curves: Sequence[Curve],
+    title: str,
+    ylabel: str,
+    train_lens: Iterable[int] = (),
+    xlabel: str = "context (tokens)",
+) -> None:
+    """One panel over a logarithmic axis of lengths, with a dotted line at each training length."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for i, curve in enumerate(curves):
+        style = {"color": f"C{i}", "marker": MARKERS[i % len(MARKERS)]} | curve.style
+        errors = np.nan_to_num(curve.halves) if len(curve.halves) else None
+        axes.errorbar(
+            curve.lengths, curve.values, errors, label=escape(curve.label), markersize=5,
+            capsize=3, elinewidth=0.8, **style,
+        )  # fmt: skip
+    lengths = sorted({length for curve in curves for length in curve.lengths})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [format_length(length) for length in lengths])
+    axes.set_xticks([], minor=True)
+    for i, train_len in enumerate(sorted({*train_lens})):
+        label = "training length" if i == 0 else None
+        axes.axvline(train_len, color="0.4", linestyle=":", linewidth=1, label=label)
+    axes.set(title=escape(title), xlabel=escape(xlabel), ylabel=escape(ylabel))
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    n_lines = math.ceil((len(curves) + 1) / 2)
+    figure.set_figheight(4.5 + 0.22 * n_lines)
+    save_figure(figure, path)
+
+
+def escape(text: str) -> str:
+    """A name with dollar signs is no formula."""
+    return text.replace("$", r"\$")
+
+
+def format_length(length: float) -> str:
+    """2048 -> '2K'; 128 -> '128'."""
+    return f"{length / 1024:g}K" if length % 1024 == 0 else f"{length:g}"
+
+
+def check_figure(out: Path | None, option: str = "--out ") -> None:
+    """Raises UserError: `out` is given and is no figure's name in a folder that exists."""
+    if out and (out.suffix not in FIGURE_SUFFIXES or not out.parent.is_dir()):
+        expected = f"expected {', '.join(FIGURE_SUFFIXES)} in a folder that exists"
+        raise UserError(f"{option}{out}: {expected}")
+
+
+def save_figure(figure: Figure, path: Path, dpi: int = 150) -> None:
+    with atomic_file(path, shared=True) as f:
+        figure.savefig(f, format=path.suffix[1:], dpi=dpi)
+    print(f"wrote {path}")
+
+
+# ---------------------------------------------------------------- command
+def parse_args() -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    add("--out", type=Path, required=True, metavar="DIR", help="has the tables, or gets them")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    if not args.out.is_dir():
+        raise UserError(f"--out {args.out}: no such folder")
+    collect(args.runs, args.out)
+    runs = read_runs(args.out)
+    rows = read_rows(args.out / "rows.csv.gz")
+    print(f"{args.out}: {len(rows):,} rows of {len(runs)} runs")
+
+
+if __name__ == "__main__":
+    run_main(main)
