@@ -27,28 +27,41 @@ import argparse
 import itertools
 import json
 import math
+import os
 import re
 import sys
 import tomllib
 from collections.abc import Container
 from pathlib import Path
-from typing import Any, NamedTuple
+from textwrap import wrap
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from infra.cli import ArgumentParser, UserError, run_main
-from schema import SECTIONS, VARIANT_KEYS, Config, field_of, problems_of, resume_rule
+from schema import SECTIONS, VARIANT_KEYS, Config, Problem, field_of, resume_rule
 
-# ---------------------------------------------------------------- reading and writing
-
-TYPE_NOISE = r"<class '(\w+)'>|typing\.|Annotated\[(\w+)[^\]]*\]"
-# dotted key -> (value, where it is from), what was stated last first
-Values = dict[str, tuple[Any, str]]
 HELP = {"-h", "--help"}
+MAX_RUNS = 10_000  # of a sweep
+PATHS = ("data.dir", "log.dir", "init_from")
 # keys of later than v0.1.0 with the value that means nothing now
 GONE = [("data.document_mask", False)]
+
+
+class Stated(NamedTuple):
+    """A value and where it is from: a file, its [sweep], the command line."""
+
+    value: Any
+    source: str
+
+
+Values = dict[str, Stated]  # by dotted key, what was stated last first
 # what a stored config of before a key means, where that is not the key's default
-BEFORE: Values = {"optimizer.muon_split": ("none", "a config of before this key")}
+BEFORE: Values = {"optimizer.muon_split": Stated("none", "a config of before this key")}
+
+
+# ---------------------------------------------------------------- reading and writing
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
@@ -63,10 +76,10 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     path = Path(path)
     chosen = parse_overrides(overrides or [])
     values, sweeps = _read_file(path, chosen.pop("base", None), chosen)
-    values.setdefault("name", (path.stem, str(path)))
+    values.setdefault("name", Stated(path.stem, str(path)))
     for key, value in chosen.items():
         is_swept = any(value in sweep.get(key, ()) for sweep in sweeps)
-        given = {key: (value, f"{path}: [sweep]" if is_swept else "command line")}
+        given = {key: Stated(value, f"{path}: [sweep]" if is_swept else "command line")}
         values = given | values | given
     missing = [sorted(sweep.keys() - chosen.keys()) for sweep in sweeps]
     if all(missing):
@@ -74,7 +87,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         raise UserError(
             f"{path}: describes a sweep: python sweep.py {path}, or choose one run by {options}"
         )
-    return _validate(_derive(values), str(path))
+    return _validate(values, str(path))
 
 
 class SweepRun(NamedTuple):
@@ -106,6 +119,9 @@ def expand_sweep(path: str | Path, overrides: list[str] | None = None) -> list[S
     runs: list[SweepRun] = []
     for sweep in _read_file(path, chosen.pop("base", None), chosen)[1]:
         keys = [key for key in sweep if key not in chosen]
+        n_runs = math.prod(len(sweep[key]) for key in keys)
+        if n_runs > MAX_RUNS:
+            raise UserError(f"{path}: sweep: {n_runs} runs: expected at most {MAX_RUNS}")
         for combination in itertools.product(*(sweep[key] for key in keys)):
             swept = dict(zip(keys, combination, strict=True))
             parts = [
@@ -123,7 +139,7 @@ def config_from_dict(values: dict[str, Any], source: str) -> Config:
 
     Raises UserError: naming `source`, for each key that this version of the code does not accept.
     """
-    stated = {key: (value, source) for key, value in _flatten(values).items()}
+    stated = {key: Stated(value, source) for key, value in _flatten(values).items()}
     return _validate(BEFORE | stated, source)
 
 
@@ -179,22 +195,42 @@ def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespa
 
 
 def describe_keys(config: Config) -> str:
-    """Each key as "--section.key  TYPE = VALUE" and its meaning, the normaliser's options included."""
-    owners: list[tuple[str, type[BaseModel], Any]] = [("", Config, config)]
-    owners += [(f"{section}.", cls, getattr(config, section)) for section, cls in SECTIONS.items()]
-    owners.append(("attention.", type(config.attention.definition), config.attention))
-    lines = ["config keys (in the file, or as options) and their values:"]
-    for prefix, cls, values in owners:
+    """Each key of each section with what it takes, its value and its meaning, in 80 columns."""
+    attention = config.attention
+    parts: list[tuple[str, str, type[BaseModel], Any]] = [("top level", "", Config, config)]
+    for section in SECTIONS:
+        values = getattr(config, section)
+        parts.append((f"[{section}]", f"{section}.", type(values), values))
+        if section == "attention":
+            heading = f"[attention], options of normaliser = {attention.normaliser}"
+            parts.append((heading, "attention.", type(attention.definition), attention))
+    lines = ["config keys, in the file or as options, with their values:"]
+    for heading, prefix, cls, values in parts:
+        lines += ["", heading]
         for name in (name for name in cls.model_fields if name not in SECTIONS):
-            kind = re.sub(TYPE_NOISE, r"\1\2", str(cls.model_fields[name].annotation))
+            kind = _kind(cls.model_fields[name].annotation)
+            option = f"--{prefix}{name.replace('_', '-')} {kind}, here {getattr(values, name)!r}"
+            lines += wrap(option, 80, initial_indent="  ", subsequent_indent="      ")
             # A class that states another default alone inherits the description.
             bases = [base.model_fields for base in cls.__mro__ if issubclass(base, BaseModel)]
             meanings = [fields[name].description for fields in bases if name in fields]
-            lines.append(
-                f"\n  --{prefix}{name.replace('_', '-')}  {kind} = {getattr(values, name)!r}"
-            )
-            lines.append(f"      {next(filter(None, meanings), '')}")
+            meaning = next(filter(None, meanings), "")
+            lines += wrap(meaning, 80, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)
+
+
+def _kind(annotation: Any) -> str:
+    """What a key takes, in a few letters."""
+    alternatives = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return "|".join(map(str, alternatives))
+    if get_origin(annotation) in (Union, UnionType):
+        return "|".join(map(_kind, alternatives))
+    if get_origin(annotation) is Annotated:
+        return _kind(alternatives[0])
+    return {"bool": "true|false", "str": "TEXT"}.get(
+        annotation.__name__, annotation.__name__.upper()
+    )
 
 
 def _read_file(
@@ -214,16 +250,17 @@ def _read_file(
     if isinstance(own.get("name"), dict):
         raise UserError(f"{path}: name = a section: expected a string, the name of the run folder")
     sweeps = _sweeps_of(path, own.pop("sweep", {}))
-    stated = {key: (value, str(path)) for key, value in _flatten(own).items()}
+    stated = {key: Stated(value, str(path)) for key, value in _flatten(own).items()}
     values: Values = {}
     if base is not None:
         if not isinstance(base, str):
             raise UserError(f"{path}: base = {base!r}: expected the name of a config file")
-        values, _ = _read_file(path.parent / base, seen=(*seen, path.resolve()))
+        base_path = path.parent / os.path.expanduser(base)
+        values, _ = _read_file(base_path, seen=(*seen, path.resolve()))
     if other_base is not None:
         before = values
         swept = set.intersection(*map(set, sweeps))
-        values, _ = _read_file(Path(other_base), seen=(path.resolve(),))
+        values, _ = _read_file(Path(os.path.expanduser(other_base)), seen=(path.resolve(),))
         for key, (value, _) in before.items():
             is_stated = key in stated or key in chosen or key in swept
             if key.startswith(VARIANT_KEYS) and not is_stated and _value(values, key) != value:
@@ -238,17 +275,20 @@ def _read_file(
 
 
 def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    if path.resolve() in seen:
-        chain = " -> ".join(file.name for file in (*seen, path.resolve()))
-        raise UserError(f"{path}: base files form a cycle: {chain}")
+    of_base = f" (the base of {seen[-1].name})" if seen else ""
     try:
+        if path.resolve() in seen:
+            chain = " -> ".join(file.name for file in (*seen, path.resolve()))
+            raise UserError(f"{path}: base files form a cycle: {chain}")
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe waits for its writer
+            raise UserError(f"{path}: expected a file{of_base}")
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as e:
         is_absent = isinstance(e, FileNotFoundError | NotADirectoryError)
         problem = "no such config file" if is_absent else f"cannot be read: {e.strerror}"
-        raise UserError(
-            f"{path}: {problem}" + (f" (the base of {seen[-1].name})" if seen else "")
-        ) from None
+        raise UserError(f"{path}: {problem}{of_base}") from None
+    except UserError:
+        raise
     except (ValueError, RecursionError) as e:
         raise UserError(f"{path}: not valid TOML: {e}") from None
 
@@ -272,11 +312,17 @@ def _sweeps_of(path: Path, sweep: Any) -> list[dict[str, list[Any]]]:
 def _value(values: Values, key: str) -> Any:
     """The given value of a key, or its default."""
     field = field_of(key)
-    return values[key][0] if key in values else field.default if field else None
+    return values[key].value if key in values else field.default if field else None
 
 
-def _derive(values: Values) -> Values:
-    """The values with numbers for what is left to the sizes of the run: see the top of this file."""
+# ---------------------------------------------------------------- from what is stated to a Config
+
+
+def _settle(values: Values) -> Values:
+    """With what follows from the sizes of the run: see the top of this file.
+
+    A rise of p that a file states does nothing where p, stated elsewhere, leaves nothing to rise.
+    """
 
     def size(key: str) -> int:
         value = _value(values, key)
@@ -285,38 +331,61 @@ def _derive(values: Values) -> Values:
 
     head_dim = max(1, size("model.n_embd") // size("model.n_head"))
     log_len = math.log(max(2, size("train.seq_len")))
-    formulas = {
+    scales = {
         "ln_d_ln_L": math.log(head_dim) * log_len,
         "sqrt_d_over_ln_L": math.sqrt(head_dim) / log_len,
     }
 
-    def number(key: str, value: Any) -> Any:
-        if key in ("attention.scale", "attention.scale_init") and isinstance(value, str):
-            gain = re.fullmatch(r"(\d+\.?\d*) sqrt_d", value)
-            if gain:
-                return round(float(gain[1]) * math.sqrt(head_dim), 4)
-            return round(formulas[value], 2) if value in formulas else value
-        if key == "attention.reweight_p_warmup" and isinstance(value, float) and 0 < value < 1:
-            return int(value * size("train.max_steps") + 1e-9)
+    def settle(key: str, value: Any) -> Any:
         if key == "layers" and isinstance(value, list):
-            return [number("layer", entry) for entry in value]
+            return [settle("layer", entry) for entry in value]
         if key in ("layer", "attention") and isinstance(value, dict):
             prefix = "attention." if key == "attention" else ""
-            return {name: number(prefix + name, own) for name, own in value.items()}
-        return value
+            return {name: settle(prefix + name, own) for name, own in value.items()}
+        if key in ("attention.scale", "attention.scale_init") and isinstance(value, str):
+            if gain := re.fullmatch(r"(\d+\.?\d*) sqrt_d", value):
+                return round(float(gain[1]) * math.sqrt(head_dim), 4)
+            return round(scales[value], 2) if value in scales else value
+        if key == "attention.reweight_p_warmup" and isinstance(value, float) and 0 < value < 1:
+            return int(value * size("train.max_steps") + 1e-9)
+        return os.path.expanduser(value) if key in PATHS and isinstance(value, str) else value
 
-    return {key: (number(key, value), source) for key, (value, source) in values.items()}
+    settled = {key: Stated(settle(key, own.value), own.source) for key, own in values.items()}
+    p = settled.get("attention.reweight_p")
+    rise = settled.get("attention.reweight_p_warmup")
+    if p and rise and p.value in (0, 1) and p.source != rise.source:
+        settled["attention.reweight_p_warmup"] = Stated(0, rise.source)
+    return settled
 
 
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _validate(values: Values, path: str) -> Config:
+    """Raises UserError: a line for each problem, with where the last of its keys was stated."""
+    problems: list[Problem] = []
+    try:
+        config = Config.model_validate(_nest(_settle(values)), context=problems)
+    except RecursionError:
+        raise UserError(f"{path}: a value is nested too deeply") from None
+    if problems:
+        lines = [f"{_source(problem.keys, values, path)}: {problem.text}" for problem in problems]
+        raise UserError("\n".join(dict.fromkeys(lines)))
+    return config
+
+
+def _source(keys: tuple[str, ...], values: Values, path: str) -> str:
+    """Where the last of the keys, or of what is in the section of that name, was stated."""
+    stated = [own.source for key, own in values.items() if key in keys]
+    within = [own.source for key, own in values.items() if key.startswith(f"{keys[0]}.")]
+    return [*stated, *within, path][0]
+
+
+def _flatten(values: dict[str, Any]) -> dict[str, Any]:
+    """Sections of keys as dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        dotted = f"{prefix}{key}"
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{dotted}.")
-        elif (dotted, value) not in GONE:
-            flat[dotted] = value
-    return flat
+        is_section = isinstance(value, dict) and "." not in key
+        inner = {f"{key}.{name}": own for name, own in value.items()} if is_section else {}
+        flat |= inner if is_section else {key: value}
+    return {key: value for key, value in flat.items() if (key, value) not in GONE}
 
 
 def _nest(values: Values) -> dict[str, Any]:
@@ -325,9 +394,7 @@ def _nest(values: Values) -> dict[str, Any]:
         section, dot, name = key.partition(".")
         if not dot:
             nested[key] = value
-        elif isinstance(
-            nested.setdefault(section, {}), dict
-        ):  # else validation reports the section
+        elif isinstance(nested.setdefault(section, {}), dict):  # else its own value is the problem
             nested[section][name] = value
     return nested
 
@@ -372,59 +439,6 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key} = {_toml_value(own)}' for key, own in value.items())}}}"
     return repr(value)
-
-
-# ---------------------------------------------------------------- every problem at once
-
-
-def _validate(values: Values, path: str) -> Config:
-    """The `Config`, or a UserError with every problem: those of single keys, then, with the
-    offending keys taken out, those within a section, then those between sections.
-
-    Those of [[layers]] depend on [model] and [attention], so they wait for problems there.
-    """
-    messages: dict[str, None] = {}  # in order, each once
-    bad: list[str] = []
-    while True:
-        try:
-            config = Config.model_validate(_nest(values))
-            break
-        except ValidationError as e:
-            problems = problems_of(e, "", Config)
-        for _, problem in problems:
-            named = {*re.findall(r"[\w.]+", problem)}
-            names_bad = any(key in named or key.rpartition(".")[2] in named for key in bad)
-            if not names_bad:  # else it is with the default in its place
-                messages[f"{_source(problem, values, path)}: {problem}"] = None
-        keys = [key for key, _ in problems if key and key not in bad]
-        sections = [key.partition(".")[0] for key, _ in problems if key]
-        keys = keys or [section for section in sections if section not in bad]
-        if not keys:
-            break
-        bad += keys
-        if any(key.startswith(("model", "attention")) for key in keys):
-            bad.append("layers")
-        values = {
-            k: v for k, v in values.items() if not any(f"{k}.".startswith(f"{b}.") for b in bad)
-        }
-        values.setdefault("name", ("unnamed", path))
-    if messages:
-        raise UserError("\n".join(messages))
-    return config
-
-
-def _source(problem: str, values: Values, path: str) -> str:
-    """Where the last of the keys that a problem names, or of the section that it begins with, was
-    written.
-    """
-    dotted = re.split(r"[ :\[]", problem)[0]
-    expected = re.sub("'[^']*'", "", problem.rpartition(": ")[2])  # a choice may have a key's name
-    words = [] if ": unknown" in problem else re.findall(r"[\w.]+", expected)
-    named = {dotted, *words, *(f"{dotted.rpartition('.')[0]}.{word}" for word in words)}
-    keys = [
-        k for k in values if k in named or (dotted not in values and k.startswith(f"{dotted}."))
-    ]
-    return values[keys[0]][1] if keys else path
 
 
 def main() -> None:

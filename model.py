@@ -246,7 +246,7 @@ class GPT(nn.Module):
         self.padded_vocab = 128 * math.ceil(m.vocab_size / 128)
         self.embedding = nn.Embedding(self.padded_vocab, m.n_embd)
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
-        self.layer_configs = [config.of_layer(layer) for layer in range(m.n_layer)]
+        self.layer_configs = config.layer_configs
         blocks = [Block(of_layer, layer) for layer, of_layer in enumerate(self.layer_configs)]
         normalisers = [block.attention.normaliser for block in blocks]
         sharing = [normaliser for normaliser in normalisers if hasattr(normaliser, "p_n")]

@@ -5,14 +5,25 @@ A normaliser's options are the fields of its class (normalisers/) and keys of [a
 """
 
 import re
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
-from pydantic.functional_validators import model_validator
+from pydantic_core import PydanticCustomError
 
 from infra.cli import suggest
 from normalisers.own import NORMALISERS, Normaliser, find_normaliser
@@ -21,10 +32,70 @@ NAME_RULE = "letters, digits and . _ = + -, the first a letter or a digit"
 Engine = Literal["auto", "dense", "rows", "sdpa", "triton", "flex"]
 
 
+class Problem(NamedTuple):
+    keys: tuple[str, ...]  # dotted: the one to mend, then those that it depends on
+    text: str  # "key = value: expected ..."
+
+
 class Section(BaseModel):
-    """Common rules of all sections: no unknown keys, no silent conversions, no assignments."""
+    """Common rules: no unknown keys, no silent conversions, no assignments, all problems at once.
+
+    With a list as pydantic's context the problems are appended to it, and nothing is raised.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    prefix: ClassVar[str] = ""
+
+    @classmethod
+    def known_keys(cls, values: Any) -> list[str]:
+        """The keys that may stand beside these values."""
+        return list(cls.model_fields)
+
+    def conflicts(self) -> Iterator[Problem]:
+        """Of keys that are right alone and not together."""
+        yield from ()
+
+    def conflict(self, expected: str, *keys: str) -> Problem:
+        """Of the first key, whose value the others do not allow."""
+        dotted = tuple(self.prefix + key for key in keys)
+        return Problem(dotted, f"{dotted[0]} = {attrgetter(keys[0])(self)!r}: {expected}")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _report(cls, values: Any, handler: Callable[[Any], Self], info: ValidationInfo) -> Self:
+        """Defaults take the place of wrong keys, so that conflicts of the others are found, too."""
+        problems: list[Problem] = [] if info.context is None else info.context
+        while True:
+            try:
+                section = handler(values)
+                break
+            except ValidationError as e:
+                found = problems_of(e, cls.prefix, cls.known_keys(values))
+            problems += found
+            wrong = {key.removeprefix(cls.prefix) for key, *_ in (each.keys for each in found)}
+            if not isinstance(values, dict) or wrong.isdisjoint(values):
+                raise ValueError("\n".join(dict.fromkeys(each.text for each in found)))
+            values = {key: value for key, value in values.items() if key not in wrong}
+        all_wrong = [problem.keys[0] for problem in problems]
+        problems += [each for each in section.conflicts() if not overlap(each.keys, all_wrong)]
+        if problems and info.context is None:
+            raise ValueError("\n".join(problem.text for problem in problems))
+        return section
+
+
+def overlap(keys: Iterable[str], others: Iterable[str]) -> bool:
+    """Whether a dotted key is, or is within, one of the others, or the other way round."""
+    pairs = [(f"{key}.", f"{other}.") for key in keys for other in others]
+    return any(key.startswith(other) or other.startswith(key) for key, other in pairs)
+
+
+def without_nul(path: str) -> str:
+    if "\0" in path:
+        raise PydanticCustomError("nul", "no NUL")
+    return path
+
+
+PathText = Annotated[str, AfterValidator(without_nul)]
 
 
 def key(default: Any, meaning: str, **bounds: Any) -> Any:
@@ -39,6 +110,7 @@ resumable = partial(key, json_schema_extra={"resume": "resumable"})
 
 
 class ModelConfig(Section):
+    prefix = "model."
     n_layer: int = key(12, "Number of transformer blocks.", ge=1, le=1024)
     n_head: int = key(12, "Attention heads per block.", ge=1, le=1024)
     n_kv_head: int = key(0, "Heads of keys and values. 0: n_head.", ge=0, le=1024)
@@ -89,38 +161,25 @@ class ModelConfig(Section):
         grouped = f" ({self.n_kv_head} of keys and values)" if self.n_kv_head else ""
         return f"{self.n_head} heads{grouped}"
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        problems = []
+    def conflicts(self) -> Iterator[Problem]:
         if self.n_head % self.kv_heads:
-            problems.append(("n_kv_head", f"expected a divisor of model.n_head = {self.n_head}"))
+            expected = f"expected a divisor of model.n_head = {self.n_head}"
+            yield self.conflict(expected, "n_kv_head", "n_head")
         if self.n_embd % self.n_head:
-            problems.append(("n_embd", f"expected a multiple of model.n_head = {self.n_head}"))
+            expected = f"expected a multiple of model.n_head = {self.n_head}"
+            yield self.conflict(expected, "n_embd", "n_head")
         elif self.rotating and self.head_dim % 2:
-            problems.append(
-                ("n_embd", f"RoPE needs an even head size, n_embd / n_head = {self.head_dim}")
-            )
+            expected = f"RoPE needs an even head size, n_embd / n_head = {self.head_dim}"
+            yield self.conflict(expected, "n_embd", "n_head", "position")
         if self.position != "p_rope" and self.rope_fraction != 0.75:
-            problems.append(("rope_fraction", "only read by model.position = p_rope"))
-        raise_problems(self, "model.", problems)
-        return self
-
-
-def raise_problems(section: Section, prefix: str, problems: list[tuple[str, str]]) -> None:
-    """Raises ValueError with a line "<prefix><key> = <value>: <problem>" for each, if there are
-    any.
-    """
-    if problems:
-        raise ValueError("\n".join(problem_lines(section, prefix, problems)))
-
-
-def problem_lines(section: Section, prefix: str, problems: list[tuple[str, str]]) -> list[str]:
-    return [f"{prefix}{key} = {attrgetter(key)(section)!r}: {problem}" for key, problem in problems]
+            expected = "only read by model.position = p_rope"
+            yield self.conflict(expected, "rope_fraction", "position")
 
 
 class AttentionConfig(Section):
     """The attention normaliser, its options (the fields of its class), its re-weighting."""
 
+    prefix = "attention."
     model_config = ConfigDict(extra="allow")  # checked against the class, below
 
     normaliser: str = key("softmax", f"file.py:Class, or one of {', '.join(NORMALISERS)}.")
@@ -129,46 +188,52 @@ class AttentionConfig(Section):
         0, "Steps over which p rises from 1; in a file or option also a share of max_steps.", ge=0
     )
 
-    @property
+    @cached_property
     def definition(self) -> Normaliser:
         """The normaliser's class with its options."""
         return find_normaliser(self.normaliser).model_validate(self.model_extra)
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    @classmethod
+    def known_keys(cls, values: Any) -> list[str]:
+        with suppress(ValueError):
+            formula = find_normaliser(values.get("normaliser", "softmax"))
+            return [*cls.model_fields, *formula.model_fields]
+        return list(cls.model_fields)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _state_options(cls, values: Any) -> Any:
+        """With every option of the normaliser's class: a resolved config says all that it means."""
+        name = values.get("normaliser", "softmax") if isinstance(values, dict) else None
+        if not isinstance(name, str):
+            return values
         try:
-            cls = find_normaliser(self.normaliser)
+            formula = find_normaliser(name)
+            for option in formula.model_fields.keys() & cls.model_fields.keys():
+                problem = f"has an option {option}, which is a key of [attention]"
+                raise ValueError(f"{problem}: expected another name")
         except ValueError as e:
-            raise ValueError(f"attention.normaliser = {self.normaliser!r}: {e}") from None
-        for option in cls.model_fields.keys() & type(self).model_fields.keys():
-            problem = (
-                f"has an option {option}, which is a key of [attention]: expected another name"
-            )
-            raise ValueError(f"attention.normaliser = {self.normaliser!r}: {problem}")
-        try:
-            definition = cls.model_validate(self.model_extra)
-        except ValidationError as e:
-            raise ValueError(
-                "\n".join(line for _, line in problems_of(e, "attention", cls))
-            ) from None
-        problems = []
-        if self.reweight_p and not definition.sums_to_one:
+            raise ValueError(f"normaliser = {name!r}: {e}") from None
+        options = {key: value for key, value in values.items() if key not in cls.model_fields}
+        return values | formula.model_validate(options).model_dump()
+
+    def conflicts(self) -> Iterator[Problem]:
+        if self.reweight_p and not self.definition.sums_to_one:
             needs = "re-weighting needs non-negative rows that sum to one, which"
-            problems.append(
-                ("reweight_p", f"{needs} {self.normaliser} with these options does not give")
-            )
+            expected = f"{needs} {self.normaliser} with these options does not give"
+            yield self.conflict(expected, "reweight_p", "normaliser", *(self.model_extra or {}))
         if self.reweight_p_warmup and self.reweight_p < 2:
-            problems.append(("reweight_p_warmup", "only read with reweight_p >= 2"))
-        raise_problems(self, "attention.", problems)
-        assert self.model_extra is not None
-        self.model_extra.update(definition.model_dump())  # a resolved config states every option
-        return self
+            expected = "only read with reweight_p >= 2"
+            yield self.conflict(expected, "reweight_p_warmup", "reweight_p")
 
 
 class DataConfig(Section):
     """Where the tokens come from and in which order."""
 
-    dir: str = resumable("data/fineweb10B", "Folder of prepared shards (python -m data.fineweb).")
+    prefix = "data."
+    dir: PathText = resumable(
+        "data/fineweb10B", "Folder of prepared shards (python -m data.fineweb)."
+    )
     order: Literal["sequential", "shuffled"] = key(
         "sequential", "Stream order, or permuted by the seed."
     )
@@ -178,6 +243,7 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """How long, how much at a time, on what."""
 
+    prefix = "train."
     max_steps: int = key(
         18865, "Optimiser steps. 0: evaluate the weights of init_from.", ge=0, le=10**9
     )
@@ -232,32 +298,28 @@ class TrainConfig(Section):
     )
     max_skips: int = resumable(10, "Consecutive skipped steps that stop the run.", ge=1)
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        problems = []
+    def conflicts(self) -> Iterator[Problem]:
         n_seq, rest = divmod(self.batch_tokens, self.seq_len)
         if rest:
-            problems.append(
-                ("batch_tokens", f"expected a multiple of train.seq_len = {self.seq_len}")
-            )
+            expected = f"expected a multiple of train.seq_len = {self.seq_len}"
+            yield self.conflict(expected, "batch_tokens", "seq_len")
         elif n_seq % min(self.micro_batch, n_seq):
-            divisor = (
-                f"expected a divisor of the {n_seq} sequences in a step (batch_tokens / seq_len)"
-            )
-            problems.append(("micro_batch", f"{divisor}, or more than them"))
+            sequences = f"{n_seq} sequences in a step (batch_tokens / seq_len)"
+            expected = f"expected a divisor of the {sequences}, or more than them"
+            yield self.conflict(expected, "micro_batch", "batch_tokens", "seq_len")
         if self.val_tokens < self.seq_len:
-            problems.append(("val_tokens", f"expected at least train.seq_len = {self.seq_len}"))
+            expected = f"expected at least train.seq_len = {self.seq_len}"
+            yield self.conflict(expected, "val_tokens", "seq_len")
         if self.residual == "bfloat16" != self.dtype:
-            problems.append(("residual", "expected train.dtype = bfloat16 with it"))
+            yield self.conflict("expected train.dtype = bfloat16 with it", "residual", "dtype")
         if self.loss_gamma != "inf" and self.loss != "norm_softmax":
-            problems.append(("loss_gamma", "only read by train.loss = norm_softmax"))
+            yield self.conflict("only read by train.loss = norm_softmax", "loss_gamma", "loss")
         if self.loss_tau != "auto" and self.loss == "softmax":
-            problems.append(("loss_tau", "not read by train.loss = softmax"))
-        raise_problems(self, "train.", problems)
-        return self
+            yield self.conflict("not read by train.loss = softmax", "loss_tau", "loss")
 
 
 class OptimizerConfig(Section):
+    prefix = "optimizer."
     name: Literal["adamw", "muon", "sgd"] = key("adamw", "muon: hidden matrices, adamw the rest.")
     lr: float = key(6e-4, "Peak learning rate.", gt=0)
     scalar_lr: float = key(
@@ -280,7 +342,8 @@ class OptimizerConfig(Section):
 
 
 class LogConfig(Section):
-    dir: str = free("runs", "Run folders are made here, as <dir>/<name>.")
+    prefix = "log."
+    dir: PathText = free("runs", "Run folders are made here, as <dir>/<name>.")
     every: int = free(10, "Steps between progress lines; metrics.jsonl has every step.", ge=1)
     attention_every: int = free(0, "Steps between qk_std, entropy and logit_std; 0: never.", ge=0)
     wandb: bool = free(False, "Also log to Weights & Biases.")
@@ -304,9 +367,11 @@ class Config(Section):
     stem.
     """
 
-    name: str = free(..., "Name of the run folder.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$")
+    name: str = free(
+        "unnamed", "Name of the run folder.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$"
+    )
     seed: int = key(1337, "Seed of initialisation and data order.", ge=0, lt=2**63)
-    init_from: str = key("", "Run folder or checkpoint whose weights this run starts from.")
+    init_from: PathText = key("", "Run folder or checkpoint whose weights this run starts from.")
     layers: list[dict[str, Any]] = key(
         [],
         "[[layers]]: what layers at = [0, -1] (first, last) or every = 4 (3, 7, ...) have of their own: "
@@ -319,107 +384,101 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     log: LogConfig = LogConfig()
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        problems = []
+    def conflicts(self) -> Iterator[Problem]:
         max_steps = self.train.max_steps
         warmup_steps = self.optimizer.warmup_steps
         decay_steps = self.optimizer.decay_fraction * max_steps
         if max_steps == 0 and not self.init_from:
-            problems.append(("train.max_steps", "expected at least 1, or a run named by init_from"))
+            expected = "expected at least 1, or a run named by init_from"
+            yield self.conflict(expected, "train.max_steps", "init_from")
         for key in ("optimizer.warmup_steps", "attention.reweight_p_warmup"):
             if attrgetter(key)(self) > max_steps:
-                problems.append((key, f"expected at most train.max_steps = {max_steps}"))
-        if (
-            self.optimizer.schedule == "wsd"
-            and warmup_steps <= max_steps < warmup_steps + decay_steps
-        ):
+                expected = f"expected at most train.max_steps = {max_steps}"
+                yield self.conflict(expected, key, "train.max_steps")
+        is_wsd = self.optimizer.schedule == "wsd"
+        if is_wsd and warmup_steps <= max_steps < warmup_steps + decay_steps:
             share = f"{1 - warmup_steps / max_steps:.4g} of train.max_steps = {max_steps}"
-            expected = (
-                f"expected at most {share}, the rest after optimizer.warmup_steps = {warmup_steps}"
-            )
-            problems.append(("optimizer.decay_fraction", expected))
-        lines = problem_lines(self, "", problems)
-        lines += self._layer_problems(lines)
-        if lines:
-            raise ValueError("\n".join(lines))
-        return self
+            rest = f"the rest after optimizer.warmup_steps = {warmup_steps}"
+            keys = [f"optimizer.{key}" for key in ("decay_fraction", "warmup_steps", "schedule")]
+            yield self.conflict(f"expected at most {share}, {rest}", *keys, "train.max_steps")
+        read = ("layers", "model", "attention")
+        yield from (Problem(read, line) for line in self._layer_problems())
 
-    def _layer_problems(self, known: list[str]) -> list[str]:
-        """A line for each problem of [[layers]]: of its entries, else of layers, but for known
-        ones.
-        """
-        lines = []
+    def _layer_problems(self) -> Iterator[str]:
+        """Of the entries of [[layers]], else of the layers, each with the first that has it."""
         n_layer = self.model.n_layer
+        lines = []
         for n, entry in enumerate(self.layers):
-            try:
-                keys = LayerKeys.model_validate(entry)
-            except ValidationError as e:
-                lines += [line for _, line in problems_of(e, f"layers[{n}]", LayerKeys)]
-                continue
+            problems: list[Problem] = []
+            keys = LayerKeys.model_validate(entry, context=problems)
+            lines += [f"layers[{n}].{problem.text}" for problem in problems]
             exists = all(-n_layer <= i < n_layer for i in keys.at) and 1 <= keys.every <= n_layer
             if not exists or ("at" in entry) == ("every" in entry):
-                expected = (
-                    f"expected either at, of layers 0 to {n_layer - 1}, or every, 1 to {n_layer}"
-                )
-                lines.append(f"layers[{n}] = {entry}: {expected}")
+                either = f"either at, of layers 0 to {n_layer - 1}, or every, 1 to {n_layer}"
+                lines.append(f"layers[{n}] = {entry}: expected {either}")
             if "reweight_p_warmup" in keys.attention:
-                lines.append(
-                    f"layers[{n}].attention: expected reweight_p_warmup in [attention], for all"
-                )
-        first_layers: dict[str, int] = {}  # that have a problem
-        for i in range(0 if lines else n_layer):
-            try:
-                self.of_layer(i)
-            except ValidationError as e:
-                for _, line in problems_of(e, "", Config):
-                    first_layers.setdefault(line, i)
-        lines += [
-            f"layers: in layer {i} {line}" for line, i in first_layers.items() if line not in known
-        ]
-        return lines
+                expected = "expected reweight_p_warmup in [attention], for all"
+                lines.append(f"layers[{n}].attention: {expected}")
+        yield from lines
+        first_layers: dict[str, int] = {}
+        for i in range(n_layer if self.layers and not lines else 0):
+            problems = []
+            LayerSections.model_validate(self._sections_of(i), context=problems)
+            for problem in problems:
+                first_layers.setdefault(problem.text, i)
+        yield from (f"layers: in layer {i} {text}" for text, i in first_layers.items())
 
-    @property
-    def normalisers(self) -> list[str]:
-        """Those of all layers, each once."""
-        return list(
-            dict.fromkeys(self.of_layer(i).attention.normaliser for i in range(self.model.n_layer))
-        )
-
-    @property
-    def rope_bases(self) -> set[float]:
-        """The bases of the layers whose positions rotate."""
-        models = [self.of_layer(i).model for i in range(self.model.n_layer)]
-        return {model.rope_theta for model in models if model.rotating > 0}
-
-    def of_layer(self, i: int) -> "Config":
-        """The config of layer i, from 0: with what the entries of [[layers]] that name it state, in
+    def _sections_of(self, i: int) -> dict[str, Any]:
+        """[model] and [attention] with what the entries of [[layers]] that name layer i state, in
         order.
 
         Their `attention` changes keys of [attention] or, with a normaliser, takes the section's
         place.
         """
-        if not self.layers:
-            return self
         model = self.model.model_dump()
         attention = self.attention.model_dump(exclude={"reweight_p_warmup"})
         for entry in self.layers:
             at = [each % self.model.n_layer for each in entry.get("at", [])]
             if i in at or ("every" in entry and (i + 1) % entry["every"] == 0):
-                if entry.get("position", "p_rope") != "p_rope":
-                    model.pop("rope_fraction", None)
-                elif "position" in entry:
-                    model.setdefault("rope_fraction", self.model.rope_fraction)
-                model |= {key: entry[key] for key in entry if key in ModelConfig.model_fields}
+                if "position" in entry:  # [model] may have the share of another position
+                    model["rope_fraction"] = ModelConfig.model_fields["rope_fraction"].default
+                if entry.get("position") == "p_rope":
+                    model["rope_fraction"] = self.model.rope_fraction
+                model |= {key: value for key, value in entry.items() if key in model}
                 options = entry.get("attention", {})
                 attention = options if "normaliser" in options else attention | options
-        return Config.model_validate(
-            {**dict(self), "model": model, "attention": attention, "layers": []}
-        )
+        return {"model": model, "attention": attention}
+
+    @cached_property
+    def layer_configs(self) -> tuple["Config", ...]:
+        """The config of each layer."""
+        n_layer = self.model.n_layer
+        if not self.layers:
+            return (self,) * n_layer
+        own = [LayerSections.model_validate(self._sections_of(i)) for i in range(n_layer)]
+        return tuple(self.model_copy(update={**dict(each), "layers": []}) for each in own)
+
+    @property
+    def normalisers(self) -> list[str]:
+        """Those of all layers, each once."""
+        return list(dict.fromkeys(layer.attention.normaliser for layer in self.layer_configs))
+
+    @property
+    def rope_bases(self) -> set[float]:
+        """The bases of the layers whose positions rotate."""
+        models = [layer.model for layer in self.layer_configs]
+        return {model.rope_theta for model in models if model.rotating > 0}
 
     @property
     def run_dir(self) -> Path:
         return Path(self.log.dir) / self.name
+
+
+class LayerSections(Section):
+    """What a layer has of its own."""
+
+    model: ModelConfig
+    attention: AttentionConfig
 
 
 # What a variant of the attention states: the first parts of its dotted keys.
@@ -450,9 +509,8 @@ def describe_layers(config: Config) -> str:
     differ.
     """
     groups: dict[str, list[int]] = {}
-    for i in range(config.model.n_layer):
-        of_layer = config.of_layer(i)
-        groups.setdefault(describe_attention(of_layer.attention, of_layer.model), []).append(i)
+    for i, layer in enumerate(config.layer_configs):
+        groups.setdefault(describe_attention(layer.attention, layer.model), []).append(i)
     if len(groups) == 1:
         return next(iter(groups))
     return "; ".join(
@@ -479,49 +537,35 @@ def resume_rule(key: str) -> object:
 # ---------------------------------------------------------------- what pydantic finds, in words
 
 
-def problems_of(
-    error: ValidationError, section: str, cls: type[BaseModel]
-) -> list[tuple[str, str]]:
-    """(dotted key, "key = value: expected ...") of each problem.
-
-    Where keys of a section disagree, the key is what the problem begins with. None between
-    sections.
-    """
-    problems: list[tuple[str, str]] = []
+def problems_of(error: ValidationError, prefix: str, names: list[str]) -> list[Problem]:
+    """What is wrong with a section's values. names: its keys."""
+    problems: list[Problem] = []
     expected: dict[tuple[str, str], list[str]] = {}  # a union has one error for each alternative
-    prefix = f"{section}." if section else ""
     for e in error.errors(include_url=False):
-        if e["type"] == "value_error":  # from our own validators, whose messages are complete
-            lines = [prefix + line for line in str(e["ctx"]["error"]).split("\n")]
-            problems += [(line.split(" = ")[0] if e["loc"] else "", line) for line in lines]
+        if e["type"] == "value_error":  # of a validator, whose message is complete
+            for line in str(e["ctx"]["error"]).split("\n"):
+                keys = tuple(prefix + word for word in re.findall(r"\w+", line))
+                problems.append(Problem(keys, prefix + line))
             continue
-        location = [str(part) for part in e["loc"]]
-        # what follows are pydantic's union tags
-        depth = 2 if not section and location[0] in SECTIONS else 1
-        key = prefix + ".".join(location[:depth])
+        key = f"{prefix}{e['loc'][0]}" if e["loc"] else prefix.removesuffix(".")
         head = f"{key} = {'a section' if isinstance(e['input'], dict) else repr(e['input'])}: "
         if e["type"] == "extra_forbidden":
-            problems.append((key, head + _unknown(key, list(cls.model_fields))))
-        else:
-            what = re.sub(r"^(Input|String) should (be )?(a valid )?", "", e["msg"])
-            what = NAME_RULE if e["type"] == "string_pattern_mismatch" else what
-            expected.setdefault((key, head), []).append(
-                "a section" if e["type"] == "model_type" else what
-            )
+            problems.append(Problem((key,), head + _unknown(key, names)))
+            continue
+        what = re.sub(r"^(Input|String) should (be )?(a valid )?", "", e["msg"])
+        what = NAME_RULE if e["type"] == "string_pattern_mismatch" else what
+        what = "a section" if e["type"] == "model_type" else what
+        expected.setdefault((key, head), []).append(what)
     for (key, head), alternatives in expected.items():
-        problems.append((key, f"{head}expected {' or '.join(dict.fromkeys(alternatives))}"))
+        alternatives = list(dict.fromkeys(alternatives))
+        problems.append(Problem((key,), f"{head}expected {' or '.join(alternatives)}"))
     return problems
 
 
-def _unknown(dotted: str, options: list[str]) -> str:
-    """The problem of an unknown key, with what its writer may have meant; options: of the
-    normaliser.
-    """
+def _unknown(dotted: str, names: list[str]) -> str:
+    """The problem of an unknown key, with what its writer may have meant."""
     section, _, key = dotted.rpartition(".")
     for name, other in SECTIONS.items():
         if key in other.model_fields:
             return f"unknown key; did you mean {name}.{key}?"
-    names = list(SECTIONS[section].model_fields) if section in SECTIONS else options
-    if section == "attention":
-        names += options
     return "unknown key; " + suggest(key, names, f"{section}." if section else "")

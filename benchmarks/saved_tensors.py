@@ -34,7 +34,7 @@ class Stack(nn.Module):
 
     def __init__(self, config: Config, n_blocks: int) -> None:
         super().__init__()
-        blocks = [model.Block(config.of_layer(0), i) for i in range(n_blocks)]
+        blocks = [model.Block(config.layer_configs[0], i) for i in range(n_blocks)]
         for block in blocks:
             layer = block.attention.normaliser
             name: Engine = (

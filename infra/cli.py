@@ -33,11 +33,16 @@ class ArgumentParser(argparse.ArgumentParser):
         near = get_close_matches(typo[1], self._option_string_actions, n=1) if typo else []
         raise UserError(message + "".join(f"; did you mean {option}?" for option in near))
 
-    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+    def parse_known_args(self, words: Any = None, namespace: Any = None) -> Any:
+        """With ~ after = as the home folder, which a shell leaves there."""
         for word in sys.argv:
             if any("\ud800" <= letter <= "\udfff" for letter in word):  # bytes that are not UTF-8
                 raise UserError(f"{word!r}: expected UTF-8")
-        known, rest = super().parse_known_args(*args, **options)
+        words = [
+            re.sub("^(--[^=]+=)(~.*)", lambda found: found[1] + os.path.expanduser(found[2]), word)
+            for word in (sys.argv[1:] if words is None else words)
+        ]
+        known, rest = super().parse_known_args(words, namespace)
         for word in rest:  # a key is never as near to an option
             if word.startswith("--") and get_close_matches(
                 word, self._option_string_actions, cutoff=0.85

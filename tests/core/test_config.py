@@ -1,5 +1,6 @@
 """Config files: inheritance, overrides, and what a user reads after each kind of mistake."""
 
+import os
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -254,7 +255,7 @@ rope_theta = 5e5
 attention = { normaliser = "ssmax", scores = "cosine", scale_init = "sqrt_d_over_ln_L" }
 """
     config = load_config(write(tmp_path, "x.toml", f'base = "{RECIPE}"\n{text}'))
-    of_layers = [config.of_layer(i) for i in range(12)]
+    of_layers = config.layer_configs
     assert [c.model.position for c in of_layers] == 2 * [*3 * ["p_rope"], "none"] + 3 * [
         "p_rope"
     ] + ["none"]
@@ -271,12 +272,14 @@ attention = { normaliser = "ssmax", scores = "cosine", scale_init = "sqrt_d_over
     p_rope = ["--model.position=p_rope", "--model.rope-fraction=0.5"]
     there_and_back = '[{every = 1, position = "none"}, {at = [1], position = "p_rope"}]'
     assert (
-        load_config(RECIPE, [*p_rope, "--layers", there_and_back]).of_layer(1).model.rope_fraction
+        load_config(RECIPE, [*p_rope, "--layers", there_and_back])
+        .layer_configs[1]
+        .model.rope_fraction
         == 0.5
     )
     same = load_config(RECIPE, ["--model.position=p_rope", "--model.rope-fraction=0.5",
                                 "--layers", '[{at = [1], position = "p_rope"}]'])  # fmt: skip
-    assert same.of_layer(1).model == same.model
+    assert same.layer_configs[1].model == same.model
     qk_norm = "softmax (scores = cosine, scale = sqrt_d"
     assert describe_layers(config) == (
         "layer 0: ssmax (scores = cosine, scale_init = 1.15, position = p_rope, window = 128, "
@@ -287,7 +290,7 @@ attention = { normaliser = "ssmax", scores = "cosine", scale_init = "sqrt_d_over
     )
     value = '[{every = 12, attention = {normaliser = "lssa"}}]'
     config = load_config(RECIPE, ["--layers", value])
-    assert [config.of_layer(i).attention.normaliser for i in (10, 11)] == ["softmax", "lssa"]
+    assert [config.layer_configs[i].attention.normaliser for i in (10, 11)] == ["softmax", "lssa"]
     write(tmp_path, "layers.toml", "[[layers]]\nevery = 4\nwindow = 9\n")
     with one_line("would lose layers = [{'every': 4, 'window': 9}] of its own base"):
         load_config(write(tmp_path, "z.toml", 'base = "layers.toml"'), ["--base", str(RECIPE)])
@@ -298,7 +301,7 @@ attention = { normaliser = "ssmax", scores = "cosine", scale_init = "sqrt_d_over
     [
         (
             "{every = 2, windw = 1}",
-            "layers[0].windw = 1: unknown key; did you mean layers[0].window?",
+            "layers[0].windw = 1: unknown key; did you mean window?",
         ),
         ("{every = 13}", "expected either at, of layers 0 to 11, or every, 1 to 12"),
         ("{at = [12]}", "layers[0] = {'at': [12]}: expected either at"),
@@ -316,7 +319,7 @@ attention = { normaliser = "ssmax", scores = "cosine", scale_init = "sqrt_d_over
             "{at = [3], attention = {reweight_p_warmup = 9}}",
             "expected reweight_p_warmup in [attention]",
         ),
-        ("3", "layers"),
+        ("3", "layers = 3: expected dictionary"),
     ],
 )
 def test_layers_that_do_not_fit(entry: str, expected: str, tmp_path: Path):
@@ -436,6 +439,50 @@ def test_bad_files(text: str, expected: str, tmp_path: Path):
         load_config(write(tmp_path, "x.toml", text))
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[" + ".".join(3000 * "a") + "]", "a = a section: unknown key"),
+        ("[model" + 3000 * ".a" + "]", "model.a = a section: unknown key"),
+        ('base = "a\\u0000.toml"', "not valid TOML: embedded null byte"),
+        ('[data]\ndir = "a\\u0000"', "data.dir = 'a\\x00': expected no NUL"),
+        ("[sweep]\n" + 'seed = [1, 2]\n"train.max_steps" = [1, 2, 3]\n', "sweep: 6 runs"),
+    ],
+    ids=["tables", "tables of a section", "base", "path", "runs"],
+)
+def test_files_that_do_harm(text: str, expected: str, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(config, "MAX_RUNS", 5)
+    with one_line(tmp_path, expected):
+        expand_sweep(write(tmp_path, "x.toml", text))
+        load_config(tmp_path / "x.toml")
+
+
+def test_a_pipe_is_no_config(tmp_path: Path):
+    os.mkfifo(tmp_path / "x.toml")
+    with one_line("x.toml: expected a file"):
+        load_config(tmp_path / "x.toml")
+
+
+def test_a_home_folder_in_files_and_options(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, "a.toml", "seed = 9\n")
+    path = write(tmp_path, "b/x.toml", 'base = "~/a.toml"\n[log]\ndir = "~/runs"\n')
+    read = load_config(path, ["--data.dir=~/text", "--init-from", "~/runs/a"])
+    assert read.seed == 9 and read.run_dir == tmp_path / "runs/x"
+    assert (read.data.dir, read.init_from) == (f"{tmp_path}/text", f"{tmp_path}/runs/a")
+    assert load_config(RECIPE, ["--base", "~/a.toml"]).seed == 1337  # the file's own comes last
+
+
+def test_p_may_be_swept_where_it_rises(tmp_path: Path):
+    """A file's rise does nothing where p, stated elsewhere, leaves nothing to rise."""
+    for p, rise in ((0, 0), (1, 0), (3, 250)):
+        read = load_config(ROOT / "configs/demo_lssar.toml", ["--attention.reweight-p", str(p)])
+        assert (read.attention.reweight_p, read.attention.reweight_p_warmup) == (p, rise)
+    both = ["--attention.reweight-p", "1", "--attention.reweight-p-warmup", "9"]
+    with one_line("attention.reweight_p_warmup = 9: only read with reweight_p >= 2"):
+        load_config(RECIPE, both)
+
+
 @pytest.mark.parametrize("key", ["name", "base", '"train.seq-len"', "attention"])
 def test_what_cannot_be_swept(key: str, tmp_path: Path):
     path = write(tmp_path, "x.toml", f"[sweep]\n{key} = [1, 2]\n")
@@ -483,8 +530,8 @@ def test_help_describes_options_that_a_class_of_ones_own_inherits(monkeypatch):
         tau: float = 0.5
 
     monkeypatch.setitem(NORMALISERS, "mine", Mine)
-    text = describe_keys(Config(name="x", attention=AttentionConfig(normaliser="mine")))
-    assert "--attention.tau  float = 0.5\n      Temperature." in text
+    text = describe_keys(Config(attention=AttentionConfig(normaliser="mine")))
+    assert "--attention.tau FLOAT, here 0.5\n      Temperature." in text
 
 
 @pytest.mark.parametrize(
@@ -546,6 +593,12 @@ def test_help(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
     sections = [each for each in annotations if hasattr(each, "model_fields")]
     fields = [field for section in sections for field in section.model_fields.values()]
     assert all(field.description for field in fields)
+    text = describe_keys(load_config(ROOT / "configs/ssmax_paper/e_after_pretraining_124m.toml"))
+    assert max(map(len, text.splitlines())) <= 80
+    headings = ["[attention]", "[attention], options of normaliser = ssmax", "[data]"]
+    lines = text.splitlines()
+    assert [line for line in lines if line.startswith(("[a", "[d"))] == headings
+    assert lines.index("[data]") > lines.index("  --attention.scale-init FLOAT, here 0.1685")
 
 
 def test_keys_that_disagree_are_blamed_on_the_last_one(tmp_path: Path):

@@ -17,9 +17,12 @@ TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 61}
 LSSAR = {"normaliser": "lssa", "reweight_p": 15}
 
 
-def make_config(attention: dict | None = None, seq_len: int = 16, **model) -> Config:
+def make_config(
+    attention: dict | None = None, seq_len: int = 16, layers: list | None = None, **model
+) -> Config:
     return Config(
         name="test",
+        layers=layers or [],
         model=ModelConfig(**(TINY | model)),
         attention=AttentionConfig(**(attention or {})),
         train=TrainConfig(seq_len=seq_len, batch_tokens=seq_len, micro_batch=1, val_tokens=seq_len),
@@ -305,7 +308,7 @@ def test_layers_of_their_own(window, layers):
     """Each block is the one of a model whose [model] and [attention] are that layer's; decoding
     agrees.
     """
-    config = make_config(window=window).model_copy(update={"layers": layers})
+    config = make_config(window=window, layers=layers)
     torch.manual_seed(0)
     gpt = GPT(config)
     for p in gpt.parameters():
@@ -317,7 +320,7 @@ def test_layers_of_their_own(window, layers):
     with torch.no_grad():
         x = gpt.embedding(tokens)
         for i, block in enumerate(gpt.blocks):
-            of_layer = config.of_layer(i)
+            of_layer = config.layer_configs[i]
             alone = GPT(of_layer).double()
             alone.blocks[i].load_state_dict(block.state_dict())
             x = alone.blocks[i](x, *alone.rope(tokens, rope)[i])
@@ -336,8 +339,8 @@ def test_layers_of_their_own(window, layers):
 def test_one_schedule_of_p_for_all_layers():
     """p bounds each layer's own power: those that are not re-weighted stay so."""
     layers = [{"at": [0], "attention": {"normaliser": "softmax"}}]
-    gpt = GPT(make_config(LSSAR).model_copy(update={"layers": layers}))
-    p3 = GPT(make_config(LSSAR | {"reweight_p": 3}).model_copy(update={"layers": layers}))
+    gpt = GPT(make_config(LSSAR, layers=layers))
+    p3 = GPT(make_config(LSSAR | {"reweight_p": 3}, layers=layers))
     p3.load_state_dict(gpt.state_dict())
     tokens = random_tokens(2, 24)
     with torch.no_grad():
