@@ -16,7 +16,7 @@ import sweep
 import train
 from config import changed_keys, config_from_dict, describe_keys, expand_sweep, load_config, to_toml
 from data import fineweb, python_source
-from infra.cli import UserError, run_main
+from infra.cli import ArgumentParser, UserError, run_main
 from normalisers.adaptive import NormSoftmax
 from normalisers.own import NORMALISERS
 from schema import AttentionConfig, Config, describe_layers
@@ -471,6 +471,10 @@ def test_a_home_folder_in_files_and_options(tmp_path: Path, monkeypatch):
     assert read.seed == 9 and read.run_dir == tmp_path / "runs/x"
     assert (read.data.dir, read.init_from) == (f"{tmp_path}/text", f"{tmp_path}/runs/a")
     assert load_config(RECIPE, ["--base", "~/a.toml"]).seed == 1337  # the file's own comes last
+    parser = ArgumentParser(None)
+    parser.add_argument("--data")
+    args, overrides = parser.parse_known_args(["--data=~/x", "--log.dir=~", "--name=a=~"])
+    assert args.data == f"{tmp_path}/x" and overrides == [f"--log.dir={tmp_path}", "--name=a=~"]
 
 
 def test_p_may_be_swept_where_it_rises(tmp_path: Path):
