@@ -367,8 +367,8 @@ NAMES = {
 def name_model(config: Config) -> str:
     """As people would name the model: 'softmax', 'SSMax, QK-norm', 'LSSAR', 'windows of 16 + FoX'."""
     parts: list[str] = []
-    for layer in range(config.model.n_layer):
-        part = name_layer(config.of_layer(layer))
+    for layer in config.layer_configs:
+        part = name_layer(layer)
         if part not in parts:
             parts.append(part)
     windows = [part for part in parts if part.startswith("window")]
