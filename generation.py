@@ -3,6 +3,7 @@
 for new in stream(model, prompt, 100, temperature=0.8, top_k=50):    # (B, 1) at a time
     ...
 tokens = generate(model, prompt, 100, temperature=0.8, top_k=50)     # (B, T + 100)
+tokens = generate(model.with_window(1024), prompt, 100)              # keeps the last 1024 keys
 """
 
 import math
@@ -59,7 +60,9 @@ def stream(
     if top_p is not None and not 1e-30 <= top_p <= 1:  # in float32 it would round to 0
         raise UserError(f"top_p {top_p}: expected at least 1e-30 and at most 1")
     rope = replace(rope, length=rope.length or length + n_new)
-    cache = KVCache(model.config.model.n_layer, length + n_new - 1) if model.cacheable else None
+    cache = None
+    if model.cacheable:
+        cache = KVCache(model.config.model.n_layer, length + n_new - 1, model.windows)
     for _ in range(n_new):
         logits = model.logits(model.hidden(tokens, rope, cache)[:, -1])  # (B, V)
         new = sample(logits[:, : n_vocab or None], temperature, top_k, top_p, generator)

@@ -6,8 +6,10 @@ options make it the model of the SSMax paper as well: RMSNorm, SwiGLU, no biases
     model = GPT(load_config("configs/gpt2_124m.toml"))
     loss = model(tokens, targets)                              # mean cross-entropy in nats
     losses = model.token_losses(tokens, targets, rope=RopeScaling("ntk"))   # (B, T), any length
+    losses = model.with_window(1024).token_losses(tokens, targets)          # a rolling KV window
 """
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention import ChosenEngine, attend, choose_engine, make_normaliser
+from infra.cli import UserError
 from normalisers.adaptive import AdaptiveSoftmax
 from normalisers.layer import NormaliserLayer
 from positions import UNSCALED, RopeScaling, apply_rope, rope_tables
@@ -28,23 +31,34 @@ INIT_STD = 0.02
 class KVCache:
     """Keys, values and signals of every layer so far, as `Attention.project` holds them. For
     inference.
+
+    windows: of each layer, how many of its last positions are kept, 0 for all. (A window's first
+    query needs one less; the one more is what `Attention.shift_keys` adds to the oldest key.)
     """
 
-    def __init__(self, n_layer: int, max_length: int) -> None:
+    def __init__(self, n_layer: int, max_length: int, windows: Sequence[int] = ()) -> None:
         self.max_length = max_length
+        self.windows = windows or [0] * n_layer
         self.length = 0  # advanced by GPT once all layers have appended
         self.spans: list[tuple[int, int]] | None = None  # of a padded batch (see `attend`)
         self.held: list[list[Tensor]] = [[] for _ in range(n_layer)]
 
     def append(self, layer: int, *parts: Tensor) -> list[Tensor]:
-        """Store (B, heads, T, size) each behind the positions present; return each with all
-        positions.
+        """Store (B, heads, T, size) each behind the positions present; return each with those that
+        were there.
         """
         end = self.length + parts[0].shape[2]
         if end > self.max_length:
             raise ValueError(
                 f"KVCache: {end} positions do not fit in max_length = {self.max_length}"
             )
+        if window := self.windows[layer]:
+            if self.held[layer]:
+                pairs = zip(self.held[layer], parts, strict=True)
+                parts = tuple(torch.cat(pair, dim=2) for pair in pairs)
+            # copies, which do not keep a long prompt's positions in memory
+            self.held[layer] = [part[:, :, -window:].clone() for part in parts]
+            return [*parts]
         if not self.held[layer]:
             self.held[layer] = [
                 p.new_zeros(*p.shape[:2], self.max_length, p.shape[-1]) for p in parts
@@ -261,6 +275,33 @@ class GPT(nn.Module):
         # after the initialisation, which so draws the same numbers for every device
         self.to(device)
         self.choose_engine(config.train.engine)
+
+    def with_window(self, window: int) -> "GPT":
+        """This model, its parameters shared, with a rolling KV window: what it computes when it
+        decodes token by token with a cache of the last `window` keys of each layer.
+
+        Each layer sees the smaller of `window` and its own; n counts the keys that it sees, at most
+        as many. Positions are those in the text, so with a window of at most the training length no
+        distance is new to RoPE, and a scaling, which the caller chooses, is not needed. A layer
+        whose engine has no windows gets another.
+        """
+        if window < 1:
+            raise UserError(f"window = {window}: expected at least 1")
+        shared = [*self.parameters(), *self.buffers()]
+        model = copy.deepcopy(self, {id(tensor): tensor for tensor in shared})
+        for block in model.blocks:
+            layer = block.attention.normaliser
+            layer.window = min(window, layer.window or window)
+        try:
+            model.choose_engine(self.config.train.engine)
+        except UserError:  # of the named engine
+            model.choose_engine("auto")
+        return model
+
+    @property
+    def windows(self) -> list[int]:
+        """How many keys a query of each layer sees at most; 0: all before it."""
+        return [block.attention.normaliser.window for block in self.blocks]
 
     def choose_engine(self, name: Engine = "auto", dtype: torch.dtype | None = None) -> None:
         """Choose each layer's attention engine, on the parameters' device; compiled code could not.

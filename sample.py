@@ -11,6 +11,9 @@ The samples of a prompt form a batch. Prompts do not, because padding would chan
 keys that a query sees. Prompt i is sampled with seed + i, independent of the others. With --rope
 ntk RoPE is scaled for the final length, prompt and all new tokens. The default is none, unlike that
 of the evaluations.
+
+--window W keeps the last W keys of each layer, a rolling KV window, so that memory is bounded. With
+a W of at most the training length no distance is new, and RoPE needs no scaling.
 """
 
 import argparse
@@ -59,6 +62,8 @@ def parse_args() -> argparse.Namespace:
     add("--seed", type=integer(0, 2**63 - 1), default=0, help="of the first prompt (default: 0)")
     add("--rope", choices=get_args(RopeKind), default="none", help="RoPE scaling (default: none)")
     add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
+    window_help = "keys of each layer that are kept, the last ones (default: all)"
+    add("--window", type=integer(1, 2**20), metavar="W", help=window_help)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     args = parser.parse_args()
     if not 0 <= args.temperature <= 1e30:
@@ -74,9 +79,10 @@ def main() -> None:
     files = [read_text(Path(path)) for path in args.prompt_file or []]
     prompts = [*(args.prompt or []), *files] or ["\n"]
     trained = load_model(args.run, choose_device(args.device))
+    model = trained.model if args.window is None else trained.model.with_window(args.window)
     tokenizer = trained.tokenizer
     for i, prompt in enumerate(prompts):
-        steps = sample_tokens(trained.model, tokenizer, prompt, args.seed + i, args)
+        steps = sample_tokens(model, tokenizer, prompt, args.seed + i, args)
         if args.samples > 1:
             steps = list(steps)
         for j in range(args.samples):

@@ -38,6 +38,7 @@ class RowContext:
     # (R, 1) float: index of each row's query among the keys: the last key that it sees
     place: Tensor
     n_keys: int  # Tk: all keys of this call. A formula that reads it is not `cacheable`
+    n_max: int  # the largest n of this call, as a number on the host
     train_len: int  # L
     head_dim: int  # d
     p: int = 0  # power of the re-weighting; 0: none

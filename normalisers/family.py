@@ -253,7 +253,7 @@ class LSSA(Phi, name="lssa"):
 class SSMaxPn(Softmax, name="ssmax_pn"):
     """softmax((s p_n + b) x), p_n one learned vector for all layers and heads. (SSMax, eq. 3)
 
-    Lengths beyond the training length are rejected: there is no p_n.
+    Rows of more keys than the training length are rejected: there is no p_n.
     """
 
     scale: Literal["learned"] = "learned"
@@ -265,9 +265,9 @@ class SSMaxPn(Softmax, name="ssmax_pn"):
         return super().learned(n_head, train_len) | p_n
 
     def factor(self, context: RowContext) -> Tensor | float:
-        if context.n_keys > context.train_len:
+        if context.n_max > context.train_len:
             most = f"at most train.seq_len = {context.train_len}"
-            raise UserError(f"ssmax_pn: {context.n_keys} keys, but its p_n was learned for {most}")
+            raise UserError(f"ssmax_pn: {context.n_max} keys, but its p_n was learned for {most}")
         p_n = context.learned["p_n"][context.n.long() - 1]  # (R, 1)
         g = context.learned["s"] * p_n + context.learned["b"]  # (H, R, 1)
         return g * context.head_dim**-0.5 if self.scores == "dot" else g

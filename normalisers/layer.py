@@ -195,11 +195,12 @@ class NormaliserLayer(nn.Module):
             raise ValueError(f"{n_queries} queries for {n_keys} keys: expected at most as many")
         rows = slice(n_keys - n_queries, None)
         index = torch.arange(n_keys, dtype=dtype, device=q.device)[rows, None]
-        n = (index + 1).clamp_max(self.window or n_keys)
+        n_max = min(self.window or n_keys, n_keys)
+        n = (index + 1).clamp_max(n_max)
         p = self.reweight_p if p is None else min(p, self.reweight_p)
         learned = self(dtype)
         context = RowContext(
-            n, index, n_keys, self.train_len, self.head_dim, p, learned, normed=normed
+            n, index, n_keys, n_max, self.train_len, self.head_dim, p, learned, normed=normed
         )
         if not self.signals:
             return context

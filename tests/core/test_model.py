@@ -1,9 +1,11 @@
 """model.py: sizes, init, RoPE and its scalings, causality, KV cache, losses, generation."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from conftest import one_line, slow
 from torch.nn import functional as F
 
 from attention import attend
@@ -507,6 +509,106 @@ def test_cache_overflow():
         pytest.raises(ValueError, match="5 positions do not fit in max_length = 4"),
     ):
         make_gpt()(random_tokens(1, 5), cache=cache)
+
+
+# ---- rolling window ----
+
+
+class LastKeys(KVCache):
+    """What a loop that decodes with the last `window` keys has: it masks nothing, and evicts."""
+
+    def __init__(self, gpt: GPT, window: int) -> None:
+        super().__init__(len(gpt.blocks), 10**6)
+        self.window = window
+        self.has_shift = gpt.config.model.key_shift
+        for block in gpt.blocks:
+            shift = partial(self.shift_keys, block.attention.shift_keys)
+            block.attention.shift_keys = shift  # type: ignore[method-assign]
+
+    def shift_keys(self, shift_keys, k, spans):
+        """The oldest key keeps the share of the one before it, which is gone."""
+        return shift_keys(k)[:, :, -self.window :]
+
+    def append(self, layer, *parts):
+        if self.held[layer]:
+            parts = [torch.cat(pair, 2) for pair in zip(self.held[layer], parts, strict=True)]
+        self.held[layer] = [part[:, :, -self.window - 1 :] for part in parts]
+        k, *others = self.held[layer]
+        k = k if self.has_shift else k[:, :, -self.window :]
+        return [k, *(other[:, :, -self.window :] for other in others)]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},
+        {"n_kv_head": 1, "key_shift": True},
+        {"layers": [{"at": [0], "window": 3}, {"at": [1], "window": 11}]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {},
+        {"normaliser": "ssmax", "bias": True},
+        LSSAR,
+        {"normaliser": "fox"},
+        {"normaliser": "stick_breaking"},
+        {"normaliser": "ssmax_pn"},
+        *slow({"normaliser": "norm_softmax"}, {"normaliser": "entmax"}),
+    ],
+    ids=str,
+)
+def test_a_rolling_window_is_a_loop_with_a_cache_of_its_keys(attention, parts):
+    """Also beyond the training length of ssmax_pn, which has no p_n there; T is no multiple of W."""
+    window, length = 7, 24
+    layers = parts.get("layers", [])
+    config = make_config(attention, **{key: parts[key] for key in parts if key != "layers"})
+    torch.manual_seed(0)
+    gpt = GPT(config.model_copy(update={"layers": layers}))
+    for p in gpt.parameters():
+        if p.dim() == 2:
+            torch.nn.init.normal_(p, std=0.2)
+    gpt.double()
+    rolling = gpt.with_window(window)
+    tokens, targets = random_tokens(2, length), random_tokens(2, length, seed=2)
+    got = rolling.token_losses(tokens, targets, rope=RopeScaling("ntk"))
+    rope = RopeScaling("ntk", length=length)
+    bounded = KVCache(2, length, rolling.windows)
+    with torch.no_grad():
+        pieces = [rolling(piece, rope=rope, cache=bounded) for piece in tokens.split(PIECES, dim=1)]
+        cache = LastKeys(gpt, window)
+        loop = [gpt(token, rope=rope, cache=cache) for token in tokens.split(1, dim=1)]
+    for logits in (torch.cat(pieces, dim=1), torch.cat(loop, dim=1)):
+        want = F.cross_entropy(logits.mT, targets, reduction="none")
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+    assert rolling.windows == ([3, 7] if layers else [7, 7])
+    assert [keys.shape[2] for keys, *_ in bounded.held] == rolling.windows
+
+
+def test_a_model_with_a_window_shares_the_parameters():
+    gpt = make_gpt({"normaliser": "ssmax_pn"}, key_shift=True)
+    rolling = gpt.with_window(3)
+    assert [*map(id, rolling.parameters())] == [*map(id, gpt.parameters())]
+    assert (gpt.windows, rolling.windows, rolling.with_window(5).windows) == (
+        [0, 0],
+        [3, 3],
+        [3, 3],
+    )
+    with one_line("window = 0: expected at least 1"):
+        gpt.with_window(0)
+
+
+@pytest.mark.parametrize(
+    ("normaliser", "engine", "with_window"),
+    [("softmax", "sdpa", "sdpa"), ("softmax", "rows", "rows"), ("norm_softmax", "sdpa", "rows")],
+)
+def test_a_layer_whose_engine_has_no_windows_gets_another(normaliser, engine, with_window):
+    config = make_config({"normaliser": normaliser})
+    train = config.train.model_copy(update={"engine": engine})
+    gpt = GPT(config.model_copy(update={"train": train}))
+    assert (gpt.engine_note, gpt.with_window(3).engine_note) == (engine, with_window)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 1024])

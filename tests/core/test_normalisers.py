@@ -202,7 +202,7 @@ def test_llama4_scale():
     """Steps at multiples of 8192 keys, more than the cases have."""
     n = torch.tensor([[8191.0], [8192.0], [3 * 8192.0]])
     definition = AttentionConfig(length_scale="llama4", scale=2.0).definition
-    factor = definition.factor(RowContext(n, n - 1, 30000, 8, 4))
+    factor = definition.factor(RowContext(n, n - 1, 30000, 30000, 8, 4))
     assert factor.flatten().tolist() == pytest.approx(
         [2.0, 2 + 0.2 * math.log(2), 2 + 0.2 * math.log(4)]
     )

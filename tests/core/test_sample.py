@@ -54,6 +54,26 @@ def test_a_batch_equals_its_rows():
         assert torch.equal(row, generate(gpt, prompt[None], 12, temperature=0)[0])
 
 
+@pytest.mark.parametrize("attention", [{}, {"normaliser": "fox"}], ids=str)
+def test_generation_with_a_window_is_that_without_a_cache(attention, monkeypatch):
+    """Of a prompt longer than the window; the cache holds no more keys than that."""
+    caches = []
+
+    class Cache(KVCache):
+        def __init__(self, *args):
+            super().__init__(*args)
+            caches.append(self)
+
+    monkeypatch.setattr(generation, "KVCache", Cache)
+    gpt = make_gpt(attention, std=0.2, key_shift=True).with_window(5)
+    tokens = random_tokens(2, 9)
+    got = generate(gpt, tokens, 20, temperature=0)
+    for _ in range(20):
+        tokens = torch.cat((tokens, gpt(tokens)[:, -1].argmax(-1, keepdim=True)), dim=1)
+    assert torch.equal(got, tokens)
+    assert {part.shape[2] for held in caches[0].held for part in held} == {5}
+
+
 def test_top_p_takes_the_fewest_that_have_the_mass():
     gpt, prompt = make_gpt(std=0.05), random_tokens(1, 6).expand(2000, 6)
     with torch.no_grad():
@@ -140,6 +160,8 @@ def test_streamed_text_is_the_batch_text(run, sampled, tmp_path):
     assert both == f"--- prompt 1, sample 1\n{alone[0]}--- prompt 2, sample 1\n{alone[1]}"
     assert alone[0] == sampled(*ask, "--prompt", "ab", "--seed", 9)
     assert alone[0] != sampled(*ask, "--prompt", "ab", "--rope", "none")
+    assert alone[0] != sampled(*ask, "--prompt", "ab", "--window", 3)
+    assert alone[0] == sampled(*ask, "--prompt", "ab", "--window", 43)  # of all that are read
 
 
 def test_seeds(run, sampled):
