@@ -45,8 +45,13 @@ from schema import SECTIONS, VARIANT_KEYS, Config, Problem, field_of, resume_rul
 HELP = {"-h", "--help"}
 MAX_RUNS = 10_000  # of a sweep
 PATHS = ("data.dir", "log.dir", "init_from")
-# keys of later than v0.1.0 with the value that means nothing now
-GONE = [("data.document_mask", False)]
+# keys of earlier versions -> their values that change nothing of a run
+GONE: dict[str, Container[Any]] = {
+    "data.document_mask": [False],
+    "log.attention_every": range(2**31),
+    "train.flash": ["FA2"],
+    "train.residual": ["float32"],
+}
 
 
 class Stated(NamedTuple):
@@ -385,7 +390,7 @@ def _flatten(values: dict[str, Any]) -> dict[str, Any]:
         is_section = isinstance(value, dict) and "." not in key
         inner = {f"{key}.{name}": own for name, own in value.items()} if is_section else {}
         flat |= inner if is_section else {key: value}
-    return {key: value for key, value in flat.items() if (key, value) not in GONE}
+    return {key: value for key, value in flat.items() if value not in GONE.get(key, ())}
 
 
 def _nest(values: Values) -> dict[str, Any]:

@@ -350,21 +350,11 @@ class GPT(nn.Module):
             by_layer.append(tables[kind])
         return by_layer
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The residual stream's start, (B, T, C), in the type that train.residual gives it in
-        autocast.
-        """
-        x = self.embedding(tokens)
-        is_bfloat16 = self.config.train.residual == "bfloat16" and torch.is_autocast_enabled(
-            x.device.type
-        )
-        return x.bfloat16() if is_bfloat16 else x
-
     def hidden(
         self, tokens: Tensor, rope: RopeScaling, cache: KVCache | None = None, p: int | None = None
     ) -> Tensor:
         """The final norm's output, (B, T, C), for tokens (B, T) that follow what is in the cache."""
-        x = self.embed(tokens)  # (B, T, C)
+        x = self.embedding(tokens)  # (B, T, C)
         for block, (cos, sin) in zip(self.blocks, self.rope(tokens, rope, cache), strict=True):
             x = block(x, cos, sin, cache, p)
         if cache is not None:
@@ -384,7 +374,7 @@ class GPT(nn.Module):
         With a cache, k is of all keys, and both have passed `norm_heads`; its length does not
         change.
         """
-        x = self.embed(tokens)  # (B, T, C)
+        x = self.embedding(tokens)  # (B, T, C)
         for block, (cos, sin) in zip(self.blocks, self.rope(tokens, rope, cache), strict=True):
             attention = block.attention
             normed = cache is not None

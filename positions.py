@@ -19,7 +19,7 @@ from infra.cli import UserError
 
 YARN_BETA_FAST = 32.0
 YARN_BETA_SLOW = 1.0
-RopeKind = Literal["none", "ntk", "theta", "linear", "yarn"]
+RopeKind = Literal["none", "ntk", "theta", "yarn"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RopeScaling:
     `rope_tables`).
 
     Args:
-        kind: none, ntk, theta, linear or yarn.
+        kind: none, ntk, theta or yarn.
         theta: the base that replaces the training base; for kind theta, and only there.
         length: the sequence length T to scale for; None: the positions present, cache + tokens.
             When one sequence is fed in several pieces, name its final length, or the pieces
@@ -90,12 +90,11 @@ def rope_tables(
     d/2.
 
     RoPE is Su et al. 2021 (arXiv 2104.09864), eq. 14-15. With T the length to scale for and
-    s = T / train_len, the scalings are (ntk, linear, yarn: only if s > 1, else none)
+    s = T / train_len, the scalings are (ntk, yarn: only if s > 1, else none)
 
         none    w_i
         ntk     base theta·s^(d/(d-2))     "NTK-aware", bloc97 2023; YaRN paper, Definition 1
         theta   base scaling.theta         Xiong et al. 2023 (arXiv 2309.16039); SSMax uses 500000
-        linear  w_i / s                    position interpolation m/s, Chen et al. 2023 (arXiv 2306.15595)
         yarn    (1-g)·w_i/s + g·w_i        Peng et al. 2023 (arXiv 2309.00071), Definitions 2 and 3
 
     where yarn's g rises linearly from 0 to 1 as the turns over the training length,
@@ -149,9 +148,7 @@ def rope_frequencies(
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     freqs = theta**-exponents  # (D/2,)
     amplitude = 1.0
-    if scaling.kind == "linear":
-        freqs = freqs / s
-    elif scaling.kind == "yarn" and s > 1:
+    if scaling.kind == "yarn" and s > 1:
         turns = train_len * freqs / (2 * math.pi)
         g = ((turns - YARN_BETA_SLOW) / (YARN_BETA_FAST - YARN_BETA_SLOW)).clamp(0, 1)
         freqs = (1 - g) * freqs / s + g * freqs

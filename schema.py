@@ -253,9 +253,6 @@ class TrainConfig(Section):
     )
     micro_batch: int = free(32, "Sequences of a forward pass. Halve it when out of memory.", ge=1)
     dtype: Literal["bfloat16", "float32"] = key("bfloat16", "Autocast type; weights stay float32.")
-    residual: Literal["bfloat16", "float32"] = key(
-        "float32", "Type of the residual stream in autocast."
-    )
     device: Literal["auto", "cpu", "cuda"] = free("auto", "auto: cuda where there is one.")
     compile: Literal["auto"] | bool = free("auto", "torch.compile the model; auto: on cuda.")
     memory_budget: float = free(1.0, "Below 1 compiled code keeps less for backward.", ge=0, le=1)
@@ -266,9 +263,6 @@ class TrainConfig(Section):
         "auto",
         "The first of sdpa, triton, flex and rows that runs this here. dense holds (T, T).",
         exclude=True,  # a choice of this machine, in no checkpoint
-    )
-    flash: Literal["FA2", "FA3", "FA4"] = key(
-        "FA2", "sdpa's kernels: torch's, or a package's.", exclude=True
     )
     grad_clip: float = key(1.0, "Largest gradient norm; 0: no clipping.", ge=0)
     loss: Literal["softmax", "norm_softmax", "logit_norm"] = key(
@@ -310,8 +304,6 @@ class TrainConfig(Section):
         if self.val_tokens < self.seq_len:
             expected = f"expected at least train.seq_len = {self.seq_len}"
             yield self.conflict(expected, "val_tokens", "seq_len")
-        if self.residual == "bfloat16" != self.dtype:
-            yield self.conflict("expected train.dtype = bfloat16 with it", "residual", "dtype")
         if self.loss_gamma != "inf" and self.loss != "norm_softmax":
             yield self.conflict("only read by train.loss = norm_softmax", "loss_gamma", "loss")
         if self.loss_tau != "auto" and self.loss == "softmax":
@@ -345,7 +337,6 @@ class LogConfig(Section):
     prefix = "log."
     dir: PathText = free("runs", "Run folders are made here, as <dir>/<name>.")
     every: int = free(10, "Steps between progress lines; metrics.jsonl has every step.", ge=1)
-    attention_every: int = free(0, "Steps between qk_std, entropy and logit_std; 0: never.", ge=0)
     wandb: bool = free(False, "Also log to Weights & Biases.")
     wandb_project: str = free("attention-normalisers", "W&B project.")
 

@@ -37,7 +37,7 @@ from training.optim import power_at, set_learning_rates
 from training.run_log import RunLog, format_duration
 from training.state import TrainState, init_from_run
 from training.trial import describe, shorten
-from training.validation import measure_attention, validate
+from training.validation import validate
 
 
 def main() -> None:
@@ -99,7 +99,6 @@ def start_or_resume(state: TrainState) -> RunLog:
 def train(state: TrainState, log: RunLog) -> None:
     """Train until max_steps or until a rank receives a signal to stop."""
     config = state.config.train
-    attention_every = state.config.log.attention_every
     log.describe_run()
     began = time.monotonic()
     first = state.step + 1
@@ -119,8 +118,6 @@ def train(state: TrainState, log: RunLog) -> None:
             save_due = state.is_due(config.checkpoint_every)
 
             # Log, before saving: metrics.jsonl has every step that a checkpoint contains.
-            if attention_every and state.step % attention_every == 0:
-                measure_attention(state, log)
             if state.is_due(state.config.log.every) or val_due or save_due or stopped:
                 log.flush()
 

@@ -2,7 +2,6 @@
 
     export TRITON_INTERPRET=1
     python -m benchmarks.saved_tensors configs/softmax.toml configs/lssar.toml --budget 1 0.99
-    python -m benchmarks.saved_tensors configs/softmax.toml --train.residual bfloat16
 
 Traces blocks of the config in bfloat16 with the operators of a GPU, as AOTAutograd and its
 partitioner do for torch.compile, and adds up what the forward graph returns for the backward one.
@@ -61,8 +60,7 @@ def saved_bytes(config: Config, budget: float, n_blocks: int) -> int:
     stack = Stack(config, n_blocks)
     parameters = dict(stack.named_parameters())
     m = config.model
-    dtype = getattr(torch, config.train.residual)
-    x = torch.empty(1, config.train.seq_len, m.n_embd, dtype=dtype, requires_grad=True)
+    x = torch.empty(1, config.train.seq_len, m.n_embd, requires_grad=True)
     tables = [torch.empty(config.train.seq_len, m.head_dim // 2) for _ in range(2)]
     total = 0
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor
-from torch.nn.attention import current_flash_attention_impl
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from normalisers.base import Normaliser, RowContext
@@ -65,12 +64,8 @@ def run_prepared(
 
     attention = compiled_attention if q.is_cuda else flex_attention
     grouped = q.shape[1] != k.shape[1]
-    # FA4's kernels add in any order. Torch's for few queries does not compile for a varying number
-    # of them.
-    flash = (
-        current_flash_attention_impl() == "FA4" and not torch.are_deterministic_algorithms_enabled()
-    )
-    options: Any = {"BACKEND": "FLASH" if flash else "TRITON"}
+    # torch's kernel for few queries does not compile for a varying number of them
+    options: Any = {"BACKEND": "TRITON"}
     with PATCH:
         return attention(
             q, k, v, score_mod, mask, scale=1.0, enable_gqa=grouped, kernel_options=options

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engines import dense
-from infra.cli import UserError
 from normalisers.adaptive import AdaptiveSoftmax, NormSoftmax
 from normalisers.base import Normaliser, RowContext, share_heads
 from normalisers.layer import NormaliserLayer
@@ -31,22 +30,6 @@ DECODERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 FIRST_ROWS = 16
 # The factors of the channels of `add_decay`. P / 64 fits into float16 down to P = -4 million.
 UNITS = (64.0, 80.0, 96.0, 112.0)
-
-
-def use_flash(name: str) -> None:
-    """Have FlashAttention be that of a package, FA3 or FA4, and not cuDNN's, for the rest of the
-    process.
-
-    Raises UserError: the package is not installed. A GPU that it does not support fails in the
-    first step.
-    """
-    if name == "FA2":  # torch's own
-        return
-    try:
-        torch.nn.attention.activate_flash_attention_impl(name)
-    except (ImportError, RuntimeError, ValueError) as e:
-        raise UserError(f"train.flash = {name!r}: {e}; expected its package, or FA2") from None
-    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:

@@ -14,7 +14,7 @@ pydantic. A softmax model with layernorm and gelu, or with rmsnorm and swiglu, i
 GPT-NeoX or Llama and needs no trust_remote_code. With --rope or --code it is written as all others:
 with this repo's own definitions, copied from hub/modeling.py and what it imports. Their RoPE
 scaling is a key of config.json and an argument of
-from_pretrained: rope = "ntk", "theta" (with rope_base), "linear", "yarn".
+from_pretrained: rope = "ntk", "theta" (with rope_base), "yarn".
 
 The vocabulary's padding is dropped in the native forms. In training every document began with the
 end-of-text token (tokenizer.bos_token, <|endoftext|> with gpt2 and bytes). Start prompts with it.

@@ -8,7 +8,7 @@ The validation text is cut into blocks of the longest length. The statistics are
 128 rows (queries) of each block, or half the shortest length, in windows of each length that all
 end there. So the queries are the same, with more context. They measure how wide the scores are, how
 concentrated the weights, and how much goes to the first token (the attention sink).
-`log.attention_every` records them over training steps (NormSoftmax, Figures 2 and 4).
+NormSoftmax's Figures 2a and 4 are those of the checkpoints that `train.keep_every` kept.
 
 Writes diagnose.json and diagnose.png into the run folder and adds the means to its rows.csv. The
 figure has a curve for each layer. Several runs get one more figure, with a curve for each.

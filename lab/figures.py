@@ -222,9 +222,7 @@ def p_n_figure(run: FinishedRun) -> tuple[str, Figure]:
 
 
 def normsoftmax_figures(runs: Runs, scale: str) -> Iterator[Drawn]:
-    """NormSoftmax's Figures 2a and 4: what log.attention_every recorded of softmax and of each
-    gamma.
-    """
+    """NormSoftmax's Figures 2a and 4: what earlier versions recorded of softmax and of each gamma."""
     panels = {"qk_std": "std of q.k, unscaled", "entropy": "entropy, nats"}
     lines = []
     for row in read_rows("normsoftmax_paper", "baseline norm_softmax gamma"):

@@ -2,7 +2,7 @@
 
 A record has the keys of the config that are not the defaults, the block losses of eval_length.py by
 RoPE scaling and length, the validations, and the training losses as means over hundredths of the
-run. Of ssmax_pn it has p_n, of a run with log.attention_every its statistics. A record may have a
+run. Of ssmax_pn it has p_n, of an older run its statistics of attention. A record may have a
 `note` on where its numbers are from. The comparison's records are read as well.
 """
 
@@ -50,7 +50,7 @@ def record_of(run: FinishedRun) -> Record:
 
 
 def attention_of(run: FinishedRun) -> list[Record]:
-    """The lines of metrics.jsonl that log.attention_every made, their statistics alone."""
+    """The lines of metrics.jsonl with statistics of attention, which earlier versions wrote."""
     return [
         {"step": r["step"]} | {key: rounded_layers(r[key]) for key in ATTENTION}
         for r in run.metrics

@@ -4,7 +4,6 @@ metrics.jsonl has a line per step and one per validation, in which null is NaN o
 
     step, loss, lr, grad_norm, and skipped: why the step was
     tokens_per_s, step_ms, mfu, memory_gb at logged steps
-    qk_std and entropy as {"layer_0": ...}, logit_std every log.attention_every steps
     val_loss, and val_cross_entropy of the unscaled logits if train.loss is not softmax
 """
 

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from config import changed_keys, config_from_dict
 from data.dataset import TokenStream
-from engines import sdpa
 from infra.cli import UserError
 from infra.distributed import StopSignals, World
 from model import GPT
@@ -50,7 +49,6 @@ class TrainState:
             # read at cuBLAS's first product
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.train.deterministic)
-        sdpa.use_flash(config.train.flash)
         self.raw_model = GPT(config, world.device)
         setting = config.train.compile
         compiles = world.device.type == "cuda" if setting == "auto" else setting

@@ -44,13 +44,12 @@ def shorten(config: Config, world: World, folder: Path) -> Config:
     config = with_data(config, world, folder / "data")
     train = config.train
     n_steps = N_STEPS if train.max_steps else 0
-    attention_every = 3 if config.log.attention_every else 0  # in no timed step
     micro, per_process = share_batch(train, world.size)
     n_sequences = world.size * min(2 * micro, per_process)
     changes = {
         "attention": {"reweight_p_warmup": min(config.attention.reweight_p_warmup, 2)},
         "optimizer": {"warmup_steps": min(config.optimizer.warmup_steps, n_steps)},
-        "log": {"dir": str(folder), "every": 1, "wandb": False, "attention_every": attention_every},
+        "log": {"dir": str(folder), "every": 1, "wandb": False},
         "train": {
             "max_steps": n_steps, "batch_tokens": n_sequences * train.seq_len, "val_every": N_STEPS,
             "val_tokens": train.seq_len, "checkpoint_every": N_STEPS,

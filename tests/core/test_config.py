@@ -183,10 +183,6 @@ BAD_OVERRIDES = [
     ("--optimizer.lr nan", "finite number"),
     ("--optimizer.warmup_steps 99999999", "at most train.max_steps = 18865"),
     ("--train.loss-gamma 1.0", "train.loss_gamma = 1.0: only read by train.loss = norm_softmax"),
-    (
-        "--train.residual bfloat16 --train.dtype float32",
-        "train.residual = 'bfloat16': expected train.dtype",
-    ),
     ("--name a/b", "name = 'a/b': expected letters, digits and ."),
     ("--modle.n_layer 3", "did you mean model?"),
     ("--model 3", "a section"),

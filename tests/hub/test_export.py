@@ -443,7 +443,7 @@ def test_every_normaliser_and_scaling_leaves(tiny_config, own_file, call):
     cases += [
         (
             [*flags({"normaliser": "sigmoid", "bias": "log_len"}), "--model.position", "alibi"],
-            "linear",
+            "ntk",
         ),
         (["--attention.normaliser", f"{own_file}:Mine"], "ntk"),
         ([*LSSAR, "--model.key-shift", "true"], "ntk"),

@@ -5,18 +5,14 @@ import math
 import pytest
 import torch
 from attention_cases import draw, each_name, make, signals_of, weights_of
-from launch import records, run
 from test_model import make_gpt, random_tokens
 
 import model
-from config import load_config
-from data.dataset import TokenStream
 from lab import attention_statistics
 from lab.attention_statistics import STATISTICS, attention_mass, layer_statistics, model_statistics
 from model import KVCache
 from positions import RopeScaling
 from schema import AttentionConfig
-from training.checkpoint import load_model
 
 NAMES = list(STATISTICS)
 
@@ -147,21 +143,3 @@ def test_attention_mass_is_that_of_the_dense_weights():
         x = block(x, *tables[i])
     last = gpt(tokens[:, -1:], rope=rope, cache=cache)[:, -1]
     torch.testing.assert_close(last, gpt(tokens, rope=rope)[:, -1], atol=1e-4, rtol=0)
-
-
-def test_training_logs_two_of_them(tiny_config, monkeypatch):
-    """qk_std and entropy of the last rows, after the last step those of the trained model."""
-    monkeypatch.setattr("training.validation.ATTENTION_ROWS", 5)
-    folder = run(tiny_config, "--log.attention-every", "12")
-    tokens = torch.from_numpy(TokenStream(load_config(tiny_config).data.dir, "val").read(0, 16))[
-        None
-    ]
-    gpt = load_model(folder).model
-    by_layer = model_statistics(gpt, tokens, n_rows=5).mean((0, 2)).T
-    logged = next(record for record in records(folder) if "entropy" in record)
-    for name in ("qk_std", "entropy"):
-        assert [*logged[name].values()] == pytest.approx(
-            by_layer[NAMES.index(name)].tolist(), rel=1e-5
-        )
-    spread = gpt(tokens)[:, -5:].std(-1, correction=0).mean().item()
-    assert logged["logit_std"] == pytest.approx(spread, rel=1e-5)

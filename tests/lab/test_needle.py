@@ -138,7 +138,7 @@ def test_a_model_that_copies_finds_the_needle(run, call, capsys):
 
 def test_rope_is_scaled_for_the_length(run, evaluate):
     """Positions divided by 600 / 256: the byte before is no longer one radian away."""
-    evaluate(run, "--lengths", 600, "--samples", 2, "--depths", 50, "--rope", "linear")
+    evaluate(run, "--lengths", 600, "--samples", 2, "--depths", 50, "--rope", "yarn")
     (cell,) = result_of(run)["cells"]
     assert cell["number"] == proportion(0, 2)
 

@@ -42,7 +42,6 @@ def test_replacement(tiny_config, call, capsys):
     model = load_model(run).model
     for scaling in (
         RopeScaling("yarn"),
-        RopeScaling("linear"),
         RopeScaling("theta", 9e4),
         RopeScaling("none"),
     ):

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attention import attend, choose_engine, make_normaliser
-from engines import flex, sdpa, self_check
+from engines import flex, self_check
 from infra.cli import UserError
 from schema import AttentionConfig
 
@@ -124,42 +124,6 @@ def test_lengths_and_layers_share_graphs(backend, monkeypatch):
         )
         assert (model(q) - 2 * want).norm() <= 1e-6 * want.norm()
     assert counter.frame_count <= 2
-
-
-@pytest.mark.parametrize(("in_order", "backend"), [(False, "FLASH"), (True, "TRITON")])
-def test_packages_of_flash_attention(in_order, backend, monkeypatch):
-    """train.flash: torch is told, cuDNN is not preferred, flex asks for FA4 unless sums need an
-    order.
-    """
-    told = []
-    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", told.append)
-    monkeypatch.setattr("torch.backends.cuda.enable_cudnn_sdp", told.append)
-    for name in ("FA2", "FA4"):
-        sdpa.use_flash(name)
-    assert told == ["FA4", False]
-
-    def attention(q, *rest, kernel_options, **options):
-        told.append(kernel_options["BACKEND"])
-        return flex_attention(q, *rest, **options)
-
-    monkeypatch.setattr(flex, "flex_attention", attention)
-    monkeypatch.setattr(flex, "current_flash_attention_impl", lambda: "FA4")
-    layer = build(OPTIONS[0])
-    q, k, v, _ = draw(40, 40, 16, n_head=4)
-    torch.use_deterministic_algorithms(in_order)
-    try:
-        with torch.no_grad():
-            flex.run(q, k, v, layer, layer.context(q, k))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert told[2:] == [backend]
-
-
-def test_package_of_flash_attention_is_missing():
-    with pytest.raises(
-        UserError, match=r"train.flash = 'FA4': No module named .*; expected its package, or FA2"
-    ):
-        sdpa.use_flash("FA4")
 
 
 def test_choice(monkeypatch):

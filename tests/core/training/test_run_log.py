@@ -192,23 +192,3 @@ def test_wandb_offline_logs_and_resumes_the_same_run(
     assert len(runs) == 2 and all(ids[0] in path.name for path in runs)  # -1 within a second
     assert curve(folder)[-1][0] == 12
     assert [record["step"] for record in read_jsonl(folder / "starts.jsonl")] == [0, 5]
-
-
-def test_training_logs_each_layer(tiny_config):
-    """In the lines of the steps that attention_every divides; the losses are those of a run
-    without.
-    """
-
-    def logged(name, *overrides):
-        lines = records(run(tiny_config, "--name", name, "--train.max-steps", "4", *overrides))
-        return {line["step"]: line for line in lines if "loss" in line}
-
-    without = logged("without", "--log.every", "1")
-    lines = logged("with", "--log.attention-every", "2", "--log.every", "3")
-    assert [step for step, line in lines.items() if "entropy" in line] == [2, 4]
-    for step in (2, 4):
-        assert lines[step]["logit_std"] > 0
-        for name in ("qk_std", "entropy"):
-            assert list(lines[step][name]) == ["layer_0", "layer_1"]
-            assert all(value > 0 for value in lines[step][name].values())
-    assert all(line["loss"] == without[step]["loss"] for step, line in lines.items())
