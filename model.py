@@ -323,25 +323,29 @@ class GPT(nn.Module):
     ) -> list[tuple[Tensor, Tensor]]:
         """`rope_tables` of each layer, cos and sin, for tokens (B, T) that follow what is in the
         cache.
+
+        A layer that was trained with a window of at most the training length is never scaled: it
+        sees no distance that is new.
         """
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[1]
         positions = torch.arange(start, stop, device=tokens.device)
         train_len = self.config.train.seq_len
-        tables: dict[tuple[float, float, bool], tuple[Tensor, Tensor]] = {}
+        tables: dict[tuple[RopeScaling, float, float, bool], tuple[Tensor, Tensor]] = {}
         by_layer = []
         for block, of_layer in zip(self.blocks, self.layer_configs, strict=True):
             m = of_layer.model
             amplified = (
                 scaling.kind != "yarn" or block.attention.normaliser.definition.scores != "cosine"
             )
-            kind = (m.rope_theta, m.rotating, amplified)
+            own = UNSCALED if 0 < m.window <= train_len else scaling
+            kind = (own, m.rope_theta, m.rotating, amplified)
             if kind not in tables:
                 tables[kind] = rope_tables(
                     m.head_dim,
                     stop,
                     m.rope_theta,
-                    scaling,
+                    own,
                     train_len,
                     positions,
                     m.rotating,

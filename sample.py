@@ -24,7 +24,7 @@ from typing import get_args
 
 import torch
 
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, encode
 from generation import stream
 from infra.cli import ArgumentParser, UserError, integer, run_main
 from infra.distributed import choose_device
@@ -82,21 +82,24 @@ def main() -> None:
     model = trained.model if args.window is None else trained.model.with_window(args.window)
     tokenizer = trained.tokenizer
     for i, prompt in enumerate(prompts):
-        steps = sample_tokens(model, tokenizer, prompt, args.seed + i, args)
+        tokens = encode(tokenizer, prompt).tolist()
+        steps = sample_tokens(model, tokenizer, tokens, args.seed + i, args)
         if args.samples > 1:
             steps = list(steps)
         for j in range(args.samples):
             if len(prompts) * args.samples > 1:
                 print(f"--- prompt {i + 1}, sample {j + 1}")
-            print_text(tokenizer, prompt, (step[j] for step in steps))
+            print(prompt, end="", flush=True)
+            # some tokenisers drop a text's first space
+            print_text(tokenizer, tokens[-1:], (step[j] for step in steps))
 
 
 def sample_tokens(
-    model: GPT, tokenizer: Tokenizer, prompt: str, seed: int, args: argparse.Namespace
+    model: GPT, tokenizer: Tokenizer, prompt: list[int], seed: int, args: argparse.Namespace
 ) -> Iterable[list[int]]:
     """The next token of each sample of the prompt, until all samples have ended."""
     device = model.embedding.weight.device
-    tokens = torch.tensor([tokenizer.eot_token, *tokenizer.encode_ordinary(prompt)], device=device)
+    tokens = torch.tensor([tokenizer.eot_token, *prompt], device=device)
     running = torch.ones(args.samples, dtype=torch.bool, device=device)
     with model.autocast():
         for new in stream(
@@ -116,10 +119,10 @@ def sample_tokens(
             yield new[:, 0].tolist()
 
 
-def print_text(tokenizer: Tokenizer, prompt: str, tokens: Iterable[int]) -> None:
-    """Print the prompt and, as soon as they come, the tokens up to the end of the document."""
-    print(prompt, end="", flush=True)
-    before = tokenizer.encode_ordinary(prompt)[-1:]  # some tokenisers drop a text's first space
+def print_text(tokenizer: Tokenizer, before: list[int], tokens: Iterable[int]) -> None:
+    """Print the tokens up to the end of the document, as soon as they come, as text that follows
+    the tokens `before`.
+    """
     new: list[int] = []
     addition = ""
     for token in takewhile(lambda token: token != tokenizer.eot_token, tokens):

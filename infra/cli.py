@@ -1,6 +1,7 @@
 """What every command shares: errors a user can mend, the argument parser, and how a command ends."""
 
 import argparse
+import io
 import os
 import re
 import sys
@@ -77,6 +78,18 @@ def n_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def open_streams() -> None:
+    """Have what a terminal's encoding lacks escaped, and what is printed to a closed stream go
+    nowhere.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # as after >&-
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        elif isinstance(stream, io.TextIOWrapper):  # a notebook's is none
+            stream.reconfigure(errors="backslashreplace")
+
+
 def drop_output() -> None:
     """Send what is still printed nowhere, for a closed pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -118,6 +131,7 @@ def run_main(main: Callable[[], object]) -> None:
         sys.stdout.flush()
         os._exit(status)
 
+    open_streams()
     try:
         main()
         sys.stdout.flush()  # a closed pipe is an error here, not while Python exits

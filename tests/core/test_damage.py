@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -249,6 +250,19 @@ def test_out_of_memory_is_one_line(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as e:
         run_main(greedy)
     assert e.value.code == 2 and capsys.readouterr().err.startswith("error: out of memory: ")
+
+
+def test_output_that_cannot_be_encoded_is_escaped(monkeypatch: pytest.MonkeyPatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    run_main(lambda: print("é ±"))
+    assert out.buffer.getvalue() == b"\\xe9 \\xb1\n"
+
+
+def test_a_closed_stream_takes_what_is_printed(monkeypatch: pytest.MonkeyPatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    run_main(lambda: print("x"))
 
 
 def test_what_torch_cannot_repeat_is_one_line(capsys: pytest.CaptureFixture[str]):

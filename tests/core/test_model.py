@@ -237,6 +237,21 @@ def test_scaling_reaches_the_logits_of_long_texts_only(kind):
         assert torch.equal(gpt(short, rope=rope), gpt(short))
 
 
+@pytest.mark.parametrize(
+    "scaling", [RopeScaling("ntk"), RopeScaling("theta", 5e5), RopeScaling("yarn")]
+)
+def test_windows_within_the_training_length_are_not_scaled(scaling):
+    """By layer, at the window of training: that of `with_window` leaves the scaling to the caller."""
+    layers = [{"at": [0], "window": 16}, {"at": [1], "window": 17}]
+    gpt = GPT(make_config(n_layer=3).model_copy(update={"layers": layers}))
+    tokens = random_tokens(1, 64)
+    plain = gpt.rope(tokens, RopeScaling())
+    for model in (gpt, gpt.with_window(4)):
+        scaled = model.rope(tokens, scaling)
+        same = [torch.equal(a[1], b[1]) for a, b in zip(scaled, plain, strict=True)]
+        assert same == [True, False, False]
+
+
 def test_state_dict_holds_no_rope_state():
     gpt = make_gpt(bias=False)
     before = set(gpt.state_dict())

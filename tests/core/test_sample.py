@@ -1,11 +1,12 @@
 """sample.py and the generation in model.py: the KV cache against no cache, for every normaliser."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from attention_cases import each_name
-from conftest import save_run
+from conftest import needs_gpt2, save_run
 from test_model import make_gpt, random_tokens
 
 import generation
@@ -162,6 +163,14 @@ def test_streamed_text_is_the_batch_text(run, sampled, tmp_path):
     assert alone[0] != sampled(*ask, "--prompt", "ab", "--rope", "none")
     assert alone[0] != sampled(*ask, "--prompt", "ab", "--window", 3)
     assert alone[0] == sampled(*ask, "--prompt", "ab", "--window", 43)  # of all that are read
+
+
+@needs_gpt2
+def test_a_prompt_that_overflows_the_tokenisers_stack(sampled, monkeypatch):
+    trained = SimpleNamespace(model=make_gpt(), tokenizer=get_tokenizer("gpt2"))
+    monkeypatch.setattr(sample, "load_model", lambda *_: trained)
+    prompt = " " * 10**6 + "word"
+    assert sampled("run", "--prompt", prompt, "--tokens", 0) == f"{prompt}\n"
 
 
 def test_seeds(run, sampled):

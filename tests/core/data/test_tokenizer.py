@@ -114,8 +114,8 @@ def test_text_is_printed_as_soon_as_it_is_complete(bpe_file: Path, capsys: Any) 
         (get_tokenizer("bytes"), "é", [*"日a".encode(), 0x97, *b"b"], "é日a\ufffdb\n"),
         (with_spaces, "a b", [4, 1, 3, 0, 2], "a b a b\n"),
     ):
-        sample.print_text(tokenizer, prompt, new)
-        assert capsys.readouterr().out == expected
+        sample.print_text(tokenizer, tokenizer.encode_ordinary(prompt)[-1:], new)
+        assert prompt + capsys.readouterr().out == expected
 
 
 def test_what_cannot_be_used(tmp_path: Path, bpe_file: Path) -> None:
