@@ -92,10 +92,6 @@ sweep.py: {"step": config.train.max_steps, "options": asked} => {"options": aske
 sweep.py: not checkpoints or step_of(checkpoints[0]) != self.config.train.max_steps => not checkpoints
 # tests/core/test_sample.py
 generation.py: - ranked >= top_p => - ranked > top_p
-# tests/lab/test_comparison.py
-lab/comparison.py: .sort_values([shortest, "lr"]) => .sort_values("lr")
-lab/comparison.py: ["blocks"] // 4 => ["blocks"]
-lab/comparison.py: ends.size()[variances.index] - 1 => ends.size()[variances.index]
 # tests/lab/test_rows.py
 evals/rows.py: keep="last" => keep="first"
 # tests/lab/test_text_gain.py

@@ -8,9 +8,8 @@
 All models are in one process and take their steps alternately, so that a drifting machine slows
 all. A ratio is the median over the rounds. CPU time is that of the process: with one thread it
 leaves out what other processes take. Data must be prepared (python -m data.python_source). With
---out FILE also {name: median ratio of CPU time, on CUDA of step time} as JSON, which `python -m
-lab.report --comparison` reads. --plain adds a first row: the first config by the plainest correct
-loop with the same model.
+--out FILE also {name: median ratio of CPU time, on CUDA of step time} as JSON. --plain adds a
+first row: the first config by the plainest correct loop with the same model.
 """
 
 import statistics

@@ -144,7 +144,7 @@ def open_runs(
 ) -> tuple[list[EvaluatedRun], Path | None]:
     """Check every source without its tensors, since ten models may not fit in memory.
 
-    Folders without a checkpoint, such as lab.report's, are skipped with a line, unless all are.
+    Folders without a checkpoint are skipped with a line, unless all are.
     `args.lengths` become those given, else `factors` times each run's training length, ascending.
     Returns: The runs, and the path of the figure with all of them. None: a single run already has
     its own.

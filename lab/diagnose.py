@@ -32,7 +32,6 @@ from evals.rows import text_key
 from infra.cli import ArgumentParser, run_main
 from infra.distributed import World, join_world
 from lab.attention_statistics import STATISTICS, model_statistics
-from lab.figures import ordered_styles
 from model import GPT
 from positions import RopeScaling
 
@@ -152,8 +151,7 @@ def plot(results: list[Result], path: Path) -> None:
             if is_single
             else output.length_curves(results, mean_of(name))
         )
-        styles = ordered_styles([curve.label for curve in curves]) if is_single else None
-        output.draw_curves(axes, curves, lengths, results, styles)
+        output.draw_curves(axes, curves, lengths, results)
         axes.set(title=name, xlabel="window length (tokens)")
         if name == "effective_keys":  # from one key to all
             axes.set_yscale("log")

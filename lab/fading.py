@@ -1,6 +1,6 @@
 """Attention fading: SSMax's Figures 1 and 3, the weight of one key among ever more.
 
-    python -m lab.fading results/papers/ssmax_figures_1_3.png
+    python -m lab.fading results/figures/fading.png
 
 Figure 1: scores of -2 but for the last, which is +3. Its weight against n, under softmax and under
 SSMax with s = 0.43. Figure 3: n - 1 scores spread evenly over 0 to 1, and one more, z_max. Its
@@ -15,9 +15,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from attention import make_normaliser
-from evals.output import check_figure, save_figure
 from infra.cli import ArgumentParser, run_main
-from lab.styles import COLOURS
+from measure import check_figure, save_figure
 from schema import AttentionConfig
 
 HEAD_DIM = 2
@@ -27,7 +26,7 @@ FIGURE_3_LENGTHS = (16, 256, 4096)
 FIGURE_3_S = (0.43, 1.0)
 FIGURE_3_Z = torch.linspace(0, 16, 65)
 STYLES = (":", "--", "-")
-FIGURE_COLOURS = (COLOURS["softmax"], COLOURS["ssmax"], "C1")
+FIGURE_COLOURS = ("C0", "C8", "C1")
 
 
 def last_weight(scores: Tensor, s: float | None) -> float:

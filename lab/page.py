@@ -1,95 +1,101 @@
-"""The comparison as one page that needs no network: choose variants, hover over lines, sort the
-table.
+"""The results as one page that needs no network: choose models, hover over lines, sort the table.
 
-    python -m lab.page                          # results/comparison/*.jsonl -> results/comparison/index.html
-    python -m lab.page runs/comparison_report   # that of a folder that lab.report --comparison wrote
+    python -m lab.page      # results/rows.csv.gz and runs.csv -> results/index.html
 
-The numbers are those of the tables: means over seeds, standard deviations, differences to softmax.
+The numbers are means over seeds with their standard deviations, of the rows of three studies.
 """
 
 import json
-import tomllib
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import pandas as pd
-from matplotlib.colors import to_hex
-
-from infra.cli import ArgumentParser, UserError, run_main
-from infra.files import read_jsonl, write_atomically
-from lab import comparison
-from lab.report import RESULTS
-from lab.styles import COLOURS
-from lab.tables import PAPERS_FOLDER
+from infra.cli import ArgumentParser, run_main
+from infra.files import write_atomically
+from lab.results import FOLDER, Records, read_records
+from measure import read_runs
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-DIGITS = 6
+DIGITS = 4
 
 
-def parse_args() -> Path | None:
-    parser = ArgumentParser(__doc__)
-    parser.add_argument("folder", nargs="?", type=Path, help="(default: results/comparison)")
-    folder: Path | None = parser.parse_args().folder
-    return folder
+class Study(NamedTuple):
+    """Which rows of results/ a scale of the page has."""
+
+    prefix: str  # of the runs' names
+    measure: str
+    lengths: tuple[int, ...]
+    window: str  # the first column, before the lengths; "" if there is none
+    shown: tuple[str, ...]  # in colour at first
+
+
+STUDIES = {
+    "subwords, T = 128": Study(
+        "context", "same_targets", (256, 512, 1024, 2048), "128 recomputed",
+        ("softmax", "ssmax_qk_norm", "windows_16_fox", "stick_breaking_lr=4e-3", "fox"),
+    ),
+    "bytes, T = 256": Study(
+        "A", "loss", (256, 512, 1024, 2048, 4096), "",
+        ("softmax", "ssmax_qk_norm", "lssar_p15_warmup", "windows_32_fox", "stick_breaking"),
+    ),
+    "bytes, T = 512": Study(
+        "B", "loss", (512, 1024, 2048, 4096, 8192), "",
+        ("softmax", "ssmax_qk_norm", "lssar_p15_warmup", "windows_32_fox", "stick_breaking"),
+    ),
+}  # fmt: skip
 
 
 def main() -> None:
-    folder = parse_args() or RESULTS
-    out = folder / "index.html"
-    write_atomically(out, page(folder).encode())
+    ArgumentParser(__doc__).parse_args()
+    out = FOLDER / "index.html"
+    write_atomically(out, page(read_records()).encode())
     print(f"wrote {out}")
 
 
-def page(folder: Path) -> str:
-    """The HTML, with the data of every scale that has records. Raises UserError: there are none."""
-    paths = [path for path in sorted(folder.glob("*.jsonl")) if path.stem != "recall"]
-    if not paths:
-        raise UserError(f"{folder}: expected the records of a scale, such as A.jsonl; found none")
-    scales = {path.stem: scale_data(path) for path in paths}
-    settings = tomllib.loads((PAPERS_FOLDER / "comparison.toml").read_text(encoding="utf-8"))
-    data = json.dumps(
-        {"shown": settings["shown"], "scales": scales}, ensure_ascii=False, allow_nan=False
-    )
-    return TEMPLATE.read_text(encoding="utf-8").replace("DATA", data.replace("</", "<\\/"))
+def page(records: Records) -> str:
+    """The HTML, with the data of every study."""
+    scales = {name: scale_data(records, study) for name, study in STUDIES.items()}
+    data = json.dumps(scales, ensure_ascii=False, allow_nan=False).replace("</", "<\\/")
+    return TEMPLATE.read_text(encoding="utf-8").replace("DATA", data)
 
 
-def scale_data(path: Path) -> dict[str, Any]:
-    """The lengths of a scale, and of each variant what it is and its numbers, in the order of the
-    table.
-    """
-    records = read_jsonl(path)
-    if not any(record.get("kind") == "run" for record in records):
-        raise UserError(f"{path}: expected the records of a scale, by lab.report --comparison")
-    scale = comparison.read_scale(records)
-    table = comparison.main_table(scale.runs, scale.losses)
-    means = comparison.seed_means(scale.losses)
-    longest = scale.losses[scale.losses.length == scale.losses.length.max()]
-    same_targets = longest.groupby(["variant", "seed"]).same.mean().groupby("variant").mean()
-    costs = {each["contestant"]: each["ratio"] for each in records if each["kind"] == "cost"}
-    names = path.with_name(f"{path.stem}_variants.csv")
-    what = pd.read_csv(names, index_col="variant")["what it is"] if names.exists() else {}
-    variants = [
-        {
-            "name": name,
-            "what": what.get(name, ""),
-            "colour": to_hex(COLOURS[name]) if name in COLOURS else None,
-            "rope": table.RoPE[name],
-            "seeds": int(table.seeds[name]),
-            "lr": table.lr[name],
-            "losses": rounded(means.loc[name].mean()),
-            "spreads": rounded(means.loc[name].std()),
-            "same targets, longest": round(same_targets[name], DIGITS)
-            if name in same_targets
-            else None,
-            "step": round(costs[name], 2) if name in costs else None,
-        }
-        for name in table.index
-    ]
-    return {"lengths": [int(length) for length in means], "variants": variants}
+def scale_data(records: Records, study: Study) -> dict[str, Any]:
+    """The columns of a study, and of each model at each RoPE scaling its numbers, best first."""
+    runs = read_runs(FOLDER).set_index("run")
+    variants = []
+    for model, rows in records.models.items():
+        folder, _, name = model.partition("/")
+        if folder != study.prefix:
+            continue
+        first = runs.loc[rows["run"].iloc[0]]
+        measured = rows[(rows["measure"] == study.measure) & (rows["window"] == "0")]
+        window = records.rows(model, study.lengths[-1], study.window, measure=study.measure)
+        for scaling, at_scaling in measured.groupby("scaling"):
+            tables = [window] if study.window else []
+            tables += [at_scaling[at_scaling["length"] == n] for n in study.lengths]
+            seeds = [table.groupby("run")["value"].mean() for table in tables]
+            variants.append(
+                {
+                    "name": name,
+                    "what": first["options"],
+                    "rope": scaling,
+                    "seeds": rows["run"].nunique(),
+                    "rate": first["rate"],
+                    "losses": [rounded(each.mean()) for each in seeds],
+                    "spreads": [rounded(each.std()) for each in seeds],
+                }
+            )
+    variants.sort(key=lambda each: each["losses"][-1] or math.inf)
+    columns = [f"window of {study.window.split()[0]}"] if study.window else []
+    return {
+        "columns": columns + [f"{n:,}" for n in study.lengths],
+        "shown": study.shown,
+        "variants": variants,
+    }
 
 
-def rounded(numbers: pd.Series) -> list[float | None]:
-    return [None if pd.isna(number) else round(number, DIGITS) for number in numbers]
+def rounded(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, DIGITS)
 
 
 if __name__ == "__main__":

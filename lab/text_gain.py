@@ -18,16 +18,18 @@ targets see w - L + 1 to w tokens (the counts w, or all that the block has befor
 of what came before (Grave et al. 2017, arXiv 1612.04426), added to a trained model. Only the
 mixture's weights are fitted.
 
-Prints the table of lab.gains, which explains it. --out writes its rows.
+Prints the loss in the window of L and in each longer one, and the gain of each. --out writes the
+rows, of the run NAME_count, into a folder's rows.csv.
 """
 
 import argparse
 import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,9 +38,9 @@ from tqdm import tqdm
 from data.dataset import TokenStream
 from eval_length import block_losses, cut_losses
 from evals.common import Blocks, open_validation
-from evals.rows import FACTORS
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
-from lab.gains import output_folder, publish
+from lab.results import markdown, signed
+from measure import Losses, estimate, write_rows
 from model import GPT
 from positions import UNSCALED
 from training.checkpoint import Trained, load_model
@@ -46,6 +48,7 @@ from training.checkpoint import Trained, load_model
 TRAINING_ORDER = 4  # tokens of the longest n-gram counted in the training split
 WINDOW_ORDER = 8
 EM_STEPS = 40
+FACTORS = (1, 2, 4, 8, 16)  # of L: the lengths
 
 
 def parse_args() -> argparse.Namespace:
@@ -79,6 +82,15 @@ def parse_args() -> argparse.Namespace:
     if args.sees == "window" and not args.model:
         parser.error("--sees window: only read with --model")
     return args
+
+
+def output_folder(text: str) -> Path:
+    """An argparse type: a folder that can be written, or made. Checked before the work."""
+    folder = Path(text)
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if nearest.is_dir() and os.access(nearest, os.W_OK):
+        return folder
+    raise argparse.ArgumentTypeError(f"{text}: expected a folder that can be written")
 
 
 class Match(NamedTuple):
@@ -259,9 +271,8 @@ def main() -> None:
     vocab_size = blocks.stream.vocab_size
     if trained is not None:
         learned: Learned = partial(by_model, trained.model, blocks, args.sees)
-        config = trained.config
         saw = "_whole" if args.sees == "window" else ""
-        run = (f"{config.name}{saw}_count", config.seed, config.optimizer.lr, trained.step)
+        run, step = f"{trained.config.name}{saw}_count", trained.step
     else:
         train = TokenStream(args.data, "train")
         if train.info["tokenizer"] != blocks.stream.info["tokenizer"]:
@@ -270,17 +281,43 @@ def main() -> None:
             )
         tokens = train.read(0, min(args.counted, train.n_tokens)).tolist()
         learned = partial(by_counts, TrainingCounts(tokens, vocab_size))
-        run = ("count", 1, 0.0, 0)
+        run, step = "count", 0
     targets = []
     for block in tqdm(range(args.blocks), unit="block", disable=None):
         tokens = blocks.stream.read(block * blocks.longest, blocks.longest + 1).tolist()
         probabilities = learned(block, tokens, blocks.lengths)
         targets.append(list(read_block(tokens, probabilities, vocab_size)))
     train_len = blocks.lengths[0]
-    losses = {
-        width: cross_fit(targets, sorted({train_len, width})).tolist() for width in blocks.lengths
-    }
-    publish((*run, "text_gain", "none"), blocks, losses.pop(train_len), losses, args.out)
+    losses = {width: cross_fit(targets, sorted({train_len, width})) for width in blocks.lengths}
+    documents = blocks.count_documents()
+    print(markdown(gain_table(losses, documents), n_left=0))
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        text = blocks.stream.fingerprint.removeprefix("sha256 ")[:12]
+        write_rows(args.out, rows_of(losses, documents, (run, step, text)))
+
+
+def gain_table(losses: dict[int, np.ndarray], documents: Sequence[int]) -> list[list[str]]:
+    """By length of context the loss and its gain over the shortest, paired over blocks."""
+    shortest = losses[min(losses)]
+    blocks = tuple(enumerate(documents))
+    lines = [["context", "loss", "gain"]]
+    for length, each in losses.items():
+        gain = estimate(Losses((shortest - each)[None], blocks))
+        lines.append([f"{length:,}", f"{each.mean():.3f}", signed(gain)])
+    return lines
+
+
+def rows_of(
+    losses: dict[int, np.ndarray], documents: Sequence[int], key: tuple[str, int, str]
+) -> Iterator[tuple[Any, ...]]:
+    """Those of measure.py. The shortest context is a window of L over the longest."""
+    shortest, longest = min(losses), max(losses)
+    for length, each in losses.items():
+        is_window = length == shortest
+        where = (longest, f"{shortest} recomputed") if is_window else (length, 0)
+        for block, loss in enumerate(each.tolist()):
+            yield (*key, "same_targets", *where, "none", block, documents[block], loss)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from attention import make_normaliser
-from evals.output import check_figure, save_figure
 from infra.cli import ArgumentParser, run_main
+from measure import check_figure, save_figure
 from normalisers.own import NORMALISERS
 from schema import AttentionConfig, describe_attention
 

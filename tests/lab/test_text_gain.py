@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 from conftest import make_byte_run, one_line, write_dataset
 
-from evals.rows import FACTORS, read_table
-from lab import gains, text_gain
-from lab.text_gain import TrainingCounts, by_counts, cross_fit, fit_and_score, match, read_block
+from lab import text_gain
+from lab.text_gain import (
+    FACTORS,
+    TrainingCounts,
+    by_counts,
+    cross_fit,
+    fit_and_score,
+    match,
+    read_block,
+)
+from measure import read_rows
 
 L = 16
 WIDTHS = [factor * L for factor in FACTORS]
@@ -61,23 +69,19 @@ def repeating_dataset(folder: Path) -> Path:
 def test_a_model_in_place_of_the_counts(
     tmp_path: Path, tiny_config: Path, call: Callable[..., None], capsys: Any, sees: str
 ) -> None:
-    """A model of random weights knows next to nothing, so that mixing helps; the rows are
-    lab.gains'.
-    """
+    """A model of random weights knows next to nothing, so that mixing helps."""
     run = make_byte_run(tiny_config)
     data = repeating_dataset(tmp_path / "data")
     folder = tmp_path / "counted"
     call(text_gain, data, "--blocks", 4, "--model", run, "--sees", sees, "--out", folder)
-    printed = capsys.readouterr().out
-    rows = read_table(folder / "rows.csv")
+    assert f"| {16 * L} |" in capsys.readouterr().out
+    rows = read_rows(folder)
     assert rows.run.unique().tolist() == [
         run.name + ("_whole" if sees == "window" else "") + "_count"
     ]
-    losses = rows[rows.measure == f"same_targets[{L}]"].groupby("length").value.mean()
-    cut = rows[rows.measure == f"cut[{L}]"].value.mean()
-    assert abs(losses[2 * L] - cut) < 0.2 * cut and losses[16 * L] < 0.7 * cut
-    call(gains, folder / "rows.csv")
-    assert capsys.readouterr().out == printed
+    losses = rows[rows.window == "0"].groupby("length").value.mean()
+    window = rows[rows.window == f"{L} recomputed"].value.mean()
+    assert abs(losses[2 * L] - window) < 0.2 * window and losses[16 * L] < 0.7 * window
 
 
 def test_another_text_needs_the_same_tokenizer(
@@ -109,5 +113,5 @@ def test_the_training_split_is_counted(tmp_path, call):
     val = [draw.randrange(256) for _ in range(2 * 16 * L)]
     data = write_dataset(tmp_path / "data", {"val": [*val, 256], "train": [7] * 500 + [256]}, 10**6)
     call(text_gain, data, "--train-len", L, "--blocks", 2, "--out", tmp_path / "out")
-    rows = read_table(tmp_path / "out/rows.csv")
-    assert rows[rows.measure == f"cut[{L}]"].value.min() > 5
+    rows = read_rows(tmp_path / "out")
+    assert rows.value.min() > 5

@@ -1,0 +1,725 @@
+"""The tables and figures of results/, drawn from its rows.
+
+    python -m lab.results       # rewrites them in results/*.md and results/figures/
+
+A table of a page stands between `<!-- table NAME -->` and `<!-- end -->`. The test of this module
+draws all again, and finds every decimal number of a page's prose in one of its tables.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pandas import DataFrame
+
+from infra.cli import ArgumentParser, UserError, run_main
+from infra.files import read_text, write_atomically
+from measure import (
+    Curve,
+    Estimate,
+    Losses,
+    draw_curves,
+    estimate,
+    format_estimate,
+    read_losses,
+    read_rows,
+)
+
+FOLDER = Path(__file__).parents[1] / "results"
+MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+DASH = "–"
+RECOMPUTED = "128 recomputed"
+Lines = list[list[str]]  # of a table, the header first
+
+
+class Records:
+    """The rows of a table by model, which is a run's name without its seed."""
+
+    def __init__(self, rows: DataFrame):
+        models = rows["run"].str.replace(r"_seed=\d+$", "", regex=True)
+        self.models = dict(tuple(rows.groupby(models)))
+
+    def rows(
+        self, model: str, length: int, window: str = "0", scaling: str = "none",
+        measure: str = "same_targets", step: int = 0,
+    ) -> DataFrame:  # fmt: skip
+        """Those of all seeds of a model; of one step if it is given. Raises UserError: no such model."""
+        if model not in self.models:
+            raise UserError(f"{FOLDER}/rows.csv.gz: no rows of {model}")
+        rows = self.models[model]
+        is_asked = (rows["length"] == length) & (rows["window"] == window)
+        is_asked &= (rows["scaling"] == scaling) & (rows["measure"] == measure)
+        if step:
+            is_asked &= rows["step"] == step
+        return rows[is_asked]
+
+    def seeds(self, model: str) -> str:
+        return str(self.models[model]["run"].nunique())
+
+    def mean(self, model: str, length: int, *where: Any, **others: Any) -> float:
+        """Over seeds, each a mean over its blocks. NaN where there is none."""
+        return float(
+            self.rows(model, length, *where, **others).groupby("run")["value"].mean().mean()
+        )
+
+    def losses(self, model: str, length: int, *where: Any, **others: Any) -> Losses | None:
+        return read_losses(self.rows(model, length, *where, **others))
+
+    def difference(self, first: Losses | None, second: Losses | None) -> str:
+        """Of two models: '−0.38 ±0.06'. A dash where one has no blocks."""
+        return DASH if first is None or second is None else signed(estimate(first, second))
+
+    def gain(self, model: str, length: int, scaling: str = "none", window: str = RECOMPUTED) -> str:
+        """The loss in a sliding window minus that at the length, paired over seeds and blocks."""
+        short = self.losses(model, length, window)
+        long = self.losses(model, length, "0", scaling)
+        if short is None or long is None:
+            return DASH
+        return signed(estimate(Losses(short.values - long.values, short.blocks)))
+
+
+def signed(each: Estimate) -> str:
+    return format_estimate(each, signed=True).replace("-", "−")
+
+
+def number(value: float, digits: int = 2, sign: str = "") -> str:
+    return DASH if math.isnan(value) else f"{value:{sign}.{digits}f}".replace("-", "−")
+
+
+def percent(value: float) -> str:
+    return DASH if math.isnan(value) else f"{100 * value:.0f}"
+
+
+def markdown(lines: Lines, n_left: int = 1) -> str:
+    rule = ["---" if i < n_left else "---:" for i in range(len(lines[0]))]
+    return "".join("| " + " | ".join(line) + " |\n" for line in [lines[0], rule, *lines[1:]])
+
+
+# ---------------------------------------------------------------- README.md: the board
+BOARD = [
+    ("softmax", "softmax", "ntk"),
+    ("softmax, QK-norm", "softmax_qk_norm", "ntk"),
+    ("SSMax, QK-norm", "ssmax_qk_norm", "ntk"),
+    ("SSMax, QK-norm", "ssmax_qk_norm", "none"),
+    ("LSSAR, p raised to 15", "lssar_p15_warmup", "none"),
+    ("windows of 16", "window_16", "none"),
+    ("windows of 64", "window_64", "none"),
+    ("FoX", "fox", "none"),
+    ("stick-breaking", "stick_breaking_lr=4e-3", "none"),
+    ("windows of 16 + FoX", "windows_16_fox", "none"),
+    ("softmax, continued at 2,048", "softmax_continued", "none"),
+    ("softmax, trained at 2,048", "softmax_2048", "none"),
+]
+
+
+def board(records: Records) -> Lines:
+    zero = records.losses("context/softmax", 2048, RECOMPUTED)
+    header = ["model", "RoPE", "n", "window of 128", "512", "2,048", "2,048 − softmax's window"]
+    loss = number(records.mean("context/softmax", 2048, RECOMPUTED))
+    lines = [header, ["**softmax, sliding window of 128**", "none", "3", loss, loss, loss, "0"]]
+    for label, model, scaling in BOARD:
+        model = f"context/{model}"
+        lines.append([
+            label,
+            scaling,
+            records.seeds(model),
+            number(records.mean(model, 2048, RECOMPUTED)),
+            number(records.mean(model, 512, "0", scaling)),
+            number(records.mean(model, 2048, "0", scaling)),
+            records.difference(records.losses(model, 2048, "0", scaling), zero),
+        ])  # fmt: skip
+    return lines
+
+
+SIX = [
+    ("softmax", "softmax", "ntk"),
+    ("SSMax, QK-norm", "ssmax_qk_norm", "none"),
+    ("LSSAR, p raised to 15", "lssar_p15_warmup", "none"),
+    ("windows of 32", "window_32", "none"),
+    ("windows of 32 + FoX", "windows_32_fox", "none"),
+    ("stick-breaking", "stick_breaking", "none"),
+]
+
+
+def optimiser(records: Records) -> Lines:
+    lines = [
+        ["model", "n", "AdamW", "Muon", "Muon − AdamW", "AdamW, rise to 16x", "Muon, rise to 16x"]
+    ]
+    for label, model, scaling in SIX:
+        runs = {}
+        for study in ("A", "A_muon"):
+            rows = records.rows(f"{study}/{model}", 256, measure="val_loss")
+            runs[study] = Losses(rows["value"].to_numpy()[:, None], ((0, 0),))
+        muon = estimate(runs["A_muon"], runs["A"])
+        means = [number(estimate(each).value) for each in runs.values()]
+        lines.append([label, "3", *means, signed(muon), *rises(records, model, scaling)])
+    return lines
+
+
+def rises(records: Records, model: str, scaling: str) -> list[str]:
+    """The loss at 16x minus that at 1x over all tokens, with either optimiser."""
+    found = []
+    for study in ("A", "A_muon"):
+        at = [
+            records.mean(f"{study}/{model}", n, "0", scaling, measure="loss") for n in (256, 4096)
+        ]
+        found.append(number(at[1] - at[0], 2, "+"))
+    return found
+
+
+SETTINGS = [
+    ("tests of Python's library", "context", 128, "windows_16_fox", "1.1M"),
+    ("the same, 20 tokens a parameter", "context_20", 128, "windows_16_fox", "1.1M"),
+    ("the same", "context_4m", 128, "windows_16_fox", "4.2M"),
+    ("technical English", "english", 128, "windows_16_fox", "1.1M"),
+    ("novels", "novels", 128, "windows_16_fox", "1.1M"),
+    ("Python packages, then the tests", "t1024", 1024, "windows_16_fox", "1.1M"),
+    ("Python packages, then the tests", "code_88m", 1024, "windows_128_fox", "88M"),
+    ("bytes of Python's library, stick-breaking", "bytes", 256, "stick_breaking", "0.6M"),
+]
+
+
+def settings(records: Records) -> Lines:
+    header = ["text", "size", "T", "n", "softmax, window of T", "the design, window of T", "16 T"]
+    lines = [[*header, "its gain", "gain of softmax continued at 16 T"]]
+    for label, study, train_len, model, size in SETTINGS:
+        window = f"{train_len} recomputed"
+        models = [f"{study}/{each}" for each in ("softmax", model, "softmax_continued")]
+        short = [
+            records.mean(each, 16 * train_len, window) if each in records.models else math.nan
+            for each in models
+        ]
+        gains = [
+            records.gain(each, 16 * train_len, "none", window) if each in records.models else DASH
+            for each in models[1:]
+        ]
+        long = records.mean(models[1], 16 * train_len)
+        numbers = [number(each) for each in (*short[:2], long)]
+        lines.append([label, size, f"{train_len:,}", records.seeds(models[1]), *numbers, *gains])
+    return lines
+
+
+# ---------------------------------------------------------------- context.md
+def gains(records: Records) -> Lines:
+    lines = [["model", "RoPE", "256", "512", "1,024", "2,048"]]
+    for label, model, scaling in BOARD:
+        if model.startswith("window_") or model == "softmax_2048":
+            continue
+        model = f"context/{model}"
+        window = records.mean(model, 2048, RECOMPUTED)
+        at = [window - records.mean(model, n, "0", scaling) for n in (256, 512, 1024)]
+        cells = [number(each, 2, "+") for each in at]
+        lines.append([label, scaling, *cells, records.gain(model, 2048, scaling)])
+    return lines
+
+
+CACHED = [
+    ("the last 2,048 tokens alone", "window_count"),
+    ("n-grams of the training text", "count"),
+    ("softmax, sliding window of 128", "softmax_count"),
+    ("softmax continued, reads all", "softmax_continued_count"),
+    ("windows of 16 + FoX, reads all", "windows_16_fox_count"),
+]
+
+
+def cache(records: Records) -> Lines:
+    best = records.losses("context/windows_16_fox", 2048)
+    header = ["model", "n", "cache of 128", "of 512", "of 2,048", "gain"]
+    lines = [[*header, "minus windows of 16 + FoX without it"]]
+    for label, model in CACHED:
+        model = f"context/{model}"
+        at = [records.mean(model, 2048, RECOMPUTED)]
+        at += [records.mean(model, n) for n in (512, 2048)]
+        difference = records.difference(records.losses(model, 2048), best)
+        cells = [number(each) for each in at]
+        lines.append([label, records.seeds(model), *cells, records.gain(model, 2048), difference])
+    return lines
+
+
+EXACT = [
+    ("softmax", "softmax"),
+    ("FoX", "fox"),
+    ("stick-breaking", "stick_breaking"),
+    ("windows of 16 + FoX", "windows_16_fox"),
+    ("softmax continued at 2,048", "softmax_continued"),
+]
+
+
+def exact(records: Records) -> Lines:
+    behind = "same_targets behind another text"
+    header = ["model", "optimiser", "n", "last 128", "last 256", "behind another text"]
+    lines = [[*header, "last 512", "all 2,048", "gain of 2,048 over 128"]]
+    for study, optimiser in (("exact", "AdamW"), ("exact_muon", "Muon")):
+        for label, model in EXACT:
+            model = f"{study}/{model}"
+            if records.rows(model, 2048, "128 exact").empty:
+                continue
+            at = [records.mean(model, 2048, "128 exact"), records.mean(model, 256)]
+            at += [records.mean(model, 256, measure=behind), records.mean(model, 512)]
+            cells = [number(each) for each in (*at, records.mean(model, 2048))]
+            gain = records.gain(model, 2048, window="128 exact")
+            n = records.rows(model, 2048, "128 exact")["run"].nunique()
+            lines.append([label, optimiser, str(n), *cells, gain])
+    return lines
+
+
+def fox_window(records: Records) -> Lines:
+    model = "exact/windows_16_fox"
+    seen = (128, 256, 512, 1024)
+    at = [records.mean(model, 2048, measure=f"same_targets, FoX sees {n}") for n in seen]
+    header = ["keys that FoX sees", *(f"{n:,}" for n in seen), "2,048"]
+    return [header, ["loss", *(number(each, 3) for each in (*at, records.mean(model, 2048)))]]
+
+
+def scalings(records: Records) -> Lines:
+    lengths = (256, 512, 1024, 2048)
+    lines = [["RoPE", *(f"{n:,}" for n in lengths)]]
+    for scaling in ("none", "ntk", "yarn", "theta=500000"):
+        at = [records.mean("scalings/softmax", n, "0", scaling) for n in lengths]
+        lines.append([scaling, *map(number, at)])
+    window = number(records.mean("scalings/softmax", 2048, RECOMPUTED))
+    return [*lines, ["**sliding window of 128**", *[window] * 4]]
+
+
+LAST_LAYER = [
+    ("softmax", "softmax", "ntk"),
+    ("windows of 16, then softmax with RoPE", "windows_16_rope", "ntk"),
+    ("windows of 16, then ALiBi", "windows_16_alibi", "none"),
+    ("windows of 16, then softmax without positions, sharper beyond T", "windows_16_sharpened", "none"),
+    ("windows of 16, then SSMax without positions", "windows_16_ssmax", "none"),
+    ("windows of 16, then LSSAR without positions", "windows_16_lssar", "none"),
+    ("windows of 16, then a fixed decay", "windows_16_decay_fixed", "none"),
+    ("windows of 16, then a learned decay", "windows_16_decay", "none"),
+    ("windows of 16, then FoX from b = 0", "windows_16_fox_b0", "none"),
+    ("windows of 16, then stick-breaking", "windows_16_stick_breaking", "none"),
+    ("windows of 16, then FoX from b = 4", "windows_16_fox", "none"),
+    ("FoX in all layers", "fox", "none"),
+    ("stick-breaking in all layers", "stick_breaking", "none"),
+    ("stick-breaking on QK-norm", "stick_breaking_qk_norm", "none"),
+    ("SSMax, QK-norm", "ssmax_qk_norm", "ntk"),
+    ("LSSAR, p raised to 15", "lssar_p15_warmup", "none"),
+    ("softmax continued at 2,048", "softmax_continued", "none"),
+]  # fmt: skip
+
+
+def last_layer(records: Records) -> Lines:
+    lines = [["model", "RoPE", "n", "window of 128", "512", "2,048"]]
+    for label, model, scaling in LAST_LAYER:
+        model = f"last_layer/{model}"
+        at = [records.mean(model, 2048, RECOMPUTED)]
+        at += [records.mean(model, n, "0", scaling) for n in (512, 2048)]
+        lines.append([label, scaling, records.seeds(model), *map(number, at)])
+    return lines
+
+
+T_1024 = [
+    ("softmax", "t1024/softmax", "ntk"),
+    ("softmax, half the rate", "t1024/softmax_lr=2e-3", "ntk"),
+    ("windows of 16 + softmax with RoPE", "t1024/windows_16_rope", "ntk"),
+    ("FoX from b = 4", "t1024/fox_4", "none"),
+    ("windows of 16 + FoX", "t1024/windows_16_fox", "none"),
+    ("windows of 128 + FoX", "t1024_bf16/windows_128_fox_4", "none"),
+]
+
+
+def t_1024(records: Records) -> Lines:
+    lines = [["model", "n", "validation, 1,024", "tests, window of 1,024", "4,096", "16,384"]]
+    for label, model, scaling in T_1024:
+        at = [records.mean(model, 1024, measure="val_loss")]
+        at += [records.mean(model, 16384, "1024 recomputed")]
+        at += [records.mean(model, n, "0", scaling) for n in (4096, 16384)]
+        n = records.rows(model, 1024, measure="val_loss")["run"].nunique()
+        lines.append([label, str(n), *map(number, at)])
+    return lines
+
+
+GPT2_SIZE = [
+    ("novels, 124M", "softmax", "novels_124m/softmax", "ntk"),
+    ("novels, 124M", "SSMax, QK-norm", "novels_124m/ssmax", "ntk"),
+    ("novels, 124M", "LSSAR, p raised to 15", "novels_124m/lssar", "none"),
+    ("code, 88M", "softmax", "code_88m/softmax", "ntk"),
+    ("code, 88M", "windows of 128 + FoX", "code_88m/windows_128_fox", "none"),
+]
+
+
+def gpt2_size(records: Records) -> Lines:
+    header = ["text and size", "model", "RoPE", "validation, 1,024"]
+    lines = [[*header, "window of 1,024", "4,096", "16,384", "gain of 16,384"]]
+    for text, label, model, scaling in GPT2_SIZE:
+        last = int(records.models[model]["step"].max())
+        at = [records.mean(model, 1024, measure="val_loss", step=last)]
+        at += [records.mean(model, 16384, "1024 recomputed")]
+        at += [records.mean(model, n, "0", scaling) for n in (4096, 16384)]
+        gain = records.gain(model, 16384, scaling, "1024 recomputed")
+        lines.append([text, label, scaling, *map(number, at), gain])
+    return lines
+
+
+BYTES = [
+    ("stick-breaking, no positions", "stick_breaking"),
+    ("windows of 32 + FoX", "windows_32_fox"),
+    ("windows of 32", "window_32"),
+    ("FoX, no positions", "fox"),
+    ("windows of 128, then softmax without positions, sharper beyond T", "hybrid"),
+    ("LSSAR, p raised to 15", "lssar_p15_warmup"),
+    ("LSSAR, p = 15", "lssar_p15"),
+    ("softmax on sharp cosines, 46 cos(q, k)", "softmax_cosine_fixed_46"),
+    ("SSMax, QK-norm", "ssmax_qk_norm"),
+    ("softmax on LSSA's scores, ln d ln n cos(q, k)", "softmax_cosine_ln_n"),
+    ("scale-invariant attention", "scale_invariant"),
+    ("ALiBi", "alibi"),
+    ("InfoScale", "softmax_info_scale"),
+    ("softmax, sharper beyond T, untrained", "softmax_log_train_len"),
+    ("NormSoftmax, γ = √d", "norm_softmax"),
+    ("SSMax", "ssmax"),
+    ("softmax", "softmax"),
+    ("p-RoPE", "p_rope"),
+    ("entmax", "entmax"),
+    ("ASEntmax", "asentmax"),
+    ("softmax with a learned sink", "sink"),
+    ("no positions", "nope"),
+    ("sigmoid, b = −ln n, l1", "sigmoid_n_l1"),
+    ("softmax, QK-norm", "softmax_qk_norm"),
+    ("softpick", "softpick"),
+    ("softplus with l1", "softplus_l1"),
+    ("LSSA", "lssa"),
+]
+
+
+def survey(records: Records) -> Lines:
+    """Losses over all tokens at scales A and B, and over the same targets at A, by length."""
+    header = ["model", "n", "A, 256", "A, 4,096", "A, last 256 targets", "the same at 4,096"]
+    lines = [[*header, "n", "B, 512", "B, 8,192"]]
+    for label, model in BYTES:
+        cells = [label]
+        for study, ends in (("A", (256, 4096)), ("B", (512, 8192))):
+            name = f"{study}/{model}"
+            if name not in records.models:
+                cells += [DASH] * 3
+                continue
+            scaling = of_losses(records.models[name])
+            cells.append(records.seeds(name))
+            for measure in ("loss", "same_targets")[: 2 if study == "A" else 1]:
+                at = [records.mean(name, n, "0", scaling, measure=measure) for n in ends]
+                cells += map(number, at)
+        lines.append(cells)
+    return lines
+
+
+def of_losses(rows: DataFrame) -> str:
+    """The one RoPE scaling of a model's losses by length."""
+    return str(rows[rows["measure"] == "same_targets"]["scaling"].iloc[0])
+
+
+RECALL = [
+    ("windows of 16 + FoX", "windows_16_fox", "none"),
+    ("stick-breaking", "stick_breaking", "none"),
+    ("softmax", "softmax", "ntk"),
+    ("SSMax, QK-norm", "ssmax_qk_norm", "ntk"),
+    ("LSSAR, p raised to 15", "lssar_p15_warmup", "ntk"),
+    ("FoX", "fox", "none"),
+]
+
+
+def recall(records: Records) -> Lines:
+    lengths = (64, 128, 256, 512, 1024, 4096)
+    lines = [["model", "n", *(f"{n:,}" for n in lengths)]]
+    for label, model, scaling in RECALL:
+        model = f"recall_key_shift/{model}"
+        at = [records.mean(model, n, "0", scaling, measure="right answers") for n in lengths]
+        lines.append([label, records.seeds(model), *map(percent, at)])
+    return lines
+
+
+def needle(records: Records) -> Lines:
+    lengths = (128, 256, 512, 1024, 2048)
+    lines = [["model", "RoPE", "n", *(f"{n:,}" for n in lengths)]]
+    for label, model, scaling in (
+        ("windows of 16 + FoX", "windows_16_fox", "none"),
+        ("softmax", "softmax", "ntk"),
+        ("softmax continued at 2,048", "softmax_continued", "none"),
+    ):
+        model = f"needle/{model}"
+        at = [records.mean(model, n, "0", scaling, measure="number") for n in lengths]
+        lines.append([label, scaling, records.seeds(model), *map(percent, at)])
+    return lines
+
+
+def attention(records: Records) -> Lines:
+    header = ["model", "effective keys, 128", "2,048", "mean distance, 128", "2,048"]
+    lines = [[*header, "largest weight, 128", "2,048"]]
+    for label, model in (
+        ("softmax", "softmax"),
+        ("softmax continued at 2,048", "softmax_continued"),
+        ("windows of 16 + FoX", "windows_16_fox"),
+    ):
+        cells = [label]
+        for measure, digits in (("effective_keys", 0), ("distance", 0), ("largest", 2)):
+            at = [records.mean(f"context_20/{model}", n, measure=measure) for n in (128, 2048)]
+            cells += [number(each, digits) for each in at]
+        lines.append(cells)
+    return lines
+
+
+# ---------------------------------------------------------------- papers.md
+LSSAR = [
+    ("softmax", "1, 2, 3", "3.191", "softmax"),
+    ("−softmax", "1", "3.192", "table1_inverse"),
+    ("recentred", "1", "3.201", "table1_recentred"),
+    ("recentred, l1", "1", "3.195", "table1_recentred_l1"),
+    ("neither e^x nor l1", "2", "3.414", "table2_scenario1"),
+    ("e^x, no l1", "2", "3.247", "table2_scenario2"),
+    ("l1, no e^x", "2", "3.330", "table2_scenario3"),
+    ("relu", "3", "3.201", "table3_relu"),
+    ("relu²", "3", "3.249", "table3_relu2"),
+    ("relu6", "3", "3.204", "table3_relu6"),
+    ("gelu", "3", "3.205", "table3_gelu"),
+    ("sigmoid, l1", "3", "3.200", "table3_sigmoid"),
+    ("softplus, l1", "3", "3.190", "softplus_l1"),
+    ("softplus, l1, at 4e-3", "3", DASH, "softplus_l1_lr=4e-3"),
+    ("softmax, at 4e-3", "3", DASH, "softmax_lr=4e-3"),
+    ("mish", "3", "3.200", "table3_mish"),
+    ("sigmoid, b = −ln L", "4", DASH, "table4_sigmoid_log_train_len"),
+    ("sigmoid, b = −ln n", "4", DASH, "table4_sigmoid_log_n"),
+    ("sigmoid, b = −ln n, l1", "4", DASH, "sigmoid_n_l1"),
+    ("the same, p = 3", "4", DASH, "table4_sigmoid_log_n_l1_p3"),
+    ("the same, p = 15", "4", DASH, "table4_sigmoid_log_n_l1_p15"),
+    ("relu, Wortsman", "4", DASH, "table4_relu_wortsman"),
+    ("relu, Shen", "4", DASH, "table4_relu_shen"),
+    ("LSSA", "4", DASH, "lssa"),
+    ("LSSAR, p = 3", "4", DASH, "lssar_p3"),
+    ("LSSAR, p = 7", "Figure 2", DASH, "lssar_p7"),
+    ("LSSAR, p = 10", "Figure 2", DASH, "figure2_lssa_p10"),
+    ("LSSAR, p = 15", "4", DASH, "lssar_p15"),
+    ("LSSAR, p = 20", "Figure 2", DASH, "figure2_lssa_p20"),
+    ("LSSAR, p = 50", "Figure 2", DASH, "figure2_lssa_p50"),
+    ("LSSAR, p = 100", "Figure 2", DASH, "figure2_lssa_p100"),
+    ("softmax, p = 3", "4", DASH, "softmax_p3"),
+    ("softmax, p = 15", "4", DASH, "softmax_p15"),
+    ("softmax, p = 50", "Figure 2", DASH, "figure2_softmax_p50"),
+    ("softmax, p = 100", "Figure 2", DASH, "figure2_softmax_p100"),
+    ("LSSA, re-weighted untrained, p = 3", "earlier version", DASH, "reweighted_lssa_p3"),
+    ("LSSA, re-weighted untrained, p = 15", "earlier version", DASH, "reweighted_lssa_p15"),
+]
+
+
+def lssar(records: Records) -> Lines:
+    header = ["row", "table", "the paper, 1x", "run", "n", "1x", "16x, unscaled", "16x, NTK"]
+    lines = [header]
+    for label, where, theirs, run in LSSAR:
+        model = f"papers/{run}"
+        at = [records.mean(model, 256, measure="loss")]
+        at += [
+            records.mean(model, 4096, "0", scaling, measure="loss") for scaling in ("none", "ntk")
+        ]
+        n = str(records.rows(model, 256, measure="loss")["run"].nunique())
+        lines.append([label, where, theirs, run, n, *(number(each, 3) for each in at)])
+    return lines
+
+
+SSMAX = [
+    ("(a) softmax", "softmax"),
+    ("(b) SSMax", "ssmax"),
+    ("(c) s = 1", "softmax_ln_n"),
+    ("(d) with a bias", "ssmax_bias"),
+    ("(e) SSMax after training", "ssmax_after"),
+    ("(f) SSMax in the last fifth", "ssmax_during"),
+    ("(a) with the restart of (f)", "softmax_restart"),
+]
+
+
+def ssmax(records: Records) -> Lines:
+    lengths = (256, 512, 1024, 2048, 4096)
+    lines = [["model", "run", "RoPE", "n", *(f"{n:,}" for n in lengths)]]
+    for scaling in ("theta=500000", "ntk"):
+        for label, run in SSMAX:
+            model = f"papers/{run}"
+            rows = records.rows(model, 4096, "0", scaling, "loss")
+            if len(rows):
+                at = [records.mean(model, n, "0", scaling, measure="loss") for n in lengths]
+                cells = [number(each, 3) for each in at]
+                lines.append([label, run, scaling, str(rows["run"].nunique()), *cells])
+    return lines
+
+
+def ssmax_seeds(records: Records) -> Lines:
+    """(b) and (e) minus (a), seed by seed, at θ x 50."""
+    lines = [["at θ × 50", "seed", "1x", "2x", "4x", "8x", "16x"]]
+    pairs = (("(b) − (a)", "ssmax"), ("(e) − (a)", "ssmax_after"))
+    for label, run in pairs:
+        for seed in (1, 2, 3):
+            at = []
+            for length in (256, 512, 1024, 2048, 4096):
+                losses = [
+                    records.rows(f"papers/{each}", length, "0", "theta=500000", "loss")
+                    for each in (run, "softmax")
+                ]
+                both = [
+                    rows[rows["run"].str.endswith(f"_seed={seed}")]["value"].iloc[0]
+                    for rows in losses
+                ]
+                at.append(number(both[0] - both[1], 2, "+"))
+            lines.append([label, str(seed), *at])
+    return lines
+
+
+NORM_SOFTMAX = [
+    ("softmax", "Table 1", "87.96", "softmax"),
+    ("softmax, at 4e-3", "Table 1", DASH, "softmax_lr=4e-3"),
+    ("γ = √d", "Table 1", "88.13", "norm_softmax"),
+    ("γ = √d, at 4e-3", "Table 1", DASH, "norm_softmax_lr=4e-3"),
+    ("γ = ∞", "Table 1", "88.01", "norm_softmax_inf"),
+    ("γ = ∞, at 4e-3", "Table 1", DASH, "norm_softmax_inf_lr=4e-3"),
+    ("γ = 1", "Table 1", "81.04", "gamma=1.0"),
+    ("γ = √d / 2", "Table 1", "87.16", "gamma=4.0"),
+    ("γ = 2 √d", "Table 1", "88.21", "gamma=16.0"),
+    ("f1", "Table 1", "87.97", "f1"),
+    ("f2", "Table 1", "86.99", "f2"),
+    ("LogitNorm, τ = n^(−1/2)", "Table 1", "87.72", "logit_norm"),
+    ("γ = √d, τ = 1/2*", "Figure 7", DASH, "tau_gamma=sqrt_d_tau=0.5"),
+    ("γ = √d, τ = 1*", "Figure 7", DASH, "tau_gamma=sqrt_d_tau=1.0"),
+    ("γ = √d, τ = 2*", "Figure 7", DASH, "tau_gamma=sqrt_d_tau=2.0"),
+    ("γ = ∞, τ = 1/2*", "Figure 7", DASH, "tau_gamma=inf_tau=0.5"),
+    ("γ = ∞, τ = 1*", "Figure 7", DASH, "tau_gamma=inf_tau=1.0"),
+    ("γ = ∞, τ = 2*", "Figure 7", DASH, "tau_gamma=inf_tau=2.0"),
+    ("softmax, scale 2 d^(−1/2)*", "Table 5", DASH, "scale_0.25_bf16"),
+    ("softmax, scale d^(−1/2)*", "Table 5", DASH, "softmax_bf16"),
+    ("softmax, scale d^(−1/2) / 2*", "Table 5", DASH, "scale_0.0625_bf16"),
+    ("softmax, no warm-up", "Figure 3b", DASH, "no_warmup_softmax"),
+    ("γ = √d, no warm-up", "Figure 3b", DASH, "no_warmup_gamma=sqrt_d"),
+    ("softmax, SGD", "Figure 3b", DASH, "sgd_softmax"),
+    ("γ = √d, SGD", "Figure 3b", DASH, "sgd_gamma=sqrt_d"),
+    ("softmax, 125 steps", "Figure 3a", DASH, "acceleration_A_softmax_max_steps=125"),
+    ("γ = √d, 125 steps", "Figure 3a", DASH, "acceleration_A_gamma=sqrt_d_max_steps=125"),
+    ("γ = ∞, 125 steps", "Figure 3a", DASH, "acceleration_A_gamma=inf_max_steps=125"),
+    ("softmax, 1 layer*", "Figure 3c", DASH, "depth_A_softmax_n_layer=1"),
+    ("γ = ∞, 1 layer*", "Figure 3c", DASH, "depth_A_gamma=inf_n_layer=1"),
+    ("softmax, 9 layers*", "Figure 3c", DASH, "depth_A_softmax_n_layer=9"),
+    ("γ = ∞, 9 layers*", "Figure 3c", DASH, "depth_A_gamma=inf_n_layer=9"),
+    ("softmax, 4 heads*", "Section 1", DASH, "heads_A_softmax_n_head=4"),
+    ("γ = √d, 4 heads*", "Section 1", DASH, "heads_A_gamma=sqrt_d_n_head=4"),
+    ("in the loss, τ = 1*", "Table 4", DASH, "loss_tau=1.0"),
+    ("in the loss, τ = 1/4*", "Table 4", DASH, "loss_tau=0.25"),
+    ("LogitNorm in the loss, τ = 0.04*", "Section 4.2", DASH, "loss_logit_norm_loss_tau=0.04"),
+]
+
+
+def norm_softmax(records: Records) -> Lines:
+    lines = [["row", "where", "the paper, accuracy", "run", "n", "1x"]]
+    for label, where, theirs, run in NORM_SOFTMAX:
+        rows = records.rows(f"papers/{run}", 256, measure="loss")
+        n = str(rows["run"].nunique())
+        loss = number(records.mean(f"papers/{run}", 256, measure="loss"), 3)
+        lines.append([label, where, theirs, run, n, loss])
+    return lines
+
+
+def gradients(records: Records) -> Lines:
+    lines = [
+        ["attention", "p", "norm, median", "largest", "last loss", "largest n A", "as written"]
+    ]
+    for kind in ("softmax", "lssa"):
+        for p in (1, 3, 7, 15, 50, 100):
+            model = f"gradients/{kind}_p{p}_stable"
+            largest = "gradient norm, largest"
+            measures = ("gradient norm, median", largest, "loss, last ten steps", "largest n A")
+            at = [records.mean(model, 1024, measure=measure) for measure in measures]
+            written = f"gradients/{kind}_p{p}_as_written"
+            steps = records.mean(written, 1024, measure="steps that are finite")
+            norm = records.mean(written, 1024, measure=largest)
+            state = number(norm, 1) if steps == 120 else f"not finite at step {steps + 1:.0f}"
+            cells = [number(each, digits) for each, digits in zip(at, (2, 1, 2, 0), strict=True)]
+            lines.append([kind, str(p), *cells, state])
+    return lines
+
+
+PAGES: dict[str, dict[str, tuple[Callable[[Records], Lines], int]]] = {
+    "README.md": {"board": (board, 2), "optimiser": (optimiser, 1), "settings": (settings, 1)},
+    "context.md": {
+        "gains": (gains, 2), "cache": (cache, 1), "exact": (exact, 2), "fox_window": (fox_window, 1),
+        "scalings": (scalings, 1), "last_layer": (last_layer, 2), "t_1024": (t_1024, 1),
+        "gpt2_size": (gpt2_size, 3), "survey": (survey, 1), "recall": (recall, 1),
+        "needle": (needle, 2), "attention": (attention, 1),
+    },
+    "papers.md": {
+        "lssar": (lssar, 4), "ssmax": (ssmax, 3), "ssmax_seeds": (ssmax_seeds, 2),
+        "norm_softmax": (norm_softmax, 4), "gradients": (gradients, 2),
+    },
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- figures
+SHOWN = ("ssmax_qk_norm", "lssar_p15_warmup", "fox", "stick_breaking_lr=4e-3", "windows_16_fox")
+
+
+def context_figure(records: Records, path: Path) -> None:
+    curves = []
+    for label, model, scaling in BOARD:
+        if model in ("softmax", *SHOWN) and (model, scaling) != ("ssmax_qk_norm", "none"):
+            lengths = (256, 512, 1024, 2048)
+            at = [records.mean(f"context/{model}", n, "0", scaling) for n in lengths]
+            short = records.mean(f"context/{model}", 2048, RECOMPUTED)
+            curves.append(Curve(label, (128, *lengths), (short, *at)))
+    loss = curves[0].values[0]
+    line = {"color": "black", "linestyle": "--", "marker": ""}
+    curves.append(Curve("softmax, sliding window of 128", (128, 2048), (loss, loss), style=line))
+    title = "Loss on the tests of Python's library, trained at 128"
+    draw_curves(path, curves, title, "nats a token, last 128 targets", [128])
+
+
+def demo_figure(records: Records, path: Path) -> None:
+    names = {"softmax": "softmax", "ssmax": "SSMax", "lssar": "LSSAR", "hybrid": "windows + FoX"}
+    lengths = (128, 256, 512, 1024, 2048)
+    curves = []
+    for model, label in names.items():
+        at = [records.mean(f"demo/{model}", n, measure="loss") for n in lengths]
+        curves.append(Curve(label, lengths, at))
+    rolling = records.mean("demo/softmax", 2048, "128", measure="loss")
+    line = {"color": "black", "linestyle": "--", "marker": ""}
+    label = "softmax, rolling window of 128"
+    curves.append(Curve(label, (128, 2048), (rolling, rolling), style=line))
+    draw_curves(
+        path, curves, "Models of 0.6M parameters, no RoPE scaling", "loss, nats a byte", [128]
+    )
+
+
+FIGURES: dict[str, Callable[[Records, Path], None]] = {
+    "context.png": context_figure,
+    "demo.png": demo_figure,
+}
+
+
+# ---------------------------------------------------------------- pages
+def redraw(
+    text: str, tables: dict[str, tuple[Callable[[Records], Lines], int]], records: Records
+) -> str:
+    """A page with its tables drawn again. Raises UserError: a table is not there, or unknown."""
+    names = [name for _, name, _ in MARKED.findall(text)]
+    if sorted(names) != sorted(tables):
+        raise UserError(f"tables {', '.join(names)}: expected {', '.join(tables)}, each once")
+
+    def draw(match: re.Match[str]) -> str:
+        table, n_left = tables[match[2]]
+        return f"{match[1]}{markdown(table(records), n_left)}{match[3]}"
+
+    return MARKED.sub(draw, text)
+
+
+def read_records() -> Records:
+    return Records(read_rows(FOLDER / "rows.csv.gz"))
+
+
+def main() -> None:
+    ArgumentParser(__doc__).parse_args()
+    records = read_records()
+    for name, tables in PAGES.items():
+        page = FOLDER / name
+        write_atomically(page, redraw(read_text(page), tables, records).encode())
+    for name, draw in FIGURES.items():
+        draw(records, FOLDER / "figures" / name)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,59 @@
+"""results/: its tables are what its rows give, and its prose has no number that no table has."""
+
+import re
+
+import pytest
+from conftest import one_line
+
+from infra.files import read_text
+from lab import page, results
+from lab.results import FIGURES, FOLDER, PAGES, redraw
+from measure import read_runs
+
+DECIMAL = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]|M\b)")  # no sizes, versions and arXiv numbers
+CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|\[\d{4}\.\d{5}|Section [\d.]+", re.DOTALL)
+ELSEWHERE = {
+    "README.md": {"0.2"},  # the share of 32-grams
+    "context.md": {"0.02", "0.12", "0.26", "0.3", "0.2"},  # Muon's rate, tokens a parameter, caches
+    "papers.md": {"0.06", "0.09"},  # two standard deviations over seeds
+}
+
+
+@pytest.fixture(scope="module")
+def records():
+    return results.read_records()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_have_the_tables_that_the_rows_give(name, records):
+    text = read_text(FOLDER / name)
+    assert redraw(text, PAGES[name], records) == text
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_each_decimal_number_of_the_prose_stands_in_a_table(name):
+    text = read_text(FOLDER / name)
+    tables = "".join(match[0] for match in results.MARKED.finditer(text))
+    known = {*DECIMAL.findall(tables)} | ELSEWHERE[name]
+    prose = CODE.sub("", results.MARKED.sub("", text))
+    assert {*DECIMAL.findall(prose)} <= known
+
+
+def test_figures_and_the_interactive_page(records, tmp_path):
+    for name, draw in FIGURES.items():
+        draw(records, tmp_path / name)
+        assert (FOLDER / "figures" / name).exists()
+    html = page.page(records)
+    assert (FOLDER / "index.html").read_text(encoding="utf-8") == html
+    assert not re.search(r'(src|href)="?(https?:)?//', html)  # nothing is fetched
+
+
+def test_each_run_of_the_rows_is_in_the_table_of_runs(records):
+    runs = [run for rows in records.models.values() for run in rows["run"].unique()]
+    known = read_runs(FOLDER)["run"]
+    assert sorted(runs) == sorted(known) and known.is_unique
+
+
+def test_a_page_without_its_table(records):
+    with one_line("tables board: expected board, optimiser, settings, each once"):
+        redraw("<!-- table board -->\n<!-- end -->\n", PAGES["README.md"], records)
