@@ -1,4 +1,4 @@
-"""lab.bpe: the same text gives the same tokeniser, which get_tokenizer reads."""
+"""data.bpe: the same text gives the same tokeniser, which get_tokenizer reads."""
 
 import json
 from collections.abc import Callable
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from conftest import one_line
 
+from data import bpe
 from data.tokenizer import get_tokenizer
-from lab import bpe
 
 TEXTS = [f"def naïve_{i}(x): return '日本語' * {i}\n" * 9 for i in range(30)]
 
