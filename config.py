@@ -171,7 +171,14 @@ def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 def same_run(first: Config, second: Config) -> bool:
     """Whether the configs differ only in keys that do not affect the loss curve."""
-    return all(resume_rule(key) == "free" for key in changed_keys(first, second))
+    return run_identity(first) == run_identity(second)
+
+
+def run_identity(config: Config) -> str:
+    """The values of all keys that affect the loss curve, as text."""
+    values = _flatten(config.model_dump())
+    kept = {key: values[key] for key in sorted(values) if resume_rule(key) != "free"}
+    return json.dumps(kept)
 
 
 def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespace]:

@@ -30,13 +30,9 @@ for model in softmax ssmax lssar window hybrid; do
     runs+=(runs/$run)
 done
 echo "== validation loss at 1x to 16x the training length -> $picture"
-if [ -s runs/$prefix.txt ] && [ -s "$picture" ] && [ -z "$(find "${runs[@]/%//checkpoints}" -maxdepth 0 -newer "$picture")" ]; then
-    cat runs/$prefix.txt
-else
-    $PYTHON eval_length.py "${runs[@]}" --also none --tokens $eval_tokens --replace --out "$picture" | tee runs/$prefix.txt
-fi
+$PYTHON eval_length.py "${runs[@]}" --tokens $eval_tokens --missing --out "$picture"
 echo "== done"
 echo "curves    ${runs[0]}/metrics.jsonl and so on"
-echo "tables    ${runs[0]}/eval_length.json with NTK, eval_length_none.json without scaling, and so on"
+echo "numbers   ${runs[0]}/rows.csv and so on; the table again: $PYTHON eval_length.py ${runs[*]} --draw"
 echo "picture   $picture"
 echo "try       $PYTHON sample.py runs/${prefix}_lssar --prompt 'def '"

@@ -1,321 +1,537 @@
-"""What context is worth to a model: its loss at 1x to 16x the training length, and with its context
-cut.
+"""The loss at 1x to 16x the training length, and with a rolling window of the training length.
 
-    python eval_length.py runs/softmax runs/lssa runs/lssar               # newest checkpoints: one table
-    python eval_length.py runs/lssar/checkpoints/step_018865.pt --rope theta --rope-theta 500000
-    python eval_length.py runs/lssar --also none theta=500000             # three RoPE scalings at once
+    python eval_length.py runs/softmax runs/lssar                      # one table, one picture
+    python eval_length.py runs/lssar/checkpoints/step_018865.pt --rope ntk theta=500000
+    python eval_length.py runs/softmax runs/lssar --draw               # again, from the rows, at once
     torchrun --standalone --nproc_per_node=8 eval_length.py runs/lssar --tokens 10485760
 
-Every length scores the same tokens, the first of the validation stream (after --skip), cut into
-blocks of the longest length; each block is cut into windows of length T, for each T. Reported are
-the loss over the last tokens of each block, the same targets at every T, that of the same targets
-with their context cut at the training length, the gain of each T over that cut, and the loss over
-all tokens. The last two are by position, too. docs/evaluations.md explains them. rows.csv (see
-evals/rows.py) has single blocks with the number of their document, to pair runs over text.
+Every length scores the same targets: the last tokens of each block, as many as the shortest length
+has. What a length adds is context alone. A rolling window keeps the last T keys of each layer, as a
+decoder with a KV cache of T does: what softmax has for nothing. Blocks stand at the ends of
+documents, one each. With several runs the table has what each is above the first one in its rolling
+window, with the paired 95 % interval; runs that differ in their seed alone are one line.
 
-Writes eval_length.json and .png into the run folder (eval_length_<checkpoint> for one checkpoint
-file). With --tag none they are eval_length_none, beside results of other options. Several runs get
-one more figure.
+Writes rows.csv into the run folder (see measure.py), and the picture.
 """
 
 import argparse
 import itertools
+import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pandas
 import torch
 from matplotlib.figure import Figure
+from pandas import DataFrame
 from torch import Tensor
 
-from data.batches import read_windows
-from evals import common, output
-from evals.common import Blocks, add_arguments, mean_and_stderr, parse_arguments
-from evals.output import Result
-from evals.rows import Cell, text_key
-from infra.cli import ArgumentParser, UserError, run_main
+import measure
+from data.batches import read_targets
+from evaluation import (
+    FACTORS,
+    Blocks,
+    Run,
+    add_arguments,
+    format_scaling,
+    open_blocks,
+    open_runs,
+    open_text,
+    parse_scaling,
+    picture_path,
+    score_all,
+    text_of,
+)
+from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
 from infra.distributed import World, join_world
+from measure import Curve, Estimate, Losses, estimate, read_losses
 from model import GPT
-from positions import RopeScaling
+from positions import UNSCALED, RopeScaling
 
-FIRST_BUCKET = 128  # positions; each further bucket reaches twice as far
 LOGITS_AT_ONCE = 1024  # positions whose logits exist together: 0.2 GB for GPT-2's vocabulary
-# of the sliding window: a target sees 7/8 of it on average; 8 would cost twice as much
-CUT_STRIDES = 4
-SCORED = "Scored: {blocks} blocks of {block_length} tokens of {dir} ({split}) after token {skipped_tokens:,}."
-Cuts = dict[tuple[int, int], Tensor | str]  # by a run's number and step, the `score` of its cut
+# of windows computed anew: a target sees 7/8 of one on average; 8 would cost twice as much
+STRIDES = 4
+N_PARTS = 200  # of a window by position, as in SSMax's Figure 5
 
 
-def parse_args() -> list[argparse.Namespace]:
-    """The options at each RoPE scaling: those of --rope, then of --also."""
+class Setting(NamedTuple):
+    """How the model is given its context: a set of rows for each measure."""
+
+    scaling: RopeScaling
+    window: int = 0  # 0: none
+    anew: bool = False  # windows computed anew, in place of a rolling one
+
+    @property
+    def columns(self) -> dict[str, str]:
+        window = f"{self.window} recomputed" if self.anew else str(self.window)
+        return {"window": window, "scaling": format_scaling(self.scaling)}
+
+    @property
+    def label(self) -> str:
+        if self.window:
+            return f"window {self.window}" + (" anew" if self.anew else "")
+        return {"none": "unscaled", "ntk": "NTK", "yarn": "YaRN"}.get(
+            self.scaling.kind, format_scaling(self.scaling)
+        )
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
-    lengths_help = "divisors of the longest (default: 1, 2, 4, 8, 16 x the training length)"
-    add_arguments(parser, lengths_help, tokens=2**20)
-    also_help = "RoPE scalings beside --rope: none, theta=500000, ...; they write eval_length_none.json, ..."
-    parser.add_argument("--also", nargs="+", default=[], metavar="ROPE", help=also_help)
-    args = parse_arguments(parser, "eval_length")
-    at_scalings = [args]
-    for text in args.also:
-        kind, _, base = text.partition("=")
-        if any(kind == each.rope for each in at_scalings):
-            raise UserError(f"--also {text}: {kind} is there already")
-        if kind == "theta" and not base:
-            raise UserError(f"--also {text}: expected its base, as in theta=500000")
-        try:
-            scaling = RopeScaling(kind, float(base) if base else None)
-        except ValueError as e:  # a UserError is one
-            raise UserError(f"--also {text}: {e}") from None
-        own = {"rope": kind, "rope_theta": scaling.theta, "rope_scaling": scaling}
-        own |= {"name": f"{args.name}_{kind}", "out": None}
-        at_scalings.append(argparse.Namespace(**vars(args) | own))
-    return at_scalings
+    add_arguments(parser)
+    add = parser.add_argument
+    lengths_help = "(default: 1, 2, 4, 8, 16 x the training length)"
+    add("--lengths", nargs="+", type=positive_int, metavar="T", help=lengths_help)
+    rope_help = "RoPE scalings: none, ntk, yarn, theta=500000 (default: none ntk)"
+    add("--rope", nargs="+", default=["none", "ntk"], metavar="SCALING", help=rope_help)
+    window_help = "rolling windows, 0 for none (default: the training length)"
+    number = integer(0, 10**12)
+    add("--window", nargs="+", type=number, metavar="W", help=window_help)
+    anew_help = "also windows that are computed anew for each target, positions from 0"
+    add("--recomputed", action="store_true", help=anew_help)
+    all_help = "also the loss over all tokens of the blocks, in windows of each length"
+    add("--all-tokens", action="store_true", help=all_help)
+    position_help = (
+        f"also the loss by position in windows of the longest length, in {N_PARTS} parts"
+    )
+    add("--by-position", action="store_true", help=position_help)
+    add("--wide", action="store_true", help="all lengths, where they take more than 80 columns")
+    missing_help = "leave out runs whose rows are there, of all blocks, settings and lengths"
+    add("--missing", action="store_true", help=missing_help)
+    add("--draw", action="store_true", help="table and picture of the rows that are there")
+    add(
+        "--out", type=Path, metavar="FILE", help="picture (default: eval_length.png above the runs)"
+    )
+    args = parser.parse_args(argv)
+    args.scalings = [parse_scaling(text) for text in dict.fromkeys(args.rope)]
+    measure.check_figure(args.out)
+    return args
 
 
 def main() -> None:
-    at_scalings = parse_args()
-    cuts: Cuts = {}
-    with join_world(at_scalings[0].device) as world:
-        for evaluate in [prepare(args, world, cuts) for args in at_scalings]:
-            evaluate()
+    args = parse_args()
+    if args.draw:
+        runs = open_runs(args.runs)
+        args.lengths = choose_lengths(args, runs)
+        show(args, runs, [run.step for run in runs], None)
+        return
+    with join_world(args.device) as world:
+        runs = open_runs(args.runs, world)
+        args.lengths = choose_lengths(args, runs)
+        streams = [open_text(run.config, args.data, run.tokenizer, args.split) for run in runs]
+        blocks = [open_blocks(stream, args.lengths[-1], args.tokens) for stream in streams]
+        text = text_of(streams[0])
+        for run, stream in zip(runs, streams, strict=True):
+            if text_of(stream) != text:
+                has = f"{streams[0].folder} of {runs[0].source}"
+                raise UserError(f"{run.source}: {stream.folder} is another text than {has}: --data")
+        steps = []
+        for run, of_run in zip(runs, blocks, strict=True):
+            if args.missing and all(world.gather_objects(is_whole(run, of_run, args))):
+                steps.append(run.step)
+                continue
+            model, step = run.load(world)
+            rows = measure_run(world, run, model, step, of_run, args)
+            if world.is_main:
+                measure.write_rows(run.folder, rows)
+            steps.append(step)
+        if world.is_main:
+            show(args, runs, steps, text)
 
 
-def prepare(args: argparse.Namespace, world: World, cuts: Cuts) -> Callable[[], None]:
-    """Check everything that one RoPE scaling needs. Returns its evaluation.
+def is_measured(argv: Sequence[str]) -> bool:
+    """Whether the rows that a call with these arguments would write are there."""
+    args = parse_args(argv)
+    runs = open_runs(args.runs)
+    args.lengths = choose_lengths(args, runs)
+    for run in runs:
+        stream = open_text(run.config, args.data, run.tokenizer, args.split)
+        if not is_whole(run, open_blocks(stream, args.lengths[-1], args.tokens), args):
+            return False
+    return True
 
-    cuts: filled by the first scaling. A cut has the same losses at all.
+
+def is_whole(run: Run, blocks: Blocks, args: argparse.Namespace) -> bool:
+    """Whether each set of the run's step has all blocks at all lengths."""
+    rows = measure.read_rows(run.folder)
+    rows = measure.select(rows, run=run.name, step=run.step, text=text_of(blocks.stream))
+    names = ["same_targets", *(["loss"] if args.all_tokens else [])]
+    for setting in settings_of(args, run):
+        of_setting = measure.select(rows, **setting.columns)
+        lengths = [blocks.length] if setting.anew else args.lengths
+        for name in names if not setting.anew else names[:1]:
+            known = measure.select(of_setting, measure=name)
+            if measure.count_blocks(known, lengths) != len(blocks):
+                return False
+        by_position = of_setting["measure"].str.startswith("loss[").any()
+        if args.by_position and not by_position:
+            return False
+    return True
+
+
+def choose_lengths(args: argparse.Namespace, runs: Sequence[Run]) -> list[int]:
+    """Those given, else multiples of every run's training length; ascending.
+
+    Raises UserError: one does not divide the longest, so that it would score other tokens.
     """
-    runs, picture = common.open_runs(args, world)
-    for length in args.lengths:  # all have to score the same tokens
-        if args.lengths[-1] % length:
-            raise UserError(f"--lengths: {length} does not divide the longest, {args.lengths[-1]}")
-    all_blocks = common.open_blocks(args, runs)
-    # targets, the last of a block
-    n_same = min(args.lengths[0], *(run.config.train.seq_len for run in runs))
-
-    def measure(i: int, model: GPT, step: int) -> tuple[dict[str, Any], str, Iterator[Cell]]:
-        blocks = all_blocks[i]
-        data = blocks.describe()
-        if (i, step) not in cuts:  # a run in training may have a new checkpoint at the next scaling
-            cut_at = partial(cut_losses, model, blocks, context=n_same)
-            cuts[i, step] = score(world, "cut", blocks, n_same, cut_at)
-        cut_sums = cuts[i, step]
-        cut = summarise(blocks.longest, cut_sums, blocks, n_same) | {"length": n_same}
-        summary: dict[str, Any] = {"data": data, "same_target_tokens": n_same}
-        summary |= {"block_documents": blocks.count_documents(), "cut": cut, "lengths": []}
-        for length in blocks.lengths:
-            losses = partial(block_losses, model, blocks, length=length, rope=args.rope_scaling)
-            sums = score(world, f"{length} tokens", blocks, n_same, losses)
-            summary["lengths"].append(summarise(length, sums, blocks, n_same, cut_sums))
-        return summary, text_key(data), cells(summary)
-
-    return partial(
-        common.evaluate, "eval_length", args, world, runs, picture, measure, tables, plot
-    )
+    own = {factor * run.train_len for run in runs for factor in FACTORS}
+    lengths = sorted({*(args.lengths or own)})
+    for length in lengths:
+        if lengths[-1] % length:
+            raise UserError(f"--lengths: {length} does not divide the longest, {lengths[-1]}")
+    return lengths
 
 
-# ---------------------------------------------------------------- windows
-def bucket_edges(length: int) -> list[int]:
-    """0, 128, 256, 512, ... and the length itself."""
-    doubled = (FIRST_BUCKET * 2**i for i in itertools.count())
-    return [0, *itertools.takewhile(lambda edge: edge < length, doubled), length]
+def settings_of(args: argparse.Namespace, run: Run) -> list[Setting]:
+    """A rolling window has no scaling: no distance in it is longer than in training."""
+    asked = [run.train_len] if args.window is None else args.window
+    windows = [Setting(UNSCALED, window) for window in dict.fromkeys(asked) if window]
+    anew = [each._replace(anew=True) for each in windows] if args.recomputed else []
+    return [*windows, *anew, *(Setting(scaling) for scaling in run.scalings(args.scalings))]
 
 
-# ---------------------------------------------------------------- score
-def score(
-    world: World, label: str, blocks: Blocks, n_same: int, losses: Callable[[int], Tensor]
-) -> Tensor | str:
-    """The `block_sums` of every block, (n_blocks, n_sums), or why there are none (see
-    `common.score_all`).
-    """
-    n = blocks.n_blocks
-    return common.score_all(world, label, n, lambda item: block_sums(losses(*item), n_same)[None])
+# ---------------------------------------------------------------- scores
+def measure_run(
+    world: World, run: Run, model: GPT, step: int, blocks: Blocks, args: argparse.Namespace
+) -> list[tuple[Any, ...]]:
+    """The rows of a run: whole sets."""
+    rows: list[tuple[Any, ...]] = []
+    n_same = args.lengths[0]
+    for setting in settings_of(args, run):
+        is_rolling = setting.window > 0 and not setting.anew
+        windowed = model.with_window(setting.window) if is_rolling else model
+        for length in [blocks.length] if setting.anew else args.lengths:
+            is_longest = length == blocks.length
+            edges = part_edges(length) if args.by_position and is_longest else []
+            # one that reaches all keys has no effect
+            of_length = windowed if length > setting.window else model
+            losses = partial(
+                block_losses, of_length, blocks, length, setting, n_same, args.all_tokens
+            )
+            label = f"{run.title}, {setting.label}, {length} tokens"
+            summed = partial(summarise, losses=losses, n_same=n_same, edges=edges)
+            scores = score_all(world, label, len(blocks), summed)
+            if isinstance(scores, str) and world.is_main:
+                print(f"{run.title}, {setting.label}, at {length}: no result: {scores}")
+            key = (run.name, step, text_of(blocks.stream))
+            context = (length, *setting.columns.values())
+            for cell in cells(scores, blocks, args.all_tokens and not setting.anew, edges):
+                name, block, document, value = cell
+                rows.append((*key, name, *context, block, document, value))
+    return rows
 
 
-def block_losses(model: GPT, blocks: Blocks, block: int, length: int, rope: RopeScaling) -> Tensor:
-    """The losses of one block's tokens: (W, T) float32, W = longest / T consecutive windows of one
-    batch.
-    """
-    n = blocks.longest // length
-    first = (blocks.n_skipped + block) * n
-    x, y = map(torch.from_numpy, read_windows(blocks.stream, first, n, length))  # (W, T)
-    device = model.embedding.weight.device
-    with model.autocast():
-        return model.token_losses(
-            x.to(device), y.to(device), rope=rope, chunk=max(1, LOGITS_AT_ONCE // n)
-        )
-
-
-def cut_losses(model: GPT, blocks: Blocks, block: int, context: int) -> Tensor:
-    """The losses of one block's tokens with their context cut: (1, longest) float32.
-
-    A window of `context` tokens moves by a quarter of them and scores those that it reaches, which
-    so see at least three quarters (Press et al. 2021, arXiv 2012.15832, section 2; "Perplexity of
-    fixed-length models" in the documentation of transformers). The first window scores all of its
-    tokens.
-    """
-    device = model.embedding.weight.device
-    windows = read_windows(blocks.stream, blocks.n_skipped + block, 1, blocks.longest)
-    x, y = (torch.from_numpy(each[0]).to(device) for each in windows)  # (longest,)
-    # windows at once: as many tokens as a forward pass of `block_losses` has
-    n = blocks.longest // context
-    chunk = max(1, LOGITS_AT_ONCE // n)
-    stride = math.ceil(context / CUT_STRIDES)
-    last = blocks.longest - context
-    starts = torch.tensor([*range(stride, last, stride), last], device=device)
-    losses = torch.empty(blocks.longest, device=device)
-    with model.autocast():
-        losses[:context] = model.token_losses(x[None, :context], y[None, :context], chunk=chunk)[0]
-        for some in starts.split(n):
-            positions = some[:, None] + torch.arange(context, device=device)  # (n, context)
-            scored = positions[:, -stride:]  # (n, stride)
-            of_windows = model.token_losses(x[positions], y[scored], chunk=chunk)
-            # in turn: the last two may overlap
-            for where, of_window in zip(scored, of_windows, strict=True):
-                losses[where] = of_window
-    return losses[None]
-
-
-def block_sums(losses: Tensor, n_same: int) -> Tensor:
-    """(W, T) losses to float64 sums, of each bucket and of the same targets, a block's last tokens."""
-    losses = losses.double()
-    by_position = losses.sum(0)  # (T,)
-    buckets = [
-        by_position[i:j].sum() for i, j in itertools.pairwise(bucket_edges(len(by_position)))
-    ]
-    return torch.stack([*buckets, losses[-1, -n_same:].sum()])
-
-
-# ---------------------------------------------------------------- summary
-def summarise(
-    length: int,
-    sums: Tensor | str,
+def block_losses(
+    model: GPT,
     blocks: Blocks,
+    length: int,
+    setting: Setting,
     n_same: int,
-    cut_sums: Tensor | str | None = None,
-) -> dict[str, Any]:
-    """An entry of "lengths" in eval_length.json, with its gains over the cut, or the reason for
-    none.
+    all_tokens: bool,
+    block: int,
+) -> Tensor:
+    """The losses of one block in windows of `length` tokens, (W, length) float32 on the device.
+
+    Without `all_tokens` there is one window, the last of the block. Of windows computed anew the
+    losses are those of the block's last n_same tokens, (1, n_same).
     """
-    if isinstance(sums, str) or isinstance(cut_sums, str):
-        return {"length": length, "reason": sums if isinstance(sums, str) else cut_sums}
-    by_bucket = sums[:, :-1]  # (n_blocks, n_buckets)
-    losses = by_bucket.sum(1) / blocks.longest  # (n_blocks,)
-    same_targets = sums[:, -1] / n_same
-    entry: dict[str, Any] = {"length": length, "reason": None}
-    entry["loss"], entry["stderr"] = mean_and_stderr(losses)
-    entry["same_target_loss"], entry["same_target_stderr"] = mean_and_stderr(same_targets)
-    entry["block_losses"] = [round(loss, 6) for loss in losses.tolist()]
-    entry["block_same_target_losses"] = [round(loss, 6) for loss in same_targets.tolist()]
-    entry["buckets"] = []
-    window_sums = by_bucket.T / (blocks.longest // length)
-    for (start, stop), bucket_sums in zip(
-        itertools.pairwise(bucket_edges(length)), window_sums, strict=True
-    ):
-        loss, stderr = mean_and_stderr(bucket_sums / (stop - start))
-        entry["buckets"].append({"from": start, "to": stop, "loss": loss, "stderr": stderr})
-    if cut_sums is not None:
-        entry["gain"], entry["gain_stderr"] = mean_and_stderr(
-            cut_sums[:, -1] / n_same - same_targets
-        )
-        # (n_buckets, n_blocks)
-        gains = (cut_sums - sums).T[:-1] if length == blocks.longest else ()
-        for bucket, of_bucket in zip(entry["buckets"], gains, strict=False):
-            n_positions = bucket["to"] - bucket["from"]
-            bucket["gain"], bucket["gain_stderr"] = mean_and_stderr(of_bucket / n_positions)
-    return entry
+    device = model.embedding.weight.device
+    targets = read_targets(blocks.stream, blocks.starts[block], blocks.length)
+    x, y = (torch.from_numpy(each).to(device) for each in targets)  # (longest,)
+    with model.autocast():
+        if setting.anew:
+            return recomputed_losses(model, x, y, setting.window, n_same)[None]
+        n = blocks.length // length if all_tokens else 1
+        x = x[-n * length :].view(n, length)
+        y = y[-n * length :].view(n, length)
+        return model.token_losses(x, y, rope=setting.scaling, chunk=max(1, LOGITS_AT_ONCE // n))
 
 
-def cells(summary: dict[str, Any]) -> Iterator[Cell]:
-    """The numbers of a summary's rows; None for those of a rejected length."""
-    nothing = [None] * summary["data"]["blocks"]
-    same_targets = f"same_targets[{summary['same_target_tokens']}]"
-    for block, document in enumerate(summary["block_documents"]):
-        yield summary["data"]["block_length"], block, "document", document
-    for entry in summary["lengths"]:
-        length = entry["length"]
-        for measure, key in (("loss", "block_losses"), (same_targets, "block_same_target_losses")):
-            for block, loss in enumerate(entry.get(key, nothing)):
-                yield length, block, measure, loss
-        losses = {bucket["from"]: bucket["loss"] for bucket in entry.get("buckets", [])}
-        for start, stop in itertools.pairwise(bucket_edges(length)):
-            yield length, None, f"loss[{start}:{stop}]", losses.get(start)
-    cut = summary["cut"]
-    for block, loss in enumerate(cut.get("block_same_target_losses", nothing)):
-        yield cut["length"], block, f"cut[{cut['length']}]", loss
-    for bucket in cut.get("buckets", []):
-        yield cut["length"], None, f"cut[{bucket['from']}:{bucket['to']}]", bucket["loss"]
+def recomputed_losses(model: GPT, x: Tensor, y: Tensor, context: int, n_same: int) -> Tensor:
+    """The losses of the last n_same of (longest,) tokens, each with at most `context` before it.
+
+    A window moves by a quarter of its tokens and scores those that it reaches, which so see at
+    least three quarters of it (Press et al. 2021, arXiv 2012.15832, section 2; "Perplexity of
+    fixed-length models" in the documentation of transformers).
+    """
+    longest = len(x)
+    if context >= longest:
+        return model.token_losses(x[None], y[None, -n_same:], chunk=LOGITS_AT_ONCE)[0]
+    stride = math.ceil(context / STRIDES)
+    # the last window ends with the block; the first scores the first of the targets
+    n_windows = min(math.ceil(n_same / stride), 1 + (longest - context) // stride)
+    last = longest - context
+    starts = torch.arange(last - stride * (n_windows - 1), last + 1, stride, device=x.device)
+    at_once = max(1, longest // context)  # as many tokens as a pass over the block
+    losses = []
+    for some in starts.split(at_once):
+        positions = some[:, None] + torch.arange(context, device=x.device)  # (n, context)
+        chunk = max(1, LOGITS_AT_ONCE // len(some))
+        of_windows = model.token_losses(x[positions], y[positions[:, -stride:]], chunk=chunk)
+        losses.append(of_windows.flatten())
+    scored = torch.cat(losses)
+    if len(scored) < n_same:  # the targets begin in the block's first window
+        first = slice(0, int(starts[0]) + context - stride)
+        before = model.token_losses(x[None, first], y[None, first], chunk=LOGITS_AT_ONCE)[0]
+        scored = torch.cat([before, scored])
+    return scored[-n_same:]
 
 
-# ---------------------------------------------------------------- tables
-def tables(results: list[Result]) -> str:
-    """All tables as text, each with a line that describes it."""
-    span = results[0]["same_target_tokens"]
-    block = results[0]["data"]["block_length"]
-    # one line if they agree
-    scored = dict.fromkeys(SCORED.format_map(result["data"]) for result in results)
-    gain = itemgetter("gain", "gain_stderr")
-    errors = f"± standard error over blocks; RoPE {output.format_rope(*results)}."
-    parts = [
-        "\n".join(scored),
-        output.run_table(results),
-        f"Same targets: loss in nats over the last {span} tokens of each block, {errors}\n"
-        f"Cut: each of them sees at most {span} tokens. A length: they are the last of a window of it.",
-        output.length_table(
-            results, itemgetter("same_target_loss", "same_target_stderr"), f"cut at {span}"
-        ),
-        "Gain: what the length takes off the loss of the cut, ± standard error paired over blocks.",
-        output.length_table(results, gain),
-        f"Gain by position in windows of {block} tokens, all tokens.",
-        bucket_table(results, gain),
-        f"Loss over all tokens, {errors}",
-        output.length_table(results, itemgetter("loss", "stderr")),
-        f"Loss by position in windows of {block} tokens.",
-        bucket_table(results, itemgetter("loss", "stderr")),
+def summarise(items: Sequence[int], losses: Any, n_same: int, edges: list[int]) -> Tensor:
+    """Of one block: the mean of its same targets, of all its tokens, of each part of a window."""
+    (block,) = items
+    of_block = losses(block).double()  # (W, length)
+    by_part = [of_block[:, i:j].mean() for i, j in itertools.pairwise(edges)]
+    return torch.stack([of_block[-1, -n_same:].mean(), of_block.mean(), *by_part])[None]
+
+
+def part_edges(length: int) -> list[int]:
+    """Of at most N_PARTS parts of one width, the first token of each and the end."""
+    n_parts = min(N_PARTS, length)
+    return [i * length // n_parts for i in range(n_parts + 1)]
+
+
+def cells(
+    scores: Tensor | str, blocks: Blocks, all_tokens: bool, edges: list[int]
+) -> Iterator[tuple[str, int | None, int | None, float | None]]:
+    """Measure, block, document and value of the rows; no values where there are no scores."""
+    names = ["same_targets", *(["loss"] if all_tokens else [])]
+    for column, name in enumerate(names):
+        for block, document in enumerate(blocks.documents):
+            value = None if isinstance(scores, str) else scores[block, column].item()
+            yield name, block, document, value
+    for part, (start, stop) in enumerate(itertools.pairwise(edges)):
+        value = None if isinstance(scores, str) else scores[:, 2 + part].mean().item()
+        yield f"loss[{start}:{stop}]", None, None, value
+
+
+# ---------------------------------------------------------------- views
+class Line(NamedTuple):
+    """A model in one setting: a line of the table, a curve of the picture."""
+
+    model: str
+    setting: str
+    is_rolling: bool
+    losses: dict[int, Losses | None]  # by length
+
+
+def show(args: argparse.Namespace, runs: Sequence[Run], steps: list[int], text: str | None) -> None:
+    """Print the table and draw the picture of rows. text: None is that of the newest rows."""
+    tables = []
+    for run, step in zip(runs, steps, strict=True):
+        rows = measure.select(measure.read_rows(run.folder), run=run.name, step=step)
+        if not (rows["measure"] == "same_targets").any():
+            raise UserError(f"{run.folder}: no rows of step {step}: expected a call without --draw")
+        tables.append(rows)
+    text = text or tables[0]["text"][tables[0]["measure"] == "same_targets"].iloc[-1]
+    tables = [measure.select(rows, text=text) for rows in tables]
+    models = group_seeds(runs)
+    for name in differences_in_size(runs):
+        print(name)
+    print_losses(args, runs, tables, models, "same_targets", text)
+    if args.all_tokens:
+        print_losses(args, runs, tables, models, "loss", text)
+    if args.by_position:
+        draw_positions(args, runs, tables, models)
+
+
+def group_seeds(runs: Sequence[Run]) -> dict[str, list[int]]:
+    """The numbers of the runs of each model, by its name: those that differ in their seed alone.
+
+    Models of one name are told apart by the names of their runs.
+    """
+    groups: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        values = run.config.model_dump(exclude={"name", "seed", "log", "data"})
+        groups.setdefault(json.dumps(values, sort_keys=True), []).append(i)
+    titles = [runs[numbers[0]].title for numbers in groups.values()]
+    named = {}
+    for title, numbers in zip(titles, groups.values(), strict=True):
+        name = title if titles.count(title) == 1 else f"{title} ({runs[numbers[0]].name})"
+        if name in named:  # as of two checkpoints of a run
+            name += f" {runs[numbers[0]].source.stem}"
+        n = len(numbers)
+        named[f"{name}, {n} seeds" if n > 1 else name] = numbers
+    return named
+
+
+def differences_in_size(runs: Sequence[Run]) -> Iterator[str]:
+    """A line for each of steps, batch and width in which the runs differ."""
+    for section, key in (
+        ("train", "max_steps"), ("train", "batch_tokens"), ("train", "seq_len"),
+        ("model", "n_layer"), ("model", "n_embd"),
+    ):  # fmt: skip
+        values = [(run.name, getattr(getattr(run.config, section), key)) for run in runs]
+        if len({value for _, value in values}) > 1:
+            listed = ", ".join(f"{name} {value}" for name, value in values)
+            yield f"the runs differ in {section}.{key}: {listed}"
+
+
+def read_lines(
+    args: argparse.Namespace,
+    runs: Sequence[Run],
+    tables: list[DataFrame],
+    models: dict[str, list[int]],
+    name: str,
+) -> list[Line]:
+    lines = []
+    for model, numbers in models.items():
+        for setting in settings_of(args, runs[numbers[0]]):
+            rows = [measure.select(tables[i], measure=name, **setting.columns) for i in numbers]
+            # two checkpoints of one run are not one
+            seeds = [each.assign(run=str(i)) for i, each in zip(numbers, rows, strict=True)]
+            losses = {}
+            for length in args.lengths:
+                of_length = [measure.select(each, length=length) for each in seeds]
+                losses[length] = read_losses(pandas.concat(of_length))
+            if any(losses.values()):
+                is_rolling = setting.window > 0 and not setting.anew
+                lines.append(Line(model, setting.label, is_rolling, losses))
+    return lines
+
+
+def print_losses(
+    args: argparse.Namespace,
+    runs: Sequence[Run],
+    tables: list[DataFrame],
+    models: dict[str, list[int]],
+    name: str,
+    text: str,
+) -> None:
+    """The losses, and what each is above the first run's in its rolling window."""
+    lines = read_lines(args, runs, tables, models, name)
+    if not lines:
+        return
+    known = next(each for line in lines for each in line.losses.values() if each)
+    n_documents = len({document for _, document in known.blocks})
+    n_same = min(tables[0]["length"][tables[0]["measure"] == "same_targets"])
+    what = f"the last {n_same} tokens" if name == "same_targets" else "all tokens"
+    estimates = [
+        {length: estimate(losses) if losses else None for length, losses in line.losses.items()}
+        for line in lines
     ]
-    return "\n\n".join(parts + output.rejections(results)) + "\n"
+    halves = [each.half for of_line in estimates for each in of_line.values() if each]
+    print(
+        f"\nLoss in nats of {what} of {len(known.blocks)} blocks ({n_documents} documents);\n"
+        f"text {text}; 95 % intervals ±{min(halves):.2g} to ±{max(halves):.2g}; * lowest.\n"
+    )
+    print_lines(args, lines, estimates)
+    zero = reference(lines)
+    minus = [subtract(line, zero) for line in lines]
+    print(f"\nMinus {zero.model}, {zero.setting}, with the paired 95 % interval.\n")
+    print_lines(args, lines, minus, are_differences=True)
+    if name == "same_targets":
+        draw_losses(args, runs, lines, estimates, minus)
 
 
-def bucket_table(results: list[Result], value: output.Value) -> str:
-    """A value by position at the longest length."""
-    edges = list(itertools.pairwise(bucket_edges(results[0]["data"]["block_length"])))
-    lines = [["run", *(f"{start}-{stop - 1}" for start, stop in edges)]]
-    for result in results:
-        buckets = result["lengths"][-1].get("buckets")  # none if the length was rejected
-        cells = (
-            [output.format_stderr(*value(each)) for each in buckets]
-            if buckets
-            else ["-"] * len(edges)
-        )
-        lines.append([result["run"], *cells])
-    return output.format_table(lines)
+def reference(lines: list[Line]) -> Line:
+    """The first model in its rolling window, else in its first setting."""
+    of_first = [line for line in lines if line.model == lines[0].model]
+    return next((line for line in of_first if line.is_rolling), of_first[0])
 
 
-# ---------------------------------------------------------------- figure
-def plot(results: list[Result], path: Path) -> None:
-    """Loss against length, over the same targets beside the cut's, and over all tokens."""
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    lengths = [entry["length"] for entry in results[0]["lengths"]]
-    span = output.format_length(results[0]["same_target_tokens"])
-    titles = {"same_target_": f"Same targets (last {span} tokens of each block)", "": "All tokens"}
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, (key, title) in zip(panels, titles.items(), strict=True):
-        curves = output.length_curves(results, itemgetter(f"{key}loss", f"{key}stderr"))
-        output.draw_curves(axes, curves, lengths, results)
-        axes.set(
-            title=title,
-            xlabel=f"window length (tokens), RoPE scaling {output.format_rope(*results)}",
-        )
-        axes.set(ylabel="validation loss (nats)")
-        axes.tick_params(labelleft=True)
-    for i, result in enumerate(results):
-        label = f"context cut at {span}, in a run's colour" if i == 0 else None
-        loss = result["cut"].get("same_target_loss", math.nan)
-        panels[0].axhline(loss, color=f"C{i}", linestyle="--", linewidth=1.2, label=label)
-    output.legend_below(figure, 3)
-    output.save_figure(figure, path)
+def subtract(line: Line, zero: Line) -> dict[int, Estimate | None]:
+    differences: dict[int, Estimate | None] = {}
+    for length, losses in line.losses.items():
+        other = zero.losses[length]
+        comparable = losses is not None and other is not None and losses.blocks == other.blocks
+        differences[length] = estimate(losses, other) if comparable else None  # type: ignore[arg-type]
+    return differences
+
+
+def print_lines(
+    args: argparse.Namespace,
+    lines: list[Line],
+    estimates: list[dict[int, Estimate | None]],
+    are_differences: bool = False,
+) -> None:
+    """Settings down, below the name of their model; lengths across, as many as fit."""
+    best = measure.mark_best([[each[length] for each in estimates] for length in args.lengths])
+    marks = dict(zip(args.lengths, best, strict=True))
+
+    def cell(i: int, length: int) -> str:
+        each = estimates[i][length]
+        if each is None:
+            return "-"
+        if are_differences:
+            return measure.format_difference(each)
+        return measure.format_estimate(each, with_half=False) + ("*" if i in marks[length] else " ")
+
+    def table(lengths: Sequence[int]) -> str:
+        cells = [["context", *map(str, lengths)]]
+        for i, line in enumerate(lines):
+            if i == 0 or line.model != lines[i - 1].model:
+                cells.append([line.model, *[""] * len(lengths)])
+            cells.append([f"  {line.setting}", *(cell(i, length) for length in lengths)])
+        return measure.format_table(cells)
+
+    print(table(args.lengths) if args.wide else measure.fit(args.lengths, table))
+
+
+def draw_losses(
+    args: argparse.Namespace,
+    runs: Sequence[Run],
+    lines: list[Line],
+    estimates: list[dict[int, Estimate | None]],
+    minus: list[dict[int, Estimate | None]],
+) -> None:
+    """A curve for each model in its best setting at the longest length, and the first's window.
+
+    Error bars are those of the differences to that window.
+    """
+    zero = lines.index(reference(lines))
+    shown: dict[str, tuple[float, int]] = {}  # by model, its loss and line
+    for i, line in enumerate(lines):
+        if not line.is_rolling:
+            longest = [each for each in estimates[i].values() if each][-1:]
+            loss = longest[0].value if longest else math.inf
+            if line.model not in shown or loss < shown[line.model][0]:
+                shown[line.model] = (loss, i)
+    numbers = [i for _, i in shown.values()]
+    if lines[zero].is_rolling:
+        numbers.insert(0, zero)
+    curves = []
+    for i in numbers:
+        known = {length: each for length, each in estimates[i].items() if each}
+        halves = [each.half if (each := minus[i][length]) else math.nan for length in known]
+        style = {"color": "0.3", "linestyle": "--", "marker": ""} if lines[i].is_rolling else {}
+        label = f"{lines[i].model}, {lines[i].setting}"
+        values = [each.value for each in known.values()]
+        curves.append(Curve(label, list(known), values, halves, style))
+    path = args.out or picture_path(runs, "eval_length")
+    train_lens = {run.train_len for run in runs}
+    title = "Held-out loss of the same targets"
+    measure.draw_curves(path, curves, title, "loss (nats)", train_lens)
+
+
+def draw_positions(
+    args: argparse.Namespace,
+    runs: Sequence[Run],
+    tables: list[DataFrame],
+    models: dict[str, list[int]],
+) -> None:
+    """The loss by position in windows of the longest length, of each model and setting (SSMax,
+    Figure 5).
+    """
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for model, numbers in models.items():
+        for setting in settings_of(args, runs[numbers[0]]):
+            rows = measure.select(tables[numbers[0]], length=args.lengths[-1], **setting.columns)
+            parts = rows[rows["measure"].str.startswith("loss[")]
+            edges = parts["measure"].str.extract(r"\[(\d+):(\d+)\]").astype(int)
+            middles = (edges[0] + edges[1]) / 2
+            label = measure.escape(f"{model}, {setting.label}")
+            axes.plot(middles, parts["value"], linewidth=1, label=label)
+    for train_len in sorted({run.train_len for run in runs}):
+        axes.axvline(train_len, color="0.4", linestyle=":", linewidth=1)
+    axes.set(xlabel="position (tokens)", ylabel="loss (nats)")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    picture = args.out or picture_path(runs, "eval_length")
+    measure.save_figure(figure, picture.with_stem(f"{picture.stem}_by_position"))
 
 
 if __name__ == "__main__":

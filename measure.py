@@ -23,7 +23,7 @@ import gzip
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
@@ -55,6 +55,7 @@ VALIDATIONS = ("val_loss", "val_cross_entropy")  # keys of metrics.jsonl
 FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 MARKERS = "osD^vP*Xph<>"
 CONFIDENCE = 0.95
+WIDTH = 80  # of tables
 
 
 # ---------------------------------------------------------------- rows
@@ -401,25 +402,49 @@ def decimals(half: float) -> int:
     if not math.isfinite(half) or half <= 0:
         return 4
     exponent = math.floor(math.log10(half))
-    digits = -exponent + (half / 10**exponent < 2)
-    return min(4, max(2, digits))
+    return min(4, max(2, -exponent + (half / 10**exponent < 2)))
 
 
-def format_estimate(each: Estimate, signed: bool = False) -> str:
+def format_estimate(each: Estimate, signed: bool = False, with_half: bool = True) -> str:
     """'1.63 ±0.02'; '+0.0123 ±0.0015'; without an interval '1.6312'."""
     digits = decimals(each.half)
     value = f"{each.value:{'+' if signed else ''}.{digits}f}"
-    return value if math.isnan(each.half) else f"{value} ±{each.half:.{digits}f}"
+    return f"{value} ±{each.half:.{digits}f}" if with_half and each.half >= 0 else value
+
+
+def format_difference(each: Estimate) -> str:
+    """'+.02 ±.01': short, since a table has five of them in 80 columns."""
+    if math.isnan(each.half):
+        return f"{each.value:+.4f}"
+    digits = 2 if each.half >= 0.01 else 3
+    text = f"{each.value:+.{digits}f} ±{each.half:.{digits}f}"
+    return re.sub(r"(?<!\d)0\.", ".", text)
 
 
 def format_table(lines: list[list[str]], n_names: int = 1) -> str:
-    """Aligned columns, names to the left and numbers to the right, with a rule below the header."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    """Aligned columns, names to the left and numbers to the right, with a rule below the header.
+
+    A line with a name alone is the heading of those below it: as long as it likes.
+    """
+    whole = [line for line in lines if len(line) == n_names or any(line[n_names:])]
+    widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
     formatted = []
     for line in [lines[0], ["-" * width for width in widths], *lines[1:]]:
         cells = [f"{cell:{'<' if i < n_names else '>'}{widths[i]}}" for i, cell in enumerate(line)]
         formatted.append("  ".join(cells).rstrip())
     return "\n".join(formatted)
+
+
+def fit(lengths: Sequence[int], table: Callable[[Sequence[int]], str]) -> str:
+    """A table with a column for each length, or for every second one, ... that fits WIDTH.
+
+    The longest length stays.
+    """
+    text = table(lengths)
+    while max(map(len, text.splitlines())) > WIDTH and len(lengths) > 1:
+        lengths = lengths[::-1][::2][::-1]
+        text = table(lengths)
+    return text
 
 
 def mark_best(columns: Sequence[Sequence[Estimate | None]]) -> list[set[int]]:

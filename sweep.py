@@ -1,23 +1,25 @@
 """Train and evaluate every run that config files describe, one after the other or --jobs at a time.
 
-    python sweep.py configs/lssar_paper/figure2_lssa.toml               # all values of its [sweep]
-    python sweep.py configs/lssar_paper/table3_*.toml --nproc 8         # several files: all their runs
-    python sweep.py configs/lssar_paper/figure2_lssa.toml --index $SLURM_ARRAY_TASK_ID   # only one of them
-    python sweep.py configs/lssar_paper/*.toml --list                   # names and states of the runs
-    python sweep.py configs/comparison/A/*.toml --jobs 2                # two at a time, half the cores each
-    python sweep.py configs/lssar_paper/table4_*.toml --base configs/comparison/A.toml  # smaller
+    python sweep.py configs/lssa.toml --attention.reweight-p 1 3 15     # a run for each value
+    python sweep.py configs/softmax.toml --optimizer.lr 3e-4 6e-4 --seed 1 2    # for each combination
+    python sweep.py configs/a.toml configs/b.toml --nproc 8             # several files: all their runs
+    python sweep.py configs/a.toml configs/b.toml --jobs 2              # two at a time, half the cores each
+    python sweep.py configs/a.toml --list                               # names and states of the runs
+    python sweep.py configs/a.toml --index $SLURM_ARRAY_TASK_ID         # only one of them
 
-Each run is `train.py CONFIG ...` in its folder <log.dir>/<file>_<key>=<value>, then eval_length.py
-on it with NTK-scaled RoPE (eval_length.json), without scaling (eval_length_none.json) and, if its
-RoPE has one base, at 50 times that (eval_length_theta.json, as in the SSMax paper). Finished work
-is skipped. After a failure the next run starts. The sweep ends with a table of its runs, and all
-failures (exit status 1). Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 let the current runs save their step
-and exit; the same command resumes. With several jobs the output of a run goes to
-<log.dir>/<name>.log.
+A file may have values of its own in a [sweep] (see config.py). Each run is `train.py CONFIG ...` in
+its folder <log.dir>/<file>_<key>=<value>, then eval_length.py on it. Finished work is skipped. A
+run whose init_from is another one of them waits for it. After a failure the next run starts. The
+sweep ends with a table, a picture of the loss against what was swept, and all failures (exit
+status 1). Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 let the current runs save their step and exit; the
+same command resumes. With several jobs the output of a run goes to <log.dir>/<name>.log.
 """
 
 import argparse
+import itertools
+import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -26,16 +28,28 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from signal import SIGTERM
+from threading import Event
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from matplotlib.figure import Figure
 
-from config import config_from_dict, expand_sweep, load_config, same_run
-from evals.output import format_table
-from evals.rows import FACTORS
+import eval_length
+import measure
+from config import (
+    MAX_RUNS,
+    SweepRun,
+    config_from_dict,
+    expand_sweep,
+    load_config,
+    parse_overrides,
+    run_identity,
+    same_run,
+)
 from infra.cli import ArgumentParser, UserError, n_cores, positive_int, run_main
 from infra.distributed import StopSignals
-from infra.files import exclusive_lock, read_json, read_jsonl
+from infra.files import exclusive_lock, read_jsonl
 from normalisers import own
 from schema import Config
 from training.checkpoint import find_checkpoints, load_checkpoint, step_of, warn_of_changed_code
@@ -43,36 +57,23 @@ from training.loader import open_streams
 from training.state import changed_data, data_info
 
 HERE = Path(__file__).resolve().parent
-THETA_FACTOR = 50  # from RoPE's base of training to that of --rope theta
+LONGEST = 16  # times the training length: the last length of an evaluation
+NAME_WIDTH = 30  # of a run in the table
 
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our options, and the overrides for train.py."""
     parser = ArgumentParser(__doc__)
-    parser.usage = "sweep.py CONFIG.toml [CONFIG.toml ...] [options] [--section.key value ...]"
+    parser.usage = "sweep.py CONFIG.toml [CONFIG.toml ...] [options] [--section.key VALUE ...]"
     add = parser.add_argument
     add("--index", type=int, metavar="I", help="only run number I, from 0")
     add("--list", action="store_true", help="print the runs and exit")
-    add(
-        "--nproc",
-        type=positive_int,
-        metavar="N",
-        help="processes of a run (default: its share of the GPUs)",
-    )
-    add(
-        "--jobs",
-        type=positive_int,
-        default=1,
-        metavar="J",
-        help="runs at the same time (default: 1)",
-    )
-    add(
-        "--eval-tokens",
-        type=int,
-        default=2**20,
-        metavar="N",
-        help="in all (default: 2^20; 0: none)",
-    )
+    nproc_help = "processes of a run (default: its share of the GPUs)"
+    add("--nproc", type=positive_int, metavar="N", help=nproc_help)
+    jobs_help = "runs at the same time (default: 1)"
+    add("--jobs", type=positive_int, default=1, metavar="J", help=jobs_help)
+    tokens_help = "of the evaluation, in all (default: 2^20; 0: no evaluation)"
+    add("--eval-tokens", type=int, default=2**20, metavar="N", help=tokens_help)
     add("--tag", metavar="WORD", help="added to the names of all runs")
     n_configs = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     # no override's value is taken for a file
@@ -85,11 +86,17 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, overrides
 
 
+# ---------------------------------------------------------------- jobs
 class Job(NamedTuple):
-    """One run: the command line of train.py, and the config that it resolves to."""
+    """A command of train.py, and the run that is finished once it has the last checkpoint."""
 
     arguments: list[str]
-    config: Config
+    config: Config  # to which they resolve
+    swept: dict[str, Any]  # dotted key -> the value of this run
+
+    @property
+    def run_dir(self) -> Path:
+        return self.config.run_dir
 
     def is_trained(self, lazily: bool = True) -> bool:
         """Whether its folder has the last checkpoint of this config, on its data. Validation came
@@ -97,11 +104,12 @@ class Job(NamedTuple):
 
         lazily: without the sums of its tensors.
         """
-        run_dir = self.config.run_dir
-        checkpoints = find_checkpoints(run_dir)
+        checkpoints = find_checkpoints(self.run_dir)
         if not checkpoints or step_of(checkpoints[0]) != self.config.train.max_steps:
             return False
-        stored = run_dir / "config.toml"  # which train.py rewrites, as for data that have moved
+        stored = (
+            self.run_dir / "config.toml"
+        )  # which train.py rewrites, as for data that have moved
         old = load_config(stored) if stored.exists() else None
         try:
             content = load_checkpoint(checkpoints[0], lazily)
@@ -110,15 +118,14 @@ class Job(NamedTuple):
                 return False
             if not Path(self.config.data.dir).is_dir():  # gone since
                 return True
-            return not changed_data(
-                content["data"], data_info(self.config, *open_streams(self.config))
-            )
+            now = data_info(self.config, *open_streams(self.config))
+            return not changed_data(content["data"], now)
         except UserError:  # train.py says why, or resumes from the checkpoint before
             return False
 
     def warn_of_changed_code(self) -> list[str]:
         """Warns of, and returns, normalisers whose code is not that of its last checkpoint."""
-        for path in find_checkpoints(self.config.run_dir)[:1]:
+        for path in find_checkpoints(self.run_dir)[:1]:
             with suppress(UserError):  # damaged: train.py says so
                 before = load_checkpoint(path, lazily=True)["data"]
                 return warn_of_changed_code(before, own.fingerprints(self.config.normalisers), path)
@@ -132,110 +139,35 @@ class Job(NamedTuple):
         except (ValueError, OSError) as e:
             return str(e)
 
-    @property
-    def evaluations(self) -> dict[str, float | None]:
-        """RoPE scalings of its evaluations, each with the base that it sets."""
-        bases = self.config.rope_bases
-        theta = {"theta": THETA_FACTOR * bases.pop()} if len(bases) == 1 else {}
-        return {"ntk": None, "none": None, **theta}
-
     def evaluation(self, tokens: int) -> list[str]:
-        """The arguments of eval_length.py, for all of its evaluations in one process."""
-        options = ["--replace", "--tokens", str(tokens), "--data", self.config.data.dir]
-        options += ["--device", self.config.train.device]
-        scalings = [
-            rope + (f"={theta}" if theta else "") for rope, theta in self.evaluations.items()
-        ]
-        return [str(self.config.run_dir), *options, "--also", *scalings[1:]]
-
-    def read_evaluation(self, rope: str) -> dict[str, Any]:
-        """The result at a RoPE scaling; empty without one."""
-        path = self.config.run_dir / (
-            "eval_length.json" if rope == "ntk" else f"eval_length_{rope}.json"
-        )
-        return read_json(path) if path.exists() else {}
+        """The arguments of eval_length.py."""
+        options = ["--tokens", str(tokens), "--data", self.config.data.dir]
+        return [str(self.run_dir), *options, "--device", self.config.train.device]
 
     def is_evaluated(self, tokens: int) -> bool:
-        """Whether its folder has the results of the last step that `run_job` asks for."""
-        config = self.config
-        lengths = [factor * config.train.seq_len for factor in FACTORS]
-        options = {
-            "tokens": tokens,
-            "skip": 0,
-            "data": str(Path(config.data.dir)),
-            "lengths": lengths,
-        }
-        for rope, theta in self.evaluations.items():
-            asked = options | {"rope": rope, "rope_theta": theta}
-            expected = {"step": config.train.max_steps, "options": asked}
-            if not expected.items() <= self.read_evaluation(rope).items():
-                return False
-        return True
-
-    def numbers(self) -> dict[str, str]:
-        """Its line in the table: steps, validation loss, loss over all tokens at 1x and 16x."""
-        line = {"run": str(self.config.run_dir), "steps": "-"}
-        with suppress(ValueError, OSError):  # of a damaged folder, which is among the failures
-            if not self.is_trained():  # the numbers there may be another run's
-                return line
-            for each in read_jsonl(self.config.run_dir / "metrics.jsonl"):
-                if "val_loss" in each:
-                    line |= {
-                        "steps": str(each["step"]),
-                        "validation": format_loss(each["val_loss"]),
-                    }
-            for rope in self.evaluations:
-                result = self.read_evaluation(rope)
-                entries = (
-                    result["lengths"] if result.get("step") == self.config.train.max_steps else []
-                )
-                losses = {each["length"]: each.get("loss") for each in entries}
-                for factor in (1, 16) if losses else ():
-                    line[f"{rope} {factor}x"] = format_loss(
-                        losses.get(factor * self.config.train.seq_len)
-                    )
-        return line
+        """Whether its folder has the rows of the last step that `run_job` asks for."""
+        if not find_checkpoints(self.run_dir):
+            return False
+        if not Path(self.config.data.dir).is_dir():  # gone since
+            return bool(len(measure.read_rows(self.run_dir)))
+        return eval_length.is_measured(self.evaluation(tokens))
 
 
-def format_loss(loss: float | None) -> str:
-    return "-" if loss is None else f"{loss:.4f}"
-
-
-def main() -> None:
-    args, overrides = parse_args(sys.argv[1:])
-    jobs = make_jobs(args.configs, overrides, args.tag)
-    if args.index is not None and args.index not in range(len(jobs)):
-        raise UserError(f"--index {args.index}: expected 0 to {len(jobs) - 1}, the number of a run")
-    if args.list:
-        for i, job in enumerate(jobs):
-            print(f"{i:3}  {job.config.run_dir}  {job.state}")
-        return
-    if args.index is not None:
-        jobs = [jobs[args.index]]
-    uses_gpus = any(job.config.train.device != "cpu" for job in jobs)
-    gpus = torch.cuda.device_count() if uses_gpus else 0
-    args.nproc = args.nproc or max(1, gpus // args.jobs)
-    check_resources(args, jobs, gpus)
-    with StopSignals() as stop:
-        failures = run_all(jobs, args, stop)
-        if stop.number:
-            print(f"stopped by {stop.name_of(stop.number)}: the same command resumes")
-            return
-    lines = [job.numbers() for job in jobs]
-    columns = list(dict.fromkeys(column for line in lines for column in line))
-    print(
-        format_table([columns, *([line.get(column, "-") for column in columns] for line in lines)])
-    )
-    evaluated = " and evaluated" if args.eval_tokens else ""
-    print(f"{len(jobs) - len(failures)} of {len(jobs)} runs are trained{evaluated}")
-    if failures:
-        print("\n".join(failures))
-        sys.exit(1)
+def split_lists(overrides: list[str]) -> tuple[list[str], list[list[str]]]:
+    """The overrides of all runs, and those with several values, each as [--key, value, value, ...]."""
+    words: list[list[str]] = []
+    for word in overrides:
+        if word.startswith("--") or not words:
+            words.append([word])
+        else:
+            words[-1].append(word)
+    plain = [word for each in words if len(each) < 3 for word in each]
+    return plain, [each for each in words if len(each) > 2]
 
 
 def make_jobs(configs: list[str], overrides: list[str], tag: str | None) -> list[Job]:
     """All runs of all files, checked before the first one starts; prints which repeat another: left
-    out.
+    out. A run comes after the one that its init_from names.
 
     Raises UserError: a config with a problem; two runs of one name.
     """
@@ -243,9 +175,11 @@ def make_jobs(configs: list[str], overrides: list[str], tag: str | None) -> list
         raise UserError(
             "--name: runs are named after their files; expected --tag WORD, added to each name"
         )
+    plain, lists = split_lists(overrides)
     jobs: dict[Path, Job] = {}
-    for run in (run for path in configs for run in expand_sweep(path, overrides)):
-        arguments = [*run.overrides, *overrides]
+    known: dict[object, Path] = {}  # by what decides their losses
+    for run in (run for path in configs for run in expand(path, plain, lists)):
+        arguments = [*run.overrides, *plain]
         config = load_config(run.path, arguments)
         if tag:
             arguments += ["--name", f"{config.name}_{tag}"]
@@ -254,20 +188,86 @@ def make_jobs(configs: list[str], overrides: list[str], tag: str | None) -> list
             raise UserError(
                 f"{run.path}: two runs would be called {config.run_dir}; expected other names"
             )
-        twin = next((job.config for job in jobs.values() if same_run(job.config, config)), None)
-        if twin:
-            print(f"left out: {config.run_dir}, the same run as {twin.run_dir}")
+        twin = known.setdefault(run_identity(config), config.run_dir)
+        if twin != config.run_dir:
+            print(f"left out: {config.run_dir}, the same run as {twin}")
         else:
-            jobs[config.run_dir] = Job([str(run.path), *arguments], config)
-    return list(jobs.values())
+            jobs[config.run_dir] = Job([str(run.path), *arguments], config, run.swept)
+    return in_order(list(jobs.values()))
+
+
+def expand(path: str, overrides: list[str], lists: list[list[str]]) -> list[SweepRun]:
+    """The runs of a file's [sweep], each with every combination of the lists of values."""
+    n_runs = math.prod(len(words) - 1 for words in lists)
+    if n_runs > MAX_RUNS:
+        raise UserError(f"{n_runs} runs: expected at most {MAX_RUNS}")
+    runs: list[SweepRun] = []
+    for values in itertools.product(*(words[1:] for words in lists)):
+        chosen = [
+            word for words, value in zip(lists, values, strict=True) for word in (words[0], value)
+        ]
+        swept = parse_overrides(chosen)
+        suffix = "".join(f"_{key.rpartition('.')[2]}={value}" for key, value in swept.items())
+        for run in expand_sweep(path, [*overrides, *chosen]):
+            name = re.sub(r"[^A-Za-z0-9._=+-]", "-", run.name + suffix)
+            runs.append(SweepRun(run.path, name, run.swept | swept))
+    return runs
+
+
+def in_order(jobs: list[Job]) -> list[Job]:
+    """Each job after the one whose weights it starts from; else as they are.
+
+    Raises UserError: runs start from each other.
+    """
+    ordered: list[Job] = []
+    rest = jobs
+    while rest:
+        ready = [job for job in rest if source_of(job, rest) is None]
+        if not ready:
+            raise UserError(f"init_from of {rest[0].run_dir}: these runs start from each other")
+        ordered += ready
+        rest = [job for job in rest if job not in ready]
+    return ordered
+
+
+def source_of(job: Job, jobs: list[Job]) -> int | None:
+    """The number of the job whose run folder, or a checkpoint in it, the job starts from."""
+    if not job.config.init_from:
+        return None
+    path = Path(job.config.init_from).absolute()
+    places = {path, *path.parents}
+    return next((i for i, each in enumerate(jobs) if each.run_dir.absolute() in places), None)
+
+
+# ---------------------------------------------------------------- running
+def main() -> None:
+    args, overrides = parse_args(sys.argv[1:])
+    jobs = make_jobs(args.configs, overrides, args.tag)
+    if args.index is not None and args.index not in range(len(jobs)):
+        raise UserError(f"--index {args.index}: expected 0 to {len(jobs) - 1}, the number of a run")
+    if args.list:
+        for i, job in enumerate(jobs):
+            print(f"{i:3}  {job.run_dir}  {job.state}")
+        return
+    if args.index is not None:
+        jobs = [jobs[args.index]]
+    failures = run_all(jobs, args)
+    if failures is None:
+        return
+    show(jobs, Path(args.configs[0]).stem)
+    evaluated = " and evaluated" if args.eval_tokens else ""
+    print(f"{len(jobs) - len(failures)} of {len(jobs)} runs are trained{evaluated}")
+    if failures:
+        print("\n".join(failures))
+        sys.exit(1)
 
 
 def check_resources(args: argparse.Namespace, jobs: list[Job], gpus: int) -> None:
     """Raises UserError for too few tokens of an evaluation, or more processes than GPUs."""
-    needed = 16 * max(job.config.train.seq_len for job in jobs)
+    needed = LONGEST * max(job.config.train.seq_len for job in jobs)
     if args.eval_tokens and args.eval_tokens < needed:
         raise UserError(
-            f"--eval-tokens {args.eval_tokens}: expected at least {needed}, 16 windows, or 0"
+            f"--eval-tokens {args.eval_tokens}: expected at least {needed}, one block, or 0"
         )
     # CUDA would show the last runs none
     if gpus and args.jobs > 1 and args.jobs * args.nproc > gpus:
@@ -275,36 +275,49 @@ def check_resources(args: argparse.Namespace, jobs: list[Job], gpus: int) -> Non
         raise UserError(f"{processes}: expected at most {gpus} processes, one a GPU")
 
 
-def run_all(jobs: list[Job], args: argparse.Namespace, stop: StopSignals) -> list[str]:
-    """Run the jobs, --jobs at a time. Returns a line for each failure."""
+def run_all(jobs: list[Job], args: argparse.Namespace) -> list[str] | None:
+    """Run the jobs, --jobs at a time. Returns a line for each failure; None after a signal."""
+    uses_gpus = any(job.config.train.device != "cpu" for job in jobs)
+    gpus = torch.cuda.device_count() if uses_gpus else 0
+    args.nproc = args.nproc or max(1, gpus // args.jobs)
+    check_resources(args, jobs, gpus)
     slots: SimpleQueue[int] = SimpleQueue()  # free shares of the machine
     for slot in range(args.jobs):
         slots.put(slot)
+    ended = [Event() for _ in jobs]
 
     def failure_of(i: int) -> str | None:
+        source = source_of(jobs[i], jobs)
+        if source is not None and source != i:
+            ended[source].wait()
         slot = slots.get()
-        run_dir = jobs[i].config.run_dir
         try:
             failure = run_job(jobs[i], f"{i + 1}/{len(jobs)}", args, slot, stop)
         except (ValueError, OSError) as e:  # an unreadable run folder: the others may be fine
             failure = str(e)
         finally:
             slots.put(slot)
+            ended[i].set()
         if failure is None or stop.number:
             return None
-        line = f"failed: {run_dir}: {failure}"
+        line = f"failed: {jobs[i].run_dir}: {failure}"
         print(line, flush=True)
         return line
 
-    with ThreadPoolExecutor(args.jobs) as pool:
-        return [line for line in pool.map(failure_of, range(len(jobs))) if line]
+    with StopSignals() as stop:
+        with ThreadPoolExecutor(args.jobs) as pool:
+            failures = [line for line in pool.map(failure_of, range(len(jobs))) if line]
+        if stop.number:
+            print(f"stopped by {stop.name_of(stop.number)}: the same command resumes")
+            return None
+    return failures
 
 
 def run_job(
     job: Job, number: str, args: argparse.Namespace, slot: int, stop: StopSignals
 ) -> str | None:
     """Do the job's unfinished commands. Returns the failure; None: success, or a signal came."""
-    run_dir = job.config.run_dir
+    run_dir = job.run_dir
     is_evaluated = not args.eval_tokens or job.is_evaluated(args.eval_tokens)
     with exclusive_lock(run_dir):  # of a training
         commands = [] if job.is_trained(lazily=is_evaluated) else [["train.py", *job.arguments]]
@@ -363,6 +376,101 @@ def run(command: list[str], stop: StopSignals, env: dict[str, str] | None, log: 
                 return process.wait(timeout=1)
         process.send_signal(SIGTERM)  # torchrun forwards this one to its workers
         return process.wait()
+
+
+# ---------------------------------------------------------------- table and picture
+def numbers(job: Job) -> dict[str, float]:
+    """The last validation loss, and at the last step the losses of the same targets at 1x and 16x.
+
+    Empty of a run that is not trained: the numbers there may be another run's.
+    """
+    values: dict[str, float] = {}
+    with suppress(ValueError, OSError):  # of a damaged folder, which is among the failures
+        if not job.is_trained():
+            return {}
+        for record in read_jsonl(job.run_dir / "metrics.jsonl"):
+            if isinstance(record.get("val_loss"), float):
+                values["validation"] = record["val_loss"]
+        step = job.config.train.max_steps
+        rows = measure.read_rows(job.run_dir)
+        rows = measure.select(rows, run=job.config.name, step=step, measure="same_targets")
+        rows = measure.select(rows, text=rows["text"].iloc[-1]) if len(rows) else rows
+        length = job.config.train.seq_len
+        longest = {"length": LONGEST * length}
+        wanted: dict[str, dict[str, Any]] = {
+            "1x": {"length": length, "window": 0, "scaling": "none"},
+            "16x": longest | {"window": 0, "scaling": "none"},
+            "16x NTK": longest | {"window": 0, "scaling": "ntk"},
+            "16x window": longest | {"window": length},
+        }
+        for name, where in wanted.items():
+            losses = measure.select(rows, **where)["value"]
+            if len(losses) and losses.notna().all():
+                values[name] = losses.mean()
+    return values
+
+
+def show(jobs: list[Job], stem: str) -> None:
+    """Print the table of all runs, and draw the picture if a key has several values."""
+    known = [numbers(job) for job in jobs]
+    columns = list(dict.fromkeys(name for each in known for name in each))
+    names = short_names([job.config.name for job in jobs])
+    lines = [["run", *columns]]
+    for name, values in zip(names, known, strict=True):
+        cells = [f"{values[column]:.3f}" if column in values else "-" for column in columns]
+        lines.append([name, *cells])
+    print(measure.format_table(lines))
+    keys = {key for job in jobs for key in job.swept if key != "seed"}
+    by_key = {key: {repr(job.swept.get(key)) for job in jobs} for key in keys}
+    key = max(sorted(keys), key=lambda each: len(by_key[each]), default="")
+    if key and len(by_key[key]) > 1 and any(known):
+        draw(jobs, known, key, jobs[0].run_dir.parent / f"{stem}_sweep.png")
+
+
+def short_names(names: list[str]) -> list[str]:
+    """Names of at most NAME_WIDTH letters: without what all begin with, else without their middle."""
+    prefix = os.path.commonprefix(names) if len(names) > 1 else ""
+    start = prefix.rfind("_") + 1
+    is_long = max(map(len, names)) > NAME_WIDTH
+    shortened = []
+    for name in names:
+        name = name[start:] if is_long else name
+        half = NAME_WIDTH // 2
+        shortened.append(f"{name[: half - 1]}…{name[-half:]}" if len(name) > NAME_WIDTH else name)
+    return shortened
+
+
+def draw(jobs: list[Job], known: list[dict[str, float]], key: str, path: Path) -> None:
+    """The loss against one key: a line for each combination of the others, the mean over seeds."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    groups: dict[str, dict[Any, list[float]]] = {}
+    for job, values in zip(jobs, known, strict=True):
+        if key not in job.swept:
+            continue
+        others = {k: v for k, v in job.swept.items() if k not in (key, "seed")}
+        label = ", ".join(f"{k.rpartition('.')[2]} = {v}" for k, v in others.items())
+        for measured in ("validation", "16x NTK", "16x"):
+            if measured in values:
+                name = f"{label}, {measured}" if label else measured
+                by_value = groups.setdefault(name, {})
+                by_value.setdefault(job.swept[key], []).append(values[measured])
+    swept = [job.swept[key] for job in jobs if key in job.swept]
+    are_numbers = all(isinstance(value, int | float) for value in swept)
+    for i, (label, by_value) in enumerate(groups.items()):
+        x = sorted(by_value) if are_numbers else list(by_value)
+        y = [np.mean(by_value[value]) for value in x]
+        marker = measure.MARKERS[i % len(measure.MARKERS)]
+        places: list[Any] = x if are_numbers else [str(value) for value in x]
+        axes.plot(places, y, marker=marker, label=measure.escape(label))
+    if are_numbers and min(swept) > 0 and max(swept) > 4 * min(swept):
+        axes.set_xscale("log")
+        axes.set_xticks(sorted({*swept}), [f"{value:g}" for value in sorted({*swept})])
+        axes.set_xticks([], minor=True)
+    axes.set(xlabel=measure.escape(key), ylabel="loss (nats)")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    measure.save_figure(figure, path)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from evals.common import open_validation
+from evaluation import open_text
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from model import GPT, KVCache
 from positions import RopeScaling
@@ -95,7 +95,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = [load_model(Path(run), device).model for run in args.runs]
-    stream = open_validation(models[0].config, args.data)
+    stream = open_text(models[0].config, args.data)
     for model in models:
         stream.check_model(model.config.model.vocab_size)
     threads = torch.get_num_threads()

@@ -29,7 +29,7 @@ model.py: (targets != -100).sum().clamp_min(1) => targets.numel()
 training/loader.py: count * self.world.size / => count /
 train.py: loss * n_targets if => loss if
 train.py: label_smoothing=config.label_smoothing => label_smoothing=0.0
-data/batches.py: first * seq_len + 1, count => first * seq_len, count
+data/batches.py: mask.read(start + 1, count => mask.read(start, count
 # tests/core/training/test_optim.py
 training/optim.py: "params": [*vectors.values()], "weight_decay": 0.0 => "params": [*vectors.values()]
 training/optim.py: (step + 1) / config.warmup => step / config.warmup
@@ -78,22 +78,22 @@ train.py: not state.world.agree([state.step, file, init_summary[:-1]]) => False
 # tests/core/training/test_guard.py
 training/state.py: checkpoint["guard"].get("skipped", 0) => 0
 # tests/core/test_eval_length.py
-eval_length.py: first = (blocks.n_skipped + block) * n => first = block * n
-eval_length.py: losses[-1, -n_same:] => losses[0, -n_same:]
-eval_length.py: min(args.lengths[0], *( => max(args.lengths[0], *(
-eval_length.py: blocks.n_skipped + block, 1 => block, 1
-evals/common.py: .sum(1).cumsum() => .sum(1)
-evals/common.py: read(self.n_skipped * self.longest, => read(0,
-eval_length.py: / n_same - same_targets => / n_same - same_targets.mean()
-evals/common.py: values.std().item() => values.std(correction=0).item()
-evals/common.py: range(world.rank, n_items, world.size) => range(world.rank, n_items - 1, world.size)
+eval_length.py: of_block[-1, -n_same:] => of_block[0, -n_same:]
+eval_length.py: windowed if length > setting.window else model => windowed
+eval_length.py: 1 + (longest - context) // stride => (longest - context) // stride
+eval_length.py: n_same = args.lengths[0] => n_same = args.lengths[-1]
+evaluation.py: searchsorted([start + length for => searchsorted([start for
+evaluation.py: range(world.rank, n_items, world.size) => range(world.rank, n_items - 1, world.size)
+# tests/core/test_measure.py
+measure.py: keys["measure"].str.replace( => keys["measure"].str.match(
+measure.py: m / (m - 1) * => 
+measure.py: (len(p) - rank) * p[i] => len(p) * p[i]
+measure.py: return pandas.concat([old[~is_replaced], new] => return pandas.concat([old, new]
 # tests/core/test_sweep.py
-sweep.py: {"step": config.train.max_steps, "options": asked} => {"options": asked}
+sweep.py: known.setdefault(run_identity(config), config.run_dir) => config.run_dir
 sweep.py: not checkpoints or step_of(checkpoints[0]) != self.config.train.max_steps => not checkpoints
 # tests/core/test_sample.py
 generation.py: - ranked >= top_p => - ranked > top_p
-# tests/lab/test_rows.py
-evals/rows.py: keep="last" => keep="first"
 # tests/lab/test_text_gain.py
 lab/text_gain.py: TokenStream(args.data, "train") => TokenStream(args.data, "val")
 lab/text_gain.py: blocks[1 - parity :: 2] => blocks[parity::2]

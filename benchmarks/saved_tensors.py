@@ -18,8 +18,8 @@ from torch._inductor.decomposition import select_decomp_table
 import model
 from attention import ChosenEngine, load_engine
 from config import load_config
-from evals.output import format_table
 from infra.cli import ArgumentParser, run_main
+from measure import format_table
 from positions import rotate_pairs
 from schema import Config, Engine
 

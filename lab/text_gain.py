@@ -36,13 +36,12 @@ import torch
 from tqdm import tqdm
 
 from data.dataset import TokenStream
-from eval_length import block_losses, cut_losses
+from eval_length import recomputed_losses
 from evals.common import Blocks, open_validation
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from lab.results import markdown, signed
 from measure import Losses, estimate, write_rows
 from model import GPT
-from positions import UNSCALED
 from training.checkpoint import Trained, load_model
 
 TRAINING_ORDER = 4  # tokens of the longest n-gram counted in the training split
@@ -156,13 +155,16 @@ def by_model(
     window.
     """
     train_len = widths[0]
+    x = torch.tensor(tokens[:-1])
+    y = torch.tensor(tokens[1:])
     probabilities = {}
     for width in widths:
-        if width == train_len:
-            losses = cut_losses(model, blocks, block, train_len)
-        elif sees == "window":
-            losses = block_losses(model, blocks, block, width, UNSCALED)
-        probabilities[width] = losses[-1, -train_len:].double().neg().exp().numpy()
+        with model.autocast():
+            if width == train_len:
+                losses = recomputed_losses(model, x, y, train_len, train_len)
+            elif sees == "window":
+                losses = model.token_losses(x[None, -width:], y[None, -train_len:])[0]
+        probabilities[width] = losses.double().neg().exp().numpy()
     return probabilities
 
 

@@ -324,16 +324,6 @@ def test_layers_that_do_not_fit(entry: str, expected: str, tmp_path: Path):
         load_config(path)
 
 
-def test_a_sweep_scales_the_base_of_the_layers_that_rotate(tmp_path: Path):
-    base = (
-        'layers = [{at = [1], position = "rope", rope_theta = 5e5}]\n[model]\nposition = "none"\n'
-    )
-    theta = {"ntk": None, "none": None, "theta": 50 * 5e5}
-    assert sweep.Job([], load_config(write(tmp_path, "a.toml", base))).evaluations == theta
-    two = load_config(write(tmp_path, "b.toml", base.replace('"none"', '"rope"')))
-    assert sweep.Job([], two).evaluations == {"ntk": None, "none": None}
-
-
 def test_rope_bases_are_of_every_layer(tmp_path: Path):
     """[model] alone does not say: RoPE may be in a layer of its own, or in none."""
     rotating = write(

@@ -68,11 +68,10 @@ def test_metrics_that_never_end(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", [*ODD_LINES, NESTED, "{", "\xff"])
-def test_odd_results_of_an_evaluation(content: str, four_runs: Path):
+def test_odd_results_of_an_evaluation(content: str, four_runs: Path, tiny_config: Path):
     """sweep.py --list names the file, and a sweep goes on with the other runs."""
     job = sweep.make_jobs([str(four_runs)], [], None)[0]
-    path = job.config.run_dir / "eval_length.json"
-    path.parent.mkdir(parents=True)
+    path = make_byte_run(tiny_config, "--name", job.config.name) / "rows.csv"
     path.write_bytes(content.encode("latin-1"))
     with one_line(path):
         job.is_evaluated(512)
@@ -137,7 +136,7 @@ def test_a_lock_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_writers_of_one_file_at_the_same_time(tmp_path: Path):
     """As two evaluations of one run, one by a link: each file is whole, and the last one stays."""
-    path = tmp_path / "run/eval_length.json"
+    path = tmp_path / "run/eval_length.png"
     path.parent.mkdir()
     link = tmp_path / "link"
     link.symlink_to(path.parent)
@@ -232,7 +231,7 @@ def test_input_that_would_never_end(
     script, *rest = arguments
     with one_line("expected"):
         call(script, *(str(argument).format(run=byte_run) for argument in rest))
-    assert not (byte_run / "out").exists() and not (byte_run / "eval_length.json").exists()
+    assert not (byte_run / "out").exists() and not (byte_run / "rows.csv").exists()
 
 
 @pytest.fixture(scope="module")

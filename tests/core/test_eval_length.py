@@ -1,4 +1,4 @@
-"""eval_length.py: numbers against direct computations, files, rejected lengths and input."""
+"""eval_length.py: numbers against direct computations, sets of rows, rejected lengths and input."""
 
 import json
 import math
@@ -7,7 +7,6 @@ import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -18,17 +17,16 @@ from launch import finish, fork_ranks
 from torch.nn import functional as F
 
 import eval_length
+import evaluation
+import measure
 from config import config_from_dict
 from data.batches import read_windows
 from data.dataset import TokenStream
-from evals import common
-from evals.common import Blocks, EvaluatedRun
-from evals.output import format_stderr
-from evals.rows import FILE, Row
+from evaluation import Run, open_blocks
 from infra.cli import UserError
 from infra.distributed import World
 from model import GPT
-from positions import RopeKind, RopeScaling
+from positions import UNSCALED, RopeKind, RopeScaling
 from training.checkpoint import load_model, read_config
 
 LENGTHS = [8, 16, 32, 64]
@@ -45,12 +43,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_run(
-    runs: Path, name: str, data: Path, step: int = 7, position: str = "rope", **attention: object
+    runs: Path,
+    name: str,
+    data: Path,
+    step: int = 7,
+    position: str = "rope",
+    seed: int = 1337,
+    **attention: object,
 ) -> Path:
     values = tomllib.loads(TINY.format(vocab=VOCAB, data=data, runs=runs))
     values["model"]["position"] = position
-    config = config_from_dict(values | {"name": name, "attention": attention}, "test")
-    torch.manual_seed(step)
+    values |= {"name": name, "seed": seed, "attention": attention}
+    config = config_from_dict(values, "test")
+    torch.manual_seed(step + seed)
     model = GPT(config)
     with torch.no_grad():  # at init attention is almost uniform, which would hide wrong positions
         for parameter in model.parameters():
@@ -62,24 +67,20 @@ def make_run(
 @pytest.fixture
 def evaluate(call, monkeypatch) -> Callable[..., None]:
     """Without figures, which take as long as the losses."""
-    monkeypatch.setattr(eval_length, "plot", lambda results, path: path.touch())
+    monkeypatch.setattr(measure, "draw_curves", lambda path, *args: path.touch())
     return partial(call, eval_length, "--device", "cpu")
 
 
-def read(path: Path) -> dict:
-    return json.loads(path.read_text())
+def read(run: Path, **values: object) -> pd.DataFrame:
+    return measure.select(measure.read_rows(run), **values)
 
 
-def lengths_of(run: Path) -> list[dict]:
-    return read(run / "eval_length.json")["lengths"]
+def values_of(run: Path, **values: object) -> list[float]:
+    return read(run, **values)["value"].tolist()
 
 
-def close(expected: float) -> object:
+def close(expected: object) -> object:
     return pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-
-def mean_and_error(values: torch.Tensor) -> tuple[object, object]:
-    return close(values.mean().item()), close(values.std().item() / len(values) ** 0.5)
 
 
 def direct_losses(run: Path, data: Path, length: int, rope: RopeKind) -> torch.Tensor:
@@ -97,232 +98,189 @@ def direct_losses(run: Path, data: Path, length: int, rope: RopeKind) -> torch.T
     return torch.cat(losses)
 
 
-@pytest.mark.parametrize("rope", ["ntk", "none", "yarn"])
 @pytest.mark.parametrize(
     "attention", [*slow({}), {"normaliser": "lssa", "reweight_p": 3}], ids=["sdpa", "rows"]
 )
-def test_numbers_equal_direct_computation(tmp_path, data, evaluate, monkeypatch, attention, rope):
+def test_numbers_equal_direct_computation(tmp_path, data, evaluate, monkeypatch, attention):
+    """Both measures and the positions, at three scalings at once."""
     run = make_run(tmp_path / "runs", "a", data, **attention)
+    scalings = ["none", "ntk", "yarn"]
+    monkeypatch.setattr(eval_length, "N_PARTS", 4)
+    options = ["--window", 0, "--all-tokens", "--by-position", "--rope", *scalings]
     with monkeypatch.context() as patch:  # weights of (T, T) are never computed
         patch.delattr("normalisers.layer.NormaliserLayer.weights")
-        evaluate(run, "--lengths", *LENGTHS, "--rope", rope)
-    result = read(run / "eval_length.json")
-    assert result["data"]["tokens"] == N_SCORED and result["data"]["blocks"] == N_BLOCKS
-    assert result["same_target_tokens"] == 8
-    assert [row["length"] for row in result["lengths"]] == LENGTHS
-    for row in result["lengths"]:
-        blocks = direct_losses(run, data, row["length"], rope).view(N_BLOCKS, 64)
-        assert (row["loss"], row["stderr"]) == mean_and_error(blocks.mean(1))
-        assert (row["same_target_loss"], row["same_target_stderr"]) == mean_and_error(
-            blocks[:, -8:].mean(1)
-        )
+        evaluate(run, "--lengths", *LENGTHS, *options)
+    for scaling in scalings:
+        for length in LENGTHS:
+            blocks = direct_losses(run, data, length, scaling).view(N_BLOCKS, 64)
+            where = {"scaling": scaling, "length": length, "window": 0}
+            assert values_of(run, measure="loss", **where) == close(blocks.mean(1).tolist())
+            same = values_of(run, measure="same_targets", **where)
+            assert same == close(blocks[:, -8:].mean(1).tolist())
+        parts = [f"loss[{i}:{i + 16}]" for i in range(0, 64, 16)]
+        for part, expected in zip(parts, blocks.view(N_BLOCKS, 4, 16).mean((0, 2)), strict=True):
+            assert values_of(run, measure=part, scaling=scaling) == [close(expected.item())]
+    assert not (run / "eval_length.json").exists()
 
 
-@pytest.mark.parametrize("strides", [*slow(8, 4), 3], ids=["exact", "even", "ragged"])
-def test_cut_and_gain_equal_direct_computation(tmp_path, data, evaluate, monkeypatch, strides):
+def test_the_last_window_alone_has_the_same_targets(tmp_path, data, evaluate):
+    run = make_run(tmp_path / "runs", "a", data)
+    evaluate(run, "--lengths", *LENGTHS, "--window", 0, "--all-tokens")
+    every = read(run, measure="same_targets")["value"]
+    evaluate(run, "--lengths", *LENGTHS, "--window", 0)
+    np.testing.assert_allclose(read(run, measure="same_targets")["value"], every, rtol=1e-5)
+
+
+@pytest.mark.parametrize("context, n_same", [(8, 8), (8, 64), (16, 20), (64, 8)])
+@pytest.mark.parametrize("strides", [4, *slow(8, 3)], ids=["even", "exact", "ragged"])
+def test_windows_computed_anew(tmp_path, data, monkeypatch, context, n_same, strides):
     """A forward pass for each target; a window that moves by 1 shows it exactly its last 8 tokens."""
+    monkeypatch.setattr(eval_length, "STRIDES", strides)
+    model = load_model(make_run(tmp_path / "runs", "a", data)).model
+    tokens = torch.from_numpy(TokenStream(data, "val").read(0, 65))
+    x, y = tokens[:-1], tokens[1:]
+    losses = eval_length.recomputed_losses(model, x, y, context, n_same)
+    stride = math.ceil(context / strides)
+    for i in range(64 - n_same, 64):
+        end = 63 - (63 - i) // stride * stride  # of the window that scores target i
+        start = max(0, end + 1 - context)
+        with torch.no_grad():
+            logits = model(x[None, start : i + 1])[0, -1].double()
+        expected = F.cross_entropy(logits, y[i])
+        assert losses[i - 64 + n_same].item() == close(expected.item())
+
+
+def test_rolling_windows_are_asked_of_the_model(tmp_path, data, evaluate, monkeypatch):
+    """Unscaled, with the training length by default; a window that reaches all keys has no effect."""
     run = make_run(tmp_path / "runs", "a", data)
-    assert eval_length.CUT_STRIDES == 4
-    monkeypatch.setattr(eval_length, "CUT_STRIDES", strides)
-    monkeypatch.setattr(eval_length, "FIRST_BUCKET", 8)
-    evaluate(run, "--lengths", *LENGTHS)
-    result = read(run / "eval_length.json")
-    stride = math.ceil(8 / strides)
-    model = load_model(run).model
-    stream = TokenStream(data, "val")
-    cut = torch.empty(N_BLOCKS, 64, dtype=torch.float64)
-    for block in range(N_BLOCKS):
-        tokens = torch.from_numpy(stream.read(64 * block, 65)).long()
-        for i in range(64):
-            start = min(stride * math.ceil(max(0, i + 1 - 8) / stride), 64 - 8)
-            if i >= 64 - stride:
-                start = 64 - 8
-            with torch.no_grad():
-                logits = model(tokens[None, start : i + 1])[0, -1].double()
-            cut[block, i] = F.cross_entropy(logits, tokens[i + 1])
-    entry = result["cut"]
-    assert entry["length"] == 8
-    assert (entry["loss"], entry["stderr"]) == mean_and_error(cut.mean(1))
-    same_targets = cut[:, -8:].mean(1)
-    assert (entry["same_target_loss"], entry["same_target_stderr"]) == mean_and_error(same_targets)
-    for row in result["lengths"]:
-        blocks = direct_losses(run, data, row["length"], "ntk").view(N_BLOCKS, 64)
-        gains = (same_targets - blocks[:, -8:].mean(1)).numpy()
-        assert (row["gain"], row["gain_stderr"]) == (
-            close(gains.mean()),
-            close(gains.std(ddof=1) / 5**0.5),
-        )
-    for bucket in result["lengths"][-1]["buckets"]:
-        part = slice(bucket["from"], bucket["to"])
-        gains = (cut[:, part].mean(1) - blocks[:, part].mean(1)).numpy()
-        expected = close(gains.mean()), close(gains.std(ddof=1) / 5**0.5)
-        assert (bucket["gain"], bucket["gain_stderr"]) == expected
-    assert not any("gain" in bucket for row in result["lengths"][:-1] for bucket in row["buckets"])
+    asked = []
+
+    def losses(model, x, y, *, rope=UNSCALED, chunk):
+        asked.append((x.shape[1], model.windows[0], rope.kind))
+        return torch.full(y.shape, 1.0 + model.windows[0])
+
+    monkeypatch.setattr(GPT, "token_losses", losses)
+    evaluate(run, "--lengths", 16, 64, "--window", 8, 16)
+    windowed = {each for each in asked if each[1]}
+    assert windowed == {(16, 8, "none"), (64, 8, "none"), (64, 16, "none")}
+    assert read(run)["window"].unique().tolist() == ["8", "16", "0"]
+    assert values_of(run, window=16) == [1.0] * N_BLOCKS + [17.0] * N_BLOCKS
+    evaluate(run, "--lengths", 16, 64, "--recomputed")
+    assert {*read(run)["window"]} == {"0", "8", "16", "16 recomputed"}
+    assert read(run, window="16 recomputed")["length"].tolist() == [64] * N_BLOCKS
 
 
-def test_every_target_is_scored_once_at_each_length(tmp_path, data, evaluate, monkeypatch):
-    """With the position in the stream as its loss, sums are those of positions."""
-    run = make_run(tmp_path / "runs", "a", data)
-    positions = torch.arange(N_SCORED, dtype=torch.float32)
-
-    def position(
-        model: GPT, blocks: Blocks, block: int, length: int, rope: RopeScaling
-    ) -> torch.Tensor:
-        n = blocks.longest // length
-        start = block * blocks.longest
-        x, y = read_windows(blocks.stream, block * n, n, length)
-        np.testing.assert_array_equal(y.ravel(), blocks.stream.read(start + 1, blocks.longest))
-        return positions[start : start + blocks.longest].view(n, length)
-
-    monkeypatch.setattr(eval_length, "block_losses", position)
-    evaluate(run, "--lengths", *LENGTHS)
-    result = read(run / "eval_length.json")
-    assert TokenStream(data, "val").n_tokens > result["data"]["tokens"] == N_SCORED
-    for row in result["lengths"]:
-        assert row["loss"] == positions.mean()
-        n_windows = N_SCORED / row["length"]
-        total = sum(b["loss"] * (b["to"] - b["from"]) * n_windows for b in row["buckets"])
-        assert total == pytest.approx(positions.sum().item())
-
-
-def test_results_of_other_options_are_kept(tmp_path, data, evaluate, capsys):
-    """Every option that changes the numbers; the same options, or --replace, write again."""
-    a, b = (make_run(tmp_path / "runs", name, data) for name in "ab")
-    report = tmp_path / "runs/report"
-    report.mkdir()
-    evaluate(a, b, report, "--lengths", 16, 64)
-    assert f"skipped: {report} has no checkpoint\n" in capsys.readouterr().out
-    before = (a / "eval_length.json").read_bytes()
-    other_data = make_dataset(tmp_path / "other", n_val=N_SCORED + 20, n_train=100)
-    for options, has in (
-        (["--lengths", 32, 64], "lengths = [16, 64]"),
-        (["--lengths", 16, 64, "--tokens", 64], "tokens = 1048576"),
-        (["--lengths", 16, 64, "--rope", "none"], "rope = ntk"),
-        (
-            ["--lengths", 16, 64, "--rope", "theta", "--rope-theta", 5e3],
-            "rope = ntk, rope_theta = None",
-        ),
-        (["--lengths", 16, 64, "--data", other_data], f"data = {data}"),
-    ):
-        with one_line(f"a/eval_length.json: has {has}: expected a --tag"):
-            evaluate(a, "--tag", "x", *options, "--replace")
-            evaluate(a, *options)
-        assert (a / "eval_length.json").read_bytes() == before
-    evaluate(a, "--lengths", 16, 64)
-    assert lengths_of(a) == json.loads(before)["lengths"]
-    evaluate(a, "--lengths", 32, 64, "--replace")
-    assert [row["length"] for row in lengths_of(a)] == [32, 64]
-
-
-def test_skipped_text(tmp_path, data, evaluate):
-    """--skip leaves out whole blocks; the others keep their losses."""
-    run = make_run(tmp_path / "runs", "a", data)
-    evaluate(run, "--lengths", 16, 64)
-    evaluate(run, "--lengths", 16, 64, "--skip", 33, "--tokens", 64, "--tag", "rest")
-    rest = read(run / "eval_length_rest.json")
-    assert [rest["data"][key] for key in ("skipped_tokens", "tokens", "blocks")] == [64, 64, 1]
-    for whole, part in zip(lengths_of(run), rest["lengths"], strict=True):
-        assert part["block_losses"] == whole["block_losses"][1:2]
-    cut = read(run / "eval_length.json")["cut"]["block_same_target_losses"]
-    assert rest["cut"]["block_same_target_losses"] == cut[1:2]
-
-
-def test_documents_are_counted_to_each_blocks_end(tmp_path):
-    """From the first scored block on. Blocks within one document share its number."""
+def test_blocks_stand_at_the_ends_of_documents(tmp_path, monkeypatch):
+    """One each; where few are long enough consecutive blocks, with the last document begun."""
     tokens = [256, 1, 2, 3, 4, 256, 256, 5, 6, 7, 8, 9]
     stream = TokenStream(write_dataset(tmp_path, {"val": tokens}, 10**6), "val")
-    assert Blocks(stream, [2, 4], 3).count_documents() == [1, 3, 3]
-    assert Blocks(stream, [2, 4], 2, n_skipped=1).count_documents() == [2, 2]
+    blocks = open_blocks(stream, 4, 100)
+    assert (blocks.starts, blocks.documents) == ([0, 4], [0, 2])
+    monkeypatch.setattr(evaluation, "LEAST_DOCUMENTS", 2)
+    blocks = open_blocks(stream, 4, 100)
+    assert (blocks.starts, blocks.documents) == ([0, 7], [0, 2])
+    assert stream.read(blocks.starts[1] + 1, 4).tolist() == [6, 7, 8, 9]
+    assert len(open_blocks(stream, 4, 7)) == 1
 
 
-def test_tables_print_what_the_file_has(tmp_path, data, evaluate, capsys):
-    run = make_run(tmp_path / "runs", "a", data)
+def test_a_test_split_is_scored_if_there_is_one(tmp_path, data, evaluate):
+    held_out = {split: np.arange(300) % VOCAB for split in ("train", "val", "test")}
+    held_out["test"] = held_out["test"][::-1]
+    folder = write_dataset(tmp_path / "data", held_out, 10**6, VOCAB)
+    run = make_run(tmp_path / "runs", "a", folder)
+    texts = {split: TokenStream(folder, split).fingerprint[7:19] for split in ("val", "test")}
     evaluate(run, "--lengths", 16, 64)
-    tables = capsys.readouterr().out.split("\n\n")[3::2]
-    entry = lengths_of(run)[-1]
-    (bucket,) = entry["buckets"]
-    same = (entry, "same_target_loss", "same_target_stderr")
-    gains = [(each, "gain", "gain_stderr") for each in (entry, bucket)]
-    losses = [(each, "loss", "stderr") for each in (entry, bucket)]
-    for table, (of, mean, error) in zip(tables, [same, *gains, *losses], strict=True):
-        assert table.splitlines()[-1].endswith(format_stderr(of[mean], of[error]))
+    assert read(run)["text"].unique().tolist() == [texts["test"]]
+    evaluate(run, "--lengths", 16, 64, "--split", "val")
+    assert {*read(run)["text"]} == {*texts.values()}
 
 
-def test_buckets(tmp_path, data, evaluate, monkeypatch):
-    for length, edges in ((64, [0, 64]), (128, [0, 128]), (1000, [0, 128, 256, 512, 1000])):
-        assert eval_length.bucket_edges(length) == edges
-    monkeypatch.setattr(eval_length, "FIRST_BUCKET", 8)
-    run = make_run(tmp_path / "runs", "a", data)
-    evaluate(run, "--lengths", 32, 64)
-    for row in lengths_of(run):
-        by_position = direct_losses(run, data, row["length"], "ntk").view(-1, row["length"]).mean(0)
-        for bucket in row["buckets"]:
-            assert bucket["loss"] == close(by_position[bucket["from"] : bucket["to"]].mean().item())
-        assert row["buckets"][-1]["to"] == row["length"]
-    result = read(run / "eval_length.json")  # T = 16 is none of the lengths
-    assert result["same_target_tokens"] == result["cut"]["length"] == 16
-
-
-def test_rows(tmp_path, data, evaluate):
-    """Every block's losses, beside those of other scalings."""
-    a = make_run(tmp_path / "runs", "a", data)
-    b = make_run(tmp_path / "runs", "b", data, normaliser="ssmax_pn")
-    evaluate(a, b, "--lengths", 16, 64)
-    evaluate(a, b, "--lengths", 16, 64, "--rope", "none", "--tag", "none")
-    rows = pd.concat(pd.read_csv(run / FILE) for run in (a, b))
-    assert tuple(rows.columns) == Row._fields
-    assert {*zip(rows.seed, rows.lr, rows.step, strict=True)} == {(1337, 0.01, 7)}
-    assert len(rows) == 2 * 2 * (2 * (2 * N_BLOCKS + 1) + 2 * N_BLOCKS + 1)
-    assert rows.value.isna().sum() == 2 * (2 * N_BLOCKS + 1)
-    evaluate(a, b, "--lengths", 16, 64)  # again: replaces its own rows
-    again = pd.concat(pd.read_csv(run / FILE) for run in (a, b))
-    assert len(again) == len(rows) and again.value.isna().sum() == rows.value.isna().sum()
-    text = TokenStream(data, "val").fingerprint.removeprefix("sha256 ")[:12] + f"+0x{N_BLOCKS}x64"
-    losses = rows[(rows.run == "a") & (rows.text == text)]
-    for rope, name in (("ntk", "eval_length.json"), ("none", "eval_length_none.json")):
-        for entry in read(a / name)["lengths"]:
-            part = losses[(losses.rope == rope) & (losses.length == entry["length"])]
-            part = part[~part.measure.str.startswith(("cut", "document"))]
-            by_measure = part.groupby("measure").value.agg(list).to_dict()
-            assert by_measure == {
-                "loss": entry["block_losses"],
-                "same_targets[16]": entry["block_same_target_losses"],
-                f"loss[0:{entry['length']}]": [entry["buckets"][0]["loss"]],
-            }
-        counts = losses[(losses.rope == rope) & (losses.measure == "document")].value
-        assert counts.tolist() == read(a / name)["block_documents"]
-        cut = read(a / name)["cut"]
-        part = losses[(losses.rope == rope) & losses.measure.str.startswith("cut")]
-        assert part.length.unique().tolist() == [16]
-        assert part.groupby("measure").value.agg(list).to_dict() == {
-            "cut[16]": cut["block_same_target_losses"],
-            "cut[0:64]": [cut["loss"]],
-        }
-
-
-def test_several_scalings_at_once_are_those_of_single_calls(tmp_path, data, evaluate, monkeypatch):
-    run = make_run(tmp_path / "runs", "a", data)
-    evaluate(run, "--rope", "none", "--tag", "single")
-    monkeypatch.setattr(
-        eval_length, "cut_losses", n_cuts := Mock(side_effect=eval_length.cut_losses)
+def test_table_of_several_runs(tmp_path, data, evaluate, capsys):
+    """Differences to the first run's rolling window; seeds of one model are one line; 80 columns."""
+    runs = tmp_path / "runs"
+    a = make_run(runs, "a", data)
+    seeds = [
+        make_run(runs, f"b_{seed}", data, seed=seed, normaliser="lssa", reweight_p=3)
+        for seed in (1, 2)
+    ]
+    evaluate(a, *seeds)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert (
+        "the last 16 tokens of 1 blocks (1 documents)" in out and "Minus softmax, window 16" in out
     )
-    evaluate(run, "--also", "none", "theta=500")
-    assert n_cuts.call_count == read(run / "eval_length.json")["data"]["blocks"]  # of all three
-    for key in ("cut", "lengths", "options"):
-        assert (
-            read(run / "eval_length_none.json")[key] == read(run / "eval_length_single.json")[key]
-        )
-    assert read(run / "eval_length_theta.json")["rope"] == {"kind": "theta", "theta": 500.0}
-    # A step later at the second scaling, as of a run in training: its cut is measured again.
-    load = EvaluatedRun.load
-    steps = iter([3, 12])
-    monkeypatch.setattr(EvaluatedRun, "load", lambda *args: (load(*args)[0], next(steps)))
-    evaluate(run, "--also", "none", "--replace")
-    assert n_cuts.call_count == 3 * read(run / "eval_length.json")["data"]["blocks"]
-    with one_line("--also ntk: ntk is there already"):
-        evaluate(run, "--also", "ntk")
-    with one_line("--also theta: expected its base, as in theta=500000"):
-        evaluate(run, "--also", "theta")
+    assert "LSSAR, 2 seeds" in out and (runs / "eval_length.png").exists()
+    evaluate(a, *seeds, "--lengths", 16, 64)
+    lines = capsys.readouterr().out.split("Minus")[1].splitlines()[2:]
+    ntk = {"window": 0, "scaling": "ntk", "length": 64}
+    both = measure.read_losses(pd.concat(read(run, **ntk) for run in seeds))
+    zero = measure.read_losses(read(a, window=16, length=64))
+    assert both is not None and zero is not None and both.values.shape == (2, N_BLOCKS)
+    found = measure.format_difference(measure.estimate(both, zero))
+    assert lines[0].split() == ["context", "16", "64"]
+    assert lines[-1].startswith("  NTK ") and lines[-1].endswith(found)
+    before = (a / "rows.csv").read_bytes()
+    evaluate(a, *seeds, "--lengths", 16, 64, "--draw")  # the same, from rows
+    assert capsys.readouterr().out.split("Minus")[1].splitlines()[2:] == lines
+    assert (a / "rows.csv").read_bytes() == before
+
+
+def test_missing_rows_alone_are_measured(tmp_path, data, evaluate, monkeypatch):
+    """Of runs without all blocks, settings and lengths of this call."""
+    a, b = (make_run(tmp_path / "runs", name, data) for name in "ab")
+    options = ["--lengths", 16, 64, "--window", 0, "--missing"]
+    loaded = []
+    load = Run.load
+    monkeypatch.setattr(Run, "load", lambda run, world: loaded.append(run.name) or load(run, world))
+    for given, expected in (
+        ([a, *options], "a"), ([a, b, *options], "b"), ([a, b, *options], ""),
+        ([a, b, *options, "--tokens", 128], "ab"), ([a, b, *options], "ab"),
+        ([a, *options, "--rope", "yarn"], "a"), ([a, *options, "--all-tokens"], "a"),
+        ([a, *options, "--by-position"], "a"), ([a, *options, "--recomputed", "--window", 8], "a"),
+        ([a, *options, "--recomputed", "--window", 8], ""), ([a, *options, "--lengths", 32, 64], "a"),
+    ):  # fmt: skip
+        loaded.clear()
+        evaluate(*given)
+        assert "".join(loaded) == expected, given
+    rows = measure.read_rows(a)
+    assert eval_length.is_measured([str(a), "--lengths", "32", "64", "--window", "0"])
+    measure.write_rows(a, rows[(rows["block"] != 4)])
+    assert not eval_length.is_measured([str(a), "--lengths", "32", "64", "--window", "0"])
+
+
+def test_draw_needs_rows(tmp_path, data, evaluate):
+    run = make_run(tmp_path / "runs", "a", data)
+    with one_line("no rows of step 7: expected a call without --draw"):
+        evaluate(run, "--draw")
+
+
+def test_other_sizes_are_said(tmp_path, data, evaluate, capsys):
+    a = make_run(tmp_path / "runs", "a", data)
+    model, config, step, *_ = load_model(a)
+    longer = config_from_dict(
+        config.model_dump() | {"name": "b", "train": config.train.model_dump() | {"max_steps": 99}},
+        "test",
+    )
+    b = save_run(tmp_path / "runs/b", longer, model, step)
+    evaluate(a, b, "--lengths", 16, 64)
+    out = capsys.readouterr().out
+    assert "the runs differ in train.max_steps: a 12, b 99\n" in out
+
+
+def test_several_runs_defaults_and_rejected_lengths(tmp_path, data, call, capsys):
+    runs = tmp_path / "runs"
+    a = make_run(runs, "a", data)
+    b = make_run(runs, "b", data, position="none", normaliser="ssmax_pn")
+    call(eval_length, a, b, "--device", "cpu", "--window", 0, "--by-position")  # which draws
+    assert [sorted({*read(run)["scaling"]}) for run in (a, b)] == [["none", "ntk"], ["none"]]
+    rows = read(b, measure="same_targets")
+    assert rows["length"].tolist() == [16, 32, 64, 128, 256]
+    assert rows["value"].isna().tolist() == [False, True, True, True, True]
+    for name in ("eval_length", "eval_length_by_position"):
+        assert (runs / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.rglob("*.tmp"))
+    out = capsys.readouterr().out
+    assert "ssmax-pn, NoPE, unscaled, at 32: no result:" in out
 
 
 def test_configs_are_read_without_tensors(tmp_path, data):
@@ -340,69 +298,41 @@ def test_configs_are_read_without_tensors(tmp_path, data):
 
 def test_a_finished_run_is_written_before_the_next_fails(tmp_path, data, evaluate, monkeypatch):
     a, b = (make_run(tmp_path / "runs", name, data) for name in "ab")
-    load = EvaluatedRun.load
+    load = Run.load
 
-    def fail(run: EvaluatedRun, world: World) -> tuple[GPT, int]:
-        if run.label == "b":
+    def fail(run: Run, world: World) -> tuple[GPT, int]:
+        if run.name == "b":
             raise UserError("b fails")
         return load(run, world)
 
-    monkeypatch.setattr(EvaluatedRun, "load", fail)
+    monkeypatch.setattr(Run, "load", fail)
     with pytest.raises(UserError, match="b fails"):
         evaluate(a, b, "--lengths", 16)
-    assert (a / "eval_length.json").exists() and (a / "eval_length.png").exists()
-    assert not (b / "eval_length.json").exists()
+    assert (a / "rows.csv").exists() and not (b / "rows.csv").exists()
 
 
 def test_a_foreign_table_stops_before_the_work(tmp_path, data, evaluate):
     a, b = (make_run(tmp_path / "runs", name, data) for name in "ab")
     (b / "rows.csv").write_text("x,y\n1,2\n")
-    with one_line("b/rows.csv: expected the rows.csv of a run"):
+    with one_line("b/rows.csv: expected rows with run, step"):
         evaluate(a, b)
-    assert not (a / "eval_length.json").exists()
+    assert not (a / "rows.csv").exists()
 
 
-def test_several_runs_defaults_and_rejected_lengths(tmp_path, data, call, capsys):
-    runs = tmp_path / "runs"
-    a = make_run(runs, "a", data)
-    b = make_run(runs, "b", data, position="none", normaliser="ssmax_pn")
-    call(eval_length, a, b, "--device", "cpu")  # which draws
-    assert [read(run / "eval_length.json")["rope"]["kind"] for run in (a, b)] == ["ntk", "none"]
-    assert [row["length"] for row in lengths_of(a)] == [16, 32, 64, 128, 256]
-    rows = lengths_of(b)
-    assert [row["reason"] is None for row in rows] == [True, False, False, False, False]
-    assert "loss" in rows[0] and "loss" not in rows[1]
-    for folder in (a, b, runs):
-        assert (folder / "eval_length.png").read_bytes().startswith(b"\x89PNG")
-    assert not list(tmp_path.rglob("*.tmp"))
-    out = capsys.readouterr().out
-    assert "RoPE ntk and none." in out
-    # 256 fits once: one block has no standard error
-    assert "b at 32: no result:" in out and "±-" in out
-
-
-def test_checkpoint_files_and_tags(tmp_path, data, evaluate):
+def test_checkpoint_files(tmp_path, data, evaluate):
+    """Each has the rows of its step, in the run's folder; a lone file's are beside it."""
     runs = tmp_path / "runs"
     run = make_run(runs, "a", data, step=7)
     make_run(runs, "a", data, step=9)
     old = run / "checkpoints" / "step_000007.pt"
-    new = run / "checkpoints" / "step_000009.pt"
-    evaluate(old, new, run, "--lengths", 16, 32)
-    results = [
-        read(run / f"eval_length{name}.json") for name in ("_step_000007", "_step_000009", "")
-    ]
-    assert [result["step"] for result in results] == [7, 9, 9]
-    assert results[0]["lengths"] != results[1]["lengths"] == results[2]["lengths"]
-    assert (run / "eval_length_all.png").exists()
+    evaluate(old, run, "--lengths", 16, 32)
+    assert {*read(run)["step"]} == {7, 9}
+    assert values_of(run, step=7) != values_of(run, step=9)
     alone = tmp_path / "alone.pt"
     alone.write_bytes(old.read_bytes())
-    evaluate(alone, run, "--lengths", 16, "--tag", "none", "--out", tmp_path / "curve.svg")
-    for file in (
-        tmp_path / "eval_length_none_alone.json",
-        run / "eval_length_none.png",
-        tmp_path / "curve.svg",
-    ):
-        assert file.exists()
+    evaluate(alone, "--lengths", 16, 32)
+    assert (tmp_path / "eval_length_alone.png").exists()
+    assert values_of(tmp_path) == values_of(run, step=7)
 
 
 def test_ranks_that_read_different_checkpoints_do_not_evaluate(
@@ -414,31 +344,29 @@ def test_ranks_that_read_different_checkpoints_do_not_evaluate(
         evaluate(run, "--lengths", 16)
 
 
-def test_a_loss_that_is_not_finite(tmp_path, data, call, no_drawing, capsys):
-    """In the figure as well, which has no curve."""
+def test_a_loss_that_is_not_finite(tmp_path, data, evaluate, capsys):
     run = make_run(tmp_path / "runs", "a", data)
     model, config, step, *_ = load_model(run)
     with torch.no_grad():
         model.get_parameter("final_norm.weight").fill_(math.nan)
     save_run(run, config, model, step)
-    call(eval_length, run, "--lengths", 16, "--device", "cpu")
-    assert "a at 16: no result: the model computed NaN or infinity" in capsys.readouterr().out
+    evaluate(run, "--lengths", 16)
+    out = capsys.readouterr().out
+    assert "softmax, NTK, at 16: no result: the model computed NaN or infinity" in out
+    assert read(run)["value"].isna().all()
 
 
 def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
     """Two ranks share 5 blocks; they must not hang at a rejected length."""
     a = make_run(tmp_path / "runs", "a", data, normaliser="lssa", reweight_p=15)
     b = make_run(tmp_path / "runs", "b", data, normaliser="ssmax_pn")
-    args = (a, b, "--lengths", 16, 64)
+    args = (a, b, "--lengths", 16, 64, "--window", 0)
     evaluate(*args)
-    one = [[*lengths_of(run), read(run / "eval_length.json")["cut"]] for run in (a, b)]
+    one = [read(run) for run in (a, b)]
     output = finish(fork_ranks(eval_length.main, *args, "--device", "cpu"))
     assert output[0][0] == capsys.readouterr().out
-    two = [[*lengths_of(run), read(run / "eval_length.json")["cut"]] for run in (a, b)]
-    for x, y in zip(sum(one, []), sum(two, []), strict=True):
-        assert x.keys() == y.keys() and x["reason"] == y["reason"]
-        for key in x.keys() - {"buckets", "reason"}:
-            assert x[key] == pytest.approx(y[key], abs=1e-6)
+    for run, before in zip((a, b), one, strict=True):
+        pd.testing.assert_frame_equal(read(run), before, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -450,16 +378,12 @@ def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
         (["{run}", "{run}"], "given twice"),
         (["{run}", "--lengths", "16", "512"], "at least 513 for one window of length 512"),
         (["{run}", "--lengths", "32", "--tokens", "31"], "--tokens 31: expected at least 32"),
-        (
-            ["{run}", "--skip", "512", "--tag", "a"],
-            "expected a block of 256 after it; the data has 1 of them",
-        ),
-        (["{run}", "--lengths", "32", "--skip", "32"], "--skip 32: expected a --tag"),
         (["{run}", "--lengths", "24", "64"], "24 does not divide the longest"),
-        (["{run}", "--rope", "theta"], "base None: expected a number above 0"),
+        (["{run}", "--rope", "theta"], "--rope theta: expected its base, as in theta=500000"),
+        (["{run}", "--rope", "ntk=3"], "--rope ntk=3: expected none, ntk"),
+        (["{run}", "--window", "-1"], "'-1': expected an integer, at least 0"),
         (["{run}", "--data", "{tmp}/gpt2"], "tokenised with 50257 tokens"),
         (["{run}", "--data", "{tmp}/gone"], "gone: no such data folder; prepare it with"),
-        (["{run}", "--tag", "a/b"], "--tag a/b: expected only letters"),
         (["{run}", "--out", "{tmp}/none/curve.png"], "in a folder that exists"),
     ],
 )
@@ -470,20 +394,31 @@ def test_bad_input(tmp_path, data, evaluate, args, message):
     write_shard(tmp_path / "gpt2" / "toy_val_000000.bin", np.zeros(999, dtype=np.int64))
     with one_line(message):
         evaluate(*(arg.format(tmp=tmp_path, run=run) for arg in args))
-    assert not (run / "eval_length.json").exists()
+    assert not (run / "rows.csv").exists()
 
 
-def test_runs_of_several_tokenisers_are_refused(tmp_path, data, evaluate, monkeypatch):
-    other = tmp_path / "other"
-    shutil.copytree(data, other)
-    info = read(other / "dataset.json")
-    (other / "dataset.json").write_text(json.dumps(info | {"tokenizer": "another"}))
+def test_runs_of_several_texts_or_tokenisers_are_refused(tmp_path, data, evaluate, monkeypatch):
+    other = make_dataset(tmp_path / "other", n_val=N_SCORED, n_train=100)
     runs = [
         make_run(tmp_path / "runs", name, folder) for name, folder in (("a", data), ("b", other))
     ]
+    with one_line("runs/b: ", "is another text than"):
+        evaluate(*runs, "--lengths", "8", "64")
+    info = json.loads((other / "dataset.json").read_text())
+    shutil.rmtree(other)
+    shutil.copytree(data, other)
+    (other / "dataset.json").write_text(json.dumps(info | {"tokenizer": "another"}))
     names = {"a": "bytes", "b": "another"}
     monkeypatch.setattr(
-        common, "read_config", lambda source: (read_config(source)[0], names[source.name])
+        evaluation, "read_config", lambda source: (read_config(source)[0], names[source.name])
     )
-    with one_line("b: tokens of another: expected bytes, as a has"):
+    with one_line("b: tokens of another: expected bytes, as", "a has"):
         evaluate(*runs, "--lengths", "8", "64")
+
+
+def test_progress_is_one_line_of_a_terminal_and_lines_of_a_log(capsys, monkeypatch):
+    monkeypatch.setattr(evaluation, "LOG_SECONDS", -1.0)
+    assert [*evaluation.progress(range(3), "softmax")] == [0, 1, 2]
+    assert capsys.readouterr().err == "softmax: 1/3, 0 s left\nsoftmax: 2/3, 0 s left\n"
+    assert [*evaluation.progress(range(3), "softmax", is_shown=False)] == [0, 1, 2]
+    assert not capsys.readouterr().err

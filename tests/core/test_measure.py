@@ -194,5 +194,10 @@ def test_digits_that_the_error_allows():
     ):  # fmt: skip
         assert measure.format_estimate(Estimate(value, half, 0.5)) == text
     assert measure.format_estimate(Estimate(0.5, 0.03, 0.5), signed=True) == "+0.50 ±0.03"
+    for value, half, text in (
+        (0.5, 0.03, "+.50 ±.03"), (-0.5, 0.0033, "-.500 ±.003"), (1.5, 0.014, "+1.50 ±.01"),
+        (0.5, math.nan, "+0.5000"),
+    ):  # fmt: skip
+        assert measure.format_difference(Estimate(value, half, 0.5)) == text
     column = [Estimate(1.634, 0.02, 0), None, Estimate(1.631, 0.02, 0), Estimate(1.7, 0.02, 0)]
     assert measure.mark_best([column, [None] * 4]) == [{0, 2}, set()]

@@ -1,9 +1,9 @@
 """sweep.py: what it runs, skips, and continues with after a failure."""
 
-import json
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+import measure
 import sweep
 from config import expand_sweep, load_config, to_toml
+from data.dataset import TokenStream
 from infra.cli import UserError
 from infra.distributed import StopSignals
+from measure import write_rows
 from schema import Config
 from training.checkpoint import CONTENT, find_checkpoints, save_checkpoint
 from training.loader import open_streams
@@ -42,24 +45,24 @@ class FakeTorchrun:
         if script == "eval_length.py":
             run_dir = Path(arguments[0])
             config = load_config(run_dir / "config.toml")
-            tokens = int(arguments[arguments.index("--tokens") + 1])
-            lengths = [16, 32, 64, 128, 256]
-            options = {"tokens": tokens, "skip": 0, "data": config.data.dir, "lengths": lengths}
-            losses = [{"length": length, "loss": 5.0} for length in lengths]
-            for scaling in ("ntk", *arguments[arguments.index("--also") + 1 :]):
-                rope, _, theta = scaling.partition("=")
-                result = {"step": config.train.max_steps, "lengths": losses}
-                result["options"] = options | {
-                    "rope": rope,
-                    "rope_theta": float(theta) if theta else None,
-                }
-                name = "eval_length.json" if rope == "ntk" else f"eval_length_{rope}.json"
-                (run_dir / name).write_text(json.dumps(result))
+            leave_rows(config, int(arguments[arguments.index("--tokens") + 1]))
         elif self.failing and self.failing in " ".join(arguments):
             return 2
         else:
             leave_run(load_config(arguments[0], arguments[1:]))
         return 0
+
+
+def leave_rows(config: Config, tokens: int, step: int | None = None) -> None:
+    """5 nats for everything that eval_length.py measures by default."""
+    text = TokenStream(config.data.dir, "val").fingerprint[7:19]
+    rows: list[tuple[Any, ...]] = []
+    for length in (16, 32, 64, 128, 256):
+        for context in ((0, "none"), (0, "ntk"), (16, "none")):
+            for block in range(min(tokens // 256, 3)):  # as many as 1,000 tokens have
+                key = (config.name, step or config.train.max_steps, text, "same_targets")
+                rows.append((*key, length, *context, block, 0, 5.0))
+    write_rows(config.run_dir, rows)
 
 
 def leave_run(config: Config) -> None:
@@ -81,15 +84,15 @@ def test_all_runs_but_the_finished_ones_and_on_after_a_failure(
     assert e.value.code == 1 and "3 of 4 runs are trained and evaluated" in out
     run = four_runs.parent / "runs/s_normaliser=softmax_seed=2"
     assert out.splitlines()[-1] == f"failed: {run}: train.py ended with status 2"
-    done = ["train.py", "eval_length.py"]  # one process for all RoPE scalings
+    done = ["train.py", "eval_length.py"]
     assert fake.scripts == [*done, "train.py", *done, *done]
     assert all("--optimizer.lr" in command for command in fake.commands if command[0] == "train.py")
-    scalings = [command[-3:] for command in fake.commands if command[0] == "eval_length.py"]
-    assert scalings == 3 * [["--also", "none", "theta=500000.0"]]  # 50 times the base of training
-    header, _, *table = [line.split() for line in out.splitlines()[-8:-2]]
-    assert header[:5] == ["run", "steps", "validation", "ntk", "1x"]
-    finished = ["12", "4.0000", *6 * ["5.0000"]]
-    assert [line[1:] for line in table] == [finished, 8 * ["-"], finished, finished]
+    header, _, *table, picture = [line.split() for line in out.splitlines()[-9:-2]]
+    assert header == ["run", "validation", "1x", "16x", "16x", "NTK", "16x", "window"]
+    finished = ["4.000", *4 * ["5.000"]]
+    assert [line[1:] for line in table] == [finished, 5 * ["-"], finished, finished]
+    assert max(map(len, out.splitlines()[-9:-3])) <= 80
+    assert Path(picture[1]).name == "s_sweep.png" and Path(picture[1]).exists()
 
     again = FakeTorchrun(monkeypatch)
     call(sweep, four_runs, "--optimizer.lr", "0.01")
@@ -102,9 +105,6 @@ def test_all_runs_but_the_finished_ones_and_on_after_a_failure(
     # other tokens are no result
     call(sweep, four_runs, "--optimizer.lr", "0.01", "--eval-tokens", 512)
     assert again.scripts == [*done, *4 * ["eval_length.py"]]
-    assert all(
-        "--replace" in command for command in again.commands if command[0] == "eval_length.py"
-    )
 
 
 def test_jobs_run_side_by_side_with_their_share_of_the_machine(
@@ -271,31 +271,84 @@ def test_a_run_on_other_data_is_left_to_train(four_runs, tiny_dataset, call, mon
     assert again.scripts == ["train.py", "train.py"]
 
 
-def test_an_evaluation_of_another_step_is_done_again(four_runs, call, monkeypatch):
+def test_an_evaluation_of_another_step_or_text_is_done_again(four_runs, call, monkeypatch, capsys):
+    """And one that lacks a block; what still lacks it afterwards has failed."""
     FakeTorchrun(monkeypatch)
     call(sweep, four_runs, "--index", "0")
-    path = four_runs.parent / "runs/s_normaliser=softmax_seed=1/eval_length_none.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 4}))
-    again = FakeTorchrun(monkeypatch)
-    call(sweep, four_runs, "--index", "0")
-    assert again.scripts == ["eval_length.py"]
-    path.write_text(path.read_text().replace('"length": 16,', '"length": 24,'))
-    numbers = sweep.make_jobs([str(four_runs)], [], None)[0].numbers()
-    assert numbers["none 1x"] == "-" != numbers["ntk 1x"]
-
-
-def test_an_evaluation_that_measured_another_step_has_failed(four_runs, call, monkeypatch, capsys):
-    FakeTorchrun(monkeypatch)
-    call(sweep, four_runs, "--index", "0")
-    path = four_runs.parent / "runs/s_normaliser=softmax_seed=1/eval_length_none.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 4}))
+    job = sweep.make_jobs([str(four_runs)], [], None)[0]
+    path = job.run_dir / "rows.csv"
+    whole = path.read_text()
+    is_last = (whole.splitlines(keepends=True)[-1], "")
+    for content in (
+        whole.replace(",12,", ",4,"),
+        whole.replace(*is_last),
+        whole.replace(",ntk,", ",yarn,"),
+    ):
+        path.write_text(content)
+        again = FakeTorchrun(monkeypatch)
+        call(sweep, four_runs, "--index", "0")
+        assert again.scripts == ["eval_length.py"]
+    path.write_text(whole.replace(",12,", ",4,"))
     monkeypatch.setattr(sweep, "run", lambda *_: 0)  # which leaves it
     capsys.readouterr()
     with pytest.raises(SystemExit):
         call(sweep, four_runs, "--index", "0")
     out = capsys.readouterr().out
-    assert "eval_length.py has measured another step" in out
-    assert "none 1x" not in out and "ntk 1x" in out
+    assert "eval_length.py has measured another step" in out and "16x" not in out
+
+
+def test_lists_on_the_command_line_sweep(tiny_config, four_runs):
+    """With those of the file, in the names and in what a picture shows."""
+    lists = ["--optimizer.lr", "0.1", "0.2", "--seed", "3", "4", "--train.grad-clip=2.0"]
+    jobs = sweep.make_jobs([str(tiny_config)], lists, None)
+    assert [job.config.name for job in jobs] == [
+        f"tiny_lr={lr}_seed={seed}" for lr in (0.1, 0.2) for seed in (3, 4)
+    ]
+    assert [(job.config.optimizer.lr, job.config.seed) for job in jobs][1] == (0.1, 4)
+    assert jobs[3].swept == {"optimizer.lr": 0.2, "seed": 4}
+    assert all(job.config.train.grad_clip == 2.0 for job in jobs)
+    jobs = sweep.make_jobs([str(four_runs)], lists[:3], None)
+    assert len(jobs) == 8 and jobs[0].config.name == "s_normaliser=softmax_seed=1_lr=0.1"
+    with pytest.raises(UserError, match="20000 runs: expected at most 10000"):
+        sweep.make_jobs([str(tiny_config)], ["--seed", *map(str, range(20_000))], None)
+
+
+def test_a_run_follows_the_one_that_it_starts_from(tiny_config, call, monkeypatch):
+    """Also with several jobs at once."""
+    folder = tiny_config.with_name("runs")
+    later = tiny_config.with_name("a.toml")
+    later.write_text(f'base = "tiny.toml"\ninit_from = "{folder}/tiny"\n')
+    last = tiny_config.with_name("b.toml")
+    last.write_text(f'base = "tiny.toml"\ninit_from = "{folder}/a/checkpoints/step_000012.pt"\n')
+    files = [str(last), str(later), str(tiny_config)]
+    assert [job.config.name for job in sweep.make_jobs(files, [], None)] == ["tiny", "a", "b"]
+    fake = FakeTorchrun(monkeypatch)
+    call(sweep, *files, "--jobs", 3, "--eval-tokens", 0)
+    assert [Path(command[1]).stem for command in fake.commands] == ["tiny", "a", "b"]
+    tiny_config.write_text(f'init_from = "{folder}/b"\n' + tiny_config.read_text())
+    with pytest.raises(UserError, match="these runs start from each other"):
+        sweep.make_jobs(files, [], None)
+
+
+def test_400_runs_are_compared_in_a_second(tiny_config, monkeypatch):
+    """Each with all before, by one key."""
+    config = load_config(tiny_config)
+    loaded = iter(range(1000))
+    monkeypatch.setattr(
+        sweep,
+        "load_config",
+        lambda *_: config.model_copy(update={"name": f"r{next(loaded)}", "seed": 1}),
+    )
+    began = time.perf_counter()
+    jobs = sweep.make_jobs([str(tiny_config)], ["--seed", *map(str, range(400))], None)
+    assert len(jobs) == 1 and time.perf_counter() - began < 10
+
+
+def test_names_that_a_table_has_room_for():
+    names = [f"a_very_long_name_of_a_variant_power={p}_lr=0.001" for p in (1, 15)]
+    assert sweep.short_names(names) == ["power=1_lr=0.001", "power=15_lr=0.001"]
+    assert sweep.short_names(["x" * 40]) == ["x" * 14 + "…" + "x" * 15]
+    assert sweep.short_names(["s_a", "s_b"]) == ["s_a", "s_b"]
 
 
 @pytest.mark.parametrize(
@@ -348,16 +401,15 @@ def test_a_run_and_its_evaluations(processes, four_runs, call):
         "--train.device",
         "cpu",
     )
-    evaluation = json.loads((run / "eval_length_none.json").read_text())
-    assert evaluation["rope"]["kind"] == "none" and evaluation["step"] == 12
-    assert [row["length"] for row in evaluation["lengths"]] == [16, 32, 64, 128, 256]
-    if processes == 2:  # a finished run is evaluated on data that have moved since
-        moved = shutil.copytree(evaluation["options"]["data"], four_runs.with_name("moved"))
+    rows = measure.read_rows(run)
+    assert {*rows["step"]} == {12} and {*rows["length"]} == {16, 32, 64, 128, 256}
+    if processes == 2:  # a finished run on data that have moved since is not evaluated again
+        data = load_config(run / "config.toml").data.dir
+        moved = shutil.copytree(data, four_runs.with_name("moved"))
         flags = ["--train.device", "cpu", "--data.dir", moved, "--nproc", 1]
+        before = (run / "rows.csv").read_bytes()
         call(sweep, four_runs, "--index", 0, "--eval-tokens", 256, *flags)
-        assert json.loads((run / "eval_length_none.json").read_text())["options"]["data"] == str(
-            moved
-        )
+        assert (run / "rows.csv").read_bytes() == before
 
 
 def test_a_signal_is_forwarded_as_sigterm():

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from launch import CPU
-from test_eval_length import N_BLOCKS, data, make_run, read
+from test_eval_length import N_BLOCKS, data, make_run
 
 from data.dataset import TokenStream
 from evals.common import Blocks
+from infra.files import read_json as read
 from lab import diagnose
 from lab.attention_statistics import STATISTICS, model_statistics
 from lab.rows import read_rows

@@ -15,7 +15,7 @@ import train
 from config import load_config, to_toml
 from data.batches import read_windows, train_batch
 from data.dataset import IGNORED, TokenStream, finish_dataset, write_split
-from evals.common import open_validation
+from evaluation import open_text
 from infra.cli import UserError
 from infra.distributed import World
 from train import forward_backward, start_or_resume
@@ -169,4 +169,4 @@ def test_refusals(config_path: Path) -> None:
     with pytest.raises(UserError, match="train.seq_len = 32: .* has sequences of 16 tokens"):
         build(config_path, "--train.seq-len", "32")
     with pytest.raises(UserError, match="made for fine-tuning, no running text"):
-        open_validation(load_config(config_path), None)
+        open_text(load_config(config_path), None)

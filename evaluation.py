@@ -1,0 +1,266 @@
+"""What evaluations share: options, the models of run folders, scored text, work shared by ranks.
+
+An evaluation opens all runs and their text before the first model is loaded, scores one run after
+the other, and writes its sets of rows (see measure.py) as soon as a run is done.
+"""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from data.batches import document_blocks, val_windows
+from data.dataset import TokenStream
+from infra.cli import ArgumentParser, UserError, positive_int
+from infra.distributed import World
+from measure import FILE, name_model, read_rows
+from model import GPT
+from positions import RopeKind, RopeScaling
+from schema import Config
+from training.checkpoint import find_checkpoints, load_model, load_source, read_config
+
+FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length: the default lengths
+LEAST_DOCUMENTS = 32  # with a block each; a text with fewer is scored as consecutive blocks
+LOG_SECONDS = 10.0  # between lines of progress where the output is no terminal
+
+
+# ---------------------------------------------------------------- options
+def add_arguments(parser: ArgumentParser, tokens: int = 2**20) -> None:
+    """The options of every evaluation."""
+    parser.usage = "%(prog)s RUN [RUN ...] [options]"
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="run folders or checkpoint files, first")
+    add("--data", type=Path, metavar="DIR", help="dataset (default: that of each run's config)")
+    split_help = "(default: test, if the dataset has it)"
+    add("--split", choices=("val", "test"), help=split_help)
+    tokens_help = "at most N tokens, in whole blocks (default: %(default)s)"
+    add("--tokens", type=positive_int, default=tokens, metavar="N", help=tokens_help)
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
+
+
+def parse_scaling(text: str) -> RopeScaling:
+    """'none', 'ntk', 'yarn' or 'theta=500000'. Raises UserError: it is none of them."""
+    kind, _, base = text.partition("=")
+    if kind not in get_args(RopeKind) or (base and kind != "theta"):
+        kinds = ", ".join(each for each in get_args(RopeKind) if each != "theta")
+        raise UserError(f"--rope {text}: expected {kinds} or theta=500000")
+    try:
+        return RopeScaling(kind, float(base) if base else None)  # type: ignore[arg-type]
+    except ValueError:
+        raise UserError(f"--rope {text}: expected its base, as in theta=500000") from None
+
+
+def format_scaling(scaling: RopeScaling) -> str:
+    """As the column `scaling` has it."""
+    return f"theta={scaling.theta:.10g}" if scaling.theta else scaling.kind
+
+
+# ---------------------------------------------------------------- runs
+@dataclass(frozen=True)
+class Run:
+    """A model to evaluate, and the folder of its rows."""
+
+    source: Path  # as given: run folder or checkpoint file
+    folder: Path
+    config: Config
+    tokenizer: str  # its name
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def title(self) -> str:
+        return name_model(self.config)
+
+    @property
+    def train_len(self) -> int:
+        return self.config.train.seq_len
+
+    @cached_property
+    def step(self) -> int:
+        """Of the checkpoint that is there now."""
+        path, content = load_source(self.source, lazily=True)
+        return int(content["step"])
+
+    def load(self, world: World) -> tuple[GPT, int]:
+        """The model on this rank's device, and its step.
+
+        Raises UserError: the model does not load, or the ranks got different checkpoints.
+        """
+        trained = load_model(self.source, world.device)
+        if not world.agree(trained.step):
+            raise UserError(f"{self.source}: got a new checkpoint while it was read; try again")
+        return trained.model, trained.step
+
+    def scalings(self, asked: Iterable[RopeScaling]) -> list[RopeScaling]:
+        """Those that make a difference to it: one without rotating positions has no scaling."""
+        return list(asked) if self.config.rope_bases else [RopeScaling()]
+
+
+def open_runs(sources: Sequence[Path], world: World | None = None) -> list[Run]:
+    """Check every source without its tensors, since ten models may not fit in memory.
+
+    Folders without a checkpoint are skipped with a line, unless all are. world: None where rows are
+    read alone. Raises UserError: a source does not load or is given twice, its folder cannot be
+    written, or has a damaged rows.csv.
+    """
+    trained = [source for source in sources if not source.is_dir() or find_checkpoints(source)]
+    for source in sources if trained and (world is None or world.is_main) else ():
+        if source not in trained:
+            print(f"skipped: {source} has no checkpoint")
+    runs: list[Run] = []
+    for source in trained or sources:
+        absolute = Path(os.path.abspath(source))  # not resolved: rows of a link stay where it is
+        if any(absolute.resolve() == Path(run.source).resolve() for run in runs):
+            raise UserError(f"{source}: given twice")
+        config, tokenizer = read_config(source)
+        folder = absolute if source.is_dir() else absolute.parent
+        if folder.name == "checkpoints" and not source.is_dir():
+            folder = folder.parent
+        if (folder / FILE).exists():
+            read_rows(folder)  # before the work: the new rows are added to it
+        if world is not None and not os.access(folder, os.W_OK):
+            raise UserError(f"{folder}: cannot be written; the results go there")
+        if runs and tokenizer != runs[0].tokenizer:
+            has = f"{runs[0].tokenizer}, as {runs[0].source} has"
+            why = "losses of both do not compare"
+            raise UserError(f"{source}: tokens of {tokenizer}: expected {has}: {why}")
+        runs.append(Run(source, folder, config, tokenizer))
+    return runs
+
+
+def picture_path(runs: Sequence[Run], name: str) -> Path:
+    """<name>.png in the run's folder, or in the deepest one that has all of them."""
+    folders = list(dict.fromkeys(run.folder for run in runs))
+    common = Path(os.path.commonpath(folders))
+    if len(runs) == 1 and not runs[0].source.is_dir():
+        name += f"_{runs[0].source.stem}"
+    # the root of the file system is nobody's
+    return (common if common.name else folders[0]) / f"{name}.png"
+
+
+# ---------------------------------------------------------------- text
+def open_text(
+    config: Config, folder: Path | None, tokenizer: str | None = None, split: str | None = None
+) -> TokenStream:
+    """The held-out tokens, checked against the model's vocabulary and the tokenizer that it was
+    trained on.
+
+    split: None is test, if the dataset has it, else val. Raises UserError: missing, damaged, masked
+    for fine-tuning, or tokens of another tokenizer.
+    """
+    folder = folder or Path(config.data.dir)
+    if not folder.is_dir() and folder == Path(config.data.dir):
+        raise UserError(f"{folder}: no such data folder; expected the run's data, or --data DIR")
+    has_test = folder.is_dir() and any(folder.glob("*_test_[0-9]*.bin"))
+    stream = TokenStream(folder, split or ("test" if has_test else "val"))
+    stream.check_model(config.model.vocab_size)
+    theirs = stream.info["tokenizer"]
+    if theirs != (tokenizer or theirs):
+        raise UserError(
+            f"{folder}: tokens of {theirs}: expected {tokenizer}, the model's tokenizer"
+        )
+    if stream.mask is not None:
+        raise UserError(f"{folder}: made for fine-tuning, no running text; expected other --data")
+    return stream
+
+
+def text_of(stream: TokenStream) -> str:
+    """The column `text` of a stream's rows."""
+    return stream.fingerprint.removeprefix("sha256 ")[:12]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of one length of a text: where each starts, and the number of its document."""
+
+    stream: TokenStream
+    length: int
+    starts: list[int]
+    documents: list[int]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
+def open_blocks(stream: TokenStream, length: int, n_tokens: int) -> Blocks:
+    """One block a document, at its end, as far as `n_tokens` tokens go.
+
+    If fewer than LEAST_DOCUMENTS documents are that long, consecutive blocks from the first token
+    on; their document is the last that has begun by the block's end.
+    Raises UserError: n_tokens or the stream is shorter than one block.
+    """
+    if n_tokens < length:
+        raise UserError(f"--tokens {n_tokens}: expected at least {length}, the longest length")
+    most = n_tokens // length
+    at_ends = document_blocks(stream, length)
+    if len(at_ends) >= LEAST_DOCUMENTS:
+        starts, documents = map(list, zip(*at_ends[:most], strict=True))
+        return Blocks(stream, length, starts, documents)
+    starts = [i * length for i in range(val_windows(stream, n_tokens, length))]
+    begun = stream.document_starts().searchsorted([start + length for start in starts])
+    return Blocks(stream, length, starts, [max(0, int(n) - 1) for n in begun])
+
+
+# ---------------------------------------------------------------- scores
+def progress(items: Sequence[Any], label: str, is_shown: bool = True) -> Iterator[Any]:
+    """The items, with progress and the time left on stderr: one line of a terminal, lines of a log."""
+    if not is_shown:
+        yield from items
+    elif sys.stderr.isatty():
+        yield from tqdm(items, label, leave=False)
+    else:
+        began = last = time.monotonic()
+        for n_done, item in enumerate(items):
+            now = time.monotonic()
+            if n_done and now - last > LOG_SECONDS:
+                last = now
+                left = round((now - began) / n_done * (len(items) - n_done))
+                line = f"{label}: {n_done}/{len(items)}, {left} s left"
+                print(line, file=sys.stderr, flush=True)
+            yield item
+
+
+def score_all(
+    world: World, label: str, n_items: int, score: Callable[[Sequence[int]], Tensor], batch: int = 1
+) -> Tensor | str:
+    """All items' scores, in order, the same on every rank. Each rank takes its share of the items.
+
+    Args:
+        score: of the items with these numbers, at most `batch`: (n, ...).
+    Returns:
+        (n_items, ...) float64 on the CPU; or why there are none. Then the model rejects the input
+        (ssmax_pn, whose p_n ends at the training length), or a score is not finite.
+    """
+    own = range(world.rank, n_items, world.size)
+    scores: dict[int, Tensor] = {}
+    reason = ""
+    try:
+        for i in progress(range(0, len(own), batch), label, world.is_main):
+            items = own[i : i + batch]
+            scores |= zip(items, score(items).double().cpu(), strict=True)
+    except UserError as e:  # every rank still joins the collective
+        reason = str(e)
+    for theirs, their_reason in world.gather_objects((scores, reason)):
+        scores |= theirs
+        reason = reason or their_reason
+    if reason:
+        return reason
+    in_order = torch.stack([scores[i] for i in range(n_items)])
+    return in_order if in_order.isfinite().all() else "the model computed NaN or infinity"
+
+
+def mean_and_stderr(values: Tensor) -> tuple[float, float]:
+    """Mean of (n,) and its standard error, NaN for a single value."""
+    n = len(values)
+    return values.mean().item(), values.std().item() / math.sqrt(n) if n > 1 else math.nan
