@@ -22,7 +22,6 @@ from measure import (
     Losses,
     draw_curves,
     estimate,
-    format_estimate,
     read_losses,
     read_rows,
 )
@@ -81,7 +80,10 @@ class Records:
 
 
 def signed(each: Estimate) -> str:
-    return format_estimate(each, signed=True).replace("-", "−")
+    """'−0.38 ±0.06', with a third digit where the interval is small, or none."""
+    digits = 2 if each.half >= 0.02 else 3
+    value = number(each.value, digits, "+")
+    return value if math.isnan(each.half) else f"{value} ±{each.half:.{digits}f}"
 
 
 def number(value: float, digits: int = 2, sign: str = "") -> str:
