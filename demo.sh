@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Install, prepare a corpus, train softmax, SSMax on QK-norm, LSSAR, softmax in windows and a hybrid, compare their
-# loss at 1x to 16x the training length, with NTK-scaled RoPE and without scaling.
+# Install, prepare a corpus, train softmax, SSMax on QK-norm, LSSAR and windows + FoX, and draw README's picture:
+# their loss at 1x to 16x the training length, beside softmax with a rolling window of that length.
 #
-#   ./demo.sh           ten to 25 minutes on two CPU cores, after installation
+#   ./demo.sh           up to 20 minutes on two CPU cores, after installation
 #   ./demo.sh --quick   two to five minutes: the same steps with barely trained models (for CI)
 #
 # A second call reuses finished steps; remove runs/demo* or runs/quick* to start over.
@@ -23,13 +23,13 @@ environment requirements.txt
 echo "== corpus: the Python standard library's sources, as bytes -> data/python_bytes"
 $PYTHON -m data.python_source
 runs=()
-for model in softmax ssmax lssar window hybrid; do
+for model in softmax ssmax lssar hybrid; do
     run=${prefix}_$model
     echo "== train configs/demo_$model.toml -> runs/$run"
     $PYTHON train.py configs/demo_$model.toml --name $run ${steps[@]+"${steps[@]}"}
     runs+=(runs/$run)
 done
-echo "== validation loss at 1x to 16x the training length -> $picture"
+echo "== loss at 1x to 16x the training length -> $picture"
 $PYTHON eval_length.py "${runs[@]}" --tokens $eval_tokens --missing --out "$picture"
 echo "== done"
 echo "curves    ${runs[0]}/metrics.jsonl and so on"
