@@ -17,7 +17,6 @@ FILES = {"attention", "config", "generation", "model", "positions", "schema"}
 FOLDERS = [
     "data",
     "engines",
-    "evals",
     "infra",
     "normalisers",
     "training",

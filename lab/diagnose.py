@@ -2,21 +2,22 @@
 
     python -m lab.diagnose runs/lssar
     python -m lab.diagnose runs/softmax runs/ssmax runs/lssar --lengths 1024 4096 16384
+    python -m lab.diagnose runs/lssar/checkpoints/*.pt      # over training (NormSoftmax, Figures 2, 4)
     torchrun --standalone --nproc_per_node=8 -m lab.diagnose runs/lssar --tokens 1048576
 
-The validation text is cut into blocks of the longest length. The statistics are means over the last
-128 rows (queries) of each block, or half the shortest length, in windows of each length that all
-end there. So the queries are the same, with more context. They measure how wide the scores are, how
-concentrated the weights, and how much goes to the first token (the attention sink).
-NormSoftmax's Figures 2a and 4 are those of the checkpoints that `train.keep_every` kept.
+The statistics are means over the last 128 rows (queries) of each block, or half the shortest length,
+in windows of each length that all end there. So the queries are the same, with more context. They
+measure how wide the scores are, how concentrated the weights, and how much goes to the first token
+(the attention sink).
 
-Writes diagnose.json and diagnose.png into the run folder and adds the means to its rows.csv. The
-figure has a curve for each layer. Several runs get one more figure, with a curve for each.
+Writes their means to rows.csv of the run folder, of all heads as `entropy`, of a layer as
+`entropy[0]` and so on, and draws a picture: a curve for each layer, or for each of several runs.
 """
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,28 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from evals import common, output
-from evals.common import Blocks, add_arguments, mean_and_stderr, parse_arguments
-from evals.output import Result
-from evals.rows import text_key
-from infra.cli import ArgumentParser, run_main
+from evaluation import (
+    FACTORS,
+    Blocks,
+    Run,
+    add_arguments,
+    format_scaling,
+    open_blocks,
+    open_runs,
+    open_text,
+    parse_scaling,
+    picture_path,
+    score_all,
+    text_of,
+)
+from infra.cli import ArgumentParser, positive_int, run_main
 from infra.distributed import World, join_world
 from lab.attention_statistics import STATISTICS, model_statistics
+from measure import MARKERS, check_figure, format_length, format_table, save_figure, write_rows
 from model import GPT
 from positions import RopeScaling
+
+Means = dict[int, Tensor | None]  # by length: (n_layer, len(STATISTICS)); None: rejected
 
 
 def parse_args() -> argparse.Namespace:
@@ -41,133 +55,148 @@ def parse_args() -> argparse.Namespace:
     listed = [f"  {name:18}{meaning}" for name, meaning in STATISTICS.items()]
     heading = "p = |A| / sum |A| over the n visible keys, the weights of a softmax:"
     parser.epilog = "\n".join([heading, *listed])
-    lengths_help = "window lengths (default: 1, 2, 4, 8, 16 x the training length)"
-    add_arguments(parser, lengths_help, tokens=2**18)
-    return parse_arguments(parser, "diagnose")
+    add_arguments(parser, tokens=2**18)
+    add = parser.add_argument
+    lengths_help = "(default: 1, 2, 4, 8, 16 x the training length)"
+    add("--lengths", nargs="+", type=positive_int, metavar="T", help=lengths_help)
+    rope_help = "RoPE scaling: none, ntk, yarn, theta=500000 (default: none)"
+    add("--rope", default="none", metavar="SCALING", help=rope_help)
+    add("--out", type=Path, metavar="FILE", help="picture (default: diagnose.png above the runs)")
+    args = parser.parse_args()
+    args.scaling = parse_scaling(args.rope)
+    check_figure(args.out)
+    return args
 
 
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs, picture = common.open_runs(args, world)
-        all_blocks = common.open_blocks(args, runs)
-        n_rows = max(1, min(128, all_blocks[0].lengths[0] // 2))
+        runs = open_runs(args.runs, world)
+        own = {factor * run.train_len for run in runs for factor in FACTORS}
+        lengths = sorted({*(args.lengths or own)})
+        texts = [open_text(run.config, args.data, run.tokenizer, args.split) for run in runs]
+        all_blocks = [open_blocks(text, lengths[-1], args.tokens) for text in texts]
+        means = {}
+        for run, blocks in zip(runs, all_blocks, strict=True):
+            model, step = run.load(world)
+            (scaling,) = run.scalings([args.scaling])
+            of_run = measure_run(world, run.title, model, blocks, lengths, scaling)
+            if world.is_main:
+                write_rows(run.folder, rows_of(run, step, text_of(blocks.stream), scaling, of_run))
+            means[f"{run.title}, step {step}"] = of_run
+        if world.is_main:
+            for name, meaning in STATISTICS.items():
+                print(f"\n{name}: {meaning}\n{table(means, name)}")
+            draw(means, args.out or picture_path(runs, "diagnose"))
 
-        def measure(i: int, model: GPT, step: int) -> tuple[dict[str, Any], str, list[Any]]:
-            blocks = all_blocks[i]
-            data = blocks.describe() | {"rows": n_rows}
-            scores = [
-                score(model, blocks, n, n_rows, args.rope_scaling, world) for n in blocks.lengths
-            ]
-            at_lengths = [
-                summarise(n, each) for n, each in zip(blocks.lengths, scores, strict=True)
-            ]
-            text = f"{text_key(data)}, {n_rows} rows"
-            return {"data": data, "lengths": at_lengths}, text, measured_means(at_lengths)
 
-        common.evaluate("diagnose", args, world, runs, picture, measure, tables, plot)
+def count_rows(lengths: Sequence[int]) -> int:
+    """Queries at the end of each block."""
+    return max(1, min(128, lengths[0] // 2))
 
 
-# ---------------------------------------------------------------- score
+# ---------------------------------------------------------------- scores
+def measure_run(
+    world: World, title: str, model: GPT, blocks: Blocks, lengths: Sequence[int], rope: RopeScaling
+) -> Means:
+    means: Means = {}
+    for length in lengths:
+        scores = score(model, blocks, length, count_rows(lengths), rope, world, title)
+        if isinstance(scores, str):
+            print(f"{title} at {length}: no result: {scores}")
+            means[length] = None
+        else:
+            means[length] = scores.mean((0, 2))
+    return means
+
+
 def score(
-    model: GPT, blocks: Blocks, length: int, n_rows: int, rope: RopeScaling, world: World
+    model: GPT,
+    blocks: Blocks,
+    length: int,
+    n_rows: int,
+    rope: RopeScaling,
+    world: World,
+    title: str,
 ) -> Tensor | str:
     """Statistics of every block, (n_blocks, n_layer, n_head, len(STATISTICS)), or why there are
     none.
     """
 
     def statistics(items: Sequence[int]) -> Tensor:
-        ends = [(blocks.n_skipped + i + 1) * blocks.longest for i in items]
-        windows = [blocks.stream.read(end - length, length) for end in ends]
+        starts = [blocks.starts[i] + blocks.length - length for i in items]
+        windows = np.stack([blocks.stream.read(start, length) for start in starts])
         with model.autocast():
-            tokens = torch.from_numpy(np.stack(windows)).to(world.device)  # (B, T)
-            return model_statistics(model, tokens, rope, n_rows)
+            return model_statistics(model, torch.from_numpy(windows).to(world.device), rope, n_rows)
 
-    return common.score_all(world, f"{length} tokens", blocks.n_blocks, statistics)
-
-
-# ---------------------------------------------------------------- summary and tables
-def summarise(length: int, scores: Tensor | str) -> dict[str, Any]:
-    """An entry of diagnose.json's "lengths": means by head, and over all heads with their error."""
-    if isinstance(scores, str):
-        return {"length": length, "reason": scores}
-    entry: dict[str, Any] = {
-        "length": length,
-        "reason": None,
-        "mean": {},
-        "stderr": {},
-        "heads": {},
-    }
-    # (n_blocks, n_layer, n_head)
-    for name, of_heads in zip(STATISTICS, scores.unbind(-1), strict=True):
-        mean, stderr = mean_and_stderr(of_heads.mean((1, 2)))
-        entry["mean"][name] = mean
-        entry["stderr"][name] = stderr
-        entry["heads"][name] = of_heads.mean(0).tolist()
-    return entry
+    return score_all(world, f"{title}, {length} tokens", len(blocks), statistics)
 
 
-def measured_means(at_lengths: list[dict[str, Any]]) -> list[tuple[int, None, str, float]]:
-    """(length, no block, statistic, mean); NaN where the length was rejected."""
-    return [
-        (entry["length"], None, name, entry["mean"][name] if "mean" in entry else math.nan)
-        for entry in at_lengths
-        for name in STATISTICS
-    ]
+def rows_of(
+    run: Run, step: int, text: str, scaling: RopeScaling, means: Means
+) -> Iterator[tuple[Any, ...]]:
+    """The rows of measure.py: means over all heads and blocks, and those of each layer."""
+    for (length, of_length), (i, name) in product(means.items(), enumerate(STATISTICS)):
+        where = (length, 0, format_scaling(scaling), None, None)
+        layers = [] if of_length is None else of_length[:, i].tolist()
+        mean = sum(layers) / len(layers) if layers else math.nan
+        yield (run.name, step, text, name, *where, mean)
+        for layer, value in enumerate(layers):
+            yield (run.name, step, text, f"{name}[{layer}]", *where, value)
 
 
-def mean_of(name: str) -> output.Value:
-    """A statistic's mean over layers and heads, and its standard error over blocks."""
-    return lambda entry: (entry["mean"][name], entry["stderr"][name])
+# ---------------------------------------------------------------- table and picture
+def of_statistic(means: Means, name: str) -> dict[int, Tensor]:
+    """Of the lengths that were not rejected: (n_layer,)."""
+    i = list(STATISTICS).index(name)
+    return {length: each[:, i] for length, each in means.items() if each is not None}
 
 
-def tables(results: list[Result]) -> str:
-    """A table for each statistic: runs down, lengths across; means over layers and heads."""
-    data = results[0]["data"]
-    texts = ", ".join(dict.fromkeys(result["data"]["dir"] for result in results))
-    parts = [
-        f"The last {data['rows']} rows of {data['blocks']} blocks of {data['block_length']} tokens of "
-        f"{texts}, in windows of each length; RoPE scaling {output.format_rope(*results)}.\n"
-        "Means over layers and heads, ± standard error over blocks.",
-        output.run_table(results),
-    ]
-    for name, meaning in STATISTICS.items():
-        parts.append(f"{name}: {meaning}\n{output.length_table(results, mean_of(name))}")
-    return "\n\n".join(parts + output.rejections(results)) + "\n"
+def table(means: dict[str, Means], name: str) -> str:
+    """Models down, lengths across: means over layers and heads."""
+    lengths = [*next(iter(means.values()))]
+    lines = [["model", *map(format_length, lengths)]]
+    for title, of_run in means.items():
+        values = of_statistic(of_run, name)
+        cells = [f"{values[n].mean():.4g}" if n in values else "-" for n in lengths]
+        lines.append([title, *cells])
+    return format_table(lines)
 
 
-# ---------------------------------------------------------------- figure
-def plot(results: list[Result], path: Path) -> None:
-    """A panel for each statistic: a curve for each layer of a single run, or for each of several
-    runs.
-    """
+def draw(means: dict[str, Means], path: Path) -> None:
+    """A panel for each statistic: a curve for each layer of a single run, or for each run."""
     n_columns = math.ceil(len(STATISTICS) / 2)
-    lengths = [entry["length"] for entry in results[0]["lengths"]]
     figure = Figure(figsize=(3.2 * n_columns, 6.8), layout="constrained")
     for name, axes in zip(STATISTICS, figure.subplots(2, n_columns).flat, strict=True):
-        is_single = len(results) == 1
-        curves = (
-            layer_curves(results[0], name)
-            if is_single
-            else output.length_curves(results, mean_of(name))
-        )
-        output.draw_curves(axes, curves, lengths, results)
-        axes.set(title=name, xlabel="window length (tokens)")
+        for label, values in curves(means, name).items():
+            marker = MARKERS[len(axes.lines) % len(MARKERS)]
+            axes.plot([*values], [*values.values()], marker=marker, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set(title=name, xlabel="context (tokens)")
+        axes.grid(alpha=0.3)
         if name == "effective_keys":  # from one key to all
             axes.set_yscale("log")
         else:
             axes.set_ylim(bottom=0)
-    output.legend_below(figure, 6)
-    output.save_figure(figure, path)
+    handles = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=4, frameon=False)
+    save_figure(figure, path)
 
 
-def layer_curves(result: Result, name: str) -> list[output.Curve]:
-    """A statistic's means over the heads of each layer."""
-    means = {
-        e["length"]: np.mean(e["heads"][name], axis=1) for e in result["lengths"] if "heads" in e
+def curves(means: dict[str, Means], name: str) -> dict[str, dict[int, float]]:
+    """By label a statistic by length."""
+    if len(means) > 1:
+        return {
+            title: {n: each.mean().item() for n, each in of_statistic(of_run, name).items()}
+            for title, of_run in means.items()
+        }
+    (of_run,) = means.values()
+    values = of_statistic(of_run, name)
+    n_layers = len(next(iter(values.values()))) if values else 0
+    return {
+        f"layer {layer}": {n: each[layer].item() for n, each in values.items()}
+        for layer in range(n_layers)
     }
-    layers = np.array([*means.values()]).T
-    return [output.Curve(f"layer {i}", [*means], [*layer]) for i, layer in enumerate(layers)]
 
 
 if __name__ == "__main__":

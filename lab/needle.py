@@ -1,158 +1,135 @@
 """Needle in a haystack: does a model still find a number in a long context (SSMax, Section 3.3)?
 
-    python -m lab.needle runs/ssmax --lengths 1000 2000 5000 10000 --rope theta --rope-theta 500000
+    python -m lab.needle runs/ssmax --lengths 1000 2000 5000 10000 --rope theta=500000
     python -m lab.needle runs/softmax runs/ssmax runs/lssar --samples 100
     python -m lab.needle runs/sft --data data/fineweb10B                # fine-tuned: no text of its own
 
-A piece of the validation text contains, at 10, 30, 50, 70 or 90 % of it, "The special magic {city}
+A piece of the held-out text contains, at 10, 30, 50, 70 or 90 % of it, "The special magic {city}
 number is: {seven digits}.". The question and the beginning of its answer, which is the needle's
 sentence up to the number, follow. With --question-only the prompt ends with "Answer:", for models
-that were tuned to answer so. Lengths include all of it. Reported with 95 % confidence intervals
-(Wilson):
+that were tuned to answer so. Lengths include all of it. Reported with 95 % intervals (Wilson 1927):
 
     number         share of samples whose greedy answer is the whole number
     first_digit    share whose answer begins with the right digit
     choice         share in which the number is likelier than nine others of the same distribution: chance is
                    10 %, and a model needs no fine-tuning to beat it
-    needle score   attention mass from behind the needle's colon to its end in the row that predicts the
-                   first digit, for each layer and head (Section 3.4), heads ranked (Figure 7). With
-                   --depths 0, drawn for each sample, the best head's in each sample, marked by
-                   outcome (Figure 8)
+    needle_score   attention mass from behind the needle's colon to its end in the row that predicts the
+                   first digit, for each layer and head (Section 3.4), heads ranked (Figure 7)
 
 Sample i has the same text, city and number at every depth of a length and for every run of the same
 tokeniser. The paper multiplies RoPE's base by 50. Its Figure 7 is of one example, ours of all
 samples. The text, the cities and that the prompt begins the answer are ours, the paper does not
 give them.
 
-Writes eval_needle.json and eval_needle.png into the run folder and adds to its rows.csv. Several
-runs get one more figure.
+Writes rows.csv of the run folder: `number` and the others over all depths, `number[10%]` at one, and
+`needle_score[1.0]` of layer 1, head 0. Draws shares by length (Figure 6) and the heads.
 """
 
 import argparse
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from data.dataset import TokenStream
 from data.tokenizer import Tokenizer, get_tokenizer
-from evals import common, output
-from evals.common import add_arguments, parse_arguments
-from evals.output import Result
-from evals.rows import identity_of
+from evaluation import (
+    Run,
+    format_scaling,
+    open_runs,
+    open_text,
+    parse_scaling,
+    picture_path,
+    score_all,
+    text_of,
+)
 from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
 from infra.distributed import World, join_world
 from lab.attention_statistics import attention_mass
-from lab.shares import percent, proportion
 from lab.squad import question_prompt
+from measure import check_figure, format_table, save_figure, write_rows
 from model import GPT, KVCache
 from positions import RopeScaling
 
-CITIES = (
-    *(
-        "Amsterdam",
-        "Athens",
-        "Bangkok",
-        "Berlin",
-        "Bogota",
-        "Cairo",
-        "Chicago",
-        "Delhi",
-        "Dublin",
-        "Havana",
-    ),
-    *(
-        "Helsinki",
-        "Jakarta",
-        "Kyoto",
-        "Lagos",
-        "Lima",
-        "Lisbon",
-        "London",
-        "Madrid",
-        "Manila",
-        "Nairobi",
-    ),
-    *("Oslo", "Paris", "Prague", "Rome", "Seoul", "Sydney", "Tokyo", "Toronto", "Vienna", "Warsaw"),
-)
+CITIES = [
+    *("Amsterdam", "Athens", "Bangkok", "Berlin", "Bogota", "Cairo", "Chicago", "Delhi", "Dublin"),
+    *("Havana", "Helsinki", "Jakarta", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Madrid"),
+    *("Manila", "Nairobi", "Oslo", "Paris", "Prague", "Rome", "Seoul", "Sydney", "Tokyo", "Toronto"),
+    *("Vienna", "Warsaw"),
+]  # fmt: skip
 MEASURES = ("number", "first_digit", "choice")
-OUTCOMES = {"number": "o", "first_digit": "^", "neither": "x"}  # markers in Figure 8
+FACTORS = (1, 2, 4, 8)  # of the training length
 RANDOM_DEPTH = 0
 N_CHOICES = 10
 ANSWER_TOKENS = 8  # room for seven digits
 TOKENS_AT_ONCE = 65536  # of one batch
 N_RANKED = 25  # heads in Figure 7
+# by length and depth: (len(MEASURES) + n_layer * n_head,) means over the samples; None: rejected
+Cells = dict[tuple[int, int], Tensor | None]
 
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="run folders or checkpoint files, first")
     lengths_help = (
         "of the whole sequence with the answer (default: 1, 2, 4, 8 x the training length)"
     )
-    add_arguments(parser, lengths_help)
-    add = parser.add_argument
-    depths = [10, 30, 50, 70, 90]
+    add("--lengths", nargs="+", type=positive_int, metavar="T", help=lengths_help)
     depths_help = "of the text, 0: one at random for each sample (default: 10 30 50 70 90)"
-    add(
-        "--depths",
-        nargs="+",
-        type=integer(0, 100),
-        default=depths,
-        metavar="PERCENT",
-        help=depths_help,
-    )
-    add(
-        "--question-only", action="store_true", help="ask without beginning the answer; use a --tag"
-    )
-    add(
-        "--samples",
-        type=positive_int,
-        default=1000,
-        metavar="N",
-        help="of each cell (default: %(default)s)",
-    )
-    args = parse_arguments(parser, "eval_needle")
+    depths = [10, 30, 50, 70, 90]
+    percent = integer(0, 100)
+    add("--depths", nargs="+", type=percent, default=depths, metavar="PERCENT", help=depths_help)
+    add("--question-only", action="store_true", help="ask without beginning the answer")
+    samples_help = "of each length and depth (default: %(default)s)"
+    add("--samples", type=positive_int, default=1000, metavar="N", help=samples_help)
+    rope_help = "RoPE scaling: none, ntk, yarn, theta=500000 (default: none)"
+    add("--rope", default="none", metavar="SCALING", help=rope_help)
+    add("--data", type=Path, metavar="DIR", help="dataset (default: that of each run's config)")
+    add("--split", choices=("val", "test"), help="(default: test, if the dataset has it)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
+    add("--out", type=Path, metavar="FILE", help="picture (default: needle.png above the runs)")
+    args = parser.parse_args()
     args.depths = sorted({*args.depths})
+    args.scaling = parse_scaling(args.rope)
+    check_figure(args.out)
     return args
 
 
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs, picture = common.open_runs(args, world, (1, 2, 4, 8))
-        streams = [common.open_validation(run.config, args.data, run.tokenizer) for run in runs]
+        runs = open_runs(args.runs, world)
+        own = {factor * run.train_len for run in runs for factor in FACTORS}
+        args.lengths = sorted({*(args.lengths or own)})
+        streams = [open_text(run.config, args.data, run.tokenizer, args.split) for run in runs]
         haystacks = [Haystack(stream, tokenizer_of(stream)) for stream in streams]
-        lengths = args.lengths
-        for haystack, length, i in product(
-            haystacks, {lengths[0], lengths[-1]}, range(args.samples)
-        ):
+        ends = {args.lengths[0], args.lengths[-1]}
+        for haystack, length, i in product(haystacks, ends, range(args.samples)):
             make_trial(haystack, length, 50, i, args.question_only)  # raises if it does not fit
-
-        def measure(i: int, model: GPT, step: int) -> tuple[dict[str, Any], str, list[Any]]:
+        results = []
+        for run, haystack in zip(runs, haystacks, strict=True):
+            model, step = run.load(world)
             if not model.cacheable:
                 raise UserError(
-                    f"{runs[i].label}: needs a KV cache, but its weights depend on all keys"
+                    f"{run.source}: needs a KV cache, but its weights depend on all keys"
                 )
-            cells = []
-            for length, depth in product(lengths, args.depths):
-                scores = score(model, haystacks[i], length, depth, args, world)
-                cells.append({"length": length, "depth": depth, **summarise(scores, model, depth)})
-            task = {"samples": args.samples, "seed": 0, "lengths": lengths, "depths": args.depths}
-            summary = {"haystack": str(haystacks[i].stream.folder), **task, "cells": cells}
-            question = ", question only" if args.question_only else ""
-            text = f"{identity_of(haystacks[i].stream.fingerprint)}, seed 0, {args.samples} samples{question}"
-            return summary, text, measured_shares(cells)
-
-        common.evaluate("needle", args, world, runs, picture, measure, tables, plot)
+            cells = measure_run(world, run, model, haystack, args)
+            if world.is_main:
+                asked = ", question only" if args.question_only else ""
+                text = f"{text_of(haystack.stream)}, needle, {args.samples} samples{asked}"
+                write_rows(run.folder, rows_of(run, step, text, args, cells))
+            results.append(cells)
+        if world.is_main:
+            print(table(runs, results, args))
+            draw(runs, results, args)
 
 
 # ---------------------------------------------------------------- task
@@ -219,12 +196,29 @@ def make_trial(
     return Trial(prompt, span, numbers[0], [answer[n_lead:] for answer in answers])
 
 
-# ---------------------------------------------------------------- score
+# ---------------------------------------------------------------- scores
+def measure_run(
+    world: World, run: Run, model: GPT, haystack: Haystack, args: argparse.Namespace
+) -> Cells:
+    cells: Cells = {}
+    for length, depth in product(args.lengths, args.depths):
+        (scaling,) = run.scalings([args.scaling])
+        rope = RopeScaling(scaling.kind, scaling.theta, length)
+        scores = score(world, run.title, model, haystack, length, depth, args, rope)
+        if isinstance(scores, str):
+            if world.is_main:
+                print(f"{run.title} at {length}, {depth} %: no result: {scores}")
+            cells[length, depth] = None
+        else:
+            cells[length, depth] = scores.mean(0)
+    return cells
+
+
 def score(
-    model: GPT, haystack: Haystack, length: int, depth: int, args: argparse.Namespace, world: World
-) -> Tensor | str:
-    """The `run_trials` of all samples, (N, n), or why there are none (see `common.score_all`)."""
-    rope = RopeScaling(args.rope, args.rope_theta, length)
+    world: World, title: str, model: GPT, haystack: Haystack, length: int, depth: int,
+    args: argparse.Namespace, rope: RopeScaling,
+) -> Tensor | str:  # fmt: skip
+    """The `run_trials` of all samples, (N, n), or why there are none."""
 
     def outcomes(items: Sequence[int]) -> Tensor:
         trials = [make_trial(haystack, length, depth, i, args.question_only) for i in items]
@@ -232,7 +226,8 @@ def score(
             return run_trials(model, trials, rope, haystack.tokenizer)
 
     batch = max(1, TOKENS_AT_ONCE // length)
-    return common.score_all(world, f"{length} tokens, depth {depth}", args.samples, outcomes, batch)
+    label = f"{title}, {length} tokens, depth {depth}"
+    return score_all(world, label, args.samples, outcomes, batch)
 
 
 @torch.no_grad()
@@ -297,151 +292,88 @@ def log_likelihood(
     return (each * (torch.arange(longest, device=first.device) < lengths)).sum(1)
 
 
-# ---------------------------------------------------------------- summary and tables
-def summarise(scores: Tensor | str, model: GPT, depth: int) -> dict[str, Any]:
-    """A cell's shares of its samples, its needle scores by layer and head, at random depths its
-    trials.
+# ---------------------------------------------------------------- rows, table, picture
+def over_depths(cells: Cells, length: int) -> Tensor | None:
+    """The mean of a length's cells, None where one was rejected."""
+    of_length = [each for (n, _), each in cells.items() if n == length]
+    known = [each for each in of_length if each is not None]
+    return torch.stack(known).mean(0) if len(known) == len(of_length) else None
+
+
+def rows_of(
+    run: Run, step: int, text: str, args: argparse.Namespace, cells: Cells
+) -> Iterator[tuple[Any, ...]]:
+    (scaling,) = run.scalings([args.scaling])
+    for length in args.lengths:
+        mean = over_depths(cells, length)
+        where = (length, 0, format_scaling(scaling), None, None)
+        for i, name in enumerate(MEASURES):
+            yield (run.name, step, text, name, *where, math.nan if mean is None else mean[i].item())
+            for depth in args.depths:
+                each = cells[length, depth]
+                value = math.nan if each is None else each[i].item()
+                yield (run.name, step, text, f"{name}[{depth}%]", *where, value)
+        heads = [] if mean is None else mean[len(MEASURES) :].tolist()
+        for i, value in enumerate(heads):
+            layer, head = divmod(i, run.config.model.n_head)
+            yield (run.name, step, text, f"needle_score[{layer}.{head}]", *where, value)
+
+
+def format_share(share: float, n: int) -> str:
+    """'62.5 [54.0, 70.2]' per cent of n trials, with the 95 % interval of Wilson 1927, which is not
+    empty at 0 and 1 either. A dash for NaN.
     """
-    if isinstance(scores, str):
-        return {"reason": scores}
-    m = model.config.model
-    of_heads = scores[:, len(MEASURES) :]  # (N, n_layer * n_head)
-    counts = scores[:, : len(MEASURES)].sum(0).int().tolist()
-    shares = {
-        measure: proportion(n, len(scores)) for measure, n in zip(MEASURES, counts, strict=True)
-    }
-    heads = of_heads.mean(0).view(m.n_layer, m.n_head)
-    cell = {"reason": None, **shares, "needle_score": heads.tolist()}
-    if depth == RANDOM_DEPTH:
-        outcomes = [
-            "number" if number else "first_digit" if digit else "neither"
-            for number, digit, *_ in scores
-        ]
-        cell["trials"] = [*zip(of_heads.amax(1).tolist(), outcomes, strict=True)]
-    return cell
+    if math.isnan(share):
+        return "-"
+    z2 = 1.959964**2
+    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = 1 / (1 + z2 / n) * math.sqrt(z2 * share * (1 - share) / n + z2 * z2 / (4 * n * n))
+    low = max(0.0, centre - half)
+    high = min(1.0, centre + half)
+    return f"{100 * share:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def measured_shares(cells: list[dict[str, Any]]) -> list[tuple[int, int, str, float]]:
-    """(length, depth, measure, share); NaN where the length was rejected."""
-    return [
-        (
-            cell["length"],
-            cell["depth"],
-            measure,
-            cell[measure]["share"] if measure in cell else math.nan,
-        )
-        for cell, measure in product(cells, MEASURES)
-    ]
+def table(runs: Sequence[Run], results: Sequence[Cells], args: argparse.Namespace) -> str:
+    """Measures, runs and depths down, lengths across."""
+    lines = [["measure", "run", "depth", *map(str, args.lengths)]]
+    for i, name in enumerate(MEASURES):
+        for (run, cells), depth in product(zip(runs, results, strict=True), args.depths):
+            row = [cells[length, depth] for length in args.lengths]
+            shares = [math.nan if each is None else each[i].item() for each in row]
+            place = f"{depth} %" if depth != RANDOM_DEPTH else "any"
+            lines.append([name, run.name, place, *(format_share(s, args.samples) for s in shares)])
+    return f"Per cent of {args.samples} samples a cell.\n\n{format_table(lines, n_names=3)}"
 
 
-def share_table(
-    results: list[Result], measure: str, value: Callable[[Any], Any]
-) -> pandas.DataFrame:
-    """The `value` of each share: runs and depths down, lengths across. NaN where the length was
-    rejected.
-    """
-    shares = {
-        (result["run"], cell["depth"] or "any", cell["length"]): value(cell[measure])
-        if measure in cell
-        else math.nan
-        for result in results
-        for cell in result["cells"]
-    }
-    return pandas.Series(shares).rename_axis(["run", "depth", "length"]).unstack(sort=False)
-
-
-def tables(results: list[Result]) -> str:
-    """For each measure a table: runs and depths down, lengths across."""
-    first = results[0]
-    texts = ", ".join(dict.fromkeys(result["haystack"] for result in results))
-    parts = [
-        f"{first['samples']} samples a cell, haystack {texts}, RoPE scaling "
-        f"{output.format_rope(*results)}; 95 % confidence intervals."
-    ]
-    for measure in MEASURES:
-        parts.append(f"{measure}\n{share_table(results, measure, percent).to_string(na_rep='-')}")
-    return "\n\n".join(parts + output.rejections(results, "cells")) + "\n"
-
-
-# ---------------------------------------------------------------- figure
-def plot(results: list[Result], path: Path) -> None:
-    """Shares by length, and by depth or, of several runs, by run (SSMax, Figure 6); Figure 7 or 8."""
+def draw(runs: Sequence[Run], results: Sequence[Cells], args: argparse.Namespace) -> None:
+    """Shares by length and depth or, of several runs, by run (SSMax, Figure 6); Figure 7."""
     figure = Figure(figsize=(19, 5), layout="constrained")
     *maps, ranks = figure.subplots(1, len(MEASURES) + 1)
-    is_single = len(results) == 1
-    for axes, measure in zip(maps, MEASURES, strict=True):
-        shares = share_table(results, measure, itemgetter("share"))
-        shares = shares.droplevel("run") if is_single else shares.groupby("run", sort=False).mean()
+    names = [f"{depth} %" for depth in args.depths] if len(runs) == 1 else [r.title for r in runs]
+    for i, (axes, measure) in enumerate(zip(maps, MEASURES, strict=True)):
+        shares = np.full((len(names), len(args.lengths)), math.nan)
+        for row, column in np.ndindex(*shares.shape):
+            length = args.lengths[column]
+            cells = results[0] if len(runs) == 1 else results[row]
+            each = cells[length, args.depths[row]] if len(runs) == 1 else over_depths(cells, length)
+            if each is not None:
+                shares[row, column] = each[i].item()
+                colour = "w" if each[i] < 0.5 else "k"
+                axes.text(column, row, f"{each[i]:.0%}", ha="center", color=colour)
         axes.imshow(shares, vmin=0, vmax=1, aspect="auto")
-        for (row, column), share in np.ndenumerate(shares):
-            axes.text(column, row, f"{share:.0%}", ha="center", color="w" if share < 0.5 else "k")
-        axes.set_xticks(range(shares.shape[1]), shares.columns)
-        axes.set_yticks(range(len(shares)), shares.index)
-        axes.set(
-            title=f"{measure}: share of samples", xlabel="length (tokens)", ylabel=shares.index.name
-        )
-    # Of each run the last cell at random depths, so of the longest length that has them.
-    trials = {
-        result["run"]: cell["trials"]
-        for result in results
-        for cell in result["cells"]
-        if "trials" in cell
-    }
-    heads = ranked_heads(results)
-    if trials:
-        draw_trials(ranks, trials)
-    elif len(heads):  # else every length was rejected
-        heads.plot(ax=ranks, style="o-", ms=4, grid=True, title="needle score by rank of the head")
+        axes.set_xticks(range(len(args.lengths)), args.lengths)
+        axes.set_yticks(range(len(names)), names)
+        axes.set(title=f"{measure}: share of samples", xlabel="length (tokens)")
+    for run, cells in zip(runs, results, strict=True):
+        known = [each for each in (over_depths(cells, n) for n in args.lengths) if each is not None]
+        if known:  # of the longest length
+            heads = known[-1][len(MEASURES) :].sort(descending=True).values[:N_RANKED]
+            ranks.plot(range(1, len(heads) + 1), heads, "o-", markersize=4, label=run.title)
     ranks.set(
-        xlabel=f"rank of the {'sample' if trials else 'head'}",
-        ylabel="attention mass on the number",
+        title="needle score", xlabel="rank of the head", ylabel="attention mass on the number"
     )
-    titles = [f"{output.run_title(result)}, step {result['step']}" for result in results]
-    figure.suptitle(
-        "\n".join([*titles, f"RoPE scaling {output.format_rope(*results)}"]), fontsize=10
-    )
-    output.save_figure(figure, path)
-
-
-def draw_trials(axes: Any, trials: dict[str, list[tuple[float, str]]]) -> None:
-    """Figure 8: each run's needle scores of the best head in single samples, by rank, marked by
-    outcome.
-    """
-    for i, (name, of_run) in enumerate(trials.items()):
-        ranked = sorted(of_run, reverse=True)
-        for outcome, marker in OUTCOMES.items():
-            ranks = [rank for rank, (_, its) in enumerate(ranked) if its == outcome]
-            scores = [ranked[rank][0] for rank in ranks]
-            label = f"{name}: {outcome} ({len(ranks)})" if ranks else None
-            axes.scatter(
-                [rank + 1 for rank in ranks],
-                scores,
-                s=18,
-                color=f"C{i}",
-                marker=marker,
-                label=label,
-            )
-    axes.set(title="needle score of the best head, by sample")
-    axes.legend()
-    axes.grid()
-
-
-def ranked_heads(results: list[Result]) -> pandas.DataFrame:
-    """Needle scores, means over depths, of the best heads: by length, of several runs at the
-    longest one.
-    """
-    by_rank = {}
-    for result, length in product(results, results[0]["lengths"]):
-        cells = [
-            cell for cell in result["cells"] if cell["length"] == length and cell["reason"] is None
-        ]
-        if cells:
-            scores = np.mean([cell["needle_score"] for cell in cells], axis=0).flatten()
-            # series align models of fewer heads
-            best = pandas.Series(np.sort(scores)[::-1][:N_RANKED])
-            by_rank[result["run"] if len(results) > 1 else length] = best
-    heads = pandas.DataFrame(by_rank)
-    return heads.set_axis(range(1, len(heads) + 1))
+    ranks.legend()
+    save_figure(figure, args.out or picture_path(runs, "needle"))
 
 
 if __name__ == "__main__":

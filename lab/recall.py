@@ -1,104 +1,136 @@
 """Synthetic recall: does a model trained on lab/recall_data.py still retrieve at lengths it never
 saw?
 
-    python -m lab.recall runs/comparison_recall/*/ --rope none --tag none
-    python -m lab.recall runs/comparison_recall/lssar_p15 --lengths 64 1024 16384 --samples 50
+    python -m lab.recall runs/recall/*/
+    python -m lab.recall runs/recall/lssar_p15 --lengths 64 1024 16384 --samples 50 --rope ntk
 
 The share of answer tokens that are right is reported for each task and length. Answers are scored
-by teacher
-forcing: each is the model's likeliest token, given the right ones before it. The 95 % confidence
-intervals (Wilson) are for as many trials as there are sequences, because the tokens of an answer
+by teacher forcing: each is the model's likeliest token, given the right ones before it. The 95 %
+intervals (Wilson 1927) are for as many trials as there are sequences, because the tokens of an answer
 are not independent. Sequences are fresh, and the same for every run. "mean" is over tasks, with the
 interval of one. lab/recall_data.py says what guessing reaches.
 
-Writes eval_recall.json and eval_recall.png into the run folder and adds to its rows.csv. Several
-runs get one more figure.
+Writes the shares of each task to rows.csv of the run folder, and their mean as `right answers`.
+Draws that mean by length.
 """
 
 import argparse
 import math
 from collections.abc import Sequence
-from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from data.dataset import dataset_info
-from evals import common, output
-from evals.common import add_arguments, parse_arguments
-from evals.output import Result
+from evaluation import Run, format_scaling, open_runs, parse_scaling, picture_path, score_all
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world
 from lab import recall_data
-from lab.shares import percent, proportion
+from lab.needle import format_share
+from measure import Curve, check_figure, draw_curves, format_table, write_rows
 from model import GPT
 from positions import RopeScaling
 
+FACTORS = [2**i for i in range(7)]
+MEAN = "right answers"
 TOKENS_AT_ONCE = 65536  # of one batch
 
 
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
-    add_arguments(parser, "even numbers (default: 1, 2, 4, ... 64 x the training length)")
-    samples_help = "of each cell (default: %(default)s)"
-    parser.add_argument("--samples", type=positive_int, default=200, metavar="N", help=samples_help)
-    return parse_arguments(parser, "eval_recall")
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="run folders or checkpoint files, first")
+    lengths_help = "even numbers (default: 1, 2, 4, ... 64 x the training length)"
+    add("--lengths", nargs="+", type=positive_int, metavar="T", help=lengths_help)
+    samples_help = "of each task and length (default: %(default)s)"
+    add("--samples", type=positive_int, default=200, metavar="N", help=samples_help)
+    rope_help = "RoPE scaling: none, ntk, yarn, theta=500000 (default: none)"
+    add("--rope", default="none", metavar="SCALING", help=rope_help)
+    add("--data", type=Path, metavar="DIR", help="dataset (default: that of each run's config)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
+    add("--out", type=Path, metavar="FILE", help="picture (default: recall.png above the runs)")
+    args = parser.parse_args()
+    args.scaling = parse_scaling(args.rope)
+    check_figure(args.out)
+    return args
 
 
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
-        runs, picture = common.open_runs(args, world, [2**i for i in range(7)])
+        runs = open_runs(args.runs, world)
         tasks = trained_tasks(runs, args.data)
-        lengths = args.lengths
+        own = {factor * run.train_len for run in runs for factor in FACTORS}
+        lengths = sorted({*(args.lengths or own)})
         for length in lengths:
             recall_data.make_sequence(tasks[0], length, "")  # raises if it does not fit
-
-        def measure(_: int, model: GPT, step: int) -> tuple[dict[str, Any], str, list[Any]]:
-            cells = [{task: score(model, task, n, args, world) for task in tasks} for n in lengths]
-            at_lengths = [
-                summarise(n, each, args.samples) for n, each in zip(lengths, cells, strict=True)
-            ]
-            summary = {"tasks": tasks, "samples": args.samples, "seed": 0, "lengths": at_lengths}
-            shares = [
-                (
-                    entry["length"],
-                    None,
-                    task,
-                    entry[task]["tokens"]["share"] if task in entry else math.nan,
+        shares = []
+        for run in runs:
+            model, step = run.load(world)
+            (scaling,) = run.scalings([args.scaling])
+            of_run = measure_run(world, run.title, model, tasks, lengths, args.samples, scaling)
+            key = (run.name, step, f"recall, {args.samples} samples")
+            if world.is_main:
+                where = (0, format_scaling(scaling), None, None)
+                write_rows(
+                    run.folder,
+                    [(*key, task, n, *where, share) for (task, n), share in of_run.items()],
                 )
-                for entry, task in product(at_lengths, tasks)
+            shares.append(of_run)
+        if world.is_main:
+            print(table(runs, shares, args.samples))
+            labels = [f"{run.title}, seed {run.config.seed}" for run in runs]
+            curves = [
+                Curve(label, lengths, [100 * of_run[MEAN, n] for n in lengths])
+                for label, of_run in zip(labels, shares, strict=True)
             ]
-            return summary, f"seed 0, {args.samples} samples", shares
+            path = args.out or picture_path(runs, "recall")
+            title = "Right answer tokens, mean of the tasks"
+            draw_curves(path, curves, title, "per cent", [run.train_len for run in runs])
 
-        common.evaluate("recall", args, world, runs, picture, measure, tables, plot)
 
-
-def trained_tasks(runs: list[common.EvaluatedRun], data_dir: str | None) -> list[str]:
+def trained_tasks(runs: Sequence[Run], folder: Path | None) -> list[str]:
     """The tasks that all runs were trained on. Raises UserError: another dataset, or other tasks."""
-    infos = [dataset_info(data_dir or run.config.data.dir) for run in runs]
+    infos = [dataset_info(folder or run.config.data.dir) for run in runs]
     for run, info in zip(runs, infos, strict=True):
         if info.get("dataset") != recall_data.DATASET or info["tasks"] != infos[0]["tasks"]:
             raise UserError(
-                f"{run.label}: expected a dataset of lab.recall_data, with the same tasks for all"
+                f"{run.source}: expected a dataset of lab.recall_data, with the same tasks for all"
             )
     tasks: list[str] = infos[0]["tasks"]
     return tasks
 
 
-# ---------------------------------------------------------------- score
+# ---------------------------------------------------------------- scores
+def measure_run(
+    world: World,
+    title: str,
+    model: GPT,
+    tasks: list[str],
+    lengths: Sequence[int],
+    n_samples: int,
+    scaling: RopeScaling,
+) -> dict[tuple[str, int], float]:
+    """The share of right answers by task, or MEAN, and length; NaN where the model rejects it."""
+    shares = {}
+    for length in lengths:
+        rope = RopeScaling(scaling.kind, scaling.theta, length)
+        for task in tasks:
+            scores = score(world, title, model, task, length, n_samples, rope)
+            if isinstance(scores, str) and world.is_main:
+                print(f"{title}, {task} at {length}: no result: {scores}")
+            shares[task, length] = math.nan if isinstance(scores, str) else scores.mean().item()
+        shares[MEAN, length] = float(np.mean([shares[task, length] for task in tasks]))
+    return shares
+
+
 def score(
-    model: GPT, task: str, length: int, args: argparse.Namespace, world: World
+    world: World, title: str, model: GPT, task: str, length: int, n_samples: int, rope: RopeScaling
 ) -> Tensor | str:
-    """Whether each answer token of each sequence is right, (N, A), or why not (see
-    `common.score_all`).
-    """
-    rope = RopeScaling(args.rope, args.rope_theta, length)
+    """Whether each answer token of each sequence is right, (N, A), or why not."""
 
     def right(items: Sequence[int]) -> Tensor:
         pairs = [recall_data.make_sequence(task, length, f"0 evaluation {i}") for i in items]
@@ -110,7 +142,7 @@ def score(
             )
 
     batch = max(1, TOKENS_AT_ONCE // length)
-    return common.score_all(world, f"{task}, {length} tokens", args.samples, right, batch)
+    return score_all(world, f"{title}, {task}, {length} tokens", n_samples, right, batch)
 
 
 @torch.no_grad()
@@ -125,60 +157,17 @@ def answers_right(model: GPT, tokens: Tensor, mask: Tensor, rope: RopeScaling) -
     return (logits.argmax(-1) == tokens[:, 1:][is_answer]).view(len(tokens), -1)
 
 
-# ---------------------------------------------------------------- summary, table, figure
-def summarise(length: int, scores: dict[str, Tensor | str], n: int) -> dict[str, Any]:
-    """An entry of eval_recall.json's "lengths": the share of right tokens in each task, and their
-    mean.
-    """
-    counts: dict[str, float] = {}  # of right tokens, in sequences
-    for task, right in scores.items():
-        if isinstance(right, str):
-            return {"length": length, "reason": right}
-        counts[task] = right.mean(1).sum().item()
-    counts["mean"] = float(np.mean(list(counts.values())))
-    shares = {task: {"tokens": proportion(count, n)} for task, count in counts.items()}
-    return {"length": length, "reason": None, **shares}
-
-
-def tables(results: list[Result]) -> str:
+def table(runs: Sequence[Run], shares: Sequence[dict[tuple[str, int], float]], n: int) -> str:
     """Tasks and runs down, lengths across."""
-    table = [["task", "run", *(str(entry["length"]) for entry in results[0]["lengths"])]]
-    for task, result in product((*results[0]["tasks"], "mean"), results):
-        cells = [
-            percent(e[task]["tokens"]) if e["reason"] is None else "-" for e in result["lengths"]
-        ]
-        table.append([task, result["run"], *cells])
-    heading = (
-        f"Right answer tokens, {results[0]['samples']} sequences a cell, RoPE scaling "
-        f"{output.format_rope(*results)}; 95 % confidence intervals."
-    )
-    return (
-        "\n\n".join([heading, output.format_table(table, n_names=2), *output.rejections(results)])
-        + "\n"
-    )
-
-
-def plot(results: list[Result], path: Path) -> None:
-    """The share of right tokens against length: a panel for each task, and their mean."""
-    panels = (*results[0]["tasks"], "mean")
-    lengths = [entry["length"] for entry in results[0]["lengths"]]
-    figure = Figure(figsize=(4 * len(panels), 4), layout="constrained")
-    grid = figure.subplots(1, len(panels), sharey=True)
-    for axes, task in zip(grid, panels, strict=True):
-        curves = output.length_curves(results, partial(share_and_errors, task))
-        curves = [curve._replace(errors=np.transpose(curve.errors)) for curve in curves]
-        output.draw_curves(axes, curves, lengths, results)
-        axes.set(title=task, ylim=(-0.03, 1.03), xlabel="length (tokens)")
-    grid[0].set_ylabel("right answer tokens, 95 % interval")
-    figure.suptitle(f"RoPE scaling {output.format_rope(*results)}")
-    output.legend_below(figure, 6)
-    output.save_figure(figure, path)
-
-
-def share_and_errors(task: str, entry: dict[str, Any]) -> Any:
-    """A task's share, and how far below and above it the interval reaches."""
-    share, low, high = (entry[task]["tokens"][key] for key in ("share", "low", "high"))
-    return share, (abs(share - low), abs(high - share))  # rounding may put an end inside of 0 or 1
+    tasks = list(dict.fromkeys(task for task, _ in shares[0]))
+    lengths = list(dict.fromkeys(length for _, length in shares[0]))
+    lines: list[list[Any]] = [["task", "run", *map(str, lengths)]]
+    for task in tasks:
+        for run, of_run in zip(runs, shares, strict=True):
+            cells = [format_share(of_run[task, length], n) for length in lengths]
+            lines.append([task, run.name, *cells])
+    heading = f"Right answer tokens in per cent, {n} sequences a cell, 95 % intervals."
+    return f"{heading}\n\n{format_table(lines, n_names=2)}"
 
 
 if __name__ == "__main__":

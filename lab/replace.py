@@ -21,7 +21,7 @@ import argparse
 import math
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,16 +29,16 @@ from torch.nn import functional as F
 from tqdm import trange
 
 from config import config_from_dict, parse_overrides
-from evals.common import mean_and_stderr
-from evals.output import format_stderr, format_table
+from evaluation import mean_and_stderr, parse_scaling
 from hub.register import learned_parameters, register
 from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
 from infra.files import read_text
 from lab.import_ import load_native
-from positions import RopeKind, RopeScaling, rope_frequencies
+from measure import format_table
+from positions import RopeScaling, rope_frequencies
 from schema import AttentionConfig, describe_attention
 
-Losses = dict[int, tuple[float, float | None]]  # by length: mean and its standard error
+Losses = dict[int, tuple[float, float]]  # by length: mean and its standard error
 
 
 def positive_float(text: str) -> float:
@@ -79,8 +79,8 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
         default=131072,
         help="tokens to evaluate on (default: %(default)s)",
     )
-    add("--rope", choices=get_args(RopeKind), default="ntk", help="RoPE scaling (default: ntk)")
-    add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
+    rope_help = "RoPE scaling: none, ntk, yarn, theta=500000 (default: ntk)"
+    add("--rope", default="ntk", metavar="SCALING", help=rope_help)
     add(
         "--steps", type=integer(0, 10**6), default=100, help="of fine-tuning (default: %(default)s)"
     )
@@ -99,7 +99,7 @@ def main() -> None:
     args, options = parse_args()
     # a mistake ends here, before the model loads
     make_attention(args.normaliser, options, train_len=2)
-    scaling = RopeScaling(args.rope, args.rope_theta)
+    scaling = parse_scaling(args.rope)
     val_text = read_text(args.val_text)
     train_text = read_text(args.train_text) if args.steps else ""
     model, tokenizer = load_native(args.model)
@@ -127,7 +127,11 @@ def main() -> None:
     for state, by_length in losses.items():
         attention_name = "softmax" if state == "softmax" else name
         table.append(
-            [state, attention_name, *(format_stderr(*loss) for loss in by_length.values())]
+            [
+                state,
+                attention_name,
+                *(f"{mean:.4f} ±{error:.4f}" for mean, error in by_length.values()),
+            ]
         )
     print(format_table(table, n_names=2))
     if learned:

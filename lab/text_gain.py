@@ -33,11 +33,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from data.dataset import TokenStream
 from eval_length import recomputed_losses
-from evals.common import Blocks, open_validation
+from evaluation import open_text, progress, text_of
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from lab.results import markdown, signed
 from measure import Losses, estimate, write_rows
@@ -132,12 +131,12 @@ def smoothed(count: int, total: int, distinct: int, shorter: float) -> float:
     return (count + distinct * shorter) / (total + distinct)
 
 
-# block, tokens, widths: (L,) each
-Learned = Callable[[int, Sequence[int], list[int]], dict[int, np.ndarray]]
+# tokens, widths: (L,) each
+Learned = Callable[[Sequence[int], list[int]], dict[int, np.ndarray]]
 
 
 def by_counts(
-    counts: TrainingCounts, block: int, tokens: Sequence[int], widths: list[int]
+    counts: TrainingCounts, tokens: Sequence[int], widths: list[int]
 ) -> dict[int, np.ndarray]:
     """The targets' probabilities by the counts of the training split, which know no window."""
     targets = range(len(tokens) - widths[0], len(tokens))
@@ -149,11 +148,9 @@ def by_counts(
 
 @torch.no_grad()
 def by_model(
-    model: GPT, blocks: Blocks, sees: str, block: int, tokens: Sequence[int], widths: list[int]
+    model: GPT, sees: str, tokens: Sequence[int], widths: list[int]
 ) -> dict[int, np.ndarray]:
-    """The targets' probabilities by a model whose context is cut, or beyond L by one that sees the
-    window.
-    """
+    """The targets' probabilities by a model that keeps a window of L, or beyond L sees all of it."""
     train_len = widths[0]
     x = torch.tensor(tokens[:-1])
     y = torch.tensor(tokens[1:])
@@ -247,56 +244,59 @@ def cross_fit(blocks: list[list[Target]], widths: Sequence[int]) -> np.ndarray:
     return losses
 
 
-def open_text(args: argparse.Namespace, trained: Trained | None) -> Blocks:
-    """The blocks to score. Raises UserError: too few, or tokens that the model does not know."""
+def open_scored(args: argparse.Namespace, trained: Trained | None) -> tuple[TokenStream, int]:
+    """The text to score, and L. Raises UserError: it is short, or its tokens are not the model's."""
     folder = args.text or args.data
     if trained is None:
         stream = TokenStream(folder, "val")
         train_len = args.train_len or 256
     else:
-        stream = open_validation(trained.config, str(folder), trained.tokenizer_name)
+        stream = open_text(trained.config, folder, trained.tokenizer_name, "val")
         train_len = args.train_len or trained.config.train.seq_len
-    lengths = [factor * train_len for factor in FACTORS]
-    most = (stream.n_tokens - 1) // lengths[-1]
+    longest = FACTORS[-1] * train_len
+    most = (stream.n_tokens - 1) // longest
     if most < 2:
-        expected = f"expected at least two blocks of {lengths[-1]}"
+        expected = f"expected at least two blocks of {longest}"
         raise UserError(f"{stream.folder}: {stream.n_tokens} tokens: {expected} (--train-len)")
     if not 2 <= args.blocks <= most:
         raise UserError(f"--blocks {args.blocks}: expected 2 to {most}, {stream.folder}'s")
-    return Blocks(stream, lengths, args.blocks)
+    return stream, train_len
 
 
 def main() -> None:
     args = parse_args()
     trained = load_model(args.model) if args.model else None
-    blocks = open_text(args, trained)
-    vocab_size = blocks.stream.vocab_size
+    stream, train_len = open_scored(args, trained)
+    widths = [factor * train_len for factor in FACTORS]
+    longest = widths[-1]
     if trained is not None:
-        learned: Learned = partial(by_model, trained.model, blocks, args.sees)
+        learned: Learned = partial(by_model, trained.model, args.sees)
         saw = "_whole" if args.sees == "window" else ""
         run, step = f"{trained.config.name}{saw}_count", trained.step
     else:
         train = TokenStream(args.data, "train")
-        if train.info["tokenizer"] != blocks.stream.info["tokenizer"]:
+        if train.info["tokenizer"] != stream.info["tokenizer"]:
             raise UserError(
                 f"--text {args.text}: tokens of another tokenizer: expected {args.data}'s"
             )
         tokens = train.read(0, min(args.counted, train.n_tokens)).tolist()
-        learned = partial(by_counts, TrainingCounts(tokens, vocab_size))
+        learned = partial(by_counts, TrainingCounts(tokens, stream.vocab_size))
         run, step = "count", 0
     targets = []
-    for block in tqdm(range(args.blocks), unit="block", disable=None):
-        tokens = blocks.stream.read(block * blocks.longest, blocks.longest + 1).tolist()
-        probabilities = learned(block, tokens, blocks.lengths)
-        targets.append(list(read_block(tokens, probabilities, vocab_size)))
-    train_len = blocks.lengths[0]
-    losses = {width: cross_fit(targets, sorted({train_len, width})) for width in blocks.lengths}
-    documents = blocks.count_documents()
+    starts = range(0, args.blocks * longest, longest)
+    for start in progress(starts, "blocks"):
+        tokens = stream.read(start, longest + 1).tolist()
+        probabilities = learned(tokens, widths)
+        targets.append(list(read_block(tokens, probabilities, stream.vocab_size)))
+    losses = {
+        width: cross_fit(targets, sorted({train_len, width})) for width in progress(widths, "fits")
+    }
+    begun = stream.document_starts().searchsorted([start + longest for start in starts])
+    documents = [int(n) for n in begun]
     print(markdown(gain_table(losses, documents), n_left=0))
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        text = blocks.stream.fingerprint.removeprefix("sha256 ")[:12]
-        write_rows(args.out, rows_of(losses, documents, (run, step, text)))
+        write_rows(args.out, rows_of(losses, documents, (run, step, text_of(stream))))
 
 
 def gain_table(losses: dict[int, np.ndarray], documents: Sequence[int]) -> list[list[str]]:

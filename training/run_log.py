@@ -33,7 +33,7 @@ from training.state import TrainState
 
 # Files of a run folder that belong to the weights.
 LEFT = (
-    "metrics.jsonl", "rows.csv", "eval_*", "diagnose*", "per_position*",
+    "metrics.jsonl", "rows.csv", "eval_*", "diagnose*", "needle.png", "recall.png",
     "config.toml", "init_from.txt", "wandb_id",
 )  # fmt: skip
 

@@ -1,6 +1,5 @@
 """lab/needle.py on a model built by hand to copy the needle, so that every number is known."""
 
-import json
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -9,15 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import one_line, save_run, write_dataset
+from conftest import save_run, write_dataset
 from test_model import make_gpt, random_tokens
 
 from config import config_from_dict
 from data.tokenizer import get_tokenizer
 from infra.cli import UserError
 from lab import needle
-from lab.rows import read_rows
-from lab.shares import proportion
+from measure import read_rows, select
 from model import GPT, KVCache
 from positions import RopeScaling
 from schema import Config
@@ -104,46 +102,33 @@ def evaluate(call, no_drawing):
     return partial(call, needle, "--device", "cpu")
 
 
-def result_of(run: Path) -> dict:
-    return json.loads((run / "eval_needle.json").read_text())
+def shares(run: Path, measure: str) -> dict[int, float]:
+    """By length the values of a measure; NaN where the model rejects the length."""
+    return select(read_rows(run), measure=measure).set_index("length").value.to_dict()
 
 
 def test_a_model_that_copies_finds_the_needle(run, call, capsys):
     call(needle, run, "--lengths", 256, 600, "--samples", 5, "--depths", 10, 90, "--device", "cpu")
-    cells = result_of(run)["cells"]
-    assert [(cell["length"], cell["depth"]) for cell in cells] == [
-        (256, 10),
-        (256, 90),
-        (600, 10),
-        (600, 90),
-    ]
-    for cell in cells:
-        assert all(cell[name] == proportion(5, 5) for name in needle.MEASURES)
-        # layer 1 head 0 looks at the needle's first digit
-        score = torch.tensor(cell["needle_score"])
-        assert score.shape == (2, 2) and score[1, 0] > 0.999
-        assert score[0, 0] < 1e-3  # layer 0 head 0 looks at the byte before
-    assert (run / "eval_needle.png").read_bytes().startswith(b"\x89PNG")
-    assert "100.0 % [56.6, 100.0]" in capsys.readouterr().out
-    rows = read_rows([run])
-    assert (rows.evaluation == "needle").all() and (rows.value == 1).all()
-    choices = rows[rows.measure == "choice"]
-    assert [*zip(choices.length, choices.block, strict=True)] == [
-        (256, 10),
-        (256, 90),
-        (600, 10),
-        (600, 90),
-    ]
+    for name in needle.MEASURES:
+        for measure in (name, f"{name}[10%]", f"{name}[90%]"):
+            assert shares(run, measure) == {256: 1.0, 600: 1.0}
+    for length in (
+        256,
+        600,
+    ):  # layer 1 head 0 looks at the number, layer 0 head 0 at the byte before
+        assert shares(run, "needle_score[1.0]")[length] > 0.999
+        assert shares(run, "needle_score[0.0]")[length] < 1e-3
+    assert (run / "needle.png").read_bytes().startswith(b"\x89PNG")
+    assert "100.0 [56.6, 100.0]" in capsys.readouterr().out
 
 
 def test_rope_is_scaled_for_the_length(run, evaluate):
     """Positions divided by 600 / 256: the byte before is no longer one radian away."""
-    evaluate(run, "--lengths", 600, "--samples", 2, "--depths", 50, "--rope", "yarn")
-    (cell,) = result_of(run)["cells"]
-    assert cell["number"] == proportion(0, 2)
+    evaluate(run, "--lengths", 600, "--samples", 2, "--depths", 50, "--rope", "theta=1e4")
+    assert shares(run, "number") == {600: 0.0}
 
 
-def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate, call, monkeypatch):
+def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate, monkeypatch):
     """Every digit but the first comes out as 0. And one of ten numbers is likelier than the right
     one.
     """
@@ -161,31 +146,9 @@ def test_a_model_that_copies_the_wrong_digits_does_not(run, evaluate, call, monk
         # After a digit (no longer after a space) the output's 0 is raised above the copied digit.
         model.lm_head.weight[ord("0"), OWN + 1 : OWN + 11] = 500.0
     save_run(run, config, model, step)
-    evaluate(run, "--lengths", 256, "--samples", 4, "--depths", 50)
-    (cell,) = result_of(run)["cells"]
-    assert cell["number"] == cell["choice"] == proportion(0, 4)
-    assert cell["first_digit"] == proportion(4, 4)
-    drawn = []
-    monkeypatch.setattr(
-        needle, "draw_trials", lambda axes, trials: drawn.append([*trials.values()])
-    )
-    others = (needle, run, "--lengths", 256, "--samples", 4, "--depths", 0, 50, "--device", "cpu")
-    with one_line("eval_needle.json: has depths = [50]: expected a --tag", "--replace"):
-        call(*others)
-    call(*others, "--replace")
-    random, middle = result_of(run)["cells"]
-    assert [outcome for _, outcome in random["trials"]] == 4 * [
-        "first_digit"
-    ] and "trials" not in middle
-    assert [[outcome for _, outcome in of_run] for of_run in drawn[0]] == [4 * ["first_digit"]]
-
-
-def test_depths_at_random(run, call):
-    call(needle, run, "--lengths", 256, 600, "--samples", 6, "--depths", 0, "--device", "cpu")
-    for cell in result_of(run)["cells"]:
-        scores = [score for score, outcome in cell["trials"] if outcome == "number"]
-        assert len(scores) == 6 and min(scores) > 0.999
-    assert (run / "eval_needle.png").read_bytes().startswith(b"\x89PNG")
+    evaluate(run, "--lengths", 256, "--samples", 4, "--depths", 0, 50)
+    assert shares(run, "number") == shares(run, "choice") == {256: 0.0}
+    assert shares(run, "first_digit[0%]") == shares(run, "first_digit[50%]") == {256: 1.0}
 
 
 def test_trials_follow_their_definition():
@@ -261,14 +224,19 @@ def test_answers_are_tokens_of_the_tokeniser_and_not_its_end_of_text():
 
 
 def test_several_runs(run, tmp_path, evaluate, capsys):
-    config = copying_config(tmp_path, attention={"normaliser": "ssmax_pn"})
+    config = copying_config(tmp_path, name="short", attention={"normaliser": "ssmax_pn"})
     other = save_run(tmp_path / "runs" / "short", config, GPT(config))
     evaluate(run, other, "--lengths", 256, 300, "--samples", 2)
-    cells = result_of(other)["cells"]
-    assert [cell["reason"] is None for cell in cells] == [True] * 5 + [False] * 5
-    assert all(cell["number"] == proportion(2, 2) for cell in result_of(run)["cells"])
-    assert (tmp_path / "runs" / "eval_needle.png").exists()
-    assert "short at 300, 10 %: no result: ssmax_pn" in capsys.readouterr().out
+    assert shares(run, "number") == {256: 1.0, 300: 1.0}
+    short = shares(other, "number[10%]")
+    assert short[256] == 0.0 and np.isnan(short[300])
+    assert "at 300, 10 %: no result: ssmax_pn" in capsys.readouterr().out
+
+
+def test_wilson_interval() -> None:
+    """Values from Wilson's formula worked out with pencil: z = 1.96, 8 of 10 and the ends."""
+    assert needle.format_share(0.8, 10) == "80.0 [49.0, 94.3]"
+    assert needle.format_share(0.0, 10) == "0.0 [0.0, 27.8]"
 
 
 @pytest.mark.parametrize(
@@ -281,16 +249,3 @@ def test_several_runs(run, tmp_path, evaluate, capsys):
 def test_bad_input(run, evaluate, args, message):
     with pytest.raises(UserError, match=message):
         evaluate(run, *args)
-
-
-def test_models_of_different_numbers_of_heads_are_ranked():
-    results = [
-        {
-            "run": name,
-            "lengths": [8],
-            "cells": [{"length": 8, "reason": None, "needle_score": scores}],
-        }
-        for name, scores in (("few", [[0.1]]), ("many", [[0.1, 0.3], [0.2, 0.4]]))
-    ]
-    heads = needle.ranked_heads(results)
-    assert heads["many"].tolist() == [0.4, 0.3, 0.2, 0.1] and heads["few"].count() == 1

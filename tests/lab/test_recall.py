@@ -2,7 +2,6 @@
 give them.
 """
 
-import json
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,8 +20,7 @@ from data.dataset import IGNORED, TokenStream
 from infra.cli import UserError
 from lab import recall, recall_data
 from lab.recall_data import TASKS, VOCAB, make_sequence
-from lab.rows import read_rows
-from lab.shares import proportion
+from measure import read_rows, select
 from positions import UNSCALED
 
 
@@ -106,16 +104,6 @@ def test_scores_of_known_mistakes() -> None:
     right = recall.answers_right(Oracle(predicted), tokens, mask.bool(), UNSCALED)  # type: ignore[arg-type]
     wrong = [(row, place) for row, place in (~right).nonzero().tolist()]
     assert right.shape == (4, 8) and wrong == [(1, 0), (2, 5), (2, 7)]
-    entry = recall.summarise(64, {"copy": right.double(), "sort": right.double()}, 4)
-    for name in ("copy", "mean"):
-        assert entry[name]["tokens"]["share"] == pytest.approx(29 / 32)
-
-
-def test_wilson_interval() -> None:
-    """Values from Wilson's formula worked out with pencil: z = 1.96, 8 of 10 and the ends."""
-    assert proportion(8, 10)["low"] == pytest.approx(0.4902, abs=1e-4)
-    assert proportion(8, 10)["high"] == pytest.approx(0.9433, abs=1e-4)
-    assert proportion(0, 10) == {"share": 0.0, "low": 0.0, "high": pytest.approx(0.2775, abs=1e-4)}
 
 
 @pytest.mark.slow
@@ -150,14 +138,13 @@ def test_a_model_learns(
     ]
     run_dir = run(tiny_config, *map(str, overrides))
     call(recall, run_dir, "--lengths", 40, 80, "--samples", 50)
-    short, long = json.loads((run_dir / "eval_recall.json").read_text())["lengths"]
-    assert short["sort"]["tokens"]["share"] > 0.95 and short["sort"] == short["mean"]
-    assert "sort" not in long and "p_n" in long["reason"]
-    assert "no result" in capsys.readouterr().out
-    rows = read_rows([run_dir])
-    rows = rows[rows.evaluation == "recall"]
-    assert rows.measure.tolist() == ["sort", "sort"] and rows.length.tolist() == [40, 80]
-    assert rows.value.tolist()[0] > 0.95 and rows.value.isna().tolist()[1]
+    rows = read_rows(run_dir)
+    for measure in ("sort", recall.MEAN):
+        short, long = select(rows, measure=measure).sort_values("length").value
+        assert short > 0.95 and np.isnan(long)
+    out = capsys.readouterr().out
+    assert "no result" in out and "p_n" in out
+    assert (run_dir / "recall.png").exists()
 
 
 def test_what_it_rejects(tmp_path: Path, call: Callable[..., None], tiny_config: Path) -> None:
@@ -174,8 +161,8 @@ def test_no_sequence_of_the_test_is_one_of_the_dataset(monkeypatch):
     monkeypatch.setattr(
         recall, "answers_right", lambda _, tokens, *more: seen.append(tokens) or tokens[:, :1]
     )
-    args = SimpleNamespace(rope="none", rope_theta=None, samples=20)
-    recall.score(SimpleNamespace(autocast=nullcontext), "copy", 64, args, CPU)  # type: ignore[arg-type]
+    model = SimpleNamespace(autocast=nullcontext)
+    recall.score(CPU, "", model, "copy", 64, 20, UNSCALED)  # type: ignore[arg-type]
     tested = torch.cat(seen).tolist()
     seeds = [f"0 {split} {i}" for split in ("train", "val") for i in range(20)]
     assert len(tested) == 20

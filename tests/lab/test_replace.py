@@ -45,7 +45,8 @@ def test_replacement(tiny_config, call, capsys):
         RopeScaling("theta", 9e4),
         RopeScaling("none"),
     ):
-        rope = ["--rope", scaling.kind, *(["--rope-theta", scaling.theta] if scaling.theta else [])]
+        base = f"={scaling.theta}" if scaling.theta else ""
+        rope = ["--rope", f"{scaling.kind}{base}"]
         call(replace, *common, *rope, "--normaliser", "softmax", "--steps", 0, "--lengths", 64)
         (loss,) = losses_by_state(capsys.readouterr().out)["softmax"]
         ours = model.token_losses(

@@ -33,7 +33,7 @@ def blocks_of(distance, n_blocks=8):
     for _ in range(n_blocks):
         tokens = [draw.randrange(VOCAB) for _ in range(16 * L + 1)]
         tokens[-L:] = tokens[-L - distance : -distance]
-        blocks.append(list(read_block(tokens, by_counts(counts, 0, tokens, WIDTHS), VOCAB)))
+        blocks.append(list(read_block(tokens, by_counts(counts, tokens, WIDTHS), VOCAB)))
     return blocks
 
 
