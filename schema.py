@@ -232,7 +232,7 @@ class DataConfig(Section):
 
     prefix = "data."
     dir: PathText = resumable(
-        "data/fineweb10B", "Folder of prepared shards (python -m data.fineweb)."
+        "data/fineweb10B", "Folder of prepared shards (python -m data.prepare)."
     )
     order: Literal["sequential", "shuffled"] = key(
         "sequential", "Stream order, or permuted by the seed."

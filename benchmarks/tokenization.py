@@ -5,7 +5,7 @@
 Writing: the file's rows, repeated to --tokens, go through
   one process    a loop over tiktoken's encode_ordinary, which writes nothing: the reference
   usual recipe   multiprocessing.Pool.imap over rows, chunksize 16, lists of tokens handed to the writer
-  data.fineweb   `python -m data.fineweb --files`, with start-up, hashing and fsync
+  data.prepare   `python -m data.prepare --files`, with start-up, hashing and fsync
 each in turn, --rounds times.
 
 Reading: --batches of batches at T = 1024 out of 20 shards, in each order.
@@ -70,10 +70,10 @@ def writing(path: Path, n_tokens: int, rounds: int, folder: Path) -> None:
     commands = {
         "one process": [*python, f"one_process(Path({str(repeated)!r}))"],
         "usual recipe": [*python, f"usual_recipe(Path({str(repeated)!r}), Path({str(out)!r}))"],
-        "data.fineweb": [
+        "data.prepare": [
             sys.executable,
             "-m",
-            "data.fineweb",
+            "data.prepare",
             "--files",
             str(repeated),
             "--out",

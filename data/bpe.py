@@ -1,7 +1,7 @@
 """Train a byte-level BPE, GPT-2's kind of tokeniser, on a corpus.
 
     python -m data.bpe --vocab 4096 --out tokenizer.json                      # on Python's library sources
-    python -m data.bpe --files 'dir/*.txt' --vocab 8192 --out tokenizer.json  # or any files of data.fineweb
+    python -m data.bpe --files 'dir/*.txt' --vocab 8192 --out tokenizer.json  # or any files of data.prepare
     python -m data.python_source --tokenizer tokenizer.json --out data/python_4k
 
 Without --files the text is the training split of data.python_source. With --files it is all of
@@ -47,7 +47,7 @@ def main() -> None:
         "--files",
         nargs="+",
         metavar="PATTERN",
-        help="of data.fineweb (default: Python's library sources)",
+        help="of data.prepare (default: Python's library sources)",
     )
     add("--column", default="text", help="the column, or JSON key, with the text (default: text)")
     add(

@@ -41,7 +41,7 @@ INFO_NAME = "dataset.json"
 UNFINISHED_NAME = "dataset.unfinished"
 IGNORED = -100  # a target that counts in no loss
 HOW_TO_PREPARE = (
-    "prepare it with python -m data.fineweb --out, or data.python_source --out (no download)"
+    "prepare it with python -m data.prepare --out, or data.python_source --out (no download)"
 )
 
 

@@ -1,15 +1,21 @@
 """Where documents come from: the rows of local files or of a dataset on the hub, as text, in a
 fixed order.
 
-`datasets` reads parquet and the hub as streams of Arrow tables. Memory is bounded by a file's
-texts, unless documents are shuffled.
+Local files are read here: parquet by pyarrow, JSON by `json`, text as it is. A text is the string
+that stands in the file; a byte that is no UTF-8 becomes U+FFFD. `datasets` streams the hub, and
+names the files of a local folder's split. Memory is bounded by a file's texts, unless documents are
+shuffled.
 """
 
+import bz2
 import glob
 import gzip
+import io
 import json
+import lzma
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -18,13 +24,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from infra.cli import UserError
 from infra.files import fingerprint
 
 BLOCK_CHARACTERS = 2**20
 BATCH_ROWS = 64  # read at a time
+FRAGMENT = 2**24  # characters of a text file that are split at a time
 MOST_SHUFFLED = 2**31  # characters
+MOST_UNREADABLE = 0.005  # share of U+FFFD and NUL in a file; accents in a code page are 1 to 12 %
+LEAST_WARNED = 1e-5  # share of them; web text has 1e-6
+SAMPLE = 2**16  # characters after which a file may be refused
+END_OF_TEXT = "<|endoftext|>"
+FOREIGN = {  # what files of other kinds begin with
+    b"%PDF": "a PDF",
+    b"{\\rtf": "RTF",
+    b"PK\x03\x04": "a zip archive or an office document",
+    b"\x1f\x8b": "gzip: expected a name that ends in .gz",
+    b"\x28\xb5\x2f\xfd": "zstd: expected a name that ends in .zst",
+    b"PAR1": "parquet: expected a name that ends in .parquet",
+    b"\xff\xfe": "UTF-16 or UTF-32: expected UTF-8, as iconv -f UTF-16 -t UTF-8 makes",
+    b"\xfe\xff": "UTF-16: expected UTF-8, as iconv -f UTF-16 -t UTF-8 makes",
+    b"\x00\x00\xfe\xff": "UTF-32: expected UTF-8, as iconv -f UTF-32 -t UTF-8 makes",
+}
 
 
 class Input(NamedTuple):
@@ -79,52 +102,45 @@ def read_blocks(inputs: list[Input], start: Cursor) -> Iterator[Block]:
             yield block
 
 
-def _stream(column: str, split: str, *path: str | None, **options: Any) -> Any:
-    """The tables of a dataset that `datasets` can load, with this column alone."""
-    import datasets
-
-    # errors are raised as well
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
-    builder = datasets.load_dataset_builder(*path, **options)
-    if builder.__module__.endswith(".cache.cache"):  # what `datasets` falls back on, without a word
-        raise ConnectionError(
-            "the hub did not answer, and a copy in the cache may be of another commit"
-        )
-    if hasattr(builder.config, "sample_by"):  # text: a row is a file, as with --files, not a line
-        builder.config.sample_by = "document"
-        builder.config.encoding_errors = "replace"
-    stream = builder.as_streaming_dataset(split).select_columns([column])  # checks its name
-    if hasattr(builder.config, "columns"):  # parquet: the other columns are not even fetched
-        builder.config.columns = [column]
-        builder.config.batch_size = BATCH_ROWS
-        stream = builder.as_streaming_dataset(split)
-    return stream.with_format("arrow")
-
-
-def _texts(tables: Any) -> Iterator[str]:
-    for table in tables.iter(BATCH_ROWS):
-        # As binary: a column of strings may hold invalid UTF-8, not checked so far.
-        for row in table.column(0).cast(pa.large_binary()).to_pylist():
-            yield (row or b"").decode("utf-8", "replace")
-
-
+# ---------------------------------------------------------------- local files
 def _parquet_texts(path: str, column: str) -> Iterator[str]:
-    location = glob.escape(os.path.abspath(path))  # a name may contain brackets
-    yield from _texts(_stream(column, "train", "parquet", data_files=location))
+    with pq.ParquetFile(path) as file:
+        if column not in file.schema_arrow.names:
+            names = ", ".join(file.schema_arrow.names)
+            raise UserError(f"{path}: has no column {column!r}: expected --column of {names}")
+        for batch in file.iter_batches(BATCH_ROWS, columns=[column]):
+            yield from _decoded(batch.column(0))
+
+
+def _decoded(column: Any) -> Iterator[str]:
+    """The texts of an Arrow column; "" for null."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    # As binary: a column of strings may hold invalid UTF-8, not checked so far.
+    for row in column.cast(pa.large_binary()).to_pylist():
+        yield (row or b"").decode("utf-8", "replace")
 
 
 def _json_texts(path: str, key: str) -> Iterator[str]:
-    """The strings under the key. Not by `datasets`, which makes times of texts that look like them."""
+    """The strings under the key: of an object a line, or of one array of objects."""
     with _open_text(path, newline="\n") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                text = json.loads(line)[key] if line.strip() else None
-                text = "" if text is None else text
-                # JSON can write half a surrogate pair.
-                yield text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                if number == 1 and line.lstrip().startswith("["):
+                    texts = [_json_text(record, key) for record in json.loads(line + lines.read())]
+                else:
+                    texts = [_json_text(json.loads(line), key) if line.strip() else ""]
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 expected = f'expected a JSON object with a string "{key}"'
                 raise UserError(f"{path}, line {number}: {line[:60]!r}: {expected}") from None
+            yield from texts
+
+
+def _json_text(record: Any, key: str) -> str:
+    text = record[key]
+    text = "" if text is None else text
+    # JSON can write half a surrogate pair.
+    return str(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 def _whole_text(path: str, key: str) -> Iterator[str]:
@@ -133,9 +149,120 @@ def _whole_text(path: str, key: str) -> Iterator[str]:
         yield file.read()
 
 
+def _fragments(path: str) -> Iterator[str]:
+    """The same text in parts."""
+    with _open_text(path) as file:
+        while fragment := file.read(FRAGMENT):
+            yield fragment
+
+
+def _open_zstd(path: str) -> Any:
+    return io.BufferedReader(pa.input_stream(path, compression="zstd"))
+
+
+COMPRESSED: dict[str, Callable[[str], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _open_zstd,
+}
+
+
 def _open_text(path: str, newline: str | None = None) -> Any:
-    opener: Any = gzip.open if path.endswith(".gz") else open
-    return opener(path, "rt", encoding="utf-8", errors="replace", newline=newline)
+    """UTF-8, with or without a mark at its beginning. Raises UserError: a file of another kind."""
+    opener: Any = COMPRESSED.get(os.path.splitext(path)[1].lower(), partial(open, mode="rb"))
+    file = opener(path)
+    begin = file.peek(8)[:8]
+    for first, kind in FOREIGN.items():
+        if begin.startswith(first):
+            file.close()
+            raise UserError(f"{path}: is {kind}")
+    return io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline=newline)
+
+
+READERS = {
+    ".parquet": _parquet_texts,
+    ".jsonl": _json_texts,
+    ".ndjson": _json_texts,
+    ".json": _json_texts,
+    ".txt": _whole_text,
+}
+
+
+def suffix_of(path: str) -> str:
+    """The key of READERS that reads the file, compressed or not, or ""."""
+    name = os.path.basename(path).lower()
+    stem, last = os.path.splitext(name)
+    suffix = os.path.splitext(stem)[1] if last in COMPRESSED else last
+    is_known = suffix in READERS and not (suffix == ".parquet" and last in COMPRESSED)
+    return suffix if is_known else ""
+
+
+def _file_input(path: str, column: str, separator: str | None) -> Input:
+    """Raises UserError: it cannot be a file of documents."""
+    suffix = suffix_of(path)
+    if not suffix or not os.path.isfile(path):
+        if path.endswith(".bin"):
+            raise UserError(f"{path}: expected text; train.py reads shards of tokens by --data.dir")
+        packed = f", and {', '.join(COMPRESSED)} of all but parquet"
+        raise UserError(f"{path}: expected a file that ends in {', '.join(READERS)}{packed}")
+    if separator and suffix == ".txt":
+        return Input(path, lambda: _pieces(_readable(path, _fragments(path), True), separator))
+    return Input(path, lambda: _rows(path, READERS[suffix](path, column), separator))
+
+
+def _rows(name: str, texts: Iterator[str], separator: str | None) -> Iterator[str]:
+    """The texts of an input, each split at the separator if there is one."""
+    for text in _readable(name, texts, bool(separator)):
+        if separator:
+            yield from _pieces([text], separator)
+        else:
+            yield text
+
+
+def _pieces(fragments: Iterable[str], separator: str) -> Iterator[str]:
+    """What stands between the separators, without the line ends beside them."""
+    rest = ""
+    for fragment in fragments:
+        *pieces, rest = (rest + fragment).split(separator)
+        for piece in pieces:
+            yield piece.strip("\n")
+    yield rest.strip("\n")
+
+
+def _readable(name: str, texts: Iterator[str], is_split: bool) -> Iterator[str]:
+    """The texts, with a warning of what a file of the wrong kind or encoding has.
+
+    Raises UserError: too many characters are U+FFFD, which stands for bytes that are no UTF-8, or
+    NUL.
+    """
+    n_characters = n_unreadable = 0
+    is_warned = is_split
+
+    def check(at_least: int) -> float:
+        share = n_unreadable / max(1, n_characters)
+        if n_characters >= at_least and share > MOST_UNREADABLE:
+            hint = "expected UTF-8; iconv -f CP1252 -t UTF-8 converts, for example, CP1252"
+            raise UserError(f"{name}: {share:.1%} of its characters are U+FFFD or NUL: {hint}")
+        return share
+
+    for text in texts:
+        n_characters += len(text)
+        n_unreadable += text.count("\ufffd") + text.count("\0")
+        check(SAMPLE)
+        if not is_warned and END_OF_TEXT in text:
+            is_warned = True
+            advice = f"--separator '{END_OF_TEXT}' splits documents there"
+            _warn(f"{name}: holds {END_OF_TEXT}, which is encoded as ordinary text: {advice}")
+        yield text
+    share = check(0)
+    if share >= LEAST_WARNED:
+        counted = f"{n_unreadable:,} of {n_characters:,} characters ({share:.3%})"
+        _warn(f"{name}: {counted} are U+FFFD, as bytes that are no UTF-8 become, or NUL")
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _shuffled_texts(inputs: list[Input], seed: int) -> Iterator[str]:
@@ -155,19 +282,10 @@ def _shuffled_texts(inputs: list[Input], seed: int) -> Iterator[str]:
         yield texts[i]
 
 
-READERS = {
-    ".parquet": _parquet_texts,
-    ".jsonl": _json_texts,
-    ".jsonl.gz": _json_texts,
-    ".txt": _whole_text,
-    ".txt.gz": _whole_text,
-}
-
-
-def local_files(patterns: list[str], column: str, shuffle: int | None = None) -> Source:
-    """The files of READERS that match the patterns, sorted by path, or all documents shuffled by a
-    seed.
-    """
+def local_files(
+    patterns: list[str], column: str, shuffle: int | None = None, separator: str | None = None
+) -> Source:
+    """The files that match the patterns, sorted by path, or all documents shuffled by a seed."""
     names: set[str] = set()
     for pattern in patterns:
         # A name that the shell has expanded may contain brackets.
@@ -181,54 +299,122 @@ def local_files(patterns: list[str], column: str, shuffle: int | None = None) ->
     for name in sorted(names):  # of several names of one file the first
         by_file.setdefault(os.path.realpath(name), name)
     files = [*by_file.values()]
-    inputs = []
-    for file in files:
-        suffixes = [suffix for suffix in READERS if file.endswith(suffix)]
-        if not suffixes or not os.path.isfile(file):
-            raise UserError(f"{file}: expected a file that ends in {', '.join(READERS)}")
-        inputs.append(Input(file, partial(READERS[suffixes[0]], file, column)))
+    inputs = [_file_input(file, column, separator) for file in files]
     listed = os.fsencode(", ".join(map(os.path.basename, files))).decode("utf-8", "replace")
     description = f"local files ({len(files)}): {listed}"
     if shuffle is not None:
         description += f", shuffled by seed {shuffle}"
         inputs = [Input("", partial(_shuffled_texts, inputs, shuffle))]
-    own_paths = [Path(file) for file in files]
-    hashes = [fingerprint(path) for path in own_paths]
-    return Source(
-        description, {"column": column, "shuffle": shuffle}, own_paths, hashes, lambda: inputs
-    )
+    paths_read = [Path(file) for file in files]
+    hashes = [fingerprint(path) for path in paths_read]
+    settings = {"column": column, "shuffle": shuffle, "separator": separator}
+    return Source(description, settings, paths_read, hashes, lambda: inputs)
 
 
-def hub_dataset(
-    repo: str, name: str | None, split: str, column: str, revision: str, commit: str | None
+def folder_dataset(
+    folder: str, name: str | None, split: str, column: str, separator: str | None = None
 ) -> Source:
-    """A text dataset that `datasets` can load: of the hub, at one commit, or a local folder.
+    """The files of a folder's split, as `datasets` finds them: by its README's configurations, else
+    by words such as train and test in their paths. Files that are no documents are left out.
+    """
+    from datasets.data_files import DataFilesDict, get_data_patterns, sanitize_patterns
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard
+
+    with naming(folder):
+        readme = Path(folder) / "README.md"
+        configs: Any = {}
+        if readme.is_file():
+            configs = MetadataConfigs.from_dataset_card_data(DatasetCard.load(readme).data)
+        if name or configs:
+            name = name or configs.get_default_config_name()
+            if name not in configs:
+                expected = f"expected one of {', '.join(configs) or 'README.md, which has none'}"
+                raise UserError(f"--name {name or 'left out'}: {folder}: {expected}")
+        config = configs[name] if name else {}
+        base = str(Path(folder, config.get("data_dir") or "").resolve())
+        found = config.get("data_files")
+        patterns = sanitize_patterns(found) if found else get_data_patterns(base)
+        splits = DataFilesDict.from_patterns(patterns, base_path=base)
+    if split not in splits:
+        raise UserError(f"{folder}: has no split {split!r}: expected {', '.join(map(str, splits))}")
+    listed = sorted(map(str, splits[split]))
+    files = [path for path in listed if suffix_of(path)]
+    left_out = {os.path.basename(path) for path in listed} - set(map(os.path.basename, files))
+    if left_out:
+        _warn(f"{folder}: left out {', '.join(sorted(left_out))[:200]}")
+    if not files:
+        raise UserError(f"{folder}: no files that end in {', '.join(READERS)}")
+    inputs = [_file_input(path, column, separator) for path in files]
+    hashes = [fingerprint(Path(path)) for path in files]
+    settings = {"repo": folder, "name": name, "split": split, "column": column}
+    description = f"{' '.join(filter(None, (folder, name, split)))}, {len(files)} files"
+    settings["separator"] = separator
+    return Source(description, settings, [Path(folder)], hashes, lambda: inputs)
+
+
+# ---------------------------------------------------------------- the hub
+def hub_dataset(
+    repo: str,
+    name: str | None,
+    split: str,
+    column: str,
+    revision: str,
+    commit: str | None,
+    separator: str | None = None,
+) -> Source:
+    """A text dataset of the hub that `datasets` can load, at one commit.
 
     name: its configuration. commit: of an interrupted run; None: the newest of `revision`.
     """
     from huggingface_hub import HfApi
 
-    paths = [Path(repo)] if Path(repo).is_dir() else []
-    listed = [path for path in sorted(Path(repo).rglob("*")) if path.is_file()] if paths else []
-    # no .git, no .cache
-    shown = [path for path in listed if "/." not in f"/{path.relative_to(repo)}"]
-    hashes = [fingerprint(path) for path in shown]
-    if not paths and commit is None:
+    if commit is None:
         with naming(f"{repo} at {revision}"):
             commit = HfApi().dataset_info(repo, revision=revision, timeout=10).sha
 
     def open_inputs() -> list[Input]:
         with naming(repo):
-            tables = _stream(column, split, repo, name, revision=commit)
+            tables = _stream(column, split, repo, name, commit)
         n = tables.num_shards
+        labels = [f"{repo}, file {i + 1} of {n}" for i in range(n)]
         return [
-            Input(f"{repo}, file {i + 1} of {n}", partial(_texts, tables.shard(n, i)))
-            for i in range(n)
+            Input(label, partial(_hub_texts, label, tables, n, i, separator))
+            for i, label in enumerate(labels)
         ]
 
     settings = {"repo": repo, "name": name, "split": split, "column": column, "revision": revision}
-    description = " ".join(filter(None, (repo, name, split, commit and f"at commit {commit}")))
-    return Source(description, settings | {"commit": commit}, paths, hashes, open_inputs)
+    settings |= {"commit": commit, "separator": separator}
+    description = " ".join(filter(None, (repo, name, split, f"at commit {commit}")))
+    return Source(description, settings, [], [], open_inputs)
+
+
+def _stream(column: str, split: str, repo: str, name: str | None, commit: str | None) -> Any:
+    """The dataset as Arrow tables, with this column alone."""
+    import datasets
+
+    # errors are raised as well
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    builder = datasets.load_dataset_builder(repo, name, revision=commit)
+    if builder.__module__.endswith(".cache.cache"):  # what `datasets` falls back on, without a word
+        raise ConnectionError(
+            "the hub did not answer, and a copy in the cache may be of another commit"
+        )
+    if hasattr(builder.config, "sample_by"):  # text: a row is a file, as with --files, not a line
+        builder.config.sample_by = "document"
+        builder.config.encoding_errors = "replace"
+    stream = builder.as_streaming_dataset(split).select_columns([column])  # checks its name
+    if hasattr(builder.config, "columns"):  # parquet: the other columns are not even fetched
+        builder.config.columns = [column]
+        builder.config.batch_size = BATCH_ROWS
+        stream = builder.as_streaming_dataset(split)
+    return stream.with_format("arrow")
+
+
+def _hub_texts(label: str, tables: Any, n: int, i: int, separator: str | None) -> Iterator[str]:
+    batches = tables.shard(n, i).iter(BATCH_ROWS)
+    texts = (text for table in batches for text in _decoded(table.column(0)))
+    return _rows(label, texts, separator)
 
 
 @contextmanager

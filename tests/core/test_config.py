@@ -15,7 +15,7 @@ import sample
 import sweep
 import train
 from config import changed_keys, config_from_dict, describe_keys, expand_sweep, load_config, to_toml
-from data import fineweb, python_source
+from data import prepare, python_source
 from infra.cli import ArgumentParser, UserError, run_main
 from normalisers.adaptive import NormSoftmax
 from normalisers.own import NORMALISERS
@@ -560,7 +560,7 @@ LR = "optimizer.lr = 'x': expected number"
         (config, "configs/lssar.toml --seed x", ["seed = 'x': expected integer"]),
         (train, "configs/lssar.toml --attention.normaliser lsa", [LSSA]),
         *((script, "--help", []) for script in (train, eval_length, sample, sweep, config)),
-        *((script, "--help", []) for script in (fineweb, python_source)),
+        *((script, "--help", []) for script in (prepare, python_source)),
     ],
 )
 def test_typos_and_help(script: Any, options: str, problems: list[str], call, capsys, monkeypatch):

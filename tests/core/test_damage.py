@@ -20,7 +20,7 @@ import eval_length
 import sample
 import sweep
 import train
-from data import fineweb
+from data import prepare
 from infra import files
 from infra.cli import run_main
 from infra.files import append_synced, atomic_file, exclusive_lock, read_jsonl
@@ -218,8 +218,8 @@ def test_a_read_only_run_folder(
         (sample, "{run}\udc80"),
         (sample, "{run}", "--prompt-file", "\udc80"),
         (train, "{run}\udc80.toml"),
-        (fineweb, "--files", "{run}/fifo.jsonl", "--tokenizer", "bytes", "--out", "{run}/out"),
-        (fineweb, "--files", "/dev/zero", "--tokenizer", "bytes", "--out", "{run}/out"),
+        (prepare, "--files", "{run}/fifo.jsonl", "--tokenizer", "bytes", "--out", "{run}/out"),
+        (prepare, "--files", "/dev/zero", "--tokenizer", "bytes", "--out", "{run}/out"),
     ],
     ids=lambda arguments: (
         f"{arguments[0].__name__} {' '.join(ascii(a)[:20] for a in arguments[-2:])}"

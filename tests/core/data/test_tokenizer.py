@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import eval_length
 import sample
 import train
-from data import fineweb
+from data import prepare
 from data.dataset import TokenStream
 from data.tokenizer import encode, get_tokenizer
 from training.checkpoint import load_model
@@ -39,7 +39,7 @@ def bpe_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def dataset(tmp_path: Path, corpus: Path, bpe_file: Path, call: Any) -> Path:
     out = tmp_path / "data"
-    call(fineweb, "--files", corpus, "--tokenizer", bpe_file, "--out", out, "--shard-size", 1500)
+    call(prepare, "--files", corpus, "--tokenizer", bpe_file, "--out", out, "--shard-size", 1500)
     return out
 
 
@@ -73,7 +73,7 @@ def test_a_run_needs_no_other_file(
     other = tmp_path / "other.json"
     other.write_text(bpe_file.read_text() + "\n")
     files = ["--files", tmp_path / "texts.jsonl", "--shard-size", 1500]
-    call(fineweb, *files, "--tokenizer", other, "--out", tmp_path / "other")
+    call(prepare, *files, "--tokenizer", other, "--out", tmp_path / "other")
     with one_line(tmp_path / "other", "expected tokenizer-", "the model's tokenizer"):
         call(eval_length, run, "--data", tmp_path / "other", "--lengths", 16, "--tokens", 64)
     with one_line("init_from", "trained on tokens of tokenizer-"):

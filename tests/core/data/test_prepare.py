@@ -1,14 +1,16 @@
-"""data.fineweb: tokens against an independent pass, resuming from every state, kills, damages,
+"""data.prepare: tokens against an independent pass, resuming from every state, kills, damages,
 rejections.
 
 Most builds are of small blocks, one at a time (`inline`); the tests of the command are of full
 ones.
 """
 
+import bz2
 import errno
 import gzip
 import hashlib
 import json
+import lzma
 import os
 import random
 import shutil
@@ -32,9 +34,9 @@ import tiktoken
 from conftest import flip, needs_gpt2, one_line
 from datasets.packaged_modules.cache.cache import Cache
 
-from data import documents, fineweb
+from data import documents, prepare
 from data.dataset import TokenStream, dataset_info
-from data.documents import hub_dataset, local_files
+from data.documents import folder_dataset, hub_dataset, local_files
 from infra.cli import UserError
 from infra.files import exclusive_lock
 
@@ -203,15 +205,16 @@ def identities(folder: Path, files: list[str]) -> list[tuple[int, int]]:
 @pytest.fixture(autouse=True)
 def inline(monkeypatch: Any) -> None:
     # each block is added before the next one is read
-    monkeypatch.setattr(fineweb, "BLOCKS_AHEAD", 0)
+    monkeypatch.setattr(prepare, "BLOCKS_AHEAD", 0)
     monkeypatch.setattr(documents, "BLOCK_CHARACTERS", 300)
     monkeypatch.setattr(documents, "BATCH_ROWS", 7)
-    monkeypatch.setattr(fineweb, "get_tokenizer", lru_cache(fineweb.get_tokenizer))
+    monkeypatch.setattr(documents, "MOST_UNREADABLE", 1)  # of the odd rows
+    monkeypatch.setattr(prepare, "get_tokenizer", lru_cache(prepare.get_tokenizer))
 
 
 def build(paths: Iterable[Path], out: Path, column: str = "text", **options: Any) -> dict[str, Any]:
     source = local_files([str(path) for path in paths], column)
-    return fineweb.build(source, out, OPTIONS | options, 1)
+    return prepare.build(source, out, OPTIONS | options, 1)
 
 
 def rejected(paths: Iterable[Path], out: Path, *parts: object, **options: Any) -> None:
@@ -296,7 +299,7 @@ def test_shuffled_documents(tmp_path: Path, out: Path, small: Corpus, monkeypatc
 
     def shuffle(out: Path, seed: int | None) -> list[bytes]:
         source = local_files([str(path) for path in small], "text", seed)
-        fineweb.build(source, out, OPTIONS, 1)
+        prepare.build(source, out, OPTIONS, 1)
         tokens = tokens_of(out)
         return [part.tobytes() for part in np.split(tokens, np.flatnonzero(tokens == 256))]
 
@@ -570,9 +573,7 @@ def repo(tmp_path: Path) -> tuple[Path, Corpus]:
 
 
 def build_repo(folder: Path, out: Path, column: str = "content") -> dict[str, Any]:
-    return fineweb.build(
-        hub_dataset(str(folder), "big", "train", column, "main", None), out, OPTIONS, 1
-    )
+    return prepare.build(folder_dataset(str(folder), "big", "train", column), out, OPTIONS, 1)
 
 
 def test_a_dataset_by_name(out: Path, repo: tuple[Path, Corpus]) -> None:
@@ -588,45 +589,32 @@ def test_a_dataset_by_name(out: Path, repo: tuple[Path, Corpus]) -> None:
         assert contents(out) == reference
 
 
-def test_a_folder_of_text_files_by_name(out: Path, tmp_path: Path) -> None:
-    """A file is a document, as with --files. What is hidden, as of git, is no part of the input."""
-    texts = ["one\n\ntwo \udcff\n" * 5, "three\n" * 30]
-    folder = tmp_path / "texts"
-    (folder / ".git").mkdir(parents=True)
-    for i, text in enumerate(texts):
-        (folder / f"{i}.txt").write_text(text, errors="surrogateescape")
-    settings = ("train", "text", "main", None)
-    fineweb.build(hub_dataset(str(folder), None, *settings), out, OPTIONS, 1)
-    decoded = [text.replace("\udcff", "\ufffd").encode() for text in texts]
-    tokens = [token for text in decoded for token in (256, *text)]
-    read = [
-        *TokenStream(out, "val").read(0, 100),
-        *TokenStream(out, "train").read(0, len(tokens) - 100),
-    ]
-    assert read == tokens
-    (folder / ".git" / "index").write_text("changed")
-    fineweb.build(hub_dataset(str(folder), None, *settings), out, OPTIONS, 1)
-
-
-def test_a_source_out_of_reach_costs_no_shard(
+def test_a_hub_out_of_reach_costs_no_shard(
     out: Path, repo: tuple[Path, Corpus], monkeypatch: Any
 ) -> None:
     """Without the hub `datasets` reads a copy in its cache, of any commit."""
-    build_repo(repo[0], out)
+
+    def build_hub() -> None:
+        source = hub_dataset("a/repo", None, "train", "content", "main", "ab" * 20)
+        prepare.build(source, out, OPTIONS, 1)
+
+    local = datasets.load_dataset_builder(str(repo[0]), "big")
+    monkeypatch.setattr("datasets.load_dataset_builder", lambda *_, **__: local)
+    build_hub()
     (out / "fineweb_train_000003.bin").unlink()
     before = contents(out)
     with monkeypatch.context() as patch:
         patch.setattr("datasets.load_dataset_builder", lambda *_, **__: Cache.__new__(Cache))
-        with one_line(f"{repo[0]}: cannot be read: ConnectionError: the hub did not answer"):
-            build_repo(repo[0], out)
+        with one_line("a/repo: cannot be read: ConnectionError: the hub did not answer"):
+            build_hub()
     assert contents(out) == before
-    build_repo(repo[0], out)
+    build_hub()
     Expected(repo[1]).check(out)
 
 
 def test_columns_that_cannot_be_read(out: Path, repo: tuple[Path, Corpus]) -> None:
     for column, part in (
-        ("text", "Column name ['text'] not in the dataset"),
+        ("text", "has no column 'text': expected --column of nested, content"),
         ("nested", "cannot be read"),
     ):
         with one_line(repo[0], part):
@@ -652,9 +640,9 @@ def test_the_hub_is_asked_for_a_commit_once(
     monkeypatch.setattr("datasets.load_dataset_builder", load_local)
     args = ["--out", out, "--tokenizer", "bytes", "--shard-size", 100, "--column", "content"]
     loaded = ("HuggingFaceFW/fineweb", "sample-10BT", {"revision": "ab" * 20})
-    call(fineweb, *args)
+    call(prepare, *args)
     truncate_manifest(out, 2)
-    call(fineweb, *args)
+    call(prepare, *args)
     assert asked == [("HuggingFaceFW/fineweb", "main"), loaded, loaded]
     Expected(repo[1]).check(out)
     assert "HuggingFaceFW/fineweb sample-10BT train at commit abab" in capsys.readouterr().out
@@ -674,13 +662,13 @@ def test_wrong_options_are_one_line(call: Any) -> None:
         (["--files", "x", "--shard-size", "9" * 25], "--shard-size"),
     ):
         with one_line(part):
-            call(fineweb, *options)
+            call(prepare, *options)
 
 
 def test_the_command(tmp_path: Path, out: Path, small: Corpus, call: Any, capsys: Any) -> None:
     """Patterns in any order; files sorted by path."""
     patterns = [tmp_path / "in" / "*.jsonl*", tmp_path / "**" / "*.parquet", next(iter(small))]
-    call(fineweb, "--files", *patterns, "--out", out, "--tokenizer", "bytes", "--shard-size", 1000)
+    call(prepare, "--files", *patterns, "--out", out, "--tokenizer", "bytes", "--shard-size", 1000)
     expected = Expected(small, shard_size=1000)
     expected.check(out)
     names = "a.parquet, b.parquet, c.jsonl, d.jsonl, e.jsonl.gz, f.parquet"
@@ -691,7 +679,7 @@ def start(corpus: Corpus, out: Path, workers: int) -> subprocess.Popen[str]:
     """The command, in a process group of its own."""
     options = ["--out", out, "--tokenizer", "bytes", "--shard-size", 200_000, "--workers", workers]
     return subprocess.Popen(
-        [*map(str, (sys.executable, "-m", "data.fineweb", "--files", *corpus, *options))],
+        [*map(str, (sys.executable, "-m", "data.prepare", "--files", *corpus, *options))],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
     )  # fmt: skip
 
@@ -722,3 +710,191 @@ def test_kills_at_random_moments(tmp_path: Path, out: Path) -> None:
         stderr = process.communicate(timeout=HANGS)[1]
     assert (process.returncode, stderr) == (0, "")
     Expected(corpus, shard_size=200_000).check(out)
+
+
+# ---------------------------------------------------------------- kinds of files, separators, folders
+
+
+def texts_of(out: Path) -> list[str]:
+    """The documents of a dataset of bytes."""
+    parts = bytes_of(out).split(b"\xff\xff")  # no UTF-8
+    assert parts[0] == b""
+    return [part.decode() for part in parts[1:]]
+
+
+def bytes_of(out: Path) -> bytes:
+    return b"".join(b"\xff\xff" if t == 256 else bytes([t]) for t in tokens_of(out))
+
+
+FRENCH = "Les élèves étaient déjà là, près de la fenêtre.\n" * 30
+RUSSIAN = "Все счастливые семьи похожи друг на друга.\n" * 30
+ASCII = "plain text, " * 100
+WRONG_KINDS = {
+    "utf16.txt": (ASCII.encode("utf-16"), "is UTF-16 or UTF-32"),
+    "utf16_no_mark.txt": (ASCII.encode("utf-16-le"), "50.0% of its characters"),
+    "utf16_big.txt": (b"\xfe\xff" + FRENCH.encode("utf-16-be"), "is UTF-16"),
+    "utf16.jsonl": (json.dumps({"text": ASCII}).encode("utf-16"), "is UTF-16"),
+    "utf32.txt": (b"\0\0\xfe\xff" + ASCII.encode("utf-32-be"), "is UTF-32"),
+    "french.txt": (FRENCH.encode("cp1252"), "% of its characters are U+FFFD or NUL"),
+    "french.jsonl": (
+        b'{"text": "' + FRENCH.replace("\n", " ").encode("cp1252") + b'"}',
+        "% of its",
+    ),
+    "russian.txt.gz": (gzip.compress(RUSSIAN.encode("koi8-r")), "% of its characters"),
+    "japanese.txt": (("日本語の文章です。" * 40).encode("shift-jis"), "% of its characters"),
+    "report.txt": (b"%PDF-1.7\n" + ASCII.encode(), "is a PDF"),
+    "letter.txt": (b"{\\rtf1 " + ASCII.encode(), "is RTF"),
+    "office.txt": (b"PK\x03\x04" + ASCII.encode(), "is a zip archive or an office document"),
+    "packed.txt": (gzip.compress(ASCII.encode()), "is gzip: expected a name that ends in .gz"),
+    "table.txt": (b"PAR1" + ASCII.encode(), "is parquet"),
+    "zeros.txt": (ASCII.encode() + bytes(100), "7.7% of its characters are U+FFFD or NUL"),
+}
+
+
+@pytest.mark.parametrize("file", WRONG_KINDS)
+def test_a_wrong_kind_of_file_is_refused(
+    tmp_path: Path, out: Path, file: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(documents, "MOST_UNREADABLE", 0.005)
+    content, part = WRONG_KINDS[file]
+    (tmp_path / file).write_bytes(content)
+    rejected([tmp_path / file], out, tmp_path / file, part)
+    assert not (out / "dataset.json").exists()
+
+
+def test_a_wrong_kind_is_refused_before_its_end(
+    tmp_path: Path, out: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(documents, "MOST_UNREADABLE", 0.005)
+    rows = [Row(b'{"text": "\xe9\xe8 caf\xe9"}')] * 20_000
+    path = write(tmp_path / "a.jsonl", [*rows, Row(b"no JSON")])
+    rejected([path], out, path, "% of its characters")
+
+
+def test_what_utf8_may_have(tmp_path: Path, out: Path, monkeypatch: Any, capsys: Any) -> None:
+    """A mark at the beginning is no text; a few bad bytes are a warning with their share."""
+    monkeypatch.setattr(documents, "MOST_UNREADABLE", 0.005)
+    (tmp_path / "a.txt").write_text(FRENCH, encoding="utf-8-sig")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": RUSSIAN}), encoding="utf-8-sig")
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(FRENCH.encode("utf-8-sig")))
+    bad = FRENCH.encode() + b"\xe9"
+    (tmp_path / "d.txt").write_bytes(bad)
+    build(sorted(tmp_path.glob("*.*")), out)
+    assert texts_of(out) == [FRENCH, RUSSIAN, FRENCH, FRENCH + "\ufffd"]
+    warning = f"warning: {tmp_path / 'd.txt'}: 1 of {len(FRENCH) + 1:,} characters (0.069%)"
+    assert capsys.readouterr().err.startswith(warning)
+
+
+STORIES = ["Once upon a time\nthere was a cat.", "Two.", "The end."]
+JOINED = "\n<|endoftext|>\n".join(STORIES) + "\n<|endoftext|>\n"
+
+
+@pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl", "parquet"])
+def test_a_separator_splits_texts(
+    tmp_path: Path, out: Path, kind: str, monkeypatch: Any, capsys: Any
+) -> None:
+    """TinyStories' format, also where the parts that are read end within a separator."""
+    path = tmp_path / f"stories.{kind}"
+    if kind.startswith("txt"):
+        data = JOINED.replace("\n", "\r\n").encode()
+        path.write_bytes(gzip.compress(data) if kind.endswith("gz") else data)
+    else:
+        write(path, [plain(JOINED, kind == "jsonl")])
+    shutil.rmtree(out, ignore_errors=True)
+    build([path], out, val_tokens=8)
+    assert f"warning: {path}: holds <|endoftext|>" in capsys.readouterr().err
+    for fragment in (1, 7, 2**24):
+        monkeypatch.setattr(documents, "FRAGMENT", fragment)
+        source = local_files([str(path)], "text", separator="<|endoftext|>")
+        prepare.build(source, tmp_path / f"{fragment}", OPTIONS | {"val_tokens": 8}, 1)
+        assert texts_of(tmp_path / f"{fragment}") == STORIES
+    assert capsys.readouterr().err == ""
+    with one_line("begun with separator = None, not <|endoftext|>"):
+        prepare.build(source, out, OPTIONS | {"val_tokens": 8}, 1)
+
+
+def test_names_of_files(tmp_path: Path, out: Path) -> None:
+    """Compressed, capital, an array of objects, JSON lines by another name."""
+    compress = pa.Codec("zstd").compress
+    texts = [f"document {i} " * 9 for i in range(9)]
+    lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
+    array = json.dumps([{"text": text} for text in texts[4:6]], indent=1).encode()
+    files = {
+        "0.json": lines[0],
+        "1.json.gz": gzip.compress(lines[1]),
+        "2.jsonl.zst": compress(lines[2], asbytes=True) + compress(lines[3], asbytes=True),
+        "4.JSON": array,
+        "6.TXT": texts[6].encode(),
+        "7.NDJSON.BZ2": bz2.compress(lines[7]),
+        "8.txt.xz": lzma.compress(texts[8].encode()),
+    }
+    for file, content in files.items():
+        (tmp_path / file).write_bytes(content)
+    build([tmp_path / file for file in files], out)
+    assert texts_of(out) == texts
+    truncated = tmp_path / "9.jsonl.zst"
+    truncated.write_bytes(compress(lines[0] * 9, asbytes=True)[:-5])
+    rejected([truncated], tmp_path / "no", truncated, "cannot be read")
+    for file, part in (
+        ("a.parquet.gz", "expected a file that ends in"),
+        ("fineweb_val_000000.bin", "train.py reads shards of tokens by --data.dir"),
+        ("a.csv", "expected a file that ends in"),
+    ):
+        (tmp_path / file).touch()
+        rejected([tmp_path / file], tmp_path / "no", tmp_path / file, part)
+
+
+def write_folder(folder: Path) -> list[str]:
+    """Files that `datasets` alone refuses to read, or reads as something else; with their texts."""
+    lines = {
+        "a.jsonl": [{"text": "1912-01-02"}, {"text": "2026-11-28T10:00:00"}],
+        "b.jsonl": [{"text": "other columns", "n": 1}],
+        "c.jsonl": [{"text": "another type", "n": [{"m": None}]}, {"id": "x", "text": "an order"}],
+        "d.json": [{"text": "null in a later row"}, {"text": None}],
+        "e.jsonl": [{"text": "12"}, {"text": "1e5"}, {"text": "true"}],
+    }
+    folder.mkdir()
+    for file, rows in lines.items():
+        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(
+        pa.table({"text": pa.array(["é", "é"]).dictionary_encode()}), folder / "f.parquet"
+    )
+    pq.write_table(pa.table({"text": pa.array(["large"], pa.large_string())}), folder / "g.parquet")
+    (folder / "h.TXT").write_text("mixed kinds\n\nof files")
+    texts = [row["text"] for rows in lines.values() for row in rows if row["text"]]
+    return [*texts, "é", "é", "large", "mixed kinds\n\nof files"]
+
+
+def test_a_folder_reads_what_files_read(tmp_path: Path, out: Path, capsys: Any) -> None:
+    folder = tmp_path / "texts"
+    texts = write_folder(folder)
+    build([path for path in folder.iterdir()], out, val_tokens=9)
+    assert texts_of(out) == texts
+    (folder / ".git").mkdir()
+    (folder / ".git" / "a.txt").write_text("hidden")
+    (folder / "README.md").write_text("# A page without configurations\n")
+    (folder / "scores.csv").write_text("1,2")
+    by_name = tmp_path / "by_name"
+    options = OPTIONS | {"val_tokens": 9}
+    prepare.build(folder_dataset(str(folder), None, "train", "text"), by_name, options, 1)
+    assert texts_of(by_name) == texts
+    assert f"{folder}: left out scores.csv" in capsys.readouterr().err
+
+
+def test_the_splits_of_a_folder(tmp_path: Path, out: Path) -> None:
+    """A test file is no training text."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for split in ("train", "test"):
+        (folder / f"{split}.txt").write_text(f"text of {split}, " * 20)
+    for split in ("train", "test"):
+        source = folder_dataset(str(folder), None, split, "text")
+        prepare.build(source, tmp_path / split, OPTIONS, 1)
+        assert texts_of(tmp_path / split) == [f"text of {split}, " * 20]
+    with one_line(folder, "has no split 'val': expected train, test"):
+        folder_dataset(str(folder), None, "val", "text")
+    with one_line("--name small", folder, "README.md, which has none"):
+        folder_dataset(str(folder), "small", "train", "text")
+    (tmp_path / "none").mkdir()
+    with one_line(tmp_path / "none", "cannot be read"):
+        folder_dataset(str(tmp_path / "none"), None, "train", "text")

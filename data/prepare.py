@@ -1,0 +1,341 @@
+"""Prepare a text dataset: documents in, GPT-2 tokens out, as shards that train.py reads.
+
+    python -m data.prepare                              # FineWeb sample-10BT -> data/fineweb10B
+    python -m data.prepare --dataset HuggingFaceFW/fineweb-edu --name sample-100BT
+    python -m data.prepare --files 'dir/*.parquet'      # or .jsonl, .txt, .gz -> data/fineweb_files
+    python -m data.prepare --files 'dir/*.txt' --shuffle 1 --val-tokens 50000 --out data/mine   # a small set
+    hf download kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir data/fineweb10B    # ready shards
+
+The first shard is validation, of --val-tokens if they are given, the rest training. Each document
+is `<|endoftext|>` and its text in GPT-2's BPE, or by another --tokenizer. Special-token text inside
+a document is encoded as ordinary text. Rows without text are skipped. Invalid UTF-8 becomes U+FFFD.
+
+Stop it at any moment, by Ctrl-C or by pulling the plug, and run the same command again: it resumes
+after the last finished shard, and the shards are byte for byte those of an uninterrupted run, for
+any --workers.
+
+Writes fineweb_val_000000.bin, fineweb_train_000001.bin, ... (format: data/shards.py),
+manifest.jsonl (the row of the input at which each shard ends), and at the end dataset.json.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from data import dataset, documents
+from data.documents import Block, Cursor, Input, Source
+from data.shards import MAX_TOKENS, TOKEN, ShardWriter
+from data.tokenizer import Tokenizer, encode, get_tokenizer
+from infra.cli import ArgumentParser, UserError, integer, n_cores, positive_int, run_main
+from infra.files import exclusive_lock, read_jsonl, write_atomically
+
+DATA = Path(__file__).resolve().parent
+FINEWEB = "HuggingFaceFW/fineweb"
+MANIFEST_NAME = "manifest.jsonl"
+OPTIONS = ("tokenizer", "shard_size", "max_tokens", "val_tokens")  # that change the shards
+BLOCKS_AHEAD = 4  # per thread: enough to work on while a shard is forced to disk
+
+
+def tokenise(block: Block, encoding: Tokenizer) -> list[np.ndarray]:
+    """The tokens of each text, (n,) uint16 that begin with `<|endoftext|>`; none for an empty text."""
+    eot = np.array([encoding.eot_token], TOKEN)
+    return [np.append(eot, encode(encoding, text)) if text else eot[:0] for text in block.texts]
+
+
+def tokenised_blocks(
+    blocks: Iterator[Block], encoding: Tokenizer, workers: int
+) -> Iterator[tuple[Block, list[np.ndarray]]]:
+    """Each block and its tokens, in order; threads encode the next ones, without the GIL."""
+    pending: deque[Any] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        for next_block in blocks:
+            pending.append((next_block, pool.submit(tokenise, next_block, encoding)))
+            if len(pending) > BLOCKS_AHEAD * workers:
+                block, tokens = pending.popleft()
+                yield block, tokens.result()
+        for block, tokens in pending:
+            yield block, tokens.result()
+
+
+class ShardCutter:
+    """Cuts documents into shards, the first for validation, and records each in the manifest."""
+
+    def __init__(self, folder: Path, header: dict[str, Any]) -> None:
+        options = header["options"]
+        self.folder = folder
+        self.header = header
+        self.max_tokens: int = options["max_tokens"] or sys.maxsize
+        self.shard_size: int = options["shard_size"]
+        self.val_tokens: int = options["val_tokens"] or self.shard_size
+        self.val = ShardWriter(folder, options["dataset"], "val", self.val_tokens, 0)
+        self.train = ShardWriter(folder, options["dataset"], "train", self.shard_size, 1)
+        self.cursor = Cursor()  # the first token that is not yet in a shard
+        self.shards: list[dict[str, Any]] = []  # the manifest's lines on shards
+        self._documents = 0  # that begin in the current shard
+
+    @property
+    def n_tokens(self) -> int:
+        return self.val.n_tokens + self.train.n_tokens
+
+    @property
+    def is_complete(self) -> bool:
+        """--max-tokens is reached, or the last, shorter shard is written."""
+        is_last = len(self.shards) > 1 and self.shards[-1]["tokens"] < self.shard_size
+        return is_last or self.n_tokens == self.max_tokens
+
+    @property
+    def _writer(self) -> ShardWriter:
+        return self.train if self.val.files else self.val
+
+    def adopt(self, shards: list[dict[str, Any]]) -> None:
+        """Continue after the shards of an earlier run, up to the first damaged one."""
+        try:
+            for shard in shards:
+                self._writer.adopt(shard)
+                self.shards.append(shard)
+                self.cursor = Cursor(*shard["next"])
+        except UserError as e:
+            print(f"made again from here on: {e}", file=sys.stderr)
+
+    def add(self, block: Block, tokens: list[np.ndarray]) -> None:
+        """Append a block that begins in the cursor's row, from the cursor on, up to --max-tokens."""
+        for row, document in enumerate(tokens, block.row):
+            begin = self.cursor.token
+            self._documents += begin == 0 and len(document) > 0
+            while begin < len(document):
+                writer = self._writer
+                end = min(
+                    len(document), begin + writer.room, begin + self.max_tokens - self.n_tokens
+                )
+                writer.add(document[begin:end])
+                self.cursor = Cursor(block.input, row, end)
+                self._record_shard()
+                if self.is_complete:
+                    return
+                begin = end
+            self.cursor = Cursor(block.input, row + 1)
+
+    def finish(self) -> None:
+        """Write the last, shorter shard. Raises UserError if there are no training tokens."""
+        if not self.train.n_tokens:
+            elsewhere = " and another --out" if self.shards else ""
+            expected = f"expected more than the {self.val_tokens:,} of validation"
+            hint = f"try --val-tokens {1 + self.n_tokens // 20}{elsewhere}"
+            raise UserError(f"{self.folder}: {self.n_tokens:,} tokens of text: {expected}; {hint}")
+        self.train.flush()
+        self._record_shard()
+
+    def _record_shard(self) -> None:
+        """Record a shard that was finished since the last call, if there is one."""
+        files = self.val.files + self.train.files
+        if len(files) > len(self.shards):
+            self.shards.append(files[-1] | {"documents": self._documents, "next": self.cursor})
+            self._documents = 0
+            self.save_manifest()
+
+    def save_manifest(self) -> None:
+        lines = [json.dumps(record) + "\n" for record in (self.header, *self.shards)]
+        write_atomically(self.folder / MANIFEST_NAME, "".join(lines).encode())
+
+
+def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """manifest.jsonl: its first line, on the input and the options, and then those of the finished
+    shards.
+
+    A shard's line has its file, tokens and sha256, the documents that begin in it, and where the
+    next shard begins (`next`: a Cursor).
+    """
+    header, *shards = read_jsonl(folder / MANIFEST_NAME) or [{"options": {}, "files": []}]
+    if not header.keys() >= {"options", "files"}:
+        raise UserError(f"{folder / MANIFEST_NAME}: damaged: delete {folder} to start over")
+    return header, shards
+
+
+def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> dict[str, Any]:
+    """Make the dataset in folder `out`, resume it, or find it finished; returns dataset.json's
+    content.
+
+    options: dataset, tokenizer (see `get_tokenizer`), shard_size, max_tokens (None: all),
+    val_tokens (of the first shard, which is validation; None: shard_size). Threads (`workers`)
+    change only the speed.
+    Raises UserError: one line; finished shards stay, and the same call resumes after them.
+    """
+    encoding = get_tokenizer(options["tokenizer"])
+    identity = options | {"tokenizer": encoding.name} | source.settings
+    header = {"source": source.description, "options": identity, "files": source.files}
+    folder = out.resolve()
+    for path in map(Path.resolve, source.paths):
+        if path.is_relative_to(folder) or folder.is_relative_to(path):
+            raise UserError(f"--out {out}: expected another folder than the input's, {path}")
+    with exclusive_lock(out):
+        begun, shards = read_manifest(out)
+        if shards:
+            _check_same(out, begun, header)
+        else:  # of a begun folder the first shard may be there, which a kill has left out of the manifest
+            is_begun = (out / MANIFEST_NAME).exists()
+            own = f"{options['dataset']}_val_000000.bin" if is_begun else ""
+            for path in (each for each in out.glob("*.bin") if each.name != own):
+                raise UserError(
+                    f"{out}: holds {path.name}, another dataset's: choose another --out"
+                )
+        if shards and (info := dataset.made_before(out, options["dataset"], {})):
+            return info
+        cutter = ShardCutter(out, header)
+        cutter.adopt(shards)
+        inputs = [] if cutter.is_complete else source.open()  # before any shard is removed
+        dataset.begin_dataset(
+            out, options["dataset"], keep=[shard["file"] for shard in cutter.shards]
+        )
+        cutter.save_manifest()
+        if not cutter.is_complete:
+            _cut_source(inputs, cutter, encoding, workers)
+        cutter.finish()
+        val, *train = (shard["documents"] for shard in cutter.shards)
+        info = {
+            "dataset": options["dataset"],
+            "source": source.description,
+            "splits": {"val": cutter.val.counts(val), "train": cutter.train.counts(sum(train))},
+            "shards": cutter.val.files + cutter.train.files,
+        }
+        return dataset.finish_dataset(out, info, encoding)
+
+
+def _check_same(out: Path, begun: dict[str, Any], header: dict[str, Any]) -> None:
+    """Raises UserError if the folder was begun from other input or with other options."""
+    old = begun["options"] | {"files": begun["files"]}
+    new = header["options"] | {"files": header["files"]}
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            begun_with = (
+                f"begun with {key} = {str(old.get(key))[:80]}, not {str(new.get(key))[:80]}"
+            )
+            expected = "give what it was begun with, another --out, or delete it to start over"
+            raise UserError(f"{out}: {begun_with}: {expected}")
+
+
+def _cut_source(
+    inputs: list[Input], cutter: ShardCutter, encoding: Tokenizer, workers: int
+) -> None:
+    """Everything from the cutter's cursor on, with a bar over tokens."""
+    total = cutter.header["options"]["max_tokens"]
+    blocks = documents.read_blocks(inputs, cutter.cursor)
+    with tqdm(
+        total=total, initial=cutter.n_tokens, unit="tok", unit_scale=True, disable=None
+    ) as bar:
+        for block, tokens in tokenised_blocks(blocks, encoding, workers):
+            cutter.add(block, tokens)
+            bar.update(cutter.n_tokens - bar.n)
+            if cutter.is_complete:
+                break
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = ArgumentParser(__doc__)
+    add = parser.add_argument
+    add(
+        "--dataset",
+        metavar="REPO",
+        help=f"a text dataset on the hub, or a folder (default: {FINEWEB})",
+    )
+    add("--name", help="its configuration (default: FineWeb's sample-10BT; none for others)")
+    add("--split", help="its split (default: train)")
+    add("--revision", metavar="REV", help="its branch, tag or commit on the hub (default: main)")
+    add(
+        "--files",
+        nargs="+",
+        metavar="PATTERN",
+        help="tokenise local files instead, in order of their paths",
+    )
+    separator_help = "split texts there into documents, such as '<|endoftext|>'"
+    add("--separator", metavar="TEXT", help=separator_help)
+    add(
+        "--shuffle",
+        type=integer(0, 2**32 - 1),
+        metavar="SEED",
+        help="shuffle their documents, in memory",
+    )
+    add("--column", default="text", help="the column, or JSON key, with the text (default: text)")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder to write (default: data/fineweb10B and so on)",
+    )
+    size_help = "in tokens (default: 10^8)"
+    add("--shard-size", type=integer(1, MAX_TOKENS), metavar="N", default=10**8, help=size_help)
+    val_help = "tokens of validation (default: --shard-size)"
+    add("--val-tokens", type=integer(1, MAX_TOKENS), metavar="N", help=val_help)
+    most_help = "stop after N, validation included (default: all)"
+    add("--max-tokens", type=positive_int, metavar="N", help=most_help)
+    add(
+        "--workers",
+        type=integer(1, 1024),
+        metavar="N",
+        default=n_cores(),
+        help="threads (default: cores)",
+    )
+    add("--tokenizer", default="gpt2", help="gpt2, bytes or a tokenizer.json (default: gpt2)")
+    args = parser.parse_args()
+    if args.files and (args.dataset or args.name or args.split or args.revision):
+        parser.error(
+            "--files: expected no --dataset, --name, --split or --revision, which are the hub's"
+        )
+    if args.separator == "":
+        parser.error("--separator: expected a text")
+    if args.max_tokens and args.max_tokens <= (args.val_tokens or args.shard_size):
+        expected = "expected more than the tokens of validation (--val-tokens)"
+        parser.error(f"--max-tokens {args.max_tokens}: {expected}")
+    if args.shuffle is not None and not args.files:
+        parser.error(
+            "--shuffle: expected --files; for other data, data.order shuffles windows in training"
+        )
+    return args
+
+
+def _open_source(args: argparse.Namespace) -> tuple[Source, str, Path]:
+    """The source, the name of its dataset, and the folder to write."""
+    separator = args.separator
+    if args.files:
+        out = args.out or DATA / "fineweb_files"
+        source = documents.local_files(args.files, args.column, args.shuffle, separator)
+        return source, "fineweb", out
+    repo = args.dataset or FINEWEB
+    split = args.split or "train"
+    name = args.name or ("sample-10BT" if repo == FINEWEB else None)
+    # no "_", which separates the split
+    label = re.sub(r"[^A-Za-z0-9-]+", "-", Path(repo).resolve().name)
+    folder = "-".join(filter(None, (label, name)))
+    out = args.out or DATA / folder.replace("fineweb-sample-10BT", "fineweb10B")
+    if Path(repo).is_dir():
+        return documents.folder_dataset(repo, name, split, args.column, separator), label, out
+    revision = args.revision or "main"
+    begun = read_manifest(out)[0]["options"]
+    is_same = (begun.get("repo"), begun.get("revision")) == (repo, revision)
+    commit = begun.get("commit") if is_same else None  # a resumed run stays at its commit
+    source = documents.hub_dataset(repo, name, split, args.column, revision, commit, separator)
+    return source, label, out
+
+
+def main() -> None:
+    args = _parse_args()
+    source, label, out = _open_source(args)
+    options = {"dataset": label} | {key: getattr(args, key) for key in OPTIONS}
+    try:
+        info = build(source, out, options, args.workers)
+    except KeyboardInterrupt:
+        os._exit(130)  # at once: an orderly exit would abort in the threads that read ahead
+    dataset.print_summary(info, out)
+
+
+if __name__ == "__main__":
+    run_main(main)
