@@ -846,7 +846,7 @@ def test_names_of_files(tmp_path: Path, out: Path) -> None:
 
 def write_folder(folder: Path) -> list[str]:
     """Files that `datasets` alone refuses to read, or reads as something else; with their texts."""
-    lines = {
+    lines: dict[str, list[dict[str, Any]]] = {
         "a.jsonl": [{"text": "1912-01-02"}, {"text": "2026-11-28T10:00:00"}],
         "b.jsonl": [{"text": "other columns", "n": 1}],
         "c.jsonl": [{"text": "another type", "n": [{"m": None}]}, {"id": "x", "text": "an order"}],
