@@ -17,6 +17,7 @@ import argparse
 from pathlib import Path
 
 from data.dataset import TokenStream, made_before
+from evaluation import progress
 from infra.cli import ArgumentParser, integer, positive_int, run_main
 from infra.files import exclusive_lock
 from lab.needle import Haystack, make_trial, tokenizer_of
@@ -67,7 +68,10 @@ def main() -> None:
     for split, stream in streams.items():
         haystack = Haystack(stream, tokenizer_of(stream))
         indices = range(FIRST[split], FIRST[split] + sizes[split])
-        splits[split] = [make_sequence(haystack, args.seq_len, i) for i in indices]
+        splits[split] = [
+            make_sequence(haystack, args.seq_len, i)
+            for i in progress(indices, f"{split} sequences")
+        ]
     info = {
         "dataset": DATASET,
         "source": f"lab/needle_data.py, {args.dataset}",

@@ -38,6 +38,7 @@ import numpy as np
 
 from data.dataset import made_before
 from data.tokenizer import TOKENIZERS
+from evaluation import progress
 from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
 from infra.files import exclusive_lock
 from lab.squad import Sequence, write_masked
@@ -139,7 +140,8 @@ def main() -> None:
     for split, n in sizes.items():
         tasks = [args.tasks[i % len(args.tasks)] for i in range(n)]  # in turn
         splits[split] = [
-            make_sequence(task, args.seq_len, f"0 {split} {i}") for i, task in enumerate(tasks)
+            make_sequence(tasks[i], args.seq_len, f"0 {split} {i}")
+            for i in progress(range(n), f"{split} sequences")
         ]
     info = {"dataset": DATASET, "tokenizer": "bytes", "vocab_size": VOCAB, "tasks": args.tasks}
     info |= {"source": "lab/recall_data.py, seed 0", "settings": settings}

@@ -8,6 +8,7 @@ draws all again, and finds every decimal number of a page's prose in one of its 
 
 import math
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from measure import (
 FOLDER = Path(__file__).parents[1] / "results"
 MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 DASH = "–"
+LINES = tomllib.loads((FOLDER / "tables.toml").read_text(encoding="utf-8"))
 RECOMPUTED = "128 recomputed"
 Lines = list[list[str]]  # of a table, the header first
 
@@ -100,20 +102,6 @@ def markdown(lines: Lines, n_left: int = 1) -> str:
 
 
 # ---------------------------------------------------------------- README.md: the board
-BOARD = [
-    ("softmax", "softmax", "ntk"),
-    ("softmax, QK-norm", "softmax_qk_norm", "ntk"),
-    ("SSMax, QK-norm", "ssmax_qk_norm", "ntk"),
-    ("SSMax, QK-norm", "ssmax_qk_norm", "none"),
-    ("LSSAR, p raised to 15", "lssar_p15_warmup", "none"),
-    ("windows of 16", "window_16", "none"),
-    ("windows of 64", "window_64", "none"),
-    ("FoX", "fox", "none"),
-    ("stick-breaking", "stick_breaking_lr=4e-3", "none"),
-    ("windows of 16 + FoX", "windows_16_fox", "none"),
-    ("softmax, continued at 2,048", "softmax_continued", "none"),
-    ("softmax, trained at 2,048", "softmax_2048", "none"),
-]
 
 
 def board(records: Records) -> Lines:
@@ -121,7 +109,7 @@ def board(records: Records) -> Lines:
     header = ["model", "RoPE", "n", "window of 128", "512", "2,048", "2,048 − softmax's window"]
     loss = number(records.mean("context/softmax", 2048, RECOMPUTED))
     lines = [header, ["**softmax, sliding window of 128**", "none", "3", loss, loss, loss, "0"]]
-    for label, model, scaling in BOARD:
+    for label, model, scaling in LINES["board"]:
         model = f"context/{model}"
         lines.append([
             label,
@@ -135,21 +123,11 @@ def board(records: Records) -> Lines:
     return lines
 
 
-SIX = [
-    ("softmax", "softmax", "ntk"),
-    ("SSMax, QK-norm", "ssmax_qk_norm", "none"),
-    ("LSSAR, p raised to 15", "lssar_p15_warmup", "none"),
-    ("windows of 32", "window_32", "none"),
-    ("windows of 32 + FoX", "windows_32_fox", "none"),
-    ("stick-breaking", "stick_breaking", "none"),
-]
-
-
 def optimiser(records: Records) -> Lines:
     lines = [
         ["model", "n", "AdamW", "Muon", "Muon − AdamW", "AdamW, rise to 16x", "Muon, rise to 16x"]
     ]
-    for label, model, scaling in SIX:
+    for label, model, scaling in LINES["optimiser"]:
         runs = {}
         for study in ("A", "A_muon"):
             rows = records.rows(f"{study}/{model}", 256, measure="val_loss")
@@ -171,22 +149,10 @@ def rises(records: Records, model: str, scaling: str) -> list[str]:
     return found
 
 
-SETTINGS = [
-    ("tests of Python's library", "context", 128, "windows_16_fox", "1.1M"),
-    ("the same, 20 tokens a parameter", "context_20", 128, "windows_16_fox", "1.1M"),
-    ("the same", "context_4m", 128, "windows_16_fox", "4.2M"),
-    ("technical English", "english", 128, "windows_16_fox", "1.1M"),
-    ("novels", "novels", 128, "windows_16_fox", "1.1M"),
-    ("Python packages, then the tests", "t1024", 1024, "windows_16_fox", "1.1M"),
-    ("Python packages, then the tests", "code_88m", 1024, "windows_128_fox", "88M"),
-    ("bytes of Python's library, stick-breaking", "bytes", 256, "stick_breaking", "0.6M"),
-]
-
-
 def settings(records: Records) -> Lines:
     header = ["text", "size", "T", "n", "softmax, window of T", "the design, window of T", "16 T"]
     lines = [[*header, "its gain", "gain of softmax continued at 16 T"]]
-    for label, study, train_len, model, size in SETTINGS:
+    for label, study, train_len, model, size in LINES["settings"]:
         window = f"{train_len} recomputed"
         models = [f"{study}/{each}" for each in ("softmax", model, "softmax_continued")]
         short = [
@@ -206,7 +172,7 @@ def settings(records: Records) -> Lines:
 # ---------------------------------------------------------------- context.md
 def gains(records: Records) -> Lines:
     lines = [["model", "RoPE", "256", "512", "1,024", "2,048"]]
-    for label, model, scaling in BOARD:
+    for label, model, scaling in LINES["board"]:
         if model.startswith("window_") or model == "softmax_2048":
             continue
         model = f"context/{model}"
@@ -217,20 +183,11 @@ def gains(records: Records) -> Lines:
     return lines
 
 
-CACHED = [
-    ("the last 2,048 tokens alone", "window_count"),
-    ("n-grams of the training text", "count"),
-    ("softmax, sliding window of 128", "softmax_count"),
-    ("softmax continued, reads all", "softmax_continued_count"),
-    ("windows of 16 + FoX, reads all", "windows_16_fox_count"),
-]
-
-
 def cache(records: Records) -> Lines:
     best = records.losses("context/windows_16_fox", 2048)
     header = ["model", "n", "cache of 128", "of 512", "of 2,048", "gain"]
     lines = [[*header, "minus windows of 16 + FoX without it"]]
-    for label, model in CACHED:
+    for label, model in LINES["cache"]:
         model = f"context/{model}"
         at = [records.mean(model, 2048, RECOMPUTED)]
         at += [records.mean(model, n) for n in (512, 2048)]
@@ -240,21 +197,12 @@ def cache(records: Records) -> Lines:
     return lines
 
 
-EXACT = [
-    ("softmax", "softmax"),
-    ("FoX", "fox"),
-    ("stick-breaking", "stick_breaking"),
-    ("windows of 16 + FoX", "windows_16_fox"),
-    ("softmax continued at 2,048", "softmax_continued"),
-]
-
-
 def exact(records: Records) -> Lines:
     behind = "same_targets behind another text"
     header = ["model", "optimiser", "n", "last 128", "last 256", "behind another text"]
     lines = [[*header, "last 512", "all 2,048", "gain of 2,048 over 128"]]
     for study, optimiser in (("exact", "AdamW"), ("exact_muon", "Muon")):
-        for label, model in EXACT:
+        for label, model in LINES["exact"]:
             model = f"{study}/{model}"
             if records.rows(model, 2048, "128 exact").empty:
                 continue
@@ -285,30 +233,9 @@ def scalings(records: Records) -> Lines:
     return [*lines, ["**sliding window of 128**", *[window] * 4]]
 
 
-LAST_LAYER = [
-    ("softmax", "softmax", "ntk"),
-    ("windows of 16, then softmax with RoPE", "windows_16_rope", "ntk"),
-    ("windows of 16, then ALiBi", "windows_16_alibi", "none"),
-    ("windows of 16, then softmax without positions, sharper beyond T", "windows_16_sharpened", "none"),
-    ("windows of 16, then SSMax without positions", "windows_16_ssmax", "none"),
-    ("windows of 16, then LSSAR without positions", "windows_16_lssar", "none"),
-    ("windows of 16, then a fixed decay", "windows_16_decay_fixed", "none"),
-    ("windows of 16, then a learned decay", "windows_16_decay", "none"),
-    ("windows of 16, then FoX from b = 0", "windows_16_fox_b0", "none"),
-    ("windows of 16, then stick-breaking", "windows_16_stick_breaking", "none"),
-    ("windows of 16, then FoX from b = 4", "windows_16_fox", "none"),
-    ("FoX in all layers", "fox", "none"),
-    ("stick-breaking in all layers", "stick_breaking", "none"),
-    ("stick-breaking on QK-norm", "stick_breaking_qk_norm", "none"),
-    ("SSMax, QK-norm", "ssmax_qk_norm", "ntk"),
-    ("LSSAR, p raised to 15", "lssar_p15_warmup", "none"),
-    ("softmax continued at 2,048", "softmax_continued", "none"),
-]  # fmt: skip
-
-
 def last_layer(records: Records) -> Lines:
     lines = [["model", "RoPE", "n", "window of 128", "512", "2,048"]]
-    for label, model, scaling in LAST_LAYER:
+    for label, model, scaling in LINES["last_layer"]:
         model = f"last_layer/{model}"
         at = [records.mean(model, 2048, RECOMPUTED)]
         at += [records.mean(model, n, "0", scaling) for n in (512, 2048)]
@@ -316,19 +243,9 @@ def last_layer(records: Records) -> Lines:
     return lines
 
 
-T_1024 = [
-    ("softmax", "t1024/softmax", "ntk"),
-    ("softmax, half the rate", "t1024/softmax_lr=2e-3", "ntk"),
-    ("windows of 16 + softmax with RoPE", "t1024/windows_16_rope", "ntk"),
-    ("FoX from b = 4", "t1024/fox_4", "none"),
-    ("windows of 16 + FoX", "t1024/windows_16_fox", "none"),
-    ("windows of 128 + FoX", "t1024_bf16/windows_128_fox_4", "none"),
-]
-
-
 def t_1024(records: Records) -> Lines:
     lines = [["model", "n", "validation, 1,024", "tests, window of 1,024", "4,096", "16,384"]]
-    for label, model, scaling in T_1024:
+    for label, model, scaling in LINES["t_1024"]:
         at = [records.mean(model, 1024, measure="val_loss")]
         at += [records.mean(model, 16384, "1024 recomputed")]
         at += [records.mean(model, n, "0", scaling) for n in (4096, 16384)]
@@ -337,19 +254,10 @@ def t_1024(records: Records) -> Lines:
     return lines
 
 
-GPT2_SIZE = [
-    ("novels, 124M", "softmax", "novels_124m/softmax", "ntk"),
-    ("novels, 124M", "SSMax, QK-norm", "novels_124m/ssmax", "ntk"),
-    ("novels, 124M", "LSSAR, p raised to 15", "novels_124m/lssar", "none"),
-    ("code, 88M", "softmax", "code_88m/softmax", "ntk"),
-    ("code, 88M", "windows of 128 + FoX", "code_88m/windows_128_fox", "none"),
-]
-
-
 def gpt2_size(records: Records) -> Lines:
     header = ["text and size", "model", "RoPE", "validation, 1,024"]
     lines = [[*header, "window of 1,024", "4,096", "16,384", "gain of 16,384"]]
-    for text, label, model, scaling in GPT2_SIZE:
+    for text, label, model, scaling in LINES["gpt2_size"]:
         last = int(records.models[model]["step"].max())
         at = [records.mean(model, 1024, measure="val_loss", step=last)]
         at += [records.mean(model, 16384, "1024 recomputed")]
@@ -359,42 +267,11 @@ def gpt2_size(records: Records) -> Lines:
     return lines
 
 
-BYTES = [
-    ("stick-breaking, no positions", "stick_breaking"),
-    ("windows of 32 + FoX", "windows_32_fox"),
-    ("windows of 32", "window_32"),
-    ("FoX, no positions", "fox"),
-    ("windows of 128, then softmax without positions, sharper beyond T", "hybrid"),
-    ("LSSAR, p raised to 15", "lssar_p15_warmup"),
-    ("LSSAR, p = 15", "lssar_p15"),
-    ("softmax on sharp cosines, 46 cos(q, k)", "softmax_cosine_fixed_46"),
-    ("SSMax, QK-norm", "ssmax_qk_norm"),
-    ("softmax on LSSA's scores, ln d ln n cos(q, k)", "softmax_cosine_ln_n"),
-    ("scale-invariant attention", "scale_invariant"),
-    ("ALiBi", "alibi"),
-    ("InfoScale", "softmax_info_scale"),
-    ("softmax, sharper beyond T, untrained", "softmax_log_train_len"),
-    ("NormSoftmax, γ = √d", "norm_softmax"),
-    ("SSMax", "ssmax"),
-    ("softmax", "softmax"),
-    ("p-RoPE", "p_rope"),
-    ("entmax", "entmax"),
-    ("ASEntmax", "asentmax"),
-    ("softmax with a learned sink", "sink"),
-    ("no positions", "nope"),
-    ("sigmoid, b = −ln n, l1", "sigmoid_n_l1"),
-    ("softmax, QK-norm", "softmax_qk_norm"),
-    ("softpick", "softpick"),
-    ("softplus with l1", "softplus_l1"),
-    ("LSSA", "lssa"),
-]
-
-
 def survey(records: Records) -> Lines:
     """Losses over all tokens at scales A and B, and over the same targets at A, by length."""
     header = ["model", "n", "A, 256", "A, 4,096", "A, last 256 targets", "the same at 4,096"]
     lines = [[*header, "n", "B, 512", "B, 8,192"]]
-    for label, model in BYTES:
+    for label, model in LINES["survey"]:
         cells = [label]
         for study, ends in (("A", (256, 4096)), ("B", (512, 8192))):
             name = f"{study}/{model}"
@@ -415,20 +292,10 @@ def of_losses(rows: DataFrame) -> str:
     return str(rows[rows["measure"] == "same_targets"]["scaling"].iloc[0])
 
 
-RECALL = [
-    ("windows of 16 + FoX", "windows_16_fox", "none"),
-    ("stick-breaking", "stick_breaking", "none"),
-    ("softmax", "softmax", "ntk"),
-    ("SSMax, QK-norm", "ssmax_qk_norm", "ntk"),
-    ("LSSAR, p raised to 15", "lssar_p15_warmup", "ntk"),
-    ("FoX", "fox", "none"),
-]
-
-
 def recall(records: Records) -> Lines:
     lengths = (64, 128, 256, 512, 1024, 4096)
     lines = [["model", "n", *(f"{n:,}" for n in lengths)]]
-    for label, model, scaling in RECALL:
+    for label, model, scaling in LINES["recall"]:
         model = f"recall_key_shift/{model}"
         at = [records.mean(model, n, "0", scaling, measure="right answers") for n in lengths]
         lines.append([label, records.seeds(model), *map(percent, at)])
@@ -466,51 +333,12 @@ def attention(records: Records) -> Lines:
 
 
 # ---------------------------------------------------------------- papers.md
-LSSAR = [
-    ("softmax", "1, 2, 3", "3.191", "softmax"),
-    ("−softmax", "1", "3.192", "table1_inverse"),
-    ("recentred", "1", "3.201", "table1_recentred"),
-    ("recentred, l1", "1", "3.195", "table1_recentred_l1"),
-    ("neither e^x nor l1", "2", "3.414", "table2_scenario1"),
-    ("e^x, no l1", "2", "3.247", "table2_scenario2"),
-    ("l1, no e^x", "2", "3.330", "table2_scenario3"),
-    ("relu", "3", "3.201", "table3_relu"),
-    ("relu²", "3", "3.249", "table3_relu2"),
-    ("relu6", "3", "3.204", "table3_relu6"),
-    ("gelu", "3", "3.205", "table3_gelu"),
-    ("sigmoid, l1", "3", "3.200", "table3_sigmoid"),
-    ("softplus, l1", "3", "3.190", "softplus_l1"),
-    ("softplus, l1, at 4e-3", "3", DASH, "softplus_l1_lr=4e-3"),
-    ("softmax, at 4e-3", "3", DASH, "softmax_lr=4e-3"),
-    ("mish", "3", "3.200", "table3_mish"),
-    ("sigmoid, b = −ln L", "4", DASH, "table4_sigmoid_log_train_len"),
-    ("sigmoid, b = −ln n", "4", DASH, "table4_sigmoid_log_n"),
-    ("sigmoid, b = −ln n, l1", "4", DASH, "sigmoid_n_l1"),
-    ("the same, p = 3", "4", DASH, "table4_sigmoid_log_n_l1_p3"),
-    ("the same, p = 15", "4", DASH, "table4_sigmoid_log_n_l1_p15"),
-    ("relu, Wortsman", "4", DASH, "table4_relu_wortsman"),
-    ("relu, Shen", "4", DASH, "table4_relu_shen"),
-    ("LSSA", "4", DASH, "lssa"),
-    ("LSSAR, p = 3", "4", DASH, "lssar_p3"),
-    ("LSSAR, p = 7", "Figure 2", DASH, "lssar_p7"),
-    ("LSSAR, p = 10", "Figure 2", DASH, "figure2_lssa_p10"),
-    ("LSSAR, p = 15", "4", DASH, "lssar_p15"),
-    ("LSSAR, p = 20", "Figure 2", DASH, "figure2_lssa_p20"),
-    ("LSSAR, p = 50", "Figure 2", DASH, "figure2_lssa_p50"),
-    ("LSSAR, p = 100", "Figure 2", DASH, "figure2_lssa_p100"),
-    ("softmax, p = 3", "4", DASH, "softmax_p3"),
-    ("softmax, p = 15", "4", DASH, "softmax_p15"),
-    ("softmax, p = 50", "Figure 2", DASH, "figure2_softmax_p50"),
-    ("softmax, p = 100", "Figure 2", DASH, "figure2_softmax_p100"),
-    ("LSSA, re-weighted untrained, p = 3", "earlier version", DASH, "reweighted_lssa_p3"),
-    ("LSSA, re-weighted untrained, p = 15", "earlier version", DASH, "reweighted_lssa_p15"),
-]
 
 
 def lssar(records: Records) -> Lines:
     header = ["row", "table", "the paper, 1x", "run", "n", "1x", "16x, unscaled", "16x, NTK"]
     lines = [header]
-    for label, where, theirs, run in LSSAR:
+    for label, where, theirs, run in LINES["lssar"]:
         model = f"papers/{run}"
         at = [records.mean(model, 256, measure="loss")]
         at += [
@@ -521,22 +349,11 @@ def lssar(records: Records) -> Lines:
     return lines
 
 
-SSMAX = [
-    ("(a) softmax", "softmax"),
-    ("(b) SSMax", "ssmax"),
-    ("(c) s = 1", "softmax_ln_n"),
-    ("(d) with a bias", "ssmax_bias"),
-    ("(e) SSMax after training", "ssmax_after"),
-    ("(f) SSMax in the last fifth", "ssmax_during"),
-    ("(a) with the restart of (f)", "softmax_restart"),
-]
-
-
 def ssmax(records: Records) -> Lines:
     lengths = (256, 512, 1024, 2048, 4096)
     lines = [["model", "run", "RoPE", "n", *(f"{n:,}" for n in lengths)]]
     for scaling in ("theta=500000", "ntk"):
-        for label, run in SSMAX:
+        for label, run in LINES["ssmax"]:
             model = f"papers/{run}"
             rows = records.rows(model, 4096, "0", scaling, "loss")
             if len(rows):
@@ -567,50 +384,9 @@ def ssmax_seeds(records: Records) -> Lines:
     return lines
 
 
-NORM_SOFTMAX = [
-    ("softmax", "Table 1", "87.96", "softmax"),
-    ("softmax, at 4e-3", "Table 1", DASH, "softmax_lr=4e-3"),
-    ("γ = √d", "Table 1", "88.13", "norm_softmax"),
-    ("γ = √d, at 4e-3", "Table 1", DASH, "norm_softmax_lr=4e-3"),
-    ("γ = ∞", "Table 1", "88.01", "norm_softmax_inf"),
-    ("γ = ∞, at 4e-3", "Table 1", DASH, "norm_softmax_inf_lr=4e-3"),
-    ("γ = 1", "Table 1", "81.04", "gamma=1.0"),
-    ("γ = √d / 2", "Table 1", "87.16", "gamma=4.0"),
-    ("γ = 2 √d", "Table 1", "88.21", "gamma=16.0"),
-    ("f1", "Table 1", "87.97", "f1"),
-    ("f2", "Table 1", "86.99", "f2"),
-    ("LogitNorm, τ = n^(−1/2)", "Table 1", "87.72", "logit_norm"),
-    ("γ = √d, τ = 1/2*", "Figure 7", DASH, "tau_gamma=sqrt_d_tau=0.5"),
-    ("γ = √d, τ = 1*", "Figure 7", DASH, "tau_gamma=sqrt_d_tau=1.0"),
-    ("γ = √d, τ = 2*", "Figure 7", DASH, "tau_gamma=sqrt_d_tau=2.0"),
-    ("γ = ∞, τ = 1/2*", "Figure 7", DASH, "tau_gamma=inf_tau=0.5"),
-    ("γ = ∞, τ = 1*", "Figure 7", DASH, "tau_gamma=inf_tau=1.0"),
-    ("γ = ∞, τ = 2*", "Figure 7", DASH, "tau_gamma=inf_tau=2.0"),
-    ("softmax, scale 2 d^(−1/2)*", "Table 5", DASH, "scale_0.25_bf16"),
-    ("softmax, scale d^(−1/2)*", "Table 5", DASH, "softmax_bf16"),
-    ("softmax, scale d^(−1/2) / 2*", "Table 5", DASH, "scale_0.0625_bf16"),
-    ("softmax, no warm-up", "Figure 3b", DASH, "no_warmup_softmax"),
-    ("γ = √d, no warm-up", "Figure 3b", DASH, "no_warmup_gamma=sqrt_d"),
-    ("softmax, SGD", "Figure 3b", DASH, "sgd_softmax"),
-    ("γ = √d, SGD", "Figure 3b", DASH, "sgd_gamma=sqrt_d"),
-    ("softmax, 125 steps", "Figure 3a", DASH, "acceleration_A_softmax_max_steps=125"),
-    ("γ = √d, 125 steps", "Figure 3a", DASH, "acceleration_A_gamma=sqrt_d_max_steps=125"),
-    ("γ = ∞, 125 steps", "Figure 3a", DASH, "acceleration_A_gamma=inf_max_steps=125"),
-    ("softmax, 1 layer*", "Figure 3c", DASH, "depth_A_softmax_n_layer=1"),
-    ("γ = ∞, 1 layer*", "Figure 3c", DASH, "depth_A_gamma=inf_n_layer=1"),
-    ("softmax, 9 layers*", "Figure 3c", DASH, "depth_A_softmax_n_layer=9"),
-    ("γ = ∞, 9 layers*", "Figure 3c", DASH, "depth_A_gamma=inf_n_layer=9"),
-    ("softmax, 4 heads*", "Section 1", DASH, "heads_A_softmax_n_head=4"),
-    ("γ = √d, 4 heads*", "Section 1", DASH, "heads_A_gamma=sqrt_d_n_head=4"),
-    ("in the loss, τ = 1*", "Table 4", DASH, "loss_tau=1.0"),
-    ("in the loss, τ = 1/4*", "Table 4", DASH, "loss_tau=0.25"),
-    ("LogitNorm in the loss, τ = 0.04*", "Section 4.2", DASH, "loss_logit_norm_loss_tau=0.04"),
-]
-
-
 def norm_softmax(records: Records) -> Lines:
     lines = [["row", "where", "the paper, accuracy", "run", "n", "1x"]]
-    for label, where, theirs, run in NORM_SOFTMAX:
+    for label, where, theirs, run in LINES["norm_softmax"]:
         rows = records.rows(f"papers/{run}", 256, measure="loss")
         n = str(rows["run"].nunique())
         loss = number(records.mean(f"papers/{run}", 256, measure="loss"), 3)
@@ -658,7 +434,7 @@ SHOWN = ("ssmax_qk_norm", "lssar_p15_warmup", "fox", "stick_breaking_lr=4e-3", "
 
 def context_figure(records: Records, path: Path) -> None:
     curves = []
-    for label, model, scaling in BOARD:
+    for label, model, scaling in LINES["board"]:
         if model in ("softmax", *SHOWN) and (model, scaling) != ("ssmax_qk_norm", "none"):
             lengths = (256, 512, 1024, 2048)
             at = [records.mean(f"context/{model}", n, "0", scaling) for n in lengths]

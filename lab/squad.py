@@ -32,6 +32,7 @@ import numpy as np
 from data.dataset import begin_dataset, finish_dataset, made_before, write_split
 from data.documents import naming
 from data.tokenizer import Tokenizer, get_tokenizer
+from evaluation import progress
 from infra.cli import ArgumentParser, UserError, integer, run_main
 from infra.files import exclusive_lock
 
@@ -164,8 +165,8 @@ def main() -> None:
     splits: dict[str, list[Sequence]] = {}
     options = (tokenizer, args.seq_len, args.shorten, args.answer_only)
     for split, theirs in (("val", "validation"), ("train", "train")):
-        complete = filter(is_complete, dataset[theirs])
-        sequences = [fit_sequence(row, *options) for row in complete]
+        complete = [row for row in dataset[theirs] if is_complete(row)]
+        sequences = [fit_sequence(row, *options) for row in progress(complete, split)]
         splits[split] = [sequence for sequence in sequences if sequence is not None]
         n = len(splits[split])
         n_longer = len(sequences) - n
