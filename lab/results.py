@@ -102,11 +102,10 @@ def markdown(lines: Lines, n_left: int = 1) -> str:
 
 
 # ---------------------------------------------------------------- README.md: the board
-
-
 def board(records: Records) -> Lines:
     zero = records.losses("context/softmax", 2048, RECOMPUTED)
-    header = ["model", "RoPE", "n", "window of 128", "512", "2,048", "2,048 − softmax's window"]
+    header = ["model", "RoPE", "n", "window of 128", "at 512", "at 2,048"]
+    header.append("at 2,048 − softmax's window")
     loss = number(records.mean("context/softmax", 2048, RECOMPUTED))
     lines = [header, ["**softmax, sliding window of 128**", "none", "3", loss, loss, loss, "0"]]
     for label, model, scaling in LINES["board"]:
@@ -165,7 +164,8 @@ def settings(records: Records) -> Lines:
         ]
         long = records.mean(models[1], 16 * train_len)
         numbers = [number(each) for each in (*short[:2], long)]
-        lines.append([label, size, f"{train_len:,}", records.seeds(models[1]), *numbers, *gains])
+        n = records.rows(models[1], 16 * train_len)["run"].nunique()
+        lines.append([label, size, f"{train_len:,}", str(n), *numbers, *gains])
     return lines
 
 
@@ -184,11 +184,11 @@ def gains(records: Records) -> Lines:
 
 
 def cache(records: Records) -> Lines:
-    best = records.losses("context/windows_16_fox", 2048)
     header = ["model", "n", "cache of 128", "of 512", "of 2,048", "gain"]
     lines = [[*header, "minus windows of 16 + FoX without it"]]
-    for label, model in LINES["cache"]:
-        model = f"context/{model}"
+    for study, label, model in LINES["cache"]:
+        best = records.losses(f"{study}/windows_16_fox", 2048)
+        model = f"{study}/{model}"
         at = [records.mean(model, 2048, RECOMPUTED)]
         at += [records.mean(model, n) for n in (512, 2048)]
         difference = records.difference(records.losses(model, 2048), best)
@@ -333,8 +333,6 @@ def attention(records: Records) -> Lines:
 
 
 # ---------------------------------------------------------------- papers.md
-
-
 def lssar(records: Records) -> Lines:
     header = ["row", "table", "the paper, 1x", "run", "n", "1x", "16x, unscaled", "16x, NTK"]
     lines = [header]
