@@ -12,7 +12,7 @@ cd "$(dirname "$0")"
 . ./environment.sh
 
 case "${1:-}" in
-    "") prefix=demo; steps=(); eval_tokens=131072 ;;
+    "") prefix=demo; steps=(); eval_tokens=65536 ;;
     --quick) prefix=quick; steps=(--train.max-steps 40 --optimizer.warmup-steps 10 --train.val-tokens 16384); eval_tokens=16384 ;;
     *) echo "error: $1: expected nothing or --quick" >&2; exit 2 ;;
 esac

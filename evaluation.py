@@ -29,7 +29,6 @@ from schema import Config
 from training.checkpoint import find_checkpoints, load_model, load_source, read_config
 
 FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length: the default lengths
-LEAST_DOCUMENTS = 32  # with a block each; a text with fewer is scored as consecutive blocks
 LOG_SECONDS = 10.0  # between lines of progress where the output is no terminal
 
 
@@ -196,20 +195,19 @@ class Blocks:
 def open_blocks(stream: TokenStream, length: int, n_tokens: int) -> Blocks:
     """One block a document, at its end, as far as `n_tokens` tokens go.
 
-    If fewer than LEAST_DOCUMENTS documents are that long, consecutive blocks from the first token
-    on; their document is the last that has begun by the block's end.
+    If consecutive blocks from the first token on would show more documents, since few are that
+    long, those; their document is the last that has begun by the block's end.
     Raises UserError: n_tokens or the stream is shorter than one block.
     """
     if n_tokens < length:
         raise UserError(f"--tokens {n_tokens}: expected at least {length}, the longest length")
-    most = n_tokens // length
-    at_ends = document_blocks(stream, length)
-    if len(at_ends) >= LEAST_DOCUMENTS:
-        starts, documents = map(list, zip(*at_ends[:most], strict=True))
-        return Blocks(stream, length, starts, documents)
     starts = [i * length for i in range(val_windows(stream, n_tokens, length))]
     begun = stream.document_starts().searchsorted([start + length for start in starts])
-    return Blocks(stream, length, starts, [max(0, int(n) - 1) for n in begun])
+    documents = [max(0, int(n) - 1) for n in begun]
+    at_ends = document_blocks(stream, length)[: n_tokens // length]
+    if len(at_ends) >= len({*documents}):
+        starts, documents = map(list, zip(*at_ends, strict=True))
+    return Blocks(stream, length, starts, documents)
 
 
 # ---------------------------------------------------------------- scores

@@ -170,13 +170,14 @@ def test_rolling_windows_are_asked_of_the_model(tmp_path, data, evaluate, monkey
     assert read(run, window="16 recomputed")["length"].tolist() == [64] * N_BLOCKS
 
 
-def test_blocks_stand_at_the_ends_of_documents(tmp_path, monkeypatch):
-    """One each; where few are long enough consecutive blocks, with the last document begun."""
-    tokens = [256, 1, 2, 3, 4, 256, 256, 5, 6, 7, 8, 9]
-    stream = TokenStream(write_dataset(tmp_path, {"val": tokens}, 10**6), "val")
+def test_blocks_stand_at_the_ends_of_documents(tmp_path):
+    """One each; where few are that long consecutive blocks, with the last document begun."""
+    tokens = [256, 1, 2, 3, 256, 4, 256, 5, 6, 7, 8, 9]
+    stream = TokenStream(write_dataset(tmp_path / "a", {"val": tokens}, 10**6), "val")
     blocks = open_blocks(stream, 4, 100)
     assert (blocks.starts, blocks.documents) == ([0, 4], [0, 2])
-    monkeypatch.setattr(evaluation, "LEAST_DOCUMENTS", 2)
+    tokens = [256, 1, 2, 3, 4, 256, 256, 5, 6, 7, 8, 9]
+    stream = TokenStream(write_dataset(tmp_path / "b", {"val": tokens}, 10**6), "val")
     blocks = open_blocks(stream, 4, 100)
     assert (blocks.starts, blocks.documents) == ([0, 7], [0, 2])
     assert stream.read(blocks.starts[1] + 1, 4).tolist() == [6, 7, 8, 9]
