@@ -497,7 +497,8 @@ def draw_losses(
         known = {length: each for length, each in estimates[i].items() if each}
         halves = [each.half if (each := minus[i][length]) else math.nan for length in known]
         style = {"color": "0.3", "linestyle": "--", "marker": ""} if lines[i].is_rolling else {}
-        label = f"{lines[i].model}, {lines[i].setting}"
+        setting = lines[i].setting.replace("window", "rolling window of")
+        label = f"{lines[i].model}, {setting}"
         values = [each.value for each in known.values()]
         curves.append(Curve(label, list(known), values, halves, style))
     path = args.out or picture_path(runs, "eval_length")

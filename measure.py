@@ -163,7 +163,7 @@ def describe_run(folder: Path) -> dict[str, Any]:
         "variant": variant_of(config.name),
         "options": describe_layers(config),
         "seed": config.seed,
-        "rate": config.optimizer.lr,
+        "rate": peak_rate(config),
         "parameters": n_params,
         "T": config.train.seq_len,
         "steps": max(steps, default=0),
@@ -175,6 +175,12 @@ def describe_run(folder: Path) -> dict[str, Any]:
         "threads": last.get("threads", ""),
         "minutes": round(training_seconds(metrics) / 60, 1),
     }
+
+
+def peak_rate(config: Config) -> float:
+    """Of the matrices, which Muon has a rate of its own for."""
+    optimizer = config.optimizer
+    return optimizer.muon_lr if optimizer.name == "muon" else optimizer.lr
 
 
 def training_seconds(metrics: list[dict[str, Any]]) -> float:
@@ -190,7 +196,7 @@ def training_seconds(metrics: list[dict[str, Any]]) -> float:
 
 def variant_of(run: str) -> str:
     """The name without seed and rate: 'ssmax_lr=0.002_seed=2' -> 'ssmax'."""
-    return re.sub(r"_(seed|lr)=[^_]+", "", run)
+    return re.sub(r"_(seed|lr|muon_lr)=[^_]+", "", run)
 
 
 def validation_rows(folder: Path) -> Iterator[tuple[Any, ...]]:

@@ -427,16 +427,16 @@ def show(jobs: list[Job], stem: str) -> None:
         draw(jobs, known, key, jobs[0].run_dir.parent / f"{stem}_sweep.png")
 
 
-def short_names(names: list[str]) -> list[str]:
-    """Names of at most NAME_WIDTH letters: without what all begin with, else without their middle."""
+def short_names(names: list[str], width: int = NAME_WIDTH) -> list[str]:
+    """Names of at most `width` letters: without what all begin with, else without their middle."""
     prefix = os.path.commonprefix(names) if len(names) > 1 else ""
     start = prefix.rfind("_") + 1
-    is_long = max(map(len, names)) > NAME_WIDTH
+    is_long = max(map(len, names), default=0) > width
     shortened = []
     for name in names:
         name = name[start:] if is_long else name
-        half = NAME_WIDTH // 2
-        shortened.append(f"{name[: half - 1]}…{name[-half:]}" if len(name) > NAME_WIDTH else name)
+        half = width // 2
+        shortened.append(f"{name[: half - 1]}…{name[-half:]}" if len(name) > width else name)
     return shortened
 
 
