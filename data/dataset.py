@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Sequence
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
+from shlex import quote
 from textwrap import shorten
 from typing import Any, Literal
 
@@ -192,15 +193,25 @@ def dataset_info(folder: str | Path) -> dict[str, Any]:
     return read_json(path, DatasetInfo)
 
 
-def print_summary(info: dict[str, Any], folder: Path) -> None:
-    """The end of a preparation: the source, a line per split of dataset.json's content, and the
-    folder.
+def print_summary(info: dict[str, Any], folder: Path, config: str = "") -> None:
+    """The end of a preparation: the source, the vocabulary, a line per split of dataset.json's
+    content, the folder, and the command that trains on it.
+
+    config: for that command; "": one by the number of tokens.
     """
+    vocabulary = info["vocab_size"]
     print(f"source   {shorten(info['source'], 100)}")
+    print(f"tokens   {info['tokenizer']}, a vocabulary of {vocabulary:,}")
     for split, counts in info["splits"].items():
-        size = f"{counts['tokens']:,} {info['tokenizer']} tokens, {counts['documents']:,} documents"
+        size = f"{counts['tokens']:,} tokens, {counts['documents']:,} documents"
         print(f"{split:8} {size}, {counts['shards']} shards, sha256 {counts['sha256']}")
     print(f"folder   {folder}")
+    if "train" in info["splits"]:
+        is_small = info["splits"]["train"]["tokens"] < 10**8
+        config = config or f"configs/{'demo_' if is_small else ''}softmax.toml"
+        padded = vocabulary if vocabulary < 1024 else -(-vocabulary // 128) * 128
+        options = f"--data.dir {quote(str(folder))} --model.vocab-size {padded}"
+        print(f"next     python train.py {config} {options}")
 
 
 class TokenStream:
@@ -311,24 +322,23 @@ class TokenStream:
 
 def find_shards(folder: Path, split: str) -> list[Path]:
     """The split's shards in index order. Raises UserError for none, a gap, or a mix of datasets."""
-    shards = []
-    for path in sorted(folder.glob("*.bin")):
-        shard = SHARD_NAME.fullmatch(path.name)
-        if shard:
-            shards.append(shard)
-        elif f"_{split}_" in path.name:
-            raise UserError(f"{path}: expected a name like fineweb_{split}_000001.bin")
-    files = {int(shard["index"]): shard[0] for shard in shards if shard["split"] == split}
+    names = sorted(path.name for path in folder.glob("*.bin"))
+    shards = [shard for shard in map(SHARD_NAME.fullmatch, names) if shard]
+    for name in names:
+        if f"_{split}_" in name and not SHARD_NAME.fullmatch(name):
+            raise UserError(f"{folder / name}: expected a name like fineweb_{split}_000001.bin")
+    files = {int(shard["index"] or 0): shard[0] for shard in shards if shard["split"] == split}
     datasets = {shard["dataset"] for shard in shards if shard["split"] == split}
     if not files:
-        raise UserError(f"{folder}: no shards named *_{split}_*.bin; {HOW_TO_PREPARE}")
+        others = f", though there is {names[0]}" if names else ""
+        raise UserError(f"{folder}: no shards named *_{split}_*.bin{others}; {HOW_TO_PREPARE}")
     if len(datasets) > 1:
         raise UserError(
             f"{folder}: shards of {', '.join(sorted(datasets))}: expected one dataset a folder"
         )
     # The indices before the first are other splits'. Number 0, of val, may have been left out of a
     # download.
-    others = {int(shard["index"]) for shard in shards if shard["dataset"] in datasets}
+    others = {int(shard["index"] or 0) for shard in shards if shard["dataset"] in datasets}
     gaps = {i for i in range(1, max(files)) if i not in (others if i < min(files) else files)}
     if gaps:
         first_gap = f"{datasets.pop()}_{split}_{min(gaps):06d}.bin"

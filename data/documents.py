@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -261,6 +261,7 @@ def _readable(name: str, texts: Iterator[str], is_split: bool) -> Iterator[str]:
         _warn(f"{name}: {counted} are U+FFFD, as bytes that are no UTF-8 become, or NUL")
 
 
+@cache  # several passes read the same file
 def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 

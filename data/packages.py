@@ -229,7 +229,7 @@ def main() -> None:
     args = parser.parse_args()
     with exclusive_lock(args.out):
         info = build(read_table(DATA / "packages.csv"), args.wheels, args.out)
-    dataset.print_summary(info, args.out)
+    dataset.print_summary(info, args.out, "configs/track.toml")
 
 
 if __name__ == "__main__":

@@ -2,13 +2,17 @@
 
     python -m data.prepare                              # FineWeb sample-10BT -> data/fineweb10B
     python -m data.prepare --dataset HuggingFaceFW/fineweb-edu --name sample-100BT
-    python -m data.prepare --files 'dir/*.parquet'      # or .jsonl, .txt, .gz -> data/fineweb_files
-    python -m data.prepare --files 'dir/*.txt' --shuffle 1 --val-tokens 50000 --out data/mine   # a small set
+    python -m data.prepare --files 'dir/*.txt' --out data/mine      # or .parquet, .jsonl, .json, .gz, .zst
+    python -m data.prepare --dataset DIR --separator '<|endoftext|>' --out data/stories
     hf download kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir data/fineweb10B    # ready shards
 
-The first shard is validation, of --val-tokens if they are given, the rest training. Each document
-is `<|endoftext|>` and its text in GPT-2's BPE, or by another --tokenizer. Special-token text inside
-a document is encoded as ordinary text. Rows without text are skipped. Invalid UTF-8 becomes U+FFFD.
+Each document is `<|endoftext|>` and its text in GPT-2's BPE, or by another --tokenizer.
+Special-token text inside a document is encoded as ordinary text. Rows without text are skipped.
+Invalid UTF-8 becomes U+FFFD; a file with much of it is refused.
+
+The first shard is validation, of --val-tokens if they are given, the rest training. Of local files
+it is a twentieth of the documents, chosen by a hash of the text, unless a number of tokens is given;
+where documents are few, it is the end of each.
 
 Stop it at any moment, by Ctrl-C or by pulling the plug, and run the same command again: it resumes
 after the last finished shard, and the shards are byte for byte those of an uninterrupted run, for
@@ -23,11 +27,12 @@ import json
 import os
 import re
 import sys
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -41,25 +46,72 @@ from infra.files import exclusive_lock, read_jsonl, write_atomically
 
 DATA = Path(__file__).resolve().parent
 FINEWEB = "HuggingFaceFW/fineweb"
+SHARD_SIZE = 10**8
 MANIFEST_NAME = "manifest.jsonl"
 OPTIONS = ("tokenizer", "shard_size", "max_tokens", "val_tokens")  # that change the shards
+VAL_SHARE = 0.05  # of local files, if nothing else is asked for
+ENOUGH_DOCUMENTS = 100  # held out: then their share of the text is near VAL_SHARE
 BLOCKS_AHEAD = 4  # per thread: enough to work on while a shard is forced to disk
 
 
-def tokenise(block: Block, encoding: Tokenizer) -> list[np.ndarray]:
-    """The tokens of each text, (n,) uint16 that begin with `<|endoftext|>`; none for an empty text."""
+class Part(NamedTuple):
+    """What a pass over the input takes: all, or the part of one split.
+
+    Validation is of whole documents, or, where these are few, of the end of each.
+    """
+
+    split: str = ""  # val, train; "": all
+    is_of_ends: bool = False
+
+
+def is_held_out(text: str) -> bool:
+    """By the text alone, so equal documents are of one split, and their order does not matter."""
+    return zlib.crc32(text.encode()) < VAL_SHARE * 2**32
+
+
+def takes_ends(inputs: list[Input]) -> bool:
+    """Whether whole documents would be far from VAL_SHARE of the text, as few or large ones are."""
+    n_held_out = n_characters = n_documents = 0
+    for block in documents.read_blocks(inputs, Cursor()):
+        for text in block.texts:
+            n_characters += len(text)
+            if text and is_held_out(text):
+                n_held_out += len(text)
+                n_documents += 1
+        if n_documents >= ENOUGH_DOCUMENTS:
+            return False
+    return not VAL_SHARE / 2 <= n_held_out / max(1, n_characters) <= VAL_SHARE * 2
+
+
+def tokens_of(text: str, encoding: Tokenizer, part: Part) -> np.ndarray:
+    """The part's tokens of a text, (n,) uint16 that begin with `<|endoftext|>`; none for an empty
+    one.
+    """
     eot = np.array([encoding.eot_token], TOKEN)
-    return [np.append(eot, encode(encoding, text)) if text else eot[:0] for text in block.texts]
+    is_of_whole = bool(part.split) and not part.is_of_ends
+    if not text or (is_of_whole and is_held_out(text) != (part.split == "val")):
+        return eot[:0]
+    tokens = np.append(eot, encode(encoding, text))
+    if not part.is_of_ends:
+        return tokens
+    n_train = len(tokens) - round(VAL_SHARE * len(tokens))
+    if part.split == "train":
+        return tokens[:n_train]
+    return np.append(eot, tokens[n_train:]) if n_train < len(tokens) else eot[:0]
+
+
+def tokenise(block: Block, encoding: Tokenizer, part: Part) -> list[np.ndarray]:
+    return [tokens_of(text, encoding, part) for text in block.texts]
 
 
 def tokenised_blocks(
-    blocks: Iterator[Block], encoding: Tokenizer, workers: int
+    blocks: Iterator[Block], encoding: Tokenizer, workers: int, part: Part
 ) -> Iterator[tuple[Block, list[np.ndarray]]]:
     """Each block and its tokens, in order; threads encode the next ones, without the GIL."""
     pending: deque[Any] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for next_block in blocks:
-            pending.append((next_block, pool.submit(tokenise, next_block, encoding)))
+            pending.append((next_block, pool.submit(tokenise, next_block, encoding, part)))
             if len(pending) > BLOCKS_AHEAD * workers:
                 block, tokens = pending.popleft()
                 yield block, tokens.result()
@@ -76,7 +128,10 @@ class ShardCutter:
         self.header = header
         self.max_tokens: int = options["max_tokens"] or sys.maxsize
         self.shard_size: int = options["shard_size"]
+        self.is_share: bool = bool(options.get("val_share"))
         self.val_tokens: int = options["val_tokens"] or self.shard_size
+        if self.is_share:  # of all documents, in one shard
+            self.val_tokens = MAX_TOKENS
         self.val = ShardWriter(folder, options["dataset"], "val", self.val_tokens, 0)
         self.train = ShardWriter(folder, options["dataset"], "train", self.shard_size, 1)
         self.cursor = Cursor()  # the first token that is not yet in a shard
@@ -125,6 +180,15 @@ class ShardCutter:
                 begin = end
             self.cursor = Cursor(block.input, row + 1)
 
+    def finish_val(self) -> None:
+        """Write the validation shard of a share, and go back to the input's beginning."""
+        if not self.val.n_tokens:
+            expected = "expected more, or --val-tokens"
+            raise UserError(f"{self.folder}: too little text to hold some out: {expected}")
+        self.val.flush()
+        self.cursor = Cursor()
+        self._record_shard()
+
     def finish(self) -> None:
         """Write the last, shorter shard. Raises UserError if there are no training tokens."""
         if not self.train.n_tokens:
@@ -166,8 +230,8 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
     content.
 
     options: dataset, tokenizer (see `get_tokenizer`), shard_size, max_tokens (None: all),
-    val_tokens (of the first shard, which is validation; None: shard_size). Threads (`workers`)
-    change only the speed.
+    val_tokens (of the first shard, which is validation; None: shard_size), val_share (None, or in
+    place of val_tokens a share of all documents). Threads (`workers`) change only the speed.
     Raises UserError: one line; finished shards stay, and the same call resumes after them.
     """
     encoding = get_tokenizer(options["tokenizer"])
@@ -226,13 +290,27 @@ def _check_same(out: Path, begun: dict[str, Any], header: dict[str, Any]) -> Non
 def _cut_source(
     inputs: list[Input], cutter: ShardCutter, encoding: Tokenizer, workers: int
 ) -> None:
-    """Everything from the cutter's cursor on, with a bar over tokens."""
+    """Everything from the cutter's cursor on; a share of validation is a pass of its own before."""
+    if not cutter.is_share:
+        _cut_part(inputs, cutter, encoding, workers, Part())
+        return
+    is_of_ends = takes_ends(inputs)
+    if not cutter.val.files:
+        _cut_part(inputs, cutter, encoding, workers, Part("val", is_of_ends))
+        cutter.finish_val()
+    _cut_part(inputs, cutter, encoding, workers, Part("train", is_of_ends))
+
+
+def _cut_part(
+    inputs: list[Input], cutter: ShardCutter, encoding: Tokenizer, workers: int, part: Part
+) -> None:
+    """A pass over the input from the cutter's cursor on, with a bar over tokens."""
     total = cutter.header["options"]["max_tokens"]
     blocks = documents.read_blocks(inputs, cutter.cursor)
     with tqdm(
         total=total, initial=cutter.n_tokens, unit="tok", unit_scale=True, disable=None
     ) as bar:
-        for block, tokens in tokenised_blocks(blocks, encoding, workers):
+        for block, tokens in tokenised_blocks(blocks, encoding, workers, part):
             cutter.add(block, tokens)
             bar.update(cutter.n_tokens - bar.n)
             if cutter.is_complete:
@@ -271,9 +349,12 @@ def _parse_args() -> argparse.Namespace:
         metavar="DIR",
         help="folder to write (default: data/fineweb10B and so on)",
     )
-    size_help = "in tokens (default: 10^8)"
-    add("--shard-size", type=integer(1, MAX_TOKENS), metavar="N", default=10**8, help=size_help)
-    val_help = "tokens of validation (default: --shard-size)"
+    size_help = f"in tokens (default: {SHARD_SIZE:,}); the first is validation"
+    add("--shard-size", type=integer(1, MAX_TOKENS), metavar="N", help=size_help)
+    val_help = (
+        "tokens of validation, the first (default: a shard; without any of these three options "
+        f"{VAL_SHARE:.0%} of local files, taken from all documents)"
+    )
     add("--val-tokens", type=integer(1, MAX_TOKENS), metavar="N", help=val_help)
     most_help = "stop after N, validation included (default: all)"
     add("--max-tokens", type=positive_int, metavar="N", help=most_help)
@@ -292,7 +373,7 @@ def _parse_args() -> argparse.Namespace:
         )
     if args.separator == "":
         parser.error("--separator: expected a text")
-    if args.max_tokens and args.max_tokens <= (args.val_tokens or args.shard_size):
+    if args.max_tokens and args.max_tokens <= (args.val_tokens or args.shard_size or SHARD_SIZE):
         expected = "expected more than the tokens of validation (--val-tokens)"
         parser.error(f"--max-tokens {args.max_tokens}: {expected}")
     if args.shuffle is not None and not args.files:
@@ -330,6 +411,9 @@ def main() -> None:
     args = _parse_args()
     source, label, out = _open_source(args)
     options = {"dataset": label} | {key: getattr(args, key) for key in OPTIONS}
+    is_sized = any((args.shard_size, args.val_tokens, args.max_tokens))
+    options["val_share"] = VAL_SHARE if source.paths and not is_sized else None
+    options["shard_size"] = args.shard_size or SHARD_SIZE
     try:
         info = build(source, out, options, args.workers)
     except KeyboardInterrupt:

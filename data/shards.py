@@ -26,7 +26,8 @@ VERSION = 1
 TOKEN = np.dtype("<u2")
 MAX_TOKENS = 2**31 - 1  # per shard: the header's count is an int32
 N_SAMPLED = 256  # tokens that are compared with the vocabulary when a shard is opened
-SHARD_NAME = re.compile(r"(?P<dataset>.+)_(?P<split>[^_]+)_(?P<index>[0-9]{6})\.bin")
+# The index may be left out where a split has one shard, as llm.c does (TinyStories_train.bin).
+SHARD_NAME = re.compile(r"(?P<dataset>.+)_(?P<split>[A-Za-z]+)(_(?P<index>[0-9]{6}))?\.bin")
 
 
 class ShardWriter:

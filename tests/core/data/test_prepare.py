@@ -898,3 +898,78 @@ def test_the_splits_of_a_folder(tmp_path: Path, out: Path) -> None:
     (tmp_path / "none").mkdir()
     with one_line(tmp_path / "none", "cannot be read"):
         folder_dataset(str(tmp_path / "none"), None, "train", "text")
+
+
+# ---------------------------------------------------------------- a share for validation
+
+
+def build_share(paths: Iterable[Path], out: Path, workers: int = 1) -> dict[str, Any]:
+    source = local_files([str(path) for path in paths], "text")
+    return prepare.build(source, out, OPTIONS | {"val_share": prepare.VAL_SHARE}, workers)
+
+
+def parts_of(out: Path, split: str) -> list[bytes]:
+    stream = TokenStream(out, split)
+    tokens = stream.read(0, stream.n_tokens)
+    return [bytes(part[1:].tolist()) for part in np.split(tokens, stream.document_starts())[1:]]
+
+
+def test_a_share_of_all_documents(tmp_path: Path, out: Path, monkeypatch: Any) -> None:
+    """Whole ones, equal texts together, the rest as it was; resumed from every state."""
+    monkeypatch.setattr(prepare, "ENOUGH_DOCUMENTS", 20)
+    texts = [f"document {i} of many, {i * i}" for i in range(1000)]
+    texts[500] = texts[3]
+    corpus = texts_corpus(tmp_path / "in", *texts)
+    info = build_share(corpus, out)
+    val, train = (parts_of(out, split) for split in ("val", "train"))
+    assert 25 < len(val) < 100 and not {*val} & {*train}
+    rank = {text.encode(): i for i, text in reversed([*enumerate(texts)])}
+    assert sorted([*val, *train]) == sorted(text.encode() for text in texts)
+    assert [rank[part] for part in val] == sorted(rank[part] for part in val)
+    assert rank[val[0]] < 100 and rank[val[-1]] > 900
+    assert info["splits"]["val"]["documents"] == len(val)
+    reference = contents(out)
+    for n_shards in (40, 2, 1, 0):
+        truncate_manifest(out, n_shards)
+        for path in out.glob("*.bin"):  # a killed run has one shard at most that is not listed
+            if int(path.stem[-6:]) > n_shards:
+                path.unlink()
+        build_share(corpus, out, workers=2)
+        assert contents(out) == reference
+
+
+@pytest.mark.parametrize("n_documents", [1, 3])
+def test_a_share_of_few_documents(tmp_path: Path, out: Path, n_documents: int) -> None:
+    """The end of each, for a book is one document."""
+    texts = [f"{i} " + "word " * 400 for i in range(n_documents)]
+    corpus = texts_corpus(tmp_path / "in", *texts)
+    build_share(corpus, out)
+    val, train = (parts_of(out, split) for split in ("val", "train"))
+    whole = [begin + end for begin, end in zip(train, val, strict=True)]
+    assert whole == [text.encode() for text in texts]
+    assert all(
+        len(end) == round(0.05 * (1 + len(text))) for end, text in zip(val, texts, strict=True)
+    )
+    reference = contents(out)
+    truncate_manifest(out, 1)
+    build_share(corpus, out)
+    assert contents(out) == reference
+
+
+def test_too_little_text_for_a_share(tmp_path: Path, out: Path) -> None:
+    with one_line(out, "too little text to hold some out"):
+        build_share(texts_corpus(tmp_path / "in", "abc"), out)
+
+
+def test_own_text_in_one_command(tmp_path: Path, out: Path, call: Any, capsys: Any) -> None:
+    """No number is asked for; the vocabulary and what to type next are printed."""
+    (tmp_path / "book.txt").write_text("It was the best of times. " * 200)
+    call(prepare, "--files", tmp_path / "book.txt", "--tokenizer", "bytes", "--out", out)
+    printed = capsys.readouterr().out
+    assert "tokens   bytes, a vocabulary of 257\n" in printed
+    command = f"python train.py configs/demo_softmax.toml --data.dir {out} --model.vocab-size 257\n"
+    assert printed.endswith(f"next     {command}")
+    assert [TokenStream(out, split).n_tokens for split in ("val", "train")] == [261, 4941]
+    sized = ["--val-tokens", "100", "--out", tmp_path / "sized"]
+    call(prepare, "--files", tmp_path / "book.txt", "--tokenizer", "bytes", *sized)
+    assert TokenStream(tmp_path / "sized", "val").n_tokens == 100

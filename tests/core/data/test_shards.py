@@ -117,6 +117,23 @@ def test_gaps_and_mixtures_are_rejected(tmp_path: Path) -> None:
         TokenStream(tmp_path, "train")
 
 
+def test_shards_under_the_names_of_llm_c(tmp_path: Path) -> None:
+    """TinyStories and tiny Shakespeare have one shard a split; what else there is is named."""
+    for split, tokens in (("val", [1]), ("train", [2, 3])):
+        write_shard(tmp_path / f"a_{split}_000000.bin", tokens)
+        (tmp_path / f"a_{split}_000000.bin").rename(tmp_path / f"TinyStories_{split}.bin")
+        stream = TokenStream(tmp_path, split)
+        assert stream.read(0, stream.n_tokens).tolist() == tokens
+    (tmp_path / "nanogpt").mkdir()
+    (tmp_path / "nanogpt" / "train.bin").write_bytes(b"1234")
+    with one_line("no shards named *_train_*.bin, though there is train.bin"):
+        TokenStream(tmp_path / "nanogpt", "train")
+    llama = np.array([20240801, 7, 1] + [0] * 253, "<i4").tobytes() + b"abcd"
+    (tmp_path / "TinyStories_train.bin").write_bytes(llama)
+    with one_line("TinyStories_train.bin", "magic number 20240801", "expected 20240520, 1"):
+        TokenStream(tmp_path, "train")
+
+
 def test_several_val_shards_before_train(tmp_path: Path) -> None:
     write_shard(tmp_path / "toy_val_000000.bin", [0])
     write_shard(tmp_path / "toy_val_000001.bin", [1])
