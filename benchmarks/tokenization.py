@@ -76,6 +76,8 @@ def writing(path: Path, n_tokens: int, rounds: int, folder: Path) -> None:
             "data.prepare",
             "--files",
             str(repeated),
+            "--val-tokens",
+            "1000000",
             "--out",
             str(out),
         ],
