@@ -330,8 +330,8 @@ def find_shards(folder: Path, split: str) -> list[Path]:
     files = {int(shard["index"] or 0): shard[0] for shard in shards if shard["split"] == split}
     datasets = {shard["dataset"] for shard in shards if shard["split"] == split}
     if not files:
-        others = f", though there is {names[0]}" if names else ""
-        raise UserError(f"{folder}: no shards named *_{split}_*.bin{others}; {HOW_TO_PREPARE}")
+        present = f", though there is {names[0]}" if names else ""
+        raise UserError(f"{folder}: no shards named *_{split}_*.bin{present}; {HOW_TO_PREPARE}")
     if len(datasets) > 1:
         raise UserError(
             f"{folder}: shards of {', '.join(sorted(datasets))}: expected one dataset a folder"
