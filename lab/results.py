@@ -30,7 +30,7 @@ from measure import (
 FOLDER = Path(__file__).parents[1] / "results"
 MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 DASH = "–"
-LINES = tomllib.loads((FOLDER / "tables.toml").read_text(encoding="utf-8"))
+TABLES = tomllib.loads((FOLDER / "tables.toml").read_text(encoding="utf-8"))
 RECOMPUTED = "128 recomputed"
 Lines = list[list[str]]  # of a table, the header first
 
@@ -101,14 +101,64 @@ def markdown(lines: Lines, n_left: int = 1) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in [lines[0], rule, *lines[1:]])
 
 
-# ---------------------------------------------------------------- README.md: the board
-def board(records: Records) -> Lines:
+# ---------------------------------------------------------------- tables of losses
+def draw_table(name: str, records: Records) -> str:
+    """A table of tables.toml, by its function here or, without one, by its columns there."""
+    table = TABLES[name]
+    draw = FUNCTIONS.get(name)
+    lines = draw(records, table["lines"]) if draw else columns_table(records, table)
+    return markdown(lines, table.get("n_left", 1))
+
+
+def columns_table(records: Records, table: dict[str, Any]) -> Lines:
+    """Lines have their labels, a model and a RoPE scaling. A column names rows of each model."""
+    lines = [[*table.get("labels", []), *(column["name"] for column in table["columns"])]]
+    for *labels, model, scaling in table["lines"]:
+        cells = [column_cell(records, model, scaling, **column) for column in table["columns"]]
+        lines.append([*labels, *cells])
+    return lines
+
+
+def column_cell(
+    records: Records, model: str, scaling: str, *, name: str, length: int = 0, window: str = "0",
+    measure: str = "same_targets", show: str = "loss", digits: int = 2, rope: str = "",
+) -> str:  # fmt: skip
+    """show: loss, percent, gain over the window, n of the seeds that have rows, or a label. rope: in
+    place of the line's scaling.
+    """
+    if show == "RoPE":
+        return scaling
+    if show == "run":
+        return model.partition("/")[2]
+    if show == "gain":
+        return records.gain(model, length, scaling, window)
+    of_scaling = (rope or scaling) if window == "0" and measure != "val_loss" else "none"
+    rows = records.rows(model, length, window, of_scaling, measure)
+    if measure == "val_loss":
+        rows = rows[rows["step"] == rows["step"].max()]
+    if show == "n":
+        return str(rows["run"].nunique())
+    value = float(rows.groupby("run")["value"].mean().mean())
+    return percent(value) if show == "percent" else number(value, digits)
+
+
+# ---------------------------------------------------------------- tables of their own
+def demo(records: Records, given: list[list[Any]]) -> Lines:
+    """README's: the columns, and softmax in a rolling window."""
+    lines = columns_table(records, TABLES["demo"])
+    short = records.mean("demo/softmax", 128, measure="loss")
+    rolling = records.mean("demo/softmax", 2048, "128", measure="loss")
+    label = "**softmax, rolling window of 128**"
+    return [*lines, [label, f"**{number(short)}**", "", f"**{number(rolling)}**"]]
+
+
+def board(records: Records, given: list[list[Any]]) -> Lines:
     zero = records.losses("context/softmax", 2048, RECOMPUTED)
     header = ["model", "RoPE", "n", "window of 128", "at 512", "at 2,048"]
     header.append("at 2,048 − softmax's window")
     loss = number(records.mean("context/softmax", 2048, RECOMPUTED))
     lines = [header, ["**softmax, sliding window of 128**", "none", "3", loss, loss, loss, "0"]]
-    for label, model, scaling in LINES["board"]:
+    for label, model, scaling in given:
         model = f"context/{model}"
         lines.append([
             label,
@@ -122,11 +172,11 @@ def board(records: Records) -> Lines:
     return lines
 
 
-def optimiser(records: Records) -> Lines:
+def optimiser(records: Records, given: list[list[Any]]) -> Lines:
     lines = [
         ["model", "n", "AdamW", "Muon", "Muon − AdamW", "AdamW, rise to 16x", "Muon, rise to 16x"]
     ]
-    for label, model, scaling in LINES["optimiser"]:
+    for label, model, scaling in given:
         runs = {}
         for study in ("A", "A_muon"):
             rows = records.rows(f"{study}/{model}", 256, measure="val_loss")
@@ -148,10 +198,10 @@ def rises(records: Records, model: str, scaling: str) -> list[str]:
     return found
 
 
-def settings(records: Records) -> Lines:
+def settings(records: Records, given: list[list[Any]]) -> Lines:
     header = ["text", "size", "T", "n", "softmax, window of T", "the design, window of T", "16 T"]
     lines = [[*header, "its gain", "gain of softmax continued at 16 T"]]
-    for label, study, train_len, model, size in LINES["settings"]:
+    for label, study, train_len, model, size in given:
         window = f"{train_len} recomputed"
         models = [f"{study}/{each}" for each in ("softmax", model, "softmax_continued")]
         short = [
@@ -169,12 +219,9 @@ def settings(records: Records) -> Lines:
     return lines
 
 
-# ---------------------------------------------------------------- context.md
-def gains(records: Records) -> Lines:
+def gains(records: Records, given: list[list[Any]]) -> Lines:
     lines = [["model", "RoPE", "256", "512", "1,024", "2,048"]]
-    for label, model, scaling in LINES["board"]:
-        if model.startswith("window_") or model == "softmax_2048":
-            continue
+    for label, model, scaling in given:
         model = f"context/{model}"
         window = records.mean(model, 2048, RECOMPUTED)
         at = [window - records.mean(model, n, "0", scaling) for n in (256, 512, 1024)]
@@ -183,10 +230,10 @@ def gains(records: Records) -> Lines:
     return lines
 
 
-def cache(records: Records) -> Lines:
+def cache(records: Records, given: list[list[Any]]) -> Lines:
     header = ["model", "n", "cache of 128", "of 512", "of 2,048", "gain"]
     lines = [[*header, "minus windows of 16 + FoX without it"]]
-    for study, label, model in LINES["cache"]:
+    for study, label, model in given:
         best = records.losses(f"{study}/windows_16_fox", 2048)
         model = f"{study}/{model}"
         at = [records.mean(model, 2048, RECOMPUTED)]
@@ -197,81 +244,11 @@ def cache(records: Records) -> Lines:
     return lines
 
 
-def exact(records: Records) -> Lines:
-    behind = "same_targets behind another text"
-    header = ["model", "optimiser", "n", "last 128", "last 256", "behind another text"]
-    lines = [[*header, "last 512", "all 2,048", "gain of 2,048 over 128"]]
-    for study, optimiser in (("exact", "AdamW"), ("exact_muon", "Muon")):
-        for label, model in LINES["exact"]:
-            model = f"{study}/{model}"
-            if records.rows(model, 2048, "128 exact").empty:
-                continue
-            at = [records.mean(model, 2048, "128 exact"), records.mean(model, 256)]
-            at += [records.mean(model, 256, measure=behind), records.mean(model, 512)]
-            cells = [number(each) for each in (*at, records.mean(model, 2048))]
-            gain = records.gain(model, 2048, window="128 exact")
-            n = records.rows(model, 2048, "128 exact")["run"].nunique()
-            lines.append([label, optimiser, str(n), *cells, gain])
-    return lines
-
-
-def fox_window(records: Records) -> Lines:
-    model = "exact/windows_16_fox"
-    seen = (128, 256, 512, 1024)
-    at = [records.mean(model, 2048, measure=f"same_targets, FoX sees {n}") for n in seen]
-    header = ["keys that FoX sees", *(f"{n:,}" for n in seen), "2,048"]
-    return [header, ["loss", *(number(each, 3) for each in (*at, records.mean(model, 2048)))]]
-
-
-def scalings(records: Records) -> Lines:
-    lengths = (256, 512, 1024, 2048)
-    lines = [["RoPE", *(f"{n:,}" for n in lengths)]]
-    for scaling in ("none", "ntk", "yarn", "theta=500000"):
-        at = [records.mean("scalings/softmax", n, "0", scaling) for n in lengths]
-        lines.append([scaling, *map(number, at)])
-    window = number(records.mean("scalings/softmax", 2048, RECOMPUTED))
-    return [*lines, ["**sliding window of 128**", *[window] * 4]]
-
-
-def last_layer(records: Records) -> Lines:
-    lines = [["model", "RoPE", "n", "window of 128", "512", "2,048"]]
-    for label, model, scaling in LINES["last_layer"]:
-        model = f"last_layer/{model}"
-        at = [records.mean(model, 2048, RECOMPUTED)]
-        at += [records.mean(model, n, "0", scaling) for n in (512, 2048)]
-        lines.append([label, scaling, records.seeds(model), *map(number, at)])
-    return lines
-
-
-def t_1024(records: Records) -> Lines:
-    lines = [["model", "n", "validation, 1,024", "tests, window of 1,024", "4,096", "16,384"]]
-    for label, model, scaling in LINES["t_1024"]:
-        at = [records.mean(model, 1024, measure="val_loss")]
-        at += [records.mean(model, 16384, "1024 recomputed")]
-        at += [records.mean(model, n, "0", scaling) for n in (4096, 16384)]
-        n = records.rows(model, 1024, measure="val_loss")["run"].nunique()
-        lines.append([label, str(n), *map(number, at)])
-    return lines
-
-
-def gpt2_size(records: Records) -> Lines:
-    header = ["text and size", "model", "RoPE", "validation, 1,024"]
-    lines = [[*header, "window of 1,024", "4,096", "16,384", "gain of 16,384"]]
-    for text, label, model, scaling in LINES["gpt2_size"]:
-        last = int(records.models[model]["step"].max())
-        at = [records.mean(model, 1024, measure="val_loss", step=last)]
-        at += [records.mean(model, 16384, "1024 recomputed")]
-        at += [records.mean(model, n, "0", scaling) for n in (4096, 16384)]
-        gain = records.gain(model, 16384, scaling, "1024 recomputed")
-        lines.append([text, label, scaling, *map(number, at), gain])
-    return lines
-
-
-def survey(records: Records) -> Lines:
+def survey(records: Records, given: list[list[Any]]) -> Lines:
     """Losses over all tokens at scales A and B, and over the same targets at A, by length."""
     header = ["model", "n", "A, 256", "A, 4,096", "A, last 256 targets", "the same at 4,096"]
     lines = [[*header, "n", "B, 512", "B, 8,192"]]
-    for label, model in LINES["survey"]:
+    for label, model in given:
         cells = [label]
         for study, ends in (("A", (256, 4096)), ("B", (512, 8192))):
             name = f"{study}/{model}"
@@ -292,80 +269,10 @@ def of_losses(rows: DataFrame) -> str:
     return str(rows[rows["measure"] == "same_targets"]["scaling"].iloc[0])
 
 
-def recall(records: Records) -> Lines:
-    lengths = (64, 128, 256, 512, 1024, 4096)
-    lines = [["model", "n", *(f"{n:,}" for n in lengths)]]
-    for label, model, scaling in LINES["recall"]:
-        model = f"recall_key_shift/{model}"
-        at = [records.mean(model, n, "0", scaling, measure="right answers") for n in lengths]
-        lines.append([label, records.seeds(model), *map(percent, at)])
-    return lines
-
-
-def needle(records: Records) -> Lines:
-    lengths = (128, 256, 512, 1024, 2048)
-    lines = [["model", "RoPE", "n", *(f"{n:,}" for n in lengths)]]
-    for label, model, scaling in (
-        ("windows of 16 + FoX", "windows_16_fox", "none"),
-        ("softmax", "softmax", "ntk"),
-        ("softmax continued at 2,048", "softmax_continued", "none"),
-    ):
-        model = f"needle/{model}"
-        at = [records.mean(model, n, "0", scaling, measure="number") for n in lengths]
-        lines.append([label, scaling, records.seeds(model), *map(percent, at)])
-    return lines
-
-
-def attention(records: Records) -> Lines:
-    header = ["model", "effective keys, 128", "2,048", "mean distance, 128", "2,048"]
-    lines = [[*header, "largest weight, 128", "2,048"]]
-    for label, model in (
-        ("softmax", "softmax"),
-        ("softmax continued at 2,048", "softmax_continued"),
-        ("windows of 16 + FoX", "windows_16_fox"),
-    ):
-        cells = [label]
-        for measure, digits in (("effective_keys", 0), ("distance", 0), ("largest", 2)):
-            at = [records.mean(f"context_20/{model}", n, measure=measure) for n in (128, 2048)]
-            cells += [number(each, digits) for each in at]
-        lines.append(cells)
-    return lines
-
-
-# ---------------------------------------------------------------- papers.md
-def lssar(records: Records) -> Lines:
-    header = ["row", "table", "the paper, 1x", "run", "n", "1x", "16x, unscaled", "16x, NTK"]
-    lines = [header]
-    for label, where, theirs, run in LINES["lssar"]:
-        model = f"papers/{run}"
-        at = [records.mean(model, 256, measure="loss")]
-        at += [
-            records.mean(model, 4096, "0", scaling, measure="loss") for scaling in ("none", "ntk")
-        ]
-        n = str(records.rows(model, 256, measure="loss")["run"].nunique())
-        lines.append([label, where, theirs, run, n, *(number(each, 3) for each in at)])
-    return lines
-
-
-def ssmax(records: Records) -> Lines:
-    lengths = (256, 512, 1024, 2048, 4096)
-    lines = [["model", "run", "RoPE", "n", *(f"{n:,}" for n in lengths)]]
-    for scaling in ("theta=500000", "ntk"):
-        for label, run in LINES["ssmax"]:
-            model = f"papers/{run}"
-            rows = records.rows(model, 4096, "0", scaling, "loss")
-            if len(rows):
-                at = [records.mean(model, n, "0", scaling, measure="loss") for n in lengths]
-                cells = [number(each, 3) for each in at]
-                lines.append([label, run, scaling, str(rows["run"].nunique()), *cells])
-    return lines
-
-
-def ssmax_seeds(records: Records) -> Lines:
+def ssmax_seeds(records: Records, given: list[list[Any]]) -> Lines:
     """(b) and (e) minus (a), seed by seed, at θ x 50."""
     lines = [["at θ × 50", "seed", "1x", "2x", "4x", "8x", "16x"]]
-    pairs = (("(b) − (a)", "ssmax"), ("(e) − (a)", "ssmax_after"))
-    for label, run in pairs:
+    for label, run in given:
         for seed in (1, 2, 3):
             at = []
             for length in (256, 512, 1024, 2048, 4096):
@@ -382,21 +289,11 @@ def ssmax_seeds(records: Records) -> Lines:
     return lines
 
 
-def norm_softmax(records: Records) -> Lines:
-    lines = [["row", "where", "the paper, accuracy", "run", "n", "1x"]]
-    for label, where, theirs, run in LINES["norm_softmax"]:
-        rows = records.rows(f"papers/{run}", 256, measure="loss")
-        n = str(rows["run"].nunique())
-        loss = number(records.mean(f"papers/{run}", 256, measure="loss"), 3)
-        lines.append([label, where, theirs, run, n, loss])
-    return lines
-
-
-def gradients(records: Records) -> Lines:
+def gradients(records: Records, given: list[list[Any]]) -> Lines:
     lines = [
         ["attention", "p", "norm, median", "largest", "last loss", "largest n A", "as written"]
     ]
-    for kind in ("softmax", "lssa"):
+    for (kind,) in given:
         for p in (1, 3, 7, 15, 50, 100):
             model = f"gradients/{kind}_p{p}_stable"
             largest = "gradient norm, largest"
@@ -411,19 +308,18 @@ def gradients(records: Records) -> Lines:
     return lines
 
 
-PAGES: dict[str, dict[str, tuple[Callable[[Records], Lines], int]]] = {
-    "README.md": {"board": (board, 2), "optimiser": (optimiser, 1), "settings": (settings, 1)},
-    "context.md": {
-        "gains": (gains, 2), "cache": (cache, 1), "exact": (exact, 2), "fox_window": (fox_window, 1),
-        "scalings": (scalings, 1), "last_layer": (last_layer, 2), "t_1024": (t_1024, 1),
-        "gpt2_size": (gpt2_size, 3), "survey": (survey, 1), "recall": (recall, 1),
-        "needle": (needle, 2), "attention": (attention, 1),
-    },
-    "papers.md": {
-        "lssar": (lssar, 4), "ssmax": (ssmax, 3), "ssmax_seeds": (ssmax_seeds, 2),
-        "norm_softmax": (norm_softmax, 4), "gradients": (gradients, 2),
-    },
-}  # fmt: skip
+FUNCTIONS = {
+    "demo": demo,
+    "board": board,
+    "optimiser": optimiser,
+    "settings": settings,
+    "gains": gains,
+    "cache": cache,
+    "survey": survey,
+    "ssmax_seeds": ssmax_seeds,
+    "gradients": gradients,
+}
+PAGES = [FOLDER.parent / "README.md", *sorted(FOLDER.glob("*.md"))]
 
 
 # ---------------------------------------------------------------- figures
@@ -432,7 +328,7 @@ SHOWN = ("ssmax_qk_norm", "lssar_p15_warmup", "fox", "stick_breaking_lr=4e-3", "
 
 def context_figure(records: Records, path: Path) -> None:
     curves = []
-    for label, model, scaling in LINES["board"]:
+    for label, model, scaling in TABLES["board"]["lines"]:
         if model in ("softmax", *SHOWN) and (model, scaling) != ("ssmax_qk_norm", "none"):
             lengths = (256, 512, 1024, 2048)
             at = [records.mean(f"context/{model}", n, "0", scaling) for n in lengths]
@@ -468,17 +364,13 @@ FIGURES: dict[str, Callable[[Records, Path], None]] = {
 
 
 # ---------------------------------------------------------------- pages
-def redraw(
-    text: str, tables: dict[str, tuple[Callable[[Records], Lines], int]], records: Records
-) -> str:
-    """A page with its tables drawn again. Raises UserError: a table is not there, or unknown."""
-    names = [name for _, name, _ in MARKED.findall(text)]
-    if sorted(names) != sorted(tables):
-        raise UserError(f"tables {', '.join(names)}: expected {', '.join(tables)}, each once")
+def redraw(text: str, records: Records) -> str:
+    """A page with its tables drawn again. Raises UserError: a table is unknown."""
 
     def draw(match: re.Match[str]) -> str:
-        table, n_left = tables[match[2]]
-        return f"{match[1]}{markdown(table(records), n_left)}{match[3]}"
+        if match[2] not in TABLES:
+            raise UserError(f"table {match[2]}: expected one of {', '.join(TABLES)}")
+        return f"{match[1]}{draw_table(match[2], records)}{match[3]}"
 
     return MARKED.sub(draw, text)
 
@@ -490,9 +382,8 @@ def read_records() -> Records:
 def main() -> None:
     ArgumentParser(__doc__).parse_args()
     records = read_records()
-    for name, tables in PAGES.items():
-        page = FOLDER / name
-        write_atomically(page, redraw(read_text(page), tables, records).encode())
+    for page in PAGES:
+        write_atomically(page, redraw(read_text(page), records).encode())
     for name, draw in FIGURES.items():
         draw(records, FOLDER / "figures" / name)
 
