@@ -32,6 +32,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Container
+from contextlib import suppress
 from pathlib import Path
 from textwrap import wrap
 from types import UnionType
@@ -40,6 +41,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel
 
 from infra.cli import ArgumentParser, UserError, run_main
+from normalisers.own import identify
 from schema import SECTIONS, VARIANT_KEYS, Config, Problem, field_of, resume_rule
 
 HELP = {"-h", "--help"}
@@ -59,6 +61,7 @@ class Stated(NamedTuple):
 
     value: Any
     source: str
+    folder: Path = Path()  # that a normaliser's file is looked for in
 
 
 Values = dict[str, Stated]  # by dotted key, what was stated last first
@@ -83,8 +86,9 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     values, sweeps = _read_file(path, chosen.pop("base", None), chosen)
     values.setdefault("name", Stated(path.stem, str(path)))
     for key, value in chosen.items():
-        is_swept = any(value in sweep.get(key, ()) for sweep in sweeps)
-        given = {key: Stated(value, f"{path}: [sweep]" if is_swept else "command line")}
+        given = {key: Stated(value, "command line")}
+        if any(value in sweep.get(key, ()) for sweep in sweeps):
+            given = {key: Stated(value, f"{path}: [sweep]", path.parent)}
         values = given | values | given
     missing = [sorted(sweep.keys() - chosen.keys()) for sweep in sweeps]
     if all(missing):
@@ -139,12 +143,12 @@ def expand_sweep(path: str | Path, overrides: list[str] | None = None) -> list[S
     return runs
 
 
-def config_from_dict(values: dict[str, Any], source: str) -> Config:
-    """The inverse of `Config.model_dump()`, for configs kept in checkpoints.
+def config_from_dict(values: dict[str, Any], source: str, folder: Path = Path()) -> Config:
+    """The inverse of `Config.model_dump()`, for configs kept in checkpoints of a run folder.
 
     Raises UserError: naming `source`, for each key that this version of the code does not accept.
     """
-    stated = {key: Stated(value, source) for key, value in _flatten(values).items()}
+    stated = {key: Stated(value, source, folder) for key, value in _flatten(values).items()}
     return _validate(BEFORE | stated, source)
 
 
@@ -262,7 +266,7 @@ def _read_file(
     if isinstance(own.get("name"), dict):
         raise UserError(f"{path}: name = a section: expected a string, the name of the run folder")
     sweeps = _sweeps_of(path, own.pop("sweep", {}))
-    stated = {key: Stated(value, str(path)) for key, value in _flatten(own).items()}
+    stated = {key: Stated(value, str(path), path.parent) for key, value in _flatten(own).items()}
     values: Values = {}
     if base is not None:
         if not isinstance(base, str):
@@ -273,7 +277,7 @@ def _read_file(
         before = values
         swept = set.intersection(*map(set, sweeps))
         values, _ = _read_file(Path(os.path.expanduser(other_base)), seen=(path.resolve(),))
-        for key, (value, _) in before.items():
+        for key, (value, *_) in before.items():
             is_stated = key in stated or key in chosen or key in swept
             if key.startswith(VARIANT_KEYS) and not is_stated and _value(values, key) != value:
                 problem = f"{path} would lose {key} = {value!r} of its own base"
@@ -348,12 +352,17 @@ def _settle(values: Values) -> Values:
         "sqrt_d_over_ln_L": math.sqrt(head_dim) / log_len,
     }
 
-    def settle(key: str, value: Any) -> Any:
+    def settle(key: str, value: Any, folder: Path) -> Any:
         if key == "layers" and isinstance(value, list):
-            return [settle("layer", entry) for entry in value]
+            return [settle("layer", entry, folder) for entry in value]
         if key in ("layer", "attention") and isinstance(value, dict):
             prefix = "attention." if key == "attention" else ""
-            return {name: settle(prefix + name, own) for name, own in value.items()}
+            return {name: settle(prefix + name, own, folder) for name, own in value.items()}
+        if key == "attention.normaliser" and isinstance(value, str):
+            beside = str(folder / os.path.expanduser(value))
+            value = beside if Path(beside.rpartition(":")[0]).is_file() else value
+            with suppress(ValueError):  # which validation raises again
+                return identify(value)
         if key in ("attention.scale", "attention.scale_init") and isinstance(value, str):
             if gain := re.fullmatch(r"(\d+\.?\d*) sqrt_d", value):
                 return round(float(gain[1]) * math.sqrt(head_dim), 4)
@@ -362,7 +371,10 @@ def _settle(values: Values) -> Values:
             return int(value * size("train.max_steps") + 1e-9)
         return os.path.expanduser(value) if key in PATHS and isinstance(value, str) else value
 
-    settled = {key: Stated(settle(key, own.value), own.source) for key, own in values.items()}
+    settled = {
+        key: stated._replace(value=settle(key, stated.value, stated.folder))
+        for key, stated in values.items()
+    }
     p = settled.get("attention.reweight_p")
     rise = settled.get("attention.reweight_p_warmup")
     if p and rise and p.value in (0, 1) and p.source != rise.source:
@@ -402,7 +414,7 @@ def _flatten(values: dict[str, Any]) -> dict[str, Any]:
 
 def _nest(values: Values) -> dict[str, Any]:
     nested: dict[str, Any] = {}
-    for key, (value, _) in values.items():
+    for key, (value, *_) in values.items():
         section, dot, name = key.partition(".")
         if not dot:
             nested[key] = value

@@ -26,6 +26,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,8 +157,7 @@ def describe_run(folder: Path) -> dict[str, Any]:
     steps = [each["step"] for each in metrics if "loss" in each]
     with torch.device("meta"):
         n_params = GPT(config).n_params()
-    files = [name for name in config.normalisers if ":" in name]
-    codes = own.fingerprints(files).values()
+    codes = [sha256(source).hexdigest() for source in own.files_of(config.normalisers).values()]
     return {
         "run": config.name,
         "variant": variant_of(config.name),
@@ -385,7 +385,7 @@ def name_model(config: Config) -> str:
 def name_layer(config: Config) -> str:
     options = config.attention
     model = config.model
-    kind = options.normaliser.rpartition(":")[2]
+    kind = options.definition.name
     name = NAMES.get(kind, kind.replace("_", "-"))
     if kind == "lssa" and options.reweight_p:
         name = "LSSAR"

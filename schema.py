@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from infra.cli import suggest
-from normalisers.own import NORMALISERS, Normaliser, find_normaliser
+from normalisers.own import Normaliser, find_normaliser, list_normalisers
 
 NAME_RULE = "letters, digits and . _ = + -, the first a letter or a digit"
 Engine = Literal["auto", "dense", "rows", "sdpa", "triton", "flex"]
@@ -71,7 +71,8 @@ class Section(BaseModel):
                 break
             except ValidationError as e:
                 found = problems_of(e, cls.prefix, cls.known_keys(values))
-            problems += found
+            known = [problem.keys[0] for problem in problems]
+            problems += [each for each in found if not overlap(each.keys[1:], known)]
             wrong = {key.removeprefix(cls.prefix) for key, *_ in (each.keys for each in found)}
             if not isinstance(values, dict) or wrong.isdisjoint(values):
                 raise ValueError("\n".join(dict.fromkeys(each.text for each in found)))
@@ -182,7 +183,7 @@ class AttentionConfig(Section):
     prefix = "attention."
     model_config = ConfigDict(extra="allow")  # checked against the class, below
 
-    normaliser: str = key("softmax", f"file.py:Class, or one of {', '.join(NORMALISERS)}.")
+    normaliser: str = key("softmax", f"file.py:Class, or one of {', '.join(list_normalisers())}.")
     reweight_p: int = key(0, "Power p of LSSAR's re-weighting. 0: none.", ge=0, le=256)
     reweight_p_warmup: int = key(
         0, "Steps over which p rises from 1; in a file or option also a share of max_steps.", ge=0
@@ -220,7 +221,7 @@ class AttentionConfig(Section):
     def conflicts(self) -> Iterator[Problem]:
         if self.reweight_p and not self.definition.sums_to_one:
             needs = "re-weighting needs non-negative rows that sum to one, which"
-            expected = f"{needs} {self.normaliser} with these options does not give"
+            expected = f"{needs} {self.definition.name} with these options does not give"
             yield self.conflict(expected, "reweight_p", "normaliser", *(self.model_extra or {}))
         if self.reweight_p_warmup and self.reweight_p < 2:
             expected = "only read with reweight_p >= 2"
@@ -492,7 +493,7 @@ def describe_attention(options: AttentionConfig, model: ModelConfig | None = Non
         keys |= {"rope_theta", "rope_fraction"} if model.rotating else set()
         stated |= model.model_dump(include=keys, exclude_defaults=True)
     listed = ", ".join(f"{key} = {value}" for key, value in stated.items())
-    return options.normaliser + (f" ({listed})" if listed else "")
+    return options.definition.name + (f" ({listed})" if listed else "")
 
 
 def describe_layers(config: Config) -> str:
@@ -541,7 +542,8 @@ def problems_of(error: ValidationError, prefix: str, names: list[str]) -> list[P
         key = f"{prefix}{e['loc'][0]}" if e["loc"] else prefix.removesuffix(".")
         head = f"{key} = {'a section' if isinstance(e['input'], dict) else repr(e['input'])}: "
         if e["type"] == "extra_forbidden":
-            problems.append(Problem((key,), head + _unknown(key, names)))
+            keys = (key, f"{prefix}normaliser")  # whose options are other ones
+            problems.append(Problem(keys, head + _unknown(key, names)))
             continue
         what = re.sub(r"^(Input|String) should (be )?(a valid )?", "", e["msg"])
         what = NAME_RULE if e["type"] == "string_pattern_mismatch" else what

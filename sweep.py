@@ -40,7 +40,6 @@ import measure
 from config import (
     MAX_RUNS,
     SweepRun,
-    config_from_dict,
     expand_sweep,
     load_config,
     parse_overrides,
@@ -50,9 +49,8 @@ from config import (
 from infra.cli import ArgumentParser, UserError, n_cores, positive_int, run_main
 from infra.distributed import StopSignals
 from infra.files import exclusive_lock, read_jsonl
-from normalisers import own
 from schema import Config
-from training.checkpoint import find_checkpoints, load_checkpoint, step_of, warn_of_changed_code
+from training.checkpoint import find_checkpoints, load_checkpoint, step_of, stored_config
 from training.loader import open_streams
 from training.state import changed_data, data_info
 
@@ -113,23 +111,14 @@ class Job(NamedTuple):
         old = load_config(stored) if stored.exists() else None
         try:
             content = load_checkpoint(checkpoints[0], lazily)
-            old = old or config_from_dict(content["config"], str(checkpoints[0]))
+            old = old or stored_config(content, checkpoints[0])
             if not same_run(old, self.config):  # train.py names the difference
                 return False
             if not Path(self.config.data.dir).is_dir():  # gone since
                 return True
-            now = data_info(self.config, *open_streams(self.config))
-            return not changed_data(content["data"], now)
+            return not changed_data(content["data"], data_info(*open_streams(self.config)))
         except UserError:  # train.py says why, or resumes from the checkpoint before
             return False
-
-    def warn_of_changed_code(self) -> list[str]:
-        """Warns of, and returns, normalisers whose code is not that of its last checkpoint."""
-        for path in find_checkpoints(self.run_dir)[:1]:
-            with suppress(UserError):  # damaged: train.py says so
-                before = load_checkpoint(path, lazily=True)["data"]
-                return warn_of_changed_code(before, own.fingerprints(self.config.normalisers), path)
-        return []
 
     @property
     def state(self) -> str:
@@ -321,8 +310,6 @@ def run_job(
     is_evaluated = not args.eval_tokens or job.is_evaluated(args.eval_tokens)
     with exclusive_lock(run_dir):  # of a training
         commands = [] if job.is_trained(lazily=is_evaluated) else [["train.py", *job.arguments]]
-        if not commands and is_evaluated:  # train.py and eval_length.py warn themselves
-            job.warn_of_changed_code()
     if not is_evaluated or (commands and args.eval_tokens):
         commands.append(["eval_length.py", *job.evaluation(args.eval_tokens)])
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc}"]

@@ -24,14 +24,13 @@ from torch.utils._pytree import tree_leaves
 
 from attention import attend, make_normaliser
 from infra.cli import ArgumentParser, positive_int, run_main
-from normalisers.own import NORMALISERS
+from normalisers.own import list_normalisers
 from schema import AttentionConfig, Engine
 
 NAIVE = "LSSAR p=15 naive"
 LSSAR = AttentionConfig(normaliser="lssa", reweight_p=15)
-OTHERS = [
-    name for name, formula in NORMALISERS.items() if formula.__module__ == "normalisers.others"
-]
+THREE_PAPERS = ("softmax", "phi", "lssa", "ssmax", "ssmax_pn", "norm_softmax", "logit_norm")
+OTHERS = [name for name in list_normalisers() if name not in THREE_PAPERS]
 CASES: list[tuple[str, AttentionConfig, Engine]] = [
     ("softmax", AttentionConfig(), "rows"),
     ("LSSAR p=15", LSSAR, "rows"),

@@ -34,7 +34,7 @@ from data.tokenizer import FileTokenizer, Tokenizer
 from hub.native import choose_architecture, import_transformers, largest_difference, native_model
 from infra.cli import ArgumentParser, UserError, run_main
 from model import GPT
-from normalisers.own import find_normaliser
+from normalisers.own import MODULES, files_of
 from positions import RopeKind, RopeScaling
 from schema import describe_layers
 from training.checkpoint import Trained, load_model
@@ -102,11 +102,8 @@ def own_model(model: GPT, rope: RopeScaling, eot_token: int) -> Any:
     from hub.modeling import NormaliserGPTConfig, NormaliserGPTForCausalLM
 
     m = model.config.model
-    gpt = json.dumps(model.config.model_dump(exclude={"data", "log"}))
-    for name in model.config.normalisers:  # those of files are registered there
-        gpt = gpt.replace(json.dumps(name), json.dumps(find_normaliser(name).name))
     config = NormaliserGPTConfig(
-        gpt=json.loads(gpt),
+        gpt=model.config.model_dump(exclude={"data", "log"}),
         rope=rope.kind,
         rope_base=rope.theta,
         vocab_size=m.vocab_size,
@@ -141,22 +138,31 @@ def copy_code(out: Path, normalisers: list[str]) -> None:
     Raises UserError: an own file imports one beside it, or this repo's modules in a form that has
     no flat one (`flatten`). Nothing is written then.
     """
-    own = [name.rpartition(":") for name in normalisers if ":" in name]
-    own_files = {
-        file: f"own_{i}" for i, file in enumerate(dict.fromkeys(file for file, _, _ in own))
-    }
-    waiting = [(Path(file), name) for file, name in own_files.items()]
-    waiting.append((module_path("hub.modeling"), "hub_modeling"))
     sources: dict[str, str] = {}
+    registered = ""
+    waiting = ["hub.modeling"]
+    for i, (file, source) in enumerate(files_of(normalisers).items()):
+        sources[f"own_{i}"], imported = flatten(Path(str(MODULES[file].__file__)), source)
+        waiting += imported
+        registered += REGISTER.format(module=f"own_{i}", file=file)
     while waiting:
-        file, name = waiting.pop()
-        if name not in sources:
-            sources[name], imported = flatten(file)
-            waiting += [(module_path(module), flat(module)) for module in imported]
-    for path, _, class_name in own:
-        sources["hub_modeling"] += f"from .{own_files[path]} import {class_name}  # registers it\n"
-    for name, source in sources.items():
-        (out / f"{name}.py").write_text(source, encoding="utf-8")
+        module = waiting.pop()
+        if flat(module) not in sources:
+            path = module_path(module)
+            sources[flat(module)], imported = flatten(path, path.read_bytes())
+            waiting += imported
+    sources["hub_modeling"] += registered
+    for name, text in sources.items():
+        (out / f"{name}.py").write_text(text, encoding="utf-8")
+
+
+# transformers copies the files named in `from .x import` alone
+REGISTER = """
+from .normalisers_own import MODULES
+from .{module} import __name__ as {module}
+from . import {module}
+MODULES["{file}"] = {module}
+"""
 
 
 def module_path(module: str) -> Path:
@@ -167,14 +173,14 @@ def flat(module: str) -> str:
     return module.replace(".", "_")
 
 
-def flatten(file: Path) -> tuple[str, list[str]]:
+def flatten(file: Path, content: bytes) -> tuple[str, list[str]]:
     """A module's text with its imports of our modules relative and flat, and the names of these
     modules.
 
     Raises UserError: it imports one of ours beside another statement or by a dotted name, or its
     neighbour.
     """
-    source = file.read_text(encoding="utf-8-sig")
+    source = content.decode("utf-8-sig")
     lines = source.split("\n")  # as ast counts them
     imported = []
     nodes = [

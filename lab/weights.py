@@ -20,7 +20,7 @@ from torch import Tensor
 from attention import make_normaliser
 from infra.cli import ArgumentParser, run_main
 from measure import check_figure, save_figure
-from normalisers.own import NORMALISERS
+from normalisers.own import list_normalisers
 from schema import AttentionConfig, describe_attention
 
 HEAD_DIM = 64
@@ -57,7 +57,9 @@ def main() -> None:
     out = parser.parse_args().out
     check_figure(out, "")
     choices = [
-        AttentionConfig(normaliser=name) for name in sorted(NORMALISERS) if name != "ssmax_pn"
+        AttentionConfig(normaliser=name)
+        for name in sorted(list_normalisers())
+        if name != "ssmax_pn"
     ]
     # from the layer's input
     choices = [options for options in choices if not options.definition.signals(1)]

@@ -25,6 +25,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from positions import operator_library
+
+OWN_MODULE = "own_"  # begins the names of modules whose classes have no name without their file
 UNIFORM_TOLERANCE = 1e-5  # of n max(A) - 1, below which a row counts as uniform
 # the score of a hidden key: e^x is 0, and unlike -inf it times 0 is no NaN in a gradient
 HIDDEN = -1e30
@@ -91,6 +94,17 @@ class RowContext:
 def exp(x: Tensor) -> Tensor:
     """e^x to 6e-8 |x| in float32. On CPUs torch.exp takes sixty times as long where it underflows."""
     return torch.exp2(x * math.log2(math.e))
+
+
+# An operator of its own: torch 2.11 fails to compile this sum over many tokens for a GPU.
+@torch.library.custom_op(f"{operator_library(__name__)}::running_sum", mutates_args=())
+def running_sum(x: Tensor) -> Tensor:
+    """The sum of x (..., T, S) over each token and those before it."""
+    return x.mT.cumsum(-1).mT.contiguous()  # along the last axis, where a GPU sums in parallel
+
+
+running_sum.register_fake(lambda x: x.new_empty(x.shape))
+running_sum.register_autograd(lambda ctx, gradient: running_sum(gradient.flip(-2)).flip(-2))
 
 
 def l1_normalise(s: Tensor) -> Tensor:
@@ -170,14 +184,18 @@ class Normaliser(BaseModel):
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if name is not None:
-            # The same class may be defined again, as in a notebook.
-            if name in NORMALISERS and NORMALISERS[name].__qualname__ != cls.__qualname__:
-                raise ValueError(
-                    f"{cls.__name__}: there is a normaliser {name!r}: expected another name"
-                )
-            cls.name = name
-            NORMALISERS[name] = cls
+        if name is None:
+            return
+        cls.name = name
+        if cls.__module__.rpartition(".")[2].startswith(OWN_MODULE):
+            return
+        # The same class may be defined again, as in a notebook.
+        known = NORMALISERS.get(name, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(
+                f"{cls.__name__}: there is a normaliser {name!r}: expected another name"
+            )
+        NORMALISERS[name] = cls
 
     def overrides(self, base: type[Normaliser], *methods: str) -> bool:
         """Whether the formula has one of the methods, or properties, of its own in place of base's."""

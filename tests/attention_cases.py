@@ -20,7 +20,7 @@ from normalisers.adaptive import AdaptiveSoftmax
 from normalisers.base import share_heads
 from normalisers.family import PhiName
 from normalisers.layer import NormaliserLayer
-from normalisers.own import NORMALISERS
+from normalisers.own import list_normalisers
 from schema import AttentionConfig, Engine
 
 PHIS = get_args(PhiName)
@@ -110,7 +110,7 @@ REWEIGHTED: list[dict[str, Any]] = [
 LISTED = {options["normaliser"] for options in PLAIN}
 OPTIONS = [
     *PLAIN,
-    *({"normaliser": name} for name in NORMALISERS if name not in LISTED),
+    *({"normaliser": name} for name in list_normalisers() if name not in LISTED),
     *REWEIGHTED,
 ]
 

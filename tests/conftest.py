@@ -1,13 +1,11 @@
 """The tiny dataset and config that tests train on, and the environment that all tests need."""
 
 import gc
-import inspect
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.fsync = lambda fd: None  # no test outlives the machine
-    # Each run hashes the code of its normaliser, for which this parses a file.
-    inspect.getsource = cache(inspect.getsource)  # type: ignore[assignment]
     gc.disable()  # imports and collection leave no garbage
     if own := config.getoption("--normaliser"):
-        from normalisers.own import find_normaliser
+        from normalisers.own import NORMALISERS, find_normaliser
 
         try:
-            find_normaliser(own)
+            formula = find_normaliser(own)
+            NORMALISERS[formula.name] = formula
         except ValueError as e:
             raise pytest.UsageError(f"--normaliser {own}: {e}") from None
 
@@ -229,14 +226,11 @@ class Mine(Softmax, name="mine"):
 
 
 @pytest.fixture
-def own_file(tmp_path: Path) -> Iterator[Path]:
+def own_file(tmp_path: Path) -> Path:
     """A file with a normaliser of its own, mine.py:Mine."""
-    from normalisers.base import NORMALISERS
-
     path = tmp_path / "mine.py"
     path.write_text(OWN_NORMALISER)
-    yield path
-    NORMALISERS.pop("mine", None)
+    return path
 
 
 SWEEP = """

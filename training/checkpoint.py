@@ -21,7 +21,6 @@ from data.tokenizer import Tokenizer, get_tokenizer
 from infra.cli import UserError, is_out_of_memory
 from infra.files import atomic_file
 from model import GPT
-from normalisers import own
 from schema import Config
 from training.optim import power_at
 
@@ -147,7 +146,12 @@ def read_config(source: str | Path) -> tuple[Config, str]:
     tensors.
     """
     path, content = load_source(source, lazily=True)
-    return config_from_dict(content["config"], str(path)), content["data"]["tokenizer"]
+    return stored_config(content, path), content["data"]["tokenizer"]
+
+
+def stored_config(content: dict[str, Any], path: Path) -> Config:
+    """The config in a checkpoint of a run folder, which has the files that it names."""
+    return config_from_dict(content["config"], str(path), path.absolute().parents[1])
 
 
 class Trained(NamedTuple):
@@ -168,8 +172,7 @@ class Trained(NamedTuple):
 def load_model(source: str | Path, device: torch.device | str = "cpu") -> Trained:
     """The trained model of a run or checkpoint (see `load_source`), for evaluation."""
     path, content = load_source(source)
-    config = config_from_dict(content["config"], str(path))
-    warn_of_changed_code(content["data"], own.fingerprints(config.normalisers), path)
+    config = stored_config(content, path)
     p = power_at(config.attention, max(0, content["step"] - 1))
     if p is not None and os.environ.get("RANK", "0") == "0":
         final = f"evaluated at p = {config.attention.reweight_p}"
@@ -178,16 +181,6 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Traine
     load_parameters(model, content["model"], path)
     tokenizer = (content["data"]["tokenizer"], content.get("tokenizer", ""))
     return Trained(model.eval(), config, content["step"], *tokenizer)
-
-
-def warn_of_changed_code(before: dict[str, str], now: dict[str, str], path: Path) -> list[str]:
-    """Returns the normalisers whose code is not that of a checkpoint's `data_info`."""
-    changed = [name for name, sha256 in now.items() if before.get(name, sha256) != sha256]
-    for name in changed if os.environ.get("RANK", "0") == "0" else ():
-        print(
-            f"warning: {name} is not as it was when {path} was trained", file=sys.stderr, flush=True
-        )
-    return changed
 
 
 def load_parameters(model: GPT, parameters: dict[str, Any], path: Path) -> None:

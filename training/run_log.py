@@ -28,6 +28,7 @@ from config import to_toml
 from infra.cli import UserError, drop_output
 from infra.distributed import World
 from infra.files import append_synced, read_jsonl, write_atomically
+from normalisers.own import files_of
 from schema import Config, describe_layers
 from training.state import TrainState
 
@@ -84,6 +85,8 @@ class RunLog:
         self.lacks_validation = (
             step > 0 and self.state.is_due(self.config.train.val_every) and not is_validated
         )
+        for file, source in files_of(self.config.normalisers).items():
+            write_atomically(run_dir / file, source)
         write_atomically(run_dir / "config.toml", to_toml(self.config).encode())
         write_atomically(self.metrics, to_jsonl(kept).encode())
         append_synced(run_dir / "starts.jsonl", to_jsonl([start_record(self.world, step)]))

@@ -10,15 +10,13 @@ import torch
 import torch._functorch.config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
-from config import changed_keys, config_from_dict
+from config import changed_keys
 from data.dataset import TokenStream
 from infra.cli import UserError
 from infra.distributed import StopSignals, World
 from model import GPT
-from normalisers import own
-from normalisers.base import NORMALISERS
 from schema import Config, describe_layers, resume_rule
-from training.checkpoint import load_parameters, load_source, warn_of_changed_code
+from training.checkpoint import load_parameters, load_source, stored_config
 from training.loader import BatchLoader, open_streams
 from training.optim import lr_factor, make_optimizers, power_at
 
@@ -41,7 +39,7 @@ class TrainState:
         self.config = config
         self.world = world
         train_stream, self.val_stream = open_streams(config)
-        self.data_info = data_info(config, train_stream, self.val_stream)
+        self.data_info = data_info(train_stream, self.val_stream)
         self.batches = BatchLoader(train_stream, config, world)
         self.tokenizer_file = train_stream.tokenizer_file
         torch.manual_seed(config.seed)
@@ -107,7 +105,7 @@ class TrainState:
         Raises UserError: lists every difference in config and data; resuming would join two runs'
         curves.
         """
-        old = config_from_dict(checkpoint["config"], str(path))
+        old = stored_config(checkpoint, path)
         changed = changed_keys(old, self.config)
         if "train.max_steps" in changed and self.extends(old, checkpoint["step"]):
             del changed["train.max_steps"]
@@ -131,7 +129,6 @@ class TrainState:
                 same = "has the same learning rates with another train.max_steps"
                 problem += f" and --init-from {source}; {only}, {same}"
             raise UserError(problem)
-        warn_of_changed_code(checkpoint["data"], self.data_info, path)
         load_parameters(self.raw_model, checkpoint["model"], path)
         try:
             for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
@@ -148,20 +145,20 @@ class TrainState:
         self.n_skipped = checkpoint["guard"].get("skipped", 0)
 
 
-def data_info(config: Config, *streams: TokenStream) -> dict[str, str]:
-    """The identity of the data and of the normalisers' code, as a checkpoint keeps it."""
-    info = {"tokenizer": streams[0].info["tokenizer"]} | own.fingerprints(config.normalisers)
+def data_info(*streams: TokenStream) -> dict[str, str]:
+    """The identity of the data, as a checkpoint keeps it."""
     masks = [stream.mask for stream in streams if stream.mask]
-    return info | {stream.split: stream.fingerprint for stream in (*streams, *masks)}
+    info = {stream.split: stream.fingerprint for stream in (*streams, *masks)}
+    return {"tokenizer": streams[0].info["tokenizer"]} | info
 
 
 def changed_data(
     before: dict[str, str], now: dict[str, str]
 ) -> dict[str, tuple[str | None, str | None]]:
-    """What resumed runs must share of `data_info`, all but the code of registered names, and do
-    not.
-    """
-    pairs = {key: (before.get(key), now.get(key)) for key in before | now if key not in NORMALISERS}
+    """What resumed runs must share of `data_info`, and do not."""
+    # v0.1.0 has the normalisers' code there, too
+    keys = [key for key in before | now if key in now or key.startswith(("train", "val"))]
+    pairs = {key: (before.get(key), now.get(key)) for key in keys}
     return {f"data: {key}": pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -180,7 +177,7 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
         path, content = load_source(source)
     except UserError as e:
         raise UserError(f"{prefix}: {e}") from None
-    old = config_from_dict(content["config"], str(path))
+    old = stored_config(content, path)
     if Path(source).is_dir() and 0 < content["step"] < old.train.max_steps:  # 0: of lab.import_
         raise UserError(f"{prefix}: expected a finished run, or a checkpoint file: {path}")
     trained_on = content["data"]["tokenizer"]

@@ -67,7 +67,7 @@ def leave_rows(config: Config, tokens: int, step: int | None = None) -> None:
 
 def leave_run(config: Config) -> None:
     steps = config.train.max_steps
-    data = data_info(config, *open_streams(config))
+    data = data_info(*open_streams(config))
     content = dict.fromkeys(CONTENT) | {"step": steps, "data": data, "config": config.model_dump()}
     save_checkpoint(config.run_dir, content, keep_last=1)
     (config.run_dir / "config.toml").write_text(to_toml(config))
@@ -202,27 +202,6 @@ def test_a_run_is_finished_without_its_config_and_where_its_data_moved(four_runs
     path = find_checkpoints(first.run_dir)[0]
     path.rename(path.with_name("step_000009.pt"))
     assert states("--data.dir", moved)[0] == "to run"
-
-
-def test_a_finished_run_of_other_code_is_named(four_runs, call, monkeypatch, capsys):
-    options = [
-        "--attention.normaliser",
-        "softmax",
-        "--seed",
-        "1",
-        "--name",
-        "s_normaliser=softmax_seed=1",
-    ]
-    config = load_config(four_runs, options)
-    FakeTorchrun(monkeypatch)
-    call(sweep, four_runs)
-    assert "warning" not in capsys.readouterr().err
-    monkeypatch.setattr(
-        "normalisers.own.fingerprints", lambda names: dict.fromkeys(names, "of other code")
-    )
-    call(sweep, four_runs)
-    path = find_checkpoints(config.run_dir)[0]
-    assert f"warning: softmax is not as it was when {path} was trained\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

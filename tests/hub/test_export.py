@@ -280,6 +280,9 @@ def test_exported_models_are_ours(tiny_config, own_file, call, chosen):
     llama_like = [*FAMILIES["llama"], "--model.tie-embeddings", "false", "--model.bias", "false"]
     untrained = ["--train.max-steps", "0", "--optimizer.warmup-steps", "0", "--init-from", "runs/a"]
     mine = f"attention = {{normaliser = '{own_file}:Mine'}}"
+    other = own_file.parent / "other/mine.py"  # another formula of the same names
+    other.parent.mkdir()
+    other.write_text(own_file.read_text().replace("0.5", "0.9"))
     cases = [
         ([*LSSAR, *llama_like, *untrained], "ntk"),
         ([*flags({"normaliser": "ssmax_pn"}), "--model.n-kv-head", "1"], "none"),
@@ -290,6 +293,8 @@ def test_exported_models_are_ours(tiny_config, own_file, call, chosen):
                 "9",
                 "--layers",
                 f"[{{at = [1], position = 'none', window = 0, {mine}}}]",
+                "--attention.normaliser",
+                f"{other}:Mine",
             ],
             "ntk",
         ),
@@ -306,11 +311,10 @@ def test_files_of_ones_own_need_no_name_that_python_takes(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     export.copy_code(out, [f"{file}:Mine{file.parent.name}" for file in files])
-    imports = (out / "hub_modeling.py").read_text().splitlines()[-2:]
-    assert [line.partition("  ")[0] for line in imports] == [
-        "from .own_0 import Minea",
-        "from .own_1 import Mineb",
-    ]
+    lines = (out / "hub_modeling.py").read_text().splitlines()
+    registered = [line for line in lines if line.startswith("MODULES[")]
+    assert [line.partition('"] = ')[2] for line in registered] == ["own_0", "own_1"]
+    assert all(line.startswith('MODULES["my-soft.max-') for line in registered)
     assert [(out / f"own_{i}.py").read_text() for i in (0, 1)] == ["# of a\n", "# of b\n"]
 
 
@@ -352,10 +356,11 @@ def test_what_has_no_flat_form_is_one_line(line, tmp_path):
     assert [*tmp_path.iterdir()] == [file]
 
 
-def test_a_file_beside_ones_own_is_one_line(tmp_path):
+def test_a_file_beside_ones_own_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "mine.py"
     file.write_text("import math\nfrom helper import FACTOR\n")
-    (tmp_path / "helper.py").touch()
+    (tmp_path / "helper.py").write_text("FACTOR = 1")
     with one_line(
         f"{file}, line 2: import of helper: cannot be exported: expected no file of yours beside"
     ):

@@ -1,9 +1,9 @@
 """Resuming: bit for bit the same run, never another one."""
 
-import inspect
 import json
 import shutil
 from contextlib import nullcontext
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,13 @@ from conftest import one_line, slow
 from launch import build, curve, metrics, run
 
 import train
-from config import load_config
+from config import config_from_dict, load_config
 from infra.cli import UserError
 from infra.distributed import World
 from infra.files import append_synced
-from normalisers.own import find_normaliser
+from normalisers.family import Softmax
+from normalisers.own import MODULES, SOURCES, list_variants
+from schema import AttentionConfig, Config
 from training.checkpoint import find_checkpoints, load_checkpoint, load_model
 
 LSSAR = ["--attention.normaliser", "lssa", "--attention.reweight-p", "15"]
@@ -188,35 +190,54 @@ def test_random_numbers_go_on(tiny_config: Path):
     assert torch.equal(torch.rand(5), expected)
 
 
-def test_a_file_of_ones_own_is_the_same_on_resume(tiny_config: Path, own_file: Path, capsys):
-    options = ["--attention.normaliser", f"{own_file}:Mine"]
+def test_a_run_keeps_the_file_of_its_normaliser(tiny_config: Path, own_file: Path, monkeypatch):
+    """It is evaluated from its copy, wherever it was trained from and has moved since."""
+    (tiny_config.parent / "elsewhere").mkdir()
+    monkeypatch.chdir(tiny_config.parent / "elsewhere")
+    text = f'base = "../tiny.toml"\n[attention]\nnormaliser = "../{own_file.name}:Mine"\n'
+    (tiny_config.parent / "elsewhere/own.toml").write_text(text)
+    folder = run(Path("own.toml"))
+    before = load_model(folder)
+    source = own_file.read_bytes()
+    copy = f"mine-{sha256(source).hexdigest()[:12]}.py"
+    assert (folder / copy).read_bytes() == source
+    assert before.config.attention.normaliser == f"{copy}:Mine"
+    assert load_config(folder / "config.toml") == before.config
+    own_file.write_text(own_file.read_text().replace("0.5", "0.7"))
+    with pytest.raises(UserError, match="attention.normaliser was 'mine-.*, now 'mine-.*another"):
+        run(Path("own.toml"))
+    own_file.unlink()
+    moved = folder.rename(folder.with_name("moved"))
+    for known in (MODULES, SOURCES):  # as in another process
+        monkeypatch.delitem(known, copy)
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(load_model(moved).model(tokens), before.model(tokens))
+    monkeypatch.delitem(MODULES, copy)
+    (moved / copy).write_bytes(source.replace(b"0.5", b"0.7"))
+    with pytest.raises(UserError, match="is not the file that it was"):
+        load_model(moved)
+
+
+def test_two_files_with_one_class_name_in_one_model(tiny_config: Path, own_file: Path):
+    """Neither is the other, nor takes the place of a registered class of its name."""
+    other = own_file.parent / "other/mine.py"
+    other.parent.mkdir()
+    text = own_file.read_text().replace("0.5", "0.25").replace('name="mine"', 'name="softmax"')
+    other.write_text(text)
+    entry = f"[{{at = [1], attention = {{normaliser = '{other}:Mine'}}}}]"
+    options = ["--attention.normaliser", f"{own_file}:Mine", "--layers", entry]
     folder = run(tiny_config, *options)
-    assert (
-        load_model(folder).config.attention.definition.name == "mine"
-        and not capsys.readouterr().err
-    )
-    own_file.write_text(own_file.read_text().replace("0.5", "0.7"))
-    load_model(folder)
-    assert (
-        capsys.readouterr().err
-        == f"warning: {own_file} is not as it was when {find_checkpoints(folder)[0]} was trained\n"
-    )
-    with pytest.raises(UserError, match=f"data: {own_file} was .*, now .*another --name"):
-        run(tiny_config, *options)
+    layers = load_model(folder).config.layer_configs
+    assert [layer.attention.definition.model_dump()["beta"] for layer in layers] == [0.5, 0.25]
+    assert len([*folder.glob("mine-*.py")]) == 2
+    assert type(AttentionConfig().definition) is Softmax
 
 
-def test_other_code_of_a_registered_normaliser_is_reported(
-    tiny_config: Path, own_file: Path, capsys
-):
-    find_normaliser(f"{own_file}:Mine")  # registers it
-    options = ["--attention.normaliser", "mine"]
-    path = find_checkpoints(run(tiny_config, *options))[0]
-    run(tiny_config, *options)
-    assert not capsys.readouterr().err
-    state = build(tiny_config, *options)
-    own_file.write_text(own_file.read_text().replace("0.5", "0.7"))
-    inspect.getsource.cache_clear()  # type: ignore[attr-defined]  # conftest.py
-    run(tiny_config, *options)
-    assert capsys.readouterr().err == f"warning: mine is not as it was when {path} was trained\n"
-    # not of code edited since
-    assert state.to_checkpoint()["data"] == load_checkpoint(path)["data"]
+@pytest.mark.parametrize("name", [*list_variants(), "softmax"])
+def test_names_of_v0_1_0_load(name: str):
+    """Its configs name stick-breaking and others, files now, as they name the classes of then."""
+    stored = Config(name="x").model_dump() | {"attention": {"normaliser": name}}
+    read = config_from_dict(stored, "a checkpoint")
+    assert read.attention.definition.name == name
+    assert config_from_dict(read.model_dump(), "a checkpoint") == read
