@@ -3,7 +3,8 @@ name.
 
 The files import each other as `from normalisers.base import ...`. In the package such an import
 becomes `from ..normalisers.base import ...`, so that nobody's own model.py or config.py is in its
-way. The commands, lab/ and configs/ stay in the checkout.
+way. The formulas of configs/variants come with it. The commands, lab/ and the other configs stay in
+the checkout.
 """
 
 import ast
@@ -45,5 +46,6 @@ class BuildPackage(build_py):
 setup(
     packages=[NAME, *(f"{NAME}.{folder}" for folder in FOLDERS)],
     package_dir={NAME: ".", **{f"{NAME}.{folder}": folder for folder in FOLDERS}},
+    package_data={NAME: ["configs/variants/*.py"]},
     cmdclass={"build_py": BuildPackage},
 )

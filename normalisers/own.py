@@ -61,8 +61,10 @@ def identify(name: str) -> str:
 
 def find_normaliser(name: str) -> type[Normaliser]:
     """The class of that name. Raises ValueError: see `identify`, or the file has no such class."""
+    if name in NORMALISERS:
+        return NORMALISERS[name]
     file, _, class_name = identify(name).rpartition(":")
-    cls = getattr(MODULES[file], class_name, None) if file else NORMALISERS[name]
+    cls = getattr(MODULES[file], class_name, None)
     if not (isinstance(cls, type) and issubclass(cls, Normaliser) and "name" in vars(cls)):
         expected = f'expected `class {class_name}(Softmax, name="...")` or the like'
         raise ValueError(f"{expected} in {file}")

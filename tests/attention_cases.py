@@ -59,6 +59,8 @@ PLAIN: list[dict[str, Any]] = [
     *({"normaliser": name} for name in ("scale_invariant", "entmax", "asentmax", "stick_breaking")),
     *({"normaliser": name} for name in ("softpick", "elastic_softmax")),
     {"normaliser": "scale_invariant", "tau": 2.0, "scores": "cosine", "scale": "sqrt_d"},
+    {"normaliser": "decay"},
+    {"normaliser": "decay", "learns": False, "forget_init": 1.0},
     {"normaliser": "threshold", "output_norm": False},
     {"normaliser": "threshold", "power": 1, "kappa": 3.0, "output_norm": False},
     {"normaliser": "stick_breaking", "scale": "learned", "length_scale": "ln_n"},

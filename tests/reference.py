@@ -315,6 +315,13 @@ def _elastic_softmax(row: Row, cfg: Any) -> Tensor:
     return PHI["relu"](exp_l1(_score(row, cfg)) + row.params["tau"] / row.n)
 
 
+def _decay(row: Row, cfg: Any) -> Tensor:
+    """softmax(x + t ln sigmoid(b)), t = n - 1 - j."""
+    b = row.params["b"] if cfg.learns else torch.tensor(cfg.forget_init, dtype=torch.float64)
+    t = torch.arange(row.n - 1, -1, -1)
+    return exp_l1(_score(row, cfg) - t * log_1p_exp(-b))
+
+
 FAMILY = ("softmax", "phi", "lssa", "sigmoid", "relu_li", "ssmax")
 FORMULAS: dict[str, Callable[[Row, Any], Tensor]] = {
     **{name: _family for name in FAMILY},
@@ -328,6 +335,7 @@ FORMULAS: dict[str, Callable[[Row, Any], Tensor]] = {
     "logit_norm": _logit_norm,
     "scale_invariant": _scale_invariant,
     "fox": _fox,
+    "decay": _decay,
     "entmax": _entmax,
     "asentmax": _entmax,
     "threshold": _threshold,

@@ -20,7 +20,7 @@ from data.batches import read_windows, train_batch
 from infra.cli import UserError
 from infra.distributed import join_world
 from model import GPT
-from normalisers.own import NORMALISERS
+from normalisers.own import list_normalisers
 from training import trial
 from training.checkpoint import find_checkpoints, load_checkpoint, load_model
 from training.run_log import RunLog
@@ -146,7 +146,7 @@ def test_fused_engine_in_two_processes(tiny_config: Path):
     assert metrics(rows.parent / "fused", "loss") == pytest.approx(metrics(rows, "loss"), rel=1e-5)
 
 
-@pytest.mark.parametrize("normaliser", NORMALISERS)
+@pytest.mark.parametrize("normaliser", list_normalisers())
 def test_every_normaliser_trains(normaliser: str, tiny_config: Path):
     options = ["--attention.normaliser", normaliser]
     folder = run(tiny_config, *options, *QUICK)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from normalisers.own import identify
+
 ROOT = Path(__file__).parents[2]
 OWN_FILES = {
     "model.py": "WIDTH = 32\n",
@@ -46,6 +48,9 @@ attention = Attention()
 attention(x).square().mean().backward()
 assert attention.qkv.weight.grad.isfinite().all()
 register("mine", AttentionConfig(normaliser="mine"))
+from attention_normalisers.normalisers.own import identify
+make_normaliser(AttentionConfig(normaliser="fox"), 2, 16, 16, "none", width=32)
+print(identify("fox"))
 print(AttentionConfig(normaliser="mine").definition, rows.__name__)
 """,
 }
@@ -54,7 +59,7 @@ print(AttentionConfig(normaliser="mine").definition, rows.__name__)
 @pytest.mark.slow
 def test_the_package_is_used_beside_files_of_ones_own(tmp_path: Path):
     folders = shutil.ignore_patterns(
-        ".*", "runs", "results", "tests", "configs", "*.bin", "build", "*.egg-info"
+        ".*", "runs", "results", "tests", "*.bin", "build", "*.egg-info"
     )
     shutil.copytree(ROOT, tmp_path / "source", ignore=folders)
     environment = tmp_path / "venv"
@@ -74,4 +79,5 @@ def test_the_package_is_used_beside_files_of_ones_own(tmp_path: Path):
         [python, "notebook.py"], cwd=notebook, env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{identify('fox')}\n")  # the same file as here
     assert done.stdout.endswith("attention_normalisers.engines.rows\n")
