@@ -106,8 +106,10 @@ def main() -> None:
     recipe = load_config(args.base)
     for job in jobs:
         check_rules(job.config, recipe, is_quick=bool(args.quick))
-        if changed := job.warn_of_changed_code():
-            problem = f"{job.run_dir}: was trained with other code of {', '.join(changed)}"
+        stored = job.run_dir / "config.toml"
+        before = load_config(stored).normalisers if stored.exists() else []
+        if changed := {*before} - {*job.config.normalisers}:
+            problem = f"{job.run_dir}: was trained with other code, {', '.join(sorted(changed))}"
             raise UserError(f"{problem}: remove it, or choose another --log.dir")
     train_and_evaluate(jobs, args)
     runs, rows = read_runs([job.run_dir for job in jobs])

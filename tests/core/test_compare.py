@@ -138,7 +138,7 @@ def test_rows_that_hold_and_that_do_not(enter, mine, own_file, tmp_path, capsys)
         enter("--check", board, mine, to="check")
     (board / "rows.csv.gz").write_bytes(honest)
     own_file.write_text(own_file.read_text() + "\n# edited\n")
-    with one_line("check/mine: was trained with other code of ", "mine.py"):
+    with one_line("check/mine: was trained with other code, mine-"):
         enter("--check", board, mine, to="check")
     with one_line("mine: its file has sha256 ", ", the row's"):
         enter("--check", board, mine, to="again")
