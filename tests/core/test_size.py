@@ -21,7 +21,7 @@ LAYOUT = (
     tokenize.ENDMARKER,
 )
 PARTS = ("hub", "lab", "benchmarks", "tests", "results")
-BOUNDS = {"core": 76_000, "lab": 39_000, "hub": 7_000, "benchmarks": 12_000, "tests": 122_000}
+BOUNDS = {"core": 77_000, "lab": 39_000, "hub": 7_000, "benchmarks": 12_000, "tests": 122_000}
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
