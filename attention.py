@@ -61,9 +61,7 @@ def attend(
     layer: NormaliserLayer,
     engine: Engine | ChosenEngine = "auto",
     *,
-    normed: bool = False,
     spans: Sequence[tuple[int, int]] | None = None,
-    p: int | None = None,
     signals: Tensor | None = None,
 ) -> Tensor:
     """Causal attention: layer.weights(q, k) @ v, RMS-normalised per head where the formula has
@@ -73,11 +71,9 @@ def attend(
         q: (B, H, Tq, D) after RoPE, the last Tq of the Tk positions.
         k, v: (B, n_kv_head, Tk, D). Head h of q belongs to head h // (H / n_kv_head) of k and v.
         engine: a name, resolved at this call; a model resolves it once (`choose_engine`).
-        normed: q and k come from `layer.norm_heads`.
         spans: for a padded batch, the positions [start, stop) of each sequence's real keys. n
             counts only these. Sequences with the same span are computed together; padding gets
             zeros.
-        p: a bound on the layer's reweight_p, as while it rises; None: no bound.
         signals: (B, H, Tk, S) of all keys, from `layer.read`, for formulas that read the layer's
         input.
     Returns:
@@ -87,6 +83,22 @@ def attend(
         ValueError: no such engine; q has not the layer's heads and head size, or more queries than
         keys.
     """
+    q = layer.norm_heads(q)
+    k = layer.norm_heads(k)
+    return attend_normed(q, k, v, layer, engine, spans=spans, signals=signals)
+
+
+def attend_normed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: NormaliserLayer,
+    engine: Engine | ChosenEngine = "auto",
+    *,
+    spans: Sequence[tuple[int, int]] | None = None,
+    signals: Tensor | None = None,
+) -> Tensor:
+    """`attend` for q and k that have passed `layer.norm_heads`, as a model's have."""
     heads = (layer.n_head, layer.head_dim)
     if (q.shape[1], q.shape[3]) != heads:
         raise ValueError(f"q of shape {tuple(q.shape)}: expected (B, {heads[0]}, Tq, {heads[1]})")
@@ -102,15 +114,13 @@ def attend(
             if queries.start < queries.stop:
                 real = q[sequences, :, queries], k[sequences, :, keys], v[sequences, :, keys]
                 of_keys = None if signals is None else signals[sequences, :, keys]
-                out[sequences, :, queries] = attend(
-                    *real, layer, engine, normed=normed, p=p, signals=of_keys
-                )
+                out[sequences, :, queries] = attend_normed(*real, layer, engine, signals=of_keys)
         return out
     run = engine.run
     if q.shape[-2] == 1 and (engine.name in COMPILED or (engine.name == "sdpa" and layer.by_place)):
         run = load_engine("rows").run  # without a compiled form or a mask for each length
     with torch.autocast(q.device.type, enabled=False):
-        out = run(q, k, v, layer, layer.context(q, k, normed, p, signals))
+        out = run(q, k, v, layer, layer.context(q, k, signals))
     if layer.definition.output_norm:
         out = F.rms_norm(out, out.shape[-1:], eps=OUTPUT_NORM_EPS)
     return out

@@ -12,13 +12,12 @@ options make it the model of the SSMax paper as well: RMSNorm, SwiGLU, no biases
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention import ChosenEngine, attend, choose_engine, make_normaliser
+from attention import ChosenEngine, attend_normed, choose_engine, make_normaliser
 from infra.cli import UserError
 from normalisers.adaptive import AdaptiveSoftmax
 from normalisers.layer import NormaliserLayer
@@ -117,28 +116,22 @@ class Attention(nn.Module):
         self.out = make_linear(m.n_embd, m.n_embd, m.bias, residual_std(m))
 
     def project(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: KVCache | None = None,
-        normed: bool = False,
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """(B, T, C) to q (B, H, T, D) and k after RoPE, and v: (B, n_kv_head, T, D) each, and the
-        signals.
+        """(B, T, C) to q (B, H, T, D) and k as the scores take them, v, (B, n_kv_head, T, D) each,
+        and the signals.
 
-        normed: q and k pass `norm_heads`. With a cache, which is extended: k, v and the signals of
-        all keys.
+        Here alone q and k are normed for cosine scores, rotated and shifted. With a cache, which is
+        extended: k, v and the signals of all keys.
         """
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, heads of q, k and v, D)
         # Split first: backward then joins the gradients in the projection's own layout, without a
         # copy.
         parts = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
         q, k, v = (part.transpose(1, 2) for part in parts)  # (B, heads, T, D)
-        if normed:
-            q = self.normaliser.norm_heads(q)
-            if self.key_shift is None:
-                k = self.normaliser.norm_heads(k)
+        q = self.normaliser.norm_heads(q)
+        if self.key_shift is None:
+            k = self.normaliser.norm_heads(k)
         if self.has_rope:
             q = apply_rope(q, cos, sin)
             k = apply_rope(k, cos, sin)
@@ -150,8 +143,7 @@ class Attention(nn.Module):
             signals = rest[0] if rest else None
         if self.key_shift is not None:
             k = self.shift_keys(k, None if cache is None else cache.spans)
-            if normed:
-                k = self.normaliser.norm_heads(k)
+            k = self.normaliser.norm_heads(k)
         return q, k, v, signals
 
     def shift_keys(self, k: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
@@ -169,19 +161,11 @@ class Attention(nn.Module):
             before[sequence, :, first] = 0
         return (1 - share) * k + share * before
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: KVCache | None = None,
-        p: int | None = None,
-    ) -> Tensor:
-        q, k, v, signals = self.project(x, cos, sin, cache, normed=True)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
+        """(B, T, C) to the same. cos, sin: of `rope_tables`. A cache is extended."""
+        q, k, v, signals = self.project(x, cos, sin, cache)
         spans = None if cache is None else cache.spans
-        y = attend(
-            q, k, v, self.normaliser, self.engine, normed=True, spans=spans, p=p, signals=signals
-        )
+        y = attend_normed(q, k, v, self.normaliser, self.engine, spans=spans, signals=signals)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 
@@ -215,9 +199,9 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config.model)
         self.mlp = MLP(config.model)
 
-    def forward(self, x: Tensor, *others: Any) -> Tensor:
-        """(B, T, C) to the same; others: the arguments of `Attention.forward` after x."""
-        x = x + self.attention(self.attention_norm(x), *others)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
+        """As `Attention.forward`."""
+        x = x + self.attention(self.attention_norm(x), cos, sin, cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -298,6 +282,14 @@ class GPT(nn.Module):
             model.choose_engine("auto")
         return model
 
+    def set_power(self, bound: int | None) -> None:
+        """Set each layer's power p of the re-weighting, as long as it rises at most `bound`; None:
+        its reweight_p, with which a model begins.
+        """
+        for block in self.blocks:
+            layer = block.attention.normaliser
+            layer.p.fill_(min(layer.reweight_p, layer.reweight_p if bound is None else bound))
+
     @property
     def windows(self) -> list[int]:
         """How many keys a query of each layer sees at most; 0: all before it."""
@@ -354,37 +346,28 @@ class GPT(nn.Module):
             by_layer.append(tables[kind])
         return by_layer
 
-    def hidden(
-        self, tokens: Tensor, rope: RopeScaling, cache: KVCache | None = None, p: int | None = None
-    ) -> Tensor:
+    def hidden(self, tokens: Tensor, rope: RopeScaling, cache: KVCache | None = None) -> Tensor:
         """The final norm's output, (B, T, C), for tokens (B, T) that follow what is in the cache."""
         x = self.embedding(tokens)  # (B, T, C)
         for block, (cos, sin) in zip(self.blocks, self.rope(tokens, rope, cache), strict=True):
-            x = block(x, cos, sin, cache, p)
+            x = block(x, cos, sin, cache)
         if cache is not None:
             cache.length += tokens.shape[1]
         return self.final_norm(x)
 
     def attention_inputs(
-        self,
-        tokens: Tensor,
-        rope: RopeScaling = UNSCALED,
-        cache: KVCache | None = None,
-        p: int | None = None,
+        self, tokens: Tensor, rope: RopeScaling = UNSCALED, cache: KVCache | None = None
     ) -> Iterator[tuple[NormaliserLayer, Tensor, Tensor, Tensor | None]]:
-        """Each layer's normaliser, q (B, H, T, D) and k after RoPE, before `norm_heads`, and the
-        signals.
+        """Each layer's normaliser, and q (B, H, T, D), k and the signals of `Attention.project`.
 
-        With a cache, k is of all keys, and both have passed `norm_heads`; its length does not
-        change.
+        With a cache, k is of all keys; its length does not change.
         """
         x = self.embedding(tokens)  # (B, T, C)
         for block, (cos, sin) in zip(self.blocks, self.rope(tokens, rope, cache), strict=True):
             attention = block.attention
-            normed = cache is not None
-            q, k, _, signals = attention.project(block.attention_norm(x), cos, sin, cache, normed)
+            q, k, _, signals = attention.project(block.attention_norm(x), cos, sin, cache)
             yield attention.normaliser, q, k, signals
-            x = block(x, cos, sin, cache, p)
+            x = block(x, cos, sin, cache)
 
     def autocast(self) -> torch.autocast:
         """The precision that the config trains in, for every forward pass that should give its
@@ -417,7 +400,6 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         unscaled: bool = False,
         label_smoothing: float = 0.0,
-        p: int | None = None,
     ) -> Tensor:
         """Loss with targets, logits without.
 
@@ -427,12 +409,11 @@ class GPT(nn.Module):
             unscaled: leave out what train.loss does to the logits.
             label_smoothing: share of the target's probability spread over all tokens (Szegedy et
             al. 2016).
-            p: a bound on each layer's reweight_p, as while it rises; None: no bound.
         Returns:
             The mean cross-entropy in nats, a float32 scalar, 0 without any target; or logits,
             (B, T, vocab_size) float32.
         """
-        hidden = self.hidden(tokens, rope, cache, p)
+        hidden = self.hidden(tokens, rope, cache)
         logits = self.unscaled_logits(hidden) if unscaled else self.logits(hidden)
         if targets is None:
             return logits

@@ -176,7 +176,7 @@ def forward_backward(state: TrainState, batch: Batch) -> Tensor:
     """Accumulate the gradient of this process's micro-batches; returns their mean loss."""
     config = state.config.train
     device = state.world.device
-    p = power_at(state.config.attention, state.step)
+    state.raw_model.set_power(power_at(state.config.attention, state.step))
     weights, n_targets = state.batches.loss_weights(batch)
     total = torch.zeros((), device=device)
     for i, ((x, y), weight) in enumerate(zip(batch, weights, strict=True)):  # x, y: (micro, T) each
@@ -185,7 +185,7 @@ def forward_backward(state: TrainState, batch: Batch) -> Tensor:
         if state.world.size > 1:  # DDP averages gradients in the last backward of a step only
             state.model.require_backward_grad_sync = i == len(batch) - 1
         with state.raw_model.autocast():
-            loss = weight * state.model(x, y, label_smoothing=config.label_smoothing, p=p)
+            loss = weight * state.model(x, y, label_smoothing=config.label_smoothing)
         (loss * n_targets if config.reduction == "sum" else loss).backward()
         total += loss.detach()
     return total

@@ -73,7 +73,8 @@ class NextToken:
             for layer, q, keys, signals in self.model.attention_inputs(
                 self.token, self.rope, self.cache
             ):
-                weights = layer.weights(q, keys, normed=True, signals=signals)
+                with torch.autocast(q.device.type, enabled=False):
+                    weights = layer.dense_weights(q, keys, layer.context(q, keys, signals))
                 shares.append((weights > 0).float().mean().item())
         return statistics.mean(shares)
 

@@ -15,6 +15,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -87,10 +88,8 @@ def weights_before(state: TrainState) -> Iterator[tuple[Tensor, Tensor]]:
     length = state.config.train.seq_len
     tokens = torch.from_numpy(state.val_stream.read(0, length))[None].to(state.world.device)
     for layer, q, k, signals in state.raw_model.attention_inputs(tokens):
-        yield (
-            layer.weights(q, k, p=0, signals=signals),
-            torch.arange(1, length + 1, device=q.device)[:, None],
-        )
+        context = replace(layer.context(q, k, signals), p=None)
+        yield layer.dense_weights(q, k, context), context.n
 
 
 def largest_peak(state: TrainState) -> float:

@@ -99,7 +99,7 @@ class RowBlocks(torch.autograd.Function):
             d_weights = d_out @ v[batch, :, keys].mT
             if saved:
                 c, e = saved
-                rows = here.n, context.p, c, e
+                rows = here.n, int(context.p), c, e
                 weights, dx = softplus_power_vjp(x, *rows, d_weights, delta[batch, :, block])
             else:
                 with torch.enable_grad():
@@ -176,8 +176,13 @@ def block_weights(
     """
     formula = layer.definition
     is_softplus = isinstance(formula, Phi) and formula.phi == "softplus" and formula.bounded
-    if context.p and is_softplus and not formula.overrides(Phi, "weights") and not layer.by_place:
-        weights, c, e = softplus_power(x, context.n, context.p)
+    if (
+        context.p is not None
+        and is_softplus
+        and not formula.overrides(Phi, "weights")
+        and not layer.by_place
+    ):
+        weights, c, e = softplus_power(x, context.n, int(context.p))
         return weights, (c, e)
     return layer.row_weights(x, context), ()
 

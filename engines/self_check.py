@@ -126,8 +126,10 @@ def _errors(
     # triton's kernels
     unit = engine.score_unit(layer.definition) if hasattr(engine, "score_unit") else 1.0
     with torch.no_grad():
-        context = layer.context(q, k, signals=signals)
-        q, k = layer.prepare(q, k, context, dtype=v.dtype, unit=unit)
+        q = layer.norm_heads(q)
+        k = layer.norm_heads(k)
+        context = layer.context(q, k, signals)
+        q, k = layer.prepare(q, k, context, v.dtype, unit)
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
     inputs64 = [t.detach().double().requires_grad_() for t in (q, k, v)]
     with torch.no_grad():  # an evaluation may have another kernel, or another graph
@@ -135,13 +137,15 @@ def _errors(
     with torch.enable_grad():
         out = engine.run_prepared(*inputs, layer, context)
         got = [out, *torch.autograd.grad(out, inputs, do)]
-        context64 = layer.context(inputs64[0], inputs64[1], signals=signals)
+        context64 = layer.context(inputs64[0], inputs64[1], signals)
         q, k, v = (share_heads(t, q) for t in inputs64)
         x = q @ k.mT / unit
         x = x.masked_fill(~context64.visible(x), HIDDEN)
         # `prepare` has divided by its temperature
         if isinstance(layer.definition, AdaptiveSoftmax):
-            out = reweight(x.softmax(-1), context64.n, context64.p) @ v
+            weights = x.softmax(-1)
+            p = context64.p
+            out = (weights if p is None else reweight(weights, context64.n, p)) @ v
         else:
             out = layer.row_weights(x, context64) @ v
         want = [out, *torch.autograd.grad(out, inputs64, do.double())]

@@ -67,10 +67,10 @@ def run_prepared(
     shift = formula.shift(context)
     if shift is not None:
         shift = (context.n * 0 + shift).squeeze(-1) * score_unit(formula)
-    powers = {"p": context.p, "rises_to": layer.reweight_p}
     out = phi_attention(
-        q, k, v, shift, phi=formula.phi, l1=formula.l1, bounded=formula.bounded, **powers
-    )
+        q, k, v, shift, phi=formula.phi, l1=formula.l1, p=0 if context.p is None else context.p,
+        rises_to=layer.reweight_p, bounded=formula.bounded,
+    )  # fmt: skip
     divisor = formula.divisor(context)
     return out if isinstance(divisor, float) and divisor == 1.0 else (out / divisor).to(out.dtype)
 
@@ -190,8 +190,8 @@ def _launch(
 
 
 def phi_attention(
-    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, *, phi: str, l1: bool, p: int = 0,
-    rises_to: int = 0, bounded: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, *, phi: str, l1: bool,
+    p: int | Tensor = 0, rises_to: int = 0, bounded: bool = False,
 ) -> Tensor:  # fmt: skip
     """Causal attention with weights from phi(x), q.k + shift = `score_unit` x; see
     triton_kernels.py.
@@ -203,7 +203,8 @@ def phi_attention(
         shift: (Tq,) added to q.k, a constant.
         phi, l1: one of PHI; divide rows by sum |phi|.
         p: power of the re-weighting, up to 256 with l1 and phi >= 0; 0: none (with exp and l1 use
-        sdpa).
+        sdpa). A 0-dim tensor on the CPU, whose value a compiled graph reads when it runs, or a
+        number.
         rises_to: above p, kernels of any p below it take the place of p's own. o is the same, bit
         for bit.
         bounded: |x| < 70, so that no row of phi = softplus or sigmoid underflows: saves a check.
@@ -212,17 +213,20 @@ def phi_attention(
         inputs' type where they meet v. float16 overflows where weights without l1 exceed 65504, and
         loses gradients of scores below 6e-8.
     """
+    highest = max(rises_to, p) if isinstance(p, int) else rises_to
     # the last is softmax: sdpa
-    assert phi in PHI and (phi, l1, p) != ("exp", True, 0), (phi, l1, p)
-    assert not p or (0 < p <= MAX_POWER and l1 and phi not in SIGNED), (phi, l1, p)
+    assert phi in PHI and (phi, l1, highest) != ("exp", True, 0), (phi, l1, highest)
+    assert not highest or (highest <= MAX_POWER and l1 and phi not in SIGNED), (phi, l1, p)
+    assert isinstance(p, Tensor) or p >= 0, p
     assert q.dtype == k.dtype == v.dtype and q.shape[-1] <= MAX_HEAD_DIM.get(q.dtype, 0), q.dtype
     assert k.shape == v.shape and q.shape[::3] == k.shape[::3] and q.shape[2] <= k.shape[2], k.shape
     assert q.shape[1] % k.shape[1] == 0, (q.shape, k.shape)
     if shift is not None:
         assert shift.shape == q.shape[2:3] and not shift.requires_grad, shift.shape  # not learned
         shift = shift.to(torch.float32).contiguous()
-    with_u = p > 0 and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    return _forward_op(q, k, v, shift, phi, l1, p, rises_to, bounded, with_u)[0]
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    power = torch.tensor(p, device="cpu") if isinstance(p, int) else p
+    return _forward_op(q, k, v, power, shift, phi, l1, rises_to, bounded, trains and highest > 0)[0]
 
 
 def _form(
@@ -247,12 +251,13 @@ def _new_output(q: Tensor) -> Tensor:
 
 @torch.library.custom_op(f"{LIBRARY}::phi_attention", mutates_args=())
 def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, phi: str, l1: bool, p: int, rises_to: int,
-    bounded: bool, with_u: bool,
+    q: Tensor, k: Tensor, v: Tensor, power: Tensor, shift: Tensor | None, phi: str, l1: bool,
+    rises_to: int, bounded: bool, with_u: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """o, the rows' statistics (B, H, Tq, 4), and for a backward pass through a power u, of o's
     shape.
     """
+    p = int(power)
     o, stats, u = _fake_forward(q, k, v, with_u)
     q, k, v = _rows_contiguous(q, k, v)
     form = _form(phi, l1, p, rises_to, bounded, shift is not None, q)
@@ -269,12 +274,13 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
 
 @torch.library.custom_op(f"{LIBRARY}::phi_attention_backward", mutates_args=())
 def _backward_op(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, stats: Tensor, u: Tensor, phi: str, l1: bool,
-    p: int, rises_to: int, bounded: bool, has_shift: bool,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, power: Tensor, o: Tensor, stats: Tensor, u: Tensor,
+    phi: str, l1: bool, rises_to: int, bounded: bool, has_shift: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv; their bits are the same each time where torch is asked for deterministic
     algorithms.
     """
+    p = int(power)
     assert not p or u.shape == o.shape, "forward was not told of a backward pass"
     dq, dk, dv = _fake_backward(do, q, k, v)
     do, q, k, v = _rows_contiguous(do, q, k, v)
@@ -312,10 +318,10 @@ def _fake_backward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, shift, *ctx.form, _ = inputs
+    q, k, v, power, shift, *ctx.form, _ = inputs
     ctx.has_shift = shift is not None
     ctx.set_materialize_grads(False)  # of stats and u
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.save_for_backward(q, k, v, power, *output)
 
 
 def _autograd(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -14,7 +14,7 @@ from normalisers.layer import NormaliserLayer
 from positions import UNSCALED, RopeScaling
 
 STATISTICS = {
-    "qk_std": "standard deviation over the visible keys of q.k, unscaled (NormSoftmax, Figure 2a)",
+    "qk_std": "standard deviation over the visible keys of q.k, or of the cosine (NormSoftmax, Figure 2a)",
     "score_std": "standard deviation over the visible keys of the scores, without a bias by distance",
     "entropy": "entropy of p in nats",
     "relative_entropy": "entropy over ln n: 1 is a uniform row, 0 a row on one key",
@@ -46,8 +46,8 @@ def model_statistics(
 def layer_statistics(
     normaliser: NormaliserLayer, q: Tensor, k: Tensor, signals: Tensor | None = None
 ) -> Tensor:
-    """Means over the rows of q (B, H, Tq, D), the last positions of k (B, H, Tk, D), both after
-    RoPE.
+    """Means over the rows of q (B, H, Tq, D), the last positions of k (B, H, Tk, D), as
+    `Attention.project` gives them.
 
     A row of zero weights has entropy 0 and 0 effective keys. A row without positive scores has
     positive_distance 1, that of positive scores anywhere. Returns: (B, H, len(STATISTICS)).
@@ -55,7 +55,7 @@ def layer_statistics(
     with torch.autocast(q.device.type, enabled=False):
         unscaled_q = q.float()
         unscaled_k = share_heads(k, q).float()
-        context = normaliser.context(q, k, signals=signals)
+        context = normaliser.context(q, k, signals)
         q, k = normaliser.prepare(q, k, context)
         total = q.new_zeros(*q.shape[:2], len(STATISTICS))
         for batch, block, keys in query_blocks(q, k, normaliser):
@@ -97,6 +97,8 @@ def attention_mass(
     """
     layers = []
     for normaliser, q, keys, signals in model.attention_inputs(token, rope, cache):
-        weights = normaliser.weights(q, keys, normed=True, signals=signals)[:, :, 0]
+        with torch.autocast(q.device.type, enabled=False):
+            context = normaliser.context(q, keys, signals)
+            weights = normaliser.dense_weights(q, keys, context)[:, :, 0]
         layers.append((l1_normalise(weights.abs()) * where[:, None]).sum(-1))  # (B, H, n) -> (B, H)
     return torch.stack(layers, dim=1)

@@ -44,12 +44,11 @@ class RowContext:
     n_max: int  # the largest n of this call, as a number on the host
     train_len: int  # L
     head_dim: int  # d
-    p: int = 0  # power of the re-weighting; 0: none
+    p: Tensor | None = None  # power of the re-weighting, 0-dim on the CPU; None: none
     learned: dict[str, Tensor] = field(default_factory=dict)  # name -> (H, 1, 1), p_n: (train_len,)
     # of the rows, for `factor`: (B, H, R, S) each
     signals: dict[str, Tensor] = field(default_factory=dict)
     decay: Tensor | None = None  # (B, H, K, 1) float64, see `Normaliser.key_decay`
-    normed: bool = False  # q and k come from `NormaliserLayer.norm_heads`
 
     def block(self, batch: slice, rows: slice, keys: slice) -> RowContext:
         """Of these sequences and rows, whose keys are a slice of all; without signals."""
@@ -129,7 +128,7 @@ def share_heads(t: Tensor, q: Tensor) -> Tensor:
     return t if group == 1 else t.repeat_interleave(group, dim=1)
 
 
-def reweight(a: Tensor, n: Tensor, p: int) -> Tensor:
+def reweight(a: Tensor, n: Tensor, p: Tensor | int) -> Tensor:
     """The sharpening of LSSAR: l1-norm of ReLU(n A - O)^p, O = 0 in rows n <= 3, else 1.
 
     (LSSAR paper, eq. 5 and note 2.) `a` (..., R, K) >= 0 with rows that sum to one; n (R, 1).
@@ -143,7 +142,9 @@ def reweight(a: Tensor, n: Tensor, p: int) -> Tensor:
       noise. Where max(n A) - 1 <= 1e-5, O = 0 as in the first rows: the row stays uniform.
     """
     offset, scale = offset_and_scale(n * a.detach().amax(-1, keepdim=True), n)
-    return l1_normalise(torch.relu(a * (n * scale) - offset * scale).pow(p))
+    # a number's power has other last bits
+    power = p if torch.compiler.is_compiling() else int(p)
+    return l1_normalise(torch.relu(a * (n * scale) - offset * scale).pow(power))
 
 
 def has_contrast(peak: Tensor, n: Tensor) -> Tensor:

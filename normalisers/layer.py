@@ -49,6 +49,9 @@ class NormaliserLayer(nn.Module):
         super().__init__()
         self.definition = definition
         self.reweight_p = reweight_p
+        # The power of this step, which `GPT.set_power` raises: a tensor, as torch.compile has a
+        # graph for each value of a number. On the CPU, where a kernel's launch reads it at once.
+        self.p = torch.tensor(reweight_p, device="cpu")
         self.n_head = n_head
         self.head_dim = head_dim
         self.train_len = train_len
@@ -70,24 +73,20 @@ class NormaliserLayer(nn.Module):
         """For messages: "lssa with these options", "softmax with alibi"."""
         return f"{self.definition.name} with {self.position if self.position in BIASES else 'these options'}"
 
-    def weights(
-        self,
-        q: Tensor,
-        k: Tensor,
-        normed: bool = False,
-        p: int | None = None,
-        signals: Tensor | None = None,
-    ) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, signals: Tensor | None = None) -> Tensor:
         """The dense weights by definition: (B, H, Tq, Tk) in at least float32, 0 at keys after the
         query.
 
-        q (B, H, Tq, D) and k (B, n_kv_head, Tk, D) after RoPE, and the rest as in
+        q (B, H, Tq, D) and k (B, n_kv_head, Tk, D) after RoPE, and signals as in
         `attention.attend`.
         """
         with torch.autocast(q.device.type, enabled=False):
-            return self.dense_weights(q, k, self.context(q, k, normed, p, signals))
+            q = self.norm_heads(q)
+            k = self.norm_heads(k)
+            return self.dense_weights(q, k, self.context(q, k, signals))
 
     def dense_weights(self, q: Tensor, k: Tensor, context: RowContext) -> Tensor:
+        """`weights` of q and k that have passed `norm_heads`."""
         q, k = self.prepare(q, k, context)
         x = self.scores(q, k, context)
         return self.row_weights(x.masked_fill(~context.visible(x), HIDDEN), context)
@@ -111,7 +110,7 @@ class NormaliserLayer(nn.Module):
             raise UserError(f"{self.definition.name}: {shapes}; expected one weight for each score")
         if self.definition.overrides(Phi, "weights"):  # a formula may forget the hidden keys
             a = context.zero_hidden(a)
-        return reweight(a, context.n, context.p) if context.p else a
+        return a if context.p is None else reweight(a, context.n, context.p)
 
     @property
     def by_place(self) -> bool:
@@ -154,7 +153,8 @@ class NormaliserLayer(nn.Module):
         dtype: torch.dtype | None = None,
         unit: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """q (B, H, Tq, D) and k whose products are the scores. Every engine starts here.
+        """q (B, H, Tq, D) and k, of `norm_heads`, to those whose products are the scores. Every
+        engine starts here.
 
         dtype: of the kernel that multiplies them, and of both here. Its products are `unit` times
         the scores, with the temperature of an adaptive softmax in them, and k keeps its n_kv_head
@@ -162,9 +162,6 @@ class NormaliserLayer(nn.Module):
         """
         definition = self.definition
         given = k
-        if not context.normed:
-            q = self.norm_heads(q)
-            k = self.norm_heads(k)
         q = q.to(torch.promote_types(q.dtype, torch.float32))
         if definition.centre_keys:
             k = k.to(q.dtype)
@@ -177,14 +174,7 @@ class NormaliserLayer(nn.Module):
             k = given
         return (q * (factor * unit)).to(dtype), k.to(dtype)
 
-    def context(
-        self,
-        q: Tensor,
-        k: Tensor,
-        normed: bool = False,
-        p: int | None = None,
-        signals: Tensor | None = None,
-    ) -> RowContext:
+    def context(self, q: Tensor, k: Tensor, signals: Tensor | None = None) -> RowContext:
         """The `RowContext` of queries (..., Tq, D), the last of the Tk positions, of `attend`'s
         arguments.
         """
@@ -197,11 +187,9 @@ class NormaliserLayer(nn.Module):
         index = torch.arange(n_keys, dtype=dtype, device=q.device)[rows, None]
         n_max = min(self.window or n_keys, n_keys)
         n = (index + 1).clamp_max(n_max)
-        p = self.reweight_p if p is None else min(p, self.reweight_p)
+        p = self.p if self.reweight_p else None
         learned = self(dtype)
-        context = RowContext(
-            n, index, n_keys, n_max, self.train_len, self.head_dim, p, learned, normed=normed
-        )
+        context = RowContext(n, index, n_keys, n_max, self.train_len, self.head_dim, p, learned)
         if not self.signals:
             return context
         if signals is None:

@@ -232,6 +232,14 @@ def attend(
     return attention.attend(q, k, v, normaliser, engine, signals=signals, **options)
 
 
+def attend_normed(
+    q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserLayer, engine: Any = "auto"
+) -> Tensor:
+    """`attention.attend_normed` with `signals_of` the keys."""
+    signals = signals_of(normaliser, q, k)
+    return attention.attend_normed(q, k, v, normaliser, engine, signals=signals)
+
+
 def weights_of(normaliser: NormaliserLayer, q: Tensor, k: Tensor) -> Tensor:
     """The dense weights with `signals_of` the keys."""
     return normaliser.weights(q, k, signals=signals_of(normaliser, q, k))

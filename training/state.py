@@ -51,8 +51,8 @@ class TrainState:
         setting = config.train.compile
         compiles = world.device.type == "cuda" if setting == "auto" else setting
         functorch_config.activation_memory_budget = config.train.memory_budget
-        # For p 1, larger and None, with gradients and without, with the loss's scale and without:
-        # beyond the default of 8 a model runs eagerly.
+        # With gradients and without, with the loss's scale and without, in parts between graph
+        # breaks: beyond the default of 8 a model runs eagerly.
         torch._dynamo.config.recompile_limit = 32
         self.local_model: Any = torch.compile(self.raw_model) if compiles else self.raw_model
         self.model: Any = self.local_model
@@ -69,11 +69,6 @@ class TrainState:
 
     def is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.train.max_steps
-
-    @property
-    def power(self) -> int | None:
-        """`power_at` the last step done, or the first."""
-        return power_at(self.config.attention, max(0, self.step - 1))
 
     def to_checkpoint(self) -> dict[str, Any]:
         """What `training.checkpoint` writes. A collective: it gathers the RNG state of every rank."""
@@ -141,6 +136,8 @@ class TrainState:
             if "cuda" in rng and torch.cuda.is_available():
                 torch.cuda.set_rng_state(rng["cuda"])
         self.step = checkpoint["step"]
+        # of its last step, as a validation may come before the next
+        self.raw_model.set_power(power_at(self.config.attention, max(0, self.step - 1)))
         self.is_resumed = True
         self.n_skipped = checkpoint["guard"].get("skipped", 0)
 

@@ -8,7 +8,7 @@ import torch
 from conftest import one_line, slow
 from torch.nn import functional as F
 
-from attention import attend
+from attention import attend, attend_normed
 from generation import generate
 from infra.cli import UserError
 from model import GPT, KVCache, make_norm
@@ -331,9 +331,12 @@ def test_one_schedule_of_p_for_all_layers():
     p3.load_state_dict(gpt.state_dict())
     tokens = random_tokens(2, 24)
     with torch.no_grad():
-        assert torch.equal(gpt(tokens, p=3), p3(tokens)) and torch.equal(
-            gpt(tokens, p=15), gpt(tokens)
-        )
+        final = gpt(tokens)
+        gpt.set_power(3)
+        assert torch.equal(gpt(tokens), p3(tokens))
+        for bound in (15, 40, None):
+            gpt.set_power(bound)
+            assert torch.equal(gpt(tokens), final)
     assert [block.attention.engine.name for block in gpt.blocks] == ["sdpa", "rows"]
     assert gpt.engine_note == "sdpa, rows"
 
@@ -442,7 +445,7 @@ def test_gate_and_output_norm():
 
 @pytest.mark.parametrize("kind", ["none", "yarn"])
 @pytest.mark.parametrize("parts", [{}, {"key_shift": True}], ids=str)
-def test_norms_before_rope_are_those_after(parts, kind):
+def test_norms_before_rope_are_those_after(parts, kind, monkeypatch):
     """A head of q or k is normed once, and yarn's factor is not seen."""
     gpt = make_gpt({"normaliser": "lssa"}, std=0.2, n_layer=1, **parts)
     attention = gpt.blocks[0].attention
@@ -450,11 +453,13 @@ def test_norms_before_rope_are_those_after(parts, kind):
         torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0)),
         RopeScaling(kind),
     )
-    q, k, v, _ = attention.project(x, *rope_tables(16, 64, 10000.0, scaling, 16))
+    with monkeypatch.context() as patch:
+        patch.setattr(attention.normaliser, "norm_heads", lambda x: x)
+        q, k, v, _ = attention.project(x, *rope_tables(16, 64, 10000.0, scaling, 16))
     want = attend(q, k, v, attention.normaliser, "dense")
-    q, k, v, _ = attention.project(x, *gpt.rope(x, scaling)[0], normed=True)
+    q, k, v, _ = attention.project(x, *gpt.rope(x, scaling)[0])
     torch.testing.assert_close(q.norm(dim=-1), torch.ones(2, 2, 64))
-    got = attend(q, k, v, attention.normaliser, "dense", normed=True)
+    got = attend_normed(q, k, v, attention.normaliser, "dense")
     torch.testing.assert_close(got, want, rtol=0, atol=float(1e-6 * want.abs().max()))
 
 

@@ -220,7 +220,9 @@ def test_shift_of_a_subclass():
     q, k, *_ = draw(20, 20, 16, dtype=torch.float64)
     normaliser = NormaliserLayer(Shifted(), 0, 2, 16, 20)
     context = normaliser.context(q, k)
-    q_scaled, k_float = normaliser.prepare(q, k, context)
+    q_scaled, k_float = normaliser.prepare(
+        normaliser.norm_heads(q), normaliser.norm_heads(k), context
+    )
     s = torch.nn.functional.softplus(q_scaled @ k_float.mT - context.n.sqrt()) * context.visible(
         k.mT
     )

@@ -19,7 +19,8 @@ def weights(x: Tensor, **options) -> Tensor:
     n = torch.full((len(x), 1), x.shape[-1], dtype=x.dtype)
     learned = normaliser(x.dtype)
     length = x.shape[-1]
-    context = RowContext(n, n - 1, length, length, length, 1, normaliser.reweight_p, learned)
+    p = normaliser.p if normaliser.reweight_p else None
+    context = RowContext(n, n - 1, length, length, length, 1, p, learned)
     return normaliser.row_weights(x * normaliser.definition.factor(context), context).view(x.shape)
 
 
