@@ -437,7 +437,7 @@ def test_operators_keep_torchs_rules():
     """Schemas, fake tensors, autograd registration: torch's own checks of custom operators."""
     q, k, v, _ = draw(20, 24, 16)
     inputs = [t.requires_grad_() for t in (q, k, v)]
-    args = (*inputs, None, "softplus", True, 3, 15, False, True)
+    args = (*inputs, torch.tensor(3), None, "softplus", True, 15, False, True)
     torch.library.opcheck(triton_engine._forward_op, args)
 
 
