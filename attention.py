@@ -117,7 +117,8 @@ def attend_normed(
                 out[sequences, :, queries] = attend_normed(*real, layer, engine, signals=of_keys)
         return out
     run = engine.run
-    if q.shape[-2] == 1 and (engine.name in COMPILED or (engine.name == "sdpa" and layer.by_place)):
+    has_bias = layer.by_distance or layer.decays
+    if q.shape[-2] == 1 and (engine.name in COMPILED or (engine.name == "sdpa" and has_bias)):
         run = load_engine("rows").run  # without a compiled form or a mask for each length
     with torch.autocast(q.device.type, enabled=False):
         out = run(q, k, v, layer, layer.context(q, k, signals))

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from attention import ChosenEngine, attend_normed, choose_engine, make_normaliser
 from infra.cli import UserError
-from normalisers.adaptive import AdaptiveSoftmax
 from normalisers.layer import NormaliserLayer
 from positions import UNSCALED, RopeScaling, apply_rope, rope_tables
 from schema import Config, Engine, ModelConfig, TrainConfig
@@ -467,6 +466,5 @@ class GPT(nn.Module):
         for of_layer in self.layer_configs:
             window = min(of_layer.model.window or seq_len, seq_len)
             attention += 12 * (window - window**2 / (2 * seq_len)) * m.n_embd
-            if isinstance(of_layer.attention.definition, AdaptiveSoftmax):
-                attention += 3 * 2 * 2 * m.head_dim * m.n_embd
+            attention += m.n_head * of_layer.attention.definition.extra_flops(m.head_dim)
         return 6.0 * weights + attention

@@ -37,7 +37,7 @@ class Stack(nn.Module):
         for block in blocks:
             layer = block.attention.normaliser
             name: Engine = (
-                "sdpa" if layer.definition.is_softmax and not layer.reweight_p else "triton"
+                "sdpa" if layer.definition.form == "softmax" and not layer.reweight_p else "triton"
             )
             block.attention.engine = ChosenEngine(name, load_engine(name).run, name)
         self.blocks = nn.ModuleList(blocks)

@@ -16,8 +16,7 @@ import torch._dynamo
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from normalisers.base import Normaliser, RowContext
-from normalisers.family import Phi
+from normalisers.base import RowContext
 from normalisers.layer import NormaliserLayer
 
 BLOCK = 128  # of queries and of keys: blocks after the queries are skipped
@@ -34,8 +33,8 @@ PATCH = torch._dynamo.config.patch(recompile_limit=GRAPHS, specialize_float=True
 def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:
     """Why this engine cannot run the layer there; "" if it can."""
     definition = layer.definition
-    is_softmax = isinstance(definition, Phi) and definition.is_softmax
-    if not (is_softmax and layer.by_place) or definition.overrides(Normaliser, "key_decay"):
+    is_softmax = definition.form == "softmax" and not definition.adaptive
+    if not (is_softmax and layer.by_distance) or layer.decays:
         return f"{layer.label} is not a softmax of scores that depend on the distance alone"
     if layer.reweight_p:
         return f"{layer.label} re-weights its softmax"

@@ -7,7 +7,7 @@ bounded scores, has a closed form instead (`softplus_power`), which takes less t
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -174,17 +174,17 @@ def block_weights(
     """The weights (..., R, K), and of LSSAR, softplus of bounded scores, what its closed form
     needs.
     """
-    formula = layer.definition
-    is_softplus = isinstance(formula, Phi) and formula.phi == "softplus" and formula.bounded
-    if (
-        context.p is not None
-        and is_softplus
-        and not formula.overrides(Phi, "weights")
-        and not layer.by_place
-    ):
+    if context.p is not None and is_bounded_softplus(layer):
         weights, c, e = softplus_power(x, context.n, int(context.p))
         return weights, (c, e)
     return layer.row_weights(x, context), ()
+
+
+def is_bounded_softplus(layer: NormaliserLayer) -> bool:
+    if layer.definition.form != "phi" or layer.by_distance or layer.decays:
+        return False
+    formula = cast(Phi, layer.definition)
+    return formula.phi == "softplus" and formula.bounded
 
 
 def softplus_power(x: Tensor, n: Tensor, p: int) -> tuple[Tensor, Tensor, Tensor]:

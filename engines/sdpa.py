@@ -4,8 +4,8 @@
 
 The factor of NormSoftmax and LogitNorm depends on the scores. `AdaptiveSoftmax.fused_factor`
 computes it in linear time. In 16 bits NormSoftmax's first rows follow the definition, see
-`FIRST_ROWS`. A window W is computed in blocks of W queries, each with its 2 W keys. A bias P_i -
-P_j, of FoX or ALiBi, is eight channels more of q and k, see `add_decay`.
+`Normaliser.exact_rows`. A window W is computed in blocks of W queries, each with its 2 W keys. A bias P_i -
+P_j, of FoX or ALiBi, is eight channels more of q and k, see `append_decay`.
 """
 
 from contextlib import nullcontext
@@ -16,33 +16,28 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engines import dense
-from normalisers.adaptive import AdaptiveSoftmax, NormSoftmax
-from normalisers.base import Normaliser, RowContext, share_heads
+from normalisers.base import RowContext, share_heads
 from normalisers.layer import NormaliserLayer
-from positions import BIASES, alibi, operator_library
+from positions import alibi, operator_library
 
 # torch 2.11 prefers cuDNN on Hopper and Blackwell, which builds a plan for each new number of keys:
 # tens of milliseconds a token when decoding. These do not.
 DECODERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# x / sigma of a few keys hardly depends on the size of x: with two keys it is -1 and 1. The
-# gradients through x and through sigma cancel, and 16 bits of the first are too few where sigma is
-# small.
-FIRST_ROWS = 16
-# The factors of the channels of `add_decay`. P / 64 fits into float16 down to P = -4 million.
+# The factors of the channels of `append_decay`. P / 64 fits into float16 down to P = -4 million.
 UNITS = (64.0, 80.0, 96.0, 112.0)
 
 
 def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:
     """Why this engine cannot run the layer there; "" if it can."""
-    if not layer.definition.is_softmax:
+    if layer.definition.form != "softmax":
         return f"{layer.label} is not a softmax over rescaled queries"
     if layer.reweight_p:
         return f"{layer.label} re-weights its softmax"
-    if isinstance(layer.definition, AdaptiveSoftmax) and (layer.window or layer.by_place):
+    by_place = layer.by_distance or layer.decays
+    if layer.definition.adaptive and (layer.window or by_place):
         return f"{layer.label} has moments of all its scores, which a window or a bias changes"
-    by_distance = layer.definition.overrides(Normaliser, "at_distance")
-    is_curved = layer.position in BIASES and layer.position != "alibi"
-    if by_distance or is_curved:
+    is_alibi = layer.position == "alibi" and "at_distance" not in layer.definition.own_methods
+    if layer.by_distance and not is_alibi:
         return f"{layer.label} has scores that depend on where the keys are"
     return ""
 
@@ -56,26 +51,24 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     n_keys = k.shape[-2]
     scale = definition.factor(context)
     first_rows = None
-    if isinstance(definition, NormSoftmax) and v.dtype.itemsize == 2 and n_queries == n_keys:
-        rows = slice(0, FIRST_ROWS)
-        of_rows = context.block(slice(None), rows, rows)
-        first_rows = dense.run(q[:, :, rows], k[:, :, rows], v[:, :, rows], layer, of_rows)
+    if definition.exact_rows and v.dtype.itemsize == 2 and n_queries == n_keys:
+        rows = slice(0, definition.exact_rows)
+        first = context.block(slice(None), rows, rows)
+        first_rows = dense.run(q[:, :, rows], k[:, :, rows], v[:, :, rows], layer, first)
     decay = context.decay
     if layer.position == "alibi":  # -m_h (i - j)
         heads = torch.arange(layer.n_head, device=q.device)[None, :, None, None]
         places = torch.arange(n_keys, dtype=torch.float64, device=q.device)[:, None]
         bias = alibi(places, heads, layer.n_head).expand(len(q), -1, -1, -1)  # (B, H, Tk, 1)
         decay = bias if decay is None else decay + bias
-    is_plain = (
-        definition.scores == "dot" and not isinstance(definition, AdaptiveSoftmax) and decay is None
-    )
+    is_plain = definition.scores == "dot" and not definition.adaptive and decay is None
     if not (is_plain and isinstance(scale, float)):
         q, k = layer.prepare(q, k, context, v.dtype)
         scale = 1.0
     q = q.to(v.dtype)
     k = k.to(v.dtype)
     if decay is not None:
-        q, k = add_decay(q, share_heads(k, q), decay)
+        q, k = append_decay(q, share_heads(k, q), decay)
         v = share_heads(v, q)
     if q.shape[-1] > head_dim:  # flash attention has one head size
         v = F.pad(v, (0, q.shape[-1] - head_dim))
@@ -93,10 +86,14 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
     out = out[..., :head_dim]
-    return out if first_rows is None else torch.cat((first_rows, out[:, :, FIRST_ROWS:]), dim=2)
+    return (
+        out
+        if first_rows is None
+        else torch.cat((first_rows, out[:, :, definition.exact_rows :]), dim=2)
+    )
 
 
-def add_decay(q: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+def append_decay(q: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
     """q and k (B, H, T, D + 8) whose products are q.k + P_i - P_j, P = `decay` (B, H, Tk, 1)
     float64.
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from normalisers.adaptive import AdaptiveSoftmax
 from normalisers.base import HIDDEN, Normaliser, reweight, share_heads
 from normalisers.layer import NormaliserLayer
 
@@ -97,7 +96,7 @@ def engine_error(
         engine, layer, q[..., -half:, :], k[:, :1], v[:, :1], do[..., -half:, :], signals
     )
     # Undefined at equal scores:
-    varies = layer.by_place or layer.signals or isinstance(layer.definition, AdaptiveSoftmax)
+    varies = layer.by_distance or layer.signals or layer.definition.adaptive
     if not varies:
         if not hasattr(layer, "p_n"):
             length = LONG_ROW[dtype] if device.type == "cuda" else 320
@@ -142,7 +141,7 @@ def _errors(
         x = q @ k.mT / unit
         x = x.masked_fill(~context64.visible(x), HIDDEN)
         # `prepare` has divided by its temperature
-        if isinstance(layer.definition, AdaptiveSoftmax):
+        if layer.definition.adaptive:
             weights = x.softmax(-1)
             p = context64.p
             out = (weights if p is None else reweight(weights, context64.n, p)) @ v

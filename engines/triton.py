@@ -6,7 +6,7 @@ The kernels and their mathematics are in triton_kernels.py. This file chooses bl
 launches them as custom operators, so that autograd and torch.compile see one operation.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -27,12 +27,11 @@ MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:
     """Why this engine cannot run the layer there; "" if it can."""
     definition = layer.definition
-    derives_weights = definition.is_softmax or not definition.overrides(Phi, "weights")
     if layer.window:
         return f"{layer.label} has a window, which its kernels do not know"
-    if layer.by_place or not derives_weights or getattr(definition, "sink", "none") != "none":
+    if layer.by_distance or layer.decays or definition.form == "any":
         return f"{layer.label} has no fused form"
-    if definition.is_softmax and not layer.reweight_p:
+    if definition.form == "softmax" and not layer.reweight_p:
         return f"{layer.label} is a softmax, which sdpa runs"
     if device.type != "cuda" and not INTERPRETED:
         return f"needs a CUDA device, found {device.type}"
@@ -56,7 +55,7 @@ def score_unit(definition: Normaliser) -> float:
 
 def as_phi(definition: Normaliser) -> Phi:
     """The formula of prepared q and k: they have the temperature of an adaptive softmax."""
-    return definition if isinstance(definition, Phi) else Softmax()
+    return Softmax() if definition.adaptive else cast(Phi, definition)
 
 
 def run_prepared(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
-from normalisers.base import Normaliser, RowContext, share_heads
+from normalisers.base import Form, Normaliser, RowContext, share_heads
 
 CHUNK = 64  # keys whose moments are merged at once
 
@@ -19,6 +19,8 @@ class AdaptiveSoftmax(Normaliser):
     """
 
     sums_to_one: ClassVar[bool] = True
+    own_methods: ClassVar[frozenset[str]] = frozenset()
+    adaptive: ClassVar[bool] = True
 
     def inverse_temperature(self, mean: Tensor, var: Tensor, context: RowContext) -> Tensor:
         """The factor of a row's scores from their moments, (..., R, 1)."""
@@ -37,8 +39,11 @@ class AdaptiveSoftmax(Normaliser):
         return context.softmax(x * self.inverse_temperature(*context.moments(x), context))
 
     @property
-    def is_softmax(self) -> bool:
-        return not self.overrides(AdaptiveSoftmax, "weights")
+    def form(self) -> Form:
+        return "any" if "weights" in self.own_methods else "softmax"
+
+    def extra_flops(self, head_dim: int) -> int:
+        return 3 * 2 * 2 * head_dim**2  # q Cov(k) q, and Cov(k) itself
 
 
 class NormSoftmax(AdaptiveSoftmax, name="norm_softmax"):
@@ -49,6 +54,10 @@ class NormSoftmax(AdaptiveSoftmax, name="norm_softmax"):
     """
 
     centre_keys: ClassVar[bool] = True
+    # x / sigma of a few keys hardly depends on the size of x: with two keys it is -1 and 1. The
+    # gradients through x and through sigma cancel, and 16 bits of the first are too few where sigma
+    # is small.
+    exact_rows: ClassVar[int] = 16
 
     gamma: PositiveFloat | Literal["sqrt_d", "inf"] = Field(
         "sqrt_d", description="Upper bound of sigma (lower bound with variant = inverse)."

@@ -160,6 +160,9 @@ def offset_and_scale(peak: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
 
 
 Scores = Literal["dot", "cosine"]
+Form = Literal["softmax", "phi", "any"]
+# of which an engine has to know whether a formula has one of its own
+METHODS = {"weights", "factor", "offset", "shift", "at_distance", "key_decay"}
 
 NORMALISERS: dict[str, type[Normaliser]] = {}
 
@@ -177,6 +180,12 @@ class Normaliser(BaseModel):
     # Subtract the first key from all keys: softmax and sigma are invariant to a shift of a row's
     # scores, their rounding is not, most of all where keys are nearly equal.
     centre_keys: ClassVar[bool] = False
+    # those of METHODS that a formula does not share with its family, which states none
+    own_methods: ClassVar[frozenset[str]] = frozenset()
+    # the temperature of the softmax depends on the row's scores: `fused_factor` knows it
+    adaptive: ClassVar[bool] = False
+    # rows whose gradients cancel, so that kernels of 16 bits leave them to the definition
+    exact_rows: ClassVar[int] = 0
 
     scores: Scores = Field(
         "dot", description="dot: q.k. cosine: q and k l2-normalised per head first."
@@ -185,6 +194,10 @@ class Normaliser(BaseModel):
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "own_methods" not in vars(cls):
+            classes = [c for c in cls.__mro__ if c is cls or not issubclass(c, Normaliser)]
+            defined = METHODS.intersection(*[set().union(*map(vars, classes))])
+            cls.own_methods = cls.own_methods | defined
         if name is None:
             return
         cls.name = name
@@ -197,12 +210,6 @@ class Normaliser(BaseModel):
                 f"{cls.__name__}: there is a normaliser {name!r}: expected another name"
             )
         NORMALISERS[name] = cls
-
-    def overrides(self, base: type[Normaliser], *methods: str) -> bool:
-        """Whether the formula has one of the methods, or properties, of its own in place of base's."""
-        return any(
-            getattr(type(self), method) is not getattr(base, method, None) for method in methods
-        )
 
     def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
         """Initial values of the learned parameters, (n_head,) each (or (train_len,) for p_n)."""
@@ -253,6 +260,12 @@ class Normaliser(BaseModel):
         return False
 
     @property
-    def is_softmax(self) -> bool:
-        """The weights are a softmax of the scores times `fused_factor`."""
-        return False
+    def form(self) -> Form:
+        """What engines compute: softmax, of the scores times `fused_factor`; phi, of them plus
+        `shift`, over the row sum with l1, else over `divisor`; any: `weights` says it.
+        """
+        return "any"
+
+    def extra_flops(self, head_dim: int) -> int:
+        """Of a head and token, forward and backward, beyond q.k and the weights times v."""
+        return 0

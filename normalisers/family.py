@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
 from infra.cli import UserError
-from normalisers.base import Normaliser, RowContext, Scores, exp, l1_normalise
+from normalisers.base import Form, Normaliser, RowContext, Scores, exp, l1_normalise
 
 PhiName = Literal[
     "exp", "identity", "relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish"
@@ -62,6 +62,8 @@ class Scaled(Normaliser):
                     h the query's layer input (adaptive-scalable entmax, arXiv 2506.16640, of any
                     weights)
     """
+
+    own_methods: ClassVar[frozenset[str]] = frozenset()
 
     scale: Scale = Field(
         "rsqrt_d",
@@ -127,6 +129,8 @@ class Phi(Scaled, name="phi"):
     (LSSAR, eq. 3, Tables 2 and 3.)
     """
 
+    own_methods: ClassVar[frozenset[str]] = frozenset()
+
     phi: PhiName = Field("softplus", description="The elementwise function.")
     l1: bool = Field(
         True, description="Divide rows by their l1 norm; exp without it overflows above 88."
@@ -186,7 +190,7 @@ class Phi(Scaled, name="phi"):
     @property
     def bounded(self) -> bool:
         """|score| < 70 at every length, for d <= 256: no phi of a score underflows in float32."""
-        as_here = not self.overrides(Phi, "factor", "offset", "shift")
+        as_here = not self.own_methods & {"factor", "offset", "shift"}
         by_length = self.scale == "ln_d" and self.length_scale != "query"
         constant = isinstance(self.scale, float) and self.scale < 70 and self.length_scale == "none"
         return self.scores == "cosine" and (by_length or constant) and not self.bias and as_here
@@ -223,8 +227,10 @@ class Phi(Scaled, name="phi"):
         return self.l1 and self.phi not in SIGNED and self.sink == "none"
 
     @property
-    def is_softmax(self) -> bool:
-        return self.phi == "exp" and self.sums_to_one and not self.overrides(Phi, "weights")
+    def form(self) -> Form:
+        if "weights" in self.own_methods or self.sink != "none":
+            return "any"
+        return "softmax" if self.phi == "exp" and self.l1 else "phi"
 
 
 class Softmax(Phi, name="softmax"):

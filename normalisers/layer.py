@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from infra.cli import UserError
 from normalisers.base import HIDDEN, Normaliser, RowContext, reweight, share_heads
-from normalisers.family import Phi
 from positions import BIASES
 
 # Cosine scores are of x / max(||x||_2, 1e-3): shorter vectors keep a norm below 1. A zero vector
@@ -99,7 +98,7 @@ class NormaliserLayer(nn.Module):
         """Scores (..., R, K), HIDDEN at hidden keys, to weights: the formula, then the
         re-weighting.
         """
-        if self.by_place:
+        if self.by_distance or self.decays:
             head = torch.arange(self.n_head, device=x.device)[:, None, None]
             x = self.at_distance(x, context.distance(x), head)
             # a factor that decays may have shrunk it
@@ -108,16 +107,19 @@ class NormaliserLayer(nn.Module):
         if a.shape != x.shape:
             shapes = f"weights of shape {tuple(a.shape)} for scores of {tuple(x.shape)}"
             raise UserError(f"{self.definition.name}: {shapes}; expected one weight for each score")
-        if self.definition.overrides(Phi, "weights"):  # a formula may forget the hidden keys
+        if self.definition.form == "any":  # a formula may forget the hidden keys
             a = context.zero_hidden(a)
         return a if context.p is None else reweight(a, context.n, context.p)
 
     @property
-    def by_place(self) -> bool:
-        """The scores depend on where the keys are: on their distances, or by a `key_decay`."""
-        return self.position in BIASES or self.definition.overrides(
-            Normaliser, "at_distance", "key_decay"
-        )
+    def by_distance(self) -> bool:
+        """The scores depend on the distances of the keys."""
+        return self.position in BIASES or "at_distance" in self.definition.own_methods
+
+    @property
+    def decays(self) -> bool:
+        """The scores have the bias of a `key_decay`."""
+        return "key_decay" in self.definition.own_methods
 
     def at_distance(self, x: Tensor, t: Tensor, head: Tensor) -> Tensor:
         """The scores x of a head's keys at distance t, t and head expanding to x's shape."""

@@ -299,7 +299,7 @@ def test_channels_of_a_decay_are_exact(dtype, compiled):
         1, 2, 20000, 1, generator=torch.Generator().manual_seed(0)
     ).double().cumsum(-2)
     zeros = torch.zeros(1, 2, 20000, 8, dtype=dtype)
-    add_decay = torch.compile(sdpa.add_decay, fullgraph=True) if compiled else sdpa.add_decay
+    add_decay = torch.compile(sdpa.append_decay, fullgraph=True) if compiled else sdpa.append_decay
     q, k = (t.double() for t in add_decay(zeros[:, :, -3:], zeros, decay))
     error = q @ k.mT - (decay[:, :, -3:] - decay.mT)
     assert q.shape[-1] == 16 and error.abs().max() <= 2**-24 * decay.abs().max()
