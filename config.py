@@ -1,10 +1,10 @@
 """The typed config: a TOML file plus `--section.key value` overrides become one frozen `Config`.
 
     python config.py configs/lssar.toml --train.max-steps 5000      # print the resolved config
-    python config.py configs/comparison/A/lssa.toml --base configs/comparison/B.toml    # the same at scale B
+    python config.py configs/variants/fox.toml --base configs/track.toml    # a variant in that recipe
     python config.py --help                                        # every key, its meaning, its default
 
-[[layers]] sections state what some layers have of their own, as in configs/rivals/hybrid.toml. On
+[[layers]] sections state what some layers have of their own, as in configs/variants/hybrid.toml. On
 the command line they are one value, --layers '[{every = 4, position = "none"}]'.
 
 A file may start with `base = "other.toml"` (relative to itself, any depth) and then lists only what

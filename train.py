@@ -6,7 +6,7 @@
     python train.py configs/lssar.toml --dry-run                          # four steps, memory, speed; no run
 
 GPT-2 124M are configs/softmax.toml, configs/lssar.toml (LSSAR, p raised to 15) and, for SSMax on
-QK-norm, configs/rivals/qk_norm_ssmax.toml.
+QK-norm, configs/variants/ssmax_qk_norm.toml.
 
 Writes runs/<name>/: config.toml (resolved; `train.py runs/<name>/config.toml --name again` replays
 it, on the engine that fits there), metrics.jsonl (a line per step), starts.jsonl (commit, versions,

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[dict[str, Any], Engine]] = {
     "scale_invariant": ({"normaliser": "scale_invariant"}, "flex"),
 }
 # GPT-2 124M
-CONFIGS = ("softmax", "lssar", "rivals/qk_norm_ssmax", "rivals/fox", "rivals/hybrid_fox")
+CONFIGS = ("softmax", "lssar", "variants/ssmax_qk_norm", "variants/fox", "variants/hybrid_16_fox_4")
 BUDGETS = (1.0, 0.99)  # train.memory_budget
 
 

@@ -1,8 +1,7 @@
 """Gradient norms in training by the power p of the re-weighting, its formula as written and in
 stable form.
 
-    python -m benchmarks.gradients                          # configs/gradients/*.toml -> runs/gradients/
-    python -m benchmarks.gradients configs/gradients/lssa.toml --out /tmp/gradients
+    python -m benchmarks.gradients      # configs/papers/lssar_gradients.toml -> runs/gradients/
 
 The LSSAR paper (Section 3.4) reports exploding gradients of softmax with p = 15. ReLU(n A - O)^p
 overflows float32 where n A - O > 3.4e38^(1/p), so a run of each form separates arithmetic from
@@ -160,8 +159,8 @@ def draw(records: list[Record]) -> Figure:
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
-    defaults = ["configs/gradients/softmax.toml", "configs/gradients/lssa.toml"]
-    parser.add_argument("configs", nargs="*", default=defaults)
+    default = ["configs/papers/lssar_gradients.toml"]
+    parser.add_argument("configs", nargs="*", default=default)
     parser.add_argument("--out", type=Path, default=Path("runs/gradients"), metavar="DIR")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -179,7 +178,10 @@ def main() -> None:
         draw(records).savefig(args.out / "gradients.png", dpi=90)
         one = ["--attention.reweight-p", "1"]
         untrained = [
-            load_config(file, one + more) for more in ([], GPT2_WIDTH) for file in args.configs
+            load_config(file, [*one, "--attention.normaliser", name, *more])
+            for more in ([], GPT2_WIDTH)
+            for file in args.configs
+            for name in dict.fromkeys(record["normaliser"] for record in records)
         ]
         print(f"{table(records)}\n\n{initial_rows(untrained, world)}")
 

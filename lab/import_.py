@@ -2,7 +2,7 @@
 as a run.
 
     python -m lab.import_ USER/MODEL runs/imported          # from the Hugging Face hub, or a folder
-    python train.py configs/ssmax_paper/e_after_pretraining_124m.toml --init-from runs/imported
+    python train.py configs/ssmax.toml --train.max-steps 0 --init-from runs/imported
 
 For `init_from` and the evaluations. What our model does not compute (parallel residuals, partial or
 scaled RoPE, other vocabularies) is rejected by its name in config.json, except dropout. The logits

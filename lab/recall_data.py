@@ -25,8 +25,8 @@ mqar, 0.08 of copy and reverse (0.34 within the right list: letters do not repea
 alphabet's next letter) and 1/2 of flipflop: 0.25 in the mean of all tasks.
 
 Writes recall_val_000000.bin, recall_train_000001.bin, the masks, and dataset.json (format:
-data/shards.py). Train a variant on it, `configs/comparison/A/lssa.toml --base
-configs/comparison/recall.toml`, evaluate with `python -m lab.recall`.
+data/shards.py). Train a variant on it, `configs/lssa.toml --base
+configs/scales/recall.toml`, evaluate with `python -m lab.recall`.
 """
 
 import argparse

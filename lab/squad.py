@@ -19,7 +19,7 @@ left out and counted. With --shorten their context is cut on both sides, so that
 answer stays at the same share of it.
 
 Writes squad_val_000000.bin, squad_train_000001.bin, the masks, and at the end dataset.json (format:
-data/shards.py). Train on it with configs/ssmax_paper/sft.toml.
+data/shards.py). Train on it with configs/papers/ssmax_sft.toml.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Config files: inheritance, overrides, and what a user reads after each kind of mistake."""
 
 import os
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -19,20 +20,13 @@ from data import prepare, python_source
 from infra.cli import ArgumentParser, UserError, run_main
 from normalisers.adaptive import NormSoftmax
 from normalisers.own import NORMALISERS
-from schema import AttentionConfig, Config, describe_layers
+from schema import VARIANT_KEYS, AttentionConfig, Config, describe_layers
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs/gpt2_124m.toml"
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
-NOT_AT_A = {
-    "base_124m",
-    "base_162m",
-    "heads",
-    "sft",
-    "sft_B",
-    "table4_relu_li",
-    "table4_sigmoid_l1",
-}
+VARIANTS = sorted((ROOT / "configs/variants").glob("*.toml"))
+NOT_AT_A = {"ssmax_sft", "ssmax_sft_B"}
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -51,23 +45,27 @@ def test_every_config_loads_and_replays(path: Path, tmp_path: Path):
         assert config_from_dict(config.model_dump(), "a checkpoint") == config
 
 
-@pytest.mark.parametrize(
-    "scale", ["comparison/B", "comparison/C", "comparison/recall", "gpt2_124m"]
-)
-def test_every_variant_of_the_comparison_trains_at_another_scale(scale: str):
+@pytest.mark.parametrize("scale", ["scales/B", "scales/C", "scales/recall", "gpt2_124m", "track"])
+def test_every_variant_trains_at_every_scale(scale: str):
+    """A variant states attention alone, and what it says of it is the same at every scale."""
     base = str(ROOT / f"configs/{scale}.toml")
-    recipe = load_config(base).model
-    for path in sorted((ROOT / "configs/comparison/A").glob("*.toml")):
+    for path in VARIANTS:
+        stated = tomllib.loads(path.read_text())
+        if path.stem != "drope":  # goes on with a run of softmax
+            keys = {"model", "attention", "layers", "sweep"}
+            assert stated.keys() <= keys, path
         run = expand_sweep(path, ["--base", base])[0]
         config = load_config(path, [*run.overrides, "--base", base])
         own = load_config(path, run.overrides)
-        sizes = {"n_layer", "n_head", "n_embd", "vocab_size", "gelu"}
-        update = {"position": own.model.position, "window": own.model.window}
-        assert config.model == recipe.model_copy(update=update)
-        assert config.layers == own.layers
-        assert own.model.model_dump(exclude=sizes) == config.model.model_dump(exclude=sizes)
-        changed = {key for key in changed_keys(own, config) if key.startswith("attention.")}
-        assert changed <= {"attention.scale", "attention.scale_init", "attention.reweight_p_warmup"}
+        changed = changed_keys(own, config)
+        numbers = {"attention.scale", "attention.scale_init", "layers"}
+        assert {key for key in changed if key.startswith(VARIANT_KEYS)} <= numbers
+        assert [keys.keys() for keys in config.layers] == [keys.keys() for keys in own.layers]
+
+
+def test_a_variant_says_what_it_is_and_where_from():
+    for path in VARIANTS:
+        assert re.match(r"# [^\n]{20,}\n", path.read_text()), path
 
 
 def test_numbers_that_follow_from_the_sizes():
@@ -98,21 +96,24 @@ def test_another_base_loses_nothing_of_the_attention(tmp_path: Path):
     recipe = write(tmp_path, "recipe.toml", "[train]\nmax_steps = 800\n")
     config = load_config(ROOT / "configs/lssa.toml", ["--base", str(recipe)])
     assert (config.attention.normaliser, config.train.max_steps) == ("lssa", 800)
-    with one_line("configs/lssar.toml would lose attention.normaliser = 'lssa' of its own base"):
-        load_config(ROOT / "configs/lssar.toml", ["--base", str(recipe)])
+    based = write(tmp_path, "based.toml", f'base = "{ROOT}/configs/lssa.toml"\n')
+    with one_line("based.toml would lose attention.normaliser = 'lssa' of its own base"):
+        load_config(based, ["--base", str(recipe)])
     stated = write(
         tmp_path,
         "own.toml",
         f'base = "{ROOT}/configs/lssa.toml"\n[attention]\nnormaliser = "lssa"\n',
     )
     assert load_config(stated, ["--base", str(recipe)]).attention.normaliser == "lssa"
-    shifted = ROOT / "configs/comparison/context/hybrid_16_fox_4.toml"
-    with one_line("hybrid_16_fox_4.toml would lose model.key_shift = True of its own base"):
+    shifted = write(tmp_path, "shifted.toml", f'base = "{ROOT}/configs/scales/context.toml"\n')
+    with one_line("shifted.toml would lose model.key_shift = True of its own base"):
         load_config(shifted, ["--base", str(recipe)])
     assert not load_config(
         shifted, ["--base", str(recipe), "--model.key-shift", "false"]
     ).model.key_shift
-    text = f'base = "{ROOT}/configs/comparison/context.toml"\n[sweep]\n"model.key_shift" = [true, false]\n'
+    text = (
+        f'base = "{ROOT}/configs/scales/context.toml"\n[sweep]\n"model.key_shift" = [true, false]\n'
+    )
     swept = write(tmp_path, "swept.toml", text)
     assert len(expand_sweep(swept, ["--base", str(recipe)])) == 2
     with one_line("nowhere.toml: no such config file (the base of lssa.toml)"):
@@ -120,9 +121,10 @@ def test_another_base_loses_nothing_of_the_attention(tmp_path: Path):
 
 
 def test_rows_of_the_papers_run_at_a_small_scale():
-    base = ["--base", str(ROOT / "configs/comparison/A.toml")]
+    base = ["--base", str(ROOT / "configs/scales/A.toml"), "--model.n-head", "2"]
+    base += ["--train.max-steps", "100"]  # the papers' sweeps of these are of other sizes
     for path in CONFIGS:
-        if path.parent.name.endswith("_paper") and path.stem not in NOT_AT_A:
+        if path.parent.name == "papers" and path.stem not in NOT_AT_A:
             for row in expand_sweep(path, base):
                 assert load_config(path, [*base, *row.overrides]).data.dir == "data/python_bytes"
 
@@ -583,7 +585,7 @@ def test_help(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
     sections = [each for each in annotations if hasattr(each, "model_fields")]
     fields = [field for section in sections for field in section.model_fields.values()]
     assert all(field.description for field in fields)
-    text = describe_keys(load_config(ROOT / "configs/ssmax_paper/e_after_pretraining_124m.toml"))
+    text = describe_keys(load_config(ROOT / "configs/papers/ssmax_after.toml"))
     assert max(map(len, text.splitlines())) <= 80
     headings = ["[attention]", "[attention], options of normaliser = ssmax", "[data]"]
     lines = text.splitlines()

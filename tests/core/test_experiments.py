@@ -24,7 +24,9 @@ from training.checkpoint import find_checkpoints, load_checkpoint, load_model
 CONFIGS = Path(__file__).parents[2] / "configs"
 EXPERIMENTS = sorted(CONFIGS.glob("*/*.toml"))
 # embeddings are tied: file
-BASES = {True: "softmax.toml", False: "ssmax_paper/a_softmax_162m.toml"}
+SSMAX = CONFIGS / "papers/ssmax.toml"
+BASES = {True: (CONFIGS / "softmax.toml", []), False: (SSMAX, ["--attention.normaliser=softmax"])}
+AFTER = CONFIGS / "papers/ssmax_after.toml"
 TINY = {
     "model.n_layer": "2", "model.n_head": "2", "model.n_embd": "32", "model.vocab_size": "64",
     "train.max_steps": "20", "train.seq_len": "16", "train.batch_tokens": "256", "train.val_every": "20",
@@ -62,8 +64,8 @@ def metrics(run: Path, key: str) -> list[float]:
 @pytest.fixture(scope="module")
 def softmax_runs(folder: Path) -> dict[bool, Path]:
     return {
-        tied: run_train(CONFIGS / file, tiny(folder, name=f"source_{tied}"))
-        for tied, file in BASES.items()
+        tied: run_train(path, [*chosen, *tiny(folder, name=f"source_{tied}")])
+        for tied, (path, chosen) in BASES.items()
     }
 
 
@@ -93,23 +95,22 @@ def test_every_config_trains(path, folder, softmax_runs):
 
 
 @pytest.mark.parametrize(
-    ("name", "n_params", "more"),
-    [(f"ssmax_paper/{row}_{size}.toml", n, more)
-       for size, n in (("124m", 123_689_472), ("162m", 162_220_800))
-       for row, more in (("a_softmax", 0), ("b_ssmax", 144), ("c_ssmax_s1", 0), ("d_ssmax_bias", 288))],
-)  # fmt: skip
-def test_parameters_of_the_papers_models(name, n_params, more):
-    """124M and 162M; SSMax adds one parameter for each of 12 x 12 heads, with the bias two."""
-    with torch.device("meta"):
-        assert GPT(load_config(CONFIGS / name), device="meta").n_params() == n_params + more
-
-
-@pytest.mark.parametrize(
-    "name", ["ssmax_paper/f_during_pretraining_162m", "comparison/A/ssmax_during"]
+    ("path", "n_params"), [(SSMAX, 162_220_800), (CONFIGS / "softmax.toml", 123_689_472)]
 )
+def test_parameters_of_the_papers_models(path, n_params):
+    """SSMax adds one parameter for each of 12 x 12 heads, with the bias two."""
+    rows = expand_sweep(SSMAX)
+    for row, more in zip(rows[:4], (0, 144, 0, 288), strict=True):
+        options = [f"--{key}={value}".lower() for key, value in row.swept.items()]
+        config = load_config(path, options)
+        with torch.device("meta"):
+            assert GPT(config, device="meta").n_params() == n_params + more
+
+
+@pytest.mark.parametrize("name", ["ssmax_after", "ssmax_during"])
 def test_scale_init_of_replaced_softmax(name):
     """SSMax (e), (f): the reciprocal of the mean of ln n."""
-    config = load_config(CONFIGS / f"{name}.toml")
+    config = load_config(CONFIGS / f"papers/{name}.toml")
     mean = np.log(np.arange(1, config.train.seq_len + 1)).mean()
     assert config.attention.model_dump()["scale_init"] == pytest.approx(1 / mean, rel=3e-4)
 
@@ -123,7 +124,7 @@ def parameters(run: Path) -> dict[str, torch.Tensor]:
 
 def test_init_from_copies_weights_bit_for_bit_and_nothing_else(folder, softmax_runs, capsys):
     source = softmax_runs[False]
-    path = CONFIGS / "ssmax_paper/e_after_pretraining_162m.toml"
+    path = AFTER
     zero_steps = {"train__max_steps": "0", "optimizer__warmup_steps": "0"}
     overrides = tiny(folder, name="e", init_from=str(source), **zero_steps)
     run = run_train(path, overrides)
@@ -144,14 +145,14 @@ def test_init_from_copies_weights_bit_for_bit_and_nothing_else(folder, softmax_r
     assert "finished" in capsys.readouterr().out
     assert len(metrics(run, "val_loss")) == 1
 
-    back = run_train(CONFIGS / "ssmax_paper/a_softmax_162m.toml",
-                     tiny(folder, name="back", init_from=str(run), **zero_steps))  # fmt: skip
+    again = tiny(folder, name="back", init_from=str(run), **zero_steps)
+    back = run_train(SSMAX, [*BASES[False][1], *again])
     assert "dropped     blocks.*.attention.normaliser.s (2 tensors)" in capsys.readouterr().out
     assert all(torch.equal(old[name], tensor) for name, tensor in parameters(back).items())
 
 
 def test_init_from_says_what_it_keeps_of_a_normaliser(folder, softmax_runs, capsys):
-    path = CONFIGS / "ssmax_paper/e_after_pretraining_162m.toml"
+    path = AFTER
     source = str(softmax_runs[False])
     for name, scale in (("s", "0.5"), ("t", "2.0")):
         zero_steps = {"train__max_steps": "0", "optimizer__warmup_steps": "0"}
@@ -219,7 +220,7 @@ def test_init_from_starts_a_run_that_resumes_by_itself(folder, softmax_runs):
 def test_init_from_rejects_what_does_not_fit(tied, changes, expected, folder, softmax_runs):
     changes = {"init_from": str(softmax_runs[tied]), "name": "rejected"} | changes
     with pytest.raises(UserError, match=expected) as e:
-        run_train(CONFIGS / BASES[tied], tiny(folder, **changes))
+        run_train(BASES[tied][0], [*BASES[tied][1], *tiny(folder, **changes)])
     assert len(str(e.value).splitlines()) == 1
     assert [path.name for path in (folder / "runs/rejected").iterdir()] == [".lock"]
 

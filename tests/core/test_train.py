@@ -248,7 +248,7 @@ SMALL = """--model.n-layer 4 --model.n-head 2 --model.n-embd 16 --model.vocab-si
     --train.batch-tokens 1024 --train.micro-batch 8 --data.dir nowhere"""
 
 
-@pytest.mark.parametrize("name", ["rivals/hybrid", "lssar", "normsoftmax_paper/baseline"])
+@pytest.mark.parametrize("name", ["variants/hybrid", "lssar", "softmax"])
 def test_a_dry_run_takes_any_config_and_leaves_nothing(name, tmp_path, call, capsys, monkeypatch):
     """None of a file's own keys, such as a warm-up of 700 steps, is in the way. p rises as far as
     it can.

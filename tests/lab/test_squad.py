@@ -70,7 +70,7 @@ def test_sequences_and_masks(folder: Path) -> None:
             assert BYTES.decode(tokens[1:end]) == prompt + answer
             assert mask.nonzero()[0].tolist() == list(range(1 + len(prompt), end + 1))
     check_dataset(folder)
-    assert load_config("configs/ssmax_paper/sft.toml").train.max_steps == 10 * (86_820 // 128)
+    assert load_config("configs/papers/ssmax_sft.toml").train.max_steps == 10 * (86_820 // 128)
 
 
 def test_the_answer_alone(
