@@ -353,7 +353,7 @@ def _parse_args() -> argparse.Namespace:
     add("--shard-size", type=integer(1, MAX_TOKENS), metavar="N", help=size_help)
     val_help = (
         "tokens of validation, the first (default: a shard; without any of these three options "
-        f"{VAL_SHARE:.0%} of local files, taken from all documents)"
+        f"{VAL_SHARE:.0%}% of local files, taken from all documents)"
     )
     add("--val-tokens", type=integer(1, MAX_TOKENS), metavar="N", help=val_help)
     most_help = "stop after N, validation included (default: all)"
