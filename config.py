@@ -2,6 +2,7 @@
 
     python config.py configs/lssar.toml --train.max-steps 5000      # print the resolved config
     python config.py configs/variants/fox.toml --base configs/track.toml    # a variant in that recipe
+    python config.py --variants                                    # a table of configs/variants
     python config.py --help                                        # every key, its meaning, its default
 
 [[layers]] sections state what some layers have of their own, as in configs/variants/hybrid.toml. On
@@ -41,7 +42,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel
 
 from infra.cli import ArgumentParser, UserError, run_main
-from normalisers.own import identify
+from normalisers.own import VARIANTS, identify
 from schema import SECTIONS, VARIANT_KEYS, Config, Problem, field_of, resume_rule
 
 HELP = {"-h", "--help"}
@@ -465,7 +466,20 @@ def _toml_value(value: Any) -> str:
     return repr(value)
 
 
+def list_variant_files() -> str:
+    """Each file of configs/variants and the first line of its comment, as a table in Markdown."""
+    lines = ["| `configs/variants/` | |", "|---|---|"]
+    for path in sorted(VARIANTS.glob("*.toml")):
+        comment = path.read_text(encoding="utf-8").split("\n\n")[0]
+        words = " ".join(line.removeprefix("# ") for line in comment.splitlines())
+        lines.append(f"| `{path.name}` | {words} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
+    if sys.argv[1:] == ["--variants"]:
+        print(list_variant_files())
+        return
     print(to_toml(parse_command_line(ArgumentParser(__doc__))[0]), end="")
 
 

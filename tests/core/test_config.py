@@ -19,7 +19,7 @@ from config import changed_keys, config_from_dict, describe_keys, expand_sweep, 
 from data import prepare, python_source
 from infra.cli import ArgumentParser, UserError, run_main
 from normalisers.adaptive import NormSoftmax
-from normalisers.own import NORMALISERS
+from normalisers.own import NORMALISERS, list_variants
 from schema import VARIANT_KEYS, AttentionConfig, Config, describe_layers
 
 ROOT = Path(__file__).parents[2]
@@ -64,9 +64,19 @@ def test_every_variant_trains_at_every_scale(scale: str):
         assert [keys.keys() for keys in config.layers] == [keys.keys() for keys in own.layers]
 
 
-def test_a_variant_says_what_it_is_and_where_from():
-    for path in VARIANTS:
-        assert re.match(r"# .{20,}\n", path.read_text()), path
+def test_the_lists_of_names_are_those_of_the_folder(call, capsys):
+    call(config, "--variants")
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert len(rows) == len(VARIANTS)
+    for row, path in zip(rows, VARIANTS, strict=True):
+        assert re.fullmatch(rf"\| `{path.name}` \| .{{20,}} \|", row)
+    page = (ROOT / "docs/normalisers.md").read_text(encoding="utf-8")
+    table = page.partition("## The names")[2].partition("![")[0]
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    listed = [name for cell in first_cells for name in re.findall("`([a-z0-9_]+)`", cell)]
+    modules = {name: cls.__module__ for name, cls in NORMALISERS.items()}
+    ours = {name for name, module in modules.items() if module.startswith("normalisers.")}
+    assert {*listed} - {"normaliser"} == ours | {*list_variants()}
 
 
 def test_numbers_that_follow_from_the_sizes():
