@@ -324,7 +324,7 @@ def print_board(lines: list[Row], title: str) -> None:
     """The differences, then the losses and what they cost; 80 columns each."""
     longest = FACTORS[-1]
     tested = {line.name: line.minus[longest] for line in lines}
-    known = {name: each.p for name, each in tested.items() if each and not math.isnan(each.p)}
+    known = {name: each.p for name, each in tested.items() if each and each.half > 0}
     p = dict(zip(known, holm([*known.values()]), strict=True))
     names = sweep.short_names([line.name for line in lines], NAME_WIDTH)
     differences = [["variant", "context", "n", "T", "4 T", "16 T", "p"]]
@@ -337,8 +337,10 @@ def print_board(lines: list[Row], title: str) -> None:
         minutes = line.runs["minutes"].replace("", "nan").astype(float).mean()
         costs = [str(line.runs["parameters"].iloc[0]), f"{minutes:.1f}", str(line.n_rates)]
         losses.append([name, *means, *costs])
-    print(f"\n{title}: loss within T minus softmax's, at 4 T and 16 T minus softmax's in its")
-    print("rolling window of T. ± is the 95 % interval of seeds and documents, p Holm's.\n")
+    print(
+        f"\n{title}\n\nLoss within T minus softmax's, at 4 T and 16 T minus softmax's in its rolling"
+    )
+    print("window of T. ± is the 95 % interval, for n = 1 of documents; p is Holm's.\n")
     print(measure.format_table(differences, n_names=2))
     print("\nLosses in nats, and what a run costs.\n")
     print(measure.format_table(losses))

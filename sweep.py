@@ -450,7 +450,7 @@ def draw(jobs: list[Job], known: list[dict[str, float]], key: str, path: Path) -
         marker = measure.MARKERS[i % len(measure.MARKERS)]
         places: list[Any] = x if are_numbers else [str(value) for value in x]
         axes.plot(places, y, marker=marker, label=measure.escape(label))
-    if are_numbers and min(swept) > 0 and max(swept) > 4 * min(swept):
+    if are_numbers and min(swept) > 0 and max(swept) >= 4 * min(swept):
         axes.set_xscale("log")
         axes.set_xticks(sorted({*swept}), [f"{value:g}" for value in sorted({*swept})])
         axes.set_xticks([], minor=True)

@@ -80,7 +80,7 @@ training/state.py: checkpoint["guard"].get("skipped", 0) => 0
 # tests/core/test_eval_length.py
 eval_length.py: of_block[-1, -n_same:] => of_block[0, -n_same:]
 eval_length.py: windowed if length > setting.window else model => windowed
-eval_length.py: 1 + (longest - context) // stride => (longest - context) // stride
+eval_length.py: int(starts[0]) + context - stride => int(starts[0]) + context
 eval_length.py: n_same = args.lengths[0] => n_same = args.lengths[-1]
 evaluation.py: searchsorted([start + length for => searchsorted([start for
 evaluation.py: range(world.rank, n_items, world.size) => range(world.rank, n_items - 1, world.size)
