@@ -12,6 +12,8 @@ options make it the model of the SSMax paper as well: RMSNorm, SwiGLU, no biases
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +21,10 @@ from torch.nn import functional as F
 
 from attention import ChosenEngine, attend_normed, choose_engine, make_normaliser
 from infra.cli import UserError
+from loss import ChunkedLoss, chunk_loss, scale_logits
 from normalisers.layer import NormaliserLayer
 from positions import UNSCALED, RopeScaling, apply_rope, rope_tables
-from schema import Config, Engine, ModelConfig, TrainConfig
+from schema import Config, Engine, ModelConfig
 
 INIT_STD = 0.02
 
@@ -204,30 +207,6 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def scale_logits(z: Tensor, config: TrainConfig) -> Tensor:
-    """The logits z, (..., V), divided as `train.loss` says before the softmax of the cross-entropy.
-
-        softmax       z
-        norm_softmax  z / (tau min(sigma, gamma)), sigma = population standard deviation over the vocabulary
-        logit_norm    z / (tau ||z||_2), tau = V^(-1/2) if auto
-
-    (NormSoftmax, eq. 4-6 and 8, with the vocabulary in the place of the keys.)
-    """
-    if config.loss == "softmax":
-        return z
-    if config.loss == "norm_softmax":
-        gamma = config.loss_gamma if isinstance(config.loss_gamma, float) else math.inf
-        square = z.var(-1, correction=0, keepdim=True).clamp_max(gamma**2)
-        tau = 1.0
-    else:
-        square = z.square().sum(-1, keepdim=True)
-        tau = z.shape[-1] ** -0.5
-    # equal logits (logit_norm: zeros) become 0, with gradient 0
-    spread = square > torch.finfo(z.dtype).tiny
-    root = torch.where(spread, torch.where(spread, square, 1.0).sqrt(), math.inf)
-    return z / (root * (config.loss_tau if config.loss_tau != "auto" else tau))
-
-
 class GPT(nn.Module):
     """The whole model: embedding, blocks, final norm, output layer.
 
@@ -255,6 +234,7 @@ class GPT(nn.Module):
         self.lm_head = make_linear(m.n_embd, self.padded_vocab, bias=False)
         if m.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
+        self.chunk_loss = chunk_loss
         # after the initialisation, which so draws the same numbers for every device
         self.to(device)
         self.choose_engine(config.train.engine)
@@ -375,14 +355,27 @@ class GPT(nn.Module):
         enabled = self.config.train.dtype == "bfloat16"
         return torch.autocast(self.embedding.weight.device.type, torch.bfloat16, enabled=enabled)
 
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile, in place and with the options of torch.compile, what training spends its time
+        in: the blocks as one graph, a chunk of the loss as another.
+        """
+        self.hidden = torch.compile(self.hidden, *args, **options)  # type: ignore[method-assign]
+        self.chunk_loss = torch.compile(chunk_loss, *args, **options)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """Of the output layer, (V, C). On a CPU without the padding, which serves a GPU's tiles
+        only.
+        """
+        weight = self.lm_head.weight
+        return weight[: self.config.model.vocab_size] if weight.device.type == "cpu" else weight
+
     def unscaled_logits(self, hidden: Tensor) -> Tensor:
         """(..., C) to (..., vocab_size) in float32: the padding's columns are cut off, never
         predicted.
         """
         vocab_size = self.config.model.vocab_size
-        if hidden.device.type == "cpu":  # padding serves a GPU's tiles only
-            return F.linear(hidden, self.lm_head.weight[:vocab_size]).float()
-        return self.lm_head(hidden)[..., :vocab_size].float()
+        return F.linear(hidden, self.output_weight)[..., :vocab_size].float()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`unscaled_logits` as the training loss takes them: their softmax is what the model
@@ -413,12 +406,15 @@ class GPT(nn.Module):
             (B, T, vocab_size) float32.
         """
         hidden = self.hidden(tokens, rope, cache)
-        logits = self.unscaled_logits(hidden) if unscaled else self.logits(hidden)
         if targets is None:
-            return logits
+            return self.unscaled_logits(hidden) if unscaled else self.logits(hidden)
         targets = targets.flatten()
-        logits = logits.flatten(0, 1)
-        total = F.cross_entropy(logits, targets, label_smoothing=label_smoothing, reduction="sum")
+        loss = partial(
+            self.chunk_loss, config=self.config, unscaled=unscaled, smoothing=label_smoothing
+        )
+        total = ChunkedLoss.apply(
+            hidden.flatten(0, 1), self.output_weight, targets, loss, torch.is_grad_enabled()
+        )
         return total / (targets != -100).sum().clamp_min(1)
 
     @torch.no_grad()

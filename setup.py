@@ -14,7 +14,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 NAME = "attention_normalisers"
-FILES = {"attention", "config", "generation", "model", "positions", "schema"}
+FILES = {"attention", "config", "generation", "loss", "model", "positions", "schema"}
 FOLDERS = [
     "data",
     "engines",

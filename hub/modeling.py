@@ -21,7 +21,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from config import config_from_dict
 from infra.cli import UserError
-from model import GPT, KVCache, scale_logits
+from loss import scale_logits
+from model import GPT, KVCache
 from positions import RopeScaling
 
 

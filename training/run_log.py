@@ -196,7 +196,7 @@ class RunLog:
             f"step     {train.batch_tokens:,} tokens, {self.state.batches.micro} sequences at a time, "
             f"T = {train.seq_len}, {processes} on {self.world.device.type}, {train.dtype}",
         )
-        if self.state.local_model is not raw_model:
+        if self.state.compiles:
             self.print("compiling the model: the first step takes a minute or more")
 
 

@@ -29,8 +29,7 @@ class TrainState:
 
     Attributes:
         data_info: of the start, whatever is edited while it trains.
-        raw_model: the model. local_model: the same, perhaps compiled. model: that, perhaps under
-        DDP.
+        raw_model: the model, perhaps compiled. model: the same, perhaps under DDP.
         step: optimiser steps done, skipped ones included. n_skipped: steps skipped in a row.
         is_resumed: it comes from a checkpoint.
     """
@@ -49,18 +48,19 @@ class TrainState:
         torch.use_deterministic_algorithms(config.train.deterministic)
         self.raw_model = GPT(config, world.device)
         setting = config.train.compile
-        compiles = world.device.type == "cuda" if setting == "auto" else setting
+        self.compiles = world.device.type == "cuda" if setting == "auto" else setting
         functorch_config.activation_memory_budget = config.train.memory_budget
         # With gradients and without, with the loss's scale and without, in parts between graph
         # breaks: beyond the default of 8 a model runs eagerly.
         torch._dynamo.config.recompile_limit = 32
-        self.local_model: Any = torch.compile(self.raw_model) if compiles else self.raw_model
-        self.model: Any = self.local_model
+        if self.compiles:
+            self.raw_model.compile()
+        self.model: Any = self.raw_model
         if world.size > 1:
             # DDP splits a compiled graph. While p rises torch mixes up which buffers its parts may
             # reuse.
             functorch_config.donated_buffer = not config.attention.reweight_p_warmup
-            self.model = DistributedDataParallel(self.local_model, gradient_as_bucket_view=True)
+            self.model = DistributedDataParallel(self.raw_model, gradient_as_bucket_view=True)
         self.optimizers = make_optimizers(self.raw_model, config.optimizer)
         self.stop = StopSignals()
         self.step = 0

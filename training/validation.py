@@ -31,9 +31,9 @@ def validate(state: TrainState, log: RunLog) -> float:
             with state.raw_model.autocast():
                 n = (y != IGNORED).sum()
                 sums[2] += n
-                sums[0] += state.local_model(x, y).double() * n
+                sums[0] += state.raw_model(x, y).double() * n
                 if config.loss != "softmax":
-                    sums[1] += state.local_model(x, y, unscaled=True).double() * n
+                    sums[1] += state.raw_model(x, y, unscaled=True).double() * n
     sums = world.gather(sums).sum(0)
     loss, unscaled = (sums[:2] / sums[2]).tolist()
     log.add_validation(loss, unscaled if config.loss != "softmax" else None)

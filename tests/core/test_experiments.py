@@ -17,7 +17,8 @@ from data.batches import train_batch
 from data.dataset import TokenStream
 from infra.cli import UserError
 from infra.files import read_jsonl
-from model import GPT, scale_logits
+from loss import scale_logits
+from model import GPT
 from schema import TrainConfig
 from training.checkpoint import find_checkpoints, load_checkpoint, load_model
 

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -147,13 +146,15 @@ def test_the_power_of_the_re_weighting_rises():
 
 def compile_lssar(
     path: Path, engine: str, backend: str
-) -> tuple[GPT, Any, CompileCounterWithBackend]:
+) -> tuple[GPT, GPT, CompileCounterWithBackend]:
     """The model, p = 15 at most, itself and compiled, and the counter of its graphs."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     flags = f"--attention.normaliser lssa --attention.reweight-p 15 --train.engine {engine}"
-    model = GPT(load_config(path, flags.split()))
-    return model, torch.compile(model, backend=counter), counter
+    model, compiled = (GPT(load_config(path, flags.split())) for _ in range(2))
+    compiled.load_state_dict(model.state_dict())
+    compiled.compile(backend=counter)
+    return model, compiled, counter
 
 
 def test_a_compiled_model_has_few_graphs_for_all_powers(tiny_config: Path):
@@ -161,7 +162,8 @@ def test_a_compiled_model_has_few_graphs_for_all_powers(tiny_config: Path):
     model, compiled, counter = compile_lssar(tiny_config, "dense", "eager")
     tokens = torch.arange(16)[None]
     for p in range(1, 16):
-        model.set_power(p)
+        for network in (compiled, model):
+            network.set_power(p)
         torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-5, atol=1e-6)
     assert counter.frame_count <= 2
 
@@ -172,11 +174,16 @@ def test_a_rising_power_compiles_with_its_gradients(tiny_config: Path):
     model, compiled, counter = compile_lssar(tiny_config, "triton", "aot_eager")
     tokens = torch.arange(16)[None]
     for p in (1, 2, 7, 14, None):
-        model.set_power(p)
-        losses = [network(tokens, tokens.roll(-1)) for network in (compiled, model)]
-        gradients = [torch.autograd.grad(loss, [*model.parameters()]) for loss in losses]
+        networks = (compiled, model)
+        for network in networks:
+            network.set_power(p)
+        losses = [network(tokens, tokens.roll(-1)) for network in networks]
+        gradients = [
+            torch.autograd.grad(loss, [*network.parameters()])
+            for loss, network in zip(losses, networks, strict=True)
+        ]
         assert torch.allclose(*losses)
         assert all(
             (got - want).norm() <= 1e-5 * want.norm() for got, want in zip(*gradients, strict=True)
         )
-    assert counter.frame_count <= 2
+    assert counter.frame_count <= 3  # one of the loss
