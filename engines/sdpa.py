@@ -9,6 +9,7 @@ P_j, of FoX or ALiBi, is eight channels more of q and k, see `append_decay`.
 """
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from positions import alibi, operator_library
 DECODERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # The factors of the channels of `append_decay`. P / 64 fits into float16 down to P = -4 million.
 UNITS = (64.0, 80.0, 96.0, 112.0)
+DECAY_QUERIES = 1024  # whose P are counted from one number: within them P falls little
 
 
 def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:
@@ -45,7 +47,6 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
 def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` for a softmax; (B, H, Tq, D) in v's type."""
     definition = layer.definition
-    head_dim = v.shape[-1]
     k, v, context = layer.cut(q, k, v, context)
     n_queries = q.shape[-2]
     n_keys = k.shape[-2]
@@ -68,13 +69,24 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     q = q.to(v.dtype)
     k = k.to(v.dtype)
     if decay is not None:
-        q, k = append_decay(q, share_heads(k, q), decay)
+        k = share_heads(k, q)
         v = share_heads(v, q)
-    if q.shape[-1] > head_dim:  # flash attention has one head size
-        v = F.pad(v, (0, q.shape[-1] - head_dim))
-    grouped = q.shape[1] != k.shape[1]
     if n_queries == n_keys and 0 < layer.window < n_keys:
-        return run_blocks(q, k, v, layer.window, scale)[..., :head_dim]
+        return run_windows(q, k, v, layer.window, scale, decay)
+    if decay is not None:
+        return run_decay(q, k, v, context, scale, decay)
+    out = attend_causally(q, k, v, context, scale)
+    if first_rows is None:
+        return out
+    return torch.cat((first_rows, out[:, :, definition.exact_rows :]), dim=2)
+
+
+def attend_causally(
+    q: Tensor, k: Tensor, v: Tensor, context: RowContext, scale: float = 1.0
+) -> Tensor:
+    """softmax(scale q.k) v for queries that are the last of the keys; (B, H, Tq, size of v)."""
+    n_queries = q.shape[-2]
+    n_keys = k.shape[-2]
     mask = None
     if 1 < n_queries < n_keys:  # is_causal would align the queries with the first keys
         mask = context.visible(k.mT)
@@ -82,20 +94,46 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     # bool.
     causal = True if n_queries == n_keys and n_queries > 1 else False  # noqa: SIM210
     with sdpa_kernel(DECODERS) if q.is_cuda and n_queries < n_keys else nullcontext():
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
-    out = out[..., :head_dim]
-    return (
-        out
-        if first_rows is None
-        else torch.cat((first_rows, out[:, :, definition.exact_rows :]), dim=2)
-    )
+        return call_sdpa(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+
+
+def call_sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """The kernel, whose queries, keys and values have one size: v may have less channels."""
+    size = v.shape[-1]
+    if q.shape[-1] > size:
+        v = F.pad(v, (0, q.shape[-1] - size))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **options)
+    return out[..., :size]
+
+
+def run_decay(
+    q: Tensor, k: Tensor, v: Tensor, context: RowContext, scale: float, decay: Tensor
+) -> Tensor:
+    """`attend_causally` for scores q.k + P_i - P_j, P = `decay`, in blocks of queries.
+
+    In one block float32 would lose the digits of P_i - P_j to P itself, which grows with the length.
+    """
+    dtype = v.dtype
+    n_before = k.shape[-2] - q.shape[-2]
+    wide = torch.promote_types(dtype, torch.float32)  # in which gradients of the blocks are added
+    k = k.to(wide)
+    v = v.to(wide)
+    blocks = []
+    for start in range(0, q.shape[-2], DECAY_QUERIES):
+        rows = slice(start, min(start + DECAY_QUERIES, q.shape[-2]))
+        keys = slice(0, n_before + rows.stop)
+        of_block = context.block(slice(None), rows, keys)
+        parts = append_decay(q[:, :, rows], k[:, :, keys].to(dtype), decay[:, :, keys])
+        blocks.append(attend_causally(*parts, v[:, :, keys].to(dtype), of_block, scale))
+    return torch.cat(blocks, dim=2)
 
 
 def append_decay(q: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k (B, H, T, D + 8) whose products are q.k + P_i - P_j, P = `decay` (B, H, Tk, 1)
-    float64.
+    """q and k (..., T, D + 8) whose products are q.k + P_i - P_j, P = `decay` (..., Tk, 1) float64.
+
+    P counts from that of the first query, so that near keys have small numbers. Far ones, whose
+    digits are lost, have a weight only where P hardly falls.
 
     The gradient of a gate is that of P summed over all later tokens, with the rounding of dq and
     dk. It is averaged over four channels, each rounded after another factor. P's gradient sums to
@@ -104,10 +142,12 @@ def append_decay(q: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
     units = decay.new_tensor(UNITS)
     centred = decay - decay.mean(-2, keepdim=True)
     gradient = (centred - centred.detach()) / (len(UNITS) * units)  # zeros
-    of_keys = split(decay.detach(), q.dtype) + gradient.to(q.dtype)  # (B, H, Tk, 4)
+    n_before = k.shape[-2] - q.shape[-2]
+    queries = slice(n_before, None)
+    near = decay.detach() - decay.detach()[..., n_before : n_before + 1, :]
+    of_keys = split(near, q.dtype) + gradient.to(q.dtype)  # (..., Tk, 4)
     of_all = units.to(q.dtype).expand_as(of_keys)
-    queries = slice(k.shape[-2] - q.shape[-2], None)
-    q = torch.cat((q, of_keys[:, :, queries], of_all[:, :, queries]), dim=-1)
+    q = torch.cat((q, of_keys[..., queries, :], of_all[..., queries, :]), dim=-1)
     return q, torch.cat((k, of_all, -of_keys), dim=-1)
 
 
@@ -129,29 +169,36 @@ def _(decay: Tensor, dtype: torch.dtype) -> Tensor:
     return decay.new_empty(*decay.shape[:-1], len(UNITS), dtype=dtype)
 
 
-def run_blocks(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+def run_windows(
+    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, decay: Tensor | None
+) -> Tensor:
     """softmax(scale q.k) v over the last `window` keys of each query, as many queries as keys.
 
     A block of `window` queries sees its own keys and those of the block before it, whatever the
-    length.
+    length. With `decay` P_i - P_j is added to the scores.
     """
     length = q.shape[-2]
     n = -(-length // window)  # blocks
-    q, k, v = (
-        F.pad(t, (0, 0, 0, n * window - length)).unflatten(-2, (n, window)) for t in (q, k, v)
-    )
-    grouped = q.shape[1] != k.shape[1]  # (B, H, blocks, W, D)
-    first = F.scaled_dot_product_attention(
-        q[:, :, 0], k[:, :, 0], v[:, :, 0], is_causal=True, scale=scale, enable_gqa=grouped
-    )
-    # (B, H, blocks - 1, 2 W, D)
-    k, v = (torch.cat((t[:, :, :-1], t[:, :, 1:]), dim=-2) for t in (k, v))
+
+    def in_blocks(t: Tensor) -> Tensor:  # (B, H, blocks, W, D)
+        return F.pad(t, (0, 0, 0, n * window - length)).unflatten(-2, (n, window))
+
+    def with_block_before(t: Tensor) -> Tensor:  # (B, H, blocks - 1, 2 W, D)
+        return torch.cat((t[:, :, :-1], t[:, :, 1:]), dim=-2)
+
+    q, k, v = in_blocks(q), in_blocks(k), in_blocks(v)
+    first_q, first_k, first_v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
+    q, k, v = q[:, :, 1:], with_block_before(k), with_block_before(v)
+    if decay is not None:
+        # what is padded has the last token's
+        decay = in_blocks(decay - decay[:, :, -1:].detach())
+        first_q, first_k = append_decay(first_q, first_k, decay[:, :, 0])
+        q, k = append_decay(q, k, with_block_before(decay))
+    first = call_sdpa(first_q, first_k, first_v, is_causal=True, scale=scale)
     rows = torch.arange(window, device=q.device)[:, None]
     keys = torch.arange(2 * window, device=q.device)
-    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q[:, :, 1:], k, v))
     visible = (keys > rows) & (keys <= rows + window)
-    rest = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=visible, scale=scale, enable_gqa=grouped
-    )
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    rest = call_sdpa(q, k, v, attn_mask=visible, scale=scale)
     rest = rest.unflatten(0, (len(first), n - 1)).transpose(1, 2)  # (B, H, blocks - 1, W, D)
     return torch.cat((first[:, :, None], rest), dim=2).flatten(2, 3)[:, :, :length]

@@ -291,6 +291,26 @@ def test_gates_on_sdpa(dtype, shape):
     assert max(errors) <= tolerance and of_gates <= tolerance_of_gates, (errors, of_gates)
 
 
+def test_gates_on_sdpa_in_blocks_of_queries(monkeypatch):
+    monkeypatch.setattr(sdpa, "DECAY_QUERIES", 128)
+    for shape in FOX_SHAPES:
+        assert max(fox_errors(attention.attend, torch.float64, shape)) <= 1e-12
+        assert max(fox_errors(attention.attend, torch.bfloat16, shape)[:4]) <= 6e-3
+
+
+@pytest.mark.parametrize(("n_queries", "window"), [(100, 0), (131072, 64)])
+@pytest.mark.parametrize("normaliser", ["fox", "softmax"])
+def test_digits_of_a_decay_do_not_depend_on_the_length(normaliser, n_queries, window):
+    """FoX's and ALiBi's of 131,072 keys, where P is below -60,000 and -500."""
+    length = 131072
+    position = "none" if normaliser == "fox" else "alibi"
+    options = AttentionConfig(normaliser=normaliser)
+    layer = make_normaliser(options, 1, 8, 64, position, window, width=8)
+    q, k, v, _ = draw(n_queries, length, 8, n_head=1, dtype=torch.float32)
+    got, want = (attend(q, k, v, layer, engine) for engine in ("sdpa", "rows"))
+    assert (got - want).norm() <= 1e-5 * want.norm()
+
+
 @pytest.mark.parametrize("compiled", [False, *slow(True)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_channels_of_a_decay_are_exact(dtype, compiled):
