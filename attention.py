@@ -8,7 +8,7 @@ What an engine computes and can run, its own file in engines/ says (`problem`).
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple, get_args
 
@@ -60,8 +60,6 @@ def attend(
     v: Tensor,
     layer: NormaliserLayer,
     engine: Engine | ChosenEngine = "auto",
-    *,
-    spans: Sequence[tuple[int, int]] | None = None,
     signals: Tensor | None = None,
 ) -> Tensor:
     """Causal attention: layer.weights(q, k) @ v, RMS-normalised per head where the formula has
@@ -71,9 +69,6 @@ def attend(
         q: (B, H, Tq, D) after RoPE, the last Tq of the Tk positions.
         k, v: (B, n_kv_head, Tk, D). Head h of q belongs to head h // (H / n_kv_head) of k and v.
         engine: a name, resolved at this call; a model resolves it once (`choose_engine`).
-        spans: for a padded batch, the positions [start, stop) of each sequence's real keys. n
-            counts only these. Sequences with the same span are computed together; padding gets
-            zeros.
         signals: (B, H, Tk, S) of all keys, from `layer.read`, for formulas that read the layer's
         input.
     Returns:
@@ -85,7 +80,7 @@ def attend(
     """
     q = layer.norm_heads(q)
     k = layer.norm_heads(k)
-    return attend_normed(q, k, v, layer, engine, spans=spans, signals=signals)
+    return attend_normed(q, k, v, layer, engine, signals)
 
 
 def attend_normed(
@@ -94,8 +89,6 @@ def attend_normed(
     v: Tensor,
     layer: NormaliserLayer,
     engine: Engine | ChosenEngine = "auto",
-    *,
-    spans: Sequence[tuple[int, int]] | None = None,
     signals: Tensor | None = None,
 ) -> Tensor:
     """`attend` for q and k that have passed `layer.norm_heads`, as a model's have."""
@@ -104,18 +97,6 @@ def attend_normed(
         raise ValueError(f"q of shape {tuple(q.shape)}: expected (B, {heads[0]}, Tq, {heads[1]})")
     if isinstance(engine, str):
         engine = choose_engine(layer, engine, q.device, v.dtype)
-    if spans is not None:
-        out = v.new_zeros(*q.shape[:-1], v.shape[-1])
-        first = k.shape[-2] - q.shape[-2]
-        for start, stop in set(spans):
-            sequences = [b for b, span in enumerate(spans) if span == (start, stop)]
-            queries = slice(max(start - first, 0), max(stop - first, 0))
-            keys = slice(start, stop)
-            if queries.start < queries.stop:
-                real = q[sequences, :, queries], k[sequences, :, keys], v[sequences, :, keys]
-                of_keys = None if signals is None else signals[sequences, :, keys]
-                out[sequences, :, queries] = attend_normed(*real, layer, engine, signals=of_keys)
-        return out
     run = engine.run
     has_bias = layer.by_distance or layer.decays
     if q.shape[-2] == 1 and (engine.name in COMPILED or (engine.name == "sdpa" and has_bias)):

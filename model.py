@@ -41,7 +41,6 @@ class KVCache:
         self.max_length = max_length
         self.windows = windows or [0] * n_layer
         self.length = 0  # advanced by GPT once all layers have appended
-        self.spans: list[tuple[int, int]] | None = None  # of a padded batch (see `attend`)
         self.held: list[list[Tensor]] = [[] for _ in range(n_layer)]
 
     def append(self, layer: int, *parts: Tensor) -> list[Tensor]:
@@ -67,6 +66,17 @@ class KVCache:
         for held, part in zip(self.held[layer], parts, strict=True):
             held[:, :, self.length : end] = part
         return [held[:, :, :end] for held in self.held[layer]]
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer,
+        engine: ChosenEngine | Engine, signals: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """`attend_normed`; a cache of padded sequences leaves out their padding."""
+        return attend_normed(q, k, v, layer, engine, signals)
+
+    def keys_before(self, k: Tensor) -> Tensor:
+        """The key before each of k (B, n_kv_head, T, D), zeros before the first of a sequence."""
+        return F.pad(k, (0, 0, 1, -1))
 
 
 def make_linear(n_in: int, n_out: int, bias: bool, std: float = INIT_STD) -> nn.Linear:
@@ -144,30 +154,28 @@ class Attention(nn.Module):
             )
             signals = rest[0] if rest else None
         if self.key_shift is not None:
-            k = self.shift_keys(k, None if cache is None else cache.spans)
+            k = self.shift_keys(k, cache)
             k = self.normaliser.norm_heads(k)
         return q, k, v, signals
 
-    def shift_keys(self, k: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
+    def shift_keys(self, k: Tensor, cache: KVCache | None = None) -> Tensor:
         """(1 - s) k_j + s k_{j - 1} of all keys (B, n_kv_head, T, D) after RoPE, s learned by key
         head.
 
         A key then says which token came before, so one layer finds what followed the last token's
-        earlier occurrences (smeared keys, Olsson et al. 2022). The first key of a sequence
-        (`spans`) has no other.
+        earlier occurrences (smeared keys, Olsson et al. 2022). The first key of a sequence has no
+        other.
         """
         assert self.key_shift is not None
         share = torch.sigmoid(self.key_shift)[:, None, None].to(k.dtype)
-        before = F.pad(k, (0, 0, 1, -1))
-        for sequence, (first, _) in enumerate(spans or ()):
-            before[sequence, :, first] = 0
+        before = F.pad(k, (0, 0, 1, -1)) if cache is None else cache.keys_before(k)
         return (1 - share) * k + share * before
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
         """(B, T, C) to the same. cos, sin: of `rope_tables`. A cache is extended."""
         q, k, v, signals = self.project(x, cos, sin, cache)
-        spans = None if cache is None else cache.spans
-        y = attend_normed(q, k, v, self.normaliser, self.engine, spans=spans, signals=signals)
+        run = attend_normed if cache is None else cache.attend
+        y = run(q, k, v, self.normaliser, self.engine, signals)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 

@@ -20,9 +20,10 @@ from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from config import config_from_dict
+from hub.padding import PaddedCache, mask_spans
 from infra.cli import UserError
 from loss import scale_logits
-from model import GPT, KVCache
+from model import GPT
 from positions import RopeScaling
 
 
@@ -47,13 +48,12 @@ class NormaliserGPTConfig(PreTrainedConfig):
     use_cache: bool = True
 
 
-class HubCache(KVCache):
+class HubCache(PaddedCache):
     """A cache of transformers, or none, in the place of a `KVCache`."""
 
     def __init__(self, cache: Cache | None) -> None:
         self.cache = cache
         self.length = 0 if cache is None else int(cache.get_seq_length())
-        self.spans = None
 
     def append(self, layer: int, *parts: Tensor) -> list[Tensor]:
         if self.cache is None:
@@ -205,20 +205,3 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
         options = super()._prepare_generated_length(*args, **kwargs)  # type: ignore[misc]
         self.final_length = options.max_length
         return options
-
-
-def mask_spans(mask: Tensor) -> list[tuple[int, int]] | None:
-    """`attend`'s spans from a padding mask (B, Tk), nonzero at real keys. None: no padding.
-
-    Raises:
-        UserError: padding between real keys.
-    """
-    real = mask.bool().cpu()
-    starts = real.int().argmax(1)
-    stops = starts + real.sum(1)
-    places = torch.arange(real.shape[1])
-    if not real.equal((places >= starts[:, None]) & (places < stops[:, None])):
-        raise UserError(
-            "attention_mask: has zeros between ones; expected padding on the left or right only"
-        )
-    return None if real.all() else list(zip(starts.tolist(), stops.tolist(), strict=True))

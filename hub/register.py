@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from attention import attend, make_normaliser
 from hub.native import import_transformers
+from hub.padding import attend_spans, mask_spans
 from infra.cli import UserError
 from schema import AttentionConfig
 
@@ -83,8 +84,6 @@ class Replacement(NamedTuple):
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
         from transformers.masking_utils import causal_mask_function
 
-        from hub.modeling import mask_spans
-
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         module = sys.modules[model_class.__module__] if model_class else None
         calls = getattr(
@@ -136,7 +135,7 @@ class Replacement(NamedTuple):
         factor = 1.0 if scaling is None else scaling * math.sqrt(query.shape[3])
         if not math.isclose(factor, 1.0):
             query = query * factor  # so that x = scaling q.k, where the formulas have q.k / sqrt(d)
-        out = attend(query, key, value, self.layer_of(module, query), spans=spans)
+        out = attend_spans(attend, spans, query, key, value, self.layer_of(module, query))
         return out.transpose(1, 2).contiguous(), None
 
     def layer_of(self, module: Any, query: Tensor) -> Any:

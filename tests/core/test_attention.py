@@ -36,6 +36,7 @@ from torch import Tensor
 import attention
 from attention import make_normaliser
 from engines import sdpa, triton
+from hub.padding import attend_spans
 from infra.cli import UserError
 from normalisers.adaptive import NormSoftmax
 from normalisers.base import HIDDEN, l1_normalise, reweight
@@ -675,7 +676,7 @@ def test_padded_sequences_are_computed_alone(options, n_queries):
     mask = torch.tensor([[1] * 9, [0] * 3 + [1] * 6, [1] * 5 + [0] * 4, [0] * 9])
     spans = [(0, 9), (3, 9), (0, 5), (0, 0)]
     for engine in ("dense", "auto"):
-        out = attend(q, k, v, normaliser, engine, spans=spans)
+        out = attend_spans(attention.attend, spans, q, k, v, normaliser, engine)
         for b, real in enumerate(mask.bool()):
             ours = out[b, :, real[-n_queries:]]
             assert not out[b, :, ~real[-n_queries:]].any()

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from attention import attend, attend_normed
 from generation import generate
+from hub.padding import PaddedCache
 from infra.cli import UserError
 from model import GPT, KVCache, make_norm
 from positions import RopeScaling, apply_rope, rope_tables
@@ -382,7 +383,7 @@ def test_fox_reads_the_layers_input():
     tokens = random_tokens(2, 24)
     with torch.no_grad():
         whole = gpt(tokens)
-        cache = KVCache(n_layer=1, max_length=24)
+        cache = PaddedCache(n_layer=1, max_length=24)
         cache.spans = [(0, 24), (5, 24)]
         padded = gpt(tokens, cache=cache)
         torch.testing.assert_close(padded[0], whole[0], atol=1e-9, rtol=0)
@@ -485,7 +486,7 @@ def test_no_key_of_the_padding_is_shifted_into_a_sequence(normaliser):
         {"normaliser": normaliser}, std=0.2, n_layer=1, position="none", key_shift=True
     ).double()
     tokens = random_tokens(2, 24)
-    cache = KVCache(n_layer=1, max_length=24)
+    cache = PaddedCache(n_layer=1, max_length=24)
     cache.spans = [(0, 24), (5, 24)]
     with torch.no_grad():
         padded = gpt(tokens, cache=cache)
