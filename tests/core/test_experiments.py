@@ -85,14 +85,17 @@ def test_every_config_trains(path, folder, softmax_runs):
             changes["model.n_layer"] = "4"
         if config.init_from:
             changes["init_from"] = str(softmax_runs[config.model.tie_embeddings])
-        run = run_train(path, chosen.overrides + tiny(folder, **changes))
+        overrides = chosen.overrides + tiny(folder, **changes)
+        run = run_train(path, overrides)
         losses = metrics(run, "loss")
         assert len(losses) == 20 and all(
             loss is not None and math.isfinite(loss) for loss in losses
         )
         assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.02, losses
         trained = load_config(run / "config.toml")
-        assert trained.attention == config.attention and trained.train.loss == config.train.loss
+        assert trained == load_config(path, overrides)
+        assert trained.attention.normaliser == config.attention.normaliser
+        assert trained.train.loss == config.train.loss
 
 
 @pytest.mark.parametrize(
