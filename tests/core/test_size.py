@@ -21,7 +21,7 @@ LAYOUT = (
     tokenize.ENDMARKER,
 )
 PARTS = ("hub", "lab", "benchmarks", "tests", "results")
-BOUNDS = {"core": 77_000, "lab": 24_000, "hub": 7_000, "benchmarks": 12_000, "tests": 112_000}
+BOUNDS = {"core": 79_000, "lab": 24_000, "hub": 7_000, "benchmarks": 12_000, "tests": 112_000}
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
