@@ -231,7 +231,9 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(self.padded_vocab, m.n_embd)
         nn.init.normal_(self.embedding.weight, std=INIT_STD)
         self.layer_configs = config.layer_configs
-        blocks = [Block(of_layer, layer) for layer, of_layer in enumerate(self.layer_configs)]
+        blocks = [
+            Block(layer_config, layer) for layer, layer_config in enumerate(self.layer_configs)
+        ]
         normalisers = [block.attention.normaliser for block in blocks]
         sharing = [normaliser for normaliser in normalisers if hasattr(normaliser, "p_n")]
         # ssmax_pn has one p_n for all layers and heads (SSMax eq. 3)
@@ -312,8 +314,8 @@ class GPT(nn.Module):
         train_len = self.config.train.seq_len
         tables: dict[tuple[RopeScaling, float, float, bool], tuple[Tensor, Tensor]] = {}
         by_layer = []
-        for block, of_layer in zip(self.blocks, self.layer_configs, strict=True):
-            m = of_layer.model
+        for block, layer_config in zip(self.blocks, self.layer_configs, strict=True):
+            m = layer_config.model
             amplified = (
                 scaling.kind != "yarn" or block.attention.normaliser.definition.scores != "cosine"
             )
@@ -446,7 +448,9 @@ class GPT(nn.Module):
         """Whether a position's output is final: not if a row's weights depend on the number of all
         keys.
         """
-        return all(of_layer.attention.definition.cacheable for of_layer in self.layer_configs)
+        return all(
+            layer_config.attention.definition.cacheable for layer_config in self.layer_configs
+        )
 
     def n_params(self) -> int:
         """Number of parameters, shared ones once."""
@@ -467,8 +471,8 @@ class GPT(nn.Module):
         if not m.tie_embeddings:
             weights -= self.embedding.weight.numel()  # looked up, not multiplied with
         attention = 0.0
-        for of_layer in self.layer_configs:
-            window = min(of_layer.model.window or seq_len, seq_len)
+        for layer_config in self.layer_configs:
+            window = min(layer_config.model.window or seq_len, seq_len)
             attention += 12 * (window - window**2 / (2 * seq_len)) * m.n_embd
-            attention += m.n_head * of_layer.attention.definition.extra_flops(m.head_dim)
+            attention += m.n_head * layer_config.attention.definition.extra_flops(m.head_dim)
         return 6.0 * weights + attention

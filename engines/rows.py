@@ -87,14 +87,14 @@ class RowBlocks(torch.autograd.Function):
             torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (k, v, *learned)
         )
         d_decay = None if decay is None else torch.zeros_like(decay)
-        of_names = dict(zip(ctx.context.learned, learned, strict=True))
-        context = replace(ctx.context, learned=of_names, decay=decay)
+        by_name = dict(zip(ctx.context.learned, learned, strict=True))
+        context = replace(ctx.context, learned=by_name, decay=decay)
         delta = (do * out).sum(-1, keepdim=True)  # (B, H, Tq, 1)
         queries = slice(k.shape[2] - q.shape[2], None)  # their places among the keys
         for (batch, block, keys), saved in zip(
             query_blocks(q, k, ctx.layer), ctx.saved, strict=True
         ):
-            x, here, of_q, of_k = block_scores(q, k, ctx.layer, context, batch, block, keys)
+            x, here, block_q, block_k = block_scores(q, k, ctx.layer, context, batch, block, keys)
             d_out = do[batch, :, block]
             d_weights = d_out @ v[batch, :, keys].mT
             if saved:
@@ -110,8 +110,8 @@ class RowBlocks(torch.autograd.Function):
                 for total, part in zip(d_learned, parts, strict=True):
                     if part is not None:
                         total += part
-            dq[batch, :, block] = dx @ of_k
-            _add_product(dk[batch, :, keys], dx.mT, of_q)
+            dq[batch, :, block] = dx @ block_k
+            _add_product(dk[batch, :, keys], dx.mT, block_q)
             _add_product(dv[batch, :, keys], weights.detach().mT, d_out)
             if d_decay is not None:  # P_i - P_j is added to x_ij
                 d_decay[batch, :, keys] -= dx.sum(-2, dtype=decay.dtype)[..., None]

@@ -123,9 +123,9 @@ def run_decay(
     for start in range(0, q.shape[-2], DECAY_QUERIES):
         rows = slice(start, min(start + DECAY_QUERIES, q.shape[-2]))
         keys = slice(0, n_before + rows.stop)
-        of_block = context.block(slice(None), rows, keys)
+        block_context = context.block(slice(None), rows, keys)
         parts = append_decay(q[:, :, rows], k[:, :, keys].to(dtype), decay[:, :, keys])
-        blocks.append(attend_causally(*parts, v[:, :, keys].to(dtype), of_block, scale))
+        blocks.append(attend_causally(*parts, v[:, :, keys].to(dtype), block_context, scale))
     return torch.cat(blocks, dim=2)
 
 
@@ -145,10 +145,10 @@ def append_decay(q: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
     n_before = k.shape[-2] - q.shape[-2]
     queries = slice(n_before, None)
     near = decay.detach() - decay.detach()[..., n_before : n_before + 1, :]
-    of_keys = split(near, q.dtype) + gradient.to(q.dtype)  # (..., Tk, 4)
-    of_all = units.to(q.dtype).expand_as(of_keys)
-    q = torch.cat((q, of_keys[..., queries, :], of_all[..., queries, :]), dim=-1)
-    return q, torch.cat((k, of_all, -of_keys), dim=-1)
+    decay_parts = split(near, q.dtype) + gradient.to(q.dtype)  # (..., Tk, 4)
+    unit_parts = units.to(q.dtype).expand_as(decay_parts)
+    q = torch.cat((q, decay_parts[..., queries, :], unit_parts[..., queries, :]), dim=-1)
+    return q, torch.cat((k, unit_parts, -decay_parts), dim=-1)
 
 
 # An operator of its own: compiled, the rounding to 16 bits and back would be left out.

@@ -62,8 +62,8 @@ class RowContext:
         """
         if self.decay is None:
             return x
-        of_rows = self.decay[:, :, self.place.squeeze(-1).long()]  # (B, H, R, 1)
-        return x + (of_rows - self.decay.mT).to(x.dtype)
+        row_decay = self.decay[:, :, self.place.squeeze(-1).long()]  # (B, H, R, 1)
+        return x + (row_decay - self.decay.mT).to(x.dtype)
 
     def visible(self, x: Tensor) -> Tensor:
         """(R, K) bool: the keys of x (..., K) that each row sees."""

@@ -198,8 +198,8 @@ class NormaliserLayer(nn.Module):
             raise UserError(f"{self.definition.name} reads the layer's input: expected signals")
         sizes = [*map(len, self.signals.values())]
         by_name = dict(zip(self.signals, signals.to(dtype).split(sizes, dim=-1), strict=True))
-        of_rows = {name: each[..., rows, :] for name, each in by_name.items()}
-        return replace(context, signals=of_rows, decay=self.definition.key_decay(by_name))
+        row_signals = {name: each[..., rows, :] for name, each in by_name.items()}
+        return replace(context, signals=row_signals, decay=self.definition.key_decay(by_name))
 
     def cut(
         self, q: Tensor, k: Tensor, v: Tensor, context: RowContext
