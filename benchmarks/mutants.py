@@ -69,6 +69,16 @@ positions.py: 0.1 * math.log(s) + 1 => 0.1 * math.log(s)
 data/batches.py: min(n_tokens, stream.n_tokens - 1) => min(n_tokens, stream.n_tokens)
 data/batches.py: n_windows = stream.n_tokens // seq_len => n_windows = (stream.n_tokens - 1) // seq_len
 data/batches.py: SeedSequence([epoch, seed]) => SeedSequence([0, seed])
+data/batches.py: ends - starts > length => ends - starts >= length
+# tests/core/data/test_prepare.py
+data/documents.py: "utf-8-sig" => "utf-8"
+data/documents.py: (rest + fragment).split => fragment.split
+data/documents.py: share > MOST_UNREADABLE => share > 1
+data/prepare.py: != (part.split == "val") => == (part.split == "val")
+# tests/core/data/test_packages.py
+data/packages.py: owner[first][which] < owner => owner[first][which] <= owner
+data/packages.py: mixed[:-width] * np.uint64(0xBF58476D1CE4E5B9) => mixed[:-width]
+data/packages.py: VENDORED.search(name) => False
 # tests/core/training/test_loader.py
 training/loader.py: config.data.skip_steps + step => step
 # tests/core/training/test_state.py
