@@ -77,7 +77,7 @@ data/documents.py: share > MOST_UNREADABLE => share > 1
 data/prepare.py: != (part.split == "val") => == (part.split == "val")
 # tests/core/data/test_packages.py
 data/packages.py: owner[first][which] < owner => owner[first][which] <= owner
-data/packages.py: mixed[:-width] * np.uint64(0xBF58476D1CE4E5B9) => mixed[:-width]
+data/packages.py: copied <= MOST_COPIED[split] => copied <= 0.5
 data/packages.py: VENDORED.search(name) => False
 # tests/core/training/test_loader.py
 training/loader.py: config.data.skip_steps + step => step

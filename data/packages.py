@@ -139,7 +139,7 @@ def run_hashes(tokens: np.ndarray) -> np.ndarray:
     while width < RUN:  # of two neighbours of `width` tokens one of twice as many
         mixed = hashes * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(29)
-        hashes = mixed[:-width] * np.uint64(0xBF58476D1CE4E5B9) + hashes[width:]
+        hashes = mixed[:-width] + hashes[width:]
         width *= 2
     return hashes
 
