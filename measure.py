@@ -364,11 +364,12 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 # ---------------------------------------------------------------- names
-NAMES = {
-    "softmax": "softmax", "ssmax": "SSMax", "lssa": "LSSA", "norm_softmax": "NormSoftmax",
-    "stick_breaking": "stick-breaking", "fox": "FoX", "asentmax": "ASEntmax", "drope": "DroPE",
+NAMES = {  # of formulas and positions
+    "ssmax": "SSMax", "lssa": "LSSA", "norm_softmax": "NormSoftmax", "fox": "FoX",
+    "asentmax": "ASEntmax", "decay": "decay by distance",
     "alibi": "ALiBi", "none": "NoPE", "p_rope": "p-RoPE",
 }  # fmt: skip
+PLACED = ("fox", "stick_breaking", "decay")  # by a decay of their own, without positions
 
 
 def name_model(config: Config) -> str:
@@ -393,9 +394,10 @@ def name_layer(config: Config) -> str:
         name += f" to the power {options.reweight_p:g}"
     if kind in ("softmax", "ssmax") and getattr(options.definition, "scores", "") == "cosine":
         name += ", QK-norm"
-    is_usual = model.position == ("none" if kind in ("fox", "stick_breaking") else "rope")
-    if not is_usual:
+    if model.position != ("none" if kind in PLACED else "rope"):
         name += f", {NAMES.get(model.position, model.position)}"
+    name += ", output gate" if model.attention_gate else ""
+    name += ", shifted keys" if model.key_shift else ""
     if model.window:
         plain = name.removeprefix("softmax").removeprefix(", ")
         name = f"windows of {model.window}" + (f" ({plain})" if plain else "")

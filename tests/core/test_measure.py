@@ -14,8 +14,10 @@ from pandas import DataFrame
 
 import measure
 import train
+from config import load_config
 from measure import COLUMNS, Estimate, Losses, estimate
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 ROWS = [("a", 7, "0123", "loss", 16, 0, "none", block, block // 2, 1.5) for block in range(4)]
 
 
@@ -181,6 +183,19 @@ def test_losses_of_rows():
     with one_line("a, b: scored on other blocks"):
         measure.read_losses(rows[:-1])
     assert measure.count_blocks(rows, [16]) == 4 and measure.count_blocks(rows, [16, 32]) == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("softmax", "softmax"), ("lssa", "LSSA"), ("lssar", "LSSAR"),
+        ("demo_ssmax", "SSMax, QK-norm"), ("demo_hybrid", "windows of 16 + FoX"),
+        ("variants/nope", "softmax, NoPE"), ("variants/gate", "softmax, output gate"),
+        ("variants/stick_breaking", "stick-breaking"), ("variants/window_32", "windows of 32"),
+    ],
+)  # fmt: skip
+def test_names_of_models(file, name):
+    assert measure.name_model(load_config(CONFIGS / f"{file}.toml")) == name
 
 
 def test_holm():
