@@ -43,9 +43,15 @@ training/validation.py: if first < n_windows: => if True:
 train.py: config.train.grad_clip or math.inf => config.train.grad_clip
 training/trial.py: / 1000 * train.batch_tokens / shortened.train.batch_tokens => / 1000
 # tests/core/test_experiments.py
-model.py: z.shape[-1] ** -0.5 => 1.0
+loss.py: z.shape[-1] ** -0.5 => 1.0
 # tests/core/test_attention.py -k window
 normalisers/base.py: (keys > self.place - self.n) => (keys >= self.place - self.n)
+# tests/core/test_attention.py -k decay
+engines/sdpa.py: decay.detach() - decay.detach()[..., n_before : n_before + 1, :] => decay.detach()
+# tests/core/test_model.py -k window
+model.py: part[:, :, -window:].clone() => part[:, :, 1 - window :].clone()
+model.py: min(window, layer.window or window) => window
+model.py: UNSCALED if 0 < m.window <= train_len => UNSCALED if 0 < m.window
 # tests/core/test_attention.py -k alibi
 positions.py: -8 * (head + 1) => -8 * head
 # tests/core/test_attention.py -k grouped
