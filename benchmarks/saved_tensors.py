@@ -34,8 +34,8 @@ class Stack(nn.Module):
     def __init__(self, config: Config, n_blocks: int) -> None:
         super().__init__()
         blocks = [model.Block(config.layer_configs[0], i) for i in range(n_blocks)]
-        for block in blocks:
-            layer = block.attention.normaliser
+        self.layers = [block.attention.normaliser for block in blocks]
+        for block, layer in zip(blocks, self.layers, strict=True):
             name: Engine = (
                 "sdpa" if layer.definition.form == "softmax" and not layer.reweight_p else "triton"
             )
@@ -64,7 +64,9 @@ def saved_bytes(config: Config, budget: float, n_blocks: int) -> int:
     tables = [torch.empty(config.train.seq_len, m.head_dim // 2) for _ in range(2)]
     total = 0
 
-    def forward(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
+    def forward(x: Tensor, cos: Tensor, sin: Tensor, power: Tensor, *weights: Tensor) -> Tensor:
+        for layer in stack.layers:
+            layer.p = power  # an input of the graph, as all tensors are
         with torch.autocast("cpu", torch.bfloat16):
             return torch.func.functional_call(
                 stack, dict(zip(parameters, weights, strict=True)), (x, cos, sin)
@@ -92,7 +94,8 @@ def saved_bytes(config: Config, budget: float, n_blocks: int) -> int:
     )
     try:
         with functorch_config.patch(activation_memory_budget=budget):
-            traced(x, *tables, *parameters.values())
+            power = torch.tensor(config.attention.reweight_p)
+            traced(x, *tables, power, *parameters.values())
     except Traced:
         return total
     raise AssertionError("not traced")

@@ -36,7 +36,6 @@ from torch import Tensor
 import attention
 from attention import make_normaliser
 from engines import sdpa, triton
-from hub.padding import attend_spans
 from infra.cli import UserError
 from normalisers.adaptive import NormSoftmax
 from normalisers.base import HIDDEN, l1_normalise, reweight
@@ -660,34 +659,6 @@ def test_what_attend_cannot_do():
     ):
         with pytest.raises(error, match=message):
             attend(q, k, v, normaliser, engine=engine)
-
-
-@pytest.mark.parametrize("n_queries", [9, 1, 4])
-@pytest.mark.parametrize(
-    "options", [{"normaliser": "lssa", "reweight_p": 3}, {"normaliser": "ssmax"}], ids=str
-)
-def test_padded_sequences_are_computed_alone(options, n_queries):
-    """With spans of real keys: each sequence's rows are its own without padding, padding gives
-    zeros.
-    """
-    normaliser = make_normaliser(AttentionConfig(**options), n_head=4, head_dim=8, train_len=16)
-    k, v = torch.randn(4, 2, 9, 8, requires_grad=True), torch.randn(4, 2, 9, 8)
-    q = torch.randn(4, 4, n_queries, 8)
-    mask = torch.tensor([[1] * 9, [0] * 3 + [1] * 6, [1] * 5 + [0] * 4, [0] * 9])
-    spans = [(0, 9), (3, 9), (0, 5), (0, 0)]
-    for engine in ("dense", "auto"):
-        out = attend_spans(attention.attend, spans, q, k, v, normaliser, engine)
-        for b, real in enumerate(mask.bool()):
-            ours = out[b, :, real[-n_queries:]]
-            assert not out[b, :, ~real[-n_queries:]].any()
-            if ours.shape[1]:
-                rows = q[b : b + 1, :, real[-n_queries:]]
-                alone = attend(
-                    rows, k[b : b + 1, :, real], v[b : b + 1, :, real], normaliser, engine
-                )
-                torch.testing.assert_close(ours, alone[0], rtol=1e-5, atol=1e-6)
-        (dk,) = torch.autograd.grad(out.sum(), k)
-        assert not dk.transpose(1, 2)[~mask.bool()].any()
 
 
 @pytest.mark.parametrize("engine", ["dense", "rows", "sdpa", "auto"])

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from attention import attend, attend_normed
 from generation import generate
-from hub.padding import PaddedCache
 from infra.cli import UserError
 from model import GPT, KVCache, make_norm
 from positions import RopeScaling, apply_rope, rope_tables
@@ -372,9 +371,7 @@ def test_cache_equals_uncached(attention, parts, pieces):
 
 
 def test_fox_reads_the_layers_input():
-    """Of a single layer: logits move with w and b, start at sigmoid(0) a token, and count real keys
-    only.
-    """
+    """Of a single layer: logits move with w and b, and start at sigmoid(0) a token."""
     gpt = make_gpt({"normaliser": "fox"}, std=0.2, n_layer=1, position="none").double()
     signal = gpt.blocks[0].attention.normaliser.signal
     assert signal.weight.shape == (2, 32) and signal.bias.tolist() == [0, 0]
@@ -382,12 +379,6 @@ def test_fox_reads_the_layers_input():
     assert far.blocks[0].attention.normaliser.signal.bias.tolist() == [4, 4]
     tokens = random_tokens(2, 24)
     with torch.no_grad():
-        whole = gpt(tokens)
-        cache = PaddedCache(n_layer=1, max_length=24)
-        cache.spans = [(0, 24), (5, 24)]
-        padded = gpt(tokens, cache=cache)
-        torch.testing.assert_close(padded[0], whole[0], atol=1e-9, rtol=0)
-        torch.testing.assert_close(padded[1, 5:], gpt(tokens[1:, 5:])[0], atol=1e-9, rtol=0)
         signal.weight.zero_()
         signal.bias.fill_(100.0)  # forgets nothing
         softmax = make_gpt({}, n_layer=1, position="none").double()
@@ -478,19 +469,6 @@ def test_key_shift():
     assert torch.equal(q, shifted_q)
     torch.testing.assert_close(shifted_k[:, :, 1:], (k[:, :, 1:] + k[:, :, :-1]) / 2)
     torch.testing.assert_close(shifted_k[:, :, 0], k[:, :, 0] / 2)
-
-
-@pytest.mark.parametrize("normaliser", ["softmax", "fox"])
-def test_no_key_of_the_padding_is_shifted_into_a_sequence(normaliser):
-    gpt = make_gpt(
-        {"normaliser": normaliser}, std=0.2, n_layer=1, position="none", key_shift=True
-    ).double()
-    tokens = random_tokens(2, 24)
-    cache = PaddedCache(n_layer=1, max_length=24)
-    cache.spans = [(0, 24), (5, 24)]
-    with torch.no_grad():
-        padded = gpt(tokens, cache=cache)
-        torch.testing.assert_close(padded[1, 5:], gpt(tokens[1:, 5:])[0], atol=1e-9, rtol=0)
 
 
 def test_cache_overflow():
