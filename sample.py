@@ -9,8 +9,7 @@ appear each under a line that names it, the samples of a prompt once they are co
 
 The samples of a prompt form a batch. Prompts do not, because padding would change n, the number of
 keys that a query sees. Prompt i is sampled with seed + i, independent of the others. With --rope
-ntk RoPE is scaled for the final length, prompt and all new tokens. The default is none, unlike that
-of the evaluations.
+ntk RoPE is scaled for the final length, prompt and all new tokens. The default is none.
 
 --window W keeps the last W keys of each layer, a rolling KV window, so that memory is bounded. With
 a W of at most the training length no distance is new, and RoPE needs no scaling.

@@ -2,7 +2,7 @@
 trained.
 
     python -m lab.text_gain data/python_bytes --train-len 256
-    python -m lab.text_gain data/python_4k --train-len 128 --text data/python_tests_4k --blocks 256
+    python -m lab.text_gain data/packages_4k --train-len 128 --blocks 256
     python -m lab.text_gain data/python_4k --model runs/softmax --out runs/softmax_count
 
 The targets are those of eval_length.py, the last L = `--train-len` tokens of each block of 16 L. A

@@ -136,8 +136,7 @@ def reweight(a: Tensor, n: Tensor, p: Tensor | int) -> Tensor:
     Two rules keep it finite for every p and length. The second changes rows that are uniform to
     1e-5:
     - r = ReLU(n A - O) is divided by its row maximum before the power: l1 cancels any row factor,
-    and
-      (n A - 1)^p alone overflows float32 from p = 10 at 16K keys on.
+      and (n A - 1)^p alone overflows float32 from p = 10 at 16K keys on.
     - Since sum(n A - 1) = 0, a row without positive entries is uniform and its signs are rounding
       noise. Where max(n A) - 1 <= 1e-5, O = 0 as in the first rows: the row stays uniform.
     """
