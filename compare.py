@@ -279,20 +279,8 @@ def board_lines(runs: DataFrame, rows: DataFrame, reported: str, chosen_on: str)
             zero = in_window
         setting = "window" if window != "0" else scaling.replace("none", "unscaled")
         lines.append(Row(str(variant), best, len(by_rate), setting, losses, {}))
-    compared = [line._replace(minus=subtract(line.losses, zero)) for line in lines]
+    compared = [line._replace(minus=measure.subtract(line.losses, zero)) for line in lines]
     return sorted(compared, key=lambda line: mean_at(line, FACTORS[-1]))
-
-
-def subtract(
-    losses: dict[int, Losses | None], zero: dict[int, Losses | None]
-) -> dict[int, Estimate | None]:
-    """Where both have the same blocks."""
-    minus: dict[int, Estimate | None] = dict.fromkeys(losses)
-    for factor, each in losses.items():
-        other = zero.get(factor)
-        if each is not None and other is not None and each.blocks == other.blocks:
-            minus[factor] = estimate(each, other)
-    return minus
 
 
 def setting_of(

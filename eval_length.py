@@ -419,7 +419,7 @@ def print_losses(
     )
     print_lines(args, lines, estimates)
     zero = reference(lines)
-    minus = [subtract(line, zero) for line in lines]
+    minus = [measure.subtract(line.losses, zero.losses) for line in lines]
     print(f"\nMinus {zero.model}, {zero.setting}, with the paired 95 % interval.\n")
     print_lines(args, lines, minus, are_differences=True)
     if name == "same_targets":
@@ -430,15 +430,6 @@ def reference(lines: list[Line]) -> Line:
     """The first model in its rolling window, else in its first setting."""
     of_first = [line for line in lines if line.model == lines[0].model]
     return next((line for line in of_first if line.is_rolling), of_first[0])
-
-
-def subtract(line: Line, zero: Line) -> dict[int, Estimate | None]:
-    differences: dict[int, Estimate | None] = {}
-    for length, losses in line.losses.items():
-        other = zero.losses[length]
-        comparable = losses is not None and other is not None and losses.blocks == other.blocks
-        differences[length] = estimate(losses, other) if comparable else None  # type: ignore[arg-type]
-    return differences
 
 
 def print_lines(

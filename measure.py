@@ -23,7 +23,7 @@ import gzip
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from hashlib import sha256
@@ -316,6 +316,18 @@ def estimate(losses: Losses, minus: Losses | None = None) -> Estimate:
     error = math.sqrt(variance)
     p = 1 - student_share(abs(value) / error, freedom)
     return Estimate(float(value), error * student_quantile(freedom), p)
+
+
+def subtract(
+    losses: Mapping[int, Losses | None], zero: Mapping[int, Losses | None]
+) -> dict[int, Estimate | None]:
+    """Of each length the difference to `zero`'s; None where they do not have the same blocks."""
+    differences: dict[int, Estimate | None] = dict.fromkeys(losses)
+    for length, each in losses.items():
+        other = zero.get(length)
+        if each is not None and other is not None and each.blocks == other.blocks:
+            differences[length] = estimate(each, other)
+    return differences
 
 
 def student_share(t: float, freedom: float) -> float:

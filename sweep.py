@@ -105,9 +105,8 @@ class Job(NamedTuple):
         checkpoints = find_checkpoints(self.run_dir)
         if not checkpoints or step_of(checkpoints[0]) != self.config.train.max_steps:
             return False
-        stored = (
-            self.run_dir / "config.toml"
-        )  # which train.py rewrites, as for data that have moved
+        # train.py rewrites it, as for data that have moved
+        stored = self.run_dir / "config.toml"
         old = load_config(stored) if stored.exists() else None
         try:
             content = load_checkpoint(checkpoints[0], lazily)
