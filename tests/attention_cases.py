@@ -5,13 +5,11 @@ cover it at once (the comparison with reference.py needs a formula there).
 """
 
 import copy
-from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
 import torch
 from reference import FORMULAS, reference_weights
-from torch import Tensor
 
 import attention
 from attention import choose_engine, make_normaliser
@@ -19,9 +17,8 @@ from engines import sdpa
 from normalisers.adaptive import AdaptiveSoftmax
 from normalisers.base import share_heads
 from normalisers.family import PhiName
-from normalisers.layer import NormaliserLayer
 from normalisers.own import list_normalisers
-from schema import AttentionConfig, Engine
+from schema import AttentionConfig
 
 PHIS = get_args(PhiName)
 BIASES = ("log_train_len", "log_len", "log_n")
@@ -117,12 +114,12 @@ OPTIONS = [
 ]
 
 
-def case_id(options: dict[str, Any]) -> str:
+def case_id(options):
     rest = [f"{key}={value}" for key, value in options.items() if key != "normaliser"]
     return " ".join([options["normaliser"], *rest]).replace(" ", "-")
 
 
-def list_cases(by_option: bool) -> list[Any]:
+def list_cases(by_option):
     """Quick: LSSAR and a normaliser's first, or those with an option, or a name of one, not seen
     before.
     """
@@ -149,25 +146,23 @@ each_case = pytest.mark.parametrize("cfg", CASES)
 each_name = pytest.mark.parametrize("cfg", CASES_BY_NAME)
 
 
-def has_sdpa(cfg: AttentionConfig) -> bool:
+def has_sdpa(cfg):
     return not sdpa.problem(make_normaliser(cfg, 2, 16, 40), torch.device("cpu"), torch.float32)
 
 
-def choose(
-    layer: NormaliserLayer, device: torch.device, dtype: torch.dtype, engine: Engine = "auto"
-) -> str:
+def choose(layer, device, dtype, engine="auto"):
     """The name of the engine that attend() takes."""
     return choose_engine(layer, engine, device, dtype).name
 
 
-def engines(cfg: AttentionConfig) -> list[str]:
+def engines(cfg):
     return ["dense", "rows", "sdpa"] if has_sdpa(cfg) else ["dense", "rows"]
 
 
 OWN_SCALE = ("entmax", "asentmax", "threshold", "stick_breaking", "softpick", "elastic_softmax")
 
 
-def is_normalised(cfg: AttentionConfig) -> bool:
+def is_normalised(cfg):
     """Whether rows have a scale of their own: sum |A| <= 1, a softmax shifted, or powers of a
     cosine.
     """
@@ -180,9 +175,7 @@ def is_normalised(cfg: AttentionConfig) -> bool:
     )
 
 
-def make(
-    cfg: AttentionConfig, n_head: int, head_dim: int, train_len: int, seed: int = 0
-) -> NormaliserLayer:
+def make(cfg, n_head, head_dim, train_len, seed=0):
     """A normaliser whose learned parameters are away from their initial values, different in every
     head.
     """
@@ -196,14 +189,14 @@ def make(
 
 
 def draw(
-    len_q: int,
-    len_k: int,
-    head_dim: int,
-    batch: int = 1,
-    n_head: int = 2,
-    seed: int = 0,
+    len_q,
+    len_k,
+    head_dim,
+    batch=1,
+    n_head=2,
+    seed=0,
     dtype=torch.float32,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+):
     """q, k, v and the gradient of o, all N(0, 1)."""
     g = torch.Generator().manual_seed(1000 * len_q + len_k + seed)
     shapes = [(batch, n_head, t, head_dim) for t in (len_q, len_k, len_k, len_q)]
@@ -213,41 +206,37 @@ def draw(
     return q, k, v, do
 
 
-def signals_of(normaliser: NormaliserLayer, q: Tensor, k: Tensor) -> Tensor | None:
+def signals_of(normaliser, q, k):
     """In the place of what a formula reads from a layer's input: the first channels of the keys."""
     n = normaliser.n_signals
     return share_heads(k, q)[..., :n] if n else None
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    normaliser: NormaliserLayer,
-    engine: Any = "auto",
-    **options: Any,
+    q,
+    k,
+    v,
+    normaliser,
+    engine="auto",
+    **options,
 ):
     """`attention.attend` with `signals_of` the keys."""
     signals = signals_of(normaliser, q, k)
     return attention.attend(q, k, v, normaliser, engine, signals=signals, **options)
 
 
-def attend_normed(
-    q: Tensor, k: Tensor, v: Tensor, normaliser: NormaliserLayer, engine: Any = "auto"
-) -> Tensor:
+def attend_normed(q, k, v, normaliser, engine="auto"):
     """`attention.attend_normed` with `signals_of` the keys."""
     signals = signals_of(normaliser, q, k)
     return attention.attend_normed(q, k, v, normaliser, engine, signals=signals)
 
 
-def weights_of(normaliser: NormaliserLayer, q: Tensor, k: Tensor) -> Tensor:
+def weights_of(normaliser, q, k):
     """The dense weights with `signals_of` the keys."""
     return normaliser.weights(q, k, signals=signals_of(normaliser, q, k))
 
 
-def run(
-    engine: Any, normaliser: NormaliserLayer, q, k, v, do, autocast: bool = False
-) -> dict[str, Tensor]:
+def run(engine, normaliser, q, k, v, do, autocast=False):
     """o and every gradient of (o * do).sum(), with an engine or with weights given as a function."""
     q, k, v = (t.detach().clone().requires_grad_() for t in (q, k, v))
     params = dict(normaliser.named_parameters())
@@ -271,9 +260,7 @@ GATE_TOLERANCE = {
 FOX_SHAPES = [(600, 4), (400, 1)]  # queries for 600 keys, and heads of keys for 4 of queries
 
 
-def fox_errors(
-    attend: Callable[..., Tensor], dtype: torch.dtype, shape: tuple[int, int], device: Any = "cpu"
-) -> list[float]:
+def fox_errors(attend, dtype, shape, device="cpu"):
     """Relative errors of o, dq, dk, dv and the gradient of the gates, of attention.attend on sdpa."""
     n_queries, kv_heads = shape
     layer = make_normaliser(AttentionConfig(normaliser="fox"), 4, 64, 600, "none", width=256)
@@ -288,7 +275,7 @@ def fox_errors(
         gates.to(device, torch.promote_types(dtype, torch.float32)),
     )
 
-    def gradients(attend: Callable[..., Tensor], engine: Engine, *tensors: Tensor) -> list[Tensor]:
+    def gradients(attend, engine, *tensors):
         leaves = [t.detach().requires_grad_() for t in tensors]
         chosen = attention.choose_engine(layer, engine, torch.device(device), dtype)
         o = attend(*leaves[:3], layer, chosen, signals=leaves[3])
@@ -299,13 +286,13 @@ def fox_errors(
     return [((a - b).norm() / b.norm()).item() for a, b in pairs]
 
 
-def exactly(normaliser: NormaliserLayer, *inputs: Tensor) -> dict[str, Tensor]:
+def exactly(normaliser, *inputs):
     """`run` in float64 on the same numbers; equal to the reference by the first tests of section 2."""
     q, k, v, do = (t.double() for t in inputs)
     return run("dense", copy.deepcopy(normaliser).double(), q, k, v, do)
 
 
-def assert_close(got, want, inputs: tuple[Tensor, ...], tolerance: float, label: str) -> None:
+def assert_close(got, want, inputs, tolerance, label):
     """Norm of the error over norm of the exact value, for o and each gradient.
 
     Some gradients are sums that cancel, so that their own norm is no measure of their rounding:
@@ -334,7 +321,7 @@ def assert_close(got, want, inputs: tuple[Tensor, ...], tolerance: float, label:
     assert not bad, f"{label}: relative errors {bad} above {tolerance}"
 
 
-def formula(cfg: AttentionConfig, train_len: int) -> Callable[..., Tensor]:
+def formula(cfg, train_len):
     if cfg.normaliser not in FORMULAS:
         pytest.skip(f"tests/reference.py has no formula for {cfg.normaliser}")
     return lambda q, k, params: reference_weights(cfg, q, k, train_len, params)

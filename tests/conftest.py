@@ -4,9 +4,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +17,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption(
         "--normaliser", metavar="FILE.py:CLASS", help="a class of your own to test, too"
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Keep the tests on the CPU, but for `pytest -m gpu`, and register --normaliser's class.
 
     TRITON_INTERPRET is read when Triton is imported, which torch may do in any test file. The
@@ -46,12 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--normaliser {own}: {e}") from None
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def freeze() -> None:
+def freeze():
     """As train.main() does: training collects garbage at each save, which would scan all modules
     anew.
     """
@@ -59,7 +57,7 @@ def freeze() -> None:
     gc.freeze()
 
 
-def slow(*values: Any) -> list[Any]:
+def slow(*values):
     """Parameters of a test that run with ./test.sh --all only."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
@@ -72,7 +70,7 @@ needs_gpt2 = pytest.mark.skipif(
 
 
 @contextmanager
-def one_line(*parts: object) -> Iterator[None]:
+def one_line(*parts):
     """The block raises a UserError of one line with these parts."""
     from infra.cli import UserError
 
@@ -109,7 +107,7 @@ every = 2
 """
 
 
-def write_dataset(folder: Path, splits: dict[str, Any], shard_size: int, vocab: int = 257) -> Path:
+def write_dataset(folder, splits, shard_size, vocab=257):
     """A prepared dataset of these tokens, whose last one is `<|endoftext|>`."""
     from data.dataset import begin_dataset, finish_dataset, write_split
 
@@ -128,7 +126,7 @@ def write_dataset(folder: Path, splits: dict[str, Any], shard_size: int, vocab: 
     return folder
 
 
-def check_dataset(folder: Path) -> None:
+def check_dataset(folder):
     """The files are those in dataset.json, byte for byte, and their tokens are of the vocabulary."""
     from data.dataset import TokenStream, dataset_info
     from data.shards import check_recorded, check_vocabulary, open_shard
@@ -145,7 +143,7 @@ def check_dataset(folder: Path) -> None:
         _ = TokenStream(folder, split).tokenizer_file
 
 
-def train_bpe(texts: list[str], n_vocab: int) -> str:
+def train_bpe(texts, n_vocab):
     """The content of a tokenizer.json, a byte-level BPE of the texts."""
     from tokenizers import ByteLevelBPETokenizer
 
@@ -156,7 +154,7 @@ def train_bpe(texts: list[str], n_vocab: int) -> str:
     return str(tokenizer.to_str())
 
 
-def make_dataset(folder: Path, n_val: int = 1000, n_train: int = 5500, vocab: int = VOCAB) -> Path:
+def make_dataset(folder, n_val=1000, n_train=5500, vocab=VOCAB):
     """A prepared dataset with something to learn: each token mostly determines the next."""
     rng = np.random.default_rng(0)
     follower = rng.permutation(vocab)
@@ -169,14 +167,14 @@ def make_dataset(folder: Path, n_val: int = 1000, n_train: int = 5500, vocab: in
     return write_dataset(folder, splits, 3000, vocab)
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path, at):
     """Change one bit of the byte there."""
     raw = bytearray(path.read_bytes())
     raw[at] ^= 1
     path.write_bytes(raw)
 
 
-def write_shard(path: Path, tokens: Any) -> str:
+def write_shard(path, tokens):
     """Write one shard <dataset>_<split>_<index>.bin; returns its sha256."""
     from data.shards import ShardWriter
 
@@ -189,13 +187,13 @@ def write_shard(path: Path, tokens: Any) -> str:
 
 
 @pytest.fixture(scope="session")
-def tiny_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_dataset(tmp_path_factory):
     """1,000 validation and 5,500 training tokens below `VOCAB`; read-only: shared by all tests."""
     return make_dataset(tmp_path_factory.mktemp("tiny") / "data")
 
 
 @pytest.fixture
-def tiny_config(tmp_path: Path, tiny_dataset: Path) -> Path:
+def tiny_config(tmp_path, tiny_dataset):
     """A config file that trains 12 steps in a fraction of a second, into tmp_path/runs/tiny."""
     path = tmp_path / "tiny.toml"
     path.write_text(TINY.format(vocab=VOCAB, data=tiny_dataset, runs=tmp_path / "runs"))
@@ -203,7 +201,7 @@ def tiny_config(tmp_path: Path, tiny_dataset: Path) -> Path:
 
 
 @pytest.fixture
-def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_drawing(monkeypatch):
     """Figures are made but not drawn, which takes most of the time of an evaluation this small."""
     from matplotlib.figure import Figure
 
@@ -226,7 +224,7 @@ class Mine(Softmax, name="mine"):
 
 
 @pytest.fixture
-def own_file(tmp_path: Path) -> Path:
+def own_file(tmp_path):
     """A file with a normaliser of its own, mine.py:Mine."""
     path = tmp_path / "mine.py"
     path.write_text(OWN_NORMALISER)
@@ -241,7 +239,7 @@ seed = [1, 2]
 
 
 @pytest.fixture
-def four_runs(tiny_config: Path) -> Path:
+def four_runs(tiny_config):
     """A sweep of the tiny config, s.toml, whose runs go to tmp_path/runs."""
     path = tiny_config.with_name("s.toml")
     path.write_text(tiny_config.read_text() + SWEEP)
@@ -249,17 +247,17 @@ def four_runs(tiny_config: Path) -> Path:
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def call(monkeypatch):
     """A script's main() with these arguments, in this process."""
 
-    def main(script: Any, *args: object) -> None:
+    def main(script, *args):
         monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, args)])
         script.main()
 
     return main
 
 
-def save_run(folder: Path, config: Any, model: Any, step: int = 1) -> Path:
+def save_run(folder, config, model, step=1):
     """A run folder with a checkpoint of the model, whose tokens are bytes."""
     from training.checkpoint import save_checkpoint
 
@@ -277,7 +275,7 @@ FAMILIES = {  # overrides of models that transformers has, too
 }
 
 
-def make_byte_run(tiny_config: Path, *overrides: str) -> Path:
+def make_byte_run(tiny_config, *overrides):
     """A run of a byte-level model with random weights, norms and biases too."""
     import torch
 

@@ -4,13 +4,10 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
 
-import pytest
 import torch
 import torch._inductor  # TrainState imports it. Here it is before the first freeze of conftest.py
 
@@ -24,21 +21,21 @@ ROOT = Path(__file__).parents[1]
 CPU = World(0, 1, torch.device("cpu"))
 
 
-def build(path: Path, *overrides: str) -> TrainState:
+def build(path, *overrides):
     return TrainState(load_config(path, list(overrides)), CPU)
 
 
-def resume(state: TrainState) -> Path:
+def resume(state):
     """Train from the newest checkpoint or from scratch; returns the run folder."""
     train.train(state, train.start_or_resume(state))
     return state.config.run_dir
 
 
-def run(path: Path, *overrides: str) -> Path:
+def run(path, *overrides):
     return resume(build(path, *overrides))
 
 
-def records(run_dir: Path) -> list[dict[str, Any]]:
+def records(run_dir):
     """metrics.jsonl, in which each step must be once and in order."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for key in ("loss", "val_loss"):
@@ -47,11 +44,11 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def metrics(run_dir: Path, key: str) -> dict[int, float]:
+def metrics(run_dir, key):
     return {record["step"]: record[key] for record in records(run_dir) if key in record}
 
 
-def curve(run_dir: Path) -> list[tuple[Any, ...]]:
+def curve(run_dir):
     """What must not depend on kills and clocks."""
     return [
         tuple(r.get(key) for key in ("step", "loss", "grad_norm", "val_loss"))
@@ -65,14 +62,14 @@ class Forked:
     Its methods are those of subprocess.Popen.
     """
 
-    def __init__(self, main: Callable[[], object], *args: object, **env: str) -> None:
+    def __init__(self, main, *args, **env):
         self._output = [TemporaryFile("w+") for _ in ("stdout", "stderr")]  # noqa: SIM115
         argv = [main.__module__, *map(str, args)]
         fork = get_context("fork")
         self._process = fork.Process(target=self._run, args=(main, argv, env), daemon=True)
         self._process.start()
 
-    def _run(self, main: Callable[[], object], argv: list[str], env: dict[str, str]) -> None:
+    def _run(self, main, argv, env):
         for number, file in enumerate(self._output, start=1):
             os.dup2(file.fileno(), number)
         sys.stdout, sys.stderr = (os.fdopen(number, "w") for number in (1, 2))  # not pytest's
@@ -80,11 +77,11 @@ class Forked:
         os.environ |= env
         run_main(main)
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
-    def communicate(self, timeout: float = 120) -> tuple[str, str]:
+    def communicate(self, timeout=120):
         """What it printed. Raises AssertionError: it still runs after `timeout` seconds."""
         self._process.join(timeout)
         if self._process.is_alive():
@@ -96,11 +93,11 @@ class Forked:
         return stdout, stderr
 
     @property
-    def returncode(self) -> int | None:
+    def returncode(self):
         return self._process.exitcode
 
 
-def fork_ranks(main: Callable[[], object], *args: object) -> list[Forked]:
+def fork_ranks(main, *args):
     """Two ranks as torchrun starts them on two machines."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -108,18 +105,18 @@ def fork_ranks(main: Callable[[], object], *args: object) -> list[Forked]:
     return [Forked(main, *args, RANK=str(rank), **world) for rank in (0, 1)]
 
 
-def finish(ranks: list[Forked], status: int = 0) -> list[tuple[str, str]]:
+def finish(ranks, status=0):
     """stdout and stderr of each, which must end with this exit status."""
     output = [process.communicate() for process in ranks]
     assert [process.returncode for process in ranks] == [status, status], output
     return output
 
 
-def break_at(steps: set[int], monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> None:
+def break_at(steps, monkeypatch, rank=0):
     """Make the loss and gradients of these steps NaN, on one rank."""
     forward = train.forward_backward
 
-    def broken(state: TrainState, batch: Any) -> torch.Tensor:
+    def broken(state, batch):
         loss = forward(state, batch)
         if state.step + 1 not in steps or state.world.rank != rank:
             return loss

@@ -31,33 +31,33 @@ class Row:
     # learned parameters of this row's head: scalars, and p_n (train_len,)
     params: dict[str, Tensor]
 
-    def signal(self, i: int) -> Tensor:
+    def signal(self, i):
         """(n,): what the formula reads from the layer's input at each key, in tests channel i of
         the keys.
         """
         return self.k[:, i]
 
     @property
-    def n(self) -> int:
+    def n(self):
         return self.k.shape[0]
 
     @property
-    def raw(self) -> Tensor:  # summed in the same order for every key: equal keys, equal scores
+    def raw(self):  # summed in the same order for every key: equal keys, equal scores
         return (self.k * self.q).sum(-1)
 
     @property
-    def x(self) -> Tensor:
+    def x(self):
         return self.raw / math.sqrt(self.q.shape[0])
 
 
 def reference_weights(
-    cfg: Any,
-    q: Tensor,
-    k: Tensor,
-    train_len: int,
-    params: dict[str, Tensor] | None = None,
-    window: int = 0,
-) -> Tensor:
+    cfg,
+    q,
+    k,
+    train_len,
+    params=None,
+    window=0,
+):
     """Dense weights of a causal attention whose queries are the last Tq of Tk positions.
 
     Args:
@@ -92,7 +92,7 @@ def reference_weights(
     return torch.stack(rows).view(batch, n_head, len_q, len_k)
 
 
-def reweight(a: Tensor, p: int) -> Tensor:
+def reweight(a, p):
     """ReLU(A n - O)^p, then l1 (LSSAR eq. 5). O = 0 in rows n <= 3 (note 2) and in uniform rows,
     else 1.
     """
@@ -105,39 +105,39 @@ def reweight(a: Tensor, p: int) -> Tensor:
     return l1((r / r.max().detach()) ** p)  # the l1 cancels the divisor, so that no power overflows
 
 
-def l1(a: Tensor) -> Tensor:
+def l1(a):
     """A / sum |A|; a row of zeros stays one."""
     total = a.abs().sum()
     return torch.zeros_like(a) if total == 0 else a / total
 
 
-def exp_l1(z: Tensor) -> Tensor:
+def exp_l1(z):
     """The softmax of one row."""
     e = torch.exp(z - z.max().detach())
     return e / e.sum()
 
 
-def _softmax_inverse(row: Row, cfg: Any) -> Tensor:
+def _softmax_inverse(row, cfg):
     """-softmax(x): LSSAR Table 1."""
     return -exp_l1(row.x)
 
 
-def _softmax_recentred(row: Row, cfg: Any) -> Tensor:
+def _softmax_recentred(row, cfg):
     """softmax(x) - its mean over the visible keys, except in rows n <= 3: LSSAR Table 1, note 1."""
     a = exp_l1(row.x)
     return a if row.n <= 3 else a - a.sum() / row.n
 
 
-def _softmax_recentred_l1(row: Row, cfg: Any) -> Tensor:
+def _softmax_recentred_l1(row, cfg):
     """The same, divided by sum |A|: LSSAR Table 1."""
     return l1(_softmax_recentred(row, cfg))
 
 
-def log_1p_exp(x: Tensor) -> Tensor:
+def log_1p_exp(x):
     return torch.logaddexp(x, torch.zeros_like(x))
 
 
-def logistic(x: Tensor) -> Tensor:
+def logistic(x):
     return torch.exp(-log_1p_exp(-x))
 
 
@@ -154,7 +154,7 @@ PHI: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _score(row: Row, cfg: Any) -> Tensor:
+def _score(row, cfg):
     """q k, or q^ k^ with q^ and k^ of length 1, times the scale, the length scale and s and b."""
     d, n = row.q.shape[0], row.n
     if cfg.scores == "cosine":
@@ -186,7 +186,7 @@ def _score(row: Row, cfg: Any) -> Tensor:
     return scale * g * product
 
 
-def _family(row: Row, cfg: Any) -> Tensor:
+def _family(row, cfg):
     """phi(score - bias) over its sum, a sink included: Vaswani 2017 eq. 1 (softmax), LSSAR eq. 3
     (phi) and 4 (lssa), SSMax eq. 2 and 4, Ramapuram 2024 eq. 3 (sigmoid, bias -ln L), Li 2022 (relu
     over its sum)."""
@@ -205,23 +205,23 @@ def _family(row: Row, cfg: Any) -> Tensor:
     return l1(a) if cfg.l1 else a
 
 
-def _relu_wortsman(row: Row, cfg: Any) -> Tensor:
+def _relu_wortsman(row, cfg):
     """relu(x) / L: Wortsman 2023."""
     return PHI["relu"](row.x) / (row.n if cfg.divide_by == "n" else row.train_len)
 
 
-def _relu_shen(row: Row, cfg: Any) -> Tensor:
+def _relu_shen(row, cfg):
     """relu(x) / (gamma sqrt(n / 2)): Shen 2023."""
     return PHI["relu"](row.x) / (cfg.gamma * math.sqrt(row.n / 2))
 
 
-def _ssmax_pn(row: Row, cfg: Any) -> Tensor:
+def _ssmax_pn(row, cfg):
     """softmax((s p_n + b) x): SSMax eq. 3; p_n is learned for every n up to the training length."""
     s, b, p_n = row.params["s"], row.params["b"], row.params["p_n"][row.n - 1]
     return exp_l1((s * p_n + b) * row.x)
 
 
-def _norm_softmax(row: Row, cfg: Any) -> Tensor:
+def _norm_softmax(row, cfg):
     """softmax(x / (tau min(sigma, gamma))), x = q k unscaled: NormSoftmax eq. 4-6, tau eq. 29.
 
     Table 1's f1 (no number) is w x / (tau sigma), f2 is x / (tau max(sigma, gamma)). sigma is the
@@ -245,13 +245,13 @@ def _norm_softmax(row: Row, cfg: Any) -> Tensor:
     return exp_l1(x / (tau * (sigma if keep_sigma else gamma)))
 
 
-def _logit_norm(row: Row, cfg: Any) -> Tensor:
+def _logit_norm(row, cfg):
     """softmax(x / (tau |x|_2)), x = q k unscaled, |x| over the visible keys: NormSoftmax eq. 8."""
     tau = row.n**-0.5 if cfg.tau == "rsqrt_n" else cfg.tau
     return exp_l1(row.raw / (tau * (row.raw**2).sum() ** 0.5))
 
 
-def _scale_invariant(row: Row, cfg: Any) -> Tensor:
+def _scale_invariant(row, cfg):
     """softmax(a_t x + m_t), t = n - 1 - j: arXiv 2505.17083."""
     log = torch.tensor(
         [math.log((row.n - 1 - j) / cfg.tau + 1) for j in range(row.n)], dtype=torch.float64
@@ -259,7 +259,7 @@ def _scale_invariant(row: Row, cfg: Any) -> Tensor:
     return exp_l1((2 * log + 1) ** 0.5 * _score(row, cfg) - 2 * log)
 
 
-def _fox(row: Row, cfg: Any) -> Tensor:
+def _fox(row, cfg):
     """softmax(x_j + sum of ln f_t over the keys t after j), f = sigmoid of the signal: arXiv
     2503.02130.
     """
@@ -267,7 +267,7 @@ def _fox(row: Row, cfg: Any) -> Tensor:
     return exp_l1(_score(row, cfg) + torch.stack([log_f[j + 1 :].sum() for j in range(row.n)]))
 
 
-def _entmax(row: Row, cfg: Any) -> Tensor:
+def _entmax(row, cfg):
     """1.5-entmax by sorting: the support is the largest k whose threshold lies below its smallest
     score.
 
@@ -288,14 +288,14 @@ def _entmax(row: Row, cfg: Any) -> Tensor:
     raise AssertionError("no support")
 
 
-def _threshold(row: Row, cfg: Any) -> Tensor:
+def _threshold(row, cfg):
     """relu(cos - beta sqrt(2 ln(n / kappa) / d))^power: arXiv 2601.12145."""
     cosine = (row.k / row.k.norm(dim=-1, keepdim=True) * (row.q / row.q.norm())).sum(-1)
     level = math.sqrt(2 * max(0.0, math.log(row.n / cfg.kappa)) / row.q.shape[0])
     return PHI["relu"](cosine - row.params["beta"] * level) ** cfg.power
 
 
-def _stick_breaking(row: Row, cfg: Any) -> Tensor:
+def _stick_breaking(row, cfg):
     """sigmoid(x_j) times the product of 1 - sigmoid(x_k) over j < k < i: arXiv 2410.17980."""
     x, weights, rest = _score(row, cfg), [row.x[0] * 0], torch.ones((), dtype=torch.float64)
     for j in range(row.n - 2, -1, -1):
@@ -304,18 +304,18 @@ def _stick_breaking(row: Row, cfg: Any) -> Tensor:
     return torch.stack(weights)
 
 
-def _softpick(row: Row, cfg: Any) -> Tensor:
+def _softpick(row, cfg):
     """relu(e^x - 1) / sum |e^x - 1|: arXiv 2504.20966."""
     e = torch.expm1(_score(row, cfg))
     return PHI["relu"](l1(e))
 
 
-def _elastic_softmax(row: Row, cfg: Any) -> Tensor:
+def _elastic_softmax(row, cfg):
     """relu(softmax(x) + tau / n)."""
     return PHI["relu"](exp_l1(_score(row, cfg)) + row.params["tau"] / row.n)
 
 
-def _decay(row: Row, cfg: Any) -> Tensor:
+def _decay(row, cfg):
     """softmax(x + t ln sigmoid(b)), t = n - 1 - j."""
     b = row.params["b"] if cfg.learns else torch.tensor(cfg.forget_init, dtype=torch.float64)
     t = torch.arange(row.n - 1, -1, -1)

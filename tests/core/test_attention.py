@@ -31,7 +31,6 @@ from attention_cases import (
 )
 from conftest import slow
 from reference import reference_weights
-from torch import Tensor
 
 import attention
 from attention import make_normaliser
@@ -409,7 +408,7 @@ STRESSED = {
 }
 
 
-def extreme(kind: str, len_q: int, len_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def extreme(kind, len_q, len_k):
     q, k, v, do = draw(len_q, len_k, 16, n_head=1)
     v[..., 0] = 1  # so that o[..., 0] is the sum of the row
     if kind == "sharp":
@@ -477,7 +476,7 @@ def test_extremes_are_finite(cfg, kind):
 # 5. NormSoftmax's sigma in linear time.
 
 
-def shared_mean(ratio: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def shared_mean(ratio):
     """Keys N(0, 1) around a common vector of `ratio` in each coordinate."""
     q, k, v, do = draw(257, 257, 64)
     return q, k + ratio, v, do

@@ -1,13 +1,10 @@
 """compare.py: an entrant from file to row, the rules, and rows that do not hold."""
 
 import gzip
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from conftest import make_dataset, one_line
 
 import compare
@@ -20,10 +17,10 @@ TOKENS = 512
 
 
 @pytest.fixture
-def enter(call, monkeypatch, tiny_config, no_drawing) -> Callable[..., None]:
+def enter(call, monkeypatch, tiny_config, no_drawing):
     """compare.py with the tiny config as its recipe, its commands in this process."""
 
-    def run(command: list[str], *others: Any) -> int:
+    def run(command, *others):
         call(import_module(Path(command[1]).stem), *command[2:])
         return 0
 
@@ -35,14 +32,14 @@ def enter(call, monkeypatch, tiny_config, no_drawing) -> Callable[..., None]:
     monkeypatch.setattr(compare, "FREE_KEYS", (*compare.FREE_KEYS, "train.device"))
     monkeypatch.setattr("infra.distributed.signal.signal", lambda *_: None)  # in a thread here
 
-    def compare_with(*arguments: object, to: str = "runs") -> None:
+    def compare_with(*arguments, to="runs"):
         call(compare, *arguments, *options, "--log.dir", tiny_config.with_name(to))
 
     return compare_with
 
 
 @pytest.fixture
-def mine(own_file: Path) -> Path:
+def mine(own_file):
     path = own_file.with_suffix(".toml")
     path.write_text(f'base = "other.toml"\n[attention]\nnormaliser = "{own_file}:Mine"\n')
     path.with_name("other.toml").write_text("")
@@ -74,7 +71,7 @@ def test_an_entrant_beside_the_board(enter, mine, tiny_config, tmp_path, capsys)
     assert (tmp_path / "runs/compare.png").exists()
 
 
-def empty_board(folder: Path) -> Path:
+def empty_board(folder):
     (folder / "runs.csv").write_text(",".join(measure.RUN_COLUMNS) + "\n")
     header = (",".join(measure.COLUMNS) + "\n").encode()
     (folder / "rows.csv.gz").write_bytes(gzip.compress(header))
@@ -114,7 +111,7 @@ def test_later_keys_and_larger_caches_are_refused(tiny_config, monkeypatch):
             compare.check_causal("mine", model)
     append = compare.KVCache.append
 
-    def append_more(cache: Any, layer: int, *parts: torch.Tensor) -> Any:
+    def append_more(cache, layer, *parts):
         return append(cache, layer, *parts, parts[0])[: len(parts)]
 
     monkeypatch.setattr(compare.KVCache, "append", append_more)

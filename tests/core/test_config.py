@@ -3,7 +3,6 @@
 import os
 import re
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ VARIANTS = sorted((ROOT / "configs/variants").glob("*.toml"))
 NOT_AT_A = {"ssmax_sft", "ssmax_sft_B"}
 
 
-def write(folder: Path, name: str, text: str) -> Path:
+def write(folder, name, text):
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -37,7 +36,7 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_loads_and_replays(path: Path, tmp_path: Path):
+def test_every_config_loads_and_replays(path, tmp_path):
     for run in expand_sweep(path):
         config = load_config(path, run.overrides)
         assert config.name == run.name and run.name.startswith(path.stem)
@@ -46,7 +45,7 @@ def test_every_config_loads_and_replays(path: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("scale", ["scales/B", "scales/C", "scales/recall", "gpt2_124m", "track"])
-def test_every_variant_trains_at_every_scale(scale: str):
+def test_every_variant_trains_at_every_scale(scale):
     """A variant states attention alone, and what it says of it is the same at every scale."""
     base = str(ROOT / f"configs/{scale}.toml")
     for path in VARIANTS:
@@ -103,7 +102,7 @@ def test_numbers_that_follow_from_the_sizes():
     assert config.attention.reweight_p_warmup == 9432
 
 
-def test_another_base_loses_nothing_of_the_attention(tmp_path: Path):
+def test_another_base_loses_nothing_of_the_attention(tmp_path):
     recipe = write(tmp_path, "recipe.toml", "[train]\nmax_steps = 800\n")
     config = load_config(ROOT / "configs/lssa.toml", ["--base", str(recipe)])
     assert (config.attention.normaliser, config.train.max_steps) == ("lssa", 800)
@@ -140,7 +139,7 @@ def test_rows_of_the_papers_run_at_a_small_scale():
                 assert load_config(path, [*base, *row.overrides]).data.dir == "data/python_bytes"
 
 
-def test_inheritance_and_override_order(tmp_path: Path):
+def test_inheritance_and_override_order(tmp_path):
     write(
         tmp_path, "a.toml", 'name = "not_inherited"\nseed = 1\n[model]\nn_layer = 1\nn_head = 2\n'
     )
@@ -162,7 +161,7 @@ def test_overrides_take_toml_values_and_bare_strings():
     assert config_from_dict(tomllib.loads(to_toml(odd)), "") == odd
 
 
-def test_a_section_given_as_one_value_keeps_its_other_keys(tiny_config: Path):
+def test_a_section_given_as_one_value_keeps_its_other_keys(tiny_config):
     config = load_config(tiny_config, ["--train", "{max_steps = 20}"])
     assert changed_keys(load_config(tiny_config), config).keys() == {"train.max_steps"}
 
@@ -203,7 +202,7 @@ BAD_OVERRIDES = [
 
 
 @pytest.mark.parametrize(("override", "expected"), BAD_OVERRIDES)
-def test_bad_values_give_one_line(override: str, expected: str):
+def test_bad_values_give_one_line(override, expected):
     section = override.split()[-2].removeprefix("--").split(".")[0]
     with one_line("command line", section, expected):
         load_config(RECIPE, override.split())
@@ -242,7 +241,7 @@ BAD_ATTENTION = [
 ]
 
 
-def test_layers(tmp_path: Path):
+def test_layers(tmp_path):
     """Later entries win; a normaliser takes the section's place, other keys change it; sizes give
     numbers.
     """
@@ -331,13 +330,13 @@ attention = { normaliser = "ssmax", scores = "cosine", scale_init = "sqrt_d_over
         ("3", "layers = 3: expected dictionary"),
     ],
 )
-def test_layers_that_do_not_fit(entry: str, expected: str, tmp_path: Path):
+def test_layers_that_do_not_fit(entry, expected, tmp_path):
     path = write(tmp_path, "x.toml", f"layers = [{entry}]\n")
     with one_line(path, expected):
         load_config(path)
 
 
-def test_rope_bases_are_of_every_layer(tmp_path: Path):
+def test_rope_bases_are_of_every_layer(tmp_path):
     """[model] alone does not say: RoPE may be in a layer of its own, or in none."""
     rotating = write(
         tmp_path, "a.toml", 'layers = [{at = [1], position = "rope"}]\n[model]\nposition = "none"\n'
@@ -349,7 +348,7 @@ def test_rope_bases_are_of_every_layer(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("section", "expected"), BAD_ATTENTION)
-def test_attention_options_that_do_not_fit(section: str, expected: str, tmp_path: Path):
+def test_attention_options_that_do_not_fit(section, expected, tmp_path):
     path = write(tmp_path, "x.toml", f"[attention]\n{section}\n")
     with one_line(path, expected):
         load_config(path)
@@ -359,7 +358,7 @@ def test_a_bias_beside_a_sink_does_not_cancel():
     assert AttentionConfig(normaliser="softmax", sink="one", bias="log_n").definition
 
 
-def test_all_problems_at_once_with_their_files(tmp_path: Path):
+def test_all_problems_at_once_with_their_files(tmp_path):
     base = write(tmp_path, "base.toml", "[model]\nn_layer = 0\nn_embdd = 3\n")
     path = write(
         tmp_path, "x.toml", 'base = "base.toml"\n[train]\nbatch_tokens = 1000\nmax_step = 3\n'
@@ -433,7 +432,7 @@ def test_all_problems_between_keys_at_once():
         (f"a = {'[' * 9999}", "not valid TOML"),
     ],
 )
-def test_bad_files(text: str, expected: str, tmp_path: Path):
+def test_bad_files(text, expected, tmp_path):
     with one_line("x.toml", expected):
         load_config(write(tmp_path, "x.toml", text))
 
@@ -449,20 +448,20 @@ def test_bad_files(text: str, expected: str, tmp_path: Path):
     ],
     ids=["tables", "tables of a section", "base", "path", "runs"],
 )
-def test_files_that_do_harm(text: str, expected: str, tmp_path: Path, monkeypatch):
+def test_files_that_do_harm(text, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(config, "MAX_RUNS", 5)
     with one_line(tmp_path, expected):
         expand_sweep(write(tmp_path, "x.toml", text))
         load_config(tmp_path / "x.toml")
 
 
-def test_a_pipe_is_no_config(tmp_path: Path):
+def test_a_pipe_is_no_config(tmp_path):
     os.mkfifo(tmp_path / "x.toml")
     with one_line("x.toml: expected a file"):
         load_config(tmp_path / "x.toml")
 
 
-def test_a_home_folder_in_files_and_options(tmp_path: Path, monkeypatch):
+def test_a_home_folder_in_files_and_options(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path, "a.toml", "seed = 9\n")
     path = write(tmp_path, "b/x.toml", 'base = "~/a.toml"\n[log]\ndir = "~/runs"\n')
@@ -476,7 +475,7 @@ def test_a_home_folder_in_files_and_options(tmp_path: Path, monkeypatch):
     assert args.data == f"{tmp_path}/x" and overrides == [f"--log.dir={tmp_path}", "--name=a=~"]
 
 
-def test_p_may_be_swept_where_it_rises(tmp_path: Path):
+def test_p_may_be_swept_where_it_rises(tmp_path):
     """A file's rise does nothing where p, stated elsewhere, leaves nothing to rise."""
     for p, rise in ((0, 0), (1, 0), (3, 250)):
         read = load_config(ROOT / "configs/demo_lssar.toml", ["--attention.reweight-p", str(p)])
@@ -487,7 +486,7 @@ def test_p_may_be_swept_where_it_rises(tmp_path: Path):
 
 
 @pytest.mark.parametrize("key", ["name", "base", '"train.seq-len"', "attention"])
-def test_what_cannot_be_swept(key: str, tmp_path: Path):
+def test_what_cannot_be_swept(key, tmp_path):
     path = write(tmp_path, "x.toml", f"[sweep]\n{key} = [1, 2]\n")
     with one_line(
         path, f"sweep: {key.strip(chr(34))} = [1, 2]: expected keys such as train.seq_len"
@@ -495,7 +494,7 @@ def test_what_cannot_be_swept(key: str, tmp_path: Path):
         expand_sweep(path)
 
 
-def test_a_byte_order_mark_is_no_mistake(tmp_path: Path):
+def test_a_byte_order_mark_is_no_mistake(tmp_path):
     path = tmp_path / "bom.toml"
     path.write_text("\ufeffseed = 3\n", encoding="utf-8")
     assert load_config(path).seed == 3
@@ -504,12 +503,12 @@ def test_a_byte_order_mark_is_no_mistake(tmp_path: Path):
 @pytest.mark.parametrize(
     "key", ["model.window", "model.n_embd", "train.max_steps", "train.batch_tokens"]
 )
-def test_numbers_have_bounds(key: str):
+def test_numbers_have_bounds(key):
     with one_line(f"command line: {key} = 1", "expected less than or equal to"):
         load_config(RECIPE, [f"--{key}", f"1{400 * '0'}"])
 
 
-def test_a_mistake_in_a_sweep_is_blamed_on_the_file(tmp_path: Path):
+def test_a_mistake_in_a_sweep_is_blamed_on_the_file(tmp_path):
     path = write(tmp_path, "x.toml", '[sweep]\n"attention.reweigt_p" = [1, 3]\n')
     with one_line(
         "x.toml: [sweep]: attention.reweigt_p = 3: unknown key; did you mean attention.reweight_p?"
@@ -547,14 +546,14 @@ def test_help_describes_options_that_a_class_of_ones_own_inherits(monkeypatch):
         ("{}:Leaves", "cannot be imported here: SystemExit: 3"),
     ],
 )
-def test_a_file_of_ones_own_that_does_not_fit(name: str, expected: str, own_file: Path):
+def test_a_file_of_ones_own_that_does_not_fit(name, expected, own_file):
     if name == "{}:Leaves":
         own_file.write_text("raise SystemExit(3)")
     with one_line(expected):
         load_config(RECIPE, ["--attention.normaliser", name.format(own_file)])
 
 
-def test_an_option_is_no_key_of_the_section(own_file: Path):
+def test_an_option_is_no_key_of_the_section(own_file):
     own_file.write_text(own_file.read_text().replace("beta", "reweight_p"))
     with one_line("has an option reweight_p, which is a key of [attention]"):
         load_config(RECIPE, ["--attention.normaliser", f"{own_file}:Mine"])
@@ -576,7 +575,7 @@ LR = "optimizer.lr = 'x': expected number"
         *((script, "--help", []) for script in (prepare, python_source)),
     ],
 )
-def test_typos_and_help(script: Any, options: str, problems: list[str], call, capsys, monkeypatch):
+def test_typos_and_help(script, options, problems, call, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as end:
         run_main(lambda: call(script, *options.split()))
@@ -585,7 +584,7 @@ def test_typos_and_help(script: Any, options: str, problems: list[str], call, ca
     assert end.value.code == (2 if problems else 0) and ("usage: " in out) == (not problems)
 
 
-def test_help(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
+def test_help(call, capsys):
     with pytest.raises(SystemExit) as end:
         call(train, "--help")
     assert end.value.code == 0 and "--attention.reweight-p" in capsys.readouterr().out
@@ -604,7 +603,7 @@ def test_help(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
     assert lines.index("[data]") > lines.index("  --attention.scale-init FLOAT, here 0.1685")
 
 
-def test_keys_that_disagree_are_blamed_on_the_last_one(tmp_path: Path):
+def test_keys_that_disagree_are_blamed_on_the_last_one(tmp_path):
     """The recipe's batch is right until another length is stated, wherever that is."""
     base = write(
         tmp_path, "base.toml", "[train]\nseq_len = 1024\nbatch_tokens = 524288\nmicro_batch = 32\n"

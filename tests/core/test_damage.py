@@ -5,10 +5,8 @@ import fcntl
 import io
 import os
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -30,7 +28,7 @@ from training.checkpoint import find_checkpoints, load_model
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, tiny_dataset: Path) -> Path:
+def trained(tmp_path_factory, tiny_dataset):
     """A config file whose run has done 3 of 12 steps."""
     folder = tmp_path_factory.mktemp("trained")
     path = folder / "tiny.toml"
@@ -42,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_dataset: Path) -> Pat
 
 
 @pytest.mark.parametrize("bad", [{"format": 3}, {}, [], torch.zeros(3)])
-def test_what_is_no_checkpoint_of_this_version(bad: Any, tmp_path: Path):
+def test_what_is_no_checkpoint_of_this_version(bad, tmp_path):
     path = tmp_path / "step_000001.pt"
     torch.save(bad, path)
     with one_line(path, "not a checkpoint of this version"):
@@ -56,19 +54,19 @@ NESTED = "[" * 100_000
 
 
 @pytest.mark.parametrize("line", ODD_LINES)
-def test_odd_lines_of_metrics(line: str, tmp_path: Path):
+def test_odd_lines_of_metrics(line, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{line}\n{{"step": 1, "at": "\u2028"}}\n{{"st')
     assert read_jsonl(path) == [{"step": 1, "at": "\u2028"}]
 
 
-def test_metrics_that_never_end(tmp_path: Path):
+def test_metrics_that_never_end(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")
     assert read_jsonl(tmp_path / "metrics.jsonl") == []
 
 
 @pytest.mark.parametrize("content", [*ODD_LINES, NESTED, "{", "\xff"])
-def test_odd_results_of_an_evaluation(content: str, four_runs: Path, tiny_config: Path):
+def test_odd_results_of_an_evaluation(content, four_runs, tiny_config):
     """sweep.py --list names the file, and a sweep goes on with the other runs."""
     job = sweep.make_jobs([str(four_runs)], [], None)[0]
     path = make_byte_run(tiny_config, "--name", job.config.name) / "rows.csv"
@@ -80,7 +78,7 @@ def test_odd_results_of_an_evaluation(content: str, four_runs: Path, tiny_config
     assert job.state == "to run" and read_jsonl(log) == []
 
 
-def test_lost_metrics_are_named(tiny_config: Path, capsys: pytest.CaptureFixture[str]):
+def test_lost_metrics_are_named(tiny_config, capsys):
     folder = run(tiny_config)
     last = records(folder)[-1]
     (folder / "metrics.jsonl").unlink()
@@ -97,9 +95,7 @@ def test_lost_metrics_are_named(tiny_config: Path, capsys: pytest.CaptureFixture
 # ---------------------------------------------------------------- other processes, other disks
 
 
-def test_a_sweep_says_which_folder_a_training_holds(
-    four_runs: Path, call: Callable[..., None], monkeypatch, capsys
-):
+def test_a_sweep_says_which_folder_a_training_holds(four_runs, call, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "run", lambda *args: pytest.fail("nothing may start"))
     job = sweep.make_jobs([str(four_runs)], [], None)[0]
     folder = job.config.run_dir
@@ -108,7 +104,7 @@ def test_a_sweep_says_which_folder_a_training_holds(
     assert f"{folder}: another process is writing there" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_a_lock_is_a_file(tmp_path: Path):
+def test_a_lock_is_a_file(tmp_path):
     """NFS passes no lock of a folder on to other machines."""
     folder = tmp_path / "run"
     for _ in range(2):  # the second time the file is there, as after a kill
@@ -120,7 +116,7 @@ def test_a_lock_is_a_file(tmp_path: Path):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_lock_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_lock_that_cannot_be_had(tmp_path, monkeypatch):
     """Work goes on in a read-only folder and without a file system's locks, but not on a full disk."""
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
@@ -134,7 +130,7 @@ def test_a_lock_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 pass
 
 
-def test_writers_of_one_file_at_the_same_time(tmp_path: Path):
+def test_writers_of_one_file_at_the_same_time(tmp_path):
     """As two evaluations of one run, one by a link: each file is whole, and the last one stays."""
     path = tmp_path / "run/eval_length.png"
     path.parent.mkdir()
@@ -149,7 +145,7 @@ def test_writers_of_one_file_at_the_same_time(tmp_path: Path):
     assert path.read_bytes() == b"first" and [*path.parent.iterdir()] == [path]
 
 
-def test_linked_run_folders(tiny_config: Path, call: Callable[..., None]):
+def test_linked_run_folders(tiny_config, call):
     """A link is the same run; results of a link stay in its folder."""
     folder = make_byte_run(tiny_config)
     link = tiny_config.with_name("link")
@@ -162,9 +158,7 @@ needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/
 
 
 @needs_full
-def test_a_full_disk_under_the_output_ends_no_run(
-    tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
+def test_a_full_disk_under_the_output_ends_no_run(tiny_config, monkeypatch, capsys):
     """python train.py ... > /dev/full"""
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
@@ -174,7 +168,7 @@ def test_a_full_disk_under_the_output_ends_no_run(
 
 
 @needs_full
-def test_a_full_disk_under_a_file_is_one_line(tmp_path: Path):
+def test_a_full_disk_under_a_file_is_one_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
     with one_line(path, "cannot be written: No space left on device"):
@@ -182,16 +176,14 @@ def test_a_full_disk_under_a_file_is_one_line(tmp_path: Path):
 
 
 @pytest.mark.parametrize("where", ["/proc/runs", "{tmp}/file/runs"])
-def test_folders_that_cannot_be_made(where: str, tiny_config: Path, call: Callable[..., None]):
+def test_folders_that_cannot_be_made(where, tiny_config, call):
     (tiny_config.parent / "file").write_text("")
     folder = where.format(tmp=tiny_config.parent)
     with one_line(folder, "cannot be written"):
         call(train, tiny_config, "--log.dir", folder)
 
 
-def test_a_read_only_run_folder(
-    tiny_config: Path, call: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_read_only_run_folder(tiny_config, call, monkeypatch):
     """Named before the evaluation. (Permissions do not bind root, as whom tests may run.)"""
     folder = make_byte_run(tiny_config)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
@@ -225,9 +217,7 @@ def test_a_read_only_run_folder(
         f"{arguments[0].__name__} {' '.join(ascii(a)[:20] for a in arguments[-2:])}"
     ),
 )
-def test_input_that_would_never_end(
-    arguments: tuple[Any, ...], byte_run: Path, call: Callable[..., None]
-):
+def test_input_that_would_never_end(arguments, byte_run, call):
     script, *rest = arguments
     with one_line("expected"):
         call(script, *(str(argument).format(run=byte_run) for argument in rest))
@@ -235,15 +225,15 @@ def test_input_that_would_never_end(
 
 
 @pytest.fixture(scope="module")
-def byte_run(trained: Path) -> Path:
+def byte_run(trained):
     """A run with random weights, and a pipe that nobody writes to."""
     folder = make_byte_run(trained, "--name", "bytes")
     os.mkfifo(folder / "fifo.jsonl")
     return folder
 
 
-def test_out_of_memory_is_one_line(capsys: pytest.CaptureFixture[str]):
-    def greedy() -> None:
+def test_out_of_memory_is_one_line(capsys):
+    def greedy():
         torch.empty(2**50)
 
     with pytest.raises(SystemExit) as e:
@@ -251,21 +241,21 @@ def test_out_of_memory_is_one_line(capsys: pytest.CaptureFixture[str]):
     assert e.value.code == 2 and capsys.readouterr().err.startswith("error: out of memory: ")
 
 
-def test_output_that_cannot_be_encoded_is_escaped(monkeypatch: pytest.MonkeyPatch):
+def test_output_that_cannot_be_encoded_is_escaped(monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
     run_main(lambda: print("é ±"))
     assert out.buffer.getvalue() == b"\\xe9 \\xb1\n"
 
 
-def test_a_closed_stream_takes_what_is_printed(monkeypatch: pytest.MonkeyPatch):
+def test_a_closed_stream_takes_what_is_printed(monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     run_main(lambda: print("x"))
 
 
-def test_what_torch_cannot_repeat_is_one_line(capsys: pytest.CaptureFixture[str]):
-    def put() -> None:
+def test_what_torch_cannot_repeat_is_one_line(capsys):
+    def put():
         torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))
 
     torch.use_deterministic_algorithms(True)
@@ -278,6 +268,6 @@ def test_what_torch_cannot_repeat_is_one_line(capsys: pytest.CaptureFixture[str]
     assert e.value.code == 2 and capsys.readouterr().err.startswith(error)
 
 
-def test_a_typo_of_an_option(call: Callable[..., None]):
+def test_a_typo_of_an_option(call):
     with one_line("unrecognized arguments: --token; did you mean --tokens?"):
         call(eval_length, "run", "--token", 3)

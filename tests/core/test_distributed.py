@@ -39,7 +39,7 @@ main()
 """
 
 
-def test_restarts_of_several_machines_need_new_stores(monkeypatch: pytest.MonkeyPatch):
+def test_restarts_of_several_machines_need_new_stores(monkeypatch):
     """Their agents count restarts differently, so processes of one start would look for other keys."""
     for name, value in {
         "WORLD_SIZE": "16",

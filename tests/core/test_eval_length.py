@@ -4,9 +4,7 @@ import json
 import math
 import shutil
 import tomllib
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -26,7 +24,7 @@ from evaluation import Run, open_blocks
 from infra.cli import UserError
 from infra.distributed import World
 from model import GPT
-from positions import UNSCALED, RopeKind, RopeScaling
+from positions import UNSCALED, RopeScaling
 from training.checkpoint import load_model, read_config
 
 LENGTHS = [8, 16, 32, 64]
@@ -35,7 +33,7 @@ N_SCORED = N_BLOCKS * 64
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     """A val split of N_BLOCKS blocks of 64 and a few tokens more."""
     return make_dataset(
         tmp_path_factory.mktemp("blocks") / "data", n_val=N_SCORED + 20, n_train=100
@@ -43,14 +41,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_run(
-    runs: Path,
-    name: str,
-    data: Path,
-    step: int = 7,
-    position: str = "rope",
-    seed: int = 1337,
-    **attention: object,
-) -> Path:
+    runs,
+    name,
+    data,
+    step=7,
+    position="rope",
+    seed=1337,
+    **attention,
+):
     values = tomllib.loads(TINY.format(vocab=VOCAB, data=data, runs=runs))
     values["model"]["position"] = position
     values |= {"name": name, "seed": seed, "attention": attention}
@@ -65,25 +63,25 @@ def make_run(
 
 
 @pytest.fixture
-def evaluate(call, monkeypatch) -> Callable[..., None]:
+def evaluate(call, monkeypatch):
     """Without figures, which take as long as the losses."""
     monkeypatch.setattr(measure, "draw_curves", lambda path, *args: path.touch())
     return partial(call, eval_length, "--device", "cpu")
 
 
-def read(run: Path, **values: object) -> pd.DataFrame:
+def read(run, **values):
     return measure.select(measure.read_rows(run), **values)
 
 
-def values_of(run: Path, **values: object) -> list[float]:
+def values_of(run, **values):
     return read(run, **values)["value"].tolist()
 
 
-def close(expected: object) -> object:
+def close(expected):
     return pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def direct_losses(run: Path, data: Path, length: int, rope: RopeKind) -> torch.Tensor:
+def direct_losses(run, data, length, rope):
     """Losses of all scored tokens in stream order, (N,) float64, from full logits, window by
     window.
     """
@@ -301,7 +299,7 @@ def test_a_finished_run_is_written_before_the_next_fails(tmp_path, data, evaluat
     a, b = (make_run(tmp_path / "runs", name, data) for name in "ab")
     load = Run.load
 
-    def fail(run: Run, world: World) -> tuple[GPT, int]:
+    def fail(run, world):
         if run.name == "b":
             raise UserError("b fails")
         return load(run, world)

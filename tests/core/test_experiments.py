@@ -37,20 +37,20 @@ TINY = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_dataset: Path) -> Path:
+def folder(tmp_path_factory, tiny_dataset):
     folder = tmp_path_factory.mktemp("papers")
     (folder / "data").symlink_to(tiny_dataset)
     return folder
 
 
-def tiny(folder: Path, **changes: str) -> list[str]:
+def tiny(folder, **changes):
     """Overrides for a model that trains in a tenth of a second."""
     values = TINY | {"data.dir": str(folder / "data"), "log.dir": str(folder / "runs")}
     values |= {key.replace("__", "."): value for key, value in changes.items()}
     return [text for key, value in values.items() for text in (f"--{key}", value)]
 
 
-def run_train(path: Path, overrides: list[str]) -> Path:
+def run_train(path, overrides):
     """Train in this process; returns the run folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py", str(path), *overrides])
@@ -58,12 +58,12 @@ def run_train(path: Path, overrides: list[str]) -> Path:
     return load_config(path, overrides).run_dir
 
 
-def metrics(run: Path, key: str) -> list[float]:
+def metrics(run, key):
     return [record[key] for record in read_jsonl(run / "metrics.jsonl") if key in record]
 
 
 @pytest.fixture(scope="module")
-def softmax_runs(folder: Path) -> dict[bool, Path]:
+def softmax_runs(folder):
     return {
         tied: run_train(path, [*chosen, *tiny(folder, name=f"source_{tied}")])
         for tied, (path, chosen) in BASES.items()
@@ -122,7 +122,7 @@ def test_scale_init_of_replaced_softmax(name):
 # ---------------------------------------------------------------- init_from
 
 
-def parameters(run: Path) -> dict[str, torch.Tensor]:
+def parameters(run):
     return load_model(run).model.state_dict()
 
 

@@ -37,12 +37,12 @@ CONFIGS = {
 TOLERANCES = {"softmax": 4e-6, "lssar": 2e-4, "ssmax_qk_norm": 4e-6, "norm_softmax": 4e-6}
 
 
-def minor(version: str) -> int:
+def minor(version):
     return int(version.split(".")[1])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_losses_of_ten_steps(name: str, tiny_config: Path, tmp_path: Path):
+def test_losses_of_ten_steps(name, tiny_config, tmp_path):
     data = write_dataset(tmp_path / "data", {"val": TOKENS[:100], "train": TOKENS}, 10**6, 64)
     state = build(
         tiny_config, "--data.dir", str(data), "--train.max-steps", "10", *CONFIGS[name].split()

@@ -1,7 +1,5 @@
 """The loss by chunks of rows is that of whole logits, with its gradients."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch._dynamo
@@ -11,12 +9,11 @@ from torch.nn import functional as F
 import loss
 from config import load_config
 from model import GPT
-from schema import TrainConfig
 
 TOKENS = torch.randint(64, (4, 20), generator=torch.Generator().manual_seed(1))
 
 
-def make_model(path: Path, flags: str = "") -> GPT:
+def make_model(path, flags=""):
     torch.manual_seed(0)
     model = GPT(load_config(path, ["--model.vocab-size", "61", *flags.split()]))
     with torch.no_grad():
@@ -24,17 +21,17 @@ def make_model(path: Path, flags: str = "") -> GPT:
     return model
 
 
-def grads_of(value: torch.Tensor, model: GPT) -> list[torch.Tensor]:
+def grads_of(value, model):
     grads = torch.autograd.grad(3 * value, [*model.parameters()])
     return [value.detach(), *grads]
 
 
-def whole(model: GPT, x: torch.Tensor, y: torch.Tensor, smoothing: float) -> list[torch.Tensor]:
+def whole(model, x, y, smoothing):
     mean = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), label_smoothing=smoothing)
     return grads_of(mean, model)
 
 
-def assert_close(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: float) -> None:
+def assert_close(got, want, tolerance):
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype and (a - b).norm() <= tolerance * b.norm()
 
@@ -43,9 +40,7 @@ def assert_close(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: f
 @pytest.mark.parametrize(
     ("name", "smoothing"), [("softmax", 0.0), ("norm_softmax", 0.0), ("logit_norm", 0.1)]
 )
-def test_chunks_are_the_whole(
-    tied: str, name: str, smoothing: float, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_chunks_are_the_whole(tied, name, smoothing, tiny_config, monkeypatch):
     """Of 7 rows at most, without the padding's columns; -100 is no target."""
     model = make_model(tiny_config, f"--train.loss {name} --model.tie-embeddings {tied}")
     x = TOKENS.clamp_max(60)
@@ -54,7 +49,7 @@ def test_chunks_are_the_whole(
     want = whole(model, x, y, smoothing)
     shapes = []
 
-    def scale(z: torch.Tensor, config: TrainConfig) -> torch.Tensor:
+    def scale(z, config):
         shapes.append(z.shape)
         return original(z, config)
 
@@ -70,9 +65,7 @@ def test_chunks_are_the_whole(
     assert all((tensor == 0).all() for tensor in nothing)
 
 
-def test_bfloat16_is_as_exact_as_with_whole_logits(
-    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_bfloat16_is_as_exact_as_with_whole_logits(tiny_config, monkeypatch):
     """The output layer's gradient is summed in float32."""
     model = make_model(tiny_config, "--train.dtype bfloat16 --model.tie-embeddings false")
     x = TOKENS.clamp_max(60)
@@ -89,9 +82,7 @@ def test_bfloat16_is_as_exact_as_with_whole_logits(
         assert (a - want).norm() <= factor * (b - want).norm() + 1e-4 * want.norm()
 
 
-def test_a_compiled_model_has_a_graph_of_its_blocks_and_one_of_a_chunk(
-    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_compiled_model_has_a_graph_of_its_blocks_and_one_of_a_chunk(tiny_config, monkeypatch):
     monkeypatch.setitem(loss.CHUNK_ROWS, "cpu", 20)
     torch._dynamo.reset()
     model = make_model(tiny_config, "--train.engine sdpa")

@@ -21,7 +21,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 ROWS = [("a", 7, "0123", "loss", 16, 0, "none", block, block // 2, 1.5) for block in range(4)]
 
 
-def change(rows: list[tuple], **values: object) -> list[tuple]:
+def change(rows, **values):
     return [
         tuple(values.get(name, v) for name, v in zip(COLUMNS, row, strict=True)) for row in rows
     ]
@@ -133,9 +133,7 @@ def test_students_distribution(freedom, t):
     assert measure.student_quantile(freedom) == pytest.approx(t, rel=1e-5)
 
 
-def draw(
-    rng: np.random.Generator, seeds: int, documents: np.ndarray, of_blocks: np.ndarray
-) -> Losses:
+def draw(rng, seeds, documents, of_blocks):
     """What the blocks have in common, an effect of each seed, and one of each document."""
     own = rng.normal(0, 0.02, documents.max() + 1)[documents]
     values = of_blocks + rng.normal(0, 0.01, (seeds, 1)) + own

@@ -19,9 +19,7 @@ TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 61}
 LSSAR = {"normaliser": "lssa", "reweight_p": 15}
 
 
-def make_config(
-    attention: dict | None = None, seq_len: int = 16, layers: list | None = None, **model
-) -> Config:
+def make_config(attention=None, seq_len=16, layers=None, **model):
     return Config(
         name="test",
         layers=layers or [],
@@ -31,9 +29,7 @@ def make_config(
     )
 
 
-def make_gpt(
-    attention: dict | None = None, seq_len: int = 16, std: float | None = None, **model
-) -> GPT:
+def make_gpt(attention=None, seq_len=16, std=None, **model):
     """A tiny model; with `std`, matrices large enough that attention and positions move the logits."""
     torch.manual_seed(0)
     gpt = GPT(make_config(attention, seq_len, **model))
@@ -44,7 +40,7 @@ def make_gpt(
     return gpt
 
 
-def random_tokens(B: int, T: int, seed: int = 1) -> torch.Tensor:
+def random_tokens(B, T, seed=1):
     return torch.randint(TINY["vocab_size"], (B, T), generator=torch.Generator().manual_seed(seed))
 
 
@@ -122,7 +118,7 @@ def test_autocast_keeps_float32_weights_and_loss():
 # ---- RoPE ----
 
 
-def rotate(x: torch.Tensor, theta: float = 10000.0, start: int = 0) -> torch.Tensor:
+def rotate(x, theta=10000.0, start=0):
     """RoPE as multiplication of complex numbers by e^(i m w), (T, D), in float64."""
     T, D = x.shape
     z = torch.view_as_complex(x.double().view(T, D // 2, 2))
@@ -486,7 +482,7 @@ def test_cache_overflow():
 class LastKeys(KVCache):
     """What a loop that decodes with the last `window` keys has: it masks nothing, and evicts."""
 
-    def __init__(self, gpt: GPT, window: int) -> None:
+    def __init__(self, gpt, window):
         super().__init__(len(gpt.blocks), 10**6)
         self.window = window
         self.has_shift = gpt.config.model.key_shift

@@ -47,19 +47,17 @@ def test_every_registered_normaliser_is_a_case():
 SHAPES = {16: [*((t, t) for t in (1, 2, 3, 4, 5, 33)), (7, 129)], 64: [(5, 5), (1, 33), (7, 33)]}
 
 
-def formula_weights(
-    cfg: AttentionConfig, q: Tensor, k: Tensor, normaliser: NormaliserLayer
-) -> Tensor:
+def formula_weights(cfg, q, k, normaliser):
     return formula(cfg, 160)(q, k, dict(normaliser.named_parameters())).detach()
 
 
 def row_errors(
-    cfg: AttentionConfig,
-    q: Tensor,
-    k: Tensor,
-    normaliser: NormaliserLayer,
-    want: Tensor | None = None,
-) -> Tensor:
+    cfg,
+    q,
+    k,
+    normaliser,
+    want=None,
+):
     """Each row's largest error; relative to the row's largest weight where rows are not normalised."""
     got = weights_of(normaliser, q, k)
     want = formula_weights(cfg, q, k, normaliser) if want is None else want
@@ -69,14 +67,12 @@ def row_errors(
     return row_distance(cfg, got, want)
 
 
-def row_distance(cfg: AttentionConfig, got: Tensor, want: Tensor) -> Tensor:
+def row_distance(cfg, got, want):
     distance = (got.double() - want).abs().amax(-1)
     return distance if is_normalised(cfg) else distance / want.abs().amax(-1).clamp(min=1e-30)
 
 
-def rounding_response(
-    cfg: AttentionConfig, q: Tensor, k: Tensor, normaliser: NormaliserLayer
-) -> Tensor:
+def rounding_response(cfg, q, k, normaliser):
     """How far exact weights move, by row, when every number in q and k moves by half a float32 ulp.
 
     No float32 code can be expected below a few times this: it cannot tell those inputs apart.
@@ -84,7 +80,7 @@ def rounding_response(
     g = torch.Generator().manual_seed(0)
     exact = copy.deepcopy(normaliser).double()
 
-    def moved(t: Tensor) -> Tensor:
+    def moved(t):
         return t.double() * (1 + 2.0**-24 * (2 * torch.randint(0, 2, t.shape, generator=g) - 1))
 
     want = weights_of(exact, q.double(), k.double())
@@ -93,7 +89,7 @@ def rounding_response(
     ).amax(0)
 
 
-def is_ill_conditioned(cfg: AttentionConfig) -> bool:
+def is_ill_conditioned(cfg):
     """Where 1e-6 is beyond float32, because the formula magnifies the rounding of its scores.
 
     reweight_p: by p n A / (n A - 1). ssmax, query scales, norm_softmax with a small gamma: by the
@@ -312,7 +308,7 @@ def test_overrides_of_weights_need_not_know_of_hidden_keys():
     exec("\n".join(examples), known, names)
 
     class Negated(Scaled):
-        def weights(self, x: Tensor, context: RowContext) -> Tensor:
+        def weights(self, x, context):
             return (-x).softmax(-1)
 
     inputs = draw(70, 70, 16)

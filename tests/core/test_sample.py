@@ -1,6 +1,5 @@
 """sample.py and the generation in model.py: the KV cache against no cache, for every normaliser."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,13 +13,11 @@ import sample
 from data.tokenizer import get_tokenizer
 from generation import generate
 from infra.cli import UserError
-from model import GPT, KVCache
+from model import KVCache
 from positions import RopeScaling
 
 
-def stepwise_logits(
-    gpt: GPT, tokens: torch.Tensor, rope: RopeScaling, n_prompt: int
-) -> torch.Tensor:
+def stepwise_logits(gpt, tokens, rope, n_prompt):
     """Logits of each position from n_prompt - 1 on as generation computes them, with the cache."""
     cache = KVCache(gpt.config.model.n_layer, tokens.shape[1])
     pieces = [tokens[:, :n_prompt], *tokens[:, n_prompt:].split(1, dim=1)]
@@ -114,7 +111,7 @@ def test_no_token_is_drawn_from_what_is_not_finite(logit):
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     # With tied embeddings greedy text repeats one token, which hides mistakes.
     gpt = make_gpt(
         {"normaliser": "lssa", "reweight_p": 3}, std=0.2, vocab_size=257, tie_embeddings=False
@@ -126,7 +123,7 @@ def run(tmp_path: Path) -> Path:
 def sampled(call, capsys):
     """What sample.py prints with these arguments."""
 
-    def stdout(*args: object) -> str:
+    def stdout(*args):
         call(sample, *args, "--device", "cpu")
         return capsys.readouterr().out
 
@@ -174,7 +171,7 @@ def test_a_prompt_that_overflows_the_tokenisers_stack(sampled, monkeypatch):
 
 
 def test_seeds(run, sampled):
-    def texts(*args: object) -> list[str]:
+    def texts(*args):
         return sampled(run, "--tokens", 30, *args).split("--- prompt ")[1:]
 
     first, second = texts("--prompt", "ab", "ab", "--seed", 5)

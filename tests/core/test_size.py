@@ -26,7 +26,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 @cache
-def tracked(ending: str) -> list[Path]:
+def tracked(ending):
     if not (ROOT / ".git").exists():
         pytest.skip("no git checkout")
     command = ["git", "ls-files", f"*{ending}"]
@@ -35,7 +35,7 @@ def tracked(ending: str) -> list[Path]:
     return [file for file in files if file.exists()]
 
 
-def docstrings(source: str) -> set[tuple[int, int]]:
+def docstrings(source):
     """Where the docstrings of a source begin, as line and column."""
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -45,7 +45,7 @@ def docstrings(source: str) -> set[tuple[int, int]]:
     return found
 
 
-def count_tokens(source: str) -> int:
+def count_tokens(source):
     """Tokens of Python without comments, docstrings, line ends and indentation."""
     skipped = docstrings(source)
     n = 0
@@ -55,7 +55,7 @@ def count_tokens(source: str) -> int:
     return n
 
 
-def prose(page: str) -> str:
+def prose(page):
     """A page without code, pictures, tables and the addresses of links."""
     page = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
     page = re.sub(r"!\[.*?\]\(.*?\)", "", page)
@@ -63,7 +63,7 @@ def prose(page: str) -> str:
     return "\n".join(line for line in page.splitlines() if not line.startswith("|"))
 
 
-def anchors(page: str) -> set[str]:
+def anchors(page):
     """The anchors of a page's headings, as GitHub writes them."""
     found = set()
     for heading in re.findall(r"^#+ (.*)$", page, flags=re.MULTILINE):

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-from pathlib import Path
 from signal import SIGUSR1
 
 import pytest
@@ -14,7 +13,7 @@ STUBS = {
 }
 
 
-def test_an_array_task_saves_and_requeues(tmp_path: Path):
+def test_an_array_task_saves_and_requeues(tmp_path):
     for name, body in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -42,9 +41,7 @@ def test_an_array_task_saves_and_requeues(tmp_path: Path):
         ("SIGTERM", "None", False),
     ],
 )
-def test_a_training_that_saved_is_requeued(
-    tmp_path: Path, signal: str, preempted: str, requeued: bool
-):
+def test_a_training_that_saved_is_requeued(tmp_path, signal, preempted, requeued):
     """But for scancel's SIGTERM."""
     stubs = {
         "python": f'echo "rank $RANK"; echo "stopped by {signal} after step 3" >&2',
@@ -70,5 +67,5 @@ def test_a_training_that_saved_is_requeued(
 
 
 @pytest.mark.parametrize("script", ["train", "sweep"])
-def test_scripts_parse(script: str):
+def test_scripts_parse(script):
     subprocess.run(["bash", "-n", str(ROOT / f"slurm/{script}.sbatch")], check=True)

@@ -18,7 +18,6 @@ from data.dataset import TokenStream
 from infra.cli import UserError
 from infra.distributed import StopSignals
 from measure import write_rows
-from schema import Config
 from training.checkpoint import CONTENT, find_checkpoints, save_checkpoint
 from training.loader import open_streams
 from training.state import data_info
@@ -29,16 +28,16 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 class FakeTorchrun:
     """Replaces sweep.run: leaves the files of train.py and eval_length.py, or fails."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, failing: str = "") -> None:
+    def __init__(self, monkeypatch, failing=""):
         self.failing = failing
         self.commands: list[list[str]] = []
         monkeypatch.setattr(sweep, "run", self.run)
 
     @property
-    def scripts(self) -> list[str]:
+    def scripts(self):
         return [command[0] for command in self.commands]
 
-    def run(self, command: list[str], stop: Any, env: Any = None, log: Any = None) -> int:
+    def run(self, command, stop, env=None, log=None):
         i = next(i for i, arg in enumerate(command) if arg.endswith(".py"))
         script, arguments = Path(command[i]).name, command[i + 1 :]
         self.commands.append([script, *arguments])
@@ -53,7 +52,7 @@ class FakeTorchrun:
         return 0
 
 
-def leave_rows(config: Config, tokens: int, step: int | None = None) -> None:
+def leave_rows(config, tokens, step=None):
     """5 nats for everything that eval_length.py measures by default."""
     text = TokenStream(config.data.dir, "val").fingerprint[7:19]
     rows: list[tuple[Any, ...]] = []
@@ -65,7 +64,7 @@ def leave_rows(config: Config, tokens: int, step: int | None = None) -> None:
     write_rows(config.run_dir, rows)
 
 
-def leave_run(config: Config) -> None:
+def leave_run(config):
     steps = config.train.max_steps
     data = data_info(*open_streams(config))
     content = dict.fromkeys(CONTENT) | {"step": steps, "data": data, "config": config.model_dump()}
@@ -115,7 +114,7 @@ def test_jobs_run_side_by_side_with_their_share_of_the_machine(
     barrier = Barrier(2)
     shares = []
 
-    def run(command: list[str], stop: Any, env: dict[str, str], log: Path) -> int:
+    def run(command, stop, env, log):
         barrier.wait(timeout=60)
         shares.append((env["OMP_NUM_THREADS"], env.get("CUDA_VISIBLE_DEVICES")))
         assert env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "600"  # time to save
@@ -188,7 +187,7 @@ def test_a_run_is_finished_without_its_config_and_where_its_data_moved(four_runs
         (config.run_dir / "config.toml").unlink()
     find_checkpoints(second.run_dir)[0].write_text("{")
 
-    def states(*overrides: str) -> list[str]:
+    def states(*overrides):
         call(sweep, four_runs, "--list", *overrides)
         return [line.rpartition("  ")[2] for line in capsys.readouterr().out.splitlines()]
 

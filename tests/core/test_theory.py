@@ -4,14 +4,13 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from attention import make_normaliser
 from normalisers.base import RowContext
 from schema import AttentionConfig
 
 
-def weights(x: Tensor, **options) -> Tensor:
+def weights(x, **options):
     """Weights of rows of scores x (R, K), unscaled q.k with d = 1, each row seeing all its keys."""
     normaliser = make_normaliser(
         AttentionConfig(**options), n_head=1, head_dim=1, train_len=x.shape[-1]
@@ -24,14 +23,14 @@ def weights(x: Tensor, **options) -> Tensor:
     return normaliser.row_weights(x * normaliser.definition.factor(context), context).view(x.shape)
 
 
-def draw_scores(n: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+def draw_scores(n, scale=1.0):
     """Rows with a mean, and the gradient of a loss by their weights, (20, n) float64 each."""
     g = torch.Generator().manual_seed(n)
     x, dz = (torch.randn(20, n, generator=g, dtype=torch.float64) for _ in range(2))
     return (scale * x + 3).requires_grad_(), dz
 
 
-def sigma(x: Tensor) -> Tensor:
+def sigma(x):
     return x.std(-1, correction=0, keepdim=True)
 
 
@@ -86,7 +85,7 @@ def test_norm_softmax_scores_have_a_least_standard_deviation(scale, tau):
     torch.testing.assert_close(centred, weights(x, **INF))
 
 
-def least(n: int, gap: float, base: float) -> float:
+def least(n, gap, base):
     """1 / ((n - 1) base^-gap + 1): the largest weight if all other scores are `gap` below the
     largest.
     """

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from training.run_log import RunLog
 from training.validation import validate
 
 
-def test_a_run_and_its_folder(tiny_config: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_and_its_folder(tiny_config, capsys):
     folder = run(tiny_config, "--train.max-steps", "6")
     assert list(metrics(folder, "loss")) == [1, 2, 3, 4, 5, 6]
     assert list(metrics(folder, "val_loss")) == [4, 6]
@@ -43,7 +42,7 @@ def test_a_run_and_its_folder(tiny_config: Path, capsys: pytest.CaptureFixture[s
     assert list(metrics(folder, "loss")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_accumulated_step_is_that_of_the_whole_batch(tiny_config: Path):
+def test_accumulated_step_is_that_of_the_whole_batch(tiny_config):
     state = build(tiny_config)
     reference = build(tiny_config).raw_model
     x, y = train_batch(state.batches.stream, 0, 8, 16, "sequential", state.config.seed)
@@ -57,7 +56,7 @@ def test_accumulated_step_is_that_of_the_whole_batch(tiny_config: Path):
 
 
 @pytest.mark.parametrize("clip", ["0.01", "0"])  # 0: not at all
-def test_the_first_update_is_clipped_and_warmed_up(clip, tiny_config: Path):
+def test_the_first_update_is_clipped_and_warmed_up(clip, tiny_config):
     flags = "--optimizer.name sgd --optimizer.lr 1.0 --optimizer.weight-decay 0.0 --optimizer.warmup-steps 4"
     state = build(tiny_config, *flags.split(), "--train.grad-clip", clip)
     log = RunLog(state)
@@ -69,14 +68,14 @@ def test_the_first_update_is_clipped_and_warmed_up(clip, tiny_config: Path):
     assert log.pending[0]["lr"] == 0.25 and log.pending[0]["grad_norm"] > 0.1
 
 
-def test_validation_is_the_mean_over_the_first_val_tokens(tiny_config: Path):
+def test_validation_is_the_mean_over_the_first_val_tokens(tiny_config):
     state = build(tiny_config)
     x, y = read_windows(state.val_stream, 0, 20, 16)
     losses = state.raw_model.token_losses(torch.from_numpy(x), torch.from_numpy(y))
     assert validate(state, RunLog(state)) == pytest.approx(losses.mean().item(), rel=1e-6)
 
 
-def test_validation_is_at_the_power_of_the_last_step(tiny_config: Path):
+def test_validation_is_at_the_power_of_the_last_step(tiny_config):
     """p rises from 1 to 7 in 12 steps: the eighth has 4, the ninth would have 5."""
     power = "--attention.normaliser lssa --attention.reweight-p 7 --attention.reweight-p-warmup 12"
     state = build(tiny_config, *power.split())
@@ -95,9 +94,7 @@ SELDOM = ["--train.val-every", "20", "--train.checkpoint-every", "20"]
 QUICK = ["--train.max-steps", "20", "--train.micro-batch", "8", *SELDOM]
 
 
-def test_two_processes_give_the_losses_of_one(
-    tiny_config: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_two_processes_give_the_losses_of_one(tiny_config, capsys):
     # 17: the last batch leaves one to rank 0 and none to rank 1
     windows = ["--train.val-tokens", "272"]
     alone = run(tiny_config, "--name", "one", *windows)
@@ -127,7 +124,7 @@ def test_two_processes_give_the_losses_of_one(
 
 
 @pytest.mark.slow
-def test_fused_engine_in_two_processes(tiny_config: Path):
+def test_fused_engine_in_two_processes(tiny_config):
     """The Triton kernels (interpreted here: conftest.py) under DistributedDataParallel, against
     `rows`.
     """
@@ -150,7 +147,7 @@ def test_fused_engine_in_two_processes(tiny_config: Path):
 
 
 @pytest.mark.parametrize("normaliser", list_normalisers())
-def test_every_normaliser_trains(normaliser: str, tiny_config: Path):
+def test_every_normaliser_trains(normaliser, tiny_config):
     options = ["--attention.normaliser", normaliser]
     folder = run(tiny_config, *options, *QUICK)
     losses = list(metrics(folder, "loss").values())
@@ -158,13 +155,13 @@ def test_every_normaliser_trains(normaliser: str, tiny_config: Path):
 
 
 @pytest.mark.parametrize(("optimizer", "lr"), [("adamw", "0.01"), ("muon", "0.01"), ("sgd", "0.3")])
-def test_optimisers_lower_the_loss(optimizer: str, lr: str, tiny_config: Path):
+def test_optimisers_lower_the_loss(optimizer, lr, tiny_config):
     flags = ["--optimizer.name", optimizer, "--optimizer.lr", lr, "--train.max-steps", "20"]
     losses = list(metrics(run(tiny_config, *flags, *SELDOM), "loss").values())
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_the_memory_budget_is_that_of_torch_compile(tiny_config: Path):
+def test_the_memory_budget_is_that_of_torch_compile(tiny_config):
     build(tiny_config, "--train.memory-budget", "0.5")
     assert functorch_config.activation_memory_budget == 0.5
     build(tiny_config)
@@ -172,9 +169,7 @@ def test_the_memory_budget_is_that_of_torch_compile(tiny_config: Path):
 
 
 @pytest.mark.slow
-def test_a_compiled_run_has_few_graphs_of_fixed_shapes(
-    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_compiled_run_has_few_graphs_of_fixed_shapes(tiny_config, monkeypatch):
     """For three forms of p and a loss of its own, and a last validation batch that is smaller."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
@@ -191,7 +186,7 @@ def test_a_compiled_run_has_few_graphs_of_fixed_shapes(
     assert len(tokens) == 2 and all(node.meta["example_value"].shape == (2, 16) for node in tokens)
 
 
-def test_deterministic_algorithms_are_asked_for(tiny_config: Path):
+def test_deterministic_algorithms_are_asked_for(tiny_config):
     """On a CPU every step is repeatable anyway: what is tested is that torch is told."""
     build(tiny_config, "--train.deterministic", "true")
     assert torch.are_deterministic_algorithms_enabled()
@@ -199,14 +194,14 @@ def test_deterministic_algorithms_are_asked_for(tiny_config: Path):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_bfloat16_and_shuffled_windows(tiny_config: Path):
+def test_bfloat16_and_shuffled_windows(tiny_config):
     folder = run(tiny_config, "--train.dtype", "bfloat16", "--data.order", "shuffled")
     assert all(map(math.isfinite, metrics(folder, "loss").values()))
     model = load_checkpoint(find_checkpoints(folder)[0])["model"]
     assert all(tensor.dtype == torch.float32 for tensor in model.values())
 
 
-def test_flops_per_token(tiny_config: Path):
+def test_flops_per_token(tiny_config):
     """By hand for the tiny model: 6 per multiplied weight, 6 T C per layer for causal attention."""
     c, layers, vocab, head = 32, 2, 128, 16
     flops = 6 * (vocab * c + layers * 12 * c * c) + layers * 6 * 16 * c
@@ -219,7 +214,7 @@ def test_flops_per_token(tiny_config: Path):
 # ---------------------------------------------------------------- the command line
 
 
-def test_mistakes(tiny_config: Path):
+def test_mistakes(tiny_config):
     with pytest.raises(UserError, match="model.vocab_size = 50257: .* expected 64 to 1087"):
         build(tiny_config, "--model.vocab_size", "50257")
     long = "--train.seq_len 1024 --train.batch_tokens 1024 --train.micro_batch 1 --train.val_tokens 1024"
@@ -230,9 +225,7 @@ def test_mistakes(tiny_config: Path):
         pass
 
 
-def test_dry_run_leaves_nothing(
-    tiny_config: Path, call: Callable[..., None], capsys: pytest.CaptureFixture[str]
-):
+def test_dry_run_leaves_nothing(tiny_config, call, capsys):
     call(train, tiny_config, "--dry-run")
     assert not (tiny_config.parent / "runs").exists()
     out = capsys.readouterr().out
@@ -268,7 +261,7 @@ def test_a_dry_run_takes_any_config_and_leaves_nothing(name, tmp_path, call, cap
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_counts_every_micro_batch(tiny_config: Path, tmp_path: Path):
+def test_a_dry_run_counts_every_micro_batch(tiny_config, tmp_path):
     # 16 sequences a step, 4 at a time
     config = load_config(tiny_config, ["--train.batch-tokens", "256"])
     shortened = trial.shorten(config, CPU, tmp_path)

@@ -94,7 +94,7 @@ def test_an_unknown_scaling_stops_before_the_weights():
         NormaliserGPTForCausalLM(NormaliserGPTConfig(rope="foo"))
 
 
-def spaced_bpe(*before: Any) -> str:
+def spaced_bpe(*before):
     """tokenizer.json of a BPE in which the first word of a text begins with a space, as Llama's
     has.
 
@@ -266,7 +266,7 @@ def compare_in_a_fresh_process(cases, tiny_config, call):
         assert (found["bfloat16"] - found[64]).abs().mean() <= 0.2, overrides
 
 
-def flags(options: dict[str, object]) -> list[str]:
+def flags(options):
     return [
         text for key, value in options.items() for text in (f"--attention.{key}", json.dumps(value))
     ]

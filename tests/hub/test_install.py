@@ -57,7 +57,7 @@ print(AttentionConfig(normaliser="mine").definition, rows.__name__)
 
 
 @pytest.mark.slow
-def test_the_package_is_used_beside_files_of_ones_own(tmp_path: Path):
+def test_the_package_is_used_beside_files_of_ones_own(tmp_path):
     folders = shutil.ignore_patterns(
         ".*", "runs", "results", "tests", "*.bin", "build", "*.egg-info"
     )

@@ -17,7 +17,7 @@ from schema import AttentionConfig
 NAMES = list(STATISTICS)
 
 
-def from_dense(weights: torch.Tensor, unscaled: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def from_dense(weights, unscaled, scores):
     """STATISTICS of (B, H, Tq, Tk) row by row, from the definitions, as means over rows: (B, H, S)."""
     B, H, n_queries, n_keys = weights.shape
     out = torch.zeros(B, H, n_queries, len(STATISTICS), dtype=torch.float64)

@@ -1,6 +1,5 @@
 """Commands of lab/ with damaged files and options that make no sense: one line, nothing written."""
 
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ def test_every_sample_of_the_needle_is_tried_before_the_models():
     )
     haystack = needle.Haystack(stream, tokenizer)
 
-    def fits(length: int, index: int) -> bool:
+    def fits(length, index):
         try:
             needle.make_trial(haystack, length, 50, index)
         except UserError:
@@ -71,9 +70,7 @@ def test_every_sample_of_the_needle_is_tried_before_the_models():
         ((needle, "run", "--samples", 10**20), "--samples"),
     ],
 )
-def test_options_that_make_no_sense(
-    arguments: tuple[Any, ...], message: str, call: Callable[..., None], tmp_path: Path, monkeypatch
-):
+def test_options_that_make_no_sense(arguments, message, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with one_line(message):
         call(*arguments)
@@ -85,7 +82,7 @@ COMMANDS = [file for file in FILES if "run_main(main)" in file.read_text()]
 
 
 @pytest.mark.parametrize("file", COMMANDS, ids=lambda file: file.stem)
-def test_help(file: Path, call, capsys):
+def test_help(file, call, capsys):
     with pytest.raises(SystemExit) as end:
         call(import_module(f"{file.parent.name}.{file.stem}"), "--help")
     printed = capsys.readouterr()

@@ -2,7 +2,6 @@
 
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +17,6 @@ from lab import needle
 from measure import read_rows, select
 from model import GPT, KVCache
 from positions import RopeScaling
-from schema import Config
 from training.checkpoint import load_model
 
 LETTERS = " 0123456789"  # what the model copies, each with a direction of its own
@@ -27,7 +25,7 @@ WIDTH, HEAD = 64, 32
 OWN, BEFORE, COPIED = 0, 16, 32  # where in the residual stream: own byte, byte before, byte to come
 
 
-def copying_config(folder: Path, **sections: dict) -> Config:
+def copying_config(folder, **sections):
     values = {
         "name": "copy",
         "model": {"n_layer": 2, "n_head": 2, "n_embd": WIDTH, "vocab_size": 257, "norm": "rmsnorm",
@@ -80,7 +78,7 @@ def copying_model(config):
     return model.eval()
 
 
-def distinct_digits(rng: np.random.Generator) -> list[str]:
+def distinct_digits(rng):
     """Numbers in which a digit determines the next one: what an induction head can copy."""
     return [
         "".join(map(str, rng.permutation(np.arange(1, 10))[:7])) for _ in range(needle.N_CHOICES)
@@ -88,7 +86,7 @@ def distinct_digits(rng: np.random.Generator) -> list[str]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path, monkeypatch):
     """A run folder with the copying model, and a haystack of letters without digits."""
     text = np.random.default_rng(0).choice(np.frombuffer(b"abcdefgh .,", np.uint8), 5000)
     write_dataset(tmp_path / "data", {"val": text}, 10**6)
@@ -102,7 +100,7 @@ def evaluate(call, no_drawing):
     return partial(call, needle, "--device", "cpu")
 
 
-def shares(run: Path, measure: str) -> dict[int, float]:
+def shares(run, measure):
     """By length the values of a measure; NaN where the model rejects the length."""
     return select(read_rows(run), measure=measure).set_index("length").value.to_dict()
 
@@ -233,7 +231,7 @@ def test_several_runs(run, tmp_path, evaluate, capsys):
     assert "at 300, 10 %: no result: ssmax_pn" in capsys.readouterr().out
 
 
-def test_wilson_interval() -> None:
+def test_wilson_interval():
     """Values from Wilson's formula worked out with pencil: z = 1.96, 8 of 10 and the ends."""
     assert needle.format_share(0.8, 10) == "80.0 [49.0, 94.3]"
     assert needle.format_share(0.0, 10) == "0.0 [0.0, 27.8]"

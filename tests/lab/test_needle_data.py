@@ -1,8 +1,5 @@
 """lab/needle_data.py: the needle's task as sequences of which the answer counts."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from conftest import check_dataset, write_dataset
 
@@ -16,16 +13,14 @@ LENGTH = 256
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Path:
+def texts(tmp_path):
     """A dataset whose training text is "ab" and whose validation text "cd", over and over."""
     texts = {"val": "cd" * 400, "train": "ab" * 400}
     splits = {split: [BYTES.eot_token, *text.encode()] for split, text in texts.items()}
     return write_dataset(tmp_path / "texts", splits, 10**6)
 
 
-def test_a_sequence_is_the_tests_task_with_its_answer(
-    texts: Path, tmp_path: Path, call: Callable[..., None]
-) -> None:
+def test_a_sequence_is_the_tests_task_with_its_answer(texts, tmp_path, call):
     out = tmp_path / "needle"
     call(needle_data, texts, "--seq-len", LENGTH, "--sequences", 200, "--out", out)
     check_dataset(out)
@@ -50,9 +45,7 @@ def test_a_sequence_is_the_tests_task_with_its_answer(
     assert len(places) > 90  # percent of the text
 
 
-def test_another_text_in_the_same_folder_is_not_found_before(
-    texts: Path, tmp_path: Path, call: Callable[..., None]
-) -> None:
+def test_another_text_in_the_same_folder_is_not_found_before(texts, tmp_path, call):
     command = (
         needle_data,
         texts,
@@ -73,7 +66,7 @@ def test_another_text_in_the_same_folder_is_not_found_before(
         call(*command)
 
 
-def test_the_tests_own_numbers_are_not_among_them(texts: Path) -> None:
+def test_the_tests_own_numbers_are_not_among_them(texts):
     haystack = needle.Haystack(TokenStream(texts, "val"), BYTES)
     asked = {needle.make_trial(haystack, LENGTH, 50, i).number for i in range(500)}
     first = needle_data.FIRST["train"]
@@ -81,9 +74,7 @@ def test_the_tests_own_numbers_are_not_among_them(texts: Path) -> None:
     assert len(asked) == len(learned) == 500 and len(asked & learned) < 3  # of 9 million
 
 
-def test_a_length_without_room_is_one_line(
-    texts: Path, tmp_path: Path, call: Callable[..., None]
-) -> None:
+def test_a_length_without_room_is_one_line(texts, tmp_path, call):
     with pytest.raises(UserError, match="expected at least"):
         call(needle_data, texts, "--seq-len", 64, "--out", tmp_path / "needle")
     assert not (tmp_path / "needle" / "dataset.json").exists()

@@ -3,9 +3,7 @@ give them.
 """
 
 import re
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,7 +22,7 @@ from measure import read_rows, select
 from positions import UNSCALED
 
 
-def solve(text: str) -> dict[int, str]:
+def solve(text):
     """The answers of a sequence's text, without its end-of-text, by position."""
     n = len(text)
     answers = {}
@@ -48,7 +46,7 @@ def solve(text: str) -> dict[int, str]:
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("length", [40, 64, 4096])
-def test_answers(task: str, length: int) -> None:
+def test_answers(task, length):
     """The mask marks the right answers and nothing else; all is fixed by the arguments; depths
     vary.
     """
@@ -65,7 +63,7 @@ def test_answers(task: str, length: int) -> None:
         assert min(depths) < 800 and max(depths) > 3200
 
 
-def test_dataset(tmp_path: Path, call: Callable[..., None]) -> None:
+def test_dataset(tmp_path, call):
     """Windows are sequences in either order, and targets are answers only."""
     call(recall_data, "--out", tmp_path, "--sequences", 50, "--seq-len", 40)
     check_dataset(tmp_path)
@@ -83,17 +81,17 @@ def test_dataset(tmp_path: Path, call: Callable[..., None]) -> None:
 class Oracle:
     """A model that predicts these tokens, wherever it is asked."""
 
-    def __init__(self, tokens: torch.Tensor) -> None:
+    def __init__(self, tokens):
         self.tokens, self.embedding = tokens, torch.nn.Embedding(1, 1)
 
-    def hidden(self, x: torch.Tensor, rope: object) -> torch.Tensor:
+    def hidden(self, x, rope):
         return one_hot(self.tokens[:, 1 : x.shape[1] + 1], VOCAB)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden):
         return hidden
 
 
-def test_scores_of_known_mistakes() -> None:
+def test_scores_of_known_mistakes():
     rows = [make_sequence("copy", 64, str(i)) for i in range(4)]
     tokens, mask = (torch.tensor(np.array(part, np.int64)) for part in zip(*rows, strict=True))
     predicted = tokens.clone()
@@ -107,9 +105,7 @@ def test_scores_of_known_mistakes() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_learns(
-    tmp_path: Path, call: Callable[..., None], tiny_config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_learns(tmp_path, call, tiny_config, capsys):
     """Seconds of training solve a task at its own length; a length that the model rejects says so."""
     call(
         recall_data,
@@ -147,7 +143,7 @@ def test_a_model_learns(
     assert (run_dir / "recall.png").exists()
 
 
-def test_what_it_rejects(tmp_path: Path, call: Callable[..., None], tiny_config: Path) -> None:
+def test_what_it_rejects(tmp_path, call, tiny_config):
     untrained = make_byte_run(tiny_config)
     with pytest.raises(UserError, match="expected a dataset of lab.recall_data"):
         call(recall, untrained)

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n" * 30
 
 
-def losses_by_state(printed: str) -> dict[str, list[float]]:
+def losses_by_state(printed):
     """The lines of the table with their losses."""
     lines = [
         line

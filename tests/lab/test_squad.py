@@ -3,10 +3,7 @@ written.
 """
 
 import json
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import check_dataset, one_line
@@ -20,7 +17,7 @@ from lab import recall_data, squad
 BYTES = get_tokenizer("bytes")
 
 
-def article(title: str, n: int) -> list[dict[str, Any]]:
+def article(title, n):
     """n questions that have answers, one that has none, and an answer without a question."""
     qas = [(f"What is {title} {i}?", [f"{title}{'!' * i}", "no"]) for i in range(n)]
     qas += [("Why?", []), ("  ", ["because"])]
@@ -29,12 +26,12 @@ def article(title: str, n: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def prepare(call: Callable[..., None]) -> Callable[..., None]:
+def prepare(call):
     return partial(call, squad, "--tokenizer", "bytes", "--seq-len", "64")
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def source(tmp_path, monkeypatch):
     """A folder as `datasets` reads it."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     splits = {"train": [article(f"t{i}", 3) for i in range(20)]}
@@ -47,12 +44,12 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, source: Path, prepare: Callable[..., None]) -> Path:
+def folder(tmp_path, source, prepare):
     prepare("--source", source, "--out", tmp_path / "squad")
     return tmp_path / "squad"
 
 
-def test_sequences_and_masks(folder: Path) -> None:
+def test_sequences_and_masks(folder):
     """What counts is the first answer and the end-of-text. Questions that are too long are left
     out.
     """
@@ -73,9 +70,7 @@ def test_sequences_and_masks(folder: Path) -> None:
     assert load_config("configs/papers/ssmax_sft.toml").train.max_steps == 10 * (86_820 // 128)
 
 
-def test_the_answer_alone(
-    source: Path, tmp_path: Path, prepare: Callable[..., None], folder: Path
-) -> None:
+def test_the_answer_alone(source, tmp_path, prepare, folder):
     """As in the paper: the masks lack the end-of-text, and nothing else changes."""
     prepare("--source", source, "--out", tmp_path / "alone", "--answer-only")
     for split in ("val", "train"):
@@ -93,7 +88,7 @@ def test_the_answer_alone(
 
 
 @pytest.mark.parametrize("place", [0, 37, 80, 193])
-def test_shorten_keeps_the_answer_at_its_share_of_the_context(place: int) -> None:
+def test_shorten_keeps_the_answer_at_its_share_of_the_context(place):
     context = "." * place + "answer" + "," * (193 - place)
     row = {
         "context": context,
@@ -115,12 +110,12 @@ def test_shorten_keeps_the_answer_at_its_share_of_the_context(place: int) -> Non
 
 
 def test_mistakes_leave_a_finished_dataset(
-    folder: Path,
-    source: Path,
-    tmp_path: Path,
-    prepare: Callable[..., None],
-    call: Callable[..., None],
-) -> None:
+    folder,
+    source,
+    tmp_path,
+    prepare,
+    call,
+):
     new = tmp_path / "new"
     with pytest.raises(UserError, match="none: cannot be read: .*; --source may also be a folder"):
         prepare("--source", tmp_path / "none", "--out", new)
@@ -141,9 +136,7 @@ def test_mistakes_leave_a_finished_dataset(
     assert TokenStream(folder, "train").mask is not None
 
 
-def test_a_smaller_dataset_replaces_a_larger_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[..., None]
-) -> None:
+def test_a_smaller_dataset_replaces_a_larger_one(tmp_path, monkeypatch, call):
     """Of fewer shards: none of the larger one's stay, which dataset.json would not list."""
     monkeypatch.setattr(squad, "write_split", partial(write_split, shard_size=64_000))
     for n in (2048, 64):

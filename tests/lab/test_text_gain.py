@@ -1,9 +1,6 @@
 """lab.text_gain: counting sees what lies beyond L, and only there."""
 
 import random
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import make_byte_run, one_line, write_dataset
@@ -55,7 +52,7 @@ def test_match_reads_the_window_alone():
     assert wide.probability > 0.5
 
 
-def repeating_dataset(folder: Path) -> Path:
+def repeating_dataset(folder):
     """Random bytes; the last L tokens of each block of 16 L repeat those 3 L before."""
     draw = random.Random(1)
     tokens: list[int] = []
@@ -66,9 +63,7 @@ def repeating_dataset(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("sees", ["cut", "window"])
-def test_a_model_in_place_of_the_counts(
-    tmp_path: Path, tiny_config: Path, call: Callable[..., None], capsys: Any, sees: str
-) -> None:
+def test_a_model_in_place_of_the_counts(tmp_path, tiny_config, call, capsys, sees):
     """A model of random weights knows next to nothing, so that mixing helps."""
     run = make_byte_run(tiny_config)
     data = repeating_dataset(tmp_path / "data")
@@ -84,9 +79,7 @@ def test_a_model_in_place_of_the_counts(
     assert abs(losses[2 * L] - window) < 0.2 * window and losses[16 * L] < 0.7 * window
 
 
-def test_another_text_needs_the_same_tokenizer(
-    tmp_path: Path, tiny_dataset: Path, call: Callable[..., None]
-) -> None:
+def test_another_text_needs_the_same_tokenizer(tmp_path, tiny_dataset, call):
     data = repeating_dataset(tmp_path / "data")
     call(text_gain, tiny_dataset, "--text", data, "--train-len", L, "--blocks", 2)
     (data / "dataset.json").write_text(

@@ -1,8 +1,6 @@
 """data.bpe: the same text gives the same tokeniser, which get_tokenizer reads."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 from conftest import one_line
 
@@ -12,7 +10,7 @@ from data.tokenizer import get_tokenizer
 TEXTS = [f"def naïve_{i}(x): return '日本語' * {i}\n" * 9 for i in range(30)]
 
 
-def test_files_become_a_tokeniser(tmp_path: Path, call: Callable[..., None]) -> None:
+def test_files_become_a_tokeniser(tmp_path, call):
     corpus = tmp_path / "texts.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     out = tmp_path / "bpe.json"
@@ -23,14 +21,12 @@ def test_files_become_a_tokeniser(tmp_path: Path, call: Callable[..., None]) -> 
     assert tokenizer.decode(tokenizer.encode_ordinary(TEXTS[7])) == TEXTS[7]
 
 
-def test_a_lost_place_is_named_before_the_training(
-    tmp_path: Path, call: Callable[..., None]
-) -> None:
+def test_a_lost_place_is_named_before_the_training(tmp_path, call):
     with one_line("--out", "expected a folder that exists"):
         call(bpe, "--vocab", 300, "--out", tmp_path / "no" / "bpe.json")
 
 
-def test_another_file_is_spared(tmp_path: Path, call: Callable[..., None]) -> None:
+def test_another_file_is_spared(tmp_path, call):
     text = tmp_path / "a.txt"
     text.write_text("to be or not to be")
     with one_line("another file has this name"):

@@ -5,9 +5,7 @@ import random
 import zipfile
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +20,7 @@ from data.tokenizer import get_tokenizer
 WORDS = [f"{first}{second}" for first in "abcdef" for second in ("lpha", "eta", "amma", "on")]
 
 
-def some_text(n_lines: int, seed: int) -> str:
+def some_text(n_lines, seed):
     rng = random.Random(seed)
     lines = (" ".join(rng.choices(WORDS, k=8)) for _ in range(n_lines))
     return "\n".join(lines) + "\n"
@@ -53,7 +51,7 @@ FILES: dict[str, dict[str, str | bytes]] = {
 
 
 @pytest.fixture
-def table(tmp_path: Path, monkeypatch: Any) -> list[Package]:
+def table(tmp_path, monkeypatch):
     """Three packages in tmp_path/index, as an index would serve them."""
     monkeypatch.setattr(packages, "VOCABULARY", 320)
     monkeypatch.setattr(packages, "LONG", 500)
@@ -73,7 +71,7 @@ def table(tmp_path: Path, monkeypatch: Any) -> list[Package]:
 
 
 @pytest.fixture
-def wheels(tmp_path: Path, table: list[Package]) -> Path:
+def wheels(tmp_path, table):
     folder = tmp_path / "wheels"
     folder.mkdir()
     for wheel in tmp_path.glob("index/*/*.whl"):
@@ -81,7 +79,7 @@ def wheels(tmp_path: Path, table: list[Package]) -> Path:
     return folder
 
 
-def texts_of(folder: Path, split: str) -> set[str]:
+def texts_of(folder, split):
     stream = TokenStream(folder, split)
     tokenizer = get_tokenizer("", stream.tokenizer_file)
     tokens = stream.read(0, stream.n_tokens)
@@ -90,7 +88,7 @@ def texts_of(folder: Path, split: str) -> set[str]:
     return {tokenizer.decode(part[1:].tolist()) for part in parts[1:]}
 
 
-def test_documents(tmp_path: Path, table: list[Package], wheels: Path, capsys: Any) -> None:
+def test_documents(tmp_path, table, wheels, capsys):
     out = tmp_path / "out"
     info = packages.build(table, wheels, out)
     assert texts_of(out, "val") == {LONG(6)}
@@ -107,15 +105,13 @@ def test_documents(tmp_path: Path, table: list[Package], wheels: Path, capsys: A
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_text_that_is_shared_is_refused(
-    tmp_path: Path, table: list[Package], wheels: Path, monkeypatch: Any
-) -> None:
+def test_text_that_is_shared_is_refused(tmp_path, table, wheels, monkeypatch):
     monkeypatch.setattr(packages, "MOST_SHARED", 0.001)
     with one_line("test: ", "runs shared: expected 0.1%"):
         packages.build(table, wheels, tmp_path / "out")
 
 
-def test_the_index(tmp_path: Path, table: list[Package], wheels: Path, monkeypatch: Any) -> None:
+def test_the_index(tmp_path, table, wheels, monkeypatch):
     """Wheels are fetched once; other ones are refused; a lost index is named."""
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "index"))
     monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
@@ -136,7 +132,7 @@ def test_the_index(tmp_path: Path, table: list[Package], wheels: Path, monkeypat
         packages.open_wheel(table[1], fetched)
 
 
-def test_copies_against_a_loop() -> None:
+def test_copies_against_a_loop():
     """Runs that cross documents do not count, nor repeats within one."""
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 3, n) for n in (400, 31, 32, 0, 90)]
@@ -153,7 +149,7 @@ def test_copies_against_a_loop() -> None:
     assert shared_runs(documents[:5], held_out) == pytest.approx(expected)
 
 
-def test_the_table() -> None:
+def test_the_table():
     """Every row is whole, a package is in one split, and the licences are permissive."""
     table = packages.read_table(packages.DATA / "packages.csv")
     assert len({package.package for package in table}) == len(table)
@@ -164,7 +160,7 @@ def test_the_table() -> None:
 
 
 @pytest.mark.slow
-def test_the_real_corpus(tmp_path: Path) -> None:
+def test_the_real_corpus(tmp_path):
     """The published one, from the wheels that data.packages has fetched."""
     wheels = packages.DATA / "wheels"
     if not wheels.is_dir():

@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,12 +73,12 @@ ODD_JSON = [
 ]
 
 
-def plain(text: str, is_json: bool) -> Row:
+def plain(text, is_json):
     raw = json.dumps({"id": 1, "text": text}) if is_json else text
     return Row(raw.encode(), text)
 
 
-def some_rows(n: int, seed: int, is_json: bool) -> list[Row]:
+def some_rows(n, seed, is_json):
     """Documents of 1 to 80 characters, with odd ones in between."""
     rng = random.Random(seed)
     words = ["alpha ", "Beta", "  ", "\n", "é", "1999 ", "<|endoftext|>", "🎉", ".", "naïve "]
@@ -91,7 +90,7 @@ def some_rows(n: int, seed: int, is_json: bool) -> list[Row]:
     return rows
 
 
-def write(path: Path, rows: list[Row], column: str = "text") -> Path:
+def write(path, rows, column="text"):
     """A .parquet, .jsonl or .jsonl.gz file of the rows; the text is not checked for UTF-8."""
     if path.suffix == ".parquet":
         raw = pa.array([row.raw for row in rows], pa.binary())
@@ -107,22 +106,22 @@ def write(path: Path, rows: list[Row], column: str = "text") -> Path:
 Corpus = dict[Path, list[Row]]  # input files, in their order, with their rows
 
 
-def make_corpus(folder: Path, files: dict[str, list[Row]]) -> Corpus:
+def make_corpus(folder, files):
     folder.mkdir()
     return {write(folder / file, rows): rows for file, rows in files.items()}
 
 
-def texts_corpus(folder: Path, *texts: str) -> Corpus:
+def texts_corpus(folder, *texts):
     return make_corpus(folder, {"a.jsonl": [plain(text, True) for text in texts]})
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
+def out(tmp_path):
     return tmp_path / "out"
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Corpus:
+def small(tmp_path):
     """All formats, odd rows at the starts and ends of files, empty files: some 5000 tokens of
     "bytes".
     """
@@ -147,12 +146,12 @@ class Expected:
 
     def __init__(
         self,
-        corpus: Corpus,
-        tokenizer: str = "bytes",
-        shard_size: int = 100,
-        max_tokens: int | None = None,
-    ) -> None:
-        def encode(text: str) -> list[int]:
+        corpus,
+        tokenizer="bytes",
+        shard_size=100,
+        max_tokens=None,
+    ):
+        def encode(text):
             if tokenizer == "bytes":
                 return [256, *text.encode()]
             return [50256, *tiktoken.get_encoding("gpt2").encode_ordinary(text)]
@@ -172,7 +171,7 @@ class Expected:
         n_val = int((starts < shard_size).sum())
         self.documents = {"val": n_val, "train": len(starts) - n_val}
 
-    def check(self, out: Path) -> None:
+    def check(self, out):
         """The folder holds exactly that."""
         files = contents(out)
         info = dataset_info(out)
@@ -186,24 +185,24 @@ class Expected:
         } == self.documents
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
 
 
-def listed(folder: Path) -> list[str]:
+def listed(folder):
     """The finished shards, by the manifest."""
     path = folder / "manifest.jsonl"
     lines = path.read_bytes().splitlines()[1:] if path.exists() else []
     return [json.loads(line)["file"] for line in lines]
 
 
-def identities(folder: Path, files: list[str]) -> list[tuple[int, int]]:
+def identities(folder, files):
     """What changes when a file is written again."""
     return [((folder / file).stat().st_ino, (folder / file).stat().st_mtime_ns) for file in files]
 
 
 @pytest.fixture(autouse=True)
-def inline(monkeypatch: Any) -> None:
+def inline(monkeypatch):
     # each block is added before the next one is read
     monkeypatch.setattr(prepare, "BLOCKS_AHEAD", 0)
     monkeypatch.setattr(documents, "BLOCK_CHARACTERS", 300)
@@ -212,28 +211,26 @@ def inline(monkeypatch: Any) -> None:
     monkeypatch.setattr(prepare, "get_tokenizer", lru_cache(prepare.get_tokenizer))
 
 
-def build(paths: Iterable[Path], out: Path, column: str = "text", **options: Any) -> dict[str, Any]:
+def build(paths, out, column="text", **options):
     source = local_files([str(path) for path in paths], column)
     return prepare.build(source, out, OPTIONS | options, 1)
 
 
-def rejected(paths: Iterable[Path], out: Path, *parts: object, **options: Any) -> None:
+def rejected(paths, out, *parts, **options):
     """The build ends with one line that has these parts."""
     with one_line(*parts):
         build(paths, out, **options)
 
 
 @pytest.mark.parametrize("shard_size", [100, 997])
-def test_tokens_are_those_of_an_independent_pass(
-    tmp_path: Path, small: Corpus, shard_size: int, monkeypatch: Any
-) -> None:
+def test_tokens_are_those_of_an_independent_pass(tmp_path, small, shard_size, monkeypatch):
     for block in (1, 2**20):
         monkeypatch.setattr(documents, "BLOCK_CHARACTERS", block)
         build(small, tmp_path / f"{block}", shard_size=shard_size)
         Expected(small, shard_size=shard_size).check(tmp_path / f"{block}")
 
 
-def test_documents_that_end_where_shards_do(tmp_path: Path, out: Path) -> None:
+def test_documents_that_end_where_shards_do(tmp_path, out):
     """Rows without text before, between and after; the last shard is full."""
     texts = [
         "",
@@ -257,7 +254,7 @@ def test_documents_that_end_where_shards_do(tmp_path: Path, out: Path) -> None:
     expected.check(out)
 
 
-def test_max_tokens_is_exact(tmp_path: Path, small: Corpus) -> None:
+def test_max_tokens_is_exact(tmp_path, small):
     """In mid-document, at shard ends, as many as there are, and more; also when resumed."""
     n = Expected(small).n_whole
     for max_tokens in (101, 200, 250, n - 1, n, n + 1):
@@ -270,14 +267,14 @@ def test_max_tokens_is_exact(tmp_path: Path, small: Corpus) -> None:
         assert (out / "dataset.json").read_bytes() == before
 
 
-def tokens_of(out: Path) -> np.ndarray:
+def tokens_of(out):
     """All of the dataset's tokens, (n,) int64."""
     streams = [TokenStream(out, split) for split in ("val", "train")]
     return np.concatenate([stream.read(0, stream.n_tokens) for stream in streams])
 
 
 @pytest.mark.parametrize("max_tokens", [None, 2000])
-def test_fewer_tokens_for_validation(out: Path, small: Corpus, max_tokens: int | None) -> None:
+def test_fewer_tokens_for_validation(out, small, max_tokens):
     """Exact, the rest as it would be, also when resumed."""
     options: dict[str, Any] = {"shard_size": 500, "val_tokens": 80, "max_tokens": max_tokens}
     n = max_tokens or Expected(small).n_whole
@@ -294,10 +291,10 @@ def test_fewer_tokens_for_validation(out: Path, small: Corpus, max_tokens: int |
     rejected(small, out, "val_tokens = 80, not 90", **options | {"val_tokens": 90})
 
 
-def test_shuffled_documents(tmp_path: Path, out: Path, small: Corpus, monkeypatch: Any) -> None:
+def test_shuffled_documents(tmp_path, out, small, monkeypatch):
     """The same documents in an order that the seed fixes, also when resumed."""
 
-    def shuffle(out: Path, seed: int | None) -> list[bytes]:
+    def shuffle(out, seed):
         source = local_files([str(path) for path in small], "text", seed)
         prepare.build(source, out, OPTIONS, 1)
         tokens = tokens_of(out)
@@ -317,7 +314,7 @@ def test_shuffled_documents(tmp_path: Path, out: Path, small: Corpus, monkeypatc
         shuffle(tmp_path / "3", 3)
 
 
-def test_text_files(tmp_path: Path, out: Path) -> None:
+def test_text_files(tmp_path, out):
     """One document each, but for empty ones; any line ends, invalid UTF-8."""
     folder = tmp_path / "in"
     folder.mkdir()
@@ -331,13 +328,13 @@ def test_text_files(tmp_path: Path, out: Path) -> None:
     assert tokens.tolist() == [token for text in texts for token in (256, *text.encode())]
 
 
-def test_a_pipe_is_no_input(tmp_path: Path, out: Path) -> None:
+def test_a_pipe_is_no_input(tmp_path, out):
     """It would wait for ever."""
     os.mkfifo(tmp_path / "pipe.jsonl")
     rejected([tmp_path / "pipe.jsonl"], out, tmp_path / "pipe.jsonl", "expected a file")
 
 
-def test_a_column_in_a_file_with_brackets(tmp_path: Path, out: Path) -> None:
+def test_a_column_in_a_file_with_brackets(tmp_path, out):
     rows = [plain("x" * 99, False), plain("y" * 300, False)]
     corpus = {write(tmp_path / "a[1].parquet", rows, column="content"): rows}
     build(corpus, out, column="content")
@@ -345,7 +342,7 @@ def test_a_column_in_a_file_with_brackets(tmp_path: Path, out: Path) -> None:
 
 
 @needs_gpt2
-def test_gpt2(tmp_path: Path, out: Path, small: Corpus) -> None:
+def test_gpt2(tmp_path, out, small):
     """A million spaces: GPT-2's pattern makes a token of each; the regex engine's stack has an end."""
     build(small, tmp_path / "small", tokenizer="gpt2")
     Expected(small, "gpt2").check(tmp_path / "small")
@@ -357,7 +354,7 @@ def test_gpt2(tmp_path: Path, out: Path, small: Corpus) -> None:
     )
 
 
-def truncate_manifest(out: Path, n_shards: int) -> None:
+def truncate_manifest(out, n_shards):
     """The folder as a crash leaves it after `n_shards` shards."""
     lines = (out / "manifest.jsonl").read_bytes().splitlines(keepends=True)
     (out / "manifest.jsonl").write_bytes(b"".join(lines[: 1 + n_shards]))
@@ -365,7 +362,7 @@ def truncate_manifest(out: Path, n_shards: int) -> None:
     (out / "dataset.unfinished").touch()
 
 
-def test_resumes_after_every_shard(tmp_path: Path, small: Corpus) -> None:
+def test_resumes_after_every_shard(tmp_path, small):
     """Finished shards stay untouched; temporary files and unlisted shards are cleared away."""
     build(small, tmp_path / "reference", shard_size=500)
     reference = contents(tmp_path / "reference")
@@ -383,7 +380,7 @@ def test_resumes_after_every_shard(tmp_path: Path, small: Corpus) -> None:
         assert contents(out) == reference
 
 
-def test_a_write_that_fails(tmp_path: Path, small: Corpus, monkeypatch: Any) -> None:
+def test_a_write_that_fails(tmp_path, small, monkeypatch):
     """Each of the first ones, and that of dataset.json; the same build then resumes."""
     expected = Expected(small)
     for n in (*range(10), 2 + 4 * len(expected.shards)):
@@ -406,9 +403,7 @@ def test_a_write_that_fails(tmp_path: Path, small: Corpus, monkeypatch: Any) -> 
         (0, lambda path: flip(path, 1024)),
     ],
 )
-def test_damaged_shards_are_named_and_made_again(
-    out: Path, small: Corpus, index: int, damage: Callable[[Path], Any], capsys: Any
-) -> None:
+def test_damaged_shards_are_named_and_made_again(out, small, index, damage, capsys):
     expected = Expected(small)
     build(small, out)
     shards = list(expected.shards)
@@ -421,7 +416,7 @@ def test_damaged_shards_are_named_and_made_again(
     expected.check(out)
 
 
-def test_a_finished_folder_is_left_alone(out: Path, small: Corpus, capsys: Any) -> None:
+def test_a_finished_folder_is_left_alone(out, small, capsys):
     info = build(small, out)
     before = identities(out, os.listdir(out))
     assert build(small, out) == info
@@ -437,14 +432,12 @@ def test_a_finished_folder_is_left_alone(out: Path, small: Corpus, capsys: Any) 
         Expected(small).check(out)
 
 
-def test_shards_that_cannot_be_read_now_are_kept(
-    out: Path, small: Corpus, monkeypatch: Any
-) -> None:
+def test_shards_that_cannot_be_read_now_are_kept(out, small, monkeypatch):
     """The file system's error is no damage: they may be whole."""
     build(small, out)
     before = contents(out)
 
-    def unread(*_: Any) -> None:
+    def unread(*_):
         raise OSError(errno.EIO, "Input/output error", "a shard")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
@@ -453,9 +446,7 @@ def test_shards_that_cannot_be_read_now_are_kept(
     assert contents(out) == before
 
 
-def test_the_input_is_not_where_the_shards_go(
-    out: Path, small: Corpus, repo: tuple[Path, Corpus]
-) -> None:
+def test_the_input_is_not_where_the_shards_go(out, small, repo):
     """The error on a second run would advise to delete it."""
     folder = list(small)[0].parent
     rejected(
@@ -469,14 +460,14 @@ def test_the_input_is_not_where_the_shards_go(
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="its file system has no such names")
-def test_a_file_name_in_another_encoding(out: Path, tmp_path: Path) -> None:
+def test_a_file_name_in_another_encoding(out, tmp_path):
     path = os.fsencode(tmp_path) + b"/caf\xe9.txt"
     Path(os.fsdecode(path)).write_text("a text " * 40)
     info = build([Path(os.fsdecode(path))], out)
     assert info["source"] == "local files (1): caf\ufffd.txt"
 
 
-def test_other_options_and_inputs_are_rejected(out: Path, small: Corpus) -> None:
+def test_other_options_and_inputs_are_rejected(out, small):
     build(small, out, max_tokens=2000)
     truncate_manifest(out, 8)
     before = contents(out)
@@ -492,7 +483,7 @@ def test_other_options_and_inputs_are_rejected(out: Path, small: Corpus) -> None
     Expected(small, max_tokens=2000).check(out)
 
 
-def test_foreign_shards_and_damaged_manifests_are_spared(out: Path, small: Corpus) -> None:
+def test_foreign_shards_and_damaged_manifests_are_spared(out, small):
     out.mkdir()
     foreign = out / "fineweb_val_000000.bin"
     foreign.write_bytes(b"precious")
@@ -516,7 +507,7 @@ def test_foreign_shards_and_damaged_manifests_are_spared(out: Path, small: Corpu
     Expected(small).check(out)
 
 
-def test_inputs_that_cannot_be_read(tmp_path: Path, out: Path, small: Corpus) -> None:
+def test_inputs_that_cannot_be_read(tmp_path, out, small):
     """Each is named; what precedes it is finished and right."""
     # a damaged .gz gives some rows
     shards = Expected(small | {tmp_path: small[list(small)[4]]}).shards
@@ -542,13 +533,13 @@ def test_inputs_that_cannot_be_read(tmp_path: Path, out: Path, small: Corpus) ->
         *(b'{"text": 1}', b'{"text": 0}', b'{"text": []}', b'{"text": false}', b"3"),
     ],
 )
-def test_bad_lines_are_named(tmp_path: Path, out: Path, line: bytes) -> None:
+def test_bad_lines_are_named(tmp_path, out, line):
     corpus = make_corpus(tmp_path / "in", {"a.jsonl": [*some_rows(31, 10, True), Row(line)]})
     rejected(corpus, out, f"{list(corpus)[0]}, line 32: ", 'a JSON object with a string "text"')
     assert len(listed(out)) > 3
 
 
-def test_too_little_text(tmp_path: Path, out: Path) -> None:
+def test_too_little_text(tmp_path, out):
     rejected(
         texts_corpus(tmp_path / "in", "", "x" * 99), out, "100 tokens of text", "try --val-tokens 6"
     )
@@ -557,7 +548,7 @@ def test_too_little_text(tmp_path: Path, out: Path) -> None:
 
 
 @pytest.fixture
-def repo(tmp_path: Path) -> tuple[Path, Corpus]:
+def repo(tmp_path):
     """A folder that `datasets` loads like a repository: configuration "big", split "train", three
     files.
     """
@@ -572,11 +563,11 @@ def repo(tmp_path: Path) -> tuple[Path, Corpus]:
     return folder, files
 
 
-def build_repo(folder: Path, out: Path, column: str = "content") -> dict[str, Any]:
+def build_repo(folder, out, column="content"):
     return prepare.build(folder_dataset(str(folder), "big", "train", column), out, OPTIONS, 1)
 
 
-def test_a_dataset_by_name(out: Path, repo: tuple[Path, Corpus]) -> None:
+def test_a_dataset_by_name(out, repo):
     """Resumed within each of its files."""
     folder, corpus = repo
     expected = Expected(corpus)
@@ -589,12 +580,10 @@ def test_a_dataset_by_name(out: Path, repo: tuple[Path, Corpus]) -> None:
         assert contents(out) == reference
 
 
-def test_a_hub_out_of_reach_costs_no_shard(
-    out: Path, repo: tuple[Path, Corpus], monkeypatch: Any
-) -> None:
+def test_a_hub_out_of_reach_costs_no_shard(out, repo, monkeypatch):
     """Without the hub `datasets` reads a copy in its cache, of any commit."""
 
-    def build_hub() -> None:
+    def build_hub():
         source = hub_dataset("a/repo", None, "train", "content", "main", "ab" * 20)
         prepare.build(source, out, OPTIONS, 1)
 
@@ -612,7 +601,7 @@ def test_a_hub_out_of_reach_costs_no_shard(
     Expected(repo[1]).check(out)
 
 
-def test_columns_that_cannot_be_read(out: Path, repo: tuple[Path, Corpus]) -> None:
+def test_columns_that_cannot_be_read(out, repo):
     for column, part in (
         ("text", "has no column 'text': expected --column of nested, content"),
         ("nested", "cannot be read"),
@@ -621,17 +610,15 @@ def test_columns_that_cannot_be_read(out: Path, repo: tuple[Path, Corpus]) -> No
             build_repo(repo[0], out, column)
 
 
-def test_the_hub_is_asked_for_a_commit_once(
-    out: Path, repo: tuple[Path, Corpus], monkeypatch: Any, capsys: Any, call: Any
-) -> None:
+def test_the_hub_is_asked_for_a_commit_once(out, repo, monkeypatch, capsys, call):
     """Defaults are FineWeb's; an interrupted run stays at its commit when main moves on."""
     asked: list[Any] = []
 
-    def dataset_info(name: str, revision: str, timeout: float) -> Any:
+    def dataset_info(name, revision, timeout):
         asked.append((name, revision))
         return SimpleNamespace(sha="ab" * 20)
 
-    def load_local(*arguments: Any, **options: Any) -> Any:
+    def load_local(*arguments, **options):
         asked.append((*arguments, options))
         return load_builder(str(repo[0]), "big")
 
@@ -648,7 +635,7 @@ def test_the_hub_is_asked_for_a_commit_once(
     assert "HuggingFaceFW/fineweb sample-10BT train at commit abab" in capsys.readouterr().out
 
 
-def test_wrong_options_are_one_line(call: Any) -> None:
+def test_wrong_options_are_one_line(call):
     for options, part in (
         (["--files", "x", "--dataset", "x"], "--files: expected no --dataset"),
         (["--files", __file__], ".parquet"),
@@ -665,7 +652,7 @@ def test_wrong_options_are_one_line(call: Any) -> None:
             call(prepare, *options)
 
 
-def test_the_command(tmp_path: Path, out: Path, small: Corpus, call: Any, capsys: Any) -> None:
+def test_the_command(tmp_path, out, small, call, capsys):
     """Patterns in any order; files sorted by path."""
     patterns = [tmp_path / "in" / "*.jsonl*", tmp_path / "**" / "*.parquet", next(iter(small))]
     call(prepare, "--files", *patterns, "--out", out, "--tokenizer", "bytes", "--shard-size", 1000)
@@ -675,7 +662,7 @@ def test_the_command(tmp_path: Path, out: Path, small: Corpus, call: Any, capsys
     assert f"local files (6): {names}" in capsys.readouterr().out
 
 
-def start(corpus: Corpus, out: Path, workers: int) -> subprocess.Popen[str]:
+def start(corpus, out, workers):
     """The command, in a process group of its own."""
     options = ["--out", out, "--tokenizer", "bytes", "--shard-size", 200_000, "--workers", workers]
     return subprocess.Popen(
@@ -685,7 +672,7 @@ def start(corpus: Corpus, out: Path, workers: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_kills_at_random_moments(tmp_path: Path, out: Path) -> None:
+def test_kills_at_random_moments(tmp_path, out):
     """Ctrl-C with two workers and SIGKILL with one, in mid-work of 20 MB, then the end."""
     rng = random.Random(1)
     texts = ["".join(rng.choices("abcdefgh \né", k=rng.randint(1, 3000))) for _ in range(400)] * 32
@@ -715,14 +702,14 @@ def test_kills_at_random_moments(tmp_path: Path, out: Path) -> None:
 # ---------------------------------------------------------------- kinds of files, separators, folders
 
 
-def texts_of(out: Path) -> list[str]:
+def texts_of(out):
     """The documents of a dataset of bytes."""
     parts = bytes_of(out).split(b"\xff\xff")  # no UTF-8
     assert parts[0] == b""
     return [part.decode() for part in parts[1:]]
 
 
-def bytes_of(out: Path) -> bytes:
+def bytes_of(out):
     return b"".join(b"\xff\xff" if t == 256 else bytes([t]) for t in tokens_of(out))
 
 
@@ -752,9 +739,7 @@ WRONG_KINDS = {
 
 
 @pytest.mark.parametrize("file", WRONG_KINDS)
-def test_a_wrong_kind_of_file_is_refused(
-    tmp_path: Path, out: Path, file: str, monkeypatch: Any
-) -> None:
+def test_a_wrong_kind_of_file_is_refused(tmp_path, out, file, monkeypatch):
     monkeypatch.setattr(documents, "MOST_UNREADABLE", 0.005)
     content, part = WRONG_KINDS[file]
     (tmp_path / file).write_bytes(content)
@@ -762,16 +747,14 @@ def test_a_wrong_kind_of_file_is_refused(
     assert not (out / "dataset.json").exists()
 
 
-def test_a_wrong_kind_is_refused_before_its_end(
-    tmp_path: Path, out: Path, monkeypatch: Any
-) -> None:
+def test_a_wrong_kind_is_refused_before_its_end(tmp_path, out, monkeypatch):
     monkeypatch.setattr(documents, "MOST_UNREADABLE", 0.005)
     rows = [Row(b'{"text": "\xe9\xe8 caf\xe9"}')] * 20_000
     path = write(tmp_path / "a.jsonl", [*rows, Row(b"no JSON")])
     rejected([path], out, path, "% of its characters")
 
 
-def test_what_utf8_may_have(tmp_path: Path, out: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_what_utf8_may_have(tmp_path, out, monkeypatch, capsys):
     """A mark at the beginning is no text; a few bad bytes are a warning with their share."""
     monkeypatch.setattr(documents, "MOST_UNREADABLE", 0.005)
     (tmp_path / "a.txt").write_text(FRENCH, encoding="utf-8-sig")
@@ -790,9 +773,7 @@ JOINED = "\n<|endoftext|>\n".join(STORIES) + "\n<|endoftext|>\n"
 
 
 @pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl", "parquet"])
-def test_a_separator_splits_texts(
-    tmp_path: Path, out: Path, kind: str, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_separator_splits_texts(tmp_path, out, kind, monkeypatch, capsys):
     """TinyStories' format, also where the parts that are read end within a separator."""
     path = tmp_path / f"stories.{kind}"
     if kind.startswith("txt"):
@@ -813,7 +794,7 @@ def test_a_separator_splits_texts(
         prepare.build(source, out, OPTIONS | {"val_tokens": 8}, 1)
 
 
-def test_names_of_files(tmp_path: Path, out: Path) -> None:
+def test_names_of_files(tmp_path, out):
     """Compressed, capital, an array of objects, JSON lines by another name."""
     compress = pa.Codec("zstd").compress
     texts = [f"document {i} " * 9 for i in range(9)]
@@ -844,7 +825,7 @@ def test_names_of_files(tmp_path: Path, out: Path) -> None:
         rejected([tmp_path / file], tmp_path / "no", tmp_path / file, part)
 
 
-def write_folder(folder: Path) -> list[str]:
+def write_folder(folder):
     """Files that `datasets` alone refuses to read, or reads as something else; with their texts."""
     lines: dict[str, list[dict[str, Any]]] = {
         "a.jsonl": [{"text": "1912-01-02"}, {"text": "2026-11-28T10:00:00"}],
@@ -865,7 +846,7 @@ def write_folder(folder: Path) -> list[str]:
     return [*texts, "é", "é", "large", "mixed kinds\n\nof files"]
 
 
-def test_a_folder_reads_what_files_read(tmp_path: Path, out: Path, capsys: Any) -> None:
+def test_a_folder_reads_what_files_read(tmp_path, out, capsys):
     folder = tmp_path / "texts"
     texts = write_folder(folder)
     build([path for path in folder.iterdir()], out, val_tokens=9)
@@ -881,7 +862,7 @@ def test_a_folder_reads_what_files_read(tmp_path: Path, out: Path, capsys: Any) 
     assert f"{folder}: left out scores.csv" in capsys.readouterr().err
 
 
-def test_the_splits_of_a_folder(tmp_path: Path, out: Path) -> None:
+def test_the_splits_of_a_folder(tmp_path, out):
     """A test file is no training text."""
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -903,18 +884,18 @@ def test_the_splits_of_a_folder(tmp_path: Path, out: Path) -> None:
 # ---------------------------------------------------------------- a share for validation
 
 
-def build_share(paths: Iterable[Path], out: Path, workers: int = 1) -> dict[str, Any]:
+def build_share(paths, out, workers=1):
     source = local_files([str(path) for path in paths], "text")
     return prepare.build(source, out, OPTIONS | {"val_share": prepare.VAL_SHARE}, workers)
 
 
-def parts_of(out: Path, split: str) -> list[bytes]:
+def parts_of(out, split):
     stream = TokenStream(out, split)
     tokens = stream.read(0, stream.n_tokens)
     return [bytes(part[1:].tolist()) for part in np.split(tokens, stream.document_starts())[1:]]
 
 
-def test_a_share_of_all_documents(tmp_path: Path, out: Path, monkeypatch: Any) -> None:
+def test_a_share_of_all_documents(tmp_path, out, monkeypatch):
     """Whole ones, equal texts together, the rest as it was; resumed from every state."""
     monkeypatch.setattr(prepare, "ENOUGH_DOCUMENTS", 20)
     texts = [f"document {i} of many, {i * i}" for i in range(1000)]
@@ -939,7 +920,7 @@ def test_a_share_of_all_documents(tmp_path: Path, out: Path, monkeypatch: Any) -
 
 
 @pytest.mark.parametrize("n_documents", [1, 3])
-def test_a_share_of_few_documents(tmp_path: Path, out: Path, n_documents: int) -> None:
+def test_a_share_of_few_documents(tmp_path, out, n_documents):
     """The end of each, for a book is one document."""
     texts = [f"{i} " + "word " * 400 for i in range(n_documents)]
     corpus = texts_corpus(tmp_path / "in", *texts)
@@ -956,12 +937,12 @@ def test_a_share_of_few_documents(tmp_path: Path, out: Path, n_documents: int) -
     assert contents(out) == reference
 
 
-def test_too_little_text_for_a_share(tmp_path: Path, out: Path) -> None:
+def test_too_little_text_for_a_share(tmp_path, out):
     with one_line(out, "too little text to hold some out"):
         build_share(texts_corpus(tmp_path / "in", "abc"), out)
 
 
-def test_own_text_in_one_command(tmp_path: Path, out: Path, call: Any, capsys: Any) -> None:
+def test_own_text_in_one_command(tmp_path, out, call, capsys):
     """No number is asked for; the vocabulary and what to type next are printed."""
     (tmp_path / "book.txt").write_text("It was the best of times. " * 200)
     call(prepare, "--files", tmp_path / "book.txt", "--tokenizer", "bytes", "--out", out)

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from data.tokenizer import get_tokenizer
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_bytes_tokenizer() -> None:
+def test_bytes_tokenizer():
     encoding = get_tokenizer("bytes")
     assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
     for text in ("", "a" * 1000, "\r\n\t\x00", "é漢🎉" * 50, "x<|endoftext|>y"):
@@ -25,8 +24,8 @@ def test_bytes_tokenizer() -> None:
     assert encoding.decode([256]) == "<|endoftext|>"
 
 
-def test_tokenizer_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(name: str) -> None:
+def test_tokenizer_errors(monkeypatch):
+    def unreachable(name):
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr("tiktoken.get_encoding", unreachable)
@@ -35,7 +34,7 @@ def test_tokenizer_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def sources(tmp_path: Path) -> Path:
+def sources(tmp_path):
     """20 documents of 30 to 40,000 bytes, and what must be left out."""
     root = tmp_path / "lib"
     rng = np.random.default_rng(1)
@@ -55,7 +54,7 @@ def sources(tmp_path: Path) -> Path:
     return root
 
 
-def documents_of(folder: Path, split: str, tokenizer: str) -> list[str]:
+def documents_of(folder, split, tokenizer):
     encoding = get_tokenizer(tokenizer)
     stream = TokenStream(folder, split)
     tokens = stream.read(0, stream.n_tokens)
@@ -65,7 +64,7 @@ def documents_of(folder: Path, split: str, tokenizer: str) -> list[str]:
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=needs_gpt2)])
-def test_corpus_is_the_sources_split_by_file(sources: Path, tmp_path: Path, tokenizer: str) -> None:
+def test_corpus_is_the_sources_split_by_file(sources, tmp_path, tokenizer):
     out = tmp_path / "out"
     info = python_source.build(sources, out, tokenizer, val_fraction=0.2)
     val = documents_of(out, "val", tokenizer)
@@ -78,10 +77,10 @@ def test_corpus_is_the_sources_split_by_file(sources: Path, tmp_path: Path, toke
     check_dataset(out)
 
 
-def test_corpus_is_reused_or_rebuilt(sources: Path, tmp_path: Path, capsys: Any) -> None:
+def test_corpus_is_reused_or_rebuilt(sources, tmp_path, capsys):
     out = tmp_path / "out"
 
-    def build(val_fraction: float = 0.1) -> str:
+    def build(val_fraction=0.1):
         python_source.build(sources, out, val_fraction=val_fraction)
         return capsys.readouterr().out
 
@@ -100,7 +99,7 @@ def test_corpus_is_reused_or_rebuilt(sources: Path, tmp_path: Path, capsys: Any)
     assert "nothing to do" in build(0.2)
 
 
-def test_corpus_spares_another_dataset(sources: Path, tmp_path: Path) -> None:
+def test_corpus_spares_another_dataset(sources, tmp_path):
     toy = make_dataset(tmp_path / "toy")
     before = sorted(path.stat().st_mtime_ns for path in toy.iterdir())
     with one_line(toy, "another dataset"):
@@ -109,7 +108,7 @@ def test_corpus_spares_another_dataset(sources: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_real_corpus(tmp_path: Path) -> None:
+def test_real_corpus(tmp_path):
     """The script itself, from another folder, on this Python's library."""
     command = [sys.executable, "-m", "data.python_source", "--out", str(tmp_path / "out")]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

@@ -3,8 +3,6 @@
 import hashlib
 import os
 import resource
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,18 +22,18 @@ from data.shards import open_shard
 LENGTHS = (7, 1, 50, 3, 40)  # shard sizes of `stream`: 101 tokens, shorter and longer than a window
 
 
-def write_train(folder: Path, parts: list[Any], first: int = 1) -> None:
+def write_train(folder, parts, first=1):
     for i, part in enumerate(parts, first):
         write_shard(folder / f"toy_train_{i:06d}.bin", part)
 
 
 @pytest.fixture
-def tokens() -> np.ndarray:
+def tokens():
     return np.random.default_rng(0).integers(0, 50257, sum(LENGTHS))
 
 
 @pytest.fixture
-def stream(tmp_path: Path, tokens: np.ndarray) -> TokenStream:
+def stream(tmp_path, tokens):
     write_train(tmp_path, np.split(tokens, np.cumsum(LENGTHS)[:-1]))
     return TokenStream(tmp_path, "train")
 
@@ -43,7 +41,7 @@ def stream(tmp_path: Path, tokens: np.ndarray) -> TokenStream:
 # ---------------------------------------------------------------- format
 
 
-def test_shard_round_trip_and_layout(tmp_path: Path) -> None:
+def test_shard_round_trip_and_layout(tmp_path):
     path = tmp_path / "toy_val_000000.bin"
     sha256 = write_shard(path, [0, 1, 258, 65535])
     content = path.read_bytes()
@@ -54,7 +52,7 @@ def test_shard_round_trip_and_layout(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [path.name]  # no temporary file is left
 
 
-def test_more_shards_than_open_files_are_allowed(tmp_path: Path) -> None:
+def test_more_shards_than_open_files_are_allowed(tmp_path):
     """As 100B tokens have under the usual limit of 1,024."""
     write_train(tmp_path, [[i] for i in range(100)])
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -66,14 +64,14 @@ def test_more_shards_than_open_files_are_allowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [[0, -1], [65536, 5], [1.5]])
-def test_write_rejects_non_uint16(tmp_path: Path, bad: list[float]) -> None:
+def test_write_rejects_non_uint16(tmp_path, bad):
     path = tmp_path / "toy_val_000000.bin"
     with one_line(path, min(bad), max(bad), "expected tokens 0 to 65535"):
         write_shard(path, bad)
     assert not path.exists()
 
 
-def _header(magic: int = 20240520, version: int = 1, count: int = 4) -> bytes:
+def _header(magic=20240520, version=1, count=4):
     return np.array([magic, version, count] + [0] * 253, dtype="<i4").tobytes()
 
 
@@ -90,14 +88,14 @@ def _header(magic: int = 20240520, version: int = 1, count: int = 4) -> bytes:
         (_header(count=100_000) + bytes(199_998) + b"\x01\x01", ["token 257", "below 257"]),
     ],
 )
-def test_every_damage_is_named(tmp_path: Path, content: bytes, parts: list[str]) -> None:
+def test_every_damage_is_named(tmp_path, content, parts):
     path = tmp_path / "toy_train_000001.bin"
     path.write_bytes(content)
     with one_line(path, *parts):
         open_shard(path, 257)
 
 
-def test_gaps_and_mixtures_are_rejected(tmp_path: Path) -> None:
+def test_gaps_and_mixtures_are_rejected(tmp_path):
     for folder in (tmp_path / "none", tmp_path):
         with one_line(folder, "prepare it with"):
             TokenStream(folder, "train")
@@ -117,7 +115,7 @@ def test_gaps_and_mixtures_are_rejected(tmp_path: Path) -> None:
         TokenStream(tmp_path, "train")
 
 
-def test_shards_under_the_names_of_llm_c(tmp_path: Path) -> None:
+def test_shards_under_the_names_of_llm_c(tmp_path):
     """TinyStories and tiny Shakespeare have one shard a split; what else there is is named."""
     for split, tokens in (("val", [1]), ("train", [2, 3])):
         write_shard(tmp_path / f"a_{split}_000000.bin", tokens)
@@ -134,7 +132,7 @@ def test_shards_under_the_names_of_llm_c(tmp_path: Path) -> None:
         TokenStream(tmp_path, "train")
 
 
-def test_several_val_shards_before_train(tmp_path: Path) -> None:
+def test_several_val_shards_before_train(tmp_path):
     write_shard(tmp_path / "toy_val_000000.bin", [0])
     write_shard(tmp_path / "toy_val_000001.bin", [1])
     write_train(tmp_path, [[2], [3]], first=2)
@@ -145,7 +143,7 @@ def test_several_val_shards_before_train(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("missing", "file"), [(1, "other_val_000001"), (2, "toy_val_000002"), (2, "other_val_000002")]
 )
-def test_other_shards_fill_no_gap(tmp_path: Path, missing: int, file: str) -> None:
+def test_other_shards_fill_no_gap(tmp_path, missing, file):
     write_train(tmp_path, [[1], [2], [3]])
     path = tmp_path / f"toy_train_{missing:06d}.bin"
     path.rename(tmp_path / f"{file}.bin")
@@ -157,12 +155,12 @@ def test_other_shards_fill_no_gap(tmp_path: Path, missing: int, file: str) -> No
 
 
 @pytest.fixture
-def toy(tmp_path: Path) -> Path:
+def toy(tmp_path):
     """Shards 0 to 2 of val, 3 to 5 of train: 10 tokens each in shards of 4."""
     return write_dataset(tmp_path, {"val": np.arange(10), "train": np.arange(10)}, 4)
 
 
-def test_dataset_info(tmp_path: Path, toy: Path) -> None:
+def test_dataset_info(tmp_path, toy):
     info = dataset_info(toy)
     assert (info["format_version"], info["dataset"], info["vocab_size"]) == (1, "toy", 257)
     shards = [("toy_val_000000.bin", 4), ("toy_val_000001.bin", 4), ("toy_val_000002.bin", 2)]
@@ -183,7 +181,7 @@ def test_dataset_info(tmp_path: Path, toy: Path) -> None:
         dataset_info(toy)
 
 
-def test_shards_must_be_those_in_dataset_json(toy: Path) -> None:
+def test_shards_must_be_those_in_dataset_json(toy):
     last = toy / "toy_train_000005.bin"
     last.unlink()  # no gap in the numbers
     with one_line(last, "no tokens", "lists 2"):
@@ -199,7 +197,7 @@ def test_shards_must_be_those_in_dataset_json(toy: Path) -> None:
         TokenStream(toy, "val")
 
 
-def test_damaged_dataset_json_is_named(toy: Path) -> None:
+def test_damaged_dataset_json_is_named(toy):
     path = toy / "dataset.json"
     content = path.read_text()
     for damaged, part in (
@@ -216,7 +214,7 @@ def test_damaged_dataset_json_is_named(toy: Path) -> None:
 # ---------------------------------------------------------------- stream
 
 
-def test_reads_cross_shards_and_wrap(stream: TokenStream, tokens: np.ndarray) -> None:
+def test_reads_cross_shards_and_wrap(stream, tokens):
     endless = np.concatenate([tokens] * 4)
     assert stream.n_tokens == 101 and type(stream.n_tokens) is int
     for start in range(101):
@@ -227,7 +225,7 @@ def test_reads_cross_shards_and_wrap(stream: TokenStream, tokens: np.ndarray) ->
     np.testing.assert_array_equal(stream.read(101 * 10**15 + 5, 3), tokens[5:8])
 
 
-def test_a_token_that_no_sample_met_is_named_when_it_is_read(tmp_path: Path) -> None:
+def test_a_token_that_no_sample_met_is_named_when_it_is_read(tmp_path):
     spoilt = np.zeros(100_000, np.uint16)
     spoilt[54_321] = 300
     write_train(tmp_path, [spoilt[:9], spoilt])
@@ -238,7 +236,7 @@ def test_a_token_that_no_sample_met_is_named_when_it_is_read(tmp_path: Path) -> 
         stream.read(50_000, 5_000)
 
 
-def test_without_dataset_json_a_stream_is_known_by_its_ends(tmp_path: Path) -> None:
+def test_without_dataset_json_a_stream_is_known_by_its_ends(tmp_path):
     tokens = np.arange(20_000, dtype=np.uint16)
     fingerprints = set()
     for name, last in (("a", 1), ("b", 1), ("c", 2)):
@@ -248,7 +246,7 @@ def test_without_dataset_json_a_stream_is_known_by_its_ends(tmp_path: Path) -> N
     assert len(fingerprints) == 2
 
 
-def test_counts_beyond_int32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_beyond_int32(tmp_path, monkeypatch):
     """11 shards of 10^9 tokens, faked: sums of numpy int32 would be negative."""
     size = 10**9
     write_train(tmp_path, [np.array([1])] * 11)
@@ -266,7 +264,7 @@ def test_counts_beyond_int32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("order", ["sequential", "shuffled"])
-def test_batch_does_not_depend_on_history_or_world_size(stream: TokenStream, order: str) -> None:
+def test_batch_does_not_depend_on_history_or_world_size(stream, order):
     n_seq, seq_len = 12, 9
     whole = {s: train_batch(stream, s, n_seq, seq_len, order, 7) for s in range(6)}  # type: ignore[arg-type]
     fresh = TokenStream(stream.folder, "train")
@@ -285,20 +283,18 @@ def test_batch_does_not_depend_on_history_or_world_size(stream: TokenStream, ord
     np.testing.assert_array_equal(x[:, 1:], y[:, :-1])
 
 
-def test_sequential_is_the_stream_without_dropped_tails(
-    stream: TokenStream, tokens: np.ndarray
-) -> None:
+def test_sequential_is_the_stream_without_dropped_tails(stream, tokens):
     x, y = zip(*(train_batch(stream, s, 5, 9, "sequential", 0) for s in range(20)), strict=True)
     endless = np.concatenate([tokens] * 10)  # 20 steps of 45 tokens
     np.testing.assert_array_equal(np.concatenate(x).ravel(), endless[:900])
     np.testing.assert_array_equal(np.concatenate(y).ravel(), endless[1:901])
 
 
-def test_shuffled_is_a_permutation_of_windows_per_epoch(tmp_path: Path) -> None:
+def test_shuffled_is_a_permutation_of_windows_per_epoch(tmp_path):
     write_train(tmp_path, [np.arange(60), np.arange(60, 115)])
     stream = TokenStream(tmp_path, "train")  # 11 windows of 10, a tail of 5; token = position
 
-    def starts(seed: int) -> np.ndarray:
+    def starts(seed):
         rows = [train_batch(stream, s, 3, 10, "shuffled", seed) for s in range(44)]
         x, y = (np.concatenate(part) for part in zip(*rows, strict=True))
         np.testing.assert_array_equal(x, x[:, :1] + np.arange(10))
@@ -312,14 +308,14 @@ def test_shuffled_is_a_permutation_of_windows_per_epoch(tmp_path: Path) -> None:
     assert not np.array_equal(epochs, starts(2**40))
 
 
-def test_shuffled_windows_without_a_tail(tmp_path: Path) -> None:
+def test_shuffled_windows_without_a_tail(tmp_path):
     """The last target of the last window is the first token of all."""
     write_train(tmp_path, [np.arange(20)])
     x, y = train_batch(TokenStream(tmp_path, "train"), 0, 2, 10, "shuffled", 0)
     assert sorted(x[:, 0]) == [0, 10] and y[x[:, 0] == 10, -1] == 0
 
 
-def test_permutation_is_unbiased() -> None:
+def test_permutation_is_unbiased():
     """Where place 3 of 10 goes over 4000 epochs; and neighbours do not stay neighbours."""
     counts = np.bincount(
         [batches._permutation(10, 0, epoch)[3] for epoch in range(4000)], minlength=10
@@ -330,15 +326,13 @@ def test_permutation_is_unbiased() -> None:
     assert abs(np.corrcoef(np.arange(10**5), permutation)[0, 1]) < 0.02
 
 
-def test_permutation_is_fixed_forever() -> None:
+def test_permutation_is_fixed_forever():
     """Runs are compared across versions of numpy and of this repo: the order must not change."""
     assert batches._permutation(10, 1337, 0).tolist() == [8, 5, 2, 1, 6, 3, 4, 0, 7, 9]
     assert batches._permutation(10, 2**62, 1).tolist() == [7, 1, 2, 9, 4, 8, 3, 6, 5, 0]
 
 
-def test_val_windows_are_the_same_tokens_at_every_length(
-    stream: TokenStream, tokens: np.ndarray
-) -> None:
+def test_val_windows_are_the_same_tokens_at_every_length(stream, tokens):
     for seq_len in (1, 2, 5, 10, 20, 40):
         n = val_windows(stream, 80, seq_len)
         assert n * seq_len == 80
@@ -350,12 +344,12 @@ def test_val_windows_are_the_same_tokens_at_every_length(
     assert val_windows(stream, 99, 50) == 1
 
 
-def test_the_first_token_is_no_prediction(tiny_dataset: Path) -> None:
+def test_the_first_token_is_no_prediction(tiny_dataset):
     """1,000 tokens are 999 predictions: a window of 10 less than the tokens have."""
     assert val_windows(TokenStream(tiny_dataset, "val"), 10**9, 10) == 99
 
 
-def test_too_short_for_one_window(stream: TokenStream) -> None:
+def test_too_short_for_one_window(stream):
     assert val_windows(stream, 1000, 100) == 1
     for call in (
         lambda: val_windows(stream, 1000, 101),
@@ -367,7 +361,7 @@ def test_too_short_for_one_window(stream: TokenStream) -> None:
 
 
 @pytest.mark.parametrize("shard_size", [6, 100])
-def test_one_block_at_the_end_of_each_long_document(tmp_path: Path, shard_size: int) -> None:
+def test_one_block_at_the_end_of_each_long_document(tmp_path, shard_size):
     """After the end of another document; as long as the block, shorter, empty, the last one."""
     lengths = [5, 4, 0, 11, 3, 6]
     tokens = [9, 9]  # of a document that began before

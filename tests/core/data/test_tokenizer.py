@@ -2,8 +2,6 @@
 
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import one_line, train_bpe
@@ -23,27 +21,27 @@ TEXTS = [
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path):
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     return path
 
 
 @pytest.fixture
-def bpe_file(tmp_path: Path) -> Path:
+def bpe_file(tmp_path):
     path = tmp_path / "bpe.json"
     path.write_text(train_bpe(TEXTS, 300))
     return path
 
 
 @pytest.fixture
-def dataset(tmp_path: Path, corpus: Path, bpe_file: Path, call: Any) -> Path:
+def dataset(tmp_path, corpus, bpe_file, call):
     out = tmp_path / "data"
     call(prepare, "--files", corpus, "--tokenizer", bpe_file, "--out", out, "--shard-size", 1500)
     return out
 
 
-def test_a_dataset_explains_itself(dataset: Path, bpe_file: Path, tmp_path: Path) -> None:
+def test_a_dataset_explains_itself(dataset, bpe_file, tmp_path):
     """By its own copy; a text that names the special token does not end a document."""
     content = bpe_file.read_text()
     assert (dataset / "tokenizer.json").read_text() == content
@@ -63,9 +61,7 @@ def test_a_dataset_explains_itself(dataset: Path, bpe_file: Path, tmp_path: Path
         stream.tokenizer_file  # noqa: B018
 
 
-def test_a_run_needs_no_other_file(
-    dataset: Path, bpe_file: Path, tiny_config: Path, tmp_path: Path, call: Any, capsys: Any
-) -> None:
+def test_a_run_needs_no_other_file(dataset, bpe_file, tiny_config, tmp_path, call, capsys):
     """It is sampled without the data, and refused where tokens are another tokeniser's."""
     small = ["--model.vocab-size", 300, "--train.max-steps", 3]
     call(train, tiny_config, *small, "--data.dir", dataset)
@@ -96,7 +92,7 @@ def test_a_run_needs_no_other_file(
     assert load_model(run).tokenizer.name == get_tokenizer(str(bpe_file)).name
 
 
-def test_text_is_printed_as_soon_as_it_is_complete(bpe_file: Path, capsys: Any) -> None:
+def test_text_is_printed_as_soon_as_it_is_complete(bpe_file, capsys):
     """Characters of several tokens, half of one at the end, and spaces that a tokeniser puts before
     words.
     """
@@ -118,7 +114,7 @@ def test_text_is_printed_as_soon_as_it_is_complete(bpe_file: Path, capsys: Any) 
         assert prompt + capsys.readouterr().out == expected
 
 
-def test_what_cannot_be_used(tmp_path: Path, bpe_file: Path) -> None:
+def test_what_cannot_be_used(tmp_path, bpe_file):
     content = json.loads(bpe_file.read_text())
     no_end = content | {"added_tokens": []}
     no_end["model"] = content["model"] | {"vocab": {**content["model"]["vocab"]}}

@@ -32,7 +32,7 @@ OPTIONS = [
 ]
 
 
-def build(options, n_head: int = 4):
+def build(options, n_head=4):
     options = dict(options)
     alibi = options.pop("alibi", False)
     normaliser = make(AttentionConfig(**options), n_head, 16, 300)

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +21,13 @@ import torch._dynamo
 from attention_cases import CASES, PHIS, assert_close, case_id, choose, draw, exactly, make, run
 from conftest import slow
 from launch import finish, fork_ranks
-from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from attention import attend, attend_normed, choose_engine, make_normaliser
 from infra.cli import UserError
 from infra.distributed import join_world
-from normalisers.base import RowContext, reweight
+from normalisers.base import reweight
 from normalisers.family import Phi
 from normalisers.layer import NormaliserLayer
 from schema import AttentionConfig
@@ -103,14 +101,12 @@ OTHERS = [
 ]
 
 
-def ids(cfg: AttentionConfig) -> str:
+def ids(cfg):
     options = {"normaliser": cfg.normaliser} | cfg.definition.model_dump(exclude_defaults=True)
     return case_id(options | {"p": cfg.reweight_p})
 
 
-def quick_first(
-    cases: list[AttentionConfig], quick: Callable[[int, AttentionConfig], bool]
-) -> list[Any]:
+def quick_first(cases, quick):
     """Parameters of a test; those that are not quick run with ./test.sh --all."""
     marks = [() if quick(i, cfg) else pytest.mark.slow for i, cfg in enumerate(cases)]
     return [
@@ -118,14 +114,14 @@ def quick_first(
     ]
 
 
-def is_representative(_: int, cfg: AttentionConfig) -> bool:
+def is_representative(_, cfg):
     definition: Any = cfg.definition
     if definition.phi == "softplus":
         return cfg.reweight_p in (0, 1, 15)
     return cfg.reweight_p == 15 or definition.phi in ("gelu", "mish", "identity")
 
 
-def agree(cfg: AttentionConfig, shape: tuple[int, int], head_dim: int, n_head: int = 1) -> None:
+def agree(cfg, shape, head_dim, n_head=1):
     """o and all gradients within 2e-5 of float64, or 4e-7 p: p, twice for a square, multiplies the
     rounding.
 
@@ -271,7 +267,7 @@ def test_float16(case):
 # 2. Rows that break naive code.
 
 
-def scored(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def scored(scores):
     """q, k, v of 16 dimensions in which query i's score with key j is scores[j], before any factor."""
     g = torch.Generator().manual_seed(0)
     n = len(scores)
@@ -420,7 +416,7 @@ def test_compiles_without_a_graph_break_for_all_lengths():
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
-    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def fn(q, k, v):
         return attend(q, k, v, normaliser, "triton") * 2
 
     compiled = torch.compile(fn, backend=counter, fullgraph=True, dynamic=True)
@@ -448,7 +444,7 @@ def test_activation_checkpointing_changes_nothing(engine):
     q, k, v, do = draw(40, 40, 16)
     inputs = [t.requires_grad_() for t in (q, k, v)]
 
-    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def fn(q, k, v):
         return attend(q, k, v, normaliser, engine)
 
     plain = torch.autograd.grad(fn(*inputs), inputs, do)
@@ -481,12 +477,12 @@ def test_empty_batch():
 # 4. The choice of engine.
 
 
-def lssar() -> Any:
+def lssar():
     return make_normaliser(LSSAR, 2, 16, 300)
 
 
 def test_auto_on_cuda(monkeypatch):
-    def verdict(problem: str) -> None:
+    def verdict(problem):
         monkeypatch.setattr(self_check, "check", lambda *key: self_check.SelfCheck(0.001, problem))
 
     verdict("")
@@ -512,10 +508,10 @@ def test_a_learned_shift_is_not_for_the_kernels():
     """They would take head 0's for all heads, and give it no gradient: the self-check finds out."""
 
     class Learned(Phi):
-        def learned(self, n_head: int, train_len: int) -> dict[str, Tensor]:
+        def learned(self, n_head, train_len):
             return {"b": torch.zeros(n_head)}
 
-        def shift(self, context: RowContext) -> Tensor:
+        def shift(self, context):
             return context.learned["b"]
 
     normaliser = NormaliserLayer(Learned(), 0, 2, 16, 300)
@@ -530,14 +526,14 @@ def test_auto_on_cuda_without_triton(monkeypatch):
         assert choose(lssar(), CUDA, torch.bfloat16, "auto") == "rows"
 
 
-def check(cfg: AttentionConfig) -> self_check.SelfCheck:
+def check(cfg):
     self_check._check.cache_clear()
     return self_check.check(
         "triton", triton_engine, make_normaliser(cfg, 2, 16, 300), CPU, torch.float32
     )
 
 
-def check_passes(cfg: AttentionConfig) -> None:
+def check_passes(cfg):
     with warnings.catch_warnings(), torch.inference_mode():  # as in an evaluation
         warnings.filterwarnings("error", message="triton")
         result = check(cfg)
@@ -556,7 +552,7 @@ def test_self_check_passes(cfg):
 def test_self_check_finds_faults(monkeypatch, fault):
     right = triton_engine.phi_attention
 
-    def phi_attention(*args: Any, **kwargs: Any) -> Tensor:
+    def phi_attention(*args, **kwargs):
         if fault == "raises":
             raise RuntimeError("PTX was compiled with an unsupported toolchain\nand more lines")
         long_row = args[1].shape[2] > 300
@@ -583,7 +579,7 @@ def test_ranks_agree_on_the_self_check(monkeypatch):
     """Rank 1 fails it, and rank 0 must not go on alone with the kernels."""
     monkeypatch.setattr(self_check, "engine_error", lambda *key: float(os.environ["RANK"]))
 
-    def main() -> None:
+    def main():
         with warnings.catch_warnings(action="ignore"), join_world("cpu"):
             print(check(LSSAR).problem)
 

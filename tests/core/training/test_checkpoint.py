@@ -21,7 +21,7 @@ from training.checkpoint import (
 )
 
 
-def damage(path: Path, how: str) -> None:
+def damage(path, how):
     content = path.read_bytes()
     middle = len(content) // 2
     path.unlink()
@@ -37,7 +37,7 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def two_checkpoints(tmp_path_factory: pytest.TempPathFactory, tiny_dataset: Path) -> Path:
+def two_checkpoints(tmp_path_factory, tiny_dataset):
     folder = tmp_path_factory.mktemp("run")
     weights = torch.arange(30000.0)
     for step in (3, 6):
@@ -50,7 +50,7 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory, tiny_dataset: Path
 
 @pytest.mark.parametrize("how", ["truncated", "bit", "empty", "pickle"])
 def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_used(
-    two_checkpoints: Path, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+    two_checkpoints, tmp_path, how, capsys
 ):
     folder = shutil.copytree(two_checkpoints, tmp_path / "run")
     newest, previous = find_checkpoints(folder)
@@ -71,14 +71,12 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_used(
         RuntimeError("can't allocate memory"),
     ],
 )
-def test_a_checkpoint_that_cannot_be_read_now_stops_the_start(
-    error: Exception, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_checkpoint_that_cannot_be_read_now_stops_the_start(error, tiny_config, monkeypatch):
     """It may be whole: an older one in its place would take the later lines of metrics.jsonl away."""
     folder = run(tiny_config)
     expected = curve(folder)
 
-    def unread(path: Path, *_: Any) -> None:
+    def unread(path, *_):
         raise error
 
     with monkeypatch.context() as patch, pytest.raises(type(error)):
@@ -87,12 +85,10 @@ def test_a_checkpoint_that_cannot_be_read_now_stops_the_start(
     assert curve(folder) == expected
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_stays(
-    tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_an_old_checkpoint_that_cannot_be_deleted_stays(tiny_config, monkeypatch, capsys):
     unlink = Path.unlink
 
-    def undeletable(path: Path, missing_ok: bool = False) -> None:
+    def undeletable(path, missing_ok=False):
         if path.suffix == ".pt":
             raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
         unlink(path, missing_ok)
@@ -105,12 +101,10 @@ def test_an_old_checkpoint_that_cannot_be_deleted_stays(
     assert "step_000003.pt': an old checkpoint stays" in capsys.readouterr().err
 
 
-def test_a_failed_write_ends_the_run_with_the_reason(
-    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_failed_write_ends_the_run_with_the_reason(tiny_config, monkeypatch):
     write = torch.save
 
-    def full(content: dict[str, Any], file: Any) -> None:
+    def full(content, file):
         write(content, file)
         if content["step"] == 6:
             raise OSError("No space left on device")
@@ -123,13 +117,13 @@ def test_a_failed_write_ends_the_run_with_the_reason(
     assert state.step == 6 and names == ["step_000003.pt"]
 
 
-def test_what_is_kept(tiny_config: Path):
+def test_what_is_kept(tiny_config):
     flags = ["--train.keep-last", "1", "--train.keep-every", "6", "--train.val-every", "100"]
     folder = run(tiny_config, *flags)
     assert [path.stem for path in find_checkpoints(folder)] == ["step_000012", "step_000006"]
 
 
-def test_what_a_kill_leaves(tiny_config: Path):
+def test_what_a_kill_leaves(tiny_config):
     """Half a file is removed, the new checkpoint kept though a later one is damaged."""
     folder = run(tiny_config)
     expected = curve(folder)
@@ -142,7 +136,7 @@ def test_what_a_kill_leaves(tiny_config: Path):
     assert names == {"step_000099.pt", "step_000012.pt"} and curve(folder) == expected
 
 
-def test_parameters_that_do_not_fit_the_config_are_named(tiny_config: Path):
+def test_parameters_that_do_not_fit_the_config_are_named(tiny_config):
     path = find_checkpoints(run(tiny_config))[0]
     content = load_checkpoint(path)
     del content["model"]["final_norm.weight"]
@@ -153,7 +147,7 @@ def test_parameters_that_do_not_fit_the_config_are_named(tiny_config: Path):
         build(tiny_config).restore(path, content)
 
 
-def test_what_another_version_has_written_is_named(tiny_config: Path):
+def test_what_another_version_has_written_is_named(tiny_config):
     path = find_checkpoints(run(tiny_config))[0]
     content = load_checkpoint(path)
     content["optimizers"][0]["param_groups"].pop()

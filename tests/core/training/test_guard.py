@@ -2,8 +2,6 @@
 
 import math
 from copy import deepcopy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +33,7 @@ class Mine(Softmax, name="mine"):
 
 
 @pytest.mark.parametrize("damage", ["0", "0 * context.learned['tau'].sqrt()"])
-def test_the_problem_names_the_parameter(tiny_config: Path, own_file: Path, damage: str):
+def test_the_problem_names_the_parameter(tiny_config, own_file, damage):
     """Only the derivative of the square root at 0 spoils a gradient; the hidden keys do not."""
     own_file.write_text(FORGETFUL.replace("DAMAGE", damage))
     state = build(tiny_config, "--attention.normaliser", f"{own_file}:Mine")
@@ -48,7 +46,7 @@ def test_the_problem_names_the_parameter(tiny_config: Path, own_file: Path, dama
         resume(state)
 
 
-def test_a_formula_that_forgets_a_dimension_is_named(tiny_config: Path, own_file: Path):
+def test_a_formula_that_forgets_a_dimension_is_named(tiny_config, own_file):
     own_file.write_text(
         FORGETFUL.replace("DAMAGE", "0").replace("softmax(-1)", "softmax(-1).mean(-1)")
     )
@@ -58,7 +56,7 @@ def test_a_formula_that_forgets_a_dimension_is_named(tiny_config: Path, own_file
         resume(build(tiny_config, "--attention.normaliser", f"{own_file}:Mine"))
 
 
-def test_a_nan_stops_the_run_before_the_update(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_nan_stops_the_run_before_the_update(tiny_config, monkeypatch):
     state = build(tiny_config)
     with monkeypatch.context() as patch:
         break_at({8}, patch)
@@ -77,12 +75,12 @@ def test_a_nan_stops_the_run_before_the_update(tiny_config: Path, monkeypatch: p
     assert records(folder)[-1]["step"] == 12
 
 
-def test_a_skipped_step_changes_nothing(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_skipped_step_changes_nothing(tiny_config, monkeypatch):
     state = build(tiny_config, "--train.on-bad-step", "skip")
     log = RunLog(state)
     train.train_step(state, log)
 
-    def tensors() -> Any:
+    def tensors():
         return deepcopy(
             [state.raw_model.state_dict(), [o.state_dict()["state"] for o in state.optimizers]]
         )
@@ -94,15 +92,13 @@ def test_a_skipped_step_changes_nothing(tiny_config: Path, monkeypatch: pytest.M
     torch.testing.assert_close(tensors(), before, rtol=0, atol=0)
 
 
-def test_too_many_skips_in_a_row_stop_the_run(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_too_many_skips_in_a_row_stop_the_run(tiny_config, monkeypatch):
     break_at({2, 4, 5, 7, 8, 9, 10}, monkeypatch)
     with pytest.raises(UserError, match="step 9: .*stopped after 3 bad steps in a row"):
         resume(build(tiny_config, "--train.on-bad-step", "skip", "--train.max-skips", "3"))
 
 
-def test_skips_in_a_row_are_counted_across_a_resume(
-    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_skips_in_a_row_are_counted_across_a_resume(tiny_config, monkeypatch):
     flags = ["--train.on-bad-step", "skip", "--train.max-skips", "3"]
     break_at({5, 6, 7}, monkeypatch)
     for skipped_before in (0, 2):  # from scratch, and from the checkpoint of step 6
@@ -113,7 +109,7 @@ def test_skips_in_a_row_are_counted_across_a_resume(
             train.train(state, log)
 
 
-def test_a_nan_on_one_rank_ends_all(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_nan_on_one_rank_ends_all(tiny_config, monkeypatch):
     break_at({5}, monkeypatch, rank=1)
     for _, stderr in finish(fork_ranks(train.main, tiny_config), status=2):
         assert stderr.startswith("error: step 5: loss nan on rank 1"), stderr

@@ -5,12 +5,8 @@ after all.
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from launch import Forked, curve, finish, fork_ranks, records, run
 
 import train
@@ -18,23 +14,22 @@ from config import load_config, to_toml
 from infra.distributed import StopSignals
 from training.checkpoint import find_checkpoints, load_checkpoint
 from training.run_log import RunLog
-from training.state import TrainState
 from training.validation import validate
 
 
 @pytest.fixture
-def hang_up() -> Iterator[None]:
+def hang_up():
     """SIGHUP as in a terminal, also where the tests run under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
 
 
-def forward_with_signal(step: int, number: int) -> Callable[[TrainState, Any], torch.Tensor]:
+def forward_with_signal(step, number):
     """`train.forward_backward` that receives a signal in the step after `step`."""
     forward = train.forward_backward
 
-    def run_step(state: TrainState, batch: Any) -> torch.Tensor:
+    def run_step(state, batch):
         if state.step == step:
             os.kill(os.getpid(), number)
         return forward(state, batch)
@@ -44,7 +39,7 @@ def forward_with_signal(step: int, number: int) -> Callable[[TrainState, Any], t
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_finishes_the_step_saves_and_the_same_command_resumes(
-    tiny_config: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, hang_up: None
+    tiny_config, number, monkeypatch, hang_up
 ):
     whole = run(tiny_config, "--name", "whole")
     before = {n: signal.getsignal(n) for n in StopSignals.SIGNALS}
@@ -58,16 +53,14 @@ def test_a_signal_finishes_the_step_saves_and_the_same_command_resumes(
     assert curve(stopped) == curve(whole)
 
 
-def test_a_hang_up_that_nohup_ignores_stays_ignored(hang_up: None):
+def test_a_hang_up_that_nohup_ignores_stays_ignored(hang_up):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopSignals():
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-def test_a_signal_during_validation_ends_the_run_after_the_next_step(
-    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_signal_during_validation_ends_the_run_after_the_next_step(tiny_config, monkeypatch):
     """Also while p is raised: the validation is of the last step's p."""
     power = ["--attention.normaliser", "lssa", "--attention.reweight-p", "7"]
     tiny_config.write_text(
@@ -75,7 +68,7 @@ def test_a_signal_during_validation_ends_the_run_after_the_next_step(
     )
     whole = run(tiny_config, "--name", "whole")
 
-    def validate_with_signal(state: TrainState, log: RunLog) -> float:
+    def validate_with_signal(state, log):
         if state.step == 8:
             os.kill(os.getpid(), signal.SIGTERM)
         return validate(state, log)
@@ -89,9 +82,7 @@ def test_a_signal_during_validation_ends_the_run_after_the_next_step(
     assert curve(stopped) == curve(whole)
 
 
-def test_a_stop_leaves_the_validation_of_its_step_to_the_resumed_run(
-    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_stop_leaves_the_validation_of_its_step_to_the_resumed_run(tiny_config, monkeypatch):
     """Who sent the signal may not wait for it."""
     whole = run(tiny_config, "--name", "whole")
     with monkeypatch.context() as patch:
@@ -104,14 +95,12 @@ def test_a_stop_leaves_the_validation_of_its_step_to_the_resumed_run(
 
 
 @pytest.mark.parametrize("function", ["validate", "save"])
-def test_a_kill_around_the_last_validation(
-    function: str, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_kill_around_the_last_validation(function, tiny_config, monkeypatch):
     """It is done again, and there once."""
     whole = run(tiny_config, "--name", "whole")
     original = getattr(train, function)
 
-    def killed(state: TrainState, *log: RunLog) -> None:
+    def killed(state, *log):
         if state.step == 12:
             raise KeyboardInterrupt
         original(state, *log)
@@ -131,13 +120,13 @@ def test_a_second_ctrl_c_does_not_wait():
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def wait_for_checkpoint(folder: Path) -> None:
+def wait_for_checkpoint(folder):
     end = time.monotonic() + 60
     while not find_checkpoints(folder) and time.monotonic() < end:
         time.sleep(0.01)
 
 
-def test_a_killed_run_resumes_to_the_same_curve(tiny_config: Path):
+def test_a_killed_run_resumes_to_the_same_curve(tiny_config):
     """SIGKILL at a random moment after the first checkpoint; benchmarks/chaos.py does it at length."""
     flags = ["--train.max-steps", "60", "--train.checkpoint-every", "10", "--train.val-every", "60"]
     whole = run(tiny_config, *flags, "--name", "whole")
@@ -151,7 +140,7 @@ def test_a_killed_run_resumes_to_the_same_curve(tiny_config: Path):
     assert curve(killed) == curve(whole)
 
 
-def test_a_signal_to_one_of_two_processes_stops_both(tiny_config: Path):
+def test_a_signal_to_one_of_two_processes_stops_both(tiny_config):
     """As SLURM may send it: both stop after the same step, with status 0."""
     ranks = fork_ranks(train.main, tiny_config, "--train.max-steps", "100000")
     folder = tiny_config.parent / "runs" / "tiny"
@@ -163,17 +152,15 @@ def test_a_signal_to_one_of_two_processes_stops_both(tiny_config: Path):
 
 
 @pytest.mark.parametrize("status", ["stopped by SIGUSR1", "finished in"])
-def test_a_signal_after_the_last_step_changes_nothing(
-    status: str, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_signal_after_the_last_step_changes_nothing(status, tiny_config, monkeypatch):
     """As a second one, or one that a slower machine gets while another saves."""
     close = RunLog.close
 
-    def late(log: RunLog, line: str) -> None:
+    def late(log, line):
         os.kill(os.getpid(), signal.SIGUSR1)
         close(log, line)
 
-    def early(state: TrainState, log: RunLog) -> str | None:
+    def early(state, log):
         os.kill(os.getpid(), signal.SIGUSR1)
         return step(state, log)
 
@@ -186,15 +173,15 @@ def test_a_signal_after_the_last_step_changes_nothing(
     assert process.returncode == 0
 
 
-def test_a_rank_waits_for_the_checkpoint(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_waits_for_the_checkpoint(tiny_config, monkeypatch):
     """One that ended before would let its launcher kill the rank that writes."""
     write, save = train.save_checkpoint, train.save
 
-    def slow(*args: Any) -> None:
+    def slow(*args):
         time.sleep(0.3)
         write(*args)
 
-    def checked(state: TrainState) -> None:
+    def checked(state):
         save(state)
         assert (state.config.run_dir / f"checkpoints/step_{state.step:06d}.pt").exists()
 
@@ -203,7 +190,7 @@ def test_a_rank_waits_for_the_checkpoint(tiny_config: Path, monkeypatch: pytest.
     finish(fork_ranks(train.main, tiny_config))
 
 
-def test_a_run_without_steps_is_validated_once(tiny_config: Path):
+def test_a_run_without_steps_is_validated_once(tiny_config):
     flags = ["--name", "still", "--init-from", str(run(tiny_config)), "--train.max-steps", "0"]
     flags += ["--optimizer.warmup-steps", "0"]
     for _ in range(2):

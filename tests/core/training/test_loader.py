@@ -1,7 +1,5 @@
 """Batches: split over processes and micro-batches, from shards that are whole."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from infra.distributed import World
 from training.loader import BatchLoader
 
 
-def test_ranks_and_micro_batches_are_slices_of_the_batch(tiny_config: Path, tiny_dataset: Path):
+def test_ranks_and_micro_batches_are_slices_of_the_batch(tiny_config, tiny_dataset):
     """In any order of steps."""
     config = load_config(tiny_config, ["--train.micro-batch", "2", "--data.skip-steps", "5"])
     stream = TokenStream(tiny_dataset, "train")
@@ -26,7 +24,7 @@ def test_ranks_and_micro_batches_are_slices_of_the_batch(tiny_config: Path, tiny
         assert torch.equal(torch.cat([y for _, y in parts]), torch.from_numpy(y))
 
 
-def test_batch_that_cannot_be_split(tiny_config: Path, tiny_dataset: Path):
+def test_batch_that_cannot_be_split(tiny_config, tiny_dataset):
     stream = TokenStream(tiny_dataset, "train")
     config = load_config(tiny_config, ["--train.batch-tokens", "256"])
     loaders = [BatchLoader(stream, config, World(0, n, torch.device("cpu"))) for n in (2, 16)]

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +19,9 @@ from infra.cli import UserError
 from infra.distributed import World
 from train import forward_backward, start_or_resume
 from training.loader import BatchLoader
-from training.state import TrainState
 
 
-def add_masks(source: Path, folder: Path, uncounted: dict[str, list[slice]], **info: Any) -> Path:
+def add_masks(source, folder, uncounted, **info):
     """A copy of the dataset with masks that are 0 in these places of each split."""
     shutil.copytree(source, folder)
     values = json.loads((folder / "dataset.json").read_text()) | info
@@ -38,7 +36,7 @@ def add_masks(source: Path, folder: Path, uncounted: dict[str, list[slice]], **i
 
 
 @pytest.fixture
-def config_path(tiny_config: Path, tiny_dataset: Path, tmp_path: Path) -> Path:
+def config_path(tiny_config, tiny_dataset, tmp_path):
     """The tiny config, on data of which two runs of tokens in five count, of other lengths in each
     window.
     """
@@ -53,7 +51,7 @@ def config_path(tiny_config: Path, tiny_dataset: Path, tmp_path: Path) -> Path:
     return tiny_config
 
 
-def test_batches_name_what_does_not_count(config_path: Path) -> None:
+def test_batches_name_what_does_not_count(config_path):
     """Targets are those of the same stream without its mask, or IGNORED."""
     folder = load_config(config_path).data.dir
     stream = TokenStream(folder, "train")
@@ -68,9 +66,7 @@ def test_batches_name_what_does_not_count(config_path: Path) -> None:
     np.testing.assert_array_equal(y, np.where(counted, y_plain, IGNORED))
 
 
-def test_steps_and_micro_batches_without_a_target(
-    tiny_config: Path, tiny_dataset: Path, tmp_path: Path
-) -> None:
+def test_steps_and_micro_batches_without_a_target(tiny_config, tiny_dataset, tmp_path):
     """No token counts in a micro-batch, in a whole step, in the first validation batch."""
     uncounted = {"train": [slice(0, 70), slice(200, 600)], "val": [slice(0, 70)]}
     data = add_masks(tiny_dataset, tmp_path / "masked", uncounted)
@@ -79,7 +75,7 @@ def test_steps_and_micro_batches_without_a_target(
     assert np.isfinite(losses).all() and 0.0 in losses[:12]
 
 
-def test_a_mask_of_another_length_is_rejected(tmp_path: Path) -> None:
+def test_a_mask_of_another_length_is_rejected(tmp_path):
     write_dataset(tmp_path, {"train": [1] * 10, "trainmask": [1] * 9}, 10)
     with pytest.raises(UserError, match="trainmask has 9 tokens: expected 10, as train"):
         TokenStream(tmp_path, "train")
@@ -90,9 +86,7 @@ def test_a_mask_of_another_length_is_rejected(tmp_path: Path) -> None:
         TokenStream(tmp_path, "train")
 
 
-def answer_loss(
-    state: TrainState, x: torch.Tensor, y: torch.Tensor, smoothing: float = 0.0
-) -> torch.Tensor:
+def answer_loss(state, x, y, smoothing=0.0):
     """The mean over all targets that count, from full logits."""
     log_p = state.raw_model(x)[y != IGNORED].log_softmax(-1)
     likelihood = log_p.gather(1, y[y != IGNORED][:, None])
@@ -100,7 +94,7 @@ def answer_loss(
 
 
 @pytest.mark.parametrize(("reduction", "smoothing"), [("mean", 0.0), ("mean", 0.1), ("sum", 0.1)])
-def test_loss_is_the_mean_over_targets(reduction: str, smoothing: float, config_path: Path) -> None:
+def test_loss_is_the_mean_over_targets(reduction, smoothing, config_path):
     """Of the whole step, also when its micro-batches have different numbers of targets. So are the
     gradients, or with reduction = sum those of the sum, of which the loss stays the mean."""
     for micro in ("8", "2", "1"):
@@ -119,7 +113,7 @@ def test_loss_is_the_mean_over_targets(reduction: str, smoothing: float, config_
         torch.testing.assert_close(gradient / n, wanted, atol=1e-6, rtol=1e-4)
 
 
-def test_training_lowers_it_and_validates_on_it(config_path: Path) -> None:
+def test_training_lowers_it_and_validates_on_it(config_path):
     run_dir = run(config_path, "--train.label-smoothing", "0.01")  # of which validation is free
     loss = metrics(run_dir, "loss")
     assert loss[12] < 0.95 * loss[1]
@@ -131,7 +125,7 @@ def test_training_lowers_it_and_validates_on_it(config_path: Path) -> None:
     assert metrics(run_dir, "val_loss")[12] == pytest.approx(expected, rel=1e-5)
 
 
-def test_ranks_weigh_by_their_targets(config_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_weigh_by_their_targets(config_path, monkeypatch):
     """The mean over two ranks is that over all targets."""
     config = load_config(config_path, ["--train.micro-batch", "2"])
     stream = TokenStream(config.data.dir, "train")
@@ -145,7 +139,7 @@ def test_ranks_weigh_by_their_targets(config_path: Path, monkeypatch: pytest.Mon
         assert weights == pytest.approx((2 * own / n_targets).tolist())
 
 
-def test_another_mask_is_another_run(config_path: Path) -> None:
+def test_another_mask_is_another_run(config_path):
     folder = run(config_path, "--train.max-steps", "2")
     path = Path(load_config(folder / "config.toml").data.dir) / "dataset.json"
     info = json.loads(path.read_text())
@@ -156,7 +150,7 @@ def test_another_mask_is_another_run(config_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_change_nothing(config_path: Path) -> None:
+def test_processes_change_nothing(config_path):
     common = ("--train.max-steps", "4", "--train.reduction", "sum")
     alone = run(config_path, "--name", "one", *common)
     options = ("--name", "two", "--train.micro-batch", "2", "--train.device", "cpu")
@@ -165,7 +159,7 @@ def test_processes_change_nothing(config_path: Path) -> None:
         assert metrics(alone.with_name("two"), key) == pytest.approx(metrics(alone, key), rel=1e-4)
 
 
-def test_refusals(config_path: Path) -> None:
+def test_refusals(config_path):
     with pytest.raises(UserError, match="train.seq_len = 32: .* has sequences of 16 tokens"):
         build(config_path, "--train.seq-len", "32")
     with pytest.raises(UserError, match="made for fine-tuning, no running text"):

@@ -1,7 +1,6 @@
 """Parameter groups and learning-rate schedules."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from training.optim import lr_factor, make_optimizers, power_at, set_learning_ra
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
 @pytest.mark.parametrize("tied", ["true", "false"])
-def test_every_parameter_is_in_one_group(optimizer: str, tied: str, tiny_config: Path):
+def test_every_parameter_is_in_one_group(optimizer, tied, tiny_config):
     flags = ["--optimizer.name", optimizer, "--model.tie_embeddings", tied]
     config = load_config(tiny_config, [*flags, "--attention.normaliser", "ssmax"])
     model = GPT(config)
@@ -58,9 +57,7 @@ SSMAX_MODEL = (
         ),
     ],
 )
-def test_the_optimiser_of_every_parameter(
-    flags: str, muon: list[str], adamw: list[str], n_vectors: int, tiny_config: Path
-):
+def test_the_optimiser_of_every_parameter(flags, muon, adamw, n_vectors, tiny_config):
     config = load_config(tiny_config, ["--optimizer.name", "muon", *flags.split()])
     model = GPT(config)
     names = {p: re.sub(r"blocks\.\d\.|\.weight", "", name) for name, p in model.named_parameters()}
@@ -71,7 +68,7 @@ def test_the_optimiser_of_every_parameter(
 
 
 @pytest.mark.parametrize("split", ["qkv", "head", "none"])
-def test_muon_with_parts_is_muon_on_matrices_of_their_own(split: str, tiny_config: Path):
+def test_muon_with_parts_is_muon_on_matrices_of_their_own(split, tiny_config):
     """With two heads of queries and one of keys and values, bit for bit."""
     flags = ["--optimizer.name", "muon", "--optimizer.muon-split", split, "--model.n-kv-head", "1"]
     config = load_config(tiny_config, flags)
@@ -93,7 +90,7 @@ def test_muon_with_parts_is_muon_on_matrices_of_their_own(split: str, tiny_confi
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
-def test_scalars_may_have_a_rate_of_their_own(optimizer: str, tiny_config: Path):
+def test_scalars_may_have_a_rate_of_their_own(optimizer, tiny_config):
     """s and FoX's b, not its w; without scalar_lr, and without scalars, the groups are those of
     before.
     """
@@ -113,7 +110,7 @@ def test_scalars_may_have_a_rate_of_their_own(optimizer: str, tiny_config: Path)
     assert len(make_optimizers(GPT(load_config(tiny_config)), config)[0].param_groups) == 2
 
 
-def factors(schedule: str, **keys: float) -> list[float]:
+def factors(schedule, **keys):
     config = OptimizerConfig(schedule=schedule, warmup_steps=10, **keys)  # type: ignore[arg-type]
     return [lr_factor(config, step, 110) for step in range(110)]
 
@@ -134,7 +131,7 @@ def test_schedules():
 
 
 def test_the_power_of_the_re_weighting_rises():
-    def powers(p: int, n_steps: int) -> list[int | None]:
+    def powers(p, n_steps):
         config = AttentionConfig(normaliser="lssa", reweight_p=p, reweight_p_warmup=n_steps)
         return [power_at(config, step) for step in range(9)]
 
@@ -144,9 +141,7 @@ def test_the_power_of_the_re_weighting_rises():
     assert powers(7, 0) == 9 * [None]
 
 
-def compile_lssar(
-    path: Path, engine: str, backend: str
-) -> tuple[GPT, GPT, CompileCounterWithBackend]:
+def compile_lssar(path, engine, backend):
     """The model, p = 15 at most, itself and compiled, and the counter of its graphs."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
@@ -157,7 +152,7 @@ def compile_lssar(
     return model, compiled, counter
 
 
-def test_a_compiled_model_has_few_graphs_for_all_powers(tiny_config: Path):
+def test_a_compiled_model_has_few_graphs_for_all_powers(tiny_config):
     """p is a tensor: of a number there would be a graph for each value."""
     model, compiled, counter = compile_lssar(tiny_config, "dense", "eager")
     tokens = torch.arange(16)[None]
@@ -169,7 +164,7 @@ def test_a_compiled_model_has_few_graphs_for_all_powers(tiny_config: Path):
 
 
 @pytest.mark.slow
-def test_a_rising_power_compiles_with_its_gradients(tiny_config: Path):
+def test_a_rising_power_compiles_with_its_gradients(tiny_config):
     """On the fused kernels, by Triton's interpreter."""
     model, compiled, counter = compile_lssar(tiny_config, "triton", "aot_eager")
     tokens = torch.arange(16)[None]

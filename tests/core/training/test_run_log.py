@@ -4,8 +4,6 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -18,12 +16,10 @@ from config import load_config
 from infra.cli import UserError, run_main
 from infra.files import exclusive_lock, read_jsonl
 from training import run_log
-from training.loader import Batch
 from training.run_log import RunLog
-from training.state import TrainState
 
 
-def test_starts_and_timing(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_starts_and_timing(tiny_config, monkeypatch):
     monkeypatch.setattr("training.run_log.peak_flops", lambda device: 1e7)
     state = build(tiny_config, "--train.max-steps", "4")
     folder = resume(state)
@@ -43,11 +39,11 @@ def test_starts_and_timing(tiny_config: Path, monkeypatch: pytest.MonkeyPatch):
         assert r["memory_gb"] > 0
 
 
-def test_the_first_step_which_compiles_is_not_in_the_speed(tiny_config: Path, monkeypatch):
+def test_the_first_step_which_compiles_is_not_in_the_speed(tiny_config, monkeypatch):
     clock = [0]
     forward = train.forward_backward
 
-    def forward_for_a_while(state: TrainState, batch: Batch) -> torch.Tensor:
+    def forward_for_a_while(state, batch):
         clock[0] += 60 if state.step == 0 else 1
         return forward(state, batch)
 
@@ -57,7 +53,7 @@ def test_the_first_step_which_compiles_is_not_in_the_speed(tiny_config: Path, mo
     assert len(timed) > 2 and set(timed) == {1000}
 
 
-def test_a_run_without_checkpoints_keeps_its_old_metrics(tiny_config: Path):
+def test_a_run_without_checkpoints_keeps_its_old_metrics(tiny_config):
     folder = run(tiny_config, "--train.max-steps", "6")
     old = (folder / "metrics.jsonl").read_text()
     shutil.rmtree(folder / "checkpoints")
@@ -80,13 +76,11 @@ def test_a_run_without_checkpoints_keeps_its_old_metrics(tiny_config: Path):
     assert list(metrics(folder, "loss")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_is_saved_though_nobody_reads_its_output(
-    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_is_saved_though_nobody_reads_its_output(tiny_config, monkeypatch):
     """As after Ctrl-C in `train.py ... | tee log`, which reaches both."""
     forward = train.forward_backward
 
-    def interrupted(state: TrainState, batch: Batch) -> torch.Tensor:
+    def interrupted(state, batch):
         if state.step == 4:
             os.kill(os.getpid(), signal.SIGINT)
         return forward(state, batch)
@@ -100,7 +94,7 @@ def test_a_run_is_saved_though_nobody_reads_its_output(
     assert (tiny_config.parent / "runs/tiny/checkpoints/step_000005.pt").exists()
 
 
-def test_one_process_writes_a_run_folder(tiny_config: Path, call: Callable[..., None]):
+def test_one_process_writes_a_run_folder(tiny_config, call):
     config = load_config(tiny_config)
     with (
         exclusive_lock(config.run_dir),
@@ -110,14 +104,14 @@ def test_one_process_writes_a_run_folder(tiny_config: Path, call: Callable[..., 
     assert not (config.run_dir / "metrics.jsonl").exists()
 
 
-def test_a_start_that_fails_leaves_a_lock_alone(tiny_config: Path, call: Callable[..., None]):
+def test_a_start_that_fails_leaves_a_lock_alone(tiny_config, call):
     runs = tiny_config.with_name("runs")
     with pytest.raises(UserError, match="nowhere"):
         call(train, tiny_config, "--init-from", "nowhere", "--log.dir", runs)
     assert [path.name for path in runs.rglob("*") if path.is_file()] == [".lock"]
 
 
-def test_a_link_that_leads_nowhere_is_not_the_start_of_a_run(tiny_config: Path):
+def test_a_link_that_leads_nowhere_is_not_the_start_of_a_run(tiny_config):
     folder = load_config(tiny_config).run_dir
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -127,7 +121,7 @@ def test_a_link_that_leads_nowhere_is_not_the_start_of_a_run(tiny_config: Path):
     assert [*folder.glob("old_*")] == []
 
 
-def test_lines_of_a_killed_run_are_not_doubled(tiny_config: Path):
+def test_lines_of_a_killed_run_are_not_doubled(tiny_config):
     """Nor kept are those of steps after the checkpoint."""
     state = build(tiny_config)
     state.step = 2
@@ -141,9 +135,7 @@ def test_lines_of_a_killed_run_are_not_doubled(tiny_config: Path):
     assert read_jsonl(path) == [{"step": 1}, {"step": 2}, {"step": 2, "val_loss": 1.0}]
 
 
-def test_a_run_outlives_wandb(
-    tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_outlives_wandb(tiny_config, monkeypatch, capsys):
     """Its process may be killed before this one has saved."""
     dead = Mock(log=Mock(side_effect=ConnectionResetError("Connection lost")))
     monkeypatch.setattr(run_log, "open_wandb", lambda config: dead)
@@ -160,16 +152,14 @@ def test_a_run_outlives_wandb(
 
 
 @pytest.mark.slow
-def test_wandb_offline_logs_and_resumes_the_same_run(
-    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_wandb_offline_logs_and_resumes_the_same_run(tiny_config, tmp_path, monkeypatch):
     """With the real package, without a network."""
     pytest.importorskip("wandb")
     folder = tmp_path / "runs" / "tiny"
     ids = []
     forward = train.forward_backward
 
-    def stop(state: TrainState, batch: Batch) -> torch.Tensor:
+    def stop(state, batch):
         if state.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
         return forward(state, batch)

@@ -34,9 +34,7 @@ LSSAR = ["--attention.normaliser", "lssa", "--attention.reweight-p", "15"]
         [*LSSAR, "--attention.reweight-p-warmup", "11"],  # killed at p = 4, and p changes once more
     ],
 )
-def test_a_resumed_run_is_the_same_run(
-    tiny_config: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
-):
+def test_a_resumed_run_is_the_same_run(tiny_config, flags, capsys):
     whole, resumed = (run(tiny_config, *flags, "--name", name) for name in ("whole", "resumed"))
     # as if killed after step 9: metrics are ahead of the checkpoint
     find_checkpoints(resumed)[0].unlink()
@@ -51,9 +49,7 @@ def test_a_resumed_run_is_the_same_run(
         torch.testing.assert_close(a[key], b[key], rtol=0, atol=0)
 
 
-def test_another_run_in_the_same_folder_is_rejected(
-    tiny_config: Path, tiny_dataset: Path, tmp_path: Path
-):
+def test_another_run_in_the_same_folder_is_rejected(tiny_config, tiny_dataset, tmp_path):
     folder = run(tiny_config)
     assert run(tiny_config, "--train.micro-batch", "2", "--log.every", "1") == folder
     with pytest.raises(UserError, match="train.on_bad_step was 'stop', now 'skip'.*another --name"):
@@ -68,7 +64,7 @@ def test_another_run_in_the_same_folder_is_rejected(
         run(tiny_config, "--optimizer.lr", "0.02", "--data.dir", str(other))
 
 
-def test_a_renamed_folder_is_the_same_run(tiny_config: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_renamed_folder_is_the_same_run(tiny_config, capsys):
     folder = run(tiny_config)
     folder.rename(folder.with_name("renamed"))
     run(tiny_config, "--name", "renamed")
@@ -76,7 +72,7 @@ def test_a_renamed_folder_is_the_same_run(tiny_config: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("schedule", [*slow("constant"), "wsd"])
-def test_a_run_is_extended_where_its_schedule_allows(tiny_config: Path, schedule: str):
+def test_a_run_is_extended_where_its_schedule_allows(tiny_config, schedule):
     """A finished constant run, and a wsd run before its decay: the same curve as at once."""
     flags = ["--optimizer.schedule", schedule, "--optimizer.decay-fraction", "0.2"]
     longer = ["--train.max-steps", "20"]
@@ -97,9 +93,7 @@ def test_a_run_is_extended_where_its_schedule_allows(tiny_config: Path, schedule
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_a_run_is_not_extended_where_its_rates_would_have_differed(
-    tiny_config: Path, schedule: str
-):
+def test_a_run_is_not_extended_where_its_rates_would_have_differed(tiny_config, schedule):
     flags = ["--optimizer.schedule", schedule]
     folder = run(tiny_config, *flags)
     longer = [*flags, "--train.max-steps", "13"]
@@ -117,7 +111,7 @@ def test_a_run_is_not_extended_where_its_rates_would_have_differed(
         run(tiny_config, *longer)  # of an unfinished run a checkpoint
 
 
-def test_a_run_goes_on_with_another_engine(tiny_config: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_goes_on_with_another_engine(tiny_config, capsys):
     whole, resumed = (run(tiny_config, "--name", name) for name in ("whole", "resumed"))
     find_checkpoints(resumed)[0].unlink()
     capsys.readouterr()
@@ -128,9 +122,7 @@ def test_a_run_goes_on_with_another_engine(tiny_config: Path, capsys: pytest.Cap
         assert metrics(resumed, key) == pytest.approx(metrics(whole, key), rel=1e-5)
 
 
-def test_ranks_that_see_different_checkpoints_do_not_start(
-    tiny_config: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_ranks_that_see_different_checkpoints_do_not_start(tiny_config, monkeypatch):
     """The other one, on a disk of its own, has step 3, or another file of the same step."""
     monkeypatch.setattr(World, "gather_objects", lambda world, value: [value, [3, "", []]])
     state = build(tiny_config)
@@ -150,9 +142,7 @@ def test_ranks_that_see_different_checkpoints_do_not_start(
     ("key", "differs"),
     [("seed", True), ("train.val-every", True), ("data.dir", False), ("log.every", False)],
 )
-def test_ranks_of_different_configs_do_not_start(
-    key: str, differs: bool, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_ranks_of_different_configs_do_not_start(key, differs, tiny_config, monkeypatch):
     """Where the data lies may differ between machines, and what is printed. A step of validation
     may not: the collectives would differ."""
     value = {"seed": "77", "train.val-every": "5", "data.dir": "elsewhere", "log.every": "3"}[key]
@@ -168,9 +158,7 @@ def test_ranks_of_different_configs_do_not_start(
     assert state.config.run_dir.exists() != differs
 
 
-def test_an_evaluation_says_that_p_was_still_rising(
-    tiny_config: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_an_evaluation_says_that_p_was_still_rising(tiny_config, capsys):
     flags = [*LSSAR, "--attention.reweight-p-warmup", "11"]
     folder = run(tiny_config, *flags)
     capsys.readouterr()
@@ -180,7 +168,7 @@ def test_an_evaluation_says_that_p_was_still_rising(
     assert "was trained up to p = 11, evaluated at p = 15" in capsys.readouterr().err
 
 
-def test_random_numbers_go_on(tiny_config: Path):
+def test_random_numbers_go_on(tiny_config):
     """Nothing in the model draws any, but a subclass with dropout would."""
     state = build(tiny_config)
     torch.rand(5)
@@ -190,7 +178,7 @@ def test_random_numbers_go_on(tiny_config: Path):
     assert torch.equal(torch.rand(5), expected)
 
 
-def test_a_run_keeps_the_file_of_its_normaliser(tiny_config: Path, own_file: Path, monkeypatch):
+def test_a_run_keeps_the_file_of_its_normaliser(tiny_config, own_file, monkeypatch):
     """It is evaluated from its copy, wherever it was trained from and has moved since."""
     (tiny_config.parent / "elsewhere").mkdir()
     monkeypatch.chdir(tiny_config.parent / "elsewhere")
@@ -219,7 +207,7 @@ def test_a_run_keeps_the_file_of_its_normaliser(tiny_config: Path, own_file: Pat
         load_model(moved)
 
 
-def test_two_files_with_one_class_name_in_one_model(tiny_config: Path, own_file: Path):
+def test_two_files_with_one_class_name_in_one_model(tiny_config, own_file):
     """Neither is the other, nor takes the place of a registered class of its name."""
     other = own_file.parent / "other/mine.py"
     other.parent.mkdir()
@@ -235,7 +223,7 @@ def test_two_files_with_one_class_name_in_one_model(tiny_config: Path, own_file:
 
 
 @pytest.mark.parametrize("name", [*list_variants(), "softmax"])
-def test_names_of_v0_1_0_load(name: str):
+def test_names_of_v0_1_0_load(name):
     """Its configs name stick-breaking and others, files now, as they name the classes of then."""
     stored = Config(name="x").model_dump() | {"attention": {"normaliser": name}}
     read = config_from_dict(stored, "a checkpoint")

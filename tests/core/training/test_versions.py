@@ -19,7 +19,7 @@ VALIDATION = 3.9441356658935547  # after step 8
 
 
 @pytest.fixture
-def old_run(tmp_path: Path) -> Path:
+def old_run(tmp_path):
     write_dataset(tmp_path / "data", {"val": TOKENS[:200], "train": TOKENS}, 10**6, 64)
     folder = tmp_path / "runs/v0_1_0"
     (folder / "checkpoints").mkdir(parents=True)
@@ -29,12 +29,12 @@ def old_run(tmp_path: Path) -> Path:
     return folder
 
 
-def resume(folder: Path) -> Path:
+def resume(folder):
     places = ["--data.dir", str(folder.parents[1] / "data"), "--log.dir", str(folder.parent)]
     return run(folder / "config.toml", *places)
 
 
-def test_it_resumes_with_the_same_losses(old_run: Path, capsys: pytest.CaptureFixture[str]):
+def test_it_resumes_with_the_same_losses(old_run, capsys):
     assert load_config(old_run / "config.toml").optimizer.muon_split == "none"  # a key that is new
     assert resume(old_run) == old_run
     assert "step_000004.pt: 4 of 8 steps done" in capsys.readouterr().out
@@ -42,7 +42,7 @@ def test_it_resumes_with_the_same_losses(old_run: Path, capsys: pytest.CaptureFi
     assert metrics(old_run, "val_loss")[8] == pytest.approx(VALIDATION, rel=1e-5)
 
 
-def test_an_unknown_key_is_named_and_one_that_is_new_since_has_its_default(old_run: Path):
+def test_an_unknown_key_is_named_and_one_that_is_new_since_has_its_default(old_run):
     path = old_run / "checkpoints/step_000004.pt"
     content = load_checkpoint(path)
     del content["config"]["optimizer"]["schedule"]
@@ -57,7 +57,7 @@ def test_an_unknown_key_is_named_and_one_that_is_new_since_has_its_default(old_r
             read(path)
 
 
-def test_a_key_that_is_gone_is_dropped_with_its_default_only(old_run: Path):
+def test_a_key_that_is_gone_is_dropped_with_its_default_only(old_run):
     path = old_run / "checkpoints/step_000004.pt"
     content = load_checkpoint(path)
     content["config"]["data"]["document_mask"] = False
