@@ -35,6 +35,8 @@ training/optim.py: "params": [*vectors.values()], "weight_decay": 0.0 => "params
 training/optim.py: (step + 1) / config.warmup => step / config.warmup
 training/optim.py: (config.reweight_p - 1) * step => (config.reweight_p - 1) * (step + 1)
 training/optim.py: 1 - (1 - low) * max( => 1 - max(
+training/optim.py: else matrix.float() => else matrix.bfloat16()
+training/optim.py: max(1.0, len(part) / part.shape[1]) => 1.0
 # tests/core/test_train.py
 training/state.py: max(0, self.step - 1) => self.step
 training/loader.py: [1 / len(batch)] => [1.0]

@@ -1,44 +1,80 @@
 """Optimisers, their parameter groups, and the schedules of the learning rate and of the power p."""
 
 import math
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from model import GPT
 from schema import AttentionConfig, OptimizerConfig
 
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a, b, c of a X + b (X X') X + c (X X')^2 X
+NEWTON_SCHULZ_STEPS = 5
 
-class MuonOfParts(Muon):
-    """Muon (Jordan et al. 2024) that makes parts of a matrix orthogonal, each by itself.
 
-    As one matrix q, k and v get updates whose norms differ 13-fold in the first steps. The momentum
-    is of the whole matrix, so a checkpoint is the same for all `rows`.
+def orthogonalised(matrix: Tensor) -> Tensor:
+    """About U V' of the (rows, columns) matrix U S V': its singular values go to 0.7 to 1.2.
+
+    In bfloat16 on CUDA, as Muon's authors do. In float32 elsewhere: without instructions for
+    bfloat16 that is over twenty times as fast, and rounding of 1e-6 in a gradient, as from another number
+    of processes, stays 1e-6 instead of becoming 1 %.
+    """
+    a, b, c = NEWTON_SCHULZ
+    x = matrix.bfloat16() if matrix.is_cuda else matrix.float()
+    is_tall = len(x) > x.shape[1]
+    if is_tall:
+        x = x.T
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if is_tall else x
+
+
+class Muon(Optimizer):
+    """Muon (Jordan et al. 2024): Nesterov's momentum, made orthogonal, as the update of a matrix.
+
+    Parts of a matrix are made orthogonal each by itself: as one matrix q, k and v get updates whose
+    norms differ 13-fold in the first steps. The momentum is of the whole matrix, so a checkpoint is
+    the same for all `rows`.
     """
 
     def __init__(
-        self, matrices: Sequence[Tensor], rows: dict[Tensor, list[int]], **options: Any
+        self,
+        matrices: Sequence[Tensor],
+        rows: dict[Tensor, list[int]],
+        lr: float,
+        momentum: float,
+        weight_decay: float,
     ) -> None:
         """rows: the number of rows of each part, of the matrices that have parts."""
-        super().__init__(matrices, **options)
+        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(matrices, options)
         self.rows = rows
 
-    def _init_group(
-        self,
-        group: MutableMapping[Any, Any],
-        params_with_grad: list[Tensor],
-        grads: list[Tensor],
-        muon_momentum_bufs: list[Tensor],
-    ) -> bool:
-        """Fills the lists with the matrices, their gradients and momenta, split in parts."""
-        has_complex = super()._init_group(group, params_with_grad, grads, muon_momentum_bufs)
-        sizes = [self.rows.get(matrix, [len(matrix)]) for matrix in params_with_grad]
-        for tensors in (params_with_grad, grads, muon_momentum_bufs):
-            whole = zip(tensors, sizes, strict=True)
-            tensors[:] = [part for tensor, size in whole for part in tensor.split(size)]
-        return has_complex
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    self._update(matrix, matrix.grad, group)
+
+    def _update(self, matrix: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[matrix]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        momentum = state["momentum_buffer"]
+        momentum.lerp_(grad, 1 - group["momentum"])
+        direction = grad.lerp(momentum, group["momentum"])
+        matrix.mul_(1 - group["lr"] * group["weight_decay"])
+        sizes = self.rows.get(matrix, [len(matrix)])
+        for part, step in zip(matrix.split(sizes), direction.split(sizes), strict=True):
+            tall = max(1.0, len(part) / part.shape[1])
+            part.add_(orthogonalised(step), alpha=-group["lr"] * math.sqrt(tall))
 
 
 def muon_rows(model: GPT, split: str) -> dict[Tensor, list[int]]:
@@ -87,7 +123,7 @@ def make_optimizers(model: GPT, config: OptimizerConfig) -> list[Optimizer]:
     else:
         optimizers = [AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)]
     if hidden:
-        muon = MuonOfParts(
+        muon = Muon(
             hidden,
             muon_rows(model, config.muon_split),
             lr=config.muon_lr,
