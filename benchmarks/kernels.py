@@ -35,10 +35,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engines import triton_kernels
-from engines.triton import Launch, launch_of
+from engines.triton import PHIS, Launch, launch_of
 from engines.triton_kernels import INTERPRETED, Form
 from infra.cli import ArgumentParser, UserError, integer, run_main
-from normalisers.family import PHI, SIGNED
 
 # The kernel, and the tensors that it is not given.
 KERNELS: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -184,9 +183,9 @@ def examine(case: Case) -> tuple[str, list[str], float]:
 
 
 def all_forms(fast: bool, head_dim: int) -> list[Form]:
-    """Every phi with l1 and what else it may have: a power, sigmoid's shift. Then four with less."""
-    full = [(phi, True, 0 if phi in SIGNED else 3, phi == "sigmoid") for phi in PHI]
-    plain = [(phi, False, 0, False) for phi in ("exp", "softplus", "gelu")]
+    """Every phi with l1 and what else it may have: a power, sigmoid's shift. Then three with less."""
+    full = [(phi, True, 3, phi == "sigmoid") for phi in PHIS]
+    plain = [(phi, False, 0, False) for phi in ("exp", "softplus")]
     plain.append(("softplus", True, 0, False))
     return [
         Form(phi, l1, p, False, False, shift, fast, head_dim) for phi, l1, p, shift in full + plain

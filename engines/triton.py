@@ -15,11 +15,12 @@ from torch import Tensor
 from engines import triton_kernels as kernels
 from engines.triton_kernels import INTERPRETED, LOG2E, MAX_POWER, N_ROW, PAD, Form
 from normalisers.base import Normaliser, RowContext
-from normalisers.family import PHI, SIGNED, Phi, Softmax
+from normalisers.family import Phi, Softmax
 from normalisers.layer import NormaliserLayer
 from positions import operator_library
 
 LIBRARY = operator_library(__name__)
+PHIS = ("exp", "softplus", "sigmoid", "relu")
 # what shared memory holds
 MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 
@@ -33,6 +34,8 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
         return f"{layer.label} has no fused form"
     if definition.form == "softmax" and not layer.reweight_p:
         return f"{layer.label} is a softmax, which sdpa runs"
+    if as_phi(definition).phi not in PHIS:
+        return f"phi = {as_phi(definition).phi}: its kernels know {', '.join(PHIS)}"
     if device.type != "cuda" and not INTERPRETED:
         return f"needs a CUDA device, found {device.type}"
     if layer.head_dim > MAX_HEAD_DIM.get(dtype, 0):
@@ -50,7 +53,7 @@ def score_unit(definition: Normaliser) -> float:
     """What the kernels take the scores times: log2(e) where phi's exponentials are computed in base
     2.
     """
-    return LOG2E.value if as_phi(definition).phi in ("exp", "softplus", "sigmoid") else 1.0
+    return 1.0 if as_phi(definition).phi == "relu" else LOG2E.value
 
 
 def as_phi(definition: Normaliser) -> Phi:
@@ -84,76 +87,40 @@ class Launch(NamedTuple):
     maxnreg: int = 255  # registers, per thread
 
 
-# By compute capability (major), kernel and padded head_dim. Nothing is tuned at run time, so no
-# rank and no restart can pick other blocks, and with them other roundings. Those of compute
-# capability 9 were timed on an H100 at head_dim 64 and 128 (benchmarks/RESULTS.md), the others
-# chosen by what benchmarks/kernels.py prints.
-LAUNCHES: dict[int, dict[str, dict[int, Launch]]] = {
+# By compute capability (major) and kernel, for head sizes up to 64, 128 and 256. Nothing is tuned at
+# run time, so no rank and no restart can pick other blocks, and with them other roundings. Those of
+# compute capability 9 were timed on an H100 at head_dim 64 and 128 (benchmarks/RESULTS.md), the
+# others chosen by what benchmarks/kernels.py prints.
+LAUNCHES: dict[int, dict[str, tuple[Launch, Launch, Launch]]] = {
     8: {
-        "forward": {
-            64: Launch(128, 64, 8, 2),
-            128: Launch(128, 64, 8, 2),
-            256: Launch(64, 32, 8, 2),
-        },
-        "forward_u": {
-            64: Launch(128, 64, 8, 2),
-            128: Launch(128, 32, 8, 2),
-            256: Launch(64, 32, 8, 2),
-        },
-        "backward": {
-            64: Launch(32, 128, 8, 2),
-            128: Launch(32, 128, 8, 2),
-            256: Launch(32, 32, 8, 1),
-        },
+        "forward": (Launch(128, 64, 8, 2), Launch(128, 64, 8, 2), Launch(64, 32, 8, 2)),
+        "forward_u": (Launch(128, 64, 8, 2), Launch(128, 32, 8, 2), Launch(64, 32, 8, 2)),
+        "backward": (Launch(32, 128, 8, 2), Launch(32, 128, 8, 2), Launch(32, 32, 8, 1)),
     },
     9: {
-        "forward": {
-            64: Launch(128, 64, 8, 3, 128),
-            128: Launch(64, 64, 4, 3),
-            256: Launch(64, 32, 8, 2),
-        },
-        "forward_u": {
-            64: Launch(64, 64, 4, 4, 168),
-            128: Launch(64, 64, 4, 3),
-            256: Launch(64, 32, 8, 2),
-        },
-        "backward": {
-            64: Launch(32, 64, 4, 3, 168),
-            128: Launch(32, 128, 8, 3),
-            256: Launch(32, 32, 8, 1),
-        },
+        "forward": (Launch(128, 64, 8, 3, 128), Launch(64, 64, 4, 3), Launch(64, 32, 8, 2)),
+        "forward_u": (Launch(64, 64, 4, 4, 168), Launch(64, 64, 4, 3), Launch(64, 32, 8, 2)),
+        "backward": (Launch(32, 64, 4, 3, 168), Launch(32, 128, 8, 3), Launch(32, 32, 8, 1)),
     },
     10: {
-        "forward": {
-            64: Launch(128, 64, 8, 3),
-            128: Launch(128, 64, 8, 2),
-            256: Launch(64, 32, 8, 2),
-        },
-        "forward_u": {
-            64: Launch(128, 64, 8, 3),
-            128: Launch(128, 64, 8, 2),
-            256: Launch(64, 32, 8, 2),
-        },
-        "backward": {
-            64: Launch(32, 128, 8, 2),
-            128: Launch(32, 128, 8, 2),
-            256: Launch(32, 64, 8, 1),
-        },
+        "forward": (Launch(128, 64, 8, 3), Launch(128, 64, 8, 2), Launch(64, 32, 8, 2)),
+        "forward_u": (Launch(128, 64, 8, 3), Launch(128, 64, 8, 2), Launch(64, 32, 8, 2)),
+        "backward": (Launch(32, 128, 8, 2), Launch(32, 128, 8, 2), Launch(32, 64, 8, 1)),
     },
 }
 # Each product is three of tf32 parts. At 64 backward has forward's tiles: p multiplies how they
 # round apart.
-LAUNCHES_32: dict[str, dict[int, Launch]] = {
-    "forward": {64: Launch(64, 32, 4, 2), 128: Launch(64, 32, 4, 2)},
-    "forward_u": {64: Launch(64, 32, 4, 2), 128: Launch(32, 32, 4, 2)},
-    "backward": {64: Launch(64, 32, 4, 1), 128: Launch(32, 32, 4, 1)},
+LAUNCHES_32: dict[str, tuple[Launch, Launch]] = {
+    "forward": (Launch(64, 32, 4, 2), Launch(64, 32, 4, 2)),
+    "forward_u": (Launch(64, 32, 4, 2), Launch(32, 32, 4, 2)),
+    "backward": (Launch(64, 32, 4, 1), Launch(32, 32, 4, 1)),
 }
 
 
 def launch_of(kernel: str, form: Form, major: int) -> Launch:
     """The table's entry for a GPU of compute capability `major`.x (newer ones: the newest known)."""
     table = LAUNCHES[min(major, max(LAUNCHES))] if form.fast else LAUNCHES_32
-    launch = table["backward" if kernel == "backward_rows" else kernel][max(64, form.bd)]
+    launch = table[kernel.removesuffix("_rows")][max(64, form.bd).bit_length() - 7]
     return launch._replace(BM=launch.BN, BN=launch.BM) if kernel == "backward_rows" else launch
 
 
@@ -200,8 +167,8 @@ def phi_attention(
         k, v: (B, n_kv_head, Tk, D), n_kv_head divides H; all float32, float16 or bfloat16; D <=
         MAX_HEAD_DIM.
         shift: (Tq,) added to q.k, a constant.
-        phi, l1: one of PHI; divide rows by sum |phi|.
-        p: power of the re-weighting, up to 256 with l1 and phi >= 0; 0: none (with exp and l1 use
+        phi, l1: one of PHIS; divide rows by sum phi.
+        p: power of the re-weighting, up to 256 with l1; 0: none (with exp and l1 use
         sdpa). A 0-dim tensor on the CPU, whose value a compiled graph reads when it runs, or a
         number.
         rises_to: above p, kernels of any p below it take the place of p's own. o is the same, bit
@@ -214,8 +181,8 @@ def phi_attention(
     """
     highest = max(rises_to, p) if isinstance(p, int) else rises_to
     # the last is softmax: sdpa
-    assert phi in PHI and (phi, l1, highest) != ("exp", True, 0), (phi, l1, highest)
-    assert not highest or (highest <= MAX_POWER and l1 and phi not in SIGNED), (phi, l1, p)
+    assert phi in PHIS and (phi, l1, highest) != ("exp", True, 0), (phi, l1, highest)
+    assert not highest or (highest <= MAX_POWER and l1), (phi, l1, p)
     assert isinstance(p, Tensor) or p >= 0, p
     assert q.dtype == k.dtype == v.dtype and q.shape[-1] <= MAX_HEAD_DIM.get(q.dtype, 0), q.dtype
     assert k.shape == v.shape and q.shape[::3] == k.shape[::3] and q.shape[2] <= k.shape[2], k.shape

@@ -5,7 +5,7 @@
 For scores x = q.k + shift and s = phi(x) at the keys a row sees, the weights C of a row are
 
     l1 off:   C = s
-    l1:       C = s / Z,        Z = sum |s|
+    l1:       C = s / Z,        Z = sum s
     power p:  C = t^p / W,      W = sum t^p,   t = ReLU(c s - e),   c = n / (Z r_max),  e = O / r_max
 
 which is l1(ReLU(n A - O)^p) of A = s / Z (LSSAR paper, eq. 5) with r = n A - O divided by its row
@@ -50,7 +50,6 @@ import triton
 import triton.language as tl
 
 from normalisers.base import UNIFORM_TOLERANCE
-from normalisers.family import SIGNED
 
 MAX_POWER = 256  # `_weigh` reads 8 bits
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1
@@ -95,16 +94,9 @@ class Form:
     bd = property(lambda form: max(16, triton.next_power_of_2(form.d)))  # columns of a tile
     # dC/dy over p c' t'^(p-1) times the kernel's derivative of phi
     gain = property(lambda form: LN2.value if form.phi in ("exp", "sigmoid") else 1.0)
-    signed = property(lambda form: form.phi in SIGNED)
     # Rows may leave float32's range: the low ones, for exp all, are computed as 2^(y - max y).
     safe = property(
-        lambda form: (
-            form.l1
-            and (
-                # fmt: skip
-                form.phi == "exp" or (not form.bounded and form.phi in ("softplus", "sigmoid"))
-            )
-        )
+        lambda form: form.l1 and form.phi != "relu" and not (form.bounded and form.phi != "exp")
     )
     two_pass = property(lambda form: form.p > 0 or form.safe)  # o needs sums of the whole row first
     shifted = property(lambda form: form.has_shift or form.safe)
@@ -164,29 +156,9 @@ def _phi(y, low, EXACT: tl.constexpr, form: tl.constexpr):
     elif form.phi == "sigmoid":
         s = 1.0 / (1.0 + tl.exp2(-y))
         slope = s * (1.0 - s)
-    elif form.phi == "relu":
+    else:
         s = _relu(y)
         slope = tl.where(y > 0, 1.0, 0.0)
-    elif form.phi == "relu2":
-        s = _relu(y) * _relu(y)
-        slope = 2.0 * _relu(y)
-    elif form.phi == "relu6":
-        s = tl.minimum(_relu(y), 6.0, propagate_nan=tl.PropagateNan.ALL)
-        slope = tl.where((y > 0) & (y < 6.0), 1.0, 0.0)
-    elif form.phi == "gelu":
-        cdf = 0.5 * (1.0 + tl.erf(y * 0.7071067811865476))
-        s = y * cdf
-        slope = cdf + y * (0.3989422804014327 * tl.exp2(y * y * -0.7213475204444817))
-    elif form.phi == "mish":
-        # tanh(softplus(x)) = ((1 + e^x)^2 - 1) / ((1 + e^x)^2 + 1), from u = e^-|x|
-        u = tl.exp2(-tl.abs(y) * LOG2E)
-        top = tl.where(y >= 0, 1.0 + 2.0 * u, u * (u + 2.0))
-        tanh = top / (top + tl.where(y >= 0, 2.0 * u * u, 2.0))
-        s = y * tanh
-        slope = tanh + y * (1.0 - tanh * tanh) * tl.where(y >= 0, 1.0, u) / (1.0 + u)
-    else:
-        s = y
-        slope = tl.full(y.shape, 1.0, tl.float32)
     if form.safe and form.phi != "exp":
         s = tl.where(low > 0, tl.exp2(y), s)
         slope = tl.where(low > 0, s * (LN2 if form.phi == "softplus" else 1.0), slope)
@@ -220,9 +192,7 @@ def _weigh_and_grad(s, slope, dC, c, e, delta, c_mean, power, form: tl.constexpr
     """The weights C and dx / (p gain), see the top of this file, from c', e', D and c' m."""
     weight, lower = _weigh(s, c, e, power, form)
     h = dC
-    if form.l1 and form.signed:
-        h = dC - tl.where(s > 0, delta, tl.where(s < 0, -delta, 0.0))
-    elif form.l1:
+    if form.l1:
         h = dC - delta
     if form.p > 0:
         h = lower * h
@@ -465,7 +435,7 @@ def _forward(
             s, _ = _phi_of_scores(q, k, position[:, None], j[None, :], shift[:, None], flag[:, None],
                                   LOOP != BEFORE, LOOP == REDO, form)  # fmt: skip
             weight, lower = _weigh(s, c[:, None], e[:, None], power, form)
-            total += tl.sum(tl.abs(weight) if form.signed else weight, 1)
+            total += tl.sum(weight, 1)
             v = _tile(values, j0, BN >> LOOP // 2, LOOP != BEFORE, form)
             acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=form.precision)
             if u_ptr is not None:

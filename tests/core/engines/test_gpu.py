@@ -25,7 +25,7 @@ FUSED = [
     {"normaliser": "lssa", "reweight_p": 100},
     {"normaliser": "softmax", "reweight_p": 3},
     {"normaliser": "sigmoid"},
-    {"normaliser": "phi", "phi": "gelu"},
+    {"normaliser": "phi", "phi": "relu", "l1": False},
 ]
 
 

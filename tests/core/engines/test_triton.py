@@ -12,13 +12,12 @@ import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch._dynamo
-from attention_cases import CASES, PHIS, assert_close, case_id, choose, draw, exactly, make, run
+from attention_cases import CASES, assert_close, case_id, choose, draw, exactly, make, run
 from conftest import slow
 from launch import finish, fork_ranks
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -86,9 +85,9 @@ LSSAR = AttentionConfig(normaliser="lssa", reweight_p=15)
 
 PHI_CASES = [
     AttentionConfig(normaliser="phi", phi=phi, l1=l1, reweight_p=p)
-    for phi in PHIS
+    for phi in triton_engine.PHIS
     for l1 in (True, False)
-    for p in ((0, 1, 3, 15, 50) if l1 and phi not in ("identity", "gelu", "mish") else (0,))
+    for p in ((0, 1, 3, 15, 50) if l1 else (0,))
     if p or not l1 or phi != "exp"  # softmax: sdpa's
 ]
 CPU = torch.device("cpu")
@@ -115,15 +114,11 @@ def quick_first(cases, quick):
 
 
 def is_representative(_, cfg):
-    definition: Any = cfg.definition
-    if definition.phi == "softplus":
-        return cfg.reweight_p in (0, 1, 15)
-    return cfg.reweight_p == 15 or definition.phi in ("gelu", "mish", "identity")
+    return cfg.reweight_p in ((0, 1, 15) if cfg.phi == "softplus" else (15,))
 
 
 def agree(cfg, shape, head_dim, n_head=1):
-    """o and all gradients within 2e-5 of float64, or 4e-7 p: p, twice for a square, multiplies the
-    rounding.
+    """o and all gradients within 2e-5 of float64, or 4e-7 p: p multiplies the rounding.
 
     Twice that where up to 3 keys and p = 50 leave one key with its whole row: the gradient
     vanishes, and what remains is D = do.o and dC = do.v, equal but rounded apart, times p.
@@ -131,8 +126,7 @@ def agree(cfg, shape, head_dim, n_head=1):
     inputs = draw(*shape, head_dim, n_head=n_head)
     normaliser = make(cfg, n_head, head_dim, train_len=300)
     want = exactly(normaliser, *inputs)
-    power = cfg.reweight_p * (2 if getattr(cfg, "phi", "") == "relu2" else 1)
-    tolerance = max(2e-5, 4e-7 * power)
+    tolerance = max(2e-5, 4e-7 * cfg.reweight_p)
     if shape[0] <= 3 and cfg.reweight_p == 50:
         tolerance *= 2
     assert_close(run("triton", normaliser, *inputs), want, inputs, tolerance, f"T = {shape}")
@@ -184,7 +178,7 @@ OTHER_POWERS = [
 
 
 @pytest.mark.parametrize("powers", [(7, 15), *slow(*OTHER_POWERS)])
-@pytest.mark.parametrize("phi", ["softplus", *slow("relu2", "exp", "sigmoid")])
+@pytest.mark.parametrize("phi", ["softplus", *slow("relu", "exp", "sigmoid")])
 @pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.float32)])
 def test_a_rising_power_has_the_bits_of_its_own_kernel(dtype, phi, powers):
     p, rises_to = powers
@@ -226,7 +220,6 @@ IN_ORDER = [
     LSSAR,
     AttentionConfig(normaliser="lssa"),
     AttentionConfig(normaliser="sigmoid", l1=True),
-    AttentionConfig(normaliser="phi", phi="gelu", l1=True),
     AttentionConfig(normaliser="phi", phi="exp", l1=True, reweight_p=3),
 ]
 
@@ -236,19 +229,6 @@ IN_ORDER = [
 def test_deterministic_backward(cfg, monkeypatch):
     monkeypatch.setattr("triton.language.atomic_add", None)
     agree(cfg, (70, 90), 20, n_head=2)
-
-
-@pytest.mark.parametrize("zero", "qk")
-def test_zero_vectors_under_cosine_scores(zero):
-    """As a projection that begins at zero; test_attention.py bounds the gradients of the
-    definition.
-    """
-    q, k, v, do = draw(37, 37, 16, n_head=2)
-    inputs = (q * (zero != "q"), k * (zero != "k"), v, do)
-    normaliser = make(LSSAR, 2, 16, train_len=300)
-    assert_close(
-        run("triton", normaliser, *inputs), exactly(normaliser, *inputs), inputs, 2e-5, zero
-    )
 
 
 LSSA = AttentionConfig(normaliser="lssa")
@@ -316,7 +296,7 @@ def test_long_row_of_equal_keys_is_uniform():
 
 
 @pytest.mark.parametrize("p", [15, 0])
-@pytest.mark.parametrize("phi", ["softplus", "exp", *slow("sigmoid", "relu", "relu6")])
+@pytest.mark.parametrize("phi", ["softplus", "exp", *slow("sigmoid", "relu")])
 @pytest.mark.parametrize("n_queries", [40, 1])
 def test_nan_reaches_the_rows_that_see_it(phi, p, n_queries):
     if phi == "exp" and p == 0:
@@ -481,27 +461,45 @@ def lssar():
     return make_normaliser(LSSAR, 2, 16, 300)
 
 
-def test_auto_on_cuda(monkeypatch):
+CHOICES = [
+    (LSSAR, 16, CUDA, torch.bfloat16, "triton"),
+    (LSSAR, 16, CPU, torch.float32, "rows"),
+    (LSSAR, 16, CUDA, torch.float64, "rows"),
+    (LSSAR, 256, CUDA, torch.float32, "rows"),
+    (AttentionConfig(normaliser="softmax_inverse"), 16, CUDA, torch.bfloat16, "rows"),
+    (AttentionConfig(normaliser="phi", phi="gelu"), 16, CUDA, torch.bfloat16, "rows"),
+    (AttentionConfig(), 16, CUDA, torch.float32, "sdpa"),
+]
+REFUSED = [
+    (LSSAR, 16, CPU, torch.float32, "needs a CUDA device, found cpu"),
+    (AttentionConfig(normaliser="softmax_inverse"), 16, CUDA, torch.float32, "softmax_inverse"),
+    (AttentionConfig(), 16, CUDA, torch.float32, "softmax with these options is a softmax, which"),
+    (AttentionConfig(normaliser="phi", phi="mish"), 16, CUDA, torch.float32, "phi = mish: its"),
+    (LSSAR, 144, CUDA, torch.float32, "head size 144 in torch.float32"),
+    (LSSAR, 264, CUDA, torch.bfloat16, "head size 264 in torch.bfloat16"),
+    (LSSAR, 16, CUDA, torch.float64, "head size 16 in torch.float64"),
+]
+
+
+def test_choice(monkeypatch):
+    """auto takes the kernels on CUDA after their self-check; what they cannot run is an error."""
+
     def verdict(problem):
         monkeypatch.setattr(self_check, "check", lambda *key: self_check.SelfCheck(0.001, problem))
 
     verdict("")
-    assert choose(lssar(), CUDA, torch.bfloat16, "auto") == "triton"
-    assert choose(lssar(), CPU, torch.float32, "auto") == "rows"
-    assert choose(lssar(), CUDA, torch.float64, "auto") == "rows"
-    assert choose(make_normaliser(LSSAR, 2, 256, 300), CUDA, torch.float32, "auto") == "rows"
-    inverse = make_normaliser(AttentionConfig(normaliser="softmax_inverse"), 2, 16, 300)
-    assert choose(inverse, CUDA, torch.bfloat16, "auto") == "rows"
-    assert (
-        choose(make_normaliser(AttentionConfig(), 2, 16, 300), CUDA, torch.float32, "auto")
-        == "sdpa"
-    )
-    described = choose_engine(lssar(), "triton", CUDA, torch.bfloat16).note
-    assert described == "triton (self-check: relative error 1.0e-03)"
+    for cfg, size, device, dtype, name in CHOICES:
+        assert choose(make_normaliser(cfg, 2, size, 300), device, dtype) == name
+    note = choose_engine(lssar(), "triton", CUDA, torch.bfloat16).note
+    assert note == "triton (self-check: relative error 1.0e-03)"
     verdict("no")
-    assert choose(lssar(), CUDA, torch.bfloat16, "auto") == "rows"
+    assert choose(lssar(), CUDA, torch.bfloat16) == "rows"
     with pytest.raises(UserError, match="engine = 'triton': no; expected auto"):
         choose_engine(lssar(), "triton", CUDA, torch.bfloat16)
+    monkeypatch.setattr(triton_engine, "INTERPRETED", False)
+    for cfg, size, device, dtype, problem in REFUSED:
+        with pytest.raises(UserError, match=f"engine = 'triton': {problem}"):
+            choose(make_normaliser(cfg, 2, size, 300), device, dtype, "triton")
 
 
 def test_a_learned_shift_is_not_for_the_kernels():
@@ -590,51 +588,6 @@ def test_ranks_agree_on_the_self_check(monkeypatch):
     ]
 
 
-def test_engine_refused(monkeypatch):
-    monkeypatch.setattr(triton_engine, "INTERPRETED", False)
-    with pytest.raises(UserError, match="engine = 'triton': needs a CUDA device, found cpu"):
-        choose(lssar(), CPU, torch.float32, "triton")
-    inverse = make_normaliser(AttentionConfig(normaliser="softmax_inverse"), 2, 16, 300)
-    with pytest.raises(UserError, match="engine = 'triton': softmax_inverse"):
-        choose(inverse, CUDA, torch.float32, "triton")
-    with pytest.raises(UserError, match="softmax with these options is a softmax, which sdpa runs"):
-        choose(make_normaliser(AttentionConfig(), 2, 16, 300), CUDA, torch.float32, "triton")
-    with pytest.raises(UserError, match="triton': lssa with these options has a window"):
-        choose(make_normaliser(LSSAR, 2, 16, 300, window=8), CUDA, torch.bfloat16, "triton")
-    for size, dtype in ((144, torch.float32), (264, torch.bfloat16), (16, torch.float64)):
-        with pytest.raises(UserError, match=f"head size {size} in {dtype}"):
-            choose(make_normaliser(LSSAR, 2, size, 300), CUDA, dtype, "triton")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"phi": "tanh"},
-        {"p": -1},
-        {"p": 257},
-        {"phi": "exp"},
-        {"p": 3, "phi": "gelu"},
-        {"q": torch.zeros(1, 1, 9, 16)},
-        {"q": torch.zeros(1, 1, 8, 16, dtype=torch.float64)},
-        {"v": torch.zeros(1, 1, 7, 16)},
-        {"k": torch.zeros(1, 3, 8, 16), "v": torch.zeros(1, 3, 8, 16)},
-        dict.fromkeys("qkv", torch.zeros(1, 1, 8, 144)),
-    ],
-    ids=lambda change: "-".join(change),
-)
-def test_arguments_are_checked(change):
-    same = torch.zeros(1, 1, 8, 16)
-    arguments: dict[str, Any] = {
-        "q": same,
-        "k": same,
-        "v": same,
-        "phi": "softplus",
-        "l1": True,
-    } | change
-    with pytest.raises(AssertionError):
-        phi_attention(**arguments)
-
-
 # 5. Compiled ahead of time.
 
 
@@ -645,7 +598,7 @@ def test_arguments_are_checked(change):
         (["bfloat16"], 5),
         (["float32"], 5),
         (["bfloat16", "--rising"], 5),
-        (["bfloat16", "--all-forms"], 58),
+        (["bfloat16", "--all-forms"], 32),
     ],
 )
 def test_kernels_compile(options, n_kernels):
