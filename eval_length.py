@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import pandas
 import torch
-from matplotlib.figure import Figure
 from pandas import DataFrame
 from torch import Tensor
 
@@ -97,7 +96,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         f"also the loss by position in windows of the longest length, in {N_PARTS} parts"
     )
     add("--by-position", action="store_true", help=position_help)
-    add("--wide", action="store_true", help="all lengths, where they take more than 80 columns")
     missing_help = "leave out runs whose rows are there, of all blocks, settings and lengths"
     add("--missing", action="store_true", help=missing_help)
     add("--draw", action="store_true", help="table and picture of the rows that are there")
@@ -450,15 +448,12 @@ def print_lines(
             return measure.format_difference(each)
         return measure.format_estimate(each, with_half=False) + ("*" if i in marks[length] else " ")
 
-    def table(lengths: Sequence[int]) -> str:
-        cells = [["context", *map(str, lengths)]]
-        for i, line in enumerate(lines):
-            if i == 0 or line.model != lines[i - 1].model:
-                cells.append([line.model, *[""] * len(lengths)])
-            cells.append([f"  {line.setting}", *(cell(i, length) for length in lengths)])
-        return measure.format_table(cells)
-
-    print(table(args.lengths) if args.wide else measure.fit(args.lengths, table))
+    cells = [["context", *map(str, args.lengths)]]
+    for i, line in enumerate(lines):
+        if i == 0 or line.model != lines[i - 1].model:
+            cells.append([line.model])
+        cells.append([f"  {line.setting}", *(cell(i, length) for length in args.lengths)])
+    print(measure.format_table(cells))
 
 
 def draw_losses(
@@ -507,23 +502,20 @@ def draw_positions(
     """The loss by position in windows of the longest length, of each model and setting (SSMax,
     Figure 5).
     """
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
+    curves = []
     for model, numbers in models.items():
         for setting in settings_of(args, runs[numbers[0]]):
             rows = measure.select(tables[numbers[0]], length=args.lengths[-1], **setting.columns)
             parts = rows[rows["measure"].str.startswith("loss[")]
             edges = parts["measure"].str.extract(r"\[(\d+):(\d+)\]").astype(int)
-            middles = (edges[0] + edges[1]) / 2
-            label = measure.escape(f"{model}, {setting.label}")
-            axes.plot(middles, parts["value"], linewidth=1, label=label)
-    for train_len in sorted({run.train_len for run in runs}):
-        axes.axvline(train_len, color="0.4", linestyle=":", linewidth=1)
-    axes.set(xlabel="position (tokens)", ylabel="loss (nats)")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+            middles = ((edges[0] + edges[1]) / 2).tolist()
+            label = f"{model}, {setting.label}"
+            curves.append(Curve(label, middles, parts["value"].tolist(), style={"marker": ""}))
     picture = args.out or picture_path(runs, "eval_length")
-    measure.save_figure(figure, picture.with_stem(f"{picture.stem}_by_position"))
+    measure.draw_curves(
+        picture.with_stem(f"{picture.stem}_by_position"), curves, "Held-out loss by position",
+        "loss (nats)", {run.train_len for run in runs}, "position (tokens)",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import gzip
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from hashlib import sha256
@@ -55,6 +55,7 @@ RUN_COLUMNS = [
 VALIDATIONS = ("val_loss", "val_cross_entropy")  # keys of metrics.jsonl
 FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 MARKERS = "osD^vP*Xph<>"
+MOST_TICKS = 12  # of an axis, one for each value
 CONFIDENCE = 0.95
 WIDTH = 80  # of tables
 
@@ -441,30 +442,25 @@ def format_difference(each: Estimate) -> str:
     return re.sub(r"(?<!\d)0\.", ".", text)
 
 
-def format_table(lines: list[list[str]], n_names: int = 1) -> str:
+def format_table(lines: Sequence[Sequence[str]], n_names: int = 1) -> str:
     """Aligned columns, names to the left and numbers to the right, with a rule below the header.
 
-    A line with a name alone is the heading of those below it: as long as it likes.
+    Columns beyond WIDTH follow below, after the names. A line with one cell is the heading of those
+    below it: as long as it likes.
     """
-    whole = [line for line in lines if len(line) == n_names or any(line[n_names:])]
-    widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
+    widths = [
+        max(map(len, column)) for column in zip(*(x for x in lines if len(x) > 1), strict=True)
+    ]
+    ends = np.cumsum(np.add(widths, 2)) - 2
+    n_fit = max(n_names + 1, int((ends <= WIDTH).sum()))
     formatted = []
     for line in [lines[0], ["-" * width for width in widths], *lines[1:]]:
         cells = [f"{cell:{'<' if i < n_names else '>'}{widths[i]}}" for i, cell in enumerate(line)]
-        formatted.append("  ".join(cells).rstrip())
+        formatted.append("  ".join(cells[:n_fit]).rstrip())
+    if n_fit < len(widths):
+        rest = [[*line[:n_names], *line[n_fit:]] for line in lines]
+        formatted += ["", format_table(rest, n_names)]
     return "\n".join(formatted)
-
-
-def fit(lengths: Sequence[int], table: Callable[[Sequence[int]], str]) -> str:
-    """A table with a column for each length, or for every second one, ... that fits WIDTH.
-
-    The longest length stays.
-    """
-    text = table(lengths)
-    while max(map(len, text.splitlines())) > WIDTH and len(lengths) > 1:
-        lengths = lengths[::-1][::2][::-1]
-        text = table(lengths)
-    return text
 
 
 def mark_best(columns: Sequence[Sequence[Estimate | None]]) -> list[set[int]]:
@@ -479,10 +475,10 @@ def mark_best(columns: Sequence[Sequence[Estimate | None]]) -> list[set[int]]:
 
 # ---------------------------------------------------------------- figures
 class Curve(NamedTuple):
-    """Values over lengths."""
+    """Values over numbers, as lengths, or over words."""
 
     label: str
-    lengths: Sequence[float]
+    x: Sequence[Any]
     values: Sequence[float]
     halves: Sequence[float] = ()  # of the 95 % intervals
     style: dict[str, Any] = {}  # of matplotlib, in place of the next colour and marker
@@ -496,20 +492,26 @@ def draw_curves(
     train_lens: Iterable[int] = (),
     xlabel: str = "context (tokens)",
 ) -> None:
-    """One panel over a logarithmic axis of lengths, with a dotted line at each training length."""
+    """One panel, with a dotted line at each training length.
+
+    The axis is logarithmic where its largest number is at least four times the smallest.
+    """
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for i, curve in enumerate(curves):
         style = {"color": f"C{i}", "marker": MARKERS[i % len(MARKERS)]} | curve.style
         errors = np.nan_to_num(curve.halves) if len(curve.halves) else None
         axes.errorbar(
-            curve.lengths, curve.values, errors, label=escape(curve.label), markersize=5,
+            curve.x, curve.values, errors, label=escape(curve.label), markersize=5,
             capsize=3, elinewidth=0.8, **style,
         )  # fmt: skip
-    lengths = sorted({length for curve in curves for length in curve.lengths})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [format_length(length) for length in lengths])
-    axes.set_xticks([], minor=True)
+    places = list(dict.fromkeys(x for curve in curves for x in curve.x))
+    are_numbers = all(isinstance(x, int | float) for x in places)
+    if are_numbers and max(places) >= 4 * min(places) > 0:
+        axes.set_xscale("log", base=2)
+        if len(places) <= MOST_TICKS:
+            axes.set_xticks(places, [format_length(x) for x in places])
+            axes.set_xticks([], minor=True)
     for i, train_len in enumerate(sorted({*train_lens})):
         label = "training length" if i == 0 else None
         axes.axvline(train_len, color="0.4", linestyle=":", linewidth=1, label=label)

@@ -214,3 +214,21 @@ def test_digits_that_the_error_allows():
         assert measure.format_difference(Estimate(value, half, 0.5)) == text
     column = [Estimate(1.634, 0.02, 0), None, Estimate(1.631, 0.02, 0), Estimate(1.7, 0.02, 0)]
     assert measure.mark_best([column, [None] * 4]) == [{0, 2}, set()]
+
+
+def test_a_wide_table_continues_below():
+    """No column is left out; a heading takes no width."""
+    header = ["context", *(str(2**i) for i in range(10))]
+    lines = [header, ["a long name of a model"], *([name, *["+.02 ±.01"] * 10] for name in "ab")]
+    text = measure.format_table(lines)
+    assert max(map(len, text.splitlines())) <= 80
+    upper, lower = text.split("\n\n")
+    assert upper.split("\n")[0].split() + lower.split("\n")[0].split()[1:] == header
+    assert text.count("+.02 ±.01") == 20 and text.count("a long name of a model\n") == 2
+
+
+@pytest.mark.parametrize("x", [[128, 2048], [0.001, 0.002], ["none", "ntk"], [*range(1, 99)]])
+def test_curves_of_any_axis(tmp_path, x):
+    curve = measure.Curve("a $", x, [1.0] * len(x), [0.1] * len(x))
+    measure.draw_curves(tmp_path / "a.png", [curve], "title", "loss", [128] if x[0] == 128 else [])
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
