@@ -35,11 +35,9 @@ from evaluation import (
     Blocks,
     Run,
     add_arguments,
-    format_scaling,
     open_blocks,
     open_runs,
     open_text,
-    parse_scaling,
     picture_path,
     score_all,
     text_of,
@@ -66,14 +64,14 @@ class Setting(NamedTuple):
     @property
     def columns(self) -> dict[str, str]:
         window = f"{self.window} recomputed" if self.anew else str(self.window)
-        return {"window": window, "scaling": format_scaling(self.scaling)}
+        return {"window": window, "scaling": self.scaling.name}
 
     @property
     def label(self) -> str:
         if self.window:
             return f"window {self.window}" + (" anew" if self.anew else "")
         return {"none": "unscaled", "ntk": "NTK", "yarn": "YaRN"}.get(
-            self.scaling.kind, format_scaling(self.scaling)
+            self.scaling.name, self.scaling.name
         )
 
 
@@ -103,7 +101,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--out", type=Path, metavar="FILE", help="picture (default: eval_length.png above the runs)"
     )
     args = parser.parse_args(argv)
-    args.scalings = [parse_scaling(text) for text in dict.fromkeys(args.rope)]
+    args.scalings = [RopeScaling(text) for text in dict.fromkeys(args.rope)]
     measure.check_figure(args.out)
     return args
 

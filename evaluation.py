@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from infra.cli import ArgumentParser, UserError, positive_int
 from infra.distributed import World
 from measure import FILE, name_model, read_rows
 from model import GPT
-from positions import RopeKind, RopeScaling
+from positions import RopeScaling
 from schema import Config
 from training.checkpoint import find_checkpoints, load_model, load_source, read_config
 
@@ -44,23 +44,6 @@ def add_arguments(parser: ArgumentParser, tokens: int = 2**20) -> None:
     tokens_help = "at most N tokens, in whole blocks (default: %(default)s)"
     add("--tokens", type=positive_int, default=tokens, metavar="N", help=tokens_help)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
-
-
-def parse_scaling(text: str) -> RopeScaling:
-    """'none', 'ntk', 'yarn' or 'theta=500000'. Raises UserError: it is none of them."""
-    kind, _, base = text.partition("=")
-    if kind not in get_args(RopeKind) or (base and kind != "theta"):
-        kinds = ", ".join(each for each in get_args(RopeKind) if each != "theta")
-        raise UserError(f"--rope {text}: expected {kinds} or theta=500000")
-    try:
-        return RopeScaling(kind, float(base) if base else None)  # type: ignore[arg-type]
-    except ValueError:
-        raise UserError(f"--rope {text}: expected its base, as in theta=500000") from None
-
-
-def format_scaling(scaling: RopeScaling) -> str:
-    """As the column `scaling` has it."""
-    return f"theta={scaling.theta:.10g}" if scaling.theta else scaling.kind
 
 
 # ---------------------------------------------------------------- runs

@@ -317,7 +317,7 @@ class GPT(nn.Module):
         for block, layer_config in zip(self.blocks, self.layer_configs, strict=True):
             m = layer_config.model
             amplified = (
-                scaling.kind != "yarn" or block.attention.normaliser.definition.scores != "cosine"
+                scaling.name != "yarn" or block.attention.normaliser.definition.scores != "cosine"
             )
             own = UNSCALED if 0 < m.window <= train_len else scaling
             kind = (own, m.rope_theta, m.rotating, amplified)

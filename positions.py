@@ -9,8 +9,8 @@ and none is in a checkpoint.
 
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from infra.cli import UserError
 
 YARN_BETA_FAST = 32.0
 YARN_BETA_SLOW = 1.0
-RopeKind = Literal["none", "ntk", "theta", "yarn"]
 
 
 @dataclass(frozen=True)
@@ -28,32 +27,29 @@ class RopeScaling:
     `rope_tables`).
 
     Args:
-        kind: none, ntk, theta or yarn.
-        theta: the base that replaces the training base; for kind theta, and only there.
+        name: none, ntk, yarn, or theta=500000, the base that replaces the training base.
         length: the sequence length T to scale for; None: the positions present, cache + tokens.
             When one sequence is fed in several pieces, name its final length, or the pieces
             disagree.
     Raises:
-        UserError: unknown kind, missing or superfluous theta.
+        UserError: another name.
     """
 
-    kind: RopeKind = "none"
-    theta: float | None = None
+    name: str = "none"
     length: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(RopeKind):
-            raise UserError(
-                f"RoPE scaling {self.kind!r}: expected one of {', '.join(get_args(RopeKind))}"
-            )
-        if self.kind == "theta" and not (self.theta is not None and 0 < self.theta < math.inf):
-            raise UserError(
-                f"RoPE scaling theta: base {self.theta}: expected a number above 0, --rope-theta"
-            )
-        if self.kind != "theta" and self.theta is not None:
-            raise UserError(
-                f"RoPE base {self.theta}: only read by RoPE scaling theta, not by {self.kind}"
-            )
+        is_known = self.name in ("none", "ntk", "yarn")
+        with suppress(ValueError):
+            is_known |= 0 < self.theta < math.inf
+        if not is_known:
+            raise UserError(f"RoPE scaling {self.name}: expected none, ntk, yarn or theta=500000")
+
+    @property
+    def theta(self) -> float:
+        """The base that its name gives; 0: none."""
+        is_base = self.name.startswith("theta=")
+        return float(self.name.removeprefix("theta=")) if is_base else 0.0
 
 
 UNSCALED = RopeScaling()
@@ -94,7 +90,7 @@ def rope_tables(
 
         none    w_i
         ntk     base theta·s^(d/(d-2))     "NTK-aware", bloc97 2023; YaRN paper, Definition 1
-        theta   base scaling.theta         Xiong et al. 2023 (arXiv 2309.16039); SSMax uses 500000
+        theta=B base B                     Xiong et al. 2023 (arXiv 2309.16039); SSMax uses 500000
         yarn    (1-g)·w_i/s + g·w_i        Peng et al. 2023 (arXiv 2309.00071), Definitions 2 and 3
 
     where yarn's g rises linearly from 0 to 1 as the turns over the training length,
@@ -136,9 +132,8 @@ def rope_frequencies(
 ) -> tuple[Tensor, float]:
     """w_i of `rope_tables`, (D/2,) float64, scaled for `length`, and the factor of cos and sin."""
     s = max(length / train_len, 1.0)
-    if scaling.kind == "theta" and scaling.theta is not None:
-        theta = scaling.theta
-    elif scaling.kind == "ntk" and s > 1:
+    theta = scaling.theta or theta
+    if scaling.name == "ntk" and s > 1:
         if head_dim <= 2:
             raise UserError(
                 f"RoPE scaling ntk: s^(d/(d-2)) needs a head size d above 2, got {head_dim}"
@@ -148,7 +143,7 @@ def rope_frequencies(
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     freqs = theta**-exponents  # (D/2,)
     amplitude = 1.0
-    if scaling.kind == "yarn" and s > 1:
+    if scaling.name == "yarn" and s > 1:
         turns = train_len * freqs / (2 * math.pi)
         g = ((turns - YARN_BETA_SLOW) / (YARN_BETA_FAST - YARN_BETA_SLOW)).clamp(0, 1)
         freqs = (1 - g) * freqs / s + g * freqs

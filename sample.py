@@ -19,7 +19,6 @@ import argparse
 from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
-from typing import get_args
 
 import torch
 
@@ -29,7 +28,7 @@ from infra.cli import ArgumentParser, UserError, integer, run_main
 from infra.distributed import choose_device
 from infra.files import read_text
 from model import GPT
-from positions import RopeKind, RopeScaling
+from positions import RopeScaling
 from training.checkpoint import load_model
 
 
@@ -59,8 +58,8 @@ def parse_args() -> argparse.Namespace:
     add("--top-k", type=integer(0, 2**20), default=50, help=top_k_help)
     add("--top-p", type=float, help="sample from the fewest tokens that have this probability")
     add("--seed", type=integer(0, 2**63 - 1), default=0, help="of the first prompt (default: 0)")
-    add("--rope", choices=get_args(RopeKind), default="none", help="RoPE scaling (default: none)")
-    add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
+    rope_help = "RoPE scaling: none, ntk, yarn, theta=500000 (default: none)"
+    add("--rope", default="none", metavar="SCALING", help=rope_help)
     window_help = "keys of each layer that are kept, the last ones (default: all)"
     add("--window", type=integer(1, 2**20), metavar="W", help=window_help)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
@@ -69,7 +68,7 @@ def parse_args() -> argparse.Namespace:
         raise UserError(f"--temperature {args.temperature}: expected a number from 0 to 1e30")
     if args.top_p is not None and not 1e-30 <= args.top_p <= 1:
         raise UserError(f"--top-p {args.top_p}: expected a number from 1e-30 to 1")
-    args.rope_scaling = RopeScaling(args.rope, args.rope_theta)
+    args.rope_scaling = RopeScaling(args.rope)
     return args
 
 

@@ -14,7 +14,7 @@ pydantic. A softmax model with layernorm and gelu, or with rmsnorm and swiglu, i
 GPT-NeoX or Llama and needs no trust_remote_code. With --rope or --code it is written as all others:
 with this repo's own definitions, copied from hub/modeling.py and what it imports. Their RoPE
 scaling is a key of config.json and an argument of
-from_pretrained: rope = "ntk", "theta" (with rope_base), "yarn".
+from_pretrained: rope = "ntk", "yarn", "theta=500000".
 
 The vocabulary's padding is dropped in the native forms. In training every document began with the
 end-of-text token (tokenizer.bos_token, <|endoftext|> with gpt2 and bytes). Start prompts with it.
@@ -25,7 +25,7 @@ import ast
 import json
 from copy import copy
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -35,7 +35,7 @@ from hub.native import choose_architecture, import_transformers, largest_differe
 from infra.cli import ArgumentParser, UserError, run_main
 from model import GPT
 from normalisers.own import MODULES, files_of
-from positions import RopeKind, RopeScaling
+from positions import RopeScaling
 from schema import describe_layers
 from training.checkpoint import Trained, load_model
 
@@ -49,8 +49,8 @@ def parse_args() -> argparse.Namespace:
     add("run", help="run folder (its newest checkpoint) or one checkpoint file")
     add("out", type=Path, help="new folder to write")
     add("--code", action="store_true", help="this repo's code, also for a softmax model")
-    add("--rope", choices=get_args(RopeKind), default="none", help="scaling in config.json")
-    add("--rope-theta", type=float, metavar="BASE", help="the base for --rope theta")
+    rope_help = "scaling in config.json: none, ntk, yarn, theta=500000 (default: none)"
+    add("--rope", default="none", metavar="SCALING", help=rope_help)
     add("--check", action="store_true", help="load it with transformers, compare with ours")
     args = parser.parse_args()
     if args.out.is_dir() and any(args.out.iterdir()):
@@ -60,10 +60,10 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    rope = RopeScaling(args.rope, args.rope_theta)
+    rope = RopeScaling(args.rope)
     trained = load_model(args.run)
     tokenizer = trained.tokenizer
-    is_scaled = rope.kind != "none"
+    is_scaled = rope.name != "none"
     architecture = None if args.code or is_scaled else choose_architecture(trained.config)
     if architecture is None:
         converted = own_model(trained.model, rope, tokenizer.eot_token)
@@ -104,8 +104,7 @@ def own_model(model: GPT, rope: RopeScaling, eot_token: int) -> Any:
     m = model.config.model
     config = NormaliserGPTConfig(
         gpt=model.config.model_dump(exclude={"data", "log"}),
-        rope=rope.kind,
-        rope_base=rope.theta,
+        rope=rope.name,
         vocab_size=m.vocab_size,
         hidden_size=m.n_embd,
         num_hidden_layers=m.n_layer,
@@ -334,7 +333,7 @@ def check(out: Path, model: GPT, tokenizer: Tokenizer, rope: RopeScaling) -> flo
     if any(fast_tokenizer.encode(text) != tokens for text, tokens in pairs.items()):
         raise UserError(f"{out}: transformers' tokenizer gives other tokens than ours")
     length = model.config.train.seq_len
-    if rope.kind != "none" and "ssmax_pn" not in model.config.normalisers:  # whose p_n ends at T
+    if rope.name != "none" and "ssmax_pn" not in model.config.normalisers:  # whose p_n ends at T
         length *= 2  # where scaling acts
     return largest_difference(model, theirs, length, rope)
 

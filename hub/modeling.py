@@ -4,8 +4,7 @@
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, rope="ntk")
 
 The model is the training code's `GPT` with its normalisers, engines and positions. In padded
-batches n counts real keys only. The config chooses RoPE's scaling (`rope`, `rope_base`,
-`rope_length`, see `RopeScaling`). It is scaled for the positions present, in `generate` for the
+batches n counts real keys only. The config chooses RoPE's scaling (`rope`, `rope_length`, see `RopeScaling`). It is scaled for the positions present, in `generate` for the
 final length, and with `rope_length` always for that. The sequences of a padded batch are all scaled
 for the batch's length.
 """
@@ -34,7 +33,6 @@ class NormaliserGPTConfig(PreTrainedConfig):
 
     gpt: dict[str, Any] | None = None  # sections of `schema.Config`
     rope: str = "none"
-    rope_base: float | int | None = None
     rope_length: int | None = None
     vocab_size: int = 0
     hidden_size: int = 0
@@ -92,7 +90,7 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: NormaliserGPTConfig) -> None:
         super().__init__(config)
-        RopeScaling(config.rope, config.rope_base)  # type: ignore[arg-type]  # raises before the first forward
+        RopeScaling(config.rope)  # raises before the first forward
         self.gpt = GPT(config_from_dict(config.gpt or {}, "config.json"))
         self.engine_chosen_for: tuple[torch.device, torch.dtype] | None = None
         # The output layer, and SSMax's p_n: one vector for all layers.
@@ -161,7 +159,7 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
                 )
             kv_cache.spans = mask_spans(attention_mask)
         length = self.config.rope_length or self.final_length
-        rope = RopeScaling(self.config.rope, self.config.rope_base, length)  # type: ignore[arg-type]
+        rope = RopeScaling(self.config.rope, length)
         unused = cache is None and kv_cache.spans is None
         hidden = self.gpt.hidden(input_ids, rope, None if unused else kv_cache)
         # The layer is called, not its weight read: accelerate's hooks may have to load it.

@@ -31,11 +31,9 @@ from evaluation import (
     Blocks,
     Run,
     add_arguments,
-    format_scaling,
     open_blocks,
     open_runs,
     open_text,
-    parse_scaling,
     picture_path,
     score_all,
     text_of,
@@ -63,7 +61,7 @@ def parse_args() -> argparse.Namespace:
     add("--rope", default="none", metavar="SCALING", help=rope_help)
     add("--out", type=Path, metavar="FILE", help="picture (default: diagnose.png above the runs)")
     args = parser.parse_args()
-    args.scaling = parse_scaling(args.rope)
+    args.scaling = RopeScaling(args.rope)
     check_figure(args.out)
     return args
 
@@ -137,7 +135,7 @@ def rows_of(
 ) -> Iterator[tuple[Any, ...]]:
     """The rows of measure.py: means over all heads and blocks, and those of each layer."""
     for (length, of_length), (i, name) in product(means.items(), enumerate(STATISTICS)):
-        where = (length, 0, format_scaling(scaling), None, None)
+        where = (length, 0, scaling.name, None, None)
         layers = [] if of_length is None else of_length[:, i].tolist()
         mean = sum(layers) / len(layers) if layers else math.nan
         yield (run.name, step, text, name, *where, mean)

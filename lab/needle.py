@@ -42,10 +42,8 @@ from data.dataset import TokenStream
 from data.tokenizer import Tokenizer, get_tokenizer
 from evaluation import (
     Run,
-    format_scaling,
     open_runs,
     open_text,
-    parse_scaling,
     picture_path,
     score_all,
     text_of,
@@ -98,7 +96,7 @@ def parse_args() -> argparse.Namespace:
     add("--out", type=Path, metavar="FILE", help="picture (default: needle.png above the runs)")
     args = parser.parse_args()
     args.depths = sorted({*args.depths})
-    args.scaling = parse_scaling(args.rope)
+    args.scaling = RopeScaling(args.rope)
     check_figure(args.out)
     return args
 
@@ -203,7 +201,7 @@ def measure_run(
     cells: Cells = {}
     for length, depth in product(args.lengths, args.depths):
         (scaling,) = run.scalings([args.scaling])
-        rope = RopeScaling(scaling.kind, scaling.theta, length)
+        rope = RopeScaling(scaling.name, length)
         scores = score(world, run.title, model, haystack, length, depth, args, rope)
         if isinstance(scores, str):
             if world.is_main:
@@ -306,7 +304,7 @@ def rows_of(
     (scaling,) = run.scalings([args.scaling])
     for length in args.lengths:
         mean = over_depths(cells, length)
-        where = (length, 0, format_scaling(scaling), None, None)
+        where = (length, 0, scaling.name, None, None)
         for i, name in enumerate(MEASURES):
             yield (run.name, step, text, name, *where, math.nan if mean is None else mean[i].item())
             for depth in args.depths:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from data.dataset import dataset_info
-from evaluation import Run, format_scaling, open_runs, parse_scaling, picture_path, score_all
+from evaluation import Run, open_runs, picture_path, score_all
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world
 from lab import recall_data
@@ -53,7 +53,7 @@ def parse_args() -> argparse.Namespace:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     add("--out", type=Path, metavar="FILE", help="picture (default: recall.png above the runs)")
     args = parser.parse_args()
-    args.scaling = parse_scaling(args.rope)
+    args.scaling = RopeScaling(args.rope)
     check_figure(args.out)
     return args
 
@@ -74,7 +74,7 @@ def main() -> None:
             of_run = measure_run(world, run.title, model, tasks, lengths, args.samples, scaling)
             key = (run.name, step, f"recall, {args.samples} samples")
             if world.is_main:
-                where = (0, format_scaling(scaling), None, None)
+                where = (0, scaling.name, None, None)
                 write_rows(
                     run.folder,
                     [(*key, task, n, *where, share) for (task, n), share in of_run.items()],
@@ -117,7 +117,7 @@ def measure_run(
     """The share of right answers by task, or MEAN, and length; NaN where the model rejects it."""
     shares = {}
     for length in lengths:
-        rope = RopeScaling(scaling.kind, scaling.theta, length)
+        rope = RopeScaling(scaling.name, length)
         for task in tasks:
             scores = score(world, title, model, task, length, n_samples, rope)
             if isinstance(scores, str) and world.is_main:

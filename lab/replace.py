@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from tqdm import trange
 
 from config import config_from_dict, parse_overrides
-from evaluation import mean_and_stderr, parse_scaling
+from evaluation import mean_and_stderr
 from hub.register import learned_parameters, register
 from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
 from infra.files import read_text
@@ -99,7 +99,7 @@ def main() -> None:
     args, options = parse_args()
     # a mistake ends here, before the model loads
     make_attention(args.normaliser, options, train_len=2)
-    scaling = parse_scaling(args.rope)
+    scaling = RopeScaling(args.rope)
     val_text = read_text(args.val_text)
     train_text = read_text(args.train_text) if args.steps else ""
     model, tokenizer = load_native(args.model)
@@ -200,7 +200,7 @@ def scale_rope(model: Any, length: int, scaling: RopeScaling) -> None:
     """
     train_len = model.config.max_position_embeddings
     modules = [module for module in model.modules() if hasattr(module, "inv_freq")]
-    if not modules and (length > train_len or scaling.kind != "none"):
+    if not modules and (length > train_len or scaling.name != "none"):
         raise UserError(
             f"the model has no RoPE: expected --rope none, --lengths of at most {train_len}"
         )

@@ -199,7 +199,7 @@ def test_a_sample_ends_with_the_document(run, sampled, monkeypatch):
 
 def test_bad_input(run, sampled):
     for option, value, message in (
-        ("--rope", "theta", "base None"),
+        ("--rope", "theta", "RoPE scaling theta: expected none, ntk, yarn or theta=500000"),
         ("--temperature", "inf", "--temperature inf"),
         ("--seed", 2**63, "--seed: .* at least 0, at most"),
         ("--prompt-file", "none.txt", "^none.txt: cannot be read"),

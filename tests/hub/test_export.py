@@ -183,7 +183,7 @@ transformers.utils.logging.set_verbosity_error()
 torch.set_grad_enabled(False)
 results = {}
 for folder, rope, n_prompt in eval(sys.argv[2]):
-    options = {"rope": rope, "rope_base": 5e5 if rope == "theta" else None, "output_loading_info": True}
+    options = {"rope": rope, "output_loading_info": True}
     load = transformers.AutoModelForCausalLM.from_pretrained
     model, info = load(folder, trust_remote_code=True, **options)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
@@ -248,7 +248,7 @@ def compare_in_a_fresh_process(cases, tiny_config, call):
     for run, (out, rope, n_prompt), (overrides, _) in zip(runs, listed, cases, strict=True):
         model = load_model(run).model
         found = results[out, rope]
-        scaling = RopeScaling(rope, 5e5 if rope == "theta" else None)
+        scaling = RopeScaling(rope)
         with torch.no_grad():
             for length in (64, 256):
                 if length == 256 and '"ssmax_pn"' in overrides:
@@ -408,13 +408,9 @@ def test_the_loss_and_the_length_to_scale_for(tiny_config):
 def test_a_scaling_is_written_and_needs_our_code(tiny_config, call):
     pytest.importorskip("transformers")
     out = tiny_config.with_name("out")
-    call(export, make_byte_run(tiny_config), out, "--rope", "theta", "--rope-theta", 5e5)
+    call(export, make_byte_run(tiny_config), out, "--rope", "theta=500000")
     config = json.loads((out / "config.json").read_text())
-    assert (config["model_type"], config["rope"], config["rope_base"]) == (
-        "normaliser_gpt",
-        "theta",
-        5e5,
-    )
+    assert (config["model_type"], config["rope"]) == ("normaliser_gpt", "theta=500000")
 
 
 def test_native_only_where_exact(tiny_config):

@@ -42,11 +42,10 @@ def test_replacement(tiny_config, call, capsys):
     model = load_model(run).model
     for scaling in (
         RopeScaling("yarn"),
-        RopeScaling("theta", 9e4),
+        RopeScaling("theta=90000"),
         RopeScaling("none"),
     ):
-        base = f"={scaling.theta}" if scaling.theta else ""
-        rope = ["--rope", f"{scaling.kind}{base}"]
+        rope = ["--rope", scaling.name]
         call(replace, *common, *rope, "--normaliser", "softmax", "--steps", 0, "--lengths", 64)
         (loss,) = losses_by_state(capsys.readouterr().out)["softmax"]
         ours = model.token_losses(
