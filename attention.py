@@ -61,6 +61,7 @@ def attend(
     layer: NormaliserLayer,
     engine: Engine | ChosenEngine = "auto",
     signals: Tensor | None = None,
+    normed: bool = False,
 ) -> Tensor:
     """Causal attention: layer.weights(q, k) @ v, RMS-normalised per head where the formula has
     output_norm.
@@ -71,6 +72,7 @@ def attend(
         engine: a name, resolved at this call; a model resolves it once (`choose_engine`).
         signals: (B, H, Tk, S) of all keys, from `layer.read`, for formulas that read the layer's
         input.
+        normed: q and k have passed `layer.norm_heads`, as a model's have.
     Returns:
         (B, H, Tq, D) in v's type. Scores and weights are float32 (float64 for float64 inputs).
     Raises:
@@ -78,20 +80,9 @@ def attend(
         ValueError: no such engine; q has not the layer's heads and head size, or more queries than
         keys.
     """
-    q = layer.norm_heads(q)
-    k = layer.norm_heads(k)
-    return attend_normed(q, k, v, layer, engine, signals)
-
-
-def attend_normed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layer: NormaliserLayer,
-    engine: Engine | ChosenEngine = "auto",
-    signals: Tensor | None = None,
-) -> Tensor:
-    """`attend` for q and k that have passed `layer.norm_heads`, as a model's have."""
+    if not normed:
+        q = layer.norm_heads(q)
+        k = layer.norm_heads(k)
     heads = (layer.n_head, layer.head_dim)
     if (q.shape[1], q.shape[3]) != heads:
         raise ValueError(f"q of shape {tuple(q.shape)}: expected (B, {heads[0]}, Tq, {heads[1]})")

@@ -50,6 +50,7 @@ MAX_RUNS = 10_000  # of a sweep
 PATHS = ("data.dir", "log.dir", "init_from")
 # keys of earlier versions -> their values that change nothing of a run
 GONE: dict[str, Container[Any]] = {
+    "attention.gamma_factor": [1.0],
     "data.document_mask": [False],
     "log.attention_every": range(2**31),
     "train.flash": ["FA2"],

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention import ChosenEngine, attend_normed, choose_engine, make_normaliser
+from attention import ChosenEngine, attend, choose_engine, make_normaliser
 from infra.cli import UserError
 from loss import ChunkedLoss, chunk_loss, scale_logits
 from normalisers.layer import NormaliserLayer
@@ -36,6 +36,8 @@ class KVCache:
     windows: of each layer, how many of its last positions are kept, 0 for all. (A window's first
     query needs one less; the one more is what `Attention.shift_keys` adds to the oldest key.)
     """
+
+    attend = staticmethod(attend)  # a cache of padded sequences leaves out their padding
 
     def __init__(self, n_layer: int, max_length: int, windows: Sequence[int] = ()) -> None:
         self.max_length = max_length
@@ -66,13 +68,6 @@ class KVCache:
         for held, part in zip(self.held[layer], parts, strict=True):
             held[:, :, self.length : end] = part
         return [held[:, :, :end] for held in self.held[layer]]
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer,
-        engine: ChosenEngine | Engine, signals: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """`attend_normed`; a cache of padded sequences leaves out their padding."""
-        return attend_normed(q, k, v, layer, engine, signals)
 
     def keys_before(self, k: Tensor) -> Tensor:
         """The key before each of k (B, n_kv_head, T, D), zeros before the first of a sequence."""
@@ -174,8 +169,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
         """(B, T, C) to the same. cos, sin: of `rope_tables`. A cache is extended."""
         q, k, v, signals = self.project(x, cos, sin, cache)
-        run = attend_normed if cache is None else cache.attend
-        y = run(q, k, v, self.normaliser, self.engine, signals)
+        run = attend if cache is None else cache.attend
+        y = run(q, k, v, self.normaliser, self.engine, signals, normed=True)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 

@@ -4,9 +4,9 @@
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, rope="ntk")
 
 The model is the training code's `GPT` with its normalisers, engines and positions. In padded
-batches n counts real keys only. The config chooses RoPE's scaling (`rope`, `rope_length`, see `RopeScaling`). It is scaled for the positions present, in `generate` for the
-final length, and with `rope_length` always for that. The sequences of a padded batch are all scaled
-for the batch's length.
+batches n counts real keys only. The config chooses RoPE's scaling (`rope`, `rope_length`, see
+`RopeScaling`). It is scaled for the positions present, in `generate` for the final length, and with
+`rope_length` always for that. The sequences of a padded batch are all scaled for the batch's length.
 """
 
 from typing import Any

@@ -1,11 +1,12 @@
 """Batches padded on the left or right: each sequence is computed as it is without its padding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attention import ChosenEngine, attend_normed
+from attention import ChosenEngine, attend
 from infra.cli import UserError
 from model import KVCache
 from normalisers.layer import NormaliserLayer
@@ -32,7 +33,6 @@ def mask_spans(mask: Tensor) -> list[tuple[int, int]] | None:
 
 
 def attend_spans(
-    attend: Callable[..., Tensor],
     spans: Spans | None,
     q: Tensor,
     k: Tensor,
@@ -40,13 +40,14 @@ def attend_spans(
     layer: NormaliserLayer,
     engine: ChosenEngine | Engine = "auto",
     signals: Tensor | None = None,
+    normed: bool = False,
 ) -> Tensor:
-    """`attention.attend`, or attend_normed, of sequences with the same span together.
+    """`attention.attend` of sequences with the same span together.
 
     n counts real keys only. Padding gets zeros.
     """
     if spans is None:
-        return attend(q, k, v, layer, engine, signals)
+        return attend(q, k, v, layer, engine, signals, normed)
     out = v.new_zeros(*q.shape[:-1], v.shape[-1])
     first = k.shape[-2] - q.shape[-2]
     for start, stop in set(spans):
@@ -56,7 +57,7 @@ def attend_spans(
         if queries.start < queries.stop:
             real = q[sequences, :, queries], k[sequences, :, keys], v[sequences, :, keys]
             read = None if signals is None else signals[sequences, :, keys]
-            out[sequences, :, queries] = attend(*real, layer, engine, read)
+            out[sequences, :, queries] = attend(*real, layer, engine, read, normed)
     return out
 
 
@@ -65,11 +66,8 @@ class PaddedCache(KVCache):
 
     spans: Spans | None = None
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer,
-        engine: ChosenEngine | Engine, signals: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        return attend_spans(attend_normed, self.spans, q, k, v, layer, engine, signals)
+    def attend(self, *args: Any, **options: Any) -> Tensor:  # type: ignore[override]  # `self`
+        return attend_spans(self.spans, *args, **options)
 
     def keys_before(self, k: Tensor) -> Tensor:
         before = super().keys_before(k)

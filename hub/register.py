@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attention import attend, make_normaliser
+from attention import make_normaliser
 from hub.native import import_transformers
 from hub.padding import attend_spans, mask_spans
 from infra.cli import UserError
@@ -135,7 +135,7 @@ class Replacement(NamedTuple):
         factor = 1.0 if scaling is None else scaling * math.sqrt(query.shape[3])
         if not math.isclose(factor, 1.0):
             query = query * factor  # so that x = scaling q.k, where the formulas have q.k / sqrt(d)
-        out = attend_spans(attend, spans, query, key, value, self.layer_of(module, query))
+        out = attend_spans(spans, query, key, value, self.layer_of(module, query))
         return out.transpose(1, 2).contiguous(), None
 
     def layer_of(self, module: Any, query: Tensor) -> Any:

@@ -62,7 +62,6 @@ class NormSoftmax(AdaptiveSoftmax, name="norm_softmax"):
     gamma: PositiveFloat | Literal["sqrt_d", "inf"] = Field(
         "sqrt_d", description="Upper bound of sigma (lower bound with variant = inverse)."
     )
-    gamma_factor: float = Field(1.0, gt=0, description="Multiplies gamma = sqrt_d.")
     tau: float = Field(1.0, gt=0, description="Temperature.")
     variant: Literal["standard", "affine", "inverse"] = Field(
         "standard", description="standard: min(sigma, gamma); affine: f1; inverse: f2."
@@ -70,12 +69,8 @@ class NormSoftmax(AdaptiveSoftmax, name="norm_softmax"):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.gamma_factor != 1.0 and self.gamma != "sqrt_d":
-            raise ValueError(f"gamma_factor = {self.gamma_factor}: only goes with gamma = 'sqrt_d'")
-        if self.variant == "affine" and (self.gamma, self.gamma_factor) != ("sqrt_d", 1.0):
-            raise ValueError(
-                "variant = 'affine': w x / sigma has no gamma; remove gamma and gamma_factor"
-            )
+        if self.variant == "affine" and self.gamma != "sqrt_d":
+            raise ValueError("variant = 'affine': w x / sigma has no gamma; remove gamma")
         if self.variant == "inverse" and self.gamma == "inf":
             raise ValueError("gamma = 'inf': with variant = 'inverse' every row would be uniform")
         return self
@@ -87,7 +82,7 @@ class NormSoftmax(AdaptiveSoftmax, name="norm_softmax"):
         # 0, which makes the row uniform, where it would be 1 / 0: row 1, identical keys.
         spread = var > torch.finfo(var.dtype).tiny
         sigma = torch.where(spread, var, 1.0).sqrt()
-        named = {"inf": math.inf, "sqrt_d": self.gamma_factor * math.sqrt(context.head_dim)}
+        named = {"inf": math.inf, "sqrt_d": math.sqrt(context.head_dim)}
         gamma = self.gamma if isinstance(self.gamma, float) else named[self.gamma]
         if self.variant == "inverse":
             return 1 / (self.tau * torch.where(spread, sigma, 0.0).clamp_min(gamma))

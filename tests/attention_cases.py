@@ -44,14 +44,12 @@ PLAIN: list[dict[str, Any]] = [
     {"normaliser": "ssmax", "scale": "one", "bias": True},
     {"normaliser": "ssmax_pn", "scale_init": 0.7},
     {"normaliser": "norm_softmax", "variant": "standard", "gamma": 2.0},
-    {"normaliser": "norm_softmax", "gamma": "sqrt_d", "gamma_factor": 0.5},
-    {"normaliser": "norm_softmax", "gamma_factor": 2.0, "tau": 0.5},
+    {"normaliser": "norm_softmax", "gamma": 8.0, "tau": 0.5},
     {"normaliser": "norm_softmax", "gamma": "inf"},
     {"normaliser": "norm_softmax", "variant": "affine"},
     {"normaliser": "norm_softmax", "variant": "affine", "tau": 2.0},
     {"normaliser": "norm_softmax", "variant": "inverse"},
     {"normaliser": "norm_softmax", "variant": "inverse", "gamma": 3.0, "tau": 0.8},
-    {"normaliser": "norm_softmax", "variant": "inverse", "gamma_factor": 2.0},
     {"normaliser": "logit_norm", "tau": 0.25},
     *({"normaliser": name} for name in ("scale_invariant", "entmax", "asentmax", "stick_breaking")),
     *({"normaliser": name} for name in ("softpick", "elastic_softmax")),
@@ -223,12 +221,6 @@ def attend(
     """`attention.attend` with `signals_of` the keys."""
     signals = signals_of(normaliser, q, k)
     return attention.attend(q, k, v, normaliser, engine, signals=signals, **options)
-
-
-def attend_normed(q, k, v, normaliser, engine="auto"):
-    """`attention.attend_normed` with `signals_of` the keys."""
-    signals = signals_of(normaliser, q, k)
-    return attention.attend_normed(q, k, v, normaliser, engine, signals=signals)
 
 
 def weights_of(normaliser, q, k):

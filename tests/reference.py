@@ -238,7 +238,7 @@ def _norm_softmax(row, cfg):
     if cfg.variant == "affine":
         return exp_l1(row.params["w"] * x / (tau * sigma))
     if cfg.gamma == "sqrt_d":
-        gamma = cfg.gamma_factor * math.sqrt(row.q.shape[0])
+        gamma = math.sqrt(row.q.shape[0])
     else:
         gamma = math.inf if cfg.gamma == "inf" else cfg.gamma
     keep_sigma = sigma > gamma if cfg.variant == "inverse" else sigma < gamma

@@ -14,7 +14,6 @@ from attention_cases import (
     GATE_TOLERANCE,
     assert_close,
     attend,
-    attend_normed,
     case_id,
     choose,
     draw,
@@ -394,7 +393,7 @@ def test_window(options, window):
         last_q, keys = normaliser.norm_heads(q[:, :, -1:]), normaliser.norm_heads(k)
         for name in {"rows", "dense", engine}:
             with torch.no_grad():
-                last = attend_normed(last_q, keys, v, normaliser, name)
+                last = attend(last_q, keys, v, normaliser, name, normed=True)
             assert (last - dense["o"][:, :, -1:]).abs().max() <= 1e-12
 
 
@@ -591,8 +590,13 @@ def test_decoding_row_by_row(cfg):
             full = attend(x, y, z, norm, engine=engine)
             x1, y1 = norm.norm_heads(x), norm.norm_heads(y)
             rows = [
-                attend_normed(
-                    x1[:, :, t : t + 1], y1[:, :, : t + 1], z[:, :, : t + 1], norm, engine
+                attend(
+                    x1[:, :, t : t + 1],
+                    y1[:, :, : t + 1],
+                    z[:, :, : t + 1],
+                    norm,
+                    engine,
+                    normed=True,
                 )
                 for t in range(24)
             ]
@@ -607,7 +611,7 @@ def test_normed_keys_are_not_normed_again(engine, reweight_p):
     q, k, v, _ = draw(1, 40, 16)
     normaliser = make(cfg, 2, 16, train_len=300)
     keys = 1.5 * normaliser.norm_heads(k)
-    longer = attend_normed(normaliser.norm_heads(q), keys, v, normaliser, engine)
+    longer = attend(normaliser.norm_heads(q), keys, v, normaliser, engine, normed=True)
     want = attend(q, k, v, normaliser, engine)
     torch.testing.assert_close(attend(q, keys, v, normaliser, engine), want, rtol=0, atol=1e-5)
     assert (longer - want).abs().max() > 3e-4

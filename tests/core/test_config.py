@@ -229,10 +229,7 @@ BAD_ATTENTION = [
     ('normaliser = "ssmax"\nbias = "log_n"', "attention.bias = 'log_n': cancels in a softmax"),
     ('normaliser = "ssmax"\nscale = "one"\nscale_init = 0.2', "attention.scale_init = 0.2"),
     ('normaliser = "norm_softmax"\ngamma = -1.0', "expected greater than 0 or 'sqrt_d' or 'inf'"),
-    (
-        'normaliser = "norm_softmax"\ngamma = 1.0\ngamma_factor = 2.0',
-        "attention.gamma_factor = 2.0",
-    ),
+    ('normaliser = "norm_softmax"\ngamma_factor = 2.0', "attention.gamma_factor = 2.0: unknown"),
     (
         'normaliser = "norm_softmax"\nvariant = "affine"\ngamma = 1.0',
         "attention.variant = 'affine'",

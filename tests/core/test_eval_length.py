@@ -378,7 +378,10 @@ def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
         (["{run}", "--lengths", "16", "512"], "at least 513 for one window of length 512"),
         (["{run}", "--lengths", "32", "--tokens", "31"], "--tokens 31: expected at least 32"),
         (["{run}", "--lengths", "24", "64"], "24 does not divide the longest"),
-        (["{run}", "--rope", "theta"], "RoPE scaling theta: expected none, ntk, yarn or theta=500000"),
+        (
+            ["{run}", "--rope", "theta"],
+            "RoPE scaling theta: expected none, ntk, yarn or theta=500000",
+        ),
         (["{run}", "--rope", "ntk=3"], "RoPE scaling ntk=3: expected none, ntk"),
         (["{run}", "--window", "-1"], "'-1': expected an integer, at least 0"),
         (["{run}", "--data", "{tmp}/gpt2"], "tokenised with 50257 tokens"),

@@ -8,7 +8,7 @@ import torch
 from conftest import one_line, slow
 from torch.nn import functional as F
 
-from attention import attend, attend_normed
+from attention import attend
 from generation import generate
 from infra.cli import UserError
 from model import GPT, KVCache, make_norm
@@ -440,7 +440,7 @@ def test_norms_before_rope_are_those_after(parts, kind, monkeypatch):
     want = attend(q, k, v, attention.normaliser, "dense")
     q, k, v, _ = attention.project(x, *gpt.rope(x, scaling)[0])
     torch.testing.assert_close(q.norm(dim=-1), torch.ones(2, 2, 64))
-    got = attend_normed(q, k, v, attention.normaliser, "dense")
+    got = attend(q, k, v, attention.normaliser, "dense", normed=True)
     torch.testing.assert_close(got, want, rtol=0, atol=float(1e-6 * want.abs().max()))
 
 

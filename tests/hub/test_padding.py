@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import attention
 from attention import attend, make_normaliser
 from hub.padding import PaddedCache, attend_spans
 from model import GPT
@@ -24,7 +23,7 @@ def test_padded_sequences_are_computed_alone(options, n_queries):
     mask = torch.tensor([[1] * 9, [0] * 3 + [1] * 6, [1] * 5 + [0] * 4, [0] * 9])
     spans = [(0, 9), (3, 9), (0, 5), (0, 0)]
     for engine in ("dense", "auto"):
-        out = attend_spans(attention.attend, spans, q, k, v, normaliser, engine)
+        out = attend_spans(spans, q, k, v, normaliser, engine)
         for b, real in enumerate(mask.bool()):
             ours = out[b, :, real[-n_queries:]]
             assert not out[b, :, ~real[-n_queries:]].any()

@@ -97,13 +97,13 @@ def test_layers_see_what_the_model_computes(monkeypatch, name):
     tokens = random_tokens(2, 40)
     rope = RopeScaling("ntk")
     seen = []
-    real = model.attend_normed
+    real = model.attend
 
     def attend(q, k, v, *args, **options):
         seen.append((q, k))
         return real(q, k, v, *args, **options)
 
-    monkeypatch.setattr(model, "attend_normed", attend)
+    monkeypatch.setattr(model, "attend", attend)
     gpt(tokens, rope=rope)
     expected = [
         layer_statistics(block.attention.normaliser, q[:, :, -5:], k)

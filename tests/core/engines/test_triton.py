@@ -23,7 +23,7 @@ from launch import finish, fork_ranks
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from attention import attend, attend_normed, choose_engine, make_normaliser
+from attention import attend, choose_engine, make_normaliser
 from infra.cli import UserError
 from infra.distributed import join_world
 from normalisers.base import reweight
@@ -443,7 +443,7 @@ def test_decoding_is_for_rows(monkeypatch):
         )
         q, k, v, _ = inputs
         with torch.no_grad():
-            got = attend_normed(layer.norm_heads(q), layer.norm_heads(k), v, layer, "triton")
+            got = attend(layer.norm_heads(q), layer.norm_heads(k), v, layer, "triton", normed=True)
             want = attend(q, k, v, layer, "dense")
         assert (got - want).norm() <= 2e-5 * want.norm()
 

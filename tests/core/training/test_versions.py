@@ -61,6 +61,7 @@ def test_a_key_that_is_gone_is_dropped_with_its_default_only(old_run):
     path = old_run / "checkpoints/step_000004.pt"
     content = load_checkpoint(path)
     content["config"]["data"]["document_mask"] = False
+    content["config"]["attention"]["gamma_factor"] = 1.0
     torch.save(content, path)
     text = (old_run / "config.toml").read_text()
     (old_run / "config.toml").write_text(
