@@ -2,8 +2,8 @@
 
     python -m data.prepare                              # FineWeb sample-10BT -> data/fineweb10B
     python -m data.prepare --dataset HuggingFaceFW/fineweb-edu --name sample-100BT
-    python -m data.prepare --files 'dir/*.txt' --out data/mine      # or .md, .parquet, .jsonl, .json, .gz, .zst
-    python -m data.prepare --files dir --out data/mine              # all of these that are below the folder
+    python -m data.prepare --files 'dir/*.txt' --out data/mine   # .md, .parquet, .jsonl, .json; .gz, .zst
+    python -m data.prepare --files dir --out data/mine           # all of these below the folder
     python -m data.prepare --dataset DIR --separator '<|endoftext|>' --out data/stories
     hf download kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir data/fineweb10B    # ready shards
 
