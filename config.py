@@ -53,8 +53,12 @@ GONE: dict[str, Container[Any]] = {
     "attention.gamma_factor": [1.0],
     "data.document_mask": [False],
     "log.attention_every": range(2**31),
+    "optimizer.scalar_lr": [0.0],
     "train.flash": ["FA2"],
     "train.residual": ["float32"],
+    "train.memory_budget": [1.0, 0.99],
+    "train.on_bad_step": ["stop"],
+    "train.max_skips": range(1, 2**63),
 }
 
 

@@ -256,7 +256,6 @@ class TrainConfig(Section):
     dtype: Literal["bfloat16", "float32"] = key("bfloat16", "Autocast type; weights stay float32.")
     device: Literal["auto", "cpu", "cuda"] = free("auto", "auto: cuda where there is one.")
     compile: Literal["auto"] | bool = free("auto", "torch.compile the model; auto: on cuda.")
-    memory_budget: float = free(1.0, "Below 1 compiled code keeps less for backward.", ge=0, le=1)
     deterministic: bool = resumable(
         False, "Bit-identical steps on CUDA where torch can, and slower."
     )
@@ -288,10 +287,6 @@ class TrainConfig(Section):
     checkpoint_every: int = free(500, "Steps between checkpoints (always the last).", ge=1)
     keep_last: int = free(2, "Newest checkpoints to keep.", ge=1)
     keep_every: int = free(0, "Also keep checkpoints of multiples of this step; 0: none.", ge=0)
-    on_bad_step: Literal["stop", "skip"] = resumable(
-        "stop", "At a loss or gradient that is not finite."
-    )
-    max_skips: int = resumable(10, "Consecutive skipped steps that stop the run.", ge=1)
 
     def conflicts(self) -> Iterator[Problem]:
         n_seq, rest = divmod(self.batch_tokens, self.seq_len)
@@ -315,9 +310,6 @@ class OptimizerConfig(Section):
     prefix = "optimizer."
     name: Literal["adamw", "muon", "sgd"] = key("adamw", "muon: hidden matrices, adamw the rest.")
     lr: float = key(6e-4, "Peak learning rate.", gt=0)
-    scalar_lr: float = key(
-        0.0, "Peak rate of normalisers' learned scalars (s, b, sinks ...). 0: lr.", ge=0
-    )
     muon_lr: float = key(0.02, "Peak learning rate of muon's matrices.", gt=0)
     muon_split: Literal["qkv", "head", "none"] = key(
         "qkv", "muon: q, k and v apart, each of their heads apart, or as the one matrix they are."

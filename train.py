@@ -144,7 +144,7 @@ def train_step(state: TrainState, log: RunLog) -> str | None:
     """One step: forward and backward, the search for NaN and infinity, the optimiser.
 
     Returns: The name of a signal that any rank received, if one did.
-    Raises UserError: the step is bad and the config does not skip it.
+    Raises UserError: a loss or a gradient is not finite.
     """
     config = state.config
     lr = set_learning_rates(state.optimizers, config.optimizer, state.step, config.train.max_steps)
@@ -152,23 +152,18 @@ def train_step(state: TrainState, log: RunLog) -> str | None:
     loss = forward_backward(state, batch)
     parameters = list(state.raw_model.parameters())
     grad_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    # The step's host sync (masks need one more): all ranks skip the update if any rank rejects it.
+    # The step's host sync (masks need one more): all ranks stop if one has a bad step.
     signal = torch.full_like(loss, state.stop.number)
     losses, norms, signals = state.world.gather(torch.stack([loss, grad_norm, signal])).T.tolist()
-    bad = find_problem(losses, norms)
-    if bad.startswith("gradient"):
-        bad += name_spoilt(state.raw_model)
-    state.n_skipped = state.n_skipped + 1 if bad else 0
-    if not bad:
-        nn.utils.clip_grads_with_norm_(parameters, config.train.grad_clip or math.inf, grad_norm)
-        for optimizer in state.optimizers:
-            optimizer.step()
-    state.raw_model.zero_grad()
     state.step += 1
-    log.add_step(statistics.fmean(losses), norms[0], lr, bad)
-    if bad:
+    log.add_step(statistics.fmean(losses), norms[0], lr)
+    if problem := find_problem(losses, norms):
         log.flush()
-        log.print(skip_or_stop(state, bad))
+        raise UserError(describe_problem(state, problem))
+    nn.utils.clip_grads_with_norm_(parameters, config.train.grad_clip or math.inf, grad_norm)
+    for optimizer in state.optimizers:
+        optimizer.step()
+    state.raw_model.zero_grad()
     return state.stop.name_of(int(max(signals)))
 
 
@@ -209,24 +204,15 @@ def name_spoilt(model: nn.Module) -> str:
     return f", first in that of {names[-1]}" if names else ""
 
 
-def skip_or_stop(state: TrainState, problem: str) -> str:
-    """The line to log about a bad step.
-
-    Raises UserError: the config does not skip bad steps, or not that many in a row.
-    """
-    config = state.config.train
+def describe_problem(state: TrainState, problem: str) -> str:
+    """The bad step in a line: what it is, where in the model, on which data."""
+    if problem.startswith("gradient"):
+        problem += name_spoilt(state.raw_model)
     data = state.config.data
     end = (data.skip_steps + state.step) * state.batches.n_seq
     sequences = f"sequences {end - state.batches.n_seq} to {end - 1} in {data.order} order"
-    where = f"step {state.step}: {problem}, on {sequences}"
-    if config.on_bad_step == "stop":
-        hint = '(train.on_bad_step = "skip" skips such steps)'
-        raise UserError(f"{where}: stopped, the last checkpoint is unchanged {hint}")
-    if state.n_skipped >= config.max_skips:
-        raise UserError(
-            f"{where}: stopped after {state.n_skipped} bad steps in a row (train.max_skips)"
-        )
-    return f"{where}: skipped"
+    stopped = "stopped, the last checkpoint is unchanged"
+    return f"step {state.step}: {problem}, on {sequences}: {stopped}"
 
 
 def save(state: TrainState) -> None:

@@ -31,7 +31,7 @@ OVERRIDES = [  # a small model, short steps and many checkpoints
     *("--optimizer.warmup-steps", "10", "--log.every", "5"),
 ]
 PATIENCE = 300  # seconds for a restart and the rest of the run
-KEPT = ("step", "loss", "lr", "grad_norm", "val_loss", "skipped")  # the keys that no clock changes
+KEPT = ("step", "loss", "lr", "grad_norm", "val_loss")  # the keys that no clock changes
 
 Process = subprocess.Popen[bytes]
 

@@ -64,7 +64,7 @@ CASES: dict[str, tuple[dict[str, Any], Engine]] = {
 }
 # GPT-2 124M
 CONFIGS = ("softmax", "lssar", "variants/ssmax_qk_norm", "variants/fox", "variants/hybrid_16_fox_4")
-BUDGETS = (1.0, 0.99)  # train.memory_budget
+BUDGETS = (1.0, 0.99)  # torch's activation_memory_budget
 
 
 class Bench:

@@ -101,7 +101,7 @@ training/state.py: optimizer.load_state_dict(saved) => pass
 training/state.py: self.step = checkpoint["step"] => self.step = checkpoint["step"] + 1
 train.py: not state.world.agree([state.step, file, init_summary[:-1]]) => False
 # tests/core/training/test_guard.py
-training/state.py: checkpoint["guard"].get("skipped", 0) => 0
+train.py: not math.isfinite(value) => value != value
 # tests/core/test_eval_length.py
 eval_length.py: of_block[-1, -n_same:] => of_block[0, -n_same:]
 eval_length.py: windowed if length > setting.window else model => windowed

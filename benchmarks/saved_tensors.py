@@ -105,7 +105,11 @@ def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.add_argument("configs", nargs="+", help="config files")
     parser.add_argument(
-        "--budget", type=float, nargs="+", default=[1.0], help="train.memory_budget (default: 1)"
+        "--budget",
+        type=float,
+        nargs="+",
+        default=[1.0],
+        help="activation_memory_budget (default: 1)",
     )
     args, overrides = parser.parse_known_args()
     if not all(0 <= budget <= 1 for budget in args.budget):

@@ -57,7 +57,7 @@ def main() -> None:
         "model": model.state_dict(),
         "optimizers": [],
     }
-    state |= {"guard": {}, "rng": [], "data": {"tokenizer": name, "train": "", "val": ""}}
+    state |= {"rng": [], "data": {"tokenizer": name, "train": "", "val": ""}}
     save_checkpoint(args.run, state, keep_last=1)
     write_atomically(args.run / "config.toml", to_toml(config).encode())
     print(f"{args.model} -> {args.run}: {model.n_params():,} parameters, tokeniser {name}")

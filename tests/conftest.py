@@ -262,7 +262,7 @@ def save_run(folder, config, model, step=1):
     from training.checkpoint import save_checkpoint
 
     state = {"step": step, "config": config.model_dump(), "model": model.state_dict()}
-    state |= {"optimizers": [], "guard": {}, "rng": [], "data": {"tokenizer": "bytes"}}
+    state |= {"optimizers": [], "rng": [], "data": {"tokenizer": "bytes"}}
     save_checkpoint(folder, state, keep_last=9)
     return folder
 

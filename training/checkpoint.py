@@ -25,7 +25,7 @@ from schema import Config
 from training.optim import power_at
 
 FORMAT = 4
-CONTENT = {"step", "config", "model", "optimizers", "guard", "rng", "data"}
+CONTENT = {"step", "config", "model", "optimizers", "rng", "data"}
 
 
 def save_checkpoint(

@@ -96,14 +96,10 @@ def make_optimizers(model: GPT, config: OptimizerConfig) -> list[Optimizer]:
 
     muon updates the matrices of the blocks that have at least head_dim rows and columns: not those
     that give a few numbers a head, as FoX's gate. adamw then has these, the embedding, the output
-    layer and all vectors. With scalar_lr the normalisers' vectors (s, b, p_n, sinks, the b of
-    `signals`, not its w) are a group.
+    layer and all vectors.
     """
     matrices = {name: p for name, p in model.named_parameters() if p.ndim >= 2}  # tied ones once
     vectors = {name: p for name, p in model.named_parameters() if p.ndim < 2}
-    scalars = [
-        vectors.pop(name) for name in list(vectors) if config.scalar_lr and ".normaliser." in name
-    ]
     hidden = [
         matrices.pop(name)
         for name, p in list(matrices.items())
@@ -115,8 +111,6 @@ def make_optimizers(model: GPT, config: OptimizerConfig) -> list[Optimizer]:
         {"params": [*matrices.values()], "weight_decay": config.weight_decay},
         {"params": [*vectors.values()], "weight_decay": 0.0},
     ]
-    if scalars:
-        groups.append({"params": scalars, "weight_decay": 0.0, "lr": config.scalar_lr})
     optimizers: list[Optimizer]
     if config.name == "sgd":
         optimizers = [SGD(groups, lr=config.lr, momentum=config.momentum)]

@@ -2,23 +2,21 @@
 
 metrics.jsonl has a line per step and one per validation, in which null is NaN or infinity:
 
-    step, loss, lr, grad_norm, and skipped: why the step was
+    step, loss, lr, grad_norm
     tokens_per_s, step_ms, mfu, memory_gb at logged steps
     val_loss, and val_cross_entropy of the unscaled logits if train.loss is not softmax
 """
 
-import itertools
 import json
 import os
 import platform
 import resource
-import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +29,6 @@ from infra.files import append_synced, read_jsonl, write_atomically
 from normalisers.own import files_of
 from schema import Config, describe_layers
 from training.state import TrainState
-
-# Files of a run folder that belong to the weights.
-LEFT = (
-    "metrics.jsonl", "rows.csv", "eval_*", "diagnose*", "needle.png", "recall.png",
-    "config.toml", "init_from.txt", "wandb_id",
-)  # fmt: skip
 
 
 class RunLog:
@@ -58,7 +50,8 @@ class RunLog:
     def open_folder(self, init_summary: list[str]) -> None:
         """Make the run folder, and drop metrics of steps after those in the state.
 
-        init_summary is what init_from copied. Raises UserError: the folder cannot be written.
+        init_summary is what init_from copied. Raises UserError: the folder cannot be written, or
+        has the numbers of other weights.
         """
         if not self.world.is_main:
             return
@@ -70,11 +63,12 @@ class RunLog:
         if os.path.lexists(checkpoints) and not is_writable and step < self.config.train.max_steps:
             raise UserError(f"{checkpoints}: expected a folder that can be written")
         run_dir.mkdir(parents=True, exist_ok=True)
-        if not self.state.is_resumed and (old := set_aside(run_dir)):
-            self.print(
-                f"{run_dir} has no checkpoint: starting at step 0, its results are now in {old}"
-            )
         logged = [each for each in read_jsonl(self.metrics) if isinstance(each.get("step"), int)]
+        unsaved = max((each["step"] for each in logged), default=0)
+        has_rows = (run_dir / "rows.csv").exists()
+        if not self.state.is_resumed and (has_rows or unsaved > self.config.train.checkpoint_every):
+            problem = "has numbers of a run whose checkpoints are gone"
+            raise UserError(f"{run_dir}: {problem}: choose another --name, or remove the folder")
         kept = [each for each in logged if each["step"] <= step]
         n_lost = step - sum("val_loss" not in each for each in kept)
         if n_lost > 0:
@@ -94,7 +88,7 @@ class RunLog:
             write_atomically(run_dir / "init_from.txt", "\n".join([*init_summary, ""]).encode())
             self.print(*init_summary)
         if self.config.log.wandb:
-            self.wandb = open_wandb(self.config)
+            self.wandb = open_wandb(self.config, run_dir / "starts.jsonl")
 
     def restart_clock(self) -> None:
         """Exclude the time so far, and the pending steps: it was not training alone."""
@@ -112,9 +106,9 @@ class RunLog:
             with suppress(OSError):
                 print(f"warning: no more output: {e.strerror}", file=sys.stderr, flush=True)
 
-    def add_step(self, loss: float, grad_norm: float, lr: float, skipped: str = "") -> None:
+    def add_step(self, loss: float, grad_norm: float, lr: float) -> None:
         record = {"step": self.state.step, "loss": loss, "lr": lr, "grad_norm": grad_norm}
-        self.pending.append(record | ({"skipped": skipped} if skipped else {}))
+        self.pending.append(record)
 
     def flush(self) -> None:
         """Write the pending records, the newest with the mean speed, sync them to disk, print the
@@ -154,28 +148,17 @@ class RunLog:
         if self.metrics is None:
             return
         append_synced(self.metrics, to_jsonl(records))
-        with self._wandb_may_end():
+        try:
             for record in records if self.wandb else ():
                 self.wandb.log(record)
+        except Exception as e:  # its process may be killed before this one has saved
+            self.wandb = None
+            self.print(f"warning: log.wandb ends here, metrics.jsonl goes on: {e}")
 
     def close(self, line: str) -> None:
         self.print(line)
-        with self._wandb_may_end():
-            if self.wandb:
-                self.wandb.finish()
-
-    @contextmanager
-    def _wandb_may_end(self) -> Iterator[None]:
-        """Go on without W&B after an error: it has a process of its own, which may be killed."""
-        try:
-            yield
-        except Exception as e:  # of sockets, and its own
-            self.wandb = None
-            print(
-                f"warning: log.wandb ends here, metrics.jsonl goes on: {e}",
-                file=sys.stderr,
-                flush=True,
-            )
+        if self.wandb:
+            self.wandb.finish()
 
     def describe_run(self) -> None:
         """Print model, attention, data and step, a line each."""
@@ -250,23 +233,27 @@ def git_commit() -> str | None:
     return None
 
 
-def open_wandb(config: Config) -> Any:
-    """The W&B run of this run folder, new or resumed. Raises UserError: no key, no network."""
+def open_wandb(config: Config, starts: Path) -> Any:
+    """The W&B run of the folder whose first start `starts` has, new or resumed.
+
+    Raises UserError: no key, no network.
+    """
     import wandb
 
-    path = config.run_dir / "wandb_id"
-    if not path.exists():
-        write_atomically(path, secrets.token_hex(4).encode())
+    first_start = starts.read_text("utf-8").partition("\n")[0]
     try:
         run = wandb.init(
-            project=config.log.wandb_project, name=config.name, id=path.read_text().strip(), resume="allow",
-            dir=str(config.run_dir), config=config.model_dump(),
-        )  # fmt: skip
-        # its own steps could not go back, as after a kill
-        run.define_metric("*", step_metric="step")
-        return run
+            project=config.log.wandb_project,
+            name=config.name,
+            id=sha256(first_start.encode()).hexdigest()[:8],
+            resume="allow",
+            dir=str(config.run_dir),
+            config=config.model_dump(),
+        )
     except wandb.Error as e:
         raise UserError(f"log.wandb: {' '.join(str(e).split())}") from None
+    run.define_metric("*", step_metric="step")  # its own steps could not go back, as after a kill
+    return run
 
 
 def to_jsonl(records: list[dict[str, Any]]) -> str:
@@ -280,20 +267,3 @@ def to_jsonl(records: list[dict[str, Any]]) -> str:
 def format_duration(seconds: float) -> str:
     """3725 -> '1:02:05'."""
     return str(timedelta(seconds=round(seconds)))
-
-
-def set_aside(run_dir: Path) -> Path | None:
-    """Move what a training left whose checkpoints are gone to <run_dir>/old_1, or old_2, ...
-
-    None: it left no numbers.
-    """
-    left = [path for pattern in LEFT for path in run_dir.glob(pattern)]
-    if not any(path.suffix in (".jsonl", ".json", ".csv") and path.stat().st_size for path in left):
-        for name in ("init_from.txt", "wandb_id"):  # of a start that a kill ended
-            (run_dir / name).unlink(missing_ok=True)
-        return None
-    old = next(path for i in itertools.count(1) if not (path := run_dir / f"old_{i}").exists())
-    old.mkdir()
-    for path in left:
-        path.rename(old / path.name)
-    return old

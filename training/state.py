@@ -30,7 +30,7 @@ class TrainState:
     Attributes:
         data_info: of the start, whatever is edited while it trains.
         raw_model: the model, perhaps compiled. model: the same, perhaps under DDP.
-        step: optimiser steps done, skipped ones included. n_skipped: steps skipped in a row.
+        step: optimiser steps done.
         is_resumed: it comes from a checkpoint.
     """
 
@@ -49,7 +49,6 @@ class TrainState:
         self.raw_model = GPT(config, world.device)
         setting = config.train.compile
         self.compiles = world.device.type == "cuda" if setting == "auto" else setting
-        functorch_config.activation_memory_budget = config.train.memory_budget
         # With gradients and without, with the loss's scale and without, in parts between graph
         # breaks: beyond the default of 8 a model runs eagerly.
         torch._dynamo.config.recompile_limit = 32
@@ -64,7 +63,6 @@ class TrainState:
         self.optimizers = make_optimizers(self.raw_model, config.optimizer)
         self.stop = StopSignals()
         self.step = 0
-        self.n_skipped = 0
         self.is_resumed = False
 
     def is_due(self, every: int) -> bool:
@@ -80,7 +78,6 @@ class TrainState:
             "config": self.config.model_dump(),
             "model": self.raw_model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "guard": {"skipped": self.n_skipped},
             "rng": self.world.gather_objects(rng),
             "data": self.data_info,
             "tokenizer": self.tokenizer_file,
@@ -139,7 +136,6 @@ class TrainState:
         # of its last step, as a validation may come before the next
         self.raw_model.set_power(power_at(self.config.attention, max(0, self.step - 1)))
         self.is_resumed = True
-        self.n_skipped = checkpoint["guard"].get("skipped", 0)
 
 
 def data_info(*streams: TokenStream) -> dict[str, str]:

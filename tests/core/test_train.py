@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo
-import torch._functorch.config as functorch_config
 from launch import CPU, build, finish, fork_ranks, metrics, run
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parameters_to_vector
@@ -159,13 +158,6 @@ def test_optimisers_lower_the_loss(optimizer, lr, tiny_config):
     flags = ["--optimizer.name", optimizer, "--optimizer.lr", lr, "--train.max-steps", "20"]
     losses = list(metrics(run(tiny_config, *flags, *SELDOM), "loss").values())
     assert losses[-1] < losses[0] - 0.5
-
-
-def test_the_memory_budget_is_that_of_torch_compile(tiny_config):
-    build(tiny_config, "--train.memory-budget", "0.5")
-    assert functorch_config.activation_memory_budget == 0.5
-    build(tiny_config)
-    assert functorch_config.activation_memory_budget == 1
 
 
 @pytest.mark.slow

@@ -42,8 +42,7 @@ def two_checkpoints(tmp_path_factory, tiny_dataset):
     weights = torch.arange(30000.0)
     for step in (3, 6):
         state: dict[str, Any] = {"step": step, "config": {}, "model": {"w": weights}}
-        state |= {"optimizers": []}
-        state |= {"guard": {}, "rng": [], "data": {"tokenizer": "bytes"}}
+        state |= {"optimizers": [], "rng": [], "data": {"tokenizer": "bytes"}}
         save_checkpoint(folder, state, keep_last=2)
     return folder
 

@@ -1,16 +1,13 @@
-"""Bad steps: found on every rank, skipped without a trace in the weights, or the end of the run."""
+"""A loss or gradient that is not finite ends the run, on every rank, before the update."""
 
 import math
-from copy import deepcopy
 
 import pytest
-import torch
-from launch import break_at, build, finish, fork_ranks, records, resume
+from launch import break_at, build, curve, finish, fork_ranks, records, resume, run
 
 import train
 from infra.cli import UserError
 from training.checkpoint import find_checkpoints
-from training.run_log import RunLog
 
 
 def test_the_problem_names_the_rank():
@@ -57,56 +54,18 @@ def test_a_formula_that_forgets_a_dimension_is_named(tiny_config, own_file):
 
 
 def test_a_nan_stops_the_run_before_the_update(tiny_config, monkeypatch):
+    whole = run(tiny_config, "--name", "whole")
     state = build(tiny_config)
-    with monkeypatch.context() as patch:
+    message = r"step 8: loss nan on rank 0, on sequences 56 to 63 in sequential order: stopped"
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=message):
         break_at({8}, patch)
-        message = r"step 8: loss nan on rank 0, on sequences 56 to 63 .*on_bad_step"
-        with pytest.raises(UserError, match=message):
-            resume(state)
+        resume(state)
     assert all(p.isfinite().all() for p in state.raw_model.parameters())
     folder = state.config.run_dir
     assert find_checkpoints(folder)[0].name == "step_000006.pt"
     last = records(folder)[-1]
-    assert last["step"] == 8 and last["loss"] is None and last["skipped"] == "loss nan on rank 0"
-    # A run started with "stop" may resume with "skip", and its curve is complete.
-    break_at({8, 9}, monkeypatch)
-    resume(build(tiny_config, "--train.on-bad-step", "skip"))
-    assert [r["step"] for r in records(folder) if "skipped" in r] == [8, 9]
-    assert records(folder)[-1]["step"] == 12
-
-
-def test_a_skipped_step_changes_nothing(tiny_config, monkeypatch):
-    state = build(tiny_config, "--train.on-bad-step", "skip")
-    log = RunLog(state)
-    train.train_step(state, log)
-
-    def tensors():
-        return deepcopy(
-            [state.raw_model.state_dict(), [o.state_dict()["state"] for o in state.optimizers]]
-        )
-
-    before = tensors()
-    break_at({2}, monkeypatch)
-    train.train_step(state, log)
-    assert state.step == 2 and all(p.grad is None for p in state.raw_model.parameters())
-    torch.testing.assert_close(tensors(), before, rtol=0, atol=0)
-
-
-def test_too_many_skips_in_a_row_stop_the_run(tiny_config, monkeypatch):
-    break_at({2, 4, 5, 7, 8, 9, 10}, monkeypatch)
-    with pytest.raises(UserError, match="step 9: .*stopped after 3 bad steps in a row"):
-        resume(build(tiny_config, "--train.on-bad-step", "skip", "--train.max-skips", "3"))
-
-
-def test_skips_in_a_row_are_counted_across_a_resume(tiny_config, monkeypatch):
-    flags = ["--train.on-bad-step", "skip", "--train.max-skips", "3"]
-    break_at({5, 6, 7}, monkeypatch)
-    for skipped_before in (0, 2):  # from scratch, and from the checkpoint of step 6
-        state = build(tiny_config, *flags)
-        log = train.start_or_resume(state)
-        assert state.n_skipped == skipped_before
-        with pytest.raises(UserError, match="step 7: .*stopped after 3 bad steps in a row"):
-            train.train(state, log)
+    assert last["step"] == 8 and last["loss"] is None
+    assert curve(run(tiny_config)) == curve(whole)
 
 
 def test_a_nan_on_one_rank_ends_all(tiny_config, monkeypatch):

@@ -110,27 +110,6 @@ def test_rounding_of_a_gradient_is_not_enlarged_by_muon(shape):
         assert values.min() > 0.6 and values.max() < 1.3
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
-def test_scalars_may_have_a_rate_of_their_own(optimizer, tiny_config):
-    """s and FoX's b, not its w; without scalar_lr, and without scalars, the groups are those of
-    before.
-    """
-    layers = '[{at = [1], attention = {normaliser = "fox"}}]'
-    flags = ["--optimizer.name", optimizer, "--attention.normaliser", "ssmax", "--layers", layers]
-    model = GPT(load_config(tiny_config, flags))
-    config = load_config(tiny_config, [*flags, "--optimizer.scalar-lr", "0.04"]).optimizer
-    optimizers = make_optimizers(model, config)
-    group = optimizers[0].param_groups[-1]
-    first, second = (block.attention.normaliser for block in model.blocks)
-    assert {*map(id, group["params"])} == {id(first.s), id(second.signal.bias)}
-    assert group["peak_lr"] == 0.04 and group["weight_decay"] == 0
-    set_learning_rates(optimizers, config, 0, 12)
-    assert group["lr"] == 0.02 and optimizers[0].param_groups[0]["lr"] == 0.005
-    ids = [id(p) for each in optimizers for group in each.param_groups for p in group["params"]]
-    assert len(ids) == len(set(ids)) and set(ids) == {id(p) for p in model.parameters()}
-    assert len(make_optimizers(GPT(load_config(tiny_config)), config)[0].param_groups) == 2
-
-
 def factors(schedule, **keys):
     config = OptimizerConfig(schedule=schedule, warmup_steps=10, **keys)  # type: ignore[arg-type]
     return [lr_factor(config, step, 110) for step in range(110)]

@@ -53,27 +53,20 @@ def test_the_first_step_which_compiles_is_not_in_the_speed(tiny_config, monkeypa
     assert len(timed) > 2 and set(timed) == {1000}
 
 
-def test_a_run_without_checkpoints_keeps_its_old_metrics(tiny_config):
+def test_a_run_without_checkpoints_keeps_its_numbers(tiny_config):
+    """Only what a kill before the first checkpoint has left gives way."""
     folder = run(tiny_config, "--train.max-steps", "6")
-    old = (folder / "metrics.jsonl").read_text()
     shutil.rmtree(folder / "checkpoints")
-    left = {
-        "eval_x.json": "{}",
-        "diagnose.json": "{}",
-        "rows.csv": "run",
-        "config.toml": "lr = 0.5",
-    }
-    for name, content in left.items():  # of the weights that are gone
-        (folder / name).write_text(content)
-    run(tiny_config, "--train.max-steps", "6")
-    assert {name: (folder / "old_1" / name).read_text() for name in left} == left
-    assert (folder / "old_1/metrics.jsonl").read_text() == old
-    shutil.rmtree(folder / "checkpoints")
-    (folder / "metrics.jsonl").unlink()
-    (folder / "eval_x.json").write_text("{}")  # alone it would pass for the new weights'
-    run(tiny_config, "--train.max-steps", "6")
-    assert (folder / "old_2/eval_x.json").exists() and not (folder / "eval_x.json").exists()
-    assert list(metrics(folder, "loss")) == [1, 2, 3, 4, 5, 6]
+    metrics_of_old = (folder / "metrics.jsonl").read_text()
+    with one_line(folder, "has numbers of a run whose checkpoints are gone"):
+        run(tiny_config, "--train.max-steps", "6")
+    assert (folder / "metrics.jsonl").read_text() == metrics_of_old
+    (folder / "metrics.jsonl").write_text('{"step": 3, "loss": 1}\n')
+    (folder / "rows.csv").touch()  # would pass for the new weights'
+    with one_line(folder, "has numbers of a run whose checkpoints are gone"):
+        run(tiny_config)
+    (folder / "rows.csv").unlink()
+    assert list(metrics(run(tiny_config), "loss")) == [*range(1, 13)]
 
 
 def test_a_run_is_saved_though_nobody_reads_its_output(tiny_config, monkeypatch):
@@ -118,7 +111,7 @@ def test_a_link_that_leads_nowhere_is_not_the_start_of_a_run(tiny_config):
     (folder / "checkpoints").symlink_to("not-mounted")
     with one_line(folder / "checkpoints", "expected a folder that can be written"):
         RunLog(build(tiny_config)).open_folder([])
-    assert [*folder.glob("old_*")] == []
+    assert not (folder / "config.toml").exists()
 
 
 def test_lines_of_a_killed_run_are_not_doubled(tiny_config):
@@ -136,19 +129,10 @@ def test_lines_of_a_killed_run_are_not_doubled(tiny_config):
 
 
 def test_a_run_outlives_wandb(tiny_config, monkeypatch, capsys):
-    """Its process may be killed before this one has saved."""
     dead = Mock(log=Mock(side_effect=ConnectionResetError("Connection lost")))
-    monkeypatch.setattr(run_log, "open_wandb", lambda config: dead)
-    folder = run(tiny_config, "--log.wandb", "true")
-    assert curve(folder)[-1][0] == 12
-    assert (
-        capsys.readouterr().err.count("log.wandb ends here, metrics.jsonl goes on: Connection lost")
-        == 1
-    )
-    dead.log.side_effect = None
-    dead.finish.side_effect = ConnectionResetError("Connection lost")
-    run(tiny_config, "--log.wandb", "true", "--name", "again")
-    assert "log.wandb ends here" in capsys.readouterr().err
+    monkeypatch.setattr(run_log, "open_wandb", lambda *_: dead)
+    assert curve(run(tiny_config, "--log.wandb", "true"))[-1][0] == 12
+    assert capsys.readouterr().out.count("log.wandb ends here") == 1
 
 
 @pytest.mark.slow
@@ -156,7 +140,6 @@ def test_wandb_offline_logs_and_resumes_the_same_run(tiny_config, tmp_path, monk
     """With the real package, without a network."""
     pytest.importorskip("wandb")
     folder = tmp_path / "runs" / "tiny"
-    ids = []
     forward = train.forward_backward
 
     def stop(state, batch):
@@ -176,9 +159,8 @@ def test_wandb_offline_logs_and_resumes_the_same_run(tiny_config, tmp_path, monk
         )
         _, stderr = process.communicate()
         assert process.returncode == 0, stderr
-        ids.append((folder / "wandb_id").read_text())
-    assert ids[0] == ids[1]
     runs = sorted((folder / "wandb").glob("offline-run-*"))
-    assert len(runs) == 2 and all(ids[0] in path.name for path in runs)  # -1 within a second
+    ids = {path.name.split("-")[3] for path in runs}  # offline-run-<time>-<id>, -1 within a second
+    assert len(runs) == 2 and len(ids) == 1
     assert curve(folder)[-1][0] == 12
     assert [record["step"] for record in read_jsonl(folder / "starts.jsonl")] == [0, 5]
