@@ -97,12 +97,13 @@ class Forked:
         return self._process.exitcode
 
 
-def fork_ranks(main, *args):
-    """Two ranks as torchrun starts them on two machines."""
+def fork_ranks(main, *args, second=()):
+    """Two ranks as torchrun starts them on two machines, the second with more arguments."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    return [Forked(main, *args, RANK=str(rank), **world) for rank in (0, 1)]
+    more = ((), second)
+    return [Forked(main, *args, *more[rank], RANK=str(rank), **world) for rank in (0, 1)]
 
 
 def finish(ranks, status=0):

@@ -15,17 +15,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import BaseModel, Field
 
 from config import config_from_dict
 from data.tokenizer import Tokenizer, get_tokenizer
 from infra.cli import UserError, is_out_of_memory
-from infra.files import atomic_file
+from infra.files import atomic_file, check_shape
 from model import GPT
 from schema import Config
 from training.optim import power_at
 
 FORMAT = 4
-CONTENT = {"step", "config", "model", "optimizers", "rng", "data"}
+
+
+class Content(BaseModel, strict=True):
+    """What every checkpoint has."""
+
+    step: int = Field(ge=0)
+    config: dict[str, Any]
+    model: dict[str, Any]
+    optimizers: list[dict[str, Any]]
+    rng: list[dict[str, Any]]
+    data: dict[str, str]
 
 
 def save_checkpoint(
@@ -33,8 +44,8 @@ def save_checkpoint(
 ) -> None:
     """Write `checkpoints/step_<step>.pt`, whole or not at all, and delete old ones.
 
-    Raises UserError: it cannot be written. Existing checkpoints are unchanged then. Old ones that
-    cannot be deleted are reported on stderr.
+    Raises UserError: it cannot be written. Existing checkpoints are unchanged then. OSError: an old
+    one cannot be deleted.
     """
     path = run_dir / "checkpoints" / f"step_{state['step']:06d}.pt"
     try:
@@ -44,19 +55,12 @@ def save_checkpoint(
         with atomic_file(path) as f:
             torch.save({"format": FORMAT, **state}, f)
     except (OSError, RuntimeError) as e:  # RuntimeError: a full disk, in torch's zip writer
-        free = (
-            f" ({shutil.disk_usage(run_dir).free:,} bytes are free)"
-            if isinstance(e, RuntimeError)
-            else ""
-        )
-        raise UserError(f"{path}: the checkpoint could not be written: {e}{free}") from None
+        free = f"{shutil.disk_usage(run_dir).free:,} bytes are free"
+        raise UserError(f"{path}: the checkpoint could not be written: {e} ({free})") from None
     older = [old for old in find_checkpoints(run_dir) if step_of(old) < state["step"]]
-    try:
-        for old in older[keep_last - 1 :]:
-            if not keep_every or step_of(old) % keep_every:
-                old.unlink(missing_ok=True)
-    except OSError as e:
-        print(f"warning: {e}: an old checkpoint stays", file=sys.stderr, flush=True)
+    for old in older[keep_last - 1 :]:
+        if not keep_every or step_of(old) % keep_every:
+            old.unlink(missing_ok=True)
 
 
 def step_of(path: Path) -> int:
@@ -76,8 +80,8 @@ class DamagedCheckpoint(UserError):
 def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
     """Read one checkpoint file into host memory; lazily: map it, without a look at its checksums.
 
-    Raises UserError: absent, damaged (`DamagedCheckpoint`), or not a checkpoint of this format.
-    OSError, or what a lack of memory raises: it cannot be read, but may be whole.
+    Raises UserError: absent, not a checkpoint of this version, or unreadable for now, as for a lack
+    of memory, but perhaps whole. DamagedCheckpoint: a kill or a disk has spoilt it.
     """
     if path.exists() and (not path.is_file() or path.suffix == ".toml"):
         raise UserError(f"{path}: expected a run folder or a checkpoint file")
@@ -85,33 +89,25 @@ def load_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:  # torch.load does not check the checksums
             if not lazily and archive.testzip() is not None:
                 raise ValueError("checksum mismatch")
-        checkpoint: dict[str, Any] = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=lazily
-        )
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such run folder or checkpoint") from None
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except Exception as e:  # which one depends on the damage
-        if is_out_of_memory(e):
-            raise
-        # these are a damaged file's
-        if isinstance(e, OSError) and e.errno not in (None, errno.EINVAL):
-            raise OSError(e.errno, e.strerror, str(path)) from None
+        # an OSError without a number, or with this one, is of a damaged file
+        is_system = isinstance(e, OSError) and e.errno not in (None, errno.EINVAL)
+        kind = UserError if is_system or is_out_of_memory(e) else DamagedCheckpoint
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-        raise DamagedCheckpoint(f"{path}: damaged or unreadable checkpoint ({reason})") from None
-    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
+        raise kind(f"{path}: no readable checkpoint: {reason}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path}: not a checkpoint of this version")
-    if lost := CONTENT - checkpoint.keys():
-        raise UserError(f"{path}: a checkpoint without {', '.join(sorted(lost))}")
-    return checkpoint
+    checked: dict[str, Any] = check_shape(content, Content, path)
+    return checked
 
 
 def load_newest(run_dir: Path, lazily: bool = False) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that is not damaged, or None without any. Damaged ones are reported on
     stderr.
 
-    Raises UserError: there are checkpoints, but none loads; the newest is of another version.
-    OSError, or what a lack of memory raises: one cannot be read, but may be whole. An older one
-    would lose steps.
+    Raises UserError: there are checkpoints, but none loads; or see `load_checkpoint`: in the place
+    of one that may be whole an older one would lose steps.
     """
     paths = find_checkpoints(run_dir)
     for path in paths:

@@ -70,11 +70,6 @@ class RunLog:
             problem = "has numbers of a run whose checkpoints are gone"
             raise UserError(f"{run_dir}: {problem}: choose another --name, or remove the folder")
         kept = [each for each in logged if each["step"] <= step]
-        n_lost = step - sum("val_loss" not in each for each in kept)
-        if n_lost > 0:
-            self.print(
-                f"warning: {self.metrics} has lost {n_lost} of {step} steps, which no checkpoint has"
-            )
         is_validated = any(each["step"] == step for each in kept if "val_loss" in each)
         self.lacks_validation = (
             step > 0 and self.state.is_due(self.config.train.val_every) and not is_validated

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,20 @@ from data.dataset import TokenStream
 from infra.cli import UserError
 from infra.distributed import StopSignals, World
 from model import GPT
-from schema import Config, describe_layers, resume_rule
+from schema import Config, LogConfig, describe_layers, resume_rule
 from training.checkpoint import load_parameters, load_source, stored_config
 from training.loader import BatchLoader, open_streams
 from training.optim import lr_factor, make_optimizers, power_at
 
 # the tokeniser of tokens that take the place of missing data, which any run may begin from
 RANDOM = "random"
+DATA = ("tokenizer", "train", "trainmask", "val", "valmask")  # keys of `data_info`
 
 
 class TrainState:
     """The parts of a run, built from the config and its seed.
+
+    Raises UserError: the data do not fit, or the processes have different configs or data.
 
     Attributes:
         data_info: of the start, whatever is edited while it trains.
@@ -39,6 +42,10 @@ class TrainState:
         self.world = world
         train_stream, self.val_stream = open_streams(config)
         self.data_info = data_info(train_stream, self.val_stream)
+        places = {"data": config.data.model_copy(update={"dir": ""}), "log": LogConfig()}
+        if not world.agree([config.model_copy(update=places), self.data_info]):
+            problem = "the processes have different configs or data"
+            raise UserError(f"{config.run_dir}: {problem}; expected one run")
         self.batches = BatchLoader(train_stream, config, world)
         self.tokenizer_file = train_stream.tokenizer_file
         torch.manual_seed(config.seed)
@@ -98,29 +105,24 @@ class TrainState:
         curves.
         """
         old = stored_config(checkpoint, path)
+        step = checkpoint["step"]
         changed = changed_keys(old, self.config)
-        if "train.max_steps" in changed and self.extends(old, checkpoint["step"]):
-            del changed["train.max_steps"]
         changed.pop("data.dir", None)  # where the same data lie
-        # then its curve has no other value
-        is_finished = checkpoint["step"] >= self.config.train.max_steps
+        if self.extends(old, step):
+            changed.pop("train.max_steps", None)
+        # a finished curve has no other value
+        is_finished = step >= self.config.train.max_steps
         rules = {"fixed", "resumable"} if is_finished else {"fixed"}
         changed = {key: pair for key, pair in changed.items() if resume_rule(key) in rules}
         changed |= changed_data(checkpoint["data"], self.data_info)
-        if changed:
-            listed = "; ".join(
-                f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items()
-            )
-            problem = f"{path.parents[1]}: holds another run ({listed}): choose another --name"
-            step = checkpoint["step"]
-            if "train.max_steps" in changed and step >= self.config.train.max_steps:
-                problem += f"; {step} steps are done"
-            elif "train.max_steps" in changed:
-                source = path.parents[1] if step == old.train.max_steps else path
-                only = "only a constant schedule, or wsd before its decay"
-                same = "has the same learning rates with another train.max_steps"
-                problem += f" and --init-from {source}; {only}, {same}"
-            raise UserError(problem)
+        listed = [f"{key} was {was!r}, now {now!r}" for key, (was, now) in changed.items()]
+        if listed:
+            problem = f"{path.parents[1]}: holds another run ({'; '.join(listed)})"
+            hint = "choose another --name"
+            if "train.max_steps" in changed:
+                hint += f" and --init-from {path}; {step} steps are done, and only a constant "
+                hint += "schedule, or wsd before its decay, goes on with another train.max_steps"
+            raise UserError(f"{problem}: {hint}")
         load_parameters(self.raw_model, checkpoint["model"], path)
         try:
             for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
@@ -132,7 +134,7 @@ class TrainState:
             torch.set_rng_state(rng["cpu"])
             if "cuda" in rng and torch.cuda.is_available():
                 torch.cuda.set_rng_state(rng["cuda"])
-        self.step = checkpoint["step"]
+        self.step = step
         # of its last step, as a validation may come before the next
         self.raw_model.set_power(power_at(self.config.attention, max(0, self.step - 1)))
         self.is_resumed = True
@@ -145,14 +147,10 @@ def data_info(*streams: TokenStream) -> dict[str, str]:
     return {"tokenizer": streams[0].info["tokenizer"]} | info
 
 
-def changed_data(
-    before: dict[str, str], now: dict[str, str]
-) -> dict[str, tuple[str | None, str | None]]:
-    """What resumed runs must share of `data_info`, and do not."""
-    # v0.1.0 has the normalisers' code there, too
-    keys = [key for key in before | now if key in now or key.startswith(("train", "val"))]
-    pairs = {key: (before.get(key), now.get(key)) for key in keys}
-    return {f"data: {key}": pair for key, pair in pairs.items() if pair[0] != pair[1]}
+def changed_data(before: dict[str, str], now: dict[str, str]) -> dict[str, tuple[Any, Any]]:
+    """What resumed runs must share of `data_info`, and do not: each with both values."""
+    pairs = {f"data: {key}": (before.get(key), now.get(key)) for key in DATA}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
@@ -182,39 +180,25 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
         for key, (was, now) in changed_keys(old, model.config).items()
         if not key.startswith(("name", "init_from", "log."))
     ]
-    was = describe_layers(old)
-    now = describe_layers(model.config)
-    is_tied = torch.equal(theirs["lm_head.weight"], theirs["embedding.weight"])
-    if model.config.model.tie_embeddings and not is_tied:
-        raise UserError(f"{prefix}: lm_head.weight is tied to the embedding here, not there")
     try:
         missing, unexpected = model.load_state_dict(theirs, strict=False)
     except RuntimeError as e:  # shapes
         first = str(e).splitlines()[1].strip().removesuffix(".")
         raise UserError(f"{prefix}: {first} ({', '.join(changes)})") from None
+    if model.config.model.tie_embeddings and not old.model.tie_embeddings:
+        raise UserError(f"{prefix}: lm_head.weight is tied to the embedding here, not there")
     learned = [name for name in theirs if ".normaliser." in name and name not in unexpected]
-    is_kept = bool(learned) and any(
-        change.startswith(("attention.", "layers")) for change in changes
-    )
+    was, now = describe_layers(old), describe_layers(model.config)
     return [
         f"init_from {source}, step {content['step']}",
-        *([f"  normaliser  {was} -> {now}"] if was != now else []),
-        f"  copied      {len(model.state_dict()) - len(missing)} tensors",
-        *(
-            [f"  kept        {join_names(learned)}: as learned there, not begun anew"]
-            if is_kept
-            else []
-        ),
+        f"  normaliser  {was} -> {now}",
+        f"  copied      {len(theirs) - len(unexpected)} tensors; of normalisers {join_names(learned)}",
         f"  new         {join_names(missing)}; the optimiser's state",
         f"  dropped     {join_names(unexpected)}",
         f"  changed     {', '.join(changes) or 'nothing'}",
     ]
 
 
-def join_names(names: list[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     """The names of parameters, those of all layers as one."""
-    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
-    return (
-        ", ".join(f"{name} ({n} tensors)" if n > 1 else name for name, n in counts.items())
-        or "nothing"
-    )
+    return ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})) or "nothing"

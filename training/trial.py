@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from data.dataset import begin_dataset, finish_dataset, write_split
+from data.dataset import finish_dataset, write_split
 from infra.distributed import World
 from infra.files import read_jsonl
 from schema import Config
@@ -16,23 +16,17 @@ from training.state import RANDOM
 N_STEPS = 4  # at p = 1, a larger one and the last, each of which compiles; the fourth is timed
 
 
-def with_data(config: Config, world: World, folder: Path) -> Config:
-    """The config; where its data folder has no shards, with random tokens in `folder`."""
-    if any(Path(config.data.dir).glob("*.bin")):
-        return config
-    if world.is_main:
-        print(f"data.dir = {config.data.dir!r}: no shards there: random tokens take their place")
+def write_random_data(config: Config, folder: Path) -> None:
+    """Shards of random tokens, of four windows."""
     vocab_size = config.model.vocab_size
     info: dict[str, Any] = {"dataset": "random", "tokenizer": RANDOM, "vocab_size": vocab_size}
     info |= {"source": "random numbers", "splits": {}, "shards": []}
-    begin_dataset(folder, info["dataset"])
-    tokens = np.random.default_rng(config.seed).integers(
-        vocab_size, size=4 * config.train.seq_len + 1
-    )
+    size = 4 * config.train.seq_len + 1
+    tokens = np.random.default_rng(config.seed).integers(vocab_size, size=size)
+    folder.mkdir()
     for split in ("train", "val"):
         write_split(folder, info, split, [tokens], n_documents=1)
     finish_dataset(folder, info)
-    return config.model_copy(update={"data": config.data.model_copy(update={"dir": str(folder)})})
 
 
 def shorten(config: Config, world: World, folder: Path) -> Config:
@@ -41,12 +35,18 @@ def shorten(config: Config, world: World, folder: Path) -> Config:
     A step has two micro-batches a process if the config's has more than one: at the second there
     are gradients already, which count in the peak of memory.
     """
-    config = with_data(config, world, folder / "data")
+    data = Path(config.data.dir)
+    if not any(data.glob("*.bin")):
+        if world.is_main:
+            print(f"data.dir = {str(data)!r}: no shards there: random tokens take their place")
+        data = folder / "data"
+        write_random_data(config, data)
     train = config.train
     n_steps = N_STEPS if train.max_steps else 0
     micro, per_process = share_batch(train, world.size)
     n_sequences = world.size * min(2 * micro, per_process)
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
+        "data": {"dir": str(data)},
         "attention": {"reweight_p_warmup": min(config.attention.reweight_p_warmup, 2)},
         "optimizer": {"warmup_steps": min(config.optimizer.warmup_steps, n_steps)},
         "log": {"dir": str(folder), "every": 1, "wandb": False},

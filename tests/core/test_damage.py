@@ -78,16 +78,13 @@ def test_odd_results_of_an_evaluation(content, four_runs, tiny_config):
     assert job.state == "to run" and read_jsonl(log) == []
 
 
-def test_lost_metrics_are_named(tiny_config, capsys):
+def test_lost_metrics_leave_the_run_finished(tiny_config):
     folder = run(tiny_config)
     last = records(folder)[-1]
     (folder / "metrics.jsonl").unlink()
     (job,) = sweep.make_jobs([str(tiny_config)], [], None)
     assert job.is_trained()
     run(tiny_config)
-    assert (
-        "metrics.jsonl has lost 12 of 12 steps, which no checkpoint has" in capsys.readouterr().out
-    )
     # the validation of a checkpoint is made again
     assert records(folder) == [last] and "val_loss" in last
 

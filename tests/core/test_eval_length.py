@@ -372,7 +372,7 @@ def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
     "args, message",
     [
         # before the first is evaluated
-        (["{run}", "{tmp}/none"], "no such run folder or checkpoint"),
+        (["{run}", "{tmp}/none"], "none: no readable checkpoint"),
         (["{tmp}/empty"], "no checkpoint in"),
         (["{run}", "{run}"], "given twice"),
         (["{run}", "--lengths", "16", "512"], "at least 513 for one window of length 512"),

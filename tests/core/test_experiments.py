@@ -138,7 +138,7 @@ def test_init_from_copies_weights_bit_for_bit_and_nothing_else(folder, softmax_r
     added = new.keys() - old.keys()
     assert added == {f"blocks.{i}.attention.normaliser.s" for i in (0, 1)}
     assert all(torch.equal(new[name], torch.full((2,), 0.1685)) for name in added)
-    assert "blocks.*.attention.normaliser.s (2 tensors); the optimiser's state" in out
+    assert "new         blocks.*.attention.normaliser.s; the optimiser's state" in out
     assert "\n  normaliser  softmax -> ssmax" in out
     assert "dropped     nothing" in out and "attention.normaliser 'softmax' -> 'ssmax'" in out
     assert (run / "init_from.txt").read_text() in out
@@ -151,7 +151,7 @@ def test_init_from_copies_weights_bit_for_bit_and_nothing_else(folder, softmax_r
 
     again = tiny(folder, name="back", init_from=str(run), **zero_steps)
     back = run_train(SSMAX, [*BASES[False][1], *again])
-    assert "dropped     blocks.*.attention.normaliser.s (2 tensors)" in capsys.readouterr().out
+    assert "dropped     blocks.*.attention.normaliser.s\n" in capsys.readouterr().out
     assert all(torch.equal(old[name], tensor) for name, tensor in parameters(back).items())
 
 
@@ -166,10 +166,7 @@ def test_init_from_says_what_it_keeps_of_a_normaliser(folder, softmax_runs, caps
         )
         source = str(find_checkpoints(run_train(path, overrides))[0])
     out = capsys.readouterr().out
-    assert (
-        "kept        blocks.*.attention.normaliser.s (2 tensors): as learned there, not begun anew"
-        in out
-    )
+    assert " tensors; of normalisers blocks.*.attention.normaliser.s\n" in out
     assert torch.equal(
         parameters(Path(source))["blocks.0.attention.normaliser.s"], torch.full((2,), 0.5)
     )
@@ -212,7 +209,7 @@ def test_init_from_starts_a_run_that_resumes_by_itself(folder, softmax_runs):
         (
             True,
             {"init_from": "nowhere"},
-            "init_from = 'nowhere': nowhere: no such run folder or checkpoint",
+            "init_from = 'nowhere': nowhere: no readable checkpoint: .*No such file",
         ),
         (
             False,

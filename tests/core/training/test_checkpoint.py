@@ -78,26 +78,10 @@ def test_a_checkpoint_that_cannot_be_read_now_stops_the_start(error, tiny_config
     def unread(path, *_):
         raise error
 
-    with monkeypatch.context() as patch, pytest.raises(type(error)):
+    with monkeypatch.context() as patch, one_line("no readable checkpoint", str(error)):
         patch.setattr(zipfile, "ZipFile", unread)
         run(tiny_config)
     assert curve(folder) == expected
-
-
-def test_an_old_checkpoint_that_cannot_be_deleted_stays(tiny_config, monkeypatch, capsys):
-    unlink = Path.unlink
-
-    def undeletable(path, missing_ok=False):
-        if path.suffix == ".pt":
-            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
-        unlink(path, missing_ok)
-
-    flags = ["--train.keep-last", "1", "--train.val-every", "100"]
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", undeletable)
-        folder = run(tiny_config, *flags)
-    assert [path.stem for path in find_checkpoints(folder)][-1] == "step_000003"
-    assert "step_000003.pt': an old checkpoint stays" in capsys.readouterr().err
 
 
 def test_a_failed_write_ends_the_run_with_the_reason(tiny_config, monkeypatch):
@@ -158,7 +142,7 @@ def test_what_another_version_has_written_is_named(tiny_config):
         load_newest(path.parents[1])
     del content["rng"]
     torch.save(content, path)
-    with one_line(path, "a checkpoint without rng"):
+    with one_line(path, "rng: Field required"):
         load_checkpoint(path)
     with one_line(tiny_config, "expected a run folder or a checkpoint file"):
         load_checkpoint(tiny_config)
