@@ -98,7 +98,7 @@ data/packages.py: VENDORED.search(name) => False
 training/loader.py: config.data.skip_steps + step => step
 # tests/core/training/test_state.py
 training/state.py: optimizer.load_state_dict(saved) => pass
-training/state.py: self.step = checkpoint["step"] => self.step = checkpoint["step"] + 1
+training/state.py: self.step = step => self.step = step + 1
 train.py: not state.world.agree([state.step, file, init_summary[:-1]]) => False
 # tests/core/training/test_guard.py
 train.py: not math.isfinite(value) => value != value

@@ -18,7 +18,7 @@ from data.dataset import TokenStream
 from infra.cli import UserError
 from infra.distributed import StopSignals
 from measure import write_rows
-from training.checkpoint import CONTENT, find_checkpoints, save_checkpoint
+from training.checkpoint import find_checkpoints, save_checkpoint
 from training.loader import open_streams
 from training.state import data_info
 
@@ -67,7 +67,8 @@ def leave_rows(config, tokens, step=None):
 def leave_run(config):
     steps = config.train.max_steps
     data = data_info(*open_streams(config))
-    content = dict.fromkeys(CONTENT) | {"step": steps, "data": data, "config": config.model_dump()}
+    content = {"step": steps, "data": data, "config": config.model_dump()}
+    content |= {"model": {}, "optimizers": [], "rng": []}
     save_checkpoint(config.run_dir, content, keep_last=1)
     (config.run_dir / "config.toml").write_text(to_toml(config))
     (config.run_dir / "metrics.jsonl").write_text(f'{{"step": {steps}, "val_loss": 4.0}}\n')
