@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from copy import copy
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from normalisers.base import HIDDEN, Normaliser, reweight, share_heads
+from normalisers.base import HIDDEN, Normaliser, share_heads
 from normalisers.layer import NormaliserLayer
 
 # The largest relative error of o, dq, dk and dv at which an engine is trusted. Only the rounding of
@@ -140,13 +141,9 @@ def _errors(
         q, k, v = (share_heads(t, q) for t in inputs64)
         x = q @ k.mT / unit
         x = x.masked_fill(~context64.visible(x), HIDDEN)
-        # `prepare` has divided by its temperature
-        if layer.definition.adaptive:
-            weights = x.softmax(-1)
-            p = context64.p
-            out = (weights if p is None else reweight(weights, context64.n, p)) @ v
-        else:
-            out = layer.row_weights(x, context64) @ v
+        reference = copy(layer)
+        reference.definition = layer.definition.prepared
+        out = reference.row_weights(x, context64) @ v
         want = [out, *torch.autograd.grad(out, inputs64, do.double())]
     pairs = zip([*got, evaluated], [*want, want[0]], strict=True)
     errors = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in pairs]

@@ -15,7 +15,7 @@ from torch import Tensor
 from engines import triton_kernels as kernels
 from engines.triton_kernels import INTERPRETED, LOG2E, MAX_POWER, N_ROW, PAD, Form
 from normalisers.base import Normaliser, RowContext
-from normalisers.family import Phi, Softmax
+from normalisers.family import Phi
 from normalisers.layer import NormaliserLayer
 from positions import operator_library
 
@@ -34,8 +34,9 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
         return f"{layer.label} has no fused form"
     if definition.form == "softmax" and not layer.reweight_p:
         return f"{layer.label} is a softmax, which sdpa runs"
-    if as_phi(definition).phi not in PHIS:
-        return f"phi = {as_phi(definition).phi}: its kernels know {', '.join(PHIS)}"
+    phi = cast(Phi, definition.prepared).phi
+    if phi not in PHIS:
+        return f"phi = {phi}: its kernels know {', '.join(PHIS)}"
     if device.type != "cuda" and not INTERPRETED:
         return f"needs a CUDA device, found {device.type}"
     if layer.head_dim > MAX_HEAD_DIM.get(dtype, 0):
@@ -53,19 +54,14 @@ def score_unit(definition: Normaliser) -> float:
     """What the kernels take the scores times: log2(e) where phi's exponentials are computed in base
     2.
     """
-    return 1.0 if as_phi(definition).phi == "relu" else LOG2E.value
-
-
-def as_phi(definition: Normaliser) -> Phi:
-    """The formula of prepared q and k: they have the temperature of an adaptive softmax."""
-    return Softmax() if definition.adaptive else cast(Phi, definition)
+    return 1.0 if cast(Phi, definition.prepared).phi == "relu" else LOG2E.value
 
 
 def run_prepared(
     q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext
 ) -> Tensor:
     """`run` for q and k whose products are `score_unit` times the scores."""
-    formula = as_phi(layer.definition)
+    formula = cast(Phi, layer.definition.prepared)
     shift = formula.shift(context)
     if shift is not None:
         shift = (context.n * 0 + shift).squeeze(-1) * score_unit(formula)

@@ -9,6 +9,7 @@ from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
 from normalisers.base import Form, Normaliser, RowContext, share_heads
+from normalisers.family import Softmax
 
 CHUNK = 64  # keys whose moments are merged at once
 
@@ -37,6 +38,10 @@ class AdaptiveSoftmax(Normaliser):
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
         x = context.zero_hidden(x)
         return context.softmax(x * self.inverse_temperature(*context.moments(x), context))
+
+    @property
+    def prepared(self) -> Normaliser:
+        return Softmax()
 
     @property
     def form(self) -> Form:

@@ -259,6 +259,11 @@ class Normaliser(BaseModel):
         return False
 
     @property
+    def prepared(self) -> Normaliser:
+        """The formula of scores that have the temperature, if it is `adaptive`."""
+        return self
+
+    @property
     def form(self) -> Form:
         """What engines compute: softmax, of the scores times `fused_factor`; phi, of them plus
         `shift`, over the row sum with l1, else over `divisor`; any: `weights` says it.

@@ -206,7 +206,7 @@ class NormaliserLayer(nn.Module):
     ) -> tuple[Tensor, Tensor, RowContext]:
         """k, v and their `RowContext` without the keys that lie before the windows of all queries."""
         n_before = k.shape[-2] - q.shape[-2] + 1 - self.window
-        if not self.window or n_before <= 0:
+        if n_before <= 0:
             return k, v, context
         keys = slice(n_before, None)
         cut = replace(context.block(slice(None), slice(None), keys), signals=context.signals)

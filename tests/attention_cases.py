@@ -5,7 +5,9 @@ cover it at once (the comparison with reference.py needs a formula there).
 """
 
 import copy
-from typing import Any, get_args
+import json
+from itertools import product
+from typing import get_args
 
 import pytest
 import torch
@@ -16,100 +18,104 @@ from attention import choose_engine, make_normaliser
 from engines import sdpa
 from normalisers.adaptive import AdaptiveSoftmax
 from normalisers.base import share_heads
-from normalisers.family import PhiName
+from normalisers.family import Bias, LengthScale, PhiName
 from normalisers.own import list_normalisers
 from schema import AttentionConfig
 
 PHIS = get_args(PhiName)
-BIASES = ("log_train_len", "log_len", "log_n")
 
-PLAIN: list[dict[str, Any]] = [
-    *({"normaliser": name} for name in ("softmax", "softmax_inverse", "softmax_recentred")),
-    *(
-        {"normaliser": name}
-        for name in ("softmax_recentred_l1", "phi", "lssa", "sigmoid", "relu_wortsman")
-    ),
-    *(
-        {"normaliser": name}
-        for name in ("relu_li", "relu_shen", "ssmax", "ssmax_pn", "norm_softmax")
-    ),
-    {"normaliser": "logit_norm"},
-    *({"normaliser": "phi", "phi": phi, "l1": l1} for phi in PHIS for l1 in (True, False)),
-    *({"normaliser": "sigmoid", "bias": bias, "l1": l1} for bias in BIASES for l1 in (True, False)),
-    *({"normaliser": "relu_wortsman", "divide_by": by} for by in ("train_len", "n")),
-    {"normaliser": "relu_shen", "gamma": 2.5},
-    {"normaliser": "ssmax", "scale_init": 0.43},
-    {"normaliser": "ssmax", "scale": "one"},
-    {"normaliser": "ssmax", "scale": "learned", "bias": True},
-    {"normaliser": "ssmax", "scale": "one", "bias": True},
-    {"normaliser": "ssmax_pn", "scale_init": 0.7},
-    {"normaliser": "norm_softmax", "variant": "standard", "gamma": 2.0},
-    {"normaliser": "norm_softmax", "gamma": 8.0, "tau": 0.5},
-    {"normaliser": "norm_softmax", "gamma": "inf"},
-    {"normaliser": "norm_softmax", "variant": "affine"},
-    {"normaliser": "norm_softmax", "variant": "affine", "tau": 2.0},
-    {"normaliser": "norm_softmax", "variant": "inverse"},
-    {"normaliser": "norm_softmax", "variant": "inverse", "gamma": 3.0, "tau": 0.8},
-    {"normaliser": "logit_norm", "tau": 0.25},
-    *({"normaliser": name} for name in ("scale_invariant", "entmax", "asentmax", "stick_breaking")),
-    *({"normaliser": name} for name in ("softpick", "elastic_softmax")),
-    {"normaliser": "scale_invariant", "tau": 2.0, "scores": "cosine", "scale": "sqrt_d"},
-    {"normaliser": "decay"},
-    {"normaliser": "decay", "learns": False, "forget_init": 1.0},
-    {"normaliser": "threshold", "output_norm": False},
-    {"normaliser": "threshold", "power": 1, "kappa": 3.0, "output_norm": False},
-    {"normaliser": "stick_breaking", "scale": "learned", "length_scale": "ln_n"},
-    # The family's independent keys.
-    {"normaliser": "softmax", "scores": "cosine", "scale": "sqrt_d"},  # QK-norm
-    {"normaliser": "softmax", "scores": "cosine", "scale": "learned", "scale_init": 4.0},
-    {"normaliser": "softmax", "scores": "cosine", "scale": "ln_d", "length_scale": "ln_n"},
-    {"normaliser": "softmax", "scale": 0.3},
-    {"normaliser": "softmax", "scale": "one", "length_scale": "ln_n", "bias": True},
-    *(
-        {"normaliser": "softmax", "length_scale": scale}
-        for scale in ("sqrt_2ln_n", "log_train_len_n", "llama4", "info_scale", "query")
-    ),
-    *({"normaliser": name, "length_scale": "query"} for name in ("entmax", "stick_breaking")),
-    *({"normaliser": "softmax", "sink": sink} for sink in ("one", "learned")),
-    {"normaliser": "lssa", "sink": "learned"},
-    {"normaliser": "lssa", "bias": "log_n", "reweight_p": 3},
-    {"normaliser": "lssa", "scores": "dot", "scale": "rsqrt_d", "length_scale": "none"},
-    {"normaliser": "lssa", "scale": "learned", "scale_init": 3.0},
-    {"normaliser": "lssa", "scale": 6.0, "length_scale": "none", "reweight_p": 15},
-    {"normaliser": "lssa", "phi": "sigmoid", "length_scale": "log_train_len_n"},
-    {"normaliser": "ssmax", "scores": "cosine", "scale_init": 2.0},
-    {"normaliser": "phi", "phi": "relu2", "scores": "cosine", "bias": "log_n"},
-    {"normaliser": "norm_softmax", "scores": "cosine"},
-]
-REWEIGHTED: list[dict[str, Any]] = [
-    {**options, "reweight_p": p}
-    for p in (3, 1, 15)
-    for options in (
-        {"normaliser": "softmax"},
-        {"normaliser": "lssa"},
-        {"normaliser": "phi", "phi": "exp"},
-        {"normaliser": "phi", "phi": "relu2"},
-        {"normaliser": "phi", "phi": "softplus"},
-        {"normaliser": "sigmoid", "l1": True},
-        {"normaliser": "sigmoid", "bias": "log_len", "l1": True},
-        {"normaliser": "relu_li"},
-        {"normaliser": "ssmax", "bias": True},
-        {"normaliser": "ssmax_pn"},
-        {"normaliser": "norm_softmax"},
-        {"normaliser": "norm_softmax", "variant": "affine"},
-        {"normaliser": "logit_norm"},
-        {"normaliser": "softmax", "scores": "cosine", "scale": "ln_d", "length_scale": "ln_n"},
-        {"normaliser": "lssa", "scale": "learned"},
-        {"normaliser": "scale_invariant"},
-        {"normaliser": "entmax"},
-    )
-]
-LISTED = {options["normaliser"] for options in PLAIN}
-OPTIONS = [
-    *PLAIN,
-    *({"normaliser": name} for name in list_normalisers() if name not in LISTED),
-    *REWEIGHTED,
-]
+
+def either(literal):
+    return "|".join(value for value in get_args(literal) if isinstance(value, str))
+
+
+# A line: a normaliser and what differs from its defaults, a|b: each of them. Without a line of its
+# own a name, of normalisers/, configs/variants or --normaliser, is a case with its defaults.
+LINES = f"""
+phi
+phi phi={either(PhiName)} l1=true|false
+sigmoid
+sigmoid bias={either(get_args(Bias)[1])} l1=true|false
+relu_wortsman divide_by=train_len|n
+relu_shen gamma=1.0|2.5
+ssmax
+ssmax scale_init=0.43
+ssmax scale=learned|one bias=true|false
+ssmax scores=cosine scale_init=2.0
+ssmax_pn scale_init=1.0|0.7
+norm_softmax
+norm_softmax gamma=inf|2.0
+norm_softmax gamma=8.0 tau=0.5
+norm_softmax variant=affine tau=1.0|2.0
+norm_softmax variant=inverse
+norm_softmax variant=inverse gamma=3.0 tau=0.8
+norm_softmax scores=cosine
+logit_norm
+logit_norm tau=0.25
+scale_invariant
+scale_invariant tau=2.0 scores=cosine scale=sqrt_d
+decay
+decay learns=false forget_init=1.0
+threshold output_norm=false
+threshold power=1 kappa=3.0 output_norm=false
+stick_breaking
+stick_breaking scale=learned length_scale=ln_n|query
+entmax
+entmax length_scale=query
+softmax
+softmax scores=cosine scale=sqrt_d
+softmax scores=cosine scale=learned scale_init=4.0
+softmax scores=cosine scale=ln_d length_scale=ln_n
+softmax scale=0.3
+softmax scale=one length_scale=ln_n bias=true
+softmax length_scale={either(LengthScale)}
+softmax sink=one|learned
+lssa
+lssa sink=learned
+lssa bias=log_n reweight_p=3
+lssa scores=dot scale=rsqrt_d length_scale=none
+lssa scale=learned scale_init=3.0
+lssa scale=6.0 length_scale=none reweight_p=15
+lssa phi=sigmoid length_scale=log_train_len_n
+phi phi=relu2 scores=cosine bias=log_n
+softmax reweight_p=3|1|15
+lssa reweight_p=3|1|15
+phi phi=exp|relu2|softplus reweight_p=3|1|15
+sigmoid l1=true reweight_p=3|1|15
+sigmoid bias=log_len l1=true reweight_p=3|1|15
+relu_li
+relu_li reweight_p=3|1|15
+ssmax bias=true reweight_p=3|1|15
+ssmax_pn reweight_p=3|1|15
+norm_softmax reweight_p=3|1|15
+norm_softmax variant=affine reweight_p=3|1|15
+logit_norm reweight_p=3|1|15
+softmax scores=cosine scale=ln_d length_scale=ln_n reweight_p=3|1|15
+lssa scale=learned reweight_p=3|1|15
+scale_invariant reweight_p=3|1|15
+entmax reweight_p=3|1|15
+"""
+
+
+def value_of(text):
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def list_options():
+    """The options of each case."""
+    names = {line.split()[0] for line in LINES.split("\n") if line}
+    lines = [*(name for name in list_normalisers() if name not in names), *LINES.split("\n")]
+    for line in filter(None, lines):
+        name, *parts = line.split()
+        pairs = dict(part.split("=") for part in parts)
+        for values in product(*(text.split("|") for text in pairs.values())):
+            yield {"normaliser": name} | dict(zip(pairs, map(value_of, values), strict=True))
+
+
+OPTIONS = list(list_options())
 
 
 def case_id(options):
@@ -121,11 +127,11 @@ def list_cases(by_option):
     """Quick: LSSAR and a normaliser's first, or those with an option, or a name of one, not seen
     before.
     """
-    seen: set[tuple[str | None, ...]] = set()
+    seen = set()
     cases = []
     for options in OPTIONS:
         name = options["normaliser"]
-        parts: set[tuple[str | None, ...]] = {(name,)}
+        parts = {(name,)}
         if by_option:
             parts = {
                 (name, key, value if isinstance(value, str) else None)

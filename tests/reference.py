@@ -30,6 +30,7 @@ class Row:
     train_len: int
     # learned parameters of this row's head: scalars, and p_n (train_len,)
     params: dict[str, Tensor]
+    slope: float = 0.0
 
     def signal(self, i):
         """(n,): what the formula reads from the layer's input at each key, in tests channel i of
@@ -40,6 +41,11 @@ class Row:
     @property
     def n(self):
         return self.k.shape[0]
+
+    @property
+    def alibi(self):
+        """-m_h t of each key, t its distance: Press et al. 2022."""
+        return -self.slope * torch.arange(self.n - 1, -1, -1)
 
     @property
     def raw(self):  # summed in the same order for every key: equal keys, equal scores
@@ -57,6 +63,7 @@ def reference_weights(
     train_len,
     params=None,
     window=0,
+    position="rope",
 ):
     """Dense weights of a causal attention whose queries are the last Tq of Tk positions.
 
@@ -66,7 +73,7 @@ def reference_weights(
         train_len: the training length.
         params: the normaliser's learned parameters by name: `s`, `b`, `sink`, `w` (H,), `p_n`
         (train_len,).
-        window: the last keys that a query sees; 0: all.
+        window: the last keys that a query sees; 0: all. position: alibi adds its bias.
     Returns:
         (B, H, Tq, Tk) float64, zeros above the diagonal.
     Raises:
@@ -81,10 +88,11 @@ def reference_weights(
     for b in range(batch):
         for h in range(n_head):
             of_head = {name: p if name == "p_n" else p[h] for name, p in params.items()}
+            slope = 2 ** (-8 * (h + 1) / n_head) if position == "alibi" else 0.0
             for r in range(len_q):
                 n = len_k - len_q + r + 1
                 first = max(0, n - window) if window else 0
-                row = Row(q[b, h, r], k[b, h, first:n], len_k, train_len, of_head)
+                row = Row(q[b, h, r], k[b, h, first:n], len_k, train_len, of_head, slope)
                 a = FORMULAS[cfg.normaliser](row, cfg)
                 if cfg.reweight_p:
                     a = reweight(a, cfg.reweight_p)
@@ -190,7 +198,7 @@ def _family(row, cfg):
     """phi(score - bias) over its sum, a sink included: Vaswani 2017 eq. 1 (softmax), LSSAR eq. 3
     (phi) and 4 (lssa), SSMax eq. 2 and 4, Ramapuram 2024 eq. 3 (sigmoid, bias -ln L), Li 2022 (relu
     over its sum)."""
-    x = _score(row, cfg)
+    x = _score(row, cfg) + row.alibi
     if isinstance(cfg.bias, str):
         x = x - math.log(
             {"log_train_len": row.train_len, "log_len": row.length, "log_n": row.n}[cfg.bias]
@@ -231,6 +239,7 @@ def _norm_softmax(row, cfg):
     x = row.raw
     if cfg.scores == "cosine":
         x = x / (row.q.norm() * row.k.norm(dim=-1))
+    x = x + row.alibi
     if bool((x == x[0]).all()):
         return torch.full_like(x, 1 / n) + 0 * x  # + 0 x: the zero gradient
     tau = cfg.tau
@@ -297,7 +306,11 @@ def _threshold(row, cfg):
 
 def _stick_breaking(row, cfg):
     """sigmoid(x_j) times the product of 1 - sigmoid(x_k) over j < k < i: arXiv 2410.17980."""
-    x, weights, rest = _score(row, cfg), [row.x[0] * 0], torch.ones((), dtype=torch.float64)
+    x, weights, rest = (
+        _score(row, cfg) + row.alibi,
+        [row.x[0] * 0],
+        torch.ones((), dtype=torch.float64),
+    )
     for j in range(row.n - 2, -1, -1):
         weights.insert(0, logistic(x[j]) * rest)
         rest = rest * logistic(-x[j])

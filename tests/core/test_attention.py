@@ -3,6 +3,7 @@ gradients.
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ from attention import make_normaliser
 from engines import sdpa, triton
 from infra.cli import UserError
 from normalisers.adaptive import NormSoftmax
-from normalisers.base import HIDDEN, l1_normalise, reweight
+from normalisers.base import l1_normalise
 from normalisers.family import LSSA, Softmax
 from normalisers.layer import NormaliserLayer
 from schema import AttentionConfig
@@ -132,17 +133,8 @@ def test_autocast_leaves_scores_in_float32(options):
     want = normaliser.weights(*inputs[:2])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(normaliser.weights(*inputs[:2]), want)
-
-
-def test_backward_inside_autocast_is_in_float32():
-    q, k, v, do = draw(70, 70, 32)
-    normaliser = make(AttentionConfig(normaliser="lssa", reweight_p=15), 2, 32, train_len=300)
-    for t in (q, k, v):
-        t.requires_grad_()
-    want = torch.autograd.grad(attend(q, k, v, normaliser, "rows"), [q, k, v], do)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = torch.autograd.grad(attend(q, k, v, normaliser, "rows"), [q, k, v], do)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        backward_inside = run("rows", normaliser, *inputs)
+    assert_close(backward_inside, run("rows", normaliser, *inputs), inputs, 1e-6, "rows")
 
 
 def test_what_sdpa_supports_and_auto_takes():
@@ -188,26 +180,19 @@ def test_an_adaptive_softmax_with_a_factor_of_its_own(gamma):
     )
 
 
-def test_norm_softmax_does_not_round_its_centred_keys():
-    q, k, v, do = draw(300, 300, 32)
-    k[:, :, 0] *= 30  # an attention sink
-    normaliser = make(AttentionConfig(normaliser="norm_softmax"), 2, 32, 300)
-    half = [t.bfloat16() for t in (q, k, v, do)]
-    got, want = (run(engine, normaliser, *half)["o"].float() for engine in ("sdpa", "rows"))
-    assert (got - want).norm() <= 5e-3 * want.norm()
-
-
-def test_norm_softmax_has_its_gradients_where_few_keys_have_nearly_one_score():
-    """There sigma is small, and two large gradients cancel: 16 bits of one of them left 10 % of
-    noise.
+def test_norm_softmax_in_bfloat16():
+    """Its centred keys are not rounded; where few keys have nearly one score, two large gradients
+    cancel, and 16 bits of one of them left 10 % of noise.
     """
-    half = [t.bfloat16() for t in draw(129, 129, 32)]
-    half[1][:, :, 1] = half[1][:, :, 0] * 1.01
     normaliser = make(AttentionConfig(normaliser="norm_softmax"), 2, 32, 300)
-    got = run("sdpa", normaliser, *half)
-    want = run("rows", normaliser, *(t.float() for t in half))
-    for key in want:
-        assert (got[key].float() - want[key]).norm() <= 1e-2 * want[key].norm(), key
+    for key, of, factor in [(0, 0, 30), (1, 0, 1.01)]:  # an attention sink; nearly equal keys
+        half = [t.bfloat16() for t in draw(129, 129, 32)]
+        half[1][:, :, key] = half[1][:, :, of] * factor
+        got = run("sdpa", normaliser, *half)
+        want = run("rows", normaliser, *(t.float() for t in half))
+        for name in want if key else ["o"]:
+            error = (got[name].float() - want[name]).norm() / want[name].norm()
+            assert error <= (1e-2 if key else 5e-3), name
 
 
 def test_bfloat16_keys_reach_sdpa_as_given():
@@ -323,75 +308,45 @@ def test_channels_of_a_decay_are_exact(dtype, compiled):
     assert q.shape[-1] == 16 and error.abs().max() <= 2**-24 * decay.abs().max()
 
 
-@pytest.mark.parametrize(
-    "options", [*BIG, {"normaliser": "softmax"}, {"normaliser": "stick_breaking"}], ids=case_id
-)
-def test_alibi(options):
-    """Scores minus 2^(-8 h / H) times the distance."""
-    cfg = AttentionConfig(**options)
-    q, k, v, do = draw(37, 70, 16, n_head=4, dtype=torch.float64)
-    normaliser = make_normaliser(cfg, 4, 16, 70, "alibi").double()
-    with torch.no_grad():
-        context = normaliser.context(q, k)
-        normed = normaliser.norm_heads(q), normaliser.norm_heads(k)
-        scaled_q, shared_k = normaliser.prepare(*normed, context)
-        x = scaled_q @ shared_k.mT
-        for h, slope in enumerate((1 / 4, 1 / 16, 1 / 64, 1 / 256)):
-            for i in range(37):
-                x[:, h, i] -= slope * (33 + i - torch.arange(70)).clamp_min(0)
-        x = x.masked_fill(~context.visible(x), HIDDEN)
-        weights = cfg.definition.weights(x, context)
-        want = (reweight(weights, context.n, cfg.reweight_p) if cfg.reweight_p else weights) @ v
-    dense, rows = (run(engine, normaliser, q, k, v, do) for engine in ("dense", "rows"))
-    assert (dense["o"] - want).abs().max() <= 1e-12
-    assert_close(rows, dense, (q, k, v, do), 1e-12, "rows")
-    is_softmax = options["normaliser"] in ("softmax", "ssmax")
-    assert choose(normaliser, q.device, q.dtype) == ("sdpa" if is_softmax else "rows")
-    if is_softmax:
-        assert_close(run("sdpa", normaliser, q, k, v, do), dense, (q, k, v, do), 1e-12, "sdpa")
-    else:
-        with pytest.raises(UserError, match="with alibi"):
-            attend(q, k, v, normaliser, "sdpa")
-
-
+ALIBI = [*BIG, {"normaliser": "softmax"}, {"normaliser": "stick_breaking"}]
 WINDOWED = [
-    *BIG,
-    {"normaliser": "softmax"},
+    *ALIBI,
     {"normaliser": "ssmax", "reweight_p": 3, "scores": "cosine"},
-    *(
-        {"normaliser": name}
-        for name in ("stick_breaking", "scale_invariant", "elastic_softmax", "threshold")
-    ),
-    *({"normaliser": "softmax", "sink": "learned"}, {"normaliser": "fox"}),
+    *({"normaliser": name} for name in ("scale_invariant", "elastic_softmax", "threshold", "fox")),
+    {"normaliser": "softmax", "sink": "learned"},
+]
+PLACES = [
+    *((options, 5, "rope") for options in WINDOWED),
+    *((options, 0, "alibi") for options in ALIBI),
+    *slow(*((options, window, "rope") for options in WINDOWED for window in (1, 64))),
 ]
 
 
-@pytest.mark.parametrize("window", [5, *slow(1, 64)])
-@pytest.mark.parametrize("options", WINDOWED, ids=case_id)
-def test_window(options, window):
-    """Every query sees its last keys, of which n counts; all engines, grouped heads, and decoding."""
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_windows_and_alibi(place):
+    """A window's n counts the keys seen, ALiBi subtracts 2^(-8 h / H) times the distance; all
+    engines, grouped heads, and decoding.
+    """
+    options, window, position = place
     cfg = AttentionConfig(**{"output_norm": False, **options})
     normaliser = make(cfg, 4, 8, train_len=40).double()
     normaliser.window = window
+    normaliser.position = position
     engine = "sdpa" if has_sdpa(cfg) and options["normaliser"] != "norm_softmax" else "rows"
     assert choose(normaliser, torch.device("cpu"), torch.float64) == engine
-    assert triton.problem(normaliser, torch.device("cuda"), torch.float32).endswith(
-        "kernels do not know"
-    )
+    assert triton.problem(normaliser, torch.device("cuda"), torch.float32)
     for len_q, len_k in [(73, 73), (9, 33), (3, 3)]:
         q, _, _, do = draw(len_q, len_k, 8, n_head=4, dtype=torch.float64)
         _, k, v, _ = draw(len_q, len_k, 8, dtype=torch.float64)
-        want = reference_weights(
-            cfg, q, k.repeat_interleave(2, 1), 40, dict(normaliser.named_parameters()), window
-        )
+        parameters = dict(normaliser.named_parameters())
+        repeated = k.repeat_interleave(2, 1)
+        want = reference_weights(cfg, q, repeated, 40, parameters, window, position)
         assert (weights_of(normaliser, q, k) - want).abs().max() <= 1e-12
         dense = run("dense", normaliser, q, k, v, do)
-        for name in {"rows", engine}:
-            assert_close(
-                run(name, normaliser, q, k, v, do), dense, (q, k, v, do), 1e-11, f"{name} {len_q}"
-            )
         last_q, keys = normaliser.norm_heads(q[:, :, -1:]), normaliser.norm_heads(k)
         for name in {"rows", "dense", engine}:
+            got = run(name, normaliser, q, k, v, do)
+            assert_close(got, dense, (q, k, v, do), 1e-11, f"{name} {len_q}")
             with torch.no_grad():
                 last = attend(last_q, keys, v, normaliser, name, normed=True)
             assert (last - dense["o"][:, :, -1:]).abs().max() <= 1e-12
@@ -426,39 +381,26 @@ def extreme(kind, len_q, len_k):
 @pytest.mark.parametrize("p", [100, *slow(15)])
 @pytest.mark.parametrize("name", STRESSED)
 def test_reweighting_under_stress(name, p, kind):
-    normaliser = make_normaliser(
-        AttentionConfig(**STRESSED[name], reweight_p=p), 1, 16, train_len=1024
-    )
-    for len_q, len_k in [(64, 16384), (1024, 1024)]:
-        q, k, v, do = extreme(kind, len_q, len_k)
-        got = run("rows", normaliser, q, k, v, do)
-        assert all(g.isfinite().all() for g in got.values()), {
-            n: g.isfinite().all() for n, g in got.items()
-        }
-
+    options = AttentionConfig(**STRESSED[name], reweight_p=p)
+    normaliser = make_normaliser(options, 1, 16, train_len=1024)
+    for len_q, len_k in [(64, 16384), (512, 512)]:
+        inputs = extreme(kind, len_q, len_k)
+        got = run("rows", normaliser, *inputs)
+        assert all(g.isfinite().all() for g in got.values())
         assert (got["o"][0, 0, :, 0] - 1).abs().max() <= 1e-5
-
-        if kind in ("equal", "zeros"):
-            visible = torch.ones(len_q, len_k, dtype=torch.float64).tril(len_k - len_q)
-            uniform = visible / visible.sum(-1, keepdim=True)
-            assert (got["o"][0, 0] - uniform @ v[0, 0].double()).abs().max() <= 1e-5
-            dv = uniform.mT @ do[0, 0].double()
-            assert (got["dv"][0, 0] - dv).norm() / dv.norm() <= 1e-5
+        if kind == "huge":
+            continue
+        _, _, v, do = (t[0, 0].double() for t in inputs)
+        visible = torch.ones(len_q, len_k, dtype=torch.float64).tril(len_k - len_q)
+        want = visible / visible.sum(-1, keepdim=True)
         if kind == "sharp":
             after = torch.arange(len_k - len_q, len_k) >= len_k // 3
-            sharp = (got["o"][0, 0] - v[0, 0, len_k // 3])[after].abs().max()
-            assert sharp <= 1e-5, f"{sharp:.2e}"
-
-
-@pytest.mark.parametrize("p", [15, 100])
-@pytest.mark.parametrize("name", STRESSED)
-def test_uniform_rows_have_bounded_gradients(name, p):
-    normaliser = make_normaliser(
-        AttentionConfig(**STRESSED[name], reweight_p=p), 1, 16, train_len=1024
-    )
-    inputs = extreme("equal", 512, 512)
-    got = run("rows", normaliser, *inputs)
-    assert_close(got, exactly(normaliser, *inputs), inputs, 1e-4, "equal keys")
+            want[after] = 0
+            want[after, len_k // 3] = 1
+        assert (got["o"][0, 0] - want @ v).abs().max() <= 1e-5
+        assert (got["dv"][0, 0] - want.mT @ do).norm() <= 1e-5 * (want.mT @ do).norm()
+    if kind == "equal":
+        assert_close(got, exactly(normaliser, *inputs), inputs, 1e-4, "equal keys")
 
 
 @each_name
@@ -473,12 +415,6 @@ def test_extremes_are_finite(cfg, kind):
 
 
 # 5. NormSoftmax's sigma in linear time.
-
-
-def shared_mean(ratio):
-    """Keys N(0, 1) around a common vector of `ratio` in each coordinate."""
-    q, k, v, do = draw(257, 257, 64)
-    return q, k + ratio, v, do
 
 
 ZERO_COSINES = [
@@ -511,48 +447,37 @@ def test_zero_vectors_under_cosine_scores_have_bounded_gradients(options):
 
 @pytest.mark.parametrize("ratio, tolerance", [(0.0, 1e-6), (10.0, 5.6e-6), (100.0, 5.6e-5)])
 @pytest.mark.parametrize(
-    "options", [{}, {"gamma": "inf"}, {"variant": "affine"}, {"variant": "inverse"}]
+    "options", [{}, {"gamma": "inf"}, {"variant": "affine"}, {"variant": "inverse"}], ids=str
 )
 def test_sigma_survives_a_shared_mean(options, ratio, tolerance):
+    """Keys around a common vector of `ratio` in each coordinate; causal in every bit."""
     normaliser = make(AttentionConfig(normaliser="norm_softmax", **options), 2, 64, train_len=257)
-    inputs = shared_mean(ratio)
-    exact = exactly(normaliser, *inputs)
-    for engine in ("sdpa", "rows", "dense"):
-        error = (run(engine, normaliser, *inputs)["o"] - exact["o"]).norm() / exact["o"].norm()
-        assert error <= tolerance, f"{engine}: {error:.2e}"
-
-
-@pytest.mark.parametrize("ratio", [0.0, 100.0])
-def test_sigma_is_bitwise_causal(ratio):
-    normaliser = make(AttentionConfig(normaliser="norm_softmax"), 2, 64, train_len=257)
-    q, k, v, _ = shared_mean(ratio)
-    before = attend(q, k, v, normaliser, engine="sdpa")
-    for t in (1, 2, 63, 64, 65, 128, 200, 256):
+    q, k, v, do = draw(257, 257, 64)
+    k = k + ratio
+    exact = exactly(normaliser, q, k, v, do)["o"]
+    for engine in ("dense", "rows", "sdpa"):
+        o = attend(q, k, v, normaliser, engine)
+        assert (o - exact).norm() <= tolerance * exact.norm(), engine
+    for t in (1, 2, 63, 64, 65, 256):
         later = k.clone()
         later[:, :, t:] *= -5
-        assert torch.equal(
-            attend(q, later, v, normaliser, engine="sdpa")[:, :, :t], before[:, :, :t]
-        ), t
+        assert torch.equal(attend(q, later, v, normaliser, "sdpa")[:, :, :t], o[:, :, :t]), t
 
 
 @pytest.mark.parametrize("scale", [0.02, 1.0, 30.0])
-@pytest.mark.parametrize("head_dim", [64, *slow(16, 96)])
-@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.float64)])
-def test_identical_keys_are_a_uniform_row(dtype, head_dim, scale):
+@pytest.mark.parametrize("variant", ["standard", "affine", "inverse"])
+def test_identical_keys_are_a_uniform_row(variant, scale):
     """sigma is 0 there, although the products q k of equal keys may round differently."""
-    for variant in ("standard", "affine", "inverse"):
-        cfg = AttentionConfig(normaliser="norm_softmax", variant=variant)
-        normaliser = make(cfg, 2, head_dim, 300).to(dtype)
-        for t in (2, 5, 65, 100, 300):
-            for seed in range(3 if t < 65 else 1):  # long ones have rows enough
-                q, k, v, do = draw(t, t, head_dim, seed=seed, dtype=dtype)
-                k = (scale * k[:, :, :1]).expand_as(k).contiguous()
-                mean = v.cumsum(2) / torch.arange(1.0, t + 1)[:, None]
-                for engine in ("dense", "rows", "sdpa"):
-                    got = run(engine, normaliser, q, k, v, do)
-                    assert all(g.isfinite().all() for g in got.values()), engine
-                    error = (got["o"] - mean).abs().max()
-                    assert error <= 1e-5, f"{engine}, {variant}, T = {t}: {error:.2e}"
+    options = AttentionConfig(normaliser="norm_softmax", variant=variant)
+    normaliser = make(options, 2, 64, 300)
+    for t, seed in [(2, 0), (2, 1), (5, 0), (5, 1), (65, 0), (300, 0)]:
+        q, k, v, do = draw(t, t, 64, seed=seed)
+        k = (scale * k[:, :, :1]).expand_as(k).contiguous()
+        mean = v.cumsum(2) / torch.arange(1.0, t + 1)[:, None]
+        for engine in ("dense", "rows", "sdpa"):
+            got = run(engine, normaliser, q, k, v, do)
+            assert all(g.isfinite().all() for g in got.values()), engine
+            assert (got["o"] - mean).abs().max() <= 1e-5, f"{engine}, T = {t}"
 
 
 @pytest.mark.parametrize("p", [1, 15, 100])
@@ -607,13 +532,12 @@ def test_decoding_row_by_row(cfg):
 @pytest.mark.parametrize("engine", ["dense", "rows"])
 @pytest.mark.parametrize("reweight_p", [0, 15])
 def test_normed_keys_are_not_normed_again(engine, reweight_p):
-    cfg = AttentionConfig(normaliser="lssa", reweight_p=reweight_p)
+    normaliser = make(AttentionConfig(normaliser="lssa", reweight_p=reweight_p), 2, 16, 300)
     q, k, v, _ = draw(1, 40, 16)
-    normaliser = make(cfg, 2, 16, train_len=300)
-    keys = 1.5 * normaliser.norm_heads(k)
-    longer = attend(normaliser.norm_heads(q), keys, v, normaliser, engine, normed=True)
-    want = attend(q, k, v, normaliser, engine)
-    torch.testing.assert_close(attend(q, keys, v, normaliser, engine), want, rtol=0, atol=1e-5)
+    q, k = normaliser.norm_heads(q), 1.5 * normaliser.norm_heads(k)
+    want = attend(q, k / 1.5, v, normaliser, engine)
+    torch.testing.assert_close(attend(q, k, v, normaliser, engine), want, rtol=0, atol=1e-5)
+    longer = attend(q, k, v, normaliser, engine, normed=True)
     assert (longer - want).abs().max() > 3e-4
 
 
@@ -621,13 +545,7 @@ def test_normed_keys_are_not_normed_again(engine, reweight_p):
 def test_output_norm_is_applied_by_attend(engine):
     q, k, v, _ = draw(9, 9, 16)
     plain, normed = (
-        attend(
-            q,
-            k,
-            v,
-            make_normaliser(AttentionConfig(normaliser="threshold", output_norm=on), 2, 16, 9),
-            engine,
-        )
+        attend(q, k, v, make(AttentionConfig(normaliser="lssa", output_norm=on), 2, 16, 9), engine)
         for on in (False, True)
     )
     assert torch.equal(normed, F.rms_norm(plain, (16,), eps=1e-5))
@@ -646,90 +564,54 @@ def test_biases_by_key_keep_their_digits_in_float32():
 
 
 def test_what_attend_cannot_do():
-    softmax, lssa = (
-        make_normaliser(AttentionConfig(normaliser=n), 2, 16, 8) for n in ("softmax", "lssa")
-    )
-    with pytest.raises(UserError, match="fox reads the layer's input: expected signals"):
-        attention.attend(*draw(3, 3, 16)[:3], make(AttentionConfig(normaliser="fox"), 2, 16, 8))
-    q, k, v, _ = draw(5, 3, 16)
-    for normaliser, engine, error, message in (
-        (lssa, "sdpa", UserError, "lssa with these options is not a softmax"),
-        (softmax, "fast", ValueError, "engine = 'fast'"),
-        *(
-            (softmax, engine, ValueError, "5 queries for 3 keys")
-            for engine in ("dense", "rows", "sdpa")
-        ),
-    ):
+    same, fewer_keys, decoding = draw(9, 9, 16)[:3], draw(5, 3, 16)[:3], draw(1, 9, 16)[:3]
+    heads = r"q of shape .*: expected \(B, 2, Tq, 16\)"
+    cases = [
+        ("fox", same, "auto", UserError, "fox reads the layer's input: expected signals"),
+        ("lssa", same, "sdpa", UserError, "lssa with these options is not a softmax"),
+        ("softmax", same, "fast", ValueError, "engine = 'fast'"),
+        ("softmax", torch.zeros(3, 1, 2, 5, 32), "auto", ValueError, heads),
+        ("softmax", torch.zeros(3, 1, 4, 5, 16), "auto", ValueError, heads),
+    ]
+    for engine in ("dense", "rows", "sdpa"):
+        cases.append(("softmax", fewer_keys, engine, ValueError, "5 queries for 3 keys"))
+        for inputs in (same, decoding):
+            cases.append(("ssmax_pn", inputs, engine, UserError, "ssmax_pn: 9 keys"))
+    for name, inputs, engine, error, message in cases:
+        layer = make_normaliser(AttentionConfig(normaliser=name), 2, 16, train_len=8)
         with pytest.raises(error, match=message):
-            attend(q, k, v, normaliser, engine=engine)
+            attention.attend(*inputs, layer, engine)
+    alibi = make_normaliser(AttentionConfig(normaliser="stick_breaking"), 2, 16, 8, "alibi")
+    with pytest.raises(UserError, match="stick_breaking with alibi is not a softmax"):
+        attention.attend(*same, alibi, "sdpa")
 
 
-@pytest.mark.parametrize("engine", ["dense", "rows", "sdpa", "auto"])
-@pytest.mark.parametrize("len_q", [1, 9])
-def test_ssmax_pn_ends_at_the_training_length(engine, len_q):
-    normaliser = make_normaliser(AttentionConfig(normaliser="ssmax_pn"), 2, 16, train_len=8)
-    q, k, v, _ = draw(len_q, 9, 16)
-    with pytest.raises(UserError, match="ssmax_pn"):
-        attend(q, k, v, normaliser, engine=engine)
-    with pytest.raises(UserError, match="ssmax_pn"):
-        normaliser.weights(q, k)
-    attend(q[:, :, :1], k[:, :, :8], v[:, :, :8], normaliser, engine=engine)
-
-
-def test_second_derivatives_are_refused():
-    """`torch.autograd.grad` would return wrong ones."""
-    q, k, v, _ = draw(6, 6, 8)
-    q.requires_grad_()
-    out = attention.attend(
-        q, k, v, make(AttentionConfig(normaliser="lssa"), 2, 8, train_len=8), "rows"
-    )
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(out.square().sum(), q, create_graph=True)
-
-
-@pytest.mark.parametrize(
-    "options", [{"normaliser": "lssa", "reweight_p": 3}, {"normaliser": "ssmax"}]
-)
-def test_dense_has_second_derivatives(options):
-    normaliser = make(AttentionConfig(**options), 2, 4, train_len=5)
+def test_second_derivatives():
+    """dense has them; of rows `torch.autograd.grad` would return wrong ones."""
     inputs = [t.double().requires_grad_() for t in draw(5, 5, 4)[:3]]
-    assert torch.autograd.gradgradcheck(
-        lambda *qkv: attention.attend(*qkv, normaliser, "dense"), inputs
-    )
+    for options in ({"normaliser": "lssa", "reweight_p": 3}, {"normaliser": "ssmax"}):
+        layer = make(AttentionConfig(**options), 2, 4, train_len=5).double()
+        dense = partial(attention.attend, layer=layer, engine="dense")
+        assert torch.autograd.gradgradcheck(dense, inputs)
+        out = attention.attend(*inputs, layer, "rows")
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
 
 
 @pytest.mark.parametrize("engine", ["dense", "rows"])
 @pytest.mark.parametrize(("phi", "scale"), [("relu", 1e-21), ("relu2", 1e-11)])
 def test_rows_without_mass_are_zero(engine, phi, scale):
-    normaliser = make(
-        AttentionConfig(normaliser="phi", phi=phi, l1=True, reweight_p=3), 2, 8, train_len=8
-    )
+    options = AttentionConfig(normaliser="phi", phi=phi, reweight_p=3)
     q, k, v, do = draw(8, 8, 8)
-    inputs = [(scale * q).requires_grad_(), (scale * k).requires_grad_(), v.requires_grad_()]
-    out = attention.attend(*inputs, normaliser, engine)
-    assert not out.any()
-    assert not any(gradient.any() for gradient in torch.autograd.grad(out, inputs, do))
-
-
-def test_other_heads_than_the_layers_are_refused():
-    normaliser = make(AttentionConfig(), 2, 8, train_len=8)
-    for heads, head_dim in [(2, 16), (4, 8)]:
-        qkv = torch.zeros(3, 1, heads, 5, head_dim)
-        with pytest.raises(ValueError, match=r"q of shape .*: expected \(B, 2, Tq, 8\)"):
-            attention.attend(*qkv, normaliser)
+    got = run(engine, make(options, 2, 8, train_len=8), scale * q, scale * k, v, do)
+    assert not any(t.any() for t in got.values())
 
 
 def test_no_queries_and_no_sequences():
-    query_scale = make_normaliser(
-        AttentionConfig(length_scale="query"), 2, 8, train_len=8, width=16
-    )
+    query_scale = AttentionConfig(length_scale="query")
+    layer = make_normaliser(query_scale, 2, 8, train_len=8, width=16)
     k = torch.randn(1, 2, 5, 8)
-    signals = torch.zeros(1, 2, 5, sum(map(len, query_scale.signals.values())))
-    assert attention.attend(k[:, :, :0], k, k, query_scale, "rows", signals=signals).shape == (
-        1,
-        2,
-        0,
-        8,
-    )
+    o = attention.attend(k[:, :, :0], k, k, layer, "rows", signals=torch.zeros(1, 2, 5, 2))
+    assert o.shape == (1, 2, 0, 8)
     window = make_normaliser(AttentionConfig(), 2, 8, train_len=8, window=2)
     assert attention.attend(k[:0], k[:0], k[:0], window, "sdpa").shape == (0, 2, 5, 8)
