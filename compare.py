@@ -24,7 +24,6 @@ import argparse
 import math
 import sys
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +31,6 @@ import pandas
 import torch
 from pandas import DataFrame
 
-import eval_length
 import measure
 import sweep
 from config import changed_keys, load_config
@@ -40,22 +38,23 @@ from data.dataset import TokenStream
 from data.packages import PUBLISHED
 from evaluation import open_text, text_of
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
-from infra.distributed import StopSignals
 from infra.files import read_text
 from measure import Curve, Estimate, Losses, estimate, format_difference, holm, read_losses, select
 from model import GPT, KVCache
 from positions import UNSCALED
 from schema import VARIANT_KEYS, Config
+from training.checkpoint import load_model
 
 HERE = Path(__file__).resolve().parent
 TRACK = HERE / "configs/track.toml"
 SOFTMAX = HERE / "configs/softmax.toml"
 RESULTS = HERE / "results"
+ROWS = "rows.csv.gz"  # in a folder like results
 FREE_KEYS = (*VARIANT_KEYS, "name", "seed", "log.", "data.dir", "optimizer.lr", "optimizer.muon_lr")
+QUICK_KEYS = ("train.max_steps", "optimizer.warmup_steps")  # free, too, with --quick
 MOST_PARAMETERS = 1.02  # times softmax's
 MOST_KEPT = 1.02  # numbers of a position in the cache, times those of keys and values
 FACTORS = (1, 4, 16)  # times T: the numbers of a row
-NAME_WIDTH = 20  # of a variant in the tables
 TOLERANCE = 0.005  # nats that a training may move on another machine
 
 
@@ -67,84 +66,81 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     quick_help = "train N steps, beside softmax: not comparable with the board"
     add("--quick", type=positive_int, metavar="N", help=quick_help)
     check_help = "train seed 1 again, and compare it with its row in a folder like results/"
-    add("--check", nargs="+", metavar=("ROWS", "CONFIG"), help=check_help)
+    add("--check", type=Path, metavar="ROWS", help=check_help)
     add("--base", type=Path, default=TRACK, metavar="FILE", help="recipe (default: the track's)")
     add("--board", type=Path, default=RESULTS, metavar="DIR", help="(default: results)")
     add("--jobs", type=positive_int, default=1, metavar="J", help="runs at once (default: 1)")
     tokens_help = "of each evaluation (default: %(default)s)"
     add("--eval-tokens", type=positive_int, default=2**20, metavar="N", help=tokens_help)
-    n_configs = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
-    args, overrides = parser.parse_known_args(argv[n_configs:])
-    args.configs = argv[:n_configs] + (args.check[1:] if args.check else [])
-    args.nproc = None
-    if not args.configs:
-        raise UserError("expected config files first: compare.py mine.toml (or --help)")
+    if argv[:1] == ["--check"]:  # options follow the files
+        argv = [*argv[2:], *argv[:2]]
+    args, overrides = sweep.parse_with_configs(parser, argv)
     if args.check and args.quick:
         raise UserError("--check trains all steps: expected no --quick")
+    args.nproc = None
+    args.splits = [None, "val"]  # reported, chosen on
     return args, overrides
 
 
 def main() -> None:
     args, overrides = parse_args(sys.argv[1:])
-    configs = list(args.configs)
+    recipe = load_config(args.base)
     folder = "runs/track"
     if args.quick:
         folder = f"runs/quick_{args.quick}"
-        warmup = min(args.quick, load_config(args.base).optimizer.warmup_steps)
-        overrides = [*overrides, "--train.max-steps", str(args.quick)]
-        overrides += ["--optimizer.warmup-steps", str(warmup)]
-        configs = list(dict.fromkeys([str(SOFTMAX), *configs]))
+        warmup_steps = min(args.quick, recipe.optimizer.warmup_steps)
+        overrides += ["--train.max-steps", str(args.quick)]
+        overrides += ["--optimizer.warmup-steps", str(warmup_steps)]
+        args.configs = list(dict.fromkeys([str(SOFTMAX), *args.configs]))
         print(f"NOT COMPARABLE with the board: {args.quick} steps (--quick)")
-    elif args.check:
-        folder = "runs/check"
-        overrides = [*overrides, "--seed", "1"]
-    if not any(word.startswith("--log.dir") for word in overrides):
-        overrides = [*overrides, "--log.dir", folder]
-    for path in configs:
-        say_base(Path(path), args.base)
-    jobs = sweep.make_jobs(configs, [*overrides, "--base", str(args.base)], None)
-    recipe = load_config(args.base)
-    for job in jobs:
-        check_rules(job.config, recipe, is_quick=bool(args.quick))
-        stored = job.run_dir / "config.toml"
-        before = load_config(stored).normalisers if stored.exists() else []
-        if changed := {*before} - {*job.config.normalisers}:
-            problem = f"{job.run_dir}: was trained with other code, {', '.join(sorted(changed))}"
-            raise UserError(f"{problem}: remove it, or choose another --log.dir")
-    train_and_evaluate(jobs, args)
-    runs, rows = read_runs([job.run_dir for job in jobs])
     if args.check:
-        check_row(Path(args.check[0]), runs, rows)
+        folder = "runs/check"
+        overrides += ["--seed", "1"]
+    for path in args.configs:
+        own_base = tomllib.loads(read_text(Path(path))).get("base")
+        if own_base:
+            print(f"{path}: {args.base.name} takes the place of its base {own_base}")
+    overrides = ["--log.dir", folder, *overrides, "--base", str(args.base)]
+    jobs = sweep.make_jobs(args.configs, overrides)
+    for job in jobs:
+        check_rules(job.config, recipe, is_quick=args.quick is not None)
+    checked = [find_run(args.check, job.config) for job in jobs] if args.check else []
+    failures = sweep.run_all(jobs, args)
+    if any(failures):
+        raise UserError("\n".join(filter(None, failures)))
+    for job in jobs:
+        check_causal(job.config.name, load_model(job.run_dir).model.eval())
+    folders = [job.run_dir for job in jobs]
+    if args.check:
+        theirs = measure.read_rows(args.check / ROWS)
+        for run_dir, run in zip(folders, checked, strict=True):
+            check_losses(run, measure.read_rows(run_dir), theirs)
+            print(f"{run}: the row holds")
         return
+    described = [measure.describe_run(folder) for folder in folders]
+    runs = DataFrame(described, columns=measure.RUN_COLUMNS).astype(str)
+    rows = measure.read_rows(*folders)
+    title = f"NOT COMPARABLE: {args.quick} steps"
     if not args.quick:
+        title = "The board"
         runs, rows = with_board(args.board, runs, rows)
-    title = "NOT COMPARABLE: " + f"{args.quick} steps" if args.quick else "The board"
-    config = jobs[0].config
-    reported, chosen_on = (text_of(open_text(config, None, split=split)) for split in (None, "val"))
-    if reported == chosen_on:
+    texts = [text_of(open_text(jobs[0].config, None, split=split)) for split in args.splits]
+    if texts[0] == texts[1]:
         print("this dataset has no test split: rates and scalings are chosen on what is reported")
-    lines = board_lines(runs, rows, reported, chosen_on)
-    print_board(lines, title)
-    draw(lines, title, jobs[0].run_dir.parent / "compare.png")
+    entries = make_entries(runs, rows, *texts)
+    print_board(entries, title)
+    draw(entries, title, folders[0].parent / "compare.png")
 
 
 # ---------------------------------------------------------------- rules
-def say_base(path: Path, base: Path) -> None:
-    """Print whose keys outside attention no longer hold."""
-    own_base = tomllib.loads(read_text(path)).get("base")
-    if own_base:
-        print(f"{path}: {base.name} takes the place of its base {own_base}")
-
-
 def check_rules(config: Config, recipe: Config, is_quick: bool = False) -> None:
     """Raises UserError: a rule of the track is broken (see the top of this file)."""
-    free = FREE_KEYS + (("train.max_steps", "optimizer.warmup_steps") if is_quick else ())
-    for key, (ours, theirs) in changed_keys(recipe, config).items():
+    free = FREE_KEYS + (QUICK_KEYS if is_quick else ())
+    for key, (expected, value) in changed_keys(recipe, config).items():
         if not key.startswith(free):
-            raise UserError(f"{config.name}: {key} = {theirs!r}: expected {ours!r}, the track's")
+            raise UserError(f"{config.name}: {key} = {value!r}: expected {expected!r}, the track's")
     check_text(config, recipe)
-    n_softmax = count_parameters(recipe)
-    n_params = count_parameters(config)
+    n_params, n_softmax = count_parameters(config), count_parameters(recipe)
     if n_params > MOST_PARAMETERS * n_softmax:
         most = int(MOST_PARAMETERS * n_softmax)
         raise UserError(f"{config.name}: {n_params:,} parameters: expected at most {most:,}")
@@ -155,16 +151,14 @@ def check_rules(config: Config, recipe: Config, is_quick: bool = False) -> None:
 
 def check_text(config: Config, recipe: Config) -> None:
     """Raises UserError: another text than the recipe's, which is published for the track."""
-    expected = {split: f"sha256 {sha256}" for split, sha256 in PUBLISHED.items()}
-    if recipe.data.dir != load_config(TRACK).data.dir:
-        expected = {
-            split: TokenStream(recipe.data.dir, split).fingerprint for split in ("train", "val")
-        }
-    for split, fingerprint in expected.items():
-        stream = TokenStream(config.data.dir, split)
-        if stream.fingerprint != fingerprint:
-            problem = f"{config.data.dir}: {split} has {stream.fingerprint}"
-            raise UserError(f"{problem}: expected {fingerprint}, the recipe's text")
+    for split, sha256 in PUBLISHED.items():
+        expected = f"sha256 {sha256}"
+        if recipe.data.dir != load_config(TRACK).data.dir:
+            expected = TokenStream(recipe.data.dir, split).fingerprint
+        found = TokenStream(config.data.dir, split).fingerprint
+        if found != expected:
+            problem = f"{config.data.dir}: {split} has {found}"
+            raise UserError(f"{problem}: expected {expected}, the recipe's text")
 
 
 def count_parameters(config: Config) -> int:
@@ -174,15 +168,16 @@ def count_parameters(config: Config) -> int:
 
 @torch.no_grad()
 def check_causal(name: str, model: GPT) -> None:
-    """Raises UserError: what follows a token changes its output."""
+    """Raises UserError: what follows a token changes its output. Before and after the training."""
     length = min(64, model.config.train.seq_len)  # ssmax_pn is of no greater one
     drawn = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.model.vocab_size, (1, length), generator=drawn)
     other = tokens.clone()
     half = length // 2
-    other[:, half:] = torch.flip(tokens[:, half:], (1,))
-    before, after = (model.hidden(each, UNSCALED)[:, :half] for each in (tokens, other))
-    if (before - after).abs().max() > 1e-3 * before.abs().max():
+    other[:, half:] = tokens[:, half:].flip(1)
+    before = model.hidden(tokens, UNSCALED)[:, :half]
+    after = model.hidden(other, UNSCALED)[:, :half]
+    if (before - after).abs().max() > 1e-5 * before.abs().max():
         raise UserError(f"{name}: a row looks at later keys: expected causal attention")
 
 
@@ -193,8 +188,7 @@ def check_cache(name: str, model: GPT) -> None:
         raise UserError(f"{name}: a position's output is never final: expected what can be cached")
     config = model.config.model
     cache = KVCache(config.n_layer, 8)
-    tokens = torch.zeros(1, 8, dtype=torch.long)
-    model.hidden(tokens, UNSCALED, cache)
+    model.hidden(torch.zeros(1, 8, dtype=torch.long), UNSCALED, cache)
     kept = sum(part[0, :, 0].numel() for held in cache.held for part in held)
     keys_and_values = 2 * config.n_layer * config.kv_heads * config.head_dim
     if kept > MOST_KEPT * keys_and_values:
@@ -202,192 +196,152 @@ def check_cache(name: str, model: GPT) -> None:
         raise UserError(f"{name}: {kept} numbers of a position are kept at inference: {expected}")
 
 
-# ---------------------------------------------------------------- work
-def train_and_evaluate(jobs: list[sweep.Job], args: argparse.Namespace) -> None:
-    """By sweep.py, then on the val split, on which choices are made. Ends the process on failure."""
-    failures = sweep.run_all(jobs, args)
-    if failures:
-        raise UserError("\n".join(failures))
-    if failures is None:
-        sys.exit(1)
-    with StopSignals() as stop:
-        for job in jobs:
-            arguments = [*job.evaluation(args.eval_tokens), "--split", "val"]
-            if not eval_length.is_measured(arguments):
-                script = str(HERE / "eval_length.py")
-                status = sweep.run([sys.executable, script, *arguments], stop, None, None)
-                if status or stop.number:
-                    sys.exit(status or 128 + stop.number)
+# ---------------------------------------------------------------- the board
+class Entry(NamedTuple):
+    """A variant at the rate and in the setting that the val split chose."""
 
+    name: str
+    setting: str
+    runs: DataFrame  # its seeds at that rate
+    n_rates: int
+    losses: dict[int, Losses | None]  # by factor of T, on the reported text
+    minus: dict[int, Estimate | None]  # softmax's within T, beyond T in its rolling window
 
-def read_runs(folders: Sequence[Path]) -> tuple[DataFrame, DataFrame]:
-    """The two tables of run folders (see measure.py)."""
-    described = [measure.describe_run(folder) for folder in folders]
-    runs = DataFrame(described, columns=measure.RUN_COLUMNS).astype(str)
-    return runs, measure.read_rows(*folders)
+    def loss(self, factor: int) -> float:
+        losses = self.losses[factor]
+        return float(losses.values.mean()) if losses else math.inf
 
 
 def with_board(board: Path, runs: DataFrame, rows: DataFrame) -> tuple[DataFrame, DataFrame]:
     """With the board's runs of the same recipe and text. The own ones take the place of older."""
     theirs = measure.read_runs(board)
-    first = runs.iloc[0]
-    for key in ("T", "steps"):
-        theirs = theirs[theirs[key] == first[key]]
+    theirs = select(theirs, T=runs["T"].iloc[0], steps=runs["steps"].iloc[0])
     theirs = theirs[~theirs["run"].isin(runs["run"])]
-    their_rows = measure.read_rows(board / "rows.csv.gz")
+    their_rows = measure.read_rows(board / ROWS)
     their_rows = their_rows[their_rows["run"].isin(theirs["run"])]
-    their_rows = their_rows[their_rows["text"].isin(rows["text"].unique())]
-    theirs = theirs[theirs["run"].isin(their_rows["run"])]
+    their_rows = their_rows[their_rows["text"].isin(rows["text"])]
     return pandas.concat([theirs, runs]), pandas.concat([their_rows, rows])
 
 
-# ---------------------------------------------------------------- the board
-class Row(NamedTuple):
-    """A variant at the rate and in the setting that the val split chose."""
-
-    name: str
-    runs: DataFrame  # its seeds at that rate
-    n_rates: int
-    setting: str
-    losses: dict[int, Losses | None]  # by factor of T, on the reported text
-    minus: dict[int, Estimate | None]  # within T over softmax's, beyond over its rolling window
-
-
-def board_lines(runs: DataFrame, rows: DataFrame, reported: str, chosen_on: str) -> list[Row]:
-    """The rows of all variants, the best at 16 T first. reported, chosen_on: texts."""
-    rows = select(rows, measure="same_targets")
+def make_entries(runs: DataFrame, rows: DataFrame, reported: str, chosen_on: str) -> list[Entry]:
+    """All variants, the best at 16 T first. reported, chosen_on: texts."""
     train_len = int(runs["T"].iloc[0])
-    lines = []
+    rows = select(rows, measure="same_targets")
+    rows = rows.merge(runs[["run", "variant", "rate"]], on="run")
+    longest = select(rows, text=chosen_on, length=FACTORS[-1] * train_len)
+    longest = longest.fillna({"value": math.inf})
+    means = longest.groupby(["variant", "rate", "window", "scaling"], sort=False)["value"].mean()
+    entries: list[Entry] = []
     zero: dict[int, Losses | None] = {}
-    for variant, own_runs in runs.groupby("variant", sort=False):
-        by_rate = {
-            str(rate): setting_of(rows, own["run"].tolist(), chosen_on, train_len)
-            for rate, own in own_runs.groupby("rate", sort=False)
-        }
-        rate = min(by_rate, key=lambda each: by_rate[each][0])
-        _, window, scaling = by_rate[rate]
-        best = own_runs[own_runs["rate"] == rate]
-        names = best["run"].tolist()
-        losses, in_window = (
-            {
-                factor: losses_of(rows, names, reported, factor * train_len, *setting)
-                for factor in FACTORS
-            }
-            for setting in ((window, scaling), (str(train_len), "none"))
-        )
+    for variant in means.index.unique("variant"):
+        rate, window, scaling = means[variant].idxmin()
+        own_rows = select(rows, text=reported, variant=variant, rate=rate)
+        losses = losses_in(own_rows, train_len, window, scaling)
         if variant == "softmax":
-            zero = in_window
-        setting = "window" if window != "0" else scaling.replace("none", "unscaled")
-        lines.append(Row(str(variant), best, len(by_rate), setting, losses, {}))
-    compared = [line._replace(minus=measure.subtract(line.losses, zero)) for line in lines]
-    return sorted(compared, key=lambda line: mean_at(line, FACTORS[-1]))
+            zero = losses_in(own_rows, train_len, train_len, "none")
+        setting = scaling.replace("none", "unscaled") if window == "0" else "window"
+        own_runs = select(runs, variant=variant)
+        n_rates = own_runs["rate"].nunique()
+        own_runs = select(own_runs, rate=rate)
+        entries.append(Entry(variant, setting, own_runs, n_rates, losses, {}))
+    entries = [each._replace(minus=measure.subtract(each.losses, zero)) for each in entries]
+    return sorted(entries, key=lambda each: each.loss(FACTORS[-1]))
 
 
-def setting_of(
-    rows: DataFrame, names: Sequence[str], text: str, train_len: int
-) -> tuple[float, str, str]:
-    """The least mean loss at 16 T on a text, and the window and scaling that it has."""
-    longest = select(rows, text=text, length=FACTORS[-1] * train_len)
-    longest = longest[longest["run"].isin(names)]
-    means = longest.groupby(["window", "scaling"], sort=False)["value"].mean().dropna()
-    if means.empty:
-        return math.inf, "0", "none"
-    window, scaling = means.idxmin()
-    return float(means.min()), str(window), str(scaling)
+def losses_in(
+    rows: DataFrame, train_len: int, window: str | int, scaling: str
+) -> dict[int, Losses | None]:
+    """By factor of T the losses in a setting."""
+    own_rows = select(rows, window=window, scaling=scaling)
+    return {factor: read_losses(select(own_rows, length=factor * train_len)) for factor in FACTORS}
 
 
-def losses_of(
-    rows: DataFrame, names: Sequence[str], text: str, length: int, window: str, scaling: str
-) -> Losses | None:
-    own_rows = select(rows, text=text, length=length, window=window, scaling=scaling)
-    return read_losses(own_rows[own_rows["run"].isin(names)])
-
-
-def mean_at(line: Row, factor: int) -> float:
-    losses = line.losses[factor]
-    return float(losses.values.mean()) if losses else math.inf
-
-
-def print_board(lines: list[Row], title: str) -> None:
-    """The differences, then the losses and what they cost; 80 columns each."""
-    longest = FACTORS[-1]
-    tested = {line.name: line.minus[longest] for line in lines}
+def print_board(entries: list[Entry], title: str) -> None:
+    """The differences, then the losses and what they cost."""
+    tested = {each.name: each.minus[FACTORS[-1]] for each in entries}
     known = {name: each.p for name, each in tested.items() if each and each.half > 0}
     p = dict(zip(known, holm([*known.values()]), strict=True))
-    names = sweep.short_names([line.name for line in lines], NAME_WIDTH)
+    softmax = next((each.runs for each in entries if each.name == "softmax"), entries[0].runs)
     differences = [["variant", "context", "n", "T", "4 T", "16 T", "p"]]
-    losses = [["variant", "T", "4 T", "16 T", "parameters", "minutes", "rates"]]
-    for line, name in zip(lines, names, strict=True):
-        cells = [format_difference(each) if each else "-" for each in line.minus.values()]
-        own_p = f"{p[line.name]:.3f}" if line.name in p else "-"
-        differences.append([name, line.setting, str(len(line.runs)), *cells, own_p])
-        means = [f"{mean_at(line, factor):.3f}" for factor in FACTORS]
-        minutes = line.runs["minutes"].replace("", "nan").astype(float).mean()
-        costs = [str(line.runs["parameters"].iloc[0]), f"{minutes:.1f}", str(line.n_rates)]
-        losses.append([name, *means, *costs])
+    costs = [["variant", "T", "4 T", "16 T", "time", "parameters", "rates"]]
+    for each in entries:
+        cells = [format_difference(minus) if minus else "-" for minus in each.minus.values()]
+        own_p = f"{p[each.name]:.3f}" if each.name in p else "-"
+        differences.append([each.name, each.setting, str(len(each.runs)), *cells, own_p])
+        losses = [f"{each.loss(factor):.3f}" for factor in FACTORS]
+        n_params = each.runs["parameters"].iloc[0]
+        costs.append(
+            [each.name, *losses, step_time(each.runs, softmax), n_params, str(each.n_rates)]
+        )
     print(
         f"\n{title}\n\nLoss within T minus softmax's, at 4 T and 16 T minus softmax's in its rolling"
     )
     print("window of T. ± is the 95 % interval, for n = 1 of documents; p is Holm's.\n")
     print(measure.format_table(differences, n_names=2))
-    print("\nLosses in nats, and what a run costs.\n")
-    print(measure.format_table(losses))
-    if not any(line.name == "softmax" for line in lines):
-        print("\nno softmax of this recipe to compare with: python compare.py configs/softmax.toml")
+    print("\nLosses in nats; a step's time over softmax's, on one machine; rates tried.\n")
+    print(measure.format_table(costs))
+    if "softmax" not in tested:
+        print(f"\nno softmax of this recipe to compare with: python compare.py {SOFTMAX}")
 
 
-def draw(lines: list[Row], title: str, path: Path) -> None:
+def step_time(runs: DataFrame, softmax: DataFrame) -> str:
+    """Over softmax's; "-" where it was trained on another machine alone."""
+    pairs = runs.merge(softmax, on=["machine", "threads"])
+    own, theirs = pairs["minutes_x"].astype(float).mean(), pairs["minutes_y"].astype(float).mean()
+    return f"{own / theirs:.2f}" if theirs > 0 else "-"
+
+
+def draw(entries: list[Entry], title: str, path: Path) -> None:
     curves = []
-    for line in lines:
-        known = {factor: losses for factor, losses in line.losses.items() if losses}
-        values = [float(losses.values.mean()) for losses in known.values()]
-        halves = [each.half if (each := line.minus[factor]) else math.nan for factor in known]
-        curves.append(Curve(f"{line.name}, {line.setting}", list(known), values, halves))
+    for each in entries:
+        known = {factor: minus for factor, minus in each.minus.items() if each.losses[factor]}
+        halves = [minus.half if minus else math.nan for minus in known.values()]
+        losses = [each.loss(factor) for factor in known]
+        curves.append(Curve(f"{each.name}, {each.setting}", [*known], losses, halves))
     xlabel = "context, times the training length"
-    measure.draw_curves(path, curves, title, "loss (nats)", [], xlabel)
+    measure.draw_curves(path, curves, title, "loss (nats)", xlabel=xlabel)
 
 
 # ---------------------------------------------------------------- check
-def check_row(folder: Path, runs: DataFrame, rows: DataFrame) -> None:
-    """Compare a training of seed 1 with the board's row of the same run.
+def find_run(board: Path, config: Config) -> str:
+    """The name of the board's run that a training of this config repeats.
 
-    Raises UserError: there is none, its own file's sha256 differs, or a loss differs by more than
-    the interval of the difference over documents, and than TOLERANCE.
+    Raises UserError: there is none, or its own file has another sha256.
     """
-    board = measure.read_runs(folder)
-    stored = measure.read_rows(folder / "rows.csv.gz")
-    for _, run in runs.iterrows():
-        is_own = (board["variant"] == run["variant"]) & (board["seed"] == "1")
-        theirs = board[is_own & (board["rate"] == run["rate"])]
-        if theirs.empty:
-            raise UserError(f"{folder}: no run of {run['variant']} with seed 1, rate {run['rate']}")
-        old = theirs.iloc[0]
-        if old["sha256"] != run["sha256"]:
-            problem = f"its file has sha256 {run['sha256'] or 'none'}"
-            raise UserError(
-                f"{run['run']}: {problem}: expected {old['sha256'] or 'none'}, the row's"
-            )
-        compare_rows(str(run["run"]), select(rows, run=run["run"]), select(stored, run=old["run"]))
-        print(f"{run['run']}: the row holds")
+    variant, rate = measure.variant_of(config.name), measure.peak_rate(config)
+    runs = select(measure.read_runs(board), variant=variant, rate=rate, seed=1)
+    if runs.empty:
+        raise UserError(f"{board}: no run of {variant} with seed 1, rate {rate}")
+    theirs, ours = runs["sha256"].iloc[0], measure.code_of(config)
+    if ours != theirs:
+        problem = f"{config.name}: its file has sha256 {ours or 'none'}"
+        raise UserError(f"{problem}: expected {theirs or 'none'}, the row's")
+    return str(runs["run"].iloc[0])
 
 
-def compare_rows(name: str, ours: DataFrame, theirs: DataFrame) -> None:
-    keys = ["text", "measure", "length", "window", "scaling"]
-    n_compared = 0
-    for key, own_rows in select(ours, measure="same_targets").groupby(keys, sort=False):
-        where = dict(zip(keys, key, strict=True))
-        new = read_losses(own_rows.assign(run="seed"))
-        old = read_losses(select(theirs, **where).assign(run="seed"))
-        if new is None or old is None:
-            continue
-        difference = estimate(old, new)
-        n_compared += 1
-        if abs(difference.value) > max(TOLERANCE, difference.half):
-            at = ", ".join(f"{column} {value}" for column, value in where.items())
-            expected = f"expected {new.values.mean():.4f} ±{max(TOLERANCE, difference.half):.4f}"
-            raise UserError(f"{name}: the row has {old.values.mean():.4f} at {at}: {expected}")
-    if not n_compared:
-        raise UserError(f"{name}: the row has no losses on this text")
+def check_losses(run: str, ours: DataFrame, theirs: DataFrame) -> None:
+    """Compare the rows of a training with a run's on the board.
+
+    Raises UserError: a loss differs by more than TOLERANCE and than the interval of the difference
+    over documents; or there is none to compare.
+    """
+    where = ["text", "length", "window", "scaling"]
+    ours = select(ours, measure="same_targets")
+    theirs = select(theirs, run=run, measure="same_targets")
+    pairs = ours.merge(theirs, on=[*where, "block", "document"], suffixes=("", "_before"))
+    pairs = pairs.dropna(subset=["value", "value_before"])
+    if pairs.empty:
+        raise UserError(f"{run}: the row has no losses on this text")
+    for key, cell in pairs.groupby(where, sort=False):
+        blocks = tuple(zip(cell["block"], cell["document"], strict=True))
+        values = (cell["value_before"] - cell["value"]).to_numpy()
+        difference = estimate(Losses(values[None], blocks))
+        most = max(TOLERANCE, difference.half)
+        if abs(difference.value) > most:
+            at = ", ".join(f"{name} {value}" for name, value in zip(where, key, strict=True))
+            problem = f"the row has {cell['value_before'].mean():.4f} at {at}"
+            expected = f"expected {cell['value'].mean():.4f} ±{most:.4f}"
+            raise UserError(f"{run}: {problem}: {expected}")
 
 
 if __name__ == "__main__":

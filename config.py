@@ -106,47 +106,62 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
 
 
 class SweepRun(NamedTuple):
-    """One of the runs that a file describes."""
+    """One of the runs that a file and lists on the command line describe."""
 
     path: Path
-    name: str  # the file's stem and _<key>=<value> of each swept key
-    swept: dict[str, Any]  # dotted key -> the value of this run; empty without a [sweep]
-
-    @property
-    def overrides(self) -> list[str]:
-        """What chooses this run on a command line, and its name; nothing without a [sweep]."""
-        choices = [
-            word for key, value in self.swept.items() for word in (f"--{key}", _toml_value(value))
-        ]
-        return [*choices, "--name", self.name] if self.swept else []
+    swept: dict[str, Any]  # dotted key -> the value of this run; empty without a sweep
+    overrides: list[str]  # of these values and the run's name; empty without a sweep
 
 
 def expand_sweep(path: str | Path, overrides: list[str] | None = None) -> list[SweepRun]:
-    """The runs that a file's [sweep] describes; without a [sweep], one.
+    """The runs of a file's [sweep] and of the overrides with several values; without both, one.
 
     Several keys give their product, the last one fastest; several [[sweep]] sections follow each
-    other. Keys that `overrides` set are not swept.
+    other. Keys that `overrides` set are not swept. A run is named after the file and its values.
 
-    Raises UserError: the file cannot be read, or a key has no list of values.
+    Raises UserError: the file cannot be read, a key has no list of values, or too many runs.
     """
     path = Path(path)
-    chosen = parse_overrides(overrides or [])
-    runs: list[SweepRun] = []
-    for sweep in _read_file(path, chosen.pop("base", None), chosen)[1]:
-        keys = [key for key in sweep if key not in chosen]
-        n_runs = math.prod(len(sweep[key]) for key in keys)
+    plain, lists = split_lists(overrides or [])
+    chosen = parse_overrides(plain)
+    base = chosen.pop("base", None)
+    runs: dict[str, SweepRun] = {}  # two sections may differ in a key that an override sets
+    for section in _read_file(path, base, {*chosen, *lists})[1]:
+        values = {key: section[key] for key in section if key not in chosen} | lists
+        n_runs = math.prod(map(len, values.values()))
         if n_runs > MAX_RUNS:
             raise UserError(f"{path}: sweep: {n_runs} runs: expected at most {MAX_RUNS}")
-        for combination in itertools.product(*(sweep[key] for key in keys)):
-            swept = dict(zip(keys, combination, strict=True))
-            parts = [
-                path.stem,
-                *(f"{key.rpartition('.')[2]}={value}" for key, value in swept.items()),
-            ]
-            run = SweepRun(path, re.sub(r"[^A-Za-z0-9._=+-]", "-", "_".join(parts)), swept)
-            if run not in runs:  # two sections may differ in a key that an override sets
-                runs.append(run)
-    return runs
+        for combination in itertools.product(*values.values()):
+            swept = dict(zip(values, combination, strict=True))
+            choices = [word for key in swept for word in (f"--{key}", _toml_value(swept[key]))]
+            if swept:
+                choices += ["--name", name_run(path, swept)]
+            runs.setdefault(repr(swept), SweepRun(path, swept, choices))
+    return list(runs.values())
+
+
+def name_run(path: Path, swept: dict[str, Any]) -> str:
+    """The file's name and _<key>=<value> of each swept key."""
+    parts = [path.stem, *(f"{key.rpartition('.')[2]}={value}" for key, value in swept.items())]
+    return re.sub(r"[^A-Za-z0-9._=+-]", "-", "_".join(parts))
+
+
+def split_lists(overrides: list[str]) -> tuple[list[str], dict[str, list[Any]]]:
+    """The overrides with one value each, and the values of those with several, by dotted key."""
+    groups: list[list[str]] = []
+    for word in overrides:
+        if word.startswith("--") or not groups:
+            groups.append([])
+        groups[-1].append(word)
+    plain: list[str] = []
+    lists: dict[str, list[Any]] = {}
+    for option, *texts in groups:
+        if len(texts) < 2:
+            plain += [option, *texts]
+        else:
+            key = option.removeprefix("--").replace("-", "_")
+            lists[key] = [_parse_value(key, text) for text in texts]
+    return plain, lists
 
 
 def config_from_dict(values: dict[str, Any], source: str, folder: Path = Path()) -> Config:

@@ -158,7 +158,6 @@ def describe_run(folder: Path) -> dict[str, Any]:
     steps = [each["step"] for each in metrics if "loss" in each]
     with torch.device("meta"):
         n_params = GPT(config).n_params()
-    codes = [sha256(source).hexdigest() for source in own.files_of(config.normalisers).values()]
     return {
         "run": config.name,
         "variant": variant_of(config.name),
@@ -170,12 +169,17 @@ def describe_run(folder: Path) -> dict[str, Any]:
         "steps": max(steps, default=0),
         "dtype": config.train.dtype,
         "commit": last.get("commit") or "",
-        "sha256": " ".join(codes),
+        "sha256": code_of(config),
         "date": last.get("time", "")[:10],
         "machine": last.get("device", ""),
         "threads": last.get("threads", ""),
-        "minutes": round(training_seconds(metrics) / 60, 1),
+        "minutes": round(training_seconds(metrics) / 60, 3),
     }
+
+
+def code_of(config: Config) -> str:
+    """The sha256 of the files of its own normalisers."""
+    return " ".join(sha256(x).hexdigest() for x in own.files_of(config.normalisers).values())
 
 
 def peak_rate(config: Config) -> float:

@@ -17,46 +17,39 @@ same command resumes. With several jobs the output of a run goes to <log.dir>/<n
 
 import argparse
 import itertools
-import math
 import os
-import re
 import shlex
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Container, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from queue import SimpleQueue
 from signal import SIGTERM
-from threading import Event
+from statistics import fmean
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from matplotlib.figure import Figure
 
 import eval_length
 import measure
-from config import (
-    MAX_RUNS,
-    SweepRun,
-    expand_sweep,
-    load_config,
-    parse_overrides,
-    run_identity,
-    same_run,
-)
+from config import expand_sweep, load_config, run_identity, split_lists
 from infra.cli import ArgumentParser, UserError, n_cores, positive_int, run_main
 from infra.distributed import StopSignals
-from infra.files import exclusive_lock, read_jsonl
+from measure import Curve
 from schema import Config
-from training.checkpoint import find_checkpoints, load_checkpoint, step_of, stored_config
-from training.loader import open_streams
-from training.state import changed_data, data_info
+from training.checkpoint import find_checkpoints, step_of
 
 HERE = Path(__file__).resolve().parent
-LONGEST = 16  # times the training length: the last length of an evaluation
-NAME_WIDTH = 30  # of a run in the table
+COLUMNS = {  # of the table: times the training length, whether in a rolling window, scaling
+    "1x": (1, False, "none"),
+    "16x": (16, False, "none"),
+    "16x NTK": (16, False, "ntk"),
+    "16x window": (16, True, "none"),
+}
+DRAWN = ("validation", "16x NTK", "16x")  # of the columns
 
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -72,21 +65,53 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--jobs", type=positive_int, default=1, metavar="J", help=jobs_help)
     tokens_help = "of the evaluation, in all (default: 2^20; 0: no evaluation)"
     add("--eval-tokens", type=int, default=2**20, metavar="N", help=tokens_help)
-    add("--tag", metavar="WORD", help="added to the names of all runs")
+    args, overrides = parse_with_configs(parser, argv)
+    args.splits = [None]  # of each run's data, the default one
+    return args, overrides
+
+
+def parse_with_configs(
+    parser: ArgumentParser, argv: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """The parser's options and, as `configs`, the files before them; then all other options."""
     n_configs = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     # no override's value is taken for a file
     args, overrides = parser.parse_known_args(argv[n_configs:])
     args.configs = argv[:n_configs]
     if not args.configs:
-        raise UserError(
-            "expected config files first: sweep.py configs/demo_softmax.toml (or --help)"
-        )
+        raise UserError(f"expected config files first: {parser.prog} mine.toml (or --help)")
     return args, overrides
+
+
+def main() -> None:
+    args, overrides = parse_args(sys.argv[1:])
+    jobs = make_jobs(args.configs, overrides)
+    if args.index is not None:
+        if args.index not in range(len(jobs)):
+            expected = f"expected 0 to {len(jobs) - 1}, the number of a run"
+            raise UserError(f"--index {args.index}: {expected}")
+        jobs = [jobs[args.index]]
+    if args.list:
+        for i, job in enumerate(jobs):
+            try:
+                state = "finished" if job.is_trained() else "to run"
+            except (ValueError, OSError) as e:  # of a damaged folder: the others may be fine
+                state = str(e)
+            print(f"{i:3}  {job.run_dir}  {state}")
+        return
+    failures = run_all(jobs, args)
+    show(jobs, failures, Path(args.configs[0]).stem)
+    evaluated = " and evaluated" if args.eval_tokens else ""
+    print(f"{failures.count('')} of {len(jobs)} runs are trained{evaluated}")
+    for failure in filter(None, failures):
+        print(failure)
+    if any(failures):
+        sys.exit(1)
 
 
 # ---------------------------------------------------------------- jobs
 class Job(NamedTuple):
-    """A command of train.py, and the run that is finished once it has the last checkpoint."""
+    """A command of train.py, which is done once its run folder has the last checkpoint."""
 
     arguments: list[str]
     config: Config  # to which they resolve
@@ -96,238 +121,134 @@ class Job(NamedTuple):
     def run_dir(self) -> Path:
         return self.config.run_dir
 
-    def is_trained(self, lazily: bool = True) -> bool:
-        """Whether its folder has the last checkpoint of this config, on its data. Validation came
-        before.
-
-        lazily: without the sums of its tensors.
+    def is_trained(self) -> bool:
+        """Whether its folder has the last step of this config. Of another config or file train.py
+        names the difference.
         """
+        stored = self.run_dir / "config.toml"  # which train.py writes
         checkpoints = find_checkpoints(self.run_dir)
-        if not checkpoints or step_of(checkpoints[0]) != self.config.train.max_steps:
+        if not checkpoints or not stored.exists():
             return False
-        # train.py rewrites it, as for data that have moved
-        stored = self.run_dir / "config.toml"
-        old = load_config(stored) if stored.exists() else None
-        try:
-            content = load_checkpoint(checkpoints[0], lazily)
-            old = old or stored_config(content, checkpoints[0])
-            if not same_run(old, self.config):  # train.py names the difference
-                return False
-            if not Path(self.config.data.dir).is_dir():  # gone since
-                return True
-            return not changed_data(content["data"], data_info(*open_streams(self.config)))
-        except UserError:  # train.py says why, or resumes from the checkpoint before
-            return False
+        is_last = step_of(checkpoints[0]) == self.config.train.max_steps
+        return is_last and run_identity(load_config(stored)) == run_identity(self.config)
 
-    @property
-    def state(self) -> str:
-        """For --list."""
-        try:
-            return "finished" if self.is_trained() else "to run"
-        except (ValueError, OSError) as e:
-            return str(e)
-
-    def evaluation(self, tokens: int) -> list[str]:
-        """The arguments of eval_length.py."""
-        options = ["--tokens", str(tokens), "--data", self.config.data.dir]
-        return [str(self.run_dir), *options, "--device", self.config.train.device]
-
-    def is_evaluated(self, tokens: int) -> bool:
-        """Whether its folder has the rows of the last step that `run_job` asks for."""
-        if not find_checkpoints(self.run_dir):
-            return False
-        if not Path(self.config.data.dir).is_dir():  # gone since
-            return bool(len(measure.read_rows(self.run_dir)))
-        return eval_length.is_measured(self.evaluation(tokens))
+    def evaluations(self, args: argparse.Namespace) -> list[list[str]]:
+        """The arguments of eval_length.py, for each split."""
+        if not args.eval_tokens:
+            return []
+        options = ["--tokens", str(args.eval_tokens), "--data", self.config.data.dir]
+        common = [str(self.run_dir), *options, "--device", self.config.train.device]
+        return [[*common, *(["--split", split] if split else [])] for split in args.splits]
 
 
-def split_lists(overrides: list[str]) -> tuple[list[str], list[list[str]]]:
-    """The overrides of all runs, and those with several values, each as [--key, value, value, ...]."""
-    words: list[list[str]] = []
-    for word in overrides:
-        if word.startswith("--") or not words:
-            words.append([word])
-        else:
-            words[-1].append(word)
-    plain = [word for each in words if len(each) < 3 for word in each]
-    return plain, [each for each in words if len(each) > 2]
+def make_jobs(configs: Sequence[str], overrides: list[str]) -> list[Job]:
+    """All runs of all files, checked before the first one starts, each after the one that it starts
+    from.
 
-
-def make_jobs(configs: list[str], overrides: list[str], tag: str | None) -> list[Job]:
-    """All runs of all files, checked before the first one starts; prints which repeat another: left
-    out. A run comes after the one that its init_from names.
-
-    Raises UserError: a config with a problem; two runs of one name.
+    Says which repeat another run, and leaves them out. Raises UserError: a config with a problem;
+    two runs of one name; runs that start from each other.
     """
-    if any(word.partition("=")[0] == "--name" for word in overrides):
-        raise UserError(
-            "--name: runs are named after their files; expected --tag WORD, added to each name"
-        )
-    plain, lists = split_lists(overrides)
+    plain, _ = split_lists(overrides)
     jobs: dict[Path, Job] = {}
-    known: dict[object, Path] = {}  # by what decides their losses
-    for run in (run for path in configs for run in expand(path, plain, lists)):
+    known: dict[str, Path] = {}  # by what decides their losses
+    for run in itertools.chain(*(expand_sweep(path, overrides) for path in configs)):
         arguments = [*run.overrides, *plain]
         config = load_config(run.path, arguments)
-        if tag:
-            arguments += ["--name", f"{config.name}_{tag}"]
-            config = load_config(run.path, arguments)
-        if config.run_dir in jobs:
-            raise UserError(
-                f"{run.path}: two runs would be called {config.run_dir}; expected other names"
-            )
-        twin = known.setdefault(run_identity(config), config.run_dir)
-        if twin != config.run_dir:
-            print(f"left out: {config.run_dir}, the same run as {twin}")
+        folder = config.run_dir
+        if folder.absolute() in jobs:
+            raise UserError(f"{run.path}: two runs would be called {folder}; expected other names")
+        twin = known.setdefault(run_identity(config), folder)
+        if twin != folder:
+            print(f"left out: {folder}, the same run as {twin}")
         else:
-            jobs[config.run_dir] = Job([str(run.path), *arguments], config, run.swept)
-    return in_order(list(jobs.values()))
+            jobs[folder.absolute()] = Job([str(run.path), *arguments], config, run.swept)
+    sources = {folder: sources_of(job, jobs) for folder, job in jobs.items()}
+    try:
+        return [jobs[folder] for folder in TopologicalSorter(sources).static_order()]
+    except CycleError as e:
+        raise UserError(f"init_from of {e.args[1][0]}: these runs start from each other") from None
 
 
-def expand(path: str, overrides: list[str], lists: list[list[str]]) -> list[SweepRun]:
-    """The runs of a file's [sweep], each with every combination of the lists of values."""
-    n_runs = math.prod(len(words) - 1 for words in lists)
-    if n_runs > MAX_RUNS:
-        raise UserError(f"{n_runs} runs: expected at most {MAX_RUNS}")
-    runs: list[SweepRun] = []
-    for values in itertools.product(*(words[1:] for words in lists)):
-        chosen = [
-            word for words, value in zip(lists, values, strict=True) for word in (words[0], value)
-        ]
-        swept = parse_overrides(chosen)
-        suffix = "".join(f"_{key.rpartition('.')[2]}={value}" for key, value in swept.items())
-        for run in expand_sweep(path, [*overrides, *chosen]):
-            name = re.sub(r"[^A-Za-z0-9._=+-]", "-", run.name + suffix)
-            runs.append(SweepRun(run.path, name, run.swept | swept))
-    return runs
-
-
-def in_order(jobs: list[Job]) -> list[Job]:
-    """Each job after the one whose weights it starts from; else as they are.
-
-    Raises UserError: runs start from each other.
-    """
-    ordered: list[Job] = []
-    rest = jobs
-    while rest:
-        ready = [job for job in rest if source_of(job, rest) is None]
-        if not ready:
-            raise UserError(f"init_from of {rest[0].run_dir}: these runs start from each other")
-        ordered += ready
-        rest = [job for job in rest if job not in ready]
-    return ordered
-
-
-def source_of(job: Job, jobs: list[Job]) -> int | None:
-    """The number of the job whose run folder, or a checkpoint in it, the job starts from."""
+def sources_of(job: Job, folders: Container[Path]) -> list[Path]:
+    """The run folder among `folders` that the job starts from, or from a checkpoint in it."""
     if not job.config.init_from:
-        return None
+        return []
     path = Path(job.config.init_from).absolute()
-    places = {path, *path.parents}
-    return next((i for i, each in enumerate(jobs) if each.run_dir.absolute() in places), None)
+    return [place for place in (path, *path.parents) if place in folders]
 
 
 # ---------------------------------------------------------------- running
-def main() -> None:
-    args, overrides = parse_args(sys.argv[1:])
-    jobs = make_jobs(args.configs, overrides, args.tag)
-    if args.index is not None and args.index not in range(len(jobs)):
-        raise UserError(f"--index {args.index}: expected 0 to {len(jobs) - 1}, the number of a run")
-    if args.list:
-        for i, job in enumerate(jobs):
-            print(f"{i:3}  {job.run_dir}  {job.state}")
-        return
-    if args.index is not None:
-        jobs = [jobs[args.index]]
-    failures = run_all(jobs, args)
-    if failures is None:
-        return
-    show(jobs, Path(args.configs[0]).stem)
-    evaluated = " and evaluated" if args.eval_tokens else ""
-    print(f"{len(jobs) - len(failures)} of {len(jobs)} runs are trained{evaluated}")
-    if failures:
-        print("\n".join(failures))
-        sys.exit(1)
+def run_all(jobs: list[Job], args: argparse.Namespace) -> list[str]:
+    """Run the jobs, --jobs at a time. Exits after a signal.
 
-
-def check_resources(args: argparse.Namespace, jobs: list[Job], gpus: int) -> None:
-    """Raises UserError for too few tokens of an evaluation, or more processes than GPUs."""
-    needed = LONGEST * max(job.config.train.seq_len for job in jobs)
-    if args.eval_tokens and args.eval_tokens < needed:
-        raise UserError(
-            f"--eval-tokens {args.eval_tokens}: expected at least {needed}, one block, or 0"
-        )
-    # CUDA would show the last runs none
-    if gpus and args.jobs > 1 and args.jobs * args.nproc > gpus:
-        processes = f"--jobs {args.jobs} --nproc {args.nproc}"
-        raise UserError(f"{processes}: expected at most {gpus} processes, one a GPU")
-
-
-def run_all(jobs: list[Job], args: argparse.Namespace) -> list[str] | None:
-    """Run the jobs, --jobs at a time. Returns a line for each failure; None after a signal."""
+    Returns: Of each job a line that says how it failed, or "".
+    """
     uses_gpus = any(job.config.train.device != "cpu" for job in jobs)
     gpus = torch.cuda.device_count() if uses_gpus else 0
     args.nproc = args.nproc or max(1, gpus // args.jobs)
-    check_resources(args, jobs, gpus)
+    if gpus and args.jobs > 1 and args.jobs * args.nproc > gpus:  # CUDA would show the last none
+        processes = f"--jobs {args.jobs} --nproc {args.nproc}"
+        raise UserError(f"{processes}: expected at most {gpus} processes, one a GPU")
     slots: SimpleQueue[int] = SimpleQueue()  # free shares of the machine
     for slot in range(args.jobs):
         slots.put(slot)
-    ended = [Event() for _ in jobs]
 
-    def failure_of(i: int) -> str | None:
-        source = source_of(jobs[i], jobs)
-        if source is not None and source != i:
-            ended[source].wait()
+    def do(i: int, sources: list[Future[str]]) -> str:
+        for source in sources:
+            source.result()  # waits
         slot = slots.get()
         try:
             failure = run_job(jobs[i], f"{i + 1}/{len(jobs)}", args, slot, stop)
-        except (ValueError, OSError) as e:  # an unreadable run folder: the others may be fine
+        except (ValueError, OSError) as e:  # of a damaged folder: the others may be fine
             failure = str(e)
         finally:
             slots.put(slot)
-            ended[i].set()
-        if failure is None or stop.number:
-            return None
-        line = f"failed: {jobs[i].run_dir}: {failure}"
-        print(line, flush=True)
-        return line
+        if failure and not stop.number:
+            failure = f"failed: {jobs[i].run_dir}: {failure}"
+            print(failure, flush=True)
+        return failure
 
     with StopSignals() as stop:
+        results: dict[Path, Future[str]] = {}
         with ThreadPoolExecutor(args.jobs) as pool:
-            failures = [line for line in pool.map(failure_of, range(len(jobs))) if line]
+            for i, job in enumerate(jobs):
+                sources = [results[folder] for folder in sources_of(job, results)]
+                results[job.run_dir.absolute()] = pool.submit(do, i, sources)
         if stop.number:
             print(f"stopped by {stop.name_of(stop.number)}: the same command resumes")
-            return None
-    return failures
+            sys.exit()
+    return [result.result() for result in results.values()]
 
 
-def run_job(
-    job: Job, number: str, args: argparse.Namespace, slot: int, stop: StopSignals
-) -> str | None:
-    """Do the job's unfinished commands. Returns the failure; None: success, or a signal came."""
-    run_dir = job.run_dir
-    is_evaluated = not args.eval_tokens or job.is_evaluated(args.eval_tokens)
-    with exclusive_lock(run_dir):  # of a training
-        commands = [] if job.is_trained(lazily=is_evaluated) else [["train.py", *job.arguments]]
-    if not is_evaluated or (commands and args.eval_tokens):
-        commands.append(["eval_length.py", *job.evaluation(args.eval_tokens)])
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc}"]
-    python = [sys.executable, *(torchrun if args.nproc > 1 else [])]
-    log = run_dir.with_name(f"{run_dir.name}.log") if args.jobs > 1 else None
-    for script, *arguments in commands:
+def run_job(job: Job, number: str, args: argparse.Namespace, slot: int, stop: StopSignals) -> str:
+    """Do what is not done of the job. Returns the failure; "": success, or a signal came."""
+    log = job.run_dir.with_name(f"{job.run_dir.name}.log") if args.jobs > 1 else None
+    group = {"WANDB_RUN_GROUP": Path(job.arguments[0]).stem}  # which wandb reads itself
+    environment = group | share_of_machine(args, slot)
+    python = [sys.executable]
+    if args.nproc > 1:
+        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc}"]
+
+    def failure_of(script: str, arguments: list[str]) -> str:
         if stop.number:
-            return None
-        print(f"== {number}  {run_dir}: {script}", flush=True)
-        group = {"WANDB_RUN_GROUP": Path(job.arguments[0]).stem}  # which wandb reads itself
-        environment = group | share_of_machine(args, slot)
+            return ""
+        print(f"== {number}  {job.run_dir}: {script}", flush=True)
         status = run([*python, str(HERE / script), *arguments], stop, environment, log)
-        if status:
-            return f"{script} ended with status {status}" + (f", see {log}" if log else "")
-        if script == "train.py" and not job.is_trained():  # it received a signal itself
+        see_log = f", see {log}" if log else ""
+        return f"{script} ended with status {status}{see_log}" if status else ""
+
+    was_trained = job.is_trained()
+    if not was_trained:
+        if failure := failure_of("train.py", job.arguments):
+            return failure
+        if not job.is_trained():  # it received a signal itself
             return "train.py stopped before its last step; the same command resumes it"
-        if script == "eval_length.py" and not job.is_evaluated(args.eval_tokens):
-            return "eval_length.py has measured another step"
-    return None
+    for arguments in job.evaluations(args):
+        if was_trained and eval_length.is_measured(arguments):
+            continue
+        if failure := failure_of("eval_length.py", arguments):
+            return failure
+    return ""
 
 
 def share_of_machine(args: argparse.Namespace, slot: int) -> dict[str, str]:
@@ -347,7 +268,7 @@ def share_of_machine(args: argparse.Namespace, slot: int) -> dict[str, str]:
     return share
 
 
-def run(command: list[str], stop: StopSignals, env: dict[str, str] | None, log: Path | None) -> int:
+def run(command: list[str], stop: StopSignals, env: dict[str, str], log: Path | None) -> int:
     """Run a command to its end, forwarding a signal to it once. Returns its exit status."""
     print(f"$ {shlex.join(command)}", flush=True)
     with (
@@ -365,98 +286,60 @@ def run(command: list[str], stop: StopSignals, env: dict[str, str] | None, log: 
 
 
 # ---------------------------------------------------------------- table and picture
-def numbers(job: Job) -> dict[str, float]:
-    """The last validation loss, and at the last step the losses of the same targets at 1x and 16x.
+def show(jobs: list[Job], failures: list[str], stem: str) -> None:
+    """Print the table of all runs, and draw the picture if a key has several values.
 
-    Empty of a run that is not trained: the numbers there may be another run's.
+    A run that failed has no numbers: those in its folder may be another's.
     """
-    values: dict[str, float] = {}
-    with suppress(ValueError, OSError):  # of a damaged folder, which is among the failures
-        if not job.is_trained():
-            return {}
-        for record in read_jsonl(job.run_dir / "metrics.jsonl"):
-            if isinstance(record.get("val_loss"), float):
-                values["validation"] = record["val_loss"]
-        step = job.config.train.max_steps
-        rows = measure.read_rows(job.run_dir)
-        rows = measure.select(rows, run=job.config.name, step=step, measure="same_targets")
-        rows = measure.select(rows, text=rows["text"].iloc[-1]) if len(rows) else rows
-        length = job.config.train.seq_len
-        longest = {"length": LONGEST * length}
-        wanted: dict[str, dict[str, Any]] = {
-            "1x": {"length": length, "window": 0, "scaling": "none"},
-            "16x": longest | {"window": 0, "scaling": "none"},
-            "16x NTK": longest | {"window": 0, "scaling": "ntk"},
-            "16x window": longest | {"window": length},
-        }
-        for name, where in wanted.items():
-            losses = measure.select(rows, **where)["value"]
-            if len(losses) and losses.notna().all():
-                values[name] = losses.mean()
-    return values
-
-
-def show(jobs: list[Job], stem: str) -> None:
-    """Print the table of all runs, and draw the picture if a key has several values."""
-    known = [numbers(job) for job in jobs]
-    columns = list(dict.fromkeys(name for each in known for name in each))
-    names = short_names([job.config.name for job in jobs])
-    lines = [["run", *columns]]
-    for name, values in zip(names, known, strict=True):
-        cells = [f"{values[column]:.3f}" if column in values else "-" for column in columns]
-        lines.append([name, *cells])
+    pairs = zip(jobs, failures, strict=True)
+    known = [{} if failure else losses_of(job) for job, failure in pairs]
+    lines = [["run", "validation", *COLUMNS]]
+    for job, losses in zip(jobs, known, strict=True):
+        cells = [f"{losses[name]:.3f}" if name in losses else "-" for name in lines[0][1:]]
+        lines.append([job.config.name, *cells])
     print(measure.format_table(lines))
-    keys = {key for job in jobs for key in job.swept if key != "seed"}
-    by_key = {key: {repr(job.swept.get(key)) for job in jobs} for key in keys}
-    key = max(sorted(keys), key=lambda each: len(by_key[each]), default="")
-    if key and len(by_key[key]) > 1 and any(known):
+    keys = dict.fromkeys(key for job in jobs for key in job.swept if key != "seed")
+    n_values = {key: len({str(job.swept.get(key)) for job in jobs}) for key in keys}
+    key = max(n_values, key=lambda each: n_values[each], default="")
+    if n_values.get(key, 0) > 1 and any(known):
         draw(jobs, known, key, jobs[0].run_dir.parent / f"{stem}_sweep.png")
 
 
-def short_names(names: list[str], width: int = NAME_WIDTH) -> list[str]:
-    """Names of at most `width` letters: without what all begin with, else without their middle."""
-    prefix = os.path.commonprefix(names) if len(names) > 1 else ""
-    start = prefix.rfind("_") + 1
-    is_long = max(map(len, names), default=0) > width
-    shortened = []
-    for name in names:
-        name = name[start:] if is_long else name
-        half = width // 2
-        shortened.append(f"{name[: half - 1]}…{name[-half:]}" if len(name) > width else name)
-    return shortened
+def losses_of(job: Job) -> dict[str, float]:
+    """The last validation loss, and the COLUMNS' of the same targets after the last step."""
+    losses: dict[str, float] = {}
+    for row in measure.validation_rows(job.run_dir):
+        if row[3] == "val_loss":
+            losses["validation"] = row[-1]
+    step = job.config.train.max_steps
+    rows = measure.read_rows(job.run_dir)
+    rows = measure.select(rows, run=job.config.name, step=step, measure="same_targets")
+    newest = rows["text"].tail(1)
+    rows = rows[rows["text"].isin(newest)]
+    length = job.config.train.seq_len
+    for name, (factor, is_rolling, scaling) in COLUMNS.items():
+        window = length if is_rolling else 0
+        where = {"length": factor * length, "window": window, "scaling": scaling}
+        if measured := measure.read_losses(measure.select(rows, **where)):
+            losses[name] = float(measured.values.mean())
+    return losses
 
 
 def draw(jobs: list[Job], known: list[dict[str, float]], key: str, path: Path) -> None:
-    """The loss against one key: a line for each combination of the others, the mean over seeds."""
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    groups: dict[str, dict[Any, list[float]]] = {}
-    for job, values in zip(jobs, known, strict=True):
-        if key not in job.swept:
-            continue
-        others = {k: v for k, v in job.swept.items() if k not in (key, "seed")}
-        label = ", ".join(f"{k.rpartition('.')[2]} = {v}" for k, v in others.items())
-        for measured in ("validation", "16x NTK", "16x"):
-            if measured in values:
-                name = f"{label}, {measured}" if label else measured
-                by_value = groups.setdefault(name, {})
-                by_value.setdefault(job.swept[key], []).append(values[measured])
-    swept = [job.swept[key] for job in jobs if key in job.swept]
-    are_numbers = all(isinstance(value, int | float) for value in swept)
-    for i, (label, by_value) in enumerate(groups.items()):
-        x = sorted(by_value) if are_numbers else list(by_value)
-        y = [np.mean(by_value[value]) for value in x]
-        marker = measure.MARKERS[i % len(measure.MARKERS)]
-        places: list[Any] = x if are_numbers else [str(value) for value in x]
-        axes.plot(places, y, marker=marker, label=measure.escape(label))
-    if are_numbers and min(swept) > 0 and max(swept) >= 4 * min(swept):
-        axes.set_xscale("log")
-        axes.set_xticks(sorted({*swept}), [f"{value:g}" for value in sorted({*swept})])
-        axes.set_xticks([], minor=True)
-    axes.set(xlabel=measure.escape(key), ylabel="loss (nats)")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    measure.save_figure(figure, path)
+    """The loss against one key: a curve for each combination of the others, the mean over seeds."""
+    groups: dict[str, dict[Any, list[float]]] = {}  # curve -> value of the key -> losses
+    for job, losses in zip(jobs, known, strict=True):
+        others = {name: value for name, value in job.swept.items() if name not in (key, "seed")}
+        words = [f"{name.rpartition('.')[2]} = {value}" for name, value in others.items()]
+        for measured in DRAWN:
+            if key in job.swept and measured in losses:
+                curve = groups.setdefault(", ".join([*words, measured]), {})
+                curve.setdefault(job.swept[key], []).append(losses[measured])
+    curves = []
+    for label, by_value in groups.items():
+        values = sorted(by_value, key=lambda value: (isinstance(value, str), value))
+        curves.append(Curve(label, values, [fmean(by_value[value]) for value in values]))
+    measure.draw_curves(path, curves, f"Loss by {key}", "loss (nats)", xlabel=key)
 
 
 if __name__ == "__main__":

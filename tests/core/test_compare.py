@@ -1,39 +1,94 @@
-"""compare.py: an entrant from file to row, the rules, and rows that do not hold."""
+"""compare.py: an entrant from file to row, the rules, and rows that do not hold. Nothing is stubbed:
+commands run in this process, a training takes half a second."""
 
 import gzip
+import shutil
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
-from conftest import make_dataset, one_line
+from conftest import one_line, write_dataset
 
 import compare
 import measure
 import sweep
-from config import load_config
-from model import GPT
 
-TOKENS = 512
+RECIPE = """
+base = "{track}"
+[model]
+n_layer = 2
+n_head = 2
+n_embd = 32
+vocab_size = 64
+[data]
+dir = "{data}"
+[train]
+max_steps = 40
+seq_len = 16
+batch_tokens = 128
+micro_batch = 8
+device = "cpu"
+val_every = 40
+val_tokens = 320
+checkpoint_every = 40
+[optimizer]
+warmup_steps = 4
+"""
+PEEK = """
+from torch import Tensor
+
+from normalisers.family import Softmax
+
+class Peek(Softmax, name="peek"):
+    def signals(self, head_dim: int) -> dict[str, list[float]]:
+        return {"next": [0.0]}
+
+    def key_decay(self, signals: dict[str, Tensor]) -> Tensor:
+        return signals["next"].double().roll(-1, 2)
+"""
+
+
+def write_text(folder, trained_on="train"):
+    """Documents of 256 tokens; half of the tokens have other followers in test and val."""
+    rng = np.random.default_rng(0)
+    followers = {"train": rng.permutation(63)}
+    followers["test"] = np.where(np.arange(63) % 2, followers["train"], rng.permutation(63))
+    splits = {}
+    for split, n in (("val", 4), ("test", 4), ("train", 24)):
+        rule = followers["train" if split == "train" else "test"]
+        splits[split] = []
+        for _ in range(n):
+            tokens = [63, int(rng.integers(63))]
+            while len(tokens) < 257:
+                is_drawn = rng.random() < 0.1
+                tokens.append(int(rng.integers(63) if is_drawn else rule[tokens[-1]]))
+            splits[split] += tokens
+    splits["train"] = splits[trained_on]
+    return write_dataset(folder, splits, 10_000, vocab=64)
 
 
 @pytest.fixture
-def enter(call, monkeypatch, tiny_config, no_drawing):
-    """compare.py with the tiny config as its recipe, its commands in this process."""
+def recipe(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.format(track=compare.TRACK, data=write_text(tmp_path / "data")))
+    return path
+
+
+@pytest.fixture
+def enter(call, monkeypatch, recipe, no_drawing):
+    """compare.py with this recipe, and the commands that it runs."""
 
     def run(command, *others):
         call(import_module(Path(command[1]).stem), *command[2:])
         return 0
 
     monkeypatch.setattr(sweep, "run", run)
-    softmax = tiny_config.with_name("softmax.toml")
-    softmax.write_text("")
-    monkeypatch.setattr(compare, "SOFTMAX", softmax)
-    options = ["--eval-tokens", TOKENS, "--base", tiny_config, "--train.device", "cpu"]
-    monkeypatch.setattr(compare, "FREE_KEYS", (*compare.FREE_KEYS, "train.device"))
     monkeypatch.setattr("infra.distributed.signal.signal", lambda *_: None)  # in a thread here
 
     def compare_with(*arguments, to="runs"):
-        call(compare, *arguments, *options, "--log.dir", tiny_config.with_name(to))
+        options = ["--eval-tokens", 1024, "--base", recipe, "--log.dir", recipe.with_name(to)]
+        call(compare, *arguments, *options)
 
     return compare_with
 
@@ -46,36 +101,36 @@ def mine(own_file):
     return path
 
 
-def test_an_entrant_beside_the_board(enter, mine, tiny_config, tmp_path, capsys):
-    """Softmax of the board is in the tables; the rows enter it by one command."""
-    board = tmp_path / "results"
-    board.mkdir()
-    softmax = compare.SOFTMAX
-    enter(mine, "--quick", 3, to="quick")
-    out = capsys.readouterr().out
-    assert out.startswith("NOT COMPARABLE with the board: 3 steps") and "\nNOT COMPARABLE: 3" in out
-    lines = [line.split() for line in out.splitlines()]
-    assert {line[0] for line in lines if "." in "".join(line[3:4])} >= {"mine", "softmax"}
-    enter(softmax, "--seed", 1, 2, "--board", empty_board(board))
-    runs = [tmp_path / f"runs/softmax_seed={seed}" for seed in (1, 2)]
-    measure.collect(runs, board)
-    capsys.readouterr()
-    enter(mine, "--board", board)
-    out = capsys.readouterr().out
-    assert "mine.toml: tiny.toml takes the place of its base other.toml" in out
-    tables = out.split("The board")[1].split("\nwrote ")[0]
-    lines = [line.split() for line in tables.splitlines() if line.startswith(("mine", "softmax"))]
-    assert sorted(line[0] for line in lines) == ["mine", "mine", "softmax", "softmax"]
-    assert [line[2] for line in sorted(lines[:2])] == ["1", "2"]  # seeds
-    assert max(map(len, tables.splitlines())) <= 80
-    assert (tmp_path / "runs/compare.png").exists()
-
-
-def empty_board(folder):
+@pytest.fixture
+def board(tmp_path):
+    folder = tmp_path / "results"
+    folder.mkdir()
     (folder / "runs.csv").write_text(",".join(measure.RUN_COLUMNS) + "\n")
     header = (",".join(measure.COLUMNS) + "\n").encode()
     (folder / "rows.csv.gz").write_bytes(gzip.compress(header))
     return folder
+
+
+def test_an_entrant_beside_the_board(enter, mine, board, recipe, tmp_path, capsys):
+    """Softmax of the board is in the tables; the rows enter it by one command."""
+    enter(mine, "--quick", 3, to="quick")
+    out = capsys.readouterr().out
+    assert out.startswith("NOT COMPARABLE with the board: 3 steps") and "\nNOT COMPARABLE: 3" in out
+    assert "mine.toml: recipe.toml takes the place of its base other.toml" in out
+    assert {"mine", "softmax"} <= {line.partition(" ")[0] for line in out.splitlines()}
+    enter(compare.SOFTMAX, "--seed", 1, 2, "--board", board)
+    measure.collect([tmp_path / f"runs/softmax_seed={seed}" for seed in (1, 2)], board)
+    capsys.readouterr()
+    enter(mine, "--board", board)
+    tables = capsys.readouterr().out.split("The board")[1].split("\nwrote ")[0]
+    assert max(map(len, tables.splitlines())) <= 80
+    lines = [line.split() for line in tables.splitlines() if line.startswith(("mine", "softmax"))]
+    differences = {line[0]: line[2:] for line in lines[:2]}
+    costs = {line[0]: line[1:] for line in lines[2:]}
+    assert differences["softmax"][0] == "2" and differences["mine"][0] == "1"  # seeds
+    assert "±" in "".join(differences["mine"]) and float(differences["mine"][-1]) <= 1  # p
+    assert costs["softmax"][3:] == ["1.00", "29568", "1"]
+    assert (tmp_path / "runs/compare.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -83,61 +138,69 @@ def empty_board(folder):
     [
         ("model.n_embd = 64", "model.n_embd = 64: expected 32, the track's"),
         ("train.batch_tokens = 64", "train.batch_tokens = 64: expected 128, the track's"),
+        ("train.max_steps = 41", "train.max_steps = 41: expected 40, the track's"),
         ('init_from = "x"', "init_from = 'x': expected '', the track's"),
         ("model.attention_gate = true", "parameters: expected at most"),
-        ('attention.normaliser = "ssmax_pn"', "train.py ended with status 2"),
-        ("data.dir = 'DATA'", "expected sha256 "),
+        ("data.dir = 'DATA'", "train has sha256 "),
+        ("attention.normaliser = 'PEEK:Peek'", "mine: a row looks at later keys"),
     ],
 )
-def test_rules(content, expected, enter, tiny_config, tmp_path, monkeypatch):
+def test_rules(content, expected, enter, tmp_path, monkeypatch):
     path = tmp_path / "mine.toml"
-    other = make_dataset(tmp_path / "other", n_train=6000)
-    path.write_text(content.replace("DATA", str(other)))
-    trained: list[str] = []
-    monkeypatch.setattr(sweep, "run", lambda command, *_: trained.append(command[1]) or 2)
-    with pytest.raises(ValueError, match=expected):
+    content = content.replace("DATA", str(write_text(tmp_path / "cheat", trained_on="test")))
+    peek = tmp_path / "peek.py"
+    peek.write_text(PEEK)
+    path.write_text(content.replace("PEEK", str(peek)))
+    monkeypatch.setattr(sweep, "run", lambda *_: pytest.fail("nothing may be trained"))
+    with one_line(expected):
         enter(path)
-    assert bool(trained) == expected.startswith("train.py")
 
 
-def test_later_keys_and_larger_caches_are_refused(tiny_config, monkeypatch):
-    model = GPT(load_config(tiny_config)).eval()
-    compare.check_causal("mine", model)
-    compare.check_cache("mine", model)
-    hidden = GPT.hidden
-    with monkeypatch.context() as patch:
-        patch.setattr(GPT, "hidden", lambda *args: (x := hidden(*args)) + x.mean(1, keepdim=True))
-        with one_line("mine: a row looks at later keys"):
-            compare.check_causal("mine", model)
+def test_larger_caches_are_refused(recipe, monkeypatch):
     append = compare.KVCache.append
 
     def append_more(cache, layer, *parts):
         return append(cache, layer, *parts, parts[0])[: len(parts)]
 
+    model = compare.GPT(compare.load_config(recipe)).eval()
+    compare.check_cache("mine", model)
     monkeypatch.setattr(compare.KVCache, "append", append_more)
     with one_line("mine: 192 numbers of a position are kept at inference: expected 128"):
         compare.check_cache("mine", model)
 
 
-def test_rows_that_hold_and_that_do_not(enter, mine, own_file, tmp_path, capsys):
-    board = empty_board(tmp_path)
+def test_rows_that_hold_and_that_do_not(enter, call, mine, own_file, board, tmp_path, capsys):
     enter(mine, "--board", board, "--seed", 1)
     run = tmp_path / "runs/mine"
     measure.collect([run], board)
-    capsys.readouterr()
     enter("--check", board, mine, to="check")
     assert "mine: the row holds" in capsys.readouterr().out
+
     rows = measure.read_rows(run)
-    honest = (board / "rows.csv.gz").read_bytes()
     measure.write_rows(run, rows.assign(value=rows["value"] - 0.02))
     measure.collect([run], board)
     with one_line("mine: the row has ", ": expected ", "±0.0050"):
         enter("--check", board, mine, to="check")
-    (board / "rows.csv.gz").write_bytes(honest)
-    own_file.write_text(own_file.read_text() + "\n# edited\n")
-    with one_line("check/mine: was trained with other code, mine-"):
+
+    data = tmp_path / "data"
+    cheat = tmp_path / "cheat.toml"
+    stored = (run / "config.toml").read_text()
+    stored = stored.replace(str(data), str(write_text(tmp_path / "cheat", trained_on="test")))
+    cheat.write_text(stored.replace(str(run.parent), str(tmp_path / "cheated")))
+    shutil.copy(next(run.glob("mine-*.py")), tmp_path)
+    call(import_module("train"), cheat)
+    cheated = tmp_path / "cheated/mine"
+    for split in ("val", "test"):
+        options = ["--data", data, "--split", split, "--tokens", 1024]
+        call(import_module("eval_length"), cheated, *options)
+    measure.collect([cheated], board)
+    with one_line("mine: the row has ", ": expected "):
         enter("--check", board, mine, to="check")
-    with one_line("mine: its file has sha256 ", ", the row's"):
-        enter("--check", board, mine, to="again")
+
     with one_line("no run of softmax with seed 1"):
         enter("--check", board, compare.SOFTMAX, to="again")
+    own_file.write_text(own_file.read_text() + "\n# edited\n")
+    with one_line("mine: its file has sha256 ", ", the row's"):
+        enter("--check", board, mine, to="again")
+    with one_line("runs/mine: holds another run (attention.normaliser was 'mine-"):
+        enter(mine, "--board", board)

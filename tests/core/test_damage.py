@@ -66,23 +66,22 @@ def test_metrics_that_never_end(tmp_path):
 
 
 @pytest.mark.parametrize("content", [*ODD_LINES, NESTED, "{", "\xff"])
-def test_odd_results_of_an_evaluation(content, four_runs, tiny_config):
-    """sweep.py --list names the file, and a sweep goes on with the other runs."""
-    job = sweep.make_jobs([str(four_runs)], [], None)[0]
-    path = make_byte_run(tiny_config, "--name", job.config.name) / "rows.csv"
+def test_odd_results_of_an_evaluation(content, tiny_config):
+    """The line names the file: sweep.py prints it and goes on with the other runs."""
+    path = make_byte_run(tiny_config) / "rows.csv"
     path.write_bytes(content.encode("latin-1"))
     with one_line(path):
-        job.is_evaluated(512)
+        eval_length.is_measured([str(path.parent)])
     log = path.with_name("metrics.jsonl")
     log.write_text(f"{NESTED}\n")  # as a line that a kill has cut
-    assert job.state == "to run" and read_jsonl(log) == []
+    assert read_jsonl(log) == []
 
 
 def test_lost_metrics_leave_the_run_finished(tiny_config):
     folder = run(tiny_config)
     last = records(folder)[-1]
     (folder / "metrics.jsonl").unlink()
-    (job,) = sweep.make_jobs([str(tiny_config)], [], None)
+    (job,) = sweep.make_jobs([str(tiny_config)], [])
     assert job.is_trained()
     run(tiny_config)
     # the validation of a checkpoint is made again
@@ -90,15 +89,6 @@ def test_lost_metrics_leave_the_run_finished(tiny_config):
 
 
 # ---------------------------------------------------------------- other processes, other disks
-
-
-def test_a_sweep_says_which_folder_a_training_holds(four_runs, call, monkeypatch, capsys):
-    monkeypatch.setattr(sweep, "run", lambda *args: pytest.fail("nothing may start"))
-    job = sweep.make_jobs([str(four_runs)], [], None)[0]
-    folder = job.config.run_dir
-    with exclusive_lock(folder), pytest.raises(SystemExit):
-        call(sweep, four_runs, "--index", 0)
-    assert f"{folder}: another process is writing there" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_lock_is_a_file(tmp_path):
