@@ -39,11 +39,11 @@ from textwrap import wrap
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from infra.cli import ArgumentParser, UserError, run_main
 from normalisers.own import VARIANTS, identify
-from schema import SECTIONS, VARIANT_KEYS, Config, Problem, field_of, resume_rule
+from schema import SECTIONS, VARIANT_KEYS, Config, field_of, problems_of, resume_rule
 
 HELP = {"-h", "--help"}
 MAX_RUNS = 10_000  # of a sweep
@@ -405,18 +405,18 @@ def _settle(values: Values) -> Values:
 
 def _validate(values: Values, path: str) -> Config:
     """Raises UserError: a line for each problem, with where the last of its keys was stated."""
-    problems: list[Problem] = []
+    nested = _nest(_settle(values))
     try:
-        config = Config.model_validate(_nest(_settle(values)), context=problems)
+        return Config.model_validate(nested)
+    except ValidationError as e:
+        problems = problems_of(e, nested)
     except RecursionError:
         raise UserError(f"{path}: a value is nested too deeply") from None
-    if problems:
-        lines = [f"{_source(problem.keys, values, path)}: {problem.text}" for problem in problems]
-        raise UserError("\n".join(dict.fromkeys(lines)))
-    return config
+    lines = [f"{_source(keys, values, path)}: {line}" for line, keys in problems.items()]
+    raise UserError("\n".join(lines))
 
 
-def _source(keys: tuple[str, ...], values: Values, path: str) -> str:
+def _source(keys: list[str], values: Values, path: str) -> str:
     """Where the last of the keys, or of what is in the section of that name, was stated."""
     stated = [own.source for key, own in values.items() if key in keys]
     within = [own.source for key, own in values.items() if key.startswith(f"{keys[0]}.")]

@@ -5,98 +5,56 @@ A normaliser's options are the fields of its class (normalisers/) and keys of [a
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     PositiveFloat,
+    StringConstraints,
     ValidationError,
-    ValidationInfo,
+    model_serializer,
     model_validator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
 
 from infra.cli import suggest
 from normalisers.own import Normaliser, find_normaliser, list_normalisers
 
-NAME_RULE = "letters, digits and . _ = + -, the first a letter or a digit"
 Engine = Literal["auto", "dense", "rows", "sdpa", "triton", "flex"]
-
-
-class Problem(NamedTuple):
-    keys: tuple[str, ...]  # dotted: the one to mend, then those that it depends on
-    text: str  # "key = value: expected ..."
+Position = Literal["rope", "p_rope", "none", "alibi"]
+Window = Annotated[int, Field(ge=0, le=2**31)]
+RopeTheta = Annotated[float, Field(gt=0)]
+RopeFraction = Annotated[float, Field(ge=0, le=1)]
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$"
+PATH = r"^[^\x00]*$"
+PATTERNS = {
+    NAME: "letters, digits and . _ = + -, the first a letter or a digit",
+    PATH: "no NUL",
+}
+PathText = Annotated[str, StringConstraints(pattern=PATH)]
 
 
 class Section(BaseModel):
-    """Common rules: no unknown keys, no silent conversions, no assignments, all problems at once.
-
-    With a list as pydantic's context the problems are appended to it, and nothing is raised.
-    """
+    """Common rules: no unknown keys, no silent conversions, no assignments."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    prefix: ClassVar[str] = ""
 
-    @classmethod
-    def known_keys(cls, values: Any) -> list[str]:
-        """The keys that may stand beside these values."""
-        return list(cls.model_fields)
-
-    def conflicts(self) -> Iterator[Problem]:
-        """Of keys that are right alone and not together."""
+    def conflicts(self) -> Iterator[str]:
+        """Of keys that are right alone and not together: a line each, which names them all."""
         yield from ()
 
-    def conflict(self, expected: str, *keys: str) -> Problem:
-        """Of the first key, whose value the others do not allow."""
-        dotted = tuple(self.prefix + key for key in keys)
-        return Problem(dotted, f"{dotted[0]} = {attrgetter(keys[0])(self)!r}: {expected}")
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _report(cls, values: Any, handler: Callable[[Any], Self], info: ValidationInfo) -> Self:
-        """Defaults take the place of wrong keys, so that conflicts of the others are found, too."""
-        problems: list[Problem] = [] if info.context is None else info.context
-        while True:
-            try:
-                section = handler(values)
-                break
-            except ValidationError as e:
-                found = problems_of(e, cls.prefix, cls.known_keys(values))
-            known = [problem.keys[0] for problem in problems]
-            problems += [each for each in found if not overlap(each.keys[1:], known)]
-            wrong = {key.removeprefix(cls.prefix) for key, *_ in (each.keys for each in found)}
-            if not isinstance(values, dict) or wrong.isdisjoint(values):
-                raise ValueError("\n".join(dict.fromkeys(each.text for each in found)))
-            values = {key: value for key, value in values.items() if key not in wrong}
-        all_wrong = [problem.keys[0] for problem in problems]
-        problems += [each for each in section.conflicts() if not overlap(each.keys, all_wrong)]
-        if problems and info.context is None:
-            raise ValueError("\n".join(problem.text for problem in problems))
-        return section
-
-
-def overlap(keys: Iterable[str], others: Iterable[str]) -> bool:
-    """Whether a dotted key is, or is within, one of the others, or the other way round."""
-    pairs = [(f"{key}.", f"{other}.") for key in keys for other in others]
-    return any(key.startswith(other) or other.startswith(key) for key, other in pairs)
-
-
-def without_nul(path: str) -> str:
-    if "\0" in path:
-        raise PydanticCustomError("nul", "no NUL")
-    return path
-
-
-PathText = Annotated[str, AfterValidator(without_nul)]
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if lines := list(self.conflicts()):
+            raise ValueError("\n".join(lines))
+        return self
 
 
 def key(default: Any, meaning: str, **bounds: Any) -> Any:
@@ -111,7 +69,6 @@ resumable = partial(key, json_schema_extra={"resume": "resumable"})
 
 
 class ModelConfig(Section):
-    prefix = "model."
     n_layer: int = key(12, "Number of transformer blocks.", ge=1, le=1024)
     n_head: int = key(12, "Attention heads per block.", ge=1, le=1024)
     n_kv_head: int = key(0, "Heads of keys and values. 0: n_head.", ge=0, le=1024)
@@ -134,15 +91,13 @@ class ModelConfig(Section):
     key_shift: bool = key(
         False, "Mix a learned share of the key before into each (Olsson et al. 2022)."
     )
-    position: Literal["rope", "p_rope", "none", "alibi"] = key(
+    position: Position = key(
         "rope",
         "p_rope: RoPE on the highest frequencies alone. alibi: a bias on the scores.",
     )
-    window: int = key(
-        0, "The last keys that a query sees, its own included. 0: all.", ge=0, le=2**31
-    )
-    rope_theta: float = key(10000.0, "Base of the rotary position embedding.", gt=0)
-    rope_fraction: float = key(0.75, "p_rope: share of frequencies that rotate.", ge=0, le=1)
+    window: Window = key(0, "The last keys that a query sees, its own included. 0: all.")
+    rope_theta: RopeTheta = key(10000.0, "Base of the rotary position embedding.")
+    rope_fraction: RopeFraction = key(0.75, "p_rope: share of frequencies that rotate.")
 
     @property
     def head_dim(self) -> int:
@@ -162,25 +117,23 @@ class ModelConfig(Section):
         grouped = f" ({self.n_kv_head} of keys and values)" if self.n_kv_head else ""
         return f"{self.n_head} heads{grouped}"
 
-    def conflicts(self) -> Iterator[Problem]:
+    def conflicts(self) -> Iterator[str]:
+        of_heads = f"model.n_head = {self.n_head}"
         if self.n_head % self.kv_heads:
-            expected = f"expected a divisor of model.n_head = {self.n_head}"
-            yield self.conflict(expected, "n_kv_head", "n_head")
+            yield f"n_kv_head = {self.n_kv_head}: expected a divisor of {of_heads}"
         if self.n_embd % self.n_head:
-            expected = f"expected a multiple of model.n_head = {self.n_head}"
-            yield self.conflict(expected, "n_embd", "n_head")
+            yield f"n_embd = {self.n_embd}: expected a multiple of {of_heads}"
         elif self.rotating and self.head_dim % 2:
-            expected = f"RoPE needs an even head size, n_embd / n_head = {self.head_dim}"
-            yield self.conflict(expected, "n_embd", "n_head", "position")
+            size = f"n_embd / n_head = {self.head_dim}"
+            yield f"n_embd = {self.n_embd}: position = {self.position} needs an even head size, {size}"
         if self.position != "p_rope" and self.rope_fraction != 0.75:
             expected = "only read by model.position = p_rope"
-            yield self.conflict(expected, "rope_fraction", "position")
+            yield f"rope_fraction = {self.rope_fraction}: {expected}"
 
 
 class AttentionConfig(Section):
     """The attention normaliser, its options (the fields of its class), its re-weighting."""
 
-    prefix = "attention."
     model_config = ConfigDict(extra="allow")  # checked against the class, below
 
     normaliser: str = key("softmax", f"file.py:Class, or one of {', '.join(list_normalisers())}.")
@@ -194,13 +147,6 @@ class AttentionConfig(Section):
         """The normaliser's class with its options."""
         return find_normaliser(self.normaliser).model_validate(self.model_extra)
 
-    @classmethod
-    def known_keys(cls, values: Any) -> list[str]:
-        with suppress(ValueError):
-            formula = find_normaliser(values.get("normaliser", "softmax"))
-            return [*cls.model_fields, *formula.model_fields]
-        return list(cls.model_fields)
-
     @model_validator(mode="before")
     @classmethod
     def _state_options(cls, values: Any) -> Any:
@@ -210,28 +156,26 @@ class AttentionConfig(Section):
             return values
         try:
             formula = find_normaliser(name)
-            for option in formula.model_fields.keys() & cls.model_fields.keys():
-                problem = f"has an option {option}, which is a key of [attention]"
-                raise ValueError(f"{problem}: expected another name")
         except ValueError as e:
             raise ValueError(f"normaliser = {name!r}: {e}") from None
+        for option in formula.model_fields.keys() & cls.model_fields.keys():
+            problem = f"has an option {option}, which is a key of [attention]"
+            raise ValueError(f"normaliser = {name!r}: {problem}: expected another name")
         options = {key: value for key, value in values.items() if key not in cls.model_fields}
         return values | formula.model_validate(options).model_dump()
 
-    def conflicts(self) -> Iterator[Problem]:
+    def conflicts(self) -> Iterator[str]:
         if self.reweight_p and not self.definition.sums_to_one:
-            needs = "re-weighting needs non-negative rows that sum to one, which"
-            expected = f"{needs} {self.definition.name} with these options does not give"
-            yield self.conflict(expected, "reweight_p", "normaliser", *(self.model_extra or {}))
+            needs = "re-weighting needs non-negative rows that sum to one"
+            has = f"normaliser = {self.definition.name} with these options has none"
+            yield f"reweight_p = {self.reweight_p}: {needs}, {has}"
         if self.reweight_p_warmup and self.reweight_p < 2:
-            expected = "only read with reweight_p >= 2"
-            yield self.conflict(expected, "reweight_p_warmup", "reweight_p")
+            yield f"reweight_p_warmup = {self.reweight_p_warmup}: only read with reweight_p >= 2"
 
 
 class DataConfig(Section):
     """Where the tokens come from and in which order."""
 
-    prefix = "data."
     dir: PathText = resumable(
         "data/fineweb10B", "Folder of prepared shards (python -m data.prepare)."
     )
@@ -244,7 +188,6 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """How long, how much at a time, on what."""
 
-    prefix = "train."
     max_steps: int = key(
         18865, "Optimiser steps. 0: evaluate the weights of init_from.", ge=0, le=10**9
     )
@@ -288,26 +231,24 @@ class TrainConfig(Section):
     keep_last: int = free(2, "Newest checkpoints to keep.", ge=1)
     keep_every: int = free(0, "Also keep checkpoints of multiples of this step; 0: none.", ge=0)
 
-    def conflicts(self) -> Iterator[Problem]:
+    def conflicts(self) -> Iterator[str]:
+        of_window = f"train.seq_len = {self.seq_len}"
         n_seq, rest = divmod(self.batch_tokens, self.seq_len)
         if rest:
-            expected = f"expected a multiple of train.seq_len = {self.seq_len}"
-            yield self.conflict(expected, "batch_tokens", "seq_len")
+            yield f"batch_tokens = {self.batch_tokens}: expected a multiple of {of_window}"
         elif n_seq % min(self.micro_batch, n_seq):
             sequences = f"{n_seq} sequences in a step (batch_tokens / seq_len)"
             expected = f"expected a divisor of the {sequences}, or more than them"
-            yield self.conflict(expected, "micro_batch", "batch_tokens", "seq_len")
+            yield f"micro_batch = {self.micro_batch}: {expected}"
         if self.val_tokens < self.seq_len:
-            expected = f"expected at least train.seq_len = {self.seq_len}"
-            yield self.conflict(expected, "val_tokens", "seq_len")
+            yield f"val_tokens = {self.val_tokens}: expected at least {of_window}"
         if self.loss_gamma != "inf" and self.loss != "norm_softmax":
-            yield self.conflict("only read by train.loss = norm_softmax", "loss_gamma", "loss")
+            yield f"loss_gamma = {self.loss_gamma}: only read by train.loss = norm_softmax"
         if self.loss_tau != "auto" and self.loss == "softmax":
-            yield self.conflict("not read by train.loss = softmax", "loss_tau", "loss")
+            yield f"loss_tau = {self.loss_tau}: not read by train.loss = softmax"
 
 
 class OptimizerConfig(Section):
-    prefix = "optimizer."
     name: Literal["adamw", "muon", "sgd"] = key("adamw", "muon: hidden matrices, adamw the rest.")
     lr: float = key(6e-4, "Peak learning rate.", gt=0)
     muon_lr: float = key(0.02, "Peak learning rate of muon's matrices.", gt=0)
@@ -327,7 +268,6 @@ class OptimizerConfig(Section):
 
 
 class LogConfig(Section):
-    prefix = "log."
     dir: PathText = free("runs", "Run folders are made here, as <dir>/<name>.")
     every: int = free(10, "Steps between progress lines; metrics.jsonl has every step.", ge=1)
     wandb: bool = free(False, "Also log to Weights & Biases.")
@@ -335,15 +275,23 @@ class LogConfig(Section):
 
 
 class LayerKeys(Section):
-    """An entry of [[layers]]: which layers, and their own keys of [model] and [attention]."""
+    """An entry of [[layers]]: which layers, and what they state of [model] and [attention]."""
 
     at: list[int] = []
-    every: int = 1
-    position: Any = None
-    window: Any = None
-    rope_theta: Any = None
-    rope_fraction: Any = None
+    every: int = Field(0, ge=1)
+    position: Position = "rope"
+    window: Window = 0
+    rope_theta: RopeTheta = 10000.0
+    rope_fraction: RopeFraction = 0.75
     attention: dict[str, Any] = {}
+
+    @model_serializer
+    def _stated(self) -> dict[str, Any]:
+        return {key: value for key, value in self if key in self.model_fields_set}
+
+    def names(self, layer: int, n_layer: int) -> bool:
+        at = [each % n_layer for each in self.at]
+        return layer in at or (self.every > 0 and (layer + 1) % self.every == 0)
 
 
 class Config(Section):
@@ -351,12 +299,10 @@ class Config(Section):
     stem.
     """
 
-    name: str = free(
-        "unnamed", "Name of the run folder.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$"
-    )
+    name: str = free("unnamed", "Name of the run folder.", pattern=NAME)
     seed: int = key(1337, "Seed of initialisation and data order.", ge=0, lt=2**63)
     init_from: PathText = key("", "Run folder or checkpoint whose weights this run starts from.")
-    layers: list[dict[str, Any]] = key(
+    layers: list[LayerKeys] = key(
         [],
         "[[layers]]: what layers at = [0, -1] (first, last) or every = 4 (3, 7, ...) have of their own: "
         "position, window, rope_theta, rope_fraction, attention = { ... }.",
@@ -368,49 +314,46 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     log: LogConfig = LogConfig()
 
-    def conflicts(self) -> Iterator[Problem]:
+    def conflicts(self) -> Iterator[str]:
         max_steps = self.train.max_steps
+        of_run = f"train.max_steps = {max_steps}"
         warmup_steps = self.optimizer.warmup_steps
-        decay_steps = self.optimizer.decay_fraction * max_steps
+        fraction = self.optimizer.decay_fraction
         if max_steps == 0 and not self.init_from:
-            expected = "expected at least 1, or a run named by init_from"
-            yield self.conflict(expected, "train.max_steps", "init_from")
+            yield f"{of_run}: expected at least 1, or a run named by init_from"
         for key in ("optimizer.warmup_steps", "attention.reweight_p_warmup"):
             if attrgetter(key)(self) > max_steps:
-                expected = f"expected at most train.max_steps = {max_steps}"
-                yield self.conflict(expected, key, "train.max_steps")
+                yield f"{key} = {attrgetter(key)(self)}: expected at most {of_run}"
         is_wsd = self.optimizer.schedule == "wsd"
-        if is_wsd and warmup_steps <= max_steps < warmup_steps + decay_steps:
-            share = f"{1 - warmup_steps / max_steps:.4g} of train.max_steps = {max_steps}"
+        if is_wsd and warmup_steps <= max_steps < warmup_steps + fraction * max_steps:
+            share = f"{1 - warmup_steps / max_steps:.4g} of {of_run}"
             rest = f"the rest after optimizer.warmup_steps = {warmup_steps}"
-            keys = [f"optimizer.{key}" for key in ("decay_fraction", "warmup_steps", "schedule")]
-            yield self.conflict(f"expected at most {share}, {rest}", *keys, "train.max_steps")
-        read = ("layers", "model", "attention")
-        yield from (Problem(read, line) for line in self._layer_problems())
+            key = "optimizer.decay_fraction"
+            yield f"{key} = {fraction}: expected at most {share}, {rest}, by optimizer.schedule = wsd"
+        yield from self._layer_conflicts()
 
-    def _layer_problems(self) -> Iterator[str]:
+    def _layer_conflicts(self) -> Iterator[str]:
         """Of the entries of [[layers]], else of the layers, each with the first that has it."""
         n_layer = self.model.n_layer
         lines = []
         for n, entry in enumerate(self.layers):
-            problems: list[Problem] = []
-            keys = LayerKeys.model_validate(entry, context=problems)
-            lines += [f"layers[{n}].{problem.text}" for problem in problems]
-            exists = all(-n_layer <= i < n_layer for i in keys.at) and 1 <= keys.every <= n_layer
-            if not exists or ("at" in entry) == ("every" in entry):
+            exists = all(-n_layer <= i < n_layer for i in entry.at) and entry.every <= n_layer
+            if not exists or len({"at", "every"} & entry.model_fields_set) != 1:
                 either = f"either at, of layers 0 to {n_layer - 1}, or every, 1 to {n_layer}"
-                lines.append(f"layers[{n}] = {entry}: expected {either}")
-            if "reweight_p_warmup" in keys.attention:
+                lines.append(f"layers.{n} = {entry.model_dump()}: expected {either}")
+            if "reweight_p_warmup" in entry.attention:
                 expected = "expected reweight_p_warmup in [attention], for all"
-                lines.append(f"layers[{n}].attention: {expected}")
+                lines.append(f"layers.{n}.attention: {expected}")
         yield from lines
         first_layers: dict[str, int] = {}
         for i in range(n_layer if self.layers and not lines else 0):
-            problems = []
-            LayerSections.model_validate(self._sections_of(i), context=problems)
-            for problem in problems:
-                first_layers.setdefault(problem.text, i)
-        yield from (f"layers: in layer {i} {text}" for text, i in first_layers.items())
+            sections = self._sections_of(i)
+            try:
+                LayerSections.model_validate(sections)
+            except ValidationError as e:
+                for line in problems_of(e, sections):
+                    first_layers.setdefault(line, i)
+        yield from (f"layers: in layer {i} {line}" for line, i in first_layers.items())
 
     def _sections_of(self, i: int) -> dict[str, Any]:
         """[model] and [attention] with what the entries of [[layers]] that name layer i state, in
@@ -422,15 +365,12 @@ class Config(Section):
         model = self.model.model_dump()
         attention = self.attention.model_dump(exclude={"reweight_p_warmup"})
         for entry in self.layers:
-            at = [each % self.model.n_layer for each in entry.get("at", [])]
-            if i in at or ("every" in entry and (i + 1) % entry["every"] == 0):
-                if "position" in entry:  # [model] may have the share of another position
-                    model["rope_fraction"] = ModelConfig.model_fields["rope_fraction"].default
-                if entry.get("position") == "p_rope":
-                    model["rope_fraction"] = self.model.rope_fraction
-                model |= {key: value for key, value in entry.items() if key in model}
-                options = entry.get("attention", {})
+            if entry.names(i, self.model.n_layer):
+                model |= {key: own for key, own in entry.model_dump().items() if key in model}
+                options = entry.attention
                 attention = options if "normaliser" in options else attention | options
+        if model["position"] != "p_rope":
+            del model["rope_fraction"]
         return {"model": model, "attention": attention}
 
     @cached_property
@@ -521,36 +461,47 @@ def resume_rule(key: str) -> object:
 # ---------------------------------------------------------------- what pydantic finds, in words
 
 
-def problems_of(error: ValidationError, prefix: str, names: list[str]) -> list[Problem]:
-    """What is wrong with a section's values. names: its keys."""
-    problems: list[Problem] = []
-    expected: dict[tuple[str, str], list[str]] = {}  # a union has one error for each alternative
+def problems_of(error: ValidationError, values: dict[str, Any]) -> dict[str, list[str]]:
+    """A line for each problem of the sections in `values`, "key = value: expected ...", and the keys
+    that it may depend on, first the one to mend.
+    """
+    problems: dict[str, list[str]] = {}
+    expected: dict[str, list[str]] = {}  # a union has one error for each alternative
     for e in error.errors(include_url=False):
+        depth = {"layers": 3, **dict.fromkeys(SECTIONS, 2)}.get(str([*e["loc"], ""][0]), 1)
+        key = ".".join(map(str, e["loc"][:depth]))
         if e["type"] == "value_error":  # of a validator, whose message is complete
+            prefix = f"{key}." if key else ""
             for line in str(e["ctx"]["error"]).split("\n"):
-                keys = tuple(prefix + word for word in re.findall(r"\w+", line))
-                problems.append(Problem(keys, prefix + line))
+                names = re.findall(r"[\w.]+", line)
+                problems[prefix + line] = [*(prefix + name for name in names), *names]
             continue
-        key = f"{prefix}{e['loc'][0]}" if e["loc"] else prefix.removesuffix(".")
         head = f"{key} = {'a section' if isinstance(e['input'], dict) else repr(e['input'])}: "
         if e["type"] == "extra_forbidden":
-            keys = (key, f"{prefix}normaliser")  # whose options are other ones
-            problems.append(Problem(keys, head + _unknown(key, names)))
+            of_class = ["attention.normaliser"] if e["loc"][0] == "attention" else []
+            problems[head + _unknown(key, values)] = [key, *of_class]
             continue
         what = re.sub(r"^(Input|String) should (be )?(a valid )?", "", e["msg"])
-        what = NAME_RULE if e["type"] == "string_pattern_mismatch" else what
-        what = "a section" if e["type"] == "model_type" else what
-        expected.setdefault((key, head), []).append(what)
-    for (key, head), alternatives in expected.items():
-        alternatives = list(dict.fromkeys(alternatives))
-        problems.append(Problem((key,), f"{head}expected {' or '.join(alternatives)}"))
+        if e["type"] == "string_pattern_mismatch":
+            what = PATTERNS[e["ctx"]["pattern"]]
+        elif e["type"] == "model_type":
+            what = "a section"
+        expected.setdefault(head, []).append(what)
+    for head, alternatives in expected.items():
+        line = f"{head}expected {' or '.join(dict.fromkeys(alternatives))}"
+        problems[line] = [head.partition(" = ")[0]]
     return problems
 
 
-def _unknown(dotted: str, names: list[str]) -> str:
+def _unknown(dotted: str, values: dict[str, Any]) -> str:
     """The problem of an unknown key, with what its writer may have meant."""
     section, _, key = dotted.rpartition(".")
     for name, other in SECTIONS.items():
         if key in other.model_fields:
             return f"unknown key; did you mean {name}.{key}?"
+    fields = SECTIONS.get(section, LayerKeys if section else Config).model_fields
+    names = list(fields)
+    if section == "attention":
+        with suppress(ValueError):
+            names += find_normaliser(values[section].get("normaliser", "softmax")).model_fields
     return "unknown key; " + suggest(key, names, f"{section}." if section else "")
