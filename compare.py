@@ -85,6 +85,10 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def main() -> None:
     args, overrides = parse_args(sys.argv[1:])
     recipe = load_config(args.base)
+    for path in args.configs:
+        own_base = tomllib.loads(read_text(Path(path))).get("base")
+        if own_base:
+            print(f"{path}: {args.base.name} takes the place of its base {own_base}")
     folder = "runs/track"
     if args.quick:
         folder = f"runs/quick_{args.quick}"
@@ -96,10 +100,6 @@ def main() -> None:
     if args.check:
         folder = "runs/check"
         overrides += ["--seed", "1"]
-    for path in args.configs:
-        own_base = tomllib.loads(read_text(Path(path))).get("base")
-        if own_base:
-            print(f"{path}: {args.base.name} takes the place of its base {own_base}")
     overrides = ["--log.dir", folder, *overrides, "--base", str(args.base)]
     jobs = sweep.make_jobs(args.configs, overrides)
     for job in jobs:
@@ -292,12 +292,20 @@ def step_time(runs: DataFrame, softmax: DataFrame) -> str:
 
 
 def draw(entries: list[Entry], title: str, path: Path) -> None:
+    """The losses, with the intervals of the differences; dashed is softmax in its rolling window."""
     curves = []
     for each in entries:
         known = {factor: minus for factor, minus in each.minus.items() if each.losses[factor]}
-        halves = [minus.half if minus else math.nan for minus in known.values()]
         losses = [each.loss(factor) for factor in known]
+        halves = [minus.half if minus else math.nan for minus in known.values()]
         curves.append(Curve(f"{each.name}, {each.setting}", [*known], losses, halves))
+        if each.name == "softmax":
+            zero = [
+                each.loss(factor) - (minus.value if minus else math.nan)
+                for factor, minus in known.items()
+            ]
+            style = {"color": "0.3", "linestyle": "--", "marker": ""}
+            curves.append(Curve("softmax, rolling window of T", [*known], zero, style=style))
     xlabel = "context, times the training length"
     measure.draw_curves(path, curves, title, "loss (nats)", xlabel=xlabel)
 

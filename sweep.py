@@ -17,6 +17,7 @@ same command resumes. With several jobs the output of a run goes to <log.dir>/<n
 
 import argparse
 import itertools
+import math
 import os
 import shlex
 import subprocess
@@ -28,10 +29,10 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from queue import SimpleQueue
 from signal import SIGTERM
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
+from pandas import DataFrame
 
 import eval_length
 import measure
@@ -293,16 +294,19 @@ def show(jobs: list[Job], failures: list[str], stem: str) -> None:
     """
     pairs = zip(jobs, failures, strict=True)
     known = [{} if failure else losses_of(job) for job, failure in pairs]
-    lines = [["run", "validation", *COLUMNS]]
-    for job, losses in zip(jobs, known, strict=True):
-        cells = [f"{losses[name]:.3f}" if name in losses else "-" for name in lines[0][1:]]
+    table = DataFrame(known, columns=["validation", *COLUMNS], dtype=float)
+    if table.isna().all(axis=None):
+        return
+    shown = table.dropna(axis="columns", how="all").map("{:.3f}".format).replace("nan", "-")
+    lines = [["run", *shown.columns]]
+    for job, cells in zip(jobs, shown.to_numpy(), strict=True):
         lines.append([job.config.name, *cells])
     print(measure.format_table(lines))
-    keys = dict.fromkeys(key for job in jobs for key in job.swept if key != "seed")
-    n_values = {key: len({str(job.swept.get(key)) for job in jobs}) for key in keys}
-    key = max(n_values, key=lambda each: n_values[each], default="")
-    if n_values.get(key, 0) > 1 and any(known):
-        draw(jobs, known, key, jobs[0].run_dir.parent / f"{stem}_sweep.png")
+    keys = {key: {str(job.swept.get(key)) for job in jobs} for job in jobs for key in job.swept}
+    keys.pop("seed", None)
+    key = max(keys, key=lambda each: len(keys[each]), default="")
+    if key and len(keys[key]) > 1:
+        draw(jobs, table, key, jobs[0].run_dir.parent / f"{stem}_sweep.png")
 
 
 def losses_of(job: Job) -> dict[str, float]:
@@ -316,29 +320,26 @@ def losses_of(job: Job) -> dict[str, float]:
     rows = measure.select(rows, run=job.config.name, step=step, measure="same_targets")
     newest = rows["text"].tail(1)
     rows = rows[rows["text"].isin(newest)]
-    length = job.config.train.seq_len
+    means = rows.groupby(["length", "window", "scaling"])["value"].mean()
+    train_len = job.config.train.seq_len
     for name, (factor, is_rolling, scaling) in COLUMNS.items():
-        window = length if is_rolling else 0
-        where = {"length": factor * length, "window": window, "scaling": scaling}
-        if measured := measure.read_losses(measure.select(rows, **where)):
-            losses[name] = float(measured.values.mean())
+        window = train_len if is_rolling else 0
+        losses[name] = means.get((factor * train_len, str(window), scaling), math.nan)
     return losses
 
 
-def draw(jobs: list[Job], known: list[dict[str, float]], key: str, path: Path) -> None:
+def draw(jobs: list[Job], table: DataFrame, key: str, path: Path) -> None:
     """The loss against one key: a curve for each combination of the others, the mean over seeds."""
-    groups: dict[str, dict[Any, list[float]]] = {}  # curve -> value of the key -> losses
-    for job, losses in zip(jobs, known, strict=True):
+    names = []
+    for job in jobs:
         others = {name: value for name, value in job.swept.items() if name not in (key, "seed")}
-        words = [f"{name.rpartition('.')[2]} = {value}" for name, value in others.items()]
-        for measured in DRAWN:
-            if key in job.swept and measured in losses:
-                curve = groups.setdefault(", ".join([*words, measured]), {})
-                curve.setdefault(job.swept[key], []).append(losses[measured])
+        names.append("".join(f"{name.rpartition('.')[2]} = {others[name]}, " for name in others))
+    table = table.assign(name=names, x=[job.swept.get(key) for job in jobs])
     curves = []
-    for label, by_value in groups.items():
-        values = sorted(by_value, key=lambda value: (isinstance(value, str), value))
-        curves.append(Curve(label, values, [fmean(by_value[value]) for value in values]))
+    for measured in DRAWN:
+        for name, group in table.dropna(subset=[measured, "x"]).groupby("name", sort=False):
+            means = group.groupby("x")[measured].mean()
+            curves.append(Curve(f"{name}{measured}", means.index.tolist(), means.tolist()))
     measure.draw_curves(path, curves, f"Loss by {key}", "loss (nats)", xlabel=key)
 
 
