@@ -16,9 +16,9 @@ Writes rows.csv into the run folder (see measure.py), and the picture.
 
 import argparse
 import itertools
-import json
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,33 +29,31 @@ from pandas import DataFrame
 from torch import Tensor
 
 import measure
-from data.batches import read_targets
 from evaluation import (
     FACTORS,
     Blocks,
     Run,
+    Scorer,
     add_arguments,
     open_blocks,
     open_runs,
-    open_text,
     picture_path,
     score_all,
     text_of,
 )
 from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
 from infra.distributed import World, join_world
-from measure import Curve, Estimate, Losses, estimate, read_losses
-from model import GPT
+from measure import Curve, Estimate, Losses, estimate, format_difference, read_losses
 from positions import UNSCALED, RopeScaling
 
-LOGITS_AT_ONCE = 1024  # positions whose logits exist together: 0.2 GB for GPT-2's vocabulary
 # of windows computed anew: a target sees 7/8 of one on average; 8 would cost twice as much
 STRIDES = 4
 N_PARTS = 200  # of a window by position, as in SSMax's Figure 5
+LABELS = {"none": "unscaled", "ntk": "NTK", "yarn": "YaRN"}
 
 
 class Setting(NamedTuple):
-    """How the model is given its context: a set of rows for each measure."""
+    """How a model is given its context."""
 
     scaling: RopeScaling
     window: int = 0  # 0: none
@@ -63,6 +61,7 @@ class Setting(NamedTuple):
 
     @property
     def columns(self) -> dict[str, str]:
+        """Of its rows."""
         window = f"{self.window} recomputed" if self.anew else str(self.window)
         return {"window": window, "scaling": self.scaling.name}
 
@@ -70,9 +69,7 @@ class Setting(NamedTuple):
     def label(self) -> str:
         if self.window:
             return f"window {self.window}" + (" anew" if self.anew else "")
-        return {"none": "unscaled", "ntk": "NTK", "yarn": "YaRN"}.get(
-            self.scaling.name, self.scaling.name
-        )
+        return LABELS.get(self.scaling.name, self.scaling.name)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -84,24 +81,20 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     rope_help = "RoPE scalings: none, ntk, yarn, theta=500000 (default: none ntk)"
     add("--rope", nargs="+", default=["none", "ntk"], metavar="SCALING", help=rope_help)
     window_help = "rolling windows, 0 for none (default: the training length)"
-    number = integer(0, 10**12)
-    add("--window", nargs="+", type=number, metavar="W", help=window_help)
+    add("--window", nargs="+", type=integer(0, 10**12), metavar="W", help=window_help)
     anew_help = "also windows that are computed anew for each target, positions from 0"
     add("--recomputed", action="store_true", help=anew_help)
     all_help = "also the loss over all tokens of the blocks, in windows of each length"
     add("--all-tokens", action="store_true", help=all_help)
-    position_help = (
-        f"also the loss by position in windows of the longest length, in {N_PARTS} parts"
-    )
+    position_help = f"also the loss by position at the longest length, in {N_PARTS} parts"
     add("--by-position", action="store_true", help=position_help)
     missing_help = "leave out runs whose rows are there, of all blocks, settings and lengths"
     add("--missing", action="store_true", help=missing_help)
     add("--draw", action="store_true", help="table and picture of the rows that are there")
-    add(
-        "--out", type=Path, metavar="FILE", help="picture (default: eval_length.png above the runs)"
-    )
+    out_help = "picture (default: eval_length.png above the runs)"
+    add("--out", type=Path, metavar="FILE", help=out_help)
     args = parser.parse_args(argv)
-    args.scalings = [RopeScaling(text) for text in dict.fromkeys(args.rope)]
+    args.scalings = [RopeScaling(name) for name in dict.fromkeys(args.rope)]
     measure.check_figure(args.out)
     return args
 
@@ -115,56 +108,30 @@ def main() -> None:
         return
     with join_world(args.device) as world:
         runs = open_runs(args.runs, world)
-        args.lengths = choose_lengths(args, runs)
-        streams = [open_text(run.config, args.data, run.tokenizer, args.split) for run in runs]
-        blocks = [open_blocks(stream, args.lengths[-1], args.tokens) for stream in streams]
-        text = text_of(streams[0])
-        for run, stream in zip(runs, streams, strict=True):
-            if text_of(stream) != text:
-                has = f"{streams[0].folder} of {runs[0].source}"
-                raise UserError(f"{run.source}: {stream.folder} is another text than {has}: --data")
+        blocks = open_all(args, runs)
         steps = []
         for run, of_run in zip(runs, blocks, strict=True):
-            if args.missing and all(world.gather_objects(is_whole(run, of_run, args))):
+            if args.missing and all(world.gather_objects(has_rows(args, run, of_run))):
                 steps.append(run.step)
                 continue
-            model, step = run.load(world)
+            model, step = run.scorer(world)
             rows = measure_run(world, run, model, step, of_run, args)
             if world.is_main:
                 measure.write_rows(run.folder, rows)
             steps.append(step)
         if world.is_main:
-            show(args, runs, steps, text)
+            show(args, runs, steps, text_of(blocks[0].stream))
 
 
-def is_measured(argv: Sequence[str]) -> bool:
-    """Whether the rows that a call with these arguments would write are there."""
-    args = parse_args(argv)
-    runs = open_runs(args.runs)
+def open_all(args: argparse.Namespace, runs: Sequence[Run]) -> list[Blocks]:
+    """The blocks of each run, of one text. Raises UserError: they differ; see `open_blocks`."""
     args.lengths = choose_lengths(args, runs)
-    for run in runs:
-        stream = open_text(run.config, args.data, run.tokenizer, args.split)
-        if not is_whole(run, open_blocks(stream, args.lengths[-1], args.tokens), args):
-            return False
-    return True
-
-
-def is_whole(run: Run, blocks: Blocks, args: argparse.Namespace) -> bool:
-    """Whether each set of the run's step has all blocks at all lengths."""
-    rows = measure.read_rows(run.folder)
-    rows = measure.select(rows, run=run.name, step=run.step, text=text_of(blocks.stream))
-    names = ["same_targets", *(["loss"] if args.all_tokens else [])]
-    for setting in settings_of(args, run):
-        of_setting = measure.select(rows, **setting.columns)
-        lengths = [blocks.length] if setting.anew else args.lengths
-        for name in names if not setting.anew else names[:1]:
-            known = measure.select(of_setting, measure=name)
-            if measure.count_blocks(known, lengths) != len(blocks):
-                return False
-        by_position = of_setting["measure"].str.startswith("loss[").any()
-        if args.by_position and not by_position:
-            return False
-    return True
+    streams = [run.text(args.data, args.split) for run in runs]
+    for run, stream in zip(runs, streams, strict=True):
+        if text_of(stream) != text_of(streams[0]):
+            has = f"{streams[0].folder} of {runs[0].source}"
+            raise UserError(f"{run.source}: {stream.folder} is another text than {has}: --data")
+    return [open_blocks(stream, args.lengths[-1], args.tokens) for stream in streams]
 
 
 def choose_lengths(args: argparse.Namespace, runs: Sequence[Run]) -> list[int]:
@@ -188,331 +155,289 @@ def settings_of(args: argparse.Namespace, run: Run) -> list[Setting]:
     return [*windows, *anew, *(Setting(scaling) for scaling in run.scalings(args.scalings))]
 
 
+def is_measured(argv: Sequence[str]) -> bool:
+    """Whether the rows that a call with these arguments would write are there."""
+    args = parse_args(argv)
+    runs = open_runs(args.runs)
+    blocks = open_all(args, runs)
+    return all(has_rows(args, run, of_run) for run, of_run in zip(runs, blocks, strict=True))
+
+
+def has_rows(args: argparse.Namespace, run: Run, blocks: Blocks) -> bool:
+    """Whether its step has each of the asked measures of all blocks, in all settings and lengths."""
+    rows = measure.select(
+        measure.read_rows(run.folder), run=run.name, step=run.step, text=text_of(blocks.stream)
+    )
+    counts = rows.groupby(["measure", "window", "scaling", "length"]).size()
+    for setting in settings_of(args, run):
+        for length in lengths_of(args, setting):
+            for name, _ in measures_of(args, setting, length):
+                n_rows = 1 if "[" in name else len(blocks)
+                if counts.get((name, *setting.columns.values(), length), 0) != n_rows:
+                    return False
+    return True
+
+
 # ---------------------------------------------------------------- scores
+def lengths_of(args: argparse.Namespace, setting: Setting) -> list[int]:
+    """What precedes a window computed anew is not seen: one length says all."""
+    return args.lengths[-1:] if setting.anew else args.lengths
+
+
+def measures_of(args: argparse.Namespace, setting: Setting, length: int) -> list[tuple[str, slice]]:
+    """The names of the measures, and the targets of a window that each is the mean of."""
+    measures = [("same_targets", slice(-args.lengths[0], None))]
+    if args.all_tokens and not setting.anew:
+        measures.append(("loss", slice(None)))
+    if args.by_position and not setting.anew and length == args.lengths[-1]:
+        n_parts = min(N_PARTS, length)
+        edges = [i * length // n_parts for i in range(n_parts + 1)]
+        measures += [(f"loss[{i}:{j}]", slice(i, j)) for i, j in itertools.pairwise(edges)]
+    return measures
+
+
 def measure_run(
-    world: World, run: Run, model: GPT, step: int, blocks: Blocks, args: argparse.Namespace
+    world: World, run: Run, model: Scorer, step: int, blocks: Blocks, args: argparse.Namespace
 ) -> list[tuple[Any, ...]]:
     """The rows of a run: whole sets."""
     rows: list[tuple[Any, ...]] = []
-    n_same = args.lengths[0]
     for setting in settings_of(args, run):
-        is_rolling = setting.window > 0 and not setting.anew
-        windowed = model.with_window(setting.window) if is_rolling else model
-        for length in [blocks.length] if setting.anew else args.lengths:
-            is_longest = length == blocks.length
-            edges = part_edges(length) if args.by_position and is_longest else []
-            # one that reaches all keys has no effect
-            of_length = windowed if length > setting.window else model
-            losses = partial(
-                block_losses, of_length, blocks, length, setting, n_same, args.all_tokens
-            )
+        for length in lengths_of(args, setting):
+            measures = measures_of(args, setting, length)
+            score = partial(score_block, model, blocks, setting, length, args.lengths[0], measures)
             label = f"{run.title}, {setting.label}, {length} tokens"
-            summed = partial(summarise, losses=losses, n_same=n_same, edges=edges)
-            scores = score_all(world, label, len(blocks), summed)
-            if isinstance(scores, str) and world.is_main:
-                print(f"{run.title}, {setting.label}, at {length}: no result: {scores}")
-            key = (run.name, step, text_of(blocks.stream))
-            context = (length, *setting.columns.values())
-            for cell in cells(scores, blocks, args.all_tokens and not setting.anew, edges):
-                name, block, document, value = cell
-                rows.append((*key, name, *context, block, document, value))
+            scores = score_all(world, label, len(blocks), score)  # (blocks, measures)
+            if isinstance(scores, str):
+                if world.is_main:
+                    print(f"{run.title}, {setting.label}, at {length}: no result: {scores}")
+                scores = torch.full((len(blocks), len(measures)), math.nan)
+            for (name, _), values in zip(measures, scores.T, strict=True):
+                key = (run.name, step, text_of(blocks.stream), name, length)
+                where = (*key, *setting.columns.values())
+                if "[" in name:  # by position: of all blocks
+                    rows.append((*where, None, None, values.mean().item()))
+                    continue
+                cells = zip(blocks.documents, values.tolist(), strict=True)
+                rows += [(*where, block, *cell) for block, cell in enumerate(cells)]
     return rows
 
 
-def block_losses(
-    model: GPT,
+def score_block(
+    model: Scorer,
     blocks: Blocks,
-    length: int,
     setting: Setting,
+    length: int,
     n_same: int,
-    all_tokens: bool,
-    block: int,
+    measures: Sequence[tuple[str, slice]],
+    items: Sequence[int],
 ) -> Tensor:
-    """The losses of one block in windows of `length` tokens, (W, length) float32 on the device.
+    """The measures of one block, (1, measures) float64.
 
-    Without `all_tokens` there is one window, the last of the block. Of windows computed anew the
-    losses are those of the block's last n_same tokens, (1, n_same).
+    The loss over all tokens is that of all windows of the block; the other measures are of its
+    last window.
     """
-    device = model.embedding.weight.device
-    targets = read_targets(blocks.stream, blocks.starts[block], blocks.length)
-    x, y = (torch.from_numpy(each).to(device) for each in targets)  # (longest,)
-    with model.autocast():
-        if setting.anew:
-            return recomputed_losses(model, x, y, setting.window, n_same)[None]
-        n = blocks.length // length if all_tokens else 1
-        x = x[-n * length :].view(n, length)
-        y = y[-n * length :].view(n, length)
-        return model.token_losses(x, y, rope=setting.scaling, chunk=max(1, LOGITS_AT_ONCE // n))
+    (block,) = items
+    tokens = torch.from_numpy(blocks.stream.read(blocks.starts[block], blocks.length + 1))
+    if setting.anew:
+        losses = recomputed_losses(model, tokens, setting.window, n_same)[None]
+    else:
+        names = [name for name, _ in measures]
+        n_windows = blocks.length // length if "loss" in names else 1
+        windows = tokens[-n_windows * length - 1 :].unfold(0, length + 1, length)
+        n_targets = n_same if names == ["same_targets"] else length
+        losses = model.losses(windows, n_targets, setting.window, setting.scaling)
+    losses = losses.double()  # (windows, targets)
+    means = [
+        losses.mean() if name == "loss" else losses[-1, part].mean() for name, part in measures
+    ]
+    return torch.stack(means)[None]
 
 
-def recomputed_losses(model: GPT, x: Tensor, y: Tensor, context: int, n_same: int) -> Tensor:
-    """The losses of the last n_same of (longest,) tokens, each with at most `context` before it.
+def recomputed_losses(model: Scorer, tokens: Tensor, context: int, n_targets: int) -> Tensor:
+    """The losses of the last n_targets of tokens (N,), each given at most `context` before it.
 
     A window moves by a quarter of its tokens and scores those that it reaches, which so see at
     least three quarters of it (Press et al. 2021, arXiv 2012.15832, section 2; "Perplexity of
     fixed-length models" in the documentation of transformers).
     """
-    longest = len(x)
-    if context >= longest:
-        return model.token_losses(x[None], y[None, -n_same:], chunk=LOGITS_AT_ONCE)[0]
     stride = math.ceil(context / STRIDES)
-    # the last window ends with the block; the first scores the first of the targets
-    n_windows = min(math.ceil(n_same / stride), 1 + (longest - context) // stride)
-    last = longest - context
-    starts = torch.arange(last - stride * (n_windows - 1), last + 1, stride, device=x.device)
-    at_once = max(1, longest // context)  # as many tokens as a pass over the block
-    losses = []
-    for some in starts.split(at_once):
-        positions = some[:, None] + torch.arange(context, device=x.device)  # (n, context)
-        chunk = max(1, LOGITS_AT_ONCE // len(some))
-        of_windows = model.token_losses(x[positions], y[positions[:, -stride:]], chunk=chunk)
-        losses.append(of_windows.flatten())
-    scored = torch.cat(losses)
-    if len(scored) < n_same:  # the targets begin in the block's first window
-        first = slice(0, int(starts[0]) + context - stride)
-        before = model.token_losses(x[None, first], y[None, first], chunk=LOGITS_AT_ONCE)[0]
-        scored = torch.cat([before, scored])
-    return scored[-n_same:]
-
-
-def summarise(items: Sequence[int], losses: Any, n_same: int, edges: list[int]) -> Tensor:
-    """Of one block: the mean of its same targets, of all its tokens, of each part of a window."""
-    (block,) = items
-    of_block = losses(block).double()  # (W, length)
-    by_part = [of_block[:, i:j].mean() for i, j in itertools.pairwise(edges)]
-    return torch.stack([of_block[-1, -n_same:].mean(), of_block.mean(), *by_part])[None]
-
-
-def part_edges(length: int) -> list[int]:
-    """Of at most N_PARTS parts of one width, the first token of each and the end."""
-    n_parts = min(N_PARTS, length)
-    return [i * length // n_parts for i in range(n_parts + 1)]
-
-
-def cells(
-    scores: Tensor | str, blocks: Blocks, all_tokens: bool, edges: list[int]
-) -> Iterator[tuple[str, int | None, int | None, float | None]]:
-    """Measure, block, document and value of the rows; no values where there are no scores."""
-    names = ["same_targets", *(["loss"] if all_tokens else [])]
-    for column, name in enumerate(names):
-        for block, document in enumerate(blocks.documents):
-            value = None if isinstance(scores, str) else scores[block, column].item()
-            yield name, block, document, value
-    for part, (start, stop) in enumerate(itertools.pairwise(edges)):
-        value = None if isinstance(scores, str) else scores[:, 2 + part].mean().item()
-        yield f"loss[{start}:{stop}]", None, None, value
+    losses: list[Tensor] = []
+    for end in range(len(tokens), len(tokens) - n_targets, -stride):
+        window = tokens[max(0, end - context - 1) : end]
+        losses.insert(0, model.losses(window[None], min(stride, len(window) - 1))[0])
+    return torch.cat(losses)[-n_targets:]
 
 
 # ---------------------------------------------------------------- views
 class Line(NamedTuple):
-    """A model in one setting: a line of the table, a curve of the picture."""
+    """A model in one setting: a line of the tables, a curve of the picture."""
 
     model: str
-    setting: str
-    is_rolling: bool
+    setting: Setting
     losses: dict[int, Losses | None]  # by length
+
+    @property
+    def estimates(self) -> dict[int, Estimate | None]:
+        return {length: estimate(each) if each else None for length, each in self.losses.items()}
+
+    def minus(self, zero: "Line") -> dict[int, Estimate | None]:
+        return measure.subtract(self.losses, zero.losses)
 
 
 def show(args: argparse.Namespace, runs: Sequence[Run], steps: list[int], text: str | None) -> None:
-    """Print the table and draw the picture of rows. text: None is that of the newest rows."""
+    """Print the tables and draw the pictures of rows. text: None is that of the newest rows."""
+    models = name_models(runs, steps)
     tables = []
-    for run, step in zip(runs, steps, strict=True):
+    for run, step, model in zip(runs, steps, models, strict=True):
         rows = measure.select(measure.read_rows(run.folder), run=run.name, step=step)
         if not (rows["measure"] == "same_targets").any():
             raise UserError(f"{run.folder}: no rows of step {step}: expected a call without --draw")
-        tables.append(rows)
-    text = text or tables[0]["text"][tables[0]["measure"] == "same_targets"].iloc[-1]
-    tables = [measure.select(rows, text=text) for rows in tables]
-    models = group_seeds(runs)
-    for name in differences_in_size(runs):
-        print(name)
-    print_losses(args, runs, tables, models, "same_targets", text)
-    if args.all_tokens:
-        print_losses(args, runs, tables, models, "loss", text)
+        tables.append(rows.assign(model=model))
+    rows = pandas.concat(tables).drop_duplicates()
+    text = text or str(measure.select(tables[0], measure="same_targets")["text"].iloc[-1])
+    rows = measure.select(rows, text=text)
+    sizes = [f"step {step}, {run.size}" for run, step in zip(runs, steps, strict=True)]
+    if len({*sizes}) > 1:
+        print("\nThe runs differ in size or steps:")
+        for run, size in zip(runs, sizes, strict=True):
+            print(f"  {run.name}: {size}")
+    of_model = dict(zip(models, runs, strict=True))  # a run of each
+    settings = [
+        (model, setting) for model, run in of_model.items() for setting in settings_of(args, run)
+    ]
+    picture = args.out or picture_path(runs, "eval_length")
+    train_lens = {run.train_len for run in runs}
+    for name in ("same_targets", "loss")[: 1 + args.all_tokens]:
+        lines = read_lines(rows, settings, name, args.lengths)
+        if lines:
+            n_same = rows[rows["measure"] == "same_targets"]["length"].min()
+            what = f"the last {n_same} tokens" if name == "same_targets" else "all tokens"
+            print_losses(lines, what, text)
+            if name == "same_targets":
+                draw_losses(lines, picture, train_lens)
     if args.by_position:
-        draw_positions(args, runs, tables, models)
+        picture = picture.with_stem(f"{picture.stem}_by_position")
+        draw_positions(rows, settings, picture, train_lens)
 
 
-def group_seeds(runs: Sequence[Run]) -> dict[str, list[int]]:
-    """The numbers of the runs of each model, by its name: those that differ in their seed alone.
-
-    Models of one name are told apart by the names of their runs.
-    """
-    groups: dict[str, list[int]] = {}
-    for i, run in enumerate(runs):
-        values = run.config.model_dump(exclude={"name", "seed", "log", "data"})
-        groups.setdefault(json.dumps(values, sort_keys=True), []).append(i)
-    titles = [runs[numbers[0]].title for numbers in groups.values()]
-    named = {}
-    for title, numbers in zip(titles, groups.values(), strict=True):
-        name = title if titles.count(title) == 1 else f"{title} ({runs[numbers[0]].name})"
-        if name in named:  # as of two checkpoints of a run
-            name += f" {runs[numbers[0]].source.stem}"
-        n = len(numbers)
-        named[f"{name}, {n} seeds" if n > 1 else name] = numbers
-    return named
-
-
-def differences_in_size(runs: Sequence[Run]) -> Iterator[str]:
-    """A line for each of steps, batch and width in which the runs differ."""
-    for section, key in (
-        ("train", "max_steps"), ("train", "batch_tokens"), ("train", "seq_len"),
-        ("model", "n_layer"), ("model", "n_embd"),
-    ):  # fmt: skip
-        values = [(run.name, getattr(getattr(run.config, section), key)) for run in runs]
-        if len({value for _, value in values}) > 1:
-            listed = ", ".join(f"{name} {value}" for name, value in values)
-            yield f"the runs differ in {section}.{key}: {listed}"
+def name_models(runs: Sequence[Run], steps: Sequence[int]) -> list[str]:
+    """Of each run the name of its lines. Runs of one name but for its _seed=N share theirs."""
+    keys = [
+        (run.folder.parent, re.sub(r"_seed=\d+", "", run.name), step)
+        for run, step in zip(runs, steps, strict=True)
+    ]
+    first = {key: run for key, run in reversed([*zip(keys, runs, strict=True)])}
+    titles = [run.title for run in first.values()]
+    names = []
+    for key in keys:
+        run = first[key]
+        n_seeds = keys.count(key)
+        name = run.title if titles.count(run.title) == 1 else f"{run.title} ({run.source})"
+        names.append(f"{name}, {n_seeds} seeds" if n_seeds > 1 else name)
+    return names
 
 
 def read_lines(
-    args: argparse.Namespace,
-    runs: Sequence[Run],
-    tables: list[DataFrame],
-    models: dict[str, list[int]],
-    name: str,
+    rows: DataFrame, settings: list[tuple[str, Setting]], name: str, lengths: list[int]
 ) -> list[Line]:
+    """One for each model and setting that has losses."""
     lines = []
-    for model, numbers in models.items():
-        for setting in settings_of(args, runs[numbers[0]]):
-            rows = [measure.select(tables[i], measure=name, **setting.columns) for i in numbers]
-            # two checkpoints of one run are not one
-            seeds = [each.assign(run=str(i)) for i, each in zip(numbers, rows, strict=True)]
-            losses = {}
-            for length in args.lengths:
-                of_length = [measure.select(each, length=length) for each in seeds]
-                losses[length] = read_losses(pandas.concat(of_length))
-            if any(losses.values()):
-                is_rolling = setting.window > 0 and not setting.anew
-                lines.append(Line(model, setting.label, is_rolling, losses))
+    for model, setting in settings:
+        own = measure.select(rows, model=model, measure=name, **setting.columns)
+        losses = {length: read_losses(own[own["length"] == length]) for length in lengths}
+        if any(losses.values()):
+            lines.append(Line(model, setting, losses))
     return lines
 
 
-def print_losses(
-    args: argparse.Namespace,
-    runs: Sequence[Run],
-    tables: list[DataFrame],
-    models: dict[str, list[int]],
-    name: str,
-    text: str,
-) -> None:
-    """The losses, and what each is above the first run's in its rolling window."""
-    lines = read_lines(args, runs, tables, models, name)
-    if not lines:
-        return
-    known = next(each for line in lines for each in line.losses.values() if each)
-    n_documents = len({document for _, document in known.blocks})
-    n_same = min(tables[0]["length"][tables[0]["measure"] == "same_targets"])
-    what = f"the last {n_same} tokens" if name == "same_targets" else "all tokens"
-    estimates = [
-        {length: estimate(losses) if losses else None for length, losses in line.losses.items()}
-        for line in lines
-    ]
-    halves = [each.half for of_line in estimates for each in of_line.values() if each]
+def print_losses(lines: list[Line], what: str, text: str) -> None:
+    """The losses, and what each is above the first line's: the first run in its rolling window."""
+    known = [each for line in lines for each in line.losses.values() if each]
+    n_documents = len({*known[0].documents.tolist()})
+    halves = [each.half for line in lines for each in line.estimates.values() if each]
     print(
-        f"\nLoss in nats of {what} of {len(known.blocks)} blocks ({n_documents} documents);\n"
+        f"\nLoss in nats of {what} of {len(known[0].blocks)} blocks ({n_documents} documents);\n"
         f"text {text}; 95 % intervals ±{min(halves):.2g} to ±{max(halves):.2g}; * lowest.\n"
     )
-    print_lines(args, lines, estimates)
-    zero = reference(lines)
-    minus = [measure.subtract(line.losses, zero.losses) for line in lines]
-    print(f"\nMinus {zero.model}, {zero.setting}, with the paired 95 % interval.\n")
-    print_lines(args, lines, minus, are_differences=True)
-    if name == "same_targets":
-        draw_losses(args, runs, lines, estimates, minus)
+    lengths = [*lines[0].losses]
+    least = {}
+    for n in lengths:
+        values = [each.value for line in lines if (each := line.estimates[n])]
+        least[n] = min(values, default=math.nan)
+    cells = [[loss_cell(line.estimates[n], least[n]) for n in lengths] for line in lines]
+    print_lines(lines, cells)
+    zero = lines[0]
+    print(f"\nMinus {zero.model}, {zero.setting.label}, with the paired 95 % interval.\n")
+    differences = [line.minus(zero).values() for line in lines]
+    print_lines(
+        lines, [[format_difference(each) if each else "-" for each in row] for row in differences]
+    )
 
 
-def reference(lines: list[Line]) -> Line:
-    """The first model in its rolling window, else in its first setting."""
-    of_first = [line for line in lines if line.model == lines[0].model]
-    return next((line for line in of_first if line.is_rolling), of_first[0])
+def loss_cell(each: Estimate | None, least: float) -> str:
+    if each is None:
+        return "-"
+    return measure.format_loss(each) + ("*" if each.value == least else " ")
 
 
-def print_lines(
-    args: argparse.Namespace,
-    lines: list[Line],
-    estimates: list[dict[int, Estimate | None]],
-    are_differences: bool = False,
-) -> None:
-    """Settings down, below the name of their model; lengths across, as many as fit."""
-    best = measure.mark_best([[each[length] for each in estimates] for length in args.lengths])
-    marks = dict(zip(args.lengths, best, strict=True))
-
-    def cell(i: int, length: int) -> str:
-        each = estimates[i][length]
-        if each is None:
-            return "-"
-        if are_differences:
-            return measure.format_difference(each)
-        return measure.format_estimate(each, with_half=False) + ("*" if i in marks[length] else " ")
-
-    cells = [["context", *map(str, args.lengths)]]
+def print_lines(lines: list[Line], cells: list[list[str]]) -> None:
+    """Settings down, below the name of their model; lengths across."""
+    table = [["context", *map(str, lines[0].losses)]]
     for i, line in enumerate(lines):
         if i == 0 or line.model != lines[i - 1].model:
-            cells.append([line.model])
-        cells.append([f"  {line.setting}", *(cell(i, length) for length in args.lengths)])
-    print(measure.format_table(cells))
+            table.append([line.model])
+        table.append([f"  {line.setting.label}", *cells[i]])
+    print(measure.format_table(table))
 
 
-def draw_losses(
-    args: argparse.Namespace,
-    runs: Sequence[Run],
-    lines: list[Line],
-    estimates: list[dict[int, Estimate | None]],
-    minus: list[dict[int, Estimate | None]],
-) -> None:
+def draw_losses(lines: list[Line], picture: Path, train_lens: Iterable[int]) -> None:
     """A curve for each model in its best setting at the longest length, and the first's window.
 
     Error bars are those of the differences to that window.
     """
-    zero = lines.index(reference(lines))
-    shown: dict[str, tuple[float, int]] = {}  # by model, its loss and line
-    for i, line in enumerate(lines):
-        if not line.is_rolling:
-            longest = [each for each in estimates[i].values() if each][-1:]
-            loss = longest[0].value if longest else math.inf
-            if line.model not in shown or loss < shown[line.model][0]:
-                shown[line.model] = (loss, i)
-    numbers = [i for _, i in shown.values()]
-    if lines[zero].is_rolling:
-        numbers.insert(0, zero)
+    zero = lines[0]
+    of_model: dict[str, Line] = {}
+    for line in lines:
+        best = of_model.get(line.model)
+        if not line.setting.window and (best is None or last_loss(line) < last_loss(best)):
+            of_model[line.model] = line
     curves = []
-    for i in numbers:
-        known = {length: each for length, each in estimates[i].items() if each}
-        halves = [each.half if (each := minus[i][length]) else math.nan for length in known]
-        style = {"color": "0.3", "linestyle": "--", "marker": ""} if lines[i].is_rolling else {}
-        setting = lines[i].setting.replace("window", "rolling window of")
-        label = f"{lines[i].model}, {setting}"
+    for line in [*([zero] if zero.setting.window else []), *of_model.values()]:
+        known = {length: each for length, each in line.estimates.items() if each}
+        minus = line.minus(zero)
+        halves = [each.half if (each := minus[length]) else math.nan for length in known]
+        label = line.setting.label.replace("window", "rolling window of")
+        style = {"color": "0.3", "linestyle": "--", "marker": ""} if line.setting.window else {}
         values = [each.value for each in known.values()]
-        curves.append(Curve(label, list(known), values, halves, style))
-    path = args.out or picture_path(runs, "eval_length")
-    train_lens = {run.train_len for run in runs}
+        curves.append(Curve(f"{line.model}, {label}", list(known), values, halves, style))
     title = "Held-out loss of the same targets"
-    measure.draw_curves(path, curves, title, "loss (nats)", train_lens)
+    measure.draw_curves(picture, curves, title, "loss (nats)", train_lens)
+
+
+def last_loss(line: Line) -> float:
+    """At the longest length that it has."""
+    return [each.value for each in line.estimates.values() if each][-1]
 
 
 def draw_positions(
-    args: argparse.Namespace,
-    runs: Sequence[Run],
-    tables: list[DataFrame],
-    models: dict[str, list[int]],
+    rows: DataFrame,
+    settings: list[tuple[str, Setting]],
+    picture: Path,
+    train_lens: Iterable[int],
 ) -> None:
-    """The loss by position in windows of the longest length, of each model and setting (SSMax,
-    Figure 5).
-    """
+    """The loss by position in windows of the longest length (SSMax, Figure 5)."""
+    rows = rows[rows["measure"].str.startswith("loss[")]
     curves = []
-    for model, numbers in models.items():
-        for setting in settings_of(args, runs[numbers[0]]):
-            rows = measure.select(tables[numbers[0]], length=args.lengths[-1], **setting.columns)
-            parts = rows[rows["measure"].str.startswith("loss[")]
-            edges = parts["measure"].str.extract(r"\[(\d+):(\d+)\]").astype(int)
-            middles = ((edges[0] + edges[1]) / 2).tolist()
-            label = f"{model}, {setting.label}"
-            curves.append(Curve(label, middles, parts["value"].tolist(), style={"marker": ""}))
-    picture = args.out or picture_path(runs, "eval_length")
+    for model, setting in settings:
+        own = measure.select(rows, model=model, **setting.columns)
+        means = own.groupby("measure", sort=False)["value"].mean()  # over seeds
+        edges = [map(int, name[5:-1].split(":")) for name in means.index]
+        middles = [sum(pair) / 2 for pair in edges]
+        label = f"{model}, {setting.label}"
+        curves.append(Curve(label, middles, means.tolist(), style={"marker": ""}))
     measure.draw_curves(
-        picture.with_stem(f"{picture.stem}_by_position"), curves, "Held-out loss by position",
-        "loss (nats)", {run.train_len for run in runs}, "position (tokens)",
+        picture, curves, "Held-out loss by position", "loss (nats)", train_lens,
+        "position (tokens)",
     )  # fmt: skip
 
 

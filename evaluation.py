@@ -7,12 +7,11 @@ the other, and writes its sets of rows (see measure.py) as soon as a run is done
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,12 +23,13 @@ from infra.cli import ArgumentParser, UserError, positive_int
 from infra.distributed import World
 from measure import FILE, name_model, read_rows
 from model import GPT
-from positions import RopeScaling
+from positions import UNSCALED, RopeScaling
 from schema import Config
 from training.checkpoint import find_checkpoints, load_model, load_source, read_config
 
 FACTORS = (1, 2, 4, 8, 16)  # multiples of the training length: the default lengths
 LOG_SECONDS = 10.0  # between lines of progress where the output is no terminal
+LOGITS_AT_ONCE = 1024  # positions whose logits exist together: 0.2 GB for GPT-2's vocabulary
 
 
 # ---------------------------------------------------------------- options
@@ -44,6 +44,48 @@ def add_arguments(parser: ArgumentParser, tokens: int = 2**20) -> None:
     tokens_help = "at most N tokens, in whole blocks (default: %(default)s)"
     add("--tokens", type=positive_int, default=tokens, metavar="N", help=tokens_help)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
+
+
+# ---------------------------------------------------------------- models
+class Scorer(Protocol):
+    """What an evaluation of losses asks of a model: of ours (`GPTScorer`), or of any other causal one."""
+
+    def losses(
+        self, tokens: Tensor, n_targets: int, window: int = 0, scaling: RopeScaling = UNSCALED
+    ) -> Tensor:
+        """The losses in nats of the last n_targets of tokens (B, N), (B, n_targets) float32.
+
+        The tokens are int64 on the CPU; the losses are where the model is. A target is given all
+        tokens of its row before it: 1 <= n_targets < N, with positions from 0. Logits exist for a
+        bounded number of positions at a time.
+
+        Args:
+            window: if above 0, each layer sees the last `window` keys alone, at their positions in
+                the row, as a decoder with a KV cache of that many does.
+            scaling: of RoPE, for a length of N - 1.
+        Raises:
+            UserError: the model cannot, as with more positions than it has. Its rows have no value.
+        """
+
+
+class GPTScorer:
+    """Our model as a `Scorer`."""
+
+    def __init__(self, model: GPT) -> None:
+        self.model = model
+        self.with_window = cache(model.with_window)
+
+    def losses(
+        self, tokens: Tensor, n_targets: int, window: int = 0, scaling: RopeScaling = UNSCALED
+    ) -> Tensor:
+        tokens = tokens.to(self.model.embedding.weight.device)
+        inputs = tokens[:, :-1]
+        targets = tokens[:, -n_targets:]
+        # a window that reaches all keys has no effect
+        model = self.with_window(window) if 0 < window < inputs.shape[1] else self.model
+        chunk = max(1, LOGITS_AT_ONCE // len(tokens))
+        with model.autocast():
+            return model.token_losses(inputs, targets, rope=scaling, chunk=chunk)
 
 
 # ---------------------------------------------------------------- runs
@@ -68,6 +110,14 @@ class Run:
     def train_len(self) -> int:
         return self.config.train.seq_len
 
+    @property
+    def size(self) -> str:
+        """What makes its loss another than that of a run beside it, whatever its attention."""
+        model = self.config.model
+        train = self.config.train
+        batches = f"batches of {train.batch_tokens} tokens, T = {train.seq_len}"
+        return f"{model.n_layer} layers of {model.n_embd}, {batches}"
+
     @cached_property
     def step(self) -> int:
         """Of the checkpoint that is there now."""
@@ -83,6 +133,15 @@ class Run:
         if not world.agree(trained.step):
             raise UserError(f"{self.source}: got a new checkpoint while it was read; try again")
         return trained.model, trained.step
+
+    def scorer(self, world: World) -> tuple[Scorer, int]:
+        """The model for an evaluation of losses, and its step. Raises UserError: see `load`."""
+        model, step = self.load(world)
+        return GPTScorer(model), step
+
+    def text(self, folder: Path | None, split: str | None) -> TokenStream:
+        """The held-out tokens, of its own data by default. Raises UserError: see `open_text`."""
+        return open_text(self.config, folder, self.tokenizer, split)
 
     def scalings(self, asked: Iterable[RopeScaling]) -> list[RopeScaling]:
         """Those that make a difference to it: one without rotating positions has no scaling."""
@@ -194,22 +253,15 @@ def open_blocks(stream: TokenStream, length: int, n_tokens: int) -> Blocks:
 
 
 # ---------------------------------------------------------------- scores
-def progress(items: Sequence[Any], label: str, is_shown: bool = True) -> Iterator[Any]:
+def progress(items: Sequence[Any], label: str, is_shown: bool = True) -> "tqdm[Any]":
     """The items, with progress and the time left on stderr: one line of a terminal, lines of a log."""
-    if not is_shown:
-        yield from items
-    elif sys.stderr.isatty():
-        yield from tqdm(items, label, leave=False)
-    else:
-        began = last = time.monotonic()
-        for n_done, item in enumerate(items):
-            now = time.monotonic()
-            if n_done and now - last > LOG_SECONDS:
-                last = now
-                left = round((now - began) / n_done * (len(items) - n_done))
-                line = f"{label}: {n_done}/{len(items)}, {left} s left"
-                print(line, file=sys.stderr, flush=True)
-            yield item
+    is_terminal = sys.stderr.isatty()
+    seconds = 0.1 if is_terminal else LOG_SECONDS
+    line = None if is_terminal else "{desc}: {n_fmt}/{total_fmt}, {remaining} left\n"
+    return tqdm(
+        items, label, leave=False, delay=seconds, mininterval=seconds, bar_format=line,
+        disable=not is_shown,
+    )  # fmt: skip
 
 
 def score_all(

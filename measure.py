@@ -139,12 +139,6 @@ def select(rows: DataFrame, **values: Any) -> DataFrame:
     return rows
 
 
-def count_blocks(rows: DataFrame, lengths: Iterable[int]) -> int:
-    """How many blocks a set has at each of these lengths; the least, 0 where one is missing."""
-    counts = rows.groupby("length")["block"].nunique()
-    return min((int(counts.get(length, 0)) for length in lengths), default=0)
-
-
 # ---------------------------------------------------------------- runs
 def describe_run(folder: Path) -> dict[str, Any]:
     """A line of the table of runs, from config.toml, starts.jsonl and metrics.jsonl.
@@ -422,27 +416,17 @@ def name_layer(config: Config) -> str:
 
 
 # ---------------------------------------------------------------- tables
-def decimals(half: float) -> int:
-    """Of a number with this error: the error's first digit, or two if that is 1; 2 to 4."""
-    if not math.isfinite(half) or half <= 0:
-        return 4
-    exponent = math.floor(math.log10(half))
-    return min(4, max(2, -exponent + (half / 10**exponent < 2)))
-
-
-def format_estimate(each: Estimate, signed: bool = False, with_half: bool = True) -> str:
-    """'1.63 ±0.02'; '+0.0123 ±0.0015'; without an interval '1.6312'."""
-    digits = decimals(each.half)
-    value = f"{each.value:{'+' if signed else ''}.{digits}f}"
-    return f"{value} ±{each.half:.{digits}f}" if with_half and each.half >= 0 else value
+def format_loss(each: Estimate) -> str:
+    """'1.63', with a third digit where the interval is below ±0.02, or none."""
+    return f"{each.value:.{2 if each.half >= 0.02 else 3}f}"
 
 
 def format_difference(each: Estimate) -> str:
     """'+.02 ±.01': short, since a table has five of them in 80 columns."""
-    if math.isnan(each.half):
-        return f"{each.value:+.4f}"
-    digits = 2 if each.half >= 0.01 else 3
-    text = f"{each.value:+.{digits}f} ±{each.half:.{digits}f}"
+    digits = 2 if each.half >= 0.02 else 3
+    text = f"{each.value:+.{digits}f}"
+    if each.half >= 0:  # NaN: there is no interval
+        text += f" ±{each.half:.{digits}f}"
     return re.sub(r"(?<!\d)0\.", ".", text)
 
 
@@ -465,16 +449,6 @@ def format_table(lines: Sequence[Sequence[str]], n_names: int = 1) -> str:
         rest = [[*line[:n_names], *line[n_fit:]] for line in lines]
         formatted += ["", format_table(rest, n_names)]
     return "\n".join(formatted)
-
-
-def mark_best(columns: Sequence[Sequence[Estimate | None]]) -> list[set[int]]:
-    """Of each column the numbers of its lowest values, as printed."""
-    marked = []
-    for column in columns:
-        known = {i: round(each.value, decimals(each.half)) for i, each in enumerate(column) if each}
-        least = min(known.values(), default=None)
-        marked.append({i for i, value in known.items() if value == least})
-    return marked
 
 
 # ---------------------------------------------------------------- figures

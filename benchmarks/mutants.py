@@ -96,10 +96,10 @@ train.py: not state.world.agree([state.step, file, init_summary[:-1]]) => False
 # tests/core/training/test_guard.py
 train.py: not math.isfinite(value) => value != value
 # tests/core/test_eval_length.py
-eval_length.py: of_block[-1, -n_same:] => of_block[0, -n_same:]
-eval_length.py: windowed if length > setting.window else model => windowed
-eval_length.py: int(starts[0]) + context - stride => int(starts[0]) + context
-eval_length.py: n_same = args.lengths[0] => n_same = args.lengths[-1]
+eval_length.py: losses[-1, part] => losses[0, part]
+eval_length.py: end - context - 1 => end - context
+eval_length.py: slice(-args.lengths[0], None) => slice(-args.lengths[-1], None)
+evaluation.py: if 0 < window < inputs.shape[1] => if window
 evaluation.py: searchsorted([start + length for => searchsorted([start for
 evaluation.py: range(world.rank, n_items, world.size) => range(world.rank, n_items - 1, world.size)
 # tests/core/test_measure.py

@@ -36,7 +36,7 @@ import torch
 
 from data.dataset import TokenStream
 from eval_length import recomputed_losses
-from evaluation import open_text, progress, text_of
+from evaluation import GPTScorer, open_text, progress, text_of
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from lab.results import markdown, signed
 from measure import Losses, estimate, write_rows
@@ -152,15 +152,14 @@ def by_model(
 ) -> dict[int, np.ndarray]:
     """The targets' probabilities by a model that keeps a window of L, or beyond L sees all of it."""
     train_len = widths[0]
-    x = torch.tensor(tokens[:-1])
-    y = torch.tensor(tokens[1:])
+    text = torch.tensor(tokens)
+    scorer = GPTScorer(model)
     probabilities = {}
     for width in widths:
-        with model.autocast():
-            if width == train_len:
-                losses = recomputed_losses(model, x, y, train_len, train_len)
-            elif sees == "window":
-                losses = model.token_losses(x[None, -width:], y[None, -train_len:])[0]
+        if width == train_len:
+            losses = recomputed_losses(scorer, text, train_len, train_len)
+        elif sees == "window":
+            losses = scorer.losses(text[None, -width - 1 :], train_len)[0]
         probabilities[width] = losses.double().neg().exp().numpy()
     return probabilities
 

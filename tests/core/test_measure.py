@@ -180,7 +180,6 @@ def test_losses_of_rows():
     assert measure.read_losses(rows.assign(value=math.nan)) is None
     with one_line("a, b: scored on other blocks"):
         measure.read_losses(rows[:-1])
-    assert measure.count_blocks(rows, [16]) == 4 and measure.count_blocks(rows, [16, 32]) == 0
 
 
 @pytest.mark.parametrize(
@@ -202,18 +201,11 @@ def test_holm():
 
 def test_digits_that_the_error_allows():
     for value, half, text in (
-        (1.63124, 0.0243, "1.63 ±0.02"), (1.63124, 0.0143, "1.631 ±0.014"), (2.5, 0.3, "2.50 ±0.30"),
-        (1.63124, 0.00004, "1.6312 ±0.0000"), (1.63124, math.nan, "1.6312"),
-    ):  # fmt: skip
-        assert measure.format_estimate(Estimate(value, half, 0.5)) == text
-    assert measure.format_estimate(Estimate(0.5, 0.03, 0.5), signed=True) == "+0.50 ±0.03"
-    for value, half, text in (
-        (0.5, 0.03, "+.50 ±.03"), (-0.5, 0.0033, "-.500 ±.003"), (1.5, 0.014, "+1.50 ±.01"),
-        (0.5, math.nan, "+0.5000"),
+        (0.5, 0.03, "+.50 ±.03"), (-0.5, 0.0033, "-.500 ±.003"), (1.5, 0.014, "+1.500 ±.014"),
+        (0.5, math.nan, "+.500"),
     ):  # fmt: skip
         assert measure.format_difference(Estimate(value, half, 0.5)) == text
-    column = [Estimate(1.634, 0.02, 0), None, Estimate(1.631, 0.02, 0), Estimate(1.7, 0.02, 0)]
-    assert measure.mark_best([column, [None] * 4]) == [{0, 2}, set()]
+    assert measure.format_loss(Estimate(1.634, 0.02, 0)) == "1.63"
 
 
 def test_a_wide_table_continues_below():
