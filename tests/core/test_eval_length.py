@@ -258,7 +258,7 @@ def test_other_sizes_are_said(tmp_path, data, evaluate, capsys):
     b = make_run(tmp_path / "runs", "b", data, step=9)
     evaluate(a, b, "--lengths", 16, 64)
     out = capsys.readouterr().out
-    assert "a: step 7, 2 layers of 32, batches of 64 tokens, T = 16\n" in out
+    assert "a: step 7, 2 layers of 32, batches of 128 tokens, T = 16\n" in out
 
 
 def test_several_runs_defaults_and_rejected_lengths(tmp_path, data, call, capsys):
