@@ -322,19 +322,19 @@ def show(args: argparse.Namespace, runs: Sequence[Run], steps: list[int], text: 
 
 def name_models(runs: Sequence[Run], steps: Sequence[int]) -> list[str]:
     """Of each run the name of its lines. Runs of one name but for its _seed=N share theirs."""
-    keys = [
-        (run.folder.parent, re.sub(r"_seed=\d+", "", run.name), step)
-        for run, step in zip(runs, steps, strict=True)
-    ]
-    first = {key: run for key, run in reversed([*zip(keys, runs, strict=True)])}
-    titles = [run.title for run in first.values()]
-    names = []
-    for key in keys:
-        run = first[key]
-        n_seeds = keys.count(key)
-        name = run.title if titles.count(run.title) == 1 else f"{run.title} ({run.source})"
-        names.append(f"{name}, {n_seeds} seeds" if n_seeds > 1 else name)
-    return names
+    groups: dict[Any, list[Run]] = {}
+    keys = []
+    for run, step in zip(runs, steps, strict=True):
+        keys.append((run.folder.parent, re.sub(r"_seed=\d+", "", run.name), step))
+        groups.setdefault(keys[-1], []).append(run)
+    titles = [group[0].title for group in groups.values()]
+    names = {}
+    for key, (first, *_) in groups.items():
+        is_alone = titles.count(first.title) == 1
+        names[key] = first.title if is_alone else f"{first.title} ({first.source})"
+        n_seeds = len({run.name for run in groups[key]})
+        names[key] += f", {n_seeds} seeds" if n_seeds > 1 else ""
+    return [names[key] for key in keys]
 
 
 def read_lines(

@@ -21,7 +21,7 @@ from data.batches import document_blocks, val_windows
 from data.dataset import TokenStream
 from infra.cli import ArgumentParser, UserError, positive_int
 from infra.distributed import World
-from measure import FILE, name_model, read_rows
+from measure import name_model, read_rows
 from model import GPT
 from positions import UNSCALED, RopeScaling
 from schema import Config
@@ -152,31 +152,29 @@ def open_runs(sources: Sequence[Path], world: World | None = None) -> list[Run]:
     """Check every source without its tensors, since ten models may not fit in memory.
 
     Folders without a checkpoint are skipped with a line, unless all are. world: None where rows are
-    read alone. Raises UserError: a source does not load or is given twice, its folder cannot be
-    written, or has a damaged rows.csv.
+    read alone. Raises UserError: a source does not load, its folder cannot be written or has a
+    damaged rows.csv, or the runs have several tokenizers.
     """
     trained = [source for source in sources if not source.is_dir() or find_checkpoints(source)]
-    for source in sources if trained and (world is None or world.is_main) else ():
-        if source not in trained:
-            print(f"skipped: {source} has no checkpoint")
     runs: list[Run] = []
-    for source in trained or sources:
-        absolute = Path(os.path.abspath(source))  # not resolved: rows of a link stay where it is
-        if any(absolute.resolve() == Path(run.source).resolve() for run in runs):
-            raise UserError(f"{source}: given twice")
+    for source in dict.fromkeys(sources):
+        if trained and source not in trained:
+            if world is None or world.is_main:
+                print(f"skipped: {source} has no checkpoint")
+            continue
         config, tokenizer = read_config(source)
-        folder = absolute if source.is_dir() else absolute.parent
+        # not resolved: rows of a link stay where it is
+        folder = Path(os.path.abspath(source if source.is_dir() else source.parent))
         if folder.name == "checkpoints" and not source.is_dir():
             folder = folder.parent
-        if (folder / FILE).exists():
-            read_rows(folder)  # before the work: the new rows are added to it
+        read_rows(folder)  # before the work: the new rows are added to it
         if world is not None and not os.access(folder, os.W_OK):
             raise UserError(f"{folder}: cannot be written; the results go there")
-        if runs and tokenizer != runs[0].tokenizer:
+        runs.append(Run(source, folder, config, tokenizer))
+        if tokenizer != runs[0].tokenizer:
             has = f"{runs[0].tokenizer}, as {runs[0].source} has"
             why = "losses of both do not compare"
             raise UserError(f"{source}: tokens of {tokenizer}: expected {has}: {why}")
-        runs.append(Run(source, folder, config, tokenizer))
     return runs
 
 

@@ -25,7 +25,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ import numpy as np
 import pandas
 import torch
 from matplotlib.figure import Figure
-from pandas import DataFrame
+from pandas import DataFrame, MultiIndex
 
 from config import load_config
 from infra.cli import ArgumentParser, UserError, run_main
@@ -47,6 +46,9 @@ FILE = "rows.csv"
 COLUMNS = [
     "run", "step", "text", "measure", "length", "window", "scaling", "block", "document", "value",
 ]  # fmt: skip
+TYPES: dict[str, Any] = dict.fromkeys(COLUMNS, str) | {
+    "step": int, "length": int, "block": "Int64", "document": "Int64", "value": float,
+}  # fmt: skip
 SET = ["run", "step", "text", "measure", "window", "scaling"]
 RUN_COLUMNS = [
     "run", "variant", "options", "seed", "rate", "parameters", "T", "steps", "dtype",
@@ -67,41 +69,35 @@ def write_rows(folder: Path, rows: Iterable[Sequence[Any]] | DataFrame) -> None:
     A kill leaves the old file or the new one. Another evaluation that writes there waits. Raises
     UserError: the file there is not one of rows, or cannot be written.
     """
-    new = as_text(DataFrame(rows, columns=COLUMNS, dtype=object))
     with ExitStack() as stack:
         with suppress(OSError):  # no locks there, or a lock of another user
             fcntl.flock(stack.enter_context(open(folder / ".rows.lock", "ab")), fcntl.LOCK_EX)
-        path = folder / FILE
-        table = replace_sets(as_text(read_rows(path)), new) if path.exists() else new
-        write_atomically(path, to_csv(table))
+        table = replace_sets(read_rows(folder), as_rows(rows))
+        write_atomically(folder / FILE, to_csv(table))
+
+
+def as_rows(rows: Iterable[Sequence[Any]] | DataFrame) -> DataFrame:
+    """A table with the types of `read_rows`. A number that is not finite has no value."""
+    table = DataFrame(rows, columns=COLUMNS).astype(TYPES)
+    table["value"] = table["value"].where(np.isfinite(table["value"]))
+    return table
 
 
 def replace_sets(old: DataFrame, new: DataFrame) -> DataFrame:
-    """The old rows but for the sets that are among the new ones, then the new rows."""
-    is_replaced = set_keys(old).isin(set_keys(new))
-    return pandas.concat([old[~is_replaced], new], ignore_index=True)
+    """The old rows but for the sets that are among the new ones, then the new rows.
 
-
-def set_keys(table: DataFrame) -> "pandas.Series[Any]":
-    """Of each row the name of its set. All parts of a measure by position are one set."""
-    keys = table[SET].astype(str)
-    keys["measure"] = keys["measure"].str.replace(r"\[.*", "[]", regex=True)
-    return keys.agg("\t".join, axis=1) if len(keys) else keys["run"]
-
-
-def as_text(table: DataFrame) -> DataFrame:
-    """Each value as it stands in the file: of a number at most 7 digits."""
-    text = table.astype(object).where(table.notna(), "").astype(str)
-    text["value"] = [f"{value:.7g}" if np.isfinite(value) else "" for value in numbers(table)]
-    return text
-
-
-def numbers(table: DataFrame) -> list[float]:
-    return [math.nan if value is None or value == "" else float(value) for value in table["value"]]
+    All parts of a measure by position are one set.
+    """
+    old_sets, new_sets = (
+        MultiIndex.from_frame(table[SET].replace({"measure": r"\[.*"}, "[", regex=True))
+        for table in (old, new)
+    )
+    kept = old[~old_sets.isin(new_sets)]
+    return pandas.concat([kept, new], ignore_index=True) if len(kept) else new
 
 
 def to_csv(table: DataFrame) -> bytes:
-    return table.to_csv(index=False, lineterminator="\n").encode()
+    return table.to_csv(index=False, lineterminator="\n", float_format="%.7g").encode()
 
 
 def read_rows(*sources: str | Path) -> DataFrame:
@@ -110,26 +106,24 @@ def read_rows(*sources: str | Path) -> DataFrame:
     step and length are int64, block and document Int64 (empty: NA), value float64 (empty: NaN),
     the others text. A folder without the file has no rows. Raises UserError: it is no such file.
     """
-    types: dict[str, Any] = dict.fromkeys(COLUMNS, str)
-    types |= {"step": int, "length": int, "block": "Int64", "document": "Int64", "value": float}
-    tables = [DataFrame(columns=COLUMNS).astype(types)]
+    empty = {column: [""] for column in ("block", "document", "value")}
+    tables = []
     for source in map(Path, sources):
         path = source / FILE if source.is_dir() else source
         if path.exists() or not source.is_dir():
-            tables.append(read_file(path, types))
-    return pandas.concat(tables[1:] or tables, ignore_index=True)
+            tables.append(read_table(path, COLUMNS, dtype=TYPES, na_values=empty))
+    return pandas.concat(tables or [as_rows([])], ignore_index=True)
 
 
-def read_file(path: Path, types: dict[str, Any]) -> DataFrame:
-    empty: dict[str, list[str]] = {column: [""] for column in ("block", "document", "value")}
+def read_table(path: Path, columns: list[str], **options: Any) -> DataFrame:
+    """These columns of a CSV file. Raises UserError: it does not have them."""
     try:
         return pandas.read_csv(
-            path, usecols=COLUMNS, dtype=types, keep_default_na=False, na_values=empty,
-            skip_blank_lines=False,
-        )[COLUMNS]  # fmt: skip
+            path, usecols=columns, keep_default_na=False, skip_blank_lines=False, **options
+        )[columns]
     except (OSError, ValueError, EOFError) as e:  # pandas' own errors are ValueErrors
         problem = " ".join(str(e).split())
-        raise UserError(f"{path}: expected rows with {', '.join(COLUMNS)}: {problem}") from None
+        raise UserError(f"{path}: expected rows with {', '.join(columns)}: {problem}") from None
 
 
 def select(rows: DataFrame, **values: Any) -> DataFrame:
@@ -214,20 +208,20 @@ def collect(folders: Sequence[Path], out: Path) -> None:
     A run's line and its sets replace older ones; all else stays. Raises UserError: see `read_rows`
     and `describe_run`; two folders have one run name.
     """
-    runs = DataFrame([describe_run(folder) for folder in folders], columns=RUN_COLUMNS)
+    described = [describe_run(folder) for folder in folders]
+    runs = DataFrame(described, columns=RUN_COLUMNS).astype(str)
     twice = runs["run"][runs["run"].duplicated()]
     if len(twice):
         raise UserError(f"{twice.iloc[0]}: two of the folders have a run of this name")
-    rows = as_text(read_rows(*folders))
     validations = itertools.chain(*map(validation_rows, folders))
-    rows = pandas.concat([rows, as_text(DataFrame(validations, columns=COLUMNS, dtype=object))])
+    rows = pandas.concat([read_rows(*folders), as_rows(validations)])
     runs_path = out / "runs.csv"
     rows_path = out / "rows.csv.gz"
     if runs_path.exists():
         old = read_runs(out)
-        runs = pandas.concat([old[~old["run"].isin(runs["run"])], runs.astype(str)])
+        runs = pandas.concat([old[~old["run"].isin(runs["run"])], runs])
     if rows_path.exists():
-        rows = replace_sets(as_text(read_rows(rows_path)), rows)
+        rows = replace_sets(read_rows(rows_path), rows)
     with atomic_file(rows_path) as f:
         f.write(gzip.compress(to_csv(rows), mtime=0))  # the same bytes for the same rows
     write_atomically(runs_path, to_csv(runs))
@@ -235,12 +229,7 @@ def collect(folders: Sequence[Path], out: Path) -> None:
 
 def read_runs(folder: Path) -> DataFrame:
     """The folder's runs.csv, all values as text. Raises UserError: it is no table of runs."""
-    path = folder / "runs.csv"
-    try:
-        return pandas.read_csv(path, usecols=RUN_COLUMNS, dtype=str, keep_default_na=False)
-    except (OSError, ValueError) as e:
-        problem = " ".join(str(e).split())
-        raise UserError(f"{path}: expected a table of runs: {problem}") from None
+    return read_table(folder / "runs.csv", RUN_COLUMNS, dtype=str)
 
 
 # ---------------------------------------------------------------- statistics
@@ -313,8 +302,11 @@ def estimate(losses: Losses, minus: Losses | None = None) -> Estimate:
         return Estimate(float(value), 0.0, 1.0 if value == 0 else 0.0)
     freedom = variance**2 / sum(part**2 / degrees for part, degrees in parts)
     error = math.sqrt(variance)
-    p = 1 - student_share(abs(value) / error, freedom)
-    return Estimate(float(value), error * student_quantile(freedom), p)
+    angles, shares = student(freedom)
+    scale = error * math.sqrt(freedom)
+    p = 1 - np.interp(math.atan(abs(value) / scale), angles, shares)
+    half = scale * math.tan(np.interp(CONFIDENCE, shares, angles))
+    return Estimate(float(value), half, float(p))
 
 
 def subtract(
@@ -329,36 +321,15 @@ def subtract(
     return differences
 
 
-def student_share(t: float, freedom: float) -> float:
-    """P(|T| < t) of Student's distribution: the integral of cos^(freedom - 1) to atan(t / √freedom).
+def student(freedom: float) -> tuple[np.ndarray, np.ndarray]:
+    """Student's distribution: angles x from 0 on, and P(|T| < √freedom tan x).
 
-    The substitution T = √freedom tan(x) makes the integrand smooth and the range finite.
+    Its density over x is proportional to cos^(freedom - 1) x, and is summed by trapezoids.
     """
-    end = math.atan(t / math.sqrt(freedom))
-    nodes, weights = gauss_legendre()
-    x = (nodes + 1) / 2 * end
-    integral = (weights * np.cos(x) ** (freedom - 1)).sum() * end / 2
-    log_half = math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2)
-    whole = math.sqrt(math.pi) / 2 * math.exp(log_half)  # the integral to π / 2
-    return float(min(1.0, integral / whole))
-
-
-@cache
-def gauss_legendre() -> tuple[np.ndarray, np.ndarray]:
-    """Nodes in [-1, 1] and their weights, of which 60 give the share to 1e-10."""
-    return np.polynomial.legendre.leggauss(60)
-
-
-def student_quantile(freedom: float, share: float = CONFIDENCE) -> float:
-    """The t with P(|T| < t) = share, by bisection."""
-    low, high = 0.0, 1e4
-    for _ in range(50):  # to 1e-11
-        middle = (low + high) / 2
-        if student_share(middle, freedom) < share:
-            low = middle
-        else:
-            high = middle
-    return high
+    angles = np.linspace(0, min(math.pi / 2, 40 / math.sqrt(freedom)), 4001)
+    density = np.cos(angles) ** (freedom - 1)
+    shares = np.cumsum(density) - (density + density[0]) / 2
+    return angles, shares / shares[-1]
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -366,11 +337,9 @@ def holm(p: Sequence[float]) -> list[float]:
     chance of at most 5 % (Holm 1979).
     """
     order = np.argsort(p)
+    scaled = np.sort(p) * np.arange(len(p), 0, -1)
     adjusted = np.empty(len(p))
-    least = 0.0
-    for rank, i in enumerate(order):
-        least = max(least, min(1.0, (len(p) - rank) * p[i]))
-        adjusted[i] = least
+    adjusted[order] = np.minimum(1, np.maximum.accumulate(scaled))
     return adjusted.tolist()
 
 

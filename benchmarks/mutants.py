@@ -103,10 +103,10 @@ evaluation.py: if 0 < window < inputs.shape[1] => if window
 evaluation.py: searchsorted([start + length for => searchsorted([start for
 evaluation.py: range(world.rank, n_items, world.size) => range(world.rank, n_items - 1, world.size)
 # tests/core/test_measure.py
-measure.py: keys["measure"].str.replace( => keys["measure"].str.match(
+measure.py: r"\[.*"}, "[", regex=True => r"\[.*"}, "[", regex=False
 measure.py: m / (m - 1) * => 
-measure.py: (len(p) - rank) * p[i] => len(p) * p[i]
-measure.py: return pandas.concat([old[~is_replaced], new] => return pandas.concat([old, new]
+measure.py: np.sort(p) * np.arange(len(p), 0, -1) => np.sort(p) * len(p)
+measure.py: kept = old[~old_sets.isin(new_sets)] => kept = old
 # tests/core/test_sweep.py
 sweep.py: known.setdefault(run_identity(config), folder) => folder
 sweep.py: is_last = step_of(checkpoints[0]) == self.config.train.max_steps => is_last = True

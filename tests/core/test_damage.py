@@ -132,15 +132,6 @@ def test_writers_of_one_file_at_the_same_time(tmp_path):
     assert path.read_bytes() == b"first" and [*path.parent.iterdir()] == [path]
 
 
-def test_linked_run_folders(tiny_config, call):
-    """A link is the same run; results of a link stay in its folder."""
-    folder = make_byte_run(tiny_config)
-    link = tiny_config.with_name("link")
-    link.symlink_to(folder)
-    with one_line(link, "given twice"):
-        call(eval_length, folder, link)
-
-
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 
 

@@ -369,7 +369,6 @@ def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
         # before the first is evaluated
         (["{run}", "{tmp}/none"], "none: no readable checkpoint"),
         (["{tmp}/empty"], "no checkpoint in"),
-        (["{run}", "{run}"], "given twice"),
         (["{run}", "--lengths", "16", "512"], "at least 513 for one window of length 512"),
         (["{run}", "--lengths", "32", "--tokens", "31"], "--tokens 31: expected at least 32"),
         (["{run}", "--lengths", "24", "64"], "24 does not divide the longest"),
