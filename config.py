@@ -35,9 +35,8 @@ import tomllib
 from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
-from textwrap import wrap
-from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from textwrap import fill
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
@@ -232,42 +231,38 @@ def parse_command_line(parser: ArgumentParser) -> tuple[Config, argparse.Namespa
 
 
 def describe_keys(config: Config) -> str:
-    """Each key of each section with what it takes, its value and its meaning, in 80 columns."""
+    """Each key as an option with its value, then what it takes and means, in 80 columns."""
     attention = config.attention
-    parts: list[tuple[str, str, type[BaseModel], Any]] = [("top level", "", Config, config)]
-    for section in SECTIONS:
-        values = getattr(config, section)
-        parts.append((f"[{section}]", f"{section}.", type(values), values))
-        if section == "attention":
-            heading = f"[attention], options of normaliser = {attention.normaliser}"
-            parts.append((heading, "attention.", type(attention.definition), attention))
+    parts: list[tuple[str, str, BaseModel]] = [("top level", "", config)]
+    parts += [(f"[{name}]", f"{name}.", getattr(config, name)) for name in SECTIONS]
+    heading = f"[attention], options of normaliser = {attention.normaliser}"
+    parts.insert(3, (heading, "attention.", attention.definition))
     lines = ["config keys, in the file or as options, with their values:"]
-    for heading, prefix, cls, values in parts:
+    for heading, prefix, values in parts:
         lines += ["", heading]
-        for name in (name for name in cls.model_fields if name not in SECTIONS):
-            kind = _kind(cls.model_fields[name].annotation)
-            option = f"--{prefix}{name.replace('_', '-')} {kind}, here {getattr(values, name)!r}"
-            lines += wrap(option, 80, initial_indent="  ", subsequent_indent="      ")
+        stated = dict(values) | values.model_dump()
+        for name, schema in type(values).model_json_schema()["properties"].items():
+            if name in SECTIONS:
+                continue
+            option = f"--{prefix}{name.replace('_', '-')} {_toml_value(stated[name])}"
+            lines.append(fill(option, 80, initial_indent="  ", subsequent_indent="      "))
             # A class that states another default alone inherits the description.
-            bases = [base.model_fields for base in cls.__mro__ if issubclass(base, BaseModel)]
-            meanings = [fields[name].description for fields in bases if name in fields]
-            meaning = next(filter(None, meanings), "")
-            lines += wrap(meaning, 80, initial_indent="      ", subsequent_indent="      ")
+            fields = [getattr(base, "model_fields", {}).get(name) for base in type(values).__mro__]
+            meaning = next(
+                (field.description for field in fields if field and field.description), ""
+            )
+            text = f"{_kind(schema)}: {meaning}"
+            lines.append(fill(text, 80, initial_indent="      ", subsequent_indent="      "))
     return "\n".join(lines)
 
 
-def _kind(annotation: Any) -> str:
-    """What a key takes, in a few letters."""
-    alternatives = get_args(annotation)
-    if get_origin(annotation) is Literal:
-        return "|".join(map(str, alternatives))
-    if get_origin(annotation) in (Union, UnionType):
-        return "|".join(map(_kind, alternatives))
-    if get_origin(annotation) is Annotated:
-        return _kind(alternatives[0])
-    return {"bool": "true|false", "str": "TEXT"}.get(
-        annotation.__name__, annotation.__name__.upper()
-    )
+def _kind(schema: dict[str, Any]) -> str:
+    """What a key takes, from its JSON schema: its choices or its type."""
+    kinds = [
+        each.get("enum", [each.get("const", each["type"])])
+        for each in schema.get("anyOf", [schema])
+    ]
+    return "|".join(itertools.chain(*kinds))
 
 
 def _read_file(
@@ -312,20 +307,14 @@ def _read_file(
 
 
 def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    of_base = f" (the base of {seen[-1].name})" if seen else ""
+    """Raises UserError: no file, or no TOML. OSError: it cannot be read."""
+    if not path.is_file():  # a pipe would wait for its writer
+        raise UserError(f"{path}: no such config file")
+    if path.resolve() in seen:
+        chain = " -> ".join(file.name for file in (*seen, path.resolve()))
+        raise UserError(f"{path}: base files form a cycle: {chain}")
     try:
-        if path.resolve() in seen:
-            chain = " -> ".join(file.name for file in (*seen, path.resolve()))
-            raise UserError(f"{path}: base files form a cycle: {chain}")
-        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe waits for its writer
-            raise UserError(f"{path}: expected a file{of_base}")
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
-    except OSError as e:
-        is_absent = isinstance(e, FileNotFoundError | NotADirectoryError)
-        problem = "no such config file" if is_absent else f"cannot be read: {e.strerror}"
-        raise UserError(f"{path}: {problem}{of_base}") from None
-    except UserError:
-        raise
     except (ValueError, RecursionError) as e:
         raise UserError(f"{path}: not valid TOML: {e}") from None
 

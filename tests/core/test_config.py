@@ -127,7 +127,7 @@ def test_another_base_loses_nothing_of_the_attention(tmp_path):
     )
     swept = write(tmp_path, "swept.toml", text)
     assert len(expand_sweep(swept, ["--base", str(recipe)])) == 2
-    with one_line("nowhere.toml: no such config file (the base of lssa.toml)"):
+    with one_line("nowhere.toml: no such config file"):
         load_config(ROOT / "configs/lssa.toml", ["--base", "nowhere.toml"])
 
 
@@ -408,42 +408,28 @@ def test_all_problems_of_a_kind_at_once(overrides, keys):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('base = "missing.toml"', "missing.toml: no such config file (the base of x.toml)"),
+        ('base = "missing.toml"', "missing.toml: no such config file"),
         ('base = "x.toml"', "base files form a cycle: x.toml -> x.toml"),
         ("base = 3", "base = 3: expected the name of a config file"),
         ("[name]\nn_layer = 3", "name = a section: expected a string"),
         ("[model\nn_layer = 3", "not valid TOML"),
-        ('base = "."', "cannot be read: Is a directory"),
+        ('base = "."', "no such config file"),
         ("seed = 1\n[seed]\nx = 1", "not valid TOML"),
         (f"a = {'[' * 9999}", "not valid TOML"),
-    ],
-)
-def test_bad_files(text, expected, tmp_path):
-    with one_line("x.toml", expected):
-        load_config(write(tmp_path, "x.toml", text))
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
         ("[" + ".".join(3000 * "a") + "]", "a = a section: unknown key"),
         ("[model" + 3000 * ".a" + "]", "model.a = a section: unknown key"),
-        ('base = "a\\u0000.toml"', "not valid TOML: embedded null byte"),
+        ('base = "a\\u0000.toml"', "no such config file"),
+        ('base = "pipe"', "no such config file"),
         ('[data]\ndir = "a\\u0000"', "data.dir = 'a\\x00': expected no NUL"),
-        ("[sweep]\n" + 'seed = [1, 2]\n"train.max_steps" = [1, 2, 3]\n', "sweep: 6 runs"),
+        ("[sweep]\nseed = [1, 2]\nlayers = [1, 2, 3]", "sweep: 6 runs: expected at most 5"),
     ],
-    ids=["tables", "tables of a section", "base", "path", "runs"],
+    ids=range(14),
 )
-def test_files_that_do_harm(text, expected, tmp_path, monkeypatch):
+def test_bad_files(text, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(config, "MAX_RUNS", 5)
+    os.mkfifo(tmp_path / "pipe")
     with one_line(tmp_path, expected):
         expand_sweep(write(tmp_path, "x.toml", text))
-        load_config(tmp_path / "x.toml")
-
-
-def test_a_pipe_is_no_config(tmp_path):
-    os.mkfifo(tmp_path / "x.toml")
-    with one_line("x.toml: expected a file"):
         load_config(tmp_path / "x.toml")
 
 
@@ -519,7 +505,7 @@ def test_help_describes_options_that_a_class_of_ones_own_inherits(monkeypatch):
 
     monkeypatch.setitem(NORMALISERS, "mine", Mine)
     text = describe_keys(Config(attention=AttentionConfig(normaliser="mine")))
-    assert "--attention.tau FLOAT, here 0.5\n      Temperature." in text
+    assert "--attention.tau 0.5\n      number: Temperature." in text
 
 
 @pytest.mark.parametrize(
@@ -586,7 +572,7 @@ def test_help(call, capsys):
     headings = ["[attention]", "[attention], options of normaliser = ssmax", "[data]"]
     lines = text.splitlines()
     assert [line for line in lines if line.startswith(("[a", "[d"))] == headings
-    assert lines.index("[data]") > lines.index("  --attention.scale-init FLOAT, here 0.1685")
+    assert lines.index("[data]") > lines.index("  --attention.scale-init 0.1685")
 
 
 def test_keys_that_disagree_are_blamed_on_the_last_one(tmp_path):
