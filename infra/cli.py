@@ -112,6 +112,9 @@ def reason_of(error: Exception) -> str:
         return (
             f"train.deterministic = True: {str(error).partition(',')[0]} in torch: expected false"
         )
+    if "BackendCompilerFailed" in [cls.__name__ for cls in type(error).__mro__]:
+        problem = f"torch cannot compile here ({str(error).splitlines()[0]})"
+        return f"{problem}: expected train.compile = false, or a C++ compiler"
     return str(error) if isinstance(error, UserError | OSError) else ""
 
 

@@ -220,7 +220,8 @@ def git_commit() -> str | None:
     """The commit of the code, with "+" if tracked files differ from it; None outside a git
     checkout.
     """
-    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    command = ["git", "-c", "safe.directory=*"]  # also where the checkout is another user's
+    command += ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     with suppress(OSError, subprocess.SubprocessError):
         here = Path(__file__).parent
         described = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=10)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from config import changed_keys
 from data.dataset import TokenStream
@@ -127,17 +128,28 @@ class TrainState:
         try:
             for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
-        except ValueError as e:
-            raise UserError(f"{path}: its optimisers do not fit those of today: {e}") from None
-        if len(checkpoint["rng"]) == self.world.size:
-            rng = checkpoint["rng"][self.world.rank]
-            torch.set_rng_state(rng["cpu"])
-            if "cuda" in rng and torch.cuda.is_available():
-                torch.cuda.set_rng_state(rng["cuda"])
+                check_state(optimizer)
+            if len(checkpoint["rng"]) == self.world.size:
+                rng = checkpoint["rng"][self.world.rank]
+                torch.set_rng_state(rng["cpu"])
+                if "cuda" in rng and torch.cuda.is_available():
+                    torch.cuda.set_rng_state(rng["cuda"])
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+            problem = "its optimisers or random numbers do not fit those of today"
+            raise UserError(f"{path}: {problem}: {e!r}") from None
         self.step = step
         # of its last step, as a validation may come before the next
         self.raw_model.set_power(power_at(self.config.attention, max(0, self.step - 1)))
         self.is_resumed = True
+
+
+def check_state(optimizer: Optimizer) -> None:
+    """Raises ValueError: a moment of another shape than its parameter, where a fused step crashes."""
+    for parameter, moments in optimizer.state.items():
+        for name, moment in moments.items():
+            if moment.shape not in (parameter.shape, ()):
+                shape, expected = tuple(moment.shape), tuple(parameter.shape)
+                raise ValueError(f"{name} of shape {shape}: expected {expected}")
 
 
 def data_info(*streams: TokenStream) -> dict[str, str]:

@@ -246,6 +246,19 @@ def test_what_torch_cannot_repeat_is_one_line(capsys):
     assert e.value.code == 2 and capsys.readouterr().err.startswith(error)
 
 
+def test_no_compiler_is_one_line(capsys):
+    @torch.compile
+    def double(x):
+        return 2 * x
+
+    missing = {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}
+    with torch._inductor.config.patch(missing), pytest.raises(SystemExit) as e:
+        run_main(lambda: double(torch.ones(3)))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert e.value.code == 2 and line.startswith("error: torch cannot compile here (InvalidCxx")
+    assert line.endswith("expected train.compile = false, or a C++ compiler")
+
+
 def test_a_typo_of_an_option(call):
     with one_line("unrecognized arguments: --token; did you mean --tokens?"):
         call(eval_length, "run", "--token", 3)

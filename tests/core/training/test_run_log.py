@@ -39,6 +39,12 @@ def test_starts_and_timing(tiny_config, monkeypatch):
         assert r["memory_gb"] > 0
 
 
+def test_the_commit_of_a_checkout_of_another_user(monkeypatch):
+    commit = run_log.git_commit()
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    assert run_log.git_commit() == commit
+
+
 def test_the_first_step_which_compiles_is_not_in_the_speed(tiny_config, monkeypatch):
     clock = [0]
     forward = train.forward_backward
