@@ -24,12 +24,12 @@ from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.files import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
-OVERRIDES = [  # a small model, short steps and many checkpoints
-    *("--model.n-layer", "2", "--train.max-steps", "150", "--train.seq-len", "64"),
-    *("--train.batch-tokens", "1024", "--train.micro-batch", "8", "--train.val-tokens", "4096"),
-    *("--train.val-every", "20", "--train.checkpoint-every", "5", "--train.keep-last", "3"),
-    *("--optimizer.warmup-steps", "10", "--log.every", "5"),
-]
+# a small model, short steps and many checkpoints
+OVERRIDES = (
+    "--model.n-layer 2 --train.max-steps 150 --train.seq-len 64 --train.batch-tokens 1024 "
+    "--train.micro-batch 8 --train.val-tokens 4096 --train.val-every 20 --train.checkpoint-every 5 "
+    "--train.keep-last 3 --optimizer.warmup-steps 10 --log.every 5"
+)
 PATIENCE = 300  # seconds for a restart and the rest of the run
 KEPT = ("step", "loss", "lr", "grad_norm", "val_loss")  # the keys that no clock changes
 
@@ -38,11 +38,9 @@ Process = subprocess.Popen[bytes]
 
 def start(run: Path, n_ranks: int) -> Process:
     """A run in its own process group; its output goes to `<run>.log`."""
-    command = [sys.executable]
-    if n_ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"]
-        command += ["--max-restarts=100", "--monitor-interval=0.1"]
-    command += [
+    launcher = "-m torch.distributed.run --standalone --max-restarts=100 --monitor-interval=0.1"
+    words = [] if n_ranks == 1 else [*launcher.split(), f"--nproc_per_node={n_ranks}"]
+    words += [
         "train.py",
         "configs/demo_lssar.toml",
         "--name",
@@ -50,15 +48,11 @@ def start(run: Path, n_ranks: int) -> Process:
         "--log.dir",
         str(run.parent),
     ]
+    command = [sys.executable, *words, *OVERRIDES.split()]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with open(f"{run}.log", "ab") as log:
         return subprocess.Popen(
-            [*command, *OVERRIDES],
-            cwd=ROOT,
-            env=env,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
+            command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
         )
 
 
@@ -70,9 +64,8 @@ def curve(run: Path) -> list[dict[str, Any]]:
 def writes_checkpoint(run: Path) -> bool:
     """Whether a checkpoint is being written now; killed writes have left older files."""
     try:
-        return any(
-            time.time() - path.stat().st_mtime < 0.2 for path in run.glob("checkpoints/.step_*.tmp")
-        )
+        files = run.glob("checkpoints/.step_*.tmp")
+        return any(time.time() - path.stat().st_mtime < 0.2 for path in files)
     except FileNotFoundError:
         return False
 
@@ -133,9 +126,8 @@ def chaos(folder: Path, n_ranks: int, n_kills: int) -> None:
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
-    parser.add_argument(
-        "--kills", type=positive_int, default=20, help="for each number of processes (20)"
-    )
+    kills_help = "for each number of processes (20)"
+    parser.add_argument("--kills", type=positive_int, default=20, help=kills_help)
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())  # kept if something fails
     for n_ranks in (1, 2):

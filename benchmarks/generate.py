@@ -7,8 +7,7 @@
 The cache holds validation text of the first run's dataset: how many weights of a row are 0 is a
 property of trained models. Times (on a CPU: CPU time) are medians over the fastest quarter of the
 turns, which other processes disturb least. The ratio to the first run is the median of ratios
-within those turns (range: their middle 80 %). `live V` is the share of V's rows with a weight above
-0, over all layers and heads.
+within those turns, with their range.
 """
 
 import statistics
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.timing import print_header, print_row, ratio
 from evaluation import open_text
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from model import GPT, KVCache
@@ -65,61 +65,30 @@ class NextToken:
         self.model.logits(self.model.hidden(self.token, self.rope, self.cache))
         self.cache.length = self.n
 
-    @torch.no_grad()
-    def live_share(self) -> float:
-        """Share of the next token's weights that are above 0."""
-        shares = []
-        with self.model.autocast():
-            for layer, q, keys, signals in self.model.attention_inputs(
-                self.token, self.rope, self.cache
-            ):
-                with torch.autocast(q.device.type, enabled=False):
-                    weights = layer.dense_weights(q, keys, layer.context(q, keys, signals))
-                shares.append((weights > 0).float().mean().item())
-        return statistics.mean(shares)
-
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
-    parser.add_argument(
-        "runs", nargs="*", default=RUNS, help=f"run folders (default: {' '.join(RUNS)})"
-    )
-    parser.add_argument(
-        "--lengths", nargs="+", type=positive_int, default=[1024, 4096, 16384, 65536]
-    )
-    parser.add_argument(
-        "--repeats", type=positive_int, default=200, help="turns at each length (200)"
-    )
-    parser.add_argument(
-        "--data", metavar="DIR", help="dataset folder (default: that of the first run)"
-    )
+    add = parser.add_argument
+    add("runs", nargs="*", default=RUNS, help=f"run folders (default: {' '.join(RUNS)})")
+    add("--lengths", nargs="+", type=positive_int, default=[1024, 4096, 16384, 65536])
+    add("--repeats", type=positive_int, default=200, help="turns at each length (200)")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = [load_model(Path(run), device).model for run in args.runs]
-    stream = open_text(models[0].config, args.data)
+    stream = open_text(models[0].config, None)
     for model in models:
         stream.check_model(model.config.model.vocab_size)
-    threads = torch.get_num_threads()
-    print(
-        f"torch {torch.__version__}, {threads} threads, {device.type}, batch 1, {args.repeats} turns\n"
-    )
-    print("| n | attention | ms a token | over the first (range) | live V |")
-    print("|---:|---|---:|---:|---:|")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {device.type}, batch 1\n")
+    print_header("attention", "n", "ms a token", "over the first")
     for n in args.lengths:
         text = torch.from_numpy(stream.read(0, n + 1).astype("int64"))[None].to(device)
         tokens = [NextToken(model, text) for model in models]
         turns = [[token.milliseconds() for token in tokens] for _ in range(args.repeats + 2)]
         turns = sorted(turns, key=sum)[: max(1, args.repeats // 4)]
-        for i, (model, token) in enumerate(zip(models, tokens, strict=True)):
-            ratios = sorted(turn[i] / turn[0] for turn in turns)
-            tenth = len(ratios) // 10
-            ratio = (
-                f"{statistics.median(ratios):.2f} ({ratios[tenth]:.2f}-{ratios[-1 - tenth]:.2f})"
-            )
-            ms = statistics.median(turn[i] for turn in turns)
-            live = token.live_share()
-            name = describe_layers(model.config)
-            print(f"| {n} | {name} | {ms:.2f} | {ratio} | {live:.3f} |", flush=True)
+        first, *_ = times = list(zip(*turns, strict=True))
+        for model, each in zip(models, times, strict=True):
+            ms = f"{statistics.median(each):.2f}"
+            print_row(describe_layers(model.config), n, ms, ratio(each, first))
 
 
 if __name__ == "__main__":

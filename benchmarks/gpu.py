@@ -6,23 +6,19 @@
 attention    65,536 tokens in 768 dimensions (12 heads of 64, or 6 of 128), causal, bfloat16. Medians of
              triton.testing.do_bench, forward + backward. The ratios are to softmax by
              F.scaled_dot_product_attention on FlashAttention-2 and on cuDNN, timed right after each
-             case.
+             case. LSSA stands beside the same weights by FlexAttention, as the softmax of log phi.
 step         a compiled training step of a config (forward, backward, AdamW), 32 sequences of 1,024 tokens.
 decode       one more token after n cached ones, batch 1, as generation.py runs it. The models are not
              trained.
 
 Several processes compile the kernels before the first row. A row is appended to runs/gpu/rows.jsonl
-when it is measured. If the environment variable GPU_ROWS names a folder, the file is copied there
-at exit. Whether the kernels are right on this GPU is for `pytest -m gpu`.
+when it is measured. Whether the kernels are right on this GPU is for `pytest -m gpu`.
 """
 
 import gc
 import itertools
 import json
 import multiprocessing
-import os
-import shutil
-import signal
 import statistics
 import sys
 import time
@@ -33,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 import triton
 from torch import Tensor
@@ -42,10 +37,13 @@ from triton.testing import do_bench
 
 from attention import ChosenEngine, attend, load_engine, make_normaliser
 from benchmarks.generate import NextToken
+from benchmarks.timing import print_header, print_row, seconds
 from config import load_config
+from engines import flex
 from engines.triton_kernels import INTERPRETED
 from infra.cli import ArgumentParser, UserError, n_cores, run_main
 from model import GPT
+from normalisers.base import RowContext
 from normalisers.layer import NormaliserLayer
 from schema import AttentionConfig, Engine
 
@@ -53,10 +51,12 @@ Row = dict[str, Any]
 BASELINES = {"FlashAttention-2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 ROWS = Path("runs/gpu/rows.jsonl")
 HEAD_DIMS = (64, 128)
+LOG_PHI = "LSSA, FlexAttention with log phi"
 CASES: dict[str, tuple[dict[str, Any], Engine]] = {
     "LSSAR p=15": ({"normaliser": "lssa", "reweight_p": 15}, "triton"),
     "LSSAR p=15, deterministic": ({"normaliser": "lssa", "reweight_p": 15}, "triton"),
     "LSSA": ({"normaliser": "lssa"}, "triton"),
+    LOG_PHI: ({"normaliser": "lssa"}, "flex"),
     "softmax": ({"normaliser": "softmax"}, "sdpa"),
     "SSMax on QK-norm": ({"normaliser": "ssmax", "scores": "cosine", "scale_init": 1.15}, "sdpa"),
     "FoX": ({"normaliser": "fox"}, "sdpa"),
@@ -64,7 +64,6 @@ CASES: dict[str, tuple[dict[str, Any], Engine]] = {
 }
 # GPT-2 124M
 CONFIGS = ("softmax", "lssar", "variants/ssmax_qk_norm", "variants/fox", "variants/hybrid_16_fox_4")
-BUDGETS = (1.0, 0.99)  # torch's activation_memory_budget
 
 
 class Bench:
@@ -77,8 +76,6 @@ class Bench:
         self.dtype = torch.float16 if smoke else torch.bfloat16
         self.tokens = 64 if smoke else 65536
         self.width = 128 if smoke else 768
-        if smoke:
-            mend_interpreter()
 
     def inputs(self, length: int, head_dim: int) -> list[Tensor]:
         """q, k, v and the gradient of o, (B, H, T, D) each."""
@@ -96,7 +93,8 @@ class Bench:
         layer = make_normaliser(
             AttentionConfig(**options), self.width // head_dim, head_dim, length
         )
-        return layer.to(self.device), ChosenEngine(engine, load_engine(engine).run, engine)
+        run = log_phi if name == LOG_PHI else load_engine(engine).run
+        return layer.to(self.device), ChosenEngine(engine, run, engine)
 
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn if self.smoke else torch.compile(fn, dynamic=False)
@@ -105,22 +103,24 @@ class Bench:
         """The median over about `rep` milliseconds; interpreted, the time of one call."""
         if not self.smoke:
             return float(do_bench(fn, rep=rep, return_mode="median"))
-        start = time.perf_counter()
-        fn()
-        return 1e3 * (time.perf_counter() - start)
+        return 1e3 * seconds(fn)
 
 
-def mend_interpreter() -> None:
-    """Triton 3.6's interpreter takes int() of arrays with one element, which NumPy 2.4 rejects."""
-    from triton.runtime import interpreter
+def log_phi(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
+    """LSSA by FlexAttention: softplus(s) / sum of softplus(s) is the softmax of log softplus(s)."""
+    return flex_log_phi(*layer.prepare(q, k, context, v.dtype), v)
 
-    patch = interpreter._patch_lang_tensor
 
-    def patch_index_too(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))
+@torch.compiler.disable  # as the flex engine
+def flex_log_phi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def score_mod(score: Tensor, *place: Tensor) -> Tensor:
+        return F.softplus(score).log()
 
-    interpreter._patch_lang_tensor = patch_index_too
+    mask, _ = flex.causal_mask(q.shape[-2], k.shape[-2], q.device, 0)
+    attention = flex.compiled_attention if q.is_cuda else flex.flex_attention
+    with flex.PATCH:
+        out: Tensor = attention(q, k, v, score_mod, mask, scale=1.0)
+    return out
 
 
 def softmax(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def ratios(ms: float, measure: Callable[[Callable[..., Tensor]], float]) -> Row:
         try:
             row[f"over {name}"] = ms / measure(partial(softmax, backend))
         except RuntimeError as error:
-            print(f"no {name} here: {repr(error)[:200]}")
+            print(f"no {name} here: {error}")
     return row
 
 
@@ -151,7 +151,7 @@ def compile_all(bench: Bench) -> None:
             pool.submit(compile_case, bench.smoke, name, d) for d in HEAD_DIMS for name in names
         ]
     for error in filter(None, (future.exception() for future in futures)):
-        print(f"compiling ahead failed: {repr(error)[:200]}")  # its row will fail, too
+        print(f"compiling ahead failed: {error}")  # its row will fail, too
 
 
 def compile_case(smoke: bool, name: str, head_dim: int) -> None:
@@ -180,7 +180,7 @@ def attention_row(bench: Bench, name: str, head_dim: int, length: int) -> Row:
     return {"ms": ms} | ratios(ms, forward_backward)
 
 
-def step_row(bench: Bench, name: str, memory_budget: float) -> Row:
+def step_row(bench: Bench, name: str) -> Row:
     length, batch = (32, 2) if bench.smoke else (1024, 32)
     model = make_model(bench, name, length)
     compiled = bench.compile(model)
@@ -194,8 +194,7 @@ def step_row(bench: Bench, name: str, memory_budget: float) -> Row:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    with functorch_config.patch(activation_memory_budget=memory_budget):
-        step()  # compiles
+    step()  # compiles
     if not bench.smoke:
         torch.cuda.reset_peak_memory_stats()
     step()
@@ -219,11 +218,8 @@ def make_model(bench: Bench, name: str, length: int) -> GPT:
 def decode_row(bench: Bench, name: str, n: int) -> Row:
     model = make_model(bench, name, min(n, 1024))
     text = torch.randint(model.config.model.vocab_size, (1, n + 1), device=bench.device)
-    return {"ms": median_token(NextToken(model, text))}
-
-
-def median_token(token: NextToken) -> float:
-    return statistics.median(token.milliseconds() for _ in range(40))
+    token = NextToken(model, text)
+    return {"ms": statistics.median(token.milliseconds() for _ in range(40))}
 
 
 def plan(smoke: bool) -> list[tuple[Callable[..., Row], Row]]:
@@ -238,11 +234,7 @@ def plan(smoke: bool) -> list[tuple[Callable[..., Row], Row]]:
         for head_dim, length, name in itertools.product(HEAD_DIMS, lengths, names)
         if not name.endswith("deterministic") or length == lengths[0]
     ]
-    steps = [
-        (step_row, {"name": name, "memory_budget": budget})
-        for budget in BUDGETS
-        for name in CONFIGS
-    ]
+    steps = [(step_row, {"name": name}) for name in CONFIGS]
     cached = [64] if smoke else [1024, 16384]
     decode = [(decode_row, {"name": name, "n": n}) for n in cached for name in CONFIGS]
     return [attention[0], *steps, *decode, *attention[1:]]
@@ -263,15 +255,14 @@ def measure_all(bench: Bench) -> bool:
         except Exception as error:  # out of memory, or no such kernel: the other rows may work
             row |= {"failed": repr(error)[:200]}
             whole = False
+        now = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         with ROWS.open("a") as file:
-            file.write(
-                json.dumps(row | machine | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n"
-            )
+            file.write(json.dumps(row | machine | now) + "\n")
         if list(row) != columns:
             columns = list(row)
-            print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-        cells = [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()]
-        print(f"| {' | '.join(cells)} |", flush=True)
+            print()
+            print_header(*columns)
+        print_row(*(f"{cell:.4g}" if isinstance(cell, float) else cell for cell in row.values()))
         gc.collect()
         torch.cuda.empty_cache()
     return whole
@@ -288,16 +279,9 @@ def main() -> None:
     if not args.smoke and not torch.cuda.is_available():
         raise UserError("no CUDA device: expected one, or TRITON_INTERPRET=1 and --smoke")
     ROWS.parent.mkdir(parents=True, exist_ok=True)
-    # so that `finally` runs
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        bench = Bench(args.smoke)
-        compile_all(bench)
-        whole = measure_all(bench)
-    finally:
-        if "GPU_ROWS" in os.environ and ROWS.exists():
-            shutil.copy(ROWS, os.environ["GPU_ROWS"])
-    sys.exit(not whole)
+    bench = Bench(args.smoke)
+    compile_all(bench)
+    sys.exit(not measure_all(bench))
 
 
 if __name__ == "__main__":

@@ -194,9 +194,10 @@ def all_forms(fast: bool, head_dim: int) -> list[Form]:
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
+    add = parser.add_argument
     dtypes = ["bfloat16", "float32"]
     architectures = tuple(SHARED_LIMITS)
-    parser.add_argument(
+    add(
         "--arch",
         type=int,
         nargs="+",
@@ -204,16 +205,12 @@ def main() -> None:
         default=[80, 90, 100],
         help="80: sm_80",
     )
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--dtype", nargs="+", default=dtypes, choices=dtypes)
-    parser.add_argument(
-        "--p", type=integer(0, 256), default=15, help="of the re-weighting, 0: none (default: 15)"
-    )
-    parser.add_argument(
-        "--rising", action="store_true", help="for all powers below --p, as while p rises"
-    )
-    parser.add_argument("--grouped", action="store_true", help="grouped-query attention")
-    parser.add_argument("--all-forms", action="store_true", help="instead of LSSAR's alone")
+    add("--head-dim", type=int, nargs="+", default=[64, 128, 256])
+    add("--dtype", nargs="+", default=dtypes, choices=dtypes)
+    add("--p", type=integer(0, 256), default=15, help="of the re-weighting, 0: none (default: 15)")
+    add("--rising", action="store_true", help="for all powers below --p, as while p rises")
+    add("--grouped", action="store_true", help="grouped-query attention")
+    add("--all-forms", action="store_true", help="instead of LSSAR's alone")
     args = parser.parse_args()
     if INTERPRETED:
         raise UserError("TRITON_INTERPRET = 1: interpreted kernels cannot be compiled; unset it")

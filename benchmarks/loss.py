@@ -9,11 +9,13 @@ CPU. The ratio is the median over the steps but the first.
 import statistics
 import sys
 import time
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.timing import print_header, print_row, ratio, seconds
 from config import load_config
 from model import GPT
 from training.optim import make_optimizers
@@ -31,23 +33,23 @@ def main() -> None:
     models = [GPT(config) for _ in range(2)]
     optimizers = [make_optimizers(model, config.optimizer) for model in models]
     x = torch.randint(4096, (n_tokens // 128, 128))
-    times: list[list[float]] = [[], []]
-    for _ in range(n_steps):
-        for i, model in enumerate(models):
-            start = time.process_time()
-            with model.autocast():
-                loss = model(x, x.roll(-1, 1)) if i else whole_logits(model, x, x.roll(-1, 1))
-            loss.backward()
-            for optimizer in optimizers[i]:
-                optimizer.step()
-                optimizer.zero_grad()
-            times[i].append(time.process_time() - start)
-    for name, of_steps in zip(("whole logits", "chunks"), times, strict=True):
-        print(f"{name}: {n_tokens / statistics.median(of_steps[1:]):.0f} tokens/s")
-    ratios = sorted(
-        after / before for before, after in zip(times[0][1:], times[1][1:], strict=True)
-    )
-    print(f"ratio {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})")
+    y = x.roll(-1, 1)
+
+    def step(i: int) -> None:
+        with models[i].autocast():
+            loss = models[i](x, y) if i else whole_logits(models[0], x, y)
+        loss.backward()
+        for optimizer in optimizers[i]:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    rounds = [
+        [seconds(partial(step, i), time.process_time) for i in (0, 1)] for _ in range(n_steps)
+    ]
+    whole, chunks = zip(*rounds[1:], strict=True)
+    print_header("", "tokens/s", "over whole logits")
+    for name, each in (("whole logits", whole), ("chunks", chunks)):
+        print_row(name, f"{n_tokens / statistics.median(each):.0f}", ratio(each, whole))
 
 
 if __name__ == "__main__":

@@ -189,17 +189,8 @@ def copy_of_the_repo(folder: Path) -> Path:
 
 
 def pass_tests(folder: Path, tests: list[str]) -> bool:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-m",
-        "not slow",
-        "-p",
-        "no:cacheprovider",
-        *tests,
-    ]
+    options = ["-x", "-m", "not slow", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     status = subprocess.run(command, cwd=folder, capture_output=True).returncode
     if status not in (0, 1):
         raise UserError(f"{' '.join(tests)}: pytest ended with status {status}")

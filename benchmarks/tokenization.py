@@ -4,7 +4,6 @@
 
 Writing: the file's rows, repeated to --tokens, go through
   one process    a loop over tiktoken's encode_ordinary, which writes nothing: the reference
-  usual recipe   multiprocessing.Pool.imap over rows, chunksize 16, lists of tokens handed to the writer
   data.prepare   `python -m data.prepare --files`, with start-up, hashing and fsync
 each in turn, --rounds times.
 
@@ -12,13 +11,13 @@ Reading: --batches of batches at T = 1024 out of 20 shards, in each order.
 """
 
 import itertools
-import multiprocessing
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -27,10 +26,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tiktoken
 
+from benchmarks.timing import print_header, print_row, ratio, seconds
 from data.batches import train_batch
 from data.dataset import TokenStream
 from data.shards import ShardWriter
-from infra.cli import ArgumentParser, UserError, n_cores, positive_int, run_main
+from infra.cli import ArgumentParser, n_cores, positive_int, run_main
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -48,12 +48,6 @@ def one_process(path: Path) -> int:
     return sum(len(encode(text)) for text in texts(path))
 
 
-def usual_recipe(path: Path, out: Path) -> None:
-    with multiprocessing.Pool(n_cores()) as pool, (out / "tokens.bin").open("wb") as file:
-        for tokens in pool.imap(encode, texts(path), chunksize=16):
-            file.write(np.array(tokens, np.uint16).tobytes())
-
-
 def writing(path: Path, n_tokens: int, rounds: int, folder: Path) -> None:
     sample = pa.table({"text": list(texts(path))})
     once = one_process(path)
@@ -62,46 +56,25 @@ def writing(path: Path, n_tokens: int, rounds: int, folder: Path) -> None:
     with pq.ParquetWriter(repeated, sample.schema, compression="zstd") as writer:
         for _ in range(repeats):
             writer.write_table(sample, row_group_size=1000)
-    python = [
-        sys.executable,
-        "-c",
-        "import sys; from benchmarks.tokenization import *; exec(sys.argv[1])",
-    ]
+    code = "import sys; from benchmarks.tokenization import *; exec(sys.argv[1])"
+    options = ["--files", str(repeated), "--val-tokens", "1000000", "--out", str(out)]
     commands = {
-        "one process": [*python, f"one_process(Path({str(repeated)!r}))"],
-        "usual recipe": [*python, f"usual_recipe(Path({str(repeated)!r}), Path({str(out)!r}))"],
-        "data.prepare": [
-            sys.executable,
-            "-m",
-            "data.prepare",
-            "--files",
-            str(repeated),
-            "--val-tokens",
-            "1000000",
-            "--out",
-            str(out),
-        ],
+        "one process": [sys.executable, "-c", code, f"one_process(Path({str(repeated)!r}))"],
+        "data.prepare": [sys.executable, "-m", "data.prepare", *options],
     }
-    seconds: dict[str, list[float]] = {way: [] for way in commands}
+    times: dict[str, list[float]] = {way: [] for way in commands}
     for _, way in itertools.product(range(rounds), commands):
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        start = time.perf_counter()
-        subprocess.run(commands[way], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        seconds[way].append(time.perf_counter() - start)
-    print(f"{repeats * once:,} tokens, {n_cores()} cores, {rounds} rounds\n")
-    print(
-        "| | M tokens/s | one process' time over it | usual recipe's time over it |\n|---|---:|---:|---:|"
-    )
-    for way in commands:
-        ratios = [
-            np.divide(seconds[other], seconds[way]) for other in ("one process", "usual recipe")
-        ]
-        cells = " | ".join(f"{np.median(r):.2f} ({r.min():.2f}-{r.max():.2f})" for r in ratios)
-        print(
-            f"| {way} | {repeats * once / np.median(seconds[way]) / 1e6:.2f} | {cells} |",
-            flush=True,
+        run = partial(
+            subprocess.run, commands[way], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
         )
+        times[way].append(seconds(run))
+    print(f"{repeats * once:,} tokens, {n_cores()} cores, {rounds} rounds\n")
+    print_header("", "M tokens/s", "speed over one process")
+    for way, each in times.items():
+        rate = f"{repeats * once / statistics.median(each) / 1e6:.2f}"
+        print_row(way, rate, ratio(times["one process"], each))
 
 
 def reading(n_batches: int, folder: Path) -> None:
@@ -113,36 +86,27 @@ def reading(n_batches: int, folder: Path) -> None:
     print(
         f"\n20 shards, {stream.n_tokens:,} tokens, one process, {n_batches:,} batches of each kind\n"
     )
-    print("| order | rows a batch | M tokens/s |\n|---|---:|---:|")
+    print_header("order", "rows a batch", "M tokens/s")
     orders: tuple[Literal["sequential", "shuffled"], ...] = ("sequential", "shuffled")
     for order, n_seq in itertools.product(orders, (8, 32)):
-        start = time.perf_counter()
-        for step in range(n_batches):
-            train_batch(stream, step, n_seq, 1024, order, seed=1)
-        rate = n_batches * n_seq * 1024 / (time.perf_counter() - start) / 1e6
-        print(f"| {order} | {n_seq} | {rate:.0f} |", flush=True)
+
+        def read() -> None:
+            for step in range(n_batches):
+                train_batch(stream, step, n_seq, 1024, order, seed=1)  # noqa: B023
+
+        rate = n_batches * n_seq * 1024 / seconds(read) / 1e6
+        print_row(order, n_seq, f"{rate:.0f}")
 
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
-    parser.add_argument("parquet", type=Path, help="documents in a column named text")
-    parser.add_argument(
-        "--tokens",
-        type=positive_int,
-        default=110_000_000,
-        help="at least, more than a shard (%(default)s)",
-    )
-    parser.add_argument("--rounds", type=positive_int, default=3)
-    parser.add_argument("--batches", type=positive_int, default=2000, help="to read (%(default)s)")
+    add = parser.add_argument
+    add("parquet", type=Path, help="documents in a column named text")
+    tokens_help = "at least, more than a shard (%(default)s)"
+    add("--tokens", type=positive_int, default=110_000_000, help=tokens_help)
+    add("--rounds", type=positive_int, default=3)
+    add("--batches", type=positive_int, default=2000, help="to read (%(default)s)")
     args = parser.parse_args()
-    try:
-        columns = pq.read_schema(args.parquet).names
-    except (OSError, pa.ArrowInvalid) as e:
-        raise UserError(
-            f"{args.parquet}: expected a parquet file: {str(e).splitlines()[0]}"
-        ) from None
-    if "text" not in columns:
-        raise UserError(f"{args.parquet}: has {', '.join(columns)}: expected a column named text")
     with tempfile.TemporaryDirectory() as folder:
         writing(args.parquet, args.tokens, args.rounds, Path(folder))
         reading(args.batches, Path(folder))

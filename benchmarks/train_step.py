@@ -7,24 +7,22 @@
 
 All models are in one process and take their steps alternately, so that a drifting machine slows
 all. A ratio is the median over the rounds. CPU time is that of the process: with one thread it
-leaves out what other processes take. Data must be prepared (python -m data.python_source). With
---out FILE also {name: median ratio of CPU time, on CUDA of step time} as JSON. --plain adds a
-first row: the first config by the plainest correct loop with the same model.
+leaves out what other processes take. Data must be prepared (python -m data.python_source). --plain
+adds a first row: the first config by the plainest correct loop with the same model.
 """
 
-import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+import numpy as np
 import torch
 
 import train
+from benchmarks.timing import print_header, print_row, ratio, seconds
 from config import load_config
-from infra.cli import ArgumentParser, UserError, positive_int, run_main
+from infra.cli import ArgumentParser, positive_int, run_main
 from infra.distributed import join_world
-from infra.files import write_json
 from training.optim import set_learning_rates
 from training.run_log import RunLog
 from training.state import TrainState
@@ -54,34 +52,33 @@ def plain_step(state: TrainState) -> None:
 
 def timed(step: Callable[[TrainState], None], state: TrainState) -> tuple[float, float]:
     """Seconds of a step: elapsed, and of the process's CPU time."""
-    start = time.perf_counter()
-    cpu_start = time.process_time()
-    step(state)
-    if state.world.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, time.process_time() - cpu_start
+
+    def whole() -> None:
+        step(state)
+        if state.world.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    start = time.process_time()
+    elapsed = seconds(whole)
+    return elapsed, time.process_time() - start
 
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
     parser.usage = "%(prog)s [CONFIG.toml ...] [--steps N] [--section.key VALUE ...]"
-    parser.add_argument(
-        "--steps", type=positive_int, default=15, help="steps of each config (default: 15)"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the ratios as JSON")
+    parser.add_argument("--steps", type=positive_int, default=15, help="of each config (15)")
     parser.add_argument("--plain", action="store_true", help="also the plainest loop")
-    first = next(
-        (i for i, word in enumerate(sys.argv) if i and word.startswith("-")), len(sys.argv)
-    )
+    is_option = [word.startswith("-") for word in sys.argv]
+    first = is_option.index(True) if any(is_option) else len(sys.argv)
     args, overrides = parser.parse_known_args(sys.argv[first:])
-    if args.out and not args.out.parent.is_dir():
-        raise UserError(f"--out {args.out}: expected a file in a folder that exists")
     paths = sys.argv[1:first] or ["configs/demo_softmax.toml", "configs/demo_lssar.toml"]
     configs = [load_config(path, overrides) for path in paths]
     names = [config.name for config in configs]
+    steps = [train_step] * len(configs)
     if args.plain:
         configs.insert(0, configs[0])
         names.insert(0, "plain loop")
+        steps.insert(0, plain_step)
     with join_world(configs[0].train.device) as world:
         states = [TrainState(config, world) for config in configs]
         # The models share their code, and torch would silently run it uncompiled beyond the limit.
@@ -89,30 +86,20 @@ def main() -> None:
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         for state in states:
             state.step = state.config.attention.reweight_p_warmup  # from the full p on
-        steps = [plain_step if args.plain and i == 0 else train_step for i in range(len(states))]
         rounds = [list(map(timed, steps, states)) for _ in range(3 + args.steps)]
-        rounds = rounds[3:]  # without warm-up and compilation
+    rounds = rounds[3:]  # without warm-up and compilation
     settings = configs[0].train
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {world.device.type}, "
         f"{states[0].raw_model.n_params() / 1e6:.2f}M parameters, T = {settings.seq_len}, "
         f"{settings.batch_tokens} tokens a step, {args.steps} steps\n"
     )
-    print(
-        "| config | tokens/s | step time over the first | CPU time over the first |\n|---|---:|---:|---:|"
-    )
-    ratio_of = {}
+    print_header("config", "tokens/s", "step time over the first", "CPU time over the first")
+    times = np.array(rounds)  # (rounds, configs, clocks)
     for i, name in enumerate(names):
-        rate = settings.batch_tokens / statistics.median(times[i][0] for times in rounds)
-        cells = []
-        for clock in (0, 1):
-            ratios = sorted(times[i][clock] / times[0][clock] for times in rounds)
-            cells.append(f"{statistics.median(ratios):.3f} ({ratios[0]:.2f}-{ratios[-1]:.2f})")
-            if clock == (world.device.type == "cpu"):
-                ratio_of[name] = statistics.median(ratios)
-        print(f"| {name} | {rate:.0f} | {cells[0]} | {cells[1]} |")
-    if args.out:
-        write_json(ratio_of, args.out)
+        rate = settings.batch_tokens / np.median(times[:, i, 0])
+        ratios = [ratio(times[:, i, clock], times[:, 0, clock]) for clock in (0, 1)]
+        print_row(name, f"{rate:.0f}", *ratios)
 
 
 if __name__ == "__main__":
