@@ -12,6 +12,7 @@ and gradients left out.
 import statistics
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def measure(name: str, options: AttentionConfig, engine: Engine, length: int, re
 
     both(softmax)  # warm-up
     both(case)
-    rounds = [[seconds(lambda fn=fn: both(fn)) for fn in (case, softmax)] for _ in range(repeats)]
+    rounds = [[seconds(partial(both, fn)) for fn in (case, softmax)] for _ in range(repeats)]
     with torch.no_grad():
         forward = [[seconds(fn) for fn in (case, softmax)] for _ in range(repeats)]
     with PeakBytes() as memory:

@@ -78,11 +78,18 @@ data/batches.py: min(n_tokens, stream.n_tokens - 1) => min(n_tokens, stream.n_to
 data/batches.py: n_windows = stream.n_tokens // seq_len => n_windows = (stream.n_tokens - 1) // seq_len
 data/batches.py: SeedSequence([epoch, seed]) => SeedSequence([0, seed])
 data/batches.py: ends - starts > length => ends - starts >= length
+data/dataset.py: len(shard) != n_listed => False
+data/dataset.py: if path.name not in self.listed => if False
+data/dataset.py: if number > 1 and => if number > 2 and
 # tests/core/data/test_prepare.py
 data/documents.py: "utf-8-sig" => "utf-8"
 data/documents.py: (rest + fragment).split => fragment.split
-data/documents.py: share > MOST_UNREADABLE => share > 1
+data/documents.py: n_unreadable > MOST_UNREADABLE * n_characters => False
+data/documents.py: part[:99].lstrip().startswith(begin) => part.startswith(begin)
+data/documents.py: HALF_PAIR.sub("\\ufffd", "" if t is None else t) => "" if t is None else t
 data/prepare.py: != (part.split == "val") => == (part.split == "val")
+data/prepare.py: dataset.refuse_others(out, tuple(own)) => dataset.refuse_others(out, "")
+data/prepare.py: begin + self.max_tokens - self.n_tokens => begin + self.max_tokens
 # tests/core/data/test_packages.py
 data/packages.py: owner[first][which] < owner => owner[first][which] <= owner
 data/packages.py: copied <= MOST_COPIED[split] => copied <= 0.5

@@ -14,8 +14,9 @@ A split may have a mask, the split `{split}mask` of as many "tokens": 1 for each
 in the loss, 0 for the others. Batches set the targets of the others to IGNORED.
 """
 
+import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
@@ -27,7 +28,6 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from data.shards import (
-    SHARD_NAME,
     ShardWriter,
     allow_open_files,
     check_vocabulary,
@@ -38,6 +38,7 @@ from data.tokenizer import FILE_NAME, FileTokenizer, Tokenizer, file_identity
 from infra.cli import UserError
 from infra.files import check_shape, fingerprint, read_json, read_text, write_atomically, write_json
 
+NUMBER = re.compile(r"(?<=_)\d{6}(?=\.bin$)")  # of a shard, at the end of its name
 INFO_NAME = "dataset.json"
 UNFINISHED_NAME = "dataset.unfinished"
 IGNORED = -100  # a target that counts in no loss
@@ -77,7 +78,7 @@ def made_before(folder: Path, name: str, settings: dict[str, Any]) -> dict[str, 
 
     Raises UserError: the folder is finished with other settings, or holds another dataset's shards.
     """
-    check_folder(folder, name)
+    refuse_others(folder, f"{name}_")
     if not (folder / INFO_NAME).exists():
         return None
     try:
@@ -94,10 +95,10 @@ def made_before(folder: Path, name: str, settings: dict[str, Any]) -> dict[str, 
     return train.info
 
 
-def check_folder(folder: Path, name: str) -> None:
-    """Raises UserError: the folder holds another dataset's shards."""
+def refuse_others(folder: Path, own: str | tuple[str, ...]) -> None:
+    """Raises UserError: the folder holds shards whose names do not begin with `own`."""
     for path in folder.glob("*.bin"):
-        if not path.name.startswith(f"{name}_"):
+        if not path.name.startswith(own):
             raise UserError(f"{folder}: holds {path.name}, another dataset's: choose another --out")
 
 
@@ -108,7 +109,7 @@ def begin_dataset(folder: Path, name: str, keep: Collection[str] = ()) -> None:
     Without the mark, shards of an interrupted run, having no dataset.json, would pass for gpt2's.
     Raises UserError: the folder cannot be created or written, or holds another dataset's shards.
     """
-    check_folder(folder, name)
+    refuse_others(folder, f"{name}_")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / UNFINISHED_NAME).write_text(
@@ -120,6 +121,25 @@ def begin_dataset(folder: Path, name: str, keep: Collection[str] = ()) -> None:
                 path.unlink()
     except OSError as e:
         raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
+
+
+def write_dataset(
+    folder: Path,
+    info: dict[str, Any],
+    splits: Mapping[str, Sequence[np.ndarray]],
+    tokenizer: Tokenizer,
+) -> dict[str, Any]:
+    """Write a dataset of one shard a split from the tokens of its documents, each of which gets its
+    `<|endoftext|>`; returns dataset.json's content.
+
+    info: the keys of dataset.json but those of the tokeniser, the splits and the shards.
+    """
+    begin_dataset(folder, info["dataset"])
+    whole_info = info | {"splits": {}, "shards": []}
+    for split, members in splits.items():
+        sequences = (np.append(tokenizer.eot_token, tokens) for tokens in members)
+        write_split(folder, whole_info, split, sequences, len(members))
+    return finish_dataset(folder, whole_info, tokenizer)
 
 
 def write_split(
@@ -231,14 +251,16 @@ class TokenStream:
         self.vocab_size: int = self.info["vocab_size"]
         eot = self.info.get("eot")
         self.eot: int = self.vocab_size - 1 if eot is None else eot
-        self.paths = find_shards(self.folder, split)
+        self.paths = self._find_shards()
         allow_open_files()
         self.shards = [open_shard(path, self.vocab_size) for path in self.paths]
         # Python ints: as numpy int32 their sum overflows at 103 shards of 10^8.
         self._starts = list(accumulate(map(len, self.shards), initial=0))
         self.n_tokens = self._starts[-1]
-        if "shards" in self.info:
-            self._check_listed()
+        for path, shard in zip(self.paths, self.shards, strict=True):
+            n_listed = self.listed.get(path.name, len(shard))
+            if len(shard) != n_listed:
+                raise UserError(f"{path}: {len(shard)} tokens: {INFO_NAME} lists {n_listed}")
         mask = f"{split}mask"
         self.mask = TokenStream(folder, mask) if mask in self.info.get("splits", {}) else None
         if self.mask and self.mask.n_tokens != self.n_tokens:
@@ -303,44 +325,43 @@ class TokenStream:
             expected = f"expected {self.vocab_size} to {most}"
             raise UserError(f"model.vocab_size = {vocab_size}: {reason}; {expected}")
 
-    def _check_listed(self) -> None:
-        """The shards are those in dataset.json: a lost last one would silently change the stream."""
-        lengths = {
-            path.name: len(shard) for path, shard in zip(self.paths, self.shards, strict=True)
-        }
-        files = {shard["file"]: shard["tokens"] for shard in self.info["shards"]}
-        listed = {file: n for file, n in files.items() if file.split("_")[-2:-1] == [self.split]}
-        different = lengths.items() ^ listed.items()
-        if different:
-            file = min(different)[0]
-            n_tokens = lengths.get(file, "no")
-            n_listed = listed.get(file, "none")
-            raise UserError(
-                f"{self.folder / file}: {n_tokens} tokens: {INFO_NAME} lists {n_listed}"
-            )
+    @property
+    def listed(self) -> dict[str, int]:
+        """The split's shards in dataset.json, with their tokens; none without the file."""
+        shards = {shard["file"]: shard["tokens"] for shard in self.info.get("shards", ())}
+        return {name: n for name, n in shards.items() if f"_{self.split}_" in name}
+
+    def _find_shards(self) -> list[Path]:
+        """Those that dataset.json lists, or else by their names."""
+        if "shards" not in self.info:
+            return find_shards(self.folder, self.split)
+        if not self.listed:
+            raise UserError(f"{self.folder}: {INFO_NAME} has no split {self.split!r}")
+        for path in self.folder.glob(f"*_{self.split}_*.bin"):
+            if path.name not in self.listed:
+                raise UserError(f"{path}: {INFO_NAME} does not list it")
+        return [self.folder / name for name in self.listed]
 
 
 def find_shards(folder: Path, split: str) -> list[Path]:
     """The split's shards in index order. Raises UserError for none, a gap, or a mix of datasets."""
-    names = sorted(path.name for path in folder.glob("*.bin"))
-    shards = [shard for shard in map(SHARD_NAME.fullmatch, names) if shard]
-    for name in names:
-        if f"_{split}_" in name and not SHARD_NAME.fullmatch(name):
-            raise UserError(f"{folder / name}: expected a name like fineweb_{split}_000001.bin")
-    files = {int(shard["index"] or 0): shard[0] for shard in shards if shard["split"] == split}
-    datasets = {shard["dataset"] for shard in shards if shard["split"] == split}
-    if not files:
-        present = f", though there is {names[0]}" if names else ""
+    paths = sorted(folder.glob(f"*_{split}_*.bin")) or sorted(folder.glob(f"*_{split}.bin"))
+    if not paths:
+        present = "".join(f", though there is {path.name}" for path in [*folder.glob("*.bin")][:1])
         raise UserError(f"{folder}: no shards named *_{split}_*.bin{present}; {HOW_TO_PREPARE}")
+    datasets = sorted({path.name.rpartition(f"_{split}")[0] for path in paths})
     if len(datasets) > 1:
-        raise UserError(
-            f"{folder}: shards of {', '.join(sorted(datasets))}: expected one dataset a folder"
-        )
-    # The indices before the first are other splits'. Number 0, of val, may have been left out of a
-    # download.
-    others = {int(shard["index"] or 0) for shard in shards if shard["dataset"] in datasets}
-    gaps = {i for i in range(1, max(files)) if i not in (others if i < min(files) else files)}
-    if gaps:
-        first_gap = f"{datasets.pop()}_{split}_{min(gaps):06d}.bin"
-        raise UserError(f"{folder / first_gap}: missing, though shard {max(files):06d} is there")
-    return [folder / files[index] for index in sorted(files)]
+        raise UserError(f"{folder}: shards of {', '.join(datasets)}: expected one dataset a folder")
+    first = NUMBER.search(paths[0].name)
+    if first is None and len(paths) == 1:  # llm.c's TinyStories_train.bin
+        return paths
+    number = int(first[0]) if first else 0
+    for i, path in enumerate(paths, number):
+        expected = f"{datasets[0]}_{split}_{i:06d}.bin"
+        if path.name != expected:
+            raise UserError(f"{folder / expected}: missing, though there is {path.name}")
+    # What precedes is of other splits. Number 0, of val, may have been left out of a download.
+    if number > 1 and not [*folder.glob(f"{datasets[0]}_*_{number - 1:06d}.bin")]:
+        expected = f"{datasets[0]}_{split}_{number - 1:06d}.bin"
+        raise UserError(f"{folder / expected}: missing, though there is {paths[0].name}")
+    return paths

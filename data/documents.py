@@ -7,18 +7,16 @@ names the files of a local folder's split. Memory is bounded by a file's texts, 
 shuffled.
 """
 
-import bz2
 import glob
-import gzip
 import io
 import json
-import lzma
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,18 +34,9 @@ MOST_SHUFFLED = 2**31  # characters
 MOST_UNREADABLE = 0.005  # share of U+FFFD and NUL in a file; accents in a code page are 1 to 12 %
 LEAST_WARNED = 1e-5  # share of them; web text has 1e-6
 SAMPLE = 2**16  # characters after which a file may be refused
-END_OF_TEXT = "<|endoftext|>"
-FOREIGN = {  # what files of other kinds begin with
-    b"%PDF": "a PDF",
-    b"{\\rtf": "RTF",
-    b"PK\x03\x04": "a zip archive or an office document",
-    b"\x1f\x8b": "gzip: expected a name that ends in .gz",
-    b"\x28\xb5\x2f\xfd": "zstd: expected a name that ends in .zst",
-    b"PAR1": "parquet: expected a name that ends in .parquet",
-    b"\xff\xfe": "UTF-16 or UTF-32: expected UTF-8, as iconv -f UTF-16 -t UTF-8 makes",
-    b"\xfe\xff": "UTF-16: expected UTF-8, as iconv -f UTF-16 -t UTF-8 makes",
-    b"\x00\x00\xfe\xff": "UTF-32: expected UTF-8, as iconv -f UTF-32 -t UTF-8 makes",
-}
+END_OF_TEXT = re.compile(r"<\|end_?of_?text\|>")  # GPT-2's and Llama's
+MARKUP = {"%PDF-": "a PDF", "%!PS": "PostScript", "{\\rtf": "RTF"}  # of readable characters
+HALF_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates, which JSON can write alone
 
 
 class Input(NamedTuple):
@@ -62,7 +51,7 @@ class Source(NamedTuple):
 
     description: str  # one line for dataset.json
     settings: dict[str, Any]  # the options that identify the source
-    paths: list[Path]  # the local files, or the folder of them; empty for the hub
+    paths: list[Path]  # the local files and folders of them; empty for the hub
     files: list[str]  # a hash of each local file; empty where a commit of the hub identifies them
     open: Callable[[], list[Input]]
 
@@ -114,8 +103,6 @@ def _parquet_texts(path: str, column: str) -> Iterator[str]:
 
 def _decoded(column: Any) -> Iterator[str]:
     """The texts of an Arrow column; "" for null."""
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
     # As binary: a column of strings may hold invalid UTF-8, not checked so far.
     for row in column.cast(pa.large_binary()).to_pylist():
         yield (row or b"").decode("utf-8", "replace")
@@ -127,138 +114,121 @@ def _json_texts(path: str, key: str) -> Iterator[str]:
         for number, line in enumerate(lines, 1):
             try:
                 if number == 1 and line.lstrip().startswith("["):
-                    texts = [_json_text(record, key) for record in json.loads(line + lines.read())]
+                    records = json.loads(line + lines.read())
                 else:
-                    texts = [_json_text(json.loads(line), key) if line.strip() else ""]
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                    records = [json.loads(line)] if line.strip() else [{key: None}]
+                texts = [record[key] for record in records]
+                readable = [HALF_PAIR.sub("\ufffd", "" if t is None else t) for t in texts]
+            except (ValueError, LookupError, TypeError, RecursionError):
                 expected = f'expected a JSON object with a string "{key}"'
                 raise UserError(f"{path}, line {number}: {line[:60]!r}: {expected}") from None
-            yield from texts
+            yield from readable
 
 
-def _json_text(record: Any, key: str) -> str:
-    text = record[key]
-    text = "" if text is None else text
-    # JSON can write half a surrogate pair.
-    return str(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-
-
-def _whole_text(path: str, key: str) -> Iterator[str]:
-    """The whole file as one text, its line ends as \\n."""
+def _text(path: str, size: int) -> Iterator[str]:
+    """The file in parts of `size` characters, -1 for all at once; its line ends as \\n."""
     with _open_text(path) as file:
-        yield file.read()
+        for part in iter(partial(file.read, size), ""):
+            kinds = [kind for begin, kind in MARKUP.items() if part[:99].lstrip().startswith(begin)]
+            if kinds:
+                raise UserError(f"{path}: is {kinds[0]}: expected plain text")
+            yield part
 
 
-def _fragments(path: str) -> Iterator[str]:
-    """The same text in parts."""
-    with _open_text(path) as file:
-        while fragment := file.read(FRAGMENT):
-            yield fragment
-
-
-def _open_zstd(path: str) -> Any:
-    return io.BufferedReader(pa.input_stream(path, compression="zstd"))
-
-
-COMPRESSED: dict[str, Callable[[str], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": _open_zstd,
-}
+CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
 
 def _open_text(path: str, newline: str | None = None) -> Any:
-    """UTF-8, with or without a mark at its beginning. Raises UserError: a file of another kind."""
-    opener: Any = COMPRESSED.get(os.path.splitext(path)[1].lower(), partial(open, mode="rb"))
-    file = opener(path)
-    begin = file.peek(8)[:8]
-    for first, kind in FOREIGN.items():
-        if begin.startswith(first):
-            file.close()
-            raise UserError(f"{path}: is {kind}")
-    return io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline=newline)
+    """UTF-8, with or without a mark at its beginning."""
+    codec = CODECS.get(os.path.splitext(path)[1].lower())
+    stream = pa.input_stream(io.FileIO(path), compression=codec)
+    return io.TextIOWrapper(
+        io.BufferedReader(stream), "utf-8-sig", errors="replace", newline=newline
+    )
 
 
+TEXT = (".txt", ".md")
 READERS = {
     ".parquet": _parquet_texts,
     ".jsonl": _json_texts,
     ".ndjson": _json_texts,
     ".json": _json_texts,
-    ".txt": _whole_text,
 }
+SUFFIXES = (*TEXT, *READERS)
 
 
 def suffix_of(path: str) -> str:
-    """The key of READERS that reads the file, compressed or not, or ""."""
-    name = os.path.basename(path).lower()
-    stem, last = os.path.splitext(name)
-    suffix = os.path.splitext(stem)[1] if last in COMPRESSED else last
-    is_known = suffix in READERS and not (suffix == ".parquet" and last in COMPRESSED)
+    """The one of SUFFIXES that says how the file is read, compressed or not, or ""."""
+    stem, last = os.path.splitext(path.lower())
+    suffix = os.path.splitext(stem)[1] if last in CODECS else last
+    is_known = suffix in SUFFIXES and not (suffix == ".parquet" and last in CODECS)
     return suffix if is_known else ""
 
 
 def _file_input(path: str, column: str, separator: str | None) -> Input:
     """Raises UserError: it cannot be a file of documents."""
     suffix = suffix_of(path)
+    if path.endswith(".bin"):
+        raise UserError(f"{path}: expected text; train.py reads shards of tokens by --data.dir")
     if not suffix or not os.path.isfile(path):
-        if path.endswith(".bin"):
-            raise UserError(f"{path}: expected text; train.py reads shards of tokens by --data.dir")
-        packed = f", and {', '.join(COMPRESSED)} of all but parquet"
-        raise UserError(f"{path}: expected a file that ends in {', '.join(READERS)}{packed}")
-    if separator and suffix == ".txt":
-        return Input(path, lambda: _pieces(_readable(path, _fragments(path), True), separator))
-    return Input(path, lambda: _rows(path, READERS[suffix](path, column), separator))
+        packed = f", and {', '.join(CODECS)} of all but parquet"
+        raise UserError(f"{path}: expected a file that ends in {', '.join(SUFFIXES)}{packed}")
 
-
-def _rows(name: str, texts: Iterator[str], separator: str | None) -> Iterator[str]:
-    """The texts of an input, each split at the separator if there is one."""
-    for text in _readable(name, texts, bool(separator)):
-        if separator:
-            yield from _pieces([text], separator)
+    def read() -> Iterator[str]:
+        if suffix in TEXT:
+            texts = _split(_text(path, FRAGMENT if separator else -1), separator)
         else:
-            yield text
+            texts = _split_each(READERS[suffix](path, column), separator)
+        return _checked(path, texts)
+
+    return Input(path, read)
 
 
-def _pieces(fragments: Iterable[str], separator: str) -> Iterator[str]:
+def _split(fragments: Iterable[str], separator: str | None) -> Iterable[str]:
     """What stands between the separators, without the line ends beside them."""
+    if not separator:
+        yield from fragments
+        return
     rest = ""
     for fragment in fragments:
         *pieces, rest = (rest + fragment).split(separator)
         for piece in pieces:
-            yield piece.strip("\n")
-    yield rest.strip("\n")
+            yield piece.strip("\r\n")
+    yield rest.strip("\r\n")
 
 
-def _readable(name: str, texts: Iterator[str], is_split: bool) -> Iterator[str]:
+def _split_each(texts: Iterable[str], separator: str | None) -> Iterable[str]:
+    return chain.from_iterable(_split([text], separator) for text in texts)
+
+
+def _checked(name: str, texts: Iterable[str]) -> Iterator[str]:
     """The texts, with a warning of what a file of the wrong kind or encoding has.
 
     Raises UserError: too many characters are U+FFFD, which stands for bytes that are no UTF-8, or
     NUL.
     """
     n_characters = n_unreadable = 0
-    is_warned = is_split
-
-    def check(at_least: int) -> float:
-        share = n_unreadable / max(1, n_characters)
-        if n_characters >= at_least and share > MOST_UNREADABLE:
-            hint = "expected UTF-8; iconv -f CP1252 -t UTF-8 converts, for example, CP1252"
-            raise UserError(f"{name}: {share:.1%} of its characters are U+FFFD or NUL: {hint}")
-        return share
-
     for text in texts:
         n_characters += len(text)
         n_unreadable += text.count("\ufffd") + text.count("\0")
-        check(SAMPLE)
-        if not is_warned and END_OF_TEXT in text:
-            is_warned = True
-            advice = f"--separator '{END_OF_TEXT}' splits documents there"
-            _warn(f"{name}: holds {END_OF_TEXT}, which is encoded as ordinary text: {advice}")
+        if n_characters >= SAMPLE:
+            _check_share(name, n_unreadable, n_characters)
+        if found := END_OF_TEXT.search(text):
+            advice = f"--separator '{found[0]}' splits documents there"
+            _warn(f"{name}: holds {found[0]}, which is encoded as ordinary text: {advice}")
         yield text
-    share = check(0)
-    if share >= LEAST_WARNED:
-        counted = f"{n_unreadable:,} of {n_characters:,} characters ({share:.3%})"
-        _warn(f"{name}: {counted} are U+FFFD, as bytes that are no UTF-8 become, or NUL")
+    _check_share(name, n_unreadable, n_characters)
+    if n_unreadable > LEAST_WARNED * n_characters:
+        counted = f"{n_unreadable:,} of {n_characters:,} characters"
+        share = f"{n_unreadable / n_characters:.3%}"
+        _warn(f"{name}: {counted} ({share}) are U+FFFD, as bytes that are no UTF-8 become, or NUL")
+
+
+def _check_share(name: str, n_unreadable: int, n_characters: int) -> None:
+    if n_unreadable > MOST_UNREADABLE * n_characters:
+        share = f"{n_unreadable / n_characters:.1%} of its characters are U+FFFD or NUL"
+        expected = "expected UTF-8; iconv -f UTF-16 -t UTF-8, or -f CP1252, converts text"
+        raise UserError(f"{name}: {share}: {expected}")
 
 
 @cache  # several passes read the same file
@@ -286,30 +256,42 @@ def _shuffled_texts(inputs: list[Input], seed: int) -> Iterator[str]:
 def local_files(
     patterns: list[str], column: str, shuffle: int | None = None, separator: str | None = None
 ) -> Source:
-    """The files that match the patterns, sorted by path, or all documents shuffled by a seed."""
+    """The files that match the patterns, sorted by path, or all documents shuffled by a seed.
+
+    A folder stands for all files below it that can be read.
+    """
     names: set[str] = set()
     for pattern in patterns:
-        # A name that the shell has expanded may contain brackets.
-        paths = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+        if os.path.isdir(pattern):
+            below = glob.glob(os.path.join(glob.escape(pattern), "**"), recursive=True)
+            paths = [path for path in below if suffix_of(path)]
+        else:  # a name that the shell has expanded may contain brackets
+            paths = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         if not paths:
-            raise UserError(
-                f"--files {pattern}: no such files: expected paths or 'DIR/**/*.parquet'"
-            )
+            expected = "expected paths, folders of text or 'DIR/**/*.parquet'"
+            raise UserError(f"--files {pattern}: no such files: {expected}")
         names.update(map(os.path.normpath, paths))
     by_file: dict[str, str] = {}
     for name in sorted(names):  # of several names of one file the first
         by_file.setdefault(os.path.realpath(name), name)
     files = [*by_file.values()]
-    inputs = [_file_input(file, column, separator) for file in files]
     listed = os.fsencode(", ".join(map(os.path.basename, files))).decode("utf-8", "replace")
-    description = f"local files ({len(files)}): {listed}"
-    if shuffle is not None:
-        description += f", shuffled by seed {shuffle}"
-        inputs = [Input("", partial(_shuffled_texts, inputs, shuffle))]
-    paths_read = [Path(file) for file in files]
-    hashes = [fingerprint(path) for path in paths_read]
     settings = {"column": column, "shuffle": shuffle, "separator": separator}
-    return Source(description, settings, paths_read, hashes, lambda: inputs)
+    folders = [pattern for pattern in patterns if os.path.isdir(pattern)]
+    source = _source_of(files + folders, files, f"local files ({len(files)}): {listed}", settings)
+    if shuffle is None:
+        return source
+    shuffled = [Input("", partial(_shuffled_texts, source.open(), shuffle))]
+    description = f"{source.description}, shuffled by seed {shuffle}"
+    return source._replace(description=description, open=lambda: shuffled)
+
+
+def _source_of(
+    paths: list[str], files: list[str], description: str, settings: dict[str, Any]
+) -> Source:
+    inputs = [_file_input(file, settings["column"], settings["separator"]) for file in files]
+    hashes = [fingerprint(Path(file)) for file in files]
+    return Source(description, settings, [*map(Path, paths)], hashes, lambda: inputs)
 
 
 def folder_dataset(
@@ -341,17 +323,15 @@ def folder_dataset(
         raise UserError(f"{folder}: has no split {split!r}: expected {', '.join(map(str, splits))}")
     listed = sorted(map(str, splits[split]))
     files = [path for path in listed if suffix_of(path)]
-    left_out = {os.path.basename(path) for path in listed} - set(map(os.path.basename, files))
+    left_out = [os.path.basename(path) for path in listed if not suffix_of(path)]
     if left_out:
-        _warn(f"{folder}: left out {', '.join(sorted(left_out))[:200]}")
+        _warn(f"{folder}: left out {', '.join(left_out)[:200]}")
     if not files:
-        raise UserError(f"{folder}: no files that end in {', '.join(READERS)}")
-    inputs = [_file_input(path, column, separator) for path in files]
-    hashes = [fingerprint(Path(path)) for path in files]
-    settings = {"repo": folder, "name": name, "split": split, "column": column}
+        raise UserError(f"{folder}: no files that end in {', '.join(SUFFIXES)}")
     description = f"{' '.join(filter(None, (folder, name, split)))}, {len(files)} files"
+    settings = {"repo": folder, "name": name, "split": split, "column": column}
     settings["separator"] = separator
-    return Source(description, settings, [Path(folder)], hashes, lambda: inputs)
+    return _source_of([folder], files, description, settings)
 
 
 # ---------------------------------------------------------------- the hub
@@ -415,7 +395,7 @@ def _stream(column: str, split: str, repo: str, name: str | None, commit: str | 
 def _hub_texts(label: str, tables: Any, n: int, i: int, separator: str | None) -> Iterator[str]:
     batches = tables.shard(n, i).iter(BATCH_ROWS)
     texts = (text for table in batches for text in _decoded(table.column(0)))
-    return _rows(label, texts, separator)
+    return _checked(label, _split_each(texts, separator))
 
 
 @contextmanager

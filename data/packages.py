@@ -33,9 +33,8 @@ from urllib.parse import urljoin
 import numpy as np
 
 from data import dataset
-from data.bpe import train_bpe
 from data.documents import naming
-from data.tokenizer import FileTokenizer, encode
+from data.tokenizer import FileTokenizer, encode, train_bpe
 from infra.cli import ArgumentParser, UserError, n_cores, run_main
 from infra.files import exclusive_lock, write_atomically
 
@@ -209,14 +208,9 @@ def build(table: list[Package], wheels: Path, out: Path) -> dict[str, Any]:
         print(f"{split}: {share:.3%} of runs of {RUN} tokens are in the training text")
         if share > MOST_SHARED:
             raise UserError(f"{split}: {share:.2%} of runs shared: expected {MOST_SHARED:.1%}")
-    dataset.begin_dataset(out, DATASET)
     source = f"{len(table)} packages of PyPI (data/packages.csv)"
     info = {"dataset": DATASET, "source": source, "settings": settings, "shared": shared}
-    info |= {"splits": {}, "shards": []}
-    for split, members in chosen.items():
-        with_ends = (np.append(tokenizer.eot_token, each) for each in members)
-        dataset.write_split(out, info, split, with_ends, len(members))
-    return dataset.finish_dataset(out, info, tokenizer)
+    return dataset.write_dataset(out, info, chosen, tokenizer)
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
     python -m data.prepare                              # FineWeb sample-10BT -> data/fineweb10B
     python -m data.prepare --dataset HuggingFaceFW/fineweb-edu --name sample-100BT
-    python -m data.prepare --files 'dir/*.txt' --out data/mine      # or .parquet, .jsonl, .json, .gz, .zst
+    python -m data.prepare --files 'dir/*.txt' --out data/mine   # .md, .parquet, .jsonl, .json; .gz, .zst
+    python -m data.prepare --files dir --out data/mine           # all of these below the folder
     python -m data.prepare --dataset DIR --separator '<|endoftext|>' --out data/stories
     hf download kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir data/fineweb10B    # ready shards
 
@@ -18,8 +19,9 @@ Stop it at any moment, by Ctrl-C or by pulling the plug, and run the same comman
 after the last finished shard, and the shards are byte for byte those of an uninterrupted run, for
 any --workers.
 
-Writes fineweb_val_000000.bin, fineweb_train_000001.bin, ... (format: data/shards.py),
-manifest.jsonl (the row of the input at which each shard ends), and at the end dataset.json.
+Writes fineweb_val_000000.bin, fineweb_train_000001.bin, ..., of local files text_val_000000.bin
+(format: data/shards.py), manifest.jsonl (the row of the input at which each shard ends), and at the
+end dataset.json.
 """
 
 import argparse
@@ -100,23 +102,22 @@ def tokens_of(text: str, encoding: Tokenizer, part: Part) -> np.ndarray:
     return np.append(eot, tokens[n_train:]) if n_train < len(tokens) else eot[:0]
 
 
-def tokenise(block: Block, encoding: Tokenizer, part: Part) -> list[np.ndarray]:
-    return [tokens_of(text, encoding, part) for text in block.texts]
-
-
 def tokenised_blocks(
     blocks: Iterator[Block], encoding: Tokenizer, workers: int, part: Part
 ) -> Iterator[tuple[Block, list[np.ndarray]]]:
     """Each block and its tokens, in order; threads encode the next ones, without the GIL."""
+
+    def tokenise(block: Block) -> tuple[Block, list[np.ndarray]]:
+        return block, [tokens_of(text, encoding, part) for text in block.texts]
+
     pending: deque[Any] = deque()
     with ThreadPoolExecutor(workers) as pool:
-        for next_block in blocks:
-            pending.append((next_block, pool.submit(tokenise, next_block, encoding, part)))
+        for block in blocks:
+            pending.append(pool.submit(tokenise, block))
             if len(pending) > BLOCKS_AHEAD * workers:
-                block, tokens = pending.popleft()
-                yield block, tokens.result()
-        for block, tokens in pending:
-            yield block, tokens.result()
+                yield pending.popleft().result()
+        for tokenised in pending:
+            yield tokenised.result()
 
 
 class ShardCutter:
@@ -128,11 +129,9 @@ class ShardCutter:
         self.header = header
         self.max_tokens: int = options["max_tokens"] or sys.maxsize
         self.shard_size: int = options["shard_size"]
-        self.is_share: bool = bool(options.get("val_share"))
-        self.val_tokens: int = options["val_tokens"] or self.shard_size
-        if self.is_share:  # of all documents, in one shard
-            self.val_tokens = MAX_TOKENS
-        self.val = ShardWriter(folder, options["dataset"], "val", self.val_tokens, 0)
+        self.is_share: bool = bool(options.get("val_share"))  # of all documents, in one shard
+        val_size = MAX_TOKENS if self.is_share else options["val_tokens"] or self.shard_size
+        self.val = ShardWriter(folder, options["dataset"], "val", val_size, 0)
         self.train = ShardWriter(folder, options["dataset"], "train", self.shard_size, 1)
         self.cursor = Cursor()  # the first token that is not yet in a shard
         self.shards: list[dict[str, Any]] = []  # the manifest's lines on shards
@@ -182,9 +181,6 @@ class ShardCutter:
 
     def finish_val(self) -> None:
         """Write the validation shard of a share, and go back to the input's beginning."""
-        if not self.val.n_tokens:
-            expected = "expected more, or --val-tokens"
-            raise UserError(f"{self.folder}: too little text to hold some out: {expected}")
         self.val.flush()
         self.cursor = Cursor()
         self._record_shard()
@@ -193,9 +189,12 @@ class ShardCutter:
         """Write the last, shorter shard. Raises UserError if there are no training tokens."""
         if not self.train.n_tokens:
             elsewhere = " and another --out" if self.shards else ""
-            expected = f"expected more than the {self.val_tokens:,} of validation"
-            hint = f"try --val-tokens {1 + self.n_tokens // 20}{elsewhere}"
-            raise UserError(f"{self.folder}: {self.n_tokens:,} tokens of text: {expected}; {hint}")
+            expected = (
+                f"expected more, to hold some out; try --val-tokens {1 + self.n_tokens // 20}"
+            )
+            raise UserError(
+                f"{self.folder}: {self.n_tokens:,} tokens of text: {expected}{elsewhere}"
+            )
         self.train.flush()
         self._record_shard()
 
@@ -212,17 +211,40 @@ class ShardCutter:
         write_atomically(self.folder / MANIFEST_NAME, "".join(lines).encode())
 
 
-def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """manifest.jsonl: its first line, on the input and the options, and then those of the finished
-    shards.
+def read_manifest(folder: Path) -> list[dict[str, Any]]:
+    """manifest.jsonl: a line on the input and the options, and then one for each finished shard.
 
     A shard's line has its file, tokens and sha256, the documents that begin in it, and where the
     next shard begins (`next`: a Cursor).
     """
-    header, *shards = read_jsonl(folder / MANIFEST_NAME) or [{"options": {}, "files": []}]
-    if not header.keys() >= {"options", "files"}:
+    records = read_jsonl(folder / MANIFEST_NAME)
+    if records and not records[0].keys() >= {"options", "files"}:
         raise UserError(f"{folder / MANIFEST_NAME}: damaged: delete {folder} to start over")
-    return header, shards
+    return records
+
+
+def begun_shards(out: Path, header: dict[str, Any]) -> list[dict[str, Any]]:
+    """The shards of an interrupted or finished run, as the manifest lists them.
+
+    Raises UserError: the folder was begun from other input or with other options, or holds shards
+    of another dataset.
+    """
+    records = read_manifest(out)
+    shards = records[1:]
+    dataset_name = header["options"]["dataset"]
+    own = [shard["file"] for shard in shards]
+    if records:  # a kill may have left one shard out of the manifest
+        own.append(f"{dataset_name}_{'train' if shards else 'val'}_{len(shards):06d}.bin")
+    dataset.refuse_others(out, tuple(own))
+    if not shards:
+        return []
+    old, new = (each["options"] | {"files": each["files"]} for each in (records[0], header))
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            change = f"begun with {key} = {str(old.get(key))[:80]}, not {str(new.get(key))[:80]}"
+            expected = "give what it was begun with, another --out, or delete it to start over"
+            raise UserError(f"{out}: {change}: {expected}")
+    return shards
 
 
 def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> dict[str, Any]:
@@ -242,24 +264,14 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
         if path.is_relative_to(folder) or folder.is_relative_to(path):
             raise UserError(f"--out {out}: expected another folder than the input's, {path}")
     with exclusive_lock(out):
-        begun, shards = read_manifest(out)
-        if shards:
-            _check_same(out, begun, header)
-        else:  # of a begun folder the first shard may be there, which a kill has left out of the manifest
-            is_begun = (out / MANIFEST_NAME).exists()
-            own = f"{options['dataset']}_val_000000.bin" if is_begun else ""
-            for path in (each for each in out.glob("*.bin") if each.name != own):
-                raise UserError(
-                    f"{out}: holds {path.name}, another dataset's: choose another --out"
-                )
+        shards = begun_shards(out, header)
         if shards and (info := dataset.made_before(out, options["dataset"], {})):
             return info
         cutter = ShardCutter(out, header)
         cutter.adopt(shards)
         inputs = [] if cutter.is_complete else source.open()  # before any shard is removed
-        dataset.begin_dataset(
-            out, options["dataset"], keep=[shard["file"] for shard in cutter.shards]
-        )
+        finished = [shard["file"] for shard in cutter.shards]
+        dataset.begin_dataset(out, options["dataset"], keep=finished)
         cutter.save_manifest()
         if not cutter.is_complete:
             _cut_source(inputs, cutter, encoding, workers)
@@ -272,19 +284,6 @@ def build(source: Source, out: Path, options: dict[str, Any], workers: int) -> d
             "shards": cutter.val.files + cutter.train.files,
         }
         return dataset.finish_dataset(out, info, encoding)
-
-
-def _check_same(out: Path, begun: dict[str, Any], header: dict[str, Any]) -> None:
-    """Raises UserError if the folder was begun from other input or with other options."""
-    old = begun["options"] | {"files": begun["files"]}
-    new = header["options"] | {"files": header["files"]}
-    for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key):
-            begun_with = (
-                f"begun with {key} = {str(old.get(key))[:80]}, not {str(new.get(key))[:80]}"
-            )
-            expected = "give what it was begun with, another --out, or delete it to start over"
-            raise UserError(f"{out}: {begun_with}: {expected}")
 
 
 def _cut_source(
@@ -320,76 +319,50 @@ def _cut_part(
 def _parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
-    add(
-        "--dataset",
-        metavar="REPO",
-        help=f"a text dataset on the hub, or a folder (default: {FINEWEB})",
-    )
+    dataset_help = f"a text dataset on the hub, or a folder (default: {FINEWEB})"
+    add("--dataset", metavar="REPO", help=dataset_help)
     add("--name", help="its configuration (default: FineWeb's sample-10BT; none for others)")
     add("--split", help="its split (default: train)")
     add("--revision", metavar="REV", help="its branch, tag or commit on the hub (default: main)")
-    add(
-        "--files",
-        nargs="+",
-        metavar="PATTERN",
-        help="tokenise local files instead, in order of their paths",
-    )
+    files_help = "tokenise local files or folders of them instead, in order of their paths"
+    add("--files", nargs="+", metavar="PATTERN", help=files_help)
     separator_help = "split texts there into documents, such as '<|endoftext|>'"
     add("--separator", metavar="TEXT", help=separator_help)
-    add(
-        "--shuffle",
-        type=integer(0, 2**32 - 1),
-        metavar="SEED",
-        help="shuffle their documents, in memory",
-    )
+    seed = integer(0, 2**32 - 1)
+    add("--shuffle", type=seed, metavar="SEED", help="shuffle the documents of --files, in memory")
     add("--column", default="text", help="the column, or JSON key, with the text (default: text)")
-    add(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder to write (default: data/fineweb10B and so on)",
-    )
+    out_help = "folder to write (default: data/fineweb10B, data/text for --files, and so on)"
+    add("--out", type=Path, metavar="DIR", help=out_help)
+    n_tokens = integer(1, MAX_TOKENS)
     size_help = f"in tokens (default: {SHARD_SIZE:,}); the first is validation"
-    add("--shard-size", type=integer(1, MAX_TOKENS), metavar="N", help=size_help)
+    add("--shard-size", type=n_tokens, metavar="N", help=size_help)
     val_help = (
         "tokens of validation, the first (default: a shard; without any of these three options "
         f"{VAL_SHARE:.0%}% of local files, taken from all documents)"
     )
-    add("--val-tokens", type=integer(1, MAX_TOKENS), metavar="N", help=val_help)
+    add("--val-tokens", type=n_tokens, metavar="N", help=val_help)
     most_help = "stop after N, validation included (default: all)"
     add("--max-tokens", type=positive_int, metavar="N", help=most_help)
-    add(
-        "--workers",
-        type=integer(1, 1024),
-        metavar="N",
-        default=n_cores(),
-        help="threads (default: cores)",
-    )
+    workers_help = "threads (default: cores)"
+    add("--workers", type=integer(1, 1024), metavar="N", default=n_cores(), help=workers_help)
     add("--tokenizer", default="gpt2", help="gpt2, bytes or a tokenizer.json (default: gpt2)")
     args = parser.parse_args()
     if args.files and (args.dataset or args.name or args.split or args.revision):
-        parser.error(
-            "--files: expected no --dataset, --name, --split or --revision, which are the hub's"
-        )
-    if args.separator == "":
-        parser.error("--separator: expected a text")
+        parser.error("--files: expected no --dataset, --name, --split or --revision with it")
+    if args.shuffle is not None and not args.files:
+        expected = "expected --files; data.order of train.py shuffles windows"
+        parser.error(f"--shuffle: {expected}")
     if args.max_tokens and args.max_tokens <= (args.val_tokens or args.shard_size or SHARD_SIZE):
         expected = "expected more than the tokens of validation (--val-tokens)"
         parser.error(f"--max-tokens {args.max_tokens}: {expected}")
-    if args.shuffle is not None and not args.files:
-        parser.error(
-            "--shuffle: expected --files; for other data, data.order shuffles windows in training"
-        )
     return args
 
 
 def _open_source(args: argparse.Namespace) -> tuple[Source, str, Path]:
     """The source, the name of its dataset, and the folder to write."""
-    separator = args.separator
     if args.files:
-        out = args.out or DATA / "fineweb_files"
-        source = documents.local_files(args.files, args.column, args.shuffle, separator)
-        return source, "fineweb", out
+        source = documents.local_files(args.files, args.column, args.shuffle, args.separator)
+        return source, "text", args.out or DATA / "text"
     repo = args.dataset or FINEWEB
     split = args.split or "train"
     name = args.name or ("sample-10BT" if repo == FINEWEB else None)
@@ -397,13 +370,15 @@ def _open_source(args: argparse.Namespace) -> tuple[Source, str, Path]:
     label = re.sub(r"[^A-Za-z0-9-]+", "-", Path(repo).resolve().name)
     folder = "-".join(filter(None, (label, name)))
     out = args.out or DATA / folder.replace("fineweb-sample-10BT", "fineweb10B")
+    given = (repo, name, split, args.column)
     if Path(repo).is_dir():
-        return documents.folder_dataset(repo, name, split, args.column, separator), label, out
+        return documents.folder_dataset(*given, args.separator), label, out
     revision = args.revision or "main"
-    begun = read_manifest(out)[0]["options"]
+    records = read_manifest(out)
+    begun = records[0]["options"] if records else {}
     is_same = (begun.get("repo"), begun.get("revision")) == (repo, revision)
     commit = begun.get("commit") if is_same else None  # a resumed run stays at its commit
-    source = documents.hub_dataset(repo, name, split, args.column, revision, commit, separator)
+    source = documents.hub_dataset(*given, revision, commit, args.separator)
     return source, label, out
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data import dataset
-from data.tokenizer import get_tokenizer
+from data.tokenizer import encode, get_tokenizer
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import exclusive_lock
 
@@ -103,17 +103,14 @@ def build(
     if finished:
         return finished
     splits = split_documents(collect(root), val_fraction)
-    dataset.begin_dataset(out, DATASET)
+    tokens = {
+        split: [encode(encoding, document.text) for document in members]
+        for split, members in splits.items()
+    }
     python = platform.python_version()
     source = f"Python {python} library sources"
     info = {"dataset": DATASET, "source": source, "python": python, "settings": settings}
-    info |= {"splits": {}, "shards": []}
-    for split, members in splits.items():
-        tokens = (
-            [encoding.eot_token, *encoding.encode_ordinary(document.text)] for document in members
-        )
-        dataset.write_split(out, info, split, tokens, len(members))
-    return dataset.finish_dataset(out, info, encoding)
+    return dataset.write_dataset(out, info, tokens, encoding)
 
 
 def main() -> None:

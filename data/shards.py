@@ -8,7 +8,6 @@ counts over all splits of a dataset. data/dataset.py reads a folder of shards as
 import hashlib
 import mmap
 import os
-import re
 import resource
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,8 +25,6 @@ VERSION = 1
 TOKEN = np.dtype("<u2")
 MAX_TOKENS = 2**31 - 1  # per shard: the header's count is an int32
 N_SAMPLED = 256  # tokens that are compared with the vocabulary when a shard is opened
-# The index may be left out where a split has one shard, as llm.c does (TinyStories_train.bin).
-SHARD_NAME = re.compile(r"(?P<dataset>.+)_(?P<split>[A-Za-z]+)(_(?P<index>[0-9]{6}))?\.bin")
 
 
 class ShardWriter:
@@ -55,11 +52,11 @@ class ShardWriter:
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Append tokens (n,). Raises UserError: a token does not fit uint16; a failed write."""
-        rest = np.asarray(tokens)
-        if rest.size and (rest.dtype.kind not in "iu" or rest.min() < 0 or rest.max() > 65535):
-            problem = f"{rest.dtype} {rest.min()} to {rest.max()}: expected tokens 0 to 65535"
-            raise UserError(f"{self._path()}: {problem}")
-        rest = np.ascontiguousarray(rest, TOKEN)
+        values = np.asarray(tokens)
+        rest = np.ascontiguousarray(values, TOKEN)
+        if (rest != values).any():
+            expected = "expected tokens 0 to 65535"
+            raise UserError(f"{self._path()}: {values.min()} to {values.max()}: {expected}")
         while len(rest):
             part = rest[: self.room]
             rest = rest[len(part) :]
@@ -119,11 +116,9 @@ def open_shard(path: Path, vocab_size: int = 65536) -> np.memmap:
         with open(path, "rb") as f:
             header = f.read(HEADER_BYTES)
             size = os.fstat(f.fileno()).st_size
-        if len(header) < HEADER_BYTES:
-            raise UserError(
-                f"{path}: {size} bytes: expected a {HEADER_BYTES}-byte header and tokens"
-            )
-        magic, version, n_tokens = np.frombuffer(header, "<i4", count=3).tolist()
+        magic, version, n_tokens = np.frombuffer(
+            header.ljust(HEADER_BYTES, b"\0"), "<i4", 3
+        ).tolist()
         if (magic, version) != (MAGIC, VERSION):
             raise UserError(
                 f"{path}: magic number {magic}, version {version}: expected {MAGIC}, {VERSION}"

@@ -5,7 +5,7 @@ The first two are tiktoken `Encoding`s. `FileTokenizer` has what is used of one 
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +32,8 @@ class FileTokenizer:
         try:
             self.inner = Tokenizer.from_str(content)
         except Exception as e:  # the library raises no other
-            raise UserError(
-                f"{where}: expected a tokenizer.json of the tokenizers library: {e}"
-            ) from None
-        if getattr(self.inner.model, "dropout", None):
-            raise UserError(
-                f"{where}: model.dropout {self.inner.model.dropout:g}: expected 0, one way to cut a text"
-            )
+            expected = "expected a tokenizer.json of the tokenizers library"
+            raise UserError(f"{where}: {expected}: {e}") from None
         self.inner.encode_special_tokens = True  # special tokens in a text are ordinary text
         self.inner.no_padding()
         self.inner.no_truncation()
@@ -46,20 +41,22 @@ class FileTokenizer:
         self.name = file_identity(content)
         vocabulary = self.inner.get_vocab()
         self.n_vocab = 1 + max(vocabulary.values(), default=0)
-        if self.n_vocab > 65536:
-            raise UserError(
-                f"{where}: {self.n_vocab:,} tokens: expected at most 65,536, as shards hold"
+        end = next((end for end in ENDS if end in vocabulary), None)
+        problem = ""
+        if getattr(self.inner.model, "dropout", None):
+            problem = (
+                f"model.dropout {self.inner.model.dropout:g}: expected 0, one way to cut a text"
             )
-        ends = [end for end in ENDS if end in vocabulary]
-        if not ends:
-            raise UserError(
-                f"{where}: no end-of-text token: expected a special token {' or '.join(ENDS)}"
-            )
-        self.eot_token: int = vocabulary[ends[0]]  # the first that it has
-        if self.eot_token in self.encode_ordinary(ends[0]):
-            raise UserError(
-                f"{where}: the text {ends[0]} is its end-of-text token: expected a special token"
-            )
+        elif self.n_vocab > 65536:
+            problem = f"{self.n_vocab:,} tokens: expected at most 65,536, as shards hold"
+        elif end is None:
+            problem = f"no end-of-text token: expected a special token {' or '.join(ENDS)}"
+        else:
+            self.eot_token: int = vocabulary[end]
+            if self.eot_token in self.encode_ordinary(end):
+                problem = f"the text {end} is its end-of-text token: expected a special token"
+        if problem:
+            raise UserError(f"{where}: {problem}")
 
     def encode_ordinary(self, text: str) -> list[int]:
         try:
@@ -84,9 +81,7 @@ def get_tokenizer(name: str, content: str = "") -> Tokenizer:
     tiktoken downloads gpt2 once (1.5 MB) and keeps it in the folder that TIKTOKEN_CACHE_DIR names.
 
     With the `content` of a tokenizer.json that was read before, the name is its identity, else its
-    path.
-    Raises UserError: an unknown name, see `FileTokenizer`, or gpt2's files are neither cached nor
-    at hand.
+    path. Raises UserError: an unknown name, see `FileTokenizer`, or gpt2's files are not to be had.
     """
     if content:
         return FileTokenizer(content, name)
@@ -104,11 +99,9 @@ def get_tokenizer(name: str, content: str = "") -> Tokenizer:
     try:
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError, ImportError) as e:  # requests' exceptions are OSErrors
-        reason = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
+        reason = f"its files could not be fetched ({' '.join(str(e).split())[:160]})"
         expected = "set TIKTOKEN_CACHE_DIR to a folder that has them, or use the tokenizer 'bytes'"
-        raise UserError(
-            f"tokenizer 'gpt2': its files could not be fetched ({reason}); {expected}"
-        ) from None
+        raise UserError(f"tokenizer 'gpt2': {reason}; {expected}") from None
 
 
 def encode(encoding: Tokenizer, text: str) -> np.ndarray:
@@ -126,3 +119,23 @@ def encode(encoding: Tokenizer, text: str) -> np.ndarray:
             raise
         half = len(text) // 2
         return np.concatenate([encode(encoding, text[:half]), encode(encoding, text[half:])])
+
+
+def train_bpe(texts: Iterable[str], n_vocab: int) -> str:
+    """The content of a tokenizer.json with at most `n_vocab` tokens; fewer if the texts have fewer
+    merges.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=n_vocab,
+        special_tokens=list(ENDS[:1]),
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return str(tokenizer.to_str(pretty=True))

@@ -1,7 +1,7 @@
 """Train a byte-level BPE, GPT-2's kind of tokeniser, on a corpus.
 
-    python -m data.bpe --vocab 4096 --out tokenizer.json                      # on Python's library sources
-    python -m data.bpe --files 'dir/*.txt' --vocab 8192 --out tokenizer.json  # or any files of data.prepare
+    python -m lab.bpe --vocab 4096 --out tokenizer.json                      # on Python's library sources
+    python -m lab.bpe --files 'dir/*.txt' --vocab 8192 --out tokenizer.json  # or any files of data.prepare
     python -m data.python_source --tokenizer tokenizer.json --out data/python_4k
 
 Without --files the text is the training split of data.python_source. With --files it is all of
@@ -10,34 +10,13 @@ file.
 """
 
 import sysconfig
-from collections.abc import Iterable
 from pathlib import Path
 
 from data.documents import Cursor, local_files, read_blocks
 from data.python_source import VAL_SHARE, collect, split_documents
-from data.tokenizer import ENDS, get_tokenizer
+from data.tokenizer import get_tokenizer, train_bpe
 from infra.cli import ArgumentParser, integer, run_main
 from infra.files import write_atomically
-
-
-def train_bpe(texts: Iterable[str], n_vocab: int) -> str:
-    """The content of a tokenizer.json with at most `n_vocab` tokens; fewer if the texts have fewer
-    merges.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=n_vocab,
-        special_tokens=list(ENDS[:1]),
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return str(tokenizer.to_str(pretty=True))
 
 
 def main() -> None:

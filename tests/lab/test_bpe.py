@@ -1,11 +1,11 @@
-"""data.bpe: the same text gives the same tokeniser, which get_tokenizer reads."""
+"""lab.bpe: the same text gives the same tokeniser, which get_tokenizer reads."""
 
 import json
 
 from conftest import one_line
 
-from data import bpe
-from data.tokenizer import get_tokenizer
+from data.tokenizer import get_tokenizer, train_bpe
+from lab import bpe
 
 TEXTS = [f"def naïve_{i}(x): return '日本語' * {i}\n" * 9 for i in range(30)]
 
@@ -15,7 +15,7 @@ def test_files_become_a_tokeniser(tmp_path, call):
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     out = tmp_path / "bpe.json"
     call(bpe, "--files", corpus, "--vocab", 300, "--out", out)
-    assert out.read_text() == bpe.train_bpe(TEXTS, 300)
+    assert out.read_text() == train_bpe(TEXTS, 300)
     tokenizer = get_tokenizer(str(out))
     assert (tokenizer.n_vocab, tokenizer.eot_token) == (300, 0)
     assert tokenizer.decode(tokenizer.encode_ordinary(TEXTS[7])) == TEXTS[7]
