@@ -55,6 +55,7 @@ QUICK_KEYS = ("train.max_steps", "optimizer.warmup_steps")  # free, too, with --
 MOST_PARAMETERS = 1.02  # times softmax's
 MOST_KEPT = 1.02  # numbers of a position in the cache, times those of keys and values
 FACTORS = (1, 4, 16)  # times T: the numbers of a row
+NOTHING = Estimate(math.nan, math.nan, math.nan)  # of what has no value
 TOLERANCE = 0.005  # nats that a training may move on another machine
 
 
@@ -110,26 +111,13 @@ def main() -> None:
         raise UserError("\n".join(filter(None, failures)))
     for job in jobs:
         check_causal(job.config.name, load_model(job.run_dir).model.eval())
-    folders = [job.run_dir for job in jobs]
     if args.check:
         theirs = measure.read_rows(args.check / ROWS)
-        for run_dir, run in zip(folders, checked, strict=True):
-            check_losses(run, measure.read_rows(run_dir), theirs)
+        for job, run in zip(jobs, checked, strict=True):
+            check_losses(run, measure.read_rows(job.run_dir), theirs)
             print(f"{run}: the row holds")
-        return
-    described = [measure.describe_run(folder) for folder in folders]
-    runs = DataFrame(described, columns=measure.RUN_COLUMNS).astype(str)
-    rows = measure.read_rows(*folders)
-    title = f"NOT COMPARABLE: {args.quick} steps"
-    if not args.quick:
-        title = "The board"
-        runs, rows = with_board(args.board, runs, rows)
-    texts = [text_of(open_text(jobs[0].config, None, split=split)) for split in args.splits]
-    if texts[0] == texts[1]:
-        print("this dataset has no test split: rates and scalings are chosen on what is reported")
-    entries = make_entries(runs, rows, *texts)
-    print_board(entries, title)
-    draw(entries, title, folders[0].parent / "compare.png")
+    else:
+        show_board([job.run_dir for job in jobs], jobs[0].config, args)
 
 
 # ---------------------------------------------------------------- rules
@@ -210,6 +198,23 @@ class Entry(NamedTuple):
     def loss(self, factor: int) -> float:
         losses = self.losses[factor]
         return float(losses.values.mean()) if losses else math.inf
+
+
+def show_board(folders: list[Path], config: Config, args: argparse.Namespace) -> None:
+    """Print and draw the board with these runs, of which config is one."""
+    described = [measure.describe_run(folder) for folder in folders]
+    runs = DataFrame(described, columns=measure.RUN_COLUMNS).astype(str)
+    rows = measure.read_rows(*folders)
+    title = f"NOT COMPARABLE: {args.quick} steps"
+    if not args.quick:
+        title = "The board"
+        runs, rows = with_board(args.board, runs, rows)
+    reported, chosen_on = (text_of(open_text(config, None, split=each)) for each in args.splits)
+    if reported == chosen_on:
+        print("this dataset has no test split: rates and scalings are chosen on what is reported")
+    entries = make_entries(runs, rows, reported, chosen_on)
+    print_board(entries, title)
+    draw(entries, title, folders[0].parent / "compare.png")
 
 
 def with_board(board: Path, runs: DataFrame, rows: DataFrame) -> tuple[DataFrame, DataFrame]:
@@ -295,17 +300,14 @@ def draw(entries: list[Entry], title: str, path: Path) -> None:
     """The losses, with the intervals of the differences; dashed is softmax in its rolling window."""
     curves = []
     for each in entries:
-        known = {factor: minus for factor, minus in each.minus.items() if each.losses[factor]}
-        losses = [each.loss(factor) for factor in known]
-        halves = [minus.half if minus else math.nan for minus in known.values()]
-        curves.append(Curve(f"{each.name}, {each.setting}", [*known], losses, halves))
+        losses = [each.loss(factor) for factor in FACTORS]
+        minus = [each.minus[factor] or NOTHING for factor in FACTORS]
+        halves = [difference.half for difference in minus]
+        curves.append(Curve(f"{each.name}, {each.setting}", FACTORS, losses, halves))
         if each.name == "softmax":
-            zero = [
-                each.loss(factor) - (minus.value if minus else math.nan)
-                for factor, minus in known.items()
-            ]
+            zero = [loss - own.value for loss, own in zip(losses, minus, strict=True)]
             style = {"color": "0.3", "linestyle": "--", "marker": ""}
-            curves.append(Curve("softmax, rolling window of T", [*known], zero, style=style))
+            curves.append(Curve("softmax, rolling window of T", FACTORS, zero, style=style))
     xlabel = "context, times the training length"
     measure.draw_curves(path, curves, title, "loss (nats)", xlabel=xlabel)
 

@@ -301,7 +301,7 @@ def show(jobs: list[Job], failures: list[str], stem: str) -> None:
     lines = [["run", *shown.columns]]
     for job, cells in zip(jobs, shown.to_numpy(), strict=True):
         lines.append([job.config.name, *cells])
-    print(measure.format_table(lines))
+    print(f"\n{measure.format_table(lines)}")
     keys = {key: {str(job.swept.get(key)) for job in jobs} for job in jobs for key in job.swept}
     keys.pop("seed", None)
     key = max(keys, key=lambda each: len(keys[each]), default="")
