@@ -94,9 +94,35 @@ data/prepare.py: begin + self.max_tokens - self.n_tokens => begin + self.max_tok
 data/packages.py: owner[first][which] < owner => owner[first][which] <= owner
 data/packages.py: copied <= MOST_COPIED[split] => copied <= 0.5
 data/packages.py: VENDORED.search(name) => False
+# tests/core/test_config.py -k layer
+schema.py: options else attention | options => options else self.attention.model_dump() | options
+schema.py: model |= {key: own => model = self.model.model_dump() | {key: own
+schema.py: (layer + 1) % self.every => layer % self.every
+schema.py: model.rope_theta for model in models => self.model.rope_theta for model in models
+schema.py: yield from self._layer_conflicts() => yield from ()
+# tests/core/test_config.py -k sizes
+config.py: int(value * size("train.max_steps") + 1e-9) => round(value * size("train.max_steps"))
+# tests/core/test_config.py -k swept
+config.py: p.value in (0, 1) and p.source != rise.source => p.value in (0, 1)
+# tests/core/test_config.py -k disagree
+schema.py: divmod(self.batch_tokens, self.seq_len) => divmod(self.batch_tokens, 1)
+# tests/core/test_model.py -k layers_of_their_own
+model.py: kind = (own, m.rope_theta, m.rotating, amplified) => kind = (own, m.rotating, amplified)
+# tests/core/test_train.py -k dry_run
+train.py: power_at(state.config.attention, state.step) => power_at(state.config.attention, state.step + 1)
+train.py: state.raw_model.set_power(power_at( => len(str(power_at(
+# tests/core/training/test_run_log.py
+training/run_log.py: each["step"] <= step] => each["step"] < step]
+training/run_log.py: has_rows or unsaved > => unsaved >
 # tests/core/training/test_loader.py
 training/loader.py: config.data.skip_steps + step => step
+# tests/core/training/test_checkpoint.py
+training/checkpoint.py: UserError if is_system or is_out_of_memory(e) => UserError if is_system
+training/state.py: in (parameter.shape, ()) => in (parameter.shape, (), (3,))
 # tests/core/training/test_state.py
+training/state.py: len(factors) == 1 and step < max_steps => len(factors) == 1 and step <= max_steps
+training/state.py: n in (old.train.max_steps, max_steps) => n in (max_steps, max_steps)
+training/state.py: {"fixed", "resumable"} if is_finished => {"fixed"} if is_finished
 training/state.py: optimizer.load_state_dict(saved) => pass
 training/state.py: self.step = step => self.step = step + 1
 train.py: not state.world.agree([state.step, file, init_summary[:-1]]) => False

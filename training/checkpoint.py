@@ -28,6 +28,10 @@ from training.optim import power_at
 FORMAT = 4
 
 
+class DataInfo(BaseModel, strict=True, extra="allow"):
+    tokenizer: str
+
+
 class Content(BaseModel, strict=True):
     """What every checkpoint has."""
 
@@ -36,7 +40,7 @@ class Content(BaseModel, strict=True):
     model: dict[str, Any]
     optimizers: list[dict[str, Any]]
     rng: list[dict[str, Any]]
-    data: dict[str, str]
+    data: DataInfo
 
 
 def save_checkpoint(

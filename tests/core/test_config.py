@@ -97,10 +97,8 @@ def test_numbers_that_follow_from_the_sizes():
         RECIPE, ["--attention.scores", "cosine", "--attention.scale", "1.3 sqrt_d"]
     )
     assert config.attention.model_dump()["scale"] == 10.4
-    config = load_config(
-        RECIPE, ["--attention.reweight-p", "3", "--attention.reweight-p-warmup", "0.5"]
-    )
-    assert config.attention.reweight_p_warmup == 9432
+    rise = ["--attention.reweight-p", "3", "--attention.reweight-p-warmup", "0.3"]
+    assert load_config(RECIPE, rise).attention.reweight_p_warmup == 5659  # of 5659.5
 
 
 def test_another_base_loses_nothing_of_the_attention(tmp_path):
@@ -294,6 +292,11 @@ attention = { normaliser = "ssmax", scores = "cosine", scale_init = "sqrt_d_over
         f"layers 3, 7: {qk_norm}, length_scale = ln_n, position = none); "
         "layer 11: ssmax (scores = cosine, scale_init = 1.15, position = none, window = 128)"
     )
+    value = (
+        "[{every = 1, attention = {length_scale = 'ln_n'}}, {at = [1], attention = {sink = 'one'}}]"
+    )
+    second = load_config(RECIPE, ["--layers", value]).layer_configs[1].attention.definition
+    assert (second.length_scale, second.sink) == ("ln_n", "one")
     value = '[{every = 12, attention = {normaliser = "lssa"}}]'
     config = load_config(RECIPE, ["--layers", value])
     assert [config.layer_configs[i].attention.normaliser for i in (10, 11)] == ["softmax", "lssa"]
@@ -336,6 +339,7 @@ def test_layers_that_do_not_fit(entry, expected, tmp_path):
 
 def test_rope_bases_are_of_every_layer(tmp_path):
     """[model] alone does not say: RoPE may be in a layer of its own, or in none."""
+    assert load_config(RECIPE, ["--layers", "[{at=[1],rope_theta=5.0}]"]).rope_bases == {1e4, 5.0}
     rotating = write(
         tmp_path, "a.toml", 'layers = [{at = [1], position = "rope"}]\n[model]\nposition = "none"\n'
     )

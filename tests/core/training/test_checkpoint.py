@@ -3,19 +3,19 @@
 import errno
 import shutil
 import zipfile
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import one_line
+from conftest import TINY, VOCAB, one_line
 from launch import build, curve, resume, run
 
 from infra.cli import UserError
 from training.checkpoint import (
     find_checkpoints,
     load_checkpoint,
-    load_model,
     load_newest,
     save_checkpoint,
 )
@@ -119,15 +119,43 @@ def test_what_a_kill_leaves(tiny_config):
     assert names == {"step_000099.pt", "step_000012.pt"} and curve(folder) == expected
 
 
-def test_parameters_that_do_not_fit_the_config_are_named(tiny_config):
-    path = find_checkpoints(run(tiny_config))[0]
-    content = load_checkpoint(path)
-    del content["model"]["final_norm.weight"]
-    torch.save(content, path)
-    with one_line(path, "does not fit its config", "final_norm.weight"):
-        load_model(path)
-    with one_line(path, "does not fit its config", "final_norm.weight"):
-        build(tiny_config).restore(path, content)
+@pytest.fixture(scope="module")
+def content(tmp_path_factory, tiny_dataset):
+    path = tmp_path_factory.mktemp("content") / "tiny.toml"
+    path.write_text(TINY.format(vocab=VOCAB, data=tiny_dataset, runs=path.parent / "runs"))
+    return load_checkpoint(find_checkpoints(run(path))[0])
+
+
+BAD_CONTENT = {
+    "step": (-1, "step = -1: Input should be greater than or equal to 0"),
+    "config": ([], "config = []: Input should be a valid dictionary"),
+    "config.seed": ("x", "seed = 'x': expected integer"),
+    "config.layers": ([3], "layers.0 = 3: expected a section"),
+    "model.final_norm.weight": (3, "does not fit its config"),
+    "model.lm_head.weight": (torch.zeros(3), "does not fit its config"),
+    "optimizers": ([{}], "its optimisers or random numbers do not fit"),
+    "optimizers.0.param_groups": (3, "its optimisers or random numbers do not fit"),
+    # a fused step would crash
+    "optimizers.0.state.0.exp_avg": (torch.zeros(3), "exp_avg of shape (3,): expected (128, 32)"),
+    "rng": ([{"cpu": torch.zeros(3)}], "its optimisers or random numbers do not fit"),
+    "data": ({}, "data.tokenizer: Field required"),
+}
+
+
+@pytest.mark.parametrize("key", BAD_CONTENT)
+def test_a_checkpoint_made_by_hand(key, content, tiny_config):
+    value, expected = BAD_CONTENT[key]
+    changed = deepcopy(content)
+    part, rest = changed, key
+    while rest not in part and "." in rest:
+        name, rest = rest.split(".", 1)
+        part = part[int(name) if name.isdecimal() else name]
+    part[rest] = value
+    path = tiny_config.with_name("runs") / "tiny/checkpoints/step_000012.pt"
+    path.parent.mkdir(parents=True)
+    torch.save(changed, path)
+    with one_line(path, expected):
+        run(tiny_config)
 
 
 def test_what_another_version_has_written_is_named(tiny_config):

@@ -89,6 +89,10 @@ def test_a_run_is_extended_where_its_schedule_allows(tiny_config, schedule):
     torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
     with pytest.raises(UserError, match="train.max_steps was 20, now 12.*20 steps are done"):
         run(tiny_config, *flags, "--name", "extended")
+    find_checkpoints(whole)[0].unlink()  # after step 18
+    for fewer in ("16", "18"):
+        with pytest.raises(UserError, match=f"was 20, now {fewer}.*18 steps are done"):
+            run(tiny_config, *flags, "--train.max-steps", fewer, "--name", "whole")
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
