@@ -18,7 +18,7 @@ import argparse
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,19 +169,20 @@ def has_rows(args: argparse.Namespace, run: Run, blocks: Blocks) -> bool:
         measure.read_rows(run.folder), run=run.name, step=run.step, text=text_of(blocks.stream)
     )
     counts = rows.groupby(["measure", "window", "scaling", "length"]).size()
-    for setting in settings_of(args, run):
-        for length in lengths_of(args, setting):
-            for name, _ in measures_of(args, setting, length):
-                n_rows = 1 if "[" in name else len(blocks)
-                if counts.get((name, *setting.columns.values(), length), 0) != n_rows:
-                    return False
+    for setting, length in contexts_of(args, run):
+        for name, _ in measures_of(args, setting, length):
+            n_rows = 1 if "[" in name else len(blocks)
+            if counts.get((name, *setting.columns.values(), length), 0) != n_rows:
+                return False
     return True
 
 
 # ---------------------------------------------------------------- scores
-def lengths_of(args: argparse.Namespace, setting: Setting) -> list[int]:
-    """What precedes a window computed anew is not seen: one length says all."""
-    return args.lengths[-1:] if setting.anew else args.lengths
+def contexts_of(args: argparse.Namespace, run: Run) -> Iterator[tuple[Setting, int]]:
+    """Each setting at each length. Windows computed anew do not see what a length adds: one is all."""
+    for setting in settings_of(args, run):
+        for length in args.lengths[-1:] if setting.anew else args.lengths:
+            yield setting, length
 
 
 def measures_of(args: argparse.Namespace, setting: Setting, length: int) -> list[tuple[str, slice]]:
@@ -201,24 +202,29 @@ def measure_run(
 ) -> list[tuple[Any, ...]]:
     """The rows of a run: whole sets."""
     rows: list[tuple[Any, ...]] = []
-    for setting in settings_of(args, run):
-        for length in lengths_of(args, setting):
-            measures = measures_of(args, setting, length)
-            score = partial(score_block, model, blocks, setting, length, args.lengths[0], measures)
-            label = f"{run.title}, {setting.label}, {length} tokens"
-            scores = score_all(world, label, len(blocks), score)  # (blocks, measures)
-            if isinstance(scores, str):
-                if world.is_main:
-                    print(f"{run.title}, {setting.label}, at {length}: no result: {scores}")
-                scores = torch.full((len(blocks), len(measures)), math.nan)
-            for (name, _), values in zip(measures, scores.T, strict=True):
-                key = (run.name, step, text_of(blocks.stream), name, length)
-                where = (*key, *setting.columns.values())
-                if "[" in name:  # by position: of all blocks
-                    rows.append((*where, None, None, values.mean().item()))
-                    continue
-                cells = zip(blocks.documents, values.tolist(), strict=True)
-                rows += [(*where, block, *cell) for block, cell in enumerate(cells)]
+    for setting, length in contexts_of(args, run):
+        measures = measures_of(args, setting, length)
+        score = partial(score_block, model, blocks, setting, length, args.lengths[0], measures)
+        label = f"{run.title}, {setting.label}, {length} tokens"
+        scores = score_all(world, label, len(blocks), score)  # (blocks, measures)
+        if isinstance(scores, str):
+            if world.is_main:
+                print(f"{run.title}, {setting.label}, at {length}: no result: {scores}")
+            scores = torch.full((len(blocks), len(measures)), math.nan)
+        for (name, _), values in zip(measures, scores.T, strict=True):
+            where = (
+                run.name,
+                step,
+                text_of(blocks.stream),
+                name,
+                length,
+                *setting.columns.values(),
+            )
+            if "[" in name:  # by position: of all blocks
+                rows.append((*where, None, None, values.mean().item()))
+                continue
+            cells = zip(blocks.documents, values.tolist(), strict=True)
+            rows += [(*where, block, *cell) for block, cell in enumerate(cells)]
     return rows
 
 
@@ -322,19 +328,18 @@ def show(args: argparse.Namespace, runs: Sequence[Run], steps: list[int], text: 
 
 def name_models(runs: Sequence[Run], steps: Sequence[int]) -> list[str]:
     """Of each run the name of its lines. Runs of one name but for its _seed=N share theirs."""
-    groups: dict[Any, list[Run]] = {}
-    keys = []
-    for run, step in zip(runs, steps, strict=True):
-        keys.append((run.folder.parent, re.sub(r"_seed=\d+", "", run.name), step))
-        groups.setdefault(keys[-1], []).append(run)
-    titles = [group[0].title for group in groups.values()]
-    names = {}
-    for key, (first, *_) in groups.items():
-        is_alone = titles.count(first.title) == 1
-        names[key] = first.title if is_alone else f"{first.title} ({first.source})"
-        n_seeds = len({run.name for run in groups[key]})
-        names[key] += f", {n_seeds} seeds" if n_seeds > 1 else ""
-    return [names[key] for key in keys]
+    keys = [
+        (run.title, run.folder.parent, re.sub(r"_seed=\d+", "", run.name), step)
+        for run, step in zip(runs, steps, strict=True)
+    ]
+    names = []
+    for run, key in zip(runs, keys, strict=True):
+        name = run.title
+        if len({each for each in keys if each[0] == run.title}) > 1:
+            name += f" ({runs[keys.index(key)].source})"
+        n_seeds = len({each.name for each, own in zip(runs, keys, strict=True) if own == key})
+        names.append(f"{name}, {n_seeds} seeds" if n_seeds > 1 else name)
+    return names
 
 
 def read_lines(
@@ -352,18 +357,18 @@ def read_lines(
 
 def print_losses(lines: list[Line], what: str, text: str) -> None:
     """The losses, and what each is above the first line's: the first run in its rolling window."""
-    known = [each for line in lines for each in line.losses.values() if each]
-    n_documents = len({*known[0].documents.tolist()})
+    scored = [each for line in lines for each in line.losses.values() if each]
+    n_documents = len({*scored[0].documents.tolist()})
     halves = [each.half for line in lines for each in line.estimates.values() if each]
     print(
-        f"\nLoss in nats of {what} of {len(known[0].blocks)} blocks ({n_documents} documents);\n"
+        f"\nLoss in nats of {what} of {len(scored[0].blocks)} blocks ({n_documents} documents);\n"
         f"text {text}; 95 % intervals ±{min(halves):.2g} to ±{max(halves):.2g}; * lowest.\n"
     )
     lengths = [*lines[0].losses]
     least = {}
     for n in lengths:
-        values = [each.value for line in lines if (each := line.estimates[n])]
-        least[n] = min(values, default=math.nan)
+        known = [each for line in lines if (each := line.estimates[n])]
+        least[n] = measure.format_loss(min(known)) if known else ""
     cells = [[loss_cell(line.estimates[n], least[n]) for n in lengths] for line in lines]
     print_lines(lines, cells)
     zero = lines[0]
@@ -374,10 +379,12 @@ def print_losses(lines: list[Line], what: str, text: str) -> None:
     )
 
 
-def loss_cell(each: Estimate | None, least: float) -> str:
+def loss_cell(each: Estimate | None, least: str) -> str:
+    """All that are the least as printed are marked."""
     if each is None:
         return "-"
-    return measure.format_loss(each) + ("*" if each.value == least else " ")
+    text = measure.format_loss(each)
+    return text + ("*" if text == least else " ")
 
 
 def print_lines(lines: list[Line], cells: list[list[str]]) -> None:
@@ -434,7 +441,7 @@ def draw_positions(
         edges = [map(int, name[5:-1].split(":")) for name in means.index]
         middles = [sum(pair) / 2 for pair in edges]
         label = f"{model}, {setting.label}"
-        curves.append(Curve(label, middles, means.tolist(), style={"marker": ""}))
+        curves.append(Curve(label, middles, means.tolist(), style={"marker": "", "linewidth": 1}))
     measure.draw_curves(
         picture, curves, "Held-out loss by position", "loss (nats)", train_lens,
         "position (tokens)",

@@ -405,9 +405,8 @@ def format_table(lines: Sequence[Sequence[str]], n_names: int = 1) -> str:
     Columns beyond WIDTH follow below, after the names. A line with one cell is the heading of those
     below it: as long as it likes.
     """
-    widths = [
-        max(map(len, column)) for column in zip(*(x for x in lines if len(x) > 1), strict=True)
-    ]
+    whole = [line for line in lines if len(line) == len(lines[0])]
+    widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
     ends = np.cumsum(np.add(widths, 2)) - 2
     n_fit = max(n_names + 1, int((ends <= WIDTH).sum()))
     formatted = []
@@ -441,7 +440,7 @@ def draw_curves(
 ) -> None:
     """One panel, with a dotted line at each training length.
 
-    The axis is logarithmic where its largest number is at least four times the smallest.
+    The axis is logarithmic where it has few numbers, the largest at least four times the smallest.
     """
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
@@ -454,11 +453,10 @@ def draw_curves(
         )  # fmt: skip
     places = list(dict.fromkeys(x for curve in curves for x in curve.x))
     are_numbers = all(isinstance(x, int | float) for x in places)
-    if are_numbers and max(places) >= 4 * min(places) > 0:
+    if are_numbers and len(places) <= MOST_TICKS and max(places) >= 4 * min(places) > 0:
         axes.set_xscale("log", base=2)
-        if len(places) <= MOST_TICKS:
-            axes.set_xticks(places, [format_length(x) for x in places])
-            axes.set_xticks([], minor=True)
+        axes.set_xticks(places, [format_length(x) for x in places])
+        axes.set_xticks([], minor=True)
     for i, train_len in enumerate(sorted({*train_lens})):
         label = "training length" if i == 0 else None
         axes.axvline(train_len, color="0.4", linestyle=":", linewidth=1, label=label)
