@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 
 # After the tests that should fail, a line for each mutant: the file, the text there, and what
 # replaces it.
-LIST = """
+LIST = r"""
 # tests/core/training/test_loss_mask.py
 model.py: (targets != -100).sum().clamp_min(1) => targets.numel()
 training/loader.py: count * self.world.size / => count /
@@ -86,7 +86,7 @@ data/documents.py: "utf-8-sig" => "utf-8"
 data/documents.py: (rest + fragment).split => fragment.split
 data/documents.py: n_unreadable > MOST_UNREADABLE * n_characters => False
 data/documents.py: part[:99].lstrip().startswith(begin) => part.startswith(begin)
-data/documents.py: HALF_PAIR.sub("\\ufffd", "" if t is None else t) => "" if t is None else t
+data/documents.py: HALF_PAIR.sub("\ufffd", "" if t is None else t) => "" if t is None else t
 data/prepare.py: != (part.split == "val") => == (part.split == "val")
 data/prepare.py: dataset.refuse_others(out, tuple(own)) => dataset.refuse_others(out, "")
 data/prepare.py: begin + self.max_tokens - self.n_tokens => begin + self.max_tokens

@@ -230,6 +230,8 @@ def print_summary(info: dict[str, Any], folder: Path, config: str = "") -> None:
         is_small = info["splits"]["train"]["tokens"] < 10**8
         config = config or f"configs/{'demo_' if is_small else ''}softmax.toml"
         padded = vocabulary if vocabulary < 1024 else -(-vocabulary // 128) * 128
+        if is_small and vocabulary > 2**14:
+            print("note     a vocabulary this large slows a small model: try --tokenizer bytes")
         options = f"--data.dir {quote(str(folder))} --model.vocab-size {padded}"
         print(f"next     python train.py {config} {options}")
 
