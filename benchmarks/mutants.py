@@ -38,7 +38,6 @@ training/optim.py: 1 - (1 - low) * max( => 1 - max(
 training/optim.py: else matrix.float() => else matrix.bfloat16()
 training/optim.py: max(1.0, len(part) / part.shape[1]) => 1.0
 # tests/core/test_train.py
-training/state.py: max(0, self.step - 1) => self.step
 training/loader.py: [1 / len(batch)] => [1.0]
 training/validation.py: val_tokens, config.seq_len) => val_tokens, config.seq_len) - 1
 training/validation.py: if first < n_windows: => if True:
@@ -116,6 +115,8 @@ training/run_log.py: each["step"] <= step] => each["step"] < step]
 training/run_log.py: has_rows or unsaved > => unsaved >
 # tests/core/training/test_loader.py
 training/loader.py: config.data.skip_steps + step => step
+# tests/core/training/test_kills.py -k validation
+training/state.py: max(0, self.step - 1) => self.step
 # tests/core/training/test_checkpoint.py
 training/checkpoint.py: UserError if is_system or is_out_of_memory(e) => UserError if is_system
 training/state.py: in (parameter.shape, ()) => in (parameter.shape, (), (3,))

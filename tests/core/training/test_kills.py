@@ -60,13 +60,17 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored(hang_up):
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-def test_a_signal_during_validation_ends_the_run_after_the_next_step(tiny_config, monkeypatch):
-    """Also while p is raised: the validation is of the last step's p."""
+@pytest.fixture
+def rising_config(tiny_config):
+    """While p is raised: a validation is of the last step's p."""
     power = ["--attention.normaliser", "lssa", "--attention.reweight-p", "7"]
-    tiny_config.write_text(
-        to_toml(load_config(tiny_config, [*power, "--attention.reweight-p-warmup", "12"]))
-    )
-    whole = run(tiny_config, "--name", "whole")
+    rising = load_config(tiny_config, [*power, "--attention.reweight-p-warmup", "12"])
+    tiny_config.write_text(to_toml(rising))
+    return tiny_config
+
+
+def test_a_signal_during_validation_ends_the_run_after_the_next_step(rising_config, monkeypatch):
+    whole = run(rising_config, "--name", "whole")
 
     def validate_with_signal(state, log):
         if state.step == 8:
@@ -75,22 +79,22 @@ def test_a_signal_during_validation_ends_the_run_after_the_next_step(tiny_config
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "validate", validate_with_signal)
-        stopped = run(tiny_config, "--name", "stopped")
+        stopped = run(rising_config, "--name", "stopped")
     assert find_checkpoints(stopped)[0].name == "step_000009.pt"
     assert [r["step"] for r in records(stopped) if "val_loss" in r] == [4, 8]
-    run(tiny_config, "--name", "stopped")
+    run(rising_config, "--name", "stopped")
     assert curve(stopped) == curve(whole)
 
 
-def test_a_stop_leaves_the_validation_of_its_step_to_the_resumed_run(tiny_config, monkeypatch):
+def test_a_stop_leaves_the_validation_of_its_step_to_the_resumed_run(rising_config, monkeypatch):
     """Who sent the signal may not wait for it."""
-    whole = run(tiny_config, "--name", "whole")
+    whole = run(rising_config, "--name", "whole")
     with monkeypatch.context() as patch:
         patch.setattr(train, "forward_backward", forward_with_signal(7, signal.SIGTERM))
-        stopped = run(tiny_config, "--name", "stopped")
+        stopped = run(rising_config, "--name", "stopped")
     assert find_checkpoints(stopped)[0].name == "step_000008.pt"
     assert [r["step"] for r in records(stopped) if "val_loss" in r] == [4]
-    run(tiny_config, "--name", "stopped")
+    run(rising_config, "--name", "stopped")
     assert curve(stopped) == curve(whole)
 
 
