@@ -20,8 +20,8 @@ run may be left to it:
     attention.reweight_p_warmup                           below 1: a share of train.max_steps, rounded down
 
 Files are data: nothing in them is executed, but `normaliser = "file.py:Class"` imports that file.
-Every problem is reported at once, a line each, with the file or override, the key, its value and
-what was expected.
+All problems with keys are reported at once, a line each, with the file or override, the key, its
+value and what was expected; if there are none, all those between keys of a section, then of several.
 """
 
 import argparse

@@ -109,7 +109,6 @@ schema.py: divmod(self.batch_tokens, self.seq_len) => divmod(self.batch_tokens, 
 model.py: kind = (own, m.rope_theta, m.rotating, amplified) => kind = (own, m.rotating, amplified)
 # tests/core/test_train.py -k dry_run
 train.py: power_at(state.config.attention, state.step) => power_at(state.config.attention, state.step + 1)
-train.py: state.raw_model.set_power(power_at( => len(str(power_at(
 # tests/core/training/test_run_log.py
 training/run_log.py: each["step"] <= step] => each["step"] < step]
 training/run_log.py: has_rows or unsaved > => unsaved >
@@ -120,6 +119,8 @@ training/state.py: max(0, self.step - 1) => self.step
 # tests/core/training/test_checkpoint.py
 training/checkpoint.py: UserError if is_system or is_out_of_memory(e) => UserError if is_system
 training/state.py: in (parameter.shape, ()) => in (parameter.shape, (), (3,))
+# tests/core/training/test_state.py -k resumed
+train.py: state.raw_model.set_power(power_at( => print(power_at(
 # tests/core/training/test_state.py
 training/state.py: len(factors) == 1 and step < max_steps => len(factors) == 1 and step <= max_steps
 training/state.py: n in (old.train.max_steps, max_steps) => n in (max_steps, max_steps)

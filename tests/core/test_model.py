@@ -266,7 +266,13 @@ MIXED = [
 
 @pytest.mark.parametrize(
     ("window", "layers"),
-    [(5, []), (5, HYBRID), (0, MIXED), (0, [{"at": [1], "position": "alibi"}])],
+    [
+        (5, []),
+        (5, HYBRID),
+        (0, MIXED),
+        (0, [{"at": [1], "position": "alibi"}]),
+        (0, [{"at": [1], "rope_theta": 5e3}]),
+    ],
     ids=str,
 )
 def test_layers_of_their_own(window, layers):
