@@ -118,15 +118,10 @@ def test_numbers_equal_direct_computation(tmp_path, data, evaluate, monkeypatch,
         parts = [f"loss[{i}:{i + 16}]" for i in range(0, 64, 16)]
         for part, expected in zip(parts, blocks.view(N_BLOCKS, 4, 16).mean((0, 2)), strict=True):
             assert values_of(run, measure=part, scaling=scaling) == [close(expected.item())]
-    assert not (run / "eval_length.json").exists()
-
-
-def test_the_last_window_alone_has_the_same_targets(tmp_path, data, evaluate):
-    run = make_run(tmp_path / "runs", "a", data)
-    evaluate(run, "--lengths", *LENGTHS, "--window", 0, "--all-tokens")
-    every = read(run, measure="same_targets")["value"]
-    evaluate(run, "--lengths", *LENGTHS, "--window", 0)
-    np.testing.assert_allclose(read(run, measure="same_targets")["value"], every, rtol=1e-5)
+    every = read(run, measure="same_targets", scaling="none")["value"]
+    evaluate(run, "--lengths", *LENGTHS, "--window", 0, "--rope", "none")  # of last windows alone
+    alone = read(run, measure="same_targets", scaling="none")["value"]
+    np.testing.assert_allclose(alone, every, rtol=1e-5)
 
 
 @pytest.mark.parametrize("context, n_same", [(8, 8), (8, 64), (16, 20), (64, 8)])
@@ -247,20 +242,6 @@ def test_missing_rows_alone_are_measured(tmp_path, data, evaluate, monkeypatch):
     assert not eval_length.is_measured([str(a), "--lengths", "32", "64", "--window", "0"])
 
 
-def test_draw_needs_rows(tmp_path, data, evaluate):
-    run = make_run(tmp_path / "runs", "a", data)
-    with one_line("no rows of step 7: expected a call without --draw"):
-        evaluate(run, "--draw")
-
-
-def test_other_sizes_are_said(tmp_path, data, evaluate, capsys):
-    a = make_run(tmp_path / "runs", "a", data)
-    b = make_run(tmp_path / "runs", "b", data, step=9)
-    evaluate(a, b, "--lengths", 16, 64)
-    out = capsys.readouterr().out
-    assert "a: step 7, 2 layers of 32, batches of 128 tokens, T = 16\n" in out
-
-
 def test_several_runs_defaults_and_rejected_lengths(tmp_path, data, call, capsys):
     runs = tmp_path / "runs"
     a = make_run(runs, "a", data)
@@ -313,13 +294,14 @@ def test_a_foreign_table_stops_before_the_work(tmp_path, data, evaluate):
     assert not (a / "rows.csv").exists()
 
 
-def test_checkpoint_files(tmp_path, data, evaluate):
+def test_checkpoint_files(tmp_path, data, evaluate, capsys):
     """Each has the rows of its step, in the run's folder; a lone file's are beside it."""
     runs = tmp_path / "runs"
     run = make_run(runs, "a", data, step=7)
     make_run(runs, "a", data, step=9)
     old = run / "checkpoints" / "step_000007.pt"
     evaluate(old, run, "--lengths", 16, 32)
+    assert "a: step 7, 2 layers of 32, batches of 128 tokens, T = 16\n" in capsys.readouterr().out
     assert {*read(run)["step"]} == {7, 9}
     assert values_of(run, step=7) != values_of(run, step=9)
     alone = tmp_path / "alone.pt"
@@ -380,6 +362,7 @@ def test_the_number_of_ranks_changes_nothing(tmp_path, data, evaluate, capsys):
         (["{run}", "--window", "-1"], "'-1': expected an integer, at least 0"),
         (["{run}", "--data", "{tmp}/gpt2"], "tokenised with 50257 tokens"),
         (["{run}", "--data", "{tmp}/gone"], "gone: no such data folder; prepare it with"),
+        (["{run}", "--draw"], "no rows of step 7: expected a call without --draw"),
         (["{run}", "--out", "{tmp}/none/curve.png"], "in a folder that exists"),
     ],
 )
