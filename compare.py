@@ -20,6 +20,8 @@ last number, is Holm's over the board. The same command resumes. Rows stay in th
 `python measure.py runs/track/mine* --out results` enters them.
 """
 
+import infra.packages  # noqa: F401
+
 import argparse
 import math
 import sys

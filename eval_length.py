@@ -14,6 +14,8 @@ window, with the paired 95 % interval; runs that differ in their seed alone are 
 Writes rows.csv into the run folder (see measure.py), and the picture.
 """
 
+import infra.packages  # noqa: F401
+
 import argparse
 import itertools
 import math

@@ -32,11 +32,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas
 import torch
-from matplotlib.figure import Figure
 from pandas import DataFrame, MultiIndex
 
 from config import load_config
 from infra.cli import ArgumentParser, UserError, run_main
+from infra.figures import Figure
 from infra.files import atomic_file, read_jsonl, write_atomically
 from model import GPT
 from normalisers import own

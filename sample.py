@@ -15,6 +15,8 @@ ntk RoPE is scaled for the final length, prompt and all new tokens. The default 
 a W of at most the training length no distance is new, and RoPE needs no scaling.
 """
 
+import infra.packages  # noqa: F401
+
 import argparse
 from collections.abc import Iterable
 from itertools import takewhile

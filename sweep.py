@@ -15,6 +15,8 @@ status 1). Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 let the current runs save their s
 same command resumes. With several jobs the output of a run goes to <log.dir>/<name>.log.
 """
 
+import infra.packages  # noqa: F401
+
 import argparse
 import itertools
 import math

@@ -16,6 +16,8 @@ Ctrl-C stops at once. --dry-run takes steps of two micro-batches at most, with r
 there are no data.
 """
 
+import infra.packages  # noqa: F401
+
 import gc
 import math
 import statistics

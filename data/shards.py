@@ -112,6 +112,8 @@ def open_shard(path: Path, vocab_size: int = 65536) -> np.memmap:
     the last, are below `vocab_size`, as any is below 65536. Raises UserError, naming the file, what
     it has and what was expected; OSError: it cannot be read, but may be whole.
     """
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise UserError(f"{path}: expected a file")
     try:
         with open(path, "rb") as f:
             header = f.read(HEADER_BYTES)

@@ -95,6 +95,28 @@ def drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def launched(name: str, default: int) -> int:
+    """A number that torchrun sets, as WORLD_SIZE; the default where it is not set."""
+    return int(os.environ.get(name) or default)
+
+
+def launcher_problem() -> str:
+    """What is wrong with a launcher's variables, as one that is left over; "" if nothing is."""
+    names = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    given = {name: os.environ[name] for name in names if os.environ.get(name)}
+    numbers = {name: int(value) for name, value in given.items() if value.isdecimal()}
+    size = numbers.get("WORLD_SIZE", 1)
+    fits = numbers.keys() >= given.keys() - {"MASTER_ADDR"}
+    fits &= numbers.get("RANK", 0) < size
+    fits &= numbers.get("MASTER_PORT", 0) < 2**16
+    fits &= numbers.get("LOCAL_RANK", 0) < numbers.get("LOCAL_WORLD_SIZE", size)
+    fits &= size == 1 or {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= given.keys()
+    if fits:
+        return ""
+    shown = " ".join(f"{name}={value}" for name, value in given.items())
+    return f"{shown}: expected what torchrun sets, or to run alone: unset {' '.join(given)}"
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """torch raises a RuntimeError."""
     return isinstance(error, MemoryError) or (
@@ -126,7 +148,6 @@ def run_main(main: Callable[[], object]) -> None:
     killed them if they failed alike. A failed rank exits at once, since NCCL's destructors would
     wait for the others.
     """
-    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
 
     def leave(status: int) -> NoReturn:
         if alone:
@@ -135,6 +156,10 @@ def run_main(main: Callable[[], object]) -> None:
         os._exit(status)
 
     open_streams()
+    if problem := launcher_problem():
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
+    alone = launched("WORLD_SIZE", 1) == 1
     try:
         main()
         sys.stdout.flush()  # a closed pipe is an error here, not while Python exits
@@ -151,7 +176,7 @@ def run_main(main: Callable[[], object]) -> None:
             traceback.print_exc()
             leave(1)
         prefix = "error: "
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        if launched("LOCAL_RANK", 0) != 0:
             time.sleep(3)
             prefix += f"rank {os.environ.get('RANK')}: "
         print("\n".join(prefix + line for line in reason.splitlines()), file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # imported later, by DDP, its functions keep the group as a default
 from torch import Tensor
 
-from infra.cli import UserError
+from infra.cli import UserError, launched
 
 # Parts of gloo's and NCCL's messages when a peer process has exited.
 PEER_EXITED = ("Connection closed by peer", "Connection reset by peer", "connectFullMesh failed",
@@ -67,13 +68,13 @@ def choose_device(device: str) -> torch.device:
         raise UserError("device cuda: this machine has no CUDA device; expected cpu or auto")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    n_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    n_processes = launched("LOCAL_WORLD_SIZE", 1)
     n_gpus = torch.cuda.device_count()
     if n_processes > n_gpus:
         raise UserError(
             f"torchrun --nproc_per_node={n_processes}: expected at most {n_gpus}, the GPUs here"
         )
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device("cuda", launched("LOCAL_RANK", 0))
 
 
 def open_store() -> dist.Store:
@@ -104,8 +105,8 @@ def join_world(device: str) -> Iterator[World]:
     Raises UserError: see `choose_device` and `open_store`; or another process exited during a
     collective.
     """
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    rank = int(os.environ.get("RANK", 0))
+    size = launched("WORLD_SIZE", 1)
+    rank = launched("RANK", 0)
     own_device = choose_device(device)
     use_cuda = own_device.type == "cuda"
     if use_cuda:
@@ -116,6 +117,9 @@ def join_world(device: str) -> Iterator[World]:
     failed = True
     try:
         if size > 1:
+            if "TORCHELASTIC_RUN_ID" not in os.environ and rank == 0:  # no torchrun
+                line = f"waiting for {size} processes; to run alone: unset WORLD_SIZE"
+                print(line, file=sys.stderr, flush=True)
             backend = "nccl" if use_cuda else "gloo"
             dist.init_process_group(
                 backend, store=open_store(), rank=rank, world_size=size, timeout=TIMEOUT,
@@ -128,6 +132,12 @@ def join_world(device: str) -> Iterator[World]:
         if size > 1 and reason:
             raise UserError(
                 f"another process exited ({reason}): see its error, if it had one"
+            ) from None
+        if isinstance(e, dist.DistNetworkError | dist.DistStoreError):  # nobody is there
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            reason = str(e).splitlines()[0]
+            raise UserError(
+                f"MASTER_ADDR:MASTER_PORT = {address}: {reason}; to run alone: unset WORLD_SIZE"
             ) from None
         raise
     finally:

@@ -4,8 +4,10 @@ import errno
 import fcntl
 import json
 import os
+import platform
 import reprlib
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
@@ -17,35 +19,47 @@ from pydantic import BaseModel, ValidationError
 from infra.cli import UserError
 
 
+def why_not_written(path: Path, error: Exception, n_bytes: int = 0) -> str:
+    """The message of a write that failed; n_bytes: of the whole file, if they are known."""
+    message = f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}"
+    free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else n_bytes
+    if free < n_bytes or getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
+        needed = f", {n_bytes / 1e9:.2g} needed" if n_bytes else ""
+        message += f" (disk full: {free / 1e9:.2g} GB free{needed})"
+    return message
+
+
 @contextmanager
-def atomic_file(path: Path, shared: bool = False) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, shared: bool = False, n_bytes: int = 0) -> Iterator[BinaryIO]:
     """A binary file that appears under its name once it is complete and on disk.
 
     Where it is shared another process may write it at the same time, and the last to finish wins.
-    Elsewhere the next writer replaces what a killed one has left. Raises UserError: it cannot be
-    written.
+    Elsewhere the next writer replaces what a killed one has left, a link too. n_bytes: how large it
+    gets, for the message of a full disk. Raises UserError: it cannot be written.
     """
     unique = f".{secrets.token_hex(4)}" if shared else ""
     temporary = path.with_name(f".{path.name}{unique}.tmp")
     try:
-        with open(temporary, "wb") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
+        temporary.unlink(missing_ok=True)
+        try:
+            with open(temporary, "xb") as f:  # never through a link
+                yield f
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temporary, path)
+        finally:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
     except OSError as e:
-        raise UserError(f"{path}: cannot be written: {e.strerror or e}") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        raise UserError(why_not_written(path, e, n_bytes)) from None
 
 
 def write_atomically(path: Path, *parts: bytes | memoryview) -> None:
     """The concatenated parts as an `atomic_file`."""
-    with atomic_file(path) as f:
+    with atomic_file(path, n_bytes=sum(memoryview(part).nbytes for part in parts)) as f:
         f.writelines(parts)
 
 
@@ -57,7 +71,7 @@ def append_synced(path: Path, addition: str) -> None:
             f.flush()
             os.fsync(f.fileno())
     except OSError as e:
-        raise UserError(f"{path}: cannot be written: {e.strerror}") from None
+        raise UserError(why_not_written(path, e)) from None
 
 
 def write_json(value: Any, path: Path, shared: bool = False) -> None:
@@ -135,14 +149,16 @@ def read_jsonl(path: Path) -> list[Any]:
 def exclusive_lock(folder: Path) -> Iterator[None]:
     """Make the folder and lock `.lock` in it, where its file system can. The file stays.
 
-    The lock is a file's, since NFS passes no lock of a folder on to other machines. There is none
-    in a read-only folder, which the writer names, or where another user's file stands.
-    Raises UserError: another process holds the lock, or the folder or the file cannot be made.
+    The lock is a file's, since NFS passes no lock of a folder on to other machines, and says who
+    holds it. There is none in a read-only folder, which the writer names, or where another user's
+    file stands. Raises UserError: another process holds the lock, or the folder or the file cannot
+    be made.
     """
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(folder / ".lock", "ab"))
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # no link, no pipe
+            lock = stack.enter_context(open(os.open(folder / ".lock", flags, 0o666), "r+b", 0))
         except OSError as e:
             if not folder.is_dir() or e.errno not in (errno.EACCES, errno.EROFS):
                 raise UserError(f"{folder}: cannot be written: {e.strerror}") from None
@@ -151,7 +167,15 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
                 # released by the system on exit or kill
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(f"{folder}: another process is writing there") from None
+                holder = lock.read(200).decode("utf-8", "replace").strip() or "it"
+                raise UserError(
+                    f"{folder}: another process is writing there: wait for {holder}, "
+                    "stop it, or choose another name or folder"
+                ) from None
             except OSError:  # a file system without locks
                 pass
+            else:
+                with suppress(OSError):  # as on a full disk
+                    lock.truncate()
+                    lock.write(f"process {os.getpid()} of {platform.node()}\n".encode())
         yield

@@ -1,0 +1,1 @@
+from infra import packages  # noqa: F401

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from evaluation import (
@@ -40,6 +39,7 @@ from evaluation import (
 )
 from infra.cli import ArgumentParser, positive_int, run_main
 from infra.distributed import World, join_world
+from infra.figures import Figure
 from lab.attention_statistics import STATISTICS, model_statistics
 from measure import MARKERS, check_figure, format_length, format_table, save_figure, write_rows
 from model import GPT

@@ -11,11 +11,11 @@ The weights are those of the normalisers themselves, for one query.
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from attention import make_normaliser
 from infra.cli import ArgumentParser, run_main
+from infra.figures import Figure
 from measure import check_figure, save_figure
 from schema import AttentionConfig
 

@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from data.dataset import TokenStream
@@ -50,6 +49,7 @@ from evaluation import (
 )
 from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
 from infra.distributed import World, join_world
+from infra.figures import Figure
 from lab.attention_statistics import attention_mass
 from lab.squad import question_prompt
 from measure import check_figure, format_table, save_figure, write_rows

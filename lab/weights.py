@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from attention import make_normaliser
 from infra.cli import ArgumentParser, run_main
+from infra.figures import Figure
 from measure import check_figure, save_figure
 from normalisers.own import list_normalisers
 from schema import AttentionConfig, describe_attention

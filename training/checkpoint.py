@@ -8,7 +8,6 @@ A checkpoint is one file, `runs/<name>/checkpoints/step_000500.pt`, a dict of it
 
 import errno
 import os
-import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -20,7 +19,7 @@ from pydantic import BaseModel, Field
 from config import config_from_dict
 from data.tokenizer import Tokenizer, get_tokenizer
 from infra.cli import UserError, is_out_of_memory
-from infra.files import atomic_file, check_shape
+from infra.files import atomic_file, check_shape, why_not_written
 from model import GPT
 from schema import Config
 from training.optim import power_at
@@ -52,19 +51,27 @@ def save_checkpoint(
     one cannot be deleted.
     """
     path = run_dir / "checkpoints" / f"step_{state['step']:06d}.pt"
+    n_bytes = size_of(state)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for partial in path.parent.glob(".*.tmp"):  # half a checkpoint, which a kill has left
             partial.unlink(missing_ok=True)
-        with atomic_file(path) as f:
+        with atomic_file(path, n_bytes=n_bytes) as f:
             torch.save({"format": FORMAT, **state}, f)
     except (OSError, RuntimeError) as e:  # RuntimeError: a full disk, in torch's zip writer
-        free = f"{shutil.disk_usage(run_dir).free:,} bytes are free"
-        raise UserError(f"{path}: the checkpoint could not be written: {e} ({free})") from None
+        raise UserError(why_not_written(path, e, n_bytes)) from None
     older = [old for old in find_checkpoints(run_dir) if step_of(old) < state["step"]]
     for old in older[keep_last - 1 :]:
         if not keep_every or step_of(old) % keep_every:
             old.unlink(missing_ok=True)
+
+
+def size_of(content: Any) -> int:
+    """Bytes of all tensors in nested dicts and lists."""
+    if isinstance(content, torch.Tensor):
+        return content.nbytes
+    parts = content.values() if isinstance(content, dict) else content
+    return sum(map(size_of, parts)) if isinstance(content, dict | list | tuple) else 0
 
 
 def step_of(path: Path) -> int:

@@ -1,0 +1,12 @@
+"""Imported before all else by each command: one line where what it needs is not installed."""
+
+import sys
+from importlib.util import find_spec
+
+NEEDED = ("torch", "numpy", "pandas", "pydantic", "tiktoken", "tokenizers", "matplotlib", "tqdm")
+
+lacking = [name for name in NEEDED if find_spec(name) is None]
+if lacking:
+    how = "expected `. .venv/bin/activate`, or `pip install -r requirements.txt`"
+    print(f"error: {sys.executable} has no {', '.join(lacking)}: {how}", file=sys.stderr)
+    sys.exit(2)
