@@ -5,6 +5,8 @@ FlexAttention rejects gradients on a CPU, where its compiled form has no backwar
 form, which the tests allow, differentiates the same score_mod.
 """
 
+import math
+
 import pytest
 import torch
 from attention_cases import assert_close, choose, draw, make, run
@@ -68,7 +70,7 @@ def test_agrees_with_the_definition(options, shape, backward_on_cpu, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "shape", [(128, 128), (300, 300), (70, 200), (256, 384), (500, 1000), (1, 1)]
+    "shape", [(128, 128), (300, 300), (70, 200), (130, 256), (256, 384), (500, 1000), (1, 1)]
 )
 @pytest.mark.parametrize("window", [0, 1, 130])
 def test_causal_mask(shape, window):
@@ -150,14 +152,13 @@ def test_choice(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [*slow(OPTIONS[0]), OPTIONS[1]], ids=["dot", "cosine"])
-@pytest.mark.parametrize("fault", ["", "wrong", "raises"])
+@pytest.mark.parametrize("fault", ["", "wrong", "nan", "raises"])
 def test_self_check(options, fault, backward_on_cpu, monkeypatch):
     def faulty(q, *rest, **options):
         if fault == "raises":
             raise RuntimeError("out of shared memory\nand more lines")
-        return flex_attention(
-            q, *rest, **options | {"scale": 1.0 + 0.1 * (fault == "wrong" and q.shape[2] < 200)}
-        )
+        wrong = {"wrong": 1.1, "nan": math.nan}.get(fault, 1.0) if q.shape[2] < 200 else 1.0
+        return flex_attention(q, *rest, **options | {"scale": wrong})
 
     monkeypatch.setattr(flex, "flex_attention", faulty)
     self_check._check.cache_clear()
