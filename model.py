@@ -331,8 +331,10 @@ class GPT(nn.Module):
         return by_layer
 
     def hidden(self, tokens: Tensor, rope: RopeScaling, cache: KVCache | None = None) -> Tensor:
-        """The final norm's output, (B, T, C), for tokens (B, T) that follow what is in the cache."""
-        x = self.embedding(tokens)  # (B, T, C)
+        """The final norm's output, (B, T, C), for tokens (B, T), or embeddings of some (B, T, C),
+        that follow what is in the cache.
+        """
+        x = tokens if tokens.is_floating_point() else self.embedding(tokens)  # (B, T, C)
         for block, (cos, sin) in zip(self.blocks, self.rope(tokens, rope, cache), strict=True):
             x = block(x, cos, sin, cache)
         if cache is not None:

@@ -86,6 +86,84 @@ def test_no_token_that_the_tokenizer_lacks_is_generated(tiny_config, call):
     assert generation["suppress_tokens"] == [*range(257, 300)]
 
 
+@pytest.fixture
+def converted(tiny_config):
+    """An exported model with shifted keys and a learned normaliser, in training mode."""
+    pytest.importorskip("transformers")
+    options = ["--attention.normaliser", "ssmax", "--model.key-shift", "true"]
+    return export.own_model(GPT(load_config(tiny_config, options)), RopeScaling(), 0)
+
+
+def test_an_exported_model_takes_what_models_of_transformers_take(converted):
+    model = converted.eval()
+    x = torch.randint(60, (2, 9))
+    logits = model(x).logits
+    embedded = model(
+        inputs_embeds=model.get_input_embeddings()(x), position_ids=7 + torch.arange(9)[None]
+    )
+    assert torch.equal(embedded.logits, logits)
+    states = model(x, output_hidden_states=True).hidden_states
+    assert len(states) == 1 + model.config.num_hidden_layers
+    assert torch.equal(states[0], model.gpt.embedding(x))
+    assert torch.equal(states[-1], model.gpt.hidden(x, RopeScaling()))
+    assert model(x).hidden_states is None
+    mask = torch.ones(2, 9, dtype=int)
+    mask[0, :4] = 0
+    padded = model(x, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0)).logits
+    assert torch.allclose(padded[0, 4:], model(x[:1, 4:]).logits[0], atol=1e-5)
+
+
+def test_what_an_exported_model_refuses_says_what_to_do(converted):
+    x = torch.zeros(1, 4, dtype=int)
+    cases = [
+        ({"input_ids": x + converted.config.vocab_size}, "expected ids from 0 to .*resize_token"),
+        ({"input_ids": x - 1}, "input_ids: -1: expected ids from 0"),
+        ({"input_ids": x, "output_attentions": True}, "attention_inputs gives the q and k"),
+        ({"input_ids": x, "position_ids": torch.tensor([[0, 1, 0, 1]])}, "a row of its own"),
+        ({}, "expected one of the two"),
+    ]
+    for options, message in cases:
+        with pytest.raises(UserError, match=message):
+            converted(**options)
+    with pytest.raises(UserError, match="attn_implementation = sdpa: expected none: .*engine"):
+        type(converted)._from_config(converted.config, attn_implementation="sdpa")
+    type(converted)._from_config(converted.config, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("size", [40, 100, 300])
+def test_resized_embeddings_keep_their_rows_through_a_file(converted, size, tmp_path):
+    model = converted.eval()
+    n = min(size, model.config.vocab_size)
+    x = torch.randint(n, (1, 9))
+    before = model(x).logits[..., :n]
+    model.resize_token_embeddings(size)
+    logits = model(x).logits
+    assert logits.shape[-1] == size == model.config.vocab_size
+    assert torch.allclose(logits[..., :n], before, atol=1e-6)
+    model(torch.full((1, 2), size - 1))
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert torch.equal(again(x).logits, logits)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(converted):
+    model = converted
+    x = torch.randint(60, (2, 9))
+    mask = torch.ones_like(x)
+    mask[0, :4] = 0
+    gradients = []
+    calls = []
+    model.gpt.blocks[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    for enable in (model.gradient_checkpointing_enable, model.gradient_checkpointing_disable):
+        enable()
+        assert model.is_gradient_checkpointing == (len(gradients) == 0)
+        model.zero_grad()
+        model(x, attention_mask=mask, labels=x, use_cache=True).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert len(calls) == 2 + 1
+    assert all(map(torch.allclose, *gradients))
+
+
 def test_an_unknown_scaling_stops_before_the_weights():
     pytest.importorskip("transformers")
     from hub.modeling import NormaliserGPTConfig, NormaliserGPTForCausalLM
@@ -198,6 +276,9 @@ for folder, rope, n_prompt in eval(sys.argv[2]):
         last = slice(-kept, None) if isinstance(kept, int) else kept
         few = model(tokens[:, :64], logits_to_keep=kept).logits
         assert torch.allclose(few, found[64][:, last], atol=1e-4), folder
+    model.save_pretrained(folder + "_again")
+    again = load(folder + "_again", trust_remote_code=True)
+    assert torch.equal(again(tokens[:, :64]).logits, found[64]), folder
     prompt = tokens[:1, :n_prompt]
     greedy = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
     found["tokens"] = model.generate(prompt, **greedy)
