@@ -271,6 +271,11 @@ class TokenStream:
                 f"{folder}: {mask} has {n_mask} tokens: expected {self.n_tokens}, as {split}"
             )
 
+    @property
+    def is_fineweb(self) -> bool:
+        """Its shards are FineWeb's in GPT-2's vocabulary, by name."""
+        return self.paths[0].name.startswith("fineweb_") and self.info["tokenizer"] == "gpt2"
+
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) as (length,) int64, wrapping around the stream's end."""
         tokens = np.empty(length, np.int64)

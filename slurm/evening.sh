@@ -59,7 +59,7 @@ import sys, tomllib
 from pathlib import Path
 
 from infra.files import read_jsonl
-from training.validation import published_loss
+from training.validation import llm_c_loss
 
 folder, steps, must_hold = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] != "0"
 losses = {}
@@ -69,7 +69,7 @@ for run in folder.glob("softmax_lr=*"):
 for rate, loss in sorted(losses.items()):
     print(f"rate {rate:g}: {loss:.4f}", file=sys.stderr)
 best = min(losses, key=losses.get)
-expected = published_loss(steps)
+expected = llm_c_loss(steps)
 print(f"llm.c at step {steps}: {expected:.4f}", file=sys.stderr)
 if must_hold and losses[best] > expected + 0.1:
     sys.exit(5)

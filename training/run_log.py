@@ -8,6 +8,7 @@ metrics.jsonl has a line per step and one per validation, in which null is NaN o
 """
 
 import json
+import math
 import os
 import platform
 import resource
@@ -130,12 +131,20 @@ class RunLog:
         speed = f"{last['tokens_per_s']:,} tokens/s{mfu} | {left} left"
         self.print(f"{step} | grad norm {last['grad_norm']:.2f} | {speed}")
 
-    def add_validation(self, val_loss: float, unscaled: float | None = None) -> None:
+    def add_validation(
+        self,
+        val_loss: float,
+        unscaled: float | None = None,
+        expected: float = math.nan,
+    ) -> None:
+        """expected: llm.c's loss at this step, NaN if it does not apply."""
         record = {"step": self.state.step, "val_loss": val_loss}
         line = f"step {self.state.step} | validation loss {val_loss:.4f}"
         if unscaled is not None:
             record["val_cross_entropy"] = unscaled
             line += f" | cross-entropy of the unscaled logits {unscaled:.4f}"
+        if not math.isnan(expected):
+            line += f" | {val_loss - expected:+.4f} to llm.c's {expected:.4f}"
         self._write([record])
         self.print(line)
 

@@ -1,5 +1,7 @@
 """A run's loss on validation data."""
 
+import math
+
 import numpy as np
 import torch
 
@@ -7,6 +9,17 @@ from data.batches import read_windows, val_windows
 from data.dataset import IGNORED
 from training.run_log import RunLog
 from training.state import TrainState
+
+# Validation losses of llm.c's run_gpt2_124M.sh on FineWeb-10B, by step of 524,288 tokens.
+LLM_C = {2000: 3.8585, 4000: 3.6176, 8000: 3.4431, 12000: 3.3509, 15250: 3.2969, 19560: 3.2722}
+LLM_C_TOKENS = 524_288  # a step
+
+
+def llm_c_loss(step: int) -> float:
+    """llm.c's loss at a step: linear in ln(step) between the published ones, NaN outside them."""
+    steps = [math.log(known) for known in LLM_C]
+    losses = list(LLM_C.values())
+    return float(np.interp(math.log(step), steps, losses, left=math.nan, right=math.nan))
 
 
 @torch.no_grad()
@@ -36,5 +49,7 @@ def validate(state: TrainState, log: RunLog) -> float:
                     sums[1] += state.raw_model(x, y, unscaled=True).double() * n
     sums = world.gather(sums).sum(0)
     loss, unscaled = (sums[:2] / sums[2]).tolist()
-    log.add_validation(loss, unscaled if config.loss != "softmax" else None)
+    is_llm_c = config.batch_tokens == LLM_C_TOKENS and state.val_stream.is_fineweb
+    expected = llm_c_loss(state.step) if is_llm_c and state.step else math.nan
+    log.add_validation(loss, unscaled if config.loss != "softmax" else None, expected)
     return loss

@@ -15,10 +15,11 @@ from torch.nn.utils import parameters_to_vector
 import train
 from config import load_config
 from data.batches import read_windows, train_batch
+from data.dataset import TokenStream
 from infra.cli import UserError
 from infra.distributed import join_world
 from normalisers.own import list_normalisers
-from training import trial
+from training import trial, validation
 from training.checkpoint import find_checkpoints, load_checkpoint, load_model
 from training.optim import power_at
 from training.run_log import RunLog
@@ -39,6 +40,21 @@ def test_a_run_and_its_folder(tiny_config, capsys):
     run(tiny_config, "--train.max-steps", "6")
     assert "6 of 6 steps done" in capsys.readouterr().out
     assert list(metrics(folder, "loss")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_validation_on_fineweb_is_beside_llm_c_s(tiny_config, capsys, monkeypatch):
+    assert validation.llm_c_loss(2000) == 3.8585
+    between = validation.llm_c_loss(2828)  # about the geometric mean of 2,000 and 4,000
+    assert between == pytest.approx((3.8585 + 3.6176) / 2, abs=1e-4)
+    assert math.isnan(validation.llm_c_loss(1999)) and math.isnan(validation.llm_c_loss(20000))
+    monkeypatch.setattr(validation, "llm_c_loss", lambda step: 4.0)
+    monkeypatch.setattr(validation, "LLM_C_TOKENS", 128)
+    run(tiny_config, "--train.max-steps", "4", "--name", "another_text")
+    assert "llm.c" not in capsys.readouterr().out
+    monkeypatch.setattr(TokenStream, "is_fineweb", True)
+    folder = run(tiny_config, "--train.max-steps", "4")
+    loss = metrics(folder, "val_loss")[4]
+    assert f"loss {loss:.4f} | {loss - 4:+.4f} to llm.c's 4.0000" in capsys.readouterr().out
 
 
 def test_accumulated_step_is_that_of_the_whole_batch(tiny_config):
