@@ -81,4 +81,5 @@ EOF
 echo "== 3 and 4. softmax, SSMax on QK-norm and LSSAR at $best, and their losses at 1x to 16x"
 models=(configs/softmax.toml configs/variants/ssmax_qk_norm.toml configs/lssar.toml)
 sweep "${models[@]}" --optimizer.lr "$best" "$@" --eval-tokens "$EVAL_TOKENS"
+mkdir -p $folder/rows
 $PYTHON measure.py $folder/softmax $folder/ssmax_qk_norm $folder/lssar --out $folder/rows || exit 6

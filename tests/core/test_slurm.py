@@ -69,3 +69,25 @@ def test_a_training_that_saved_is_requeued(tmp_path, signal, preempted, requeued
 @pytest.mark.parametrize("script", ["train", "sweep"])
 def test_scripts_parse(script):
     subprocess.run(["bash", "-n", str(ROOT / f"slurm/{script}.sbatch")], check=True)
+
+
+@pytest.mark.parametrize(
+    ("printed", "status", "expected"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", 1, 4),
+        ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp", 1, 3),
+        ("error: train.max_stps: no such key", 2, 2),
+        ("Segmentation fault", 139, 6),
+    ],
+)
+def test_the_exits_of_the_evening(printed, status, expected, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\necho "{printed}"\nexit {status}\n')
+    python.chmod(0o755)
+    (tmp_path / "slurm").mkdir()
+    script = tmp_path / "slurm/evening.sh"
+    script.write_text((ROOT / "slurm/evening.sh").read_text())
+    env = os.environ | {"PYTHON": str(python)}
+    done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True)
+    assert done.returncode == expected
+    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
