@@ -184,6 +184,17 @@ def optimiser(records: Records, given: list[list[Any]]) -> Lines:
     return lines
 
 
+def rounding(records: Records, given: list[list[Any]]) -> Lines:
+    lines = [["model", "16 sequences at a time", "8", "difference"]]
+    for label, model in given:
+        whole, halves = (
+            records.mean(f"rounding/{model}_micro={n}", 128, measure="val_loss") for n in (16, 8)
+        )
+        differs = number(halves - whole, 4, "+")
+        lines.append([label, number(whole, 4), number(halves, 4), differs])
+    return lines
+
+
 def rises(records: Records, model: str, scaling: str) -> list[str]:
     """The loss at 16x minus that at 1x over all tokens, with either optimiser."""
     found = []
@@ -309,6 +320,7 @@ FUNCTIONS = {
     "readme": readme,
     "board": board,
     "optimiser": optimiser,
+    "rounding": rounding,
     "settings": settings,
     "gains": gains,
     "cache": cache,
