@@ -453,7 +453,7 @@ def test_a_home_folder_in_files_and_options(tmp_path, monkeypatch):
 
 def test_p_may_be_swept_where_it_rises(tmp_path):
     """A file's rise does nothing where p, stated elsewhere, leaves nothing to rise."""
-    for p, rise in ((0, 0), (1, 0), (3, 250)):
+    for p, rise in ((0, 0), (1, 0), (3, 125)):
         read = load_config(ROOT / "configs/demo_lssar.toml", ["--attention.reweight-p", str(p)])
         assert (read.attention.reweight_p, read.attention.reweight_p_warmup) == (p, rise)
     both = ["--attention.reweight-p", "1", "--attention.reweight-p-warmup", "9"]
