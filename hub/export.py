@@ -40,6 +40,7 @@ from schema import describe_layers
 from training.checkpoint import Trained, load_model
 
 CHECK_TEXT = "def naïve(x): return 'It\\'s 1234567'  # 日本語\n\n\tx  += 1"
+TOLERANCE = 1e-3  # of logits in float32, which a correct export leaves below 1e-4
 ROOT = Path(__file__).parents[1]
 
 
@@ -51,7 +52,11 @@ def parse_args() -> argparse.Namespace:
     add("--code", action="store_true", help="this repo's code, also for a softmax model")
     rope_help = "scaling in config.json: none, ntk, yarn, theta=500000 (default: none)"
     add("--rope", default="none", metavar="SCALING", help=rope_help)
-    add("--check", action="store_true", help="load it with transformers, compare with ours")
+    add(
+        "--check",
+        action="store_true",
+        help="load it with transformers: logits within 1e-3",
+    )
     args = parser.parse_args()
     if args.out.is_dir() and any(args.out.iterdir()):
         raise UserError(f"{args.out}: exists; expected a new folder")
@@ -91,9 +96,12 @@ def main() -> None:
         f"{args.run}, step {trained.step} -> {args.out}: {kind}, {trained.model.n_params():,} parameters"
     )
     if args.check:
-        print(
-            f"largest difference between the logits: {check(args.out, trained.model, tokenizer, rope):.1e}"
-        )
+        difference = check(args.out, trained.model, tokenizer, rope)
+        print(f"largest difference between the logits: {difference:.1e}")
+        if not difference <= TOLERANCE:  # NaN is none
+            raise UserError(
+                f"{args.out}: logits differ by {difference:.1e}: expected at most {TOLERANCE:.0e}"
+            )
 
 
 def own_model(model: GPT, rope: RopeScaling, eot_token: int) -> Any:

@@ -55,7 +55,8 @@ def main() -> None:
 def page(records: Records) -> str:
     """The HTML, with the data of every study."""
     scales = {name: scale_data(records, study) for name, study in STUDIES.items()}
-    data = json.dumps(scales, ensure_ascii=False, allow_nan=False).replace("</", "<\\/")
+    # a name may be `</script>` or `<!--`
+    data = json.dumps(scales, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     return TEMPLATE.read_text(encoding="utf-8").replace("DATA", data)
 
 

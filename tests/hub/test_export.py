@@ -1,6 +1,7 @@
 """hub/export.py against transformers: the same logits, the same tokens; errors in one line."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -41,6 +42,29 @@ def test_transformers_gives_the_same_logits(family, bias, tie, tiny_config, call
     config = json.loads((out / "config.json").read_text())
     assert config["vocab_size"] == 257 and config["tie_word_embeddings"] == (tie == "true")
     assert config["rope_parameters"]["rope_theta"] == 5000.0
+
+
+@pytest.mark.parametrize(
+    "wrong", [math.nan, math.inf, 2e-3, "embedding.weight", "blocks.0.attention.qkv.weight"]
+)
+def test_a_check_that_fails(wrong, tiny_config, call, monkeypatch):
+    """A difference beyond the bound, or a parameter that was exported with one wrong number."""
+    pytest.importorskip("transformers")
+    if isinstance(wrong, float):
+        monkeypatch.setattr(export, "check", lambda *args: wrong)
+    else:
+        native_model = export.native_model
+
+        def spoilt(model, *args):
+            converted = native_model(model, *args)
+            with torch.no_grad():
+                model.get_parameter(wrong).view(-1)[5] += 1
+            return converted
+
+        monkeypatch.setattr(export, "native_model", spoilt)
+    run = make_byte_run(tiny_config, *FAMILIES["llama"])
+    with one_line("logits differ by ", "expected at most 1e-03"):
+        call(export, run, tiny_config.with_name("out"), "--check")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

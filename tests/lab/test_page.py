@@ -16,10 +16,14 @@ def test_a_browser_draws_it(tmp_path):
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)}")
-    html = page(read_records())
+    records = read_records()
+    for name in ("<!-- x", "</script>x"):  # no tags
+        records.models[f"context/{name}"] = records.models["context/softmax"]
+    html = page(records)
     (tmp_path / "index.html").write_text(html, encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
     command = [browser, *options, "--dump-dom", (tmp_path / "index.html").as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     drawn = re.sub("<script.*?</script>", "", dom, flags=re.DOTALL)  # its source has both tags
     assert drawn.count("<tr data-name=") > 10 and drawn.count('<g class="line"') >= 5
+    assert "&lt;!-- x</td>" in drawn and "&lt;/script&gt;x</td>" in drawn
