@@ -1,1 +1,1 @@
-from infra import packages  # noqa: F401
+import infra.packages  # noqa: F401

@@ -110,7 +110,7 @@ def test_p_of_the_demo(tmp_path):
     for jobs in (sweep.make_jobs([str(path)], []), sweep.make_jobs([str(demo)], lists)):
         options = [job.config.attention for job in jobs]
         assert [each.reweight_p for each in options] == [1, 3, 7, 15]
-        assert [each.reweight_p_warmup for each in options] == [0, 250, 250, 250]
+        assert [each.reweight_p_warmup for each in options] == [0, 125, 125, 125]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_exported_models_come_back(family, bias, tiny_config, call, capsys):
         overrides = ["--model.vocab-size", "257", *options, "--attention.normaliser", "ssmax"]
         fresh = GPT(load_config(tiny_config, overrides))
         summary = "\n".join(init_from_run(fresh, back, "bytes"))
-        assert "normaliser.s (2 tensors)" in summary
+        assert "normaliser.s" in summary
     with pytest.raises(UserError, match="exists; expected a new folder"):
         call(import_, out, back)
 

@@ -20,15 +20,13 @@ TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n" * 30
 
 
 def losses_by_state(printed):
-    """The lines of the table with their losses."""
-    lines = [
-        line
-        for line in printed.splitlines()
-        if "±" in line and "[" not in line and "nats" not in line
-    ]
-    return {
-        line.split()[0]: [float(x) for x in re.findall(r"(\d+\.\d+) ±", line)] for line in lines
-    }
+    """The lines of the table, which continues below, with their losses."""
+    losses = {}
+    for line in printed.splitlines():
+        if "±" in line and "[" not in line and "nats" not in line:
+            numbers = [float(x) for x in re.findall(r"(\d+\.\d+) ±", line)]
+            losses.setdefault(line.split()[0], []).extend(numbers)
+    return losses
 
 
 def test_replacement(tiny_config, call, capsys):

@@ -71,4 +71,4 @@ def test_a_nan_stops_the_run_before_the_update(tiny_config, monkeypatch):
 def test_a_nan_on_one_rank_ends_all(tiny_config, monkeypatch):
     break_at({5}, monkeypatch, rank=1)
     for _, stderr in finish(fork_ranks(train.main, tiny_config), status=2):
-        assert stderr.startswith("error: step 5: loss nan on rank 1"), stderr
+        assert "\nerror: step 5: loss nan on rank 1" in "\n" + stderr, stderr
