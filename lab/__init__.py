@@ -1,1 +1,1 @@
-import infra.packages  # noqa: F401
+from infra import packages as _packages  # noqa: F401
