@@ -204,6 +204,7 @@ def measure_run(
 ) -> list[tuple[Any, ...]]:
     """The rows of a run: whole sets."""
     rows: list[tuple[Any, ...]] = []
+    text = text_of(blocks.stream)
     for setting, length in contexts_of(args, run):
         measures = measures_of(args, setting, length)
         score = partial(score_block, model, blocks, setting, length, args.lengths[0], measures)
@@ -214,14 +215,7 @@ def measure_run(
                 print(f"{run.title}, {setting.label}, at {length}: no result: {scores}")
             scores = torch.full((len(blocks), len(measures)), math.nan)
         for (name, _), values in zip(measures, scores.T, strict=True):
-            where = (
-                run.name,
-                step,
-                text_of(blocks.stream),
-                name,
-                length,
-                *setting.columns.values(),
-            )
+            where = (run.name, step, text, name, length, *setting.columns.values())
             if "[" in name:  # by position: of all blocks
                 rows.append((*where, None, None, values.mean().item()))
                 continue

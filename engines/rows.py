@@ -26,8 +26,7 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
 def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` by blocks of rows; (B, H, Tq, D) in v's type."""
     dtype = v.dtype
-    if layer.window:
-        k, v, context = layer.cut(q, k, v, context)
+    k, v, context = layer.cut(k, v, context)
     q, k = layer.prepare(q, k, context)
     v = share_heads(v, q).to(q.dtype)
     # all keys are visible; a power works in place

@@ -47,8 +47,7 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
 def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` for a softmax; (B, H, Tq, D) in v's type."""
     definition = layer.definition
-    if layer.window:
-        k, v, context = layer.cut(q, k, v, context)
+    k, v, context = layer.cut(k, v, context)
     n_queries = q.shape[-2]
     n_keys = k.shape[-2]
     scale = definition.factor(context)

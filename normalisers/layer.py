@@ -201,12 +201,10 @@ class NormaliserLayer(nn.Module):
         row_signals = {name: each[..., rows, :] for name, each in by_name.items()}
         return replace(context, signals=row_signals, decay=self.definition.key_decay(by_name))
 
-    def cut(
-        self, q: Tensor, k: Tensor, v: Tensor, context: RowContext
-    ) -> tuple[Tensor, Tensor, RowContext]:
+    def cut(self, k: Tensor, v: Tensor, context: RowContext) -> tuple[Tensor, Tensor, RowContext]:
         """k, v and their `RowContext` without the keys that lie before the windows of all queries."""
-        n_before = k.shape[-2] - q.shape[-2] + 1 - self.window
-        if n_before <= 0:
+        n_before = k.shape[-2] - len(context.n) + 1 - self.window
+        if not self.window or n_before <= 0:
             return k, v, context
         keys = slice(n_before, None)
         cut = replace(context.block(slice(None), slice(None), keys), signals=context.signals)

@@ -19,8 +19,8 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     """About U V' of the (rows, columns) matrix U S V': its singular values go to 0.7 to 1.2.
 
     In bfloat16 on CUDA, as Muon's authors do. In float32 elsewhere: without instructions for
-    bfloat16 that is over twenty times as fast, and rounding of 1e-6 in a gradient, as from another number
-    of processes, stays 1e-6 instead of becoming 1 %.
+    bfloat16 that is over twenty times as fast, and rounding of 1e-6 in a gradient, as from another
+    number of processes, stays 1e-6 instead of becoming 1 %.
     """
     a, b, c = NEWTON_SCHULZ
     x = matrix.bfloat16() if matrix.is_cuda else matrix.float()

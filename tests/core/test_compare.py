@@ -13,6 +13,7 @@ from conftest import one_line, write_dataset
 import compare
 import measure
 import sweep
+from infra.cli import UserError
 
 RECIPE = """
 base = "{track}"
@@ -154,6 +155,18 @@ def test_rules(content, expected, enter, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "run", lambda *_: pytest.fail("nothing may be trained"))
     with one_line(expected):
         enter(path)
+
+
+def test_a_recipe_without_a_test_split_is_held_to_the_splits_that_it_has(recipe, tmp_path):
+    parts = []
+    for folder, first in (("two", 0), ("other", 1)):
+        splits = {"val": [63, first, 2, 3] * 64, "train": [63, 1, 2, 3] * 64}
+        data = write_dataset(tmp_path / folder, splits, 10_000, vocab=64)
+        parts.append(compare.load_config(recipe, ["--data.dir", str(data)]))
+    ours, other = parts
+    compare.check_text(ours, ours)
+    with pytest.raises(UserError, match="other: val has"):
+        compare.check_text(other, ours)
 
 
 def test_larger_caches_are_refused(recipe, monkeypatch):
