@@ -2,6 +2,7 @@
 
     python eval_length.py runs/softmax runs/lssar                      # one table, one picture
     python eval_length.py runs/lssar/checkpoints/step_018865.pt --rope ntk theta=500000
+    python eval_length.py EleutherAI/pythia-160m --data data/pythia    # any causal model: hub/causal.py
     python eval_length.py runs/softmax runs/lssar --draw               # again, from the rows, at once
     torchrun --standalone --nproc_per_node=8 eval_length.py runs/lssar --tokens 10485760
 
@@ -80,6 +81,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     lengths_help = "(default: 1, 2, 4, 8, 16 x the training length)"
     add("--lengths", nargs="+", type=positive_int, metavar="T", help=lengths_help)
+    train_help = "training length of models of transformers (default: their config's)"
+    add("--train-len", type=positive_int, default=0, metavar="T", help=train_help)
     rope_help = "RoPE scalings: none, ntk, yarn, theta=500000 (default: none ntk)"
     add("--rope", nargs="+", default=["none", "ntk"], metavar="SCALING", help=rope_help)
     window_help = "rolling windows, 0 for none (default: the training length)"
@@ -104,12 +107,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     if args.draw:
-        runs = open_runs(args.runs)
+        runs = open_runs(args.runs, None, args.train_len)
         args.lengths = choose_lengths(args, runs)
         show(args, runs, [run.step for run in runs], None)
         return
     with join_world(args.device) as world:
-        runs = open_runs(args.runs, world)
+        runs = open_runs(args.runs, world, args.train_len)
         blocks = open_all(args, runs)
         steps = []
         for run, of_run in zip(runs, blocks, strict=True):
@@ -160,7 +163,7 @@ def settings_of(args: argparse.Namespace, run: Run) -> list[Setting]:
 def is_measured(argv: Sequence[str]) -> bool:
     """Whether the rows that a call with these arguments would write are there."""
     args = parse_args(argv)
-    runs = open_runs(args.runs)
+    runs = open_runs(args.runs, None, args.train_len)
     blocks = open_all(args, runs)
     return all(has_rows(args, run, of_run) for run, of_run in zip(runs, blocks, strict=True))
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -148,34 +149,64 @@ class Run:
         return list(asked) if self.config.rope_bases else [RopeScaling()]
 
 
-def open_runs(sources: Sequence[Path], world: World | None = None) -> list[Run]:
+def open_runs(
+    sources: Sequence[Path], world: World | None = None, train_len: int | None = None
+) -> list[Run]:
     """Check every source without its tensors, since ten models may not fit in memory.
 
     Folders without a checkpoint are skipped with a line, unless all are. world: None where rows are
-    read alone. Raises UserError: a source does not load, its folder cannot be written or has a
+    read alone. train_len: if given, models of transformers are runs, too, with this training length;
+    0 is their config's. Raises UserError: a source does not load, its folder cannot be written or has a
     damaged rows.csv, or the runs have several tokenizers.
     """
-    trained = [source for source in sources if not source.is_dir() or find_checkpoints(source)]
+    others = [source for source in sources if train_len is not None and is_of_transformers(source)]
+    trained = [
+        source
+        for source in sources
+        if not source.is_dir() or source in others or find_checkpoints(source)
+    ]
     runs: list[Run] = []
     for source in dict.fromkeys(sources):
         if trained and source not in trained:
             if world is None or world.is_main:
                 print(f"skipped: {source} has no checkpoint")
             continue
-        config, tokenizer = read_config(source)
-        # not resolved: rows of a link stay where it is
-        folder = Path(os.path.abspath(source if source.is_dir() else source.parent))
-        if folder.name == "checkpoints" and not source.is_dir():
-            folder = folder.parent
-        read_rows(folder)  # before the work: the new rows are added to it
-        if world is not None and not os.access(folder, os.W_OK):
-            raise UserError(f"{folder}: cannot be written; the results go there")
-        runs.append(Run(source, folder, config, tokenizer))
-        if tokenizer != runs[0].tokenizer:
+        run = open_other(source, train_len) if source in others else open_run(source)
+        read_rows(run.folder)  # before the work: the new rows are added to it
+        if world is not None and not os.access(run.folder, os.W_OK):
+            raise UserError(f"{run.folder}: cannot be written; the results go there")
+        runs.append(run)
+        if run.tokenizer != runs[0].tokenizer:
             has = f"{runs[0].tokenizer}, as {runs[0].source} has"
             why = "losses of both do not compare"
-            raise UserError(f"{source}: tokens of {tokenizer}: expected {has}: {why}")
+            raise UserError(f"{source}: tokens of {run.tokenizer}: expected {has}: {why}")
     return runs
+
+
+def open_run(source: Path) -> Run:
+    config, tokenizer = read_config(source)
+    # not resolved: rows of a link stay where it is
+    folder = Path(os.path.abspath(source if source.is_dir() else source.parent))
+    if folder.name == "checkpoints" and not source.is_dir():
+        folder = folder.parent
+    return Run(source, folder, config, tokenizer)
+
+
+def is_of_transformers(source: Path) -> bool:
+    """Whether it is a folder with a config.json, or reads as a name on transformers' hub."""
+    is_name = len(source.parts) == 2 and not source.is_absolute() and not source.parent.exists()
+    return (source / "config.json").is_file() or is_name
+
+
+def open_other(source: Path, train_len: int | None) -> Any:
+    """A model of transformers in the place of a `Run`. Raises UserError: hub/ is not there, or does
+    not read it.
+    """
+    try:
+        causal = import_module("hub.causal")
+    except ModuleNotFoundError as e:
+        raise UserError(f"{source}: a model of transformers needs {e.name}: see hub/") from None
+    return causal.open_run(str(source), train_len)
 
 
 def picture_path(runs: Sequence[Run], name: str) -> Path:
@@ -201,9 +232,16 @@ def open_text(
     folder = folder or Path(config.data.dir)
     if not folder.is_dir() and folder == Path(config.data.dir):
         raise UserError(f"{folder}: no such data folder; expected the run's data, or --data DIR")
+    return open_stream(folder, config.model.vocab_size, tokenizer, split)
+
+
+def open_stream(
+    folder: Path, vocab_size: int, tokenizer: str | None, split: str | None
+) -> TokenStream:
+    """As `open_text`, of a folder that is named."""
     has_test = folder.is_dir() and any(folder.glob("*_test_[0-9]*.bin"))
     stream = TokenStream(folder, split or ("test" if has_test else "val"))
-    stream.check_model(config.model.vocab_size)
+    stream.check_model(vocab_size)
     theirs = stream.info["tokenizer"]
     if theirs != (tokenizer or theirs):
         raise UserError(
