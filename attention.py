@@ -23,6 +23,7 @@ from schema import AttentionConfig, Engine
 
 # For CUDA, checked by `self_check` before use.
 COMPILED: tuple[Engine, ...] = ("triton", "flex")
+DOCUMENTS: tuple[Engine, ...] = ("dense", "rows")  # whose `run` reads `RowContext.first`
 OUTPUT_NORM_EPS = 1e-5
 
 
@@ -62,6 +63,7 @@ def attend(
     engine: Engine | ChosenEngine = "auto",
     signals: Tensor | None = None,
     normed: bool = False,
+    first: Tensor | None = None,
 ) -> Tensor:
     """Causal attention: layer.weights(q, k) @ v, RMS-normalised per head where the formula has
     output_norm.
@@ -73,6 +75,8 @@ def attend(
         signals: (B, H, Tk, S) of all keys, from `layer.read`, for formulas that read the layer's
         input.
         normed: q and k have passed `layer.norm_heads`, as a model's have.
+        first: (B, Tk) int64, of each key the index of the first key of its document: where a
+        document starts its own. A query sees its document alone. None: one document.
     Returns:
         (B, H, Tq, D) in v's type. Scores and weights are float32 (float64 for float64 inputs).
     Raises:
@@ -88,15 +92,25 @@ def attend(
         raise ValueError(f"q of shape {tuple(q.shape)}: expected (B, {heads[0]}, Tq, {heads[1]})")
     if isinstance(engine, str):
         engine = choose_engine(layer, engine, q.device, v.dtype)
+    if first is not None and is_one_document(first):
+        first = None
     run = engine.run
     has_bias = layer.by_distance or layer.decays
     if q.shape[-2] == 1 and (engine.name in COMPILED or (engine.name == "sdpa" and has_bias)):
         run = load_engine("rows").run  # without a compiled form or a mask for each length
+    if first is not None and engine.name not in DOCUMENTS:
+        run = load_engine("rows").run
     with torch.autocast(q.device.type, enabled=False):
-        out = run(q, k, v, layer, layer.context(q, k, signals))
+        out = run(q, k, v, layer, layer.context(q, k, signals, first))
     if layer.definition.output_norm:
         out = F.rms_norm(out, out.shape[-1:], eps=OUTPUT_NORM_EPS)
     return out
+
+
+def is_one_document(first: Tensor) -> bool:
+    """Whether no sequence has another, which then costs nothing; a GPU or a graph does not wait."""
+    is_known = first.device.type == "cpu" and not torch.compiler.is_compiling()
+    return is_known and not first[:, -1].any()
 
 
 def choose_engine(

@@ -43,6 +43,8 @@ class KVCache:
         self.max_length = max_length
         self.windows = windows or [0] * n_layer
         self.length = 0  # advanced by GPT once all layers have appended
+        # (B, 1): where the last document of each sequence begins, if the model knows documents
+        self.document: Tensor | int = 0
         self.held: list[list[Tensor]] = [[] for _ in range(n_layer)]
 
     def append(self, layer: int, *parts: Tensor) -> list[Tensor]:
@@ -123,13 +125,18 @@ class Attention(nn.Module):
         self.out = make_linear(m.n_embd, m.n_embd, m.bias, residual_std(m))
 
     def project(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache | None = None,
+        starts: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """(B, T, C) to q (B, H, T, D) and k as the scores take them, v, (B, n_kv_head, T, D) each,
-        and the signals.
+        the signals, and `first` of `attend`.
 
         Here alone q and k are normed for cosine scores, rotated and shifted. With a cache, which is
-        extended: k, v and the signals of all keys.
+        extended: k, v, the signals and `first` of all keys. starts: of `GPT.document_starts`.
         """
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, heads of q, k and v, D)
         # Split first: backward then joins the gradients in the projection's own layout, without a
@@ -148,29 +155,49 @@ class Attention(nn.Module):
                 self.layer, k.to(v.dtype), v, *([] if signals is None else [signals])
             )
             signals = rest[0] if rest else None
+        first = None
+        if starts is not None:
+            n_before = k.shape[2] - starts.shape[1]  # keys held, the last ones of the text
+            offset = 0 if cache is None else cache.length - n_before
+            before = starts[:, :1].expand(-1, n_before)
+            first = (torch.cat((before, starts), dim=1) - offset).clamp_min(0)  # (B, Tk)
         if self.key_shift is not None:
-            k = self.shift_keys(k, cache)
+            k = self.shift_keys(k, cache, first)
             k = self.normaliser.norm_heads(k)
-        return q, k, v, signals
+        return q, k, v, signals, first
 
-    def shift_keys(self, k: Tensor, cache: KVCache | None = None) -> Tensor:
+    def shift_keys(
+        self, k: Tensor, cache: KVCache | None = None, first: Tensor | None = None
+    ) -> Tensor:
         """(1 - s) k_j + s k_{j - 1} of all keys (B, n_kv_head, T, D) after RoPE, s learned by key
         head.
 
         A key then says which token came before, so one layer finds what followed the last token's
-        earlier occurrences (smeared keys, Olsson et al. 2022). The first key of a sequence has no
-        other.
+        earlier occurrences (smeared keys, Olsson et al. 2022). The first key of a sequence or
+        document has no other.
         """
         assert self.key_shift is not None
         share = torch.sigmoid(self.key_shift)[:, None, None].to(k.dtype)
         before = F.pad(k, (0, 0, 1, -1)) if cache is None else cache.keys_before(k)
+        if first is not None:
+            is_first = first == torch.arange(k.shape[2], device=k.device)
+            before = before.masked_fill(is_first[:, None, :, None], 0.0)
         return (1 - share) * k + share * before
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
-        """(B, T, C) to the same. cos, sin: of `rope_tables`. A cache is extended."""
-        q, k, v, signals = self.project(x, cos, sin, cache)
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
+        """(B, T, C) to the same. cos, sin: of `rope_tables`. starts: of `GPT.document_starts`. A
+        cache is extended.
+        """
+        q, k, v, signals, first = self.project(x, cos, sin, cache, starts)
         run = attend if cache is None else cache.attend
-        y = run(q, k, v, self.normaliser, self.engine, signals, normed=True)
+        y = run(q, k, v, self.normaliser, self.engine, signals, normed=True, first=first)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 
@@ -204,9 +231,16 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config.model)
         self.mlp = MLP(config.model)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
         """As `Attention.forward`."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, cache)
+        x = x + self.attention(self.attention_norm(x), cos, sin, cache, starts)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -236,6 +270,9 @@ class GPT(nn.Module):
             normaliser.p_n = sharing[0].p_n
         self.blocks: Sequence[Block] = nn.ModuleList(blocks)  # type: ignore[assignment]  # ModuleList is not generic
         self.final_norm = make_norm(m)
+        # The token before each document, which train.py learns from the data and checkpoints keep.
+        end_of_text = torch.tensor(-1) if config.data.documents else None
+        self.register_buffer("end_of_text", end_of_text)
         self.lm_head = make_linear(m.n_embd, self.padded_vocab, bias=False)
         if m.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
@@ -330,30 +367,49 @@ class GPT(nn.Module):
             by_layer.append(tables[kind])
         return by_layer
 
+    def document_starts(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor | None:
+        """Of each of tokens (B, T) that follow what is in the cache, where its document begins: the
+        position of its end-of-text token, or of the first token of all.
+
+        None where `data.documents` is false, and for embeddings: one document.
+        """
+        if self.end_of_text is None or tokens.is_floating_point():
+            return None
+        length = 0 if cache is None else cache.length
+        places = length + torch.arange(tokens.shape[1], device=tokens.device)
+        current = 0 if cache is None else cache.document
+        starts = torch.where(tokens == self.end_of_text, places, current)
+        return starts.cummax(dim=1).values
+
     def hidden(self, tokens: Tensor, rope: RopeScaling, cache: KVCache | None = None) -> Tensor:
         """The final norm's output, (B, T, C), for tokens (B, T), or embeddings of some (B, T, C),
         that follow what is in the cache.
         """
         x = tokens if tokens.is_floating_point() else self.embedding(tokens)  # (B, T, C)
+        starts = self.document_starts(tokens, cache)
         for block, (cos, sin) in zip(self.blocks, self.rope(tokens, rope, cache), strict=True):
-            x = block(x, cos, sin, cache)
+            x = block(x, cos, sin, cache, starts)
         if cache is not None:
             cache.length += tokens.shape[1]
+            if starts is not None:
+                cache.document = starts[:, -1:]
         return self.final_norm(x)
 
     def attention_inputs(
         self, tokens: Tensor, rope: RopeScaling = UNSCALED, cache: KVCache | None = None
-    ) -> Iterator[tuple[NormaliserLayer, Tensor, Tensor, Tensor | None]]:
-        """Each layer's normaliser, and q (B, H, T, D), k and the signals of `Attention.project`.
+    ) -> Iterator[tuple[NormaliserLayer, Tensor, Tensor, Tensor | None, Tensor | None]]:
+        """Each layer's normaliser, and q (B, H, T, D), k, the signals and `first` of
+        `Attention.project`.
 
         With a cache, k is of all keys; its length does not change.
         """
         x = self.embedding(tokens)  # (B, T, C)
+        starts = self.document_starts(tokens, cache)
         for block, (cos, sin) in zip(self.blocks, self.rope(tokens, rope, cache), strict=True):
             attention = block.attention
-            q, k, _, signals = attention.project(block.attention_norm(x), cos, sin, cache)
-            yield attention.normaliser, q, k, signals
-            x = block(x, cos, sin, cache)
+            q, k, _, *rest = attention.project(block.attention_norm(x), cos, sin, cache, starts)
+            yield attention.normaliser, q, k, *rest
+            x = block(x, cos, sin, cache, starts)
 
     def autocast(self) -> torch.autocast:
         """The precision that the config trains in, for every forward pass that should give its

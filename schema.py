@@ -183,6 +183,7 @@ class DataConfig(Section):
         "sequential", "Stream order, or permuted by the seed."
     )
     skip_steps: int = key(0, "Batches left out at the start.", ge=0, le=10**9)
+    documents: bool = key(False, "A query sees the keys of its own document alone.")
 
 
 class TrainConfig(Section):

@@ -30,7 +30,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     q, k = layer.prepare(q, k, context)
     v = share_heads(v, q).to(q.dtype)
     # all keys are visible; a power works in place
-    if q.shape[-2] == 1 and not torch.is_grad_enabled():
+    if q.shape[-2] == 1 and not torch.is_grad_enabled() and context.first is None:
         weights, _ = block_weights(layer, layer.scores(q, k, context), context)  # (B, H, 1, n)
         return (weights @ v).to(dtype)
     q = q.contiguous()  # once, instead of in each block's product
@@ -57,7 +57,7 @@ class RowBlocks(torch.autograd.Function):
     ) -> Tensor:
         out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
         ctx.saved = []  # by block
-        for batch, block, keys in query_blocks(q, k, layer):
+        for batch, block, keys in query_blocks(q, k, layer, context):
             x, here, *_ = block_scores(q, k, layer, context, batch, block, keys)
             weights, saved = block_weights(layer, x, here)
             out[batch, :, block] = weights @ v[batch, :, keys]
@@ -92,7 +92,7 @@ class RowBlocks(torch.autograd.Function):
         delta = (do * out).sum(-1, keepdim=True)  # (B, H, Tq, 1)
         queries = slice(k.shape[2] - q.shape[2], None)  # their places among the keys
         for (batch, block, keys), saved in zip(
-            query_blocks(q, k, ctx.layer), ctx.saved, strict=True
+            query_blocks(q, k, ctx.layer, context), ctx.saved, strict=True
         ):
             x, here, block_q, block_k = block_scores(q, k, ctx.layer, context, batch, block, keys)
             d_out = do[batch, :, block]
@@ -120,7 +120,7 @@ class RowBlocks(torch.autograd.Function):
 
 
 def query_blocks(
-    q: Tensor, k: Tensor, layer: NormaliserLayer
+    q: Tensor, k: Tensor, layer: NormaliserLayer, context: RowContext
 ) -> Iterator[tuple[slice, slice, slice]]:
     """The (batch, query, key) slices that the engine visits: the keys that any of the block's rows
     sees.
@@ -135,8 +135,12 @@ def query_blocks(
         last_key = n_keys - n_queries + stop
         first_key = max(0, n_keys - n_queries + start + 1 - layer.window) if layer.window else 0
         n_sequences = max(1, budget // (n_head * n_rows * (last_key - first_key)))
-        for first in range(0, n_batch, n_sequences):
-            yield slice(first, first + n_sequences), slice(start, stop), slice(first_key, last_key)
+        for sequence in range(0, n_batch, n_sequences):
+            batch = slice(sequence, sequence + n_sequences)
+            begin = first_key
+            if context.first is not None:
+                begin = max(begin, int(context.first[batch, :, start:stop].min()))
+            yield batch, slice(start, stop), slice(begin, last_key)
 
 
 def block_scores(
@@ -152,7 +156,9 @@ def block_scores(
     context = context.block(batch, block, keys)
     q, k = q[batch, :, block], k[batch, :, keys]
     x = context.add_decay(q @ k.mT)  # (b, H, R, K)
-    if not layer.window:  # only the last R keys are hidden from any row of the block
+    if (
+        not layer.window and context.first is None
+    ):  # only the last R keys are hidden from any row of the block
         n_rows = x.shape[-2]
         future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=x.device).triu(1)
         x[..., -n_rows:].masked_fill_(future, HIDDEN)

@@ -111,7 +111,7 @@ def own_model(model: GPT, rope: RopeScaling, eot_token: int) -> Any:
 
     m = model.config.model
     config = NormaliserGPTConfig(
-        gpt=model.config.model_dump(exclude={"data", "log"}),
+        gpt=model.config.model_dump(exclude={"data": {"dir", "order", "skip_steps"}, "log": True}),
         rope=rope.name,
         vocab_size=m.vocab_size,
         hidden_size=m.n_embd,

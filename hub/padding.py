@@ -41,13 +41,14 @@ def attend_spans(
     engine: ChosenEngine | Engine = "auto",
     signals: Tensor | None = None,
     normed: bool = False,
+    first: Tensor | None = None,
 ) -> Tensor:
     """`attention.attend` of sequences with the same span together.
 
     n counts real keys only. Padding gets zeros.
     """
     if spans is None:
-        return attend(q, k, v, layer, engine, signals, normed)
+        return attend(q, k, v, layer, engine, signals, normed, first)
     out = v.new_zeros(*q.shape[:-1], v.shape[-1])
     first = k.shape[-2] - q.shape[-2]
     for start, stop in set(spans):

@@ -20,7 +20,7 @@ STATISTICS = {
     "relative_entropy": "entropy over ln n: 1 is a uniform row, 0 a row on one key",
     "effective_keys": "exp(entropy): the number of keys whose uniform weights have the same entropy",
     "largest": "largest p",
-    "first_token": "p of the first token, the attention sink",
+    "first_token": "p of the first token of the document, the attention sink",
     "tiny": "share of the visible keys with p < 2^-16",
     "distance": "distance of a key, in tokens, as a mean weighted by p",
     "positive_distance": "mean distance of the keys with a positive score over that of all visible keys",
@@ -38,13 +38,17 @@ def model_statistics(
     """
     layers = model.attention_inputs(tokens, rope)
     of_layers = [
-        layer_statistics(each, q[:, :, -n_rows:], k, signals) for each, q, k, signals in layers
+        layer_statistics(each, q[:, :, -n_rows:], k, *rest) for each, q, k, *rest in layers
     ]
     return torch.stack(of_layers, dim=1)
 
 
 def layer_statistics(
-    normaliser: NormaliserLayer, q: Tensor, k: Tensor, signals: Tensor | None = None
+    normaliser: NormaliserLayer,
+    q: Tensor,
+    k: Tensor,
+    signals: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> Tensor:
     """Means over the rows of q (B, H, Tq, D), the last positions of k (B, H, Tk, D), as
     `Attention.project` gives them.
@@ -55,19 +59,21 @@ def layer_statistics(
     with torch.autocast(q.device.type, enabled=False):
         unscaled_q = q.float()
         unscaled_k = share_heads(k, q).float()
-        context = normaliser.context(q, k, signals)
+        context = normaliser.context(q, k, signals, first)
         q, k = normaliser.prepare(q, k, context)
         total = q.new_zeros(*q.shape[:2], len(STATISTICS))
-        for batch, block, keys in query_blocks(q, k, normaliser):
+        for batch, block, keys in query_blocks(q, k, normaliser, context):
             unscaled = unscaled_q[batch, :, block] @ unscaled_k[batch, :, keys].mT  # (b, H, R, K)
             x, block_context, *_ = block_scores(q, k, normaliser, context, batch, block, keys)
             hidden = ~block_context.visible(x)
             weights = normaliser.row_weights(x, block_context)
             mass = l1_normalise(weights.abs())  # (b, H, R, K)
-            n = block_context.n[:, 0]
+            n = block_context.n.squeeze(-1)  # (R,), or (b, 1, R) with documents
             distance = block_context.distance(x)  # (R, K)
             positive = l1_normalise((~hidden & (x > 0)).to(x.dtype))
             nearness = (positive * distance).sum(-1) / ((n - 1) / 2).clamp_min(0.5)
+            first_key = -keys.start if block_context.first is None else block_context.first
+            is_first = torch.arange(x.shape[-1], device=x.device) == first_key
             entropy = -torch.xlogy(mass, mass).sum(-1)
             rows = {
                 "qk_std": block_context.moments(unscaled)[1].sqrt().squeeze(-1),
@@ -76,7 +82,7 @@ def layer_statistics(
                 "relative_entropy": entropy / n.clamp_min(2).log(),  # 0 for a row of one key
                 "effective_keys": torch.where((mass > 0).any(-1), entropy.exp(), 0.0),
                 "largest": mass.amax(-1),
-                "first_token": mass[..., 0] * (not keys.start),
+                "first_token": (mass * is_first).sum(-1),
                 "tiny": (~hidden & (mass < TINY)).sum(-1) / n,
                 "distance": (mass * distance).sum(-1),
                 "positive_distance": torch.where((positive > 0).any(-1), nearness, 1.0),
@@ -96,9 +102,9 @@ def attention_mass(
     The cache's length does not change. Returns: (B, n_layer, n_head) float32.
     """
     layers = []
-    for normaliser, q, keys, signals in model.attention_inputs(token, rope, cache):
+    for normaliser, q, keys, *rest in model.attention_inputs(token, rope, cache):
         with torch.autocast(q.device.type, enabled=False):
-            context = normaliser.context(q, keys, signals)
+            context = normaliser.context(q, keys, *rest)
             weights = normaliser.dense_weights(q, keys, context)[:, :, 0]
         layers.append((l1_normalise(weights.abs()) * where[:, None]).sum(-1))  # (B, H, n) -> (B, H)
     return torch.stack(layers, dim=1)

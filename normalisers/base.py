@@ -37,11 +37,14 @@ HIDDEN = -1e30
 class RowContext:
     """What the formulas know about a block of R query rows besides its scores."""
 
-    n: Tensor  # (R, 1) float: number of keys each row sees, with a window W at most W
+    # (R, 1) float: number of keys each row sees, with a window W at most W; (B, 1, R, 1) with `first`
+    n: Tensor
     # (R, 1) float: index of each row's query among the keys: the last key that it sees
     place: Tensor
-    n_keys: int  # Tk: all keys of this call. A formula that reads it is not `cacheable`
-    n_max: int  # the largest n of this call, as a number on the host
+    # Tk: all keys of this call, of a row's document (B, 1, R, 1). A formula that reads it is not
+    # `cacheable`
+    n_keys: int | Tensor
+    n_max: int  # the largest n that this call may have, as a number on the host
     train_len: int  # L
     head_dim: int  # d
     p: Tensor | None = None  # power of the re-weighting, 0-dim on the CPU; None: none
@@ -49,12 +52,21 @@ class RowContext:
     # of the rows, for `factor`: (B, H, R, S) each
     signals: dict[str, Tensor] = field(default_factory=dict)
     decay: Tensor | None = None  # (B, H, K, 1) float64, see `Normaliser.key_decay`
+    # (B, 1, R, 1) int64: index among the keys of the first one of each row's document; None: 0
+    first: Tensor | None = None
 
     def block(self, batch: slice, rows: slice, keys: slice) -> RowContext:
         """Of these sequences and rows, whose keys are a slice of all; without signals."""
-        place = self.place[rows] - (keys.start or 0)
-        decay = None if self.decay is None else self.decay[batch, :, keys]
-        return replace(self, n=self.n[rows], place=place, signals={}, decay=decay)
+        start = keys.start or 0
+        part: dict[str, Any] = {"place": self.place[rows] - start, "signals": {}, "n": self.n[rows]}
+        if self.decay is not None:
+            part["decay"] = self.decay[batch, :, keys]
+        if self.first is not None:
+            part["n"] = self.n[batch, :, rows]
+            part["first"] = self.first[batch, :, rows] - start
+        if isinstance(self.n_keys, Tensor):
+            part["n_keys"] = self.n_keys[batch, :, rows]
+        return replace(self, **part)
 
     def add_decay(self, x: Tensor) -> Tensor:
         """The scores x (B, H, R, K) with `Normaliser.key_decay`, its differences taken in its own
@@ -66,7 +78,7 @@ class RowContext:
         return x + (row_decay - self.decay.mT).to(x.dtype)
 
     def visible(self, x: Tensor) -> Tensor:
-        """(R, K) bool: the keys of x (..., K) that each row sees."""
+        """(R, K) bool, (B, 1, R, K) with `first`: the keys of x (..., K) that each row sees."""
         keys = torch.arange(x.shape[-1], device=x.device)
         return (keys <= self.place) & (keys > self.place - self.n)
 

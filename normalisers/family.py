@@ -178,7 +178,8 @@ class Phi(Scaled, name="phi"):
             case "log_train_len":
                 return -math.log(context.train_len)
             case "log_len":
-                return -math.log(context.n_keys)
+                n_keys = context.n_keys
+                return -n_keys.log() if isinstance(n_keys, Tensor) else -math.log(n_keys)
             case "log_n":
                 return -context.n.log()
         return None
@@ -271,9 +272,11 @@ class SSMaxPn(Softmax, name="ssmax_pn"):
         return super().learned(n_head, train_len) | p_n
 
     def factor(self, context: RowContext) -> Tensor | float:
-        if context.n_max > context.train_len:
+        if context.n_max > context.train_len and context.n.max() > context.train_len:
             most = f"at most train.seq_len = {context.train_len}"
-            raise UserError(f"ssmax_pn: {context.n_max} keys, but its p_n was learned for {most}")
+            raise UserError(
+                f"ssmax_pn: {int(context.n.max())} keys, but its p_n was learned for {most}"
+            )
         p_n = context.learned["p_n"][context.n.long() - 1]  # (R, 1)
         g = context.learned["s"] * p_n + context.learned["b"]  # (H, R, 1)
         return g * context.head_dim**-0.5 if self.scores == "dot" else g

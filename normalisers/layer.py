@@ -167,7 +167,7 @@ class NormaliserLayer(nn.Module):
         q = q.to(torch.promote_types(q.dtype, torch.float32))
         if definition.centre_keys:
             k = k.to(q.dtype)
-            k = k - k[..., :1, :]
+            k = k - first_keys(k, context)
         if dtype is None:
             return q * definition.factor(context), share_heads(k.to(q.dtype), q)
         factor = definition.fused_factor(q, k, context)
@@ -176,7 +176,9 @@ class NormaliserLayer(nn.Module):
             k = given
         return (q * (factor * unit)).to(dtype), k.to(dtype)
 
-    def context(self, q: Tensor, k: Tensor, signals: Tensor | None = None) -> RowContext:
+    def context(
+        self, q: Tensor, k: Tensor, signals: Tensor | None = None, first: Tensor | None = None
+    ) -> RowContext:
         """The `RowContext` of queries (..., Tq, D), the last of the Tk positions, of `attend`'s
         arguments.
         """
@@ -192,18 +194,26 @@ class NormaliserLayer(nn.Module):
         p = self.p if self.reweight_p else None
         learned = self(dtype)
         context = RowContext(n, index, n_keys, n_max, self.train_len, self.head_dim, p, learned)
+        if first is not None:
+            first = first.contiguous()
+            row_first = first[:, None, rows, None]  # (B, 1, Tq, 1)
+            n = (index - row_first + 1).clamp_max(n_max)
+            context = replace(context, n=n, first=row_first)
+        if first is not None and not self.definition.cacheable:
+            sizes = torch.searchsorted(first, first, right=True) - first  # of each key's document
+            context = replace(context, n_keys=sizes[:, None, rows, None].to(dtype))
         if not self.signals:
             return context
         if signals is None:
             raise UserError(f"{self.definition.name} reads the layer's input: expected signals")
-        sizes = [*map(len, self.signals.values())]
-        by_name = dict(zip(self.signals, signals.to(dtype).split(sizes, dim=-1), strict=True))
+        widths = [*map(len, self.signals.values())]
+        by_name = dict(zip(self.signals, signals.to(dtype).split(widths, dim=-1), strict=True))
         row_signals = {name: each[..., rows, :] for name, each in by_name.items()}
         return replace(context, signals=row_signals, decay=self.definition.key_decay(by_name))
 
     def cut(self, k: Tensor, v: Tensor, context: RowContext) -> tuple[Tensor, Tensor, RowContext]:
         """k, v and their `RowContext` without the keys that lie before the windows of all queries."""
-        n_before = k.shape[-2] - len(context.n) + 1 - self.window
+        n_before = k.shape[-2] - len(context.place) + 1 - self.window
         if not self.window or n_before <= 0:
             return k, v, context
         keys = slice(n_before, None)
@@ -218,3 +228,13 @@ class NormaliserLayer(nn.Module):
             name: parameter.to(dtype) for name, parameter in self.named_parameters(recurse=False)
         }
         return {name: v if name == "p_n" else v[:, None, None] for name, v in parameters.items()}
+
+
+def first_keys(k: Tensor, context: RowContext) -> Tensor:
+    """Of each key in k (B, H, Tk, D) the first one of its document, of those that a query sees."""
+    first = context.first  # of the queries
+    if first is None:
+        return k[..., :1, :]
+    n_before = k.shape[-2] - first.shape[-2]
+    before = first[:, :, :1].expand(-1, -1, n_before, -1)
+    return torch.take_along_dim(k, torch.cat((before, first), dim=2).clamp_min(0), dim=2)

@@ -55,6 +55,8 @@ class TrainState:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.train.deterministic)
         self.raw_model = GPT(config, world.device)
+        if config.data.documents:
+            self.raw_model.end_of_text.fill_(find_end_of_text(train_stream))
         setting = config.train.compile
         self.compiles = world.device.type == "cuda" if setting == "auto" else setting
         # With gradients and without, with the loss's scale and without, in parts between graph
@@ -150,6 +152,14 @@ def check_state(optimizer: Optimizer) -> None:
             if moment.shape not in (parameter.shape, ()):
                 shape, expected = tuple(moment.shape), tuple(parameter.shape)
                 raise ValueError(f"{name} of shape {shape}: expected {expected}")
+
+
+def find_end_of_text(stream: TokenStream) -> int:
+    """The token before each document. Raises UserError: no token of the stream is it."""
+    if not any((shard == stream.eot).any() for shard in stream.shards):
+        problem = f"{stream.folder} has no end-of-text token, {stream.eot}, in {stream.split}"
+        raise UserError(f"data.documents = true: {problem}; expected false")
+    return stream.eot
 
 
 def data_info(*streams: TokenStream) -> dict[str, str]:

@@ -23,6 +23,7 @@ def write_random_data(config: Config, folder: Path) -> None:
     info |= {"source": "random numbers", "splits": {}, "shards": []}
     size = 4 * config.train.seq_len + 1
     tokens = np.random.default_rng(config.seed).integers(vocab_size, size=size)
+    tokens[0] = vocab_size - 1  # `<|endoftext|>`
     folder.mkdir()
     for split in ("train", "val"):
         write_split(folder, info, split, [tokens], n_documents=1)

@@ -425,9 +425,9 @@ def test_norms_before_rope_are_those_after(parts, kind, monkeypatch):
     )
     with monkeypatch.context() as patch:
         patch.setattr(attention.normaliser, "norm_heads", lambda x: x)
-        q, k, v, _ = attention.project(x, *rope_tables(16, 64, 10000.0, scaling, 16))
+        q, k, v, *_ = attention.project(x, *rope_tables(16, 64, 10000.0, scaling, 16))
     want = attend(q, k, v, attention.normaliser, "dense")
-    q, k, v, _ = attention.project(x, *gpt.rope(x, scaling)[0])
+    q, k, v, *_ = attention.project(x, *gpt.rope(x, scaling)[0])
     torch.testing.assert_close(q.norm(dim=-1), torch.ones(2, 2, 64))
     got = attend(q, k, v, attention.normaliser, "dense", normed=True)
     torch.testing.assert_close(got, want, rtol=0, atol=float(1e-6 * want.abs().max()))

@@ -1,0 +1,81 @@
+"""data.documents: a query sees its own document alone, in attention, model, training and decoding."""
+
+import itertools
+
+import pytest
+import torch
+from attention_cases import attend, draw, each_case, make
+
+from attention import make_normaliser
+
+
+SIZES = ([7, 1, 13, 2, 71, 3], [97], [96, 1])  # of the documents of three sequences
+PLACES = [("none", 0), ("none", 5), ("alibi", 0)]  # position and window
+
+
+def first_keys(sizes):
+    """`first` of `attend`: (B, T)."""
+    rows = []
+    for of_sequence in sizes:
+        starts = torch.tensor([0, *itertools.accumulate(of_sequence)][:-1])
+        rows.append(starts.repeat_interleave(torch.tensor(of_sequence)))
+    return torch.stack(rows)
+
+
+def one_by_one(q, k, v, layer):
+    """`attend` of each document of `SIZES` alone, by definition."""
+    outputs = []
+    for b, sizes in enumerate(SIZES):
+        parts = zip(*(t[b : b + 1].split(sizes, dim=2) for t in (q, k, v)), strict=True)
+        outputs.append(torch.cat([attend(*part, layer, "dense") for part in parts], dim=2))
+    return torch.cat(outputs)
+
+
+def gradients(run, leaves, layer, do):
+    parameters = list(layer.parameters())
+    inputs = [*leaves, *parameters]
+    out = run(*leaves, layer)
+    grads = torch.autograd.grad(out, inputs, do, allow_unused=True, materialize_grads=True)
+    return [out.detach(), *grads]
+
+
+@each_case
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_each_document_is_computed_alone(cfg, place):
+    """o, dq, dk, dv and the parameters' gradients, with grouped heads, also of the last queries."""
+    options = make(cfg, n_head=4, head_dim=8, train_len=97)
+    layer = make_normaliser(cfg, 4, 8, 97, *place)
+    layer.load_state_dict(options.state_dict())
+    layer = layer.double()
+    first = first_keys(SIZES)
+    q, k, v, do = draw(97, 97, 8, batch=3, n_head=4, dtype=torch.float64)
+    leaves = [t.requires_grad_() for t in (q, k[:, :2], v[:, :2])]
+    expected = gradients(one_by_one, leaves, layer, do)
+    for engine in ("dense", "rows", "auto"):
+        found = gradients(
+            lambda *args, engine=engine: attend(*args, engine, first=first), leaves, layer, do
+        )
+        for ours, alone in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, alone, atol=1e-10, rtol=1e-10)
+        for n_queries in (30, 1):
+            with torch.no_grad():
+                last = attend(q[:, :, -n_queries:], k[:, :2], v[:, :2], layer, engine, first=first)
+            if cfg.definition.cacheable:
+                torch.testing.assert_close(
+                    last, expected[0][:, :, -n_queries:], atol=1e-10, rtol=1e-10
+                )
+
+
+@each_case
+def test_a_window_of_one_document_has_the_same_bits(cfg):
+    layer = make(cfg, n_head=2, head_dim=8, train_len=97)
+    q, k, v, do = draw(97, 97, 8, batch=2)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    first = torch.zeros(2, 97, dtype=torch.int64)
+    for engine in ("dense", "rows", "auto"):
+        pairs = [
+            gradients(lambda *args, e=engine, f=each: attend(*args, e, first=f), leaves, layer, do)
+            for each in (None, first)
+        ]
+        for without, with_documents in zip(*pairs, strict=True):
+            assert torch.equal(without, with_documents)
