@@ -8,7 +8,6 @@ from attention_cases import attend, draw, each_case, make
 
 from attention import make_normaliser
 
-
 SIZES = ([7, 1, 13, 2, 71, 3], [97], [96, 1])  # of the documents of three sequences
 PLACES = [("none", 0), ("none", 5), ("alibi", 0)]  # position and window
 
