@@ -44,7 +44,7 @@ class KVCache:
         self.windows = windows or [0] * n_layer
         self.length = 0  # advanced by GPT once all layers have appended
         # (B, 1): where the last document of each sequence begins, if the model knows documents
-        self.document: Tensor | int = 0
+        self.document = torch.tensor(0)
         self.held: list[list[Tensor]] = [[] for _ in range(n_layer)]
 
     def append(self, layer: int, *parts: Tensor) -> list[Tensor]:
@@ -251,6 +251,8 @@ class GPT(nn.Module):
     later).
     """
 
+    end_of_text: Tensor | None
+
     def __init__(self, config: Config, device: torch.device | str | None = None) -> None:
         super().__init__()
         m = config.model
@@ -377,7 +379,7 @@ class GPT(nn.Module):
             return None
         length = 0 if cache is None else cache.length
         places = length + torch.arange(tokens.shape[1], device=tokens.device)
-        current = 0 if cache is None else cache.document
+        current = places.new_zeros(()) if cache is None else cache.document
         starts = torch.where(tokens == self.end_of_text, places, current)
         return starts.cummax(dim=1).values
 
@@ -407,8 +409,9 @@ class GPT(nn.Module):
         starts = self.document_starts(tokens, cache)
         for block, (cos, sin) in zip(self.blocks, self.rope(tokens, rope, cache), strict=True):
             attention = block.attention
-            q, k, _, *rest = attention.project(block.attention_norm(x), cos, sin, cache, starts)
-            yield attention.normaliser, q, k, *rest
+            h = block.attention_norm(x)
+            q, k, _, signals, first = attention.project(h, cos, sin, cache, starts)
+            yield attention.normaliser, q, k, signals, first
             x = block(x, cos, sin, cache, starts)
 
     def autocast(self) -> torch.autocast:

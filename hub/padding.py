@@ -50,10 +50,10 @@ def attend_spans(
     if spans is None:
         return attend(q, k, v, layer, engine, signals, normed, first)
     out = v.new_zeros(*q.shape[:-1], v.shape[-1])
-    first = k.shape[-2] - q.shape[-2]
+    n_before = k.shape[-2] - q.shape[-2]
     for start, stop in set(spans):
         sequences = [b for b, span in enumerate(spans) if span == (start, stop)]
-        queries = slice(max(start - first, 0), max(stop - first, 0))
+        queries = slice(max(start - n_before, 0), max(stop - n_before, 0))
         keys = slice(start, stop)
         if queries.start < queries.stop:
             real = q[sequences, :, queries], k[sequences, :, keys], v[sequences, :, keys]

@@ -55,7 +55,7 @@ class TrainState:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.train.deterministic)
         self.raw_model = GPT(config, world.device)
-        if config.data.documents:
+        if self.raw_model.end_of_text is not None:
             self.raw_model.end_of_text.fill_(find_end_of_text(train_stream))
         setting = config.train.compile
         self.compiles = world.device.type == "cuda" if setting == "auto" else setting
