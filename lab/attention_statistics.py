@@ -72,7 +72,7 @@ def layer_statistics(
             distance = block_context.distance(x)  # (R, K)
             positive = l1_normalise((~hidden & (x > 0)).to(x.dtype))
             nearness = (positive * distance).sum(-1) / ((n - 1) / 2).clamp_min(0.5)
-            first_key = -keys.start if block_context.first is None else block_context.first
+            first_key = -(keys.start or 0) if block_context.first is None else block_context.first
             is_first = torch.arange(x.shape[-1], device=x.device) == first_key
             entropy = -torch.xlogy(mass, mass).sum(-1)
             rows = {
