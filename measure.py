@@ -468,6 +468,18 @@ def draw_curves(
     save_figure(figure, path)
 
 
+def draw_training(folder: Path) -> None:
+    """loss.png of a run folder: the loss of every step, and the validations."""
+    records = DataFrame(read_jsonl(folder / "metrics.jsonl"))
+    curves = []
+    for key, label, marker in (("loss", "training", ""), ("val_loss", "validation", "o")):
+        if key in records:
+            found = records.dropna(subset=[key])
+            style = {"marker": marker, "linewidth": 1}
+            curves.append(Curve(label, [*found["step"]], [*found[key]], style=style))
+    draw_curves(folder / "loss.png", curves, folder.name, "loss (nats)", xlabel="step")
+
+
 def escape(text: str) -> str:
     """A name with dollar signs is no formula."""
     return text.replace("$", r"\$")

@@ -10,10 +10,10 @@ QK-norm, configs/variants/ssmax_qk_norm.toml.
 
 Writes runs/<name>/: config.toml (resolved; `train.py runs/<name>/config.toml --name again` replays
 it, on the engine that fits there), metrics.jsonl (a line per step), starts.jsonl (commit, versions,
-hardware) and checkpoints/. The same command, run again, resumes from the newest checkpoint.
-SIGTERM, SIGHUP, Ctrl-C and SIGUSR1 finish the step (and a validation before it) and save. A second
-Ctrl-C stops at once. --dry-run takes steps of two micro-batches at most, with random tokens where
-there are no data.
+hardware), checkpoints/ and, at its end, loss.png. The same command, run again, resumes from the
+newest checkpoint. SIGTERM, SIGHUP, Ctrl-C and SIGUSR1 finish the step (and a validation before it)
+and save. A second Ctrl-C stops at once. --dry-run takes steps of two micro-batches at most, with
+random tokens where there are no data.
 """
 
 import infra.packages  # noqa: F401
@@ -57,6 +57,8 @@ def main() -> None:
             train(state, log)
             if args.dry_run and world.is_main and state.step == run_config.train.max_steps:
                 log.print(*describe(config, run_config))
+            elif world.is_main and state.step == run_config.train.max_steps:
+                draw_losses(log, run_config.run_dir)
 
 
 def start_or_resume(state: TrainState) -> RunLog:
@@ -215,6 +217,16 @@ def save(state: TrainState) -> None:
         save_checkpoint(state.config.run_dir, checkpoint, config.keep_last, config.keep_every)
     # a process that ended before could take this one's launcher down
     state.world.gather_objects(None)
+
+
+def draw_losses(log: RunLog, folder: Path) -> None:
+    """The finished run's picture. Without it the run is finished as well."""
+    from measure import draw_training  # matplotlib and pandas load for a second
+
+    try:
+        draw_training(folder)
+    except OSError as e:
+        log.print(f"warning: no picture: {e}")
 
 
 if __name__ == "__main__":

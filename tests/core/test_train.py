@@ -26,7 +26,7 @@ from training.run_log import RunLog
 from training.validation import validate
 
 
-def test_a_run_and_its_folder(tiny_config, capsys):
+def test_a_run_and_its_folder(tiny_config, call, capsys):
     folder = run(tiny_config, "--train.max-steps", "6")
     assert list(metrics(folder, "loss")) == [1, 2, 3, 4, 5, 6]
     assert list(metrics(folder, "val_loss")) == [4, 6]
@@ -37,7 +37,8 @@ def test_a_run_and_its_folder(tiny_config, capsys):
     )
     assert "step 6/6 | loss" in capsys.readouterr().out
 
-    run(tiny_config, "--train.max-steps", "6")
+    call(train, tiny_config, "--train.max-steps", "6")
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "6 of 6 steps done" in capsys.readouterr().out
     assert list(metrics(folder, "loss")) == [1, 2, 3, 4, 5, 6]
 
