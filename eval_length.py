@@ -38,13 +38,14 @@ from evaluation import (
     Run,
     Scorer,
     add_arguments,
+    load_hub,
     open_blocks,
     open_runs,
     picture_path,
     score_all,
     text_of,
 )
-from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
+from infra.cli import ArgumentParser, UserError, integer, positive_float, positive_int, run_main
 from infra.distributed import World, join_world
 from measure import Curve, Estimate, Losses, estimate, format_difference, read_losses
 from positions import UNSCALED, RopeScaling
@@ -52,6 +53,8 @@ from positions import UNSCALED, RopeScaling
 # of windows computed anew: a target sees 7/8 of one on average; 8 would cost twice as much
 STRIDES = 4
 N_PARTS = 200  # of a window by position, as in SSMax's Figure 5
+UNITS = {"same_targets": "nats", "bits_per_byte": "bits a byte", "loss": "nats"}
+KEYS = ("falls", "falls_by", "rises", "rises_by")  # see `key_measure`
 LABELS = {"none": "unscaled", "ntk": "NTK", "yarn": "YaRN"}
 
 
@@ -61,17 +64,20 @@ class Setting(NamedTuple):
     scaling: RopeScaling
     window: int = 0  # 0: none
     anew: bool = False  # windows computed anew, in place of a rolling one
+    sinks: int = 0  # first tokens that a rolling window keeps
 
     @property
     def columns(self) -> dict[str, str]:
         """Of its rows."""
         window = f"{self.window} recomputed" if self.anew else str(self.window)
+        if self.sinks:
+            window += f" + {self.sinks} sinks"
         return {"window": window, "scaling": self.scaling.name}
 
     @property
     def label(self) -> str:
         if self.window:
-            return f"window {self.window}" + (" anew" if self.anew else "")
+            return f"window {self.columns['window'].replace('recomputed', 'anew')}"
         return LABELS.get(self.scaling.name, self.scaling.name)
 
 
@@ -87,12 +93,19 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rope", nargs="+", default=["none", "ntk"], metavar="SCALING", help=rope_help)
     window_help = "rolling windows, 0 for none (default: the training length)"
     add("--window", nargs="+", type=integer(0, 10**12), metavar="W", help=window_help)
+    sinks_help = "also rolling windows that keep the first N tokens (models of transformers)"
+    add("--sinks", type=positive_int, default=0, metavar="N", help=sinks_help)
     anew_help = "also windows that are computed anew for each target, positions from 0"
     add("--recomputed", action="store_true", help=anew_help)
     all_help = "also the loss over all tokens of the blocks, in windows of each length"
     add("--all-tokens", action="store_true", help=all_help)
     position_help = f"also the loss by position at the longest length, in {N_PARTS} parts"
     add("--by-position", action="store_true", help=position_help)
+    files_help = "text files in place of a dataset, by each model's own tokeniser"
+    add("--files", nargs="+", metavar="PATTERN", help=files_help)
+    add("--bits", action="store_true", help="also bits a byte of the same targets")
+    key_help = "also the share of targets whose loss falls beyond T by more than 0.5, or this"
+    add("--key-tokens", nargs="?", type=positive_float, const=0.5, metavar="NATS", help=key_help)
     missing_help = "leave out runs whose rows are there, of all blocks, settings and lengths"
     add("--missing", action="store_true", help=missing_help)
     add("--draw", action="store_true", help="table and picture of the rows that are there")
@@ -101,18 +114,20 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.scalings = [RopeScaling(name) for name in dict.fromkeys(args.rope)]
     measure.check_figure(args.out)
+    if args.key_tokens and args.window == [0]:
+        raise UserError("--key-tokens: compares with a window: expected another --window than 0")
     return args
 
 
 def main() -> None:
     args = parse_args()
     if args.draw:
-        runs = open_runs(args.runs, None, args.train_len)
+        runs = open_runs(args.runs, None, args.train_len, bool(args.files))
         args.lengths = choose_lengths(args, runs)
         show(args, runs, [run.step for run in runs], None)
         return
     with join_world(args.device) as world:
-        runs = open_runs(args.runs, world, args.train_len)
+        runs = open_runs(args.runs, world, args.train_len, bool(args.files))
         blocks = open_all(args, runs)
         steps = []
         for run, of_run in zip(runs, blocks, strict=True):
@@ -131,6 +146,9 @@ def main() -> None:
 def open_all(args: argparse.Namespace, runs: Sequence[Run]) -> list[Blocks]:
     """The blocks of each run, of one text. Raises UserError: they differ; see `open_blocks`."""
     args.lengths = choose_lengths(args, runs)
+    if args.files:
+        files = load_hub("files")
+        return list(files.open_files(runs, args.files, args.lengths[-1], args.tokens))
     streams = [run.text(args.data, args.split) for run in runs]
     for run, stream in zip(runs, streams, strict=True):
         if text_of(stream) != text_of(streams[0]):
@@ -153,17 +171,26 @@ def choose_lengths(args: argparse.Namespace, runs: Sequence[Run]) -> list[int]:
 
 
 def settings_of(args: argparse.Namespace, run: Run) -> list[Setting]:
-    """A rolling window has no scaling: no distance in it is longer than in training."""
+    """A rolling window has no scaling: no distance in it is longer than in training.
+
+    Learned positions have none beyond the last, so that a window is computed anew.
+    """
     asked = [run.train_len] if args.window is None else args.window
-    windows = [Setting(UNSCALED, window) for window in dict.fromkeys(asked) if window]
-    anew = [each._replace(anew=True) for each in windows] if args.recomputed else []
-    return [*windows, *anew, *(Setting(scaling) for scaling in run.scalings(args.scalings))]
+    rolling = [Setting(UNSCALED, window) for window in dict.fromkeys(asked) if window]
+    anew = [each._replace(anew=True) for each in rolling]
+    if run.is_absolute:
+        windows = anew
+    else:
+        windows = rolling + (anew if args.recomputed else [])
+        if args.sinks:
+            windows += [each._replace(sinks=args.sinks) for each in rolling]
+    return [*windows, *(Setting(scaling) for scaling in run.scalings(args.scalings))]
 
 
 def is_measured(argv: Sequence[str]) -> bool:
     """Whether the rows that a call with these arguments would write are there."""
     args = parse_args(argv)
-    runs = open_runs(args.runs, None, args.train_len)
+    runs = open_runs(args.runs, None, args.train_len, bool(args.files))
     blocks = open_all(args, runs)
     return all(has_rows(args, run, of_run) for run, of_run in zip(runs, blocks, strict=True))
 
@@ -192,7 +219,12 @@ def contexts_of(args: argparse.Namespace, run: Run) -> Iterator[tuple[Setting, i
 
 def measures_of(args: argparse.Namespace, setting: Setting, length: int) -> list[tuple[str, slice]]:
     """The names of the measures, and the targets of a window that each is the mean of."""
-    measures = [("same_targets", slice(-args.lengths[0], None))]
+    same = slice(-args.lengths[0], None)
+    measures = [("same_targets", same)]
+    if args.bits or args.files:
+        measures.append(("bits_per_byte", same))
+    if args.key_tokens and not setting.window and length == args.lengths[-1]:
+        measures += [(f"{name}>{args.key_tokens:g}", same) for name in KEYS]
     if args.all_tokens and not setting.anew:
         measures.append(("loss", slice(None)))
     if args.by_position and not setting.anew and length == args.lengths[-1]:
@@ -208,9 +240,10 @@ def measure_run(
     """The rows of a run: whole sets."""
     rows: list[tuple[Any, ...]] = []
     text = text_of(blocks.stream)
+    near: dict[int, Tensor] = {}
     for setting, length in contexts_of(args, run):
         measures = measures_of(args, setting, length)
-        score = partial(score_block, model, blocks, setting, length, args.lengths[0], measures)
+        score = partial(score_block, model, blocks, setting, length, measures, near)
         label = f"{run.title}, {setting.label}, {length} tokens"
         scores = score_all(world, label, len(blocks), score)  # (blocks, measures)
         if isinstance(scores, str):
@@ -232,30 +265,65 @@ def score_block(
     blocks: Blocks,
     setting: Setting,
     length: int,
-    n_same: int,
     measures: Sequence[tuple[str, slice]],
+    near: dict[int, Tensor],
     items: Sequence[int],
 ) -> Tensor:
     """The measures of one block, (1, measures) float64.
 
     The loss over all tokens is that of all windows of the block; the other measures are of its
-    last window.
+    last window. near: of each block, the losses of the same targets in the first setting, which is
+    a window, at the longest length.
     """
     (block,) = items
-    tokens = torch.from_numpy(blocks.stream.read(blocks.starts[block], blocks.length + 1))
+    start = blocks.starts[block]
+    tokens = torch.from_numpy(blocks.stream.read(start, blocks.length + 1))
+    same = measures[0][1]
+    n_same = -same.start
+    names = [name for name, _ in measures]
     if setting.anew:
         losses = recomputed_losses(model, tokens, setting.window, n_same)[None]
     else:
-        names = [name for name, _ in measures]
         n_windows = blocks.length // length if "loss" in names else 1
         windows = tokens[-n_windows * length - 1 :].unfold(0, length + 1, length)
-        n_targets = n_same if names == ["same_targets"] else length
-        losses = model.losses(windows, n_targets, setting.window, setting.scaling)
+        n_targets = n_same if all(part == same for _, part in measures) else length
+        losses = model.losses(
+            windows, n_targets, setting.window, setting.sinks, scaling=setting.scaling
+        )
     losses = losses.double()  # (windows, targets)
-    means = [
-        losses.mean() if name == "loss" else losses[-1, part].mean() for name, part in measures
-    ]
-    return torch.stack(means)[None]
+    values = {name: losses[-1, part].mean() for name, part in measures}
+    if "loss" in names:
+        values["loss"] = losses.mean()
+    if "bits_per_byte" in names:
+        n_bytes = blocks.stream.n_bytes(start + blocks.length + 1 - n_same, n_same)
+        values["bits_per_byte"] = losses[-1, same].sum() / (math.log(2) * n_bytes)
+    if setting.window and length == blocks.length:
+        near.setdefault(block, losses[-1, same])
+    for name in names:
+        if ">" in name:
+            gain = near[block] - losses[-1, same] if block in near else losses[-1, same] * math.nan
+            values[name] = key_measure(name, gain)
+    return torch.stack([values[name] for name in names])[None]
+
+
+def key_measure(name: str, gain: Tensor) -> Tensor:
+    """A measure of key tokens, those whose loss a longer context changes by more than a margin.
+
+    Of the gain of each target (n,), its loss in the window minus that with all of the context, and
+    m the margin in nats, behind the name's ">":
+
+        falls     share of targets with gain > m           falls_by   mean of gain where that is so
+        rises     share of targets with gain < -m          rises_by   likewise, negative
+
+    falls_by and rises_by are over all targets, 0 elsewhere: what these targets add to the mean gain.
+    LongPPL (Fang et al. 2024, arXiv 2410.23771) chooses key tokens by another model's gain and takes
+    their perplexity. Here the model's own gain chooses, which inflates it: a context that moves
+    losses at random has falls, too, and as many rises. So the two are reported beside each other,
+    and their sum, falls_by + rises_by, is what such noise leaves at 0.
+    """
+    kind, _, margin = name.partition(">")
+    chosen = gain > float(margin) if kind.startswith("falls") else gain < -float(margin)
+    return (gain * chosen if kind.endswith("_by") else chosen.double()).mean()
 
 
 def recomputed_losses(model: Scorer, tokens: Tensor, context: int, n_targets: int) -> Tensor:
@@ -312,17 +380,28 @@ def show(args: argparse.Namespace, runs: Sequence[Run], steps: list[int], text: 
     ]
     picture = args.out or picture_path(runs, "eval_length")
     train_lens = {run.train_len for run in runs}
-    for name in ("same_targets", "loss")[: 1 + args.all_tokens]:
+    # tokens of several tokenisers do not compare, bytes do
+    is_mixed = len({run.tokenizer for run in runs}) > 1
+    drawn = "bits_per_byte" if is_mixed else "same_targets"
+    n_same = rows[rows["measure"] == "same_targets"]["length"].min()
+    for name, unit in UNITS.items():
         lines = read_lines(rows, settings, name, args.lengths)
-        if lines:
-            n_same = rows[rows["measure"] == "same_targets"]["length"].min()
-            what = f"the last {n_same} tokens" if name == "same_targets" else "all tokens"
-            print_losses(lines, what, text)
-            if name == "same_targets":
-                draw_losses(lines, picture, train_lens)
+        if lines and is_asked(args, name):
+            what = "all tokens" if name == "loss" else f"the last {n_same} tokens"
+            print_losses(lines, f"{unit} of {what}", text, name == drawn or not is_mixed)
+            if name == drawn:
+                draw_losses(lines, picture, train_lens, f"loss ({unit})")
+    if args.key_tokens:
+        print_keys(rows, settings, args)
     if args.by_position:
         picture = picture.with_stem(f"{picture.stem}_by_position")
         draw_positions(rows, settings, picture, train_lens)
+
+
+def is_asked(args: argparse.Namespace, name: str) -> bool:
+    if name == "loss":
+        return bool(args.all_tokens)
+    return name == "same_targets" or args.bits or bool(args.files)
 
 
 def name_models(runs: Sequence[Run], steps: Sequence[int]) -> list[str]:
@@ -344,32 +423,40 @@ def name_models(runs: Sequence[Run], steps: Sequence[int]) -> list[str]:
 def read_lines(
     rows: DataFrame, settings: list[tuple[str, Setting]], name: str, lengths: list[int]
 ) -> list[Line]:
-    """One for each model and setting that has losses."""
+    """One for each model and setting that has losses. Of windows computed anew, which have them at
+    the longest length, they are those of each length that is as long.
+    """
     lines = []
     for model, setting in settings:
         own = measure.select(rows, model=model, measure=name, **setting.columns)
-        losses = {length: read_losses(own[own["length"] == length]) for length in lengths}
+        source = {n: lengths[-1] if setting.anew and n >= setting.window else n for n in lengths}
+        losses = {n: read_losses(own[own["length"] == source[n]]) for n in lengths}
         if any(losses.values()):
             lines.append(Line(model, setting, losses))
     return lines
 
 
-def print_losses(lines: list[Line], what: str, text: str) -> None:
-    """The losses, and what each is above the first line's: the first run in its rolling window."""
+def print_losses(lines: list[Line], what: str, text: str, do_compare: bool) -> None:
+    """The losses; if they compare, the lowest and what each is above the first line's: the first
+    run in its rolling window.
+    """
     scored = [each for line in lines for each in line.losses.values() if each]
     n_documents = len({*scored[0].documents.tolist()})
     halves = [each.half for line in lines for each in line.estimates.values() if each]
     print(
-        f"\nLoss in nats of {what} of {len(scored[0].blocks)} blocks ({n_documents} documents);\n"
-        f"text {text}; 95 % intervals ±{min(halves):.2g} to ±{max(halves):.2g}; * lowest.\n"
+        f"\nLoss in {what} of {len(scored[0].blocks)} blocks ({n_documents} documents);\n"
+        f"text {text}; 95 % intervals ±{min(halves):.2g} to ±{max(halves):.2g}"
+        f"{'; * lowest' if do_compare else ''}.\n"
     )
     lengths = [*lines[0].losses]
     least = {}
     for n in lengths:
-        known = [each for line in lines if (each := line.estimates[n])]
+        known = [each for line in lines if do_compare and (each := line.estimates[n])]
         least[n] = measure.format_loss(min(known)) if known else ""
     cells = [[loss_cell(line.estimates[n], least[n]) for n in lengths] for line in lines]
     print_lines(lines, cells)
+    if not do_compare:
+        return
     zero = lines[0]
     print(f"\nMinus {zero.model}, {zero.setting.label}, with the paired 95 % interval.\n")
     differences = [line.minus(zero).values() for line in lines]
@@ -396,7 +483,7 @@ def print_lines(lines: list[Line], cells: list[list[str]]) -> None:
     print(measure.format_table(table))
 
 
-def draw_losses(lines: list[Line], picture: Path, train_lens: Iterable[int]) -> None:
+def draw_losses(lines: list[Line], picture: Path, train_lens: Iterable[int], ylabel: str) -> None:
     """A curve for each model in its best setting at the longest length, and the first's window.
 
     Error bars are those of the differences to that window.
@@ -412,12 +499,43 @@ def draw_losses(lines: list[Line], picture: Path, train_lens: Iterable[int]) -> 
         known = {length: each for length, each in line.estimates.items() if each}
         minus = line.minus(zero)
         halves = [each.half if (each := minus[length]) else math.nan for length in known]
-        label = line.setting.label.replace("window", "rolling window of")
+        label = line.setting.label
+        if not line.setting.anew:
+            label = label.replace("window", "rolling window of")
         style = {"color": "0.3", "linestyle": "--", "marker": ""} if line.setting.window else {}
         values = [each.value for each in known.values()]
         curves.append(Curve(f"{line.model}, {label}", list(known), values, halves, style))
     title = "Held-out loss of the same targets"
-    measure.draw_curves(picture, curves, title, "loss (nats)", train_lens)
+    measure.draw_curves(picture, curves, title, ylabel, train_lens)
+
+
+def print_keys(
+    rows: DataFrame, settings: list[tuple[str, Setting]], args: argparse.Namespace
+) -> None:
+    """The key tokens of each model without a window, at the longest length: see `key_measure`."""
+    length = args.lengths[-1]
+    table = [["key tokens", "falls", "by", "rises", "by", "net"]]
+    for model, setting in settings:
+        own = measure.select(rows, model=model, length=length, **setting.columns)
+        found = [
+            read_losses(measure.select(own, measure=f"{key}>{args.key_tokens:g}")) for key in KEYS
+        ]
+        parts = [part for part in found if part is not None]
+        if len(parts) < len(KEYS):
+            continue
+        means = [part.values.mean() for part in parts]
+        net = parts[1]._replace(values=parts[1].values + parts[3].values)
+        cells = []
+        for share, by in (means[:2], means[2:]):
+            cells += [f"{share:.1%}", f"{by / share:+.2f}" if share else "-"]
+        label = f"{model}, {setting.label}"
+        table.append([label, *cells, format_difference(measure.estimate(net))])
+    print(
+        f"\nTargets whose loss at {length} falls below that in the window by more than "
+        f"{args.key_tokens:g} nats, and\nthose that rise so; net: what both add to the mean gain, "
+        "with its 95 % interval.\n"
+    )
+    print(measure.format_table(table))
 
 
 def last_loss(line: Line) -> float:

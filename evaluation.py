@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from data.batches import document_blocks, val_windows
 from data.dataset import TokenStream
+from data.tokenizer import Tokenizer, get_tokenizer
 from infra.cli import ArgumentParser, UserError, positive_int
 from infra.distributed import World
 from measure import name_model, read_rows
@@ -52,7 +53,12 @@ class Scorer(Protocol):
     """What an evaluation of losses asks of a model: of ours (`GPTScorer`), or of any other causal one."""
 
     def losses(
-        self, tokens: Tensor, n_targets: int, window: int = 0, scaling: RopeScaling = UNSCALED
+        self,
+        tokens: Tensor,
+        n_targets: int,
+        window: int = 0,
+        sinks: int = 0,
+        scaling: RopeScaling = UNSCALED,
     ) -> Tensor:
         """The losses in nats of the last n_targets of tokens (B, N), (B, n_targets) float32.
 
@@ -63,6 +69,8 @@ class Scorer(Protocol):
         Args:
             window: if above 0, each layer sees the last `window` keys alone, at their positions in
                 the row, as a decoder with a KV cache of that many does.
+            sinks: with a window, the first `sinks` keys of the row as well, at their positions
+                (Xiong et al. 2023, arXiv 2309.17453).
             scaling: of RoPE, for a length of N - 1.
         Raises:
             UserError: the model cannot, as with more positions than it has. Its rows have no value.
@@ -77,8 +85,17 @@ class GPTScorer:
         self.with_window = cache(model.with_window)
 
     def losses(
-        self, tokens: Tensor, n_targets: int, window: int = 0, scaling: RopeScaling = UNSCALED
+        self,
+        tokens: Tensor,
+        n_targets: int,
+        window: int = 0,
+        sinks: int = 0,
+        scaling: RopeScaling = UNSCALED,
     ) -> Tensor:
+        if sinks:
+            raise UserError(
+                "--sinks: our engines have none; python -m hub.export RUN DIR, then DIR"
+            )
         tokens = tokens.to(self.model.embedding.weight.device)
         inputs = tokens[:, :-1]
         targets = tokens[:, -n_targets:]
@@ -98,6 +115,7 @@ class Run:
     folder: Path
     config: Config
     tokenizer: str  # its name
+    is_absolute = False  # has learned positions, so that a window cannot roll
 
     @property
     def name(self) -> str:
@@ -140,9 +158,17 @@ class Run:
         model, step = self.load(world)
         return GPTScorer(model), step
 
+    @property
+    def vocab_size(self) -> int:
+        return self.config.model.vocab_size
+
     def text(self, folder: Path | None, split: str | None) -> TokenStream:
         """The held-out tokens, of its own data by default. Raises UserError: see `open_text`."""
         return open_text(self.config, folder, self.tokenizer, split)
+
+    def load_tokenizer(self) -> Tokenizer:
+        _, content = load_source(self.source, lazily=True)
+        return get_tokenizer(self.tokenizer, content.get("tokenizer", ""))
 
     def scalings(self, asked: Iterable[RopeScaling]) -> list[RopeScaling]:
         """Those that make a difference to it: one without rotating positions has no scaling."""
@@ -150,14 +176,18 @@ class Run:
 
 
 def open_runs(
-    sources: Sequence[Path], world: World | None = None, train_len: int | None = None
+    sources: Sequence[Path],
+    world: World | None = None,
+    train_len: int | None = None,
+    has_files: bool = False,
 ) -> list[Run]:
     """Check every source without its tensors, since ten models may not fit in memory.
 
     Folders without a checkpoint are skipped with a line, unless all are. world: None where rows are
     read alone. train_len: if given, models of transformers are runs, too, with this training length;
-    0 is their config's. Raises UserError: a source does not load, its folder cannot be written or has a
-    damaged rows.csv, or the runs have several tokenizers.
+    0 is their config's. has_files: the text is not tokenised yet. Raises UserError: a source does
+    not load, its folder cannot be written or has a damaged rows.csv, or the runs have several
+    tokenizers for one tokenised text.
     """
     others = [source for source in sources if train_len is not None and is_of_transformers(source)]
     trained = [
@@ -176,9 +206,9 @@ def open_runs(
         if world is not None and not os.access(run.folder, os.W_OK):
             raise UserError(f"{run.folder}: cannot be written; the results go there")
         runs.append(run)
-        if run.tokenizer != runs[0].tokenizer:
+        if run.tokenizer != runs[0].tokenizer and not has_files:
             has = f"{runs[0].tokenizer}, as {runs[0].source} has"
-            why = "losses of both do not compare"
+            why = "losses of both do not compare; --files gives each its own"
             raise UserError(f"{source}: tokens of {run.tokenizer}: expected {has}: {why}")
     return runs
 
@@ -199,14 +229,19 @@ def is_of_transformers(source: Path) -> bool:
 
 
 def open_other(source: Path, train_len: int | None) -> Any:
-    """A model of transformers in the place of a `Run`. Raises UserError: hub/ is not there, or does
-    not read it.
+    """A model of transformers in the place of a `Run`. Raises UserError: see `load_hub` and
+    hub/causal.py.
     """
+    return load_hub("causal").open_run(str(source), train_len)
+
+
+def load_hub(module: str) -> Any:
+    """A module of hub/, which core does not know. Raises UserError: it is not there."""
+    package = __name__.removesuffix("evaluation")  # "", or that of an installed package
     try:
-        causal = import_module("hub.causal")
+        return import_module(f"{package}hub.{module}")
     except ModuleNotFoundError as e:
-        raise UserError(f"{source}: a model of transformers needs {e.name}: see hub/") from None
-    return causal.open_run(str(source), train_len)
+        raise UserError(f"hub/{module}.py: cannot be imported: no {e.name}") from None
 
 
 def picture_path(runs: Sequence[Run], name: str) -> Path:

@@ -17,6 +17,7 @@ in the loss, 0 for the others. Batches set the targets of the others to IGNORED.
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
@@ -34,7 +35,7 @@ from data.shards import (
     open_shard,
     release_pages,
 )
-from data.tokenizer import FILE_NAME, FileTokenizer, Tokenizer, file_identity
+from data.tokenizer import FILE_NAME, FileTokenizer, Tokenizer, file_identity, get_tokenizer
 from infra.cli import UserError
 from infra.files import check_shape, fingerprint, read_json, read_text, write_atomically, write_json
 
@@ -298,6 +299,14 @@ class TokenStream:
             starts.append(begin + np.flatnonzero(shard == self.eot))
             release_pages(shard)
         return np.concatenate(starts)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return get_tokenizer(self.info["tokenizer"], self.tokenizer_file)
+
+    def n_bytes(self, start: int, length: int) -> int:
+        """Of the text of tokens [start, start + length)."""
+        return len(self.tokenizer.decode_bytes(self.read(start, length).tolist()))
 
     @property
     def fingerprint(self) -> str:

@@ -1,7 +1,7 @@
 """The tokenisers: "gpt2" (50257 tokens), "bytes" (257, needs no download), or a tokenizer.json.
 
 The first two are tiktoken `Encoding`s. `FileTokenizer` has what is used of one here:
-`encode_ordinary(text)`, `decode(tokens)`, `name`, `n_vocab`, `eot_token`.
+`encode_ordinary(text)`, `decode(tokens)`, `decode_bytes(tokens)`, `name`, `n_vocab`, `eot_token`.
 """
 
 import hashlib
@@ -66,6 +66,9 @@ class FileTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.inner.decode(list(tokens), skip_special_tokens=False)
+
+    def decode_bytes(self, tokens: Sequence[int]) -> bytes:
+        return self.decode(tokens).encode()
 
 
 Tokenizer = tiktoken.Encoding | FileTokenizer

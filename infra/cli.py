@@ -2,12 +2,14 @@
 
 import argparse
 import io
+import math
 import os
 import re
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -65,6 +67,14 @@ def integer(low: int, high: int) -> Callable[[str], int]:
 
 
 positive_int = integer(1, 10**12)
+
+
+def positive_float(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
 
 
 def suggest(word: str, names: list[str], prefix: str = "") -> str:

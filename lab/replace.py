@@ -19,7 +19,6 @@ on windows of the training length in a seeded order.
 
 import argparse
 import math
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from tqdm import trange
 from config import config_from_dict, parse_overrides
 from evaluation import mean_and_stderr
 from hub.register import learned_parameters, register
-from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
+from infra.cli import ArgumentParser, UserError, integer, positive_float, positive_int, run_main
 from infra.files import read_text
 from lab.import_ import load_native
 from measure import format_table
@@ -39,14 +38,6 @@ from positions import RopeScaling, rope_frequencies
 from schema import AttentionConfig, describe_attention
 
 Losses = dict[int, tuple[float, float]]  # by length: mean and its standard error
-
-
-def positive_float(text: str) -> float:
-    """An argparse type: a finite number above 0."""
-    with suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
 
 
 def parse_args() -> tuple[argparse.Namespace, dict[str, Any]]:
