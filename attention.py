@@ -23,7 +23,7 @@ from schema import AttentionConfig, Engine
 
 # For CUDA, checked by `self_check` before use.
 COMPILED: tuple[Engine, ...] = ("triton", "flex")
-DOCUMENTS: tuple[Engine, ...] = ("dense", "rows")  # whose `run` reads `RowContext.first`
+DOCUMENTS: tuple[Engine, ...] = ("dense", "rows", "sdpa")  # whose `run` reads `RowContext.first`
 OUTPUT_NORM_EPS = 1e-5
 
 

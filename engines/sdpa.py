@@ -5,7 +5,8 @@
 The factor of NormSoftmax and LogitNorm depends on the scores. `AdaptiveSoftmax.fused_factor`
 computes it in linear time. In 16 bits NormSoftmax's first rows follow the definition, see
 `Normaliser.exact_rows`. A window W is computed in blocks of W queries, each with its 2 W keys. A bias P_i -
-P_j, of FoX or ALiBi, is eight channels more of q and k, see `append_decay`.
+P_j, of FoX or ALiBi, is eight channels more of q and k, see `append_decay`. Documents are computed
+one by one, on CPUs.
 """
 
 from contextlib import nullcontext
@@ -47,15 +48,19 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
 def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` for a softmax; (B, H, Tq, D) in v's type."""
     definition = layer.definition
+    if context.first is not None and (definition.adaptive or q.is_cuda):
+        from engines import rows  # which, as documents does, loads torch's compiler
+
+        return rows.run(q, k, v, layer, context)
     k, v, context = layer.cut(k, v, context)
     n_queries = q.shape[-2]
     n_keys = k.shape[-2]
     scale = definition.factor(context)
     first_rows = None
     if definition.exact_rows and v.dtype.itemsize == 2 and n_queries == n_keys:
-        rows = slice(0, definition.exact_rows)
-        first = context.block(slice(None), rows, rows)
-        first_rows = dense.run(q[:, :, rows], k[:, :, rows], v[:, :, rows], layer, first)
+        few = slice(0, definition.exact_rows)
+        first = context.block(slice(None), few, few)
+        first_rows = dense.run(q[:, :, few], k[:, :, few], v[:, :, few], layer, first)
     decay = context.decay
     if layer.position == "alibi":  # -m_h (i - j)
         heads = torch.arange(layer.n_head, device=q.device)[None, :, None, None]
@@ -72,7 +77,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
         k = share_heads(k, q)
         v = share_heads(v, q)
     if n_queries == n_keys and 0 < layer.window < n_keys:
-        return run_windows(q, k, v, layer.window, scale, decay)
+        return run_windows(q, k, v, context, layer.window, scale, decay)
     if decay is not None:
         return run_decay(q, k, v, context, scale, decay)
     out = attend_causally(q, k, v, context, scale)
@@ -85,6 +90,11 @@ def attend_causally(
     q: Tensor, k: Tensor, v: Tensor, context: RowContext, scale: float = 1.0
 ) -> Tensor:
     """softmax(scale q.k) v for queries that are the last of the keys; (B, H, Tq, size of v)."""
+    if context.first is not None:
+        from engines.documents import attend_documents
+
+        size = v.shape[-1]
+        return attend_documents(q, k, widen(v, q), context, scale)[..., :size]
     n_queries = q.shape[-2]
     n_keys = k.shape[-2]
     mask = None
@@ -100,11 +110,15 @@ def attend_causally(
 def call_sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """The kernel, whose queries, keys and values have one size: v may have less channels."""
     size = v.shape[-1]
-    if q.shape[-1] > size:
-        v = F.pad(v, (0, q.shape[-1] - size))
     grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **options)
+    out = F.scaled_dot_product_attention(q, k, widen(v, q), enable_gqa=grouped, **options)
     return out[..., :size]
+
+
+def widen(v: Tensor, q: Tensor) -> Tensor:
+    """v with channels of zeros up to q's size."""
+    n_more = q.shape[-1] - v.shape[-1]
+    return F.pad(v, (0, n_more)) if n_more else v
 
 
 def run_decay(
@@ -170,7 +184,13 @@ def _(decay: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def run_windows(
-    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, decay: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: RowContext,
+    window: int,
+    scale: float,
+    decay: Tensor | None,
 ) -> Tensor:
     """softmax(scale q.k) v over the last `window` keys of each query, as many queries as keys.
 
@@ -194,10 +214,18 @@ def run_windows(
         decay = in_blocks(decay - decay[:, :, -1:].detach())
         first_q, first_k = append_decay(first_q, first_k, decay[:, :, 0])
         q, k = append_decay(q, k, with_block_before(decay))
-    first = call_sdpa(first_q, first_k, first_v, is_causal=True, scale=scale)
-    rows = torch.arange(window, device=q.device)[:, None]
+    places = torch.arange(window, device=q.device)[:, None]
     keys = torch.arange(2 * window, device=q.device)
-    visible = (keys > rows) & (keys <= rows + window)
+    first_seen = places + 1
+    options: dict[str, Any] = {"is_causal": True}
+    if context.first is not None:
+        sees = F.pad(context.n, (0, 0, 0, n * window - length), value=1.0)
+        sees = sees.unflatten(-2, (n, window)).transpose(1, 2)  # (B, blocks, 1, W, 1)
+        causal = (keys[:window] <= places) & (keys[:window] > places - sees[:, 0])
+        options = {"attn_mask": causal}
+        first_seen = places + window + 1 - sees[:, 1:].flatten(0, 1)
+    first = call_sdpa(first_q, first_k, first_v, scale=scale, **options)
+    visible = (keys >= first_seen) & (keys <= places + window)
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     rest = call_sdpa(q, k, v, attn_mask=visible, scale=scale)
     rest = rest.unflatten(0, (len(first), n - 1)).transpose(1, 2)  # (B, H, blocks - 1, W, D)
