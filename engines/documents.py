@@ -58,6 +58,7 @@ class Documents(torch.autograd.Function):
             parts = q[batch, :, block], k[batch, :, keys], v[batch, :, keys], out[batch, :, block]
             found = backward_kernel(grads[0][batch, :, block], *parts, log_sums, **options)
             dq[batch, :, block], dk[batch, :, keys], dv[batch, :, keys] = found
+            del found  # before the next document's
         return dq, dk, dv, None, None
 
 
