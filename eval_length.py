@@ -565,5 +565,10 @@ def draw_positions(
     )  # fmt: skip
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Of an installed package: length-eval."""
     run_main(main)
+
+
+if __name__ == "__main__":
+    command()

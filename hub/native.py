@@ -4,7 +4,7 @@ do.
     Llama      norm = rmsnorm, mlp = swiglu: the SSMax paper's model
     GPT-NeoX   norm = layernorm, mlp = gelu: this repo's base, without parallel residuals, RoPE on whole heads
 
-One map of parameters, `pair_parameters`, serves export and import.
+`pair_parameters` is the map of their parameters.
 """
 
 from collections.abc import Iterator

@@ -29,10 +29,11 @@ from tqdm import trange
 
 from config import config_from_dict, parse_overrides
 from evaluation import mean_and_stderr
+from hub.causal import load
+from hub.native import import_transformers
 from hub.register import learned_parameters, register
 from infra.cli import ArgumentParser, UserError, integer, positive_float, positive_int, run_main
 from infra.files import read_text
-from lab.import_ import load_native
 from measure import format_table
 from positions import RopeScaling, rope_frequencies
 from schema import AttentionConfig, describe_attention
@@ -93,7 +94,9 @@ def main() -> None:
     scaling = RopeScaling(args.rope)
     val_text = read_text(args.val_text)
     train_text = read_text(args.train_text) if args.steps else ""
-    model, tokenizer = load_native(args.model)
+    transformers = import_transformers()
+    model = load(transformers.AutoModelForCausalLM, args.model, dtype=torch.float32)
+    tokenizer = load(transformers.AutoTokenizer, args.model)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     train_len = model.config.max_position_embeddings
     attention = make_attention(args.normaliser, options, train_len)

@@ -186,12 +186,17 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     shape.
     """
     prefix = f"init_from = {str(source)!r}"
+    if Path(source, "config.json").is_file():
+        evaluates = "eval_length.py evaluates it, python -m lab.replace changes its attention"
+        raise UserError(f"{prefix}: a model of transformers: expected a run; {evaluates}")
     try:
         path, content = load_source(source)
     except UserError as e:
         raise UserError(f"{prefix}: {e}") from None
     old = stored_config(content, path)
-    if Path(source).is_dir() and 0 < content["step"] < old.train.max_steps:  # 0: of lab.import_
+    if (
+        Path(source).is_dir() and 0 < content["step"] < old.train.max_steps
+    ):  # 0: of imported weights
         raise UserError(f"{prefix}: expected a finished run, or a checkpoint file: {path}")
     trained_on = content["data"]["tokenizer"]
     if tokenizer not in (trained_on, RANDOM):

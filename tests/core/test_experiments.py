@@ -172,6 +172,13 @@ def test_init_from_says_what_it_keeps_of_a_normaliser(folder, softmax_runs, caps
     )
 
 
+def test_init_from_a_model_of_transformers_says_what_takes_it(folder, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    overrides = tiny(folder, name="theirs", init_from=str(tmp_path))
+    with pytest.raises(UserError, match="a model of transformers: expected a run; eval_length.py"):
+        run_train(SSMAX, overrides)
+
+
 def test_init_from_starts_a_run_that_resumes_by_itself(folder, softmax_runs):
     """Step 1 is that of the other run's weights on the batch after data.skip_steps; resuming does
     not read the other run again."""

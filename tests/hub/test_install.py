@@ -1,5 +1,5 @@
-"""`pip install .` in a fresh environment, and a model of one's own that uses the package from
-elsewhere.
+"""`pip install .` in a fresh environment: a model of one's own that uses the package from elsewhere,
+and length-eval.
 """
 
 import os
@@ -10,8 +10,11 @@ import venv
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from normalisers.own import identify
+
+transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[2]
 OWN_FILES = {
@@ -21,7 +24,7 @@ OWN_FILES = {
 import torch
 from torch import nn
 
-from attention_normalisers.attention import attend, make_normaliser
+from attention_normalisers import attend, make_normaliser
 from attention_normalisers.engines import rows
 from attention_normalisers.hub.register import register
 from attention_normalisers.normalisers.family import Softmax
@@ -81,3 +84,33 @@ def test_the_package_is_used_beside_files_of_ones_own(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{identify('fox')}\n")  # the same file as here
     assert done.stdout.endswith("attention_normalisers.engines.rows\n")
+    # length-eval, on a model of transformers
+    text = "The same words again. " * 40
+    (notebook / "text.txt").write_text(text)
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([text], 300, special_tokens=["</s>"], show_progress=False)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer._tokenizer, eos_token="</s>"
+    ).save_pretrained(notebook / "llama")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(
+        vocab_size=300, num_attention_heads=2, max_position_embeddings=16, **sizes
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(notebook / "llama")
+    command = [environment / "bin/length-eval", "llama", "--files", "text.txt", "--device", "cpu"]
+    command += ["--lengths", "16", "32"]
+    done = subprocess.run(
+        command, cwd=notebook, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Loss in bits a byte of the last 16 tokens" in done.stdout
+    assert (notebook / "llama" / "rows.csv").exists()
+    missing = subprocess.run(
+        [*command[:1], "nowhere"],
+        cwd=notebook,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert missing.returncode == 2 and missing.stderr.startswith("error: nowhere: no readable")
