@@ -23,7 +23,6 @@ from schema import AttentionConfig, Engine
 
 # For CUDA, checked by `self_check` before use.
 COMPILED: tuple[Engine, ...] = ("triton", "flex")
-DOCUMENTS: tuple[Engine, ...] = ("dense", "rows", "sdpa")  # whose `run` reads `RowContext.first`
 OUTPUT_NORM_EPS = 1e-5
 
 
@@ -91,15 +90,13 @@ def attend(
     if (q.shape[1], q.shape[3]) != heads:
         raise ValueError(f"q of shape {tuple(q.shape)}: expected (B, {heads[0]}, Tq, {heads[1]})")
     if isinstance(engine, str):
-        engine = choose_engine(layer, engine, q.device, v.dtype)
+        engine = choose_engine(layer, engine, q.device, v.dtype, first is not None)
     if first is not None and is_one_document(first):
         first = None
     run = engine.run
     has_bias = layer.by_distance or layer.decays
     if q.shape[-2] == 1 and (engine.name in COMPILED or (engine.name == "sdpa" and has_bias)):
         run = load_engine("rows").run  # without a compiled form or a mask for each length
-    if first is not None and engine.name not in DOCUMENTS:
-        run = load_engine("rows").run
     with torch.autocast(q.device.type, enabled=False):
         out = run(q, k, v, layer, layer.context(q, k, signals, first))
     if layer.definition.output_norm:
@@ -114,18 +111,27 @@ def is_one_document(first: Tensor) -> bool:
 
 
 def choose_engine(
-    layer: NormaliserLayer, name: Engine, device: torch.device, dtype: torch.dtype
+    layer: NormaliserLayer,
+    name: Engine,
+    device: torch.device,
+    dtype: torch.dtype,
+    documents: bool = False,
 ) -> ChosenEngine:
     """The named engine; for "auto" the first without a problem for inputs on this device and of
     this type.
 
+    documents: sequences of several, which sdpa on CUDA would leave to rows.
     Raises UserError: the named engine cannot run this layer there. ValueError: there is none of
     that name.
     """
     if name not in get_args(Engine):
         raise ValueError(f"engine = {name!r}: expected one of {', '.join(get_args(Engine))}")
     compiled = COMPILED if device.type == "cuda" else ()
-    order: tuple[Engine, ...] = ("sdpa", *compiled, "rows") if name == "auto" else (name,)
+    order: tuple[Engine, ...] = (name,)
+    if name == "auto":
+        order = ("sdpa", *compiled, "rows")
+        if documents and compiled:
+            order = order[1:]
     problem = ""
     for candidate in order:
         try:
@@ -139,7 +145,7 @@ def choose_engine(
         # The self-check cannot be traced: a compiled caller has chosen before, or trusts the
         # kernels.
         if candidate in compiled and not problem and not torch.compiler.is_compiling():
-            error, problem = self_check.check(candidate, module, layer, device, dtype)
+            error, problem = self_check.check(candidate, module, layer, device, dtype, documents)
             note = f"{candidate} (self-check: relative error {error:.1e})"
         if not problem:
             return ChosenEngine(candidate, module.run, note)

@@ -326,8 +326,10 @@ class GPT(nn.Module):
         """
         device = self.embedding.weight.device
         dtype = dtype or getattr(torch, self.config.train.dtype)
+        documents = self.config.data.documents
         engines = [
-            choose_engine(block.attention.normaliser, name, device, dtype) for block in self.blocks
+            choose_engine(block.attention.normaliser, name, device, dtype, documents)
+            for block in self.blocks
         ]
         for block, engine in zip(self.blocks, engines, strict=True):
             block.attention.engine = engine

@@ -7,6 +7,7 @@ attention    65,536 tokens in 768 dimensions (12 heads of 64, or 6 of 128), caus
              triton.testing.do_bench, forward + backward. The ratios are to softmax by
              F.scaled_dot_product_attention on FlashAttention-2 and on cuDNN, timed right after each
              case. LSSA stands beside the same weights by FlexAttention, as the softmax of log phi.
+             At T = 4096 also with 1, 8 and 64 documents of equal length in a sequence. The baselines see one.
 step         a compiled training step of a config (forward, backward, AdamW), 32 sequences of 1,024 tokens.
 decode       one more token after n cached ones, batch 1, as generation.py runs it. The models are not
              trained.
@@ -39,11 +40,9 @@ from attention import ChosenEngine, attend, load_engine, make_normaliser
 from benchmarks.generate import NextToken
 from benchmarks.timing import print_header, print_row, seconds
 from config import load_config
-from engines import flex
 from engines.triton_kernels import INTERPRETED
 from infra.cli import ArgumentParser, UserError, n_cores, run_main
 from model import GPT
-from normalisers.base import RowContext
 from normalisers.layer import NormaliserLayer
 from schema import AttentionConfig, Engine
 
@@ -51,15 +50,16 @@ Row = dict[str, Any]
 BASELINES = {"FlashAttention-2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 ROWS = Path("runs/gpu/rows.jsonl")
 HEAD_DIMS = (64, 128)
-LOG_PHI = "LSSA, FlexAttention with log phi"
 CASES: dict[str, tuple[dict[str, Any], Engine]] = {
     "LSSAR p=15": ({"normaliser": "lssa", "reweight_p": 15}, "triton"),
     "LSSAR p=15, deterministic": ({"normaliser": "lssa", "reweight_p": 15}, "triton"),
     "LSSA": ({"normaliser": "lssa"}, "triton"),
-    LOG_PHI: ({"normaliser": "lssa"}, "flex"),
+    "LSSA, FlexAttention with log phi": ({"normaliser": "lssa"}, "flex"),
     "softmax": ({"normaliser": "softmax"}, "sdpa"),
     "SSMax on QK-norm": ({"normaliser": "ssmax", "scores": "cosine", "scale_init": 1.15}, "sdpa"),
     "FoX": ({"normaliser": "fox"}, "sdpa"),
+    "softmax, FlexAttention": ({"normaliser": "softmax"}, "flex"),
+    "FoX, FlexAttention": ({"normaliser": "fox"}, "flex"),
     "scale_invariant": ({"normaliser": "scale_invariant"}, "flex"),
 }
 # GPT-2 124M
@@ -93,8 +93,7 @@ class Bench:
         layer = make_normaliser(
             AttentionConfig(**options), self.width // head_dim, head_dim, length
         )
-        run = log_phi if name == LOG_PHI else load_engine(engine).run
-        return layer.to(self.device), ChosenEngine(engine, run, engine)
+        return layer.to(self.device), ChosenEngine(engine, load_engine(engine).run, engine)
 
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn if self.smoke else torch.compile(fn, dynamic=False)
@@ -104,23 +103,6 @@ class Bench:
         if not self.smoke:
             return float(do_bench(fn, rep=rep, return_mode="median"))
         return 1e3 * seconds(fn)
-
-
-def log_phi(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
-    """LSSA by FlexAttention: softplus(s) / sum of softplus(s) is the softmax of log softplus(s)."""
-    return flex_log_phi(*layer.prepare(q, k, context, v.dtype), v)
-
-
-@torch.compiler.disable  # as the flex engine
-def flex_log_phi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    def score_mod(score: Tensor, *place: Tensor) -> Tensor:
-        return F.softplus(score).log()
-
-    mask, _ = flex.causal_mask(q.shape[-2], k.shape[-2], q.device, 0)
-    attention = flex.compiled_attention if q.is_cuda else flex.flex_attention
-    with flex.PATCH:
-        out: Tensor = attention(q, k, v, score_mod, mask, scale=1.0)
-    return out
 
 
 def softmax(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -165,15 +147,20 @@ def compile_case(smoke: bool, name: str, head_dim: int) -> None:
 # ---------------------------------------------------------------- the rows
 
 
-def attention_row(bench: Bench, name: str, head_dim: int, length: int) -> Row:
+def attention_row(bench: Bench, name: str, head_dim: int, length: int, documents: int = 0) -> Row:
     *qkv, do = bench.inputs(length, head_dim)
+    first = None
+    if documents:
+        size = length // documents
+        first = (torch.arange(length, device=do.device) // size * size).expand(len(do), -1)
     layer, engine = bench.attention(name, head_dim, length)
 
     def forward_backward(fn: Callable[..., Tensor]) -> float:
         return bench.milliseconds(lambda: torch.autograd.grad(fn(*qkv), qkv, do))
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, layer, engine, signals=k[..., : layer.n_signals])
+        signals = k[..., : layer.n_signals]
+        return attend(q, k, v, layer, engine, signals, first=first)
 
     # Compiled as in a model, which fuses the normalisation of q and k.
     ms = forward_backward(bench.compile(attention))
@@ -223,8 +210,8 @@ def decode_row(bench: Bench, name: str, n: int) -> Row:
 
 
 def plan(smoke: bool) -> list[tuple[Callable[..., Row], Row]]:
-    """What measures each row, and its arguments: LSSAR first, then the steps and decoding, then all
-    else.
+    """What measures each row, and its arguments: LSSAR first, then the steps, decoding and
+    documents, then all else.
     """
     lengths = [64] if smoke else [4096, 1024, 2048, 8192, 16384, 65536]
     # no backward on a CPU
@@ -234,10 +221,15 @@ def plan(smoke: bool) -> list[tuple[Callable[..., Row], Row]]:
         for head_dim, length, name in itertools.product(HEAD_DIMS, lengths, names)
         if not name.endswith("deterministic") or length == lengths[0]
     ]
+    documents = [
+        (attention_row, {"name": name, "head_dim": 64, "length": lengths[0], "documents": n})
+        for n, name in itertools.product((1, 8, 64), names)
+        if CASES[name][1] != "sdpa"
+    ]
     steps = [(step_row, {"name": name}) for name in CONFIGS]
     cached = [64] if smoke else [1024, 16384]
     decode = [(decode_row, {"name": name, "n": n}) for n in cached for name in CONFIGS]
-    return [attention[0], *steps, *decode, *attention[1:]]
+    return [attention[0], *steps, *decode, *documents, *attention[1:]]
 
 
 def measure_all(bench: Bench) -> bool:

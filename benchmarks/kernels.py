@@ -49,6 +49,7 @@ KERNELS: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 # KB a block may have (CUDA C++ guide, table 27)
 SHARED_LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
+FIRSTS = ("first_ptr", "ends_ptr")
 FLOATS = ("shift_ptr", "stats_ptr", "rows_ptr", "dq_sum_ptr")
 MATRIX_OPS = re.compile(r"HGMMA|HMMA|UTC\w*MMA")
 INSTRUCTION = re.compile(
@@ -90,6 +91,7 @@ def source_of(case: Case) -> ASTSource:
     kernel, absent = KERNELS[case.kernel]
     constants_by_name = {"form": case.form, "BM": case.launch.BM, "BN": case.launch.BN}
     constants_by_name |= dict.fromkeys(absent if case.form.has_shift else (*absent, "shift_ptr"))
+    constants_by_name |= {} if case.form.has_first else dict.fromkeys(FIRSTS)
     constants_by_name |= {} if case.grouped else {"group": 1}
     types: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
@@ -101,7 +103,8 @@ def source_of(case: Case) -> ASTSource:
         elif name.endswith("_ptr"):
             by_query_head = case.grouped and name in ("dk_ptr", "dv_ptr")
             is_float = name in FLOATS or by_query_head or not case.form.fast
-            types[name] = "*fp32" if is_float else "*bf16"
+            floats = "*fp32" if is_float else "*bf16"
+            types[name] = "*i32" if name in FIRSTS else floats
             aligned[(i,)] = DIVISIBLE
         elif name.endswith("_strides"):
             types[name] = ("i32",) * 3
@@ -166,6 +169,7 @@ def examine(case: Case) -> tuple[str, list[str], float]:
         spilled
         and form.bounded
         and not form.rising
+        and not form.has_first
         and form.fast
         and form.d == 64
         and case.arch not in TIMED
@@ -173,7 +177,9 @@ def examine(case: Case) -> tuple[str, list[str], float]:
         problems.append(f"{case}: spills {spilled} bytes")
     arch, dtype, _, head_dim = case.inputs.split()
     power = f" p{'<' if form.rising else '='}{form.p}" if form.p else ""
-    phi = f"{form.phi}{' l1' * form.l1}{' shift' * form.has_shift}{power}"
+    phi = (
+        f"{form.phi}{' l1' * form.l1}{' shift' * form.has_shift}{power}{' first' * form.has_first}"
+    )
     line = (
         f"| {arch:6} | {dtype:8} | {head_dim:>3} | {phi:17} | {case.kernel:13} | {registers:4} "
         f"| {spilled:5} | {shared / 1024:6.1f} of {limit} "
@@ -196,12 +202,11 @@ def main() -> None:
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
     dtypes = ["bfloat16", "float32"]
-    architectures = tuple(SHARED_LIMITS)
     add(
         "--arch",
         type=int,
         nargs="+",
-        choices=architectures,
+        choices=SHARED_LIMITS,
         default=[80, 90, 100],
         help="80: sm_80",
     )
@@ -210,6 +215,7 @@ def main() -> None:
     add("--p", type=integer(0, 256), default=15, help="of the re-weighting, 0: none (default: 15)")
     add("--rising", action="store_true", help="for all powers below --p, as while p rises")
     add("--grouped", action="store_true", help="grouped-query attention")
+    add("--documents", action="store_true", help="rows with a first key, of a document or window")
     add("--all-forms", action="store_true", help="instead of LSSAR's alone")
     args = parser.parse_args()
     if INTERPRETED:
@@ -218,7 +224,8 @@ def main() -> None:
     for arch in args.arch:
         for fast in (dtype == "bfloat16" for dtype in args.dtype):
             for head_dim in (d for d in args.head_dim if fast or d <= 128):
-                lssar = Form("softplus", True, args.p, args.rising, True, False, fast, head_dim)
+                power = args.p, args.rising
+                lssar = Form("softplus", True, *power, True, False, fast, head_dim, args.documents)
                 forms = all_forms(fast, head_dim) if args.all_forms else [lssar]
                 cases += [
                     Case(kernel, arch, form, args.grouped)

@@ -65,9 +65,13 @@ normalisers/adaptive.py: exact_rows: ClassVar[int] = 16 => exact_rows: ClassVar[
 attention.py: q.shape[-2] == 1 and => q.shape[-2] == 0 and
 # tests/core/engines/test_triton.py -k every_phi
 engines/triton_kernels.py: lower = tl.where(t > 0, 1.0, 0.0) => lower = tl.where(t >= 0, 1.0, 0.0)
+# tests/core/engines/test_triton.py -k documents
+engines/triton_kernels.py: visible = visible & (first <= j) => visible = visible & (first < j)
+engines/triton_kernels.py: end = tl.load(ends_ptr + tl.minimum(block * BN + BN, n_keys) - 1) => end = of_all
 # tests/core/engines/test_triton.py -k any_power
 engines/triton_kernels.py: offset = tl.where((n > 3) => offset = tl.where((n > 2)
 # tests/core/engines/test_flex.py
+engines/flex.py: (key >= highest) => (key >= lowest)
 engines/flex.py: (key + BLOCK <= start + 1) => (key + BLOCK <= start + 2)
 engines/self_check.py: if not error <= tolerance => if error > tolerance
 # tests/core/test_model.py -k window

@@ -24,6 +24,9 @@ TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 5e-4}
 # numbers.
 LONG_ROW = {torch.bfloat16: 65536, torch.float16: 16384, torch.float32: 65536}
 
+# Where the documents of a check begin.
+DOCUMENTS = (0, 1, 37, 64, 90)
+
 
 class SelfCheck(NamedTuple):
     error: float  # largest relative error
@@ -31,20 +34,28 @@ class SelfCheck(NamedTuple):
 
 
 def check(
-    name: str, engine: ModuleType, layer: NormaliserLayer, device: torch.device, dtype: torch.dtype
+    name: str,
+    engine: ModuleType,
+    layer: NormaliserLayer,
+    device: torch.device,
+    dtype: torch.dtype,
+    documents: bool = False,
 ) -> SelfCheck:
-    """Whether the engine can be trusted with this normaliser on every rank; warns, once, if not.
+    """Whether the engine can be trusted with this normaliser, and with sequences of several
+    documents, on every rank; warns, once, if not.
 
     A collective: all processes that joined must call it, and get the same verdict.
     """
     shape = (layer.n_head, layer.head_dim, layer.train_len, layer.position, layer.window)
-    return _check(name, engine, layer.definition, layer.reweight_p, shape, device, dtype)
+    formula = layer.definition, layer.reweight_p
+    return _check(name, engine, *formula, shape, device, dtype, documents)
 
 
 @cache
 def _check(
     name: str, engine: ModuleType, definition: Normaliser, reweight_p: int,
     shape: tuple[int, int, int, str, int], device: torch.device, dtype: torch.dtype,
+    documents: bool,
 ) -> SelfCheck:  # fmt: skip
     tolerance = TOLERANCE[dtype] * max(1.0, reweight_p / 100)
     error = math.inf
@@ -52,7 +63,7 @@ def _check(
     try:
         with torch.inference_mode(False):  # an evaluation may be the first caller
             layer = NormaliserLayer(definition, reweight_p, *shape).to(device)
-            error = engine_error(engine, layer, device, dtype)
+            error = engine_error(engine, layer, device, dtype, documents=documents)
     # whatever a missing or unfit compiler raises: the rows engine replaces it
     except Exception as e:
         problem = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}"
@@ -75,6 +86,7 @@ def engine_error(
     device: torch.device,
     dtype: torch.dtype,
     length: int = 200,
+    documents: bool = False,
 ) -> float:
     """The engine's largest relative error (by norm) against float64, of o, dq, dk and dv.
 
@@ -91,10 +103,15 @@ def engine_error(
         torch.randn(1, n_head, d, length, generator=g).to(device, dtype).mT for _ in range(4)
     )
     signals = q.float()[..., : layer.n_signals] if layer.signals else None
-    errors = _errors(engine, layer, q, k, v, do, signals)
+    first = None
+    if documents:
+        starts = torch.tensor(DOCUMENTS, device=device)
+        which = torch.searchsorted(starts, torch.arange(length, device=device), right=True)
+        first = starts[which - 1][None]
+    errors = _errors(engine, layer, q, k, v, do, signals, first)
     half = length // 2 + 1
     errors += _errors(
-        engine, layer, q[..., -half:, :], k[:, :1], v[:, :1], do[..., -half:, :], signals
+        engine, layer, q[..., -half:, :], k[:, :1], v[:, :1], do[..., -half:, :], signals, first
     )
     # Undefined at equal scores:
     varies = layer.by_distance or layer.signals or layer.definition.adaptive
@@ -104,7 +121,9 @@ def engine_error(
         v = torch.randn(1, 1, length, d, generator=g).to(device, dtype)
         do = torch.randn(1, n_head, 1, d, generator=g).to(device, dtype)
         ones = torch.full_like(v, d**-0.25)
-        o, _, *others = _errors(engine, layer, ones[..., -1:, :].expand_as(do), ones, v, do)
+        first = torch.zeros(1, length, dtype=torch.int64, device=device) if documents else None
+        q = ones[..., -1:, :].expand_as(do)
+        o, _, *others = _errors(engine, layer, q, ones, v, do, first=first)
         errors += [o, *others]
     return torch.tensor(errors).max().item()  # NaN if one is
 
@@ -117,6 +136,7 @@ def _errors(
     v: Tensor,
     do: Tensor,
     signals: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> list[float]:
     """Of o (the larger of training's and an evaluation's), dq, dk and dv.
 
@@ -128,7 +148,7 @@ def _errors(
     with torch.no_grad():
         q = layer.norm_heads(q)
         k = layer.norm_heads(k)
-        context = layer.context(q, k, signals)
+        context = layer.context(q, k, signals, first)
         q, k = layer.prepare(q, k, context, v.dtype, unit)
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
     inputs64 = [t.detach().double().requires_grad_() for t in (q, k, v)]
@@ -137,9 +157,9 @@ def _errors(
     with torch.enable_grad():
         out = engine.run_prepared(*inputs, layer, context)
         got = [out, *torch.autograd.grad(out, inputs, do)]
-        context64 = layer.context(inputs64[0], inputs64[1], signals)
+        context64 = layer.context(inputs64[0], inputs64[1], signals, first)
         q, k, v = (share_heads(t, q) for t in inputs64)
-        x = q @ k.mT / unit
+        x = context64.add_decay(q @ k.mT / unit)
         x = x.masked_fill(~context64.visible(x), HIDDEN)
         reference = copy(layer)
         reference.definition = layer.definition.prepared

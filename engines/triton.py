@@ -28,8 +28,6 @@ MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) -> str:
     """Why this engine cannot run the layer there; "" if it can."""
     definition = layer.definition
-    if layer.window:
-        return f"{layer.label} has a window, which its kernels do not know"
     if layer.by_distance or layer.decays or definition.form == "any":
         return f"{layer.label} has no fused form"
     if definition.form == "softmax" and not layer.reweight_p:
@@ -64,13 +62,25 @@ def run_prepared(
     formula = cast(Phi, layer.definition.prepared)
     shift = formula.shift(context)
     if shift is not None:
-        shift = (context.n * 0 + shift).squeeze(-1) * score_unit(formula)
+        shift = (context.n * 0 + shift).squeeze(-1) * score_unit(formula)  # (Tq,), (B, 1, Tq)
+        shift = shift[:, 0] if shift.ndim > 1 else shift
+    p = 0 if context.p is None else context.p
     out = phi_attention(
-        q, k, v, shift, phi=formula.phi, l1=formula.l1, p=0 if context.p is None else context.p,
+        q, k, v, shift, first_keys(context), phi=formula.phi, l1=formula.l1, p=p,
         rises_to=layer.reweight_p, bounded=formula.bounded,
     )  # fmt: skip
     divisor = formula.divisor(context)
     return out if isinstance(divisor, float) and divisor == 1.0 else (out / divisor).to(out.dtype)
+
+
+def first_keys(context: RowContext) -> Tensor | None:
+    """The first key that each row sees, of its document or window, (B or 1, Tq); None: the first of
+    all.
+    """
+    if context.first is None and context.n_max == context.n_keys:
+        return None
+    first = context.place - context.n + 1  # (B, 1, Tq, 1) or (Tq, 1)
+    return first.reshape(-1, first.shape[-2]).int()
 
 
 class Launch(NamedTuple):
@@ -152,8 +162,8 @@ def _launch(
 
 
 def phi_attention(
-    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, *, phi: str, l1: bool,
-    p: int | Tensor = 0, rises_to: int = 0, bounded: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None = None, first: Tensor | None = None, *,
+    phi: str, l1: bool, p: int | Tensor = 0, rises_to: int = 0, bounded: bool = False,
 ) -> Tensor:  # fmt: skip
     """Causal attention with weights from phi(x), q.k + shift = `score_unit` x; see
     triton_kernels.py.
@@ -162,7 +172,8 @@ def phi_attention(
         q: (B, H, Tq, D), the last Tq of the Tk positions; any strides, best with D contiguous.
         k, v: (B, n_kv_head, Tk, D), n_kv_head divides H; all float32, float16 or bfloat16; D <=
         MAX_HEAD_DIM.
-        shift: (Tq,) added to q.k, a constant.
+        shift: (Tq,) or, with `first`, (B, Tq), added to q.k, a constant.
+        first: (B or 1, Tq), the first key that each row sees, which never falls from row to row.
         phi, l1: one of PHIS; divide rows by sum phi.
         p: power of the re-weighting, up to 256 with l1; 0: none (with exp and l1 use
         sdpa). A 0-dim tensor on the CPU, whose value a compiled graph reads when it runs, or a
@@ -183,20 +194,27 @@ def phi_attention(
     assert q.dtype == k.dtype == v.dtype and q.shape[-1] <= MAX_HEAD_DIM.get(q.dtype, 0), q.dtype
     assert k.shape == v.shape and q.shape[::3] == k.shape[::3] and q.shape[2] <= k.shape[2], k.shape
     assert q.shape[1] % k.shape[1] == 0, (q.shape, k.shape)
+    of_rows = q.shape[2:3] if first is None else (len(q), q.shape[2])
+    if first is not None:
+        first = first.to(torch.int32).expand(of_rows).contiguous()
     if shift is not None:
-        assert shift.shape == q.shape[2:3] and not shift.requires_grad, shift.shape  # not learned
-        shift = shift.to(torch.float32).contiguous()
+        assert shift.shape in (of_rows, of_rows[-1:]), shift.shape
+        assert not shift.requires_grad  # not learned
+        shift = shift.to(torch.float32).expand(of_rows).contiguous()
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     power = torch.tensor(p, device="cpu") if isinstance(p, int) else p
-    return _forward_op(q, k, v, power, shift, phi, l1, rises_to, bounded, trains and highest > 0)[0]
+    with_u = trains and highest > 0
+    return _forward_op(q, k, v, power, shift, first, phi, l1, rises_to, bounded, with_u)[0]
 
 
 def _form(
-    phi: str, l1: bool, p: int, rises_to: int, bounded: bool, has_shift: bool, q: Tensor
-) -> Form:
+    phi: str, l1: bool, p: int, rises_to: int, bounded: bool, has_shift: bool, q: Tensor,
+    first: Tensor | None,
+) -> Form:  # fmt: skip
     rising = 0 < p < rises_to
     highest = rises_to if rising else p
-    return Form(phi, l1, highest, rising, bounded, has_shift, q.dtype != torch.float32, q.shape[-1])
+    fast = q.dtype != torch.float32
+    return Form(phi, l1, highest, rising, bounded, has_shift, fast, q.shape[-1], first is not None)
 
 
 def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
@@ -213,8 +231,8 @@ def _new_output(q: Tensor) -> Tensor:
 
 @torch.library.custom_op(f"{LIBRARY}::phi_attention", mutates_args=())
 def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, power: Tensor, shift: Tensor | None, phi: str, l1: bool,
-    rises_to: int, bounded: bool, with_u: bool,
+    q: Tensor, k: Tensor, v: Tensor, power: Tensor, shift: Tensor | None, first: Tensor | None,
+    phi: str, l1: bool, rises_to: int, bounded: bool, with_u: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """o, the rows' statistics (B, H, Tq, 4), and for a backward pass through a power u, of o's
     shape.
@@ -222,9 +240,9 @@ def _forward_op(
     p = int(power)
     o, stats, u = _fake_forward(q, k, v, with_u)
     q, k, v = _rows_contiguous(q, k, v)
-    form = _form(phi, l1, p, rises_to, bounded, shift is not None, q)
+    form = _form(phi, l1, p, rises_to, bounded, shift is not None, q, first)
     name = "forward_u" if with_u else "forward"
-    _launch(name, form, p, (q, k, v, o), q, k, v, shift, o, stats, u if with_u else None)
+    _launch(name, form, p, (q, k, v, o), q, k, v, shift, first, o, stats, u if with_u else None)
     return o, stats, u
 
 
@@ -236,8 +254,8 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
 
 @torch.library.custom_op(f"{LIBRARY}::phi_attention_backward", mutates_args=())
 def _backward_op(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, power: Tensor, o: Tensor, stats: Tensor, u: Tensor,
-    phi: str, l1: bool, rises_to: int, bounded: bool, has_shift: bool,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, power: Tensor, first: Tensor | None, o: Tensor,
+    stats: Tensor, u: Tensor, phi: str, l1: bool, rises_to: int, bounded: bool, has_shift: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv; their bits are the same each time where torch is asked for deterministic
     algorithms.
@@ -246,23 +264,30 @@ def _backward_op(
     assert not p or u.shape == o.shape, "forward was not told of a backward pass"
     dq, dk, dv = _fake_backward(do, q, k, v)
     do, q, k, v = _rows_contiguous(do, q, k, v)
-    form = _form(phi, l1, p, rises_to, bounded, has_shift, q)
+    form = _form(phi, l1, p, rises_to, bounded, has_shift, q, first)
+    ends = None  # for each key, the first row that no longer sees it
+    if first is not None:
+        keys = torch.arange(k.shape[2], dtype=first.dtype, device=first.device)
+        keys = keys.expand(len(first), -1).contiguous()
+        ends = torch.searchsorted(first, keys, right=True, out_int32=True)
     rows = torch.empty_like(stats)
     in_order = torch.are_deterministic_algorithms_enabled()
     n_padded = triton.cdiv(q.shape[2], PAD.value) * PAD.value
     dq_sum = None if in_order else stats.new_zeros(*q.shape[:2], n_padded, form.bd)
     matrices = (q, k, v, o, do, dq)
     _launch(
-        "backward_rows", form, p, matrices, *matrices[:5], u, stats, dq if in_order else None, rows
-    )
+        "backward_rows", form, p, matrices, *matrices[:5], u, stats, first,
+        dq if in_order else None, rows,
+    )  # fmt: skip
     # Grouped heads: gradients by query head, summed at the end (a loop over heads in the kernel
     # spills).
     grouped = k.shape[1] < q.shape[1]
     by_head = (*q.shape[:2], *k.shape[2:])
     dks, dvs = (stats.new_empty(by_head) if grouped else t for t in (dk, dv))
     _launch(
-        "backward", form, p, (q, k, v, do, dks, dvs), q, k, v, do, stats, rows, dks, dvs, dq_sum
-    )
+        "backward", form, p, (q, k, v, do, dks, dvs), q, k, v, do, stats, rows, first, ends,
+        dks, dvs, dq_sum,
+    )  # fmt: skip
     if dq_sum is not None:
         torch.mul(dq_sum[:, :, : q.shape[2], : q.shape[3]], form.gain * max(p, 1), out=dq)
     if grouped:
@@ -280,15 +305,15 @@ def _fake_backward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, power, shift, *ctx.form, _ = inputs
+    q, k, v, power, shift, first, *ctx.form, _ = inputs
     ctx.has_shift = shift is not None
     ctx.set_materialize_grads(False)  # of stats and u
-    ctx.save_for_backward(q, k, v, power, *output)
+    ctx.save_for_backward(q, k, v, power, first, *output)
 
 
 def _autograd(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     gradients = _backward_op(grads[0], *ctx.saved_tensors, *ctx.form, ctx.has_shift)
-    return *gradients, *[None] * 7
+    return *gradients, *[None] * 8
 
 
 _forward_op.register_autograd(_autograd, setup_context=_setup_context)

@@ -2,7 +2,7 @@
 
     o = phi_attention(q, k, v, phi="softplus", l1=True, p=15)      # LSSAR (engines/triton.py)
 
-For scores x = q.k + shift and s = phi(x) at the keys a row sees, the weights C of a row are
+For scores x = q.k + shift and s = phi(x) at the n keys a row sees, the weights C of a row are
 
     l1 off:   C = s
     l1:       C = s / Z,        Z = sum s
@@ -35,6 +35,11 @@ score in base 2, and softplus is log2(1 + 2^y), whose unit l1 cancels. Its deriv
 logarithm, one instruction, off by 2^-22. Backward has the polynomial, as the logarithm was no
 faster there. Where a row's weights are sensitive to either's error or to their difference
 (`_row_constants`), its block uses the polynomial in both.
+
+A row sees the keys from its `first` (0 where there is none, as without documents and windows) to its
+own. Firsts never fall from one row to the next, so that a block of rows begins at the first of its
+first row, and a block of keys ends at the last row that sees its last key. Tiles that all rows see
+whole need no mask.
 
 For NVIDIA GPUs from compute capability 8.0 on; TRITON_INTERPRET=1 runs them on the CPU (tests).
 """
@@ -87,6 +92,7 @@ class Form:
     has_shift: bool  # there is a shift
     fast: bool  # softplus to 9e-6: enough for 16-bit inputs
     d: int  # head_dim
+    has_first: bool = False  # rows have a first key: of their document, or of their window
 
     # Under which Triton keeps a compiled kernel: of these properties it would see nothing.
     cache_key = property(lambda form: f"{form} {SOURCE}")
@@ -211,14 +217,24 @@ def _scores(a, b, shift, form: tl.constexpr):
 
 
 @triton.jit
+def _visible(position, first, j, form: tl.constexpr):
+    """Whether a row at `position` among the keys sees key j."""
+    visible = position >= j
+    if form.has_first:
+        visible = visible & (first <= j)
+    return visible
+
+
+@triton.jit
 def _phi_of_scores(
-    a, b, position, j, shift, low, DIAGONAL: tl.constexpr, EXACT: tl.constexpr, form: tl.constexpr
+    a, b, position, first, j, shift, low, EDGE: tl.constexpr, EXACT: tl.constexpr, form: tl.constexpr
 ):  # fmt: skip
-    """phi(x) and its derivative of a tile; DIAGONAL: 0 at keys j after the row's position."""
+    """phi(x) and its derivative of a tile; EDGE: 0 at keys j that the row does not see."""
     s, slope = _phi(_scores(a, b, shift, form), low, EXACT, form)
-    if DIAGONAL:
-        s = tl.where(position >= j, s, 0.0)
-        slope = tl.where(position >= j, slope, 0.0)
+    if EDGE:
+        visible = _visible(position, first, j, form)
+        s = tl.where(visible, s, 0.0)
+        slope = tl.where(visible, slope, 0.0)
     return s, slope
 
 
@@ -252,7 +268,9 @@ def _add_sums(total, lost, peak, y, HOW: tl.constexpr, form: tl.constexpr):
 
 
 @triton.jit
-def _row_constants(total, low_total, peak, shift, position, n_keys, power, form: tl.constexpr):
+def _row_constants(
+    total, low_total, peak, shift, position, first, n_keys, power, form: tl.constexpr
+):  # fmt: skip
     """c, e, shift, and a flag for rows that are low (form.safe) or need exact softplus (form.log).
 
     From the sums of phi and of 2^(y - peak), and peak = max y. `normalisers.base.reweight` explains
@@ -267,7 +285,7 @@ def _row_constants(total, low_total, peak, shift, position, n_keys, power, form:
     c = tl.full(total.shape, 1.0, tl.float32)
     e = tl.zeros_like(total)
     if form.p > 0:
-        n = (position + 1).to(tl.float32)
+        n = (position - first + 1).to(tl.float32)
         largest, _ = _phi(peak, flag, True, form)
         has_mass = ~(total <= NO_MASS)  # NaN has: it must reach o
         mean = tl.where(has_mass, total, 1.0) / n
@@ -348,17 +366,45 @@ def _store_rows(pointer, i, n, a, b, c, d):
 
 
 @triton.jit
-def _query_block(n_head, n_queries, n_keys, BM: tl.constexpr, BN: tl.constexpr):
+def _query_block(
+    first_ptr, n_head, n_queries, n_keys, BM: tl.constexpr, BN: tl.constexpr, form: tl.constexpr
+):  # fmt: skip
     """Batch, head, first row and rows (BM,) of this program, the index of the head's first row
-    among all, and where tiles end that all rows see, and those on the diagonal. Blocks with most
-    keys come first."""
+    among all, and where tiles of keys begin and end (`_edge_tile`). Blocks with most keys come
+    first."""
     n_blocks = tl.cdiv(n_queries, BM)
     part, row, batch, head = _program(n_blocks, n_head)
     start = (n_blocks - 1 - part) * BM
     i = start + tl.arange(0, BM)
-    whole = (n_keys - n_queries + start + 1) // BN * BN
+    inner = 0
+    outer = (n_keys - n_queries + start + 1) // BN * BN
+    edges = outer
     stop = tl.minimum(n_keys, n_keys - n_queries + start + BM)
-    return batch, head, start, i, row * n_queries, whole, stop
+    if form.has_first:
+        first_ptr += batch * n_queries
+        lowest = tl.load(first_ptr + start) // BN * BN
+        inner = tl.cdiv(tl.load(first_ptr + tl.minimum(start + BM, n_queries) - 1), BN) * BN
+        outer = tl.maximum(inner, outer)
+        edges = outer - (inner - lowest)
+    return batch, head, start, i, row * n_queries, (inner, outer, edges, stop)
+
+
+@triton.jit
+def _edge_tile(at, inner, outer, form: tl.constexpr):
+    """Where the tile of a loop over the edges begins: those before `inner`, then those from `outer`
+    on. Between them all rows see all keys. `at` runs on from the first of them to `outer`."""
+    if form.has_first:
+        at = tl.where(at < outer, at - outer + inner, at)
+    return at
+
+
+@triton.jit
+def _firsts(first_ptr, batch, i, n_queries, form: tl.constexpr):
+    """The first key of rows i (BM,); 0 for rows beyond the end, as for all without `first`."""
+    first = tl.zeros_like(i)
+    if form.has_first:
+        first = tl.load(first_ptr + batch * n_queries + i, mask=i < n_queries, other=0)
+    return first
 
 
 # ---------------------------------------------------------------- forward: BM query rows of one
@@ -367,40 +413,49 @@ def _query_block(n_head, n_queries, n_keys, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _row_sums(
-    q, keys, position, shift, whole, stop, HOW: tl.constexpr, STAGES: tl.constexpr, BN: tl.constexpr,
-    form: tl.constexpr,
+    q, keys, position, first, shift, bounds, HOW: tl.constexpr, STAGES: tl.constexpr,
+    BN: tl.constexpr, form: tl.constexpr,
 ):  # fmt: skip
     """`_add_sums` over all keys that each row sees."""
     total = tl.zeros_like(shift)
     lost = tl.zeros_like(shift)
     peak = tl.full(shift.shape, NEVER, tl.float32)
-    for DIAGONAL in tl.static_range(2):
-        for j0 in tl.range(
-            whole if DIAGONAL else 0, stop if DIAGONAL else whole, BN, num_stages=STAGES
+    inner, outer, edges, stop = bounds
+    for EDGE in tl.static_range(2):
+        for at in tl.range(
+            edges if EDGE else inner, stop if EDGE else outer, BN, num_stages=STAGES
         ):
-            y = _scores(q, _tile(keys, j0, BN, DIAGONAL, form), shift[:, None], form)
-            if DIAGONAL:
-                y = tl.where(
-                    position[:, None] >= (j0 + tl.arange(0, BN))[None, :], y, -float("inf")
-                )
+            j0 = _edge_tile(at, inner, outer, form) if EDGE else at
+            y = _scores(q, _tile(keys, j0, BN, EDGE, form), shift[:, None], form)
+            if EDGE:
+                j = j0 + tl.arange(0, BN)
+                visible = _visible(position[:, None], first[:, None], j[None, :], form)
+                y = tl.where(visible, y, -float("inf"))
             total, lost, peak = _add_sums(total, lost, peak, y, HOW, form)
     return total, peak
 
 
 @triton.jit(do_not_specialize=["power", "n_queries", "n_keys"])
 def _forward(
-    q_ptr, k_ptr, v_ptr, shift_ptr, o_ptr, stats_ptr, u_ptr,
+    q_ptr, k_ptr, v_ptr, shift_ptr, first_ptr, o_ptr, stats_ptr, u_ptr,
     q_strides, k_strides, v_strides, o_strides,
     power, n_head, group, n_queries, n_keys, form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """o, c', e', shift and flag of each row, and for a backward pass u, laid out as o."""
-    batch, head, start, i, first_row, whole, stop = _query_block(n_head, n_queries, n_keys, BM, BN)
+    batch, head, start, i, first_row, bounds = _query_block(
+        first_ptr, n_head, n_queries, n_keys, BM, BN, form
+    )
     keys = _matrix(k_ptr, k_strides, n_keys, batch, head // group)
     values = _matrix(v_ptr, v_strides, n_keys, batch, head // group)
     position = n_keys - n_queries + i  # among the keys: the row sees those up to it
+    first = _firsts(first_ptr, batch, i, n_queries, form)
+    inner, outer, edges, stop = bounds
+    lowest = edges - outer + inner
     q = _tile(_matrix(q_ptr, q_strides, n_queries, batch, head), start, BM, True, form)
     shift = tl.zeros([BM], tl.float32)
     if form.has_shift:
+        if form.has_first:
+            shift_ptr += batch * n_queries
         shift = tl.load(shift_ptr + i, mask=i < n_queries, other=0.0)
     c = tl.full([BM], 1.0, tl.float32)
     e = tl.zeros([BM], tl.float32)
@@ -409,14 +464,27 @@ def _forward(
         given = shift
         HOW: tl.constexpr = form.sums
         AGAIN: tl.constexpr = form.sums_again
-        total, peak = _row_sums(q, keys, position, given, whole, stop, HOW, None, BN, form)
-        c, e, shift, flag = _row_constants(total, total, peak, given, position, n_keys, power, form)
+        total, peak = _row_sums(q, keys, position, first, given, bounds, HOW, None, BN, form)
+        c, e, shift, flag = _row_constants(
+            total, total, peak, given, position, first, n_keys, power, form
+        )
         if HOW != AGAIN:  # noqa: SIM102 (decided when compiled; the next one when run)
             if tl.max(flag, 0) > 0:
-                again, peak = _row_sums(q, keys, position, given, 0, stop, AGAIN, 1, BN, form)
+                again, peak = _row_sums(
+                    q,
+                    keys,
+                    position,
+                    first,
+                    given,
+                    (inner, inner, lowest, stop),
+                    AGAIN,
+                    1,
+                    BN,
+                    form,
+                )
                 total = again if form.log else total
                 c, e, shift, flag = _row_constants(
-                    total, again, peak, given, position, n_keys, power, form
+                    total, again, peak, given, position, first, n_keys, power, form
                 )
     BD: tl.constexpr = form.bd
     acc = tl.zeros([BM, BD], tl.float32)  # sum t^p v
@@ -424,16 +492,21 @@ def _forward(
     acc_lower = tl.zeros([BM, BD], tl.float32)  # sum t^(p-1) v
     total_lower = tl.zeros([BM], tl.float32)
     for LOOP in tl.static_range(3 if form.log else 2):
-        begin = whole if LOOP == ON else 0
-        end = whole if LOOP == BEFORE else stop
+        begin = inner
+        if LOOP == ON:
+            begin = edges
+        elif LOOP == REDO:
+            begin = lowest
+        end = outer if LOOP == BEFORE else stop
         if form.log:  # REDO is for blocks with a flagged row, the others are for those without
             end = tl.where((tl.max(flag, 0) > 0) == (LOOP == REDO), end, begin)
-        for j0 in tl.range(begin, end, BN >> LOOP // 2, num_stages=1 if LOOP == REDO else None):
+        for at in tl.range(begin, end, BN >> LOOP // 2, num_stages=1 if LOOP == REDO else None):
+            j0 = _edge_tile(at, inner, outer, form) if LOOP == ON else at
             k = _tile(keys, j0, BN >> LOOP // 2, LOOP != BEFORE, form)
             j = j0 + tl.arange(0, BN >> LOOP // 2)
             position = n_keys - n_queries + start + tl.arange(0, BM)  # anew: kept, it spills
-            s, _ = _phi_of_scores(q, k, position[:, None], j[None, :], shift[:, None], flag[:, None],
-                                  LOOP != BEFORE, LOOP == REDO, form)  # fmt: skip
+            s, _ = _phi_of_scores(q, k, position[:, None], first[:, None], j[None, :], shift[:, None],
+                                  flag[:, None], LOOP != BEFORE, LOOP == REDO, form)  # fmt: skip
             weight, lower = _weigh(s, c[:, None], e[:, None], power, form)
             total += tl.sum(weight, 1)
             v = _tile(values, j0, BN >> LOOP // 2, LOOP != BEFORE, form)
@@ -445,7 +518,7 @@ def _forward(
         scale = tl.where(total <= 0, 0.0, 1.0 / total)
         root = tl.where(total <= 0, 0.0, tl.exp2(tl.log2(total) * (-1.0 / power)))
         if u_ptr is not None:
-            n = (n_keys - n_queries + i + 1).to(tl.float32)
+            n = (n_keys - n_queries + i - first + 1).to(tl.float32)
             share = tl.where((total > 0) & (e > 0), scale / root / n, 0.0)
             o = (acc * scale[:, None]).to(o_ptr.dtype.element_ty).to(tl.float32)  # rounded, as in D
             u = (acc_lower - total_lower[:, None] * o) * share[:, None]
@@ -469,12 +542,14 @@ def _forward(
 
 @triton.jit(do_not_specialize=["power", "n_queries", "n_keys"])
 def _backward_rows(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, u_ptr, stats_ptr, dq_ptr, rows_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, u_ptr, stats_ptr, first_ptr, dq_ptr, rows_ptr,
     q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
     power, n_head, group, n_queries, n_keys, form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """c', e', D and c' m of each row; dq, where it is given: the same bits each time."""
-    batch, head, start, i, first_row, whole, stop = _query_block(n_head, n_queries, n_keys, BM, BN)
+    batch, head, start, i, first_row, bounds = _query_block(
+        first_ptr, n_head, n_queries, n_keys, BM, BN, form
+    )
     do = _tile(_matrix(do_ptr, do_strides, n_queries, batch, head), start, BM, True, form)
     delta = tl.zeros([BM], tl.float32)
     mean = tl.zeros([BM], tl.float32)
@@ -494,13 +569,16 @@ def _backward_rows(
         q = _tile(_matrix(q_ptr, q_strides, n_queries, batch, head), start, BM, True, form)
         BD: tl.constexpr = form.bd
         dq = tl.zeros([BM, BD], tl.float32)
-        for DIAGONAL in tl.static_range(2):
-            for j0 in tl.range(whole if DIAGONAL else 0, stop if DIAGONAL else whole, BN):
-                k = _tile(keys, j0, BN, DIAGONAL, form)
-                v = _tile(values, j0, BN, DIAGONAL, form)
+        first = _firsts(first_ptr, batch, i, n_queries, form)
+        inner, outer, edges, stop = bounds
+        for EDGE in tl.static_range(2):
+            for at in tl.range(edges if EDGE else inner, stop if EDGE else outer, BN):
+                j0 = _edge_tile(at, inner, outer, form) if EDGE else at
+                k = _tile(keys, j0, BN, EDGE, form)
+                v = _tile(values, j0, BN, EDGE, form)
                 j = j0 + tl.arange(0, BN)
-                s, slope = _phi_of_scores(q, k, position[:, None], j[None, :], shift[:, None],
-                                          low[:, None], DIAGONAL, True, form)  # fmt: skip
+                s, slope = _phi_of_scores(q, k, position[:, None], first[:, None], j[None, :],
+                                          shift[:, None], low[:, None], EDGE, True, form)  # fmt: skip
                 dC = tl.dot(do, tl.trans(v), input_precision=form.precision)
                 _, dx = _weigh_and_grad(s, slope, dC, c[:, None], e[:, None], delta[:, None],
                                         c_mean[:, None], power, form)  # fmt: skip
@@ -511,7 +589,7 @@ def _backward_rows(
 
 @triton.jit(do_not_specialize=["power", "n_queries", "n_keys"])
 def _backward(
-    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rows_ptr, dk_ptr, dv_ptr, dq_sum_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, rows_ptr, first_ptr, ends_ptr, dk_ptr, dv_ptr, dq_sum_ptr,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
     power, n_head, group, n_queries, n_keys, form: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -531,21 +609,34 @@ def _backward(
     tl.static_assert(PAD % BM == 0)
     if dq_sum_ptr is not None:
         dq_sum_ptr += row * (tl.cdiv(n_queries, PAD) * PAD) * BD
-    # Rows on the diagonal, which do not see all of these keys, then rows that see them all.
-    first = block * BN - (n_keys - n_queries)  # the row at the block's first key
-    start = tl.maximum(first, 0) // BM * BM
-    whole = tl.minimum(tl.cdiv(tl.maximum(first + BN - 1, 0), BM), tl.cdiv(n_queries, BM)) * BM
+    # Rows at the edges, which do not see all of these keys, then rows that see them all.
+    own = block * BN - (n_keys - n_queries)  # the row at the block's first key
+    start = tl.maximum(own, 0) // BM * BM
+    inner = tl.minimum(tl.cdiv(tl.maximum(own + BN - 1, 0), BM), tl.cdiv(n_queries, BM)) * BM
+    outer = n_queries
+    end = inner
+    if form.has_first:
+        ends_ptr += batch * n_keys
+        of_all = tl.load(ends_ptr + block * BN)
+        end = tl.load(ends_ptr + tl.minimum(block * BN + BN, n_keys) - 1)
+        outer = tl.where(of_all < n_queries, of_all // BM, tl.cdiv(n_queries, BM)) * BM
+        outer = tl.maximum(inner, outer)
+        end -= outer - inner
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BD], tl.float32)
     for WHOLE in tl.static_range(2):
-        for i0 in tl.range(whole if WHOLE else start, n_queries if WHOLE else whole, BM):
+        for at in tl.range(inner if WHOLE else start, outer if WHOLE else end, BM):
+            i0 = at
+            if form.has_first and not WHOLE:  # the rows before all those, then the rows after them
+                i0 = tl.where(at < inner, at, at - inner + outer)
             i = i0 + tl.arange(0, BM)  # rows beyond have q = do = c = 0 and add nothing
             q = _tile(queries, i0, BM, True, form)
             do = _tile(grads, i0, BM, True, form)
             c, e, delta, c_mean = _load_rows(rows, i, n_queries, BM)
             _c, _e, shift, low = _load_rows(stats, i, n_queries, BM)  # read by form.shifted
-            s, slope = _phi_of_scores(k, q, (n_keys - n_queries + i)[None, :], j[:, None], shift[None, :],
-                                      low[None, :], not WHOLE, True, form)  # fmt: skip
+            first = _firsts(first_ptr, batch, i, n_queries, form)
+            s, slope = _phi_of_scores(k, q, (n_keys - n_queries + i)[None, :], first[None, :], j[:, None],
+                                      shift[None, :], low[None, :], not WHOLE, True, form)  # fmt: skip
             dC = tl.dot(v, tl.trans(do), input_precision=form.precision)
             weight, dx = _weigh_and_grad(s, slope, dC, c[None, :], e[None, :], delta[None, :],
                                          c_mean[None, :], power, form)  # fmt: skip

@@ -234,12 +234,13 @@ def weights_of(normaliser, q, k):
     return normaliser.weights(q, k, signals=signals_of(normaliser, q, k))
 
 
-def run(engine, normaliser, q, k, v, do, autocast=False):
+def run(engine, normaliser, q, k, v, do, autocast=False, **options):
     """o and every gradient of (o * do).sum(), with an engine or with weights given as a function."""
     q, k, v = (t.detach().clone().requires_grad_() for t in (q, k, v))
     params = dict(normaliser.named_parameters())
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        o = engine(q, k, params) @ v if callable(engine) else attend(q, k, v, normaliser, engine)
+        o = None if callable(engine) else attend(q, k, v, normaliser, engine, **options)
+        o = engine(q, k, params) @ v if o is None else o
     inputs = {"dq": q, "dk": k, "dv": v, **{f"d{name}": p for name, p in params.items()}}
     grads = torch.autograd.grad(
         o, list(inputs.values()), do, allow_unused=True, materialize_grads=True
@@ -284,10 +285,10 @@ def fox_errors(attend, dtype, shape, device="cpu"):
     return [((a - b).norm() / b.norm()).item() for a, b in pairs]
 
 
-def exactly(normaliser, *inputs):
+def exactly(normaliser, *inputs, **options):
     """`run` in float64 on the same numbers; equal to the reference by the first tests of section 2."""
     q, k, v, do = (t.double() for t in inputs)
-    return run("dense", copy.deepcopy(normaliser).double(), q, k, v, do)
+    return run("dense", copy.deepcopy(normaliser).double(), q, k, v, do, **options)
 
 
 def assert_close(got, want, inputs, tolerance, label):

@@ -334,7 +334,6 @@ def test_windows_and_alibi(place):
     normaliser.position = position
     engine = "sdpa" if has_sdpa(cfg) and options["normaliser"] != "norm_softmax" else "rows"
     assert choose(normaliser, torch.device("cpu"), torch.float64) == engine
-    assert triton.problem(normaliser, torch.device("cuda"), torch.float32)
     for len_q, len_k in [(73, 73), (9, 33), (3, 3)]:
         q, _, _, do = draw(len_q, len_k, 8, n_head=4, dtype=torch.float64)
         _, k, v, _ = draw(len_q, len_k, 8, dtype=torch.float64)

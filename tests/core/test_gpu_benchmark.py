@@ -22,4 +22,4 @@ def test_smoke(call, tmp_path, monkeypatch):
     assert not status.value.code and not any("failed" in record for record in records)
     parts = [record["part"] for record in records[:11]]
     assert parts == ["attention", *["step"] * 5, *["decode"] * 5]
-    assert records[0]["name"] == "LSSAR p=15" and len(records) == 22
+    assert records[0]["name"] == "LSSAR p=15" and len(records) == 31

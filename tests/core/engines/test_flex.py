@@ -20,6 +20,7 @@ from infra.cli import UserError
 from schema import AttentionConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPU_ENGINES = ("sdpa", "rows")
 pytestmark = pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 OPTIONS = [
     {"normaliser": "scale_invariant"},
@@ -32,6 +33,24 @@ OPTIONS = [
     },
     {"normaliser": "ssmax", "bias": True, "alibi": True},
 ]
+# A softmax, of scores with a decay as well, and every phi of which it takes the logarithm.
+OF_DOCUMENTS = [
+    {"normaliser": "lssa"},
+    {"normaliser": "fox"},
+    {"normaliser": "phi", "phi": "relu2", "scores": "cosine", "bias": "log_n", "alibi": True},
+    {"normaliser": "softmax"},
+    {"normaliser": "phi"},
+    {"normaliser": "sigmoid", "l1": True},
+    {"normaliser": "relu_li"},
+    {"normaliser": "phi", "phi": "relu6"},
+    *OPTIONS,
+]
+DOCUMENTS = torch.tensor([[0, 3, 131, 290], [0, 0, 17, 145]])  # where those of two sequences begin
+
+
+def first_keys(n_keys):
+    places = torch.arange(n_keys).expand(2, -1).contiguous()
+    return DOCUMENTS.gather(1, torch.searchsorted(DOCUMENTS, places, right=True) - 1)
 
 
 def build(options, n_head=4):
@@ -69,17 +88,55 @@ def test_agrees_with_the_definition(options, shape, backward_on_cpu, monkeypatch
     assert_close(got, want, inputs, 2e-5, "float32")
 
 
+@pytest.mark.parametrize("options", [*OF_DOCUMENTS[:3], *slow(*OF_DOCUMENTS[3:])], ids=str)
+@pytest.mark.parametrize("place", [(299, 140), *slow((299, 0), (130, 0), (130, 140))])
+def test_documents(options, place, backward_on_cpu, monkeypatch):
+    """By definition in float64, o and every gradient, with and without documents."""
+    n_queries, window = place
+    layer = build(options)
+    layer.window = window
+    monkeypatch.setattr(flex, "problem", lambda *layer: "")
+    q, k, v, do = draw(n_queries, 299, 16, batch=2, n_head=4, dtype=torch.float64)
+    inputs = (q, k[:, :2], v[:, :2], do)
+    layer = layer.double()
+    for first in (first_keys(299), None):
+        want = run("dense", layer, *inputs, first=first)
+        assert_close(run("flex", layer, *inputs, first=first), want, inputs, 1e-12, "float64")
+    q, k, v, do = (t.float() for t in inputs)
+    got = run("flex", layer.float(), q, k, v, do, first=first)
+    assert_close(got, want, inputs, 2e-5, "float32")
+
+
+def test_low_scores(backward_on_cpu):
+    """log phi where phi itself is below float32."""
+    x = torch.tensor([-200.0, -60.0, -39.0, 0.0, 50.0], requires_grad=True)
+    for phi, log_phi in flex.LOG_PHI.items():
+        (gradient,) = torch.autograd.grad(log_phi(x).clamp_min(-1e9).sum(), x)
+        assert gradient.isfinite().all()
+        if phi in ("softplus", "sigmoid"):
+            torch.testing.assert_close(log_phi(x)[:3], x[:3])
+
+
 @pytest.mark.parametrize(
     "shape", [(128, 128), (300, 300), (70, 200), (130, 256), (256, 384), (500, 1000), (1, 1)]
 )
 @pytest.mark.parametrize("window", [0, 1, 130])
-def test_causal_mask(shape, window):
-    got, first = flex.causal_mask(*shape, CPU, window)
+@pytest.mark.parametrize("documents", [False, True])
+def test_block_mask(shape, window, documents):
+    n_queries, n_keys = shape
+    got, offset = flex.causal_mask(*shape, CPU, window)
+    first = torch.zeros(2, n_keys, dtype=torch.int64)
+    if documents:
+        first = first_keys(n_keys)
+        places = torch.arange(n_keys)
+        seen = torch.maximum(first, places + 1 - (window or 1000))[:, -n_queries:]
+        got, offset = flex.block_mask(seen, n_keys)
 
     def visible(b, h, i, j):
-        return (i + first >= j) & (i + first - j < (window or 1000))
+        place = i + offset
+        return (place >= j) & (place - j < (window or 1000)) & (first[b, place] <= j)
 
-    want = create_block_mask(visible, None, None, *shape, device="cpu")
+    want = create_block_mask(visible, 2 if documents else None, None, *shape, device="cpu")
     assert torch.equal(got.to_dense(), want.to_dense())
     assert got.full_kv_num_blocks is not None and torch.equal(
         got.full_kv_num_blocks, want.full_kv_num_blocks
@@ -88,9 +145,10 @@ def test_causal_mask(shape, window):
         ("kv_num_blocks", "kv_indices"),
         ("full_kv_num_blocks", "full_kv_indices"),
     ):
-        for row, n in enumerate(getattr(want, counts)[0, 0].tolist()):
-            listed, expected = (getattr(mask, blocks)[0, 0, row, :n] for mask in (got, want))
-            assert torch.equal(listed.sort().values, expected.sort().values)
+        rows = [getattr(mask, blocks).flatten(0, 2) for mask in (got, want)]
+        for n, *listed in zip(getattr(want, counts).flatten(), *rows, strict=True):
+            ours, expected = (row[:n].sort().values for row in listed)
+            assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("backend", ["eager", *slow("inductor")])
@@ -127,6 +185,10 @@ def test_choice(monkeypatch):
         for options in OPTIONS[:2]:
             assert choose(build(options), CUDA, torch.bfloat16, "auto") == chosen
     assert choose(build(OPTIONS[2]), CUDA, torch.bfloat16, "auto") == "sdpa"
+    for name, chosen in (("softmax", "flex"), ("fox", "flex"), ("lssa", "triton")):
+        layer = make_normaliser(AttentionConfig(normaliser=name), 4, 16, 300)
+        assert choose_engine(layer, "auto", CUDA, torch.bfloat16, documents=True).name == chosen
+        assert choose_engine(layer, "auto", CPU, torch.float32, documents=True).name in CPU_ENGINES
     alibi = build(OPTIONS[1])
     assert (
         choose_engine(alibi, "flex", CUDA, torch.bfloat16).note
@@ -141,17 +203,18 @@ def test_choice(monkeypatch):
     for other, chosen in (
         ({"normaliser": "scale_invariant", "reweight_p": 3}, "rows"),
         ({"normaliser": "softmax", "sink": "one"}, "rows"),
-        ({"normaliser": "fox"}, "sdpa"),
+        ({"normaliser": "phi", "phi": "gelu"}, "rows"),
     ):
         normaliser = make_normaliser(AttentionConfig(**other), 4, 16, 300, "alibi")
         assert choose(normaliser, CUDA, torch.bfloat16, "auto") == chosen
         with pytest.raises(
-            UserError, match=r"with alibi (re-weights its softmax|is not a softmax of scores)"
+            UserError,
+            match=r"with alibi (re-weights its|is not a softmax of scores|has weights below)",
         ):
             choose(normaliser, CUDA, torch.bfloat16, "flex")
 
 
-@pytest.mark.parametrize("options", [*slow(OPTIONS[0]), OPTIONS[1]], ids=["dot", "cosine"])
+@pytest.mark.parametrize("options", [*slow(OPTIONS[0], *OF_DOCUMENTS[:3]), OPTIONS[1]], ids=str)
 @pytest.mark.parametrize("fault", ["", "wrong", "nan", "raises"])
 def test_self_check(options, fault, backward_on_cpu, monkeypatch):
     def faulty(q, *rest, **options):
@@ -162,9 +225,11 @@ def test_self_check(options, fault, backward_on_cpu, monkeypatch):
 
     monkeypatch.setattr(flex, "flex_attention", faulty)
     self_check._check.cache_clear()
-    if fault:
-        with pytest.warns(UserWarning, match="engine flex failed its self-check"):
-            assert self_check.check("flex", flex, build(options), CPU, torch.float32).problem
-    else:
-        assert self_check.check("flex", flex, build(options), CPU, torch.float32).error < 1e-5
+    arguments = ("flex", flex, build(options), CPU, torch.float32)
+    for documents in (True, False):
+        if fault:
+            with pytest.warns(UserWarning, match="engine flex failed its self-check"):
+                assert self_check.check(*arguments, documents).problem
+        else:
+            assert self_check.check(*arguments, documents).error < 1e-5
     self_check._check.cache_clear()

@@ -29,10 +29,10 @@ FUSED = [
 ]
 
 
-def error_of(engine, options, head_dim, dtype, length=200):
+def error_of(engine, options, head_dim, dtype, length=200, window=0, documents=False):
     """Of o, dq, dk and dv, the largest error."""
-    layer = make_normaliser(AttentionConfig(**options), 2, head_dim, 1024).to(CUDA)
-    return engine_error(engine, layer, CUDA, dtype, length)
+    layer = make_normaliser(AttentionConfig(**options), 2, head_dim, 1024, window=window).to(CUDA)
+    return engine_error(engine, layer, CUDA, dtype, length, documents)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -55,6 +55,21 @@ def test_a_rising_power_is_that_of_its_own_kernel(p):
 @pytest.mark.parametrize("head_dim", [32, 80, 128, 256])
 def test_triton_head_sizes(head_dim):
     assert error_of(triton_engine, LSSAR, head_dim, torch.bfloat16) <= TOLERANCE[torch.bfloat16]
+
+
+SPANS = [
+    (triton_engine, LSSAR),
+    (triton_engine, {"normaliser": "sigmoid", "l1": True}),
+    *((flex, {"normaliser": name}) for name in ("softmax", "lssa", "fox")),
+]
+
+
+@pytest.mark.parametrize("window", [0, 150])
+@pytest.mark.parametrize("case", SPANS, ids=str)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_documents_and_windows(dtype, case, window):
+    error = error_of(*case, 64, dtype, 1000, window, documents=True)
+    assert error <= TOLERANCE[dtype]
 
 
 def test_running_sums_compile():

@@ -4,6 +4,7 @@ weights.
 benchmarks/kernels.py compiles every kernel for real GPUs. benchmarks/gpu.py measures on one.
 """
 
+import itertools
 import math
 import os
 import subprocess
@@ -244,6 +245,82 @@ def test_float16(case):
     assert engine_error(triton_engine, normaliser, CPU, torch.float16, length) < 2e-3
 
 
+DOCUMENTS = [[7, 57, 1, 65, 20], [150], [64, 64, 22]]  # of three sequences
+SPANS = [(True, 0), (True, 30), (False, 30)]  # documents or none, and the window
+LOG_N = AttentionConfig(normaliser="sigmoid", l1=True)  # with a shift that depends on n
+
+
+@pytest.fixture
+def first():
+    """`first` of `attend` for DOCUMENTS."""
+    rows = []
+    for sizes in DOCUMENTS:
+        starts = torch.tensor([0, *itertools.accumulate(sizes)][:-1])
+        rows.append(starts.repeat_interleave(torch.tensor(sizes)))
+    return torch.stack(rows)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("deterministic", [False, *slow(True)], indirect=True)
+@pytest.mark.parametrize(
+    "case", [(LSSAR, SPANS[1]), *slow(*itertools.product([LSSAR, LOG_N, *PHI_CASES[::3]], SPANS))]
+)
+def test_documents_and_windows(case, first):
+    """Grouped heads, as many queries as keys and fewer."""
+    cfg, (documents, window) = case
+    layer = make(cfg, 2, 16, 300)
+    layer.window = window
+    given = first if documents else None
+    q, k, v, do = draw(150, 150, 16, batch=3)
+    tolerance = max(2e-5, 4e-7 * cfg.reweight_p)
+    for n_queries in (150, 70):
+        inputs = q[:, :, -n_queries:], k[:, :1], v[:, :1], do[:, :, -n_queries:]
+        want = exactly(layer, *inputs, first=given)
+        got = run("triton", layer, *inputs, first=given)
+        assert_close(got, want, inputs, tolerance, f"{n_queries} queries")
+
+
+@pytest.mark.parametrize("case", [(LSSAR, 2e-3), *slow((LOG_N, 2e-3))])
+def test_documents_in_float16(case):
+    cfg, tolerance = case
+    layer = make(cfg, 1, 64, 300)
+    error = engine_error(triton_engine, layer, CPU, torch.float16, 100, documents=True)
+    assert error < tolerance
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_one_document_has_the_bits_of_none():
+    layer = make(LSSAR, 2, 16, 300)
+    inputs = draw(150, 150, 16)
+    plain = run("triton", layer, *inputs)
+    context = layer.context(*inputs[:2], first=torch.zeros(1, 150, dtype=torch.int64))
+    q, k, v = (layer.norm_heads(t).requires_grad_() for t in inputs[:3])
+    v = inputs[2].clone().requires_grad_()
+    o = triton_engine.run(q, k, v, layer, context)
+    assert torch.equal(o, plain["o"])
+    assert torch.equal(torch.autograd.grad(o, v, inputs[3])[0], plain["dv"])
+
+
+def test_products_fall_with_shorter_documents(monkeypatch):
+    """Those of tiles, forward and backward, of 8 documents and of one."""
+    products = []
+    dot = interpreter.InterpreterBuilder.create_dot
+    monkeypatch.setattr(
+        interpreter.InterpreterBuilder,
+        "create_dot",
+        lambda *args: products.append(1) or dot(*args),
+    )
+    layer = make(LSSA, 1, 16, 512)
+    q, k, v, do = draw(512, 512, 16, n_head=1)
+    counts = []
+    for size in (512, 64):
+        first = torch.arange(512)[None] // size * size
+        products.clear()
+        run("triton", layer, q, k, v, do, first=first)
+        counts.append(len(products))
+    assert counts[1] < 0.3 * counts[0]
+
+
 # 2. Rows that break naive code.
 
 
@@ -288,7 +365,7 @@ def test_extreme_rows_are_finite_and_right(phi, p, scores):
 def test_long_row_of_equal_keys_is_uniform():
     """No offset in its statistics: a plain float32 sum of its equal tiles is off by more than 1e-5."""
     q, k = torch.ones(1, 1, 1, 16), torch.full((1, 1, 24576, 16), 1.319 / 16)
-    options = ("relu", True, 0, False, False)
+    options = (None, "relu", True, 0, False, False)
     power = torch.tensor(15)
     o, stats, _ = triton_engine._forward_op(q, k, torch.ones_like(k), power, None, *options)
     assert stats[..., 1] == 0
@@ -414,7 +491,7 @@ def test_operators_keep_torchs_rules():
     """Schemas, fake tensors, autograd registration: torch's own checks of custom operators."""
     q, k, v, _ = draw(20, 24, 16)
     inputs = [t.requires_grad_() for t in (q, k, v)]
-    args = (*inputs, torch.tensor(3), None, "softplus", True, 15, False, True)
+    args = (*inputs, torch.tensor(3), None, None, "softplus", True, 15, False, True)
     torch.library.opcheck(triton_engine._forward_op, args)
 
 
@@ -598,6 +675,7 @@ def test_ranks_agree_on_the_self_check(monkeypatch):
         (["bfloat16"], 5),
         (["float32"], 5),
         (["bfloat16", "--rising"], 5),
+        (["bfloat16", "--documents"], 5),
         (["bfloat16", "--all-forms"], 32),
     ],
 )
@@ -650,7 +728,7 @@ launch = at.launch_of("forward_u", form, 9)
 for T, p in ((64, 1), (100, 2), (257, 7), (1, 8), (4096, 14)):
     q, k, v = torch.empty(2, T, 3, 4, 64, dtype=torch.bfloat16).permute(2, 0, 3, 1, 4)
     stats, o = torch.empty(2, 4, T, 4), at._new_output(q)
-    args = (q, k, v, None, o, stats, o, *(t.stride()[:3] for t in (q, k, v, o)), p, 4, 1, T, T, form)
+    args = (q, k, v, None, None, o, stats, o, *(t.stride()[:3] for t in (q, k, v, o)), p, 4, 1, T, T, form)
     at.kernels._forward.warmup(*args, grid=(1,), **launch._asdict())
 print(len(at.kernels._forward.device_caches[0][0]), "compiled")
 """
