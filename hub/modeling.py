@@ -56,6 +56,8 @@ class HubCache(PaddedCache):
     def __init__(self, cache: Cache | None) -> None:
         self.cache = cache
         self.length = 0 if cache is None else int(cache.get_seq_length())
+        # as `forward` left it there
+        self.document = getattr(cache if self.length else None, "document", torch.tensor(0))
 
     def append(self, layer: int, *parts: Tensor) -> list[Tensor]:
         if self.cache is None:
@@ -264,6 +266,8 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
         finally:
             for hook in hooks:
                 hook.remove()
+        if cache is not None:
+            cache.document = kv_cache.document  # type: ignore[attr-defined]
         # The layer is called, not its weight read: accelerate's hooks may have to load it.
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         padded_logits = self.gpt.lm_head(hidden[:, kept])

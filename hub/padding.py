@@ -58,7 +58,8 @@ def attend_spans(
         if queries.start < queries.stop:
             real = q[sequences, :, queries], k[sequences, :, keys], v[sequences, :, keys]
             read = None if signals is None else signals[sequences, :, keys]
-            out[sequences, :, queries] = attend(*real, layer, engine, read, normed)
+            own = None if first is None else (first[sequences, keys] - start).clamp_min(0)
+            out[sequences, :, queries] = attend(*real, layer, engine, read, normed, own)
     return out
 
 

@@ -69,7 +69,9 @@ class TrainState:
             # DDP splits a compiled graph. While p rises torch mixes up which buffers its parts may
             # reuse.
             functorch_config.donated_buffer = not config.attention.reweight_p_warmup
-            self.model = DistributedDataParallel(self.raw_model, gradient_as_bucket_view=True)
+            self.model = DistributedDataParallel(
+                self.raw_model, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
         self.optimizers = make_optimizers(self.raw_model, config.optimizer)
         self.stop = StopSignals()
         self.step = 0

@@ -5,9 +5,13 @@ import itertools
 import pytest
 import torch
 from attention_cases import attend, draw, each_case, each_name, make
-from conftest import slow
+from conftest import make_dataset, one_line, slow
+from launch import build, metrics, run
 
 from attention import make_normaliser
+from model import GPT, KVCache
+from schema import Config
+from training.checkpoint import load_model
 
 SIZES = ([7, 1, 13, 2, 71, 3], [97], [96, 1])  # of the documents of three sequences
 
@@ -85,3 +89,106 @@ def test_a_window_of_one_document_has_the_same_bits(cfg):
         ]
         for without, with_documents in zip(*pairs, strict=True):
             assert torch.equal(without, with_documents)
+
+
+# ---- the model ----
+
+END = 5  # the token before each document
+MODELS = [
+    {},
+    {"n_kv_head": 1, "key_shift": True},
+    {"layers": [{"at": [0], "window": 3}], "key_shift": True},
+]
+
+
+def make_gpt(normaliser, parts, documents=True):
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 61, "position": "none"}
+    layers = parts.get("layers", [])
+    model = sizes | {key: value for key, value in parts.items() if key != "layers"}
+    train = {"seq_len": 16, "batch_tokens": 16, "micro_batch": 1, "val_tokens": 16}
+    config = Config(
+        name="test",
+        layers=layers,
+        model=model,
+        attention={"normaliser": normaliser},
+        data={"documents": documents},
+        train=train | {"dtype": "float32"},
+    )
+    gpt = GPT(config).double()
+    for p in gpt.parameters():
+        if p.dim() == 2:
+            torch.nn.init.normal_(p, std=0.2)
+    if gpt.end_of_text is not None:
+        gpt.end_of_text.fill_(END)
+    return gpt
+
+
+def make_tokens(starts=((0, 9, 10), (4, 13), ())):
+    """Of three sequences of 16; `starts` are their documents'."""
+    tokens = 6 + torch.randint(50, (len(starts), 16), generator=torch.Generator().manual_seed(1))
+    for row, places in zip(tokens, starts, strict=True):
+        row[list(places)] = END
+    return tokens
+
+
+@pytest.mark.parametrize("parts", MODELS, ids=str)
+@pytest.mark.parametrize("normaliser", ["softmax", "fox", "lssa", "ssmax_pn", "norm_softmax"])
+@torch.no_grad()
+def test_a_models_documents_are_computed_alone(normaliser, parts):
+    """By a model without documents; also through a cache in pieces, and in a rolling window."""
+    gpt = make_gpt(normaliser, parts)
+    plain = make_gpt(normaliser, parts, documents=False)
+    tokens = make_tokens()
+    for model, other in ((gpt, plain), (gpt.with_window(5), plain.with_window(5))):
+        logits = model(tokens)
+        pieces = [each.tensor_split(places) for each, places in zip(
+            tokens, ((9, 10), (4, 13), ()), strict=True)]  # fmt: skip
+        for row, documents in zip(logits, pieces, strict=True):
+            alone = torch.cat([other(document[None])[0] for document in documents])
+            torch.testing.assert_close(row, alone, atol=1e-9, rtol=0)
+        for sizes in ([1] * 16, [3, 7, 1, 5]):
+            cache = KVCache(2, 16, model.windows)
+            parts_of = [model(piece, cache=cache) for piece in tokens.split(sizes, dim=1)]
+            torch.testing.assert_close(torch.cat(parts_of, dim=1), logits, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("parts", MODELS, ids=str)
+@pytest.mark.parametrize("normaliser", ["softmax", "lssa", "stick_breaking", "entmax"])
+def test_no_gradient_crosses(normaliser, parts):
+    gpt = make_gpt(normaliser, parts)
+    states = []
+    gpt.embedding.register_forward_hook(lambda _, args, out: states.append(out))
+    losses = gpt(make_tokens(((0, 9),))).square().sum(-1)
+    (gradient,) = torch.autograd.grad(losses[:, 9:].sum(), states)
+    assert not gradient[:, :9].any() and gradient[:, 9:].any(-1).all()
+
+
+# ---- training ----
+
+
+def test_training_knows_documents(tiny_config):
+    """Another loss; the token before documents is in the checkpoint, from which a model has it."""
+    runs = {
+        value: run(tiny_config, "--name", value, "--data.documents", value)
+        for value in ("true", "false")
+    }
+    losses = [metrics(folder, "loss") for folder in runs.values()]
+    values = [metrics(folder, "val_loss") for folder in runs.values()]
+    assert losses[0][1] != losses[1][1] and values[0][12] != values[1][12]
+    model = load_model(runs["true"]).model
+    assert model.end_of_text == 63
+    tokens = torch.tensor([[1, 2, 63, 4]])
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens)[:, 2:], model(tokens[:, 2:]), atol=1e-5, rtol=0)
+    assert load_model(runs["false"]).model.end_of_text is None
+
+
+def test_data_without_documents(tiny_config, tmp_path):
+    data = make_dataset(tmp_path / "none", vocab=62)
+    options = ["--model.vocab-size", "62", "--data.dir", str(data), "--data.documents", "true"]
+    assert build(tiny_config, *options).raw_model.end_of_text == 61
+    info = (data / "dataset.json").read_text()
+    (data / "dataset.json").write_text(info.replace('"vocab_size": 62', '"vocab_size": 63'))
+    with one_line("data.documents = true", data, "no end-of-text token, 62", "expected false"):
+        build(tiny_config, *options, "--model.vocab-size", "63")

@@ -112,7 +112,7 @@ QUICK = ["--train.max-steps", "20", "--train.micro-batch", "8", *SELDOM]
 
 def test_two_processes_give_the_losses_of_one(tiny_config, capsys):
     # 17: the last batch leaves one to rank 0 and none to rank 1
-    windows = ["--train.val-tokens", "272"]
+    windows = ["--train.val-tokens", "272", "--data.documents", "true"]
     alone = run(tiny_config, "--name", "one", *windows)
     finish(
         fork_ranks(train.main, tiny_config, "--name", "two", "--train.micro-batch", "2", *windows)

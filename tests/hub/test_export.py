@@ -137,6 +137,25 @@ def test_an_exported_model_takes_what_models_of_transformers_take(converted):
     assert torch.allclose(padded[0, 4:], model(x[:1, 4:]).logits[0], atol=1e-5)
 
 
+def test_an_exported_model_knows_documents(tiny_config, tmp_path):
+    """Through a file, and after a cache that ends within a document."""
+    pytest.importorskip("transformers")
+    gpt = GPT(load_config(tiny_config, ["--data.documents=true", "--model.key-shift=true"])).eval()
+    assert gpt.end_of_text is not None
+    gpt.end_of_text.fill_(7)
+    exported = export.own_model(gpt, RopeScaling(), 0)
+    exported.save_pretrained(tmp_path)
+    model = type(exported).from_pretrained(tmp_path).eval()
+    x = torch.randint(8, 60, (2, 12))
+    x[:, 4] = 7
+    logits = model(x).logits
+    assert torch.allclose(logits, gpt(x), atol=1e-5)
+    assert torch.allclose(logits[:, 4:], model(x[:, 4:]).logits, atol=1e-5)
+    cache = model(x[:, :7], use_cache=True).past_key_values
+    rest = model(x[:, 7:], past_key_values=cache).logits
+    assert torch.allclose(rest, logits[:, 7:], atol=1e-5)
+
+
 def test_what_an_exported_model_refuses_says_what_to_do(converted):
     x = torch.zeros(1, 4, dtype=int)
     cases = [
@@ -526,7 +545,7 @@ def test_native_only_where_exact(tiny_config):
     ]
     changes += ["--model.window=9", "--layers=[{at = [1], position = 'none'}]"]
     changes += ["--model.n-kv-head=1", "--attention.scores=cosine", "--train.loss=logit_norm"]
-    changes += ["--model.norm=rmsnorm", "--attention.reweight-p=3"]
+    changes += ["--model.norm=rmsnorm", "--attention.reweight-p=3", "--data.documents=true"]
     assert choose_architecture(load_config(tiny_config)) == "gpt_neox"
     for change in changes:
         assert choose_architecture(load_config(tiny_config, [change])) is None, change

@@ -37,20 +37,29 @@ def test_padded_sequences_are_computed_alone(options, n_queries):
         assert not dk.transpose(1, 2)[~mask.bool()].any()
 
 
-@pytest.mark.parametrize("key_shift", [False, True])
+@pytest.mark.parametrize(("key_shift", "documents"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("normaliser", ["softmax", "fox"])
-def test_a_padded_batch_gives_each_sequences_own_logits(normaliser, key_shift):
+def test_a_padded_batch_gives_each_sequences_own_logits(normaliser, key_shift, documents):
     """No key of the padding is counted, summed by a gate, or shifted into a sequence."""
     torch.manual_seed(0)
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": 61}
     model = sizes | {"position": "none", "key_shift": key_shift}
     train = {"seq_len": 16, "batch_tokens": 64, "micro_batch": 4, "dtype": "float32"}
-    config = Config(name="x", model=model, attention={"normaliser": normaliser}, train=train)
+    config = Config(
+        name="x",
+        model=model,
+        attention={"normaliser": normaliser},
+        data={"documents": documents},
+        train=train,
+    )
     gpt = GPT(config).double()
+    if gpt.end_of_text is not None:
+        gpt.end_of_text.fill_(7)
     for p in gpt.parameters():
         if p.dim() == 2:
             torch.nn.init.normal_(p, std=0.2)
     tokens = torch.randint(61, (2, 24))
+    tokens[:, 15] = 7
     cache = PaddedCache(n_layer=1, max_length=24)
     cache.spans = [(0, 24), (5, 24)]
     with torch.no_grad():

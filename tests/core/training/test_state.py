@@ -28,6 +28,7 @@ LSSAR = ["--attention.normaliser", "lssa", "--attention.reweight-p", "15"]
     [
         [],
         ["--optimizer.name", "muon", "--data.order", "shuffled"],
+        ["--data.documents", "true", "--model.key-shift", "true", "--attention.normaliser", "fox"],
         *slow(["--optimizer.name", "muon", "--optimizer.muon-split", "head"]),
         *slow(["--optimizer.name", "muon", "--optimizer.muon-split", "none"]),
         [*LSSAR, "--attention.reweight-p-warmup", "11"],  # killed at p = 4, and p changes once more
