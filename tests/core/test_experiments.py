@@ -176,7 +176,7 @@ def test_init_from_a_model_of_transformers_says_what_takes_it(folder, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     overrides = tiny(folder, name="theirs", init_from=str(tmp_path))
     with pytest.raises(UserError, match="a model of transformers: expected a run; eval_length.py"):
-        run_train(SSMAX, overrides)
+        run_train(AFTER, overrides)
 
 
 def test_init_from_starts_a_run_that_resumes_by_itself(folder, softmax_runs):
