@@ -3,6 +3,7 @@
 import math
 import warnings
 from copy import copy
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple
@@ -138,7 +139,7 @@ def _errors(
     signals: Tensor | None = None,
     first: Tensor | None = None,
 ) -> list[float]:
-    """Of o (the larger of training's and an evaluation's), dq, dk and dv.
+    """Of o (the larger of training's and an evaluation's), dq, dk, dv, and of a `key_decay`.
 
     Both sides get the same q and k, rounded as the kernels take them, so that re-weighting does not
     amplify that rounding.
@@ -152,13 +153,19 @@ def _errors(
         q, k = layer.prepare(q, k, context, v.dtype, unit)
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
     inputs64 = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    trained = context
+    context64 = layer.context(inputs64[0], inputs64[1], signals, first)
+    if context.decay is not None:  # its gradient trains the gates
+        inputs.append(context.decay.clone().requires_grad_())
+        inputs64.append(context.decay.clone().requires_grad_())
+        trained = replace(context, decay=inputs[3])
+        context64 = replace(context64, decay=inputs64[3])
     with torch.no_grad():  # an evaluation may have another kernel, or another graph
         evaluated = engine.run_prepared(q, k, v, layer, context)
     with torch.enable_grad():
-        out = engine.run_prepared(*inputs, layer, context)
+        out = engine.run_prepared(*inputs[:3], layer, trained)
         got = [out, *torch.autograd.grad(out, inputs, do)]
-        context64 = layer.context(inputs64[0], inputs64[1], signals, first)
-        q, k, v = (share_heads(t, q) for t in inputs64)
+        q, k, v = (share_heads(t, q) for t in inputs64[:3])
         x = context64.add_decay(q @ k.mT / unit)
         x = x.masked_fill(~context64.visible(x), HIDDEN)
         reference = copy(layer)
