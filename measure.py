@@ -360,7 +360,8 @@ def name_model(config: Config) -> str:
         if part not in parts:
             parts.append(part)
     windows = [part for part in parts if part.startswith("window")]
-    return " + ".join([*windows, *(part for part in parts if part not in windows)])
+    name = " + ".join([*windows, *(part for part in parts if part not in windows)])
+    return f"{name}, by document" if config.data.documents else name
 
 
 def name_layer(config: Config) -> str:

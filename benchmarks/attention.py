@@ -3,16 +3,20 @@ run.
 
     python -m benchmarks.attention                           # T = 1024, 4096, 16384, one thread
     python -m benchmarks.attention --lengths 1024 --repeats 9
+    python -m benchmarks.attention --lengths 2048 --documents 2 8 64
 
 In each repeat a case and softmax run in turn. The table shows the median of the ratios within
-repeats, and their range. Memory is the peak of live tensor bytes in one forward + backward, inputs
-and gradients left out.
+repeats of CPU time, and their range. Memory is the peak of live tensor bytes in one forward +
+backward, inputs left out. With --documents a case runs in turn with itself on one document, each
+by the engine that auto chooses.
 """
 
 import statistics
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -41,6 +45,11 @@ CASES: list[tuple[str, AttentionConfig, Engine]] = [
     ("fox", AttentionConfig(normaliser="fox"), "sdpa"),
     ("LSSAR p=15", LSSAR, "dense"),
 ]
+DOCUMENT_CASES: list[tuple[str, AttentionConfig, Engine]] = [
+    ("softmax", AttentionConfig(), "auto"),
+    ("LSSAR p=15", LSSAR, "auto"),
+    ("fox", AttentionConfig(normaliser="fox"), "auto"),
+]
 N_HEAD = 2
 HEAD_DIM = 64
 DENSE_LIMIT = 4096  # (T, T) tensors of a longer dense run would take tens of GB
@@ -65,8 +74,10 @@ class PeakBytes(TorchDispatchMode):
         return out
 
 
-def measure(name: str, options: AttentionConfig, engine: Engine, length: int, repeats: int) -> None:
-    """Print one row of the table."""
+def measure(
+    name: str, options: AttentionConfig, engine: Engine, length: int, documents: int, repeats: int
+) -> None:
+    """Print one row of the table. documents: in the sequence, 0: none are told apart."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, N_HEAD, length, HEAD_DIM, requires_grad=True) for _ in range(3))
     do = torch.randn(1, N_HEAD, length, HEAD_DIM)
@@ -75,29 +86,40 @@ def measure(name: str, options: AttentionConfig, engine: Engine, length: int, re
     def softmax() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    def case() -> Tensor:
-        return attend(q, k, v, layer, engine, signals=k[..., : layer.n_signals])
+    def attention(first: Tensor | None = None) -> Tensor:
+        return attend(q, k, v, layer, engine, k[..., : layer.n_signals], first=first)
+
+    base: Callable[[], Tensor] = softmax
+    case: Callable[[], Tensor] = attention
+    if documents:
+        size = length // documents
+        base = attention
+        case = partial(attention, torch.arange(length)[None] // size * size)
 
     def both(fn: Callable[[], Tensor]) -> object:
         return torch.autograd.grad(fn(), [q, k, v], do)
 
-    both(softmax)  # warm-up
+    both(base)  # warm-up
     both(case)
-    rounds = [[seconds(partial(both, fn)) for fn in (case, softmax)] for _ in range(repeats)]
+    clock = partial(seconds, clock=time.process_time)
+    rounds = [[clock(partial(both, fn)) for fn in (case, base)] for _ in range(repeats)]
     with torch.no_grad():
-        forward = [[seconds(fn) for fn in (case, softmax)] for _ in range(repeats)]
+        forward = [[clock(fn) for fn in (case, base)] for _ in range(repeats)]
     with PeakBytes() as memory:
+        memory.live = {t.untyped_storage()._cdata: 0 for t in (q, k, v, do)}  # also their views
         both(case)
-    ours, base = zip(*rounds, strict=True)
+    ours, theirs = zip(*rounds, strict=True)
     ms = f"{1e3 * statistics.median(ours):.1f}"
-    ratios = ratio(*zip(*forward, strict=True)), ratio(ours, base)
-    print_row(f"{name}, {engine}", length, *ratios, ms, f"{memory.peak / 1e6:.0f}")
+    ratios = ratio(*zip(*forward, strict=True)), ratio(ours, theirs)
+    where = f"{name}, {documents} documents" if documents else f"{name}, {engine}"
+    print_row(where, length, *ratios, ms, f"{memory.peak / 1e6:.1f}")
 
 
 def main() -> None:
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
     add("--lengths", type=positive_int, nargs="+", default=[1024, 4096, 16384])
+    add("--documents", type=positive_int, nargs="+")
     add("--repeats", type=positive_int, default=7)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -106,10 +128,11 @@ def main() -> None:
         f"torch {torch.__version__}, one thread, batch 1, {N_HEAD} heads of {HEAD_DIM}, float32\n"
     )
     print_header("case", "T", "forward", "forward + backward", "ms", "MB")
+    cases = DOCUMENT_CASES if args.documents else CASES
     for length in args.lengths:
-        for name, options, engine in CASES:
+        for (name, options, engine), documents in product(cases, args.documents or [0]):
             if engine != "dense" or length <= DENSE_LIMIT:
-                measure(name, options, engine, length, args.repeats)
+                measure(name, options, engine, length, documents, args.repeats)
 
 
 if __name__ == "__main__":

@@ -119,6 +119,8 @@ def main() -> None:
                 raise UserError(
                     f"{run.source}: needs a KV cache, but its weights depend on all keys"
                 )
+            if model.end_of_text is not None:
+                model.end_of_text.fill_(-1)  # a haystack is one document
             cells = measure_run(world, run, model, haystack, args)
             if world.is_main:
                 asked = ", question only" if args.question_only else ""
