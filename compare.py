@@ -1,9 +1,9 @@
 """Train an attention of one's own in the track's recipe, and print its row beside the board.
 
-    python compare.py mine.toml                              # one seed of a file with an [attention]
-    python compare.py mine.toml --seed 1 2 3 --jobs 2        # three seeds, two at a time
-    python compare.py mine.toml --quick 100                  # 100 steps beside softmax's: to try it
-    python compare.py --check results mine.toml              # is the row of mine.toml in results true?
+    python compare.py mine.toml                        # one seed of a file with an [attention]
+    python compare.py mine.toml --seed 1 2 3 --jobs 2  # three seeds, two at a time
+    python compare.py mine.toml --quick 100            # 100 steps beside softmax's: to try it
+    python compare.py --check results mine.toml        # is the row of mine.toml in results true?
 
 A file states what the attention is; all else is configs/track.toml's. The rules, which are checked
 before the training:
@@ -176,7 +176,7 @@ def check_causal(name: str, model: GPT) -> None:
 
 @torch.no_grad()
 def check_cache(name: str, model: GPT) -> None:
-    """Raises UserError: more than keys and values are kept of a position, or it cannot be cached."""
+    """Raises UserError: more than keys and values are kept, or no cache is possible."""
     if not model.cacheable:
         raise UserError(f"{name}: a position's output is never final: expected what can be cached")
     config = model.config.model
@@ -302,7 +302,7 @@ def step_time(runs: DataFrame, softmax: DataFrame) -> str:
 
 
 def draw(entries: list[Entry], title: str, path: Path) -> None:
-    """The losses, with the intervals of the differences; dashed is softmax in its rolling window."""
+    """The losses, with the differences' intervals; dashed is softmax in its rolling window."""
     curves = []
     for each in entries:
         losses = [each.loss(factor) for factor in FACTORS]

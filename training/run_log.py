@@ -8,7 +8,6 @@ metrics.jsonl has a line per step and one per validation, in which null is NaN o
 """
 
 import json
-import math
 import os
 import platform
 import resource
@@ -135,15 +134,17 @@ class RunLog:
         self,
         val_loss: float,
         unscaled: float | None = None,
-        expected: float = math.nan,
+        expected: float | None = None,
     ) -> None:
-        """expected: llm.c's loss at this step, NaN if it does not apply."""
+        """unscaled: cross-entropy of unscaled logits. expected: llm.c's loss at this step. None: does
+        not apply.
+        """
         record = {"step": self.state.step, "val_loss": val_loss}
         line = f"step {self.state.step} | validation loss {val_loss:.4f}"
         if unscaled is not None:
             record["val_cross_entropy"] = unscaled
             line += f" | cross-entropy of the unscaled logits {unscaled:.4f}"
-        if not math.isnan(expected):
+        if expected is not None:
             line += f" | {val_loss - expected:+.4f} to llm.c's {expected:.4f}"
         self._write([record])
         self.print(line)

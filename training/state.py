@@ -131,8 +131,9 @@ class TrainState:
         load_parameters(self.raw_model, checkpoint["model"], path)
         try:
             for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
+                own_groups = [dict(group) for group in optimizer.param_groups]
                 optimizer.load_state_dict(saved)
-                check_state(optimizer)
+                check_state(optimizer, own_groups)
             if len(checkpoint["rng"]) == self.world.size:
                 rng = checkpoint["rng"][self.world.rank]
                 torch.set_rng_state(rng["cpu"])
@@ -147,8 +148,14 @@ class TrainState:
         self.is_resumed = True
 
 
-def check_state(optimizer: Optimizer) -> None:
-    """Raises ValueError: a moment of another shape than its parameter, where a fused step crashes."""
+def check_state(optimizer: Optimizer, own_groups: list[dict[str, Any]]) -> None:
+    """Raises ValueError: a moment of another shape than its parameter, where a fused step crashes,
+    or a group without a number that the optimiser had before it was loaded.
+    """
+    for group, own in zip(optimizer.param_groups, own_groups, strict=True):
+        for name, value in own.items():
+            if isinstance(value, float) and not isinstance(group[name], float):
+                raise ValueError(f"{name} = {group[name]!r}: expected a number")
     for parameter, moments in optimizer.state.items():
         for name, moment in moments.items():
             if moment.shape not in (parameter.shape, ()):

@@ -15,11 +15,12 @@ LLM_C = {2000: 3.8585, 4000: 3.6176, 8000: 3.4431, 12000: 3.3509, 15250: 3.2969,
 LLM_C_TOKENS = 524_288  # a step
 
 
-def llm_c_loss(step: int) -> float:
-    """llm.c's loss at a step: linear in ln(step) between the published ones, NaN outside them."""
+def llm_c_loss(step: int) -> float | None:
+    """llm.c's loss at a step: linear in ln(step) between the published ones, None outside them."""
+    if not min(LLM_C) <= step <= max(LLM_C):
+        return None
     steps = [math.log(known) for known in LLM_C]
-    losses = list(LLM_C.values())
-    return float(np.interp(math.log(step), steps, losses, left=math.nan, right=math.nan))
+    return float(np.interp(math.log(step), steps, [*LLM_C.values()]))
 
 
 @torch.no_grad()
@@ -50,6 +51,6 @@ def validate(state: TrainState, log: RunLog) -> float:
     sums = world.gather(sums).sum(0)
     loss, unscaled = (sums[:2] / sums[2]).tolist()
     is_llm_c = config.batch_tokens == LLM_C_TOKENS and state.val_stream.is_fineweb
-    expected = llm_c_loss(state.step) if is_llm_c and state.step else math.nan
+    expected = llm_c_loss(state.step) if is_llm_c else None
     log.add_validation(loss, unscaled if config.loss != "softmax" else None, expected)
     return loss

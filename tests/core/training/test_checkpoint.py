@@ -135,6 +135,7 @@ BAD_CONTENT = {
     "model.lm_head.weight": (torch.zeros(3), "does not fit its config"),
     "optimizers": ([{}], "its optimisers or random numbers do not fit"),
     "optimizers.0.param_groups": (3, "its optimisers or random numbers do not fit"),
+    "optimizers.0.param_groups.0.peak_lr": (None, "peak_lr = None: expected a number"),
     # a fused step would crash
     "optimizers.0.state.0.exp_avg": (torch.zeros(3), "exp_avg of shape (3,): expected (128, 32)"),
     "rng": ([{"cpu": torch.zeros(3)}], "its optimisers or random numbers do not fit"),
