@@ -22,7 +22,7 @@ import gc
 import math
 import statistics
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -47,18 +47,25 @@ def main() -> None:
     dry_run_help = "four steps of at most two micro-batches, a validation, memory and speed; no run"
     parser.add_argument("--dry-run", action="store_true", help=dry_run_help)
     config, args = parse_command_line(parser)
-    with join_world(config.train.device) as world, TemporaryDirectory() as scratch:
-        run_config = shorten(config, world, Path(scratch)) if args.dry_run else config
+    with ExitStack() as stack:
+        stack.callback(gc.enable)  # last of all, for a notebook: its process goes on
+        stack.callback(gc.unfreeze)
+        world = stack.enter_context(join_world(config.train.device))
+        run_config = config
+        if args.dry_run:
+            scratch = stack.enter_context(TemporaryDirectory())
+            run_config = shorten(config, world, Path(scratch))
         state = TrainState(run_config, world)
-        with exclusive_lock(run_config.run_dir) if world.is_main else nullcontext():
-            log = start_or_resume(state)
-            gc.freeze()  # scanning all of torch's objects takes 0.1 s and more,
-            gc.disable()  # and a rank that collects garbage within a step delays all others
-            train(state, log)
-            if args.dry_run and world.is_main and state.step == run_config.train.max_steps:
-                log.print(*describe(config, run_config))
-            elif world.is_main and state.step == run_config.train.max_steps:
-                draw_losses(log, run_config.run_dir)
+        if world.is_main:
+            stack.enter_context(exclusive_lock(run_config.run_dir))
+        log = start_or_resume(state)
+        gc.freeze()  # scanning all of torch's objects takes 0.1 s and more,
+        gc.disable()  # and a rank that collects garbage within a step delays all others
+        train(state, log)
+        if args.dry_run and world.is_main and state.step == run_config.train.max_steps:
+            log.print(*describe(config, run_config))
+        elif world.is_main and state.step == run_config.train.max_steps:
+            draw_losses(log, run_config.run_dir)
 
 
 def start_or_resume(state: TrainState) -> RunLog:
