@@ -283,7 +283,7 @@ def run(command: list[str], stop: StopSignals, env: dict[str, str], log: Path | 
     ):
         while not stop.number:
             with suppress(subprocess.TimeoutExpired):
-                return process.wait(timeout=1)
+                return process.wait(timeout=0.1)  # a notebook kills this process soon after Ctrl-C
         process.send_signal(SIGTERM)  # torchrun forwards this one to its workers
         return process.wait()
 

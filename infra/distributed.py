@@ -117,8 +117,10 @@ def join_world(device: str) -> Iterator[World]:
     failed = True
     try:
         if size > 1:
-            if "TORCHELASTIC_RUN_ID" not in os.environ and rank == 0:  # no torchrun
-                line = f"waiting for {size} processes; to run alone: unset WORLD_SIZE"
+            if "TORCHELASTIC_RUN_ID" not in os.environ:  # no torchrun
+                line = (
+                    f"process {rank} of {size} waits for the others; to run alone: unset WORLD_SIZE"
+                )
                 print(line, file=sys.stderr, flush=True)
             backend = "nccl" if use_cuda else "gloo"
             dist.init_process_group(
