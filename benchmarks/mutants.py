@@ -55,7 +55,9 @@ engines/sdpa.py: keys = slice(0, n_before + rows.stop) => keys = slice(0, rows.s
 engines/rows.py: d_decay[batch, :, queries][:, :, block] += => d_decay[batch, :, queries][:, :, block] =
 engines/rows.py: h.sum(-1, keepdim=True) / n => h.mean(-1, keepdim=True)
 # tests/core/test_attention.py -k windows
-engines/sdpa.py: visible = (keys > rows) => visible = (keys >= rows)
+engines/sdpa.py: visible = (keys >= first_seen) => visible = (keys > first_seen)
+normalisers/layer.py: (index - row_first + 1) => (index - row_first + 2)
+model.py: places, current) => places, 0 * current)
 normalisers/layer.py: n = (index + 1).clamp_max(n_max) => n = index + 1
 # tests/core/test_attention.py -k without_mass
 normalisers/base.py: torch.where(r_max > 0, 1 / r_max, 0.0) => 1 / r_max
