@@ -113,3 +113,11 @@ def test_without_torch(command):
     done = run_python("-S", *command.split())
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "has no torch, " in done.stderr and ".venv/bin/activate" in done.stderr
+
+
+def test_without_a_temporary_folder():
+    """Some packages ask for one while torch is imported."""
+    start = "import tempfile; tempfile._candidate_tempdir_list = list; import train"
+    done = run_python("-c", start)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.endswith("expected TMPDIR=FOLDER that can be written\n")
