@@ -6,6 +6,7 @@ bits that it has alone. A call costs about 0.1 ms.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,17 +59,13 @@ class Documents(torch.autograd.Function):
         out = out.transpose(1, 2)  # laid out as (B, T, H, D), as the model's next step wants it
         ctx.documents = []
         for batch, block, keys in spans(context, k.shape[-2]):
-            n_keys = keys.stop - keys.start
-            causal = block.stop - block.start == n_keys <= context.n_max
-            mask = None
-            if not causal:
-                visible = context.block(batch, block, keys).visible(k[batch, :, keys].mT)
-                mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill_(~visible, -math.inf)
-            options = {"dropout_p": 0.0, "is_causal": causal, "attn_mask": mask, "scale": scale}
             parts = q[batch, :, block], k[batch, :, keys], v[batch, :, keys]
-            out[batch, :, block], log_sums = forward_kernel(*parts, **options)
-            ctx.documents.append((batch, block, keys, log_sums, options))
+            masked = mask_options(parts[1], context, batch, block, keys)
+            out[batch, :, block], log_sums = forward_kernel(*parts, scale=scale, **masked)
+            ctx.documents.append((batch, block, keys, log_sums))
         ctx.save_for_backward(q, k, v, out)
+        ctx.context = replace(context, decay=None)
+        ctx.scale = scale
         return out
 
     @staticmethod
@@ -77,12 +74,26 @@ class Documents(torch.autograd.Function):
         dq = torch.empty_like(q)
         dk = torch.zeros_like(k)
         dv = torch.zeros_like(v)
-        for batch, block, keys, log_sums, options in ctx.documents:
+        for batch, block, keys, log_sums in ctx.documents:
             parts = q[batch, :, block], k[batch, :, keys], v[batch, :, keys], out[batch, :, block]
-            found = backward_kernel(grads[0][batch, :, block], *parts, log_sums, **options)
+            masked = mask_options(parts[1], ctx.context, batch, block, keys)  # anew: not kept
+            d_out = grads[0][batch, :, block]
+            found = backward_kernel(d_out, *parts, log_sums, scale=ctx.scale, **masked)
             dq[batch, :, block], dk[batch, :, keys], dv[batch, :, keys] = found
             del found  # before the next document's
         return dq, dk, dv, None, None
+
+
+def mask_options(
+    k: Tensor, context: RowContext, batch: slice, block: slice, keys: slice
+) -> dict[str, Any]:
+    """Of the kernel, for these rows and their keys k. A mask where rows and keys are not alike."""
+    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": True}
+    if block.stop - block.start == k.shape[-2] <= context.n_max:
+        return options
+    visible = context.block(batch, block, keys).visible(k.mT)
+    mask = torch.zeros_like(visible, dtype=k.dtype).masked_fill_(~visible, -math.inf)
+    return options | {"is_causal": False, "attn_mask": mask}
 
 
 def spans(context: RowContext, n_keys: int) -> Iterator[tuple[slice, slice, slice]]:
