@@ -37,10 +37,10 @@ OPTIONS = [
 OF_DOCUMENTS = [
     {"normaliser": "lssa"},
     {"normaliser": "fox"},
-    {"normaliser": "phi", "phi": "relu2", "scores": "cosine", "bias": "log_n", "alibi": True},
+    {"normaliser": "sigmoid", "l1": True, "alibi": True},  # with a shift that depends on n
+    {"normaliser": "phi", "phi": "relu2", "scores": "cosine", "alibi": True},
     {"normaliser": "softmax"},
     {"normaliser": "phi"},
-    {"normaliser": "sigmoid", "l1": True},
     {"normaliser": "relu_li"},
     {"normaliser": "phi", "phi": "relu6"},
     *OPTIONS,
