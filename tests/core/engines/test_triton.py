@@ -652,7 +652,9 @@ def test_self_check_finds_faults(monkeypatch, fault):
 
 def test_ranks_agree_on_the_self_check(monkeypatch):
     """Rank 1 fails it, and rank 0 must not go on alone with the kernels."""
-    monkeypatch.setattr(self_check, "engine_error", lambda *key: float(os.environ["RANK"]))
+    monkeypatch.setattr(
+        self_check, "engine_error", lambda *key, **options: float(os.environ["RANK"])
+    )
 
     def main():
         with warnings.catch_warnings(action="ignore"), join_world("cpu"):
