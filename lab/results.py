@@ -32,6 +32,7 @@ MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 DASH = "–"
 TABLES = tomllib.loads((FOLDER / "tables.toml").read_text(encoding="utf-8"))
 RECOMPUTED = "128 recomputed"
+PEAK_RATES = ("0.01", "0.02", "0.04", "0.08")  # of Muon, tried in the track
 Lines = list[list[str]]  # of a table, the header first
 
 
@@ -195,6 +196,21 @@ def rounding(records: Records, given: list[list[Any]]) -> Lines:
     return lines
 
 
+def rates(records: Records, given: list[list[Any]]) -> Lines:
+    """The validation loss of one seed at each peak rate of the track."""
+    lines = [["model", *PEAK_RATES]]
+    for label, model in given:
+        found = [f"track/{model}_muon_lr={rate}" for rate in PEAK_RATES]
+        losses = [
+            number(records.mean(each, 256, measure="val_loss"), 3)
+            if each in records.models
+            else DASH
+            for each in found
+        ]
+        lines.append([label, *losses])
+    return lines
+
+
 def rises(records: Records, model: str, scaling: str) -> list[str]:
     """The loss at 16x minus that at 1x over all tokens, with either optimiser."""
     found = []
@@ -321,6 +337,7 @@ FUNCTIONS = {
     "board": board,
     "optimiser": optimiser,
     "rounding": rounding,
+    "rates": rates,
     "settings": settings,
     "gains": gains,
     "cache": cache,
