@@ -62,10 +62,11 @@ def main() -> None:
         gc.freeze()  # scanning all of torch's objects takes 0.1 s and more,
         gc.disable()  # and a rank that collects garbage within a step delays all others
         train(state, log)
-        if args.dry_run and world.is_main and state.step == run_config.train.max_steps:
-            log.print(*describe(config, run_config))
-        elif world.is_main and state.step == run_config.train.max_steps:
-            draw_losses(log, run_config.run_dir)
+        if world.is_main and state.step == run_config.train.max_steps:
+            if args.dry_run:
+                log.print(*describe(config, run_config))
+            else:
+                draw_losses(log, run_config.run_dir)
 
 
 def start_or_resume(state: TrainState) -> RunLog:

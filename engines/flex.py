@@ -72,7 +72,7 @@ def run_prepared(
     if context.first is None:
         mask, offset = causal_mask(q.shape[-2], n_keys, v.device, layer.window)
     else:
-        first = (context.place - context.n + 1).clamp_min(0)  # (B, 1, Tq, 1)
+        first = context.first_seen.clamp_min(0)  # (B, 1, Tq, 1)
         mask, offset = block_mask(first[:, 0, :, 0].int(), n_keys)
     attention = compiled_attention if q.is_cuda else flex_attention
     grouped = q.shape[1] != k.shape[1]

@@ -156,9 +156,8 @@ def block_scores(
     context = context.block(batch, block, keys)
     q, k = q[batch, :, block], k[batch, :, keys]
     x = context.add_decay(q @ k.mT)  # (b, H, R, K)
-    if (
-        not layer.window and context.first is None
-    ):  # only the last R keys are hidden from any row of the block
+    # only the last R keys are hidden from any row of the block
+    if not layer.window and context.first is None:
         n_rows = x.shape[-2]
         future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=x.device).triu(1)
         x[..., -n_rows:].masked_fill_(future, HIDDEN)

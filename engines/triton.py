@@ -66,21 +66,20 @@ def run_prepared(
         shift = shift[:, 0] if shift.ndim > 1 else shift
     p = 0 if context.p is None else context.p
     out = phi_attention(
-        q, k, v, shift, first_keys(context), phi=formula.phi, l1=formula.l1, p=p,
+        q, k, v, shift, row_firsts(context), phi=formula.phi, l1=formula.l1, p=p,
         rises_to=layer.reweight_p, bounded=formula.bounded,
     )  # fmt: skip
     divisor = formula.divisor(context)
     return out if isinstance(divisor, float) and divisor == 1.0 else (out / divisor).to(out.dtype)
 
 
-def first_keys(context: RowContext) -> Tensor | None:
+def row_firsts(context: RowContext) -> Tensor | None:
     """The first key that each row sees, of its document or window, (B or 1, Tq); None: the first of
     all.
     """
     if context.first is None and context.n_max == context.n_keys:
         return None
-    first = context.place - context.n + 1  # (B, 1, Tq, 1) or (Tq, 1)
-    return first.reshape(-1, first.shape[-2]).int()
+    return context.first_seen.reshape(-1, len(context.place)).int()
 
 
 class Launch(NamedTuple):

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from data.dataset import TokenStream
-from data.tokenizer import Tokenizer, get_tokenizer
+from data.tokenizer import Tokenizer
 from evaluation import (
     Run,
     open_runs,
@@ -108,7 +108,7 @@ def main() -> None:
         own = {factor * run.train_len for run in runs for factor in FACTORS}
         args.lengths = sorted({*(args.lengths or own)})
         streams = [open_text(run.config, args.data, run.tokenizer, args.split) for run in runs]
-        haystacks = [Haystack(stream, tokenizer_of(stream)) for stream in streams]
+        haystacks = [Haystack(stream, stream.tokenizer) for stream in streams]
         ends = {args.lengths[0], args.lengths[-1]}
         for haystack, length, i in product(haystacks, ends, range(args.samples)):
             make_trial(haystack, length, 50, i, args.question_only)  # raises if it does not fit
@@ -138,10 +138,6 @@ class Haystack(NamedTuple):
 
     stream: TokenStream
     tokenizer: Tokenizer
-
-
-def tokenizer_of(stream: TokenStream) -> Tokenizer:
-    return get_tokenizer(stream.info["tokenizer"], stream.tokenizer_file)
 
 
 class Trial(NamedTuple):

@@ -20,7 +20,7 @@ from data.dataset import TokenStream, made_before
 from evaluation import progress
 from infra.cli import ArgumentParser, integer, positive_int, run_main
 from infra.files import exclusive_lock
-from lab.needle import Haystack, make_trial, tokenizer_of
+from lab.needle import Haystack, make_trial
 from lab.squad import Sequence, answered, write_masked
 
 DATASET = "needle"
@@ -66,7 +66,7 @@ def main() -> None:
         return
     splits: dict[str, list[Sequence]] = {}
     for split, stream in streams.items():
-        haystack = Haystack(stream, tokenizer_of(stream))
+        haystack = Haystack(stream, stream.tokenizer)
         indices = range(FIRST[split], FIRST[split] + sizes[split])
         splits[split] = [
             make_sequence(haystack, args.seq_len, i)

@@ -55,6 +55,11 @@ class RowContext:
     # (B, 1, R, 1) int64: index among the keys of the first one of each row's document; None: 0
     first: Tensor | None = None
 
+    @property
+    def first_seen(self) -> Tensor:
+        """Index among the keys of the first one that each row sees, of n's shape."""
+        return self.place - self.n + 1
+
     def block(self, batch: slice, rows: slice, keys: slice) -> RowContext:
         """Of these sequences and rows, whose keys are a slice of all; without signals."""
         start = keys.start or 0

@@ -199,9 +199,9 @@ class NormaliserLayer(nn.Module):
             row_first = first[:, None, rows, None]  # (B, 1, Tq, 1)
             n = (index - row_first + 1).clamp_max(n_max)
             context = replace(context, n=n, first=row_first)
-        if first is not None and not self.definition.cacheable:
-            sizes = torch.searchsorted(first, first, right=True) - first  # of each key's document
-            context = replace(context, n_keys=sizes[:, None, rows, None].to(dtype))
+            if not self.definition.cacheable:  # it reads how many keys a document has
+                sizes = torch.searchsorted(first, first, right=True) - first
+                context = replace(context, n_keys=sizes[:, None, rows, None].to(dtype))
         if not self.signals:
             return context
         if signals is None:

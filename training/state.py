@@ -203,9 +203,8 @@ def init_from_run(model: GPT, source: str | Path, tokenizer: str) -> list[str]:
     except UserError as e:
         raise UserError(f"{prefix}: {e}") from None
     old = stored_config(content, path)
-    if (
-        Path(source).is_dir() and 0 < content["step"] < old.train.max_steps
-    ):  # 0: of imported weights
+    # step 0: imported weights, of an older version
+    if Path(source).is_dir() and 0 < content["step"] < old.train.max_steps:
         raise UserError(f"{prefix}: expected a finished run, or a checkpoint file: {path}")
     trained_on = content["data"]["tokenizer"]
     if tokenizer not in (trained_on, RANDOM):
