@@ -1,8 +1,8 @@
-"""slurm/sweep.sbatch: a task of an array is one run, and the time limit's warning requeues it."""
+"""slurm/: a time limit's warning requeues a job, and an evening's exits say what happened."""
 
 import os
 import subprocess
-from signal import SIGUSR1
+from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 
 import pytest
 from launch import ROOT
@@ -71,6 +71,30 @@ def test_scripts_parse(script):
     subprocess.run(["bash", "-n", str(ROOT / f"slurm/{script}.sbatch")], check=True)
 
 
+def evening(folder, body):
+    """The script's call in a copy, with a stub for Python."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/bash\n{body}\n")
+    python.chmod(0o755)
+    (folder / "slurm").mkdir()
+    script = folder / "slurm/evening.sh"
+    script.write_text((ROOT / "slurm/evening.sh").read_text())
+    return {"args": ["bash", str(script)], "env": os.environ | {"PYTHON": str(python)}}
+
+
+@pytest.mark.parametrize("signal", [SIGINT, SIGTERM, SIGHUP])
+def test_an_evening_stops_at_once_and_runs_once(tmp_path, signal):
+    trains = 'trap "touch saved; exit 0" TERM; touch ready; sleep 5 & wait'
+    command = evening(tmp_path, f"case $* in *--list*) ;; sweep.py*) {trains} ;; esac")
+    with subprocess.Popen(**command) as first:
+        while not (tmp_path / "ready").exists():
+            assert first.poll() is None
+        second = subprocess.run(**command, capture_output=True, text=True)
+        assert second.returncode == 6 and "another call" in second.stderr
+        first.send_signal(signal)
+        assert first.wait(timeout=60) == 130 and (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize(
     ("printed", "status", "expected"),
     [
@@ -81,13 +105,7 @@ def test_scripts_parse(script):
     ],
 )
 def test_the_exits_of_the_evening(printed, status, expected, tmp_path):
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/bash\necho "{printed}"\nexit {status}\n')
-    python.chmod(0o755)
-    (tmp_path / "slurm").mkdir()
-    script = tmp_path / "slurm/evening.sh"
-    script.write_text((ROOT / "slurm/evening.sh").read_text())
-    env = os.environ | {"PYTHON": str(python)}
-    done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True)
+    command = evening(tmp_path, f'echo "{printed}"; exit {status}')
+    done = subprocess.run(**command, capture_output=True, text=True)
     assert done.returncode == expected
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
