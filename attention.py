@@ -130,8 +130,6 @@ def choose_engine(
     order: tuple[Engine, ...] = (name,)
     if name == "auto":
         order = ("sdpa", *compiled, "rows")
-        if documents and compiled:
-            order = order[1:]
     problem = ""
     for candidate in order:
         try:
@@ -141,6 +139,8 @@ def choose_engine(
             warnings.warn(f"engine {candidate} {problem}", stacklevel=2)
             continue
         problem = module.problem(layer, device, dtype)
+        if candidate == "sdpa" and documents and compiled:
+            problem = problem or "has no documents on CUDA"
         note: str = candidate
         # The self-check cannot be traced: a compiled caller has chosen before, or trusts the
         # kernels.

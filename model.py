@@ -38,6 +38,7 @@ class KVCache:
     """
 
     attend = staticmethod(attend)  # a cache of padded sequences leaves out their padding
+    starts: Tensor | None = None  # of the tokens that are appended, see `GPT.document_starts`
 
     def __init__(self, n_layer: int, max_length: int, windows: Sequence[int] = ()) -> None:
         self.max_length = max_length
@@ -391,6 +392,8 @@ class GPT(nn.Module):
         """
         x = tokens if tokens.is_floating_point() else self.embedding(tokens)  # (B, T, C)
         starts = self.document_starts(tokens, cache)
+        if cache is not None:
+            cache.starts = starts
         for block, (cos, sin) in zip(self.blocks, self.rope(tokens, rope, cache), strict=True):
             x = block(x, cos, sin, cache, starts)
         if cache is not None:

@@ -23,6 +23,8 @@ backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 @torch.compiler.disable  # where documents begin would be constants of a graph
 def attend_documents(q: Tensor, k: Tensor, v: Tensor, context: RowContext, scale: float) -> Tensor:
     """`attend_causally` of each document alone, on a CPU, where a call costs less than a mask."""
+    # the kernel reads heads whose numbers are next to each other
+    q, k, v = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v))
     return Documents.apply(q, k, v, context, scale)
 
 

@@ -30,6 +30,8 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
     definition = layer.definition
     if layer.by_distance or layer.decays or definition.form == "any":
         return f"{layer.label} has no fused form"
+    if definition.adaptive and layer.window:
+        return f"{layer.label} has moments of all its scores, which a window changes"
     if definition.form == "softmax" and not layer.reweight_p:
         return f"{layer.label} is a softmax, which sdpa runs"
     phi = cast(Phi, definition.prepared).phi
@@ -44,6 +46,10 @@ def problem(layer: NormaliserLayer, device: torch.device, dtype: torch.dtype) ->
 
 def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowContext) -> Tensor:
     """`attention.attend` by the fused kernels; (B, H, Tq, D) in v's type."""
+    if context.first is not None and layer.definition.adaptive:  # moments are of all keys
+        from engines import rows
+
+        return rows.run(q, k, v, layer, context)
     q, k = layer.prepare(q, k, context, v.dtype, score_unit(layer.definition))
     return run_prepared(q, k, v, layer, context)
 

@@ -53,26 +53,42 @@ class NormaliserGPTConfig(PreTrainedConfig):
 class HubCache(PaddedCache):
     """A cache of transformers, or none, in the place of a `KVCache`."""
 
-    def __init__(self, cache: Cache | None) -> None:
+    def __init__(self, cache: Cache | None, device: torch.device, has_documents: bool) -> None:
         self.cache = cache
         self.length = 0 if cache is None else int(cache.get_seq_length())
-        # as `forward` left it there
-        self.document = getattr(cache if self.length else None, "document", torch.tensor(0))
+        self.document = torch.tensor(0)
+        if cache is not None and self.length and has_documents:
+            last = cache.layers[0].keys[:, :1, self.length - 1]  # (B, 1, channels)
+            number = number_type(last)
+            bits = last[..., -number.itemsize // last.itemsize :].contiguous()
+            self.document = bits.view(number).squeeze(-1).long().to(device)
 
     def append(self, layer: int, *parts: Tensor) -> list[Tensor]:
         if self.cache is None:
             return [*parts]
         k, v, *signals = parts
-        if signals and isinstance(self.cache, QuantizedCache):
+        joined = join_signals(k, *signals)
+        size = joined.shape[-1]
+        if layer == 0 and self.starts is not None:
+            # where each token's document begins goes with its key: cut, repeated and reordered
+            starts = self.starts.to(number_type(k))[:, None, :, None]
+            joined = join_signals(joined, starts.expand(-1, k.shape[1], -1, -1))
+        if joined is not k and isinstance(self.cache, QuantizedCache):
             raise UserError(
-                "a quantised cache keeps no bits of what a normaliser reads from the layer's input"
+                "a quantised cache keeps no bits of documents, nor of what a normaliser reads from "
+                "the layer's input"
             )
         end = self.length + k.shape[2]
-        held, values = self.cache.update(join_signals(k, *signals), v, layer)
+        held, values = self.cache.update(joined, v, layer)
         # a static cache returns all of its room
-        held, values = held[:, :, :end], values[:, :, :end]
-        keys, bits = held.split((k.shape[-1], held.shape[-1] - k.shape[-1]), dim=-1)
+        held, values = held[:, :, :end, :size], values[:, :, :end]
+        keys, bits = held.split((k.shape[-1], size - k.shape[-1]), dim=-1)
         return [keys, values, *(split_signals(bits, new) for new in signals)]
+
+
+def number_type(k: Tensor) -> torch.dtype:
+    """What the number of a token is kept as, in the bits of channels of k: exact up to 2^24."""
+    return torch.promote_types(k.dtype, torch.float32)
 
 
 def join_signals(k: Tensor, signals: Tensor | None = None) -> Tensor:
@@ -239,7 +255,7 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
             )
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
-        kv_cache = HubCache(cache)
+        kv_cache = HubCache(cache, inputs.device, self.gpt.end_of_text is not None)
         if attention_mask is not None:
             expected = (inputs.shape[0], kv_cache.length + inputs.shape[1])
             if attention_mask.shape != expected:
@@ -266,8 +282,6 @@ class NormaliserGPTForCausalLM(PreTrainedModel, GenerationMixin):
         finally:
             for hook in hooks:
                 hook.remove()
-        if cache is not None:
-            cache.document = kv_cache.document  # type: ignore[attr-defined]
         # The layer is called, not its weight read: accelerate's hooks may have to load it.
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         padded_logits = self.gpt.lm_head(hidden[:, kept])

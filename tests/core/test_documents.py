@@ -8,7 +8,7 @@ from attention_cases import attend, draw, each_case, each_name, make
 from conftest import make_dataset, one_line, slow
 from launch import build, metrics, run
 
-from attention import make_normaliser
+from attention import choose_engine, make_normaliser
 from engines import sdpa
 from model import GPT, KVCache
 from schema import AttentionConfig, Config
@@ -96,6 +96,20 @@ def test_a_window_of_one_document_has_the_same_bits(cfg):
         ]
         for without, with_documents in zip(*pairs, strict=True):
             assert torch.equal(without, with_documents)
+
+
+def test_heads_in_any_layout():
+    layer = make(AttentionConfig(), n_head=2, head_dim=8, train_len=97)
+    q, k, v, _ = draw(97, 97, 8, batch=3, n_head=2)
+    strided = [t.mT.contiguous().mT for t in (q, k, v)]
+    found = attend(*strided, layer, "sdpa", first=first_keys(SIZES))
+    assert torch.equal(found, attend(q, k, v, layer, "sdpa", first=first_keys(SIZES)))
+
+
+def test_sdpa_on_a_gpu_has_no_documents():
+    layer = make(AttentionConfig(), n_head=2, head_dim=8, train_len=97)
+    with one_line("train.engine = 'sdpa': has no documents on CUDA"):
+        choose_engine(layer, "sdpa", torch.device("cuda"), torch.float32, documents=True)
 
 
 # ---- the model ----

@@ -26,6 +26,8 @@ from positions import RopeScaling
 from schema import AttentionConfig
 from training.checkpoint import find_checkpoints, load_checkpoint, load_model
 
+FOX = f"{Path(__file__).parents[2]}/configs/variants/fox.py:FoX"
+
 
 @pytest.mark.parametrize("tie", ["true", "false"])
 @pytest.mark.parametrize("bias", ["true", "false"])
@@ -154,6 +156,36 @@ def test_an_exported_model_knows_documents(tiny_config, tmp_path):
     cache = model(x[:, :7], use_cache=True).past_key_values
     rest = model(x[:, 7:], past_key_values=cache).logits
     assert torch.allclose(rest, logits[:, 7:], atol=1e-5)
+
+
+@pytest.mark.parametrize("normaliser", ["softmax", FOX], ids=["softmax", "fox"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_documents_follow_a_cache(normaliser, dtype, tiny_config):
+    """That is cropped, as after a rejected proposal, reordered, as by beams, or repeated."""
+    pytest.importorskip("transformers")
+    overrides = ["--data.documents=true", f"--attention.normaliser={normaliser}"]
+    gpt = GPT(load_config(tiny_config, overrides)).eval()
+    assert gpt.end_of_text is not None
+    gpt.end_of_text.fill_(7)
+    model = export.own_model(gpt, RopeScaling(), 0).eval().to(dtype)
+    x = torch.randint(8, 60, (2, 12))
+    x[0, 3] = x[1, 5] = x[:, 8] = 7
+    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-5
+
+    def goes_on(change, rows):
+        cache = model(x[:, :9], use_cache=True).past_key_values
+        change(cache)
+        rest = x[rows][:, 9:]
+        n_kept = cache.get_seq_length()
+        found = model(rest, past_key_values=cache).logits
+        whole = model(torch.cat((x[rows][:, :n_kept], rest), 1)).logits
+        assert torch.allclose(found, whole[:, n_kept:], atol=tolerance)
+
+    goes_on(lambda cache: None, [0, 1])
+    goes_on(lambda cache: cache.crop(-1), [0, 1])
+    goes_on(lambda cache: cache.crop(-2), [0, 1])
+    goes_on(lambda cache: (cache.crop(-2), cache.reorder_cache(torch.tensor([1, 0]))), [1, 0])
+    goes_on(lambda cache: (cache.crop(-2), cache.batch_repeat_interleave(2)), [0, 0, 1, 1])
 
 
 def test_what_an_exported_model_refuses_says_what_to_do(converted):

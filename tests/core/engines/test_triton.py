@@ -163,6 +163,20 @@ def test_every_other_normaliser(cfg):
         agree(cfg, shape, 32, n_head=2)
 
 
+@pytest.mark.parametrize("normaliser", ["norm_softmax", "logit_norm"])
+def test_moments_of_documents_and_windows(normaliser):
+    """They are of the visible keys, which the kernels' preparation does not know."""
+    cfg = AttentionConfig(normaliser=normaliser, reweight_p=3)
+    layer = make(cfg, 2, 16, 150)
+    inputs = draw(150, 150, 16, n_head=2)[:3]
+    first = torch.arange(150)[None] // 70 * 70
+    expected = attend(*inputs, layer, "dense", first=first)
+    found = attend(*inputs, layer, "triton", first=first)
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+    layer.window = 30
+    assert "which a window changes" in triton_engine.problem(layer, CUDA, torch.float32)
+
+
 @pytest.mark.parametrize("head_dim", [20, 64, *slow(16, 80, 128)])
 def test_head_sizes(head_dim):
     agree(LSSAR, (100, 100), head_dim)
