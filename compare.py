@@ -11,21 +11,21 @@ before the training:
     parameters     at most 1.02 times softmax's
     at inference   keys and values alone are kept; no row looks at later keys
     fixed          text, tokens, steps, batch, optimiser, width, MLP, norms, type
-    free           [attention], [[layers]], positions, windows, gate, shifted keys, the peak rate
+    free           [attention], [[layers]], positions, windows, shifted keys, the peak rate
 
 Rates, RoPE scalings and windows are chosen on the val split, and the test split is reported. The
 first number is the loss within T minus softmax's; the others are the losses at 4 T and 16 T minus
 those of softmax in a rolling window of T, on the same targets. ± is the 95 % interval; p, of the
-last number, is Holm's over the board. The same command resumes. Rows stay in the runs' folders:
-`python measure.py runs/track/mine* --out results` enters them.
+last number, is Holm's over the board's entries of two seeds or more. The same command resumes. Rows
+stay in the runs' folders: `python measure.py runs/track/mine* --out results` enters them.
 """
 
 import infra.packages  # noqa: F401
 
 import argparse
+import copy
 import math
 import sys
-import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,12 +35,11 @@ from pandas import DataFrame
 
 import measure
 import sweep
-from config import changed_keys, load_config
+from config import changed_keys, load_config, read_toml
 from data.dataset import TokenStream
 from data.packages import PUBLISHED
 from evaluation import open_text, text_of
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
-from infra.files import read_text
 from measure import Curve, Estimate, Losses, estimate, format_difference, holm, read_losses, select
 from model import GPT, KVCache
 from positions import UNSCALED
@@ -59,6 +58,8 @@ MOST_KEPT = 1.02  # numbers of a position in the cache, times those of keys and 
 FACTORS = (1, 4, 16)  # times T: the numbers of a row
 NOTHING = Estimate(math.nan, math.nan, math.nan)  # of what has no value
 TOLERANCE = 0.005  # nats that a training may move on another machine
+MOST_TOLERANCE = 0.02  # with what a row's blocks vary, of which a row must not have its fill
+CHECKED_TOKENS = 1024  # at most, for look-ahead; 4 T if that is less
 
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -89,7 +90,7 @@ def main() -> None:
     args, overrides = parse_args(sys.argv[1:])
     recipe = load_config(args.base)
     for path in args.configs:
-        own_base = tomllib.loads(read_text(Path(path))).get("base")
+        own_base = read_toml(Path(path)).get("base")
         if own_base:
             print(f"{path}: {args.base.name} takes the place of its base {own_base}")
     folder = "runs/track"
@@ -98,12 +99,16 @@ def main() -> None:
         warmup_steps = min(args.quick, recipe.optimizer.warmup_steps)
         overrides += ["--train.max-steps", str(args.quick)]
         overrides += ["--optimizer.warmup-steps", str(warmup_steps)]
-        args.configs = list(dict.fromkeys([str(SOFTMAX), *args.configs]))
+        entrants = [path for path in args.configs if Path(path).resolve() != SOFTMAX]
+        args.configs = [str(SOFTMAX), *entrants]
         print(f"NOT COMPARABLE with the board: {args.quick} steps (--quick)")
     if args.check:
         folder = "runs/check"
         overrides += ["--seed", "1"]
     overrides = ["--log.dir", folder, *overrides, "--base", str(args.base)]
+    least = FACTORS[-1] * recipe.train.seq_len
+    if args.eval_tokens < least:
+        raise UserError(f"--eval-tokens {args.eval_tokens}: expected at least {least}, 16 T")
     jobs = sweep.make_jobs(args.configs, overrides)
     for job in jobs:
         check_rules(job.config, recipe, is_quick=args.quick is not None)
@@ -126,9 +131,12 @@ def main() -> None:
 def check_rules(config: Config, recipe: Config, is_quick: bool = False) -> None:
     """Raises UserError: a rule of the track is broken (see the top of this file)."""
     free = FREE_KEYS + (QUICK_KEYS if is_quick else ())
+    is_softmax = measure.variant_of(config.name) == "softmax"
     for key, (expected, value) in changed_keys(recipe, config).items():
         if not key.startswith(free):
             raise UserError(f"{config.name}: {key} = {value!r}: expected {expected!r}, the track's")
+        if is_softmax and key.startswith(VARIANT_KEYS):
+            raise UserError(f"{config.name}: {key} = {value!r}: expected another name: --name NAME")
     check_text(config, recipe)
     n_params, n_softmax = count_parameters(config), count_parameters(recipe)
     if n_params > MOST_PARAMETERS * n_softmax:
@@ -159,19 +167,34 @@ def count_parameters(config: Config) -> int:
         return GPT(config).n_params()
 
 
-@torch.no_grad()
 def check_causal(name: str, model: GPT) -> None:
-    """Raises UserError: what follows a token changes its output. Before and after the training."""
-    length = min(64, model.config.train.seq_len)  # ssmax_pn is of no greater one
+    """Raises UserError: what follows a token changes its output, in float64. Before and after the
+    training.
+    """
+    model = copy.deepcopy(model).double()
+    model.choose_engine("auto", torch.float64)
+    train_len = model.config.train.seq_len
+    try:
+        looks_ahead = is_changed_by_later(model, max(train_len, min(4 * train_len, CHECKED_TOKENS)))
+    except UserError:  # ssmax_pn is of no length above T
+        looks_ahead = is_changed_by_later(model, train_len)
+    if looks_ahead:
+        raise UserError(f"{name}: a row looks at later keys: expected causal attention")
+
+
+@torch.no_grad()
+def is_changed_by_later(model: GPT, length: int) -> bool:
+    """Whether other later tokens change an output, or none at all."""
     drawn = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.model.vocab_size, (1, length), generator=drawn)
-    other = tokens.clone()
-    half = length // 2
-    other[:, half:] = tokens[:, half:].flip(1)
-    before = model.hidden(tokens, UNSCALED)[:, :half]
-    after = model.hidden(other, UNSCALED)[:, :half]
-    if (before - after).abs().max() > 1e-5 * before.abs().max():
-        raise UserError(f"{name}: a row looks at later keys: expected causal attention")
+    whole = model.hidden(tokens, UNSCALED)
+    bound = 1e-6 * whole.abs().max()
+    for cut in (length // 3, length // 2 + 3, length - 5):  # at no edge of a block
+        other = torch.cat((tokens[:, :cut], tokens[:, cut:].flip(1)), dim=1)
+        for seen in (other, tokens[:, :cut]):
+            if (model.hidden(seen, UNSCALED)[:, :cut] - whole[:, :cut]).abs().max() > bound:
+                return True
+    return False
 
 
 @torch.no_grad()
@@ -223,36 +246,57 @@ def show_board(folders: list[Path], config: Config, args: argparse.Namespace) ->
 
 
 def with_board(board: Path, runs: DataFrame, rows: DataFrame) -> tuple[DataFrame, DataFrame]:
-    """With the board's runs of the same recipe and text. The own ones take the place of older."""
-    theirs = measure.read_runs(board)
-    theirs = select(theirs, T=runs["T"].iloc[0], steps=runs["steps"].iloc[0])
+    """With the board's runs of the same recipe and text. The own ones take the place of older.
+
+    Raises UserError: the board has another attention of an own name.
+    """
+    theirs = track_runs(board)
+    theirs = select(theirs, **{key: runs[key].iloc[0] for key in ("T", "steps", "dtype")})
+    for _, pair in runs.merge(theirs, on="variant").iterrows():
+        if (pair["options_x"], pair["sha256_x"]) != (pair["options_y"], pair["sha256_y"]):
+            problem = f"{pair['run_x']}: {board} has another {pair['variant']}, {pair['options_y']}"
+            raise UserError(f"{problem}: expected another name for the file")
     theirs = theirs[~theirs["run"].isin(runs["run"])]
     their_rows = measure.read_rows(board / ROWS)
     their_rows = their_rows[their_rows["run"].isin(theirs["run"])]
     their_rows = their_rows[their_rows["text"].isin(rows["text"])]
+    theirs = theirs[theirs["run"].isin(their_rows["run"])]
     return pandas.concat([theirs, runs]), pandas.concat([their_rows, rows])
 
 
+def track_runs(board: Path) -> DataFrame:
+    """Those of the board. The names of other studies have a folder."""
+    runs = measure.read_runs(board)
+    return runs[~runs["run"].str.contains("/")]
+
+
 def make_entries(runs: DataFrame, rows: DataFrame, reported: str, chosen_on: str) -> list[Entry]:
-    """All variants, the best at 16 T first. reported, chosen_on: texts."""
+    """All variants, the best at 16 T first. reported, chosen_on: texts.
+
+    Of the rates of a variant those with the most seeds compete.
+    """
     train_len = int(runs["T"].iloc[0])
+    runs = runs.assign(rates=runs["run"].str.replace(r"_seed=\d+", "", regex=True))
+    n_seeds = runs.groupby("rates")["run"].transform("size")
+    is_whole = n_seeds == n_seeds.groupby(runs["variant"]).transform("max")
     rows = select(rows, measure="same_targets")
-    rows = rows.merge(runs[["run", "variant", "rate"]], on="run")
+    columns = runs[["run", "variant", "rates"]].assign(step=runs["steps"].astype(int))
+    rows = rows.merge(columns[is_whole], on=["run", "step"])
     longest = select(rows, text=chosen_on, length=FACTORS[-1] * train_len)
     longest = longest.fillna({"value": math.inf})
-    means = longest.groupby(["variant", "rate", "window", "scaling"], sort=False)["value"].mean()
+    means = longest.groupby(["variant", "rates", "window", "scaling"], sort=False)["value"].mean()
     entries: list[Entry] = []
     zero: dict[int, Losses | None] = {}
     for variant in means.index.unique("variant"):
-        rate, window, scaling = means[variant].idxmin()
-        own_rows = select(rows, text=reported, variant=variant, rate=rate)
+        rates, window, scaling = means[variant].idxmin()
+        own_rows = select(rows, text=reported, rates=rates)
         losses = losses_in(own_rows, train_len, window, scaling)
         if variant == "softmax":
             zero = losses_in(own_rows, train_len, train_len, "none")
         setting = scaling.replace("none", "unscaled") if window == "0" else "window"
         own_runs = select(runs, variant=variant)
-        n_rates = own_runs["rate"].nunique()
-        own_runs = select(own_runs, rate=rate)
+        n_rates = own_runs["rates"].nunique()
+        own_runs = select(own_runs, rates=rates)
         entries.append(Entry(variant, setting, own_runs, n_rates, losses, {}))
     entries = [each._replace(minus=measure.subtract(each.losses, zero)) for each in entries]
     return sorted(entries, key=lambda each: each.loss(FACTORS[-1]))
@@ -268,10 +312,14 @@ def losses_in(
 
 def print_board(entries: list[Entry], title: str) -> None:
     """The differences, then the losses and what they cost."""
-    tested = {each.name: each.minus[FACTORS[-1]] for each in entries}
-    known = {name: each.p for name, each in tested.items() if each and each.half > 0}
-    p = dict(zip(known, holm([*known.values()]), strict=True))
     softmax = next((each.runs for each in entries if each.name == "softmax"), entries[0].runs)
+    known = {}
+    for each in entries:
+        minus = each.minus[FACTORS[-1]]
+        # of one seed a small p says that trainings differ
+        if minus and each.name != "softmax" and min(len(each.runs), len(softmax)) > 1:
+            known[each.name] = minus.p
+    p = dict(zip(known, holm([*known.values()]), strict=True))
     differences = [["variant", "context", "n", "T", "4 T", "16 T", "p"]]
     costs = [["variant", "T", "4 T", "16 T", "time", "parameters", "rates"]]
     for each in entries:
@@ -283,21 +331,23 @@ def print_board(entries: list[Entry], title: str) -> None:
         costs.append(
             [each.name, *losses, step_time(each.runs, softmax), n_params, str(each.n_rates)]
         )
-    print(
-        f"\n{title}\n\nLoss within T minus softmax's, at 4 T and 16 T minus softmax's in its rolling"
-    )
-    print("window of T. ± is the 95 % interval, for n = 1 of documents; p is Holm's.\n")
+    print(f"\n{title}\n\nLoss within T minus softmax's, at 4 T and 16 T minus softmax's in its")
+    print("rolling window of T. ± is the 95 % interval, for n = 1 of documents; p, Holm's,")
+    print("is that of at least two seeds.\n")
     print(measure.format_table(differences, n_names=2))
     print("\nLosses in nats; a step's time over softmax's, on one machine; rates tried.\n")
     print(measure.format_table(costs))
-    if "softmax" not in tested:
+    if all(each.name != "softmax" for each in entries):
         print(f"\nno softmax of this recipe to compare with: python compare.py {SOFTMAX}")
 
 
 def step_time(runs: DataFrame, softmax: DataFrame) -> str:
     """Over softmax's; "-" where it was trained on another machine alone."""
     pairs = runs.merge(softmax, on=["machine", "threads"])
-    own, theirs = pairs["minutes_x"].astype(float).mean(), pairs["minutes_y"].astype(float).mean()
+    own, theirs = (
+        pandas.to_numeric(pairs[column], errors="coerce").median()
+        for column in ("minutes_x", "minutes_y")
+    )
     return f"{own / theirs:.2f}" if theirs > 0 else "-"
 
 
@@ -324,7 +374,7 @@ def find_run(board: Path, config: Config) -> str:
     Raises UserError: there is none, or its own file has another sha256.
     """
     variant, rate = measure.variant_of(config.name), measure.peak_rate(config)
-    runs = select(measure.read_runs(board), variant=variant, rate=rate, seed=1)
+    runs = select(track_runs(board), variant=variant, rate=rate, seed=1)
     if runs.empty:
         raise UserError(f"{board}: no run of {variant} with seed 1, rate {rate}")
     theirs, ours = runs["sha256"].iloc[0], measure.code_of(config)
@@ -338,20 +388,22 @@ def check_losses(run: str, ours: DataFrame, theirs: DataFrame) -> None:
     """Compare the rows of a training with a run's on the board.
 
     Raises UserError: a loss differs by more than TOLERANCE and than the interval of the difference
-    over documents; or there is none to compare.
+    over documents, or MOST_TOLERANCE; or the row lacks one.
     """
     where = ["text", "length", "window", "scaling"]
     ours = select(ours, measure="same_targets")
     theirs = select(theirs, run=run, measure="same_targets")
-    pairs = ours.merge(theirs, on=[*where, "block", "document"], suffixes=("", "_before"))
-    pairs = pairs.dropna(subset=["value", "value_before"])
-    if pairs.empty:
-        raise UserError(f"{run}: the row has no losses on this text")
+    same = [*where, "block", "document"]
+    pairs = ours.merge(theirs, on=same, how="left", suffixes=("", "_before"))
+    pairs = pairs.dropna(subset=["value"])
+    if pairs["value_before"].isna().any():
+        text, length = pairs[pairs["value_before"].isna()][["text", "length"]].iloc[0]
+        raise UserError(f"{run}: the row has no losses, or not all, of text {text} at {length}")
     for key, cell in pairs.groupby(where, sort=False):
         blocks = tuple(zip(cell["block"], cell["document"], strict=True))
         values = (cell["value_before"] - cell["value"]).to_numpy()
         difference = estimate(Losses(values[None], blocks))
-        most = max(TOLERANCE, difference.half)
+        most = max(TOLERANCE, min(difference.half, MOST_TOLERANCE))
         if abs(difference.value) > most:
             at = ", ".join(f"{name} {value}" for name, value in zip(where, key, strict=True))
             problem = f"the row has {cell['value_before'].mean():.4f} at {at}"

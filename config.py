@@ -277,7 +277,7 @@ def _read_file(
     `other_base` takes the place of its own base, of which then no VARIANT_KEYS may be lost but
     those that are `chosen` elsewhere. `seen` are the files that have this one as a base.
     """
-    own = _read_toml(path, seen)
+    own = read_toml(path, seen)
     base = own.pop("base", None)
     if isinstance(own.get("name"), dict):
         raise UserError(f"{path}: name = a section: expected a string, the name of the run folder")
@@ -306,7 +306,7 @@ def _read_file(
     return stated | values | stated, sweeps
 
 
-def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Raises UserError: no file, or no TOML. OSError: it cannot be read."""
     if not path.is_file():  # a pipe would wait for its writer
         raise UserError(f"{path}: no such config file")

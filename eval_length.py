@@ -388,7 +388,8 @@ def show(args: argparse.Namespace, runs: Sequence[Run], steps: list[int], text: 
         lines = read_lines(rows, settings, name, args.lengths)
         if lines and is_asked(args, name):
             what = "all tokens" if name == "loss" else f"the last {n_same} tokens"
-            print_losses(lines, f"{unit} of {what}", text, name == drawn or not is_mixed)
+            do_compare = len(lines) > 1 and (name == drawn or not is_mixed)
+            print_losses(lines, f"{unit} of {what}", text, do_compare)
             if name == drawn:
                 draw_losses(lines, picture, train_lens, f"loss ({unit})")
     if args.key_tokens:

@@ -206,7 +206,7 @@ def collect(folders: Sequence[Path], out: Path) -> None:
     """Enter run folders into the two tables runs.csv and rows.csv.gz of the folder `out`.
 
     A run's line and its sets replace older ones; all else stays. Raises UserError: see `read_rows`
-    and `describe_run`; two folders have one run name.
+    and `describe_run`; two folders have one run name, or the tables have it of another attention.
     """
     described = [describe_run(folder) for folder in folders]
     runs = DataFrame(described, columns=RUN_COLUMNS).astype(str)
@@ -219,6 +219,13 @@ def collect(folders: Sequence[Path], out: Path) -> None:
     rows_path = out / "rows.csv.gz"
     if runs_path.exists():
         old = read_runs(out)
+        pairs = old.merge(runs, on="run")
+        for _, pair in pairs.iterrows():
+            for column in ("options", "sha256"):
+                before, now = pair[f"{column}_x"], pair[f"{column}_y"]
+                if before != now:
+                    problem = f"{pair['run']}: {column} is {now or 'none'}"
+                    raise UserError(f"{problem}: {runs_path} has {before or 'none'}: another name")
         runs = pandas.concat([old[~old["run"].isin(runs["run"])], runs])
     if rows_path.exists():
         rows = replace_sets(read_rows(rows_path), rows)
@@ -246,6 +253,7 @@ class Losses(NamedTuple):
 
     values: np.ndarray  # (seeds, blocks) float64
     blocks: tuple[tuple[int, int], ...]  # (block, document) of each column
+    runs: tuple[str, ...] = ()  # of each row, if known
 
     @property
     def documents(self) -> np.ndarray:
@@ -267,7 +275,8 @@ def read_losses(rows: DataFrame) -> Losses | None:
     if table.isna().any(axis=None):
         names = ", ".join(map(str, table.index))
         raise UserError(f"{names}: scored on other blocks: evaluate them in one call")
-    return Losses(table.to_numpy(float), tuple((int(b), int(d)) for b, d in table.columns))
+    blocks = tuple((int(block), int(document)) for block, document in table.columns)
+    return Losses(table.to_numpy(float), blocks, tuple(table.index))
 
 
 def estimate(losses: Losses, minus: Losses | None = None) -> Estimate:
@@ -276,11 +285,14 @@ def estimate(losses: Losses, minus: Losses | None = None) -> Estimate:
     The variance is s²(seeds) / n of each model + s²(documents) / m of the mean over seeds, its
     degrees of freedom are Satterthwaite's, and the interval is Student's (Welch 1947). A single
     seed adds no variance: the interval is then of the documents alone. Blocks of one document are
-    one draw. Raises UserError: the blocks differ.
+    one draw. Losses of the same runs, as in two settings, are paired by run. Raises UserError: the
+    blocks differ.
     """
     models = [losses] if minus is None else [losses, minus]
     if any(model.blocks != losses.blocks for model in models):
         raise UserError("scored on other blocks: evaluate these runs in one call")
+    if minus is not None and losses.runs == minus.runs != ():
+        return estimate(Losses(losses.values - minus.values, losses.blocks))
     parts = []  # (variance of the mean, degrees of freedom)
     for model in models:
         seeds = model.values.mean(1)
@@ -517,7 +529,7 @@ def main() -> None:
     args = parse_args()
     if not args.out.is_dir():
         raise UserError(f"--out {args.out}: no such folder")
-    collect(args.runs, args.out)
+    collect([run for run in args.runs if run.is_dir()] or args.runs, args.out)  # logs lie beside
     runs = read_runs(args.out)
     rows = read_rows(args.out / "rows.csv.gz")
     print(f"{args.out}: {len(rows):,} rows of {len(runs)} runs")

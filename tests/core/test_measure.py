@@ -105,7 +105,9 @@ def test_collected_runs(tmp_path, tiny_config, call, capsys):
     before = (tmp_path / "rows.csv.gz").read_bytes()
     rows = measure.read_rows(tmp_path / "rows.csv.gz")
     assert len(rows) == 2 * (4 + 3) and (rows["measure"] == "val_loss").sum() == 6
-    call(measure, runs[1], "--out", tmp_path)  # again: the other run's rows stay
+    (tmp_path / "runs/tiny_seed=2.log").touch()  # of sweep.py --jobs, where runs/* finds it
+    beside = tmp_path / "runs/tiny_seed=2.log"
+    call(measure, runs[1], beside, "--out", tmp_path)  # again: the other run's rows stay
     assert len(measure.read_runs(tmp_path)) == 2
     call(measure, *runs, "--out", tmp_path)
     again = measure.read_rows(tmp_path / "rows.csv.gz")
@@ -113,6 +115,10 @@ def test_collected_runs(tmp_path, tiny_config, call, capsys):
     assert "14 rows of 2 runs" in capsys.readouterr().out
     with one_line("two of the folders have a run of this name"):
         call(measure, runs[0], runs[0], "--out", tmp_path)
+    another = table.assign(options="another")
+    another.to_csv(tmp_path / "runs.csv", index=False)
+    with one_line("tiny_seed=2: options is softmax: ", "runs.csv has another: another name"):
+        call(measure, runs[1], "--out", tmp_path)
 
 
 # t tables: P(|T| < t) = 0.95
@@ -162,6 +168,15 @@ def test_estimates_of_few(tmp_path):
     assert math.isnan(estimate(same_document).half)
     with one_line("scored on other blocks"):
         estimate(two, same_document)
+
+
+def test_two_settings_of_the_same_runs_are_paired():
+    """What the seeds differ by is in both, and is no part of the difference's interval."""
+    rows = DataFrame(ROWS + change(ROWS, run="b", value=2.5), columns=COLUMNS)
+    losses = measure.read_losses(rows)
+    better = losses._replace(values=losses.values - 0.25)
+    assert estimate(losses, better) == Estimate(0.25, 0.0, 0.0)
+    assert estimate(losses, better._replace(runs=("c", "d"))).half > 1
 
 
 def test_losses_of_rows():
