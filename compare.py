@@ -252,10 +252,7 @@ def with_board(board: Path, runs: DataFrame, rows: DataFrame) -> tuple[DataFrame
     """
     theirs = track_runs(board)
     theirs = select(theirs, **{key: runs[key].iloc[0] for key in ("T", "steps", "dtype")})
-    for _, pair in runs.merge(theirs, on="variant").iterrows():
-        if (pair["options_x"], pair["sha256_x"]) != (pair["options_y"], pair["sha256_y"]):
-            problem = f"{pair['run_x']}: {board} has another {pair['variant']}, {pair['options_y']}"
-            raise UserError(f"{problem}: expected another name for the file")
+    measure.refuse_another(theirs, runs, "variant", board)
     theirs = theirs[~theirs["run"].isin(runs["run"])]
     their_rows = measure.read_rows(board / ROWS)
     their_rows = their_rows[their_rows["run"].isin(theirs["run"])]

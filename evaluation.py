@@ -4,7 +4,6 @@ An evaluation opens all runs and their text before the first model is loaded, sc
 the other, and writes its sets of rows (see measure.py) as soon as a run is done.
 """
 
-import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -362,9 +361,3 @@ def score_all(
         return reason
     in_order = torch.stack([scores[i] for i in range(n_items)])
     return in_order if in_order.isfinite().all() else "the model computed NaN or infinity"
-
-
-def mean_and_stderr(values: Tensor) -> tuple[float, float]:
-    """Mean of (n,) and its standard error, NaN for a single value."""
-    n = len(values)
-    return values.mean().item(), values.std().item() / math.sqrt(n) if n > 1 else math.nan

@@ -219,19 +219,23 @@ def collect(folders: Sequence[Path], out: Path) -> None:
     rows_path = out / "rows.csv.gz"
     if runs_path.exists():
         old = read_runs(out)
-        pairs = old.merge(runs, on="run")
-        for _, pair in pairs.iterrows():
-            for column in ("options", "sha256"):
-                before, now = pair[f"{column}_x"], pair[f"{column}_y"]
-                if before != now:
-                    problem = f"{pair['run']}: {column} is {now or 'none'}"
-                    raise UserError(f"{problem}: {runs_path} has {before or 'none'}: another name")
+        refuse_another(old, runs, "run", runs_path)
         runs = pandas.concat([old[~old["run"].isin(runs["run"])], runs])
     if rows_path.exists():
         rows = replace_sets(read_rows(rows_path), rows)
     with atomic_file(rows_path) as f:
         f.write(gzip.compress(to_csv(rows), mtime=0))  # the same bytes for the same rows
     write_atomically(runs_path, to_csv(runs))
+
+
+def refuse_another(old: DataFrame, new: DataFrame, key: str, where: Path) -> None:
+    """Raises UserError: old and new runs with one value of the key have other options or files."""
+    for _, pair in old.merge(new, on=key, suffixes=("_before", "")).iterrows():
+        for column in ("options", "sha256"):
+            before, now = pair[f"{column}_before"], pair[column]
+            if before != now:
+                expected = f"{where} has {before or 'none'}: expected another name"
+                raise UserError(f"{pair[key]}: {column} is {now or 'none'}: {expected}")
 
 
 def read_runs(folder: Path) -> DataFrame:

@@ -28,7 +28,6 @@ from torch.nn import functional as F
 from tqdm import trange
 
 from config import config_from_dict, parse_overrides
-from evaluation import mean_and_stderr
 from hub.causal import load
 from hub.native import import_transformers
 from hub.register import learned_parameters, register
@@ -178,6 +177,12 @@ def measure(model: Any, blocks: Tensor, lengths: list[int], scaling: RopeScaling
             means.append(next_token_loss(model, x, y))
         losses[length] = mean_and_stderr(torch.stack(means).double().cpu())
     return losses
+
+
+def mean_and_stderr(values: torch.Tensor) -> tuple[float, float]:
+    """Mean of (n,) and its standard error, NaN for a single value."""
+    n = len(values)
+    return values.mean().item(), values.std().item() / math.sqrt(n) if n > 1 else math.nan
 
 
 def next_token_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:

@@ -273,7 +273,7 @@ def test_two_attentions_of_one_name(tried, board):
     runs, rows = tried
     other = runs.assign(options="another", run="mine_seed=3")
     other.to_csv(board / "runs.csv", index=False)
-    with one_line("mine_muon_lr=0.02_seed=1: ", "has another mine, another: expected another name"):
+    with one_line("mine: options is mine: ", "has another: expected another name"):
         compare.with_board(board, runs, rows)
     other.assign(run="study/mine_seed=3").to_csv(board / "runs.csv", index=False)
     assert len(compare.with_board(board, runs, rows)[0]) == len(runs)

@@ -117,7 +117,7 @@ def test_collected_runs(tmp_path, tiny_config, call, capsys):
         call(measure, runs[0], runs[0], "--out", tmp_path)
     another = table.assign(options="another")
     another.to_csv(tmp_path / "runs.csv", index=False)
-    with one_line("tiny_seed=2: options is softmax: ", "runs.csv has another: another name"):
+    with one_line("tiny_seed=2: options is softmax: ", "runs.csv has another: expected another"):
         call(measure, runs[1], "--out", tmp_path)
 
 
