@@ -8,6 +8,7 @@ draws all again, and finds every decimal number of a page's prose in one of its 
 
 import math
 import re
+import statistics
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 DASH = "–"
 TABLES = tomllib.loads((FOLDER / "tables.toml").read_text(encoding="utf-8"))
 RECOMPUTED = "128 recomputed"
+SHORT_TEXT, LONG_TEXT = "2ec003527944", "efd157a3fce6"  # of lab/definitions.py and data/packages.py
 PEAK_RATES = ("0.01", "0.02", "0.04", "0.08")  # of Muon, tried in the track
 Lines = list[list[str]]  # of a table, the header first
 
@@ -200,7 +202,7 @@ def rates(records: Records, given: list[list[Any]]) -> Lines:
     """The validation loss of one seed at each peak rate of the track."""
     lines = [["model", *PEAK_RATES]]
     for label, model in given:
-        found = [f"track/{model}_muon_lr={rate}" for rate in PEAK_RATES]
+        found = [f"{model}_muon_lr={rate}" for rate in PEAK_RATES]
         losses = [
             number(records.mean(each, 256, measure="val_loss"), 3)
             if each in records.models
@@ -208,6 +210,35 @@ def rates(records: Records, given: list[list[Any]]) -> Lines:
             for each in found
         ]
         lines.append([label, *losses])
+    return lines
+
+
+def documents(records: Records, given: list[list[Any]]) -> Lines:
+    """The loss of models whose queries see their own document alone, and what it costs to see others.
+
+    Two texts: one block in each short document, and at the ends of long files.
+    """
+    header = ["model", "short documents", "price, seed 1", "seed 2"]
+    lines = [[*header, "16 T of long ones", "price, seed 1", "seed 2"]]
+    for label, model, scaling in given:
+        cells = [label]
+        for length, rope in ((256, "none"), (4096, scaling)):
+            found = {}
+            for kind in ("", "_documents"):
+                rows = records.rows(f"documents/{model}{kind}", length, "0", rope)
+                text = SHORT_TEXT if length == 256 else LONG_TEXT
+                rows = rows[rows["text"].str.startswith(text)]
+                found[kind] = dict(tuple(rows.groupby("run")))
+            apart = found["_documents"]
+            cells.append(number(statistics.mean(each["value"].mean() for each in apart.values())))
+            for seed in (1, 2):
+                both = [
+                    read_losses(runs[run])
+                    for kind, runs in found.items()
+                    if (run := f"documents/{model}{kind}_seed={seed}") in runs
+                ]
+                cells.append(records.difference(*both) if len(both) == 2 else DASH)
+        lines.append(cells)
     return lines
 
 
@@ -338,6 +369,7 @@ FUNCTIONS = {
     "optimiser": optimiser,
     "rounding": rounding,
     "rates": rates,
+    "documents": documents,
     "settings": settings,
     "gains": gains,
     "cache": cache,
