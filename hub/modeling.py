@@ -53,7 +53,12 @@ class NormaliserGPTConfig(PreTrainedConfig):
 class HubCache(PaddedCache):
     """A cache of transformers, or none, in the place of a `KVCache`."""
 
-    def __init__(self, cache: Cache | None, device: torch.device, has_documents: bool) -> None:
+    def __init__(
+        self,
+        cache: Cache | None,
+        device: torch.device | str = "cpu",
+        has_documents: bool = False,
+    ) -> None:
         self.cache = cache
         self.length = 0 if cache is None else int(cache.get_seq_length())
         self.document = torch.tensor(0)

@@ -41,12 +41,14 @@ end() { echo "error: $2" >&2; exit "$1"; }
 child=
 stop() {
     trap '' INT TERM HUP
-    if [ -n "$child" ]; then kill -TERM "$child" 2> /dev/null; wait "$child"; fi
+    if [ -n "$child" ]; then kill -TERM "$child" 2> /dev/null; fi
+    wait
     exit 130
 }
 trap stop INT TERM HUP
 
 check() {
+    : > $log
     $PYTHON -m torch.distributed.run --standalone --nproc_per_node="$PROCESSES" train.py "$@" "${common[@]}" > $log 2>&1 &
     child=$!
     tail -n +1 -f --pid=$child $log &

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
+from signal import SIGINT, SIGTERM, SIGUSR1
 
 import pytest
 from launch import ROOT
@@ -82,7 +82,7 @@ def evening(folder, body):
     return {"args": ["bash", str(script)], "env": os.environ | {"PYTHON": str(python)}}
 
 
-@pytest.mark.parametrize("signal", [SIGINT, SIGTERM, SIGHUP])
+@pytest.mark.parametrize("signal", [SIGINT, SIGTERM])
 def test_an_evening_stops_at_once_and_runs_once(tmp_path, signal):
     trains = 'trap "touch saved; exit 0" TERM; touch ready; sleep 5 & wait'
     command = evening(tmp_path, f"case $* in *--list*) ;; sweep.py*) {trains} ;; esac")
