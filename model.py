@@ -38,14 +38,12 @@ class KVCache:
     """
 
     attend = staticmethod(attend)  # a cache of padded sequences leaves out their padding
-    starts: Tensor | None = None  # of the tokens that are appended, see `GPT.document_starts`
 
     def __init__(self, n_layer: int, max_length: int, windows: Sequence[int] = ()) -> None:
         self.max_length = max_length
         self.windows = windows or [0] * n_layer
         self.length = 0  # advanced by GPT once all layers have appended
-        # (B, 1): where the last document of each sequence begins, if the model knows documents
-        self.document = torch.tensor(0)
+        self.starts: Tensor | None = None  # (B, T) of the last tokens, see `GPT.document_starts`
         self.held: list[list[Tensor]] = [[] for _ in range(n_layer)]
 
     def append(self, layer: int, *parts: Tensor) -> list[Tensor]:
@@ -374,17 +372,21 @@ class GPT(nn.Module):
 
     def document_starts(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor | None:
         """Of each of tokens (B, T) that follow what is in the cache, where its document begins: the
-        position of its end-of-text token, or of the first token of all.
+        position of its end-of-text token, or of the first token of all. Embeddings (B, T, C) begin
+        none.
 
-        None where `data.documents` is false, and for embeddings: one document.
+        None where `data.documents` is false.
         """
-        if self.end_of_text is None or tokens.is_floating_point():
+        if self.end_of_text is None:
             return None
         length = 0 if cache is None else cache.length
         places = length + torch.arange(tokens.shape[1], device=tokens.device)
-        current = places.new_zeros(()) if cache is None else cache.document
-        starts = torch.where(tokens == self.end_of_text, places, current)
-        return starts.cummax(dim=1).values
+        known = None if cache is None else cache.starts
+        current = places.new_zeros(()) if known is None else known[:, -1:]
+        is_start = tokens == self.end_of_text
+        if tokens.is_floating_point():
+            is_start = torch.zeros_like(tokens[..., 0], dtype=torch.bool)
+        return torch.where(is_start, places, current).cummax(dim=1).values
 
     def hidden(self, tokens: Tensor, rope: RopeScaling, cache: KVCache | None = None) -> Tensor:
         """The final norm's output, (B, T, C), for tokens (B, T), or embeddings of some (B, T, C),
@@ -398,8 +400,6 @@ class GPT(nn.Module):
             x = block(x, cos, sin, cache, starts)
         if cache is not None:
             cache.length += tokens.shape[1]
-            if starts is not None:
-                cache.document = starts[:, -1:]
         return self.final_norm(x)
 
     def attention_inputs(

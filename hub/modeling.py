@@ -61,12 +61,12 @@ class HubCache(PaddedCache):
     ) -> None:
         self.cache = cache
         self.length = 0 if cache is None else int(cache.get_seq_length())
-        self.document = torch.tensor(0)
+        self.starts = None
         if cache is not None and self.length and has_documents:
             last = cache.layers[0].keys[:, :1, self.length - 1]  # (B, 1, channels)
             number = number_type(last)
             bits = last[..., -number.itemsize // last.itemsize :].contiguous()
-            self.document = bits.view(number).squeeze(-1).long().to(device)
+            self.starts = bits.view(number).squeeze(-1).long().to(device)
 
     def append(self, layer: int, *parts: Tensor) -> list[Tensor]:
         if self.cache is None:

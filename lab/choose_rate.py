@@ -14,7 +14,7 @@ from config import load_config
 from data.dataset import TokenStream
 from infra.cli import ArgumentParser, UserError, positive_float, positive_int, run_main
 from infra.files import read_jsonl
-from training.validation import LLM_C_TOKENS, llm_c_loss
+from training.validation import expected_loss
 
 MOST_ABOVE = 0.1  # nats above llm.c's loss
 OFF_THE_CURVE = 5  # exit status
@@ -52,9 +52,8 @@ def main() -> None:
         raise UserError(f"{args.folder}: no rate has a loss at step {args.steps}")
     best = min(losses, key=lambda rate: losses[rate])
     print(best)
-    expected = llm_c_loss(args.steps)
-    is_llm_c = config.train.batch_tokens == LLM_C_TOKENS
-    if expected is None or not is_llm_c or not TokenStream(config.data.dir, "val").is_fineweb:
+    expected = expected_loss(config.train, TokenStream(config.data.dir, "val"), args.steps)
+    if expected is None:
         print("llm.c has no loss for this step, batch or data: not compared", file=sys.stderr)
         return
     print(f"llm.c at step {args.steps}: {expected:.4f}", file=sys.stderr)

@@ -20,6 +20,7 @@ from infra.cli import ArgumentParser, run_main
 from infra.files import exclusive_lock
 
 DATASET = "definitions"
+T = 256  # configs/track.toml's
 START = re.compile(r"^(?= {0,4}(?:@|def |class |async def ))", re.MULTILINE)
 
 
@@ -56,6 +57,19 @@ def cut(stream: TokenStream) -> list[np.ndarray]:
     return [tokens[i] for i in np.random.default_rng(0).permutation(len(tokens))]
 
 
+def describe(stream: TokenStream) -> str:
+    """How long the documents are, and how many meet in a window of T tokens."""
+    starts = stream.document_starts()
+    sizes = np.diff(np.append(starts, stream.n_tokens))
+    place = np.arange(stream.n_tokens // T * T)
+    window = place // T * T
+    first = np.maximum(np.repeat(starts, sizes)[: len(place)], window)
+    crossing = (first - window).sum() / (place - window + 1).sum()
+    met = (first.reshape(-1, T)[:, -1] > window[::T]).mean()
+    windows = f"of windows of {T} tokens {met:.0%} hold a boundary"
+    return f"{np.median(sizes):.0f} tokens in the median; {windows}; {crossing:.0%} of visible keys cross"
+
+
 def main() -> None:
     args = parse_args()
     streams = {split: TokenStream(args.dataset, split) for split in ("val", "train")}
@@ -68,6 +82,7 @@ def main() -> None:
             made = {"dataset": DATASET, "source": source, "settings": settings}
             info = write_dataset(args.out, made, splits, streams["val"].tokenizer)
     print_summary(info, args.out, "configs/track.toml")
+    print(f"train    {describe(TokenStream(args.out, 'train'))}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ draws all again, and finds every decimal number of a page's prose in one of its 
 
 import math
 import re
-import statistics
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from measure import (
     estimate,
     read_losses,
     read_rows,
+    select,
 )
 
 FOLDER = Path(__file__).parents[1] / "results"
@@ -78,10 +78,7 @@ class Records:
     def gain(self, model: str, length: int, scaling: str = "none", window: str = RECOMPUTED) -> str:
         """The loss in a sliding window minus that at the length, paired over seeds and blocks."""
         short = self.losses(model, length, window)
-        long = self.losses(model, length, "0", scaling)
-        if short is None or long is None:
-            return DASH
-        return signed(estimate(Losses(short.values - long.values, short.blocks)))
+        return self.difference(short, self.losses(model, length, "0", scaling))
 
 
 def signed(each: Estimate) -> str:
@@ -214,30 +211,22 @@ def rates(records: Records, given: list[list[Any]]) -> Lines:
 
 
 def documents(records: Records, given: list[list[Any]]) -> Lines:
-    """The loss of models whose queries see their own document alone, and what it costs to see others.
-
-    Two texts: one block in each short document, and at the ends of long files.
+    """The loss of models whose queries see their own document alone, and what it costs to see others:
+    in short documents, and at 16 T, at the ends of long files.
     """
     header = ["model", "short documents", "price, seed 1", "seed 2"]
     lines = [[*header, "16 T of long ones", "price, seed 1", "seed 2"]]
-    for label, model, scaling in given:
+    for label, model, window, scaling in given:
         cells = [label]
-        for length, rope in ((256, "none"), (4096, scaling)):
-            found = {}
-            for kind in ("", "_documents"):
-                rows = records.rows(f"documents/{model}{kind}", length, "0", rope)
-                text = SHORT_TEXT if length == 256 else LONG_TEXT
-                rows = rows[rows["text"].str.startswith(text)]
-                found[kind] = dict(tuple(rows.groupby("run")))
-            apart = found["_documents"]
-            cells.append(number(statistics.mean(each["value"].mean() for each in apart.values())))
+        for text, *context in ((SHORT_TEXT, 256, "0", "none"), (LONG_TEXT, 4096, window, scaling)):
+            across, apart = (
+                select(records.rows(f"documents/{model}{kind}", *context), text=text)
+                for kind in ("", "_documents")
+            )
+            cells.append(number(apart.groupby("run")["value"].mean().mean()))
             for seed in (1, 2):
-                both = [
-                    read_losses(runs[run])
-                    for kind, runs in found.items()
-                    if (run := f"documents/{model}{kind}_seed={seed}") in runs
-                ]
-                cells.append(records.difference(*both) if len(both) == 2 else DASH)
+                both = [rows[rows["run"].str.endswith(f"_seed={seed}")] for rows in (across, apart)]
+                cells.append(records.difference(*map(read_losses, both)))
         lines.append(cells)
     return lines
 

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from data.batches import read_windows, val_windows
-from data.dataset import IGNORED
+from data.dataset import IGNORED, TokenStream
+from schema import TrainConfig
 from training.run_log import RunLog
 from training.state import TrainState
 
@@ -21,6 +22,12 @@ def llm_c_loss(step: int) -> float | None:
         return None
     steps = [math.log(known) for known in LLM_C]
     return float(np.interp(math.log(step), steps, [*LLM_C.values()]))
+
+
+def expected_loss(config: TrainConfig, stream: TokenStream, step: int) -> float | None:
+    """`llm_c_loss` of a softmax, if the data and the tokens of a step are llm.c's."""
+    is_llm_c = config.batch_tokens == LLM_C_TOKENS and stream.is_fineweb
+    return llm_c_loss(step) if is_llm_c else None
 
 
 @torch.no_grad()
@@ -50,7 +57,6 @@ def validate(state: TrainState, log: RunLog) -> float:
                     sums[1] += state.raw_model(x, y, unscaled=True).double() * n
     sums = world.gather(sums).sum(0)
     loss, unscaled = (sums[:2] / sums[2]).tolist()
-    is_llm_c = config.batch_tokens == LLM_C_TOKENS and state.val_stream.is_fineweb
-    expected = llm_c_loss(state.step) if is_llm_c else None
+    expected = expected_loss(config, state.val_stream, state.step)
     log.add_validation(loss, unscaled if config.loss != "softmax" else None, expected)
     return loss

@@ -186,6 +186,14 @@ def test_documents_follow_a_cache(normaliser, dtype, tiny_config):
     goes_on(lambda cache: cache.crop(-2), [0, 1])
     goes_on(lambda cache: (cache.crop(-2), cache.reorder_cache(torch.tensor([1, 0]))), [1, 0])
     goes_on(lambda cache: (cache.crop(-2), cache.batch_repeat_interleave(2)), [0, 0, 1, 1])
+    whole = model(x).logits
+    for end in (3, 9):  # embeddings before the first document's end, and after ids
+        kinds = [{"inputs_embeds": model.gpt.embedding(x[:, :end])}, {"input_ids": x[:, end:]}]
+        if end == 9:
+            kinds = [{"input_ids": x[:, :9]}, {"inputs_embeds": model.gpt.embedding(x[:, 9:])}]
+        cache = model(**kinds[0], use_cache=True).past_key_values
+        found = model(**kinds[1], past_key_values=cache).logits
+        assert torch.allclose(found, whole[:, end:], atol=tolerance)
 
 
 def test_what_an_exported_model_refuses_says_what_to_do(converted):

@@ -7,6 +7,7 @@ from conftest import one_line
 
 from config import load_config, to_toml
 from lab import choose_rate
+from training import validation
 
 STEPS = 2000
 EXPECTED = 3.8585  # llm.c's at that step
@@ -16,7 +17,7 @@ EXPECTED = 3.8585  # llm.c's at that step
 def runs(tiny_config, tmp_path, monkeypatch):
     """Writes a run at a rate with these last lines of metrics.jsonl, as of llm.c's data and batch."""
     config = load_config(tiny_config)
-    monkeypatch.setattr(choose_rate, "LLM_C_TOKENS", config.train.batch_tokens)
+    monkeypatch.setattr(validation, "LLM_C_TOKENS", config.train.batch_tokens)
     monkeypatch.setattr(choose_rate.TokenStream, "is_fineweb", True)
 
     def write(rate, *lines):

@@ -36,7 +36,8 @@ def test_a_dataset(tmp_path, call, capsys):
     out = tmp_path / "parts"
     for _ in range(2):
         call(definitions, tmp_path / "whole", "--out", out)
-        assert "val      " in capsys.readouterr().out
+        out_text = capsys.readouterr().out
+        assert "val      " in out_text and "tokens in the median" in out_text
     check_dataset(out)
     for split, texts in files.items():
         stream = TokenStream(out, split)
