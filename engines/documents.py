@@ -5,7 +5,7 @@ bits that it has alone. A call costs about 0.1 ms.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from normalisers.base import RowContext
-from normalisers.layer import NormaliserLayer
 
 # what F.scaled_dot_product_attention calls
 forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -26,28 +25,6 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, context: RowContext, scale
     # the kernel reads heads whose numbers are next to each other
     q, k, v = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v))
     return Documents.apply(q, k, v, context, scale)
-
-
-@torch.compiler.disable
-def run_apart(
-    run: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layer: NormaliserLayer,
-    context: RowContext,
-) -> Tensor:
-    """An engine's `run` of each document as a sequence, for as many queries as keys, without
-    signals.
-    """
-    assert context.first is not None
-    outputs = []
-    for *parts, first in zip(*(t.split(1) for t in (q, k, v)), context.first, strict=True):
-        _, sizes = first.flatten().unique_consecutive(return_counts=True)
-        documents = zip(*(part.split(sizes.tolist(), dim=2) for part in parts), strict=True)
-        alone = [run(*each, layer, layer.context(*each[:2])) for each in documents]
-        outputs.append(torch.cat(alone, dim=2))
-    return torch.cat(outputs)
 
 
 class Documents(torch.autograd.Function):

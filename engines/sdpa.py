@@ -6,7 +6,7 @@ The factor of NormSoftmax and LogitNorm depends on the scores. `AdaptiveSoftmax.
 computes it in linear time. In 16 bits NormSoftmax's first rows follow the definition, see
 `Normaliser.exact_rows`. A window W is computed in blocks of W queries, each with its 2 W keys. A bias P_i -
 P_j, of FoX or ALiBi, is eight channels more of q and k, see `append_decay`. Documents are computed
-one by one, on CPUs.
+one by one on CPUs, those of an adaptive softmax by the rows engine.
 """
 
 from contextlib import nullcontext
@@ -27,7 +27,6 @@ from positions import alibi, operator_library
 DECODERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # The factors of the channels of `append_decay`. P / 64 fits into float16 down to P = -4 million.
 UNITS = (64.0, 80.0, 96.0, 112.0)
-APART = 1024  # tokens from which documents of an adaptive softmax, one by one, are faster than rows
 DECAY_QUERIES = 1024  # whose P are counted from one number: within them P falls little
 
 
@@ -50,12 +49,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, layer: NormaliserLayer, context: RowCon
     """`attention.attend` for a softmax; (B, H, Tq, D) in v's type."""
     definition = layer.definition
     if context.first is not None and (definition.adaptive or q.is_cuda):
-        from engines import documents, rows  # which load torch's compiler
+        from engines import rows  # which loads torch's compiler
 
-        is_small = q.shape[-2] < max(APART, k.shape[-2])
-        if q.is_cuda or layer.signals or is_small:
-            return rows.run(q, k, v, layer, context)
-        return documents.run_apart(run, q, k, v, layer, context)
+        return rows.run(q, k, v, layer, context)
     k, v, context = layer.cut(k, v, context)
     n_queries = q.shape[-2]
     n_keys = k.shape[-2]

@@ -9,7 +9,6 @@ from conftest import make_dataset, one_line, slow
 from launch import build, metrics, run
 
 from attention import choose_engine, make_normaliser
-from engines import sdpa
 from model import GPT, KVCache
 from schema import AttentionConfig, Config
 from training.checkpoint import load_model
@@ -75,12 +74,6 @@ def test_each_document_is_computed_alone(cfg):
 @pytest.mark.parametrize("place", [("none", 5), ("alibi", 0), *slow(("alibi", 5))], ids=str)
 def test_documents_with_windows_and_alibi(cfg, place):
     check_documents(cfg, place)
-
-
-@pytest.mark.parametrize("normaliser", ["norm_softmax", "logit_norm"])
-def test_documents_of_an_adaptive_softmax_one_by_one(normaliser, monkeypatch):
-    monkeypatch.setattr(sdpa, "APART", 1)
-    check_documents(AttentionConfig(normaliser=normaliser), ("none", 0))
 
 
 @each_name
