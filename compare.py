@@ -75,7 +75,7 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--board", type=Path, default=RESULTS, metavar="DIR", help="(default: results)")
     add("--jobs", type=positive_int, default=1, metavar="J", help="runs at once (default: 1)")
     tokens_help = "of each evaluation (default: %(default)s)"
-    add("--eval-tokens", type=positive_int, default=2**20, metavar="N", help=tokens_help)
+    add("--eval-tokens", type=positive_int, default=2**18, metavar="N", help=tokens_help)
     if argv[:1] == ["--check"]:  # options follow the files
         argv = [*argv[2:], *argv[:2]]
     args, overrides = sweep.parse_with_configs(parser, argv)
@@ -267,6 +267,11 @@ def track_runs(board: Path) -> DataFrame:
     return runs[~runs["run"].str.contains("/")]
 
 
+def read_board(board: Path, reported: str, chosen_on: str) -> list[Entry]:
+    """What is there by itself: runs of one recipe, and no folder's name in theirs."""
+    return make_entries(track_runs(board), measure.read_rows(board / ROWS), reported, chosen_on)
+
+
 def make_entries(runs: DataFrame, rows: DataFrame, reported: str, chosen_on: str) -> list[Entry]:
     """All variants, the best at 16 T first. reported, chosen_on: texts.
 
@@ -309,33 +314,47 @@ def losses_in(
 
 def print_board(entries: list[Entry], title: str) -> None:
     """The differences, then the losses and what they cost."""
-    softmax = next((each.runs for each in entries if each.name == "softmax"), entries[0].runs)
+    print(f"\n{title}\n\nLoss within T minus softmax's, at 4 T and 16 T minus softmax's in its")
+    print("rolling window of T. ± is the 95 % interval, for n = 1 of documents; p, Holm's,")
+    print("is that of at least two seeds.\n")
+    print(measure.format_table(differences(entries), n_names=2))
+    print("\nLosses in nats; a step's time over softmax's, on one machine; rates tried.\n")
+    print(measure.format_table(costs(entries)))
+    if all(each.name != "softmax" for each in entries):
+        print(f"\nno softmax of this recipe to compare with: python compare.py {SOFTMAX}")
+
+
+def runs_of_softmax(entries: list[Entry]) -> DataFrame:
+    return next((each.runs for each in entries if each.name == "softmax"), entries[0].runs)
+
+
+def differences(entries: list[Entry]) -> list[list[str]]:
+    """The lines of a table: what each entry's losses are minus softmax's."""
+    n_softmax = len(runs_of_softmax(entries))
     known = {}
     for each in entries:
         minus = each.minus[FACTORS[-1]]
         # of one seed a small p says that trainings differ
-        if minus and each.name != "softmax" and min(len(each.runs), len(softmax)) > 1:
+        if minus and each.name != "softmax" and min(len(each.runs), n_softmax) > 1:
             known[each.name] = minus.p
     p = dict(zip(known, holm([*known.values()]), strict=True))
-    differences = [["variant", "context", "n", "T", "4 T", "16 T", "p"]]
-    costs = [["variant", "T", "4 T", "16 T", "time", "parameters", "rates"]]
+    lines = [["variant", "context", "n", "T", "4 T", "16 T", "p"]]
     for each in entries:
         cells = [format_difference(minus) if minus else "-" for minus in each.minus.values()]
         own_p = f"{p[each.name]:.3f}" if each.name in p else "-"
-        differences.append([each.name, each.setting, str(len(each.runs)), *cells, own_p])
+        lines.append([each.name, each.setting, str(len(each.runs)), *cells, own_p])
+    return lines
+
+
+def costs(entries: list[Entry]) -> list[list[str]]:
+    """The lines of a table: the losses, and what they cost."""
+    lines = [["variant", "T", "4 T", "16 T", "time", "parameters", "rates"]]
+    for each in entries:
         losses = [f"{each.loss(factor):.3f}" for factor in FACTORS]
+        time = step_time(each.runs, runs_of_softmax(entries))
         n_params = each.runs["parameters"].iloc[0]
-        costs.append(
-            [each.name, *losses, step_time(each.runs, softmax), n_params, str(each.n_rates)]
-        )
-    print(f"\n{title}\n\nLoss within T minus softmax's, at 4 T and 16 T minus softmax's in its")
-    print("rolling window of T. ± is the 95 % interval, for n = 1 of documents; p, Holm's,")
-    print("is that of at least two seeds.\n")
-    print(measure.format_table(differences, n_names=2))
-    print("\nLosses in nats; a step's time over softmax's, on one machine; rates tried.\n")
-    print(measure.format_table(costs))
-    if all(each.name != "softmax" for each in entries):
-        print(f"\nno softmax of this recipe to compare with: python compare.py {SOFTMAX}")
+        lines.append([each.name, *losses, time, n_params, str(each.n_rates)])
+    return lines
 
 
 def step_time(runs: DataFrame, softmax: DataFrame) -> str:
