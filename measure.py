@@ -394,6 +394,7 @@ def name_layer(config: Config) -> str:
     if model.position != ("none" if kind in PLACED else "rope"):
         name += f", {NAMES.get(model.position, model.position)}"
     name += ", output gate" if model.attention_gate else ""
+    name += ", exclusive" if model.exclusive else ""
     name += ", shifted keys" if model.key_shift else ""
     if model.window:
         plain = name.removeprefix("softmax").removeprefix(", ")

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from attention import ChosenEngine, attend, choose_engine, make_normaliser
 from infra.cli import UserError
 from loss import ChunkedLoss, chunk_loss, scale_logits
+from normalisers.base import share_heads
 from normalisers.layer import NormaliserLayer
 from positions import UNSCALED, RopeScaling, apply_rope, rope_tables
 from schema import Config, Engine, ModelConfig
@@ -110,6 +111,7 @@ class Attention(nn.Module):
         self.has_rope = m.rotating > 0
         self.engine: ChosenEngine | Engine = "auto"  # chosen by GPT
         self.qkv = make_linear(m.n_embd, (m.n_head + 2 * m.kv_heads) * m.head_dim, m.bias)
+        self.is_exclusive = m.exclusive
         self.key_shift = nn.Parameter(torch.zeros(m.kv_heads)) if m.key_shift else None
         self.normaliser = make_normaliser(
             config.attention,
@@ -197,6 +199,9 @@ class Attention(nn.Module):
         q, k, v, signals, first = self.project(x, cos, sin, cache, starts)
         run = attend if cache is None else cache.attend
         y = run(q, k, v, self.normaliser, self.engine, signals, normed=True, first=first)
+        if self.is_exclusive:  # o - (o.v) v / v.v, v the query's own value
+            own = F.normalize(share_heads(v[:, :, -y.shape[2] :], y), dim=-1).to(y.dtype)
+            y = y - (y * own).sum(-1, keepdim=True) * own
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 

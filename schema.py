@@ -88,6 +88,9 @@ class ModelConfig(Section):
     attention_gate: bool = key(
         False, "Multiply the heads' output by sigmoid(W x) (arXiv 2505.06708)."
     )
+    exclusive: bool = key(
+        False, "Take the part along the query's own value off its output (XSA, arXiv 2603.09078)."
+    )
     key_shift: bool = key(
         False, "Mix a learned share of the key before into each (Olsson et al. 2022)."
     )
@@ -408,8 +411,8 @@ class LayerSections(Section):
 
 # What a variant of the attention states: the first parts of its dotted keys.
 VARIANT_KEYS = (
-    "attention.", "layers",
-    *(f"model.{key}" for key in ("position", "rope", "window", "attention_gate", "key_shift")),
+    "attention.", "layers", "model.position", "model.rope", "model.window",
+    "model.attention_gate", "model.exclusive", "model.key_shift",
 )  # fmt: skip
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelConfig, "attention": AttentionConfig, "data": DataConfig,
@@ -422,7 +425,7 @@ def describe_attention(options: AttentionConfig, model: ModelConfig | None = Non
     stated = options.definition.model_dump(exclude_defaults=True)
     stated |= options.model_dump(include={"reweight_p", "reweight_p_warmup"}, exclude_defaults=True)
     if model is not None:
-        keys = {"position", "window", "key_shift", "attention_gate"}
+        keys = {"position", "window", "key_shift", "attention_gate", "exclusive"}
         keys |= {"rope_theta", "rope_fraction"} if model.rotating else set()
         stated |= model.model_dump(include=keys, exclude_defaults=True)
     listed = ", ".join(f"{key} = {value}" for key, value in stated.items())

@@ -57,7 +57,7 @@ def choose_architecture(config: Config) -> str | None:
     m = config.model
     a = config.attention
     is_softmax = a.definition == Softmax() and not a.reweight_p and config.train.loss == "softmax"
-    has_own_parts = m.window or m.attention_gate or m.key_shift or config.layers
+    has_own_parts = m.window or m.attention_gate or m.exclusive or m.key_shift or config.layers
     has_own_parts = has_own_parts or config.data.documents
     if not is_softmax or m.position != "rope" or has_own_parts:
         return None

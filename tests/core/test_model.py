@@ -323,6 +323,7 @@ def test_one_schedule_of_p_for_all_layers():
     ({"n_kv_head": 1}, [1] * 24), ({"n_kv_head": 1}, PIECES),
     ({"position": "none"}, PIECES), ({"position": "p_rope", "rope_fraction": 0.5}, PIECES),
     ({"position": "alibi"}, PIECES), ({"attention_gate": True}, PIECES),
+    ({"exclusive": True, "n_kv_head": 1}, PIECES),
     ({"key_shift": True}, [1] * 24), ({"key_shift": True, "n_kv_head": 1}, PIECES),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize(
@@ -411,6 +412,22 @@ def test_gate_and_output_norm():
     torch.nn.init.eye_(normed.out.weight)
     mean_square = normed(x, *tables).unflatten(-1, (2, 16)).square().mean(-1)
     torch.testing.assert_close(mean_square, torch.ones(2, 16, 2), atol=1e-2, rtol=0)
+
+
+def test_exclusive_output():
+    """Each head's output loses its part along the own value, and nothing else (XSA)."""
+    x, tables = torch.randn(2, 16, 32), rope_tables(16, 16, 10000.0, RopeScaling(), 16)
+    outputs = []
+    for exclusive in (False, True):
+        layer = make_gpt(std=0.2, exclusive=exclusive, n_kv_head=1).blocks[0].attention
+        torch.nn.init.eye_(layer.out.weight)
+        outputs.append(layer(x, *tables).unflatten(-1, (2, 16)).transpose(1, 2))
+    plain, found = outputs
+    v = layer.project(x, *tables)[2]  # (2, 1, 16, 16), of both heads
+    torch.testing.assert_close((found * v).sum(-1), torch.zeros(2, 2, 16), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        plain - found, (plain * v).sum(-1, True) / v.square().sum(-1, True) * v
+    )
 
 
 @pytest.mark.parametrize("kind", ["none", "yarn"])
