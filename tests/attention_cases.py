@@ -163,7 +163,15 @@ def engines(cfg):
     return ["dense", "rows", "sdpa"] if has_sdpa(cfg) else ["dense", "rows"]
 
 
-OWN_SCALE = ("entmax", "asentmax", "threshold", "stick_breaking", "softpick", "elastic_softmax")
+OWN_SCALE = (
+    "entmax",
+    "asentmax",
+    "threshold",
+    "stick_breaking",
+    "softpick",
+    "elastic_softmax",
+    "adaptive_temperature",
+)
 
 
 def is_normalised(cfg):

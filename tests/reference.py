@@ -328,6 +328,15 @@ def _elastic_softmax(row, cfg):
     return PHI["relu"](exp_l1(_score(row, cfg)) + row.params["tau"] / row.n)
 
 
+def _adaptive_temperature(row, cfg):
+    """softmax(beta x), beta a polynomial of the entropy of softmax(x): arXiv 2410.01104."""
+    x = _score(row, cfg)
+    p = exp_l1(x)
+    h = -(p * p.log()).sum()
+    beta = sum(c * h**i for i, c in enumerate((-1.791, 4.917, -2.3, 0.481, -0.037)))
+    return exp_l1(beta.clamp_min(1) * x)
+
+
 def _decay(row, cfg):
     """softmax(x + t ln sigmoid(b)), t = n - 1 - j."""
     b = row.params["b"] if cfg.learns else torch.tensor(cfg.forget_init, dtype=torch.float64)
@@ -355,4 +364,5 @@ FORMULAS: dict[str, Callable[[Row, Any], Tensor]] = {
     "stick_breaking": _stick_breaking,
     "softpick": _softpick,
     "elastic_softmax": _elastic_softmax,
+    "adaptive_temperature": _adaptive_temperature,
 }
