@@ -267,11 +267,6 @@ def track_runs(board: Path) -> DataFrame:
     return runs[~runs["run"].str.contains("/")]
 
 
-def read_board(board: Path, reported: str, chosen_on: str) -> list[Entry]:
-    """What is there by itself: runs of one recipe, and no folder's name in theirs."""
-    return make_entries(track_runs(board), measure.read_rows(board / ROWS), reported, chosen_on)
-
-
 def make_entries(runs: DataFrame, rows: DataFrame, reported: str, chosen_on: str) -> list[Entry]:
     """All variants, the best at 16 T first. reported, chosen_on: texts.
 
@@ -330,12 +325,12 @@ def runs_of_softmax(entries: list[Entry]) -> DataFrame:
 
 def differences(entries: list[Entry]) -> list[list[str]]:
     """The lines of a table: what each entry's losses are minus softmax's."""
-    n_softmax = len(runs_of_softmax(entries))
     known = {}
+    softmax = runs_of_softmax(entries)
     for each in entries:
         minus = each.minus[FACTORS[-1]]
         # of one seed a small p says that trainings differ
-        if minus and each.name != "softmax" and min(len(each.runs), n_softmax) > 1:
+        if minus and each.name != "softmax" and min(len(each.runs), len(softmax)) > 1:
             known[each.name] = minus.p
     p = dict(zip(known, holm([*known.values()]), strict=True))
     lines = [["variant", "context", "n", "T", "4 T", "16 T", "p"]]
@@ -348,12 +343,12 @@ def differences(entries: list[Entry]) -> list[list[str]]:
 
 def costs(entries: list[Entry]) -> list[list[str]]:
     """The lines of a table: the losses, and what they cost."""
+    softmax = runs_of_softmax(entries)
     lines = [["variant", "T", "4 T", "16 T", "time", "parameters", "rates"]]
     for each in entries:
         losses = [f"{each.loss(factor):.3f}" for factor in FACTORS]
-        time = step_time(each.runs, runs_of_softmax(entries))
-        n_params = each.runs["parameters"].iloc[0]
-        lines.append([each.name, *losses, time, n_params, str(each.n_rates)])
+        cost = step_time(each.runs, softmax), each.runs["parameters"].iloc[0]
+        lines.append([each.name, *losses, *cost, str(each.n_rates)])
     return lines
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from pandas import DataFrame
 
+import compare
 from infra.cli import ArgumentParser, UserError, run_main
 from infra.files import read_text, write_atomically
 from measure import (
@@ -25,6 +26,7 @@ from measure import (
     estimate,
     read_losses,
     read_rows,
+    read_runs,
     select,
 )
 
@@ -33,7 +35,8 @@ MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 DASH = "–"
 TABLES = tomllib.loads((FOLDER / "tables.toml").read_text(encoding="utf-8"))
 RECOMPUTED = "128 recomputed"
-SHORT_TEXT, LONG_TEXT = "2ec003527944", "efd157a3fce6"  # of lab/definitions.py and data/packages.py
+SHORT_TEXT = "2ec003527944"  # of lab/definitions.py
+VAL_TEXT, LONG_TEXT = "41bb81c34cc1", "efd157a3fce6"  # of data/packages.py, val and test
 PEAK_RATES = ("0.01", "0.02", "0.04", "0.08")  # of Muon, tried in the track
 Lines = list[list[str]]  # of a table, the header first
 
@@ -150,6 +153,30 @@ def readme(records: Records, given: list[list[Any]]) -> Lines:
 
 
 def board(records: Records, given: list[list[Any]]) -> Lines:
+    """The track's, as compare.py has it."""
+    return board_of(compare.track_runs(FOLDER), given)
+
+
+def half(records: Records, given: list[list[Any]]) -> Lines:
+    """The same of the runs of half the steps."""
+    runs = read_runs(FOLDER)
+    return board_of(runs[runs["run"].str.startswith("half/")], given)
+
+
+def board_of(runs: DataFrame, given: list[list[Any]]) -> Lines:
+    labels = dict(given)
+    rows = read_rows(FOLDER / "rows.csv.gz")
+    entries = compare.make_entries(runs, rows, LONG_TEXT, VAL_TEXT)
+    header = ["model", "context", "n", "rates", "T", "4 T", "16 T"]
+    lines = [[*header, "T − softmax", "16 T − softmax's window", "p"]]
+    pairs = zip(compare.differences(entries), compare.costs(entries), strict=True)
+    for minus, (name, *losses, _, _, n_rates) in [*pairs][1:]:
+        _, setting, n, at_T, _, at_16_T, p = (cell.replace("-", "−") for cell in minus)
+        lines.append([labels[name], setting, n, n_rates, *losses, at_T, at_16_T, p])
+    return lines
+
+
+def adamw(records: Records, given: list[list[Any]]) -> Lines:
     zero = records.losses("context/softmax", 2048, RECOMPUTED)
     header = ["model", "RoPE", "n", "window of 128", "at 512", "at 2,048"]
     header.append("at 2,048 − softmax's window")
@@ -196,17 +223,42 @@ def rounding(records: Records, given: list[list[Any]]) -> Lines:
 
 
 def rates(records: Records, given: list[list[Any]]) -> Lines:
-    """The validation loss of one seed at each peak rate of the track."""
+    """The validation loss of seed 1 at each peak rate, at half of the track's steps."""
     lines = [["model", *PEAK_RATES]]
     for label, model in given:
-        found = [f"{model}_muon_lr={rate}" for rate in PEAK_RATES]
-        losses = [
-            number(records.mean(each, 256, measure="val_loss"), 3)
-            if each in records.models
-            else DASH
-            for each in found
-        ]
-        lines.append([label, *losses])
+        cells = [DASH] * len(PEAK_RATES)
+        for i, rate in enumerate(PEAK_RATES):
+            if (name := f"half/{model}_muon_lr={rate}") in records.models:
+                cells[i] = number(first_seed(records, name, 256, measure="val_loss"), 3)
+        lines.append([label, *cells])
+    return lines
+
+
+def steps(records: Records, given: list[list[Any]]) -> Lines:
+    """What twice the steps change: the validation loss and that at 16 T, in the setting given."""
+    lines = [["model", "validation, 500 steps", "1,000", "16 T, 500 steps", "1,000"]]
+    for label, short, whole, window, scaling in given:
+        runs = [f"half/{short}", whole]
+        found = [first_seed(records, each, 256, measure="val_loss") for each in runs]
+        found += [first_seed(records, each, 4096, window, scaling) for each in runs]
+        lines.append([label, *(number(each, 3) for each in found)])
+    return lines
+
+
+def first_seed(records: Records, model: str, *where: Any, **others: Any) -> float:
+    """The loss of seed 1; on the test text, if it is one by length."""
+    rows = select(records.rows(model, *where, **others), run=f"{model}_seed=1")
+    return float(rows[rows["text"].isin(["", LONG_TEXT])]["value"].mean())
+
+
+def reach(records: Records, given: list[list[Any]]) -> Lines:
+    """What a copy of the last 64 tokens saves, by its distance (lab/reach.py)."""
+    distances = (64, 128, 256, 1024, 4032)
+    lines = [["model", "steps", *(f"{distance:,}" for distance in distances)]]
+    for label, n_steps, model, window in given:
+        losses = [records.losses(model, each, window, measure="copy_saves") for each in distances]
+        cells = [DASH if each is None else signed(estimate(each)) for each in losses]
+        lines.append([label, n_steps, *cells])
     return lines
 
 
@@ -355,9 +407,13 @@ def gradients(records: Records, given: list[list[Any]]) -> Lines:
 FUNCTIONS = {
     "readme": readme,
     "board": board,
+    "adamw": adamw,
     "optimiser": optimiser,
     "rounding": rounding,
+    "half": half,
     "rates": rates,
+    "steps": steps,
+    "reach": reach,
     "documents": documents,
     "settings": settings,
     "gains": gains,
@@ -375,7 +431,7 @@ SHOWN = ("ssmax_qk_norm", "lssar_p15_warmup", "fox", "stick_breaking_lr=4e-3", "
 
 def context_figure(records: Records, path: Path) -> None:
     curves = []
-    for label, model, scaling in TABLES["board"]["lines"]:
+    for label, model, scaling in TABLES["adamw"]["lines"]:
         if model in ("softmax", *SHOWN) and (model, scaling) != ("ssmax_qk_norm", "none"):
             lengths = (256, 512, 1024, 2048)
             at = [records.mean(f"context/{model}", n, "0", scaling) for n in lengths]
