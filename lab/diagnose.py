@@ -32,7 +32,6 @@ from evaluation import (
     add_arguments,
     open_blocks,
     open_runs,
-    open_text,
     picture_path,
     score_all,
     text_of,
@@ -41,7 +40,8 @@ from infra.cli import ArgumentParser, positive_int, run_main
 from infra.distributed import World, join_world
 from infra.figures import Figure
 from lab.attention_statistics import STATISTICS, model_statistics
-from measure import MARKERS, check_figure, format_length, format_table, save_figure, write_rows
+from lab.options import parse_with_picture
+from measure import MARKERS, format_length, format_table, save_figure, write_rows
 from model import GPT
 from positions import RopeScaling
 
@@ -57,13 +57,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     lengths_help = "(default: 1, 2, 4, 8, 16 x the training length)"
     add("--lengths", nargs="+", type=positive_int, metavar="T", help=lengths_help)
-    rope_help = "RoPE scaling: none, ntk, yarn, theta=500000 (default: none)"
-    add("--rope", default="none", metavar="SCALING", help=rope_help)
-    add("--out", type=Path, metavar="FILE", help="picture (default: diagnose.png above the runs)")
-    args = parser.parse_args()
-    args.scaling = RopeScaling(args.rope)
-    check_figure(args.out)
-    return args
+    return parse_with_picture(parser, "diagnose")
 
 
 def main() -> None:
@@ -72,7 +66,7 @@ def main() -> None:
         runs = open_runs(args.runs, world)
         own = {factor * run.train_len for run in runs for factor in FACTORS}
         lengths = sorted({*(args.lengths or own)})
-        texts = [open_text(run.config, args.data, run.tokenizer, args.split) for run in runs]
+        texts = [run.text(args.data, args.split) for run in runs]
         all_blocks = [open_blocks(text, lengths[-1], args.tokens) for text in texts]
         means = {}
         for run, blocks in zip(runs, all_blocks, strict=True):

@@ -42,7 +42,6 @@ from data.tokenizer import Tokenizer
 from evaluation import (
     Run,
     open_runs,
-    open_text,
     picture_path,
     score_all,
     text_of,
@@ -51,8 +50,9 @@ from infra.cli import ArgumentParser, UserError, integer, positive_int, run_main
 from infra.distributed import World, join_world
 from infra.figures import Figure
 from lab.attention_statistics import attention_mass
+from lab.options import parse_with_picture
 from lab.squad import question_prompt
-from measure import check_figure, format_table, save_figure, write_rows
+from measure import format_table, save_figure, write_rows
 from model import GPT, KVCache
 from positions import RopeScaling
 
@@ -88,16 +88,11 @@ def parse_args() -> argparse.Namespace:
     add("--question-only", action="store_true", help="ask without beginning the answer")
     samples_help = "of each length and depth (default: %(default)s)"
     add("--samples", type=positive_int, default=1000, metavar="N", help=samples_help)
-    rope_help = "RoPE scaling: none, ntk, yarn, theta=500000 (default: none)"
-    add("--rope", default="none", metavar="SCALING", help=rope_help)
     add("--data", type=Path, metavar="DIR", help="dataset (default: that of each run's config)")
     add("--split", choices=("val", "test"), help="(default: test, if the dataset has it)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
-    add("--out", type=Path, metavar="FILE", help="picture (default: needle.png above the runs)")
-    args = parser.parse_args()
+    args = parse_with_picture(parser, "needle")
     args.depths = sorted({*args.depths})
-    args.scaling = RopeScaling(args.rope)
-    check_figure(args.out)
     return args
 
 
@@ -107,7 +102,7 @@ def main() -> None:
         runs = open_runs(args.runs, world)
         own = {factor * run.train_len for run in runs for factor in FACTORS}
         args.lengths = sorted({*(args.lengths or own)})
-        streams = [open_text(run.config, args.data, run.tokenizer, args.split) for run in runs]
+        streams = [run.text(args.data, args.split) for run in runs]
         haystacks = [Haystack(stream, stream.tokenizer) for stream in streams]
         ends = {args.lengths[0], args.lengths[-1]}
         for haystack, length, i in product(haystacks, ends, range(args.samples)):

@@ -29,18 +29,17 @@ from evaluation import (
     add_arguments,
     open_blocks,
     open_runs,
-    open_text,
     picture_path,
     score_all,
     text_of,
 )
 from infra.cli import ArgumentParser, integer, run_main
 from infra.distributed import World, join_world
+from lab.options import parse_with_picture
 from measure import (
     Curve,
     Estimate,
     Losses,
-    check_figure,
     draw_curves,
     estimate,
     format_difference,
@@ -59,25 +58,18 @@ def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(__doc__)
     add_arguments(parser, tokens=2**18)
     add = parser.add_argument
-    rope_help = "RoPE scaling: none, ntk, yarn, theta=500000 (default: none)"
-    add("--rope", default="none", metavar="SCALING", help=rope_help)
     window_help = "rolling window (default: 0, for none)"
     add("--window", type=integer(0, 10**12), default=0, metavar="W", help=window_help)
-    add("--out", type=Path, metavar="FILE", help="picture (default: reach.png above the runs)")
-    args = parser.parse_args()
-    args.scaling = RopeScaling(args.rope)
-    check_figure(args.out)
-    return args
+    return parse_with_picture(parser, "reach")
 
 
 def main() -> None:
     args = parse_args()
     with join_world(args.device) as world:
         runs = open_runs(args.runs, world)
-        texts = [open_text(run.config, args.data, run.tokenizer, args.split) for run in runs]
         all_blocks = [
-            open_blocks(text, LONGEST * run.train_len, args.tokens)
-            for text, run in zip(texts, runs, strict=True)
+            open_blocks(run.text(args.data, args.split), LONGEST * run.train_len, args.tokens)
+            for run in runs
         ]
         curves = [
             (run.title, measure_run(world, run, blocks, args))

@@ -30,7 +30,8 @@ from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from infra.distributed import World, join_world
 from lab import recall_data
 from lab.needle import format_share
-from measure import Curve, check_figure, draw_curves, format_table, write_rows
+from lab.options import parse_with_picture
+from measure import Curve, draw_curves, format_table, write_rows
 from model import GPT
 from positions import RopeScaling
 
@@ -47,15 +48,9 @@ def parse_args() -> argparse.Namespace:
     add("--lengths", nargs="+", type=positive_int, metavar="T", help=lengths_help)
     samples_help = "of each task and length (default: %(default)s)"
     add("--samples", type=positive_int, default=200, metavar="N", help=samples_help)
-    rope_help = "RoPE scaling: none, ntk, yarn, theta=500000 (default: none)"
-    add("--rope", default="none", metavar="SCALING", help=rope_help)
     add("--data", type=Path, metavar="DIR", help="dataset (default: that of each run's config)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
-    add("--out", type=Path, metavar="FILE", help="picture (default: recall.png above the runs)")
-    args = parser.parse_args()
-    args.scaling = RopeScaling(args.rope)
-    check_figure(args.out)
-    return args
+    return parse_with_picture(parser, "recall")
 
 
 def main() -> None:

@@ -47,6 +47,7 @@ class Records:
     def __init__(self, rows: DataFrame):
         models = rows["run"].str.replace(r"_seed=\d+$", "", regex=True)
         self.models = dict(tuple(rows.groupby(models)))
+        self.table = rows
 
     def rows(
         self, model: str, length: int, window: str = "0", scaling: str = "none",
@@ -154,25 +155,24 @@ def readme(records: Records, given: list[list[Any]]) -> Lines:
 
 def board(records: Records, given: list[list[Any]]) -> Lines:
     """The track's, as compare.py has it."""
-    return board_of(compare.track_runs(FOLDER), given)
+    return board_of(records, compare.track_runs(FOLDER), given)
 
 
 def half(records: Records, given: list[list[Any]]) -> Lines:
     """The same of the runs of half the steps."""
     runs = read_runs(FOLDER)
-    return board_of(runs[runs["run"].str.startswith("half/")], given)
+    return board_of(records, runs[runs["run"].str.startswith("half/")], given)
 
 
-def board_of(runs: DataFrame, given: list[list[Any]]) -> Lines:
+def board_of(records: Records, runs: DataFrame, given: list[list[Any]]) -> Lines:
     labels = dict(given)
-    rows = read_rows(FOLDER / "rows.csv.gz")
-    entries = compare.make_entries(runs, rows, LONG_TEXT, VAL_TEXT)
+    entries = compare.make_entries(runs, records.table, LONG_TEXT, VAL_TEXT)
     header = ["model", "context", "n", "rates", "T", "4 T", "16 T"]
     lines = [[*header, "T − softmax", "16 T − softmax's window", "p"]]
     pairs = zip(compare.differences(entries), compare.costs(entries), strict=True)
     for minus, (name, *losses, _, _, n_rates) in [*pairs][1:]:
         _, setting, n, at_T, _, at_16_T, p = (cell.replace("-", "−") for cell in minus)
-        lines.append([labels[name], setting, n, n_rates, *losses, at_T, at_16_T, p])
+        lines.append([labels.get(name, name), setting, n, n_rates, *losses, at_T, at_16_T, p])
     return lines
 
 
