@@ -114,17 +114,18 @@ def main() -> None:
         check_rules(job.config, recipe, is_quick=args.quick is not None)
     checked = [find_run(args.check, job.config) for job in jobs] if args.check else []
     failures = sweep.run_all(jobs, args)
+    trained = [job for job, failure in zip(jobs, failures, strict=True) if not failure]
+    for job in trained:
+        check_causal(job.config.name, load_model(job.run_dir).model.eval())
+    if trained and not args.check:
+        show_board([job.run_dir for job in trained], jobs[0].config, args)
     if any(failures):
         raise UserError("\n".join(filter(None, failures)))
-    for job in jobs:
-        check_causal(job.config.name, load_model(job.run_dir).model.eval())
     if args.check:
         theirs = measure.read_rows(args.check / ROWS)
         for job, run in zip(jobs, checked, strict=True):
             check_losses(run, measure.read_rows(job.run_dir), theirs)
             print(f"{run}: the row holds")
-    else:
-        show_board([job.run_dir for job in jobs], jobs[0].config, args)
 
 
 # ---------------------------------------------------------------- rules
@@ -246,7 +247,7 @@ def show_board(folders: list[Path], config: Config, args: argparse.Namespace) ->
 
 
 def with_board(board: Path, runs: DataFrame, rows: DataFrame) -> tuple[DataFrame, DataFrame]:
-    """With the board's runs of the same recipe and text. The own ones take the place of older.
+    """With the board's runs of the same recipe. The own ones take the place of older.
 
     Raises UserError: the board has another attention of an own name.
     """
@@ -256,8 +257,6 @@ def with_board(board: Path, runs: DataFrame, rows: DataFrame) -> tuple[DataFrame
     theirs = theirs[~theirs["run"].isin(runs["run"])]
     their_rows = measure.read_rows(board / ROWS)
     their_rows = their_rows[their_rows["run"].isin(theirs["run"])]
-    their_rows = their_rows[their_rows["text"].isin(rows["text"])]
-    theirs = theirs[theirs["run"].isin(their_rows["run"])]
     return pandas.concat([theirs, runs]), pandas.concat([their_rows, rows])
 
 
@@ -274,10 +273,11 @@ def make_entries(runs: DataFrame, rows: DataFrame, reported: str, chosen_on: str
     """
     train_len = int(runs["T"].iloc[0])
     runs = runs.assign(rates=runs["run"].str.replace(r"_seed=\d+", "", regex=True))
-    n_seeds = runs.groupby("rates")["run"].transform("size")
-    is_whole = n_seeds == n_seeds.groupby(runs["variant"]).transform("max")
     rows = select(rows, measure="same_targets")
-    columns = runs[["run", "variant", "rates"]].assign(step=runs["steps"].astype(int))
+    scored = runs[runs["run"].isin(select(rows, text=reported)["run"])]
+    n_seeds = scored.groupby("rates")["run"].transform("size")
+    is_whole = n_seeds == n_seeds.groupby(scored["variant"]).transform("max")
+    columns = scored[["run", "variant", "rates"]].assign(step=scored["steps"].astype(int))
     rows = rows.merge(columns[is_whole], on=["run", "step"])
     longest = select(rows, text=chosen_on, length=FACTORS[-1] * train_len)
     longest = longest.fillna({"value": math.inf})
@@ -291,9 +291,8 @@ def make_entries(runs: DataFrame, rows: DataFrame, reported: str, chosen_on: str
         if variant == "softmax":
             zero = losses_in(own_rows, train_len, train_len, "none")
         setting = scaling.replace("none", "unscaled") if window == "0" else "window"
-        own_runs = select(runs, variant=variant)
-        n_rates = own_runs["rates"].nunique()
-        own_runs = select(own_runs, rates=rates)
+        own_runs = select(scored, rates=rates)
+        n_rates = select(runs, variant=variant)["rates"].nunique()
         entries.append(Entry(variant, setting, own_runs, n_rates, losses, {}))
     entries = [each._replace(minus=measure.subtract(each.losses, zero)) for each in entries]
     return sorted(entries, key=lambda each: each.loss(FACTORS[-1]))

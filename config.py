@@ -193,11 +193,6 @@ def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def same_run(first: Config, second: Config) -> bool:
-    """Whether the configs differ only in keys that do not affect the loss curve."""
-    return run_identity(first) == run_identity(second)
-
-
 def run_identity(config: Config) -> str:
     """The values of all keys that affect the loss curve, as text."""
     values = _flatten(config.model_dump())

@@ -267,6 +267,15 @@ def test_rates_of_fewer_seeds_do_not_compete(tried):
     (entry,) = compare.make_entries(*tried, reported="test", chosen_on="val")
     assert list(entry.runs["run"].str[-6:]) == ["seed=1", "seed=2"] and entry.n_rates == 2
     assert entry.loss(16) == pytest.approx(4.15)
+    unscored = tried[1].query("run != 'mine_muon_lr=0.02_seed=2'")
+    (entry,) = compare.make_entries(tried[0], unscored, "test", "val")
+    assert len(entry.runs) == 1 and entry.loss(16) == 4 and entry.n_rates == 2
+
+
+def test_a_run_that_fails_leaves_a_board_of_the_others(enter, mine, board, capsys):
+    with one_line("muon_lr=1e+30: step 2: loss nan"):
+        enter(mine, "--board", board, "--optimizer.muon-lr", 0.02, 1e30)
+    assert "\nmine     unscaled " in capsys.readouterr().out
 
 
 def test_two_attentions_of_one_name(tried, board):
