@@ -229,26 +229,35 @@ def rates(records: Records, given: list[list[Any]]) -> Lines:
         cells = [DASH] * len(PEAK_RATES)
         for i, rate in enumerate(PEAK_RATES):
             if (name := f"half/{model}_muon_lr={rate}") in records.models:
-                cells[i] = number(first_seed(records, name, 256, measure="val_loss"), 3)
+                rows = seed_one(records, name, 256, measure="val_loss")
+                cells[i] = number(rows["value"].mean(), 3)
         lines.append([label, *cells])
     return lines
 
 
 def steps(records: Records, given: list[list[Any]]) -> Lines:
-    """What twice the steps change: the validation loss and that at 16 T, in the setting given."""
-    lines = [["model", "validation, 500 steps", "1,000", "16 T, 500 steps", "1,000"]]
+    """What more steps change: the validation loss and that at 16 T, in the setting given, and what
+    the latter is above softmax's window, the first line's.
+    """
+    lines = [["model", "steps", "validation", "16 T", "16 T − softmax's window"]]
+    zero: dict[str, Losses | None] = {}
     for label, short, whole, window, scaling in given:
-        runs = [f"half/{short}", whole]
-        found = [first_seed(records, each, 256, measure="val_loss") for each in runs]
-        found += [first_seed(records, each, 4096, window, scaling) for each in runs]
-        lines.append([label, *(number(each, 3) for each in found)])
+        names = {"500": f"half/{short}", "1,000": whole, "2,000": f"twice/{whole}"}
+        for n_steps, name in names.items():
+            if name in records.models:
+                rows = seed_one(records, name, 4096, window, scaling)
+                losses = read_losses(rows)
+                zero.setdefault(n_steps, losses)
+                validation = seed_one(records, name, 256, measure="val_loss")["value"].mean()
+                found = [number(validation, 3), number(rows["value"].mean(), 3)]
+                lines.append([label, n_steps, *found, records.difference(losses, zero[n_steps])])
     return lines
 
 
-def first_seed(records: Records, model: str, *where: Any, **others: Any) -> float:
-    """The loss of seed 1; on the test text, if it is one by length."""
+def seed_one(records: Records, model: str, *where: Any, **others: Any) -> DataFrame:
+    """The rows of seed 1; on the test text, if they are by length."""
     rows = select(records.rows(model, *where, **others), run=f"{model}_seed=1")
-    return float(rows[rows["text"].isin(["", LONG_TEXT])]["value"].mean())
+    return rows[rows["text"].isin(["", LONG_TEXT])]
 
 
 def reach(records: Records, given: list[list[Any]]) -> Lines:
@@ -365,6 +374,25 @@ def of_losses(rows: DataFrame) -> str:
     return str(rows[rows["measure"] == "same_targets"]["scaling"].iloc[0])
 
 
+def formulas(records: Records, given: list[list[Any]]) -> Lines:
+    """LSSAR's Tables 1 to 3 with Muon: each run minus softmax, the first line, in the paper and here."""
+    header = ["row", "table", "paper, 1x", "paper − softmax", "1x", "1x − softmax"]
+    lines = [[*header, "16x", "16x, NTK", "16x, window of T"]]
+    settings = [(256, "0", "none"), (4096, "0", "none"), (4096, "0", "ntk"), (4096, "256", "none")]
+    found = []
+    for _, _, _, run in given:
+        model = f"papers_muon/{run.partition('_seed')[0]}"
+        rows = [records.rows(model, *setting, measure="loss") for setting in settings]
+        found.append([read_losses(select(each, run=f"papers_muon/{run}")) for each in rows])
+    zero = found[0][0]
+    for (label, table, theirs, _), losses in zip(given, found, strict=True):
+        cells = [number(theirs, 3), number(theirs - given[0][2], 3, "+")] if theirs else [DASH] * 2
+        at_T, *beyond = [each.values.mean() if each else math.nan for each in losses]
+        cells += [number(at_T, 3), records.difference(losses[0], zero), *map(number, beyond)]
+        lines.append([label, table, *cells])
+    return lines
+
+
 def ssmax_seeds(records: Records, given: list[list[Any]]) -> Lines:
     """(b) and (e) minus (a), seed by seed, at θ x 50."""
     lines = [["at θ × 50", "seed", "1x", "2x", "4x", "8x", "16x"]]
@@ -420,6 +448,7 @@ FUNCTIONS = {
     "cache": cache,
     "survey": survey,
     "ssmax_seeds": ssmax_seeds,
+    "formulas": formulas,
     "gradients": gradients,
 }
 PAGES = [FOLDER.parent / "README.md", *sorted(FOLDER.glob("*.md"))]
@@ -464,9 +493,28 @@ def demo_figure(records: Records, path: Path) -> None:
     draw_curves(path, curves, title, "loss, nats a byte", [128], "bytes of context")
 
 
+def position_figure(records: Records, path: Path) -> None:
+    """SSMax's Figure 5: the loss by position, in parts of 128 tokens at least."""
+    curves = []
+    models = [(label, run, "0", "theta=500000") for label, run, _ in TABLES["ssmax_muon"]["lines"]]
+    models.append(("(a), window of 256", "papers_muon/softmax", "256", "none"))
+    for label, run, window, scaling in models:
+        rows = select(records.models[run], length=4096, window=window, scaling=scaling)
+        found = rows["measure"].str.extract(r"^loss\[(\d+):(\d+)\]$").astype(float)
+        parts = rows.assign(part=found[0] // 128, center=found.mean(axis=1))
+        means = parts.dropna(subset=["part"]).groupby("part")[["center", "value"]].mean()
+        style: dict[str, Any] = {"marker": ""}
+        if window != "0":
+            style |= {"color": "black", "linestyle": "--"}
+        curves.append(Curve(label, [*means["center"]], [*means["value"]], style=style))
+    title = "Loss by position at 50 times the base of RoPE, trained at 256"
+    draw_curves(path, curves, title, "loss, nats a byte", [256], "position (bytes)")
+
+
 FIGURES: dict[str, Callable[[Records, Path], None]] = {
     "context.png": context_figure,
     "demo.png": demo_figure,
+    "position.png": position_figure,
 }
 
 
