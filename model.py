@@ -201,7 +201,7 @@ class Attention(nn.Module):
         y = run(q, k, v, self.normaliser, self.engine, signals, normed=True, first=first)
         if self.is_exclusive:  # o - (o.v) v / v.v, v the query's own value
             own = F.normalize(share_heads(v[:, :, -y.shape[2] :], y), dim=-1)
-            y = y - (y * own).sum(-1, True) * own
+            y = y - (y * own).sum(-1, keepdim=True) * own
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x)))
 

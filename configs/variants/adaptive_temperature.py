@@ -16,6 +16,6 @@ class AdaptiveTemperature(Scaled, name="adaptive_temperature"):
 
     def weights(self, x: Tensor, context: RowContext) -> Tensor:
         p = context.softmax(x)
-        h = -(p * p.clamp_min(1e-30).log()).sum(-1, True)
+        h = -(p * p.clamp_min(1e-30).log()).sum(-1, keepdim=True)
         beta = ((-0.037 * h + 0.481) * h - 2.3) * h * h + 4.917 * h - 1.791
         return context.softmax(beta.clamp_min(1.0) * x)

@@ -15,6 +15,7 @@ from infra.cli import UserError
 from lab import needle, replace, squad, text_gain
 
 ROOT = Path(__file__).parents[2]
+REPLACE = (replace, "model", "--normaliser", "ssmax", "--val-text", "v")
 
 
 def test_every_sample_of_the_needle_is_tried_before_the_models():
@@ -39,27 +40,10 @@ def test_every_sample_of_the_needle_is_tried_before_the_models():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((replace, "model", "--normaliser", "ssmax", "--val-text", "v", "--lr", "-1"), "--lr"),
-        ((replace, "model", "--normaliser", "ssmax", "--val-text", "v", "--lr", "nan"), "--lr"),
-        (
-            (replace, "model", "--normaliser", "ssmax", "--val-text", "v", "--steps", "-1"),
-            "--steps",
-        ),
-        (
-            (
-                replace,
-                "model",
-                "--normaliser",
-                "ssmax",
-                "--val-text",
-                "v",
-                "--steps",
-                0,
-                "--save",
-                "x",
-            ),
-            "save",
-        ),
+        ((*REPLACE, "--lr", "-1"), "--lr"),
+        ((*REPLACE, "--lr", "nan"), "--lr"),
+        ((*REPLACE, "--steps", "-1"), "--steps"),
+        ((*REPLACE, "--steps", 0, "--save", "x"), "save"),
         (
             (replace, "m", "--normaliser", "lssa", "--val-text", "v", "--reweight-p-warmup", 9),
             "not raised",
