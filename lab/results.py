@@ -127,8 +127,8 @@ def column_cell(
     records: Records, model: str, scaling: str, *, name: str, length: int = 0, window: str = "0",
     measure: str = "same_targets", show: str = "loss", digits: int = 2, rope: str = "",
 ) -> str:  # fmt: skip
-    """show: loss, percent, gain over the window, n of the seeds that have rows, or a label. rope: in
-    place of the line's scaling.
+    """show: loss, percent, gain over the window, n of the seeds that have rows, the needle score of the
+    head that has the highest, or a label. rope: in place of the line's scaling.
     """
     if show == "RoPE":
         return scaling
@@ -137,6 +137,10 @@ def column_cell(
     if show == "gain":
         return records.gain(model, length, scaling, window)
     of_scaling = (rope or scaling) if window == "0" and measure != "val_loss" else "none"
+    if show == "needle score":
+        rows = select(records.models[model], length=length, scaling=of_scaling)
+        heads = rows[rows["measure"].str.startswith("needle_score")].groupby("measure")
+        return number(float(heads["value"].mean().max()), digits)
     rows = records.rows(model, length, window, of_scaling, measure)
     if measure == "val_loss":
         rows = rows[rows["step"] == rows["step"].max()]
