@@ -37,7 +37,6 @@ TABLES = tomllib.loads((FOLDER / "tables.toml").read_text(encoding="utf-8"))
 RECOMPUTED = "128 recomputed"
 SHORT_TEXT = "2ec003527944"  # of lab/definitions.py
 VAL_TEXT, LONG_TEXT = "41bb81c34cc1", "efd157a3fce6"  # of data/packages.py, val and test
-TRACK_T = 256
 PEAK_RATES = ("0.01", "0.02", "0.04", "0.08")  # of Muon, tried in the track
 Lines = list[list[str]]  # of a table, the header first
 
@@ -177,10 +176,11 @@ def board_of(records: Records, runs: DataFrame, given: list[list[Any]]) -> Lines
     differences, costs = compare.differences(entries)[1:], compare.costs(entries)[1:]
     for entry, minus, cost in zip(entries, differences, costs, strict=True):
         name, *losses, _, _, n_rates = cost
+        factor, train_len = compare.FACTORS[-1], int(entry.runs["T"].iloc[0])
         own = records.table[records.table["run"].isin(entry.runs["run"])]
-        own = select(own, text=LONG_TEXT, measure="same_targets")
-        window = compare.losses_in(own, TRACK_T, TRACK_T, "none")[16]
-        gain = records.difference(window, entry.losses[16])
+        own = select(own, text=LONG_TEXT, measure="same_targets", scaling="none", window=train_len)
+        window = read_losses(select(own, length=factor * train_len))
+        gain = records.difference(window, entry.losses[factor])
         _, setting, n, at_T, _, at_16_T, p = (cell.replace("-", "−") for cell in minus)
         label = labels.get(name, name)
         lines.append([label, setting, n, n_rates, *losses, gain, at_T, at_16_T, p])
