@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install, prepare a corpus, train softmax, SSMax on QK-norm, LSSAR and windows + FoX, and draw README's picture:
+# Install, prepare a corpus, train softmax, SSMax on QK-norm, LSSAR and windows + FoX, and draw a picture:
 # their loss at 1x to 16x the training length, beside softmax with a rolling window of that length.
 #
 #   ./demo.sh           up to 10 minutes on two CPU cores, after installation

@@ -2,7 +2,7 @@
 
     python -m lab.page      # results/rows.csv.gz and runs.csv -> results/index.html
 
-The numbers are means over seeds with their standard deviations, of the rows of three studies.
+The numbers are means over seeds with their standard deviations, of the rows of four studies.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from infra.cli import ArgumentParser, run_main
 from infra.files import write_atomically
-from lab.results import FOLDER, Records, read_records
+from lab.results import FOLDER, LONG_TEXT, TRACK_LINES, Records, read_records
 from measure import read_runs
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -27,9 +27,14 @@ class Study(NamedTuple):
     lengths: tuple[int, ...]
     window: str  # the first column, before the lengths; "" if there is none
     shown: tuple[str, ...]  # in colour at first
+    text: str = ""  # of the rows, where there are two
 
 
 STUDIES = {
+    "the track, T = 256": Study(
+        "", "same_targets", (256, 512, 1024, 2048, 4096), "256",
+        tuple(model for _, model, window, _ in TRACK_LINES if window == "0"), LONG_TEXT,
+    ),
     "subwords, T = 128": Study(
         "context", "same_targets", (256, 512, 1024, 2048), "128 recomputed",
         ("softmax", "ssmax_qk_norm", "windows_16_fox", "stick_breaking_lr=4e-3", "fox"),
@@ -65,12 +70,15 @@ def scale_data(records: Records, study: Study) -> dict[str, Any]:
     runs = read_runs(FOLDER).set_index("run")
     variants = []
     for model, rows in records.models.items():
-        folder, _, name = model.partition("/")
+        folder, _, name = (model if "/" in model else f"/{model}").partition("/")
         if folder != study.prefix:
             continue
         first = runs.loc[rows["run"].iloc[0]]
-        measured = rows[(rows["measure"] == study.measure) & (rows["window"] == "0")]
-        window = records.rows(model, study.lengths[-1], study.window, measure=study.measure)
+        measured = rows[rows["measure"] == study.measure]
+        if study.text:
+            measured = measured[measured["text"] == study.text]
+        is_window = (measured["window"] == study.window) & (measured["length"] == study.lengths[-1])
+        window, measured = measured[is_window], measured[measured["window"] == "0"]
         for scaling, at_scaling in measured.groupby("scaling"):
             tables = [window] if study.window else []
             tables += [at_scaling[at_scaling["length"] == n] for n in study.lengths]

@@ -10,6 +10,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,26 @@ class Records:
         self.models = dict(tuple(rows.groupby(models)))
         self.table = rows
 
+    @cached_property
+    def on_test(self) -> "Records":
+        """Without rows on texts other than the track's test text."""
+        return Records(self.table[self.table["text"].isin(["", LONG_TEXT])])
+
     def rows(
         self, model: str, length: int, window: str = "0", scaling: str = "none",
         measure: str = "same_targets", step: int = 0,
     ) -> DataFrame:  # fmt: skip
-        """Those of all seeds of a model; of one step if it is given. Raises UserError: no such model."""
-        if model not in self.models:
+        """Those of all seeds of a model, or of a run; of one step if it is given.
+
+        Raises UserError: no such model.
+        """
+        name, _, seed = model.partition("_seed=")
+        if name not in self.models:
             raise UserError(f"{FOLDER}/rows.csv.gz: no rows of {model}")
-        rows = self.models[model]
+        rows = self.models[name]
         is_asked = (rows["length"] == length) & (rows["window"] == window)
+        if seed:
+            is_asked &= rows["run"] == model
         is_asked &= (rows["scaling"] == scaling) & (rows["measure"] == measure)
         if step:
             is_asked &= rows["step"] == step
@@ -151,15 +163,19 @@ def column_cell(
 
 
 # ---------------------------------------------------------------- tables of their own
-def readme(records: Records, given: list[list[Any]]) -> Lines:
-    """The columns, below softmax in its window."""
-    header, *lines = columns_table(records, TABLES["readme"])
-    return [header, ["**softmax, window of 128**", *[lines[0][1]] * 3], *lines]
-
-
 def board(records: Records, given: list[list[Any]]) -> Lines:
     """The track's, as compare.py has it."""
     return board_of(records, compare.track_runs(FOLDER), given)
+
+
+def readme(records: Records, given: list[list[Any]]) -> Lines:
+    """Some of its lines and columns, with labels of their own."""
+    labels = dict(given)
+    lines = [["trained at 256", "context", "seeds", "loss at 4,096", "minus softmax's window"]]
+    for label, setting, n, *_, at_16_T, _, _, minus, _ in board(records, TABLES["board"]["lines"]):
+        if label in labels:
+            lines.append([labels[label], setting, n, at_16_T, minus.replace("+.000 ±.000", "0")])
+    return lines
 
 
 def half(records: Records, given: list[list[Any]]) -> Lines:
@@ -240,7 +256,7 @@ def rates(records: Records, given: list[list[Any]]) -> Lines:
         cells = [DASH] * len(PEAK_RATES)
         for i, rate in enumerate(PEAK_RATES):
             if (name := f"half/{model}_muon_lr={rate}") in records.models:
-                rows = seed_one(records, name, 256, measure="val_loss")
+                rows = records.rows(f"{name}_seed=1", 256, measure="val_loss")
                 cells[i] = number(rows["value"].mean(), 3)
         lines.append([label, *cells])
     return lines
@@ -256,19 +272,14 @@ def steps(records: Records, given: list[list[Any]]) -> Lines:
         names = {"500": f"half/{short}", "1,000": whole, "2,000": f"twice/{whole}"}
         for n_steps, name in names.items():
             if name in records.models:
-                rows = seed_one(records, name, 4096, window, scaling)
-                losses = read_losses(rows)
+                name += "_seed=1"
+                losses = records.on_test.losses(name, 4096, window, scaling)
                 zero.setdefault(n_steps, losses)
-                validation = seed_one(records, name, 256, measure="val_loss")["value"].mean()
-                found = [number(validation, 3), number(rows["value"].mean(), 3)]
+                at = [records.mean(name, 256, measure="val_loss")]
+                at.append(records.on_test.mean(name, 4096, window, scaling))
+                found = [number(each, 3) for each in at]
                 lines.append([label, n_steps, *found, records.difference(losses, zero[n_steps])])
     return lines
-
-
-def seed_one(records: Records, model: str, *where: Any, **others: Any) -> DataFrame:
-    """The rows of seed 1; on the test text, if they are by length."""
-    rows = select(records.rows(model, *where, **others), run=f"{model}_seed=1")
-    return rows[rows["text"].isin(["", LONG_TEXT])]
 
 
 def reach(records: Records, given: list[list[Any]]) -> Lines:
@@ -335,17 +346,6 @@ def settings(records: Records, given: list[list[Any]]) -> Lines:
     return lines
 
 
-def gains(records: Records, given: list[list[Any]]) -> Lines:
-    lines = [["model", "RoPE", "256", "512", "1,024", "2,048"]]
-    for label, model, scaling in given:
-        model = f"context/{model}"
-        window = records.mean(model, 2048, RECOMPUTED)
-        at = [window - records.mean(model, n, "0", scaling) for n in (256, 512, 1024)]
-        cells = [number(each, 2, "+") for each in at]
-        lines.append([label, scaling, *cells, records.gain(model, 2048, scaling)])
-    return lines
-
-
 def cache(records: Records, given: list[list[Any]]) -> Lines:
     header = ["model", "n", "cache of 128", "of 512", "of 2,048", "gain"]
     lines = [[*header, "minus windows of 16 + FoX without it"]]
@@ -357,6 +357,22 @@ def cache(records: Records, given: list[list[Any]]) -> Lines:
         difference = records.difference(records.losses(model, 2048), best)
         cells = [number(each) for each in at]
         lines.append([label, records.seeds(model), *cells, records.gain(model, 2048), difference])
+    return lines
+
+
+def counts(records: Records, given: list[list[Any]]) -> Lines:
+    """A cache of counts on the track's test text, of the last 256 tokens and of more."""
+    header = ["with counts", "n", "of 256", "of 1,024", "of 4,096", "gain"]
+    lines = [[*header, "− windows + ALiBi without", "− softmax with them"]]
+    others = ("hybrid_16_alibi_muon_lr=0.04", "counts/softmax_muon_lr=0.04")
+    zeros = [records.on_test.losses(other, 4096) for other in others]
+    for label, model in given:
+        model, window = f"counts/{model}", "256 recomputed"
+        at = [records.mean(model, 4096, window), *(records.mean(model, n) for n in (1024, 4096))]
+        cells = [records.seeds(model), *(number(each, 3) for each in at)]
+        cells.append(records.gain(model, 4096, window=window))
+        whole = records.losses(model, 4096)
+        lines.append([label, *cells, *(records.difference(whole, zero) for zero in zeros)])
     return lines
 
 
@@ -392,9 +408,8 @@ def formulas(records: Records, given: list[list[Any]]) -> Lines:
     settings = [(256, "0", "none"), (4096, "0", "none"), (4096, "0", "ntk"), (4096, "256", "none")]
     found = []
     for _, _, _, run in given:
-        model = f"papers_muon/{run.partition('_seed')[0]}"
-        rows = [records.rows(model, *setting, measure="loss") for setting in settings]
-        found.append([read_losses(select(each, run=f"papers_muon/{run}")) for each in rows])
+        model = f"papers_muon/{run}"
+        found.append([records.losses(model, *setting, measure="loss") for setting in settings])
     zero = found[0][0]
     for (label, table, theirs, _), losses in zip(given, found, strict=True):
         cells = [number(theirs, 3), number(theirs - given[0][2], 3, "+")] if theirs else [DASH] * 2
@@ -411,14 +426,9 @@ def ssmax_seeds(records: Records, given: list[list[Any]]) -> Lines:
         for seed in (1, 2, 3):
             at = []
             for length in (256, 512, 1024, 2048, 4096):
-                losses = [
-                    records.rows(f"papers/{each}", length, "0", "theta=500000", "loss")
-                    for each in (run, "softmax")
-                ]
-                both = [
-                    rows[rows["run"].str.endswith(f"_seed={seed}")]["value"].iloc[0]
-                    for rows in losses
-                ]
+                where = length, "0", "theta=500000", "loss"
+                names = [f"papers/{each}_seed={seed}" for each in (run, "softmax")]
+                both = [records.rows(name, *where)["value"].iloc[0] for name in names]
                 at.append(number(both[0] - both[1], 2, "+"))
             lines.append([label, str(seed), *at])
     return lines
@@ -455,8 +465,8 @@ FUNCTIONS = {
     "reach": reach,
     "documents": documents,
     "settings": settings,
-    "gains": gains,
     "cache": cache,
+    "counts": counts,
     "survey": survey,
     "ssmax_seeds": ssmax_seeds,
     "formulas": formulas,
@@ -466,40 +476,47 @@ PAGES = [FOLDER.parent / "README.md", *sorted(FOLDER.glob("*.md"))]
 
 
 # ---------------------------------------------------------------- figures
-SHOWN = ("ssmax_qk_norm", "lssar_p15_warmup", "fox", "stick_breaking_lr=4e-3", "windows_16_fox")
+# label, model, rolling window and RoPE scaling
+TRACK_LINES = (
+    ("softmax, NTK", "softmax_muon_lr=0.04", "0", "ntk"),
+    ("SSMax, NTK", "ssmax_qk_norm_muon_lr=0.02", "0", "ntk"),
+    ("LSSAR, NTK", "lssar_muon_lr=0.02", "0", "ntk"),
+    ("FoX", "fox_muon_lr=0.04", "0", "none"),
+    ("stick-breaking", "stick_breaking_muon_lr=0.02", "0", "none"),
+    ("windows + ALiBi", "hybrid_16_alibi_muon_lr=0.04", "0", "none"),
+    ("softmax, rolling window of 256", "softmax_muon_lr=0.04", "256", "none"),
+)
+DEMO_LINES = (
+    ("softmax, NTK", "demo/softmax", "0", "ntk"),
+    ("SSMax, NTK", "demo/ssmax", "0", "ntk"),
+    ("LSSAR", "demo/lssar", "0", "none"),
+    ("windows + FoX", "demo/windows_16_fox", "0", "none"),
+    ("softmax, rolling window of 128", "demo/softmax", "128", "none"),
+)
 
 
-def context_figure(records: Records, path: Path) -> None:
+def by_length(records: Records, train_len: int, given: tuple[tuple[str, ...], ...]) -> list[Curve]:
+    """From T to 16 T. The line of the rolling window is dashed."""
+    lengths = [factor * train_len for factor in (1, 2, 4, 8, 16)]
     curves = []
-    for label, model, scaling in TABLES["adamw"]["lines"]:
-        if model in ("softmax", *SHOWN) and (model, scaling) != ("ssmax_qk_norm", "none"):
-            lengths = (256, 512, 1024, 2048)
-            at = [records.mean(f"context/{model}", n, "0", scaling) for n in lengths]
-            short = records.mean(f"context/{model}", 2048, RECOMPUTED)
-            curves.append(Curve(label, (128, *lengths), (short, *at)))
-    loss = curves[0].values[0]
-    line = {"color": "black", "linestyle": "--", "marker": ""}
-    curves.append(Curve("softmax, sliding window of 128", (128, 2048), (loss, loss), style=line))
-    title = "Loss on the tests of Python's library, trained at 128"
-    draw_curves(path, curves, title, "nats a token, last 128 targets", [128])
+    for label, model, window, scaling in given:
+        at = [records.mean(model, n, window, scaling) for n in lengths]
+        is_line = window != "0"
+        style = {"color": "black", "linestyle": "--", "marker": ""} if is_line else {}
+        curves.append(Curve(label, lengths, at, style=style))
+    return curves
+
+
+def track_figure(records: Records, path: Path) -> None:
+    curves = by_length(records.on_test, 256, TRACK_LINES)
+    title = "Models of 1.3M parameters, trained at 256"
+    y_label = "loss, nats a token, same targets"
+    draw_curves(path, curves, title, y_label, [256], "tokens of context")
 
 
 def demo_figure(records: Records, path: Path) -> None:
     """Each model with the RoPE scaling that is better for it at 16x, as eval_length.py draws it."""
-    models = [
-        ("softmax, NTK", "softmax", "0", "ntk"),
-        ("SSMax, NTK", "ssmax", "0", "ntk"),
-        ("LSSAR", "lssar", "0", "none"),
-        ("windows + FoX", "windows_16_fox", "0", "none"),
-        ("softmax, rolling window of 128", "softmax", "128", "none"),
-    ]
-    lengths = (128, 256, 512, 1024, 2048)
-    curves = []
-    for label, model, window, scaling in models:
-        at = [records.mean(f"demo/{model}", n, window, scaling) for n in lengths]
-        is_line = window != "0"
-        style = {"color": "black", "linestyle": "--", "marker": ""} if is_line else {}
-        curves.append(Curve(label, lengths, at, style=style))
+    curves = by_length(records, 128, DEMO_LINES)
     title = "Byte-level models of 0.6M parameters, trained at 128"
     draw_curves(path, curves, title, "loss, nats a byte", [128], "bytes of context")
 
@@ -523,7 +540,7 @@ def position_figure(records: Records, path: Path) -> None:
 
 
 FIGURES: dict[str, Callable[[Records, Path], None]] = {
-    "context.png": context_figure,
+    "track.png": track_figure,
     "demo.png": demo_figure,
     "position.png": position_figure,
 }

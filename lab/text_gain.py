@@ -36,7 +36,7 @@ import torch
 
 from data.dataset import TokenStream
 from eval_length import recomputed_losses
-from evaluation import GPTScorer, open_text, progress, text_of
+from evaluation import Blocks, GPTScorer, open_blocks, open_text, progress, text_of
 from infra.cli import ArgumentParser, UserError, positive_int, run_main
 from lab.results import markdown, signed
 from measure import Losses, estimate, write_rows
@@ -54,9 +54,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "data", type=Path, help="a prepared dataset, whose training split is counted"
     )
-    parser.add_argument(
-        "--text", type=Path, metavar="DATA", help="score the validation split of this one"
-    )
+    parser.add_argument("--text", type=Path, metavar="DATA", help="score held-out text of this one")
+    parser.add_argument("--split", choices=("val", "test"), default="val", help="(default: val)")
     train_len_help = "(default: the model's training length, else 256)"
     parser.add_argument("--train-len", type=positive_int, metavar="L", help=train_len_help)
     parser.add_argument(
@@ -243,29 +242,27 @@ def cross_fit(blocks: list[list[Target]], widths: Sequence[int]) -> np.ndarray:
     return losses
 
 
-def open_scored(args: argparse.Namespace, trained: Trained | None) -> tuple[TokenStream, int]:
-    """The text to score, and L. Raises UserError: it is short, or its tokens are not the model's."""
+def open_scored(args: argparse.Namespace, trained: Trained | None) -> tuple[Blocks, int]:
+    """The blocks to score, and L. Raises UserError: the text is short, or its tokens are not the model's."""
     folder = args.text or args.data
     if trained is None:
-        stream = TokenStream(folder, "val")
+        stream = TokenStream(folder, args.split)
         train_len = args.train_len or 256
     else:
-        stream = open_text(trained.config, folder, trained.tokenizer_name, "val")
+        stream = open_text(trained.config, folder, trained.tokenizer_name, args.split)
         train_len = args.train_len or trained.config.train.seq_len
     longest = FACTORS[-1] * train_len
-    most = (stream.n_tokens - 1) // longest
-    if most < 2:
-        expected = f"expected at least two blocks of {longest}"
-        raise UserError(f"{stream.folder}: {stream.n_tokens} tokens: {expected} (--train-len)")
-    if not 2 <= args.blocks <= most:
-        raise UserError(f"--blocks {args.blocks}: expected 2 to {most}, {stream.folder}'s")
-    return stream, train_len
+    blocks = open_blocks(stream, longest, args.blocks * longest)
+    if len(blocks) < 2 or len(blocks) < args.blocks:
+        raise UserError(f"--blocks {args.blocks}: expected 2 to {len(blocks)}, {stream.folder}'s")
+    return blocks, train_len
 
 
 def main() -> None:
     args = parse_args()
     trained = load_model(args.model) if args.model else None
-    stream, train_len = open_scored(args, trained)
+    blocks, train_len = open_scored(args, trained)
+    stream = blocks.stream
     widths = [factor * train_len for factor in FACTORS]
     longest = widths[-1]
     if trained is not None:
@@ -282,20 +279,17 @@ def main() -> None:
         learned = partial(by_counts, TrainingCounts(tokens, stream.vocab_size))
         run, step = "count", 0
     targets = []
-    starts = range(0, args.blocks * longest, longest)
-    for start in progress(starts, "blocks"):
+    for start in progress(blocks.starts, "blocks"):
         tokens = stream.read(start, longest + 1).tolist()
         probabilities = learned(tokens, widths)
         targets.append(list(read_block(tokens, probabilities, stream.vocab_size)))
     losses = {
         width: cross_fit(targets, sorted({train_len, width})) for width in progress(widths, "fits")
     }
-    begun = stream.document_starts().searchsorted([start + longest for start in starts])
-    documents = [int(n) for n in begun]
-    print(markdown(gain_table(losses, documents), n_left=0))
+    print(markdown(gain_table(losses, blocks.documents), n_left=0))
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        write_rows(args.out, rows_of(losses, documents, (run, step, text_of(stream))))
+        write_rows(args.out, rows_of(losses, blocks.documents, (run, step, text_of(stream))))
 
 
 def gain_table(losses: dict[int, np.ndarray], documents: Sequence[int]) -> list[list[str]]:

@@ -18,7 +18,7 @@ def test_a_browser_draws_it(tmp_path):
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)}")
     records = read_records()
     for name in ("<!-- x", "</script>x"):  # no tags
-        records.models[f"context/{name}"] = records.models["context/softmax"]
+        records.models[f"/{name}"] = records.models["softmax_muon_lr=0.04"]
     html = page(records)
     (tmp_path / "index.html").write_text(html, encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
