@@ -282,6 +282,28 @@ def steps(records: Records, given: list[list[Any]]) -> Lines:
     return lines
 
 
+def ladder(records: Records, given: list[list[Any]]) -> Lines:
+    """The last 128 tokens of the test text by T: in a rolling window of T, at 4 T and at 4,096."""
+    lines = [["model", "T", "window of T", "4 T", "4,096", "window − 4,096"]]
+    lines[0].append("4,096 − softmax's window")
+    zero: dict[int, Losses | None] = {}
+    for label, run, train_len, scaling in given:
+        window, *beyond = (
+            records.on_test.losses(f"ladder/{run}", *where)
+            for where in (
+                (4096, str(train_len)),
+                (4 * train_len, "0", scaling),
+                (4096, "0", scaling),
+            )
+        )
+        zero.setdefault(train_len, window)
+        cells = [number(each.values.mean(), 3) if each else DASH for each in (window, *beyond)]
+        cells += [records.difference(window, beyond[1])]
+        cells += [records.difference(beyond[1], zero[train_len])]
+        lines.append([label, f"{train_len:,}", *cells])
+    return lines
+
+
 def reach(records: Records, given: list[list[Any]]) -> Lines:
     """What a copy of the last 64 tokens saves, by its distance (lab/reach.py)."""
     distances = (64, 128, 256, 1024, 4032)
@@ -462,6 +484,7 @@ FUNCTIONS = {
     "half": half,
     "rates": rates,
     "steps": steps,
+    "ladder": ladder,
     "reach": reach,
     "documents": documents,
     "settings": settings,
@@ -495,9 +518,10 @@ DEMO_LINES = (
 )
 
 
-def by_length(records: Records, train_len: int, given: tuple[tuple[str, ...], ...]) -> list[Curve]:
-    """From T to 16 T. The line of the rolling window is dashed."""
-    lengths = [factor * train_len for factor in (1, 2, 4, 8, 16)]
+def by_length(
+    records: Records, lengths: tuple[int, ...], given: tuple[tuple[str, ...], ...]
+) -> list[Curve]:
+    """The line of the rolling window is dashed."""
     curves = []
     for label, model, window, scaling in given:
         at = [records.mean(model, n, window, scaling) for n in lengths]
@@ -508,7 +532,7 @@ def by_length(records: Records, train_len: int, given: tuple[tuple[str, ...], ..
 
 
 def track_figure(records: Records, path: Path) -> None:
-    curves = by_length(records.on_test, 256, TRACK_LINES)
+    curves = by_length(records.on_test, (256, 1024, 4096), TRACK_LINES)
     title = "Models of 1.3M parameters, trained at 256"
     y_label = "loss, nats a token, same targets"
     draw_curves(path, curves, title, y_label, [256], "tokens of context")
@@ -516,7 +540,7 @@ def track_figure(records: Records, path: Path) -> None:
 
 def demo_figure(records: Records, path: Path) -> None:
     """Each model with the RoPE scaling that is better for it at 16x, as eval_length.py draws it."""
-    curves = by_length(records, 128, DEMO_LINES)
+    curves = by_length(records, (128, 256, 512, 1024, 2048), DEMO_LINES)
     title = "Byte-level models of 0.6M parameters, trained at 128"
     draw_curves(path, curves, title, "loss, nats a byte", [128], "bytes of context")
 
