@@ -16,7 +16,7 @@
 # llm.c's curve (CHECK=0 goes on); 6 another failure, its message above; 130 interrupted.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-.venv/bin/python}
+if [ -z "${PYTHON:-}" ]; then PYTHON=.venv/bin/python; [ -x $PYTHON ] || PYTHON=python; fi
 PROCESSES=${PROCESSES:-8}
 RATES=${RATES:-"3e-4 6e-4 1.2e-3"}
 RATE_STEPS=${RATE_STEPS:-2000}
