@@ -57,9 +57,9 @@ class Records:
 
     def rows(
         self, model: str, length: int, window: str = "0", scaling: str = "none",
-        measure: str = "same_targets", step: int = 0,
+        measure: str = "same_targets",
     ) -> DataFrame:  # fmt: skip
-        """Those of all seeds of a model, or of a run; of one step if it is given.
+        """Those of all seeds of a model, or of a run. Of val_loss that of the last step.
 
         Raises UserError: no such model.
         """
@@ -71,9 +71,10 @@ class Records:
         if seed:
             is_asked &= rows["run"] == model
         is_asked &= (rows["scaling"] == scaling) & (rows["measure"] == measure)
-        if step:
-            is_asked &= rows["step"] == step
-        return rows[is_asked]
+        rows = rows[is_asked]
+        if measure == "val_loss":
+            rows = rows[rows["step"] == rows.groupby("run")["step"].transform("max")]
+        return rows
 
     def seeds(self, model: str) -> str:
         return str(self.models[model]["run"].nunique())
@@ -154,8 +155,6 @@ def column_cell(
         heads = rows[rows["measure"].str.startswith("needle_score")].groupby("measure")
         return number(float(heads["value"].mean().max()), digits)
     rows = records.rows(model, length, window, of_scaling, measure)
-    if measure == "val_loss":
-        rows = rows[rows["step"] == rows["step"].max()]
     if show == "n":
         return str(rows["run"].nunique())
     value = float(rows.groupby("run")["value"].mean().mean())
