@@ -109,6 +109,11 @@ def number(value: float, digits: int = 2, sign: str = "") -> str:
     return DASH if math.isnan(value) else f"{value:{sign}.{digits}f}".replace("-", "−")
 
 
+def mean_of(losses: Losses | None, digits: int = 3) -> str:
+    """A dash where there are none."""
+    return DASH if losses is None else number(float(losses.values.mean()), digits)
+
+
 def percent(value: float) -> str:
     return DASH if math.isnan(value) else f"{100 * value:.0f}"
 
@@ -255,8 +260,7 @@ def rates(records: Records, given: list[list[Any]]) -> Lines:
         cells = [DASH] * len(PEAK_RATES)
         for i, rate in enumerate(PEAK_RATES):
             if (name := f"half/{model}_muon_lr={rate}") in records.models:
-                rows = records.rows(f"{name}_seed=1", 256, measure="val_loss")
-                cells[i] = number(rows["value"].mean(), 3)
+                cells[i] = number(records.mean(f"{name}_seed=1", 256, measure="val_loss"), 3)
         lines.append([label, *cells])
     return lines
 
@@ -274,9 +278,8 @@ def steps(records: Records, given: list[list[Any]]) -> Lines:
                 name += "_seed=1"
                 losses = records.on_test.losses(name, 4096, window, scaling)
                 zero.setdefault(n_steps, losses)
-                at = [records.mean(name, 256, measure="val_loss")]
-                at.append(records.on_test.mean(name, 4096, window, scaling))
-                found = [number(each, 3) for each in at]
+                validation = records.mean(name, 256, measure="val_loss")
+                found = [number(validation, 3), mean_of(losses)]
                 lines.append([label, n_steps, *found, records.difference(losses, zero[n_steps])])
     return lines
 
@@ -296,7 +299,7 @@ def ladder(records: Records, given: list[list[Any]]) -> Lines:
             )
         )
         zero.setdefault(train_len, window)
-        cells = [number(each.values.mean(), 3) if each else DASH for each in (window, *beyond)]
+        cells = [mean_of(each) for each in (window, *beyond)]
         cells += [records.difference(window, beyond[1])]
         cells += [records.difference(beyond[1], zero[train_len])]
         lines.append([label, f"{train_len:,}", *cells])
@@ -367,33 +370,36 @@ def settings(records: Records, given: list[list[Any]]) -> Lines:
     return lines
 
 
+def with_counts(
+    records: Records, model: str, train_len: int, others: list[Losses | None], digits: int = 2
+) -> list[str]:
+    """n, the losses with a cache of the last T tokens, 4 T and 16 T, the gain, and minus the others."""
+    whole, window = 16 * train_len, f"{train_len} recomputed"
+    at = [records.mean(model, whole, window)]
+    at += [records.mean(model, n) for n in (4 * train_len, whole)]
+    cells = [records.seeds(model), *(number(each, digits) for each in at)]
+    cells.append(records.gain(model, whole, window=window))
+    losses = records.losses(model, whole)
+    return [*cells, *(records.difference(losses, other) for other in others)]
+
+
 def cache(records: Records, given: list[list[Any]]) -> Lines:
     header = ["model", "n", "cache of 128", "of 512", "of 2,048", "gain"]
     lines = [[*header, "minus windows of 16 + FoX without it"]]
     for study, label, model in given:
         best = records.losses(f"{study}/windows_16_fox", 2048)
-        model = f"{study}/{model}"
-        at = [records.mean(model, 2048, RECOMPUTED)]
-        at += [records.mean(model, n) for n in (512, 2048)]
-        difference = records.difference(records.losses(model, 2048), best)
-        cells = [number(each) for each in at]
-        lines.append([label, records.seeds(model), *cells, records.gain(model, 2048), difference])
+        lines.append([label, *with_counts(records, f"{study}/{model}", 128, [best])])
     return lines
 
 
 def counts(records: Records, given: list[list[Any]]) -> Lines:
-    """A cache of counts on the track's test text, of the last 256 tokens and of more."""
+    """The same on the track's test text."""
     header = ["with counts", "n", "of 256", "of 1,024", "of 4,096", "gain"]
     lines = [[*header, "− windows + ALiBi without", "− softmax with them"]]
-    others = ("hybrid_16_alibi_muon_lr=0.04", "counts/softmax_muon_lr=0.04")
-    zeros = [records.on_test.losses(other, 4096) for other in others]
+    names = ("hybrid_16_alibi_muon_lr=0.04", "counts/softmax_muon_lr=0.04")
+    others = [records.on_test.losses(name, 4096) for name in names]
     for label, model in given:
-        model, window = f"counts/{model}", "256 recomputed"
-        at = [records.mean(model, 4096, window), *(records.mean(model, n) for n in (1024, 4096))]
-        cells = [records.seeds(model), *(number(each, 3) for each in at)]
-        cells.append(records.gain(model, 4096, window=window))
-        whole = records.losses(model, 4096)
-        lines.append([label, *cells, *(records.difference(whole, zero) for zero in zeros)])
+        lines.append([label, *with_counts(records, f"counts/{model}", 256, others, digits=3)])
     return lines
 
 
@@ -434,8 +440,8 @@ def formulas(records: Records, given: list[list[Any]]) -> Lines:
     zero = found[0][0]
     for (label, table, theirs, _), losses in zip(given, found, strict=True):
         cells = [number(theirs, 3), number(theirs - given[0][2], 3, "+")] if theirs else [DASH] * 2
-        at_T, *beyond = [each.values.mean() if each else math.nan for each in losses]
-        cells += [number(at_T, 3), records.difference(losses[0], zero), *map(number, beyond)]
+        cells += [mean_of(losses[0]), records.difference(losses[0], zero)]
+        cells += [mean_of(each, 2) for each in losses[1:]]
         lines.append([label, table, *cells])
     return lines
 
@@ -498,6 +504,7 @@ PAGES = [FOLDER.parent / "README.md", *sorted(FOLDER.glob("*.md"))]
 
 
 # ---------------------------------------------------------------- figures
+DASHED = {"color": "black", "linestyle": "--", "marker": ""}
 # label, model, rolling window and RoPE scaling
 TRACK_LINES = (
     ("softmax, NTK", "softmax_muon_lr=0.04", "0", "ntk"),
@@ -524,9 +531,7 @@ def by_length(
     curves = []
     for label, model, window, scaling in given:
         at = [records.mean(model, n, window, scaling) for n in lengths]
-        is_line = window != "0"
-        style = {"color": "black", "linestyle": "--", "marker": ""} if is_line else {}
-        curves.append(Curve(label, lengths, at, style=style))
+        curves.append(Curve(label, lengths, at, style=DASHED if window != "0" else {}))
     return curves
 
 
@@ -554,9 +559,7 @@ def position_figure(records: Records, path: Path) -> None:
         found = rows["measure"].str.extract(r"^loss\[(\d+):(\d+)\]$").astype(float)
         parts = rows.assign(part=found[0] // 128, center=found.mean(axis=1))
         means = parts.dropna(subset=["part"]).groupby("part")[["center", "value"]].mean()
-        style: dict[str, Any] = {"marker": ""}
-        if window != "0":
-            style |= {"color": "black", "linestyle": "--"}
+        style = DASHED if window != "0" else {"marker": ""}
         curves.append(Curve(label, [*means["center"]], [*means["value"]], style=style))
     title = "Loss by position at 50 times the base of RoPE, trained at 256"
     draw_curves(path, curves, title, "loss, nats a byte", [256], "position (bytes)")

@@ -76,6 +76,8 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=output_folder, metavar="FOLDER", help="write rows.csv there")
     args = parser.parse_args()
+    if args.blocks < 2:
+        parser.error(f"--blocks {args.blocks}: expected at least 2")
     if args.sees == "window" and not args.model:
         parser.error("--sees window: only read with --model")
     return args
@@ -253,7 +255,10 @@ def open_scored(args: argparse.Namespace, trained: Trained | None) -> tuple[Bloc
         train_len = args.train_len or trained.config.train.seq_len
     longest = FACTORS[-1] * train_len
     blocks = open_blocks(stream, longest, args.blocks * longest)
-    if len(blocks) < 2 or len(blocks) < args.blocks:
+    if len(blocks) < 2:
+        expected = f"expected at least two blocks of {longest}"
+        raise UserError(f"{stream.folder}: {stream.n_tokens} tokens: {expected} (--train-len)")
+    if len(blocks) < args.blocks:
         raise UserError(f"--blocks {args.blocks}: expected 2 to {len(blocks)}, {stream.folder}'s")
     return blocks, train_len
 
