@@ -56,7 +56,6 @@ QUICK_KEYS = ("train.max_steps", "optimizer.warmup_steps")  # free, too, with --
 MOST_PARAMETERS = 1.02  # times softmax's
 MOST_KEPT = 1.02  # numbers of a position in the cache, times those of keys and values
 FACTORS = (1, 4, 16)  # times T: the numbers of a row
-NOTHING = Estimate(math.nan, math.nan, math.nan)  # of what has no value
 TOLERANCE = 0.005  # nats that a training may move on another machine
 MOST_TOLERANCE = 0.02  # with what a row's blocks vary, of which a row must not have its fill
 CHECKED_TOKENS = 1024  # at most, for look-ahead; 4 T if that is less
@@ -222,6 +221,7 @@ class Entry(NamedTuple):
     runs: DataFrame  # its seeds at that rate
     n_rates: int
     losses: dict[int, Losses | None]  # by factor of T, on the reported text
+    window: dict[int, Losses | None]  # the same in a rolling window of T
     minus: dict[int, Estimate | None]  # softmax's within T, beyond T in its rolling window
 
     def loss(self, factor: int) -> float:
@@ -231,8 +231,7 @@ class Entry(NamedTuple):
 
 def show_board(folders: list[Path], config: Config, args: argparse.Namespace) -> None:
     """Print and draw the board with these runs, of which config is one."""
-    described = [measure.describe_run(folder) for folder in folders]
-    runs = DataFrame(described, columns=measure.RUN_COLUMNS).astype(str)
+    runs = measure.describe_runs(folders)
     rows = measure.read_rows(*folders)
     title = f"NOT COMPARABLE: {args.quick} steps"
     if not args.quick:
@@ -288,12 +287,13 @@ def make_entries(runs: DataFrame, rows: DataFrame, reported: str, chosen_on: str
         rates, window, scaling = means[variant].idxmin()
         own_rows = select(rows, text=reported, rates=rates)
         losses = losses_in(own_rows, train_len, window, scaling)
+        in_window = losses_in(own_rows, train_len, train_len, "none")
         if variant == "softmax":
-            zero = losses_in(own_rows, train_len, train_len, "none")
+            zero = in_window
         setting = scaling.replace("none", "unscaled") if window == "0" else "window"
         own_runs = select(scored, rates=rates)
         n_rates = select(runs, variant=variant)["rates"].nunique()
-        entries.append(Entry(variant, setting, own_runs, n_rates, losses, {}))
+        entries.append(Entry(variant, setting, own_runs, n_rates, losses, in_window, {}))
     entries = [each._replace(minus=measure.subtract(each.losses, zero)) for each in entries]
     return sorted(entries, key=lambda each: each.loss(FACTORS[-1]))
 
@@ -308,11 +308,16 @@ def losses_in(
 
 def print_board(entries: list[Entry], title: str) -> None:
     """The differences, then the losses and what they cost."""
-    print(f"\n{title}\n\nLoss within T minus softmax's, at 4 T and 16 T minus softmax's in its")
-    print("rolling window of T. ± is the 95 % interval, for n = 1 of documents; p, Holm's,")
-    print("is that of at least two seeds.\n")
+    print(
+        f"\n{title}\n\nLoss within T minus softmax's, at 4 T and 16 T minus softmax's in its\n"
+        "rolling window of T. ± is the 95 % interval, for n = 1 of documents; p, Holm's,\n"
+        "is that of at least two seeds.\n"
+    )
     print(measure.format_table(differences(entries), n_names=2))
-    print("\nLosses in nats; a step's time over softmax's, on one machine; rates tried.\n")
+    print(
+        "\nLosses in nats; beyond T: what keys beyond the last T give at 16 T; a step's\n"
+        "time over softmax's, on one machine; rates tried.\n"
+    )
     print(measure.format_table(costs(entries)))
     if all(each.name != "softmax" for each in entries):
         print(f"\nno softmax of this recipe to compare with: python compare.py {SOFTMAX}")
@@ -334,7 +339,7 @@ def differences(entries: list[Entry]) -> list[list[str]]:
     p = dict(zip(known, holm([*known.values()]), strict=True))
     lines = [["variant", "context", "n", "T", "4 T", "16 T", "p"]]
     for each in entries:
-        cells = [format_difference(minus) if minus else "-" for minus in each.minus.values()]
+        cells = [*map(format_difference, each.minus.values())]
         own_p = f"{p[each.name]:.3f}" if each.name in p else "-"
         lines.append([each.name, each.setting, str(len(each.runs)), *cells, own_p])
     return lines
@@ -343,11 +348,12 @@ def differences(entries: list[Entry]) -> list[list[str]]:
 def costs(entries: list[Entry]) -> list[list[str]]:
     """The lines of a table: the losses, and what they cost."""
     softmax = runs_of_softmax(entries)
-    lines = [["variant", "T", "4 T", "16 T", "time", "parameters", "rates"]]
+    lines = [["variant", "T", "4 T", "16 T", "beyond T", "time", "parameters", "rates"]]
     for each in entries:
         losses = [f"{each.loss(factor):.3f}" for factor in FACTORS]
+        beyond = format_difference(measure.subtract(each.window, each.losses)[FACTORS[-1]])
         cost = step_time(each.runs, softmax), each.runs["parameters"].iloc[0]
-        lines.append([each.name, *losses, *cost, str(each.n_rates)])
+        lines.append([each.name, *losses, beyond, *cost, str(each.n_rates)])
     return lines
 
 
@@ -366,11 +372,11 @@ def draw(entries: list[Entry], title: str, path: Path) -> None:
     curves = []
     for each in entries:
         losses = [each.loss(factor) for factor in FACTORS]
-        minus = [each.minus[factor] or NOTHING for factor in FACTORS]
-        halves = [difference.half for difference in minus]
+        halves = [minus.half if minus else math.nan for minus in each.minus.values()]
         curves.append(Curve(f"{each.name}, {each.setting}", FACTORS, losses, halves))
         if each.name == "softmax":
-            zero = [loss - own.value for loss, own in zip(losses, minus, strict=True)]
+            in_window = each._replace(losses=each.window)
+            zero = [in_window.loss(factor) for factor in FACTORS]
             style = {"color": "0.3", "linestyle": "--", "marker": ""}
             curves.append(Curve("softmax, rolling window of T", FACTORS, zero, style=style))
     xlabel = "context, times the training length"
@@ -401,13 +407,13 @@ def check_losses(run: str, ours: DataFrame, theirs: DataFrame) -> None:
     over documents, or MOST_TOLERANCE; or the row lacks one.
     """
     where = ["text", "length", "window", "scaling"]
-    ours = select(ours, measure="same_targets")
+    ours = select(ours.dropna(subset=["value"]), measure="same_targets")
     theirs = select(theirs, run=run, measure="same_targets")
     same = [*where, "block", "document"]
     pairs = ours.merge(theirs, on=same, how="left", suffixes=("", "_before"))
-    pairs = pairs.dropna(subset=["value"])
-    if pairs["value_before"].isna().any():
-        text, length = pairs[pairs["value_before"].isna()][["text", "length"]].iloc[0]
+    lacking = pairs[pairs["value_before"].isna()]
+    if len(lacking):
+        text, length = lacking[["text", "length"]].iloc[0]
         raise UserError(f"{run}: the row has no losses, or not all, of text {text} at {length}")
     for key, cell in pairs.groupby(where, sort=False):
         blocks = tuple(zip(cell["block"], cell["document"], strict=True))

@@ -461,9 +461,7 @@ def print_losses(lines: list[Line], what: str, text: str, do_compare: bool) -> N
     zero = lines[0]
     print(f"\nMinus {zero.model}, {zero.setting.label}, with the paired 95 % interval.\n")
     differences = [line.minus(zero).values() for line in lines]
-    print_lines(
-        lines, [[format_difference(each) if each else "-" for each in row] for row in differences]
-    )
+    print_lines(lines, [[format_difference(each) for each in row] for row in differences])
 
 
 def loss_cell(each: Estimate | None, least: str) -> str:

@@ -134,6 +134,11 @@ def select(rows: DataFrame, **values: Any) -> DataFrame:
 
 
 # ---------------------------------------------------------------- runs
+def describe_runs(folders: Sequence[Path]) -> DataFrame:
+    """The table of runs, all values as text. Raises UserError: one is not a run folder."""
+    return DataFrame(map(describe_run, folders), columns=RUN_COLUMNS).astype(str)
+
+
 def describe_run(folder: Path) -> dict[str, Any]:
     """A line of the table of runs, from config.toml, starts.jsonl and metrics.jsonl.
 
@@ -206,10 +211,9 @@ def collect(folders: Sequence[Path], out: Path) -> None:
     """Enter run folders into the two tables runs.csv and rows.csv.gz of the folder `out`.
 
     A run's line and its sets replace older ones; all else stays. Raises UserError: see `read_rows`
-    and `describe_run`; two folders have one run name, or the tables have it of another attention.
+    and `describe_runs`; two folders have one run name, or the tables have it of another attention.
     """
-    described = [describe_run(folder) for folder in folders]
-    runs = DataFrame(described, columns=RUN_COLUMNS).astype(str)
+    runs = describe_runs(folders)
     twice = runs["run"][runs["run"].duplicated()]
     if len(twice):
         raise UserError(f"{twice.iloc[0]}: two of the folders have a run of this name")
@@ -408,8 +412,10 @@ def format_loss(each: Estimate) -> str:
     return f"{each.value:.{2 if each.half >= 0.02 else 3}f}"
 
 
-def format_difference(each: Estimate) -> str:
-    """'+.02 ±.01': short, since a table has five of them in 80 columns."""
+def format_difference(each: Estimate | None) -> str:
+    """'+.02 ±.01': short, since a table has five of them in 80 columns. "-" for None."""
+    if each is None:
+        return "-"
     digits = 2 if each.half >= 0.02 else 3
     text = f"{each.value:+.{digits}f}"
     if each.half >= 0:  # NaN: there is no interval

@@ -140,7 +140,7 @@ def table(curves: list[tuple[str, Saved]]) -> str:
     lines = [["model", *map(format_length, distances)]]
     for title, saved in curves:
         found = (saved.get(distance) for distance in distances)
-        lines.append([title, *(format_difference(each) if each else "-" for each in found)])
+        lines.append([title, *map(format_difference, found)])
     return format_table(lines)
 
 

@@ -10,7 +10,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from measure import (
     Losses,
     draw_curves,
     estimate,
+    format_difference,
     read_losses,
     read_rows,
     read_runs,
@@ -89,7 +90,7 @@ class Records:
         return read_losses(self.rows(model, length, *where, **others))
 
     def difference(self, first: Losses | None, second: Losses | None) -> str:
-        """Of two models: '−0.38 ±0.06'. A dash where one has no blocks."""
+        """Of two models: '−.38 ±.06'. A dash where one has no blocks."""
         return DASH if first is None or second is None else signed(estimate(first, second))
 
     def gain(self, model: str, length: int, scaling: str = "none", window: str = RECOMPUTED) -> str:
@@ -99,10 +100,7 @@ class Records:
 
 
 def signed(each: Estimate) -> str:
-    """'−0.38 ±0.06', with a third digit where the interval is small, or none."""
-    digits = 2 if each.half >= 0.02 else 3
-    value = number(each.value, digits, "+")
-    return value if math.isnan(each.half) else f"{value} ±{each.half:.{digits}f}"
+    return format_difference(each).replace("-", "−")
 
 
 def number(value: float, digits: int = 2, sign: str = "") -> str:
@@ -193,17 +191,10 @@ def board_of(records: Records, runs: DataFrame, given: list[list[Any]]) -> Lines
     entries = compare.make_entries(runs, records.table, LONG_TEXT, VAL_TEXT)
     header = ["model", "context", "n", "rates", "T", "4 T", "16 T"]
     lines = [[*header, "own window − 16 T", "T − softmax", "16 T − softmax's window", "p"]]
-    differences, costs = compare.differences(entries)[1:], compare.costs(entries)[1:]
-    for entry, minus, cost in zip(entries, differences, costs, strict=True):
-        name, *losses, _, _, n_rates = cost
-        factor, train_len = compare.FACTORS[-1], int(entry.runs["T"].iloc[0])
-        own = records.table[records.table["run"].isin(entry.runs["run"])]
-        own = select(own, text=LONG_TEXT, measure="same_targets", scaling="none", window=train_len)
-        window = read_losses(select(own, length=factor * train_len))
-        gain = records.difference(window, entry.losses[factor])
-        _, setting, n, at_T, _, at_16_T, p = (cell.replace("-", "−") for cell in minus)
-        label = labels.get(name, name)
-        lines.append([label, setting, n, n_rates, *losses, gain, at_T, at_16_T, p])
+    both = compare.differences(entries)[1:], compare.costs(entries)[1:]
+    for (_, setting, n, at_T, _, *last), (name, *losses, _, _, n_rates) in zip(*both, strict=True):
+        cells = (cell.replace("-", "−") for cell in (*losses, at_T, *last))
+        lines.append([labels.get(name, name), setting, n, n_rates, *cells])
     return lines
 
 
@@ -265,22 +256,25 @@ def rates(records: Records, given: list[list[Any]]) -> Lines:
     return lines
 
 
-def steps(records: Records, given: list[list[Any]]) -> Lines:
-    """What more steps change: the validation loss and that at 16 T, in the setting given, and what
-    the latter is above softmax's window, the first line's.
+def by_group(records: Records, given: list[list[Any]], group: str) -> Lines:
+    """The validation loss, that at 16 T in a rolling window or none, and what each is above softmax of
+    the same group, its first line, at T and in its window.
     """
-    lines = [["model", "steps", "validation", "16 T", "16 T − softmax's window"]]
-    zero: dict[str, Losses | None] = {}
-    for label, short, whole, window, scaling in given:
-        names = {"500": f"half/{short}", "1,000": whole, "2,000": f"twice/{whole}"}
-        for n_steps, name in names.items():
-            if name in records.models:
-                name += "_seed=1"
-                losses = records.on_test.losses(name, 4096, window, scaling)
-                zero.setdefault(n_steps, losses)
-                validation = records.mean(name, 256, measure="val_loss")
-                found = [number(validation, 3), mean_of(losses)]
-                lines.append([label, n_steps, *found, records.difference(losses, zero[n_steps])])
+    lines = [["model", group, "n", "validation", "16 T", "own window − 16 T", "T − softmax"]]
+    lines[0].append("16 T − softmax's window")
+    zero: dict[str, tuple[Losses | None, ...]] = {}
+    for label, size, model, window in given:
+        losses = tuple(
+            records.on_test.losses(model, *where)
+            for where in ((256,), (4096, window), (4096, "256"))
+        )
+        zero.setdefault(size, losses)
+        validation = number(records.mean(model, 256, measure="val_loss"), 3)
+        n = str(records.rows(model, 256)["run"].nunique())
+        cells = [label, size, n, validation, mean_of(losses[1])]
+        cells.append(records.difference(losses[2], losses[1]))
+        cells += [records.difference(losses[i], zero[size][i]) for i in (0, 1)]
+        lines.append(cells)
     return lines
 
 
@@ -480,7 +474,7 @@ def gradients(records: Records, given: list[list[Any]]) -> Lines:
     return lines
 
 
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[[Records, list[list[Any]]], Lines]] = {
     "readme": readme,
     "board": board,
     "adamw": adamw,
@@ -488,7 +482,8 @@ FUNCTIONS = {
     "rounding": rounding,
     "half": half,
     "rates": rates,
-    "steps": steps,
+    "steps": partial(by_group, group="steps"),
+    "scale": partial(by_group, group="parameters"),
     "ladder": ladder,
     "reach": reach,
     "documents": documents,

@@ -10,12 +10,13 @@ from lab import page, results
 from lab.results import FIGURES, FOLDER, PAGES, redraw
 from measure import read_runs
 
-DECIMAL = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]|M\b)")  # no sizes, versions and arXiv numbers
+# 0.09 as .09; no sizes, versions and arXiv numbers
+DECIMAL = re.compile(r"(?<![\w.])0?(\d*\.\d+)(?![\w.]|M\b)")
 CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|\[\d{4}\.\d{5}|Section [\d.]+", re.DOTALL)
 ELSEWHERE = {
-    "results/README.md": {"0.2", "1.02"},  # the share of 32-grams, the bound of parameters
-    "results/context.md": {"0.02", "0.12", "0.26"},  # Muon's rate, tokens a parameter
-    "results/papers.md": {"0.06", "0.09"},  # two standard deviations over seeds
+    "results/README.md": {".2", "1.02"},  # the share of 32-grams, the bound of parameters
+    "results/context.md": {".02", ".12", ".26"},  # Muon's rate, tokens a parameter
+    "results/papers.md": {".06", ".09"},  # two standard deviations over seeds
 }
 
 
