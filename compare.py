@@ -339,7 +339,7 @@ def differences(entries: list[Entry]) -> list[list[str]]:
     p = dict(zip(known, holm([*known.values()]), strict=True))
     lines = [["variant", "context", "n", "T", "4 T", "16 T", "p"]]
     for each in entries:
-        cells = [*map(format_difference, each.minus.values())]
+        cells = map(format_difference, each.minus.values())
         own_p = f"{p[each.name]:.3f}" if each.name in p else "-"
         lines.append([each.name, each.setting, str(len(each.runs)), *cells, own_p])
     return lines
