@@ -89,15 +89,13 @@ def main() -> None:
     args, overrides = parse_args(sys.argv[1:])
     recipe = load_config(args.base)
     for path in args.configs:
-        own_base = read_toml(Path(path)).get("base")
-        if own_base:
+        if own_base := read_toml(Path(path)).get("base"):
             print(f"{path}: {args.base.name} takes the place of its base {own_base}")
     folder = "runs/track"
     if args.quick:
         folder = f"runs/quick_{args.quick}"
-        warmup_steps = min(args.quick, recipe.optimizer.warmup_steps)
-        overrides += ["--train.max-steps", str(args.quick)]
-        overrides += ["--optimizer.warmup-steps", str(warmup_steps)]
+        warmup = str(min(args.quick, recipe.optimizer.warmup_steps))
+        overrides += [f"--train.max-steps={args.quick}", "--optimizer.warmup-steps", warmup]
         entrants = [path for path in args.configs if Path(path).resolve() != SOFTMAX]
         args.configs = [str(SOFTMAX), *entrants]
         print(f"NOT COMPARABLE with the board: {args.quick} steps (--quick)")
@@ -138,9 +136,9 @@ def check_rules(config: Config, recipe: Config, is_quick: bool = False) -> None:
         if is_softmax and key.startswith(VARIANT_KEYS):
             raise UserError(f"{config.name}: {key} = {value!r}: expected another name: --name NAME")
     check_text(config, recipe)
-    n_params, n_softmax = count_parameters(config), count_parameters(recipe)
-    if n_params > MOST_PARAMETERS * n_softmax:
-        most = int(MOST_PARAMETERS * n_softmax)
+    n_params, n_softmax = map(measure.count_parameters, (config, recipe))
+    most = int(MOST_PARAMETERS * n_softmax)
+    if n_params > most:
         raise UserError(f"{config.name}: {n_params:,} parameters: expected at most {most:,}")
     model = GPT(config).eval()
     check_causal(config.name, model)
@@ -151,20 +149,14 @@ def check_text(config: Config, recipe: Config) -> None:
     """Raises UserError: another text than the recipe's, which is published for the track."""
     expected = {split: f"sha256 {sha256}" for split, sha256 in PUBLISHED.items()}
     if recipe.data.dir != load_config(TRACK).data.dir:
-        train = TokenStream(recipe.data.dir, "train")
-        val = open_text(recipe, None, split="val")
-        reported = open_text(recipe, None)  # val again, in a dataset without a test split
-        expected = {stream.split: stream.fingerprint for stream in (train, val, reported)}
+        streams = [TokenStream(recipe.data.dir, "train"), open_text(recipe, None, split="val")]
+        streams.append(open_text(recipe, None))  # val again, in a dataset without a test split
+        expected = {stream.split: stream.fingerprint for stream in streams}
     for split, fingerprint in expected.items():
         found = TokenStream(config.data.dir, split).fingerprint
         if found != fingerprint:
             problem = f"{config.data.dir}: {split} has {found}"
             raise UserError(f"{problem}: expected {fingerprint}, the recipe's text")
-
-
-def count_parameters(config: Config) -> int:
-    with torch.device("meta"):
-        return GPT(config).n_params()
 
 
 def check_causal(name: str, model: GPT) -> None:

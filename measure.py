@@ -149,15 +149,13 @@ def describe_run(folder: Path) -> dict[str, Any]:
     last = starts[-1] if starts else {}
     metrics = read_jsonl(folder / "metrics.jsonl")
     steps = [each["step"] for each in metrics if "loss" in each]
-    with torch.device("meta"):
-        n_params = GPT(config).n_params()
     return {
         "run": config.name,
         "variant": variant_of(config.name),
         "options": describe_layers(config),
         "seed": config.seed,
         "rate": peak_rate(config),
-        "parameters": n_params,
+        "parameters": count_parameters(config),
         "T": config.train.seq_len,
         "steps": max(steps, default=0),
         "dtype": config.train.dtype,
@@ -168,6 +166,11 @@ def describe_run(folder: Path) -> dict[str, Any]:
         "threads": last.get("threads", ""),
         "minutes": round(training_seconds(metrics) / 60, 3),
     }
+
+
+def count_parameters(config: Config) -> int:
+    with torch.device("meta"):
+        return GPT(config).n_params()
 
 
 def code_of(config: Config) -> str:
@@ -466,7 +469,8 @@ def draw_curves(
 
     The axis is logarithmic where it has few numbers, the largest at least four times the smallest.
     """
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    # a line of the legend has two curves
+    figure = Figure(figsize=(8, 4.72 + 0.11 * len(curves)), layout="constrained")
     axes = figure.subplots()
     for i, curve in enumerate(curves):
         style = {"color": f"C{i}", "marker": MARKERS[i % len(MARKERS)]} | curve.style
@@ -482,13 +486,11 @@ def draw_curves(
         axes.set_xticks(places, [format_length(x) for x in places])
         axes.set_xticks([], minor=True)
     for i, train_len in enumerate(sorted({*train_lens})):
-        label = "training length" if i == 0 else None
+        label = "_" * i + "training length"  # one of "_..." is not in the legend
         axes.axvline(train_len, color="0.4", linestyle=":", linewidth=1, label=label)
     axes.set(title=escape(title), xlabel=escape(xlabel), ylabel=escape(ylabel))
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    n_lines = math.ceil((len(curves) + 1) / 2)
-    figure.set_figheight(4.5 + 0.22 * n_lines)
     save_figure(figure, path)
 
 

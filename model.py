@@ -108,11 +108,12 @@ class Attention(nn.Module):
         self.n_head = m.n_head
         self.head_dim = m.head_dim
         self.n_kv_head = m.kv_heads
-        self.has_rope = m.rotating > 0
+        self.rotating = m.rotating
         self.engine: ChosenEngine | Engine = "auto"  # chosen by GPT
         self.qkv = make_linear(m.n_embd, (m.n_head + 2 * m.kv_heads) * m.head_dim, m.bias)
         self.is_exclusive = m.exclusive
         self.key_shift = nn.Parameter(torch.zeros(m.kv_heads)) if m.key_shift else None
+        self.n_unshifted = m.rotating if m.key_shift == "unrotated" else 0  # of a key's channels
         self.normaliser = make_normaliser(
             config.attention,
             m.n_head,
@@ -147,7 +148,7 @@ class Attention(nn.Module):
         q = self.normaliser.norm_heads(q)
         if self.key_shift is None:
             k = self.normaliser.norm_heads(k)
-        if self.has_rope:
+        if self.rotating:
             q = apply_rope(q, cos, sin)
             k = apply_rope(k, cos, sin)
         signals = self.normaliser.read(x)
@@ -183,7 +184,8 @@ class Attention(nn.Module):
         if first is not None:
             is_first = first == torch.arange(k.shape[2], device=k.device)
             before = before.masked_fill(is_first[:, None, :, None], 0.0)
-        return (1 - share) * k + share * before
+        shifted = (1 - share) * k + share * before
+        return torch.cat((k[..., : self.n_unshifted], shifted[..., self.n_unshifted :]), dim=-1)
 
     def forward(
         self,
@@ -352,13 +354,11 @@ class GPT(nn.Module):
         stop = start + tokens.shape[1]
         positions = torch.arange(start, stop, device=tokens.device)
         train_len = self.config.train.seq_len
-        tables: dict[tuple[RopeScaling, float, float, bool], tuple[Tensor, Tensor]] = {}
+        tables: dict[object, tuple[Tensor, Tensor]] = {}
         by_layer = []
         for block, layer_config in zip(self.blocks, self.layer_configs, strict=True):
             m = layer_config.model
-            amplified = (
-                scaling.name != "yarn" or block.attention.normaliser.definition.scores != "cosine"
-            )
+            amplified = block.attention.normaliser.definition.scores != "cosine"
             own = UNSCALED if 0 < m.window <= train_len else scaling
             kind = (own, m.rope_theta, m.rotating, amplified)
             if kind not in tables:

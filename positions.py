@@ -79,7 +79,7 @@ def rope_tables(
     scaling: RopeScaling,
     train_len: int,
     positions: Tensor | None = None,
-    rotating: float = 1.0,
+    rotating: int | None = None,
     amplified: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of the angles m·w_i, for positions m and frequencies w_i = theta^(-2i/d), i <
@@ -100,8 +100,8 @@ def rope_tables(
 
     Args:
         positions: the m of the tables, (T,), on whose device they are; None: 0 to n_positions - 1.
-        rotating: the part of the frequencies, from the highest on, that rotate; the others are 0
-            (p-RoPE, Barbero et al. 2024, arXiv 2410.06205: the first floor(rotating d/2)). 0: no
+        rotating: how many channels turn, from the first on: twice the highest frequencies that are
+            kept, the others are 0 (p-RoPE, Barbero et al. 2024, arXiv 2410.06205). None: all. 0: no
             positions.
         amplified: False leaves yarn's 0.1·ln s + 1 out, as cosine scores, of unit vectors, do not
         see it.
@@ -117,9 +117,9 @@ def rope_tables(
     freqs, amplitude = rope_frequencies(
         head_dim, theta, scaling, length, train_len, positions.device
     )
-    n_rotating = int(rotating * (head_dim // 2) + 1e-9)  # 0.58 * 50 is 28.999...
-    freqs[n_rotating:].zero_()
-    return _cos_and_sin(freqs, amplitude if n_rotating and amplified else 1.0, positions)
+    if rotating is not None:
+        freqs[rotating // 2 :].zero_()
+    return _cos_and_sin(freqs, amplitude if rotating != 0 and amplified else 1.0, positions)
 
 
 def rope_frequencies(

@@ -91,8 +91,10 @@ class ModelConfig(Section):
     exclusive: bool = key(
         False, "Take the part along the query's own value off its output (XSA, arXiv 2603.09078)."
     )
-    key_shift: bool = key(
-        False, "Mix a learned share of the key before into each (Olsson et al. 2022)."
+    key_shift: Literal["unrotated"] | bool = key(
+        False,
+        "Mix a learned share of the key before into each (Olsson et al. 2022). unrotated: where "
+        "p_rope does not rotate.",
     )
     position: Position = key(
         "rope",
@@ -111,9 +113,10 @@ class ModelConfig(Section):
         return self.n_kv_head or self.n_head
 
     @property
-    def rotating(self) -> float:
-        """The part of RoPE's frequencies that rotate."""
-        return {"rope": 1.0, "p_rope": self.rope_fraction}.get(self.position, 0.0)
+    def rotating(self) -> int:
+        """How many channels of a head RoPE turns, from the first on."""
+        share = {"rope": 1.0, "p_rope": self.rope_fraction}.get(self.position, 0.0)
+        return 2 * int(share * (self.head_dim // 2) + 1e-9)  # 0.58 * 50 is 28.999...
 
     @property
     def heads(self) -> str:
@@ -129,9 +132,12 @@ class ModelConfig(Section):
         elif self.rotating and self.head_dim % 2:
             size = f"n_embd / n_head = {self.head_dim}"
             yield f"n_embd = {self.n_embd}: position = {self.position} needs an even head size, {size}"
-        if self.position != "p_rope" and self.rope_fraction != 0.75:
-            expected = "only read by model.position = p_rope"
-            yield f"rope_fraction = {self.rope_fraction}: {expected}"
+        expected = "only read by model.position = p_rope"
+        if self.position != "p_rope":
+            if self.rope_fraction != 0.75:
+                yield f"rope_fraction = {self.rope_fraction}: {expected}"
+            if self.key_shift == "unrotated":
+                yield f"key_shift = unrotated: {expected}"
 
 
 class AttentionConfig(Section):

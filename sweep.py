@@ -104,8 +104,7 @@ def main() -> None:
         return
     failures = run_all(jobs, args)
     show(jobs, failures, Path(args.configs[0]).stem)
-    evaluated = " and evaluated" if args.eval_tokens else ""
-    print(f"{failures.count('')} of {len(jobs)} runs are trained{evaluated}")
+    print(f"{failures.count('')} of {len(jobs)} runs are done")
     for failure in filter(None, failures):
         print(failure)
     if any(failures):
@@ -226,8 +225,8 @@ def run_all(jobs: list[Job], args: argparse.Namespace) -> list[str]:
 def run_job(job: Job, number: str, args: argparse.Namespace, slot: int, stop: StopSignals) -> str:
     """Do what is not done of the job. Returns the failure; "": success, or a signal came."""
     log = job.run_dir.with_name(f"{job.run_dir.name}.log") if args.jobs > 1 else None
-    group = {"WANDB_RUN_GROUP": Path(job.arguments[0]).stem}  # which wandb reads itself
-    environment = group | share_of_machine(args, slot)
+    # wandb reads its group itself
+    environment = {"WANDB_RUN_GROUP": Path(job.arguments[0]).stem} | share_of_machine(args, slot)
     python = [sys.executable]
     if args.nproc > 1:
         python += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc}"]

@@ -181,6 +181,10 @@ BAD_OVERRIDES = [
         "--model.rope_fraction 0.5",
         "model.rope_fraction = 0.5: only read by model.position = p_rope",
     ),
+    (
+        "--model.key-shift unrotated",
+        "model.key_shift = unrotated: only read by model.position = p_rope",
+    ),
     ("--model.norm batchnorm", "'layernorm' or 'rmsnorm'"),
     ("--model.n_layers 3", "did you mean model.n_layer?"),
     ("--attention.normaliser softmaxx", "did you mean softmax?"),

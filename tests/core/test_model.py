@@ -386,44 +386,49 @@ def test_without_rope_only_alibi_sees_the_order(position):
 def test_p_rope_rotates_the_highest_frequencies():
     x = torch.randn(1, 1, 20, 8, generator=torch.Generator().manual_seed(0))
     whole, half = (
-        apply_rope(x, *rope_tables(8, 20, 10000.0, RopeScaling(), 16, rotating=part))
-        for part in (1.0, 0.5)
+        apply_rope(x, *rope_tables(8, 20, 10000.0, RopeScaling(), 16, rotating=n)) for n in (8, 4)
     )
     assert torch.equal(half[..., :4], whole[..., :4]) and torch.equal(half[..., 4:], x[..., 4:])
     # in floats 0.58 * 50 < 29
-    for share, head_dim, n in ((0.58, 100, 29), (0.7, 8, 2), (0.75, 6, 2)):
-        _, sin = rope_tables(head_dim, 2, 10000.0, RopeScaling(), 16, rotating=share)
-        assert (sin[1] != 0).sum() == n
+    for share, head_dim, n in ((0.58, 100, 58), (0.7, 8, 4), (0.75, 6, 4)):
+        model = ModelConfig(n_embd=head_dim, n_head=1, position="p_rope", rope_fraction=share)
+        assert model.rotating == n
 
 
-def test_gate_and_output_norm():
+def make_layer(*attention, **model):
+    return make_gpt(*attention, std=0.2, **model).blocks[0].attention
+
+
+@pytest.fixture
+def inputs():
+    """Of a layer."""
+    torch.manual_seed(0)
+    return torch.randn(2, 16, 32), *rope_tables(16, 16, 10000.0, RopeScaling(), 16)
+
+
+def test_gate_and_output_norm(inputs):
     """A gate of sigmoid(0) halves the heads' output; a normed output has mean square 1 in each
     head.
     """
-    torch.manual_seed(0)
-    x, tables = torch.randn(2, 16, 32), rope_tables(16, 16, 10000.0, RopeScaling(), 16)
-    plain, gated = (
-        make_gpt(std=0.2, attention_gate=gate).blocks[0].attention for gate in (False, True)
-    )
+    plain, gated = (make_layer(attention_gate=gate) for gate in (False, True))
     gated.load_state_dict(plain.state_dict(), strict=False)
     torch.nn.init.zeros_(gated.gate.weight)
-    torch.testing.assert_close(gated(x, *tables), plain(x, *tables) / 2)  # the output's bias is 0
-    normed = make_gpt({"output_norm": True}, std=0.2).blocks[0].attention
+    torch.testing.assert_close(gated(*inputs), plain(*inputs) / 2)  # the output's bias is 0
+    normed = make_layer({"output_norm": True})
     torch.nn.init.eye_(normed.out.weight)
-    mean_square = normed(x, *tables).unflatten(-1, (2, 16)).square().mean(-1)
+    mean_square = normed(*inputs).unflatten(-1, (2, 16)).square().mean(-1)
     torch.testing.assert_close(mean_square, torch.ones(2, 16, 2), atol=1e-2, rtol=0)
 
 
-def test_exclusive_output():
+def test_exclusive_output(inputs):
     """Each head's output loses its part along the own value, and nothing else (XSA)."""
-    x, tables = torch.randn(2, 16, 32), rope_tables(16, 16, 10000.0, RopeScaling(), 16)
     outputs = []
     for exclusive in (False, True):
-        layer = make_gpt(std=0.2, exclusive=exclusive, n_kv_head=1).blocks[0].attention
+        layer = make_layer(exclusive=exclusive, n_kv_head=1)
         torch.nn.init.eye_(layer.out.weight)
-        outputs.append(layer(x, *tables).unflatten(-1, (2, 16)).transpose(1, 2))
+        outputs.append(layer(*inputs).unflatten(-1, (2, 16)).transpose(1, 2))
     plain, found = outputs
-    v = layer.project(x, *tables)[2]  # (2, 1, 16, 16), of both heads
+    v = layer.project(*inputs)[2]  # (2, 1, 16, 16), of both heads
     torch.testing.assert_close((found * v).sum(-1), torch.zeros(2, 2, 16), atol=1e-5, rtol=0)
     torch.testing.assert_close(
         plain - found, (plain * v).sum(-1, True) / v.square().sum(-1, True) * v
@@ -450,20 +455,20 @@ def test_norms_before_rope_are_those_after(parts, kind, monkeypatch):
     torch.testing.assert_close(got, want, rtol=0, atol=float(1e-6 * want.abs().max()))
 
 
-def test_key_shift():
+def test_key_shift(inputs):
     """At the start s = sigmoid(0): each key is the mean of its own and the one before, the first is
     half.
     """
-    torch.manual_seed(0)
-    x, tables = torch.randn(2, 16, 32), rope_tables(16, 16, 10000.0, RopeScaling(), 16)
-    plain, shifted = (
-        make_gpt(std=0.2, key_shift=shift).blocks[0].attention for shift in (False, True)
-    )
-    shifted.load_state_dict(plain.state_dict(), strict=False)
-    (q, k, *_), (shifted_q, shifted_k, *_) = (each.project(x, *tables) for each in (plain, shifted))
+    part = {"position": "p_rope", "rope_fraction": 0.25, "key_shift": "unrotated"}
+    outputs = []
+    for options in ({}, {"key_shift": True}, part):
+        layer = make_layer(**options)
+        outputs.append(layer.project(*inputs)[:2])
+    (q, k), (shifted_q, shifted_k), (_, part_k) = outputs
     assert torch.equal(q, shifted_q)
     torch.testing.assert_close(shifted_k[:, :, 1:], (k[:, :, 1:] + k[:, :, :-1]) / 2)
     torch.testing.assert_close(shifted_k[:, :, 0], k[:, :, 0] / 2)
+    assert torch.equal(part_k, torch.cat((k[..., :4], shifted_k[..., 4:]), -1))
 
 
 def test_cache_overflow():
