@@ -485,6 +485,7 @@ FUNCTIONS: dict[str, Callable[[Records, list[list[Any]]], Lines]] = {
     "rates": rates,
     "steps": partial(by_group, group="steps"),
     "scale": partial(by_group, group="parameters"),
+    "qk_norm": partial(by_group, group="trained at"),
     "ladder": ladder,
     "reach": reach,
     "documents": documents,
