@@ -353,9 +353,6 @@ class Line(NamedTuple):
     def estimates(self) -> dict[int, Estimate | None]:
         return {length: estimate(each) if each else None for length, each in self.losses.items()}
 
-    def minus(self, zero: "Line") -> dict[int, Estimate | None]:
-        return measure.subtract(self.losses, zero.losses)
-
 
 def show(args: argparse.Namespace, runs: Sequence[Run], steps: list[int], text: str | None) -> None:
     """Print the tables and draw the pictures of rows. text: None is that of the newest rows."""
@@ -460,7 +457,7 @@ def print_losses(lines: list[Line], what: str, text: str, do_compare: bool) -> N
         return
     zero = lines[0]
     print(f"\nMinus {zero.model}, {zero.setting.label}, with the paired 95 % interval.\n")
-    differences = [line.minus(zero).values() for line in lines]
+    differences = [measure.subtract(line.losses, zero.losses).values() for line in lines]
     print_lines(lines, [[format_difference(each) for each in row] for row in differences])
 
 
@@ -496,7 +493,7 @@ def draw_losses(lines: list[Line], picture: Path, train_lens: Iterable[int], yla
     curves = []
     for line in [*([zero] if zero.setting.window else []), *of_model.values()]:
         known = {length: each for length, each in line.estimates.items() if each}
-        minus = line.minus(zero)
+        minus = measure.subtract(line.losses, zero.losses)
         halves = [each.half if (each := minus[length]) else math.nan for length in known]
         label = line.setting.label
         if not line.setting.anew:

@@ -172,7 +172,7 @@ class Attention(nn.Module):
         self, k: Tensor, cache: KVCache | None = None, first: Tensor | None = None
     ) -> Tensor:
         """(1 - s) k_j + s k_{j - 1} of all keys (B, n_kv_head, T, D) after RoPE, s learned by key
-        head.
+        head, in the channels from `n_unshifted` on.
 
         A key then says which token came before, so one layer finds what followed the last token's
         earlier occurrences (smeared keys, Olsson et al. 2022). The first key of a sequence or
@@ -185,6 +185,8 @@ class Attention(nn.Module):
             is_first = first == torch.arange(k.shape[2], device=k.device)
             before = before.masked_fill(is_first[:, None, :, None], 0.0)
         shifted = (1 - share) * k + share * before
+        if not self.n_unshifted:
+            return shifted
         return torch.cat((k[..., : self.n_unshifted], shifted[..., self.n_unshifted :]), dim=-1)
 
     def forward(

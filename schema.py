@@ -93,8 +93,8 @@ class ModelConfig(Section):
     )
     key_shift: Literal["unrotated"] | bool = key(
         False,
-        "Mix a learned share of the key before into each (Olsson et al. 2022). unrotated: where "
-        "p_rope does not rotate.",
+        "Mix a learned share of the key before into each (Olsson et al. 2022). unrotated: into the "
+        "channels that RoPE leaves, as with p_rope.",
     )
     position: Position = key(
         "rope",
@@ -129,15 +129,14 @@ class ModelConfig(Section):
             yield f"n_kv_head = {self.n_kv_head}: expected a divisor of {of_heads}"
         if self.n_embd % self.n_head:
             yield f"n_embd = {self.n_embd}: expected a multiple of {of_heads}"
-        elif self.rotating and self.head_dim % 2:
+        elif self.head_dim % 2 and self.position in ("rope", "p_rope") and self.rope_fraction:
             size = f"n_embd / n_head = {self.head_dim}"
             yield f"n_embd = {self.n_embd}: position = {self.position} needs an even head size, {size}"
-        expected = "only read by model.position = p_rope"
-        if self.position != "p_rope":
-            if self.rope_fraction != 0.75:
-                yield f"rope_fraction = {self.rope_fraction}: {expected}"
-            if self.key_shift == "unrotated":
-                yield f"key_shift = unrotated: {expected}"
+        elif self.key_shift == "unrotated" and self.rotating == self.head_dim:
+            yield f"key_shift = unrotated: position = {self.position} rotates all channels"
+        if self.position != "p_rope" and self.rope_fraction != 0.75:
+            expected = "only read by model.position = p_rope"
+            yield f"rope_fraction = {self.rope_fraction}: {expected}"
 
 
 class AttentionConfig(Section):
@@ -401,7 +400,7 @@ class Config(Section):
     def rope_bases(self) -> set[float]:
         """The bases of the layers whose positions rotate."""
         models = [layer.model for layer in self.layer_configs]
-        return {model.rope_theta for model in models if model.rotating > 0}
+        return {model.rope_theta for model in models if model.rotating}
 
     @property
     def run_dir(self) -> Path:
@@ -431,8 +430,9 @@ def describe_attention(options: AttentionConfig, model: ModelConfig | None = Non
     stated = options.definition.model_dump(exclude_defaults=True)
     stated |= options.model_dump(include={"reweight_p", "reweight_p_warmup"}, exclude_defaults=True)
     if model is not None:
-        keys = {"position", "window", "key_shift", "attention_gate", "exclusive"}
-        keys |= {"rope_theta", "rope_fraction"} if model.rotating else set()
+        keys = {"position", "window", "key_shift", "attention_gate", "exclusive", "rope_fraction"}
+        if model.rotating:
+            keys.add("rope_theta")
         stated |= model.model_dump(include=keys, exclude_defaults=True)
     listed = ", ".join(f"{key} = {value}" for key, value in stated.items())
     return options.definition.name + (f" ({listed})" if listed else "")

@@ -325,6 +325,7 @@ def test_one_schedule_of_p_for_all_layers():
     ({"position": "alibi"}, PIECES), ({"attention_gate": True}, PIECES),
     ({"exclusive": True, "n_kv_head": 1}, PIECES),
     ({"key_shift": True}, [1] * 24), ({"key_shift": True, "n_kv_head": 1}, PIECES),
+    ({"key_shift": "unrotated", "position": "p_rope"}, PIECES),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize(
     "attention",
