@@ -93,8 +93,8 @@ class ModelConfig(Section):
     )
     key_shift: Literal["unrotated"] | bool = key(
         False,
-        "Mix a learned share of the key before into each (Olsson et al. 2022). unrotated: into the "
-        "channels that RoPE leaves, as with p_rope.",
+        "Mix a learned share of the key before into each (Olsson et al. 2022). unrotated: in "
+        "channels that RoPE does not turn, as with p_rope.",
     )
     position: Position = key(
         "rope",
@@ -133,7 +133,7 @@ class ModelConfig(Section):
             size = f"n_embd / n_head = {self.head_dim}"
             yield f"n_embd = {self.n_embd}: position = {self.position} needs an even head size, {size}"
         elif self.key_shift == "unrotated" and self.rotating == self.head_dim:
-            yield f"key_shift = unrotated: position = {self.position} rotates all channels"
+            yield f"key_shift = unrotated: expected p_rope: position = {self.position} rotates all"
         if self.position != "p_rope" and self.rope_fraction != 0.75:
             expected = "only read by model.position = p_rope"
             yield f"rope_fraction = {self.rope_fraction}: {expected}"

@@ -181,7 +181,10 @@ BAD_OVERRIDES = [
         "--model.rope_fraction 0.5",
         "model.rope_fraction = 0.5: only read by model.position = p_rope",
     ),
-    ("--model.key-shift unrotated", "key_shift = unrotated: position = rope rotates all"),
+    (
+        "--model.key-shift unrotated",
+        "key_shift = unrotated: expected p_rope: position = rope rotates all",
+    ),
     ("--model.n_embd 12", "n_embd = 12: position = rope needs an even head size"),
     ("--model.norm batchnorm", "'layernorm' or 'rmsnorm'"),
     ("--model.n_layers 3", "did you mean model.n_layer?"),
