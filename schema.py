@@ -133,7 +133,7 @@ class ModelConfig(Section):
             size = f"n_embd / n_head = {self.head_dim}"
             yield f"n_embd = {self.n_embd}: position = {self.position} needs an even head size, {size}"
         elif self.key_shift == "unrotated" and self.rotating == self.head_dim:
-            yield f"key_shift = unrotated: expected p_rope: position = {self.position} rotates all"
+            yield "key_shift = unrotated: all rotate: expected position = p_rope, rope_fraction < 1"
         if self.position != "p_rope" and self.rope_fraction != 0.75:
             expected = "only read by model.position = p_rope"
             yield f"rope_fraction = {self.rope_fraction}: {expected}"

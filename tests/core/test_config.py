@@ -183,7 +183,7 @@ BAD_OVERRIDES = [
     ),
     (
         "--model.key-shift unrotated",
-        "key_shift = unrotated: expected p_rope: position = rope rotates all",
+        "key_shift = unrotated: all rotate: expected position = p_rope",
     ),
     ("--model.n_embd 12", "n_embd = 12: position = rope needs an even head size"),
     ("--model.norm batchnorm", "'layernorm' or 'rmsnorm'"),
