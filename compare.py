@@ -94,8 +94,8 @@ def main() -> None:
     folder = "runs/track"
     if args.quick:
         folder = f"runs/quick_{args.quick}"
-        warmup = str(min(args.quick, recipe.optimizer.warmup_steps))
-        overrides += [f"--train.max-steps={args.quick}", "--optimizer.warmup-steps", warmup]
+        warmup = min(args.quick, recipe.optimizer.warmup_steps)
+        overrides += [f"--train.max-steps={args.quick}", f"--optimizer.warmup-steps={warmup}"]
         entrants = [path for path in args.configs if Path(path).resolve() != SOFTMAX]
         args.configs = [str(SOFTMAX), *entrants]
         print(f"NOT COMPARABLE with the board: {args.quick} steps (--quick)")
@@ -149,8 +149,11 @@ def check_text(config: Config, recipe: Config) -> None:
     """Raises UserError: another text than the recipe's, which is published for the track."""
     expected = {split: f"sha256 {sha256}" for split, sha256 in PUBLISHED.items()}
     if recipe.data.dir != load_config(TRACK).data.dir:
-        streams = [TokenStream(recipe.data.dir, "train"), open_text(recipe, None, split="val")]
-        streams.append(open_text(recipe, None))  # val again, in a dataset without a test split
+        streams = [
+            TokenStream(recipe.data.dir, "train"),
+            open_text(recipe, None, split="val"),
+            open_text(recipe, None),  # val again, in a dataset without a test split
+        ]
         expected = {stream.split: stream.fingerprint for stream in streams}
     for split, fingerprint in expected.items():
         found = TokenStream(config.data.dir, split).fingerprint

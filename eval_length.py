@@ -457,8 +457,8 @@ def print_losses(lines: list[Line], what: str, text: str, do_compare: bool) -> N
         return
     zero = lines[0]
     print(f"\nMinus {zero.model}, {zero.setting.label}, with the paired 95 % interval.\n")
-    differences = [measure.subtract(line.losses, zero.losses).values() for line in lines]
-    print_lines(lines, [[format_difference(each) for each in row] for row in differences])
+    minus = [measure.subtract(line.losses, zero.losses).values() for line in lines]
+    print_lines(lines, [[*map(format_difference, row)] for row in minus])
 
 
 def loss_cell(each: Estimate | None, least: str) -> str:

@@ -113,10 +113,14 @@ class ModelConfig(Section):
         return self.n_kv_head or self.n_head
 
     @property
+    def rope_share(self) -> float:
+        """The part of RoPE's frequencies that rotate."""
+        return {"rope": 1.0, "p_rope": self.rope_fraction}.get(self.position, 0.0)
+
+    @property
     def rotating(self) -> int:
         """How many channels of a head RoPE turns, from the first on."""
-        share = {"rope": 1.0, "p_rope": self.rope_fraction}.get(self.position, 0.0)
-        return 2 * int(share * (self.head_dim // 2) + 1e-9)  # 0.58 * 50 is 28.999...
+        return 2 * int(self.rope_share * (self.head_dim // 2) + 1e-9)  # 0.58 * 50 is 28.999...
 
     @property
     def heads(self) -> str:
@@ -129,7 +133,7 @@ class ModelConfig(Section):
             yield f"n_kv_head = {self.n_kv_head}: expected a divisor of {of_heads}"
         if self.n_embd % self.n_head:
             yield f"n_embd = {self.n_embd}: expected a multiple of {of_heads}"
-        elif self.head_dim % 2 and self.position in ("rope", "p_rope") and self.rope_fraction:
+        elif self.rope_share and self.head_dim % 2:
             size = f"n_embd / n_head = {self.head_dim}"
             yield f"n_embd = {self.n_embd}: position = {self.position} needs an even head size, {size}"
         elif self.key_shift == "unrotated" and self.rotating == self.head_dim:

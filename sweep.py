@@ -104,7 +104,8 @@ def main() -> None:
         return
     failures = run_all(jobs, args)
     show(jobs, failures, Path(args.configs[0]).stem)
-    print(f"{failures.count('')} of {len(jobs)} runs are done")
+    evaluated = " and evaluated" if args.eval_tokens else ""
+    print(f"{failures.count('')} of {len(jobs)} runs are trained{evaluated}")
     for failure in filter(None, failures):
         print(failure)
     if any(failures):

@@ -99,7 +99,7 @@ positions.py: torch.complex(cos, sin) => torch.complex(cos, -sin)
 positions.py: pairs = x.float().unflatten(-1, (-1, 2)) => pairs = x.float().unflatten(-1, (2, -1)).mT
 positions.py: s ** (head_dim / (head_dim - 2)) => s
 positions.py: theta = scaling.theta or theta => theta = 5e5 if scaling.theta else theta
-schema.py: int(share * (self.head_dim // 2) + 1e-9) => round(share * (self.head_dim // 2))
+schema.py: int(self.rope_share * (self.head_dim // 2) + 1e-9) => round(self.rope_share * (self.head_dim // 2))
 model.py: (1 - share) * k + share * before => (1 - share) * k + share * k
 generation.py: rope.length or length + n_new => rope.length or length
 positions.py: 0.1 * math.log(s) + 1 => 0.1 * math.log(s)

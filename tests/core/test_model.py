@@ -391,9 +391,10 @@ def test_p_rope_rotates_the_highest_frequencies():
     )
     assert torch.equal(half[..., :4], whole[..., :4]) and torch.equal(half[..., 4:], x[..., 4:])
     # in floats 0.58 * 50 < 29
-    for share, head_dim, n in ((0.58, 100, 58), (0.7, 8, 4), (0.75, 6, 4)):
-        model = ModelConfig(n_embd=head_dim, n_head=1, position="p_rope", rope_fraction=share)
-        assert model.rotating == n
+    for share, head_dim, n in ((0.58, 100, 29), (0.7, 8, 2), (0.75, 6, 2)):
+        gpt = make_gpt(n_embd=head_dim, n_head=1, position="p_rope", rope_fraction=share)
+        _, sin = gpt.rope(random_tokens(1, 2), RopeScaling())[0]
+        assert (sin[1] != 0).sum() == n
 
 
 def make_layer(*attention, **model):

@@ -178,7 +178,7 @@ def test_all_runs_but_the_finished_ones_and_on_after_a_failure(
         call(sweep, four_runs, "--optimizer.lr", "0.01")
     out = capsys.readouterr().out
     run = four_runs.parent / "runs/s_normaliser=softmax_seed=2"
-    assert e.value.code == 1 and "3 of 4 runs are done" in out
+    assert e.value.code == 1 and "3 of 4 runs are trained and evaluated" in out
     assert out.splitlines()[-1] == f"failed: {run}: train.py ended with status 2"
     done = ["train.py", "eval_length.py"]
     assert fake.scripts == [*done, "train.py", *done, *done]
@@ -194,7 +194,7 @@ def test_all_runs_but_the_finished_ones_and_on_after_a_failure(
     assert again.scripts == done
     call(sweep, four_runs, "--optimizer.lr", "0.01", "--eval-tokens", 0)
     assert again.scripts == done
-    assert "4 of 4 runs are done\n" in capsys.readouterr().out
+    assert "4 of 4 runs are trained\n" in capsys.readouterr().out
     (run / "rows.csv").unlink()
     call(sweep, four_runs, "--optimizer.lr", "0.01")
     assert again.scripts == [*done, "eval_length.py"]
